@@ -1,0 +1,98 @@
+"""Every error that cgtool raises on purpose.
+
+Imports nothing, so that any room may raise them. A message is a sentence for the user that ends with what to do;
+`path`, `expected` and `actual` carry the same facts for programs. `exit_code` is what the command line returns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class CgtoolError(Exception):
+    """Base of all errors of cgtool.
+
+    Args:
+        message: A sentence that ends with what the user can do.
+        path: The file, folder or attribute path that the error is about.
+        expected: What should have been there.
+        actual: What was there.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, path: Any = None, expected: Any = None, actual: Any = None) -> None:
+        super().__init__(message)
+        self.path = path
+        self.expected = expected
+        self.actual = actual
+
+
+class UsageError(CgtoolError, ValueError):
+    """The user asked for something that has no meaning: a wrong option, an unknown name, a malformed value."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """A configuration field is unknown, of the wrong type or out of range."""
+
+
+class ModelError(CgtoolError):
+    """The model could not be found, built or called."""
+
+
+class TraceError(CgtoolError):
+    """Dynamo could not trace the model into one graph whose meaning can be kept as data."""
+
+
+class GraphBreakError(TraceError):
+    """The model holds something that Dynamo cannot put into a graph."""
+
+
+class SplitError(CgtoolError):
+    """The graph could not be split, or a piece could not be written down as data."""
+
+
+class UnmatchedSplittingOpError(SplitError, UsageError):
+    """A splitting op that was named explicitly occurs nowhere in the graph."""
+
+    exit_code = 2
+
+
+class CompileError(CgtoolError):
+    """A piece could not be compiled."""
+
+
+class CacheError(CgtoolError):
+    """The cache folder could not be read or written."""
+
+
+class CacheCorruptError(CacheError):
+    """The bytes of a file differ from the digest that names them, or a file is torn."""
+
+
+class CacheSchemaError(CacheError):
+    """The cache was written by a version of cgtool with another schema."""
+
+
+class CacheMissError(CgtoolError):
+    """No entry of the cache fits the model as it is now.
+
+    Attributes:
+        reasons: Sentences, the most telling first.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, reasons: tuple[str, ...] = (), path: Any = None) -> None:
+        super().__init__(message, path=path)
+        self.reasons = reasons
+
+
+class GuardError(CgtoolError):
+    """A call was refused because every variant's guards refuse it."""
+
+
+class ArtifactError(CgtoolError):
+    """An artifact could not be opened, or gave something else than its piece promises."""

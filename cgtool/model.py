@@ -1,0 +1,53 @@
+"""What a user says of a model: the module, example calls, dynamic dimensions. Plain records, no torch.
+
+A factory named by `MODEL` on the command line returns a `ModelSpec` or a plain `(module, args)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+#: parameter -> dimension -> name, or (name, min, max)
+DynamicDims = Mapping[str, Mapping[int, "str | tuple[str, int, int | None]"]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleCall:
+    """One example call of the model; each is traced into variants of its own.
+
+    Args:
+        args: Positional arguments, without the module itself.
+        kwargs: Keyword arguments.
+        name: How people call it: "prefill", "decode", ...
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    name: str = "default"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model and how it is called.
+
+    Args:
+        module: The `torch.nn.Module`.
+        calls: One or more example calls.
+        dynamic: Which dimensions change from call to call: `{"input_ids": {0: "batch", 1: ("seq", 1, 4096)}}`.
+            Dimensions with the same name have the same size. Bounds are inclusive; the default is 1 to no limit.
+        splitting_ops: Ops to split at; None means the attention ops known to cgtool and those registered with
+            `splitting=True` that are in the graph.
+        method: The method of the module that is compiled.
+        prefix: Which compiled part of the model this is ("backbone", "eagle_head", ...).
+        name: What `inspect` shows; the class's name by default.
+    """
+
+    module: Any
+    calls: Sequence[ExampleCall]
+    dynamic: DynamicDims = field(default_factory=dict)
+    splitting_ops: Sequence[str] | None = None
+    method: str = "forward"
+    prefix: str = "backbone"
+    name: str | None = None
