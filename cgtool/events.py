@@ -1,0 +1,39 @@
+"""What a long job says of itself while it runs: one record, and the function that takes it.
+
+Imports nothing of cgtool and never torch. A library function takes `on_event` and prints nothing; what shows on a
+terminal is the command line's business (`cgtool.cli.progress`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["trace", "split", "compile", "store", "hit", "note"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One thing that began, moved on or ended.
+
+    Args:
+        phase: Which stage speaks; "hit" says that the cache already holds it, "note" is advice for the user.
+        message: A short sentence or name, plain text: it may hold whatever a model's author wrote.
+        done: How many units of the phase are finished; None where nothing is counted.
+        total: How many there will be; None where nothing is counted.
+        secs: How long the thing took; None while it still runs.
+    """
+
+    phase: Phase
+    message: str
+    done: int | None = None
+    total: int | None = None
+    secs: float | None = None
+
+
+OnEvent = Callable[[Event], None]
+
+
+def ignore(event: Event) -> None:  # noqa: ARG001  the signature is OnEvent's
+    """Take an event and do nothing: the default of every `on_event`."""
