@@ -1,0 +1,242 @@
+"""Sources: how a plan names an object of the live process, and how that object is found again.
+
+Must not import torch. Grammar::
+
+    source   = root accessor*
+    root     = "self" | "arg:" ident | "free:" ident | "global:" module ":" ident | "module:" module | "state:" ident
+    accessor = "." name                attribute; a name is [A-Za-z0-9_]+, so that `layers.0` reads as in a state dict
+             | "[" json "]"            item, the key a JSON string or integer
+             | "|type"                 type(x)
+             | "|keys[" n "]"          the n-th key of a dict
+             | "|list[" n "]"          the n-th element of an iterable
+             | "|dict"                 dict(x.__dict__)
+             | "|call"                 x()  (weak references)
+    module   = ident ("." ident)*
+
+`self` is the model, `arg:x` a local of its method's first frame, `free:x` a variable that the method closes over.
+`state:x` names global state of torch (see `state.py`) and has no accessors.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from cgtool.errors import GuardError
+
+_MODULE = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
+_ROOT = re.compile(
+    rf"self|arg:(?P<arg>[A-Za-z_]\w*)|free:(?P<free>[A-Za-z_]\w*)"
+    rf"|global:(?P<owner>{_MODULE}):(?P<global>[A-Za-z_]\w*)|module:(?P<module>{_MODULE})|state:(?P<state>[a-z_0-9]+)",
+    re.ASCII,
+)
+_ACCESSOR = re.compile(
+    r"\.(?P<attr>[A-Za-z0-9_]+)|\[(?P<item>-?\d+|\"(?:[^\"\\]|\\.)*\")\]|\|(?P<word>type|dict|call)"
+    r"|\|(?P<nth>keys|list)\[(?P<index>\d+)\]",
+    re.ASCII,
+)
+
+
+class SourceError(GuardError):
+    """A source is malformed, or the object that it names is gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accessor:
+    """One step from an object to a part of it: `word` is attr, item, type, dict, call, keys or list."""
+
+    word: str
+    key: str | int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A parsed source; `prefixes[i]` is the text up to and without `accessors[i]`."""
+
+    text: str
+    root: str
+    names: tuple[str, ...]
+    accessors: tuple[Accessor, ...]
+    prefixes: tuple[str, ...]
+
+    @property
+    def is_call(self) -> bool:
+        """Whether the object belongs to one call, so that it can only be looked at then."""
+        return self.root in {"arg", "state"}
+
+
+@functools.lru_cache(maxsize=65536)
+def parse_source(text: str) -> Source:
+    """Parse `text`.
+
+    Raises:
+        SourceError: `text` does not match the grammar above.
+    """
+    match = _ROOT.match(text)
+    if match is None:
+        msg = f"The source {text!r} of the plan is not of the known form; the cache is damaged or not cgtool's."
+        raise SourceError(msg, actual=text)
+    groups = match.groupdict()
+    names = tuple(value for value in groups.values() if value is not None)
+    root = match.group(0).split(":", 1)[0]
+    accessors: list[Accessor] = []
+    prefixes: list[str] = []
+    position = match.end()
+    while position < len(text):
+        step = _ACCESSOR.match(text, position)
+        if step is None:
+            msg = f"The source {text!r} of the plan is not of the known form; the cache is damaged or not cgtool's."
+            raise SourceError(msg, actual=text)
+        prefixes.append(text[:position])
+        accessors.append(_accessor(step))
+        position = step.end()
+    return Source(text=text, root=root, names=names, accessors=tuple(accessors), prefixes=tuple(prefixes))
+
+
+def _accessor(match: re.Match[str]) -> Accessor:
+    if (attr := match["attr"]) is not None:
+        return Accessor(word="attr", key=attr)
+    if (item := match["item"]) is not None:
+        return Accessor(word="item", key=json.loads(item))
+    if (nth := match["nth"]) is not None:
+        return Accessor(word=nth, key=int(match["index"]))
+    return Accessor(word=match["word"])
+
+
+class Roots:
+    """Where sources start: the live model, its method and, during a call, the arguments.
+
+    Args:
+        module: The `torch.nn.Module`.
+        method: The bound method that was traced; its free variables are looked up in its function.
+        arguments: Locals of the method's first frame by name; None outside of a call.
+    """
+
+    def __init__(self, module: Any, method: Any = None, arguments: Mapping[str, Any] | None = None) -> None:
+        self.module = module
+        self.method = method
+        self.arguments = arguments
+        self._seen: dict[str, Any] = {}
+
+    def resolve(self, source: Source | str) -> Any:
+        """Return the object that `source` names.
+
+        Raises:
+            SourceError: The source is malformed, or there is no such object now.
+        """
+        if isinstance(source, str):
+            source = parse_source(source)
+        if source.text in self._seen:
+            return self._seen[source.text]
+        if not source.accessors:
+            value = self._root(source)
+        else:
+            value = self._step(source, self.resolve(source.prefixes[-1]))
+        self._seen[source.text] = value
+        return value
+
+    def _step(self, source: Source, base: Any) -> Any:
+        try:
+            return _apply(base, source.accessors[-1])
+        except (AttributeError, KeyError, IndexError, TypeError, StopIteration) as error:
+            msg = f"{words(source)} was there when this was compiled and is gone now ({type(error).__name__}: {error})."
+            raise SourceError(msg, path=words(source)) from error
+
+    def _root(self, source: Source) -> Any:
+        if source.root == "self":
+            return self.module
+        if source.root == "module":
+            return find_module(source.names[0])
+        if source.root == "global":
+            return self._global(source)
+        if source.root == "free":
+            return self._free(source)
+        if source.root == "arg" and self.arguments is not None and source.names[0] in self.arguments:
+            return self.arguments[source.names[0]]
+        msg = f"{words(source)} can only be looked at during a call."
+        raise SourceError(msg, path=words(source))
+
+    def _global(self, source: Source) -> Any:
+        owner, name = source.names
+        module = find_module(owner)
+        if name not in vars(module):
+            msg = f"{words(source)} was there when this was compiled and is gone now."
+            raise SourceError(msg, path=words(source))
+        return vars(module)[name]
+
+    def _free(self, source: Source) -> Any:
+        function = getattr(self.method, "__func__", self.method)
+        code = getattr(function, "__code__", None)
+        if code is not None and source.names[0] in code.co_freevars:
+            cell = function.__closure__[code.co_freevars.index(source.names[0])]
+            try:
+                return cell.cell_contents
+            except ValueError:
+                pass
+        msg = f"{words(source)} was there when this was compiled and is gone now."
+        raise SourceError(msg, path=words(source))
+
+
+def _apply(base: Any, accessor: Accessor) -> Any:
+    key = accessor.key
+    if accessor.word == "attr":
+        return getattr(base, str(key))
+    if accessor.word == "item":
+        return base[key]
+    if accessor.word == "type":
+        return type(base)
+    if accessor.word == "dict":
+        return dict(vars(base))
+    if accessor.word == "call":
+        return base()
+    elements = list(base)
+    return elements[int(key)] if key is not None else elements
+
+
+def find_module(name: str) -> ModuleType:
+    """Return the module of that name, importing it when it is not yet; the running script answers to its own name.
+
+    Raises:
+        SourceError: There is no such module here.
+    """
+    if name in sys.modules:
+        return sys.modules[name]
+    main = sys.modules.get("__main__")
+    if main is not None and canonical_module_name("__main__") == name:
+        return main
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        msg = f"The module {name} was imported when this was compiled and cannot be imported now ({error})."
+        raise SourceError(msg, path=name) from error
+
+
+def canonical_module_name(name: str) -> str:
+    """Return the name a module is known by everywhere: a script that runs as `__main__` answers to its import name."""
+    if name != "__main__":
+        return name
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    if spec is not None and spec.name:
+        return str(spec.name).removesuffix(".__main__") if spec.name != "__main__" else name
+    path = getattr(main, "__file__", None)
+    if not path:
+        return name
+    return re.sub(r"\.py$", "", str(path).replace("\\", "/").rsplit("/", 1)[-1])
+
+
+def words(source: Source | str) -> str:
+    """Return the source as a person would write it: 'layers.0.eps', 'input_ids', 'tiny_llama.SCALE'."""
+    text = source if isinstance(source, str) else source.text
+    if text == "self":
+        return "the model"
+    text = re.sub(r"^(self\.|arg:|free:|module:|state:)", "", text)
+    text = re.sub(r"^global:([^:]+):", r"\1.", text)
+    return text.replace("|type", "'s type")
