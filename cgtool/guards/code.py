@@ -1,0 +1,163 @@
+"""What a function does, as a digest: equal wherever it was loaded from, different when an edit could change it.
+
+Two things are kept out on purpose: where the code lies (file names, line numbers) and where its objects lie (addresses,
+the order of sets). What is kept in: bytecode, constants, names, flags, and for functions their defaults and the
+constants in their closures. Bytecode belongs to one version of Python, so that version is a factor of every key.
+
+Needs no torch: torch's constants are recognised by the module of their type.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from cgtool.digests import canonical_json, digest_of
+from cgtool.guards.sources import canonical_module_name
+from cgtool.pieces import Json
+
+#: Types of torch whose text is their value and holds no address.
+_TORCH_CONSTANTS = frozenset({"dtype", "device", "layout", "memory_format", "Size", "OpOverload", "OpOverloadPacket"})
+
+
+def code_digest(code: types.CodeType | object, *, follow_globals: bool = False) -> str:
+    """Return the SHA-256 of what `code` does, as 64 hexadecimal digits.
+
+    Equal in every process, under every install path and on every line of its file. A callable that is no Python
+    function (a builtin, a class, an instance) counts by its qualified name, because its code cannot be seen.
+
+    Args:
+        code: A code object, a function, a method, a `functools.partial`, or any other callable.
+        follow_globals: Also take in the module globals that the code names: constants by value, and Python functions
+            by their own code, except those of torch and of the standard library.
+
+    Returns:
+        The digest. Objects other than constants in closures, defaults and globals enter by the name of their type.
+    """
+    return digest_of(_Describer(follow_globals=follow_globals).describe(code))
+
+
+class _Describer:
+    """Turns code and what it holds into JSON; remembers functions, because they may hold each other."""
+
+    def __init__(self, *, follow_globals: bool) -> None:
+        self._follow_globals = follow_globals
+        self._seen: dict[int, int] = {}
+
+    def describe(self, value: Any) -> Json:
+        if isinstance(value, Enum):
+            return ["enum", _type_name(value), value.name]
+        if value is None or isinstance(value, (bool, int, str)):
+            return [type(value).__name__, value]
+        if isinstance(value, (float, complex, bytes, range, slice, types.EllipsisType)):
+            return [type(value).__name__, repr(value)]
+        if isinstance(value, types.CodeType):
+            return self._code(value)
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        if isinstance(value, types.MethodType):
+            return ["method", _type_name(value.__self__), self.describe(value.__func__)]
+        if isinstance(value, functools.partial):
+            return ["partial", *map(self.describe, (value.func, value.args, value.keywords))]
+        if isinstance(value, (types.ModuleType, type)) or inspect.isroutine(value):
+            return ["named", _object_name(value)]
+        if isinstance(value, (tuple, list, dict, set, frozenset)):
+            return self._container(value)
+        return self._instance(value)
+
+    def _container(self, value: Any) -> Json:
+        kind = type(value).__name__
+        if isinstance(value, (set, frozenset)):
+            # Each on its own, so that the order in which the set gives them can leave no trace.
+            members = (_Describer(follow_globals=self._follow_globals).describe(member) for member in value)
+            return [kind, sorted(members, key=canonical_json)]
+        if id(value) in self._seen:
+            return ["seen", self._seen[id(value)]]
+        if not isinstance(value, tuple):
+            self._seen[id(value)] = len(self._seen)
+        if isinstance(value, dict):
+            return [kind, [[self.describe(key), self.describe(item)] for key, item in value.items()]]
+        return [kind, [self.describe(item) for item in value]]
+
+    def _instance(self, value: Any) -> Json:
+        owner = type(value)
+        if owner.__module__.partition(".")[0] == "torch" and owner.__name__ in _TORCH_CONSTANTS:
+            return ["torch", owner.__name__, str(value)]
+        if is_dataclass(value) and owner.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            return ["dataclass", _type_name(value), [self.describe(getattr(value, f.name)) for f in fields(value)]]
+        # A decorated function that is an object: a Triton kernel keeps its Python function in `fn`.
+        for attribute in ("__wrapped__", "fn"):
+            inner = vars(value).get(attribute) if hasattr(value, "__dict__") else None
+            if isinstance(inner, types.FunctionType):
+                return ["wrapper", _type_name(value), self.describe(inner)]
+        return ["object", _type_name(value)]
+
+    def _function(self, function: types.FunctionType) -> Json:
+        if id(function) in self._seen:
+            return ["seen", self._seen[id(function)]]
+        self._seen[id(function)] = len(self._seen)
+        described = [
+            "function",
+            self._code(function.__code__),
+            self.describe(function.__defaults__),
+            self.describe(function.__kwdefaults__),
+            [self._cell(cell) for cell in function.__closure__ or ()],
+        ]
+        if self._follow_globals:
+            described.append([[name, self._global(item)] for name, item in _globals_of(function)])
+        return described
+
+    def _cell(self, cell: types.CellType) -> Json:
+        try:
+            return self.describe(cell.cell_contents)
+        except ValueError:
+            return ["empty"]
+
+    def _global(self, value: Any) -> Json:
+        if isinstance(value, types.FunctionType) and _is_of_the_platform(value):
+            return ["named", _object_name(value)]
+        return self.describe(value)
+
+    def _code(self, code: types.CodeType) -> Json:
+        return [
+            "code",
+            code.co_code.hex(),
+            code.co_exceptiontable.hex(),
+            [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags],
+            [list(names) for names in (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)],
+            [self.describe(constant) for constant in code.co_consts],
+        ]
+
+
+def _globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the globals that a function, or one nested in it, names; sorted, without builtins and attributes."""
+    names: set[str] = set()
+    waiting = [function.__code__]
+    while waiting:
+        code = waiting.pop()
+        names.update(code.co_names)
+        waiting.extend(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    for name in sorted(names):
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+
+
+def _is_of_the_platform(function: types.FunctionType) -> bool:
+    package = str(function.__globals__.get("__name__", "")).partition(".")[0]
+    return package == "torch" or package in sys.stdlib_module_names
+
+
+def _type_name(value: Any) -> str:
+    return _object_name(type(value))
+
+
+def _object_name(value: Any) -> str:
+    module = getattr(value, "__module__", None)
+    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None) or type(value).__qualname__
+    return f"{canonical_module_name(module)}:{name}" if isinstance(module, str) else str(name)

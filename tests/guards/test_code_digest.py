@@ -1,0 +1,115 @@
+"""`code_digest`: blind to where code lies, not to what it does."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from cgtool.guards.code import code_digest
+
+
+def function_from(source: str, name: str = "f", filename: str = "<test>") -> object:
+    namespace: dict[str, object] = {"__name__": "somewhere"}
+    exec(compile(dedent(source), filename, "exec"), namespace)
+    return namespace[name]
+
+
+def test_lines_and_files_leave_no_trace() -> None:
+    text = "def f(x):\n    y = x + 1\n    return [y for _ in range(3)]\n"
+    moved = function_from("# a comment\n\n\n" + text.replace("    y", "\n    # why\n    y"), filename="/elsewhere/g.py")
+    assert code_digest(function_from(text)) == code_digest(moved)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param("def f(x): return x + 1", "def f(x): return x + 2", id="constant"),
+        pytest.param("def f(x): return x + 1", "def f(x): return x + 1.0", id="int-and-float"),
+        pytest.param("def f(x): return x + 1", "def f(x): return x + True", id="int-and-bool"),
+        pytest.param("def f(x): return x * 0.0", "def f(x): return x * -0.0", id="sign-of-zero"),
+        pytest.param("def f(x): return x + 1", "def f(x): return x - 1", id="operator"),
+        pytest.param("def f(x): return x.sin()", "def f(x): return x.cos()", id="method-name"),
+        pytest.param("def f(x): return sin(x)", "def f(x): return cos(x)", id="global-name"),
+        pytest.param("def f(x, y=1): return x", "def f(x, y=2): return x", id="default"),
+        pytest.param("def f(x, *, y=1): return x", "def f(x, *, y=2): return x", id="keyword-default"),
+        pytest.param("def f(x): return [x + 1 for _ in x]", "def f(x): return [x + 2 for _ in x]", id="nested-code"),
+        pytest.param("def f(x): return x in {'a', 'b'}", "def f(x): return x in {'a', 'c'}", id="set-constant"),
+        pytest.param("def f(x): return x", "async def f(x): return x", id="flags"),
+        pytest.param(
+            "def m(c):\n def f(x): return x + c\n return f\nf = m(1)",
+            "def m(c):\n def f(x): return x + c\n return f\nf = m(2)",
+            id="closure-constant",
+        ),
+        pytest.param(
+            "def m(c):\n def f(x): return c(x)\n return f\nf = m(lambda x: x + 1)",
+            "def m(c):\n def f(x): return c(x)\n return f\nf = m(lambda x: x + 2)",
+            id="closure-function",
+        ),
+        pytest.param(
+            "def f(x):\n try:\n  return x()\n except ValueError:\n  return 1",
+            "def f(x):\n try:\n  return x()\n except TypeError:\n  return 1",
+            id="exception",
+        ),
+    ],
+)
+def test_an_edit_shows(before: str, after: str) -> None:
+    assert code_digest(function_from(before)) != code_digest(function_from(after))
+
+
+def test_globals_count_only_when_asked_for() -> None:
+    one, two = (function_from(f"C = {value}\ndef g(x): return x * C\ndef f(x): return g(x)") for value in (1, 2))
+    assert code_digest(one) == code_digest(two)
+    assert code_digest(one, follow_globals=True) != code_digest(two, follow_globals=True)
+
+
+def test_a_helper_that_was_edited_shows_when_globals_are_followed() -> None:
+    one, two = (function_from(f"def g(x): return x {op} 2\ndef f(x): return [g(y) for y in x]") for op in "+*")
+    assert code_digest(one, follow_globals=True) != code_digest(two, follow_globals=True)
+
+
+def test_functions_that_call_each_other_end() -> None:
+    text = "def m():\n def f(x): return g(x)\n def g(x): return f(x)\n return f\nf = m()"
+    assert code_digest(function_from(text)) == code_digest(function_from(text))
+
+
+def test_partials_and_their_arguments_show() -> None:
+    f = function_from("def f(x, y): return x")
+    assert code_digest(functools.partial(f, y=1)) != code_digest(functools.partial(f, y=2))  # type: ignore[arg-type]
+
+
+def test_other_processes_paths_and_hash_seeds_agree(tmp_path: Path) -> None:
+    module = dedent(
+        """
+        import math
+        def m(names, scale):
+            def f(x, *, key={"b": 1, "a": 2}):
+                if x in {"alpha", "beta", "gamma", "delta"}:
+                    return names
+                return math.sin(scale) + sum(g for g in names)
+            return f
+        f = m({"p", "q", "r", "s"}, 1e-6)
+        """
+    )
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import mod\n"
+        "from cgtool.guards.code import code_digest\nimport json\n"
+        "print(json.dumps([code_digest(mod.f), code_digest(mod.f, follow_globals=True), code_digest(mod.f.__code__)]))"
+    )
+    seen = set()
+    for seed in ("0", "1", "77"):
+        folder = tmp_path / seed
+        folder.mkdir()
+        (folder / "mod.py").write_text("\n" * int(seed) + module)
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        ran = subprocess.run(
+            [sys.executable, "-c", script, str(folder)], env=environment, capture_output=True, text=True, check=True
+        )
+        seen.add(tuple(json.loads(ran.stdout)))
+    assert len(seen) == 1
