@@ -1,0 +1,37 @@
+"""What every test shares: a home of its own, one folder for compiled kernels, and a cache root."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Set at import, before a test module can import torch or start a process. Kernels are shared by all tests and all
+# sessions, since the first C++ compile (headers, probes of the instruction set) costs more than everything after it.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"cgtool-tests-{os.getuid()}"))
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two workers for the whole suite; none when files were named, where starting them costs more than it saves."""
+    return 0 if config.option.file_or_dir else 2
+
+
+@pytest.fixture(scope="session", autouse=True)
+def isolated_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A home without the user's caches and settings, for this process and those that it starts."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(home))
+        for name in list(os.environ):
+            if name.startswith("CGTOOL_") or name in {"XDG_CACHE_HOME", "RANK", "LOCAL_RANK"}:
+                patch.delenv(name)
+        yield home
+
+
+@pytest.fixture
+def cache_root(tmp_path: Path) -> Path:
+    """Where a test's cache goes; the folder does not exist yet."""
+    return tmp_path / "cache"
