@@ -1,0 +1,51 @@
+"""The private names of torch that guards need, each read in 2.13.0 and unchanged since 2.11."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch._C import _functorch  # the stack of transforms; torch.func shows no public way to ask
+from torch.utils._device import DeviceContext  # what torch.set_default_device enters
+
+
+def any_autocast_enabled() -> bool:
+    """Return whether autocast is on for any device type."""
+    return bool(torch._C._is_any_autocast_enabled())
+
+
+@functools.cache
+def autocast_device_types() -> tuple[str, ...]:
+    """Return every device type that autocast knows, whether or not this build of torch has it."""
+    return tuple(torch._C._autocast_supported_devices())
+
+
+def num_torch_function_modes() -> int:
+    """Return how many torch function modes are active, a default device's included."""
+    return int(torch._C._len_torch_function_stack())
+
+
+def _modes() -> list[Any]:
+    return [torch._C._get_function_stack_at(i) for i in range(num_torch_function_modes())]
+
+
+def torch_function_modes() -> list[Any]:
+    """Return the active torch function modes, outermost first, without those that only choose a default device."""
+    return [mode for mode in _modes() if not isinstance(mode, DeviceContext)]
+
+
+def default_device_of_modes() -> torch.device | None:
+    """Return the device that the innermost active default-device mode chose, or None."""
+    return next((mode.device for mode in reversed(_modes()) if isinstance(mode, DeviceContext)), None)
+
+
+def num_torch_dispatch_modes() -> int:
+    """Return how many torch dispatch modes are active, fake tensors' included."""
+    # Infra modes (fake, proxy, functional) stand in slots of their own beside the user's stack.
+    return int(torch._C._len_torch_dispatch_stack())
+
+
+def in_functorch() -> bool:
+    """Return whether a functorch transform is active."""
+    return _functorch.peek_interpreter_stack() is not None
