@@ -1,0 +1,38 @@
+"""Every private torch name that `cgtool.graph` touches. Read in torch 2.13.0; there unchanged since 2.11.
+
+Must not import torch._dynamo, torch._inductor or sympy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+#: Namespaces of builtin functions, in the order in which a name is looked for.
+VARIABLE_FUNCTIONS: Any = torch._C._VariableFunctions
+NATIVE_NN: Any = torch._C._nn
+TENSOR_BASE: Any = torch._C.TensorBase
+
+
+def is_builtin_of_torch(name: str, fn: object) -> bool:
+    """Return whether `fn` is the function `torch.<name>` that ATen's bindings made (and not, say, torch.import_ir_module)."""
+    return getattr(VARIABLE_FUNCTIONS, name, None) is fn
+
+
+def op_name(op: Any) -> str:
+    """Return `namespace.name.overload` of an overload, `namespace.name` of a packet."""
+    return str(op)
+
+
+__all__ = [
+    "NATIVE_NN",
+    "TENSOR_BASE",
+    "VARIABLE_FUNCTIONS",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "is_builtin_of_torch",
+    "op_name",
+]

@@ -1,0 +1,151 @@
+"""Expressions over symbols as text, without sympy: checked, evaluated, renamed, turned into Python.
+
+Grammar, a subset of Python::
+
+    expr = name | int | -expr | expr (+ - * // % **) expr | Max(expr, ...) | Min(expr, ...)
+         | expr (== != < <= > >=) expr | expr (and or) expr | not expr | (expr)
+
+Every expression that reaches generated code passes `check_expression` first. Must not import torch or sympy.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
+
+from cgtool.errors import ArtifactError
+
+_BINARY = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.Pow)
+_COMPARE = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+_SYMBOL = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z")
+_CALLS = {"Max": "max", "Min": "min"}
+#: Larger powers only burn time: no size needs them.
+_MAX_EXPONENT = 16
+
+
+def check_expression(text: str, symbols: Collection[str]) -> None:
+    """Check that `text` is an expression of the grammar over `symbols`.
+
+    Raises:
+        ArtifactError: It is not.
+    """
+    unknown = [name for name in symbols_of(text) if name not in symbols]
+    if unknown:
+        raise _malformed(text, f"{unknown[0]} is not a symbol of this graph")
+
+
+def symbols_of(text: str) -> tuple[str, ...]:
+    """Return the symbols of `text`, each once, in order of appearance.
+
+    Raises:
+        ArtifactError: `text` is outside the grammar.
+    """
+    return _parsed(text)[1]
+
+
+def python_source(text: str) -> str:
+    """Return `text` as Python over plain integers: `Max` and `Min` become `max` and `min`.
+
+    Raises:
+        ArtifactError: `text` is outside the grammar.
+    """
+    tree = ast.parse(ast.unparse(_parsed(text)[0]), mode="eval")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            node.func.id = _CALLS[node.func.id]
+    return ast.unparse(tree)
+
+
+def evaluate(text: str | int, values: Mapping[str, int]) -> int:
+    """Return the value of `text` (a bool for comparisons) where symbols have `values`.
+
+    Raises:
+        ArtifactError: `text` is outside the grammar, needs a symbol that has no value, or divides by zero.
+    """
+    if isinstance(text, int):
+        return text
+    missing = [name for name in symbols_of(text) if name not in values]
+    if missing:
+        raise _malformed(text, f"{missing[0]} has no value")
+    try:
+        return _compiled(text)(values)
+    except ZeroDivisionError as error:
+        raise _malformed(text, "it divides by zero") from error
+
+
+def rename(text: str, names: Mapping[str, str]) -> str:
+    """Return `text` with each symbol in `names` replaced by an expression (or another name).
+
+    Raises:
+        ArtifactError: `text` or a replacement is outside the grammar.
+    """
+    replacements = {name: _parsed(new)[0].body for name, new in names.items()}
+
+    class Rename(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.AST:  # noqa: N802 - ast's own spelling
+            return replacements.get(node.id, node)
+
+        def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802 - ast's own spelling
+            node.args = [self.visit(arg) for arg in node.args]
+            return node
+
+    fresh = ast.parse(text, mode="eval")
+    return ast.unparse(Rename().visit(fresh))
+
+
+@lru_cache(maxsize=65536)
+def _parsed(text: str) -> tuple[ast.Expression, tuple[str, ...]]:
+    if not isinstance(text, str):
+        raise _malformed(str(text), "it is not text")
+    try:
+        tree = ast.parse(text, mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise _malformed(text, "it does not parse") from error
+    names: dict[str, None] = {}
+    _check(tree.body, text, names)
+    return tree, tuple(names)
+
+
+def _check(node: ast.expr, text: str, names: dict[str, None]) -> None:
+    match node:
+        case ast.Name(id=name) if _SYMBOL.match(name):
+            names[name] = None
+        case ast.Constant(value=value) if type(value) is int:
+            pass
+        case ast.UnaryOp(op=ast.USub() | ast.Not(), operand=operand):
+            _check(operand, text, names)
+        case ast.BinOp(left=left, op=op, right=right) if isinstance(op, _BINARY):
+            if isinstance(op, ast.Pow) and not _is_small_exponent(right):
+                raise _malformed(text, "an exponent is not a small number")
+            _check(left, text, names)
+            _check(right, text, names)
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if isinstance(op, _COMPARE):
+            _check(left, text, names)
+            _check(right, text, names)
+        case ast.BoolOp(values=values):
+            for value in values:
+                _check(value, text, names)
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _CALLS and args:
+            for value in args:
+                _check(value, text, names)
+        case _:
+            raise _malformed(text, f"{ast.unparse(node)[:80]} is outside the grammar")
+
+
+def _is_small_exponent(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) is int and 0 <= node.value <= _MAX_EXPONENT
+
+
+@lru_cache(maxsize=65536)
+def _compiled(text: str) -> Callable[[Mapping[str, int]], int]:
+    code = compile(python_source(text), "<expression>", "eval")
+    space = {"__builtins__": {"max": max, "min": min}}
+    return lambda values: eval(code, space, dict(values))  # type: ignore[no-any-return]  # noqa: S307 - arithmetic only
+
+
+def _malformed(text: str, why: str) -> ArtifactError:
+    return ArtifactError(
+        f"{text[:200]!r} is not an expression over sizes: {why}; the plan was changed or torn: warm again", actual=text
+    )

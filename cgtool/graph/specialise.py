@@ -1,0 +1,106 @@
+"""A piece's graph for one size or one range of sizes: pure data. Must not import torch.
+
+Symbols that stay keep their names, so that what is said of them (guards) holds for the general graph's symbols too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from cgtool.errors import UsageError
+from cgtool.graph.expressions import evaluate, rename, symbols_of
+from cgtool.pieces import Dim, PieceGraph, SymbolRange, TensorMeta
+
+
+def specialise(graph: PieceGraph, values: Mapping[str, int]) -> PieceGraph:
+    """Return `graph` with symbols fixed.
+
+    Args:
+        graph: The graph of a piece.
+        values: Symbol → size. Symbols that the graph does not have are ignored.
+
+    Raises:
+        UsageError: A size is outside its symbol's range, or breaks a fact of the graph.
+    """
+    fixed = {s.name: values[s.name] for s in graph.symbols if s.name in values}
+    if not fixed:
+        return graph
+    for symbol in graph.symbols:
+        if symbol.name in fixed:
+            _check_range(symbol, fixed[symbol.name], fixed[symbol.name])
+    return replace(
+        graph,
+        symbols=tuple(s for s in graph.symbols if s.name not in fixed),
+        facts=_facts(graph.facts, fixed),
+        inputs=tuple(_meta(meta, fixed) for meta in graph.inputs),
+        results=tuple(_meta(meta, fixed) for meta in graph.results),
+    )
+
+
+def restrict(graph: PieceGraph, ranges: Mapping[str, tuple[int, int | None]]) -> PieceGraph:
+    """Return `graph` with narrower ranges; a range of one size fixes its symbol.
+
+    Args:
+        graph: The graph of a piece.
+        ranges: Symbol → (smallest, largest) size, inclusive; None is no limit.
+
+    Raises:
+        UsageError: A range has no size in common with its symbol's, or breaks a fact of the graph.
+    """
+    symbols = []
+    fixed = {}
+    for symbol in graph.symbols:
+        low, high = ranges.get(symbol.name, (symbol.min, symbol.max))
+        _check_range(symbol, low, high)
+        low = max(low, symbol.min)
+        high = symbol.max if high is None else high if symbol.max is None else min(high, symbol.max)
+        symbols.append(SymbolRange(name=symbol.name, min=low, max=high))
+        if low == high:
+            fixed[symbol.name] = low
+    return specialise(replace(graph, symbols=tuple(symbols)), fixed)
+
+
+def _check_range(symbol: SymbolRange, low: int, high: int | None) -> None:
+    below = high is not None and (high < symbol.min or high < low)
+    if below or (symbol.max is not None and low > symbol.max):
+        wanted = str(low) if low == high else f"{low} to {high or 'any'}"
+        raise UsageError(
+            f"size {wanted} lies outside {symbol.min} to {symbol.max or 'any'}, the sizes that this graph was traced "
+            f"for; choose a size inside it, or widen the dynamic dimension",
+            expected=[symbol.min, symbol.max],
+            actual=[low, high],
+        )
+
+
+def _facts(facts: tuple[str, ...], fixed: Mapping[str, int]) -> tuple[str, ...]:
+    kept = []
+    for fact in facts:
+        if any(name not in fixed for name in symbols_of(fact)):
+            kept.append(_substitute(fact, fixed))
+        elif not evaluate(fact, fixed):
+            raise UsageError(
+                f"sizes {dict(fixed)} break '{fact}', which the model needs; choose other sizes",
+                expected=fact,
+                actual=dict(fixed),
+            )
+    return tuple(str(fact) for fact in kept)
+
+
+def _meta(meta: TensorMeta, fixed: Mapping[str, int]) -> TensorMeta:
+    return replace(
+        meta,
+        shape=tuple(_substitute(dim, fixed) for dim in meta.shape),
+        stride=tuple(_substitute(dim, fixed) for dim in meta.stride),
+    )
+
+
+def _substitute(dim: Dim, fixed: Mapping[str, int]) -> Dim:
+    if isinstance(dim, int):
+        return dim
+    names = symbols_of(dim)
+    if all(name in fixed for name in names):
+        return int(evaluate(dim, fixed))
+    if not any(name in fixed for name in names):
+        return dim
+    return rename(dim, {name: str(value) for name, value in fixed.items()})

@@ -1,0 +1,206 @@
+"""Arguments of a node as JSON, and back; the grammar of `value` is in `cgtool.pieces`.
+
+What has no word in the grammar is an error when it is written, never a guess. Must not import torch._dynamo,
+torch._inductor or sympy.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from cgtool.errors import ArtifactError, SplitError
+from cgtool.graph.metas import device_of, device_text, dtype_of, dtype_text
+from cgtool.pieces import Json
+
+_REF = re.compile(r"%(0|[1-9][0-9]*)\Z")
+_LAYOUTS = {str(v).removeprefix("torch."): v for v in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
+_FORMATS = {
+    str(v).removeprefix("torch."): v
+    for v in (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
+}
+_SYMBOLIC = (fx.Node, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def encode_value(value: Any, ref: Callable[[Any], Json]) -> Json:
+    """Return `value` in the grammar of `cgtool.pieces`.
+
+    Args:
+        value: An argument of an FX node.
+        ref: Called for every `fx.Node` and every symbolic number in it; returns what stands for it, "%3" as a rule.
+
+    Raises:
+        SplitError: `value` holds something that the grammar has no word for.
+    """
+    if isinstance(value, _SYMBOLIC):
+        return ref(value)
+    if value is None or type(value) in (bool, int):
+        return value
+    if isinstance(value, torch.Tensor):
+        return {"const": _encode_constant(value)}
+    if type(value) in (list, fx.immutable_collections.immutable_list):
+        return [encode_value(item, ref) for item in value]
+    if type(value) in (tuple, torch.Size):
+        return {"t": [encode_value(item, ref) for item in value]}
+    if type(value) in (dict, fx.immutable_collections.immutable_dict):
+        return {"d": [[encode_value(k, ref), encode_value(v, ref)] for k, v in value.items()]}
+    if type(value) is slice:
+        return {"slice": [encode_value(part, ref) for part in (value.start, value.stop, value.step)]}
+    return _encode_atom(value)
+
+
+def _encode_atom(value: Any) -> Json:
+    if type(value) is float:
+        return {"f": repr(value)}
+    if type(value) is str:
+        return {"s": value}
+    if type(value) is complex:
+        return {"c": [repr(value.real), repr(value.imag)]}
+    if value is ...:
+        return {"ellipsis": 0}
+    if isinstance(value, torch.dtype):
+        return {"dtype": dtype_text(value)}
+    if isinstance(value, torch.device):
+        return {"device": device_text(value)}
+    text = str(value).removeprefix("torch.")
+    if isinstance(value, torch.layout) and text in _LAYOUTS:
+        return {"layout": text}
+    if isinstance(value, torch.memory_format) and text in _FORMATS:
+        return {"format": text}
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise SplitError(
+        f"an op of the graph takes {text[:80]} of type {kind}, which cannot be written down; pass it as a number, "
+        f"string, list or tensor",
+        actual=kind,
+    )
+
+
+def _encode_constant(tensor: torch.Tensor) -> Json:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
+        raise SplitError(
+            f"the graph holds a constant tensor of type {type(tensor).__name__} whose values are not known; build the "
+            f"model with real weights (--weights real), or register it as a buffer",
+            actual=type(tensor).__name__,
+        )
+    plain = tensor.detach().to("cpu").contiguous()
+    data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    found: dict[str, Json] = {
+        "dtype": dtype_text(tensor.dtype),
+        "shape": list(tensor.shape),
+        "data": base64.b64encode(data).decode("ascii"),
+    }
+    if tensor.device.type != "cpu":
+        found["device"] = device_text(tensor.device)
+    return found
+
+
+def decode_value(data: Json, lookup: Callable[[str], Any]) -> Any:
+    """Return the value that `encode_value` wrote as `data`.
+
+    Args:
+        data: A value of the grammar.
+        lookup: Called for every reference, with its text ("%3").
+
+    Raises:
+        ArtifactError: `data` is outside the grammar.
+    """
+    if data is None or type(data) in (bool, int):
+        return data
+    if type(data) is str:
+        if not _REF.match(data):
+            raise _malformed(data)
+        return lookup(data)
+    if type(data) is list:
+        return [decode_value(item, lookup) for item in data]
+    if type(data) is not dict or len(data) != 1:
+        raise _malformed(data)
+    [(tag, body)] = data.items()
+    decoder = _DECODERS.get(tag)
+    if decoder is None:
+        raise _malformed(data)
+    try:
+        return decoder(body, lookup)
+    except (TypeError, ValueError, KeyError, RuntimeError, binascii.Error) as error:
+        raise _malformed(data) from error
+
+
+def refs_of(data: Json) -> list[str]:
+    """Return every reference in `data`, in order, repeats included.
+
+    Raises:
+        ArtifactError: `data` is outside the grammar.
+    """
+    found: list[str] = []
+    decode_value(data, found.append)
+    return found
+
+
+def _float(text: Any) -> float:
+    if type(text) is not str:
+        raise TypeError(text)
+    value = float(text)
+    if repr(value) != text and not math.isnan(value):
+        raise ValueError(text)
+    return value
+
+
+def _text(body: Any, _lookup: Any) -> str:
+    if type(body) is not str:
+        raise TypeError(body)
+    return body
+
+
+def _items(body: Any, lookup: Any) -> list[Any]:
+    if type(body) is not list:
+        raise TypeError(body)
+    return [decode_value(item, lookup) for item in body]
+
+
+def _pairs(body: Any, lookup: Any) -> dict[Any, Any]:
+    return {decode_value(k, lookup): decode_value(v, lookup) for k, v in body}
+
+
+def _slice(body: Any, lookup: Any) -> slice:
+    start, stop, step = _items(body, lookup)
+    return slice(start, stop, step)
+
+
+def _complex(body: Any, _lookup: Any) -> complex:
+    real, imag = body
+    return complex(_float(real), _float(imag))
+
+
+def _constant(body: Any, _lookup: Any) -> torch.Tensor:
+    dtype, shape = dtype_of(body["dtype"]), [int(size) for size in body["shape"]]
+    data = bytearray(base64.b64decode(body["data"], validate=True))
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.reshape(shape).to(device_of(body.get("device", "cpu")))
+
+
+_DECODERS: dict[str, Callable[[Any, Any], Any]] = {
+    "f": lambda body, _: _float(body),
+    "s": _text,
+    "c": _complex,
+    "t": lambda body, lookup: tuple(_items(body, lookup)),
+    "d": _pairs,
+    "slice": _slice,
+    "ellipsis": lambda _body, _lookup: ...,
+    "dtype": lambda body, _: dtype_of(body),
+    "device": lambda body, _: device_of(body),
+    "layout": lambda body, _: _LAYOUTS[body],
+    "format": lambda body, _: _FORMATS[body],
+    "const": _constant,
+}
+
+
+def _malformed(data: Json) -> ArtifactError:
+    return ArtifactError(
+        f"{str(data)[:120]!r} is not a value that a plan can hold; it was changed or torn: warm again", actual=data
+    )
