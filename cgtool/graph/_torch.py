@@ -17,7 +17,7 @@ TENSOR_BASE: Any = torch._C.TensorBase
 
 
 def is_builtin_of_torch(name: str, fn: object) -> bool:
-    """Return whether `fn` is the function `torch.<name>` that ATen's bindings made (and not, say, torch.import_ir_module)."""
+    """Return whether `fn` is the function `torch.<name>` of ATen's bindings."""
     return getattr(VARIABLE_FUNCTIONS, name, None) is fn
 
 

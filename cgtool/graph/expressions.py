@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 
 from cgtool.errors import ArtifactError
 
-_BINARY = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.Pow)
+_BINARY = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
 _COMPARE = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _SYMBOL = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z")
 _CALLS = {"Max": "max", "Min": "min"}
 #: Larger powers only burn time: no size needs them.
-_MAX_EXPONENT = 16
+MAX_EXPONENT = 16
 
 
 def check_expression(text: str, symbols: Collection[str]) -> None:
@@ -84,10 +84,10 @@ def rename(text: str, names: Mapping[str, str]) -> str:
     replacements = {name: _parsed(new)[0].body for name, new in names.items()}
 
     class Rename(ast.NodeTransformer):
-        def visit_Name(self, node: ast.Name) -> ast.AST:  # noqa: N802 - ast's own spelling
+        def visit_Name(self, node: ast.Name) -> ast.AST:
             return replacements.get(node.id, node)
 
-        def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802 - ast's own spelling
+        def visit_Call(self, node: ast.Call) -> ast.AST:
             node.args = [self.visit(arg) for arg in node.args]
             return node
 
@@ -109,40 +109,40 @@ def _parsed(text: str) -> tuple[ast.Expression, tuple[str, ...]]:
 
 
 def _check(node: ast.expr, text: str, names: dict[str, None]) -> None:
+    """Walk `node`, collect its symbols into `names`, and refuse what is outside the grammar."""
+    operands: Sequence[ast.expr] = ()
     match node:
         case ast.Name(id=name) if _SYMBOL.match(name):
             names[name] = None
         case ast.Constant(value=value) if type(value) is int:
             pass
         case ast.UnaryOp(op=ast.USub() | ast.Not(), operand=operand):
-            _check(operand, text, names)
+            operands = (operand,)
+        case ast.BinOp(left=left, op=ast.Pow(), right=right) if _is_small_exponent(right):
+            operands = (left,)
         case ast.BinOp(left=left, op=op, right=right) if isinstance(op, _BINARY):
-            if isinstance(op, ast.Pow) and not _is_small_exponent(right):
-                raise _malformed(text, "an exponent is not a small number")
-            _check(left, text, names)
-            _check(right, text, names)
+            operands = (left, right)
         case ast.Compare(left=left, ops=[op], comparators=[right]) if isinstance(op, _COMPARE):
-            _check(left, text, names)
-            _check(right, text, names)
+            operands = (left, right)
         case ast.BoolOp(values=values):
-            for value in values:
-                _check(value, text, names)
+            operands = values
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _CALLS and args:
-            for value in args:
-                _check(value, text, names)
+            operands = args
         case _:
             raise _malformed(text, f"{ast.unparse(node)[:80]} is outside the grammar")
+    for operand in operands:
+        _check(operand, text, names)
 
 
 def _is_small_exponent(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and type(node.value) is int and 0 <= node.value <= _MAX_EXPONENT
+    return isinstance(node, ast.Constant) and type(node.value) is int and 0 <= node.value <= MAX_EXPONENT
 
 
 @lru_cache(maxsize=65536)
 def _compiled(text: str) -> Callable[[Mapping[str, int]], int]:
     code = compile(python_source(text), "<expression>", "eval")
     space = {"__builtins__": {"max": max, "min": min}}
-    return lambda values: eval(code, space, dict(values))  # type: ignore[no-any-return]  # noqa: S307 - arithmetic only
+    return lambda values: eval(code, space, dict(values))  # noqa: S307 - arithmetic only
 
 
 def _malformed(text: str, why: str) -> ArtifactError:

@@ -63,16 +63,17 @@ def device_of(text: str, base: int | None = None) -> torch.device:
         ArtifactError: `text` is not a device.
     """
     match = _DEVICE.match(text) if isinstance(text, str) else None
+    message = f"{text!r} is not a device that this torch knows; warm again"
+    if match is None:
+        raise ArtifactError(message, actual=text)
+    kind, offset = match.groups()
     try:
-        if match is None:
-            raise RuntimeError(text)
-        kind, offset = match.groups()
         if offset is None:
             return torch.device(kind) if base is None or kind == "cpu" else torch.device(kind, base)
         first = torch.accelerator.current_device_index() if base is None else base
         return torch.device(kind, first + int(offset))
     except RuntimeError as error:
-        raise ArtifactError(f"{text!r} is not a device that this torch knows; warm again", actual=text) from error
+        raise ArtifactError(message, actual=text) from error
 
 
 def tensor_meta(tensor: torch.Tensor, names: Mapping[str, str] | None = None, base: int | None = None) -> TensorMeta:

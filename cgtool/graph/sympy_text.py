@@ -14,7 +14,7 @@ import sympy
 from torch.utils._sympy import functions as torch_sympy
 
 from cgtool.errors import SplitError
-from cgtool.graph.expressions import check_expression
+from cgtool.graph.expressions import MAX_EXPONENT, check_expression
 
 _COMPARE: dict[type, str] = {
     sympy.Eq: "==",
@@ -57,34 +57,37 @@ def expression_text(expr: Any, names: Mapping[str, str]) -> str:
 
 
 def _text(expr: Any, names: Mapping[str, str]) -> str:
-    if expr in (sympy.true, sympy.false):
-        return "1 == 1" if expr else "1 == 0"
     if isinstance(expr, sympy.Symbol):
         if expr.name not in names:
             raise _unknown(expr, f"{expr.name} is not a size of a tensor that the piece takes")
         return names[expr.name]
     if isinstance(expr, sympy.Integer):
         return str(int(expr))
+    if isinstance(expr, sympy.logic.boolalg.Boolean):
+        return _truth(expr, names)
     kind = type(expr)
-    if isinstance(expr, sympy.Add):
-        return _sum(expr, names)
-    if isinstance(expr, sympy.Mul):
-        return _product(expr, names)
-    if isinstance(expr, sympy.Pow):
-        base, exponent = expr.args
-        if not (isinstance(exponent, sympy.Integer) and int(exponent) >= 0):
-            raise _unknown(expr, "its exponent is not a number")
-        return f"{_inner(base, names)} ** {int(exponent)}"
+    for family, writer in _WRITERS.items():
+        if issubclass(kind, family):
+            return writer(expr, names)
     if kind in _DIVISIONS:
         left, right = expr.args
         return f"{_inner(left, names)} {_DIVISIONS[kind]} {_inner(right, names)}"
     if kind in _EXTREMES:
         return f"{_EXTREMES[kind]}({', '.join(sorted(_text(arg, names) for arg in expr.args))})"
-    return _truth(expr, names)
+    raise _unknown(expr, f"{kind.__name__} has no word in a plan")
+
+
+def _power(expr: Any, names: Mapping[str, str]) -> str:
+    base, exponent = expr.args
+    if not (isinstance(exponent, sympy.Integer) and 0 <= int(exponent) <= MAX_EXPONENT):
+        raise _unknown(expr, "its exponent is not a small number")
+    return f"{_inner(base, names)} ** {int(exponent)}"
 
 
 def _truth(expr: Any, names: Mapping[str, str]) -> str:
     kind = type(expr)
+    if expr in (sympy.true, sympy.false):
+        return "1 == 1" if expr else "1 == 0"
     if kind in _COMPARE:
         return _comparison(expr, _COMPARE[kind], names)
     if isinstance(expr, sympy.And | sympy.Or):
@@ -142,6 +145,13 @@ def _comparison(expr: Any, word: str, names: Mapping[str, str]) -> str:
     return f"{left} {word} {right}"
 
 
+_WRITERS: dict[type, Callable[[Any, Mapping[str, str]], str]] = {
+    sympy.Add: _sum,
+    sympy.Mul: _product,
+    sympy.Pow: _power,
+}
+
+
 def _unknown(expr: Any, why: str) -> SplitError:
     return SplitError(
         f"the size {expr} cannot be written down: {why}; make that dimension static, or compute the size another way",
@@ -175,23 +185,21 @@ def to_sympy(text: str | int, symbols: Mapping[str, sympy.Symbol]) -> Any:
     return _build(ast.parse(str(text), mode="eval").body, symbols)
 
 
-def _build(node: ast.expr, symbols: Mapping[str, sympy.Symbol]) -> Any:
-    match node:
-        case ast.Name(id=name):
-            return symbols[name]
-        case ast.Constant(value=value):
-            return sympy.Integer(value)
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_build(operand, symbols)
-        case ast.UnaryOp(operand=operand):
-            return sympy.Not(_build(operand, symbols))
-        case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]):
-            return _BINARY[type(op)](_build(left, symbols), _build(right, symbols))
-        case ast.BoolOp(op=op, values=values):
-            join = sympy.And if isinstance(op, ast.And) else sympy.Or
-            return join(*(_build(value, symbols) for value in values))
-        case ast.Call(func=ast.Name(id=name), args=args):
-            extreme = torch_sympy.Max if name == "Max" else torch_sympy.Min
-            return extreme(*(_build(arg, symbols) for arg in args))
-        case _:  # unreachable: the grammar was checked
-            raise SplitError(f"{ast.dump(node)} is outside the grammar; report this to cgtool's authors")
+def _build(node: Any, symbols: Mapping[str, sympy.Symbol]) -> Any:
+    """Build what `check_expression` has accepted: no other kind of node can be met."""
+    if isinstance(node, ast.Name):
+        return symbols[node.id]
+    if isinstance(node, ast.Constant):
+        return sympy.Integer(node.value)
+    if isinstance(node, ast.UnaryOp):
+        operand = _build(node.operand, symbols)
+        return -operand if isinstance(node.op, ast.USub) else sympy.Not(operand)
+    if isinstance(node, ast.BinOp):
+        return _BINARY[type(node.op)](_build(node.left, symbols), _build(node.right, symbols))
+    if isinstance(node, ast.Compare):
+        return _BINARY[type(node.ops[0])](_build(node.left, symbols), _build(node.comparators[0], symbols))
+    if isinstance(node, ast.BoolOp):
+        join = sympy.And if isinstance(node.op, ast.And) else sympy.Or
+        return join(*(_build(value, symbols) for value in node.values))
+    extreme = torch_sympy.Max if node.func.id == "Max" else torch_sympy.Min
+    return extreme(*(_build(arg, symbols) for arg in node.args))

@@ -65,13 +65,25 @@ _METHODS_DENIED = frozenset(
     {"apply_", "backward", "map2_", "map_", "numpy", "register_hook", "register_post_accumulate_grad_hook"}
     | {"share_memory_", "storage", "untyped_storage", "set_", "resize_as_sparse_", "module_load", "reinforce"}
 )
+_ARITHMETIC = (
+    "add",
+    "and",
+    "floordiv",
+    "lshift",
+    "matmul",
+    "mod",
+    "mul",
+    "or",
+    "pow",
+    "rshift",
+    "sub",
+    "truediv",
+    "xor",
+)
 _METHODS_DUNDER = frozenset(
-    f"__{name}__"
-    for name in (
-        "abs add and bool eq float floordiv ge getitem gt iadd iand ifloordiv imul index int invert ior ipow isub "
-        "itruediv ixor le len lshift lt matmul mod mul ne neg or pow radd rand rdiv rfloordiv rlshift rmatmul rmod "
-        "rmul ror rpow rrshift rshift rsub rtruediv rxor setitem sub truediv xor"
-    ).split()
+    {f"__{prefix}{name}__" for prefix in ("", "i", "r") for name in _ARITHMETIC}
+    | {f"__{name}__" for name in ("abs", "eq", "ge", "getitem", "gt", "invert", "le", "lt", "ne", "neg", "setitem")}
+    | {f"__{name}__" for name in ("bool", "float", "index", "int", "len")}
 )
 #: What `builtins.getattr` may read of a tensor.
 ATTRIBUTES = frozenset({"H", "T", "data", "device", "dtype", "imag", "mH", "mT", "ndim", "real", "shape"})
@@ -125,9 +137,7 @@ def _names_of(space: Any, fn: Any) -> list[str]:
 @lru_cache(maxsize=4096)
 def _resolved(name: str) -> Callable[..., Any]:
     if not _NAME.match(name):
-        raise ArtifactError(
-            f"{name!r} is not the name of an op; the plan was changed or torn: warm again", actual=name
-        )
+        raise ArtifactError(f"{name!r} is not the name of an op; the plan was changed or torn: warm again", actual=name)
     root, _, rest = name.partition(".")
     fn = None
     if root == "builtins" and rest in _BUILTINS:

@@ -26,6 +26,27 @@ _FORMATS = {
     str(v).removeprefix("torch."): v
     for v in (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 }
+#: Types that hold other values; the second argument encodes an item. Exact types: a named tuple is more than a tuple.
+_CONTAINERS: dict[type, Callable[[Any, Callable[[Any], Json]], Json]] = {
+    list: lambda value, item: [item(v) for v in value],
+    fx.immutable_collections.immutable_list: lambda value, item: [item(v) for v in value],
+    tuple: lambda value, item: {"t": [item(v) for v in value]},
+    torch.Size: lambda value, item: {"t": [item(v) for v in value]},
+    dict: lambda value, item: {"d": [[item(k), item(v)] for k, v in value.items()]},
+    fx.immutable_collections.immutable_dict: lambda value, item: {"d": [[item(k), item(v)] for k, v in value.items()]},
+    slice: lambda value, item: {"slice": [item(v) for v in (value.start, value.stop, value.step)]},
+}
+#: Types that hold nothing but themselves; None where one of them has no word.
+_ATOMS: dict[type, Callable[[Any], Json]] = {
+    float: lambda value: {"f": repr(value)},
+    str: lambda value: {"s": value},
+    complex: lambda value: {"c": [repr(value.real), repr(value.imag)]},
+    type(...): lambda _value: {"ellipsis": 0},
+    torch.dtype: lambda value: {"dtype": dtype_text(value)},
+    torch.device: lambda value: {"device": device_text(value)},
+    torch.layout: lambda value: _named("layout", value, _LAYOUTS),
+    torch.memory_format: lambda value: _named("format", value, _FORMATS),
+}
 _SYMBOLIC = (fx.Node, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -43,43 +64,27 @@ def encode_value(value: Any, ref: Callable[[Any], Json]) -> Json:
         return ref(value)
     if value is None or type(value) in (bool, int):
         return value
+    container = _CONTAINERS.get(type(value))
+    if container is not None:
+        return container(value, lambda item: encode_value(item, ref))
     if isinstance(value, torch.Tensor):
         return {"const": _encode_constant(value)}
-    if type(value) in (list, fx.immutable_collections.immutable_list):
-        return [encode_value(item, ref) for item in value]
-    if type(value) in (tuple, torch.Size):
-        return {"t": [encode_value(item, ref) for item in value]}
-    if type(value) in (dict, fx.immutable_collections.immutable_dict):
-        return {"d": [[encode_value(k, ref), encode_value(v, ref)] for k, v in value.items()]}
-    if type(value) is slice:
-        return {"slice": [encode_value(part, ref) for part in (value.start, value.stop, value.step)]}
-    return _encode_atom(value)
-
-
-def _encode_atom(value: Any) -> Json:
-    if type(value) is float:
-        return {"f": repr(value)}
-    if type(value) is str:
-        return {"s": value}
-    if type(value) is complex:
-        return {"c": [repr(value.real), repr(value.imag)]}
-    if value is ...:
-        return {"ellipsis": 0}
-    if isinstance(value, torch.dtype):
-        return {"dtype": dtype_text(value)}
-    if isinstance(value, torch.device):
-        return {"device": device_text(value)}
-    text = str(value).removeprefix("torch.")
-    if isinstance(value, torch.layout) and text in _LAYOUTS:
-        return {"layout": text}
-    if isinstance(value, torch.memory_format) and text in _FORMATS:
-        return {"format": text}
+    atom = _ATOMS.get(type(value))
+    word = atom(value) if atom is not None else None
+    if word is not None:
+        return word
+    text = str(value)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise SplitError(
         f"an op of the graph takes {text[:80]} of type {kind}, which cannot be written down; pass it as a number, "
         f"string, list or tensor",
         actual=kind,
     )
+
+
+def _named(tag: str, value: Any, known: dict[str, Any]) -> Json:
+    text = str(value).removeprefix("torch.")
+    return {tag: text} if text in known else None
 
 
 def _encode_constant(tensor: torch.Tensor) -> Json:

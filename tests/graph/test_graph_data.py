@@ -154,7 +154,9 @@ def test_references_are_found_in_order():
     assert values.refs_of(encoded) == ["%1", "%0"]
 
 
-@pytest.mark.parametrize("data", ["x", "%01", "%-1", {"f": "1e-6"}, {"f": 1}, {"x": 1}, {}, {"t": 3}, 1.5, {"dtype": "Tensor"}])
+@pytest.mark.parametrize(
+    "data", ["x", "%01", "%-1", {"f": "1e-6"}, {"f": 1}, {"x": 1}, {}, {"t": 3}, 1.5, {"dtype": "Tensor"}]
+)
 def test_a_value_outside_the_grammar_is_refused(data):
     with pytest.raises(ArtifactError):
         values.decode_value(data, lambda ref: ref)
@@ -167,7 +169,20 @@ def test_a_value_without_a_word_is_named():
 
 @pytest.mark.parametrize(
     "text",
-    ["__import__('os')", "s0.real", "s0[0]", "s9", "1.5", "s0 if s0 else 1", "max(s0)", "s0 ** s0", "s0 < s0 < 3", "", "9**99", "True"],
+    [
+        "__import__('os')",
+        "s0.real",
+        "s0[0]",
+        "s9",
+        "1.5",
+        "s0 if s0 else 1",
+        "max(s0)",
+        "s0 ** s0",
+        "s0 < s0 < 3",
+        "",
+        "9**99",
+        "True",
+    ],
 )
 def test_an_expression_outside_the_grammar_is_refused(text):
     with pytest.raises(ArtifactError):
