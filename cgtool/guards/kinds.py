@@ -8,6 +8,7 @@ writes a guard and checks it, so the two cannot drift apart. Kinds::
     length             [class, number of elements]
     keys               the keys of a dict, in order
     empty              whether it has no elements
+    hooks              how many hooks a module has
     contains:<json>    whether that key is in it
     hasattr:<name>     whether it has the attribute
     absent:<name>      whether its instance dict has no such name
@@ -34,6 +35,8 @@ from cgtool.guards.sources import Roots, SourceError, parse_source, words
 from cgtool.plan import Guard
 
 Json = Any
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def describe(kind: str, value: Any) -> Json:
@@ -83,8 +86,9 @@ _PLAIN = {
     "length": _length,
     "keys": lambda value: [encode_literal(key) for key in value],
     "empty": lambda value: len(value) == 0,
+    "hooks": lambda module: sum(len(vars(module).get(name) or ()) for name in _HOOKS),
     "tensor": _tensor,
-    "code": code_digest,
+    "code": lambda value: code_digest(getattr(getattr(value, "__func__", value), "__code__", value)),
 }
 _WITH_ARGUMENT = {
     "contains": _contains,
@@ -126,9 +130,18 @@ def check(guards: Iterable[Guard], roots: Roots) -> list[Failure]:
         except (SourceError, NoRuleError) as error:
             failures.append(Failure(guard=guard, actual=None, sentence=str(error)))
             continue
-        if actual != guard.expected or type(actual) is not type(guard.expected):
+        if not same(actual, guard.expected):
             failures.append(Failure(guard=guard, actual=actual, sentence=sentence(guard, actual)))
     return failures
+
+
+def same(one: Json, other: Json) -> bool:
+    """Return whether two descriptions are equal as data: `True` is not `1`."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
 
 
 def sentence(guard: Guard, actual: Json) -> str:
@@ -146,6 +159,8 @@ def sentence(guard: Guard, actual: Json) -> str:
     if word == "same":
         other = words(argument)
         return f"{name} and {other} were {'one object' if guard.expected else 'two objects'} when this was compiled."
+    if word == "hooks":
+        return f"{name} had {guard.expected or 'no'} hooks when this was compiled and has {actual} now."
     if word == "code":
         return f"The code of {name} is not what was compiled."
     return f"{name} was {_say(word, guard.expected)} when this was compiled and is {_say(word, actual)} now."

@@ -8,13 +8,15 @@ Must not import torch. Grammar::
              | "[" json "]"            item, the key a JSON string or integer
              | "|type"                 type(x)
              | "|keys[" n "]"          the n-th key of a dict
+             | "|values[" n "]"        the n-th value of a dict
              | "|list[" n "]"          the n-th element of an iterable
              | "|dict"                 dict(x.__dict__)
              | "|call"                 x()  (weak references)
     module   = ident ("." ident)*
 
 `self` is the model, `arg:x` a local of its method's first frame, `free:x` a variable that the method closes over.
-`state:x` names global state of torch (see `state.py`) and has no accessors.
+`module:m` is a module itself and `global:m:x` a name in it; the first takes no accessor. `state:x` names global state of
+torch (see `state.py`) and has no accessors.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ _ROOT = re.compile(
 )
 _ACCESSOR = re.compile(
     r"\.(?P<attr>[A-Za-z0-9_]+)|\[(?P<item>-?\d+|\"(?:[^\"\\]|\\.)*\")\]|\|(?P<word>type|dict|call)"
-    r"|\|(?P<nth>keys|list)\[(?P<index>\d+)\]",
+    r"|\|(?P<nth>keys|values|list)\[(?P<index>\d+)\]",
     re.ASCII,
 )
 
@@ -50,7 +52,7 @@ class SourceError(GuardError):
 
 @dataclass(frozen=True, kw_only=True)
 class Accessor:
-    """One step from an object to a part of it: `word` is attr, item, type, dict, call, keys or list."""
+    """One step from an object to a part of it: `word` is attr, item, type, dict, call, keys, values or list."""
 
     word: str
     key: str | int | None = None
@@ -196,7 +198,7 @@ def _apply(base: Any, accessor: Accessor) -> Any:
         return dict(vars(base))
     if accessor.word == "call":
         return base()
-    elements = list(base)
+    elements = list(base.values() if accessor.word == "values" else base)
     return elements[int(key)] if key is not None else elements
 
 

@@ -1,0 +1,110 @@
+"""Every private name of torch that tracing leans on, in one place.
+
+Read in torch 2.13.0; the same names are in 2.11 and 2.15 unless a comment says otherwise. Importing this module imports
+Dynamo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._dynamo as dynamo
+from torch._dynamo import source as dynamo_source
+from torch._dynamo.exc import (
+    TorchDynamoException,
+    TorchRuntimeError,
+    Unsupported,
+    UserError,
+)
+from torch._dynamo.side_effects import AttributeMutationNew, ValueMutationNew
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._guards import Source, TracingContext, detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental import _config as shape_config
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, ShapeEnv
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = [
+    "ConstraintViolationError",
+    "FakeTensor",
+    "FakeTensorMode",
+    "ShapeEnv",
+    "Source",
+    "TorchDynamoException",
+    "TorchRuntimeError",
+    "TracingContext",
+    "Unsupported",
+    "UserError",
+    "current_output",
+    "detect_fake_mode",
+    "dynamo_source",
+    "is_traceable_wrapper_subclass",
+    "mark_dynamic",
+    "modified_existing",
+    "quiet_tracing",
+    "trace_frame",
+]
+
+
+def current_output() -> Any:
+    """Return Dynamo's OutputGraph of the frame that is being compiled; only inside a backend."""
+    return InstructionTranslator.current_tx().output
+
+
+def modified_existing(output: Any) -> Iterator[Any]:
+    """Yield Dynamo's variables of objects that existed before the call and that the call changes."""
+    effects = output.side_effects
+    for variable in effects.id_to_variable.values():
+        mutation = variable.mutation_type
+        if mutation is None or isinstance(mutation, (AttributeMutationNew, ValueMutationNew)):
+            continue
+        if effects.is_modified(variable):
+            yield variable
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Tell Dynamo that this dimension must stay symbolic."""
+    dynamo.mark_dynamic(tensor, dim)
+
+
+@contextlib.contextmanager
+def quiet_tracing() -> Iterator[None]:
+    """Trace alone: sizes are dynamic only where marked, equal sizes are not one symbol, nothing of an earlier trace counts."""
+    with (
+        dynamo.config.patch(
+            automatic_dynamic_shapes=False,
+            assume_static_by_default=True,
+            allow_ignore_mark_dynamic=False,
+            suppress_errors=False,
+        ),
+        shape_config.patch(use_duck_shape=False),
+    ):
+        yield
+
+
+def trace_frame(
+    function: Callable[..., Any], backend: Callable[..., Any], filter_guards: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return `function` compiled by `backend` as one full graph; `filter_guards` sees every guard."""
+    compiled: Callable[..., Any] = torch.compile(
+        _fresh(function), fullgraph=True, backend=backend, dynamic=None, options={"guard_filter_fn": filter_guards}
+    )
+    return compiled
+
+
+def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` with a code object of its own: Dynamo keeps what it compiled on the code object."""
+    plain = getattr(function, "__func__", function)
+    if not isinstance(plain, types.FunctionType):
+        return function
+    copy = types.FunctionType(
+        plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__
+    )
+    copy.__kwdefaults__ = plain.__kwdefaults__
+    copy.__qualname__ = plain.__qualname__
+    copy.__module__ = plain.__module__
+    return types.MethodType(copy, function.__self__) if plain is not function else copy  # type: ignore[attr-defined]

@@ -1,0 +1,245 @@
+"""One trace: the model's method on one example at one variant's sizes becomes a graph and what it rests on."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from cgtool.errors import TraceError
+from cgtool.guards.kinds import check
+from cgtool.guards.signature import CallSignature
+from cgtool.guards.sources import Roots, words
+from cgtool.guards.state import STATE_NAMES, current
+from cgtool.pieces import Json
+from cgtool.plan import Guard
+from cgtool.trace import _torch as private
+from cgtool.trace.breaks import explained
+from cgtool.trace.files import function_guards, traced_sources
+from cgtool.trace.guards import GuardRecorder, compact, module_frame, split_guards
+from cgtool.trace.outputs import TemplateReader, mark_sizes
+from cgtool.trace.sources import Frame, source_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """What one trace gave.
+
+    Args:
+        graph_module: Dynamo's full graph; each node has `meta["example_value"]`.
+        input_sources: The source of each tensor placeholder, in the graph's order.
+        dims: (name, source, dimension) of each dynamic dimension, where `source` is one of `input_sources`.
+        model_guards: What must hold of the model and of globals.
+        call_guards: What must hold of each call, sizes and tensors aside.
+        sources: {module: SHA-256} of the traced files.
+        output: The template of what the method returned; graph outputs are `["out", position]`.
+        shape_env: Dynamo's ShapeEnv: ranges of symbols and relations between them.
+    """
+
+    graph_module: fx.GraphModule
+    input_sources: tuple[str, ...]
+    dims: tuple[tuple[str, str, int], ...]
+    model_guards: tuple[Guard, ...]
+    call_guards: tuple[Guard, ...]
+    sources: Mapping[str, str]
+    output: Json
+    shape_env: Any
+
+
+#: What holds of every model: its method is traced, and not the hooks around a call of it.
+_ALWAYS = (
+    Guard(source="self.training", kind="value", expected=False),
+    Guard(source="self", kind="hooks", expected=0),
+    Guard(source="global:torch.nn.modules.module:_global_forward_hooks", kind="empty", expected=True),
+    Guard(source="global:torch.nn.modules.module:_global_forward_pre_hooks", kind="empty", expected=True),
+)
+
+
+class _Capture:
+    """The backend that keeps what Dynamo made of one frame."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+        self.graph_module: fx.GraphModule | None = None
+        self.frame: Frame | None = None
+        self.codes: list[types.CodeType] = []
+        self.changed: list[str] = []
+        self.inputs: dict[str, Any] = {}
+        self.others: dict[str, Any] = {}
+        self.outputs: list[Any] = []
+        self.shape_env: Any = None
+
+    def __call__(self, graph_module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        output = private.current_output()
+        self.graph_module = graph_module
+        self.frame = module_frame(self._method, output)
+        self.codes = list(private.TracingContext.get().traced_code)
+        self.shape_env = output.shape_env
+        self.changed = [_name_of(variable, self.frame) for variable in private.modified_existing(output)]
+        self.inputs = _placeholder_sources(graph_module, self.frame)
+        self.others = _other_arguments(output, self.frame, self.inputs)
+
+        def run(*values: Any) -> list[Any]:
+            self.outputs = mark_sizes(graph_module.forward(*values))
+            return self.outputs
+
+        return run
+
+    def current_frame(self) -> Frame:
+        if self.frame is None:
+            msg = "Dynamo made no graph of this model: nothing in its forward works on tensors, so there is nothing to compile."
+            raise TraceError(msg)
+        return self.frame
+
+
+def capture(
+    method: Callable[..., Any],
+    signature: CallSignature,
+    arguments: Mapping[str, Any],
+    marked: list[tuple[torch.Tensor, int, str]],
+) -> Trace:
+    """Trace `method` on these root locals.
+
+    Args:
+        method: The bound method of the model.
+        signature: Its signature.
+        arguments: The root locals, as `signature.bind` gives them.
+        marked: (tensor, dimension, name) of each dimension that must stay symbolic.
+
+    Raises:
+        GraphBreakError: The model holds something that Dynamo cannot trace.
+        TraceError: Something that the graph rests on, or that it returns, cannot be kept as data.
+    """
+    for tensor, dim, _ in marked:
+        private.mark_dynamic(tensor, dim)
+    captured = _Capture(method)
+    recorder = GuardRecorder(frame=captured.current_frame, is_input=lambda text: text in captured.inputs or text in captured.others)
+    tensors = [value for value in _tensors(arguments)]
+    mode = private.detect_fake_mode(tensors) or contextlib.nullcontext()
+    module = getattr(method, "__self__", None)
+    state = tuple(Guard(source=f"state:{name}", kind="state", expected=current(name)) for name in STATE_NAMES)
+    with torch.no_grad(), private.quiet_tracing(), explained(method):
+        compiled = private.trace_frame(method, captured, recorder.filter)
+        with mode:
+            result = signature.call(compiled, arguments)
+    graph_module = captured.graph_module
+    if graph_module is None:
+        captured.current_frame()
+        raise AssertionError
+    _refuse_side_effects(captured.changed)
+    _refuse_subclasses(graph_module)
+    _add_placeholders(graph_module, captured.others)
+    sources = (*captured.inputs, *captured.others)
+    known = _known_tensors(sources, Roots(module, method, arguments))
+    model_guards, call_guards = split_guards(recorder.finish())
+    model_guards = (*_ALWAYS, *compact(model_guards), *function_guards(captured.codes))
+    _check_at_once(model_guards, Roots(module, method))
+    return Trace(
+        graph_module=graph_module,
+        input_sources=sources,
+        dims=_named_dims(marked, known),
+        model_guards=model_guards,
+        call_guards=(*state, *call_guards),
+        sources=traced_sources(captured.codes),
+        output=TemplateReader(captured.outputs, known).read(result),
+        shape_env=captured.shape_env,
+    )
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    leaves = torch.utils._pytree.tree_leaves(value)  # noqa: SLF001 - torch's own name for it, everywhere
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _placeholder_sources(graph_module: fx.GraphModule, frame: Frame) -> dict[str, Any]:
+    """Return {source: fake tensor} of the graph's tensor inputs, in order."""
+    found: dict[str, Any] = {}
+    for node in graph_module.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor):
+            found[source_text(node.meta["grapharg"].source, frame)] = value
+    return found
+
+
+def _other_arguments(output: Any, frame: Frame, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {source: fake tensor} of the tensor arguments that the graph does not take.
+
+    A tensor of which the graph uses nothing but its shape is no placeholder of Dynamo's, yet its size is.
+    """
+    found: dict[str, Any] = {}
+    for tracked in output.tracked_fakes:
+        if isinstance(tracked.fake, torch.Tensor):
+            text = source_text(tracked.source, frame)
+            if text.startswith("arg:") and text not in known:
+                found[text] = tracked.fake
+    return found
+
+
+def _add_placeholders(graph_module: fx.GraphModule, others: Mapping[str, Any]) -> None:
+    """Let the graph take these tensors too, after all that it takes already."""
+    graph = graph_module.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    for index, fake in enumerate(others.values()):
+        insert = graph.inserting_after(placeholders[-1]) if placeholders else graph.inserting_before(None)
+        with insert:
+            node = graph.placeholder(f"only_shape_{index}")
+        node.meta["example_value"] = fake
+        placeholders.append(node)
+    graph_module.recompile()
+
+
+def _known_tensors(inputs: Iterable[str], roots: Roots) -> dict[int, str]:
+    return {id(roots.resolve(source)): source for source in inputs}
+
+
+def _named_dims(
+    marked: list[tuple[torch.Tensor, int, str]], known: Mapping[int, str]
+) -> tuple[tuple[str, str, int], ...]:
+    return tuple((name, known[id(t)], dim % t.dim()) for t, dim, name in marked if id(t) in known)
+
+
+def _name_of(variable: Any, frame: Frame) -> str:
+    source = getattr(variable, "source", None)
+    if source is None:
+        return ""
+    try:
+        return source_text(source, frame)
+    except TraceError:
+        return str(source.name)
+
+
+def _refuse_side_effects(changed: list[str]) -> None:
+    lasting = [text for text in changed if text and not text.startswith("arg:kwargs")]
+    if lasting:
+        names = ", ".join(words(text) for text in lasting[:4])
+        msg = (
+            f"The model changes {names} while it runs, and a compiled graph would not. Keep state in buffers that are "
+            "written in place (`self.count.add_(1)`), or return it."
+        )
+        raise TraceError(msg, path=names, actual=tuple(lasting))
+
+
+def _refuse_subclasses(graph_module: fx.GraphModule) -> None:
+    for node in graph_module.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and private.is_traceable_wrapper_subclass(value):
+            name = node.meta["grapharg"].source.name
+            msg = (
+                f"{name} is a {type(value).__name__}, a tensor subclass that an artifact cannot take. "
+                "Unwrap it into plain tensors before the model is warmed."
+            )
+            raise TraceError(msg, path=name, actual=type(value).__name__)
+
+
+def _check_at_once(guards: tuple[Guard, ...], roots: Roots) -> None:
+    """Check every guard against the very model that was traced: one that fails now would make every load a miss."""
+    failures = check(guards, roots)
+    if failures:
+        shown = "\n  ".join(f"{f.guard.source} {f.guard.kind}: {f.sentence}" for f in failures[:5])
+        msg = f"{len(failures)} facts about this model changed while it was traced:\n  {shown}\nMake them constant."
+        raise TraceError(msg, actual=tuple(f.sentence for f in failures))

@@ -1,0 +1,184 @@
+"""Example calls as they are traced: which variants a call needs, and its tensors at each variant's sizes.
+
+Dynamo specialises a size of 0 or 1, so each dimension that may have one is served by a variant in which it is fixed. A
+variant is a set of fixed dimensions; all others are dynamic and at least 2.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cgtool.errors import ModelError, UsageError
+from cgtool.guards.signature import CallSignature
+from cgtool.model import DynamicDims, ExampleCall
+
+#: The smallest size that Dynamo keeps symbolic.
+FIRST_DYNAMIC = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicDim:
+    """A named dimension and the sizes that it may take, inclusive."""
+
+    name: str
+    min: int
+    max: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a named dimension is found: a parameter of the method and one of its dimensions."""
+
+    parameter: str
+    dim: int
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dims:
+    """All dynamic dimensions of a model: by name, and by place."""
+
+    by_name: Mapping[str, DynamicDim]
+    places: tuple[Place, ...]
+
+    @classmethod
+    def of(cls, dynamic: DynamicDims) -> Dims:
+        """Read `{"input_ids": {0: "batch", 1: ("seq", 1, 4096)}}`.
+
+        Raises:
+            UsageError: A name, bound or dimension is not of that form, or bounds of one name differ.
+        """
+        by_name: dict[str, DynamicDim] = {}
+        places: list[Place] = []
+        for parameter, dims in dynamic.items():
+            for dim, spec in dims.items():
+                read = _read_dim(parameter, dim, spec)
+                known = by_name.get(read.name)
+                if known is not None and known != read and not isinstance(spec, str):
+                    if (known.min, known.max) != (1, None):
+                        msg = f"The dynamic dimension {read.name!r} has two different bounds; give them once."
+                        raise UsageError(msg, path=parameter)
+                    by_name[read.name] = read
+                by_name.setdefault(read.name, read)
+                places.append(Place(parameter=parameter, dim=dim, name=read.name))
+        return cls(by_name=by_name, places=tuple(places))
+
+
+def _read_dim(parameter: str, dim: Any, spec: Any) -> DynamicDim:
+    name, low, high = (spec, 1, None) if isinstance(spec, str) else (tuple(spec) + (1, None))[:3]
+    well_formed = isinstance(name, str) and name.isidentifier() and type(low) is int and type(dim) is int
+    if not well_formed or low < 0 or not (high is None or (type(high) is int and high >= low)):
+        msg = (
+            f"dynamic[{parameter!r}][{dim!r}] is {spec!r}; write a dimension's index and its name, "
+            'or ("name", min, max) with 0 <= min <= max.'
+        )
+        raise UsageError(msg, path=parameter, actual=spec)
+    return DynamicDim(name=name, min=low, max=high)
+
+
+def variants_of(dims: Dims) -> tuple[Mapping[str, int], ...]:
+    """Return the sets of fixed dimensions that serve every size: {} first, then those with a 0 or a 1."""
+    choices: list[list[tuple[str, int | None]]] = []
+    for dim in dims.by_name.values():
+        sizes: list[int | None] = []
+        if dim.max is None or dim.max >= FIRST_DYNAMIC:
+            sizes.append(None)
+        sizes += [size for size in (1, 0) if dim.min <= size and (dim.max is None or size <= dim.max)]
+        choices.append([(dim.name, size) for size in sizes])
+    found = [{name: size for name, size in combo if size is not None} for combo in itertools.product(*choices)]
+    return tuple(sorted(found, key=len))
+
+
+def arguments_for(
+    call: ExampleCall, signature: CallSignature, dims: Dims, fixed: Mapping[str, int]
+) -> tuple[dict[str, Any], list[tuple[torch.Tensor, int, str]]]:
+    """Return the call's root locals with its tensors at this variant's sizes, and which of their dims are dynamic.
+
+    Returns:
+        The root locals, and (tensor, dimension, name) of each dynamic dimension.
+
+    Raises:
+        ModelError: The example does not fit the method, or a named dimension is not there.
+    """
+    outer = _outer_arguments(call, signature)
+    for place in dims.places:
+        signature.source(place.parameter)
+    targets = _targets(outer, dims, fixed)
+    marked: list[tuple[torch.Tensor, int, str]] = []
+    by_parameter: dict[str, list[Place]] = {}
+    for place in dims.places:
+        by_parameter.setdefault(place.parameter, []).append(place)
+    for parameter, places in by_parameter.items():
+        if outer.get(parameter) is None:
+            continue
+        tensor = outer[parameter]
+        for place in places:
+            tensor = _resized(tensor, place.dim, targets[place.name])
+        outer[parameter] = tensor
+        marked += [(tensor, place.dim, place.name) for place in places if place.name not in fixed]
+    args, kwargs = _as_call(outer, signature)
+    return signature.bind(args, kwargs), marked
+
+
+def _outer_arguments(call: ExampleCall, signature: CallSignature) -> dict[str, Any]:
+    try:
+        return dict(signature.outer.bind(*call.args, **call.kwargs).arguments)
+    except TypeError as error:
+        msg = f"The example call {call.name!r} does not fit {signature.outer}: {error}. Correct the example's arguments."
+        raise ModelError(msg, path=call.name) from error
+
+
+def _as_call(outer: Mapping[str, Any], signature: CallSignature) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    bound = signature.outer.bind_partial()
+    bound.arguments.update(outer)
+    return bound.args, bound.kwargs
+
+
+def _targets(outer: Mapping[str, Any], dims: Dims, fixed: Mapping[str, int]) -> dict[str, int]:
+    """Return the size of each named dimension in this variant: fixed, the example's own, or the nearest allowed."""
+    targets: dict[str, int] = dict(fixed)
+    for place in dims.places:
+        tensor = outer.get(place.parameter)
+        if tensor is None or place.name in targets:
+            continue
+        if not isinstance(tensor, torch.Tensor) or not -tensor.dim() <= place.dim < tensor.dim():
+            msg = f"dynamic names dimension {place.dim} of {place.parameter!r}, which the example has not: {tensor!r:.80}."
+            raise ModelError(msg, path=place.parameter)
+        dim = dims.by_name[place.name]
+        size = max(tensor.shape[place.dim], FIRST_DYNAMIC, dim.min)
+        targets[place.name] = size if dim.max is None else min(size, dim.max)
+    return targets
+
+
+def _resized(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Return `tensor` with that size in one dimension: its beginning, or itself repeated."""
+    now = tensor.shape[dim]
+    if now == size:
+        return tensor
+    if now == 0:
+        shape = list(tensor.shape)
+        shape[dim] = size
+        return tensor.new_zeros(shape)
+    repeats = -(-size // now)
+    longer = torch.cat([tensor] * repeats, dim=dim) if repeats > 1 else tensor
+    return longer.narrow(dim, 0, size).contiguous()
+
+
+def unique_names(calls: Sequence[ExampleCall]) -> None:
+    """Check that no two example calls share a name.
+
+    Raises:
+        UsageError: Two do.
+    """
+    names = [call.name for call in calls]
+    if not names:
+        msg = "The model spec has no example call; give at least one."
+        raise UsageError(msg)
+    if len(set(names)) != len(names):
+        msg = f"Two example calls have the same name ({', '.join(names)}); name each."
+        raise UsageError(msg, actual=names)

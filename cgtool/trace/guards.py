@@ -1,0 +1,212 @@
+"""Dynamo's guards as the plan's guards: each is looked at while its object is alive, and kept as data.
+
+What has no rule is an error that names it; nothing is dropped but what is implied by something kept (the reasons stand in
+`_IMPLIED`) or what speaks of this process alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cgtool.errors import TraceError
+from cgtool.guards.kinds import describe
+from cgtool.guards.literals import NoRuleError, encode_literal
+from cgtool.guards.sources import words
+from cgtool.plan import Guard
+from cgtool.trace.sources import Frame, UnknownSourceError, source_text
+
+#: Guards that something else in the plan implies, and what.
+_IMPLIED = {
+    "GRAD_MODE": "entries are for inference; a call that needs gradients is refused",
+    "GLOBAL_STATE": "state guards",
+    "DETERMINISTIC_ALGORITHMS": "state guards",
+    "TORCH_FUNCTION_STATE": "state guards",
+    "DEFAULT_DEVICE": "state guards",
+    "FUNCTORCH_STACK_MATCH": "state guards",
+    "DUAL_LEVEL": "entries are for inference",
+    "AUTOGRAD_SAVED_TENSORS_HOOKS": "entries are for inference",
+    "FSDP_TRAINING_STATE": "entries are for inference",
+    "SHAPE_ENV": "symbol ranges and relations of the variant",
+    "WEAKREF_ALIVE": "an object that is gone has no source any more",
+    "DISPATCH_KEY_SET_MATCH": "the inputs' types and devices, and state guards",
+}
+
+_KINDS = {
+    "TYPE_MATCH": "type",
+    "CLASS_MATCH": "value",
+    "BOOL_MATCH": "value",
+    "NONE_MATCH": "value",
+    "CONSTANT_MATCH": "value",
+    "EQUALS_MATCH": "value",
+    "CONSTANT_SUBCLASS_MATCH": "value",
+    "ID_MATCH": "value",
+    "FUNCTION_MATCH": "value",
+    "CLOSURE_MATCH": "value",
+    "BUILTIN_MATCH": "value",
+    "MODULE_MATCH": "value",
+    "SEQUENCE_LENGTH": "length",
+    "TUPLE_ITERATOR_LEN": "length",
+    "RANGE_ITERATOR_MATCH": "length",
+    "DICT_KEYS_MATCH": "keys",
+    "MAPPING_KEYS_CHECK": "keys",
+    "DICT_VERSION": "value",
+    "EMPTY_NN_MODULE_HOOKS_DICT": "empty",
+    "TENSOR_MATCH": "tensor",
+    "NN_MODULE": "type",
+}
+_WITH_ARGUMENT = {
+    "HASATTR": ("attr", "hasattr"),
+    "NOT_PRESENT_IN_GENERIC_DICT": ("attr", "absent"),
+    "DICT_CONTAINS": ("key", "contains"),
+    "DICT_NOT_CONTAINS": ("key", "contains"),
+    "SET_CONTAINS": ("key", "contains"),
+    "SET_NOT_CONTAINS": ("key", "contains"),
+}
+_EXPECTED = {"DICT_CONTAINS": True, "DICT_NOT_CONTAINS": False, "SET_CONTAINS": True, "SET_NOT_CONTAINS": False}
+
+
+@dataclass(kw_only=True)
+class GuardRecorder:
+    """Takes Dynamo's guards through its guard filter and turns them into the plan's.
+
+    Args:
+        frame: How the sources are written; set by the backend before the filter runs.
+        is_input: Whether a source names a tensor that the plan checks as an input.
+    """
+
+    frame: Callable[[], Frame]
+    is_input: Callable[[str], bool]
+    guards: dict[tuple[str, str], Guard] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def filter(self, entries: Sequence[Any]) -> list[bool]:
+        """Record `entries`; keep every one for Dynamo's own use of this one call."""
+        for entry in entries:
+            try:
+                self._record(entry)
+            except (NoRuleError, UnknownSourceError) as error:
+                self.problems.append(f"{entry.guard_type} on {entry.name or 'global state'}: {error}")
+        return [True] * len(entries)
+
+    def finish(self) -> tuple[Guard, ...]:
+        """Return the guards, in the order in which Dynamo gave them.
+
+        Raises:
+            TraceError: Some guard could not be written down.
+        """
+        if self.problems:
+            shown = "\n  ".join(self.problems[:8])
+            msg = (
+                f"{len(self.problems)} of the facts that this model's graph rests on cannot be kept as data:\n  {shown}\n"
+                "Make these objects plain values (numbers, strings, tuples, dtypes) or functions of a module, and warm again."
+            )
+            raise TraceError(msg, actual=tuple(self.problems))
+        return tuple(self.guards.values())
+
+    def _record(self, entry: Any) -> None:
+        if entry.guard_type in _IMPLIED:
+            return
+        text = source_text(entry.orig_guard.originating_source, self.frame())
+        if entry.guard_type == "DUPLICATE_INPUT":
+            self._same(text, entry)
+            return
+        if entry.guard_type in {"TENSOR_MATCH", "TYPE_MATCH"} and self.is_input(text):
+            return
+        if entry.guard_type in _WITH_ARGUMENT:
+            self._with_argument(text, entry)
+            return
+        if entry.guard_type not in _KINDS:
+            msg = f"cgtool has no rule for this kind of guard ({words(text)})."
+            raise NoRuleError(msg, actual=entry.guard_type)
+        self._keep(text, _KINDS[entry.guard_type], entry)
+
+    def _keep(self, text: str, kind: str, entry: Any) -> None:
+        if kind == "type" and _is_implied_type(text, entry.value):
+            return
+        if kind == "length" and isinstance(entry.value, dict):
+            kind = "keys"
+        self._add(text, kind, describe(kind, entry.value))
+
+    def _with_argument(self, text: str, entry: Any) -> None:
+        argument, word = _WITH_ARGUMENT[entry.guard_type]
+        create = entry.orig_guard.create_fn
+        value = create.keywords.get(argument) if isinstance(create, functools.partial) else None
+        if value is None and isinstance(create, functools.partial) and create.args:
+            value = create.args[-1]
+        if value is None:
+            msg = f"cgtool cannot tell what this guard looks for ({words(text)})."
+            raise NoRuleError(msg, actual=entry.guard_type)
+        if word == "contains":
+            kind = f"contains:{json.dumps(encode_literal(value))}"
+            self._add(text, kind, _EXPECTED[entry.guard_type])
+            return
+        self._add(text, f"{word}:{value}", describe(f"{word}:{value}", entry.value))
+
+    def _same(self, text: str, entry: Any) -> None:
+        if isinstance(entry.value, types.ModuleType):
+            return  # a module is one object under each of its names
+        create = entry.orig_guard.create_fn
+        other = create.keywords.get("source_b") if isinstance(create, functools.partial) else None
+        if other is None:
+            msg = f"cgtool cannot tell which other object this guard speaks of ({words(text)})."
+            raise NoRuleError(msg, actual=entry.guard_type)
+        self._add(text, f"same:{source_text(other, self.frame())}", expected=True)
+
+    def _add(self, text: str, kind: str, expected: Any) -> None:
+        self.guards.setdefault((text, kind), Guard(source=text, kind=kind, expected=expected))
+
+
+def _is_implied_type(text: str, value: Any) -> bool:
+    """Return whether a type guard says nothing: torch's own dicts of a module, and tensors that are checked as inputs."""
+    last = text.rpartition(".")[2]
+    plain_dict = type(value).__module__ in {"builtins", "collections"}
+    return (last in {"_modules", "_parameters", "_buffers"} or last.endswith("_hooks")) and plain_dict
+
+
+def split_guards(guards: Sequence[Guard]) -> tuple[tuple[Guard, ...], tuple[Guard, ...]]:
+    """Return (model guards, call guards): what can be checked at load, and what belongs to each call."""
+    model = tuple(g for g in guards if not g.source.startswith("arg:"))
+    call = tuple(g for g in guards if g.source.startswith("arg:"))
+    return model, call
+
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def compact(guards: Sequence[Guard]) -> tuple[Guard, ...]:
+    """Return `guards` with the hook dicts of each module as one guard that all of them are empty."""
+    kept: dict[tuple[str, str], Guard] = {}
+    for guard in guards:
+        owner, _, last = guard.source.rpartition(".")
+        if guard.kind == "empty" and last in _HOOKS and guard.expected is True:
+            kept.setdefault((owner, "hooks"), Guard(source=owner, kind="hooks", expected=0))
+        else:
+            kept[guard.source, guard.kind] = guard
+    return tuple(kept.values())
+
+
+def module_frame(method: Any, output: Any) -> Frame:
+    """Return how names of the first frame are to be read, from the method and Dynamo's OutputGraph."""
+    function = getattr(method, "__func__", method)
+    code = function.__code__
+    takes_self = function is not method and code.co_argcount > 0
+    return Frame(
+        owner=code.co_varnames[0] if takes_self else None,
+        free=frozenset(code.co_freevars),
+        module=function.__globals__["__name__"],
+        global_names=dict(output.import_sources),
+    )
+
+

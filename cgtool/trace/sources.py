@@ -1,0 +1,148 @@
+"""Dynamo's sources, written in the plan's grammar (`cgtool.guards.sources`)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cgtool.errors import TraceError
+from cgtool.guards.sources import canonical_module_name
+from cgtool.trace import _torch as private
+
+_S = private.dynamo_source
+_NAME = re.compile(r"[A-Za-z0-9_]+", re.ASCII)
+_IMPORT = "__import_"
+_MODULE_DICTS = {"_modules", "_parameters", "_buffers"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """The first frame of a trace: what its names mean.
+
+    Args:
+        owner: The local that is the model itself ("self"); None when the model is `args[0]` of a wrapper.
+        free: Names that the function closes over.
+        module: The name of the module that the function's globals belong to.
+        global_names: Names that Dynamo made for imported modules, and the modules' own names.
+    """
+
+    owner: str | None
+    free: frozenset[str]
+    module: str
+    global_names: Mapping[str, str]
+
+
+class UnknownSourceError(TraceError):
+    """A source of Dynamo that the plan has no words for."""
+
+
+def source_text(source: Any, frame: Frame) -> str:
+    """Return `source` in the plan's grammar.
+
+    Raises:
+        UnknownSourceError: There are no words for it.
+    """
+    if isinstance(source, _S.LocalSource):
+        return _local(source, frame)
+    if isinstance(source, _S.GlobalSource):
+        return _global(source.global_name, frame)
+    if isinstance(source, _S.ImportSource):
+        return f"module:{source.module_name}"
+    for kind, spell in _CHAINED:
+        if isinstance(source, kind):
+            return spell(source, frame)
+    msg = f"Dynamo's source {source.name!r} ({type(source).__name__}) has no words in a plan."
+    raise UnknownSourceError(msg, actual=type(source).__name__)
+
+
+def _local(source: Any, frame: Frame) -> str:
+    name = source.local_name
+    if name == frame.owner:
+        return "self"
+    if name in frame.free:
+        return f"free:{name}"
+    return f"arg:{name}"
+
+
+def _global(name: str, frame: Frame) -> str:
+    if name in frame.global_names:
+        return f"module:{frame.global_names[name]}"
+    if name.startswith(_IMPORT):
+        return f"module:{name.removeprefix(_IMPORT).replace('_dot_', '.')}"
+    if name.startswith("__builtins_dict__"):
+        return "module:builtins"
+    if name.startswith("__") and not name.endswith("__"):
+        msg = f"Dynamo made the global {name!r} for this process alone."
+        raise UnknownSourceError(msg, actual=name)
+    return f"global:{canonical_module_name(frame.module)}:{name}"
+
+
+def _attribute(base: str, name: str) -> str:
+    if not _NAME.fullmatch(name):
+        msg = f"The attribute {name!r} has a name that a plan cannot spell."
+        raise UnknownSourceError(msg, actual=name)
+    return f"{base.replace('module:', 'global:', 1)}:{name}" if base.startswith("module:") else f"{base}.{name}"
+
+
+def _item(source: Any, frame: Frame) -> str:
+    base = source_text(source.base, frame)
+    index = source.index
+    if isinstance(index, _S.ConstDictKeySource):
+        return f"{base}|values[{index.index}]"
+    if isinstance(index, bool) or not isinstance(index, (str, int)):
+        msg = f"Dynamo's source {source.name!r} has a key that a plan cannot spell."
+        raise UnknownSourceError(msg, actual=repr(index))
+    if base.startswith("module:"):
+        return _attribute(base, str(index))
+    head, _, last = base.rpartition(".")
+    if last in _MODULE_DICTS and isinstance(index, str) and _NAME.fullmatch(index) and not head.endswith(("]", "type")):
+        return f"{head}.{index}"
+    return f"{base}[{json.dumps(index)}]"
+
+
+def _default(source: Any, frame: Frame) -> str:
+    base = source_text(source.base, frame)
+    return f"{base}.{source.field}[{json.dumps(source.idx_key)}]"
+
+
+def _through(source: Any, frame: Frame) -> str:
+    return source_text(source.base, frame)
+
+
+def _with(suffix: str) -> Callable[[Any, Frame], str]:
+    return lambda source, frame: source_text(source.base, frame) + suffix
+
+
+def _nth(word: str) -> Callable[[Any, Frame], str]:
+    return lambda source, frame: f"{source_text(source.base, frame)}|{word}[{source.index}]"
+
+
+def _tensor_property(source: Any, frame: Frame) -> str:
+    msg = f"Dynamo's source {source.name!r} is a size, which the plan reads from the tensor itself."
+    raise UnknownSourceError(msg, actual=source.name)
+
+
+_CHAINED: tuple[tuple[type, Callable[[Any, Frame], str]], ...] = (
+    (_S.TensorPropertySource, _tensor_property),
+    (_S.NNModuleSource, _through),
+    (_S.CellContentsSource, lambda source, frame: _attribute(source_text(source.base, frame), "cell_contents")),
+    (_S.AttrSource, lambda source, frame: _attribute(source_text(source.base, frame), source.member)),
+    (_S.GenericAttrSource, lambda source, frame: _attribute(source_text(source.base, frame), source.member)),
+    (_S.DefaultsSource, _default),
+    (_S.TypeDictSource, _with("|dict")),
+    (_S.TypeMROSource, _with(".__mro__")),
+    (_S.TypeSource, _with("|type")),
+    (_S.ClosureSource, _with(".__closure__")),
+    (_S.CodeSource, _with(".__code__")),
+    (_S.NamedTupleFieldsSource, _with("._fields")),
+    (_S.DataclassFieldsSource, _with(".__dataclass_fields__")),
+    (_S.WeakRefCallSource, _with("|call")),
+    (_S.ConstDictKeySource, _nth("keys")),
+    (_S.NonSerializableSetGetItemSource, _nth("list")),
+    (_S.GetItemSource, _item),
+    (_S.DictGetItemSource, _item),
+    (_S.DictSubclassGetItemSource, _item),
+)
