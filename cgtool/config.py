@@ -1,0 +1,305 @@
+"""The configuration of a compilation, and the environment of this process: the only reader of `os.environ`.
+
+Must not import torch. What each field may hold is said once, in `cgtool.config_fields`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cgtool.config_checks import ADAPTORS, CAPTURE_SIZES, CompilationLevel
+from cgtool.config_fields import FIELDS, FieldKind, check_field, check_name, conflicts, parse_field
+from cgtool.cudagraph_mode import CUDAGraphMode, default_capture_sizes
+from cgtool.errors import ConfigError
+from cgtool.pieces import Json
+
+__all__ = [
+    "ADAPTORS",
+    "CAPTURE_SIZES",
+    "FIELD_KINDS",
+    "CUDAGraphMode",
+    "CompilationConfig",
+    "CompilationLevel",
+    "CompileSize",
+    "Environment",
+    "FieldKind",
+    "environment",
+    "resolve_capture_sizes",
+    "resolve_compile_sizes",
+    "resolve_cudagraph_mode",
+]
+
+#: One concrete size: of the one dynamic dimension (or of `size_dim`), or of several dimensions by name.
+CompileSize = int | dict[str, int]
+
+#: key: changes code, is hashed; coverage: which shapes are compiled, in the manifest; runtime: neither.
+FIELD_KINDS: dict[str, FieldKind] = {name: spec.kind for name, spec in FIELDS.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompilationConfig:
+    """How a model is compiled and run. Every field is checked, and held in one canonical form.
+
+    Args:
+        level: Compilation level 0 to 3, by number or name; 3 (PIECEWISE) by default. Levels 0 and 1 compile nothing,
+            2 compiles the graph whole, 3 splits it at `splitting_ops`. Kind: key.
+        splitting_ops: Names of ops to split at: `ns::op`, `ns.op`, with or without overload, or the dotted name of a
+            Python function. None (default) means the model's own list, or the attention ops known to cgtool and those
+            registered with `splitting=True`; an empty list means one piece. Kind: key.
+        use_inductor: Whether Inductor compiles the pieces; True by default. False chooses the adaptor `eager`.
+            Kind: key.
+        adaptor: What compiles a piece: `inductor_standalone` (default), `inductor` or `eager`. Kind: key.
+        inductor_compile_config: Inductor's options by name, as JSON values, over those that cgtool sets; empty by
+            default. Kind: key.
+        compile_sizes: Sizes that get an artifact of their own, fully static and tuned: positive integers (of `size_dim`,
+            in tokens as a rule), the word "cudagraph_capture_sizes", or mappings of dimension to size. None (default)
+            is none. A size wins over a range, a range over the general shape. Kind: coverage.
+        compile_ranges: Ranges of sizes that get an artifact of their own: inclusive [start, end] in the unit of
+            `compile_sizes`, start below end, without overlap; none by default. Kind: coverage.
+        size_dim: Which dynamic dimension the integers of `compile_sizes` and `compile_ranges` speak of. None (default)
+            is enough where only one is dynamic. Kind: coverage.
+        use_cudagraph: Whether CUDA graphs may be captured; True by default. Kind: runtime.
+        cudagraph_mode: What is captured. None (default) means PIECEWISE at level 3 and NONE below; halves that need
+            pieces where there are none are dropped (`resolve_cudagraph_mode`). Kind: runtime.
+        cudagraph_capture_sizes: Sizes to capture, in sequences of a batch. None (default) means those that
+            `cuda_graph_sizes` gives. Kind: runtime.
+        cuda_graph_sizes: One value N: capture 1, 2, 4, 8 and every multiple of 16 up to N sequences. Several values:
+            capture these. [512] by default. Kind: runtime.
+        cudagraph_copy_inputs: Copy inputs into buffers of fixed address before a piecewise graph is replayed; False by
+            default. Kind: runtime.
+        enforce_eager: Run eagerly whatever else is said: no compilation, no CUDA graphs; False by default.
+            Kind: runtime.
+        disable_cache: Neither read nor write the cache; False by default. The variable CGTOOL_DISABLE_CACHE says the
+            same for a whole process. Kind: runtime.
+        cache_dir: The cache's root folder. Empty (default) means CGTOOL_CACHE_DIR, else the user's cache folder.
+            Kind: runtime.
+        debug_dump_path: A folder for traced graphs and code, for people. Empty (default) means none. Kind: runtime.
+
+    Raises:
+        ConfigError: A field cannot hold its value, or two fields contradict each other.
+    """
+
+    level: int = CompilationLevel.PIECEWISE
+    splitting_ops: Sequence[str] | None = None
+    use_inductor: bool = True
+    adaptor: str = ""
+    inductor_compile_config: Mapping[str, Json] = field(default_factory=dict, hash=False)
+    compile_sizes: Sequence[int | str | Mapping[str, int]] | None = field(default=None, hash=False)
+    compile_ranges: Sequence[Sequence[int]] = ()
+    size_dim: str | None = None
+    use_cudagraph: bool = True
+    cudagraph_mode: CUDAGraphMode | None = None
+    cudagraph_capture_sizes: Sequence[int] | None = None
+    cuda_graph_sizes: Sequence[int] = (512,)
+    cudagraph_copy_inputs: bool = False
+    enforce_eager: bool = False
+    disable_cache: bool = False
+    cache_dir: str = ""
+    debug_dump_path: str = ""
+
+    def __post_init__(self) -> None:
+        for name in FIELDS:
+            object.__setattr__(self, name, check_field(name, getattr(self, name)))
+        for names, sentence in conflicts({name: getattr(self, name) for name in FIELDS}):
+            message = sentence[0].upper() + sentence[1:]
+            raise ConfigError(message, path=names[0], actual={name: getattr(self, name) for name in names})
+        if not self.adaptor:
+            object.__setattr__(self, "adaptor", ADAPTORS[0] if self.use_inductor else "eager")
+
+    @property
+    def effective_level(self) -> CompilationLevel:
+        """The level that holds once `enforce_eager` has had its say."""
+        return CompilationLevel.NO_COMPILATION if self.enforce_eager else CompilationLevel(self.level)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> CompilationConfig:
+        """Return the configuration that `values` gives, with defaults for what it leaves out.
+
+        Raises:
+            ConfigError: A key is no field (the message names the nearest), or a value is refused.
+        """
+        return cls(**{check_name(name): value for name, value in values.items()})
+
+    @classmethod
+    def from_variables(cls, variables: Mapping[str, str]) -> CompilationConfig:
+        """Return the configuration that `CGTOOL_<FIELD>` variables give, as `Environment.variables` holds them.
+
+        Raises:
+            ConfigError: A variable names no field, or spells nothing that the field can hold.
+        """
+        fields = {name: name.removeprefix("CGTOOL_").lower() for name in variables}
+        return cls(**{fields[name]: parse_field(fields[name], text) for name, text in variables.items()})
+
+    def to_json(self) -> dict[str, Json]:
+        """Return every field as JSON; `from_mapping` takes it back."""
+        return {name: _to_json(getattr(self, name)) for name in FIELDS}
+
+    def key_fields(self) -> dict[str, Json]:
+        """Return the fields that change code, as JSON in one spelling for everything that means the same."""
+        fields = {name: value for name, value in self.to_json().items() if FIELD_KINDS[name] == "key"}
+        fields["use_inductor"] = self.adaptor != "eager"
+        if self.splitting_ops is not None:
+            fields["splitting_ops"] = sorted(self.splitting_ops)
+        return fields
+
+    def replace(self, **changes: Any) -> CompilationConfig:
+        """Return a copy with other values in some fields; `use_inductor` alone chooses the adaptor anew.
+
+        Raises:
+            ConfigError: As the constructor does, and where a name is no field.
+        """
+        if "use_inductor" in changes:
+            changes.setdefault("adaptor", "")
+        return dataclasses.replace(self, **{check_name(name): value for name, value in changes.items()})
+
+
+def _to_json(value: Any) -> Json:
+    if isinstance(value, CUDAGraphMode):
+        return value.name
+    if isinstance(value, CompilationLevel):
+        return int(value)
+    if isinstance(value, Mapping):
+        return {name: _to_json(item) for name, item in value.items()}
+    return [_to_json(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+def resolve_cudagraph_mode(config: CompilationConfig) -> CUDAGraphMode:
+    """Return what is captured under `config`: its own mode or the level's, without what needs pieces and has none."""
+    if not config.use_cudagraph or config.enforce_eager:
+        return CUDAGraphMode.NONE
+    split = config.level == CompilationLevel.PIECEWISE
+    mode = config.cudagraph_mode
+    if mode is None:
+        mode = CUDAGraphMode.PIECEWISE if split else CUDAGraphMode.NONE
+    if split and config.splitting_ops == () and mode is CUDAGraphMode.FULL_AND_PIECEWISE:
+        return CUDAGraphMode.FULL  # one piece: its graph is the full one, for every batch
+    return mode if split and config.splitting_ops != () else mode.without_piecewise()
+
+
+def resolve_capture_sizes(config: CompilationConfig) -> tuple[int, ...]:
+    """Return the batch sizes that are captured as CUDA graphs, in rising order; none where `use_cudagraph` is off."""
+    if not config.use_cudagraph:
+        return ()
+    if config.cudagraph_capture_sizes is not None:
+        return tuple(config.cudagraph_capture_sizes)
+    sizes = tuple(config.cuda_graph_sizes)
+    return default_capture_sizes(sizes[0]) if len(sizes) == 1 else sizes
+
+
+def resolve_compile_sizes(config: CompilationConfig) -> tuple[CompileSize, ...]:
+    """Return the concrete sizes to compile: integers in rising order, each once, then mappings.
+
+    The word "cudagraph_capture_sizes" becomes the sizes that are captured.
+    """
+    numbers: set[int] = set()
+    mappings: list[dict[str, int]] = []
+    for size in config.compile_sizes or ():
+        if isinstance(size, Mapping):
+            mappings.append(dict(size))
+        elif isinstance(size, int):
+            numbers.add(size)
+        else:
+            numbers.update(resolve_capture_sizes(config))
+    return (*sorted(numbers), *mappings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What cgtool reads from the environment of this process.
+
+    Args:
+        cache_dir: CGTOOL_CACHE_DIR; None where it is unset or empty.
+        disable_cache: CGTOOL_DISABLE_CACHE; False where it is unset or empty.
+        variables: Every CGTOOL_ variable by its full name, unread and unchecked.
+        cxx: CXX, the C++ compiler that Inductor is told to use; None where it is unset or empty.
+        code_variables: The variables of torch, Inductor, Dynamo and triton that may change code, by name.
+        rank: RANK, else LOCAL_RANK, else 0: this process's place in its model-parallel group.
+        local_rank: LOCAL_RANK, else `rank`.
+    """
+
+    cache_dir: str | None
+    disable_cache: bool
+    variables: Mapping[str, str]
+    cxx: str | None
+    code_variables: Mapping[str, str]
+    rank: int
+    local_rank: int
+
+
+#: A variable with one of these prefixes is taken to change code, unless it is known not to.
+_CODE_PREFIXES = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_", "TRITON_", "AOT_INDUCTOR_", "ATEN_", "CUTLASS_")
+
+#: Known to change no code: places, logs, caches, jobs, timeouts, communication. Read in torch 2.11 to 2.13.
+_HARMLESS = re.compile(
+    r"""
+    TORCHINDUCTOR_(
+        CACHE_DIR | COMPILE_THREADS | WORKER_(START|LOGPATH|SUPPRESS_LOGGING) | COMPILE_WORKER_WAIT_TIMEOUT
+        | QUIESCE_ASYNC_COMPILE_POOL | FILE_LOCK_TIMEOUT | AUTOTUNE_POOL_INACTIVITY_TIMEOUT
+        | FX_GRAPH_(CACHE|CACHE_DEFAULT|REMOTE_CACHE) | AUTOGRAD_(CACHE|REMOTE_CACHE)
+        | (BUNDLED_)?AUTOTUNE_REMOTE_CACHE | NON_BLOCKING_REMOTE_CACHE_WRITE | REDIS_(HOST|PORT|URL)
+        | AUTOTUNE_NUM_CHOICES_DISPLAYED | MAX_AUTOTUNE_REPORT_CHOICES_STATS | (CONV|MM)_LOGGING_FILE
+        | ENABLED_METRIC_TABLES | DEBUG_FUSION | PATTERN_MATCH_DEBUG | WARN_MIX_LAYOUT | WRITE_MISSING_OPS
+    )
+    | TORCHDYNAMO_(VERBOSE | PRINT_MISSING | EXTENDED_ADVICE | EXTENDED_DEBUG_\w+)
+    | TORCH_(
+        LOGS\w* | TRACE\w* | CPP_LOG_LEVEL | SHOW_CPP_STACKTRACES | SHOW_DISPATCH_TRACE | HOME | EXTENSIONS_DIR
+        | CUDA_ARCH_LIST | COMPILE_DEBUG\w* | COMPILE_CPROFILE | COMPILE_DYNAMO_PROFILER | COMPILE_JOB_ID
+        | COMPILE_REPLAY_RECORD | COMPILE_GRAPH_FORMAT | FAKE_TENSOR_\w+ | DYNAMO_RUN_GC_AFTER_COMPILE | WARM_POOL
+        | CUDAGRAPH_GC | (NCCL|DISTRIBUTED|GLOO|FR|UCC|ELASTIC)_\w+
+    )
+    | TRITON_(
+        (CACHE|DUMP|OVERRIDE)_DIR | HOME | CACHE_MANAGER | REMOTE_CACHE_\w+ | PRINT_AUTOTUNING | KERNEL_DUMP
+        | ALWAYS_COMPILE
+    )
+    """,
+    re.VERBOSE,
+)
+
+
+def environment(source: Mapping[str, str] | None = None) -> Environment:
+    """Return what the environment says now.
+
+    Args:
+        source: Where to read; None means this process's environment.
+
+    Raises:
+        ConfigError: A rank is no whole number, or CGTOOL_DISABLE_CACHE is no bool.
+    """
+    values = os.environ if source is None else source
+    rank = _rank(values, "RANK", _rank(values, "LOCAL_RANK", 0))
+    return Environment(
+        cache_dir=values.get("CGTOOL_CACHE_DIR") or None,
+        disable_cache=bool(values.get("CGTOOL_DISABLE_CACHE")) and _disable_cache(values["CGTOOL_DISABLE_CACHE"]),
+        variables={name: values[name] for name in sorted(values) if name.startswith("CGTOOL_")},
+        cxx=values.get("CXX") or None,
+        code_variables={
+            name: values[name]
+            for name in sorted(values)
+            if name.startswith(_CODE_PREFIXES) and not _HARMLESS.fullmatch(name)
+        },
+        rank=rank,
+        local_rank=_rank(values, "LOCAL_RANK", rank),
+    )
+
+
+def _disable_cache(text: str) -> bool:
+    try:
+        return bool(parse_field("disable_cache", text))
+    except ConfigError as error:
+        message = f"The variable CGTOOL_DISABLE_CACHE is {text!r}: {error.expected}."
+        raise ConfigError(message, path="CGTOOL_DISABLE_CACHE", expected=error.expected, actual=text) from error
+
+
+def _rank(values: Mapping[str, str], name: str, default: int) -> int:
+    text = values.get(name, "").strip()
+    if not text:
+        return default
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        message = f"The variable {name} is {text!r}: it is the number of a process, 0 or more. Unset it or correct it."
+        raise ConfigError(message, path=name, expected="a whole number, 0 or more", actual=text)
+    return int(text)

@@ -1,0 +1,222 @@
+"""Checks of configuration values: each returns the canonical form of one field's value, or says what the field holds.
+
+Must not import torch, and knows nothing of sources or of other fields. Every check raises `WrongValueError`, whose text
+completes the sentence "<field> is <value>: ...".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from enum import IntEnum
+from itertools import pairwise
+from typing import Any
+
+from cgtool.cudagraph_mode import CUDAGraphMode
+from cgtool.digests import canonical_json
+
+#: In `compile_sizes`: every size that is captured as a CUDA graph.
+CAPTURE_SIZES = "cudagraph_capture_sizes"
+#: The adaptors that compile, the default first.
+ADAPTORS = ("inductor_standalone", "inductor", "eager")
+
+_OP_NAME = re.compile(r"[A-Za-z_]\w*(?:(?:::|\.)\w+)+", re.ASCII)
+
+
+class CompilationLevel(IntEnum):
+    """How `torch.compile` is applied.
+
+    Attributes:
+        NO_COMPILATION: 0, plain eager.
+        DYNAMO_AS_IS: 1, Dynamo's graph run eagerly: a check that the model can be traced.
+        DYNAMO_ONCE: 2, one graph, compiled whole.
+        PIECEWISE: 3, split at the splitting ops and compiled in pieces.
+    """
+
+    NO_COMPILATION = 0
+    DYNAMO_AS_IS = 1
+    DYNAMO_ONCE = 2
+    PIECEWISE = 3
+
+
+class WrongValueError(ValueError):
+    """A value that a field cannot hold; its text says what the field does hold."""
+
+
+def nearest(name: str, known: tuple[str, ...] | list[str]) -> str:
+    """Return the one of `known` that is spelled most like `name`."""
+    return (get_close_matches(name.lower().replace("-", "_"), known, n=1, cutoff=0.0) or list(known))[0]
+
+
+def check_bool(value: Any) -> bool:
+    """Return a bool."""
+    if not isinstance(value, bool):
+        raise WrongValueError("it is true or false")
+    return value
+
+
+def check_level(value: Any) -> CompilationLevel:
+    """Return a compilation level, given by number or name."""
+    by_name = {level.name: level for level in CompilationLevel}
+    if isinstance(value, str) and value.upper() in by_name:
+        return by_name[value.upper()]
+    if type(value) is bool or not isinstance(value, int) or value not in list(CompilationLevel):
+        words = ", ".join(f"{level.value} ({level.name})" for level in CompilationLevel)
+        message = f"levels are {words}"
+        raise WrongValueError(message)
+    return CompilationLevel(value)
+
+
+def check_mode(value: Any) -> CUDAGraphMode | None:
+    """Return a CUDA graph mode, given as one, by name or by value; None stays None."""
+    if value is None or isinstance(value, CUDAGraphMode):
+        return value
+    by_name = {mode.name: mode for mode in CUDAGraphMode}
+    if isinstance(value, str) and value.upper() in by_name:
+        return by_name[value.upper()]
+    halves = tuple(value) if isinstance(value, (list, tuple)) else value
+    for mode in CUDAGraphMode:
+        if type(halves) is not bool and not isinstance(halves, float) and halves == mode.value:
+            return mode
+    message = f"modes are {', '.join(by_name)}, or nothing for the mode that the level brings"
+    raise WrongValueError(message)
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _items(value: Any, what: str) -> list[Any]:
+    if not isinstance(value, (list, tuple, range)):
+        message = f"it is a list of {what}"
+        raise WrongValueError(message)
+    return list(value)
+
+
+def check_capture_sizes(value: Any) -> tuple[int, ...] | None:
+    """Return batch sizes in rising order, each once; None stays None."""
+    if value is None:
+        return None
+    what = "one or more batch sizes, each a positive integer"
+    sizes = _items(value, what)
+    if not sizes or not all(map(_positive, sizes)):
+        message = f"it is a list of {what}"
+        raise WrongValueError(message)
+    return tuple(sorted(set(sizes)))
+
+
+def check_graph_sizes(value: Any) -> tuple[int, ...]:
+    """Return one limit, or batch sizes in rising order."""
+    sizes = check_capture_sizes([] if value is None else value) or ()
+    if len(sizes) != len(value):  # [8, 8] is a list of sizes and [8] is a limit: do not make one of the other
+        raise WrongValueError("no size is named twice")
+    return sizes
+
+
+def check_ops(value: Any) -> tuple[str, ...] | None:
+    """Return names of ops, each once; None stays None. No overload is looked up here: that needs the graph."""
+    if value is None:
+        return None
+    names = _items(value, "names of ops")
+    for name in names:
+        if not isinstance(name, str) or not _OP_NAME.fullmatch(name):
+            message = f"an op is named ns::op, ns.op or by the dotted name of a function, and {name!r} is none of these"
+            raise WrongValueError(message)
+    return tuple(dict.fromkeys(names))
+
+
+def check_sizes(value: Any) -> tuple[Any, ...] | None:
+    """Return compile sizes: integers in rising order, then the word, then mappings; None stays None."""
+    if value is None:
+        return None
+    what = f'positive integers, the word "{CAPTURE_SIZES}", or mappings of dimension to size such as {{"batch": 8}}'
+    numbers: set[int] = set()
+    words: set[str] = set()
+    mappings: dict[bytes, dict[str, int]] = {}
+    for item in _items(value, what):
+        if _positive(item):
+            numbers.add(item)
+        elif item == CAPTURE_SIZES:
+            words.add(item)
+        elif isinstance(item, Mapping) and item and all(_is_dim(k) and _positive(v) for k, v in item.items()):
+            mappings[canonical_json(dict(item))] = dict(sorted(item.items()))
+        else:
+            message = f"sizes are {what}, and {item!r} is none of these"
+            raise WrongValueError(message)
+    return (*sorted(numbers), *words, *(mappings[text] for text in sorted(mappings)))
+
+
+def _is_dim(name: Any) -> bool:
+    return isinstance(name, str) and name.isidentifier()
+
+
+def check_ranges(value: Any) -> tuple[tuple[int, int], ...]:
+    """Return inclusive ranges in rising order."""
+    what = "inclusive [start, end] of positive integers with start below end"
+    ranges: list[tuple[int, int]] = []
+    for item in _items(value, what):
+        bounds = list(item) if isinstance(item, (list, tuple)) else []
+        if len(bounds) != 2 or not all(map(_positive, bounds)) or bounds[0] >= bounds[1]:  # noqa: PLR2004  start and end
+            message = f"ranges are {what}, and {item!r} is none (name a single size in compile_sizes)"
+            raise WrongValueError(message)
+        ranges.append((bounds[0], bounds[1]))
+    ranges.sort()
+    for (start, end), (next_start, next_end) in pairwise(ranges):
+        if next_start <= end:
+            message = f"ranges do not overlap, and [{start}, {end}] and [{next_start}, {next_end}] do"
+            raise WrongValueError(message)
+    return tuple(ranges)
+
+
+def check_dim(value: Any) -> str | None:
+    """Return the name of a dynamic dimension; None stays None."""
+    if value is not None and not _is_dim(value):
+        raise WrongValueError("it is the name of a dynamic dimension, such as num_tokens")
+    return value  # type: ignore[no-any-return]  # checked above
+
+
+def check_adaptor(value: Any) -> str:
+    """Return the name of an adaptor; empty means that `use_inductor` chooses."""
+    if value not in {*ADAPTORS, ""}:
+        message = f"adaptors are {', '.join(ADAPTORS)}; the nearest is {nearest(str(value), ADAPTORS)}"
+        raise WrongValueError(message)
+    return str(value)
+
+
+def check_json_mapping(value: Any) -> dict[str, Any]:
+    """Return a copy of a mapping of Inductor's options."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
+        raise WrongValueError("it maps names of Inductor's options to JSON values")
+    _check_keys(value)
+    try:
+        copy: dict[str, Any] = json.loads(canonical_json(dict(value)))
+    except (TypeError, ValueError) as error:
+        message = f"it maps names of Inductor's options to JSON values ({error})"
+        raise WrongValueError(message) from error
+    return copy
+
+
+def _check_keys(value: Any) -> None:
+    # JSON would spell the key 1 as "1": two different mappings would be one.
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                message = f"keys of a mapping in JSON are strings, and {key!r} is none"
+                raise WrongValueError(message)
+            _check_keys(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _check_keys(item)
+
+
+def check_path(value: Any) -> str:
+    """Return a path as text."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise WrongValueError("it is a path, or empty")
+    text = os.fspath(value)
+    if not isinstance(text, str) or "\0" in text:
+        raise WrongValueError("it is a path of text without a zero byte")
+    return text
