@@ -1,0 +1,324 @@
+"""Entries: how a rank folder is published and read, as before or as after and never in between. Must not import torch.
+
+`manifest.json` is the one file that readers start from, and replacing it by a rename is the one moment at which an
+entry changes. The manifest names the digests of its folder's other files, each of which lies in one of two places::
+
+    <name>                   plan.json, computation_graph.py, transformed_code.py: what people look at
+    .<name>.<sha256>.next    the same content while it is being published
+
+A writer, under the rank's lock:
+
+1. puts artifacts and `key.json` (content-addressed, or the same by construction) in place;
+2. writes each file that changed as `.<name>.<sha256>.next`, which clashes with no reader;
+3. renames the new `manifest.json` into place: the entry is now the new one;
+4. renames each `.next` over its `<name>`.
+
+A reader takes `<name>` if its bytes match the manifest's digest, or else the `.next` of that digest; if neither is
+there the manifest has been replaced meanwhile, and it starts over. Killed before 3, the entry is as before; killed
+after 3, it is as after, and the next writer does 4. A `.next` that no manifest names was left by a killed writer, and
+is removed. Where locks do not work, 4 copies and removes nothing that is not old, so that writers cannot take files
+from each other; rows of two simultaneous writers may then be lost, which costs a compile and never a wrong answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cgtool.cache.files import (
+    corrupt,
+    ensure_root,
+    is_newer,
+    read_bytes,
+    sweep,
+    sync_folder,
+    write_atomic,
+)
+from cgtool.cache.key import Key, read_key, write_key
+from cgtool.cache.layout import PLAN_FILE, CacheLayout, RankName
+from cgtool.cache.lock import FileLock
+from cgtool.cache.lookup import LookupStore
+from cgtool.cache.manifest import FileRecord, Manifest, ManifestRow, read_manifest
+from cgtool.cache.objects import ObjectStore
+from cgtool.digests import sha256_hex
+from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
+
+_log = logging.getLogger(__name__)
+
+_NEXT = re.compile(r"\.(?P<name>.+)\.(?P<digest>[0-9a-f]{64})\.next")
+_ABANDONED_SECS = 3600.0
+#: How often a reader starts over while writers replace the manifest; each time takes them several flushes of the disk.
+_ATTEMPTS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A consistent view of one rank and prefix, as it was at one moment.
+
+    Args:
+        manifest: Its manifest.
+        files: The bytes of the files that were asked for, which match the manifest's digests.
+        objects: Its artifacts.
+    """
+
+    manifest: Manifest
+    files: Mapping[str, bytes]
+    objects: ObjectStore
+
+    @property
+    def name(self) -> RankName:
+        """The hash, rank and prefix."""
+        return self.manifest.name
+
+    def artifact(self, row: ManifestRow) -> bytes:
+        """Return the bytes of a row's artifact, which match their digest.
+
+        Raises:
+            CacheCorruptError: It is missing, or its bytes differ.
+            CacheError: It cannot be read.
+        """
+        return self.objects.get(row.digest, row.kind)
+
+    def verify(self) -> None:
+        """Check every artifact against its digest.
+
+        Raises:
+            CacheCorruptError: One is missing, or its bytes differ; it names the first such file.
+            CacheError: One cannot be read.
+        """
+        for digest, kind in sorted({(row.digest, row.kind) for row in self.manifest.rows}):
+            self.objects.get(digest, kind)
+
+
+def read_entry(layout: CacheLayout, name: RankName, *, files: Iterable[str] = (PLAN_FILE,)) -> Entry | None:
+    """Return an entry, or None when there is none.
+
+    Args:
+        layout: Where the cache lies.
+        name: Which entry.
+        files: Which of the other files to read along.
+
+    Raises:
+        CacheCorruptError: A file is torn, missing, or its bytes differ from its digest; the error names it.
+        CacheSchemaError: Another version of cgtool wrote it.
+        CacheError: It cannot be read.
+    """
+    wanted = tuple(files)
+    folder = layout.rank_dir(name)
+    earlier: Manifest | None = None
+    for _ in range(_ATTEMPTS):
+        manifest = read_manifest(layout, name)
+        if manifest is None:
+            return None
+        found = {file: _read_file(folder, file, manifest) for file in wanted}
+        complete = {file: data for file, data in found.items() if data is not None}
+        if len(complete) == len(wanted):
+            return Entry(manifest=manifest, files=complete, objects=ObjectStore(layout.entry_dir(name.hash)))
+        if manifest == earlier:
+            raise _broken(folder, manifest, next(file for file in wanted if file not in complete))
+        earlier = manifest
+    raise CacheError(f"{folder} kept changing while it was read. Try again.", path=folder)
+
+
+class EntryWriter:
+    """Writes one rank and prefix of one entry.
+
+    Args:
+        layout: Where the cache lies.
+        key: The entry's factors; their combined hash names the entry.
+        rank: Which process of a model-parallel group.
+        prefix: Which compiled part of the model.
+        on_wait: Called if another process is publishing the same rank and prefix.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        key: Key,
+        *,
+        rank: int,
+        prefix: str,
+        on_wait: Callable[[], None] | None = None,
+    ) -> None:
+        self._layout = layout
+        self._key = key
+        self._on_wait = on_wait
+        self.name = RankName(hash=key.hash, rank=rank, prefix=prefix)
+        self.objects = ObjectStore(layout.entry_dir(self.name.hash))
+
+    def publish(self, manifest: Manifest, files: Mapping[str, bytes]) -> Manifest:
+        """Publish a whole entry; the artifacts of its rows must be in `objects` by now.
+
+        Where another process published the same plan meanwhile, its rows are kept beside ours.
+
+        Args:
+            manifest: Its `files` are filled in here.
+            files: The other files' bytes, by name; `plan.json` must be among them.
+
+        Returns:
+            The manifest as it was published.
+
+        Raises:
+            CacheSchemaError: A newer version of cgtool wrote what is there.
+            CacheError: It cannot be written, or an artifact is not in place.
+        """
+        if PLAN_FILE not in files:
+            raise CacheError(f"An entry needs its {PLAN_FILE}. Please report this.", path=self.name.flat)
+
+        def change(entry: Entry | None) -> tuple[Manifest, Mapping[str, bytes]]:
+            if entry is None or entry.manifest.files.get(PLAN_FILE) != _record(files[PLAN_FILE]):
+                return manifest, files
+            kept = [row for row in entry.manifest.rows if self._in_place(row)]
+            ours = replace(manifest, rows=tuple(kept), created=entry.manifest.created).with_rows(manifest.rows)
+            return ours, files
+
+        return self.update(change)
+
+    def add_rows(self, rows: Iterable[ManifestRow]) -> Manifest:
+        """Add rows to an entry that is there; rows that other processes added meanwhile are kept.
+
+        Raises:
+            CacheError: There is no such entry, it cannot be written, or an artifact is not in place.
+        """
+        added = tuple(rows)
+
+        def change(entry: Entry | None) -> tuple[Manifest, Mapping[str, bytes]]:
+            if entry is None:
+                path = self._layout.rank_dir(self.name)
+                raise CacheError(f"There is no intact entry in {path} to add to. Warm the model again.", path=path)
+            return entry.manifest.with_rows(added), {}
+
+        return self.update(change)
+
+    def update(self, change: Callable[[Entry | None], tuple[Manifest, Mapping[str, bytes]]]) -> Manifest:
+        """Replace an entry by what `change` makes of it, under the entry's lock.
+
+        Args:
+            change: From what is there (None when there is nothing, or nothing intact) to the new manifest and the
+                files that are new; those that it does not give stay as they are.
+
+        Returns:
+            The manifest as it was published.
+
+        Raises:
+            CacheSchemaError: A newer version of cgtool wrote what is there.
+            CacheError: It cannot be written, or an artifact is not in place.
+        """
+        ensure_root(self._layout.root)
+        with FileLock(self._layout.entry_lock(self.name), on_wait=self._on_wait) as lock:
+            write_key(self._layout, self._key)
+            entry = self._current()
+            manifest, files = change(entry)
+            kept = {} if entry is None else dict(entry.manifest.files)
+            named = {**kept, **{name: _record(data) for name, data in files.items()}}
+            manifest = replace(manifest, files=named)
+            self._check(manifest)
+            self._commit(manifest, files, entry)
+            self._settle(exclusive=lock.is_held)
+        return manifest
+
+    def _current(self) -> Entry | None:
+        try:
+            return read_entry(self._layout, self.name, files=())
+        except CacheCorruptError as error:
+            _log.warning("%s It is replaced.", error)
+        except CacheSchemaError as error:
+            if is_newer(error):
+                raise
+        return None
+
+    def _check(self, manifest: Manifest) -> None:
+        manifest.verify()
+        if manifest.name != self.name:
+            raise CacheError(
+                "A manifest was given to the writer of another entry. Please report this.",
+                expected=self.name.flat,
+                actual=manifest.name.flat,
+            )
+        for row in manifest.rows:
+            if not self._in_place(row):
+                path = self.objects.path(row.digest, row.kind)
+                raise CacheError(f"{path} is named by a manifest and is not in place. Warm the model again.", path=path)
+
+    def _in_place(self, row: ManifestRow) -> bool:
+        return self.objects.size(row.digest, row.kind) == row.size_bytes
+
+    def _commit(self, manifest: Manifest, files: Mapping[str, bytes], entry: Entry | None) -> None:
+        folder = self._layout.rank_dir(self.name)
+        lookup = LookupStore(self._layout)
+        for name, data in files.items():
+            if _read_file(folder, name, manifest) is None:
+                write_atomic(_next(folder, name, manifest.files[name].sha256), data)
+        if entry is None or entry.manifest.lookup != manifest.lookup:
+            lookup.forget(self.name)
+        write_atomic(self._layout.manifest_file(self.name), manifest.to_bytes())
+        lookup.index(self.name, manifest.lookup)
+
+    def _settle(self, *, exclusive: bool) -> None:
+        """Give the files that the manifest in place names the names that people look for, and remove leftovers."""
+        folder = self._layout.rank_dir(self.name)
+        manifest = read_manifest(self._layout, self.name)
+        named = {} if manifest is None else {name: record.sha256 for name, record in manifest.files.items()}
+        for path in list(folder.iterdir()):
+            match = _NEXT.fullmatch(path.name)
+            if match is None:
+                continue
+            current = named.get(match["name"]) == match["digest"]
+            with contextlib.suppress(OSError):
+                if current and exclusive:
+                    path.replace(folder / match["name"])
+                elif current:
+                    write_atomic(folder / match["name"], path.read_bytes())
+                elif exclusive or time.time() - path.stat().st_mtime > _ABANDONED_SECS:
+                    path.unlink()
+        sync_folder(folder)
+        sweep(folder)
+
+
+def entry_key(layout: CacheLayout, hash_: str) -> Key:
+    """Return the key of an entry that is there.
+
+    Raises:
+        CacheCorruptError: It has none, or another's, or a torn one.
+        CacheSchemaError: Another version of cgtool wrote it.
+    """
+    key = read_key(layout, hash_)
+    if key is None:
+        raise corrupt(layout.key_file(hash_), "it is missing")
+    return key
+
+
+def _record(data: bytes) -> FileRecord:
+    return FileRecord(sha256=sha256_hex(data), size_bytes=len(data))
+
+
+def _next(folder: Path, name: str, digest: str) -> Path:
+    return folder / f".{name}.{digest}.next"
+
+
+def _read_file(folder: Path, name: str, manifest: Manifest) -> bytes | None:
+    """The bytes of a file as the manifest names it, from either of its two places; None when neither has them."""
+    record = manifest.files.get(name)
+    if record is None:
+        return None
+    for path in (folder / name, _next(folder, name, record.sha256)):
+        data = read_bytes(path)
+        if data is not None and sha256_hex(data) == record.sha256:
+            return data
+    return None
+
+
+def _broken(folder: Path, manifest: Manifest, name: str) -> CacheCorruptError:
+    path = folder / name
+    record = manifest.files.get(name)
+    if record is None:
+        return corrupt(path, "the manifest does not name it")
+    data = read_bytes(path)
+    if data is None:
+        return corrupt(path, "the manifest names it and it is missing", expected=record.sha256)
+    return corrupt(path, "its bytes differ from its digest", expected=record.sha256, actual=sha256_hex(data))

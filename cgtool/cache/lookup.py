@@ -1,0 +1,101 @@
+"""The direct-mode lookup: from the digest of cheap facts to the entries worth a closer look. Must not import torch.
+
+`lookup/<digest>/<hash>` is an empty file for each entry that cheap facts with this digest may mean. A manifest carries
+its own digests, so all of this can be made again: `lookup/indexed/<hash>-rank_<i>-<prefix>` marks the manifests that
+were taken in, and any other that is found (copied in from elsewhere, left by a killed process, or all of them after
+`lookup/` was removed) is taken in when somebody asks. On a read-only cache this happens in memory, each time.
+
+A candidate is a hint: whether it is a hit is for its factors and guards to say.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+
+from cgtool.cache.files import remove, touch
+from cgtool.cache.layout import CacheLayout, RankName, check_hash, is_hash
+from cgtool.cache.manifest import Manifest, read_manifest
+from cgtool.errors import CacheError
+
+_log = logging.getLogger(__name__)
+
+
+class LookupStore:
+    """The lookup of one cache.
+
+    Args:
+        layout: Where the cache lies.
+    """
+
+    def __init__(self, layout: CacheLayout) -> None:
+        self._layout = layout
+
+    def add(self, digest: str, hash_: str) -> None:
+        """Let a digest of cheap facts lead to an entry.
+
+        Raises:
+            CacheError: It cannot be written.
+        """
+        touch(self._layout.lookup_dir / check_hash(digest) / check_hash(hash_))
+
+    def index(self, name: RankName, digests: Iterable[str]) -> None:
+        """Take in a manifest: all its digests, and then the mark that it was taken in.
+
+        Raises:
+            CacheError: It cannot be written.
+        """
+        for digest in digests:
+            self.add(digest, name.hash)
+        touch(self._layout.lookup_dir / "indexed" / name.flat)
+
+    def forget(self, name: RankName) -> None:
+        """Remove the mark of a manifest that is about to change, so that it is taken in again whatever happens.
+
+        Raises:
+            CacheError: It cannot be removed.
+        """
+        remove(self._layout.lookup_dir / "indexed" / name.flat)
+
+    def candidates(self, digest: str) -> tuple[str, ...]:
+        """Return the hashes of the entries that a digest of cheap facts may mean, sorted.
+
+        Never raises on account of a lookup that is missing, torn or read-only.
+
+        Args:
+            digest: Of the cheap facts, 64 hexadecimal digits.
+
+        Raises:
+            CacheError: The cache folder cannot be listed.
+        """
+        found = {manifest.hash for manifest in self._newcomers() if digest in manifest.lookup}
+        try:
+            names = [path.name for path in (self._layout.lookup_dir / check_hash(digest)).iterdir()]
+        except OSError:
+            names = []
+        found.update(name for name in names if is_hash(name) and self._layout.key_file(name).exists())
+        return tuple(sorted(found))
+
+    def _newcomers(self) -> Iterator[Manifest]:
+        """Yield the manifests that were not taken in yet, and take them in."""
+        try:
+            indexed = {path.name for path in (self._layout.lookup_dir / "indexed").iterdir()}
+        except OSError:
+            indexed = set()
+        for hash_ in self._layout.hashes():
+            for name in self._layout.rank_names(hash_):
+                if name.flat not in indexed and (manifest := self._manifest(name)) is not None:
+                    yield manifest
+
+    def _manifest(self, name: RankName) -> Manifest | None:
+        try:
+            manifest = read_manifest(self._layout, name)
+        except CacheError as error:  # whoever opens this entry says so to the user
+            _log.debug("not taken into the lookup: %s", error)
+            return None
+        if manifest is not None:
+            try:
+                self.index(name, manifest.lookup)
+            except CacheError as error:
+                _log.debug("the lookup could not be written: %s", error)
+        return manifest

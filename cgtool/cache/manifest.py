@@ -1,0 +1,405 @@
+"""The manifest: the index of one rank and prefix, and the only file that readers start from. Must not import torch.
+
+`manifest.json` (sealed, see `cgtool.cache.files`: its own digest stands at its end)::
+
+    manifest = {"schema": 1, "cgtool": version, "hash": hash, "rank": int, "prefix": str, "model": str, "level": int,
+                "adaptor": str, "created": str, "splitting_ops": [str...], "variants": [variant...], "rows": [row...],
+                "files": {name: {"sha256": digest, "size_bytes": int}}, "lookup": [digest...], "extra": {...},
+                "digest": digest}
+    variant  = {"name": str, "fixed": {dim: int}, "pieces": int, "splitting_pieces": int, "unique_pieces": int}
+    row      = {"variant": int, "shape": shape, "piece_index": int, "adaptor": str, "artifact": digest, "kind": str,
+                "size_bytes": int, "compile_secs": float, "kernels": int, "guards": [expr...]}
+    shape    = "general" | size | [start, end] | {dim: size}        sizes are 1 or more; ranges are inclusive
+
+Rows are in order of variant, shape, piece and adaptor, one each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from cgtool.cache.files import corrupt, parse_sealed, read_bytes, sealed_json
+from cgtool.cache.layout import RANK_FILES, CacheLayout, RankName, check_hash, check_kind
+from cgtool.cache.state import timestamp
+from cgtool.digests import canonical_json
+from cgtool.errors import CacheError
+from cgtool.pieces import Json
+
+SCHEMA = 1
+
+#: "general", a size, an inclusive (start, end), or sizes by the name of their dimension.
+Shape = str | int | tuple[int, int] | Mapping[str, int]
+
+GENERAL = "general"
+
+_WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManifestRow:
+    """One compiled piece for one shape.
+
+    Args:
+        variant: Which of the manifest's variants.
+        shape: "general", a size, (start, end) inclusive, or {dimension: size}.
+        piece_index: Which piece.
+        adaptor: Which adaptor compiled it.
+        digest: The artifact's SHA-256.
+        kind: The artifact's kind.
+        size_bytes: The artifact's size.
+        compile_secs: How long it took, in seconds; of a reused unit, how long it took then.
+        kernels: How many kernels it holds.
+        guards: Facts over the piece's symbols that the compiler added.
+    """
+
+    variant: int
+    shape: Shape
+    piece_index: int
+    adaptor: str
+    digest: str
+    kind: str
+    size_bytes: int
+    compile_secs: float
+    kernels: int
+    guards: tuple[str, ...] = ()
+
+    @property
+    def identity(self) -> tuple[int, str, int, str]:
+        """What there is one row of: (variant, shape as text, piece_index, adaptor)."""
+        return self.variant, shape_text(self.shape), self.piece_index, self.adaptor
+
+    def to_json(self) -> Json:
+        """Return the row as JSON."""
+        return {
+            "variant": self.variant,
+            "shape": shape_to_json(self.shape),
+            "piece_index": self.piece_index,
+            "adaptor": self.adaptor,
+            "artifact": self.digest,
+            "kind": self.kind,
+            "size_bytes": self.size_bytes,
+            "compile_secs": self.compile_secs,
+            "kernels": self.kernels,
+            "guards": list(self.guards),
+        }
+
+    @classmethod
+    def from_json(cls, data: Json) -> ManifestRow:
+        """Return the row of `data`.
+
+        Raises:
+            CacheError: A field is outside of the grammar.
+            KeyError: A field is missing.
+        """
+        return cls(
+            variant=_count(data["variant"]),
+            shape=shape_from_json(data["shape"]),
+            piece_index=_count(data["piece_index"]),
+            adaptor=_word(data["adaptor"]),
+            digest=check_hash(_text(data["artifact"])),
+            kind=check_kind(_text(data["kind"])),
+            size_bytes=_count(data["size_bytes"]),
+            compile_secs=_seconds(data["compile_secs"]),
+            kernels=_count(data["kernels"]),
+            guards=_texts(data["guards"]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariantCounts:
+    """What a manifest says of one variant of the plan.
+
+    Args:
+        name: The example call's name.
+        pieces: How many pieces there are in all.
+        splitting_pieces: How many of them hold a splitting op.
+        unique_pieces: How many different ones there are among the compiled pieces.
+        fixed: Dimensions that the variant fixes, by name.
+    """
+
+    name: str
+    pieces: int
+    splitting_pieces: int
+    unique_pieces: int
+    fixed: Mapping[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> Json:
+        """Return the counts as JSON."""
+        return {
+            "name": self.name,
+            "fixed": dict(self.fixed),
+            "pieces": self.pieces,
+            "splitting_pieces": self.splitting_pieces,
+            "unique_pieces": self.unique_pieces,
+        }
+
+    @classmethod
+    def from_json(cls, data: Json) -> VariantCounts:
+        """Return the counts of `data`.
+
+        Raises:
+            CacheError: A field is outside of the grammar.
+            KeyError: A field is missing.
+        """
+        return cls(
+            name=_text(data["name"]),
+            pieces=_count(data["pieces"]),
+            splitting_pieces=_count(data["splitting_pieces"]),
+            unique_pieces=_count(data["unique_pieces"]),
+            fixed={_text(name): _count(size) for name, size in data["fixed"].items()},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """The digest and the size of one of the other files of a rank folder."""
+
+    sha256: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The index of one rank and prefix; see the module's grammar.
+
+    Args:
+        hash: The entry's hash.
+        rank: Which process of a model-parallel group.
+        prefix: Which compiled part of the model.
+        model: What people call the model.
+        level: The compilation level.
+        adaptor: The adaptor that the configuration names.
+        splitting_ops: The ops that were split at.
+        variants: The plan's variants, in order.
+        rows: The compiled pieces.
+        files: The other files of the folder, by name; `EntryWriter` fills it in.
+        lookup: The digests of cheap facts that lead to this manifest.
+        created: When it was first published, in UTC.
+        extra: Other facts, JSON, for whoever wrote them.
+        cgtool: The version that wrote it; filled in when read.
+    """
+
+    hash: str
+    rank: int
+    prefix: str
+    model: str
+    level: int
+    adaptor: str
+    splitting_ops: tuple[str, ...]
+    variants: tuple[VariantCounts, ...]
+    rows: tuple[ManifestRow, ...]
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    lookup: tuple[str, ...] = ()
+    created: str = field(default_factory=timestamp)
+    extra: Mapping[str, Json] = field(default_factory=dict)
+    cgtool: str | None = None
+
+    @property
+    def name(self) -> RankName:
+        """The hash, rank and prefix."""
+        return RankName(hash=self.hash, rank=self.rank, prefix=self.prefix)
+
+    def with_rows(self, rows: Iterable[ManifestRow]) -> Manifest:
+        """Return a manifest with more rows; a row of the same identity is replaced."""
+        merged = {row.identity: row for row in self.rows}
+        merged.update((row.identity, row) for row in rows)
+        return replace(self, rows=tuple(merged.values()))
+
+    def row(self, *, variant: int, shape: Shape, piece_index: int, adaptor: str) -> ManifestRow | None:
+        """Return the row of this identity, or None."""
+        wanted = variant, shape_text(shape), piece_index, adaptor
+        return next((row for row in self.rows if row.identity == wanted), None)
+
+    def to_json(self) -> Json:
+        """Return the manifest's own fields as JSON, rows in order."""
+        return {
+            "hash": self.hash,
+            "rank": self.rank,
+            "prefix": self.prefix,
+            "model": self.model,
+            "level": self.level,
+            "adaptor": self.adaptor,
+            "created": self.created,
+            "splitting_ops": list(self.splitting_ops),
+            "variants": [variant.to_json() for variant in self.variants],
+            "rows": [row.to_json() for row in sorted(self.rows, key=_row_order)],
+            "files": {
+                name: {"sha256": record.sha256, "size_bytes": record.size_bytes}
+                for name, record in sorted(self.files.items())
+            },
+            "lookup": list(self.lookup),
+            "extra": dict(self.extra),
+        }
+
+    def to_bytes(self) -> bytes:
+        """Return the text of `manifest.json`."""
+        return sealed_json(self.to_json(), schema=SCHEMA)
+
+    @classmethod
+    def from_json(cls, data: Json) -> Manifest:
+        """Return the manifest of `data`.
+
+        Raises:
+            CacheError: A field is outside of the grammar.
+            KeyError: A field is missing.
+        """
+        files = {
+            _file_name(name): FileRecord(
+                sha256=check_hash(_text(record["sha256"])), size_bytes=_count(record["size_bytes"])
+            )
+            for name, record in data["files"].items()
+        }
+        manifest = cls(
+            hash=_text(data["hash"]),
+            rank=_count(data["rank"]),
+            prefix=_text(data["prefix"]),
+            model=_text(data["model"]),
+            level=_count(data["level"]),
+            adaptor=_word(data["adaptor"]),
+            splitting_ops=_texts(data["splitting_ops"]),
+            variants=tuple(VariantCounts.from_json(variant) for variant in data["variants"]),
+            rows=tuple(ManifestRow.from_json(row) for row in data["rows"]),
+            files=files,
+            lookup=tuple(check_hash(digest) for digest in _texts(data["lookup"])),
+            created=_text(data["created"]),
+            extra=dict(data["extra"]),
+            cgtool=data.get("cgtool"),
+        )
+        manifest.verify()
+        return manifest
+
+    def verify(self) -> None:
+        """Check what a manifest promises of itself, touching no file.
+
+        Raises:
+            CacheError: A name is outside of the grammar, a row names a variant or a piece that is not there, or two
+                rows have one identity.
+        """
+        _ = self.name  # a name outside of the grammar is refused as it is made
+        if not self.variants:
+            raise CacheError("A manifest needs at least one variant. Warm the model again.")
+        seen = set()
+        for row in self.rows:
+            if row.variant >= len(self.variants) or row.piece_index >= self.variants[row.variant].pieces:
+                raise _wrong("a piece of a variant that is there", row.identity)
+            if row.identity in seen:
+                raise _wrong("one row of each identity", row.identity)
+            seen.add(row.identity)
+
+
+def read_manifest(layout: CacheLayout, name: RankName) -> Manifest | None:
+    """Return the manifest of a rank and prefix, or None when there is none.
+
+    Raises:
+        CacheCorruptError: It is torn, breaks its grammar, or is another's.
+        CacheSchemaError: Another version of cgtool wrote it.
+        CacheError: It cannot be read.
+    """
+    path = layout.manifest_file(name)
+    data = read_bytes(path)
+    if data is None:
+        return None
+    return parse_manifest(data, path=path, name=name)
+
+
+def parse_manifest(data: bytes, *, path: Path, name: RankName) -> Manifest:
+    """Return the manifest in the bytes of a file.
+
+    Raises:
+        CacheCorruptError: They are torn, break the grammar, or are another rank's.
+        CacheSchemaError: Another version of cgtool wrote them.
+    """
+    record = parse_sealed(data, path=path, schema=SCHEMA)
+    try:
+        manifest = Manifest.from_json(record)
+    except (CacheError, KeyError, TypeError, AttributeError) as error:
+        raise corrupt(path, f"a field is wrong: {error}") from error
+    if manifest.name != name:
+        raise corrupt(path, "it is the manifest of another folder", expected=name.flat, actual=manifest.name.flat)
+    return manifest
+
+
+def shape_to_json(shape: Shape) -> Json:
+    """Return a shape as JSON."""
+    if isinstance(shape, tuple):
+        return list(shape)
+    return dict(shape) if isinstance(shape, Mapping) else shape
+
+
+def shape_from_json(data: Json) -> Shape:
+    """Return the shape of `data`.
+
+    Raises:
+        CacheError: It is none of the forms of a shape.
+    """
+    if data == GENERAL or _is_size(data):
+        return data  # type: ignore[no-any-return]  # checked just now
+    if isinstance(data, list) and all(map(_is_size, data)) and data == sorted(data):
+        match data:
+            case [start, end]:
+                return start, end
+    if isinstance(data, dict) and data and all(map(_is_size, data.values())):
+        return dict(data)
+    raise _wrong('"general", a size, [start, end] or {dimension: size}', data)
+
+
+def shape_text(shape: Shape) -> str:
+    """Return a shape as canonical text: equal for equal shapes, and fit for a dict's key."""
+    return canonical_json(shape_to_json(shape)).decode("ascii")
+
+
+def shape_order(shape: Shape) -> tuple[int, tuple[int, ...], str]:
+    """Return a sort key for shapes: general, then ranges, then sizes, then mappings, each by their numbers."""
+    if isinstance(shape, str):
+        return 0, (), shape
+    if isinstance(shape, int):
+        return 2, (shape,), ""
+    if isinstance(shape, tuple):
+        return 1, shape, ""
+    return 3, tuple(shape.values()), shape_text(shape)
+
+
+def _row_order(row: ManifestRow) -> tuple[int, tuple[int, tuple[int, ...], str], int, str]:
+    return row.variant, shape_order(row.shape), row.piece_index, row.adaptor
+
+
+def _is_size(data: Json) -> bool:
+    return type(data) is int and data >= 1
+
+
+def _wrong(expected: str, actual: Any) -> CacheError:
+    return CacheError(f"{actual!r} is not {expected}. Warm the model again.", expected=expected, actual=actual)
+
+
+def _expect(data: Any, holds: Callable[[Any], bool], expected: str) -> Any:
+    if not holds(data):
+        raise _wrong(expected, data)
+    return data
+
+
+def _count(data: Json) -> int:
+    return int(_expect(data, lambda value: type(value) is int and value >= 0, "a number from 0"))
+
+
+def _seconds(data: Json) -> float:
+    return float(_expect(data, lambda value: type(value) in (int, float) and value >= 0, "a number of seconds"))
+
+
+def _text(data: Json) -> str:
+    return str(_expect(data, lambda value: isinstance(value, str), "a text"))
+
+
+def _word(data: Json) -> str:
+    return str(_expect(_text(data), lambda value: _WORD.fullmatch(value) is not None, "a plain word"))
+
+
+def _texts(data: Json) -> tuple[str, ...]:
+    return tuple(_text(item) for item in _expect(data, lambda value: isinstance(value, list), "a list of texts"))
+
+
+def _file_name(name: str) -> str:
+    return str(_expect(name, lambda value: value in RANK_FILES, f"one of {', '.join(RANK_FILES)}"))

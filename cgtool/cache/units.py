@@ -1,0 +1,227 @@
+"""Units: what a piece compiled to, shared by all entries of a cache. Must not import torch.
+
+A unit's key is the digest of everything that decides its bytes: piece identity, shape, options, target, compiler. Its
+folder `units/<key[:2]>/<key>/` holds the bytes as `<sha256>.<kind>` and then, written last, `unit.json`::
+
+    {"schema": 1, "cgtool": version, "key": key, "artifact": sha256, "kind": str, "size_bytes": int,
+     "compile_secs": float, "kernels": int, "guards": [str...], "created": str, "digest": ...}
+
+A folder without an intact `unit.json`, or whose artifact is missing or differs from its digest, holds no unit. The lock
+beside them saves double work: N processes that ask for one unit compile it once. Without working locks two processes
+may both compile it, and the last `unit.json` wins; the bytes of both stay right, for they lie under their own digests.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cgtool.cache.files import (
+    ARTIFACT_MODE,
+    corrupt,
+    ensure_root,
+    read_bytes,
+    read_sealed,
+    sealed_json,
+    sweep,
+    write_atomic,
+)
+from cgtool.cache.layout import UNIT_FILE, CacheLayout, check_hash, check_kind
+from cgtool.cache.lock import FileLock
+from cgtool.cache.objects import ObjectStore
+from cgtool.cache.state import timestamp
+from cgtool.digests import sha256_hex
+from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
+from cgtool.pieces import Json
+
+_log = logging.getLogger(__name__)
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitRecord:
+    """What is known of a compiled unit.
+
+    Args:
+        digest: The SHA-256 of the artifact's bytes.
+        kind: The artifact's kind, which is its file suffix.
+        size_bytes: The artifact's size.
+        compile_secs: How long it took to compile, in seconds.
+        kernels: How many kernels the compiler generated.
+        guards: Facts over the graph's symbols that the compiler added.
+        created: When, in UTC: "2026-01-31T12:00:00Z".
+    """
+
+    digest: str
+    kind: str
+    size_bytes: int
+    compile_secs: float
+    kernels: int
+    guards: tuple[str, ...] = ()
+    created: str = field(default_factory=timestamp)
+
+    def to_json(self) -> Json:
+        """Return the record's fields as JSON."""
+        return {
+            "artifact": self.digest,
+            "kind": self.kind,
+            "size_bytes": self.size_bytes,
+            "compile_secs": self.compile_secs,
+            "kernels": self.kernels,
+            "guards": list(self.guards),
+            "created": self.created,
+        }
+
+    @classmethod
+    def from_json(cls, data: Json) -> UnitRecord:
+        """Return the record of `data`.
+
+        Raises:
+            CacheError: A name in it is outside of the layout's grammar.
+            KeyError: A field is missing.
+            TypeError: A field has another type.
+        """
+        return cls(
+            digest=check_hash(data["artifact"]),
+            kind=check_kind(data["kind"]),
+            size_bytes=data["size_bytes"],
+            compile_secs=data["compile_secs"],
+            kernels=data["kernels"],
+            guards=tuple(data["guards"]),
+            created=data["created"],
+        )
+
+
+class UnitStore:
+    """All units of one cache.
+
+    Args:
+        layout: Where the cache lies.
+    """
+
+    def __init__(self, layout: CacheLayout) -> None:
+        self._layout = layout
+
+    def lock(self, key: str, *, on_wait: Callable[[], None] | None = None) -> FileLock:
+        """Return the lock of a unit, to be held around `find` and `put`.
+
+        Args:
+            key: The unit's key, 64 hexadecimal digits.
+            on_wait: Called once if another process holds it: it is compiling the unit.
+        """
+        return FileLock(self._layout.unit_dir(key) / "lock", on_wait=on_wait)
+
+    def find(self, key: str) -> UnitRecord | None:
+        """Return a unit's record, or None when there is no intact one; what is corrupt is logged.
+
+        Raises:
+            CacheError: It is there and cannot be read.
+        """
+        folder = self._layout.unit_dir(key)
+        try:
+            return _read(folder, key)
+        except CacheCorruptError as error:
+            _log.warning("%s It is compiled again.", error)
+        except CacheSchemaError as error:
+            _log.info("%s It is compiled again.", error)
+        return None
+
+    def get(self, key: str, record: UnitRecord) -> bytes:
+        """Return the bytes of a unit that `find` or `put` gave.
+
+        Raises:
+            CacheCorruptError: They are gone or differ from their digest.
+            CacheError: They cannot be read.
+        """
+        return _bytes(self.artifact_path(key, record), record.digest)
+
+    def put(self, key: str, data: bytes, record: UnitRecord) -> UnitRecord:
+        """Store a unit, replacing one that is corrupt or older.
+
+        Args:
+            key: The unit's key.
+            data: The artifact's bytes.
+            record: What is known of it; its digest and size must be those of `data`.
+
+        Returns:
+            The record.
+
+        Raises:
+            CacheError: It cannot be written, or `record` does not fit `data`.
+        """
+        path = self.artifact_path(key, record)
+        if sha256_hex(data) != record.digest or len(data) != record.size_bytes:
+            raise CacheError(
+                f"The unit {key} was given bytes that its record does not describe. Please report this.",
+                path=path,
+                expected=record.digest,
+                actual=sha256_hex(data),
+            )
+        ensure_root(self._layout.root)
+        folder = path.parent
+        write_atomic(path, data, mode=ARTIFACT_MODE)
+        write_atomic(folder / UNIT_FILE, sealed_json({"key": key, **record.to_json()}, schema=SCHEMA))
+        sweep(folder)
+        return record
+
+    def link_into(self, objects: ObjectStore, key: str, record: UnitRecord) -> None:
+        """Put a unit's artifact into an entry: a hard link where possible, else a copy.
+
+        Raises:
+            CacheCorruptError: The unit's bytes are gone or differ from their digest.
+            CacheError: It cannot be written.
+        """
+        objects.link_from(self.artifact_path(key, record), record.digest, record.kind)
+
+    def artifact_path(self, key: str, record: UnitRecord) -> Path:
+        """Return where a unit's bytes lie."""
+        return self._layout.unit_dir(key) / f"{check_hash(record.digest)}.{check_kind(record.kind)}"
+
+
+def new_record(
+    data: bytes, *, kind: str, compile_secs: float, kernels: int, guards: tuple[str, ...] = ()
+) -> UnitRecord:
+    """Return the record of an artifact that was compiled just now.
+
+    Args:
+        data: The artifact's bytes.
+        kind: Its kind.
+        compile_secs: How long it took, in seconds.
+        kernels: How many kernels were generated.
+        guards: Facts that the compiler added.
+    """
+    return UnitRecord(
+        digest=sha256_hex(data),
+        kind=kind,
+        size_bytes=len(data),
+        compile_secs=round(compile_secs, 3),
+        kernels=kernels,
+        guards=guards,
+    )
+
+
+def _read(folder: Path, key: str) -> UnitRecord | None:
+    path = folder / UNIT_FILE
+    data = read_sealed(path, schema=SCHEMA)
+    if data is None:
+        return None
+    if data.get("key") != key:
+        raise corrupt(path, "it belongs to another unit", expected=key, actual=data.get("key"))
+    try:
+        record = UnitRecord.from_json(data)
+    except (CacheError, KeyError, TypeError) as error:
+        raise corrupt(path, f"a field is wrong: {error}") from error
+    _bytes(folder / f"{record.digest}.{record.kind}", record.digest)
+    return record
+
+
+def _bytes(path: Path, digest: str) -> bytes:
+    data = read_bytes(path)
+    actual = None if data is None else sha256_hex(data)
+    if data is None or actual != digest:
+        why = "it is missing" if data is None else "its bytes differ from its digest"
+        raise corrupt(path, why, expected=digest, actual=actual)
+    return data
