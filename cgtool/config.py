@@ -56,8 +56,8 @@ class CompilationConfig:
         adaptor: What compiles a piece: `inductor_standalone` (default), `inductor` or `eager`. Kind: key.
         inductor_compile_config: Inductor's options by name, as JSON values, over those that cgtool sets; empty by
             default. Kind: key.
-        compile_sizes: Sizes that get an artifact of their own, fully static and tuned: positive integers (of `size_dim`,
-            in tokens as a rule), the word "cudagraph_capture_sizes", or mappings of dimension to size. None (default)
+        compile_sizes: Sizes that get an artifact of their own, fully static and tuned: positive integers (of
+            `size_dim`, in tokens as a rule), the word "cudagraph_capture_sizes", or mappings of dimension to size. None (default)
             is none. A size wins over a range, a range over the general shape. Kind: coverage.
         compile_ranges: Ranges of sizes that get an artifact of their own: inclusive [start, end] in the unit of
             `compile_sizes`, start below end, without overlap; none by default. Kind: coverage.
@@ -129,11 +129,13 @@ class CompilationConfig:
     def from_variables(cls, variables: Mapping[str, str]) -> CompilationConfig:
         """Return the configuration that `CGTOOL_<FIELD>` variables give, as `Environment.variables` holds them.
 
+        An empty variable counts as unset.
+
         Raises:
             ConfigError: A variable names no field, or spells nothing that the field can hold.
         """
         fields = {name: name.removeprefix("CGTOOL_").lower() for name in variables}
-        return cls(**{fields[name]: parse_field(fields[name], text) for name, text in variables.items()})
+        return cls(**{fields[name]: parse_field(fields[name], text) for name, text in variables.items() if text})
 
     def to_json(self) -> dict[str, Json]:
         """Return every field as JSON; `from_mapping` takes it back."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from enum import IntEnum
 from itertools import pairwise
@@ -46,9 +46,10 @@ class WrongValueError(ValueError):
     """A value that a field cannot hold; its text says what the field does hold."""
 
 
-def nearest(name: str, known: tuple[str, ...] | list[str]) -> str:
-    """Return the one of `known` that is spelled most like `name`."""
-    return (get_close_matches(name.lower().replace("-", "_"), known, n=1, cutoff=0.0) or list(known))[0]
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the one of `known` that is spelled most like `name`, whatever the case and the hyphens."""
+    plain = {word.lower().replace("-", "_"): word for word in known}
+    return plain[(get_close_matches(name.lower().replace("-", "_"), plain, n=1, cutoff=0.0) or list(plain))[0]]
 
 
 def check_bool(value: Any) -> bool:

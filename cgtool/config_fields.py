@@ -65,7 +65,7 @@ def check_name(name: Any) -> str:
         ConfigError: It is none; the message names the nearest.
     """
     if name not in FIELDS:
-        near = checks.nearest(str(name), list(FIELDS))
+        near = checks.nearest(str(name), FIELDS)
         message = f"There is no configuration field {name!r}; the nearest is {near!r}."
         raise ConfigError(message, path=name, expected=sorted(FIELDS), actual=name)
     return str(name)
