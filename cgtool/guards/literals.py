@@ -89,6 +89,8 @@ def _object(value: Any) -> Json:
         return ["module", canonical_module_name(value.__name__)]
     if isinstance(value, (types.FunctionType, types.MethodType)):
         return ["function", qualified_name(value), code_digest(value)]
+    if isinstance(value, types.CodeType):
+        return ["function", value.co_qualname, code_digest(value)]
     if isinstance(value, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)):
         return ["function", _builtin_name(value), ""]
     if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops._OpNamespace)):  # noqa: SLF001 - public in all but name, 2.11 to 2.15

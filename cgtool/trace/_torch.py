@@ -50,20 +50,40 @@ __all__ = [
 ]
 
 
+_ABSENT = object()
+
+
 def current_output() -> Any:
     """Return Dynamo's OutputGraph of the frame that is being compiled; only inside a backend."""
     return InstructionTranslator.current_tx().output
 
 
 def modified_existing(output: Any) -> Iterator[Any]:
-    """Yield Dynamo's variables of objects that existed before the call and that the call changes."""
+    """Yield Dynamo's variables of objects that existed before the call and that differ after it."""
     effects = output.side_effects
     for variable in effects.id_to_variable.values():
         mutation = variable.mutation_type
         if mutation is None or isinstance(mutation, (AttributeMutationNew, ValueMutationNew)):
             continue
-        if effects.is_modified(variable):
+        if effects.is_modified(variable) and not _is_restored(variable, effects):
             yield variable
+
+
+def _is_restored(variable: Any, effects: Any) -> bool:
+    """Return whether every attribute that the call wrote holds in the end what it held before."""
+    writes = effects.store_attr_mutations.get(variable)
+    value = getattr(variable, "value", None)
+    if not writes or value is None or getattr(variable, "is_base_vt_modified", lambda _: False)(effects):
+        return False
+    for name, written in writes.items():
+        try:
+            now = written.as_python_constant()
+        except NotImplementedError:
+            return False
+        before = getattr(value, "__dict__", {}).get(name, _ABSENT)
+        if type(before) is not type(now) or before != now:
+            return False
+    return True
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
