@@ -44,7 +44,8 @@ class CustomOp:
 
 
 _ops: dict[str, CustomOp] = {}
-# A Library takes its definitions back when it is collected, so one of each namespace lives as long as the process.
+# A Library takes its definitions back when it is collected: those of cgtool live as long as the process, and one for
+# each op lets a registration that fails halfway leave nothing behind.
 _libraries: dict[str, torch.library.Library] = {}
 _lock = threading.Lock()
 
@@ -87,7 +88,7 @@ def direct_register_custom_op(
     Source:
         The function of that name in ATOM (`atom/utils/custom_register.py`) and in vLLM.
     """
-    library = target_lib if target_lib is not None else _library(namespace)
+    library = target_lib if target_lib is not None else _new_library(namespace)
     op = CustomOp(
         name=f"{library.ns}::{op_name}",
         schema=_schema(op_name, op_func, mutates_args),
@@ -104,6 +105,7 @@ def direct_register_custom_op(
         else:
             _define(library, op_name, op)
             _ops[op.name] = known = op
+            _libraries[op.name] = library
     if splitting:
         register_splitting_op(op.name)
     return known
@@ -115,16 +117,15 @@ def registered_op(name: str) -> CustomOp | None:
         return _ops.get(name)
 
 
-def _library(namespace: str) -> torch.library.Library:
-    """Return the one fragment of `namespace` that cgtool defines ops in."""
-    with _lock:
-        if namespace not in _libraries:
-            try:
-                _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
-            except (ValueError, RuntimeError) as error:
-                msg = f"{namespace!r} cannot be the namespace of a custom op: {error}. Choose another."
-                raise UsageError(msg, actual=namespace) from error
-        return _libraries[namespace]
+def _new_library(namespace: str) -> torch.library.Library:
+    """Return a fragment of `namespace` to define one op in."""
+    try:
+        if not namespace.isidentifier():
+            raise ValueError("it is no identifier")
+        return torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    except (ValueError, RuntimeError) as error:
+        msg = f"{namespace!r} cannot be the namespace of a custom op: {error}. Choose another."
+        raise UsageError(msg, actual=namespace) from error
 
 
 def _schema(op_name: str, function: Callable[..., Any], mutates_args: Sequence[str]) -> str:
@@ -142,8 +143,8 @@ def _schema(op_name: str, function: Callable[..., Any], mutates_args: Sequence[s
         raise UsageError(msg, path=op_name) from error
 
 
-def _define(library: torch.library.Library, op_name: str, op: CustomOp) -> None:
-    """Define the op, its kernel and its fake."""
+def _define(library: Any, op_name: str, op: CustomOp) -> None:
+    """Define the op, its kernel and its fake. A `torch.library.Library` is Any here: its methods have no types."""
     fake = op.fake
     if fake is None and op.schema.endswith("-> ()"):
         fake = _returns_nothing
@@ -151,9 +152,9 @@ def _define(library: torch.library.Library, op_name: str, op: CustomOp) -> None:
         library.define(op_name + op.schema)
         library.impl(op_name, op.function, op.dispatch_key)
         if fake is not None:
-            library._register_fake(op_name, fake)  # noqa: SLF001  # register_fake refuses no library, but is the same
+            torch.library.register_fake(op.name, fake, lib=library)
     except RuntimeError as error:
-        msg = f"torch refused the custom op {op.name} ({op.dispatch_key}): {error}"
+        msg = f"torch refused the custom op {op.name} ({op.dispatch_key}): {error} Change what it names."
         raise UsageError(msg, path=op.name) from error
 
 

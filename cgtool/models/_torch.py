@@ -1,0 +1,66 @@
+"""The private torch names that building a model under fake tensors needs; nothing else of cgtool.models touches any.
+
+Read in torch 2.13.0; supported from 2.11. `torch._subclasses` is loaded by `import torch` itself. From 2.14 some fake
+tensors are made in C++, so that `isinstance` with FakeTensor no longer tells: `is_fake` asks torch.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+__all__ = ["FakeTensorMode", "blames_fake_tensors", "fake_like", "is_fake", "new_fake_mode"]
+
+#: What fake tensors raise when something asks for values that they do not have.
+_BLAMES: Final[tuple[type[BaseException], ...]] = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.MetadataMismatchError,
+    fake_tensor.UnsupportedFakeTensorException,
+    fake_tensor.UnsupportedMutationAliasingException,
+    fake_tensor.UnsupportedOperatorException,
+)
+
+#: The same where torch raises a plain RuntimeError or AssertionError.
+_BLAMING_TEXTS: Final[tuple[str, ...]] = (
+    "is not supported for tensor subclasses",
+    "convert all Tensors to FakeTensors",
+    "Cannot access data pointer",
+    "data is not allocated yet",
+    "FakeTensor",
+    "on meta tensors",
+    "meta tensor",
+)
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """Return a mode that takes real tensors along: a factory may use constants made when its module was imported."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor has no values."""
+    return fake_tensor.is_fake(tensor)
+
+
+def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a fake tensor with the dtype, shape and strides of `tensor` on `device`; a real one keeps its device."""
+    if tensor.device.type != "meta":
+        return mode.from_tensor(tensor, static_shapes=True)
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def blames_fake_tensors(error: BaseException) -> bool:
+    """Tell whether `error`, or what it came from, is about values that a fake tensor does not have."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        if isinstance(link, _BLAMES) or any(text in str(link) for text in _BLAMING_TEXTS):
+            return True
+        link = link.__cause__ or link.__context__
+    return False

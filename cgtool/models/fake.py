@@ -1,0 +1,74 @@
+"""Giving a module, and the arguments of its example calls, fake tensors in place of others.
+
+What a factory builds under a fake mode is fake already, save for tensors that came from elsewhere: constants of an
+imported module, arrays of numpy, the meta tensors that `hf:` models are built with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from cgtool.models._torch import FakeTensorMode, fake_like, is_fake
+
+
+def make_fake(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> None:
+    """Replace every parameter, buffer and plain tensor attribute that is not fake; what is tied stays tied.
+
+    Args:
+        module: Changed in place.
+        mode: Whose fake tensors to make.
+        device: Where meta tensors come to lie. Real ones keep their device.
+    """
+    memo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the original is held, or its id could come again
+    for child in module.modules():
+        for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
+            if not is_fake(parameter):
+                setattr(child, name, _fake_parameter(parameter, mode, device, memo))
+        for name, buffer in child.named_buffers(recurse=False, remove_duplicate=False):
+            if not is_fake(buffer):
+                setattr(child, name, _fake(buffer, mode, device, memo))
+        for name, value in list(vars(child).items()):
+            if isinstance(value, torch.Tensor) and not is_fake(value):
+                setattr(child, name, _fake(value, mode, device, memo))
+
+
+def fake_arguments(value: Any, mode: FakeTensorMode, device: torch.device) -> Any:
+    """Return `value` with fake tensors in its tuples, lists and dicts; everything else is what it was."""
+    if isinstance(value, torch.Tensor):
+        return value if is_fake(value) else fake_like(mode, value, device)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(fake_arguments(item, mode, device) for item in value))
+    if type(value) in (tuple, list):
+        return type(value)(fake_arguments(item, mode, device) for item in value)
+    if type(value) is dict:
+        return {key: fake_arguments(item, mode, device) for key, item in value.items()}
+    return value
+
+
+def _fake(
+    tensor: torch.Tensor,
+    mode: FakeTensorMode,
+    device: torch.device,
+    memo: dict[int, tuple[torch.Tensor, torch.Tensor]],
+) -> torch.Tensor:
+    """Return the one fake tensor that stands for `tensor`."""
+    if id(tensor) not in memo:
+        memo[id(tensor)] = (tensor, fake_like(mode, tensor, device))
+    return memo[id(tensor)][1]
+
+
+def _fake_parameter(
+    parameter: nn.Parameter,
+    mode: FakeTensorMode,
+    device: torch.device,
+    memo: dict[int, tuple[torch.Tensor, torch.Tensor]],
+) -> torch.Tensor:
+    """Return the one fake parameter that stands for `parameter`, with its `requires_grad`."""
+    if id(parameter) not in memo:
+        with mode:
+            fake = nn.Parameter(fake_like(mode, parameter.detach(), device), requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = (parameter, fake)
+    return memo[id(parameter)][1]
