@@ -57,8 +57,8 @@ class CompilationConfig:
         inductor_compile_config: Inductor's options by name, as JSON values, over those that cgtool sets; empty by
             default. Kind: key.
         compile_sizes: Sizes that get an artifact of their own, fully static and tuned: positive integers (of
-            `size_dim`, in tokens as a rule), the word "cudagraph_capture_sizes", or mappings of dimension to size. None (default)
-            is none. A size wins over a range, a range over the general shape. Kind: coverage.
+            `size_dim`, in tokens as a rule), the word "cudagraph_capture_sizes", or mappings of dimension to size. None
+            (default) is none. A size wins over a range, a range over the general shape. Kind: coverage.
         compile_ranges: Ranges of sizes that get an artifact of their own: inclusive [start, end] in the unit of
             `compile_sizes`, start below end, without overlap; none by default. Kind: coverage.
         size_dim: Which dynamic dimension the integers of `compile_sizes` and `compile_ranges` speak of. None (default)

@@ -3,7 +3,7 @@
 Must not import torch. The sources: defaults; the first cgtool.toml, or pyproject.toml with a [tool.cgtool] table, from
 the working directory upwards to the repository's root (a folder with .git) or the file system's; CGTOOL_<FIELD>
 variables, of which an empty one counts as unset; `--compilation-config`; single flags. A higher source replaces a field
-whole. Configuration files serve the command line only: a program's use of cgtool never depends on its working directory.
+whole. Configuration files serve the command line only: what a program does with cgtool never depends on its folder.
 """
 
 from __future__ import annotations
