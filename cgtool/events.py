@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-Phase = Literal["trace", "split", "compile", "store", "hit", "note"]
+Phase = Literal["model", "trace", "split", "compile", "store", "hit", "note"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,8 @@ class Event:
     """One thing that began, moved on or ended.
 
     Args:
-        phase: Which stage speaks; "hit" says that the cache already holds it, "note" is advice for the user.
+        phase: Which stage speaks; "model" is the user's factory at work, "hit" says that the cache
+            already holds it, "note" is advice for the user.
         message: A short sentence or name, plain text: it may hold whatever a model's author wrote.
         done: How many units of the phase are finished; None where nothing is counted.
         total: How many there will be; None where nothing is counted.
@@ -35,5 +36,5 @@ class Event:
 OnEvent = Callable[[Event], None]
 
 
-def ignore(event: Event) -> None:  # noqa: ARG001  the signature is OnEvent's
+def ignore(event: Event) -> None:
     """Take an event and do nothing: the default of every `on_event`."""

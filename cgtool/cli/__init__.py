@@ -1,0 +1,1 @@
+"""The command line: parse, print, exit codes. Floor 6; must not import torch."""

@@ -1,0 +1,113 @@
+"""`cgtool inspect cache` and `cgtool inspect graph`: parse, look, print.
+
+Must not import torch; the commands themselves load as they run.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from cgtool.cli import failures
+from cgtool.cli.lazy import LazyGroup
+from cgtool.cli.options import cache_dir_option, cache_folder, talk_options
+
+if TYPE_CHECKING:
+    from cgtool.cli.output import Output
+
+COMMANDS = {
+    "cache": ("cgtool.cli.inspect:inspect_cache", "List the cache's entries and what they hold."),
+    "graph": ("cgtool.cli.inspect:inspect_graph", "Show the pieces of one entry as a table."),
+}
+
+EXAMPLES = """\b
+Examples:
+  cgtool inspect cache
+  cgtool inspect graph 3f9a
+"""
+
+CACHE_EXAMPLES = """\b
+Examples:
+  cgtool inspect cache
+  cgtool inspect cache /var/cache/models --json
+  cgtool inspect cache --json | jq '.entries[].hash'
+"""
+
+GRAPH_EXAMPLES = """\b
+Examples:
+  cgtool inspect graph
+  cgtool inspect graph 3f9a --variant 1
+  cgtool inspect graph 3f9a --rank 0 --prefix backbone --json
+"""
+
+
+@click.group(
+    cls=LazyGroup, table=COMMANDS, epilog=EXAMPLES, short_help="Look into the cache: its entries, or the pieces of one."
+)
+def inspect() -> None:
+    """Look into the cache: its entries, or the pieces of one. Runs no code of a model and needs no torch."""
+
+
+@click.command("cache", epilog=CACHE_EXAMPLES, short_help="List the cache's entries and what they hold.")
+@click.argument("path", required=False, type=click.Path(), metavar="[PATH]")
+@cache_dir_option
+@talk_options
+def inspect_cache(*, output: Output, path: str | None, cache_dir: str | None) -> int:
+    """List the entries of the cache at PATH and what they hold.
+
+    Without PATH this is the cache that warm fills. Bytes that entries share are counted once in the total.
+    """
+    # The table needs rich, which `--help` does without.
+    from cgtool.cli.tables import show_cache
+    from cgtool.commands.inspect_cache import inspect_cache as run
+
+    if path is not None and cache_dir is not None:
+        message = "PATH and --cache-dir name the same thing. Give one of them."
+        raise click.UsageError(message)
+    report = run(cache_folder(cache_dir if path is None else path))
+    if output.as_json:
+        output.json(report.to_json())
+    else:
+        show_cache(output, report)
+    return failures.DONE
+
+
+@click.command("graph", epilog=GRAPH_EXAMPLES, short_help="Show the pieces of one entry as a table.")
+@click.argument("entry", required=False, metavar="[ENTRY]")
+@click.option("--variant", metavar="NAME|N", help="Which variant: its number or its name. Default: the first.")
+@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Which rank of the entry.")
+@click.option("--prefix", metavar="NAME", help="Which compiled part of the model.")
+@cache_dir_option
+@talk_options
+def inspect_graph(
+    *,
+    output: Output,
+    entry: str | None,
+    variant: str | None,
+    rank: int | None,
+    prefix: str | None,
+    cache_dir: str | None,
+) -> int:
+    """Show the pieces of ENTRY, the beginning of a hash that `inspect cache` lists.
+
+    A cache with one entry needs no ENTRY. Pieces of the same identity are compiled once.
+    """
+    # The table needs rich, which `--help` does without.
+    from cgtool.cli.tables import show_graph
+    from cgtool.commands.inspect_graph import GraphOptions
+    from cgtool.commands.inspect_graph import inspect_graph as run
+
+    asked = GraphOptions(
+        entry=entry,
+        variant=variant,
+        rank=rank,
+        prefix=prefix,
+        cache_dir=cache_folder(cache_dir),
+    )
+    report = run(asked)
+    if output.as_json:
+        output.json(report.to_json())
+    else:
+        show_graph(output, report)
+    return failures.DONE

@@ -1,0 +1,50 @@
+"""A click group whose commands' modules load only when one is chosen.
+
+Must not import torch, nor any command's module: `cgtool --help` reads the short helps from the table alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class LazyGroup(click.Group):
+    """A group made from a table: name → ("module:attribute", short help).
+
+    The short help stands in the table because reading it from the command would load the command's module; a test
+    holds the two equal.
+    """
+
+    def __init__(self, *args: Any, table: Mapping[str, tuple[str, str]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.table = dict(table)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  click's signature
+        """Return the names in the table's order."""
+        return list(self.table)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002  click's signature
+        """Load the module of a command and return the command; None for a name that the table lacks.
+
+        Raises:
+            TypeError: The table points at something else than a command.
+        """
+        if cmd_name not in self.table:
+            return None
+        module, attribute = self.table[cmd_name][0].split(":")
+        command = getattr(importlib.import_module(module), attribute)
+        if not isinstance(command, click.Command):
+            message = f"{module}:{attribute} is no click command."
+            raise TypeError(message)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002  click's
+        """Write the commands and their short helps from the table."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, short_help) for name, (_, short_help) in self.table.items()])

@@ -1,0 +1,118 @@
+"""`cgtool`: the group of commands, and the one place where an exception becomes words and an exit code.
+
+Must not import torch, nor a command's module: each loads when it is chosen.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+import click
+
+from cgtool import __version__ as cgtool_version
+from cgtool.cli import failures, signals
+from cgtool.cli.lazy import LazyGroup
+from cgtool.cli.output import Output
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+COMMANDS = {
+    "warm": ("cgtool.cli.warm:warm", "Compile a model into the cache before it is served."),
+    "inspect": ("cgtool.cli.inspect:inspect", "Look into the cache: its entries, or the pieces of one."),
+}
+
+EXAMPLES = """\b
+Examples:
+  cgtool warm fixtures/tiny_llama.py:build
+  cgtool inspect cache
+  cgtool inspect graph
+"""
+
+
+def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:  # noqa: ARG001  click's signature
+    if value and not ctx.resilient_parsing:
+        click.echo(f"cgtool {cgtool_version}")
+        ctx.exit(0)
+
+
+@click.group(cls=LazyGroup, table=COMMANDS, epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the version and exit.",
+)
+def cgtool() -> None:
+    """Compile models before they are served, and start fresh processes from what was compiled.
+
+    `warm` traces a model, splits it, compiles every different piece once and stores all of it in a cache.
+    `cgtool.load(model)` in Python then starts from that cache without Dynamo and without Inductor.
+
+    Exit codes: 0 done, 1 failed, 2 wrong usage, 3 a check said no, 130 Ctrl-C, 143 SIGTERM.
+    """
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `cgtool` and return its exit code; prints, and never raises.
+
+    Args:
+        argv: The arguments without the program's name; None means this process's.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    _have_streams()
+    try:
+        with signals.raising():
+            code = cgtool.main(args=arguments, prog_name="cgtool", standalone_mode=False)
+            sys.stdout.flush()
+    except BaseException as error:  # noqa: BLE001  the one place where every exception ends
+        return _end(error, arguments)
+    return code if isinstance(code, int) else failures.DONE
+
+
+def _end(error: BaseException, arguments: Sequence[str]) -> int:
+    failure = failures.failure_of(error)
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    output = Output(as_json="--json" in options, traceback="--traceback" in options)
+    try:
+        if output.traceback:
+            traceback.print_exception(error)
+        if failures.is_help(error):
+            sys.stderr.write(failure.message + "\n")
+        elif failure.message:
+            output.error("\n  ".join([failure.message, *failure.reasons]))
+        if output.as_json and failure.message:
+            output.json(failure.to_json())
+        sys.stdout.flush()
+    except OSError:
+        failure = failures.failure_of(BrokenPipeError()) if failure.exit_code == failures.DONE else failure
+    _let_go_of_stdout()
+    return failure.exit_code
+
+
+def _have_streams() -> None:
+    # A daemon may be started with its streams closed: Python has None for them then.
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123  lives as long as the process
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123  lives as long as the process
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            # A terminal that cannot show a character shows its escape instead of ending the command.
+            reconfigure(errors="backslashreplace")
+
+
+def _let_go_of_stdout() -> None:
+    # What is still buffered cannot be written: Python would complain of it once more as it exits.
+    try:
+        sys.stdout.flush()
+    except OSError:
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
+        os.close(devnull)

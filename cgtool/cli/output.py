@@ -1,0 +1,106 @@
+"""The one sink of the command line: data goes to stdout, talk goes to stderr.
+
+Must not import torch. Nothing else of cgtool prints. While a model's own code runs, its prints are sent to stderr
+(`Output.talking`), so that what a program reads from stdout is a report and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from cgtool.cli.text import plain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import TextIO
+
+    from rich.console import RenderableType
+
+#: Wider than any table: where nobody looks at a terminal, nothing is cut or wrapped.
+PIPE_WIDTH = 100_000
+
+
+class Output:
+    """Where a command's words go.
+
+    Args:
+        as_json: Print reports and errors as JSON on stdout.
+        quiet: Say nothing on stderr but errors.
+        verbose: Say more on stderr.
+        traceback: Show an error's traceback.
+    """
+
+    def __init__(
+        self, *, as_json: bool = False, quiet: bool = False, verbose: bool = False, traceback: bool = False
+    ) -> None:
+        self.as_json = as_json
+        self.quiet = quiet
+        self.verbose = verbose
+        self.traceback = traceback
+        self.stdout = _console(sys.stdout)
+        self.stderr = _console(sys.stderr)
+
+    def json(self, document: dict[str, Any]) -> None:
+        """Print a report for programs: indented, ASCII only, so that no terminal obeys what is in it."""
+        sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=True, allow_nan=False) + "\n")
+
+    def show(self, renderable: RenderableType) -> None:
+        """Print a table or a line of a report for people on stdout."""
+        _print(self.stdout, renderable)
+
+    def line(self, text: str = "", *, style: str = "") -> None:
+        """Print plain text on stdout; never read as markup, and never wrapped, so that it can be copied."""
+        self.stdout.print(Text(plain(text, lines=True), style=style), soft_wrap=True)
+
+    def note(self, text: str, *, style: str = "") -> None:
+        """Say something on stderr, unless quiet."""
+        if not self.quiet:
+            self.stderr.print(Text(plain(text, lines=True), style=style), soft_wrap=True)
+
+    def error(self, text: str) -> None:
+        """Say what failed on stderr, quiet or not."""
+        words = Text("Error: ", style="bold red")
+        words.append(plain(text, lines=True), style="not bold default")
+        self.stderr.print(words, soft_wrap=True)
+
+    @contextlib.contextmanager
+    def talking(self) -> Iterator[None]:
+        """Send what others print to stdout (a model's own code, compilers) to stderr while the block runs."""
+        sys.stdout.flush()
+        with contextlib.redirect_stdout(sys.stderr):
+            saved = os.dup(1)
+            os.dup2(2, 1)
+            try:
+                yield
+            finally:
+                os.dup2(saved, 1)
+                os.close(saved)
+
+
+def _console(stream: TextIO) -> Console:
+    # A terminal that is given no size has 80 columns; a pipe has no width at all.
+    return Console(
+        file=stream,
+        width=None if stream.isatty() else PIPE_WIDTH,
+        markup=False,
+        highlight=False,
+        emoji=False,
+        legacy_windows=False,
+    )
+
+
+def _print(console: Console, renderable: RenderableType) -> None:
+    if console.is_terminal:
+        console.print(renderable)
+        return
+    # rich pads every line of a table to its full width: nobody wants that in a file.
+    with console.capture() as captured:
+        console.print(renderable)
+    console.file.write("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))

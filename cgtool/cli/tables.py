@@ -1,0 +1,199 @@
+"""Reports as people read them: tables and the lines around them.
+
+Must not import torch. Strings of a model or of a cache folder go through `plain` and into a `Text`, never into markup.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from cgtool.cli.text import count_text, indices_text, plain, secs_text, shape_text, size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cgtool.cli.output import Output
+    from cgtool.commands.inspect_cache import CacheReport
+    from cgtool.commands.inspect_graph import GraphReport, PieceRow
+    from cgtool.commands.warm import WarmReport
+    from cgtool.pieces import TensorMeta
+
+SHORT = 10
+
+
+def show_warm(output: Output, report: WarmReport, model: str) -> None:
+    """Print what was compiled and the line that starts from it."""
+    for note in report.notes:
+        output.note(f"Note: {note}", style="yellow")
+    output.line(_warm_summary(report, model), style="bold")
+    if report.entry is not None:
+        output.line(_entry_summary(report.entry))
+        output.show(_artifacts_table(report.entry))
+    output.line("Start from it in Python:", style="bold")
+    output.line(f"  import cgtool; model = {report.load_call}")
+    output.line("Try it from this folder:", style="bold")
+    output.line(f"  {report.start}")
+
+
+def show_check(output: Output, report: WarmReport, model: str) -> None:
+    """Print whether the cache serves a model, and why not."""
+    for note in report.notes:
+        output.note(f"Note: {note}", style="yellow")
+    if report.hit:
+        output.line(f"{model} is warm: the cache at {report.root} serves it.")
+        return
+    output.line(f"{model} is not warm. Run the same command without --check to make it so. Reasons:")
+    for reason in report.reasons or ("The cache does not hold it.",):
+        output.line(f"  - {reason}")
+
+
+def show_cache(output: Output, report: CacheReport) -> None:
+    """Print a cache's entries."""
+    listing = report.to_json()
+    entries = listing["entries"]
+    for warning in listing["warnings"]:
+        output.note(f"Warning: {warning}", style="yellow")
+    if not entries:
+        output.line(f"The cache at {listing['root']} is empty. Fill it with: cgtool warm MODEL")
+        return
+    table = _table(
+        "hash", "model", ">rank", "prefix", ">level", "adaptor", ">pieces", ">unique", ">files", ">size", "used"
+    )
+    for entry in entries:
+        table.add_row(
+            _text(entry["hash"][:SHORT], "cyan"),
+            _text(entry["model"]),
+            _text(entry["rank"]),
+            _text(entry["prefix"]),
+            _text(entry["level"]),
+            _text(entry["adaptor"]),
+            _text(entry["pieces"]),
+            _text(entry["unique_pieces"]),
+            _text(len(entry["artifacts"])),
+            _text(size_text(entry["size_bytes"])),
+            _text(ago_text(entry["last_used"], report.now)),
+        )
+    output.show(table)
+    count = count_text(len(entries), "entry", "entries")
+    output.line(f"{count} in {listing['root']}, {size_text(listing['size_bytes'])} on the disk")
+
+
+def show_graph(output: Output, report: GraphReport) -> None:
+    """Print the pieces of one variant of an entry."""
+    output.line(f"{report.model} {report.name.hash[:SHORT]} rank {report.name.rank} {report.name.prefix}", style="bold")
+    number, shown = report.variant, report.variants[report.variant]
+    count = len(report.variants)
+    output.line(f"variant {number} of {count}: {shown.describe()}" if count > 1 else f"one variant: {shown.describe()}")
+    table = _table(">piece", "runs", "identity", ">ops", "inputs", "outputs", "compiled for")
+    for row in report.pieces:
+        table.add_row(*_piece_cells(row))
+    output.show(table)
+    if count > 1:
+        output.line("Variants: " + "; ".join(f"{i} {variant.describe()}" for i, variant in enumerate(report.variants)))
+    output.line(f"The whole graph as Python: {report.code_path}")
+
+
+def ago_text(stamp: Any, now: float) -> str:
+    """Return how long ago a time was: "3 min ago"; "never" where there was none.
+
+    Args:
+        stamp: Seconds since the epoch, or ISO 8601 text, or None.
+        now: Seconds since the epoch.
+    """
+    then = _epoch(stamp)
+    if then is None:
+        return "never"
+    secs = max(0, int(now - then))
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if secs >= length:
+            return f"{secs // length} {unit} ago"
+    return "just now"
+
+
+def _epoch(stamp: Any) -> float | None:
+    if isinstance(stamp, str):
+        try:
+            return datetime.fromisoformat(stamp).timestamp()
+        except ValueError:
+            return None
+    return float(stamp) if isinstance(stamp, (int, float)) else None
+
+
+def _warm_summary(report: WarmReport, model: str) -> str:
+    if report.hit:
+        return (
+            f"{model} was warm already: {count_text(report.reused, 'artifact')} in place, nothing traced or compiled."
+        )
+    return (
+        f"Warmed {model}: {report.compiled} compiled in {secs_text(report.compile_secs)}, {report.reused} reused, "
+        f"traced in {secs_text(report.trace_secs)}."
+    )
+
+
+def _entry_summary(entry: Mapping[str, Any]) -> str:
+    pieces, splitting, unique = entry["pieces"], entry["splitting_pieces"], entry["unique_pieces"]
+    return (
+        f"{entry['model']} {entry['hash'][:SHORT]} rank {entry['rank']} {entry['prefix']}: "
+        f"{count_text(pieces, 'piece')}, {splitting} splitting, {unique} unique, "
+        f"{size_text(entry['size_bytes'])} with {entry['adaptor']}"
+    )
+
+
+def _artifacts_table(entry: Mapping[str, Any]) -> Table:
+    table = _table("pieces", "shape", ">used by", "artifact", ">seconds", ">size")
+    for artifact in entry["artifacts"]:
+        table.add_row(
+            _text(indices_text(artifact["piece_index"])),
+            _text(shape_text(artifact["shape"])),
+            _text(count_text(len(artifact["piece_index"]), "piece")),
+            _text(artifact["digest"][:SHORT], "cyan"),
+            _text(f"{artifact['compile_secs']:.2f}"),
+            _text(size_text(artifact["size_bytes"])),
+        )
+    return table
+
+
+def _piece_cells(row: PieceRow) -> tuple[Text, ...]:
+    return (
+        _text(row.index if row.index >= 0 else "-"),
+        _text("\n".join(row.ops) if row.splitting else "compiled", "yellow" if row.splitting else ""),
+        _text(row.identity[:SHORT], "dim" if row.splitting else "cyan"),
+        _text(row.num_ops),
+        _text(_tensors_text(tuple(map(_tensor_text, row.inputs)))),
+        _text(_tensors_text(tuple(map(_tensor_text, row.outputs)))),
+        _text(", ".join(shape_text(shape) for shape in row.shapes) or ("-" if row.splitting else "nothing")),
+    )
+
+
+def _tensor_text(tensor: TensorMeta) -> str:
+    return f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
+
+
+def _tensors_text(tensors: tuple[str, ...]) -> str:
+    """The shapes of a piece's tensors, equal neighbours counted: "3 x float32[64, 64]"."""
+    groups: list[tuple[str, int]] = []
+    for tensor in tensors:
+        if groups and groups[-1][0] == tensor:
+            groups[-1] = (tensor, groups[-1][1] + 1)
+        else:
+            groups.append((tensor, 1))
+    return "\n".join(tensor if count == 1 else f"{count} x {tensor}" for tensor, count in groups) or "-"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for column in columns:
+        if column.startswith(">"):
+            table.add_column(column[1:], justify="right", no_wrap=True)
+        else:
+            table.add_column(column, overflow="fold")
+    return table
+
+
+def _text(value: object, style: str = "") -> Text:
+    return Text(plain(value, lines=True), style=style)

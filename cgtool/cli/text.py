@@ -1,0 +1,76 @@
+"""Text that is safe to print: whatever a model's author, a file name or a cache folder of a stranger puts into it.
+
+Must not import torch. A terminal obeys control characters and rich obeys markup; what others wrote may hold both. So
+every string that is not ours goes through `plain` and is printed as a `rich.text.Text`, never as markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def plain(text: object, *, lines: bool = False) -> str:
+    """Return `str(text)` with everything that a terminal would obey spelled out as an escape.
+
+    Args:
+        text: Anything; its `str` is taken.
+        lines: Keep line ends (for messages that show the user's own code); a tab becomes four spaces.
+
+    Returns:
+        Printable text: control characters, bidirectional marks and lone surrogates are spelled as in Python's source.
+    """
+    source = str(text)
+    if lines:
+        source = source.replace("\r\n", "\n").replace("\t", "    ")
+    return "".join(char if char.isprintable() or (lines and char == "\n") else _escaped(char) for char in source)
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape").decode("ascii")
+
+
+def size_text(num_bytes: int) -> str:
+    """Return a size for people, in binary units: "512 B", "1.5 MiB"."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:  # noqa: PLR2004  the binary thousand
+            return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def secs_text(secs: float | None) -> str:
+    """Return a duration for people: "0.03 s", "12.3 s", "2 min 5 s"; "-" where none is known."""
+    if secs is None:
+        return "-"
+    if secs < 1:
+        return f"{secs:.2f} s"
+    if secs < 100:  # noqa: PLR2004  below this a tenth of a second still tells
+        return f"{secs:.1f} s"
+    return f"{int(secs) // 60} min {int(secs) % 60} s"
+
+
+def count_text(count: int, noun: str, plural: str | None = None) -> str:
+    """Return "1 piece", "3 pieces"."""
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
+def indices_text(indices: Iterable[int]) -> str:
+    """Return piece indices short: "0", "2-6 by 2" for 2, 4, 6, else "0, 3, 4"; long lists end in "… (n)"."""
+    values = sorted(indices)
+    if len(values) > 2:  # noqa: PLR2004  two have no rhythm
+        step = values[1] - values[0]
+        if values == list(range(values[0], values[-1] + 1, step)):
+            return f"{values[0]}-{values[-1]}" + (f" by {step}" if step > 1 else "")
+    if len(values) > 8:  # noqa: PLR2004  what fits a narrow column
+        return ", ".join(str(v) for v in values[:6]) + f", … ({len(values)})"
+    return ", ".join(str(v) for v in values)
+
+
+def shape_text(shape: object) -> str:
+    """Return a manifest's shape for people: "general", "8", "1-16", "batch=4 seq=128"."""
+    if isinstance(shape, (list, tuple)):
+        return "-".join(str(bound) for bound in shape)
+    if isinstance(shape, dict):
+        return " ".join(f"{plain(name)}={size}" for name, size in shape.items())
+    return plain(shape)

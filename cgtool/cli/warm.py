@@ -1,0 +1,144 @@
+"""`cgtool warm`: parse what the user asked, show the work, print what came of it.
+
+Must not import torch; the command itself loads as it runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cgtool.cli import failures, values
+from cgtool.cli.options import cache_dir_option, talk_options
+
+if TYPE_CHECKING:
+    from cgtool.cli.output import Output
+
+EXAMPLES = """\b
+Examples:
+  cgtool warm fixtures/tiny_llama.py:build
+  cgtool warm fixtures/tiny_llama.py:build --arg num_layers=80 --compile-sizes 1,8
+  cgtool warm mypackage.models:build --weights real --dtype bfloat16
+  cgtool warm hf:checkpoints/llama --compile-sizes batch=4:seq=128
+  cgtool warm fixtures/tiny_llama.py:build --check || echo "not warm yet"
+  cgtool warm fixtures/tiny_llama.py:build --json | jq .compiled
+"""
+
+
+#: Options that are fields of the configuration.
+_FIELDS = (
+    "cache_dir",
+    "compile_sizes",
+    "compile_ranges",
+    "splitting_ops",
+    "level",
+    "adaptor",
+    "size_dim",
+    "inductor_compile_config",
+)
+
+
+@click.command(epilog=EXAMPLES, short_help="Compile a model into the cache before it is served.")
+@click.argument("model", metavar="MODEL")
+@click.option(
+    "--arg",
+    "factory_args",
+    multiple=True,
+    callback=values.arguments,
+    metavar="NAME=VALUE",
+    help="A keyword argument for the factory; JSON, else a string. Repeatable.",
+)
+@click.option(
+    "--weights",
+    type=click.Choice(["fake", "real"]),
+    default="fake",
+    show_default=True,
+    help="Build the model without memory for its weights, or as the factory does.",
+)
+@click.option("--device", metavar="DEVICE", help="Where the model is built: cpu, cuda, cuda:1.")
+@click.option("--dtype", metavar="DTYPE", help="Its default floating dtype: float32, bfloat16.")
+@click.option(
+    "--pythonpath",
+    multiple=True,
+    metavar="DIR",
+    help="A folder in which the model's modules are looked for first. Repeatable.",
+)
+@cache_dir_option
+@click.option(
+    "--compile-sizes",
+    callback=values.listed,
+    metavar="SIZES",
+    help="Sizes compiled for themselves: 1,8 or cudagraph_capture_sizes or batch=4:seq=128 or JSON.",
+)
+@click.option("--compile-ranges", metavar="RANGES", help="Inclusive ranges compiled for themselves: 1-16,17-64.")
+@click.option(
+    "--splitting-ops",
+    metavar="OPS",
+    help="Ops to split the graph at: ns::op, ns.op, torch.nn.functional.name. Default: known attention ops.",
+)
+@click.option("--level", metavar="0-3", help="Compilation level. Default: 3, piecewise.")
+@click.option("--adaptor", metavar="NAME", help="The compiler: inductor_standalone (default), inductor, eager.")
+@click.option("--size-dim", metavar="DIM", help="The dynamic dimension that plain sizes speak of, where several are.")
+@click.option(
+    "--inductor-config",
+    "inductor_compile_config",
+    multiple=True,
+    callback=values.settings,
+    metavar="JSON|NAME=VALUE",
+    help="Options for Inductor. Repeatable.",
+)
+@click.option(
+    "--compilation-config", metavar="JSON", help="Any fields of CompilationConfig; single flags go before it."
+)
+@click.option(
+    "--rank", type=click.IntRange(min=0), metavar="N", help="Place in a model-parallel group. Default: RANK, else 0."
+)
+@click.option("--prefix", metavar="NAME", help="Which compiled part of the model this is. Default: the factory's word.")
+@click.option("--check", is_flag=True, help="Only say whether the cache serves the model: exit code 3 where not.")
+@click.option("--no-cache", is_flag=True, help="Switch the cache off; warm has nothing to do then and says so.")
+@talk_options
+def warm(*, output: Output, **options: Any) -> int:
+    """Compile MODEL into the cache before it is served.
+
+    MODEL is path/to/file.py:factory, package.module:factory, or hf:PATH, where PATH is a folder or a config.json of
+    transformers. This runs MODEL's code: warm only what you would run. A factory returns a cgtool.ModelSpec or
+    (module, args).
+
+    Nothing is compiled that the cache already holds. Settings come from, in rising order: defaults, [tool.cgtool] in
+    pyproject.toml or cgtool.toml, CGTOOL_* variables, --compilation-config, single flags.
+    """
+    # Rich, tomllib and the command itself: what `--help` does without.
+    from cgtool.cli.progress import reporting
+    from cgtool.cli.settings import load_settings
+    from cgtool.cli.tables import show_check, show_warm
+    from cgtool.commands.warm import WarmOptions
+    from cgtool.commands.warm import warm as run
+
+    flags = {name: options[name] for name in _FIELDS}
+    flags["disable_cache"] = options["no_cache"] or None
+    config = load_settings(compilation_config=options["compilation_config"], flags=flags).config
+    asked = WarmOptions(
+        model=options["model"],
+        factory_args=options["factory_args"],
+        weights=options["weights"],
+        device=options["device"],
+        dtype=options["dtype"],
+        pythonpath=options["pythonpath"],
+        config=config,
+        cache_dir=Path(config.cache_dir) if config.cache_dir else None,
+        rank=options["rank"],
+        prefix=options["prefix"],
+        check=options["check"],
+    )
+    with reporting(output) as on_event:
+        report = run(asked, on_event)
+    said_no = asked.check and not report.hit
+    if output.as_json:
+        output.json(report.to_json())
+    elif asked.check:
+        show_check(output, report, asked.model)
+    else:
+        show_warm(output, report, asked.model)
+    return failures.CHECK_SAID_NO if said_no else failures.DONE
