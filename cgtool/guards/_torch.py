@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
 from torch._C import _functorch  # the stack of transforms; torch.func shows no public way to ask
+from torch.utils._config_module import _UNSET_SENTINEL as _UNSET  # where a setting has no value of some origin
 from torch.utils._device import DeviceContext  # what torch.set_default_device enters
 
 
@@ -49,3 +51,25 @@ def num_torch_dispatch_modes() -> int:
 def in_functorch() -> bool:
     """Return whether a functorch transform is active."""
     return _functorch.peek_interpreter_stack() is not None
+
+
+def changed_inductor_settings() -> dict[str, Any]:
+    """Return the settings of Inductor that were changed in this process, by name; {} where it was never imported.
+
+    Places, logs and what else torch itself keeps out of the keys of its caches are left out. Values that the
+    environment gave are not changes: they are named as variables.
+    """
+    config: Any = sys.modules.get("torch._inductor.config")
+    if config is None:
+        return {}
+    ignored = tuple(config._cache_config_ignore_prefix)
+    values = config.get_config_copy()
+    found = {}
+    for name, entry in config._config.items():
+        if name.startswith(("_", *ignored)) or entry.alias is not None or name not in values:
+            continue
+        given = [entry.env_value_force, entry.env_value_default, entry.default]
+        start = next((value for value in given if value is not _UNSET), None)
+        if type(values[name]) is not type(start) or values[name] != start:
+            found[name] = values[name]
+    return found

@@ -1,0 +1,242 @@
+"""Every private torch name that `cgtool.build` touches. Read in torch 2.13.0, written for 2.11 and newer.
+
+Inductor and Dynamo are imported inside functions: they take seconds, and the `eager` adaptor needs neither. Nothing here
+patches torch beyond torch's own `config.patch`, which ends with its `with` block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.compiler.config as compiler_config
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+_log = logging.getLogger(__name__)
+
+#: What every compile needs, whatever the user's settings: results that can be saved, from this machine alone.
+_CACHING = {
+    "fx_graph_cache": True,
+    "fx_graph_remote_cache": False,
+    "autotune_remote_cache": False,
+    "bundled_autotune_remote_cache": False,
+}
+
+
+def new_fake_mode(*, from_two: bool) -> FakeTensorMode:
+    """Return a fake mode with a ShapeEnv of its own.
+
+    Args:
+        from_two: Whether every symbol is at least 2, so that torch may take sizes 0 and 1 for impossible.
+    """
+    shape_env = ShapeEnv(specialize_zero_one=from_two, duck_shape=False)
+    return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+
+
+def new_symbol(mode: FakeTensorMode, name: str, *, hint: int, low: int, high: int | None) -> torch.SymInt:
+    """Return a backed symbol of `mode`'s ShapeEnv; the name that torch gives it depends on `name` alone."""
+    from torch._dynamo.source import ConstantSource
+    from torch.utils._sympy.numbers import int_oo
+
+    shape_env = mode.shape_env
+    source = ConstantSource(name)
+    symbol = shape_env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    shape_env.constrain_symbol_range(symbol, compiler_min=low, compiler_max=int_oo if high is None else high)
+    return shape_env.create_symintnode(symbol, hint=hint, source=source)
+
+
+def symbol_of(size: torch.SymInt) -> Any:
+    """Return the sympy symbol behind `size`."""
+    return size.node.expr
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often `tensor`'s storage was written to."""
+    return int(tensor._version)
+
+
+def guard_exprs(mode: FakeTensorMode) -> list[Any]:
+    """Return what the ShapeEnv has taken for granted so far, as sympy expressions, in order."""
+    return [guard.expr for guard in mode.shape_env.guards] + [
+        assertion.expr for asserts in mode.shape_env.deferred_runtime_asserts.values() for assertion in asserts
+    ]
+
+
+def is_known(mode: FakeTensorMode, expr: Any) -> bool:
+    """Return whether the ShapeEnv's ranges and equalities alone make `expr` true."""
+    import sympy
+
+    found = mode.shape_env._maybe_evaluate_static(expr)
+    return bool(found == sympy.true)
+
+
+def compile_tag(tag: str) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which torch's own caches know results of `tag` only."""
+    return compiler_config.patch({"cache_key_tag": tag, "force_disable_caches": False})
+
+
+@contextlib.contextmanager
+def compiling(tag: str) -> Iterator[None]:
+    """Set up what every compile and every load through `compile_fx` runs under.
+
+    Args:
+        tag: Enters the keys of torch's caches, so that what torch holds from elsewhere is never served.
+    """
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+
+    with (
+        torch.no_grad(),
+        compile_tag(tag),
+        inductor_config.patch(_CACHING),
+        functorch_config.patch(
+            {"enable_autograd_cache": True, "enable_remote_autograd_cache": False, "strict_autograd_cache": True}
+        ),
+    ):
+        yield
+
+
+def standalone(module: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]) -> Any:
+    """Compile through `standalone_compile` into one self-contained callable."""
+    from torch._inductor.standalone_compile import standalone_compile
+
+    more: dict[str, Any] = {}
+    if "donate_graph_module" in inspect.signature(standalone_compile).parameters:  # from 2.13
+        more["donate_graph_module"] = True
+    return standalone_compile(
+        module,
+        list(inputs),
+        dynamic_shapes="from_graph",
+        options={"config_patches": dict(patches)},
+        aot=True,
+        **more,
+    )
+
+
+def load_standalone(path: str) -> Callable[..., Any]:
+    """Open what `standalone(...).save(path=..., format="binary")` wrote.
+
+    Raises:
+        AssertionError: It was written by another build of torch.
+    """
+    from torch._inductor.standalone_compile import CompiledArtifact
+
+    return CompiledArtifact.load(path=path, format="binary")
+
+
+def has_torch_key(data: bytes) -> bool:
+    """Return whether a standalone artifact was written by this very build of torch."""
+    from torch._inductor.codecache import torch_key
+    from torch.utils._appending_byte_serializer import BytesReader
+
+    reader = BytesReader(data)
+    reader.read_bytes()
+    return bool(reader.read_bytes() == torch_key())
+
+
+def run_compile_fx(
+    module: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any], mode: FakeTensorMode
+) -> tuple[Callable[..., Any], bytes | None]:
+    """Compile through `compile_fx` and return the callable, and what torch's caches gained as a mega-cache."""
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx
+    from torch.compiler._cache import CacheArtifactManager
+
+    with tracing(TracingContext(mode)), CacheArtifactManager.with_fresh_cache():
+        compiled = compile_fx(module, list(inputs), config_patches=dict(patches))
+        saved = torch.compiler.save_cache_artifacts()
+    return compiled, None if saved is None else saved[0]
+
+
+def load_compile_fx(
+    data: bytes,
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    patches: Mapping[str, Any],
+    mode: FakeTensorMode,
+    refuse: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Open a mega-cache and take the callable out of it through `compile_fx`.
+
+    Args:
+        data: The mega-cache.
+        module: The graph that was compiled, rebuilt.
+        inputs: Its fake inputs.
+        patches: The options that it was compiled with.
+        mode: The fake mode of `inputs`.
+        refuse: Called in the compiler's place if the caches do not hold the graph.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx
+    from torch.compiler._cache import CacheArtifactManager
+
+    with tracing(TracingContext(mode)), CacheArtifactManager.with_fresh_cache():
+        torch.compiler.load_cache_artifacts(data)
+        return compile_fx(module, list(inputs), inner_compile=refuse, config_patches=dict(patches))
+
+
+def bypass_errors() -> tuple[type[Exception], ...]:
+    """Return the errors with which torch's caches say that a graph cannot be saved."""
+    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+    from torch._inductor.codecache import BypassFxGraphCache
+
+    return (BypassAOTAutogradCache, BypassFxGraphCache)
+
+
+def num_generated_kernels() -> int:
+    """Return how many kernels Inductor generated in this process so far."""
+    import torch._inductor.metrics as metrics
+
+    return int(metrics.generated_kernel_count)
+
+
+def inductor_options() -> dict[str, Any]:
+    """Return every option of Inductor by its dotted name, as set now."""
+    import torch._inductor.config as inductor_config
+
+    return inductor_config.get_config_copy()  # type: ignore[no-any-return]
+
+
+def portable_options(patches: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of Inductor that may change code, with `patches` in force."""
+    import torch._inductor.config as inductor_config
+
+    with inductor_config.patch(dict(patches)):
+        return inductor_config.save_config_portable()  # type: ignore[no-any-return]
+
+
+def cpu_isa() -> str:
+    """Return the vector instruction set that Inductor writes C++ for, or "none"."""
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    return str(pick_vec_isa())
+
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "bypass_errors",
+    "compile_tag",
+    "compiling",
+    "cpu_isa",
+    "guard_exprs",
+    "has_torch_key",
+    "inductor_options",
+    "is_known",
+    "load_compile_fx",
+    "load_standalone",
+    "new_fake_mode",
+    "new_symbol",
+    "num_generated_kernels",
+    "portable_options",
+    "run_compile_fx",
+    "standalone",
+    "symbol_of",
+    "version_of",
+]

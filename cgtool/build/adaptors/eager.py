@@ -1,0 +1,65 @@
+"""The compiler that compiles nothing: a piece runs op by op, as Python generated from its graph.
+
+The artifact is the graph's canonical JSON, of kind "json". Must not import Dynamo or Inductor.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from cgtool.build.adaptors.interface import CompiledPiece, CompilerInterface, PieceCallable
+from cgtool.digests import canonical_json, digest_of
+from cgtool.errors import ArtifactError, ConfigError
+from cgtool.pieces import Json, PieceGraph
+from cgtool.runtime.pieces import piece_function
+
+
+class EagerAdaptor(CompilerInterface):
+    """Runs pieces with torch alone."""
+
+    name = "eager"
+    kind = "json"
+
+    def initialize_cache(self, cache_dir: Path, *, disable_cache: bool = False, prefix: str = "") -> None:
+        """Do nothing: there is no state."""
+
+    def compute_hash(self, options: Mapping[str, Json], *, max_autotune: bool = False) -> str:
+        """Return a digest of torch's version: ops are torch's own."""
+        _refuse_options(options)
+        return digest_of({"adaptor": self.name, "torch": torch.__version__})
+
+    def compile(self, graph: PieceGraph, *, options: Mapping[str, Json], max_autotune: bool = False) -> CompiledPiece:
+        """Write the graph down, once it is known to run from what was written."""
+        _refuse_options(options)
+        start = time.perf_counter()
+        piece_function(graph)
+        artifact = canonical_json(graph.to_json())
+        return CompiledPiece(artifact=artifact, kernels=0, compile_secs=time.perf_counter() - start)
+
+    def load(self, data: bytes, graph: PieceGraph) -> PieceCallable:
+        """Return the piece as Python."""
+        try:
+            found = PieceGraph.from_json(json.loads(data))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ArtifactError(f"an eager artifact is torn: {error}; warm again", actual=str(error)) from error
+        if found != graph:
+            raise ArtifactError(
+                "an eager artifact holds another piece than its manifest says; warm again",
+                expected=graph.identity(),
+                actual=found.identity(),
+            )
+        return piece_function(found)
+
+
+def _refuse_options(options: Mapping[str, Json]) -> None:
+    if options:
+        raise ConfigError(
+            f"inductor_compile_config sets {', '.join(sorted(options))}, and the adaptor 'eager' has no options; leave "
+            f"it out, or choose the adaptor 'inductor_standalone'",
+            actual=dict(options),
+        )

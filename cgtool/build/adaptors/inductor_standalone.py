@@ -1,0 +1,136 @@
+"""Inductor through `standalone_compile`: one self-contained artifact per piece, of kind "aot".
+
+The bytes are what torch's `CompiledArtifact.save(format="binary")` writes: a header, torch's own key, and a pickle of
+torch's that holds generated source. Opening them needs the exact torch that wrote them. On a machine that has not seen
+them before, torch builds the C++ kernels in them with the host's compiler, in its own cache folder; a graph is neither
+traced nor compiled.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cgtool.build import _torch
+from cgtool.build.adaptors.interface import CompiledPiece, CompilerInterface, PieceCallable
+from cgtool.build.compiler_hash import inductor_hash
+from cgtool.build.fx_piece import rebuild
+from cgtool.build.options import inductor_patches
+from cgtool.errors import ArtifactError, CgtoolError, CompileError
+from cgtool.pieces import Json, PieceGraph
+
+
+class InductorStandaloneAdaptor(CompilerInterface):
+    """Compiles pieces with `torch._inductor.standalone_compile`."""
+
+    name = "inductor_standalone"
+    kind = "aot"
+
+    def initialize_cache(self, cache_dir: Path, *, disable_cache: bool = False, prefix: str = "") -> None:
+        """Do nothing: torch's caches stay where torch keeps them, and nothing of them is relied on."""
+
+    def compute_hash(self, options: Mapping[str, Json], *, max_autotune: bool = False) -> str:
+        """Return the digest of torch, compiler, target and options."""
+        return inductor_hash(self.name, inductor_patches(options, max_autotune=max_autotune))
+
+    def compile(self, graph: PieceGraph, *, options: Mapping[str, Json], max_autotune: bool = False) -> CompiledPiece:
+        """Compile a piece into one artifact."""
+        patches = inductor_patches(options, max_autotune=max_autotune)
+        start = time.perf_counter()
+        before = _torch.num_generated_kernels()
+        with _torch.compiling(fresh_tag()):
+            piece = rebuild(graph)
+            try:
+                artifact = _saved(_torch.standalone(piece.module, piece.inputs, patches))
+            except CgtoolError:
+                raise
+            except Exception as error:  # a compiler fails in any way it likes: what follows names it
+                raise compile_error(error) from error
+            guards = piece.new_guards(graph)
+        return CompiledPiece(
+            artifact=artifact,
+            kernels=_torch.num_generated_kernels() - before,
+            compile_secs=time.perf_counter() - start,
+            guards=guards,
+        )
+
+    def load(self, data: bytes, graph: PieceGraph) -> PieceCallable:
+        """Return the callable that an artifact holds."""
+        with tempfile.TemporaryDirectory(prefix="cgtool-load-") as folder, torch.no_grad():
+            # torch opens a path: a private copy of the bytes whose digest was checked
+            path = Path(folder) / "artifact"
+            path.write_bytes(data)
+            try:
+                if not _torch.has_torch_key(data):
+                    raise ArtifactError(
+                        f"this artifact was compiled by another build of torch than {torch.__version__}; warm again "
+                        f"with this one",
+                        actual=torch.__version__,
+                    )
+                run = _torch.load_standalone(str(path))
+            except CgtoolError:
+                raise
+            except Exception as error:  # a pickle of torch's fails in any way it likes
+                raise load_error(error) from error
+        return as_list(run, len(graph.outputs))
+
+
+def _saved(artifact: Any) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="cgtool-save-") as folder:
+        path = Path(folder) / "artifact"
+        artifact.save(path=str(path), format="binary")
+        data = path.read_bytes()
+    if not data:
+        raise CompileError("Inductor saved an artifact without bytes; the piece can run eagerly (adaptor 'eager')")
+    return data
+
+
+def fresh_tag() -> str:
+    """Return a word that no other compile has.
+
+    A hit in torch's caches would come without the guards that its compile added, and their keys do not know what a
+    custom op's fake implementation says.
+    """
+    return f"cgtool-{uuid.uuid4().hex}"
+
+
+def compile_error(error: BaseException) -> CompileError:
+    """Return the sentence for a failure inside a compiler."""
+    reason = str(error).strip().splitlines() or [type(error).__name__]
+    if isinstance(error, _torch.bypass_errors()) or "serialize" in reason[0]:
+        return CompileError(
+            f"Inductor compiled the piece and cannot save it: {' '.join(line.strip() for line in reason[:3])}; the "
+            f"piece can run eagerly (adaptor 'eager')",
+            actual=reason[0],
+        )
+    return CompileError(
+        f"Inductor could not compile the piece: {type(error).__name__}: {reason[0]}; the piece can run eagerly (adaptor "
+        f"'eager')",
+        actual=reason[0],
+    )
+
+
+def load_error(error: BaseException) -> ArtifactError:
+    """Return the sentence for a failure inside a loader."""
+    reason = (str(error).strip().splitlines() or [""])[0]
+    return ArtifactError(
+        f"torch could not open the artifact: {type(error).__name__}: {reason}; warm again with this torch and compiler",
+        actual=reason,
+    )
+
+
+def as_list(run: Any, num_outputs: int) -> PieceCallable:
+    """Return `run` as a function that empties a list of inputs and returns a list of exactly the piece's outputs."""
+
+    def call(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        args = tuple(inputs)
+        inputs.clear()
+        return list(run(*args))[:num_outputs]
+
+    return call

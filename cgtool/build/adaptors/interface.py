@@ -1,0 +1,124 @@
+"""What every compiler looks like to the rest of cgtool. Must not import Dynamo or Inductor.
+
+An adaptor turns a `PieceGraph` into bytes, and bytes into a callable. The bytes are all that `load` has: it opens no
+file, and it traces and compiles no graph.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cgtool.errors import ConfigError
+from cgtool.pieces import Json, PieceGraph
+
+#: Takes the piece's inputs as a list, which it empties, and returns its outputs as a list, even of one.
+PieceCallable = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledPiece:
+    """What a compiler made of a piece.
+
+    Args:
+        artifact: The bytes that `load` takes.
+        kernels: How many kernels were generated.
+        compile_secs: How long it took, in seconds.
+        guards: Facts over the graph's symbols that the compiler relies on, beyond the graph's own ranges and facts.
+    """
+
+    artifact: bytes
+    kernels: int
+    compile_secs: float
+    guards: tuple[str, ...] = ()
+
+
+class CompilerInterface(ABC):
+    """A compiler of pieces.
+
+    Attributes:
+        name: How configuration spells it.
+        kind: The file suffix of its artifacts; it says how they are opened, and whether they hold pickle.
+    """
+
+    name: str
+    kind: str
+
+    @abstractmethod
+    def initialize_cache(self, cache_dir: Path, *, disable_cache: bool = False, prefix: str = "") -> None:
+        """Prepare for compiles that belong to one entry.
+
+        Args:
+            cache_dir: The entry's folder.
+            disable_cache: Whether nothing is to be stored.
+            prefix: The compiled part of the model.
+        """
+
+    @abstractmethod
+    def compute_hash(self, options: Mapping[str, Json], *, max_autotune: bool = False) -> str:
+        """Return the SHA-256 of everything beside the graph that decides what `compile` gives.
+
+        Args:
+            options: The user's options for the compiler.
+            max_autotune: As for `compile`.
+
+        Raises:
+            ConfigError: An option is unknown, or one that cgtool keeps for itself.
+        """
+
+    @abstractmethod
+    def compile(self, graph: PieceGraph, *, options: Mapping[str, Json], max_autotune: bool = False) -> CompiledPiece:
+        """Compile a piece.
+
+        Args:
+            graph: The piece; without symbols it is compiled for one size.
+            options: The user's options for the compiler.
+            max_autotune: Whether the compiler may try variants of each kernel: for concrete sizes.
+
+        Raises:
+            CompileError: The compiler cannot compile the piece, or cannot save what it compiled.
+            ConfigError: An option is unknown, or one that cgtool keeps for itself.
+        """
+
+    @abstractmethod
+    def load(self, data: bytes, graph: PieceGraph) -> PieceCallable:
+        """Return a callable from an artifact's bytes, without tracing or compiling a graph.
+
+        Args:
+            data: What `compile` gave, in this process or in another.
+            graph: The piece that was compiled.
+
+        Raises:
+            ArtifactError: The bytes cannot be opened here.
+        """
+
+
+_ADAPTORS: dict[str, tuple[str, str]] = {
+    "eager": ("cgtool.build.adaptors.eager", "EagerAdaptor"),
+    "inductor_standalone": ("cgtool.build.adaptors.inductor_standalone", "InductorStandaloneAdaptor"),
+    "inductor": ("cgtool.build.adaptors.inductor", "InductorAdaptor"),
+}
+
+
+def get_adaptor(name: str) -> CompilerInterface:
+    """Return the adaptor that configuration calls `name`.
+
+    Raises:
+        ConfigError: There is none; the message names those there are.
+    """
+    if name not in _ADAPTORS:
+        raise ConfigError(
+            f"There is no adaptor {name!r}; choose one of {', '.join(sorted(_ADAPTORS))}.",
+            expected=sorted(_ADAPTORS),
+            actual=name,
+        )
+    module, attribute = _ADAPTORS[name]
+    # a compiler's module is loaded when it is asked for: `eager` needs nothing but torch
+    found: Any = getattr(importlib.import_module(module), attribute)
+    return found()  # type: ignore[no-any-return]

@@ -1,0 +1,37 @@
+"""Everything beside the graph that decides what Inductor makes of a piece, as one digest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from cgtool.build import _torch
+from cgtool.digests import digest_of
+from cgtool.guards.environment import environment_factors, plain
+from cgtool.pieces import Json
+
+#: Options that name places, or say how hard to work, and change no code.
+_NOT_CODE = ("cutlass_dir", "cache", "path", "dir", "compile_threads", "worker", "_debug", "trace", "log")
+
+
+def inductor_hash(adaptor: str, patches: Mapping[str, Json]) -> str:
+    """Return the SHA-256 of torch, triton, the C++ compiler, the target and Inductor's settings.
+
+    Args:
+        adaptor: The adaptor's name.
+        patches: The options that the compile sets.
+    """
+    options = {
+        name: plain(value)
+        for name, value in _torch.portable_options(patches).items()
+        if name in patches or not any(word in name for word in _NOT_CODE)
+    }
+    return digest_of(
+        {
+            "adaptor": adaptor,
+            "environment": environment_factors(),
+            "isa": _torch.cpu_isa() if not torch.cuda.is_available() else None,
+            "options": options,
+        }
+    )

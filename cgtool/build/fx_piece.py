@@ -1,0 +1,328 @@
+"""A piece's graph as an FX module with fake inputs: what a compiler takes. Owns the way from data to FX.
+
+Everything is rebuilt from the `PieceGraph` alone, under a fake mode and a ShapeEnv of its own: names, example sizes and
+the order of facts follow from the data, so that two processes hand the same module to the compiler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from cgtool.build import _torch
+from cgtool.build.hints import choose_hints
+from cgtool.errors import CompileError
+from cgtool.graph.expressions import check_expression
+from cgtool.graph.metas import device_of, dtype_of
+from cgtool.graph.sympy_text import expression_text
+from cgtool.graph.targets import check_method, resolve_target
+from cgtool.graph.values import decode_value
+from cgtool.pieces import Dim, Node, PieceGraph, TensorMeta
+
+_METHOD_PREFIXES = ("torch.Tensor.", "torch._C.TensorBase.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RebuiltPiece:
+    """A piece as a compiler takes it.
+
+    Args:
+        module: The graph; its placeholders are the piece's inputs, its output is a tuple of tensors.
+        inputs: Fake tensors, one for each placeholder.
+        mode: Their fake mode.
+        names: What torch calls the symbols → what the graph calls them.
+        num_facts: How many guards the graph's own facts made in the ShapeEnv.
+        has_witness: Whether the module returns a tensor more than the graph: a graph without outputs gives a compiler
+            nothing to hold on to.
+    """
+
+    module: fx.GraphModule
+    inputs: list[Any]
+    mode: _torch.FakeTensorMode
+    names: dict[str, str]
+    num_facts: int
+    has_witness: bool
+
+    def new_guards(self, graph: PieceGraph) -> tuple[str, ...]:
+        """Return what rebuilding and compiling took for granted beyond `graph`'s ranges and facts.
+
+        Raises:
+            CompileError: The compiler fixed a size, or relies on something that cannot be written down.
+        """
+        known = rebuild_symbols(graph)
+        found: dict[str, None] = {}
+        for expr in _torch.guard_exprs(self.mode)[self.num_facts :]:
+            # both environments name their symbols alike: the names follow from the graph's
+            if _torch.is_known(known.mode, expr):
+                continue
+            text = expression_text(expr, self.names)
+            if text not in graph.facts:
+                found[text] = None
+        for text in found:
+            _refuse_fixed_size(text, graph)
+        return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RebuiltSymbols:
+    """A ShapeEnv that knows a graph's symbols, ranges and facts, and nothing else."""
+
+    mode: _torch.FakeTensorMode
+    sizes: dict[str, Any]
+    names: dict[str, str]
+    num_facts: int
+
+
+def rebuild_symbols(graph: PieceGraph) -> RebuiltSymbols:
+    """Return a fresh fake mode that knows `graph`'s symbols, ranges and facts.
+
+    Raises:
+        CompileError: No example sizes satisfy the facts.
+        ArtifactError: A fact is outside the grammar of expressions.
+    """
+    hints = choose_hints(graph)
+    mode = _torch.new_fake_mode(from_two=all(symbol.min >= 2 for symbol in graph.symbols))
+    sizes: dict[str, Any] = {}
+    names = {}
+    for symbol in graph.symbols:
+        size = _torch.new_symbol(mode, symbol.name, hint=hints[symbol.name], low=symbol.min, high=symbol.max)
+        sizes[symbol.name] = size
+        if isinstance(size, torch.SymInt):
+            names[str(_torch.symbol_of(size))] = symbol.name
+    for fact in graph.facts:
+        if not bool(symbolic_value(fact, sizes)):
+            raise CompileError(f"'{fact}' is false for sizes {hints}; report this to cgtool's authors", actual=hints)
+    return RebuiltSymbols(mode=mode, sizes=sizes, names=names, num_facts=len(_torch.guard_exprs(mode)))
+
+
+def symbolic_value(text: Dim, sizes: dict[str, Any]) -> Any:
+    """Return the value of an expression where symbols are `sizes`: plain or symbolic integers.
+
+    Raises:
+        ArtifactError: `text` is outside the grammar of expressions.
+    """
+    if isinstance(text, int):
+        return text
+    check_expression(text, sizes)
+    space = {"__builtins__": {}, "Max": _fold(torch.sym_max), "Min": _fold(torch.sym_min), **sizes}
+    return eval(text, space)  # noqa: S307 - matched to the grammar of expressions above
+
+
+def _fold(pair: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    def folded(first: Any, *others: Any) -> Any:
+        for other in others:
+            first = pair(first, other)
+        return first
+
+    return folded
+
+
+def piece_module(graph: PieceGraph) -> tuple[fx.GraphModule, list[Any]]:
+    """Return `graph` as an FX module, and fake inputs for it; see `rebuild`.
+
+    Raises:
+        CompileError: The graph cannot be rebuilt.
+        ArtifactError: The graph names an op or a value that does not resolve.
+    """
+    piece = rebuild(graph)
+    return piece.module, piece.inputs
+
+
+def rebuild(graph: PieceGraph) -> RebuiltPiece:
+    """Return `graph` as a compiler takes it.
+
+    Args:
+        graph: A piece; without symbols it is fully static.
+
+    Raises:
+        CompileError: The graph cannot be rebuilt: an op refuses its inputs, or writes to one of several that share
+            their storage.
+        ArtifactError: The graph names an op or a value that does not resolve.
+    """
+    symbols = rebuild_symbols(graph)
+    with torch.no_grad(), symbols.mode:
+        inputs = _inputs(graph, symbols.sizes)
+        versions = [_torch.version_of(fake) for fake in inputs]
+        writer = _Writer(symbols.mode, inputs)
+        with _leaving_autocast():
+            for index, node in enumerate(graph.nodes):
+                writer.add(node, index)
+        has_witness = writer.finish(graph.outputs)
+    written = {n for n, fake in enumerate(inputs) if _torch.version_of(fake) != versions[n]}
+    _refuse_shared_writes(graph, written)
+    return RebuiltPiece(
+        module=fx.GraphModule(writer.root, writer.graph, class_name="Piece"),
+        inputs=inputs,
+        mode=symbols.mode,
+        names=symbols.names,
+        num_facts=symbols.num_facts,
+        has_witness=has_witness,
+    )
+
+
+def _inputs(graph: PieceGraph, sizes: dict[str, Any]) -> list[Any]:
+    inputs = [_empty(meta, sizes) for meta in graph.inputs]
+    for group in graph.aliases:
+        first = inputs[group[0]]
+        for position in group[1:]:
+            other = inputs[position]
+            # one storage, as the compiler sees it; where in it a tensor begins is not part of a piece
+            other.set_(first.untyped_storage(), 0, other.shape, other.stride())
+    return inputs
+
+
+def _empty(meta: TensorMeta, sizes: dict[str, Any]) -> Any:
+    return torch.empty_strided(
+        [symbolic_value(dim, sizes) for dim in meta.shape],
+        [symbolic_value(step, sizes) for step in meta.stride],
+        dtype=dtype_of(meta.dtype),
+        device=device_of(meta.device),
+    )
+
+
+class _Writer:
+    """Adds a piece's nodes to an FX graph, and runs each on fake values to know what it gives."""
+
+    def __init__(self, mode: _torch.FakeTensorMode, inputs: list[Any]) -> None:
+        self.graph = fx.Graph()
+        self.root = torch.nn.Module()
+        self._mode = mode
+        #: value number → the FX node, or the plain number that it folded to
+        self._values: list[Any] = []
+        for index, fake in enumerate(inputs):
+            self._values.append(self._remember(self.graph.placeholder(f"in_{index}"), fake))
+
+    def add(self, node: Node, index: int) -> None:
+        args = tuple(self._decode(arg) for arg in node.args)
+        kwargs = {name: self._decode(arg) for name, arg in node.kwargs.items()}
+        if node.kind == "size":
+            self._values.append(self._size(args[0], args[1]))
+            return
+        op, target, run = _call(node, args)
+        if not _holds_node((args, kwargs)):
+            value = run(*args, **kwargs)
+            if isinstance(value, int | float | bool):  # arithmetic on sizes that are fixed
+                self._values.append(value)
+                return
+        try:
+            value = run(*_fakes(args), **_fakes(kwargs))
+        except (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError) as error:
+            raise CompileError(
+                f"op {index} of the piece, {node.target}, could not be traced: {error}; the piece can run eagerly",
+                path=index,
+                actual=str(error),
+            ) from error
+        self._values.append(self._remember(self.graph.create_node(op, target, args, kwargs), value))
+
+    def finish(self, outputs: tuple[str, ...]) -> bool:
+        """End the graph with its outputs and return whether one was added that the piece does not have."""
+        found = [self._lookup(ref) for ref in outputs]
+        has_witness = not found
+        if has_witness:
+            found = self._values[:1]
+        self.graph.output(tuple(found))
+        self.graph.lint()
+        return has_witness
+
+    def _decode(self, data: Any) -> Any:
+        value = decode_value(data, self._lookup)
+        return _with_constants(value, self._constant)
+
+    def _lookup(self, ref: str) -> Any:
+        number = int(ref.removeprefix("%"))
+        if number >= len(self._values):
+            raise CompileError(
+                f"the piece uses {ref} before it exists; the plan was changed or torn: warm again", actual=ref
+            )
+        return self._values[number]
+
+    def _size(self, tensor: fx.Node, dim: int) -> Any:
+        size = tensor.meta["example_value"].shape[dim]
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        return self._remember(self.graph.call_function(torch.ops.aten.sym_size.int, (tensor, dim)), size)
+
+    def _constant(self, tensor: torch.Tensor) -> fx.Node:
+        name = f"const_{len(list(self.root.buffers()))}"
+        self.root.register_buffer(name, tensor)
+        return self._remember(self.graph.get_attr(name), self._mode.from_tensor(tensor, static_shapes=True))
+
+    def _remember(self, node: fx.Node, value: Any) -> fx.Node:
+        node.meta["example_value"] = value
+        node.meta["val"] = value
+        return node
+
+
+def _call(node: Node, args: tuple[Any, ...]) -> tuple[str, Any, Callable[..., Any]]:
+    """Return FX's opcode and target for a node, and the function that runs it."""
+    name = node.target or ""
+    if node.kind == "method":
+        return "call_method", check_method(name), lambda owner, *rest, **more: getattr(owner, name)(*rest, **more)
+    target = resolve_target(name)
+    if name.startswith(_METHOD_PREFIXES):  # torch's caches know methods as methods only
+        return "call_method", name.rpartition(".")[2], target
+    if target is getattr and not (len(args) == 2 and isinstance(args[1], str) and not args[1].startswith("_")):
+        raise CompileError(f"the piece reads {args[1:]} of a tensor; the plan was changed: warm again", actual=args[1:])
+    return "call_function", target, target
+
+
+def _holds_node(value: Any) -> bool:
+    found: list[fx.Node] = []
+    fx.node.map_arg(value, lambda node: found.append(node) or node)
+    return bool(found)
+
+
+def _fakes(value: Any) -> Any:
+    return fx.node.map_arg(value, lambda node: node.meta["example_value"])
+
+
+def _with_constants(value: Any, keep: Callable[[torch.Tensor], fx.Node]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return keep(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_with_constants(item, keep) for item in value)
+    if isinstance(value, dict):
+        return {key: _with_constants(item, keep) for key, item in value.items()}
+    return value
+
+
+@contextlib.contextmanager
+def _leaving_autocast() -> Iterator[None]:
+    """Restore autocast if a piece fails between entering and leaving it."""
+    kinds = ("cpu", "cuda")
+    before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    try:
+        yield
+    finally:
+        for kind, enabled, dtype in before:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+
+
+def _refuse_shared_writes(graph: PieceGraph, written: set[int]) -> None:
+    """Refuse a write to an input that shares its storage: which elements both hold is not part of a piece."""
+    for group in graph.aliases:
+        position = next((position for position in group if position in written), None)
+        if position is not None:
+            raise CompileError(
+                f"the piece writes to input {position}, which shares its storage with inputs "
+                f"{[other for other in group if other != position]}; it runs eagerly instead",
+                path=position,
+            )
+
+
+def _refuse_fixed_size(text: str, graph: PieceGraph) -> None:
+    for symbol in graph.symbols:
+        prefix = f"{symbol.name} == "
+        if text.startswith(prefix) and text.removeprefix(prefix).isdigit():
+            raise CompileError(
+                f"the compiler fixed the size {symbol.name} to {text.removeprefix(prefix)}, so the result would serve "
+                f"that size only; it runs eagerly instead, or name the size in compile_sizes",
+                expected=f"{symbol.name} from {symbol.min} to {symbol.max or 'any'}",
+                actual=text,
+            )

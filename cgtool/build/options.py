@@ -1,0 +1,71 @@
+"""Options of Inductor for one compile: cgtool's own, the user's, and those of concrete sizes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from cgtool.build import _torch
+from cgtool.errors import ConfigError
+from cgtool.pieces import Json
+
+#: In force for every compile unless the user sets them.
+_BASE: dict[str, Json] = {
+    # else the number of threads of the compiling process is written into C++ kernels
+    "cpp.dynamic_threads": True,
+}
+#: For concrete sizes, unless the user sets them.
+_AUTOTUNE: dict[str, Json] = {"max_autotune": True, "coordinate_descent_tuning": True}
+#: What a user may not set here, and where it belongs.
+_KEPT = {
+    "cpp_wrapper": "artifacts are made with Inductor's Python wrapper",
+    "force_disable_caches": "what is compiled is saved through torch's caches; disable_cache switches cgtool's off",
+    "freezing": "weights are inputs of a piece and never constants",
+    "fx_graph_cache": "what is compiled is saved through torch's caches; disable_cache switches cgtool's off",
+    "fx_graph_remote_cache": "artifacts are made on this machine alone",
+    "triton.cudagraphs": "CUDA graphs are chosen by cudagraph_mode",
+}
+
+
+def inductor_patches(options: Mapping[str, Json], *, max_autotune: bool) -> dict[str, Json]:
+    """Return the options of Inductor that a compile sets.
+
+    Args:
+        options: The user's, by Inductor's dotted names; "-" may stand for "_".
+        max_autotune: Whether the sizes are concrete.
+
+    Raises:
+        ConfigError: An option is unknown (the message names the nearest), of another type than Inductor's, or one that
+            cgtool keeps for itself.
+    """
+    known = _torch.inductor_options()
+    chosen = {name.replace("-", "_"): value for name, value in options.items()}
+    for name, value in chosen.items():
+        _check(name, value, known)
+    tuned = _AUTOTUNE if max_autotune else {}
+    return dict(sorted({**_BASE, **tuned, **chosen}.items()))
+
+
+def _check(name: str, value: Json, known: Mapping[str, Any]) -> None:
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+        raise ConfigError(
+            f"inductor_compile_config sets {name!r}, and Inductor of this torch has no such option; the nearest is "
+            f"{near!r}",
+            expected=near,
+            actual=name,
+        )
+    if name in _KEPT:
+        raise ConfigError(
+            f"inductor_compile_config sets {name!r}, which is not yours to set: {_KEPT[name]}; leave it out",
+            actual=name,
+        )
+    now = known[name]
+    if isinstance(now, bool | str) and value is not None and type(value) is not type(now):
+        raise ConfigError(
+            f"inductor_compile_config sets {name!r} to {value!r}, and Inductor takes a {type(now).__name__} there, such "
+            f"as {now!r}",
+            expected=type(now).__name__,
+            actual=value,
+        )

@@ -1,0 +1,171 @@
+"""What of this machine and process decides compiled code, as named factors. Torch alone: no Inductor, no Dynamo.
+
+A factor is the same in a process that imported Inductor and in one that did not, wherever things are installed, and for
+every index of a device. The first version of a compiler is asked of it once per process, and again only when its file
+changed.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cgtool.config import environment
+from cgtool.digests import digest_of
+from cgtool.guards import _torch as private
+from cgtool.pieces import Json
+
+#: What Inductor takes on Linux where CXX says nothing.
+_COMPILER = "g++"
+_COMPILER_SECS = 20.0
+#: Flags of /proc/cpuinfo that name instructions; the others speak of power, mitigations and virtual machines.
+_INSTRUCTIONS = re.compile(
+    r"(sse|ssse|avx|amx|fma|bmi|f16c|popcnt|abm|lzcnt|aes|vaes|sha|gfni|pclmulqdq|vpclmulqdq|movbe|adx|rdrnd|rdseed|cx16"
+    r"|xsave|movdiri|movdir64b|clwb|clflushopt|serialize|asimd|sve|sme|neon|fp16|fphp|bf16|i8mm|atomics|dotprod|crc32"
+    r"|fcma|jscvt|lrcpc|vsx|altivec).*\Z"
+)
+
+
+def environment_factors() -> dict[str, Json]:
+    """Return every factor by name.
+
+    Returns:
+        torch: version, git revision and CUDA or ROCm version of the build.
+        triton: its version, or None.
+        python: implementation and version without the patch level.
+        compiler: the first line of the C++ compiler's `--version` without its own name, or None where there is none.
+        target: the CPU's instruction sets, and the architectures of the accelerators.
+        precision: torch's global settings of precision and determinism.
+        inductor_environment: variables of the environment that change code.
+        inductor: settings of Inductor that were changed in this process.
+    """
+    return {
+        "torch": _torch_build(),
+        "triton": _triton(),
+        "python": f"{sys.implementation.name} {sys.version_info.major}.{sys.version_info.minor}",
+        "compiler": compiler_version(),
+        "target": {"cpu": _cpu(), "accelerators": _accelerators()},
+        "precision": _precision(),
+        "inductor_environment": dict(environment().code_variables),
+        "inductor": {name: plain(value) for name, value in sorted(private.changed_inductor_settings().items())},
+    }
+
+
+def compiler_version() -> str | None:
+    """Return what the C++ compiler that torch would call says it is, or None where there is none."""
+    command = environment().cxx or _COMPILER
+    found = shutil.which(command.split()[0])
+    if found is None:
+        return None
+    try:
+        stat = Path(found).resolve().stat()
+    except OSError:
+        return None
+    return _asked(found, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=8)
+def _asked(path: str, _mtime_ns: int, _size_bytes: int) -> str | None:
+    try:
+        answer = subprocess.run(  # noqa: S603 - the compiler that torch itself would run
+            [path, "--version"], capture_output=True, text=True, timeout=_COMPILER_SECS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    line = answer.stdout.strip().splitlines()[0] if answer.stdout.strip() else None
+    if line is None:
+        return None
+    # GCC begins with the name it was called by: c++ and g++ are one compiler
+    name, _, rest = line.partition(" ")
+    return rest if name == Path(path).name and rest else line
+
+
+@lru_cache(maxsize=1)
+def _torch_build() -> Json:
+    return {
+        "version": torch.__version__,
+        "git": torch.version.git_version,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+    }
+
+
+@lru_cache(maxsize=1)
+def _triton() -> str | None:
+    for name in ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm", "pytorch-triton-xpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+@lru_cache(maxsize=1)
+def _cpu() -> Json:
+    machine = platform.machine()
+    flags = _cpu_flags()
+    return {
+        "machine": machine,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "instructions": digest_of(flags) if flags else None,
+    }
+
+
+def _cpu_flags() -> list[str]:
+    """Return the instruction sets of the first CPU; [] where the system does not say."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    match = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    return sorted(flag for flag in match.group(1).split() if _INSTRUCTIONS.match(flag)) if match else []
+
+
+def _accelerators() -> list[str]:
+    """Return the architectures of the visible accelerators, each once: an index must not enter."""
+    if not torch.cuda.is_available():
+        return []
+    found = set()
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        arch = getattr(properties, "gcnArchName", None) if torch.version.hip else None
+        # Inductor tunes for the number of multiprocessors, not only for the architecture
+        found.add(f"{arch or f'sm_{properties.major}{properties.minor}'} x{properties.multi_processor_count}")
+    return sorted(found)
+
+
+def _precision() -> Json:
+    return {
+        "float32_matmul": torch.get_float32_matmul_precision(),
+        "fp16_reduced": plain(torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction),
+        "bf16_reduced": plain(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction),
+        "cudnn_tf32": bool(torch.backends.cudnn.allow_tf32),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def plain(value: Any) -> Json:
+    """Return a setting as JSON; what has no word of its own is named by its type, never by its address."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return {"f": repr(value)}
+    if isinstance(value, dict):
+        return {"d": sorted(([plain(k), plain(v)] for k, v in value.items()), key=repr)}
+    if isinstance(value, set | frozenset):
+        return {"set": sorted((plain(item) for item in value), key=repr)}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value)}
+    kind = value if callable(value) and hasattr(value, "__qualname__") else type(value)
+    return {"type": f"{kind.__module__}.{kind.__qualname__}"}
