@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 
 from cgtool.errors import UsageError
+from cgtool.guards.code import code_digest
 from cgtool.ops import register_splitting_op
 
 #: Where an op goes when its author names no namespace.
@@ -119,9 +120,10 @@ def registered_op(name: str) -> CustomOp | None:
 
 def _new_library(namespace: str) -> torch.library.Library:
     """Return a fragment of `namespace` to define one op in."""
+    if not namespace.isidentifier():
+        msg = f"{namespace!r} cannot be the namespace of a custom op. Use a plain identifier."
+        raise UsageError(msg, expected="an identifier", actual=namespace)
     try:
-        if not namespace.isidentifier():
-            raise ValueError("it is no identifier")
         return torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]  # torch leaves it untyped
     except (ValueError, RuntimeError) as error:
         msg = f"{namespace!r} cannot be the namespace of a custom op: {error}. Choose another."
@@ -183,28 +185,16 @@ def _same_or_raise(known: CustomOp | None, new: CustomOp) -> CustomOp:
 
 
 def _fingerprint(function: Callable[..., Any] | None) -> object:
-    """Return what two functions share when they were made by the same lines: code, defaults, closure, plain globals.
+    """Return what two functions share when the same lines made them.
 
-    Anything but a plain Python function is its own fingerprint, equal to nothing but itself.
+    A digest knows the objects of a closure by their type alone: those must be the very same ones. Anything but a Python
+    function is equal to nothing but itself.
     """
     if not isinstance(function, types.FunctionType):
-        return function
-    code = function.__code__
-    plain = (bool, int, float, str, bytes, type(None))
-    named = {name: function.__globals__.get(name) for name in code.co_names}
-    return (
-        _code_fingerprint(code),
-        function.__defaults__,
-        function.__kwdefaults__,
-        tuple(cell.cell_contents for cell in function.__closure__ or ()),
-        {name: value for name, value in named.items() if isinstance(value, plain)},
-    )
+        return id(function)
+    held = [cell.cell_contents for cell in function.__closure__ or ()]
+    strangers = tuple(id(value) for value in held if not isinstance(value, _TOLD_BY_DIGEST))
+    return code_digest(function, follow_globals=True), strangers
 
 
-def _code_fingerprint(code: types.CodeType) -> tuple[object, ...]:
-    """Return what a code object does, without where it was written."""
-    constants = tuple(
-        _code_fingerprint(value) if isinstance(value, types.CodeType) else (type(value), value)
-        for value in code.co_consts
-    )
-    return (code.co_name, code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars)
+_TOLD_BY_DIGEST = (bool, int, float, str, bytes, type(None), type, types.ModuleType, types.FunctionType)

@@ -1,0 +1,53 @@
+"""`cgtool.ops`: the registry of splitting ops, and its list of attention ops."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from cgtool.errors import UsageError
+from cgtool.ops import KNOWN_ATTENTION_OPS, register_splitting_op, registered_splitting_ops
+
+
+def test_registering_twice_keeps_one_name_in_its_first_place():
+    register_splitting_op("test_ops::first")
+    register_splitting_op("test_ops.second.default")
+    register_splitting_op("test_ops::first")
+    ours = [name for name in registered_splitting_ops() if name.startswith("test_ops")]
+    assert ours == ["test_ops::first", "test_ops.second.default"]
+
+
+@pytest.mark.parametrize("name", ["", "attention", "ns::", "::op", "a::b::c", "ns::op.", "ns op", "ns::op.x.y", "ns::op\n"])
+def test_what_names_no_op_is_refused(name):
+    with pytest.raises(UsageError, match="does not name an op"):
+        register_splitting_op(name)
+    assert name not in registered_splitting_ops()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch.nn.functional.scaled_dot_product_attention",
+        "aten::scaled_dot_product_attention",
+        "aiter::unified_attention_with_output",
+        "aiter::mla_attention",
+        "vllm::unified_attention_with_output",
+    ],
+)
+def test_attention_of_the_field_is_known(name):
+    assert name in KNOWN_ATTENTION_OPS
+
+
+def test_every_known_op_is_a_name_that_could_be_registered_and_stands_once():
+    before = registered_splitting_ops()
+    for name in KNOWN_ATTENTION_OPS:
+        register_splitting_op(name)
+    assert set(registered_splitting_ops()) == {*before, *KNOWN_ATTENTION_OPS}
+    assert len(set(KNOWN_ATTENTION_OPS)) == len(KNOWN_ATTENTION_OPS)
+
+
+def test_importing_it_loads_no_torch():
+    code = "import sys, cgtool.ops; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
