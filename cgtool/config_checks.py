@@ -181,10 +181,10 @@ def check_dim(value: Any) -> str | None:
 
 def check_adaptor(value: Any) -> str:
     """Return the name of an adaptor; empty means that `use_inductor` chooses."""
-    if value not in {*ADAPTORS, ""}:
+    if not isinstance(value, str) or value not in {*ADAPTORS, ""}:
         message = f"adaptors are {', '.join(ADAPTORS)}; the nearest is {nearest(str(value), ADAPTORS)}"
         raise WrongValueError(message)
-    return str(value)
+    return value
 
 
 def check_json_mapping(value: Any) -> dict[str, Any]:

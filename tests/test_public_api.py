@@ -15,14 +15,6 @@ import cgtool
 
 LIGHT = ["CUDAGraphMode", "CacheMissError", "CgtoolError", "CompilationConfig", "CompilationLevel", "ExampleCall"]
 LIGHT += ["GuardError", "ModelSpec"]
-    "CUDAGraphMode",
-    "CacheMissError",
-    "CgtoolError",
-    "CompilationConfig",
-    "ExampleCall",
-    "GuardError",
-    "ModelSpec",
-]
 SIGNATURES = {
     "load": {"module", "config", "cache_dir", "prefix", "rank"},
     "compile": {"module", "example_args", "example_kwargs", "dynamic", "config", "cache_dir", "prefix"},

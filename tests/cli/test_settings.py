@@ -1,0 +1,216 @@
+"""The sources of settings: their order, where files are looked for, and errors that name the source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cgtool.cli.settings import find_file, load_settings
+from cgtool.config import CompilationConfig, environment
+from cgtool.errors import ConfigError
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Path:
+    """A repository with a folder in it; nothing above it is looked at."""
+    root = tmp_path / "repo"
+    (root / ".git").mkdir(parents=True)
+    (root / "inner").mkdir()
+    return root
+
+
+def settings(start: Path, *, variables=None, **given):
+    return load_settings(start=start, env=environment(variables or {}), **given)
+
+
+def refusal(start: Path, *, variables=None, **given) -> str:
+    with pytest.raises(ConfigError) as caught:
+        settings(start, variables=variables, **given)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_without_any_source_the_defaults_hold(repo):
+    found = settings(repo)
+    assert (found.config, found.origins, found.file) == (CompilationConfig(), {}, None)
+
+
+SOURCES = ["file", "variable", "json", "flag"]
+
+
+@pytest.mark.parametrize("highest", range(len(SOURCES)), ids=SOURCES)
+def test_a_higher_source_wins(repo, highest):
+    given = {}
+    if highest >= 0:
+        (repo / "cgtool.toml").write_text("compile_sizes = [1]\nsize_dim = 'a'\n")
+    if highest >= 1:
+        given["variables"] = {"CGTOOL_COMPILE_SIZES": "2"}
+    if highest >= 2:
+        given["compilation_config"] = '{"compile_sizes": [3]}'
+    if highest >= 3:
+        given["flags"] = {"compile_sizes": [4]}
+    found = settings(repo, **given)
+    assert found.config == CompilationConfig(compile_sizes=[highest + 1], size_dim="a")
+    origins = [
+        f"{repo}/cgtool.toml, key compile_sizes",
+        "the variable CGTOOL_COMPILE_SIZES",
+        "--compilation-config, key compile_sizes",
+        "--compile-sizes",
+    ]
+    assert found.origins == {"compile_sizes": origins[highest], "size_dim": f"{repo}/cgtool.toml, key size_dim"}
+
+
+def test_flags_that_were_not_given_say_nothing_and_text_is_parsed(repo):
+    flags = {"level": None, "compile_sizes": "1,batch=2", "adaptor": "eager", "disable_cache": True}
+    found = settings(repo, flags=flags)
+    assert found.config == CompilationConfig(compile_sizes=[1, {"batch": 2}], adaptor="eager", disable_cache=True)
+    assert found.origins["disable_cache"] == "--no-cache"
+
+
+def test_an_empty_variable_counts_as_unset(repo):
+    assert settings(repo, variables={"CGTOOL_COMPILE_SIZES": "", "CGTOOL_NO_SUCH": ""}).config == CompilationConfig()
+
+
+def test_the_table_of_pyproject_is_read_from_a_folder_below(repo):
+    (repo / "pyproject.toml").write_text('[project]\nname = "x"\n[tool.cgtool]\ncompile_sizes = [1, {batch = 2}]\n')
+    found = settings(repo / "inner")
+    assert found.file == repo / "pyproject.toml"
+    assert found.config == CompilationConfig(compile_sizes=[1, {"batch": 2}])
+
+
+def test_the_nearest_file_is_the_only_one(repo):
+    (repo / "cgtool.toml").write_text("level = 2\nsize_dim = 'a'\n")
+    (repo / "inner" / "cgtool.toml").write_text("level = 1\n")
+    assert settings(repo / "inner").config == CompilationConfig(level=1)
+
+
+def test_a_pyproject_that_does_not_speak_of_cgtool_is_passed_by(repo):
+    (repo / "cgtool.toml").write_text("level = 2\n")
+    (repo / "inner" / "pyproject.toml").write_text("[tool.other]\nlevel = 1\n")
+    assert find_file(repo / "inner") == repo / "cgtool.toml"
+
+
+def test_the_search_ends_at_the_repository(repo):
+    (repo.parent / "cgtool.toml").write_text("level = 2\n")
+    assert find_file(repo / "inner") is None
+    assert find_file(repo.parent) == repo.parent / "cgtool.toml"
+
+
+def test_a_worktrees_git_file_ends_the_search_too(repo):
+    (repo.parent / "cgtool.toml").write_text("level = 2\n")
+    (repo / ".git").rmdir()
+    assert find_file(repo / "inner") == repo.parent / "cgtool.toml"
+    (repo / ".git").write_text("gitdir: elsewhere\n")
+    assert find_file(repo / "inner") is None
+
+
+def test_the_working_directory_is_where_the_search_begins(repo, monkeypatch):
+    (repo / "cgtool.toml").write_text("level = 2\n")
+    monkeypatch.chdir(repo / "inner")
+    assert load_settings(env=environment({})).config.level == 2
+
+
+def test_a_path_in_a_file_is_relative_to_the_file(repo):
+    (repo / "cgtool.toml").write_text("cache_dir = 'caches/a'\ndebug_dump_path = '/abs'\n")
+    config = settings(repo / "inner").config
+    assert (config.cache_dir, config.debug_dump_path) == (str(repo / "caches/a"), "/abs")
+
+
+def test_a_home_in_a_file_is_the_users(repo, isolated_home):
+    (repo / "cgtool.toml").write_text("cache_dir = '~/c'\n")
+    assert settings(repo).config.cache_dir == str(isolated_home / "c")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        pytest.param(
+            {"variables": {"CGTOOL_COMPILE_SIZE": "1"}},
+            "The variable CGTOOL_COMPILE_SIZE: cgtool has no setting 'CGTOOL_COMPILE_SIZE'; "
+            "the nearest is 'CGTOOL_COMPILE_SIZES'.",
+            id="variable",
+        ),
+        pytest.param(
+            {"compilation_config": '{"compile-sizes": [1]}'},
+            "--compilation-config, key compile-sizes: cgtool has no setting 'compile-sizes'; "
+            "the nearest is 'compile_sizes'.",
+            id="json",
+        ),
+        pytest.param(
+            {"flags": {"compile_rages": [[1, 2]]}},
+            "--compile-rages: cgtool has no setting '--compile-rages'; the nearest is '--compile-ranges'.",
+            id="flag",
+        ),
+    ],
+)
+def test_an_unknown_key_names_its_source_and_the_nearest(repo, given, says):
+    assert refusal(repo, **given) == says
+
+
+def test_an_unknown_key_of_a_file_names_the_file(repo):
+    (repo / "pyproject.toml").write_text("[tool.cgtool]\nsplit_ops = []\n")
+    path = repo / "pyproject.toml"
+    says = f"{path}, key tool.cgtool.split_ops: cgtool has no setting 'split_ops'; the nearest is 'splitting_ops'."
+    assert refusal(repo) == says
+
+
+@pytest.mark.parametrize(
+    ("given", "starts"),
+    [
+        ({"variables": {"CGTOOL_LEVEL": "9"}}, "The variable CGTOOL_LEVEL: level is 9: levels are 0"),
+        ({"compilation_config": {"level": "x"}}, "--compilation-config, key level: level is 'x': levels are 0"),
+        ({"flags": {"compile_sizes": [0]}}, "--compile-sizes: compile_sizes is [0]: sizes are positive integers"),
+        ({"flags": {"inductor_compile_config": []}}, "--inductor-config: inductor_compile_config is []: it maps"),
+        ({"compilation_config": "{"}, "--compilation-config is '{': it is no JSON"),
+        ({"compilation_config": "[1]"}, "--compilation-config is '[1]'. Give an object such as"),
+        ({"compilation_config": '{"level": 1, "level": 2}'}, "--compilation-config is "),
+    ],
+)
+def test_a_wrong_value_names_its_source(repo, given, starts):
+    assert refusal(repo, **given).startswith(starts)
+
+
+def test_a_wrong_value_of_a_lower_source_is_told_even_where_a_higher_one_wins(repo):
+    (repo / "cgtool.toml").write_text("level = 9\n")
+    assert refusal(repo, flags={"level": 3}).startswith(f"{repo}/cgtool.toml, key level: level is 9")
+
+
+def test_a_contradiction_names_both_sources(repo):
+    (repo / "cgtool.toml").write_text('splitting_ops = ["a::b"]\n')
+    said = refusal(repo, flags={"level": 2})
+    assert said.startswith("Level 2 compiles the graph whole")
+    assert said.endswith(f"(level: --level; splitting_ops: {repo}/cgtool.toml, key splitting_ops)")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"level = ", "cannot be read"),
+        (b"\xff = 1", "cannot be read"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(repo, content, says):
+    (repo / "cgtool.toml").write_bytes(content)
+    said = refusal(repo)
+    assert said.startswith(f"The configuration file {repo}/cgtool.toml {says}: ")
+    assert said.endswith("Correct it or move it away.")
+
+
+def test_a_table_that_is_none_is_refused(repo):
+    (repo / "pyproject.toml").write_text("tool.cgtool = 3\n")
+    assert refusal(repo) == (
+        f"In {repo}/pyproject.toml, tool.cgtool is 3 and must be a table. Write [tool.cgtool] and fields below it."
+    )
+
+
+def test_two_files_in_one_folder_are_refused(repo):
+    (repo / "pyproject.toml").write_text("[tool.cgtool]\nlevel = 1\n")
+    (repo / "cgtool.toml").write_text("level = 2\n")
+    assert refusal(repo).endswith("configure cgtool. Keep one of them.")
+
+
+def test_the_library_reads_no_file(repo, monkeypatch):
+    (repo / "cgtool.toml").write_text("level = 1\n")
+    monkeypatch.chdir(repo)
+    assert CompilationConfig().level == 3

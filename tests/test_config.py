@@ -1,0 +1,469 @@
+"""`CompilationConfig`: every field's values, its kind, contradictions, and what is read from the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cgtool.config import (
+    FIELD_KINDS,
+    CompilationConfig,
+    CompilationLevel,
+    CUDAGraphMode,
+    environment,
+    resolve_capture_sizes,
+    resolve_compile_sizes,
+    resolve_cudagraph_mode,
+)
+from cgtool.config_fields import FIELDS, parse_field
+from cgtool.digests import canonical_json
+from cgtool.errors import ConfigError
+
+KINDS = {
+    "level": "key",
+    "splitting_ops": "key",
+    "use_inductor": "key",
+    "adaptor": "key",
+    "inductor_compile_config": "key",
+    "compile_sizes": "coverage",
+    "compile_ranges": "coverage",
+    "size_dim": "coverage",
+    "use_cudagraph": "runtime",
+    "cudagraph_mode": "runtime",
+    "cudagraph_capture_sizes": "runtime",
+    "cuda_graph_sizes": "runtime",
+    "cudagraph_copy_inputs": "runtime",
+    "enforce_eager": "runtime",
+    "disable_cache": "runtime",
+    "cache_dir": "runtime",
+    "debug_dump_path": "runtime",
+}
+
+#: For each field a value that is not its default, in the form in which the record holds it.
+OTHERS = {
+    "level": CompilationLevel.DYNAMO_ONCE,
+    "splitting_ops": ("toy::attn",),
+    "use_inductor": False,
+    "adaptor": "inductor",
+    "inductor_compile_config": {"max_autotune": True},
+    "compile_sizes": (1, 8),
+    "compile_ranges": ((1, 16), (17, 64)),
+    "size_dim": "num_tokens",
+    "use_cudagraph": False,
+    "cudagraph_mode": CUDAGraphMode.FULL,
+    "cudagraph_capture_sizes": (1, 2),
+    "cuda_graph_sizes": (4, 8),
+    "cudagraph_copy_inputs": True,
+    "enforce_eager": True,
+    "disable_cache": True,
+    "cache_dir": "/x",
+    "debug_dump_path": "/y",
+}
+
+
+def test_every_field_has_the_kind_that_is_written_down():
+    assert FIELD_KINDS == KINDS
+    assert {field.name for field in dataclasses.fields(CompilationConfig)} == set(KINDS)
+
+
+def test_every_field_is_described_with_its_kind_and_default():
+    documented = CompilationConfig.__doc__ or ""
+    for name, kind in KINDS.items():
+        words, after = documented.split(f"\n        {name}: ")[1].split("Kind: ", 1)
+        assert after.startswith(f"{kind}."), name
+        assert "default" in words, name
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_only_key_fields_change_the_key(name):
+    plain = CompilationConfig()
+    changed = CompilationConfig(**{name: OTHERS[name]})
+    assert getattr(changed, name) == OTHERS[name] != getattr(plain, name)
+    assert (plain.key_fields() != changed.key_fields()) == (KINDS[name] == "key")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_configuration_survives_json(name):
+    config = CompilationConfig(**{name: OTHERS[name]})
+    assert CompilationConfig.from_mapping(json.loads(canonical_json(config.to_json()))) == config
+
+
+def test_the_default_is_piecewise_through_standalone_compile():
+    config = CompilationConfig()
+    assert (config.level, config.adaptor, config.effective_level) == (3, "inductor_standalone", 3)
+    assert resolve_compile_sizes(config) == ()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        pytest.param({"use_inductor": False}, {"adaptor": "eager"}, id="no inductor is the eager adaptor"),
+        pytest.param({"level": "piecewise"}, {"level": 3}, id="a level by name"),
+        pytest.param({"splitting_ops": ["a::b", "c::d"]}, {"splitting_ops": ["c::d", "a::b"]}, id="order of ops"),
+        pytest.param(
+            {"inductor_compile_config": {"a": 1, "b": (1, 2)}},
+            {"inductor_compile_config": {"b": [1, 2], "a": 1}},
+            id="order of options",
+        ),
+    ],
+)
+def test_what_means_the_same_has_one_key(one, other):
+    assert CompilationConfig(**one).key_fields() == CompilationConfig(**other).key_fields()
+
+
+def test_values_are_held_in_one_form():
+    config = CompilationConfig(
+        compile_sizes=[8, {"seq": 4, "batch": 2}, 1, 8, {"batch": 2, "seq": 4}, "cudagraph_capture_sizes"],
+        compile_ranges=[[17, 64], (1, 16)],
+        splitting_ops=["b::x", "a.y", "b::x"],
+        cudagraph_mode="full_and_piecewise",
+        cache_dir=Path("/x"),
+    )
+    assert config.compile_sizes == (1, 8, "cudagraph_capture_sizes", {"batch": 2, "seq": 4})
+    assert config.compile_ranges == ((1, 16), (17, 64))
+    assert config.splitting_ops == ("b::x", "a.y")
+    assert config.cudagraph_mode is CUDAGraphMode.FULL_AND_PIECEWISE
+    assert config.cache_dir == "/x"
+
+
+def test_the_callers_mapping_is_copied():
+    options = {"triton": {"cudagraphs": False}}
+    config = CompilationConfig(inductor_compile_config=options)
+    options["triton"]["cudagraphs"] = True
+    assert config.inductor_compile_config == {"triton": {"cudagraphs": False}}
+
+
+def test_equal_configurations_have_equal_hashes():
+    one = CompilationConfig(compile_sizes=[1, {"batch": 8}], inductor_compile_config={"a": 1})
+    assert hash(one) == hash(CompilationConfig.from_mapping(one.to_json()))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("level", 4, r"levels are 0 \(NO_COMPILATION\)"),
+        ("level", True, "levels are"),
+        ("level", "3", "levels are"),
+        ("level", 3.0, "levels are"),
+        ("use_inductor", 1, "true or false"),
+        ("splitting_ops", "toy::attn", "a list of names of ops"),
+        ("splitting_ops", ["attn"], "'attn' is none of these"),
+        ("splitting_ops", ["a::b; import os"], "is none of these"),
+        ("compile_sizes", [0], "sizes are positive integers.* 0 is none"),
+        ("compile_sizes", [True], "True is none"),
+        ("compile_sizes", [1.0], r"1\.0 is none"),
+        ("compile_sizes", ["8"], "'8' is none"),
+        ("compile_sizes", [{}], "{} is none"),
+        ("compile_sizes", [{"batch": 0}], "is none"),
+        ("compile_sizes", 8, "a list of positive integers"),
+        ("compile_ranges", [[1, 16], [16, 32]], r"\[1, 16\] and \[16, 32\] do"),
+        ("compile_ranges", [[8, 8]], "compile_sizes"),
+        ("compile_ranges", [[0, 8]], "is none"),
+        ("compile_ranges", [[9, 8]], "is none"),
+        ("compile_ranges", [[1, 2, 3]], "is none"),
+        ("compile_ranges", None, "a list"),
+        ("size_dim", "a b", "name of a dynamic dimension"),
+        ("adaptor", "inductr", "nearest is inductor"),
+        ("inductor_compile_config", [], "maps names"),
+        ("inductor_compile_config", {"a": object()}, "not JSON serializable"),
+        ("inductor_compile_config", {"a": float("nan")}, "JSON values"),
+        ("inductor_compile_config", {"a": {1: 2}}, "1 is none"),
+        ("cudagraph_mode", "PIECE", "modes are NONE, PIECEWISE"),
+        ("cudagraph_mode", True, "modes are"),
+        ("cudagraph_mode", 1.0, "modes are"),
+        ("cudagraph_capture_sizes", [], "one or more"),
+        ("cuda_graph_sizes", [], "one or more"),
+        ("cuda_graph_sizes", None, "one or more"),
+        ("cuda_graph_sizes", [8, 8], "named twice"),
+        ("cache_dir", 3, "a path"),
+        ("cache_dir", "a\0b", "zero byte"),
+    ],
+)
+def test_a_wrong_value_is_a_sentence_that_names_the_field(name, value, says):
+    with pytest.raises(ConfigError, match=says) as caught:
+        CompilationConfig(**{name: value})
+    assert str(caught.value).startswith(f"{name} is {value!r}: ")
+    assert (caught.value.path, caught.value.exit_code) == (name, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"use_inductor": False, "adaptor": "inductor"}, "take the adaptor 'eager'"),
+        ({"level": 2, "splitting_ops": ["a::b"]}, "use level 3"),
+        ({"use_cudagraph": False, "cudagraph_mode": "FULL"}, "leave cudagraph_mode out"),
+        ({"use_cudagraph": False, "compile_sizes": ["cudagraph_capture_sizes"]}, "name the sizes"),
+        ({"use_cudagraph": False, "cudagraph_copy_inputs": True}, "leave it out"),
+        ({"cudagraph_mode": "FULL", "cudagraph_copy_inputs": True}, "leave it out"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(fields, says):
+    with pytest.raises(ConfigError, match=says):
+        CompilationConfig(**fields)
+    for name in fields:  # each alone is fine
+        CompilationConfig(**{name: fields[name]})
+
+
+def test_an_unknown_field_is_answered_with_the_nearest():
+    with pytest.raises(ConfigError, match="no configuration field 'compile-size'; the nearest is 'compile_sizes'"):
+        CompilationConfig.from_mapping({"compile-size": [1]})
+
+
+def test_replace_checks_and_chooses_the_adaptor_anew():
+    assert CompilationConfig().replace(use_inductor=False).adaptor == "eager"
+    with pytest.raises(ConfigError, match="nearest is 'level'"):
+        CompilationConfig().replace(levels=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sizes"),
+    [
+        ({}, (1, 2, 4, 8, *range(16, 513, 16))),
+        ({"cuda_graph_sizes": [20]}, (1, 2, 4, 8, 16)),
+        ({"cuda_graph_sizes": [6]}, (1, 2, 4)),
+        ({"cuda_graph_sizes": [6, 3]}, (3, 6)),
+        ({"cudagraph_capture_sizes": [5], "cuda_graph_sizes": [6, 3]}, (5,)),
+        ({"use_cudagraph": False}, ()),
+    ],
+)
+def test_capture_sizes_follow_the_pattern_unless_they_are_given(fields, sizes):
+    assert resolve_capture_sizes(CompilationConfig(**fields)) == sizes
+
+
+def test_the_word_in_compile_sizes_becomes_the_captured_sizes():
+    config = CompilationConfig(
+        compile_sizes=[{"batch": 2, "seq": 4}, "cudagraph_capture_sizes", 3, 4], cuda_graph_sizes=[5]
+    )
+    assert resolve_compile_sizes(config) == (1, 2, 3, 4, {"batch": 2, "seq": 4})
+
+
+def test_enforce_eager_overrules_the_level():
+    config = CompilationConfig(enforce_eager=True)
+    assert config.effective_level is CompilationLevel.NO_COMPILATION
+    assert resolve_cudagraph_mode(config) is CUDAGraphMode.NONE
+
+
+@pytest.mark.parametrize(
+    ("fields", "mode"),
+    [
+        ({}, "PIECEWISE"),
+        ({"level": 2}, "NONE"),
+        ({"level": 2, "cudagraph_mode": "FULL_AND_PIECEWISE"}, "FULL_DECODE_ONLY"),
+        ({"level": 0, "cudagraph_mode": "FULL"}, "FULL"),
+        ({"splitting_ops": [], "cudagraph_mode": "PIECEWISE"}, "NONE"),
+        ({"splitting_ops": [], "cudagraph_mode": "FULL_AND_PIECEWISE"}, "FULL"),
+        ({"splitting_ops": ["a::b"], "cudagraph_mode": "FULL_AND_PIECEWISE"}, "FULL_AND_PIECEWISE"),
+        ({"use_cudagraph": False}, "NONE"),
+        ({"cudagraph_mode": "NONE"}, "NONE"),
+    ],
+)
+def test_a_mode_without_pieces_loses_its_piecewise_half(fields, mode):
+    assert resolve_cudagraph_mode(CompilationConfig(**fields)).name == mode
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("compile_sizes", "1, 8,cudagraph_capture_sizes", (1, 8, "cudagraph_capture_sizes")),
+        ("compile_sizes", "batch=4:seq=128,8", (8, {"batch": 4, "seq": 128})),
+        ("compile_sizes", '[1, {"batch": 4}]', (1, {"batch": 4})),
+        ("compile_sizes", "none", None),
+        ("compile_ranges", "1-16,17-64", ((1, 16), (17, 64))),
+        ("compile_ranges", "[[1, 16]]", ((1, 16),)),
+        ("splitting_ops", "a::b,c.d", ("a::b", "c.d")),
+        ("splitting_ops", "", ()),
+        ("level", " 2 ", CompilationLevel.DYNAMO_ONCE),
+        ("level", "piecewise", CompilationLevel.PIECEWISE),
+        ("use_cudagraph", "Off", False),
+        ("enforce_eager", "1", True),
+        ("cudagraph_mode", "none", CUDAGraphMode.NONE),
+        ("cudagraph_mode", "", None),
+        ("cudagraph_mode", "[2, 1]", CUDAGraphMode.FULL_AND_PIECEWISE),
+        ("inductor_compile_config", '{"max_autotune": true}', {"max_autotune": True}),
+        ("size_dim", "num_tokens", "num_tokens"),
+        ("cache_dir", " /a b", " /a b"),
+    ],
+)
+def test_a_field_is_read_from_text(name, text, value):
+    assert parse_field(name, text) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("compile_sizes", "1;8"),
+        ("compile_sizes", "-1"),
+        ("compile_sizes", "batch=4:batch=5"),
+        ("compile_sizes", "[1,"),
+        ("compile_sizes", "[" * 100_000),
+        ("compile_ranges", "1-2-3"),
+        ("compile_ranges", "5"),
+        ("use_cudagraph", "maybe"),
+        ("inductor_compile_config", '{"a": 1, "a": 2}'),
+        ("size_dim", "8"),
+    ],
+)
+def test_text_that_spells_no_value_is_refused(name, text):
+    with pytest.raises(ConfigError, match=f"^{name} is "):
+        parse_field(name, text)
+
+
+@given(
+    st.sampled_from(sorted(FIELDS)), st.text() | st.sampled_from(["{}", "[[]]", "[null]", "1e9", "=", "-", "{", ","])
+)
+def test_no_text_is_anything_but_a_value_or_a_sentence(name, text):
+    try:
+        value = parse_field(name, text)
+    except ConfigError as error:
+        message = str(error)
+        assert message.startswith(f"{name} is "), message
+    else:
+        assert FIELDS[name].check(value) == value
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 600) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(FIELDS)), json_values, max_size=2))
+def test_any_mapping_is_a_configuration_or_a_sentence(values):
+    try:
+        config = CompilationConfig.from_mapping(values)
+    except ConfigError as error:
+        assert error.path in FIELDS  # noqa: PT017  either end is fine, a third is not
+    else:
+        assert CompilationConfig.from_mapping(config.to_json()) == config
+
+
+MODES = {
+    "NONE": ("NONE", "NONE", "NONE", "NONE"),
+    "PIECEWISE": ("PIECEWISE", "PIECEWISE", "PIECEWISE", "NONE"),
+    "FULL": ("FULL", "FULL", "FULL", "FULL"),
+    "FULL_DECODE_ONLY": ("FULL", "NONE", "FULL", "FULL_DECODE_ONLY"),
+    "FULL_AND_PIECEWISE": ("FULL", "PIECEWISE", "FULL", "FULL_DECODE_ONLY"),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_helpers_of_a_mode(name):
+    mode = CUDAGraphMode[name]
+    decode, mixed, highest, without = MODES[name]
+    assert mode.decode_mode().name == decode
+    assert mode.mixed_mode().name == mixed
+    assert mode.max_cudagraph_mode().name == highest
+    assert mode.without_piecewise().name == without
+    assert mode.separate_routine() == (decode != mixed)
+    assert mode.has_full_cudagraphs() == ("FULL" in (decode, mixed))
+    assert mode.requires_piecewise_compilation() == ("PIECEWISE" in (decode, mixed))
+    assert mode.has_piecewise_cudagraphs() == mode.requires_piecewise_compilation()
+    assert mode.is_valid_runtime_mode() == (mode in CUDAGraphMode.valid_runtime_modes())
+    assert {m.name for m in CUDAGraphMode.valid_runtime_modes() if mode.has_mode(m)} == {decode, mixed}
+
+
+def test_there_are_five_modes_with_the_fields_own_values():
+    assert {mode.name: mode.value for mode in CUDAGraphMode} == {
+        "NONE": 0,
+        "PIECEWISE": 1,
+        "FULL": 2,
+        "FULL_DECODE_ONLY": (2, 0),
+        "FULL_AND_PIECEWISE": (2, 1),
+    }
+
+
+def test_a_pair_is_no_part_of_a_mode():
+    with pytest.raises(ValueError, match="FULL_DECODE_ONLY is a pair of modes; ask for one of FULL, NONE, PIECEWISE"):
+        CUDAGraphMode.FULL.has_mode(CUDAGraphMode.FULL_DECODE_ONLY)
+
+
+def test_the_environment_is_read_as_it_is_now(monkeypatch):
+    assert environment().cache_dir is None
+    monkeypatch.setenv("CGTOOL_CACHE_DIR", "/c")
+    assert environment().cache_dir == "/c"
+    assert os.environ["CGTOOL_CACHE_DIR"] == "/c"
+
+
+def test_an_empty_environment_gives_defaults():
+    found = environment({"CGTOOL_CACHE_DIR": "", "CGTOOL_DISABLE_CACHE": "", "CXX": "", "RANK": ""})
+    assert (found.cache_dir, found.disable_cache, found.cxx, found.rank, found.local_rank) == (None, False, None, 0, 0)
+    assert found.code_variables == {}
+
+
+@pytest.mark.parametrize(
+    ("variables", "rank", "local_rank"),
+    [({"RANK": "9", "LOCAL_RANK": "1"}, 9, 1), ({"LOCAL_RANK": "1"}, 1, 1), ({"RANK": "9"}, 9, 9)],
+)
+def test_the_global_rank_goes_before_the_local_one(variables, rank, local_rank):
+    found = environment(variables)
+    assert (found.rank, found.local_rank) == (rank, local_rank)
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"RANK": "-1"}, "variable RANK is '-1'"),
+        ({"LOCAL_RANK": "one"}, "variable LOCAL_RANK is 'one'"),
+        ({"CGTOOL_DISABLE_CACHE": "perhaps"}, "variable CGTOOL_DISABLE_CACHE is 'perhaps'"),
+    ],
+)
+def test_a_variable_that_cannot_be_read_is_named(variables, says):
+    with pytest.raises(ConfigError, match=says):
+        environment(variables)
+
+
+@pytest.mark.parametrize(("text", "off"), [("1", True), ("0", False), ("yes", True), ("FALSE", False)])
+def test_a_variable_switches_the_cache_off(text, off):
+    assert environment({"CGTOOL_DISABLE_CACHE": text}).disable_cache is off
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "TORCHINDUCTOR_MAX_AUTOTUNE",
+        "TORCHINDUCTOR_FUTURE_SWITCH",
+        "TORCHDYNAMO_DISABLE",
+        "TORCH_COMPILE_DISABLE",
+        "TRITON_INTERPRET",
+        "ATEN_CPU_CAPABILITY",
+        "AOT_INDUCTOR_DEBUG_COMPILE",
+        "TORCHINDUCTOR_CACHE_SDPA_CONSTRAINT",
+    ],
+)
+def test_a_variable_that_may_change_code_is_kept(name):
+    assert environment({name: "1"}).code_variables == {name: "1"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "HOME",
+        "PATH",
+        "MASTER_PORT",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TORCHINDUCTOR_COMPILE_THREADS",
+        "TORCH_LOGS",
+        "TORCH_HOME",
+        "TORCH_NCCL_BLOCKING_WAIT",
+        "TRITON_CACHE_DIR",
+        "TORCHINDUCTOR_REDIS_PORT",
+        "TORCH_TRACE",
+        "CUDA_VISIBLE_DEVICES",
+    ],
+)
+def test_a_variable_of_a_place_a_port_or_a_log_is_not(name):
+    assert environment({name: "1"}).code_variables == {}
+
+
+def test_variables_give_a_configuration():
+    config = CompilationConfig.from_variables(
+        {"CGTOOL_COMPILE_SIZES": "1,8", "CGTOOL_LEVEL": "2", "CGTOOL_ADAPTOR": ""}
+    )
+    assert config == CompilationConfig(compile_sizes=[1, 8], level=2)
