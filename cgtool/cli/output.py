@@ -13,6 +13,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from cgtool.cli.text import plain
@@ -53,6 +54,9 @@ class Output:
 
     def show(self, renderable: RenderableType) -> None:
         """Print a table or a line of a report for people on stdout."""
+        if isinstance(renderable, Table) and not self.stdout.is_terminal:
+            renderable.box = None
+            renderable.padding = (0, 2, 0, 0)
         _print(self.stdout, renderable)
 
     def line(self, text: str = "", *, style: str = "") -> None:

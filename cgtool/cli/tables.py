@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 
 SHORT = 10
 
+#: Columns of a terminal from which the listing shows all that it knows; a pipe is always wide.
+WIDE = 115
+_WIDE_COLUMNS = (">level", "adaptor", ">artifacts")
+
+#: Types as torch prints them in its own graphs.
+_DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
+
 
 def show_warm(output: Output, report: WarmReport, model: str) -> None:
     """Print what was compiled and the line that starts from it."""
@@ -61,23 +68,14 @@ def show_cache(output: Output, report: CacheReport) -> None:
     if not entries:
         output.line(f"The cache at {listing['root']} is empty. Fill it with: cgtool warm MODEL")
         return
-    table = _table(
-        "hash", "model", ">rank", "prefix", ">level", "adaptor", ">pieces", ">unique", ">files", ">size", "used"
-    )
+    wide = output.stdout.width >= WIDE
+    table = _table("hash", "model", ">rank", "prefix", *_WIDE_COLUMNS * wide, ">pieces", ">unique", ">size", "used")
     for entry in entries:
-        table.add_row(
-            _text(entry["hash"][:SHORT], "cyan"),
-            _text(entry["model"]),
-            _text(entry["rank"]),
-            _text(entry["prefix"]),
-            _text(entry["level"]),
-            _text(entry["adaptor"]),
-            _text(entry["pieces"]),
-            _text(entry["unique_pieces"]),
-            _text(len(entry["artifacts"])),
-            _text(size_text(entry["size_bytes"])),
-            _text(ago_text(entry["last_used"], report.now)),
-        )
+        row = [entry["hash"][:SHORT], entry["model"], entry["rank"], entry["prefix"]]
+        row += [entry["level"], entry["adaptor"], len(entry["artifacts"])] * wide
+        row += [entry["pieces"], entry["unique_pieces"], size_text(entry["size_bytes"])]
+        row.append(ago_text(entry["last_used"], report.now))
+        table.add_row(_text(row[0], "cyan"), *map(_text, row[1:]))
     output.show(table)
     count = count_text(len(entries), "entry", "entries")
     output.line(f"{count} in {listing['root']}, {size_text(listing['size_bytes'])} on the disk")
@@ -89,9 +87,9 @@ def show_graph(output: Output, report: GraphReport) -> None:
     number, shown = report.variant, report.variants[report.variant]
     count = len(report.variants)
     output.line(f"variant {number} of {count}: {shown.describe()}" if count > 1 else f"one variant: {shown.describe()}")
-    table = _table(">piece", "runs", "identity", ">ops", "inputs", "outputs", "compiled for")
+    table = _table(">piece", "runs", "identity", ">ops", "inputs", "outputs", "shapes")
     for row in report.pieces:
-        table.add_row(*_piece_cells(row))
+        table.add_row(*_piece_cells(row, between="\n" if output.stdout.is_terminal else "; "))
     output.show(table)
     if count > 1:
         output.line("Variants: " + "; ".join(f"{i} {variant.describe()}" for i, variant in enumerate(report.variants)))
@@ -158,35 +156,41 @@ def _artifacts_table(entry: Mapping[str, Any]) -> Table:
     return table
 
 
-def _piece_cells(row: PieceRow) -> tuple[Text, ...]:
+def _piece_cells(row: PieceRow, *, between: str) -> tuple[Text, ...]:
     return (
         _text(row.index if row.index >= 0 else "-"),
-        _text("\n".join(row.ops) if row.splitting else "compiled", "yellow" if row.splitting else ""),
+        _text(_ops_text(row, between), "yellow" if row.splitting else ""),
         _text(row.identity[:SHORT], "dim" if row.splitting else "cyan"),
         _text(row.num_ops),
-        _text(_tensors_text(tuple(map(_tensor_text, row.inputs)))),
-        _text(_tensors_text(tuple(map(_tensor_text, row.outputs)))),
+        _text(_tensors_text(row.inputs, between)),
+        _text(_tensors_text(row.outputs, between)),
         _text(", ".join(shape_text(shape) for shape in row.shapes) or ("-" if row.splitting else "nothing")),
     )
 
 
-def _tensor_text(tensor: TensorMeta) -> str:
-    return f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
+def _ops_text(row: PieceRow, between: str) -> str:
+    return between.join(op.removeprefix("torch.ops.") for op in row.ops) if row.splitting else "compiled"
 
 
-def _tensors_text(tensors: tuple[str, ...]) -> str:
-    """The shapes of a piece's tensors, equal neighbours counted: "3 x float32[64, 64]"."""
+def _tensors_text(tensors: tuple[TensorMeta, ...], between: str) -> str:
+    """The types and shapes of tensors, equal neighbours counted: "3 x f32[64, 64]"."""
     groups: list[tuple[str, int]] = []
     for tensor in tensors:
-        if groups and groups[-1][0] == tensor:
-            groups[-1] = (tensor, groups[-1][1] + 1)
+        words = f"{_dtype_text(tensor.dtype)}[{', '.join(map(str, tensor.shape))}]"
+        if groups and groups[-1][0] == words:
+            groups[-1] = (words, groups[-1][1] + 1)
         else:
-            groups.append((tensor, 1))
-    return "\n".join(tensor if count == 1 else f"{count} x {tensor}" for tensor, count in groups) or "-"
+            groups.append((words, 1))
+    return between.join(words if count == 1 else f"{count} x {words}" for words, count in groups) or "-"
+
+
+def _dtype_text(dtype: str) -> str:
+    letters = dtype.rstrip("0123456789")
+    return _DTYPES[letters] + dtype[len(letters) :] if letters in _DTYPES else dtype
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for column in columns:
         if column.startswith(">"):
             table.add_column(column[1:], justify="right", no_wrap=True)

@@ -158,7 +158,7 @@ def inspect_graph(options: GraphOptions) -> GraphReport:
 
     Raises:
         UsageError: No entry or variant fits, or several do; the message lists them.
-        CacheError: The entry cannot be read or trusted.
+        CacheError: The cache is empty, or the entry cannot be read or trusted.
     """
     root = resolve_root(options.cache_dir)
     layout = CacheLayout(root=root)
@@ -217,7 +217,7 @@ def _one_name(layout: CacheLayout, options: GraphOptions) -> RankName:
         return fitting[0]
     if not there:
         message = f"The cache at {layout.root} holds no entry. Fill it with: cgtool warm MODEL"
-        raise UsageError(message, path=layout.root)
+        raise CacheError(message, path=layout.root)
     listed = "\n".join(f"  {_words(name, fitting or there)}" for name in fitting or there)
     what = "Several entries fit. Name one of them by its hash" if fitting else "No entry fits. There are"
     advice = ", and by --rank and --prefix where the hash is the same:" if fitting else ":"

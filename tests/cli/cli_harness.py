@@ -1,0 +1,151 @@
+"""Runs the installed command as a user does, and lays down a cache without compiling anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cgtool.cache.entry import EntryWriter
+from cgtool.cache.key import Factor, Key
+from cgtool.cache.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout
+from cgtool.cache.manifest import Manifest, ManifestRow, VariantCounts
+from cgtool.digests import canonical_json
+from cgtool.pieces import Node, PieceGraph, SymbolRange, TensorMeta
+from cgtool.plan import Plan, Step, Variant
+
+REPO = Path(__file__).resolve().parents[2]
+COMMAND = (sys.executable, "-m", "cgtool")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """What came of a run."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def report(self) -> Any:
+        """The JSON on stdout, which must be all that is there."""
+        return json.loads(self.out)
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """This process's environment, with cgtool from this checkout, 80 columns, and `changes`."""
+    path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": path, "COLUMNS": "80", **changes}
+
+
+def run(*arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Ran:
+    """Run `cgtool` to its end."""
+    done = subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        cwd=cwd,
+        env=environment(**(env or {})),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
+    return Ran(code=done.returncode, out=done.stdout, err=done.stderr)
+
+
+def _graph(target: str, width: int) -> PieceGraph:
+    hidden = TensorMeta(dtype="float32", shape=("s0", width), stride=(width, 1), device="cpu")
+    return PieceGraph(
+        symbols=(SymbolRange(name="s0", min=2, max=None),),
+        facts=(),
+        inputs=(hidden,),
+        aliases=(),
+        nodes=(
+            Node(kind="size", target=None, args=("%0", 0), kwargs={}),
+            Node(kind="function", target=target, args=("%0",), kwargs={}),
+        ),
+        outputs=("%2",),
+        results=(hidden,),
+        ops={},
+    )
+
+
+def lay_entry(root: Path, *, model: str = "TinyModel", seed: int = 0, prefix: str = "backbone", rank: int = 0) -> str:
+    """Publish an entry of five pieces, two of them splitting and three unique ones compiled; return its hash."""
+    layout = CacheLayout(root=root)
+    key = Key.of([Factor(name="model", value=seed)])
+    writer = EntryWriter(layout, key, rank=rank, prefix=prefix)
+    graphs = [_graph("torch.sin", 64 + seed), _graph("torch.cos", 64 + seed), _graph("torch.tan", 64 + seed)]
+    attention = _graph("torch.ops.toy.attention", 64 + seed)
+    order = [graphs[0], attention, graphs[1], attention, graphs[2]]
+    steps = tuple(
+        Step(
+            piece=index,
+            splitting=graph is attention,
+            graph=graph.identity(),
+            symbols={"s0": "s0"},
+            inputs=(index,),
+            outputs=(index + 1,),
+        )
+        for index, graph in enumerate(order)
+    )
+    variants = tuple(
+        Variant(
+            name=name,
+            fixed=fixed,
+            dims={"num_tokens": ("s0",)},
+            symbols=(SymbolRange(name="s0", min=2, max=None),),
+            relations=(),
+            inputs=(),
+            model_guards=(),
+            call_guards=(),
+            steps=steps,
+            output=["v", 5],
+        )
+        for name, fixed in (("prefill", {}), ("decode", {"num_tokens": 1}))
+    )
+    plan = Plan(
+        method="forward",
+        qualname="tiny:TinyModel",
+        variants=variants,
+        graphs={graph.identity(): graph for graph in [*graphs, attention]},
+    )
+    rows = []
+    for index in (0, 2, 4):
+        data = f"artifact {index} {seed}".encode() * 100
+        digest = writer.objects.put(data, "inductor")
+        rows.append(
+            ManifestRow(
+                variant=0,
+                shape="general",
+                piece_index=index,
+                adaptor="inductor_standalone",
+                digest=digest,
+                kind="inductor",
+                size_bytes=len(data),
+                compile_secs=1.25,
+                kernels=1,
+            )
+        )
+    counts = [
+        VariantCounts(name=v.name, pieces=5, splitting_pieces=2, unique_pieces=3, fixed=v.fixed) for v in variants
+    ]
+    manifest = Manifest(
+        hash=key.hash,
+        rank=rank,
+        prefix=prefix,
+        model=model,
+        level=3,
+        adaptor="inductor_standalone",
+        splitting_ops=("toy.attention",),
+        variants=tuple(counts),
+        rows=tuple(rows),
+    )
+    writer.publish(
+        manifest, {PLAN_FILE: canonical_json(plan.to_json()), GRAPH_FILE: b"# graph\n", CODE_FILE: b"# code\n"}
+    )
+    return key.hash

@@ -1,0 +1,134 @@
+"""How the command starts: fast, without torch, with help that says enough, and man pages that say the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import click
+import pytest
+from cli_harness import REPO, environment, lay_entry, run
+
+from cgtool import __version__
+from cgtool.cli import manpage
+from cgtool.cli.lazy import LazyGroup
+from cgtool.cli.main import cgtool
+
+HEAVY = ("torch", "sympy", "numpy", "transformers", "triton")
+
+
+def _all_commands(command=cgtool, path=("cgtool",)):
+    yield path, command
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            yield from _all_commands(command.get_command(context, name), (*path, name))
+
+
+COMMANDS = dict(_all_commands())
+
+
+def _modules_after(*arguments):
+    """The names in sys.modules once the command has run in a process of its own."""
+    code = (
+        "import json, sys\n"
+        "from cgtool.cli.main import main\n"
+        f"code = main({list(map(str, arguments))!r})\n"
+        "print()\n"
+        "print(json.dumps([code, sorted(sys.modules)]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment(), timeout=60
+    )
+    code, modules = json.loads(done.stdout.splitlines()[-1])
+    return code, set(modules)
+
+
+@pytest.mark.parametrize("path", [*COMMANDS], ids=" ".join)
+def test_help_starts_without_torch_and_runs_no_command(path):
+    code, modules = _modules_after(*path[1:], "--help")
+    assert code == 0
+    assert not modules.intersection(HEAVY)
+    assert not [name for name in modules if name.startswith("cgtool.commands.")]
+
+
+def test_inspecting_starts_without_torch(tmp_path):
+    lay_entry(tmp_path)
+    for arguments in (("inspect", "cache", tmp_path), ("inspect", "graph", "--cache-dir", tmp_path)):
+        code, modules = _modules_after(*arguments)
+        assert code == 0
+        assert not modules.intersection(HEAVY)
+
+
+def test_the_groups_help_loads_no_commands_module():
+    _, modules = _modules_after("--help")
+    assert "cgtool.cli.warm" not in modules
+    assert "cgtool.cli.inspect" not in modules
+
+
+def test_choosing_one_command_does_not_load_another():
+    _, modules = _modules_after("warm", "--help")
+    assert "cgtool.cli.warm" in modules
+    assert "cgtool.cli.inspect" not in modules
+
+
+def test_wrong_usage_of_warm_does_not_wait_for_torch():
+    code, modules = _modules_after("warm", "model.py:build", "--compile-sizes", "none at all")
+    assert code == 2
+    assert not modules.intersection(HEAVY)
+
+
+def test_version():
+    ran = run("--version")
+    assert (ran.code, ran.out, ran.err) == (0, f"cgtool {__version__}\n", "")
+
+
+@pytest.mark.parametrize("path", [*COMMANDS], ids=" ".join)
+def test_help_has_examples_that_start_with_the_command(path):
+    ran = run(*path[1:], "--help")
+    assert ran.code == 0
+    assert ran.out.startswith(f"Usage: {' '.join(path)} ")
+    examples = ran.out.split("Examples:\n")[1].splitlines()
+    assert all(line.strip().startswith(" ".join(path)) for line in examples)
+
+
+def test_help_of_warm_says_that_it_runs_the_models_code():
+    assert "This runs MODEL's code" in " ".join(run("warm", "--help").out.split())
+
+
+@pytest.mark.parametrize("path", [path for path, command in COMMANDS.items() if len(path) > 1], ids=" ".join)
+def test_the_tables_short_help_is_the_commands_own(path):
+    group = COMMANDS[path[:-1]]
+    assert isinstance(group, LazyGroup)
+    assert group.table[path[-1]][1] == COMMANDS[path].short_help
+
+
+@pytest.mark.parametrize(
+    "path", [path for path, command in COMMANDS.items() if not isinstance(command, click.Group)], ids=" ".join
+)
+def test_every_command_can_speak_json_and_be_quiet(path):
+    options = {option for parameter in COMMANDS[path].params for option in parameter.opts}
+    assert {"--json", "--quiet", "--verbose", "--traceback"} <= options
+
+
+def test_no_command_is_a_usage_error_that_shows_the_help():
+    ran = run()
+    assert ran.code == 2
+    assert ran.out == ""
+    assert ran.err == run("--help").out
+
+
+def test_man_pages_say_what_the_parser_says():
+    folder = REPO / "man"
+    written = {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
+    assert written == manpage.pages(), "run: python -m cgtool.cli.manpage man/"
+
+
+def test_every_option_is_in_its_man_page():
+    pages = manpage.pages()
+    for path, command in COMMANDS.items():
+        page = pages["-".join(path[:2]) + ".1"]
+        for parameter in command.params:
+            if isinstance(parameter, click.Option):
+                assert parameter.opts[-1].replace("-", r"\-") in page

@@ -1,0 +1,104 @@
+"""Text of strangers on a terminal, and figures for people."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cgtool.cli import tables, text
+from cgtool.cli.progress import line_of
+from cgtool.events import Event
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        pytest.param("Llama 3", "Llama 3", id="plain"),
+        pytest.param("größe 模型", "größe 模型", id="letters"),
+        pytest.param("\x1b[31mred", "\\x1b[31mred", id="escape"),
+        pytest.param("a\rb\nc", "a\\rb\\nc", id="line ends"),
+        pytest.param("abc\u202edef", "abc\\u202edef", id="right to left"),
+        pytest.param("\x9b2J", "\\x9b2J", id="C1"),
+        pytest.param("\udc80", "\\udc80", id="lone surrogate"),
+        pytest.param("[bold]x[/]", "[bold]x[/]", id="markup stays text"),
+    ],
+)
+def test_plain_spells_out_what_a_terminal_would_obey(given, shown):
+    assert text.plain(given) == shown
+
+
+@given(st.text())
+def test_plain_is_printable_whatever_goes_in(anything):
+    assert text.plain(anything).isprintable()
+
+
+@given(st.text())
+def test_plain_with_lines_holds_nothing_else_than_printable_text_and_line_ends(anything):
+    assert text.plain(anything, lines=True).replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (5 << 40, "5.0 TiB")],
+)
+def test_sizes(count, shown):
+    assert text.size_text(count) == shown
+
+
+@pytest.mark.parametrize(
+    ("secs", "shown"), [(None, "-"), (0.034, "0.03 s"), (12.34, "12.3 s"), (125.4, "2 min 5 s"), (100, "1 min 40 s")]
+)
+def test_seconds(secs, shown):
+    assert text.secs_text(secs) == shown
+
+
+@pytest.mark.parametrize(
+    ("indices", "shown"),
+    [
+        ([3], "3"),
+        ([0, 8], "0, 8"),
+        ([2, 4, 6], "2-6 by 2"),
+        ([4, 2, 3], "2-4"),
+        ([0, 1, 5], "0, 1, 5"),
+        (range(2, 160, 2), "2-158 by 2"),
+        ([0, 1, 3, 4, 6, 7, 9, 10, 12], "0, 1, 3, 4, 6, 7, … (9)"),
+    ],
+)
+def test_piece_indices(indices, shown):
+    assert text.indices_text(indices) == shown
+
+
+@pytest.mark.parametrize(
+    ("shape", "shown"), [("general", "general"), (8, "8"), ([1, 16], "1-16"), ({"batch": 4, "seq": 2}, "batch=4 seq=2")]
+)
+def test_shapes(shape, shown):
+    assert text.shape_text(shape) == shown
+
+
+@pytest.mark.parametrize(
+    ("stamp", "shown"),
+    [
+        (None, "never"),
+        ("1970-01-01T00:00:00Z", "1 d ago"),
+        ("1970-01-01T23:00:00Z", "1 h ago"),
+        ("1970-01-01T23:57:00Z", "3 min ago"),
+        ("1970-01-01T23:59:30Z", "just now"),
+        ("1970-01-02T00:00:09Z", "just now"),
+        ("what", "never"),
+    ],
+)
+def test_how_long_ago(stamp, shown):
+    assert tables.ago_text(stamp, 86400.0) == shown
+
+
+@pytest.mark.parametrize(
+    ("event", "shown"),
+    [
+        (Event(phase="trace", message="prefill"), "trace: prefill"),
+        (Event(phase="compile", message="piece 2", done=3, total=9, secs=4.06), "compile 3/9: piece 2 (4.1 s)"),
+        (Event(phase="note", message="a\x1b[2Jb"), "note: a\\x1b[2Jb"),
+    ],
+)
+def test_an_event_is_one_plain_line(event, shown):
+    assert line_of(event) == shown
