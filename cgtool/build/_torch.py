@@ -1,7 +1,7 @@
 """Every private torch name that `cgtool.build` touches. Read in torch 2.13.0, written for 2.11 and newer.
 
-Inductor and Dynamo are imported inside functions: they take seconds, and the `eager` adaptor needs neither. Nothing here
-patches torch beyond torch's own `config.patch`, which ends with its `with` block.
+Inductor and Dynamo are imported inside functions: they take seconds, and the `eager` adaptor needs neither. Nothing
+here patches torch beyond torch's own `config.patch`, which ends with its `with` block.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.compiler.config as compiler_config
+import torch.compiler.config
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -39,12 +39,16 @@ def new_fake_mode(*, from_two: bool) -> FakeTensorMode:
     return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
 
 
-def new_symbol(mode: FakeTensorMode, name: str, *, hint: int, low: int, high: int | None) -> torch.SymInt:
+def _shape_env(mode: FakeTensorMode) -> Any:
+    return mode.shape_env
+
+
+def new_symbol(mode: FakeTensorMode, name: str, *, hint: int, low: int, high: int | None) -> Any:
     """Return a backed symbol of `mode`'s ShapeEnv; the name that torch gives it depends on `name` alone."""
     from torch._dynamo.source import ConstantSource
     from torch.utils._sympy.numbers import int_oo
 
-    shape_env = mode.shape_env
+    shape_env = _shape_env(mode)
     source = ConstantSource(name)
     symbol = shape_env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
     shape_env.constrain_symbol_range(symbol, compiler_min=low, compiler_max=int_oo if high is None else high)
@@ -63,22 +67,23 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def guard_exprs(mode: FakeTensorMode) -> list[Any]:
     """Return what the ShapeEnv has taken for granted so far, as sympy expressions, in order."""
-    return [guard.expr for guard in mode.shape_env.guards] + [
-        assertion.expr for asserts in mode.shape_env.deferred_runtime_asserts.values() for assertion in asserts
-    ]
+    shape_env = _shape_env(mode)
+    asserts = [assertion for group in shape_env.deferred_runtime_asserts.values() for assertion in group]
+    return [guard.expr for guard in (*shape_env.guards, *asserts)]
 
 
 def is_known(mode: FakeTensorMode, expr: Any) -> bool:
     """Return whether the ShapeEnv's ranges and equalities alone make `expr` true."""
     import sympy
 
-    found = mode.shape_env._maybe_evaluate_static(expr)
+    found = _shape_env(mode)._maybe_evaluate_static(expr)
     return bool(found == sympy.true)
 
 
 def compile_tag(tag: str) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which torch's own caches know results of `tag` only."""
-    return compiler_config.patch({"cache_key_tag": tag, "force_disable_caches": False})
+    config: Any = torch.compiler.config
+    return config.patch({"cache_key_tag": tag, "force_disable_caches": False})  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
@@ -119,6 +124,23 @@ def standalone(module: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[s
     )
 
 
+def forget_origin(artifact: Any) -> None:
+    """Blank what a standalone artifact says of this process: its environment in a repro script, its clock.
+
+    Nothing reads these when the artifact is loaded; they would carry variables and paths of this machine to others.
+    """
+    entry = artifact.inner_fn.compiled_fn.serialize()
+    for name in ("forward_time_taken_ns", "backward_time_taken_ns"):
+        if hasattr(entry, name):
+            setattr(entry, name, 0)
+    result = getattr(entry.compiled_fw, "result", None)
+    for name in ("runnable_graph_str", "inductor_post_grad_graph_str"):
+        if hasattr(result, name):
+            setattr(result, name, "")
+    if hasattr(result, "_time_taken_ns"):
+        result._time_taken_ns = 0
+
+
 def load_standalone(path: str) -> Callable[..., Any]:
     """Open what `standalone(...).save(path=..., format="binary")` wrote.
 
@@ -149,7 +171,7 @@ def run_compile_fx(
     from torch.compiler._cache import CacheArtifactManager
 
     with tracing(TracingContext(mode)), CacheArtifactManager.with_fresh_cache():
-        compiled = compile_fx(module, list(inputs), config_patches=dict(patches))
+        compiled: Any = compile_fx(module, list(inputs), config_patches=dict(patches))
         saved = torch.compiler.save_cache_artifacts()
     return compiled, None if saved is None else saved[0]
 
@@ -158,6 +180,7 @@ def load_compile_fx(
     data: bytes,
     module: fx.GraphModule,
     inputs: Sequence[Any],
+    *,
     patches: Mapping[str, Any],
     mode: FakeTensorMode,
     refuse: Callable[..., Any],
@@ -178,7 +201,8 @@ def load_compile_fx(
 
     with tracing(TracingContext(mode)), CacheArtifactManager.with_fresh_cache():
         torch.compiler.load_cache_artifacts(data)
-        return compile_fx(module, list(inputs), inner_compile=refuse, config_patches=dict(patches))
+        loaded: Any = compile_fx(module, list(inputs), inner_compile=refuse, config_patches=dict(patches))
+    return loaded  # type: ignore[no-any-return]
 
 
 def bypass_errors() -> tuple[type[Exception], ...]:
@@ -191,7 +215,7 @@ def bypass_errors() -> tuple[type[Exception], ...]:
 
 def num_generated_kernels() -> int:
     """Return how many kernels Inductor generated in this process so far."""
-    import torch._inductor.metrics as metrics
+    from torch._inductor import metrics
 
     return int(metrics.generated_kernel_count)
 
@@ -200,7 +224,7 @@ def inductor_options() -> dict[str, Any]:
     """Return every option of Inductor by its dotted name, as set now."""
     import torch._inductor.config as inductor_config
 
-    return inductor_config.get_config_copy()  # type: ignore[no-any-return]
+    return inductor_config.get_config_copy()
 
 
 def portable_options(patches: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,7 +232,7 @@ def portable_options(patches: Mapping[str, Any]) -> dict[str, Any]:
     import torch._inductor.config as inductor_config
 
     with inductor_config.patch(dict(patches)):
-        return inductor_config.save_config_portable()  # type: ignore[no-any-return]
+        return inductor_config.save_config_portable()
 
 
 def cpu_isa() -> str:
@@ -225,6 +249,7 @@ __all__ = [
     "compile_tag",
     "compiling",
     "cpu_isa",
+    "forget_origin",
     "guard_exprs",
     "has_torch_key",
     "inductor_options",

@@ -20,7 +20,7 @@ from cgtool.errors import CompileError
 from cgtool.graph.expressions import check_expression
 from cgtool.graph.metas import device_of, dtype_of
 from cgtool.graph.sympy_text import expression_text
-from cgtool.graph.targets import check_method, resolve_target
+from cgtool.graph.targets import ATTRIBUTES, check_method, resolve_target
 from cgtool.graph.values import decode_value
 from cgtool.pieces import Dim, Node, PieceGraph, TensorMeta
 
@@ -266,14 +266,19 @@ def _call(node: Node, args: tuple[Any, ...]) -> tuple[str, Any, Callable[..., An
     target = resolve_target(name)
     if name.startswith(_METHOD_PREFIXES):  # torch's caches know methods as methods only
         return "call_method", name.rpartition(".")[2], target
-    if target is getattr and not (len(args) == 2 and isinstance(args[1], str) and not args[1].startswith("_")):
+    if target is getattr and args[1:] not in [(name,) for name in ATTRIBUTES]:
         raise CompileError(f"the piece reads {args[1:]} of a tensor; the plan was changed: warm again", actual=args[1:])
     return "call_function", target, target
 
 
 def _holds_node(value: Any) -> bool:
-    found: list[fx.Node] = []
-    fx.node.map_arg(value, lambda node: found.append(node) or node)
+    found: set[fx.Node] = set()
+
+    def note(node: fx.Node) -> fx.Node:
+        found.add(node)
+        return node
+
+    fx.node.map_arg(value, note)
     return bool(found)
 
 

@@ -1,7 +1,7 @@
 """Example sizes for the symbols of a piece: inside their ranges, true to its facts, the same in every process.
 
-A compiler looks at example sizes where it may choose, and takes equal ones for a hint that they belong together. So they
-are distinct and, where the facts allow, primes: a prime divides by nothing that a graph holds by chance. Must not
+A compiler looks at example sizes where it may choose, and takes equal ones for a hint that they belong together. So
+they are distinct and, where the facts allow, primes: a prime divides by nothing that a graph holds by chance. Must not
 import torch.
 """
 
@@ -17,6 +17,8 @@ from cgtool.pieces import PieceGraph, SymbolRange
 _PRIMES = (67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163)
 #: Sizes that satisfy "divisible by" facts.
 _ROUND = tuple(factor * base for base in (64, 80, 96, 112, 60, 84, 90, 100) for factor in (1, 2, 3, 4, 8, 16, 32, 64))
+#: 0 and 1 are sizes that compilers make code of their own for: only where nothing else is allowed.
+_FIRST_USUAL = 2
 #: How many assignments are tried before giving up.
 _BUDGET = 200_000
 
@@ -70,8 +72,7 @@ class _Search:
     @staticmethod
     def _candidates(symbol: SymbolRange, chosen: Mapping[str, int], facts: list[str]) -> Iterator[int]:
         high = symbol.max
-        # 0 and 1 are sizes that compilers make code of their own for: only where nothing else is allowed
-        low = max(symbol.min, 2) if high is None or high >= 2 else symbol.min
+        low = max(symbol.min, _FIRST_USUAL) if high is None or high >= _FIRST_USUAL else symbol.min
         ends = (low, low + 1, low + 3, low + 7) if high is None else (high, high - 1, (low + high) // 2, low)
         tried: set[int] = set()
         sizes = (*_equal_to(symbol.name, chosen, facts), *_PRIMES, *_ROUND, *ends)

@@ -28,12 +28,18 @@ class EagerAdaptor(CompilerInterface):
     def initialize_cache(self, cache_dir: Path, *, disable_cache: bool = False, prefix: str = "") -> None:
         """Do nothing: there is no state."""
 
-    def compute_hash(self, options: Mapping[str, Json], *, max_autotune: bool = False) -> str:
+    def compute_hash(self, options: Mapping[str, Json], *, max_autotune: bool = False) -> str:  # noqa: ARG002 - shared
         """Return a digest of torch's version: ops are torch's own."""
         _refuse_options(options)
         return digest_of({"adaptor": self.name, "torch": torch.__version__})
 
-    def compile(self, graph: PieceGraph, *, options: Mapping[str, Json], max_autotune: bool = False) -> CompiledPiece:
+    def compile(
+        self,
+        graph: PieceGraph,
+        *,
+        options: Mapping[str, Json],
+        max_autotune: bool = False,  # noqa: ARG002 - nothing is tuned
+    ) -> CompiledPiece:
         """Write the graph down, once it is known to run from what was written."""
         _refuse_options(options)
         start = time.perf_counter()

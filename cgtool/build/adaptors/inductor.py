@@ -7,7 +7,8 @@ An artifact of kind "mega" is::
     rest        the bytes of `torch.compiler.save_cache_artifacts` (pickles of torch's)
 
 Opening puts those bytes into torch's caches and asks `compile_fx` for the piece: the hit is required, under a tag that
-no other compile has, so that neither a compile nor a result from elsewhere can take its place.
+no other compile has, so that neither a compile nor a result from elsewhere can take its place. The pickles hold torch's
+repro script, which names torch's environment variables of the machine that compiled: `inductor_standalone` leaves it out.
 """
 
 from __future__ import annotations
@@ -79,7 +80,12 @@ class InductorAdaptor(CompilerInterface):
             piece = rebuild(graph)
             try:
                 run = _torch.load_compile_fx(
-                    saved, piece.module, piece.inputs, head["options"], piece.mode, _refuse_to_compile
+                    saved,
+                    piece.module,
+                    piece.inputs,
+                    patches=head["options"],
+                    mode=piece.mode,
+                    refuse=_refuse_to_compile,
                 )
             except CgtoolError:
                 raise

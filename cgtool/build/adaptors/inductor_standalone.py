@@ -47,7 +47,9 @@ class InductorStandaloneAdaptor(CompilerInterface):
         with _torch.compiling(fresh_tag()):
             piece = rebuild(graph)
             try:
-                artifact = _saved(_torch.standalone(piece.module, piece.inputs, patches))
+                compiled = _torch.standalone(piece.module, piece.inputs, patches)
+                _torch.forget_origin(compiled)
+                artifact = _saved(compiled)
             except CgtoolError:
                 raise
             except Exception as error:  # a compiler fails in any way it likes: what follows names it
@@ -67,17 +69,16 @@ class InductorStandaloneAdaptor(CompilerInterface):
             path = Path(folder) / "artifact"
             path.write_bytes(data)
             try:
-                if not _torch.has_torch_key(data):
-                    raise ArtifactError(
-                        f"this artifact was compiled by another build of torch than {torch.__version__}; warm again "
-                        f"with this one",
-                        actual=torch.__version__,
-                    )
-                run = _torch.load_standalone(str(path))
-            except CgtoolError:
-                raise
+                ours = _torch.has_torch_key(data)
+                run = _torch.load_standalone(str(path)) if ours else None
             except Exception as error:  # a pickle of torch's fails in any way it likes
                 raise load_error(error) from error
+        if run is None:
+            raise ArtifactError(
+                f"this artifact was compiled by another build of torch than this {torch.__version__}; warm again with "
+                f"this one",
+                actual=torch.__version__,
+            )
         return as_list(run, len(graph.outputs))
 
 
@@ -110,8 +111,8 @@ def compile_error(error: BaseException) -> CompileError:
             actual=reason[0],
         )
     return CompileError(
-        f"Inductor could not compile the piece: {type(error).__name__}: {reason[0]}; the piece can run eagerly (adaptor "
-        f"'eager')",
+        f"Inductor could not compile the piece: {type(error).__name__}: {reason[0]}; the piece can run eagerly "
+        f"(adaptor 'eager')",
         actual=reason[0],
     )
 
