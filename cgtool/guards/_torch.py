@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch._C import _functorch  # the stack of transforms; torch.func shows no public way to ask
 from torch.utils._config_module import _UNSET_SENTINEL as _UNSET  # where a setting has no value of some origin
+from torch._library import simple_registry
+from torch._library.custom_ops import OPDEFS
 from torch.utils._device import DeviceContext  # what torch.set_default_device enters
 
 
@@ -73,3 +75,46 @@ def changed_inductor_settings() -> dict[str, Any]:
         if type(values[name]) is not type(start) or values[name] != start:
             found[name] = values[name]
     return found
+
+
+def find_op(name: str) -> Any:
+    """Return the overload `ns::op.overload` (`ns::op` is its default overload), or None where nobody registered it."""
+    namespace, _, rest = name.partition("::")
+    op, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), op, None)
+    return getattr(packet, overload or "default", None)
+
+
+def fake_implementation(op: Any) -> Any:
+    """Return the Python function that tells what an op gives for fake tensors, or None where there is none to see."""
+    qualname = str(op._schema.name) + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
+    definition = OPDEFS.get(qualname)  # @torch.library.custom_op registers a wrapper of its own
+    if definition is not None and definition._abstract_fn is not None:
+        return definition._abstract_fn
+    entry = simple_registry.singleton.get(qualname)
+    kernel = None if entry is None else entry.fake_impl.kernel
+    return None if kernel is None else _unwrapped(kernel.func)
+
+
+def _unwrapped(function: Any) -> Any:
+    # torch wraps a fake implementation in a check that counts its calls: digest what the author wrote.
+    while hasattr(function, "__wrapped__") and getattr(function, "__globals__", {}).get("__name__", "").startswith(
+        "torch._library"
+    ):
+        function = function.__wrapped__
+    return function
+
+
+def python_kernels(op: Any) -> dict[str, Any]:
+    """Return {dispatch key: function} of the kernels that Python registered on the overload itself (`py_impl`)."""
+    return {str(key): function for key, function in op.py_kernels.items()}
+
+
+def has_kernel(op: Any, key: str) -> bool:
+    """Return whether the dispatcher has a kernel of the op's own for a dispatch key ("CompositeImplicitAutograd")."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
+
+
+def schema_of(op: Any) -> Any:
+    """Return the schema of an overload."""
+    return op._schema

@@ -1,0 +1,106 @@
+"""Every private torch name that the split touches. Read in torch 2.13.0; there unchanged since 2.11.
+
+Must not import torch._dynamo or torch._inductor. torch.utils._sympy comes with any graph that has symbols.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import sympy
+import torch
+from torch._C import _functorch
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import bound_sympy
+
+__all__ = [
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "expr_of",
+    "implied_by_ranges",
+    "is_unbacked",
+    "op_name",
+    "overloads_of",
+    "relations_of",
+    "schema_of",
+    "shape_env_of",
+    "storage_key",
+    "symbol_range",
+    "version_of",
+]
+
+
+def op_name(op: OpOverload | OpOverloadPacket) -> str:
+    """Return `ns::op.overload` of an overload, `ns::op` of a packet."""
+    namespace, _, rest = str(op).partition(".")
+    return f"{namespace}::{rest}"
+
+
+def overloads_of(op: OpOverload | OpOverloadPacket) -> list[OpOverload]:
+    """Return the overload itself, or all overloads of a packet."""
+    return [op] if isinstance(op, OpOverload) else [getattr(op, name) for name in op.overloads()]
+
+
+def schema_of(op: OpOverload) -> Any:
+    """Return the op's schema, with the aliasing of its arguments and returns."""
+    return op._schema
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """Return what two tensors that share memory have in common, or None where the tensor does not tell."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError, AttributeError):
+        return None
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often the tensor's memory was written to; 0 where that is not counted."""
+    return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def expr_of(value: Any) -> Any:
+    """Return the sympy expression of a SymInt, SymFloat or SymBool, all replacements of the ShapeEnv applied."""
+    return value.node.expr
+
+
+def shape_env_of(value: Any) -> Any:
+    """Return the ShapeEnv of a symbolic number, or of a tensor with one among its sizes; else None."""
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return value.node.shape_env
+    if isinstance(value, torch.Tensor):
+        for size in (*value.shape, *value.stride()):
+            if isinstance(size, torch.SymInt):
+                return size.node.shape_env
+    return None
+
+
+def is_unbacked(symbol: sympy.Symbol) -> bool:
+    """Return whether the symbol stands for a number read from data, and not for a size of an input."""
+    return symbol.name.startswith(("u", "zuf"))
+
+
+def symbol_range(shape_env: Any, symbol: sympy.Symbol) -> tuple[int, int | None]:
+    """Return the smallest and the largest size that the symbol may take; None is no limit."""
+    bounds = shape_env.var_to_range[symbol]
+    return int(bounds.lower), None if bounds.upper in (int_oo, sympy.oo) else int(bounds.upper)
+
+
+def relations_of(shape_env: Any) -> Iterator[Any]:
+    """Yield what the trace found true of its sizes, as sympy expressions with all replacements applied."""
+    for guard in shape_env.guards:
+        yield shape_env.replace(guard.expr)
+
+
+def implied_by_ranges(shape_env: Any, expr: Any) -> bool:
+    """Return whether `expr` is true for all sizes in the symbols' ranges."""
+    if expr == sympy.true:
+        return True
+    ranges = {symbol: shape_env.var_to_range[symbol] for symbol in expr.free_symbols}
+    bounds = bound_sympy(expr, ranges)
+    return bool(bounds.is_singleton() and bounds.lower == sympy.true)

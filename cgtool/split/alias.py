@@ -1,0 +1,235 @@
+"""What shares memory with what, and where cutting a graph could lose that.
+
+A piece compiled on its own keeps writes to its inputs, and it keeps values; it may not keep that two of its inputs, or
+two of its outputs, or an output and an input, are one memory. That matters only if the memory is written to:
+
+- *written inside*: two inputs of a piece share memory which that piece writes to;
+- *written later*: a piece gives out a value that shares memory with another value outside of it, and a later piece
+  writes to that memory.
+
+First such views are taken again by whoever uses them (`sunk_views`), so that only the base crosses. Pieces for which
+that is not possible run as they stand (`hazards`). An `out` buffer that one piece allocates and the next one fills is
+neither: nothing else shares its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from cgtool.split import _torch as private
+from cgtool.split.effects import unexplained_writes, written_by
+from cgtool.split.nodes import RUNS, Kind, cannot_split, constant_of, described, example, tensors_in
+
+#: What compiled code and eager code may see differently: eager hands out its argument, the trace saw a copy.
+_MAYBE_ITS_ARGUMENT = frozenset({"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Who shares memory and who writes to it.
+
+    Args:
+        storages: node → the storages of what it gives; several for a bundle.
+        root: tensor node → the first node that gave the very same tensor object (in-place ops give their argument).
+        writers: storage → the nodes that write to it, in order.
+    """
+
+    storages: dict[fx.Node, frozenset[int]]
+    root: dict[fx.Node, fx.Node]
+    writers: dict[int, list[fx.Node]] = field(default_factory=dict)
+
+    def of(self, node: fx.Node) -> frozenset[int]:
+        return self.storages.get(node, frozenset())
+
+
+def read_memory(kinds: dict[fx.Node, Kind]) -> Memory:
+    """Find out which values of the graph share memory, and which nodes write to it.
+
+    Raises:
+        SplitError: A node writes to a constant of the graph.
+    """
+    join = _Join()
+    memory = Memory(storages={}, root={})
+    first: dict[int, fx.Node] = {}
+    raw: dict[fx.Node, list[int]] = {}
+    for node, kind in kinds.items():
+        value = constant_of(node) if kind is Kind.CONSTANT else example(node)
+        tensors = list(tensors_in(value))
+        raw[node] = keys = [_key(tensor) for tensor in tensors]
+        if isinstance(value, torch.Tensor):
+            memory.root[node] = first.setdefault(id(value), node)
+        for argument in _shares_with(node, kind):
+            for key in keys:
+                for other in raw.get(argument, ()):
+                    join.join(key, other)
+    memory.storages.update({node: frozenset(map(join.find, keys)) for node, keys in raw.items()})
+    for node, kind in kinds.items():
+        if kind in RUNS:
+            for argument in written_by(node):
+                _note(memory, node, memory.of(argument))
+    for node, key in unexplained_writes(kinds, memory.storages, set(memory.writers)):
+        _note(memory, node, [key])
+    _refuse_written_constants(kinds, memory)
+    return memory
+
+
+def _note(memory: Memory, node: fx.Node, keys: Iterable[int]) -> None:
+    for key in keys:
+        known = memory.writers.setdefault(key, [])
+        if node not in known:
+            known.append(node)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    key = private.storage_key(tensor)
+    return -id(tensor) if key is None else key
+
+
+def _shares_with(node: fx.Node, kind: Kind) -> list[fx.Node]:
+    """Return the arguments whose memory the result shares although the fake tensors may not show it."""
+    if kind not in RUNS:
+        return []
+    if getattr(node.target, "__name__", node.target) in _MAYBE_ITS_ARGUMENT:
+        return node.all_input_nodes[:1]
+    if not isinstance(node.target, private.OpOverload | private.OpOverloadPacket):
+        return []
+    if private.op_name(node.target).startswith("aten::"):
+        return []
+    shared: list[fx.Node] = []
+    for op in private.overloads_of(node.target):
+        schema = private.schema_of(op)
+        if not any(result.alias_info is not None for result in schema.returns):
+            continue
+        for index, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None:
+                value = node.kwargs.get(argument.name, node.args[index] if index < len(node.args) else None)
+                fx.map_arg(value, shared.append)
+    return shared
+
+
+def _refuse_written_constants(kinds: dict[fx.Node, Kind], memory: Memory) -> None:
+    for node, kind in kinds.items():
+        for key in memory.of(node) if kind is Kind.CONSTANT else ():
+            for writer in memory.writers.get(key, ()):
+                raise cannot_split(writer, "it writes to a constant of the graph; register that tensor as a buffer")
+
+
+class _Join:
+    """Union-find over storages."""
+
+    def __init__(self) -> None:
+        self._parent: dict[int, int] = {}
+
+    def find(self, key: int) -> int:
+        while key in self._parent:
+            key = self._parent[key]
+        return key
+
+    def join(self, one: int, other: int) -> None:
+        one, other = self.find(one), self.find(other)
+        if one != other:
+            self._parent[max(one, other)] = min(one, other)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossing:
+    """What a piece takes from outside and gives to outside, as nodes.
+
+    Args:
+        piece: Its index.
+        splitting: Whether it holds a splitting op.
+        members: Its nodes.
+        takes: Tensors from elsewhere.
+        gives: Its tensors that are used elsewhere.
+    """
+
+    piece: int
+    splitting: bool
+    members: frozenset[fx.Node]
+    takes: tuple[fx.Node, ...]
+    gives: tuple[fx.Node, ...]
+
+
+def contested(crossings: list[Crossing], memory: Memory) -> set[int]:
+    """Return the storages that several crossing values share and that some piece other than their maker writes to."""
+    values: dict[int, set[fx.Node]] = {}
+    makers: dict[int, int] = {}
+    for crossing in crossings:
+        for node in (*crossing.takes, *crossing.gives):
+            for key in memory.of(node):
+                values.setdefault(key, set()).add(node)
+        for node in crossing.members:
+            for key in memory.of(node):
+                makers.setdefault(key, crossing.piece)
+    found: set[int] = set()
+    for key, nodes in values.items():
+        if len(nodes) > 1 and memory.writers.get(key):
+            from_outside = any(node.op == "placeholder" for node in nodes)
+            for crossing in crossings:
+                writes = any(writer in crossing.members for writer in memory.writers[key])
+                if writes and (from_outside or crossing.piece != makers[key]):
+                    found.add(key)
+    return found
+
+
+def view_chain(node: fx.Node, kinds: dict[fx.Node, Kind], memory: Memory, base: fx.Node) -> list[fx.Node] | None:
+    """Return the nodes that make `node` out of `base` by views alone, in order, or None."""
+    writers = {writer for key in memory.of(base) for writer in memory.writers.get(key, ())}
+    chain: list[fx.Node] = []
+    while node is not base:
+        tensors = [
+            argument
+            for argument in node.all_input_nodes
+            if memory.of(argument) and kinds[argument] is not Kind.CONSTANT
+        ]
+        is_view = kinds[node] in (Kind.TENSOR, Kind.BUNDLE) and len(tensors) == 1 and node not in writers
+        if not is_view or memory.of(node) != memory.of(tensors[0]) or memory.of(node) != memory.of(base):
+            return None
+        chain.append(node)
+        node = memory.root.get(tensors[0], tensors[0])
+    return chain[::-1]
+
+
+def hazards(crossings: list[Crossing], memory: Memory, keys: set[int]) -> dict[int, str]:
+    """Return the compiled pieces that must run as they stand, with the reason.
+
+    Args:
+        crossings: All pieces, in order.
+        memory: See `read_memory`.
+        keys: The contested storages.
+    """
+    reasons: dict[int, str] = {}
+    piece_of: dict[fx.Node, int] = {}
+    for crossing in crossings:
+        for node in crossing.members:
+            piece_of.setdefault(node, crossing.piece)
+    for crossing in crossings:
+        # The order of the keys is the order of the addresses: let the first writer decide which reason is told.
+        for key in sorted(keys, key=lambda k: (piece_of[memory.writers[k][0]], memory.writers[k][0].name)):
+            reason = None if crossing.splitting else _hazard(crossing, memory, key, piece_of)
+            if reason is not None:
+                reasons.setdefault(crossing.piece, reason)
+    return reasons
+
+
+def _hazard(crossing: Crossing, memory: Memory, key: int, piece_of: dict[fx.Node, int]) -> str | None:
+    takes = [node for node in crossing.takes if key in memory.of(node)]
+    gives = [node for node in crossing.gives if key in memory.of(node)]
+    inside = [writer for writer in memory.writers[key] if piece_of[writer] == crossing.piece]
+    later = [writer for writer in memory.writers[key] if piece_of[writer] > crossing.piece]
+    if inside and len(takes) > 1:
+        return (
+            f"{described(inside[0])} writes to memory that {len(takes)} inputs of this piece share: "
+            f"{', '.join(node.name for node in takes)}"
+        )
+    if later and (len(gives) > 1 or (gives and takes)):
+        shared = [*takes, *gives]
+        return (
+            f"it makes views of one memory ({', '.join(node.name for node in shared)}) to which "
+            f"{described(later[0])} writes in a later piece"
+        )
+    return None

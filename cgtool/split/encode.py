@@ -1,0 +1,300 @@
+"""One piece as data: nodes of the trace become a `PieceGraph` that has no names, only positions.
+
+Order is what makes equal pieces equal: inputs stand in the order of their first use, donors of sizes after them, outputs
+in the order in which they are made, a size's arithmetic right before its first use.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from cgtool.errors import SplitError
+from cgtool.graph.metas import tensor_meta
+from cgtool.graph.sympy_text import expression_text
+from cgtool.graph.targets import check_method, target_name
+from cgtool.graph.values import encode_value
+from cgtool.guards.ops import is_torchs_own, op_digest
+from cgtool.pieces import Json, Node, PieceGraph
+from cgtool.split import _torch as private
+from cgtool.split.nodes import ENTER_AUTOCAST, EXIT_AUTOCAST, Kind, cannot_split, constant_of, described, example
+from cgtool.split.program import Program
+from cgtool.split.sizes import PieceSizes, piece_sizes
+
+_BINARY = {
+    ast.Add: "add",
+    ast.Sub: "sub",
+    ast.Mult: "mul",
+    ast.FloorDiv: "floordiv",
+    ast.Mod: "mod",
+    ast.Pow: "pow",
+    ast.Eq: "eq",
+    ast.NotEq: "ne",
+    ast.Lt: "lt",
+    ast.LtE: "le",
+    ast.Gt: "gt",
+    ast.GtE: "ge",
+    ast.And: "and_",
+    ast.Or: "or_",
+}
+_EXTREMES = {"Max": "torch.sym_max", "Min": "torch.sym_min"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedPiece:
+    """A piece as data, and which nodes of the trace its inputs and outputs are.
+
+    Args:
+        graph: The piece.
+        takes: The nodes that give its inputs, in order.
+        gives: The nodes that are its outputs, in order.
+        symbols: Piece symbol → symbol of the trace.
+    """
+
+    graph: PieceGraph
+    takes: tuple[fx.Node, ...]
+    gives: tuple[fx.Node, ...]
+    symbols: Mapping[str, str]
+
+
+def leaves_of(node: fx.Node) -> list[Any]:
+    """Return the nodes that `node` takes, in the order in which its arguments are written down, repeats included."""
+    found: list[Any] = []
+    fx.map_arg(node.args, found.append)
+    for name in sorted(node.kwargs):
+        fx.map_arg(node.kwargs[name], found.append)
+    return found
+
+
+def takes_of(members: Sequence[fx.Node], program: Program) -> list[fx.Node]:
+    """Return the tensors that these nodes take from elsewhere, in the order of first use."""
+    inside = frozenset(members)
+    found: dict[fx.Node, None] = {}
+    for node in members:
+        for leaf in leaves_of(node):
+            if program.kinds[leaf] in (Kind.SIZE, Kind.CONSTANT, Kind.CONTEXT, Kind.DROPPED) or leaf in inside:
+                continue
+            if program.kinds[leaf] not in (Kind.TENSOR, Kind.INPUT):
+                raise cannot_split(
+                    leaf, "what it gives is no tensor and is used in another piece; split somewhere else"
+                )
+            value = program.memory.root[leaf]
+            if value not in inside and program.kinds[value] is not Kind.CONSTANT:
+                found[value] = None
+    return list(found)
+
+
+def encode_piece(members: Sequence[fx.Node], gives: Sequence[fx.Node], program: Program) -> EncodedPiece:
+    """Write a piece down.
+
+    Args:
+        members: Its nodes, in the graph's order.
+        gives: Those of its tensors that are used elsewhere, in the graph's order.
+        program: The whole graph.
+
+    Raises:
+        SplitError: Something in the piece has no word in the grammar; the message names the node and the user's line.
+    """
+    sizes_used = [symbol for node in members for symbol in _symbols_used(node, program)]
+    sizes_used += [symbol for node in gives for symbol in program.sizes.symbols_in(example(node))]
+    takes, sizes = _with_user_line(members, lambda: piece_sizes(takes_of(members, program), sizes_used, program.sizes))
+    writer = _PieceWriter(takes, sizes, members, program)
+    for node in members:
+        writer.write(node)
+    writer.leave_contexts()
+    graph = PieceGraph(
+        symbols=program.sizes.ranges(sizes.names),
+        facts=program.sizes.facts(sizes.names),
+        inputs=tuple(tensor_meta(example(node), sizes.names) for node in takes),
+        aliases=_alias_groups(takes, program),
+        nodes=tuple(writer.nodes),
+        outputs=tuple(writer.refs[node] for node in gives),
+        results=tuple(tensor_meta(example(node), sizes.names) for node in gives),
+        ops=_ops_of(members),
+    )
+    return EncodedPiece(
+        graph=graph,
+        takes=tuple(takes),
+        gives=tuple(gives),
+        symbols={name: symbol for symbol, name in sizes.names.items()},
+    )
+
+
+def _with_user_line(members: Sequence[fx.Node], make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except SplitError as error:
+        raise SplitError(
+            f"In the piece that begins with {described(members[0])}: {error}", actual=error.actual
+        ) from error
+
+
+def _symbols_used(node: fx.Node, program: Program) -> Iterator[str]:
+    """Yield the symbols that the sizes among a node's arguments are computed from."""
+    for leaf in leaves_of(node):
+        if program.kinds[leaf] is not Kind.SIZE:
+            continue
+        value = example(leaf)
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, torch.SymInt):
+                yield from program.sizes.symbols_in(item)
+            elif isinstance(item, torch.SymFloat | torch.SymBool):
+                yield from _symbols_used(leaf, program)
+
+
+def _alias_groups(takes: Sequence[fx.Node], program: Program) -> tuple[tuple[int, ...], ...]:
+    groups: dict[int, list[int]] = {}
+    for position, node in enumerate(takes):
+        for key in program.memory.of(node):
+            groups.setdefault(key, []).append(position)
+    return tuple(sorted(tuple(group) for group in groups.values() if len(group) > 1))
+
+
+def _ops_of(members: Sequence[fx.Node]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for node in members:
+        if isinstance(node.target, private.OpOverload | private.OpOverloadPacket):
+            names = [private.op_name(op) for op in private.overloads_of(node.target)]
+            found.update({name: op_digest(name) for name in names if name not in found and not is_torchs_own(name)})
+    return found
+
+
+class _PieceWriter:
+    """Appends nodes to a piece; knows what every node and every size is called in it."""
+
+    def __init__(
+        self, takes: Sequence[fx.Node], sizes: PieceSizes, members: Sequence[fx.Node], program: Program
+    ) -> None:
+        self.nodes: list[Node] = []
+        self.refs: dict[fx.Node, str] = {node: f"%{position}" for position, node in enumerate(takes)}
+        self._num_inputs = len(takes)
+        self._sizes = sizes
+        self._inside = frozenset(members)
+        self._program = program
+        self._known_sizes: dict[str, Json] = {}
+        self._contexts: list[tuple[fx.Node, str]] = []
+
+    def write(self, node: fx.Node) -> None:
+        """Append `node`, the contexts that it runs under, and the sizes that it needs.
+
+        Raises:
+            SplitError: Something in it has no word.
+        """
+        self._enter(self._program.contexts[node])
+        try:
+            self.refs[node] = self._call(node)
+        except SplitError as error:
+            raise SplitError(f"{described(node)} cannot be part of a piece: {error}", actual=error.actual) from error
+
+    def _call(self, node: fx.Node) -> str:
+        if node.op == "call_method":
+            kind, target = "method", _method(str(node.target))
+        else:
+            kind, target = "function", target_name(node.target)  # type: ignore[arg-type]
+        args = tuple(encode_value(arg, self._ref) for arg in node.args)
+        kwargs = {name: encode_value(node.kwargs[name], self._ref) for name in sorted(node.kwargs)}
+        return self._append(kind, target, args, kwargs)
+
+    def _append(
+        self, kind: str, target: str | None, args: Sequence[Json], kwargs: dict[str, Json] | None = None
+    ) -> str:
+        self.nodes.append(Node(kind=kind, target=target, args=tuple(args), kwargs=kwargs or {}))
+        return f"%{self._num_inputs + len(self.nodes) - 1}"
+
+    def _ref(self, leaf: Any) -> Json:
+        if not isinstance(leaf, fx.Node):
+            return self._size(leaf)
+        kind = self._program.kinds[leaf]
+        if kind is Kind.SIZE:
+            return self._number(leaf)
+        if kind is Kind.CONSTANT or (leaf not in self.refs and self._root_kind(leaf) is Kind.CONSTANT):
+            root = leaf if kind is Kind.CONSTANT else self._program.memory.root[leaf]
+            return encode_value(constant_of(root), self._ref)
+        if leaf in self.refs:
+            return self.refs[leaf]
+        return self.refs[self._program.memory.root[leaf]]
+
+    def _root_kind(self, leaf: fx.Node) -> Kind | None:
+        root = self._program.memory.root.get(leaf)
+        return None if root is None else self._program.kinds[root]
+
+    def _number(self, node: fx.Node) -> Json:
+        """Return the number that a SIZE node gives, computed from the piece's own tensors."""
+        value = example(node)
+        if isinstance(value, torch.SymFloat | torch.SymBool):
+            # The grammar of sizes has integers only: take over the arithmetic as it was written.
+            if node not in self.refs:
+                if node.op != "call_function":
+                    raise SplitError(f"{value} comes from an argument that is a number; make it a tensor or a constant")
+                self.refs[node] = self._call(node)
+            return self.refs[node]
+        if value is None:
+            raise SplitError(f"its argument {node.name} is neither a tensor nor a number; pass one of these")
+        return encode_value(value, self._size)
+
+    def _size(self, value: Any) -> Json:
+        expr = private.expr_of(value)
+        return self._computed(ast.parse(expression_text(expr, self._sizes.names), mode="eval").body)
+
+    def _computed(self, tree: ast.expr) -> Json:
+        """Return the integer that an expression gives, as a literal or as a reference to the node that computes it."""
+        if isinstance(tree, ast.Constant):
+            return tree.value
+        text = ast.unparse(tree)
+        if text not in self._known_sizes:
+            self._known_sizes[text] = self._compute(tree)
+        return self._known_sizes[text]
+
+    def _compute(self, tree: ast.expr) -> Json:
+        match tree:
+            case ast.Name(id=name):
+                position, dim = self._sizes.places[name]
+                return self._append("size", None, (f"%{position}", dim))
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(value))):
+                return -value
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return self._append("function", "_operator.neg", (self._computed(operand),))
+            case ast.UnaryOp(operand=operand):
+                return self._append("function", "torch.sym_not", (self._computed(operand),))
+            case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]):
+                return self._fold(f"_operator.{_BINARY[type(op)]}", (left, right))
+            case ast.BoolOp(op=op, values=values):
+                return self._fold(f"_operator.{_BINARY[type(op)]}", values)
+            case ast.Call(func=ast.Name(id=name), args=args):
+                return self._fold(_EXTREMES[name], args)
+        raise SplitError(f"the size {ast.unparse(tree)} has no word in a piece; make that dimension static")
+
+    def _fold(self, target: str, operands: Sequence[ast.expr]) -> Json:
+        total = self._computed(operands[0])
+        for operand in operands[1:]:
+            total = self._append("function", target, (total, self._computed(operand)))
+        return total
+
+    def _enter(self, wanted: tuple[fx.Node, ...]) -> None:
+        """Leave and enter autocast regions until exactly `wanted` are active, outermost first."""
+        active = [node for node, _ in self._contexts]
+        common = 0
+        while common < min(len(active), len(wanted)) and active[common] is wanted[common]:
+            common += 1
+        while len(self._contexts) > common:
+            self._append("function", target_name(EXIT_AUTOCAST), (self._contexts.pop()[1],))
+        for node in wanted[common:]:
+            args = tuple(encode_value(arg, self._ref) for arg in node.args)
+            kwargs = {name: encode_value(node.kwargs[name], self._ref) for name in sorted(node.kwargs)}
+            self._contexts.append((node, self._append("function", target_name(ENTER_AUTOCAST), args, kwargs)))
+
+    def leave_contexts(self) -> None:
+        """Leave every autocast region, so that the piece ends as it began."""
+        self._enter(())
+
+
+def _method(name: str) -> str:
+    try:
+        return check_method(name)
+    except Exception as error:
+        raise SplitError(f"{error}", actual=name) from error

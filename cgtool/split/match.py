@@ -1,0 +1,137 @@
+"""Which nodes are splitting ops: from the spellings that people use to the nodes of a graph.
+
+Spellings of one name::
+
+    ns::op   ns.op   torch.ops.ns.op        a custom op or an ATen op, any overload
+    the same with .overload                 that overload only
+    torch.nn.functional.f, torch.f          a Python function or builtin that a Dynamo graph calls
+    torch.Tensor.f                          a method
+
+ATen names match the builtins and methods that call them (`aten::mm` matches `torch.mm(a, b)` and `a.mm(b)`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import operator
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - what everyone calls it
+from torch import fx
+
+from cgtool.errors import SplitError, UnmatchedSplittingOpError
+from cgtool.graph.targets import target_name
+from cgtool.ops import KNOWN_ATTENTION_OPS, registered_splitting_ops
+from cgtool.split import _torch as private
+from cgtool.split.nodes import RUNS, Kind
+
+_MAX_LISTED = 20
+#: Operators of Python that are an ATen op of another name when they meet a tensor.
+_OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "and_": "__and__", "or_": "__or__"}
+
+
+def splitting_nodes(kinds: dict[fx.Node, Kind], names: Sequence[str] | None) -> tuple[set[fx.Node], tuple[str, ...]]:
+    """Return the nodes to split at, and the names that matched, sorted and spelled `ns::op` or dotted.
+
+    Args:
+        kinds: Every node of the graph and its kind.
+        names: What to split at; None: known and registered ops, as far as the graph has them.
+
+    Raises:
+        UnmatchedSplittingOpError: A name that was given matches no node.
+    """
+    running = {node: names_of(node) for node, kind in kinds.items() if kind in RUNS}
+    wanted = (*KNOWN_ATTENTION_OPS, *registered_splitting_ops()) if names is None else tuple(names)
+    found: set[fx.Node] = set()
+    matched: set[str] = set()
+    for name in wanted:
+        spellings = _spellings(name)
+        nodes = [node for node, own in running.items() if spellings & own]
+        if nodes:
+            found.update(nodes)
+            matched.update(sorted(spellings & running[nodes[0]])[:1])
+        elif names is not None:
+            raise _unmatched(name, running.values())
+    return found, tuple(sorted(matched))
+
+
+@cache
+def _spellings(name: str) -> frozenset[str]:
+    """Return the canonical names that a user's spelling may stand for."""
+    plain = name.strip().removeprefix("torch.ops.")
+    if "::" in plain:
+        return frozenset({plain})
+    namespace, _, rest = plain.partition(".")
+    if name.strip().startswith("torch.ops."):
+        return frozenset({f"{namespace}::{rest}"})
+    return frozenset({plain, f"{namespace}::{rest}"} if rest else {plain})
+
+
+def names_of(node: fx.Node) -> frozenset[str]:
+    """Return every canonical name that `node` answers to."""
+    if node.op == "call_method":
+        return frozenset({f"torch.Tensor.{node.target}"}) | _aten_names(str(node.target))
+    if node.op != "call_function":
+        return frozenset()
+    return _names_of_function(node.target)
+
+
+@cache
+def _names_of_function(target: Any) -> frozenset[str]:
+    if isinstance(target, private.OpOverload):
+        name = private.op_name(target)
+        return frozenset({name, name.rpartition(".")[0]})
+    if isinstance(target, private.OpOverloadPacket):
+        name = private.op_name(target)
+        return frozenset({name, *(f"{name}.{overload}" for overload in target.overloads())})
+    short = getattr(target, "__name__", "")
+    names = {f"{getattr(target, '__module__', None) or 'torch'}.{short}"}
+    try:
+        names.add(target_name(target))
+    except SplitError:
+        return frozenset(names)
+    if getattr(F, short, None) is target:
+        names.add(f"torch.nn.functional.{short}")
+    if getattr(operator, short, None) is target:
+        return frozenset(names) | _aten_names(_OPERATORS.get(short, short))
+    return frozenset(names) | _aten_names(short)
+
+
+def _aten_names(short: str) -> frozenset[str]:
+    packet = getattr(torch.ops.aten, short, None) if short and not short.startswith("__") else None
+    if not isinstance(packet, private.OpOverloadPacket):
+        return frozenset()
+    return frozenset({f"aten::{short}", *(f"aten::{short}.{overload}" for overload in packet.overloads())})
+
+
+def _unmatched(name: str, graph: Iterable[frozenset[str]]) -> UnmatchedSplittingOpError:
+    shown = sorted({_shown(names) for names in graph if names}, key=lambda n: (_is_common(n), n))
+    everything = sorted({spelling for names in graph for spelling in names})
+    near = difflib.get_close_matches(name.replace("::", "."), [n.replace("::", ".") for n in everything], n=1)
+    hint = next((f" Did you mean {n}?" for n in everything if near and n.replace("::", ".") == near[0]), "")
+    listed = ", ".join(shown[:_MAX_LISTED]) or "none"
+    more = f" and {len(shown) - _MAX_LISTED} more" if len(shown) > _MAX_LISTED else ""
+    return UnmatchedSplittingOpError(
+        f"The splitting op {name!r} occurs nowhere in the graph.{hint} The graph's ops are: {listed}{more}. "
+        f"Name one of these, or leave splitting_ops out to split at the attention ops that are known.",
+        expected=name,
+        actual=tuple(shown),
+    )
+
+
+def _shown(names: frozenset[str]) -> str:
+    """Return the one name under which the error lists an op: `ns::op` of a custom op, else the dotted name."""
+    custom = sorted(n for n in names if "::" in n and not n.startswith("aten::"))
+    dotted = sorted(n for n in names if "::" not in n)
+    functional = [n for n in dotted if n.startswith("torch.nn.functional.")]
+    return min(
+        [*custom, *functional, *dotted, *sorted(names)], key=lambda n: (n not in custom, n not in functional, len(n))
+    )
+
+
+def _is_common(name: str) -> tuple[bool, bool, bool]:
+    """Sort custom ops first, then functions of torch.nn.functional, then what else computes, then operators."""
+    return "::" not in name, not name.startswith("torch.nn.functional."), not name.startswith("torch.")

@@ -1,0 +1,191 @@
+"""What each node of Dynamo's graph is to the split: something that runs, something rebuilt where used, or nothing.
+
+Owns the reading of `meta["example_value"]` and of the user's line. Kinds::
+
+    INPUT      a tensor placeholder
+    SIZE       a number that follows from sizes: no piece takes it, whoever needs it computes it again from its tensors
+    CONSTANT   a tensor that the graph holds: written into whoever uses it
+    TENSOR     runs and gives one tensor
+    BUNDLE     runs and gives several tensors; a getitem stays with it
+    EFFECT     runs and gives nothing that can cross a boundary
+    CONTEXT    enters or leaves autocast: each piece enters what it needs
+    DROPPED    means nothing to inference
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Iterator
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import fx
+from torch.amp import autocast_mode
+
+from cgtool.errors import SplitError
+from cgtool.split import _torch as private
+
+ENTER_AUTOCAST: Any = autocast_mode._enter_autocast  # noqa: SLF001 - the graph holds this very function
+EXIT_AUTOCAST: Any = autocast_mode._exit_autocast  # noqa: SLF001 - as above
+
+_MISSING = object()
+_NUMBERS = (bool, int, float, str, torch.SymInt, torch.SymFloat, torch.SymBool, torch.dtype, torch.device, torch.layout)
+_DROPPED_NAMES = frozenset(
+    {
+        "_log_api_usage_once",
+        "_set_grad_enabled",
+        "_enter_inference_mode",
+        "_exit_inference_mode",
+        "_record_function_enter",
+        "_record_function_enter_new",
+        "_record_function_exit",
+    }
+)
+#: Methods that read a number out of a tensor's data, which no size tells.
+_READS_DATA = frozenset({"item", "tolist", "__bool__", "__int__", "__float__", "__index__"})
+_PURE_MODULES = frozenset({"_operator", "builtins", "math"})
+
+
+class Kind(Enum):
+    """See the module's docstring."""
+
+    INPUT = auto()
+    SIZE = auto()
+    CONSTANT = auto()
+    TENSOR = auto()
+    BUNDLE = auto()
+    EFFECT = auto()
+    CONTEXT = auto()
+    DROPPED = auto()
+
+
+#: Kinds whose nodes run inside a piece.
+RUNS = frozenset({Kind.TENSOR, Kind.BUNDLE, Kind.EFFECT})
+
+
+def kind_of(node: fx.Node) -> Kind:
+    """Return what `node` is to the split.
+
+    Raises:
+        SplitError: It can be no part of a piece: a module, a higher-order op, a constant that is no tensor.
+    """
+    value = example(node)
+    if node.op == "placeholder":
+        return Kind.INPUT if isinstance(value, torch.Tensor) else Kind.SIZE
+    if node.op == "get_attr":
+        return _constant(node)
+    if node.op == "call_module" or isinstance(node.target, private.HigherOrderOperator):
+        raise cannot_split(node, "it runs a graph of its own; write the model without it, or put it into a custom op")
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name.partition(".")[0] in _DROPPED_NAMES:
+        return Kind.DROPPED
+    if node.target in (ENTER_AUTOCAST, EXIT_AUTOCAST):
+        return Kind.CONTEXT
+    if isinstance(value, torch.Tensor):
+        return Kind.TENSOR
+    if any(True for _ in tensors_in(value)):
+        return Kind.BUNDLE
+    return Kind.SIZE if _is_number(value) and _is_pure(node) else Kind.EFFECT
+
+
+def _constant(node: fx.Node) -> Kind:
+    value: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    if isinstance(value, torch.Tensor):
+        return Kind.CONSTANT
+    if isinstance(value, torch.nn.Module) and all(
+        isinstance(user.target, private.HigherOrderOperator) for user in node.users
+    ):
+        return Kind.DROPPED  # the higher-order op that uses it is refused where it stands
+    raise cannot_split(node, f"it holds a {type(value).__name__}; pass it as an argument, or make it a number")
+
+
+def constant_of(node: fx.Node) -> torch.Tensor:
+    """Return the tensor of a CONSTANT node."""
+    value: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    return value  # type: ignore[no-any-return]
+
+
+def example(node: fx.Node) -> Any:
+    """Return what Dynamo saw `node` give: fake tensors, symbolic numbers; None where it saw nothing."""
+    value = node.meta.get("example_value", _MISSING)
+    return None if value is _MISSING else value
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_number(item) or item is None for item in value)
+    return isinstance(value, _NUMBERS)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Return whether a node that gives a number can be left out, because the number follows from sizes."""
+    if node.op == "call_method":
+        return node.target not in _READS_DATA
+    target = node.target
+    if isinstance(target, private.OpOverload | private.OpOverloadPacket):
+        return private.op_name(target).startswith("aten::sym_")
+    module = getattr(target, "__module__", None)
+    return (
+        module in _PURE_MODULES
+        or getattr(operator, getattr(target, "__name__", ""), None) is target
+        or getattr(math, getattr(target, "__name__", ""), None) is target
+        or getattr(target, "__name__", "").startswith(("sym_", "_sym_"))
+    )
+
+
+def is_getitem_of_bundle(node: fx.Node, kinds: dict[fx.Node, Kind]) -> bool:
+    """Return whether `node` takes one tensor (or tuple) out of what another node gives."""
+    return (
+        node.op == "call_function"
+        and node.target is operator.getitem
+        and isinstance(node.args[0], fx.Node)
+        and kinds[node.args[0]] is Kind.BUNDLE
+    )
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in ([^\n]+)(?:\n\s+([^\n]*\S))?')
+
+
+def user_line(node: fx.Node) -> str | None:
+    """Return where the model's author wrote `node`: "model.py:27, in forward: x = self.emb(ids)"."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or node.stack_trace or "")
+    if not frames:
+        return None
+    path, line, function, code = frames[-1]
+    place = f"{path.replace(chr(92), '/').rsplit('/', 1)[-1]}:{line}, in {function.strip()}"
+    return f"{place}: {code.strip()}" if code else place
+
+
+def described(node: fx.Node) -> str:
+    """Return the op of `node` and the line it comes from, for messages."""
+    target = node.target
+    if isinstance(target, private.OpOverload | private.OpOverloadPacket):
+        name = private.op_name(target)
+    else:
+        name = str(target) if isinstance(target, str) else getattr(target, "__name__", str(target))
+    line = user_line(node)
+    return f"{name} ({line})" if line else f"{name} (node {node.name})"
+
+
+def cannot_split(node: fx.Node, why: str, *, expected: Any = None) -> SplitError:
+    """Return the error that names `node` and the user's line; `why` ends with what to do."""
+    return SplitError(f"{described(node)} cannot be part of a piece: {why}.", path=node.name, expected=expected)

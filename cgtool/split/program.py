@@ -1,0 +1,166 @@
+"""The graph as the split reads it: kinds, memory, sizes and autocast regions of all nodes. Reads, changes nothing."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from cgtool.errors import SplitError
+from cgtool.split.alias import Memory, read_memory
+from cgtool.split.effects import changes_shape
+from cgtool.split.nodes import (
+    ENTER_AUTOCAST,
+    RUNS,
+    Kind,
+    cannot_split,
+    example,
+    is_getitem_of_bundle,
+    kind_of,
+    tensors_in,
+)
+from cgtool.split.sizes import GraphSizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What the split knows of a graph.
+
+    Args:
+        kinds: Every node but the output, in order, and its kind.
+        memory: Who shares memory, who writes.
+        sizes: The graph's symbols.
+        contexts: node → the autocast regions that it runs in, outermost first, as their entering nodes.
+        inputs: The tensor placeholders.
+        output: What the graph returns: nodes and constants.
+    """
+
+    kinds: Mapping[fx.Node, Kind]
+    memory: Memory
+    sizes: GraphSizes
+    contexts: Mapping[fx.Node, tuple[fx.Node, ...]]
+    inputs: tuple[fx.Node, ...]
+    output: tuple[Any, ...]
+
+
+def read_program(gm: fx.GraphModule) -> Program:
+    """Read a graph of Dynamo's.
+
+    Raises:
+        SplitError: It holds what no piece can hold.
+    """
+    graph = _with_bundles_taken_apart(gm)
+    kinds = {node: kind_of(node) for node in graph.nodes if node.op != "output"}
+    inputs = tuple(node for node, kind in kinds.items() if kind is Kind.INPUT)
+    _refuse_several_devices(kinds)
+    memory = read_memory(kinds)
+    (returned,) = next(iter(reversed(graph.nodes))).args
+    output = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
+    return Program(
+        kinds=kinds,
+        memory=memory,
+        sizes=GraphSizes.of(inputs),
+        contexts=_autocast_regions(kinds),
+        inputs=inputs,
+        output=output,
+    )
+
+
+def _with_bundles_taken_apart(gm: fx.GraphModule) -> fx.Graph:
+    """Return the graph, or a copy where `f(bundle)` has become `f((bundle[0], bundle[1]))`: only tensors may cross."""
+    if not any(_uses_whole_bundle(node) for node in gm.graph.nodes):
+        return gm.graph
+    graph = fx.Graph(owning_module=gm)
+    taken_apart: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    copies: dict[fx.Node, Any] = {}
+
+    def whole(node: fx.Node) -> Any:
+        return taken_apart.get(copies[node], copies[node])
+
+    for node in gm.graph.nodes:
+        is_part = node.op == "call_function" and node.target is operator.getitem
+        copy = graph.node_copy(node, copies.__getitem__ if is_part or node.op == "output" else whole)
+        copies[node] = copy
+        if node.op != "output" and _is_flat_bundle(node) and any(_takes_whole(user, node) for user in node.users):
+            taken_apart[copy] = tuple(_part(graph, copy, index) for index in range(len(example(node))))
+    if gm.graph.nodes and not any(n.op == "output" for n in graph.nodes):
+        raise SplitError("the graph has no output; return what the model computes")
+    return graph
+
+
+def _part(graph: fx.Graph, bundle: fx.Node, index: int) -> fx.Node:
+    part = graph.call_function(operator.getitem, (bundle, index))
+    part.meta["example_value"] = example(bundle)[index]
+    part.meta["stack_trace"] = bundle.meta.get("stack_trace")
+    return part
+
+
+def _is_flat_bundle(node: fx.Node) -> bool:
+    value = example(node)
+    return isinstance(value, tuple | list) and bool(value) and all(isinstance(v, torch.Tensor) for v in value)
+
+
+def _takes_whole(user: fx.Node, node: fx.Node) -> bool:
+    return user.op != "output" and not (
+        user.op == "call_function" and user.target is operator.getitem and user.args[0] is node
+    )
+
+
+def _uses_whole_bundle(node: fx.Node) -> bool:
+    return (
+        node.op in ("call_function", "call_method")
+        and _is_flat_bundle(node)
+        and any(_takes_whole(u, node) for u in node.users)
+    )
+
+
+def _autocast_regions(kinds: Mapping[fx.Node, Kind]) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    active: list[fx.Node] = []
+    regions: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    for node, kind in kinds.items():
+        regions[node] = tuple(active)
+        if kind is Kind.CONTEXT:
+            if node.target is ENTER_AUTOCAST:
+                active.append(node)
+            else:
+                active.remove(node.args[0])  # type: ignore[arg-type]
+    return regions
+
+
+def _refuse_several_devices(kinds: Mapping[fx.Node, Kind]) -> None:
+    seen: dict[str, set[int]] = {}
+    for node, kind in kinds.items():
+        if kind is Kind.INPUT or kind in RUNS:
+            for tensor in tensors_in(example(node)):
+                if tensor.device.index is not None:
+                    seen.setdefault(tensor.device.type, set()).add(tensor.device.index)
+                    if len(seen[tensor.device.type]) > 1:
+                        raise cannot_split(
+                            node,
+                            f"it brings a second {tensor.device.type} device into the graph; keep one device in a "
+                            "process, and let ranks hold the others",
+                        )
+
+
+def refuse_shape_changes(program: Program, piece_of: Mapping[fx.Node, int]) -> None:
+    """Refuse in-place changes of a shape that another piece, or the caller, could see: the trace shows the last only.
+
+    Raises:
+        SplitError: The message names the op and the user's line.
+    """
+    for node, kind in program.kinds.items():
+        if kind not in RUNS or not changes_shape(node):
+            continue
+        first = program.memory.root.get(node, node)
+        same = [other for other, root in program.memory.root.items() if root is first]
+        users = {user for other in same for user in other.users if user in piece_of}
+        pieces = {piece_of.get(other, -1) for other in (*same, *users)}
+        if len(pieces) > 1 or -1 in pieces:
+            raise cannot_split(node, "it changes a tensor's shape in place; use the form without the underscore")
+
+
+__all__ = ["Program", "is_getitem_of_bundle", "read_program", "refuse_shape_changes"]

@@ -1,0 +1,154 @@
+"""Sizes: the symbols of a graph, what is known of them, and where a piece reads them.
+
+Symbols are renamed twice: for the whole graph to s0, s1, ... in the order in which its tensor inputs show them, and for
+each piece in the order in which the piece's inputs do. Names of the trace (`s77`) come from names of arguments, and
+enter nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from cgtool.errors import SplitError
+from cgtool.graph.sympy_text import expression_text
+from cgtool.pieces import SymbolRange
+from cgtool.split import _torch as private
+from cgtool.split.nodes import example
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphSizes:
+    """The symbols of the whole graph.
+
+    Args:
+        shape_env: Dynamo's ShapeEnv, or None where every size is static.
+        names: Symbol of the trace → s0, s1, ...
+        symbols: The symbols, by their name in the trace.
+        donors: Symbol of the trace → the first input of the graph that has it as a dimension.
+    """
+
+    shape_env: Any
+    names: Mapping[str, str]
+    symbols: Mapping[str, Any]
+    donors: Mapping[str, fx.Node]
+    _relations: list[tuple[Any, frozenset[str]]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, inputs: Sequence[fx.Node]) -> GraphSizes:
+        shape_env = next((env for env in (private.shape_env_of(example(n)) for n in inputs) if env is not None), None)
+        symbols: dict[str, Any] = {}
+        donors: dict[str, fx.Node] = {}
+        for node in inputs:
+            for size in (*example(node).shape, *example(node).stride()):
+                symbols.update({s.name: s for s in _symbols_of(size) if s.name not in symbols})
+            for size in example(node).shape:
+                if isinstance(size, torch.SymInt) and private.expr_of(size).is_Symbol:
+                    donors.setdefault(private.expr_of(size).name, node)
+        names = {name: f"s{index}" for index, name in enumerate(symbols)}
+        sizes = cls(shape_env=shape_env, names=names, symbols=symbols, donors=donors)
+        if shape_env is not None:
+            sizes._relations.extend(_useful_relations(shape_env, set(symbols)))
+        return sizes
+
+    def ordered(self, symbols: Iterable[str]) -> list[str]:
+        """Return the symbols in the order of the whole graph, each once; unknown ones last, by name."""
+        order = {name: index for index, name in enumerate(self.names)}
+        return sorted(set(symbols), key=lambda name: (order.get(name, len(order)), name))
+
+    def symbols_in(self, value: Any) -> list[str]:
+        """Return the symbols of a symbolic number or of a tensor's sizes, in the order in which they appear."""
+        parts = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
+        found: dict[str, None] = {}
+        for part in parts:
+            found.update(dict.fromkeys(self.ordered(s.name for s in _symbols_of(part))))
+        return list(found)
+
+    def ranges(self, names: Mapping[str, str]) -> tuple[SymbolRange, ...]:
+        """Return the range of each symbol in `names`, under its new name."""
+        found = []
+        for symbol, name in names.items():
+            low, high = private.symbol_range(self.shape_env, self.symbols[symbol])
+            found.append(SymbolRange(name=name, min=low, max=high))
+        return tuple(found)
+
+    def facts(self, names: Mapping[str, str]) -> tuple[str, ...]:
+        """Return the relations over these symbols, under their new names, that ranges do not imply."""
+        texts = {expression_text(expr, names) for expr, free in self._relations if free <= set(names)}
+        return tuple(sorted(texts))
+
+
+def _symbols_of(size: Any) -> list[Any]:
+    """Return the free symbols of a size, sorted by name (a set has no order of its own)."""
+    if not isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return []
+    return sorted(private.expr_of(size).free_symbols, key=lambda symbol: str(symbol.name))
+
+
+def _useful_relations(shape_env: Any, known: set[str]) -> list[tuple[Any, frozenset[str]]]:
+    """Return what the trace found true of sizes, without what ranges imply and what has no word in a plan."""
+    found: dict[Any, frozenset[str]] = {}
+    for expr in private.relations_of(shape_env):
+        free = frozenset(symbol.name for symbol in getattr(expr, "free_symbols", ()))
+        if not free or not free <= known or expr in found or private.implied_by_ranges(shape_env, expr):
+            continue
+        try:
+            expression_text(expr, {name: name for name in free})
+        except SplitError:
+            continue  # a fact about floats: the piece is compiled without it, and guards of its own come with it
+        found[expr] = free
+    return list(found.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PieceSizes:
+    """The symbols of one piece.
+
+    Args:
+        names: Symbol of the trace → s0, s1, ... of the piece, in order.
+        places: Name in the piece → (input position, dimension) to read it from.
+    """
+
+    names: Mapping[str, str]
+    places: Mapping[str, tuple[int, int]]
+
+
+def piece_sizes(takes: list[fx.Node], needed: Iterable[str], sizes: GraphSizes) -> tuple[list[fx.Node], PieceSizes]:
+    """Return the piece's inputs with donors of sizes appended where needed, and its symbols.
+
+    A symbol that some tensor of the piece holds, though none as a plain dimension, needs a donor too: compiled code
+    finds a symbol nowhere else.
+
+    Args:
+        takes: The tensors that the piece takes.
+        needed: Further symbols that its nodes compute with.
+        sizes: The symbols of the graph.
+
+    Raises:
+        SplitError: A symbol is no dimension of any input of the graph.
+    """
+    inputs = list(takes)
+    while True:
+        names: dict[str, str] = {}
+        places: dict[str, tuple[int, int]] = {}
+        for position, node in enumerate(inputs):
+            for symbol in sizes.symbols_in(example(node)):
+                names.setdefault(symbol, f"s{len(names)}")
+            for dim, size in enumerate(example(node).shape):
+                if isinstance(size, torch.SymInt) and private.expr_of(size).is_Symbol:
+                    places.setdefault(names[private.expr_of(size).name], (position, dim))
+        missing = [s for s in sizes.ordered((*names, *needed)) if names.get(s) not in places]
+        if not missing:
+            return inputs, PieceSizes(names=names, places=places)
+        donor = sizes.donors.get(missing[0])
+        if donor is None or donor in inputs:
+            raise SplitError(
+                f"the size {missing[0]} is no dimension of any tensor that the model takes (it comes from a number, or "
+                f"from data), so no piece can read it; make it static, or derive it from a tensor's shape",
+                actual=missing[0],
+            )
+        inputs.append(donor)

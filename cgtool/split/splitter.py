@@ -1,0 +1,225 @@
+"""The split: Dynamo's graph becomes pieces as data and the steps that run them in order.
+
+Stages: read the graph (`program`), find the splitting ops (`match`), cut (`segment`), settle what crosses (`alias`), write
+each piece down (`encode`), number the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from cgtool.errors import SplitError
+from cgtool.graph.sympy_text import expression_text
+from cgtool.pieces import Json, PieceGraph
+from cgtool.plan import Step
+from cgtool.split import _torch as private
+from cgtool.split.alias import Crossing, contested, hazards, view_chain
+from cgtool.split.encode import EncodedPiece, encode_piece, leaves_of, takes_of
+from cgtool.split.match import splitting_nodes
+from cgtool.split.nodes import Kind, cannot_split, example
+from cgtool.split.program import Program, read_program, refuse_shape_changes
+from cgtool.split.segment import Segment, segments
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitResult:
+    """A graph in pieces.
+
+    Args:
+        graphs: identity → piece; equal pieces are one.
+        steps: The pieces in order; value ids as in `cgtool.plan`.
+        symbol_names: Symbol of the trace → the variant's symbol, in order.
+        num_inputs: Tensor placeholders: value ids 0 to num_inputs - 1.
+        outputs: For each output of the graph: ["v", value id], ["expr", text] or ["const", value].
+        splitting_ops: The names that matched, spelled `ns::op` or dotted, sorted.
+        eager_pieces: piece index → why a piece that holds no splitting op must run as it stands all the same.
+        mutated_inputs: Positions of the tensor placeholders that the graph writes to.
+        assignment: node name → piece index, of every node that runs.
+    """
+
+    graphs: dict[str, PieceGraph]
+    steps: tuple[Step, ...]
+    symbol_names: dict[str, str]
+    num_inputs: int
+    outputs: tuple[Json, ...]
+    splitting_ops: tuple[str, ...]
+    eager_pieces: dict[int, str] = field(default_factory=dict)
+    mutated_inputs: tuple[int, ...] = ()
+    assignment: dict[str, int] = field(default_factory=dict)
+
+
+def split_graph(gm: fx.GraphModule, *, splitting_ops: Sequence[str] | None) -> SplitResult:
+    """Split a full graph of Dynamo's at splitting ops.
+
+    Args:
+        gm: The graph, traced under `no_grad`; every node has `meta["example_value"]`. It is not changed.
+        splitting_ops: Names as `cgtool.split.match` spells them; None: known and registered attention ops, as far as the
+            graph has them; empty: one piece.
+
+    Returns:
+        The pieces and their order. Running the steps computes exactly what the graph does.
+
+    Raises:
+        UnmatchedSplittingOpError: A name matches nothing in the graph.
+        SplitError: Something in the graph cannot be written down; the message names it and the user's line.
+    """
+    program = read_program(gm)
+    kinds = dict(program.kinds)
+    at, names = splitting_nodes(kinds, splitting_ops)
+    cut = segments(kinds, at, program.memory)
+    piece_of = {node: index for index, segment in enumerate(cut) for node in segment.nodes}
+    refuse_shape_changes(program, piece_of)
+    returned = _returned_tensors(program)
+    members = [list(segment.nodes) for segment in cut]
+    crossings = _crossings(cut, members, returned, program)
+    keys = contested(crossings, program.memory)
+    if keys and _sink_views(members, crossings, keys, program):
+        crossings = _crossings(cut, members, returned, program)
+        keys = contested(crossings, program.memory)
+    reasons = hazards(crossings, program.memory, keys)
+    pieces = [encode_piece(members[c.piece], c.gives, program) for c in crossings]
+    reasons.update(_idle(crossings, pieces, reasons, program))
+    steps, ids = _numbered(pieces, cut, program)
+    return SplitResult(
+        graphs={step.graph: piece.graph for step, piece in zip(steps, pieces, strict=True)},
+        steps=steps,
+        symbol_names=dict(program.sizes.names),
+        num_inputs=len(program.inputs),
+        outputs=tuple(_output(value, ids, program) for value in program.output),
+        splitting_ops=names,
+        eager_pieces=dict(sorted(reasons.items())),
+        mutated_inputs=_mutated_inputs(program),
+        assignment={node.name: index for node, index in piece_of.items()},
+    )
+
+
+def _returned_tensors(program: Program) -> set[fx.Node]:
+    roots = program.memory.root
+    return {
+        roots[v] for v in program.output if isinstance(v, fx.Node) and program.kinds[v] in (Kind.TENSOR, Kind.INPUT)
+    }
+
+
+def _crossings(
+    cut: Sequence[Segment], members: Sequence[Sequence[fx.Node]], returned: set[fx.Node], program: Program
+) -> list[Crossing]:
+    takes = [takes_of(nodes, program) for nodes in members]
+    wanted = returned.union(*takes)
+    # A view that was sunk is a member of several pieces; the piece that made it first gives it.
+    made: set[fx.Node] = set()
+    found = []
+    for index, segment in enumerate(cut):
+        gives = tuple(node for node in segment.nodes if node in wanted and node not in made)
+        made.update(gives)
+        found.append(
+            Crossing(
+                piece=index,
+                splitting=segment.splitting,
+                members=frozenset(members[index]),
+                takes=tuple(takes[index]),
+                gives=gives,
+            )
+        )
+    return found
+
+
+def _sink_views(members: list[list[fx.Node]], crossings: Sequence[Crossing], keys: set[int], program: Program) -> bool:
+    """Let each piece that takes a view of contested memory take the base instead, and make the view itself."""
+    order = {node: index for index, node in enumerate(program.kinds)}
+    base_of: dict[int, fx.Node] = {}
+    for node in program.kinds:
+        for key in program.memory.of(node):
+            if node in program.memory.root:
+                base_of.setdefault(key, node)
+    changed = False
+    for crossing in crossings:
+        for node in crossing.takes:
+            storages = program.memory.of(node)
+            if len(storages) != 1 or not storages <= keys:
+                continue
+            base = base_of[next(iter(storages))]
+            chain = view_chain(node, dict(program.kinds), program.memory, base)
+            if chain:
+                known = set(members[crossing.piece])
+                members[crossing.piece].extend(n for n in chain if n not in known)
+                members[crossing.piece].sort(key=order.__getitem__)
+                changed = True
+    return changed
+
+
+def _idle(
+    crossings: Sequence[Crossing], pieces: Sequence[EncodedPiece], known: Mapping[int, str], program: Program
+) -> dict[int, str]:
+    """Return the pieces that give nothing and write to nothing outside: a compiler would leave an empty shell."""
+    found = {}
+    writers = {writer for nodes in program.memory.writers.values() for writer in nodes}
+    for crossing, piece in zip(crossings, pieces, strict=True):
+        if not crossing.splitting and not piece.gives and crossing.piece not in known:
+            taken = {key for node in piece.takes for key in program.memory.of(node)}
+            touched = {key for node in crossing.members & writers for key in taken & _written_keys(node, program)}
+            if not touched:
+                found[crossing.piece] = "nothing that it computes is used"
+    return found
+
+
+def _written_keys(writer: fx.Node, program: Program) -> set[int]:
+    return {key for key, nodes in program.memory.writers.items() if writer in nodes}
+
+
+def _numbered(
+    pieces: Sequence[EncodedPiece], cut: Sequence[Segment], program: Program
+) -> tuple[tuple[Step, ...], dict[fx.Node, int]]:
+    ids = {node: index for index, node in enumerate(program.inputs)}
+    steps = []
+    count = len(ids)
+    for index, piece in enumerate(pieces):
+        for node in piece.gives:
+            ids[node] = count
+            count += 1
+        steps.append(
+            Step(
+                piece=index,
+                splitting=cut[index].splitting,
+                graph=piece.graph.identity(),
+                symbols={name: program.sizes.names[symbol] for name, symbol in piece.symbols.items()},
+                inputs=tuple(ids[node] for node in piece.takes),
+                outputs=tuple(ids[node] for node in piece.gives),
+            )
+        )
+    return tuple(steps), ids
+
+
+def _output(value: Any, ids: Mapping[fx.Node, int], program: Program) -> Json:
+    if not isinstance(value, fx.Node):
+        return _number(value, program)
+    kind = program.kinds[value]
+    if kind in (Kind.TENSOR, Kind.INPUT):
+        return ["v", ids[program.memory.root[value]]]
+    if kind is Kind.SIZE:
+        try:
+            return _number(example(value), program)
+        except SplitError as error:
+            raise cannot_split(value, f"the model returns it, and {error}") from error
+    raise cannot_split(value, "the model returns what it gives, which is neither a tensor nor a size; return tensors")
+
+
+def _number(value: Any, program: Program) -> Json:
+    if isinstance(value, torch.SymInt):
+        text = expression_text(private.expr_of(value), program.sizes.names)
+        return ["const", int(text)] if text.lstrip("-").isdigit() else ["expr", text]
+    if value is None or type(value) in (bool, int, float, str):
+        return ["const", value]
+    raise SplitError(f"a {type(value).__name__} cannot be written into a plan; return a tensor or an integer")
+
+
+def _mutated_inputs(program: Program) -> tuple[int, ...]:
+    written = set(program.memory.writers)
+    return tuple(i for i, node in enumerate(program.inputs) if program.memory.of(node) & written)
+
+
+__all__ = ["SplitResult", "leaves_of", "split_graph"]
