@@ -217,7 +217,7 @@ def package() -> list[File]:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_every_file_of_the_package_keeps_the_rule(rule, package):
-    broken = [problem for file in package for problem in rule(file)]
+    broken = dict.fromkeys(problem for file in package for problem in rule(file))
     assert not broken, "\n".join(broken)
 
 
