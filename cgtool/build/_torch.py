@@ -133,7 +133,7 @@ def forget_origin(artifact: Any) -> None:
     for name in ("forward_time_taken_ns", "backward_time_taken_ns"):
         if hasattr(entry, name):
             setattr(entry, name, 0)
-    result = getattr(entry.compiled_fw, "result", None)
+    result: Any = getattr(entry.compiled_fw, "result", None)
     for name in ("runnable_graph_str", "inductor_post_grad_graph_str"):
         if hasattr(result, name):
             setattr(result, name, "")

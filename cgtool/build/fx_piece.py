@@ -86,7 +86,7 @@ def rebuild_symbols(graph: PieceGraph) -> RebuiltSymbols:
         ArtifactError: A fact is outside the grammar of expressions.
     """
     hints = choose_hints(graph)
-    mode = _torch.new_fake_mode(from_two=all(symbol.min >= 2 for symbol in graph.symbols))
+    mode = _torch.new_fake_mode(from_two=all(symbol.min > 1 for symbol in graph.symbols))
     sizes: dict[str, Any] = {}
     names = {}
     for symbol in graph.symbols:

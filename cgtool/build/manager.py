@@ -1,43 +1,27 @@
 """Compile or load: each unique piece is compiled once, whoever asks, and shared by pieces, sizes, ranks and processes.
 
-Must not import Dynamo or Inductor: a manager that finds everything compiled needs neither.
+Must not import Dynamo or Inductor: a manager that finds everything compiled needs only what the adaptor's digest does.
 
-The key of a unit is the digest of the piece's identity, the options, what the adaptor says of compiler and target, what
-the caller says of the environment, and the version of cgtool's own build. What a unit is stored under depends on nothing
-else: no path, no name of a model or a layer, no index of a piece.
+The key of a unit is the digest of the piece's identity, the options, what the adaptor says of compiler and target, and
+the version of this way of building. What a unit is stored under depends on nothing else: no path, no name of a model or
+a layer, no index of a piece.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cgtool.build.adaptors.interface import CompilerInterface, PieceCallable
 from cgtool.cache.objects import ObjectStore
 from cgtool.cache.units import UnitRecord, UnitStore, new_record
+from cgtool.config import CompilationConfig
 from cgtool.digests import digest_of
 from cgtool.errors import CacheCorruptError
 from cgtool.events import Event, OnEvent, ignore
-from cgtool.pieces import Json, PieceGraph
+from cgtool.pieces import PieceGraph
 
 #: Raise it when the way from a piece to an artifact changes: what older versions built is then compiled again.
 BUILD_VERSION = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShapeOptions:
-    """How a piece is compiled for one shape.
-
-    Args:
-        options: The user's options for the compiler.
-        max_autotune: Whether the compiler may try variants of each kernel: for concrete sizes.
-        label: What progress calls the shape: "general", "8", "16-512".
-    """
-
-    options: Mapping[str, Json] = field(default_factory=dict)
-    max_autotune: bool = False
-    label: str = "general"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +35,7 @@ class UnitResult:
         size_bytes: The artifact's size.
         compile_secs: How long it took to compile, when it was compiled, in seconds.
         kernels: How many kernels were generated.
-        guards: Facts over the graph's symbols that the compiler relies on.
+        guards: Facts over the graph's symbols that the compiler relies on, beyond the graph's ranges and facts.
         reused: Whether it had been compiled before: by another piece, size, rank, process or warm.
     """
 
@@ -69,63 +53,53 @@ class CompilerManager:
     """Compiles unique pieces once and puts them into an entry.
 
     Args:
-        store: The artifacts of the entry that is being made.
         units: All units of the cache.
         adaptor: The compiler.
-        unit_env: What else decides an artifact's bytes; enters every unit's key.
-        on_event: Told of each compile as it begins and ends.
+        config: Where the user's options for the compiler come from.
+        on_event: Told when a unit is waited for, because another process compiles it.
 
     Attributes:
-        compiled: How many pieces this manager compiled.
-        reused: How many it found compiled.
+        compiled: How many units this manager compiled.
+        reused: How many calls found theirs compiled.
         compile_secs: How long it spent compiling, in seconds.
     """
 
     def __init__(
         self,
-        *,
-        store: ObjectStore,
         units: UnitStore,
         adaptor: CompilerInterface,
-        unit_env: Json = None,
+        config: CompilationConfig,
+        *,
         on_event: OnEvent = ignore,
     ) -> None:
-        self._store = store
         self._units = units
         self._adaptor = adaptor
-        self._unit_env = unit_env
+        self._options = dict(config.inductor_compile_config)
         self._on_event = on_event
-        self._results: dict[str, UnitResult] = {}
-        self._hashes: dict[str, str] = {}
+        self._hashes: dict[bool, str] = {}
         self.compiled = 0
         self.reused = 0
         self.compile_secs = 0.0
 
-    def key(self, graph: PieceGraph, *, shape_options: ShapeOptions) -> str:
+    def key(self, graph: PieceGraph, *, max_autotune: bool = False) -> str:
         """Return the key of the unit that `graph` compiles to.
 
         Raises:
             ConfigError: An option is unknown to the compiler.
         """
-        how = {"options": dict(shape_options.options), "max_autotune": shape_options.max_autotune}
-        known_as = digest_of(how)
-        if known_as not in self._hashes:
-            # seconds for Inductor, and the same for every piece
-            self._hashes[known_as] = self._adaptor.compute_hash(
-                shape_options.options, max_autotune=shape_options.max_autotune
-            )
+        if max_autotune not in self._hashes:
+            # slow for Inductor, and the same for every piece
+            self._hashes[max_autotune] = self._adaptor.compute_hash(self._options, max_autotune=max_autotune)
         return digest_of(
             {
                 "piece": graph.identity(),
                 "adaptor": self._adaptor.name,
-                "compiler": self._hashes[known_as],
-                "environment": self._unit_env,
+                "compiler": self._hashes[max_autotune],
                 "build": BUILD_VERSION,
-                **how,
             }
         )
 
-    def ensure(self, graph: PieceGraph, *, shape_options: ShapeOptions | None = None) -> UnitResult:
+    def ensure(self, graph: PieceGraph, *, objects: ObjectStore, max_autotune: bool = False) -> UnitResult:
         """Return the unit of `graph`, compiled now unless it was before; its artifact is in the entry.
 
         Two processes that ask for one unit at a time compile it once: the second waits, and finds it. Interrupted at
@@ -133,71 +107,57 @@ class CompilerManager:
 
         Args:
             graph: A piece, specialised or restricted to the shape.
-            shape_options: How it is compiled; None: with no options.
+            objects: The artifacts of the entry.
+            max_autotune: Whether the compiler may try variants of each kernel: for concrete sizes.
 
         Raises:
             CompileError: The compiler cannot compile the piece, or cannot save what it compiled. Nothing is stored.
             ConfigError: An option is unknown to the compiler.
             CacheError: The cache cannot be written.
         """
-        how = shape_options or ShapeOptions()
-        key = self.key(graph, shape_options=how)
-        if key in self._results:
-            self.reused += 1
-            return self._results[key]
+        key = self.key(graph, max_autotune=max_autotune)
         record = self._units.find(key)
         reused = record is not None
         if record is None:
-            with self._units.lock(key, on_wait=lambda: self._say(f"waiting for another process: {how.label}")):
-                record = self._units.find(key)  # another process may have compiled it meanwhile
-                reused = record is not None
-                if record is None:
-                    record = self._compile(key, graph, how)
-        record = self._link(key, graph, how, record)
+            record, reused = self._compile_locked(key, graph, max_autotune=max_autotune)
+        try:
+            self._units.link_into(objects, key, record)
+        except CacheCorruptError:  # damaged between the look and the link: as if it had not been there
+            record, reused = self._compile_locked(key, graph, max_autotune=max_autotune)
+            self._units.link_into(objects, key, record)
         self.reused += reused
-        result = _result(key, record, reused=reused)
-        self._results[key] = _result(key, record, reused=True)
-        return result
+        return _result(key, record, reused=reused)
 
-    def load(self, result: UnitResult, graph: PieceGraph) -> PieceCallable:
+    def load(self, unit: UnitResult, graph: PieceGraph, *, objects: ObjectStore) -> PieceCallable:
         """Return a callable from an artifact of the entry.
 
         Raises:
             ArtifactError: The bytes cannot be opened here.
             CacheCorruptError: The bytes are gone or differ from their digest.
         """
-        return self._adaptor.load(self._store.get(result.digest, result.kind), graph)
+        return self._adaptor.load(objects.get(unit.digest, unit.kind), graph)
 
-    def _compile(self, key: str, graph: PieceGraph, how: ShapeOptions) -> UnitRecord:
-        self._say(f"compiling {how.label}, {len(graph.nodes)} ops")
-        start = time.perf_counter()
-        piece = self._adaptor.compile(graph, options=how.options, max_autotune=how.max_autotune)
-        record = new_record(
-            piece.artifact,
-            kind=self._adaptor.kind,
-            compile_secs=piece.compile_secs,
-            kernels=piece.kernels,
-            guards=piece.guards,
-        )
-        self._units.put(key, piece.artifact, record)
-        secs = time.perf_counter() - start
+    def _compile_locked(self, key: str, graph: PieceGraph, *, max_autotune: bool) -> tuple[UnitRecord, bool]:
+        """Compile a unit while no other process does; return its record, and whether another one did it meanwhile."""
+        with self._units.lock(key, on_wait=self._waiting):
+            found = self._units.find(key)
+            if found is not None:
+                return found, True
+            piece = self._adaptor.compile(graph, options=self._options, max_autotune=max_autotune)
+            record = new_record(
+                piece.artifact,
+                kind=self._adaptor.kind,
+                compile_secs=piece.compile_secs,
+                kernels=piece.kernels,
+                guards=piece.guards,
+            )
+            self._units.put(key, piece.artifact, record)
         self.compiled += 1
-        self.compile_secs += secs
-        self._say(f"compiled {how.label}, {piece.kernels} kernels", secs=secs)
-        return record
+        self.compile_secs += piece.compile_secs
+        return record, False
 
-    def _link(self, key: str, graph: PieceGraph, how: ShapeOptions, record: UnitRecord) -> UnitRecord:
-        try:
-            self._units.link_into(self._store, key, record)
-        except CacheCorruptError:
-            # damaged between the look and the link: as if it had not been there
-            with self._units.lock(key):
-                record = self._compile(key, graph, how)
-            self._units.link_into(self._store, key, record)
-        return record
-
-    def _say(self, message: str, *, secs: float | None = None) -> None:
-        self._on_event(Event(phase="compile", message=message, done=self.compiled + self.reused, secs=secs))
+    def _waiting(self) -> None:
+        self._on_event(Event(phase="compile", message="waiting for another process that compiles this piece"))
 
 
 def _result(key: str, record: UnitRecord, *, reused: bool) -> UnitResult:

@@ -64,8 +64,8 @@ def _check(name: str, value: Json, known: Mapping[str, Any]) -> None:
     now = known[name]
     if isinstance(now, bool | str) and value is not None and type(value) is not type(now):
         raise ConfigError(
-            f"inductor_compile_config sets {name!r} to {value!r}, and Inductor takes a {type(now).__name__} there, such "
-            f"as {now!r}",
+            f"inductor_compile_config sets {name!r} to {value!r}, and Inductor takes a {type(now).__name__} there, "
+            f"such as {now!r}",
             expected=type(now).__name__,
             actual=value,
         )

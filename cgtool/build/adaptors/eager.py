@@ -14,7 +14,7 @@ import torch
 
 from cgtool.build.adaptors.interface import CompiledPiece, CompilerInterface, PieceCallable
 from cgtool.digests import canonical_json, digest_of
-from cgtool.errors import ArtifactError, ConfigError
+from cgtool.errors import ArtifactError
 from cgtool.pieces import Json, PieceGraph
 from cgtool.runtime.pieces import piece_function
 
@@ -28,20 +28,23 @@ class EagerAdaptor(CompilerInterface):
     def initialize_cache(self, cache_dir: Path, *, disable_cache: bool = False, prefix: str = "") -> None:
         """Do nothing: there is no state."""
 
-    def compute_hash(self, options: Mapping[str, Json], *, max_autotune: bool = False) -> str:  # noqa: ARG002 - shared
-        """Return a digest of torch's version: ops are torch's own."""
-        _refuse_options(options)
+    def compute_hash(
+        self,
+        options: Mapping[str, Json],  # noqa: ARG002 - they are Inductor's
+        *,
+        max_autotune: bool = False,  # noqa: ARG002 - nothing is tuned
+    ) -> str:
+        """Return a digest of torch's version: ops are torch's own, and no option changes them."""
         return digest_of({"adaptor": self.name, "torch": torch.__version__})
 
     def compile(
         self,
         graph: PieceGraph,
         *,
-        options: Mapping[str, Json],
+        options: Mapping[str, Json],  # noqa: ARG002 - they are Inductor's
         max_autotune: bool = False,  # noqa: ARG002 - nothing is tuned
     ) -> CompiledPiece:
         """Write the graph down, once it is known to run from what was written."""
-        _refuse_options(options)
         start = time.perf_counter()
         piece_function(graph)
         artifact = canonical_json(graph.to_json())
@@ -60,12 +63,3 @@ class EagerAdaptor(CompilerInterface):
                 actual=found.identity(),
             )
         return piece_function(found)
-
-
-def _refuse_options(options: Mapping[str, Json]) -> None:
-    if options:
-        raise ConfigError(
-            f"inductor_compile_config sets {', '.join(sorted(options))}, and the adaptor 'eager' has no options; leave "
-            f"it out, or choose the adaptor 'inductor_standalone'",
-            actual=dict(options),
-        )

@@ -8,7 +8,7 @@ An artifact of kind "mega" is::
 
 Opening puts those bytes into torch's caches and asks `compile_fx` for the piece: the hit is required, under a tag that
 no other compile has, so that neither a compile nor a result from elsewhere can take its place. The pickles hold torch's
-repro script, which names torch's environment variables of the machine that compiled: `inductor_standalone` leaves it out.
+repro script, which names the TORCH* variables of the machine that compiled: `inductor_standalone` leaves it out.
 """
 
 from __future__ import annotations
