@@ -153,25 +153,26 @@ def triple(x: torch.Tensor) -> torch.Tensor:
     return x * 3
 
 
-def double_inplace_too(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def add_doubled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
 @pytest.mark.parametrize(
-    ("function", "mutates", "fake", "key", "what"),
+    ("change", "what"),
     [
-        pytest.param(triple, (), double_fake, "CompositeExplicitAutograd", "kernel", id="kernel"),
-        pytest.param(double_inplace_too, (), double_fake, "CompositeExplicitAutograd", "schema", id="schema"),
-        pytest.param(double, ("x",), double_fake, "CompositeExplicitAutograd", "schema", id="mutation"),
-        pytest.param(double, (), double, "CompositeExplicitAutograd", "fake implementation", id="fake"),
-        pytest.param(double, (), None, "CompositeExplicitAutograd", "fake implementation", id="no-fake"),
-        pytest.param(double, (), double_fake, "CPU", "dispatch key", id="dispatch-key"),
+        pytest.param({"op_func": triple}, "kernel", id="kernel"),
+        pytest.param({"op_func": add_doubled}, "schema", id="schema"),
+        pytest.param({"mutates_args": ["x"]}, "schema", id="mutation"),
+        pytest.param({"fake_impl": double}, "fake implementation", id="fake"),
+        pytest.param({"fake_impl": None}, "fake implementation", id="no-fake"),
+        pytest.param({"dispatch_key": "CPU"}, "dispatch key", id="dispatch-key"),
     ],
 )
-def test_another_op_of_the_same_name_is_refused_and_the_first_stays(namespace, function, mutates, fake, key, what):
-    direct_register_custom_op("f", double, fake_impl=double_fake, namespace=namespace)
+def test_another_op_of_the_same_name_is_refused_and_the_first_stays(namespace, change, what):
+    first = {"op_func": double, "mutates_args": (), "fake_impl": double_fake}
+    direct_register_custom_op("f", **first, namespace=namespace)
     with pytest.raises(UsageError, match=f"registered already .* another {what}"):
-        direct_register_custom_op("f", function, mutates, fake, namespace=namespace, dispatch_key=key)
+        direct_register_custom_op("f", **(first | change), namespace=namespace)
     assert torch.equal(getattr(torch.ops, namespace).f(torch.ones(1)), torch.full((1,), 2.0))
 
 

@@ -1,0 +1,316 @@
+"""The models that come with the clone: each traces whole, with no guard that a request could fail, at every size."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
+
+from cgtool.models import resolve_model  # noqa: E402
+from cgtool.ops import registered_splitting_ops  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+FOLDER = Path(__file__).parent.parent / "fixtures"
+#: How many layers each has when nobody asks for another number.
+MODELS = {"tiny_llama": 4, "tiny_moe": 2, "tiny_encoder": 2, "tiny_vision": 2}
+ATTENTION = "cgtool_fixtures::attention_with_output"
+
+
+def build(name, *, weights="real", **arguments):
+    return resolve_model(f"{FOLDER / name}.py:build", factory_args=arguments, weights=weights)
+
+
+def bound(spec):
+    """The example's arguments by name."""
+    call = spec.calls[0]
+    return inspect.signature(getattr(spec.module, spec.method)).bind(*call.args, **call.kwargs).arguments
+
+
+def resized(spec, sizes):
+    """Arguments like the example's where each named dimension has another size; the values go on as a pattern."""
+    arguments = {}
+    for name, tensor in bound(spec).items():
+        dims = {index: dim if isinstance(dim, str) else dim[0] for index, dim in spec.dynamic[name].items()}
+        shape = [sizes[dims[index]] if index in dims else size for index, size in enumerate(tensor.shape)]
+        numel = torch.Size(shape).numel()
+        if name == "positions":
+            arguments[name] = torch.arange(numel)
+        elif name == "attention_mask":
+            # Each row keeps at least one token, and no two rows of the first few keep the same number.
+            arguments[name] = (torch.arange(shape[1]) <= torch.arange(shape[0]).unsqueeze(1)).to(torch.int64)
+        elif tensor.is_floating_point():
+            arguments[name] = torch.linspace(-2, 3, numel, dtype=tensor.dtype).cos().view(shape)
+        else:
+            arguments[name] = ((torch.arange(numel) * 11 + 5) % 256).view(shape)
+    return arguments
+
+
+def leaves(value):
+    """The tensors of a nested output, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if dataclasses.is_dataclass(value):
+        return [leaf for field in dataclasses.fields(value) for leaf in leaves(getattr(value, field.name))]
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in leaves(item)]
+    return [leaf for item in value for leaf in leaves(item)]
+
+
+def assert_close(actual, expected):
+    actual, expected = leaves(actual), leaves(expected)
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+class Recorder:
+    """A backend that keeps the graphs, and the guards that the trace put on sizes."""
+
+    def __init__(self):
+        self.graphs = []
+        self.guards = []
+
+    def __call__(self, gm, _inputs):
+        self.graphs.append(gm)
+        shape_env = torch._guards.TracingContext.get().fake_mode.shape_env
+        self.guards += [str(guard.expr) for guard in shape_env.guards]
+        return gm
+
+
+def trace(spec, arguments=None, mode=None):
+    recorder = Recorder()
+    arguments = bound(spec) if arguments is None else arguments
+    for name, dims in spec.dynamic.items():
+        for index in dims:
+            if arguments[name].shape[index] > 1:
+                torch._dynamo.mark_dynamic(arguments[name], index)
+    torch._dynamo.reset()
+    with torch.no_grad(), torch.fx.experimental._config.patch(use_duck_shape=False):
+        compiled = torch.compile(spec.module.forward, backend=recorder, fullgraph=True)
+        if mode is None:
+            compiled(**arguments)
+        else:
+            with mode:
+                compiled(**arguments)
+    return recorder
+
+
+def text_of(gm):
+    """The graph as text, without the types of its placeholders: FakeTensor here, Parameter there."""
+    for node in gm.graph.nodes:
+        node.type = None
+    return str(gm.graph)
+
+
+def attention_nodes(graph):
+    return [
+        node
+        for node in graph.nodes
+        if "attention_with_output" in str(node.target) or "scaled_dot_product_attention" in str(node.target)
+        if node.op == "call_function"
+    ]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_seed_gives_the_same_weights_and_leaves_torchs_own_generator_alone(name):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first, again, other = build(name), build(name), build(name, seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    for (key, one), two in zip(first.module.state_dict().items(), again.module.state_dict().values(), strict=True):
+        assert torch.equal(one, two), key
+    drawn = [key for key, value in first.module.state_dict().items() if value.unique().numel() > 1]
+    assert drawn
+    assert not any(torch.equal(first.module.state_dict()[key], other.module.state_dict()[key]) for key in drawn)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_builds_without_weights_and_traces_to_the_graph_that_weights_give(name):
+    fake, real = build(name, weights="fake"), build(name)
+    tensors = [*fake.module.parameters(), *fake.module.buffers(), *bound(fake).values()]
+    modes = {id(tensor.fake_mode) for tensor in tensors}  # a real tensor has no such attribute
+    assert len(modes) == 1
+    recorded = trace(fake, mode=tensors[0].fake_mode)
+    assert len(recorded.graphs) == 1
+    assert text_of(recorded.graphs[0]) == text_of(trace(real).graphs[0])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_is_one_graph_split_once_for_each_layer_and_no_guard_is_on_one_size(name):
+    recorded = trace(build(name))
+    assert len(recorded.graphs) == 1
+    assert len(attention_nodes(recorded.graphs[0].graph)) == MODELS[name]
+    # Dimensions of one name are equal, and the encoder's position table ends at 128. Nothing else.
+    others = [guard for guard in recorded.guards if not guard.startswith("Eq(s")]
+    assert [guard.split(" ", 1)[1] for guard in others] == (["<= 128"] if name == "tiny_encoder" else [])
+    assert all(
+        guard.removeprefix("Eq(").replace(", ", "").replace("s", "").rstrip(")").isdigit()
+        for guard in recorded.guards
+        if guard not in others
+    )
+
+
+SIZES = {
+    "tiny_llama": [{"num_tokens": n} for n in (2, 3, 16, 17, 64)],
+    "tiny_moe": [{"num_tokens": n} for n in (2, 3, 16, 17, 64)],
+    "tiny_encoder": [{"batch": b, "seq": s} for b, s in ((2, 2), (2, 7), (5, 3), (16, 16), (17, 64), (64, 128))],
+    "tiny_vision": [{"batch": n} for n in (2, 3, 15, 16, 17, 64)],
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_trace_serves_every_size_from_two(name):
+    spec = build(name)
+    arguments = bound(spec)
+    for key, dims in spec.dynamic.items():
+        for index in dims:
+            torch._dynamo.mark_dynamic(arguments[key], index)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(spec.module.forward, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        assert_close(compiled(**arguments), spec.module(**arguments))
+        for sizes in SIZES[name]:
+            arguments = resized(spec, sizes)
+            assert_close(compiled(**arguments), spec.module(**arguments))
+    assert counter.frame_count == 1
+
+
+ONES = {
+    "tiny_llama": [{"num_tokens": 1}],
+    "tiny_moe": [{"num_tokens": 1}],
+    "tiny_encoder": [{"batch": 1, "seq": 9}, {"batch": 4, "seq": 1}, {"batch": 1, "seq": 1}],
+    "tiny_vision": [{"batch": 1}],
+}
+
+
+@pytest.mark.parametrize(("name", "sizes"), [(name, sizes) for name in ONES for sizes in ONES[name]])
+def test_size_one_is_one_graph_too(name, sizes):
+    spec = build(name)
+    arguments = resized(spec, sizes)
+    recorded = trace(spec, arguments)
+    assert len(recorded.graphs) == 1
+    assert len(attention_nodes(recorded.graphs[0].graph)) == MODELS[name]
+    assert all(leaf.isfinite().all() for leaf in leaves(spec.module(**arguments)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_dtype_reaches_every_weight_and_the_output(name):
+    spec = build(name, dtype="bfloat16")
+    assert {parameter.dtype for parameter in spec.module.parameters()} == {torch.bfloat16}
+    with torch.no_grad():
+        output = spec.module(**bound(spec))
+    assert {leaf.dtype for leaf in leaves(output)} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ["tiny_llama", "tiny_moe"])
+def test_all_pieces_between_two_attentions_say_the_same(name):
+    graph = trace(build(name, num_layers=5)).graphs[0].graph
+    segments, lines, ids = [], [], {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node in attention_nodes(graph):
+            segments.append(lines)
+            lines, ids = [], {}
+            continue
+
+        def spelled(other, ids=ids):
+            return f"%{ids.setdefault(other, len(ids))}"
+
+        lines.append(str((node.target, torch.fx.map_arg((node.args, node.kwargs), spelled))))
+        ids.setdefault(node, len(ids))
+    assert len(segments) == 5
+    assert len(segments[1]) > 10
+    assert segments[1] == segments[2] == segments[3] == segments[4]
+    assert segments[0] != segments[1] != lines
+
+
+def test_llamas_attention_is_a_splitting_op_that_names_its_layer():
+    graph = trace(build("tiny_llama")).graphs[0].graph
+    assert ATTENTION in registered_splitting_ops()
+    assert [node.args[-1] for node in attention_nodes(graph)] == [f"layers.{index}.self_attn" for index in range(4)]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 64])
+def test_llamas_attention_is_causal_attention_of_grouped_heads(num_tokens):
+    build("tiny_llama")
+    q, k, v = (torch.randn(num_tokens, heads, 8) for heads in (4, 2, 2))
+    output = torch.full_like(q, float("nan"))
+    torch.ops.cgtool_fixtures.attention_with_output(q, k, v, output, "any")
+    for head in range(4):
+        scores = q[:, head] @ k[:, head // 2].t() / 8**0.5
+        scores = scores.masked_fill(torch.ones(num_tokens, num_tokens).triu(1).bool(), float("-inf"))
+        torch.testing.assert_close(output[:, head], scores.softmax(-1) @ v[:, head // 2], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["tiny_llama", "tiny_moe"])
+def test_a_decoder_minds_positions_and_no_token_after(name):
+    spec = build(name)
+    arguments = resized(spec, {"num_tokens": 8})
+    with torch.no_grad():
+        whole = spec.module(**arguments)
+        torch.testing.assert_close(spec.module(*(x[:5] for x in arguments.values())), whole[:5], rtol=1e-4, atol=1e-5)
+        stretched = spec.module(arguments["input_ids"], 3 * arguments["positions"])
+    assert (stretched - whole).abs().max() > 0.01
+
+
+def test_moe_computes_what_its_chosen_experts_say():
+    spec = build("tiny_moe")
+    layer = spec.module.layers[0].mlp
+    x = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        scores = layer.router(x).softmax(-1)
+        expected = torch.zeros_like(x)
+        used = set()
+        for token in range(20):
+            best = scores[token].topk(2)
+            for share, expert in zip(best.values / best.values.sum(), best.indices.tolist(), strict=True):
+                gate, up = (x[token] @ layer.gate_up_proj[expert]).chunk(2)
+                expected[token] += share * ((torch.nn.functional.silu(gate) * up) @ layer.down_proj[expert])
+                used.add(expert)
+        torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
+    assert used == {0, 1, 2, 3}
+
+
+def test_the_encoder_returns_a_dataclass_and_padding_changes_nothing_that_is_kept():
+    spec = build("tiny_encoder")
+    arguments = bound(spec)
+    with torch.no_grad():
+        output = spec.module(**arguments)
+        padding = arguments["attention_mask"] == 0
+        assert padding.any()
+        other = spec.module(arguments["input_ids"].masked_fill(padding, 1), arguments["attention_mask"])
+    assert type(output).__name__ == "EncoderOutput"
+    assert list(output.states) == ["embedding", "layers"]
+    assert output.states["layers"][-1] is output.last_hidden_state
+    assert len(output.states["layers"]) == 2
+    torch.testing.assert_close(output.pooled, other.pooled)
+    assert (output.last_hidden_state - other.last_hidden_state)[padding].abs().max() > 0.01
+
+
+def test_a_fixture_can_be_imported_from_its_folder_without_dynamo():
+    code = (
+        "import sys, tiny_llama, torch\n"
+        "spec = tiny_llama.build(num_layers=1)\n"
+        "with torch.no_grad(): spec.module(*spec.calls[0].args)\n"
+        "heavy = ('torch._dynamo', 'torch._inductor', 'sympy', 'triton')\n"
+        "print([name for name in sys.modules if name.startswith(heavy)])\n"
+    )
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = [{str(FOLDER)!r}, {str(root)!r}]\n{code}"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == "[]"
