@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from cgtool import __version__
+from cgtool.cache.layout import CACHE_FOLDER
 from cgtool.digests import canonical_json, digest_of
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
 from cgtool.pieces import Json
@@ -41,6 +42,8 @@ _TEMPORARY_SUFFIX = ".tmp"
 _ABANDONED_SECS = 3600.0
 #: Someone may remove the folder between making it and writing into it; more than a few times is no accident.
 _ATTEMPTS = 5
+#: More than a file system keeps beside the names of files, so that a full disk shows.
+_PROBE_BYTES = 16384
 _SIGNATURE = (
     "Signature: 8a477f597d28d172789f06886806bc55\n"
     "# This file marks a cache of cgtool: its contents can be made again, so backups may skip it.\n"
@@ -121,6 +124,19 @@ def ensure_root(root: Path) -> None:
     if not tag.exists():
         ensure_folder(root)
         write_atomic(tag, _SIGNATURE.encode("ascii"))
+
+
+def check_writable(root: Path) -> None:
+    """Make a cache root and try to write into it, so that a warm fails before it does minutes of work.
+
+    Raises:
+        CacheError: It cannot be made or written to, or its disk is full.
+    """
+    ensure_root(root)
+    base = root / CACHE_FOLDER
+    ensure_folder(base)
+    with written(base / "probe", bytes(_PROBE_BYTES)):
+        pass
 
 
 def sync_folder(folder: Path) -> None:

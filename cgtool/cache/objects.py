@@ -91,7 +91,10 @@ class ObjectStore:
         ensure_folder(self.folder)
         try:
             os.link(source, path)
-        except OSError as error:  # other file system, no links there, too many of them, or a corrupt file in the way
+        except FileExistsError:  # another process was faster, or a corrupt file is in the way
+            if not _holds(path, digest):
+                write_atomic(path, data, mode=ARTIFACT_MODE)
+        except OSError as error:  # another file system, no links there, or too many of them
             _log.debug("copying %s: %s", source.name, error)
             write_atomic(path, data, mode=ARTIFACT_MODE)
         else:

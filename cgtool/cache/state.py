@@ -58,13 +58,13 @@ class StateStore:
 
 
 def timestamp(seconds: float | None = None) -> str:
-    """Return a moment as UTC text, "2026-01-31T12:00:00Z".
+    """Return a moment as UTC text, "2026-01-31T12:00:00.123Z": later moments sort later as text, too.
 
     Args:
         seconds: Since the epoch; now when None.
     """
     moment = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
-    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
+    return moment.isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
 
 
 def _append(path: str) -> None:

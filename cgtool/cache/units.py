@@ -52,7 +52,7 @@ class UnitRecord:
         compile_secs: How long it took to compile, in seconds.
         kernels: How many kernels the compiler generated.
         guards: Facts over the graph's symbols that the compiler added.
-        created: When, in UTC: "2026-01-31T12:00:00Z".
+        created: When, in UTC: "2026-01-31T12:00:00.123Z".
     """
 
     digest: str

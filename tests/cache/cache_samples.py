@@ -1,0 +1,200 @@
+"""Entries to play with, for these tests and the processes that they start. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from cgtool.cache import lock as lock_module
+from cgtool.cache.entry import Entry, EntryWriter, read_entry
+from cgtool.cache.key import Factor, Key
+from cgtool.cache.layout import CacheLayout, RankName
+from cgtool.cache.manifest import Manifest, ManifestRow, Shape, VariantCounts
+from cgtool.cache.units import UnitStore, new_record
+
+FACTS = "cd" * 32
+UNIT = "ab" * 32
+
+
+def sample_key(level: int = 3) -> Key:
+    return Key.of([Factor(name="config", value={"level": level}), Factor(name="torch", value="2.13.0")])
+
+
+def writer(root: Path, *, level: int = 3, rank: int = 0, prefix: str = "backbone") -> EntryWriter:
+    return EntryWriter(CacheLayout(root=root), sample_key(level), rank=rank, prefix=prefix)
+
+
+def put_row(
+    to: EntryWriter, *, shape: Shape = "general", piece: int = 0, data: bytes = b"code", variant: int = 0
+) -> ManifestRow:
+    digest = to.objects.put(data, "eager")
+    return ManifestRow(
+        variant=variant,
+        shape=shape,
+        piece_index=piece,
+        adaptor="eager",
+        digest=digest,
+        kind="eager",
+        size_bytes=len(data),
+        compile_secs=1.5,
+        kernels=2,
+    )
+
+
+def manifest_of(to: EntryWriter, rows: tuple[ManifestRow, ...], *, model: str = "Toy") -> Manifest:
+    return Manifest(
+        hash=to.name.hash,
+        rank=to.name.rank,
+        prefix=to.name.prefix,
+        model=model,
+        level=3,
+        adaptor="eager",
+        splitting_ops=("ns::attn",),
+        variants=(VariantCounts(name="default", pieces=9, splitting_pieces=4, unique_pieces=3),),
+        rows=rows,
+        lookup=(FACTS,),
+    )
+
+
+def files_of(text: str) -> dict[str, bytes]:
+    return {
+        "plan.json": json.dumps({"text": text}).encode(),
+        "computation_graph.py": f"# {text}\n".encode(),
+        "transformed_code.py": f"## {text}\n".encode(),
+    }
+
+
+def publish(root: Path, text: str = "one", *, level: int = 3, rank: int = 0, prefix: str = "backbone") -> RankName:
+    """Publish an entry of one artifact whose every part says `text`."""
+    to = writer(root, level=level, rank=rank, prefix=prefix)
+    row = put_row(to, data=text.encode())
+    to.publish(manifest_of(to, (row,), model=text), files_of(text))
+    return to.name
+
+
+def read_whole(root: Path, name: RankName) -> str | None:
+    """Read everything of an entry made by `publish` and return what it says; a mixture is an error."""
+    entry = read_entry(CacheLayout(root=root), name, files=tuple(files_of("")))
+    return None if entry is None else text_of(entry)
+
+
+def text_of(entry: Entry) -> str:
+    text = entry.manifest.model
+    artifacts = [entry.artifact(row) for row in entry.manifest.rows if row.shape == "general"]
+    if dict(entry.files) != files_of(text) or artifacts != [text.encode()]:
+        raise AssertionError(f"a mixture: {text}, {entry.files}, {artifacts}")
+    return text
+
+
+def leftovers(root: Path) -> list[str]:
+    """Names of hidden files: what is being published, or was when its writer died."""
+    return sorted(path.name for path in root.rglob(".*") if path.is_file())
+
+
+# What other processes run.
+
+
+def publish_forever(root: Path, texts: tuple[str, ...], started: Path) -> None:
+    while True:
+        for text in texts:
+            publish(root, text)
+            started.touch()
+
+
+def publish_times(root: Path, texts: tuple[str, ...], times: int) -> None:
+    for _ in range(times):
+        for text in texts:
+            publish(root, text)
+
+
+def add_sizes(root: Path, sizes: tuple[int, ...]) -> None:
+    to = writer(root)
+    for size in sizes:
+        to.add_rows([put_row(to, shape=size, piece=size % 9, data=f"size {size}".encode())])
+
+
+def compile_unit(root: Path, log: Path, secs: float, *, die: bool = False) -> None:
+    units = UnitStore(CacheLayout(root=root))
+    with units.lock(UNIT):
+        if units.find(UNIT) is None:
+            with log.open("a") as stream:
+                stream.write("compiled\n")
+            time.sleep(secs)
+            if die:
+                os.kill(os.getpid(), signal.SIGKILL)
+            units.put(UNIT, b"unit", new_record(b"unit", kind="eager", compile_secs=secs, kernels=1))
+
+
+def without_locks(function: Callable[..., None], *args: object) -> None:
+    with no_flock():
+        function(*args)
+
+
+@contextlib.contextmanager
+def no_flock(number: int = errno.ENOLCK) -> Iterator[None]:
+    """A file system on which flock fails."""
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    original = lock_module._flock
+    lock_module._flock = refuse
+    try:
+        yield
+    finally:
+        lock_module._flock = original
+
+
+def hold_lock(path: Path, held: Path) -> None:
+    with lock_module.FileLock(path):
+        held.touch()
+        time.sleep(60)
+
+
+def run_dying_at(step: int, action: Callable[[], None]) -> bool:
+    """Run `action` in a fork that kills itself before its `step`-th change of the file system.
+
+    Returns:
+        Whether it was killed; False when it came to its end first.
+    """
+    child = os.fork()
+    if child == 0:
+        _die_before(step)
+        try:
+            action()
+        except BaseException as error:
+            sys.stderr.write(repr(error))
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        return True
+    if os.WEXITSTATUS(status) != 0:
+        raise AssertionError(f"step {step} failed")
+    return False
+
+
+def _die_before(step: int) -> None:
+    changes = {"os.mkdir", "os.rename", "os.remove", "os.link"}
+    left = [step]
+
+    def hook(event: str, arguments: tuple[object, ...]) -> None:
+        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if event in changes or writes:
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def with_shape(row: ManifestRow, shape: Shape) -> ManifestRow:
+    return replace(row, shape=shape)
