@@ -6,7 +6,7 @@ function (`method.__func__`, not what a decorator wrapped): they are what `arg:<
 - A plain function's arguments go to its parameters, defaults applied.
 - A wrapper `(self, *args, **kwargs)` made with `functools.wraps` has `args` and `kwargs` as its locals. Every argument
   that the wrapped signature can name is moved into `kwargs` in the order of that signature; what has no name there
-  keeps its place and order. Defaults are not filled in, for a wrapper may tell an absent argument from one that is None.
+  keeps its place and order. Defaults are not filled in: a wrapper may tell an absent argument from one that is None.
 - What the wrapped signature does not accept is passed as it came: a wrapper may take what it does not show.
 """
 

@@ -1,0 +1,265 @@
+"""The callable that serves a model from its plan and opened artifacts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from cgtool.errors import ArtifactError, GuardError
+from cgtool.guards.kinds import check
+from cgtool.guards.signature import CallSignature
+from cgtool.guards.sources import Roots, words
+from cgtool.plan import Guard, Input, Plan, Variant
+from cgtool.runtime.accept import AcceptWriter, check_symbols
+from cgtool.runtime.dispatch import Boxed, PiecewiseBackend, ShapeTable
+from cgtool.runtime.explain import Explainer, refusal
+from cgtool.runtime.pieces import piece_function
+from cgtool.runtime.program import build_program, compiled_steps
+from cgtool.runtime.template import template_needs
+from cgtool.runtime.weights import StructureChangedError, Weights, is_weight
+
+_INFERENCE = "Compiled entries are for inference"
+
+
+class LoadedModel:
+    """A model that runs from compiled pieces: takes what its method takes, returns what it returns.
+
+    A call is checked against each variant's guards in the order of the plan, and the first that accepts runs. Values of
+    parameters and buffers are read at every call; see `cgtool.runtime.weights` for what may change after load. Several
+    threads may call one object at once.
+
+    Args:
+        module: The live model, whose guards were checked by the loader.
+        plan: The plan.
+        opened: (variant index, piece index) → the functions of that piece; splitting pieces have none.
+        device_index: What a device without an index means; None: where the model's own tensors are.
+
+    Raises:
+        ArtifactError: The plan holds something outside its grammar, or a piece was not opened.
+        GuardError: A tensor of the model is of another make than when it was compiled.
+        ModelError: The method shows no signature.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        opened: Mapping[tuple[int, int], PiecewiseBackend],
+        *,
+        device_index: int | None = None,
+    ) -> None:
+        self.module = module
+        self.plan = plan
+        self._signature = CallSignature.of(getattr(module, plan.method))
+        self.__signature__ = self._signature.outer
+        self.__name__ = plan.method
+        self.__doc__ = getattr(self._signature.method, "__doc__", None)
+        self._bind = self._signature.binder
+        self._device_index = _first_index(module) if device_index is None else device_index
+        self._opened = dict(opened)
+        self._eager: dict[str, Boxed] = {}
+        self._variants = self._serve()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model.
+
+        Raises:
+            TypeError: The call does not fit the model's method.
+            GuardError: No variant serves this call, the model is in training mode, gradients are needed, or the model
+                changed since it was compiled.
+            ArtifactError: An op returned something else than its fake implementation promised.
+        """
+        values = self._bind(*args, **kwargs)
+        if self.module.training:
+            msg = f"The model is in training mode. {_INFERENCE}: call model.eval() first."
+            raise GuardError(msg, path="training", expected=False, actual=True)
+        try:
+            return self._run(values)
+        except StructureChangedError:
+            self.recheck()
+        except NoVariantError:
+            raise self._refusal(args, kwargs, values) from None
+        try:
+            return self._run(values)
+        except StructureChangedError as error:
+            msg = "The model's modules change while it is called: change them between calls only."
+            raise GuardError(msg) from error
+        except NoVariantError:
+            raise self._refusal(args, kwargs, values) from None
+
+    def _run(self, values: tuple[Any, ...]) -> Any:
+        for served in self._variants:
+            accepted = served.accept(*values)
+            if accepted is None:
+                continue
+            tensors, sizes, passed = accepted
+            table = served.table.choose(sizes)
+            if table is None:
+                continue
+            weights, needs_grad = served.weights.read()
+            if torch.is_grad_enabled():
+                self._refuse_gradients(served, tensors, weights, needs_grad=needs_grad)
+            return served.program(tensors, sizes, passed, weights, table)
+        raise NoVariantError
+
+    def recheck(self) -> None:
+        """Check every guard on the model and on globals again, after the model was changed on purpose.
+
+        Raises:
+            GuardError: Some fact that the model was compiled with no longer holds; the message names it.
+        """
+        roots = Roots(self.module, self._signature.method)
+        failures = check(_model_guards(self.plan.variants), roots)
+        if failures:
+            more = f" ({len(failures) - 1} more differences)" if len(failures) > 1 else ""
+            msg = f"{failures[0].sentence}{more} Put it back as it was, or warm again with the model as it is now."
+            raise GuardError(msg, path=words(failures[0].guard.source), actual=tuple(f.sentence for f in failures))
+        # Replaced as a whole: a call that runs meanwhile keeps what it began with.
+        self._variants = self._serve()
+
+    def _serve(self) -> list[_Served]:
+        shared: dict[Any, Weights] = {}
+        return [self._served(index, shared) for index in range(len(self.plan.variants))]
+
+    def _refuse_gradients(
+        self, served: _Served, tensors: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], *, needs_grad: bool
+    ) -> None:
+        if not needs_grad and not any(tensor.requires_grad for tensor in tensors):
+            return
+        items = [*served.call_inputs, *served.weight_inputs]
+        both = [*tensors, *weights]
+        name = next(self._spoken(item.source) for item, tensor in zip(items, both, strict=True) if tensor.requires_grad)
+        msg = f"{name} requires grad and grad mode is on. {_INFERENCE}: call it under torch.no_grad()."
+        raise GuardError(msg, path=name)
+
+    def _spoken(self, source: str) -> str:
+        return self._signature.spoken(source) if source.startswith("arg:") else words(source)
+
+    def _refusal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: tuple[Any, ...]) -> Exception:
+        misfit = self._signature.misfit(args, kwargs)
+        if misfit is not None:
+            return TypeError(f"{self.plan.method}() {misfit}")
+        explainers = [
+            Explainer(
+                served.variant,
+                served.call_inputs,
+                variants=self.plan.variants,
+                signature=self._signature,
+                module=self.module,
+                device_index=self._device_index,
+            )
+            for served in self._variants
+        ]
+        arguments = dict(zip(self._signature.names, values, strict=True))
+        return refusal(explainers, arguments, lambda index: self._variants[index].uncovered())
+
+    def _served(self, index: int, shared: dict[Any, Weights]) -> _Served:
+        variant = self.plan.variants[index]
+        symbols = check_symbols(variant)
+        weights = [i for i, item in enumerate(variant.inputs) if is_weight(item)]
+        calls = [i for i, item in enumerate(variant.inputs) if not is_weight(item)]
+        call_inputs = [variant.inputs[i] for i in calls]
+        known = {item.source for item in variant.inputs}
+        _, sources = template_needs(variant.output, symbols)
+        passed = [source for source in sources if source not in known]
+        writer = AcceptWriter(
+            variant,
+            call_inputs,
+            passed=passed,
+            names=self._signature.names,
+            module=self.module,
+            method=self._signature.method,
+            device_index=self._device_index,
+        )
+        self._open_eager(variant)
+        program = build_program(
+            variant,
+            self.plan.graphs,
+            symbols=symbols,
+            call_inputs=calls,
+            weights=weights,
+            passed=passed,
+            eager=self._eager,
+        )
+        return _Served(
+            variant=variant,
+            call_inputs=call_inputs,
+            weight_inputs=[variant.inputs[i] for i in weights],
+            accept=writer.function(),
+            table=ShapeTable(symbols, [_piece(self._opened, index, step.piece) for step in compiled_steps(variant)]),
+            weights=self._bound(variant, shared),
+            program=program,
+        )
+
+    def _open_eager(self, variant: Variant) -> None:
+        """Write the functions of the pieces that are never compiled, each graph once."""
+        for step in variant.steps:
+            if (step.splitting or step.piece < 0) and step.graph not in self._eager:
+                graph = self.plan.graphs.get(step.graph)
+                if graph is None:
+                    msg = f"The plan has no graph {step.graph!r}; the cache is damaged: warm again."
+                    raise ArtifactError(msg, path=step.graph)
+                self._eager[step.graph] = piece_function(graph, device_index=self._device_index)
+
+    def _bound(self, variant: Variant, shared: dict[Any, Weights]) -> Weights:
+        inputs = tuple(item for item in variant.inputs if is_weight(item))
+        same = tuple(guard for guard in variant.model_guards if guard.kind.startswith("same:"))
+        key = (inputs, tuple((guard.source, guard.kind, guard.expected) for guard in same))
+        if key not in shared:
+            shared[key] = Weights(self.module, self._signature.method, inputs, same, self._device_index)
+        return shared[key]
+
+
+class NoVariantError(Exception):
+    """No variant serves a call; raised and caught within the runtime."""
+
+
+class _Served:
+    """One variant, ready to serve."""
+
+    def __init__(
+        self,
+        *,
+        variant: Variant,
+        call_inputs: Sequence[Input],
+        weight_inputs: Sequence[Input],
+        accept: Any,
+        table: ShapeTable,
+        weights: Weights,
+        program: Any,
+    ) -> None:
+        self.variant = variant
+        self.call_inputs = call_inputs
+        self.weight_inputs = weight_inputs
+        self.accept = accept
+        self.table = table
+        self.weights = weights
+        self.program = program
+
+    def uncovered(self) -> str:
+        return f"the sizes of this call were not compiled, which has {self.table.covered()}"
+
+
+def _piece(opened: Mapping[tuple[int, int], PiecewiseBackend], variant: int, piece: int) -> PiecewiseBackend:
+    backend = opened.get((variant, piece))
+    if backend is None:
+        msg = f"Piece {piece} of variant {variant} has no artifact; the cache is incomplete: warm again."
+        raise ArtifactError(msg, path=(variant, piece))
+    return backend
+
+
+def _model_guards(variants: Sequence[Variant]) -> list[Guard]:
+    seen = {repr(guard): guard for variant in variants for guard in variant.model_guards}
+    return list(seen.values())
+
+
+def _first_index(module: nn.Module) -> int | None:
+    """Return the device index of the model's first tensor that is not on the CPU."""
+    for tensors in (module.parameters(), module.buffers()):
+        for tensor in tensors:
+            if tensor.device.index is not None and tensor.device.type != "cpu":
+                return tensor.device.index
+    return None

@@ -1,0 +1,270 @@
+"""Why no variant serves a call, in words: the slow path behind `cgtool.runtime.accept`, by the same records."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cgtool.errors import ArtifactError, CgtoolError, GuardError
+from cgtool.graph.expressions import evaluate
+from cgtool.guards import state
+from cgtool.guards.kinds import check
+from cgtool.guards.literals import spell
+from cgtool.guards.signature import CallSignature
+from cgtool.guards.sources import Roots, SourceError, parse_source, words
+from cgtool.pieces import Dim, SymbolRange
+from cgtool.plan import Guard, Input, Variant
+from cgtool.runtime.accept import Binding, find_bindings, strides_matter
+from cgtool.runtime.weights import make_problem
+
+
+class Explainer:
+    """Says what of one variant a call does not meet.
+
+    Args:
+        variant: The variant.
+        inputs: Those of its inputs that `accept` checks.
+        variants: All variants, whose sizes together are what a user may pass.
+        signature: How the user names the arguments.
+        module: The live model.
+        device_index: What a device without an index means; None: any.
+    """
+
+    def __init__(
+        self,
+        variant: Variant,
+        inputs: Sequence[Input],
+        *,
+        variants: Sequence[Variant],
+        signature: CallSignature,
+        module: Any,
+        device_index: int | None,
+    ) -> None:
+        self.variant = variant
+        self._inputs = inputs
+        self._variants = variants
+        self._signature = signature
+        self._module = module
+        self._device_index = device_index
+        self._bindings = find_bindings(variant, inputs)
+        self._dims = {symbol: name for name, symbols in variant.dims.items() for symbol in symbols}
+
+    def failures(self, arguments: Mapping[str, Any]) -> Failures:
+        """Return what of the variant `arguments`, the root locals of a call, does not meet."""
+        roots = Roots(self._module, self._signature.method, arguments)
+        guards = [
+            self._guard(failure.guard, failure.actual, failure.sentence, roots) for failure in self._failed(roots)
+        ]
+        tensors, problems = self._tensors(roots)
+        return Failures(kinds=tuple(problems + guards), sizes=tuple(self._sizes(tensors, self._values(tensors))))
+
+    def _failed(self, roots: Roots) -> list[Any]:
+        try:
+            return check(self.variant.call_guards, roots)
+        except CgtoolError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a guard that cannot even be looked at does not hold, whatever the reason
+            return [_Unreadable(error)]
+
+    def _guard(self, guard: Guard, actual: Any, sentence: str, roots: Roots) -> str:
+        source = parse_source(guard.source)
+        if source.root == "state":
+            return state.explain_state(source.names[0], guard.expected, actual)
+        if guard.kind == "value" and words(guard.source) not in sentence:
+            # What is there now has no spelling as data, so its type must do.
+            kind = type(roots.resolve(guard.source)).__qualname__
+            return f"{self._name(guard.source)} was {spell(guard.expected)} when this was compiled and is a {kind} now"
+        return sentence.replace(words(guard.source), self._name(guard.source)).rstrip(".")
+
+    def _name(self, source: str) -> str:
+        return self._signature.spoken(source) if source.startswith("arg:") else words(source)
+
+    def _tensors(self, roots: Roots) -> tuple[dict[int, Any], list[str]]:
+        """Return the tensors that are of the right make, by index, and what is wrong with the others."""
+        tensors: dict[int, Any] = {}
+        problems: list[str] = []
+        for index, item in enumerate(self._inputs):
+            name = self._name(item.source)
+            try:
+                value = roots.resolve(item.source)
+            except SourceError:
+                problems.append(f"{name} was passed when this was traced and is missing now")
+                continue
+            if value is None:
+                problems.append(f"{name} is None and was a tensor when this was traced")
+                continue
+            problem = make_problem(value, item.meta, self._device_index)
+            if problem is None:
+                tensors[index] = value
+            else:
+                problems.append(f"{name} {problem}")
+        return tensors, problems
+
+    def _values(self, tensors: Mapping[int, Any]) -> dict[str, int]:
+        values: dict[str, int] = {}
+        for binding in self._bindings:
+            if binding.tensor in tensors:
+                values[binding.symbol] = read_binding(binding, tensors[binding.tensor]) // binding.factor
+        return values
+
+    def _sizes(self, tensors: Mapping[int, Any], values: Mapping[str, int]) -> list[str]:
+        found = [
+            f"{self._called(symbol.name)} is {values[symbol.name]} and must be {self._allowed(symbol)}"
+            for symbol in self.variant.symbols
+            if symbol.name in values and not _within(values[symbol.name], symbol.min, symbol.max)
+        ]
+        found += [
+            f"{self._where(binding.tensor, binding.dim)} is {size} and must be a multiple of {binding.factor}"
+            for binding in self._bindings
+            if binding.tensor in tensors and (size := read_binding(binding, tensors[binding.tensor])) % binding.factor
+        ]
+        for relation in self.variant.relations:
+            with contextlib.suppress(ArtifactError):
+                if not evaluate(relation, values):
+                    found.append(f"the sizes ({self._said(values)}) do not meet {self._named(relation)}")
+        for index, tensor in tensors.items():
+            found += self._shape(index, tensor, values)
+        return found
+
+    def _shape(self, index: int, tensor: Any, values: Mapping[str, int]) -> list[str]:
+        meta = self._inputs[index].meta
+        found = []
+        for dim, (size, want) in enumerate(zip(tensor.shape, meta.shape, strict=True)):
+            wanted = _value(want, values)
+            if wanted is not None and size != wanted:
+                by = f" ({self._named(want)})" if type(want) is str else ""
+                found.append(f"{self._where(index, dim)} is {size} and must be {wanted}{by}")
+        stride = tuple(_value(step, values) for step in meta.stride)
+        known = tuple(step for step in stride if step is not None)
+        if not found and len(known) == len(stride) and strides_matter(tensor, known):
+            name = self._name(self._inputs[index].source)
+            advice = f"; pass {name}.contiguous()" if _is_contiguous(tensor.shape, known) else ""
+            found.append(f"{name} has the strides {tensor.stride()} and was traced with {known}{advice}")
+        return found
+
+    def _where(self, index: int, dim: int) -> str:
+        return f"the size of {self._name(self._inputs[index].source)} in dimension {dim}"
+
+    def _called(self, symbol: str) -> str:
+        if symbol in self._dims:
+            return self._dims[symbol]
+        binding = next(binding for binding in self._bindings if binding.symbol == symbol)
+        return self._where(binding.tensor, binding.dim)
+
+    def _named(self, text: Dim) -> str:
+        spoken = str(text)
+        for symbol, name in sorted(self._dims.items(), key=lambda item: -len(item[0])):
+            spoken = spoken.replace(symbol, name)
+        return spoken
+
+    def _said(self, values: Mapping[str, int]) -> str:
+        return ", ".join(f"{self._dims[symbol]} {value}" for symbol, value in values.items() if symbol in self._dims)
+
+    def _allowed(self, symbol: SymbolRange) -> str:
+        """Say what the variants together allow for a dimension, not only this one."""
+        name = self._dims.get(symbol.name)
+        spans = [(symbol.min, symbol.max)]
+        for variant in self._variants if name is not None else ():
+            if name in variant.fixed:
+                spans.append((variant.fixed[name], variant.fixed[name]))
+            carriers = variant.dims.get(str(name), ())
+            spans += [(other.min, other.max) for other in variant.symbols if other.name in carriers]
+        return " or ".join(map(_span_words, _merged(spans)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failures:
+    """What of a variant a call does not meet: sentences without their full stop.
+
+    Args:
+        kinds: About types, dtypes, values and state.
+        sizes: About sizes and strides of tensors that are otherwise as they should be.
+    """
+
+    kinds: tuple[str, ...]
+    sizes: tuple[str, ...]
+
+
+class _Unreadable:
+    """A failure of the guards as a whole."""
+
+    def __init__(self, error: Exception) -> None:
+        self.guard = Guard(source="self", kind="value", expected=None)
+        self.actual = None
+        self.sentence = f"the arguments cannot be looked at ({type(error).__name__}: {error})"
+
+
+def read_binding(binding: Binding, tensor: Any) -> int:
+    """Return the size or stride that `binding` reads."""
+    return int(tensor.stride(binding.dim) if binding.is_stride else tensor.size(binding.dim))
+
+
+def refusal(
+    explainers: Sequence[Explainer], arguments: Mapping[str, Any], uncovered: Callable[[int], str]
+) -> GuardError:
+    """Return the error of a call that no variant serves.
+
+    Args:
+        explainers: One for each variant, in order.
+        arguments: The root locals of the call.
+        uncovered: Says, for a variant whose guards all hold, which sizes were compiled for it.
+    """
+    found = [explainer.failures(arguments) for explainer in explainers]
+    # Another size is a smaller difference than another type; a variant for one size is the farther the more it fixes.
+    order = sorted(
+        range(len(found)),
+        key=lambda i: (len(found[i].kinds), len(explainers[i].variant.fixed), len(found[i].sizes), i),
+    )
+    if not order:
+        return GuardError("The plan holds no variant, so no call can be served: warm again.")
+    nearest = order[0]
+    name = explainers[nearest].variant.name
+    reasons = found[nearest].kinds + found[nearest].sizes or (uncovered(nearest),)
+    more = f" ({len(reasons) - 1} more differences)" if len(reasons) > 1 else ""
+    count = "The compiled model" if len(found) == 1 else f"None of the {len(found)} compiled variants"
+    verb = "does not serve" if len(found) == 1 else "serves"
+    return GuardError(
+        f"{reasons[0]}{more}. {count} {verb} this call; the nearest is {name!r}. "
+        "Change the call, or warm with an example like it.",
+        path=name,
+        actual=reasons,
+    )
+
+
+def _value(dim: Dim, values: Mapping[str, int]) -> int | None:
+    with contextlib.suppress(ArtifactError):
+        return evaluate(dim, values)
+    return None
+
+
+def _within(value: int, low: int, high: int | None) -> bool:
+    return low <= value and (high is None or value <= high)
+
+
+def _merged(spans: Sequence[tuple[int, int | None]]) -> list[tuple[int, int | None]]:
+    merged: list[tuple[int, int | None]] = []
+    for low, high in sorted(spans, key=lambda span: (span[0], span[1] is None, span[1] or 0)):
+        last = merged[-1] if merged else None
+        if last is not None and (last[1] is None or low <= last[1] + 1):
+            merged[-1] = (last[0], None if high is None or last[1] is None else max(last[1], high))
+        else:
+            merged.append((low, high))
+    return merged
+
+
+def _span_words(span: tuple[int, int | None]) -> str:
+    low, high = span
+    if low == high:
+        return str(low)
+    return f"at least {low}" if high is None else f"from {low} to {high}"
+
+
+def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    step = 1
+    for size, have in zip(reversed(shape), reversed(stride), strict=True):
+        if size > 1 and have != step:
+            return False
+        step *= size
+    return True

@@ -1,0 +1,196 @@
+"""A piece's graph as a Python function that runs op by op: splitting pieces, and every piece of the `eager` adaptor.
+
+Torch alone; must not import torch._dynamo, torch._inductor or sympy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from cgtool.graph.metas import device_of
+from cgtool.graph.targets import ATTRIBUTES, check_method, resolve_target
+from cgtool.graph.values import decode_value, refs_of
+from cgtool.pieces import Json, Node, PieceGraph
+from cgtool.runtime.dispatch import Boxed
+from cgtool.runtime.generate import Code, check_identifier, malformed, tuple_source
+
+_ENTER = "torch.amp.autocast_mode._enter_autocast"
+_REF = re.compile(r"%[0-9]{1,9}\Z")
+_EXIT = "torch.amp.autocast_mode._exit_autocast"
+
+
+def piece_function(graph: PieceGraph, *, device_index: int | None = None) -> Boxed:
+    """Return a function that runs `graph` with torch alone.
+
+    Args:
+        graph: Any piece, compiled or splitting.
+        device_index: What a device without an index means ("cuda" → "cuda:1"); None: the current device.
+
+    Returns:
+        A boxed function: takes a list of tensors, which it empties, and returns a list of the graph's outputs. Several
+        threads may call it at once.
+
+    Raises:
+        ArtifactError: The graph holds something outside its grammar, or an op that this process does not have.
+    """
+    return _Writer(graph, device_index).function()
+
+
+def op_names(graph: PieceGraph) -> tuple[str, ...]:
+    """Return the custom and ATen ops, or else all functions, that `graph` calls, each once, as people write them."""
+    targets = dict.fromkeys(node.target for node in graph.nodes if node.kind == "function" and node.target)
+    ops = [name.removeprefix("torch.ops.") for name in targets if name.startswith("torch.ops.")]
+    return tuple(ops or targets)
+
+
+class _Writer:
+    def __init__(self, graph: PieceGraph, device_index: int | None) -> None:
+        self.graph = graph
+        self.device_index = device_index
+        self.code = Code("piece")
+        self.num_inputs = len(graph.inputs)
+        self.defined = self.num_inputs
+        self.enters = any(node.target == _ENTER for node in graph.nodes)
+
+    def function(self) -> Boxed:
+        graph, code = self.graph, self.code
+        dying = self._last_uses()
+        names = [f"v{i}" for i in range(self.num_inputs)]
+        code.add(f"{tuple_source(names)} = args" if names else "pass")
+        code.add(f"{code.constant(list.clear)}(args)")
+        if self.enters:
+            code.add("entered = []")
+            code.add("try:")
+            code.depth += 1
+        self._forget(dying.get(-1, ()))
+        for index, node in enumerate(graph.nodes):
+            self._node(node, used=index not in dying.get(index, ()))
+            self.defined += 1
+            self._forget(dying.get(index, ()), but=index)
+        code.add(f"return [{', '.join(self._local(ref) for ref in graph.outputs)}]")
+        if self.enters:
+            code.depth -= 1
+            code.add(f"finally: {code.constant(_leave)}(entered)")
+        return code.define("piece", ["args"])
+
+    def _last_uses(self) -> dict[int, list[int]]:
+        """Return node index → values (as node indices, inputs negative past -1) that nothing needs after it."""
+        last = dict.fromkeys(range(self.num_inputs), -1)
+        for index, node in enumerate(self.graph.nodes):
+            last[self.num_inputs + index] = index
+            for data in (*node.args, *node.kwargs.values()):
+                last.update((_number(ref), index) for ref in refs_of(data))
+        for ref in self.graph.outputs:
+            last.pop(_number(ref), None)
+        dying: dict[int, list[int]] = {}
+        for value, index in last.items():
+            dying.setdefault(index, []).append(value - self.num_inputs)
+        return dying
+
+    def _forget(self, values: Iterable[int], but: int | None = None) -> None:
+        names = [f"v{value + self.num_inputs}" for value in values if value != but]
+        if names:
+            self.code.add("del " + ", ".join(names))
+
+    def _node(self, node: Node, *, used: bool) -> None:
+        if node.kind == "size":
+            call = self._size(node)
+        elif node.kind == "method":
+            call = self._method(node)
+        elif node.kind == "function":
+            call = self._call(node)
+        else:
+            raise malformed("kind of node", node.kind)
+        name = f"v{self.defined}"
+        keep = used or node.target == _ENTER
+        self.code.add(f"{name} = {call}" if keep else call)
+        if node.target == _ENTER:
+            self.code.add(f"{self.code.constant(list.append)}(entered, {name})")
+        elif node.target == _EXIT:
+            self.code.add(f"{self.code.constant(list.pop)}(entered)")
+        if keep and not used:
+            self.code.add(f"del {name}")
+
+    def _call(self, node: Node) -> str:
+        name = _text(node.target)
+        if name == "builtins.getattr" and (node.kwargs or [a for a in node.args[1:] if not _is_attribute(a)]):
+            raise malformed("attribute of a tensor", node.to_json())
+        return f"{self.code.constant(resolve_target(name))}({self._arguments(node.args, node.kwargs)})"
+
+    def _size(self, node: Node) -> str:
+        if len(node.args) != 2 or type(node.args[0]) is not str or type(node.args[1]) is not int or node.kwargs:  # noqa: PLR2004 - a tensor and a dimension
+            raise malformed("size", node.to_json())
+        return f"{self._local(node.args[0])}.size({node.args[1]})"
+
+    def _method(self, node: Node) -> str:
+        name = check_method(_text(node.target))
+        if not node.args or type(node.args[0]) is not str:
+            raise malformed("call of a method", node.to_json())
+        return f"{self._local(node.args[0])}.{name}({self._arguments(node.args[1:], node.kwargs)})"
+
+    def _arguments(self, args: Iterable[Json], kwargs: dict[str, Json]) -> str:
+        parts = [self._value(data) for data in args]
+        parts += [f"{check_identifier(name)}={self._value(data)}" for name, data in kwargs.items()]
+        return ", ".join(parts)
+
+    def _value(self, data: Json) -> str:
+        """Return the source of an encoded value; what holds no reference becomes a constant."""
+        if data is None or type(data) in (bool, int):
+            return repr(data)
+        if type(data) is str:
+            return self._local(data)
+        if type(data) is list:
+            return f"[{', '.join(map(self._value, data))}]"
+        if type(data) is not dict or len(data) != 1:
+            raise malformed("value", data)
+        [(tag, body)] = data.items()
+        if tag == "t" and type(body) is list:
+            return tuple_source(map(self._value, body))
+        if tag in ("d", "slice") and refs_of(data):
+            if tag == "d":
+                return f"{{{', '.join(f'{self._value(k)}: {self._value(v)}' for k, v in body)}}}"
+            return f"{self.code.constant(slice)}({', '.join(map(self._value, body))})"
+        return self.code.constant(self._placed(decode_value(data, self._local)))
+
+    def _placed(self, value: Any) -> Any:
+        """Give a device without an index, or a constant tensor, its place in this process."""
+        index = self.device_index
+        if index is None:
+            return value
+        if isinstance(value, torch.device):
+            return device_of(value.type, index) if ":" not in str(value) else value
+        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+            return value.to(device_of(value.device.type, index))
+        return value
+
+    def _local(self, ref: Any) -> str:
+        number = _number(ref)
+        if number >= self.defined:
+            raise malformed("reference", ref)
+        return f"v{number}"
+
+
+def _leave(entered: list[Any]) -> None:
+    """Close the autocast regions that an error left open."""
+    while entered:
+        resolve_target(_EXIT)(entered.pop())
+
+
+def _is_attribute(data: Json) -> bool:
+    return type(data) is dict and list(data) == ["s"] and data["s"] in ATTRIBUTES
+
+
+def _number(ref: Any) -> int:
+    if not isinstance(ref, str) or not _REF.match(ref):
+        raise malformed("reference", ref)
+    return int(ref[1:])
+
+
+def _text(target: Any) -> str:
+    if type(target) is not str:
+        raise malformed("name of an op", target)
+    return target

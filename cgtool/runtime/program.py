@@ -1,0 +1,220 @@
+"""A variant's stitched program as one straight-line Python function.
+
+The function takes the tensors of a call, the values of the symbols, the objects that the output passes through, the
+model's tensors and a function for each compiled piece. It runs the steps in order, forgets each value after its last
+use and puts the output together. It keeps nothing between calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from cgtool.errors import ArtifactError
+from cgtool.graph.expressions import rename
+from cgtool.graph.metas import dtype_of
+from cgtool.pieces import Dim, PieceGraph, TensorMeta
+from cgtool.plan import Step, Variant
+from cgtool.runtime.accept import strides_matter
+from cgtool.runtime.dispatch import Boxed
+from cgtool.runtime.generate import Code, expression, malformed, tuple_source
+from cgtool.runtime.pieces import op_names
+from cgtool.runtime.template import template_needs, template_source
+
+#: (call tensors, symbol values, passed objects, model tensors, piece functions) → the model's output
+Program = Callable[[Any, Any, Any, Any, Any], Any]
+
+
+def build_program(
+    variant: Variant,
+    graphs: Mapping[str, PieceGraph],
+    *,
+    symbols: tuple[str, ...],
+    call_inputs: Sequence[int],
+    weights: Sequence[int],
+    passed: Sequence[str],
+    eager: Mapping[str, Boxed],
+) -> Program:
+    """Return the function that runs `variant`.
+
+    Args:
+        variant: The variant.
+        graphs: The plan's graphs by identity.
+        symbols: The variant's symbols, checked.
+        call_inputs: Positions of the inputs that come with a call, in the order in which they are handed over.
+        weights: Positions of the inputs that come from the model.
+        passed: Sources of objects that are handed over for the output.
+        eager: The functions of the splitting pieces, by the identity of their graph.
+
+    Raises:
+        ArtifactError: The variant holds something outside its grammar.
+    """
+    return _Writer(variant, graphs, symbols, eager).function(call_inputs, weights, passed)
+
+
+def compiled_steps(variant: Variant) -> list[Step]:
+    """Return the steps that need a compiled piece, in order."""
+    return [step for step in variant.steps if not step.splitting and step.piece >= 0]
+
+
+class _Writer:
+    def __init__(
+        self, variant: Variant, graphs: Mapping[str, PieceGraph], symbols: tuple[str, ...], eager: Mapping[str, Boxed]
+    ) -> None:
+        self.variant = variant
+        self.graphs = graphs
+        self.symbols = symbols
+        self.eager = eager
+        self.code = Code(f"program of {len(variant.steps)} steps")
+        self.defined = set(range(len(variant.inputs)))
+        self.num_compiled = 0
+
+    def function(self, call_inputs: Sequence[int], weights: Sequence[int], passed: Sequence[str]) -> Program:
+        code = self.code
+        needed, _ = template_needs(self.variant.output, self.symbols)
+        dying = self._last_uses(needed)
+        self._unpack([f"v{i}" for i in call_inputs], "tensors")
+        self._unpack(list(self.symbols), "sizes")
+        self._unpack([f"o{i}" for i in range(len(passed))], "passed")
+        self._unpack([f"v{i}" for i in weights], "weights")
+        self._unpack([f"t{i}" for i in range(len(compiled_steps(self.variant)))], "table")
+        code.add("del tensors, weights")
+        self._forget(dying.get(-1, ()))
+        for index, step in enumerate(self.variant.steps):
+            self._step(step, dying.get(index, []))
+        objects = {source: f"o{i}" for i, source in enumerate(passed)}
+        # An input that the output passes through is the very object that was passed in.
+        objects.update((item.source, f"v{i}") for i, item in enumerate(self.variant.inputs))
+        output = template_source(
+            self.variant.output,
+            code,
+            symbols=self.symbols,
+            value=self._local,
+            source=lambda text: _look_up(objects, text),
+        )
+        code.add(f"return {output}")
+        return code.define("program", ["tensors", "sizes", "passed", "weights", "table"])
+
+    def _unpack(self, names: list[str], whole: str) -> None:
+        if names:
+            self.code.add(f"{tuple_source(names)} = {whole}")
+
+    def _last_uses(self, needed: Iterable[Any]) -> dict[int, list[int]]:
+        """Return step index → values that nothing needs after that step (-1: that no step needs)."""
+        last = dict.fromkeys(range(len(self.variant.inputs)), -1)
+        for index, step in enumerate(self.variant.steps):
+            last.update(dict.fromkeys((*step.inputs, *step.outputs), index))
+        passed = {item.source: i for i, item in enumerate(self.variant.inputs)}
+        _, sources = template_needs(self.variant.output, self.symbols)
+        for value in (*needed, *(passed[source] for source in sources if source in passed)):
+            last.pop(value, None)
+        dying: dict[int, list[int]] = {}
+        for value, index in last.items():
+            dying.setdefault(index, []).append(value)
+        return dying
+
+    def _step(self, step: Step, dying: Sequence[int]) -> None:
+        code = self.code
+        graph = self._graph(step)
+        code.add(f"args = [{', '.join(self._local(value) for value in step.inputs)}]")
+        # The list is then the only one that holds them, and the piece empties it: memory is free as soon as it can be.
+        self._forget(value for value in dict.fromkeys(step.inputs) if value in dying)
+        code.add(f"results = {self._callee(step)}(args)")
+        outputs = [self._new(value) for value in step.outputs]
+        bad = code.constant(_wrong_count(step.piece, len(outputs), graph))
+        code.add(f"if {code.constant(len)}(results) != {len(outputs)}: {bad}(results)")
+        self._unpack(outputs, "results")
+        code.add("del args, results")
+        if step.splitting:
+            for name, meta in zip(outputs, graph.results, strict=True):
+                self._check(name, meta, step, graph)
+        self._forget(value for value in step.outputs if value in dying)
+
+    def _callee(self, step: Step) -> str:
+        if step.splitting or step.piece < 0:
+            return self.code.constant(self.eager[step.graph])
+        self.num_compiled += 1
+        return f"t{self.num_compiled - 1}"
+
+    def _check(self, name: str, meta: TensorMeta, step: Step, graph: PieceGraph) -> None:
+        """Compare an op's output with what its fake implementation promised the pieces that come after it."""
+        code = self.code
+        shape = tuple_source(self._size(size, step) for size in meta.shape)
+        stride = tuple_source(self._size(size, step) for size in meta.stride)
+        dtype = code.constant(dtype_of(meta.dtype))
+        repair = code.constant(_repairer(graph))
+        test = f"{name}.stride() != {stride} or {name}.shape != {shape} or {name}.dtype is not {dtype}"
+        code.add(f"if {test}: {name} = {repair}({name}, {dtype}, {shape}, {stride})")
+
+    def _size(self, size: Dim, step: Step) -> str:
+        if type(size) is not str:
+            return expression(size, ())
+        return expression(rename(size, step.symbols), self.symbols)
+
+    def _graph(self, step: Step) -> PieceGraph:
+        graph = self.graphs.get(step.graph) if type(step.graph) is str else None
+        if graph is None:
+            raise malformed("graph of the plan", step.graph)
+        if len(graph.inputs) != len(step.inputs) or not len(graph.outputs) == len(graph.results) == len(step.outputs):
+            raise malformed("step", step.to_json())
+        if type(step.piece) is not int or {symbol.name for symbol in graph.symbols} - set(step.symbols):
+            raise malformed("step", step.to_json())
+        for symbol, text in step.symbols.items():
+            if type(symbol) is not str or type(text) is not str:
+                raise malformed("step", step.to_json())
+            expression(text, self.symbols)
+        return graph
+
+    def _local(self, value: Any) -> str:
+        if type(value) is not int or value not in self.defined:
+            raise malformed("value", value)
+        return f"v{value}"
+
+    def _new(self, value: Any) -> str:
+        if type(value) is not int or value < 0 or value in self.defined:
+            raise malformed("value", value)
+        self.defined.add(value)
+        return f"v{value}"
+
+    def _forget(self, values: Iterable[int]) -> None:
+        names = [f"v{value}" for value in values]
+        if names:
+            self.code.add("del " + ", ".join(names))
+
+
+def _look_up(objects: Mapping[str, str], text: str) -> str:
+    if text not in objects:
+        raise malformed("source", text)
+    return objects[text]
+
+
+def _wrong_count(piece: int, expected: int, graph: PieceGraph) -> Callable[[Any], NoReturn]:
+    def fail(results: Any) -> NoReturn:
+        calls = ", ".join(op_names(graph)[:4])
+        msg = (
+            f"Piece {piece} ({calls}) returned {len(results)} tensors and its graph has {expected}: "
+            "the artifact is not this piece's. Warm again."
+        )
+        raise ArtifactError(msg, path=piece, expected=expected, actual=len(results))
+
+    return fail
+
+
+def _repairer(graph: PieceGraph) -> Callable[..., torch.Tensor]:
+    ops = ", ".join(op_names(graph))
+
+    def repair(value: Any, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+        """Return `value` with the promised strides, which compiled pieces rely on without looking."""
+        if value.dtype is not dtype or tuple(value.shape) != shape:
+            have = f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
+            want = f"{str(dtype).removeprefix('torch.')} of shape {shape}"
+            msg = f"{ops} returned a tensor of {have}, and its fake implementation promised {want}: make the two agree."
+            raise ArtifactError(msg, path=ops, expected=want, actual=have)
+        if not strides_matter(value, stride):
+            return value  # type: ignore[no-any-return]
+        placed = torch.empty_strided(shape, stride, dtype=dtype, device=value.device)
+        return placed.copy_(value)
+
+    return repair
