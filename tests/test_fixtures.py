@@ -314,3 +314,27 @@ def test_a_fixture_can_be_imported_from_its_folder_without_dynamo():
         text=True,
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", MODELS)
+def test_on_cuda_it_has_the_same_weights_and_computes_the_same(name):
+    def on(device, weights="real"):
+        return resolve_model(f"{FOLDER / name}.py:build", device=device, weights=weights)
+
+    here, there, fake = on("cpu"), on("cuda"), on("cuda", "fake")
+    for spec in (there, fake):
+        tensors = [*spec.module.parameters(), *spec.module.buffers(), *bound(spec).values()]
+        assert {tensor.device.type for tensor in tensors} == {"cuda"}
+    for one, two in zip(here.module.parameters(), there.module.parameters(), strict=True):
+        assert torch.equal(one, two.cpu())
+    with torch.no_grad():
+        expected, actual = here.module(**bound(here)), there.module(**bound(there))
+        for one, two in zip(leaves(expected), leaves(actual), strict=True):
+            torch.testing.assert_close(one, two.cpu(), rtol=1e-3, atol=1e-3)
+        for sizes in ONES[name]:
+            arguments = {key: value.cuda() for key, value in resized(there, sizes).items()}
+            assert all(leaf.isfinite().all() for leaf in leaves(there.module(**arguments)))
+    recorded = trace(fake, mode=next(fake.module.parameters()).fake_mode)
+    assert len(recorded.graphs) == 1

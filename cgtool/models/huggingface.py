@@ -157,7 +157,7 @@ def _module(
                 with torch.device("meta"):
                     module = transformers.AutoModel.from_config(config, attn_implementation="sdpa", **extra)
             else:
-                with torch.random.fork_rng():
+                with torch.random.fork_rng(_cuda_devices()):
                     torch.manual_seed(0)
                     module = transformers.AutoModel.from_config(config, attn_implementation="sdpa", **extra)
     except Exception as error:
@@ -167,6 +167,14 @@ def _module(
         msg = f"{model_class.__name__} could not be built from {path}: {type(error).__name__}: {error}\n{advice}"
         raise ModelError(msg, path=path) from error
     return module  # type: ignore[no-any-return]  # transformers is typed as Any here
+
+
+def _cuda_devices() -> list[int]:
+    """Return the devices whose random state building a model changes; asking for all of many would warn."""
+    device = torch.get_default_device()
+    if device.type != "cuda":
+        return []
+    return [torch.cuda.current_device() if device.index is None else device.index]
 
 
 def _example(

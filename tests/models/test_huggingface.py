@@ -1,0 +1,256 @@
+"""`hf:PATH`: base models of transformers from a small config, without a network."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from cgtool.errors import ModelError, UsageError  # noqa: E402
+from cgtool.models import huggingface, resolve_model  # noqa: E402
+from cgtool.models._torch import is_fake  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+_DECODER = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+}
+_TOKENS = {"bos_token_id": 0, "eos_token_id": 1}
+
+CONFIGS = {
+    "llama": _DECODER,
+    "qwen3": _DECODER | {"head_dim": 8},
+    "gemma": _DECODER | {"head_dim": 8},
+    "gpt2": {"vocab_size": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96} | _TOKENS,
+    "mixtral": _DECODER | {"num_local_experts": 2},
+    "bert": {key: value for key, value in _DECODER.items() if key != "num_key_value_heads"},
+    "vit": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": 32,
+        "patch_size": 8,
+    },
+}
+CLASSES = {
+    "llama": "LlamaModel",
+    "qwen3": "Qwen3Model",
+    "gemma": "GemmaModel",
+    "gpt2": "GPT2Model",
+    "mixtral": "MixtralModel",
+    "bert": "BertModel",
+    "vit": "ViTModel",
+}
+TEXT = [name for name in CONFIGS if name != "vit"]
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    """Any attempt to leave this machine fails the test."""
+
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("hf: reached for the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(model_type, **changes):
+        folder = tmp_path / model_type
+        folder.mkdir(exist_ok=True)
+        fields = {"model_type": model_type} | CONFIGS.get(model_type, {}) | changes
+        (folder / "config.json").write_text(json.dumps(fields))
+        return folder
+
+    return write
+
+
+def tensors_of(spec):
+    tensors = [*spec.module.parameters(), *spec.module.buffers()]
+    return tensors + [value for value in spec.calls[0].kwargs.values() if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_base_model_is_built_fake_by_default_and_on_one_device(write, name):
+    spec = resolve_model(f"hf:{write(name)}")
+    assert type(spec.module).__name__ == CLASSES[name]
+    assert not spec.module.training
+    assert spec.module.config._attn_implementation == "sdpa"
+    assert all(is_fake(tensor) for tensor in tensors_of(spec))
+    assert len({id(tensor.fake_mode) for tensor in tensors_of(spec)}) == 1
+    assert {tensor.device.type for tensor in tensors_of(spec)} == {"cpu"}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_real_weights_are_drawn_alike_each_time_and_look_like_the_fake_ones(write, name):
+    folder = write(name)
+    before = torch.get_rng_state()
+    one, two = (resolve_model(f"hf:{folder}", weights="real") for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), before)
+    fake = resolve_model(f"hf:{folder}")
+
+    def metas(spec):
+        named = [*spec.module.named_parameters(), *spec.module.named_buffers()]
+        return {key: (value.shape, value.stride(), value.dtype, value.requires_grad) for key, value in named}
+
+    assert metas(one) == metas(fake)
+    for first, second in zip(one.module.parameters(), two.module.parameters(), strict=True):
+        assert torch.equal(first, second)
+    with torch.no_grad():
+        output = one.module(**one.calls[0].kwargs)
+    assert output.last_hidden_state.isfinite().all()
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_text_is_dynamic_in_batch_and_sequence_up_to_the_models_limit(write, name):
+    spec = resolve_model(f"hf:{write(name)}")
+    (call,) = spec.calls
+    assert call.args == ()
+    assert set(call.kwargs) == {"input_ids", "use_cache"}
+    assert call.kwargs["use_cache"] is False
+    assert call.kwargs["input_ids"].shape == (2, 16)
+    assert call.kwargs["input_ids"].dtype == torch.int64
+    assert spec.dynamic == {"input_ids": {0: "batch", 1: ("seq", 1, 96)}}
+    assert spec.splitting_ops is None
+
+
+def test_images_are_dynamic_in_batch_alone(write):
+    spec = resolve_model(f"hf:{write('vit', num_channels=1)}")
+    assert set(spec.calls[0].kwargs) == {"pixel_values"}
+    assert spec.calls[0].kwargs["pixel_values"].shape == (2, 1, 32, 32)
+    assert spec.dynamic == {"pixel_values": {0: "batch"}}
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_a_mask_comes_when_asked_for(write, name):
+    spec = resolve_model(f"hf:{write(name)}", factory_args={"attention_mask": True}, weights="real")
+    kwargs = spec.calls[0].kwargs
+    assert torch.equal(kwargs["attention_mask"], torch.ones(2, 16, dtype=torch.int64))
+    assert spec.dynamic["attention_mask"] == spec.dynamic["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("llama", "num_hidden_layers"), ("gpt2", "n_layer"), ("gpt2", "num_hidden_layers")]
+)
+def test_arguments_set_fields_of_the_config(write, name, field):
+    spec = resolve_model(f"hf:{write(name)}", factory_args={field: 3})
+    layers = spec.module.h if name == "gpt2" else spec.module.layers
+    assert len(layers) == 3
+
+
+@pytest.mark.parametrize("num_layers", [1, 5])
+def test_the_pattern_of_layers_goes_on_when_their_number_changes(write, num_layers):
+    kinds = ["sliding_attention", "full_attention"]
+    folder = write("qwen3", layer_types=kinds, use_sliding_window=True, sliding_window=8)
+    config = resolve_model(f"hf:{folder}", factory_args={"num_hidden_layers": num_layers}).module.config
+    assert config.layer_types == (kinds * 3)[:num_layers]
+
+
+def test_the_dtype_is_the_one_asked_for_else_the_configs(write):
+    def dtypes(**options):
+        spec = resolve_model(f"hf:{write('llama', dtype='bfloat16')}", **options)
+        return {parameter.dtype for parameter in spec.module.parameters()}
+
+    assert dtypes() == {torch.bfloat16}
+    assert dtypes(dtype="float16") == {torch.float16}
+    assert dtypes(dtype="float16", weights="real") == {torch.float16}
+
+
+def test_a_config_file_of_any_name_will_do(write):
+    folder = write("llama")
+    other = folder / "small.json"
+    other.write_text((folder / "config.json").read_text())
+    assert type(resolve_model(f"hf:{other}").module).__name__ == "LlamaModel"
+
+
+def test_the_sequence_of_the_example_fits_the_model(write):
+    spec = resolve_model(f"hf:{write('llama', max_position_embeddings=8)}")
+    assert spec.calls[0].kwargs["input_ids"].shape == (2, 8)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_traces_to_one_graph_with_an_attention_for_each_layer(write, name):
+    spec = resolve_model(f"hf:{write(name)}")
+    kwargs = spec.calls[0].kwargs
+    counts = []
+
+    def backend(gm, _inputs):
+        counts.append(sum("scaled_dot_product_attention" in str(node.target) for node in gm.graph.nodes))
+        return gm
+
+    for key, dims in spec.dynamic.items():
+        for index in dims:
+            torch._dynamo.mark_dynamic(kwargs[key], index)
+    torch._dynamo.reset()
+    with torch.no_grad(), next(spec.module.parameters()).fake_mode:
+        torch.compile(spec.module.forward, backend=backend, fullgraph=True)(**kwargs)
+    assert counts == [2]
+
+
+class TestWrongInput:
+    def test_no_such_folder(self, tmp_path):
+        with pytest.raises(ModelError, match=r"does not exist.*nothing is downloaded"):
+            resolve_model(f"hf:{tmp_path}/nowhere")
+
+    def test_a_name_of_the_hub_is_not_downloaded(self):
+        with pytest.raises(ModelError, match="nothing is downloaded"):
+            resolve_model("hf:some-org/some-model")
+
+    def test_a_folder_without_config(self, tmp_path):
+        with pytest.raises(ModelError, match=r"config\.json does not exist"):
+            resolve_model(f"hf:{tmp_path}")
+
+    @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model_type": 3}'])
+    def test_a_file_that_is_no_config(self, tmp_path, text):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ModelError, match="hf: takes a folder"):
+            resolve_model(f"hf:{tmp_path}")
+
+    def test_a_type_that_transformers_does_not_know(self, write):
+        with pytest.raises(ModelError, match="knows no model of type 'of_tomorrow'"):
+            resolve_model(f"hf:{write('of_tomorrow')}")
+        with pytest.raises(ModelError, match="runs no such code"):
+            resolve_model(f"hf:{write('of_tomorrow', auto_map={'AutoModel': 'modeling.Model'})}")
+
+    def test_a_model_that_takes_more_than_ids_or_pixels(self, write):
+        with pytest.raises(ModelError, match=r"[Ww]rite a factory"):
+            resolve_model(f"hf:{write('t5', d_model=32, d_ff=64, d_kv=8, num_layers=1, num_heads=4)}")
+
+    def test_a_field_that_the_config_does_not_have(self, write):
+        with pytest.raises(
+            UsageError, match=r"LlamaConfig has no field num_hiden_layers\. Did you mean num_hidden_layers\?"
+        ):
+            resolve_model(f"hf:{write('llama')}", factory_args={"num_hiden_layers": 3})
+
+    def test_a_mask_that_is_no_flag(self, write):
+        with pytest.raises(UsageError, match="attention_mask is true or false"):
+            resolve_model(f"hf:{write('llama')}", factory_args={"attention_mask": 1})
+
+    def test_a_mask_for_images(self, write):
+        with pytest.raises(UsageError, match="takes images and no attention_mask"):
+            resolve_model(f"hf:{write('vit')}", factory_args={"attention_mask": True})
+
+    def test_a_config_that_makes_no_model(self, write):
+        with pytest.raises(ModelError, match="--arg"):
+            resolve_model(f"hf:{write('llama')}", factory_args={"hidden_act": "no_such_activation"})
+
+    def test_without_transformers_the_extra_is_named(self, write, monkeypatch):
+        def missing(name):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        monkeypatch.setattr(huggingface.importlib, "import_module", missing)
+        with pytest.raises(ModelError, match=r"pip install 'cgtool\[transformers\]'"):
+            resolve_model(f"hf:{write('llama')}")
