@@ -23,6 +23,7 @@ from torch._dynamo.exc import (
 from torch._dynamo.side_effects import AttributeMutationNew, ValueMutationNew
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import Source, TracingContext, detect_fake_mode
+from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import _config as shape_config
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, ShapeEnv
@@ -43,6 +44,7 @@ __all__ = [
     "detect_fake_mode",
     "dynamo_source",
     "is_traceable_wrapper_subclass",
+    "made_by_custom_op",
     "mark_dynamic",
     "modified_existing",
     "quiet_tracing",
@@ -84,6 +86,11 @@ def _is_restored(variable: Any, effects: Any) -> bool:
         if type(before) is not type(now) or before != now:
             return False
     return True
+
+
+def made_by_custom_op(name: str) -> bool:
+    """Return whether `ns::op` was made with `torch.library.custom_op`."""
+    return name in OPDEFS
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:

@@ -151,6 +151,12 @@ def capture(
     )
 
 
+def slow_ops(names: Iterable[str]) -> tuple[str, ...]:
+    """Return those of the ops (`ns.op` or `ns.op.overload`) whose first call imports Dynamo, as `ns::op`."""
+    spelled = dict.fromkeys("::".join(name.split(".")[:2]) for name in names)
+    return tuple(name for name in spelled if private.made_by_custom_op(name))
+
+
 def _tensors(value: Any) -> list[torch.Tensor]:
     leaves = torch.utils._pytree.tree_leaves(value)  # noqa: SLF001 - torch's own name for it, everywhere
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

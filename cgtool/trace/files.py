@@ -80,18 +80,3 @@ def _is_covered_by_versions(filename: str) -> bool:
     library = os.path.realpath(sysconfig.get_paths()["stdlib"]) + os.sep
     in_site = f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path
     return path.startswith(torch_root) or (path.startswith(library) and not in_site)
-
-
-def sources_now(modules: Iterable[str]) -> dict[str, str | None]:
-    """Return {module: SHA-256 of its file as it is on disk now}, None where there is no such module or file."""
-    digests: dict[str, str | None] = {}
-    for name in modules:
-        module = sys.modules.get(name) or (
-            sys.modules["__main__"] if canonical_module_name("__main__") == name else None
-        )
-        file = getattr(module, "__file__", None)
-        try:
-            digests[name] = sha256_hex(Path(file).read_bytes()) if file else None
-        except OSError:
-            digests[name] = None
-    return digests

@@ -1,0 +1,186 @@
+"""The library's two functions: `load` a model from the cache, and `compile` it, from the cache where it can be.
+
+    compile = hit → load │ miss → warm → load
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from cgtool.cache.layout import CacheLayout, resolve_root
+from cgtool.cache.state import StateStore
+from cgtool.config import CompilationConfig, CompilationLevel, environment
+from cgtool.errors import CacheMissError
+from cgtool.model import DynamicDims, ExampleCall, ModelSpec
+from cgtool.pieces import PieceGraph
+from cgtool.runtime.call import LoadedModel
+from cgtool.runtime.dispatch import Boxed
+from cgtool.runtime.facts import facts_of
+from cgtool.runtime.find import Finder
+from cgtool.runtime.opening import open_entry
+from cgtool.runtime.pieces import piece_function
+
+_log = logging.getLogger(__name__)
+
+
+def load(
+    module: Any,
+    *,
+    config: CompilationConfig | None = None,
+    cache_dir: Path | str | None = None,
+    prefix: str = "backbone",
+    rank: int | None = None,
+) -> Callable[..., Any]:
+    """Return a callable that runs `module` from what was compiled for it; nothing is traced or compiled.
+
+    Args:
+        module: The model, built and in evaluation mode; its weights may be loaded before or after.
+        config: What the entry must have been compiled with; None takes the newest entry that fits.
+        cache_dir: The cache's root; None takes the configuration's, `CGTOOL_CACHE_DIR` or the user's own.
+        prefix: Which compiled part of the model.
+        rank: Which process of a model-parallel group; None takes the environment's word.
+
+    Returns:
+        A callable that takes what the model's method takes and returns what it returns.
+
+    Raises:
+        CacheMissError: No entry fits; `reasons` says why, the most telling first.
+        CacheCorruptError: What the entry holds differs from its digests.
+        CacheSchemaError: The cache was written by another version of cgtool.
+        ArtifactError: An artifact cannot be opened here.
+        GuardError: A tensor of the model is of another make than when it was compiled.
+    """
+    if config is not None and config.effective_level == CompilationLevel.NO_COMPILATION:
+        return module  # type: ignore[no-any-return]
+    if environment().disable_cache or (config is not None and config.disable_cache):
+        msg = (
+            "The cache is switched off (CGTOOL_DISABLE_CACHE or disable_cache), so nothing can be loaded from it. Switch it "
+            "on, or call cgtool.compile, which compiles in this process then."
+        )
+        raise CacheMissError(msg, reasons=("the cache is switched off",))
+    wanted_dir = cache_dir if cache_dir is not None else (config.cache_dir or None) if config is not None else None
+    return _load_from(module, config, CacheLayout(root=resolve_root(wanted_dir)), prefix, rank)
+
+
+def _load_from(
+    module: Any, config: CompilationConfig | None, layout: CacheLayout, prefix: str, rank: int | None
+) -> LoadedModel:
+    rank = environment().rank if rank is None else rank
+    fields = None if config is None else _leveled_fields(config)
+    finder = Finder(layout, module, facts_of(module), config=fields, rank=rank, prefix=prefix)
+    found = finder.find()
+    loaded = open_entry(found, module, _open_artifact)
+    StateStore(layout).record_hit(found.entry.name)
+    return loaded
+
+
+def _leveled_fields(config: CompilationConfig) -> Mapping[str, Any]:
+    """Return the key fields as `warm` stores them: what the level implies is spelled out."""
+    if config.effective_level == CompilationLevel.DYNAMO_AS_IS:
+        config = config.replace(splitting_ops=(), adaptor="eager")
+    elif config.effective_level == CompilationLevel.DYNAMO_ONCE:
+        config = config.replace(splitting_ops=())
+    return config.key_fields()
+
+
+def _open_artifact(adaptor: str, data: bytes, graph: PieceGraph) -> Boxed:
+    if adaptor == "eager":
+        return piece_function(graph)
+    # Inductor's own artifacts need Inductor: seconds to import, and only for an entry that holds them.
+    from cgtool.build.adaptors import get_adaptor
+
+    return get_adaptor(adaptor).load(data, graph)
+
+
+def compile(  # noqa: A001 - the name that a user of torch.compile looks for
+    module: Any,
+    *,
+    example_args: tuple[Any, ...] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    dynamic: DynamicDims | None = None,
+    config: CompilationConfig | None = None,
+    cache_dir: Path | str | None = None,
+    prefix: str = "backbone",
+) -> Callable[..., Any]:
+    """Return a callable that runs `module` compiled: from the cache, or else compiled now and stored there.
+
+    Args:
+        module: The model, in evaluation mode.
+        example_args: Positional arguments of an example call.
+        example_kwargs: Keyword arguments of an example call. With neither, the first call's arguments serve, and that
+            call waits for the compilation.
+        dynamic: Which dimensions change from call to call: parameter → dimension → name, or (name, min, max).
+        config: What to compile and how; None takes the defaults and `CGTOOL_*` variables.
+        cache_dir: The cache's root; None takes the configuration's, `CGTOOL_CACHE_DIR` or the user's own.
+        prefix: Which compiled part of the model.
+
+    Returns:
+        A callable that takes what the model's forward takes and returns what it returns. At level 0, `module` itself.
+
+    Raises:
+        TraceError: The model cannot be traced, or not be kept as data.
+        SplitError: The graph cannot be split.
+        CompileError: A piece cannot be compiled.
+        CacheError: The cache cannot be read or written.
+    """
+    config = CompilationConfig.from_variables(environment().variables) if config is None else config
+    if config.effective_level == CompilationLevel.NO_COMPILATION:
+        return module  # type: ignore[no-any-return]
+    maker = _Maker(module, dynamic or {}, config, cache_dir, prefix)
+    if example_args is None and example_kwargs is None:
+        return _OnFirstCall(maker)
+    return maker.make(tuple(example_args or ()), dict(example_kwargs or {}))
+
+
+class _Maker:
+    """Warms and loads one model."""
+
+    def __init__(
+        self,
+        module: Any,
+        dynamic: DynamicDims,
+        config: CompilationConfig,
+        cache_dir: Path | str | None,
+        prefix: str,
+    ) -> None:
+        self.module = module
+        self._dynamic = dynamic
+        self._config = config
+        self._cache_dir = cache_dir if cache_dir is not None else config.cache_dir or None
+        self._prefix = prefix
+
+    def make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LoadedModel:
+        """Load the model, warming it for this example first where the cache does not serve it."""
+        # Tracing and compiling import Dynamo and Inductor: seconds, and none of them on the way of a hit to come.
+        from cgtool.build.pipeline import warm
+
+        call = ExampleCall(args=args, kwargs=kwargs)
+        spec = ModelSpec(module=self.module, calls=(call,), dynamic=self._dynamic, prefix=self._prefix)
+        if self._config.disable_cache or environment().disable_cache:
+            with tempfile.TemporaryDirectory(prefix="cgtool-") as folder:
+                warm(spec, config=self._config, cache_dir=folder)
+                return _load_from(self.module, self._config, CacheLayout(root=Path(folder)), self._prefix, None)
+        warm(spec, config=self._config, cache_dir=self._cache_dir)
+        layout = CacheLayout(root=resolve_root(self._cache_dir))
+        return _load_from(self.module, self._config, layout, self._prefix, None)
+
+
+class _OnFirstCall:
+    """A model that is compiled when it is first called, for that call's arguments."""
+
+    def __init__(self, maker: _Maker) -> None:
+        self._maker = maker
+        self._loaded: LoadedModel | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._loaded is None:
+            _log.info("Compiling %s for its first call.", type(self._maker.module).__name__)
+            self._loaded = self._maker.make(args, kwargs)
+        return self._loaded(*args, **kwargs)
+
+
+

@@ -1,0 +1,396 @@
+"""Warm: the whole way of the data, from a model to an entry of the cache.
+
+    hit?  ──▶ rows that the entry lacks ──▶ compile ──▶ add rows
+    miss ──▶ stitch ──▶ every row ──▶ compile ──▶ publish
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cgtool.build.adaptors import get_adaptor
+from cgtool.build.manager import CompilerManager, UnitResult
+from cgtool.build.wanted import Work, wanted
+from cgtool.cache.entry import EntryWriter
+from cgtool.cache.key import Factor, Key
+from cgtool.cache.layout import CacheLayout, resolve_root
+from cgtool.cache.manifest import Manifest, ManifestRow, VariantCounts, shape_text
+from cgtool.cache.objects import ObjectStore
+from cgtool.cache.units import UnitStore
+from cgtool.config import CompilationConfig, CompilationLevel, environment
+from cgtool.digests import canonical_json, digest_of
+from cgtool.errors import CacheMissError, UsageError
+from cgtool.events import Event, OnEvent, ignore
+from cgtool.model import ModelSpec
+from cgtool.pieces import Json
+from cgtool.plan import Plan
+from cgtool.runtime.facts import Facts, facts_of
+from cgtool.runtime.find import Finder, Found
+from cgtool.runtime.text import plan_text
+
+if TYPE_CHECKING:
+    from cgtool.build.stitch import Stitched
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmResult:
+    """What a warm did.
+
+    Args:
+        hash: The entry's hash.
+        rank: Which process of a model-parallel group.
+        prefix: Which compiled part of the model.
+        root: The cache's root.
+        hit: Whether the entry was there and complete.
+        compiled: How many artifacts this process compiled.
+        reused: How many different artifacts of the entry were there already.
+        trace_secs: Seconds that tracing and splitting took; 0 on a hit.
+        compile_secs: Seconds that compiling took.
+        reasons: Why it was no hit, the most telling first.
+        notes: Advice for the user.
+    """
+
+    hash: str
+    rank: int
+    prefix: str
+    root: Path
+    hit: bool
+    compiled: int
+    reused: int
+    trace_secs: float
+    compile_secs: float
+    reasons: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def warm(
+    spec: ModelSpec,
+    *,
+    config: CompilationConfig,
+    cache_dir: Path | str | None = None,
+    rank: int | None = None,
+    check: bool = False,
+    on_event: OnEvent = ignore,
+) -> WarmResult:
+    """Make sure that the cache serves a model under a configuration.
+
+    Args:
+        spec: The model and its example calls; its weights may be fake.
+        config: What to compile and how.
+        cache_dir: The cache's root; None takes the configuration's, the environment's or the user's own.
+        rank: Which process of a model-parallel group; None takes the environment's word.
+        check: Compile and write nothing; raise when something is missing.
+        on_event: Told of each phase as it goes.
+
+    Returns:
+        What was done.
+
+    Raises:
+        CacheMissError: With `check`: the entry is missing, stale or incomplete; its reasons say why.
+        UsageError: The level leaves nothing to compile, or a size fits no variant.
+        TraceError: The model cannot be traced, or not be kept as data.
+        SplitError: The graph cannot be split.
+        CompileError: A piece cannot be compiled.
+        CacheError: The cache cannot be read or written.
+    """
+    return _Warm(spec, config, cache_dir, rank, on_event).run(check=check)
+
+
+class _Warm:
+    """One run of `warm`; holds what all its steps share."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        config: CompilationConfig,
+        cache_dir: Path | str | None,
+        rank: int | None,
+        on_event: OnEvent,
+    ) -> None:
+        self._spec = spec
+        self._config = _leveled(config, spec)
+        self._layout = CacheLayout(root=resolve_root(cache_dir if cache_dir is not None else config.cache_dir or None))
+        self._rank = environment().rank if rank is None else rank
+        self._on_event = on_event
+
+    def run(self, *, check: bool) -> WarmResult:
+        facts = facts_of(self._spec.module)
+        try:
+            found = self._finder(facts).find(self._lacks_calls)
+        except CacheMissError as miss:
+            if check:
+                raise
+            return self._fresh(facts, miss.reasons)
+        work = wanted(found.plan, self._config, eager_pieces=_eager_pieces(found.entry.manifest))
+        missing = [w for w in work if found.entry.manifest.row(**_row_name(w)) is None]
+        broken = _broken_rows(found, missing)
+        if check and (missing or broken):
+            raise _incomplete(missing, broken, self._layout)
+        if not missing and not broken:
+            return self._hit(found, work)
+        return self._complete(found, work, missing, broken)
+
+    def _finder(self, facts: Facts) -> Finder:
+        return Finder(
+            self._layout,
+            self._spec.module,
+            facts,
+            config=self._config.key_fields(),
+            rank=self._rank,
+            prefix=self._spec.prefix,
+            exact_config=True,
+        )
+
+    def _lacks_calls(self, found: Found) -> tuple[str, ...]:
+        """Say whether an entry was made of other example calls than this model's."""
+        if found.key.value("calls") == _calls_of(self._spec):
+            return ()
+        return ("the example calls or their dynamic dimensions are not those of the entry",)
+
+    def _hit(self, found: Found, work: Iterable[Work]) -> WarmResult:
+        rows = [found.entry.manifest.row(**_row_name(w)) for w in work]
+        reused = len({row.digest for row in rows if row is not None})
+        self._on_event(Event(phase="hit", message=found.entry.name.hash))
+        return self._result(found.entry.manifest, hit=True, reused=reused)
+
+    def _fresh(self, facts: Facts, reasons: tuple[str, ...]) -> WarmResult:
+        """Trace, split, compile and publish."""
+        # Imports Dynamo: seconds, which a hit must not pay.
+        from cgtool.build.stitch import stitch
+
+        ops = self._config.splitting_ops
+        stitched = stitch(self._spec, ops, self._on_event)
+        pieces = sum(step.piece >= 0 for step in stitched.plan.variants[0].steps)
+        self._on_event(Event(phase="split", message=f"{pieces} pieces, split at {_listed(stitched.splitting_ops)}"))
+        eager = {index: frozenset(found) for index, found in stitched.eager_pieces.items()}
+        work = wanted(stitched.plan, self._config, eager_pieces=eager)
+        key = self._key(facts, stitched)
+        writer = EntryWriter(self._layout, key, rank=self._rank, prefix=self._spec.prefix)
+        rows, compiled, secs = self._compile(work, writer.objects)
+        manifest = self._manifest(key, facts, stitched, rows)
+        files = {
+            "plan.json": canonical_json(stitched.plan.to_json()),
+            "computation_graph.py": stitched.computation_graph.encode(),
+            "transformed_code.py": plan_text(stitched.plan).encode(),
+        }
+        self._on_event(Event(phase="store", message=key.hash))
+        manifest = writer.publish(manifest, files)
+        return self._result(
+            manifest,
+            compiled=compiled,
+            reused=len({row.digest for row in rows}) - compiled,
+            trace_secs=stitched.trace_secs,
+            compile_secs=secs,
+            reasons=reasons,
+            notes=_notes(stitched),
+        )
+
+    def _complete(self, found: Found, work: tuple[Work, ...], missing: list[Work], broken: list[Work]) -> WarmResult:
+        """Compile what an entry lacks; its plan says all that is needed, so nothing is traced."""
+        writer = EntryWriter(self._layout, found.key, rank=self._rank, prefix=self._spec.prefix)
+        rows, compiled, secs = self._compile((*missing, *broken), writer.objects)
+        self._on_event(Event(phase="store", message=found.key.hash))
+        manifest = writer.add_rows(rows)
+        everything = {row.digest for w in work if (row := manifest.row(**_row_name(w))) is not None}
+        return self._result(
+            manifest,
+            compiled=compiled,
+            reused=max(0, len(everything) - compiled),
+            compile_secs=secs,
+            reasons=_incomplete(missing, broken, self._layout).reasons,
+        )
+
+    def _compile(self, work: Iterable[Work], objects: ObjectStore) -> tuple[list[ManifestRow], int, float]:
+        """Compile or reuse every artifact of `work`, each unique one once, and put it into the entry."""
+        started = time.perf_counter()
+        unique: dict[str, list[Work]] = {}
+        for item in work:
+            unique.setdefault(_unit_name(item), []).append(item)
+        units = UnitStore(self._layout)
+        managers: dict[str, CompilerManager] = {}
+        rows: list[ManifestRow] = []
+        compiled = 0
+        for done, items in enumerate(unique.values()):
+            first = items[0]
+            if first.adaptor not in managers:
+                managers[first.adaptor] = CompilerManager(units, get_adaptor(first.adaptor), self._config)
+            label = f"piece {', '.join(str(i.piece_index) for i in items[:6])}, {shape_text(first.shape)}"
+            self._on_event(Event(phase="compile", message=label, done=done, total=len(unique)))
+            unit = managers[first.adaptor].ensure(first.graph, objects=objects, max_autotune=first.max_autotune)
+            compiled += not unit.reused
+            secs = 0.0 if unit.reused else unit.compile_secs
+            self._on_event(Event(phase="compile", message=label, done=done + 1, total=len(unique), secs=secs))
+            rows += [_row(item, unit) for item in items]
+        return rows, compiled, time.perf_counter() - started
+
+    def _key(self, facts: Facts, stitched: Stitched) -> Key:
+        guards = [[g.to_json() for g in v.model_guards] for v in stitched.plan.variants]
+        factors = {
+            **facts.factors,
+            "config": self._config.key_fields(),
+            "sources": dict(stitched.sources),
+            "ops": dict(stitched.ops),
+            "guards": digest_of(guards),
+            "calls": _calls_of(self._spec),
+        }
+        return Key.of(Factor(name=name, value=value) for name, value in factors.items())
+
+    def _manifest(self, key: Key, facts: Facts, stitched: Stitched, rows: Iterable[ManifestRow]) -> Manifest:
+        eager = {str(index): {str(p): why for p, why in found.items()} for index, found in stitched.eager_pieces.items()}
+        return Manifest(
+            hash=key.hash,
+            rank=self._rank,
+            prefix=self._spec.prefix,
+            model=self._spec.name or type(self._spec.module).__name__,
+            level=int(self._config.level),
+            adaptor=self._config.adaptor,
+            splitting_ops=stitched.splitting_ops,
+            variants=tuple(_counts(stitched.plan, index) for index in range(len(stitched.plan.variants))),
+            rows=tuple(rows),
+            lookup=(facts.lookup,),
+            extra={"eager_pieces": eager, "size_dim": self._config.size_dim},
+        )
+
+    def _result(
+        self,
+        manifest: Manifest,
+        *,
+        hit: bool = False,
+        compiled: int = 0,
+        reused: int = 0,
+        trace_secs: float = 0.0,
+        compile_secs: float = 0.0,
+        reasons: tuple[str, ...] = (),
+        notes: tuple[str, ...] = (),
+    ) -> WarmResult:
+        return WarmResult(
+            hash=manifest.hash,
+            rank=self._rank,
+            prefix=self._spec.prefix,
+            root=self._layout.root,
+            hit=hit,
+            compiled=compiled,
+            reused=reused,
+            trace_secs=round(trace_secs, 3),
+            compile_secs=round(compile_secs, 3),
+            reasons=reasons,
+            notes=notes,
+        )
+
+
+def _leveled(config: CompilationConfig, spec: ModelSpec) -> CompilationConfig:
+    """Return the configuration with what its level means spelled out, and the model's own splitting ops.
+
+    Raises:
+        UsageError: The level is 0: the model runs as it is, and there is nothing to compile.
+    """
+    level = config.effective_level
+    if level == CompilationLevel.NO_COMPILATION:
+        msg = "Level 0 runs the model as it is, so there is nothing to compile. Choose level 1, 2 or 3."
+        raise UsageError(msg, path="level", actual=0)
+    if level == CompilationLevel.PIECEWISE:
+        if config.splitting_ops is None and spec.splitting_ops is not None:
+            return config.replace(splitting_ops=tuple(spec.splitting_ops))
+        return config
+    if level == CompilationLevel.DYNAMO_AS_IS:
+        return config.replace(splitting_ops=(), adaptor="eager")
+    return config.replace(splitting_ops=())
+
+
+def _calls_of(spec: ModelSpec) -> Json:
+    """Return what the example calls are, without their tensors' values."""
+    dynamic = {
+        parameter: {str(dim): name if isinstance(name, str) else list(name) for dim, name in dims.items()}
+        for parameter, dims in spec.dynamic.items()
+    }
+    calls = [[call.name, [_shown(a) for a in call.args], {k: _shown(v) for k, v in call.kwargs.items()}] for call in spec.calls]
+    return {"method": spec.method, "dynamic": dynamic, "calls": calls}
+
+
+def _shown(value: Any) -> Json:
+    """Return an example argument as what it is: tensors by dtype and shape, containers by their parts."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return [str(value.dtype), list(value.shape), list(value.stride())]
+    if isinstance(value, Mapping):
+        return {str(key): _shown(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_shown(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, str)) else f"{type(value).__qualname__} {value!r:.80}"
+
+
+def _counts(plan: Plan, index: int) -> VariantCounts:
+    variant = plan.variants[index]
+    steps = [step for step in variant.steps if step.piece >= 0]
+    compiled = [step for step in steps if not step.splitting]
+    return VariantCounts(
+        name=variant.name,
+        pieces=len(steps),
+        splitting_pieces=len(steps) - len(compiled),
+        unique_pieces=len({step.graph for step in compiled}),
+        fixed=variant.fixed,
+    )
+
+
+def _eager_pieces(manifest: Manifest) -> dict[int, frozenset[int]]:
+    stored = manifest.extra.get("eager_pieces") or {}
+    return {int(index): frozenset(map(int, pieces)) for index, pieces in stored.items()}
+
+
+def _row_name(work: Work) -> dict[str, Any]:
+    return {
+        "variant": work.variant,
+        "shape": work.shape,
+        "piece_index": work.piece_index,
+        "adaptor": work.adaptor,
+    }
+
+
+def _unit_name(work: Work) -> str:
+    return json.dumps([work.graph.identity(), work.adaptor, work.max_autotune])
+
+
+def _row(work: Work, unit: UnitResult) -> ManifestRow:
+    return ManifestRow(
+        **_row_name(work),
+        digest=unit.digest,
+        kind=unit.kind,
+        size_bytes=unit.size_bytes,
+        compile_secs=unit.compile_secs,
+        kernels=unit.kernels,
+        guards=tuple(unit.guards),
+    )
+
+
+def _broken_rows(found: Found, missing: list[Work]) -> list[Work]:
+    """Return the work of `found` whose artifacts are gone or differ from their digests."""
+    return []
+
+
+def _incomplete(missing: list[Work], broken: list[Work], layout: CacheLayout) -> CacheMissError:
+    shapes = list(dict.fromkeys(shape_text(work.shape) for work in missing))
+    reasons = [f"{len(missing)} artifacts are missing, for the shapes {', '.join(shapes)}"] if missing else []
+    reasons += [f"the artifact of piece {work.piece_index} is damaged" for work in broken]
+    msg = f"The entry is incomplete: {'; '.join(reasons)}. Warm the model again to add what is missing."
+    return CacheMissError(msg, reasons=tuple(reasons), path=layout.root)
+
+
+def _notes(stitched: Stitched) -> tuple[str, ...]:
+    notes = []
+    for index, pieces in stitched.eager_pieces.items():
+        for piece, why in pieces.items():
+            notes.append(f"Piece {piece} of variant {stitched.plan.variants[index].name} runs as it stands: {why}")
+    notes += [
+        f"The op {name} was made with torch.library.custom_op, whose first call imports Dynamo (seconds at start). "
+        "cgtool.direct_register_custom_op registers an op without that."
+        for name in stitched.slow_ops
+    ]
+    return tuple(dict.fromkeys(notes))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "nothing"

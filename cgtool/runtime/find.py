@@ -1,0 +1,198 @@
+"""Finding the entry that serves a model, without tracing it, and saying why none does.
+
+The way of ccache's direct mode: cheap facts lead to candidates; a candidate's factors are compared with those of this
+process, its traced files with the files as they are now, its guards with the live model. What differs becomes a sentence.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cgtool.cache.entry import Entry, read_entry
+from cgtool.cache.key import Key, difference_between, read_key, sentences
+from cgtool.cache.layout import CacheLayout, RankName, short
+from cgtool.cache.lookup import LookupStore
+from cgtool.errors import CacheError, CacheMissError, CacheSchemaError
+from cgtool.guards.files import sources_now
+from cgtool.guards.kinds import check
+from cgtool.guards.ops import op_digest
+from cgtool.guards.sources import Roots, SourceError
+from cgtool.pieces import Json
+from cgtool.plan import Plan
+from cgtool.runtime.facts import Facts
+
+_log = logging.getLogger(__name__)
+
+#: Factors that are compared as they stand; "guards" and "calls" come of the trace and are checked through the plan.
+_FROM_TRACE = frozenset({"guards", "calls", "sources", "ops", "config"})
+#: How many reasons a miss tells, and how many other entries it looks at to find the nearest.
+_MAX_REASONS = 12
+_MAX_LOOKED_AT = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """An entry that serves the model: its files, its plan, and what it was keyed on."""
+
+    entry: Entry
+    key: Key
+    plan: Plan
+
+
+class Finder:
+    """Looks for the entry of one model in one cache.
+
+    Args:
+        layout: Where the cache lies.
+        module: The live model.
+        facts: Its facts.
+        config: Key fields that the entry must have been compiled with; None takes any.
+        rank: Which process of a model-parallel group.
+        prefix: Which compiled part of the model.
+        exact_config: Whether splitting ops that `config` leaves open must have been left open by the entry too.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        module: Any,
+        facts: Facts,
+        *,
+        config: Mapping[str, Json] | None,
+        rank: int,
+        prefix: str,
+        exact_config: bool = False,
+    ) -> None:
+        self._exact_config = exact_config
+        self._layout = layout
+        self._module = module
+        self._facts = facts
+        self._config = config
+        self._rank = rank
+        self._prefix = prefix
+
+    def find(self, accept: Callable[[Found], tuple[str, ...]] = lambda _: ()) -> Found:
+        """Return the newest entry that serves the model.
+
+        Args:
+            accept: Asked of each entry that fits; sentences that it returns turn it away.
+
+        Raises:
+            CacheMissError: There is none; its reasons say why, those of the nearest entry.
+            CacheSchemaError: What is there was written by another version of cgtool.
+            CacheError: The cache cannot be read.
+        """
+        fitting: list[Found] = []
+        refused: list[tuple[str, tuple[str, ...]]] = []
+        for hash_ in LookupStore(self._layout).candidates(self._facts.lookup):
+            found, reasons = self._look(hash_)
+            if found is not None and not reasons:
+                reasons = accept(found)
+            if found is not None and not reasons:
+                fitting.append(found)
+            elif reasons:
+                refused.append((hash_, reasons))
+        if fitting:
+            return _newest(fitting)
+        raise self._miss(refused)
+
+    def _look(self, hash_: str) -> tuple[Found | None, tuple[str, ...]]:
+        """Return the entry, or why it does not serve; (None, ()) when it has nothing for this rank and prefix."""
+        name = RankName(hash=hash_, rank=self._rank, prefix=self._prefix)
+        try:
+            key = read_key(self._layout, hash_)
+            if key is None or not self._layout.manifest_file(name).exists():
+                return None, ()
+            reasons = self._differences(key)
+            if reasons:
+                return None, reasons
+            entry = read_entry(self._layout, name)
+            if entry is None:
+                return None, ()
+            plan = Plan.from_json(json.loads(entry.files["plan.json"]))
+        except CacheSchemaError:
+            raise
+        except CacheError as error:
+            return None, (str(error),)
+        return Found(entry=entry, key=key, plan=plan), self._guards(plan)
+
+    def _differences(self, key: Key) -> tuple[str, ...]:
+        """Return what differs between the entry's factors and this process, the most telling first."""
+        found = []
+        sources = key.value("sources") or {}
+        found += difference_between("sources", sources, sources_now(sources))
+        found += difference_between("ops", key.value("ops") or {}, _ops_now(key.value("ops") or {}))
+        if self._config is not None:
+            found += difference_between("config", *self._asked(key.value("config") or {}, self._config))
+        for factor in key.factors:
+            if factor.name not in _FROM_TRACE:
+                found += difference_between(factor.name, factor.value, self._facts.factors.get(factor.name))
+        return sentences(found)
+
+    def _asked(self, stored: Mapping[str, Json], asked: Mapping[str, Json]) -> tuple[Json, Json]:
+        """Return both sides of the configuration; splitting ops that were not asked for need not be compared."""
+        left_out = {"splitting_ops"} if asked.get("splitting_ops") is None and not self._exact_config else set()
+        return tuple({n: v for n, v in side.items() if n not in left_out} for side in (stored, asked))  # type: ignore[return-value]
+
+    def _guards(self, plan: Plan) -> tuple[str, ...]:
+        method = getattr(self._module, plan.method, None)
+        if method is None:
+            return (f"The model has no method {plan.method} now.",)
+        roots = Roots(self._module, method)
+        guards = {(g.source, g.kind, repr(g.expected)): g for variant in plan.variants for g in variant.model_guards}
+        failures = check(guards.values(), roots)
+        return tuple(failure.sentence for failure in failures)
+
+    def _miss(self, refused: list[tuple[str, tuple[str, ...]]]) -> CacheMissError:
+        if not refused:
+            refused = self._others()
+        if not refused:
+            msg = (
+                f"There is nothing for this model in {self._layout.root} (rank {self._rank}, prefix {self._prefix!r}). "
+                "Warm it first: `cgtool warm MODEL`, or call cgtool.compile."
+            )
+            return CacheMissError(msg, reasons=("nothing has been warmed for this model",), path=self._layout.root)
+        hash_, reasons = min(refused, key=lambda pair: len(pair[1]))
+        shown = "\n  ".join(reasons[:_MAX_REASONS])
+        msg = (
+            f"No entry of {self._layout.root} fits this model. The nearest, {short(hash_)}, does not because:\n  {shown}\n"
+            "Warm the model again as it is now, or undo the change."
+        )
+        return CacheMissError(msg, reasons=reasons[:_MAX_REASONS], path=self._layout.root)
+
+    def _others(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Return entries that the facts did not lead to and that are of a model of the same class."""
+        found: list[tuple[str, tuple[str, ...]]] = []
+        for hash_ in self._layout.hashes()[:_MAX_LOOKED_AT]:
+            name = RankName(hash=hash_, rank=self._rank, prefix=self._prefix)
+            try:
+                key = read_key(self._layout, hash_)
+            except CacheError:
+                continue
+            if key is None or not self._layout.manifest_file(name).exists():
+                continue
+            if key.value("model") == self._facts.factors["model"]:
+                found.append((hash_, self._differences(key)))
+        return [(hash_, reasons) for hash_, reasons in found if reasons]
+
+
+def _ops_now(ops: Mapping[str, str]) -> dict[str, Json]:
+    now: dict[str, Json] = {}
+    for name in ops:
+        try:
+            now[name] = op_digest(name)
+        except (CacheError, SourceError, AttributeError, RuntimeError, KeyError, ValueError):
+            now[name] = None
+    return now
+
+
+def _newest(fitting: list[Found]) -> Found:
+    ordered = sorted(fitting, key=lambda found: found.entry.manifest.created, reverse=True)
+    if len(ordered) > 1:
+        others = ", ".join(short(found.entry.name.hash) for found in ordered[1:])
+        _log.info("%d entries serve this model; the newest, %s, is taken (also: %s).", len(ordered), short(ordered[0].entry.name.hash), others)
+    return ordered[0]

@@ -1,0 +1,77 @@
+"""Opening an entry: its artifacts become functions, and its plan a callable.
+
+An artifact's bytes are matched to their digest before anything is opened, and what was matched is what is opened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cgtool.cache.manifest import GENERAL, ManifestRow, Shape
+from cgtool.errors import ArtifactError
+from cgtool.graph.expressions import rename
+from cgtool.pieces import PieceGraph
+from cgtool.plan import Plan, Variant
+from cgtool.runtime.call import LoadedModel
+from cgtool.runtime.dispatch import Boxed, PiecewiseBackend
+from cgtool.runtime.find import Found
+from cgtool.runtime.shapes import ShapeSpec, base_shape, graph_at, spec_of
+
+#: Makes a function from an artifact: (adaptor, bytes, the piece's graph at the artifact's shape).
+Opener = Callable[[str, bytes, PieceGraph], Boxed]
+
+
+def open_entry(found: Found, module: Any, opener: Opener) -> LoadedModel:
+    """Return the callable that serves `module` from an entry that was found for it.
+
+    Args:
+        found: The entry.
+        module: The live model.
+        opener: Opens one artifact.
+
+    Raises:
+        CacheCorruptError: An artifact's bytes differ from their digest.
+        ArtifactError: An artifact cannot be opened here, or a piece has none.
+        GuardError: A tensor of the model is of another make than when it was compiled.
+    """
+    opened: dict[tuple[str, str], Boxed] = {}
+    pieces: dict[tuple[int, int], list[tuple[ManifestRow, ShapeSpec, Boxed]]] = {}
+    plan, manifest = found.plan, found.entry.manifest
+    size_dim = manifest.extra.get("size_dim")
+    for row in manifest.rows:
+        variant = plan.variants[row.variant]
+        spec = spec_of(variant, row.shape, size_dim)
+        step = next((step for step in variant.steps if step.piece == row.piece_index), None)
+        if step is None:
+            msg = f"The manifest names piece {row.piece_index}, which its plan has not. Warm the model again."
+            raise ArtifactError(msg, path=found.entry.name.hash)
+        graph = graph_at(plan.graphs[step.graph], step, spec)
+        key = (row.digest, graph.identity())
+        if key not in opened:
+            opened[key] = opener(row.adaptor, found.entry.artifact(row), graph)
+        pieces.setdefault((row.variant, row.piece_index), []).append((row, spec, opened[key]))
+    backends = {name: _backend(rows, plan.variants[name[0]]) for name, rows in pieces.items()}
+    return LoadedModel(module, _with_added_guards(plan, pieces), backends)
+
+
+def _backend(rows: list[tuple[ManifestRow, ShapeSpec, Boxed]], variant: Variant) -> PiecewiseBackend:
+    base: Shape = base_shape(variant)
+    general = next((function for row, _, function in rows if row.shape in (GENERAL, base)), None)
+    sizes = {tuple(sorted(spec.sizes.items())): function for _, spec, function in rows if spec.sizes}
+    ranges = [(dict(spec.ranges), function) for _, spec, function in rows if spec.ranges]
+    return PiecewiseBackend(general=general, sizes=sizes, ranges=ranges)
+
+
+def _with_added_guards(plan: Plan, pieces: Mapping[tuple[int, int], list[Any]]) -> Plan:
+    """Return the plan with what the compiler relied on for the general shape among its variants' relations."""
+    variants = []
+    for index, variant in enumerate(plan.variants):
+        added: dict[str, None] = dict.fromkeys(variant.relations)
+        for step in variant.steps:
+            for row, spec, _ in pieces.get((index, step.piece), ()):
+                if not spec.sizes and not spec.ranges:
+                    added.update(dict.fromkeys(rename(text, step.symbols) for text in row.guards))
+        variants.append(dataclasses.replace(variant, relations=tuple(added)))
+    return dataclasses.replace(plan, variants=tuple(variants))
