@@ -170,7 +170,7 @@ def run_dying_at(step: int, action: Callable[[], None]) -> bool:
         _die_before(step)
         try:
             action()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - nothing may run on as the parent's twin
             sys.stderr.write(repr(error))
             os._exit(1)
         os._exit(0)

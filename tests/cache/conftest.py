@@ -11,13 +11,13 @@ import pytest
 
 def _mount(*arguments: str) -> None:
     try:
-        subprocess.run(["mount", *arguments], check=True, capture_output=True)  # noqa: S607 - from PATH
+        subprocess.run(["mount", *arguments], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("needs the right to mount")
 
 
 def _unmount(path: Path) -> None:
-    subprocess.run(["umount", "--lazy", str(path)], check=True, capture_output=True)  # noqa: S607 - from PATH
+    subprocess.run(["umount", "--lazy", str(path)], check=True, capture_output=True)
 
 
 @pytest.fixture

@@ -59,16 +59,16 @@ def test_an_entry_that_is_not_there_is_none(cache_root):
 
 def test_no_file_holds_the_path_of_the_cache(cache_root):
     publish(cache_root)
-    holders = [path for path in cache_root.rglob("*") if path.is_file() and os.fsencode(cache_root) in path.read_bytes()]
+    holders = [
+        path for path in cache_root.rglob("*") if path.is_file() and os.fsencode(cache_root) in path.read_bytes()
+    ]
     assert holders == []
 
 
 def test_a_copied_entry_folder_works_under_another_root(cache_root, tmp_path):
     name = publish(cache_root)
     other = tmp_path / "elsewhere"
-    shutil.copytree(
-        CacheLayout(root=cache_root).entry_dir(name.hash), CacheLayout(root=other).entry_dir(name.hash)
-    )
+    shutil.copytree(CacheLayout(root=cache_root).entry_dir(name.hash), CacheLayout(root=other).entry_dir(name.hash))
     shutil.rmtree(cache_root)
     assert read_whole(other, name) == "one"
 

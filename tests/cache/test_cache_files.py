@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cgtool.cache import files
+from cgtool.cache.files import (
+    cache_error,
+    check_writable,
+    ensure_folder,
+    ensure_root,
+    parse_sealed,
+    read_sealed,
+    sealed_json,
+    write_atomic,
+)
+from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = st.dictionaries(st.text(min_size=1).filter(lambda name: name not in {"schema", "cgtool", "digest"}), JSON)
+
+
+@given(FIELDS)
+def test_a_sealed_record_is_read_back_as_it_was(record):
+    read = parse_sealed(sealed_json(record, schema=4), path=Path("x"), schema=4)
+    assert {name: read[name] for name in record} == record
+
+
+@given(FIELDS, st.data())
+def test_no_changed_byte_of_a_sealed_record_changes_what_is_read(record, data):
+    whole = sealed_json(record, schema=4)
+    position = data.draw(st.integers(0, len(whole) - 1))
+    byte = data.draw(st.integers(0, 255))
+    harmed = whole[:position] + bytes([byte]) + whole[position + 1 :]
+    try:
+        read = parse_sealed(harmed, path=Path("x"), schema=4)
+    except (CacheCorruptError, CacheSchemaError):
+        return
+    assert read == parse_sealed(whole, path=Path("x"), schema=4)
+
+
+@given(FIELDS, st.data())
+def test_every_torn_sealed_record_is_corrupt(record, data):
+    whole = sealed_json(record, schema=4).rstrip()
+    end = data.draw(st.integers(0, len(whole) - 1))
+    with pytest.raises(CacheCorruptError, match="x is corrupt"):
+        parse_sealed(whole[:end], path=Path("x"), schema=4)
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b"null", b"{}", b'{"schema": true}', b'{"schema": "1"}', b"\xff\xfe", b"[" * 100_000]
+)
+def test_what_is_no_record_is_corrupt(text):
+    with pytest.raises(CacheCorruptError):
+        parse_sealed(text, path=Path("x"), schema=1)
+
+
+def test_the_digest_stands_at_the_end():
+    assert list(json.loads(sealed_json({"a": 1}, schema=1))) == ["schema", "cgtool", "a", "digest"]
+
+
+def test_a_newer_schema_names_its_writer_and_what_to_do():
+    text = json.dumps({"schema": 7, "cgtool": "9.1", "unheard": "of"}).encode()
+    with pytest.raises(CacheSchemaError) as raised:
+        parse_sealed(text, path=Path("/c/manifest.json"), schema=1)
+    assert str(raised.value) == (
+        "/c/manifest.json has schema 7 and was written by cgtool 9.1; this cgtool reads schema 1. "
+        "Update cgtool, or use another cache folder with --cache-dir or CGTOOL_CACHE_DIR."
+    )
+    assert (raised.value.expected, raised.value.actual) == (1, 7)
+
+
+def test_a_record_that_is_not_there_is_none(tmp_path):
+    assert read_sealed(tmp_path / "no" / "record.json", schema=1) is None
+
+
+def test_a_failed_write_leaves_the_old_bytes_and_no_temporary_file(tmp_path, monkeypatch):
+    path = tmp_path / "record"
+    write_atomic(path, b"old")
+
+    def fail(descriptor):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(files.os, "fsync", fail)
+    with pytest.raises(CacheError, match="Input/output error"):
+        write_atomic(path, b"new")
+    assert [(child.name, child.read_bytes()) for child in tmp_path.iterdir()] == [("record", b"old")]
+
+
+def test_a_write_of_part_of_the_bytes_goes_on(tmp_path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(files.os, "write", lambda descriptor, data: write(descriptor, data[:3]))
+    write_atomic(tmp_path / "record", b"0123456789")
+    assert (tmp_path / "record").read_bytes() == b"0123456789"
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_files_are_never_more_open_than_the_umask_and_never_written_by_others(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        write_atomic(tmp_path / "folder" / "record", b"")
+        write_atomic(tmp_path / "folder" / "artifact", b"", mode=files.ARTIFACT_MODE)
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "folder").iterdir()}
+    assert modes == {"record": 0o644 & ~umask, "artifact": 0o444 & ~umask}
+
+
+def test_a_root_carries_the_standard_tag(tmp_path):
+    ensure_root(tmp_path / "a" / "b")
+    text = (tmp_path / "a" / "b" / "CACHEDIR.TAG").read_text()
+    assert text.startswith("Signature: 8a477f597d28d172789f06886806bc55\n")
+
+
+def test_a_probe_leaves_nothing_but_the_root(tmp_path):
+    check_writable(tmp_path / "root")
+    assert sorted(path.name for path in (tmp_path / "root").rglob("*")) == ["CACHEDIR.TAG", "torch_compile_cache"]
+
+
+def test_a_probe_of_a_full_disk_says_so(small_disk):
+    ensure_root(small_disk)
+    with pytest.raises(OSError, match="No space"):
+        (small_disk / "ballast").write_bytes(bytes(1_000_000))
+    with pytest.raises(CacheError, match=r"disk is full.*Make room"):
+        check_writable(small_disk)
+
+
+def test_a_probe_of_a_read_only_folder_says_so(tmp_path, read_only):
+    folder = tmp_path / "root"
+    folder.mkdir()
+    read_only(folder)
+    with pytest.raises(CacheError, match="read-only file system"):
+        check_writable(folder)
+
+
+@pytest.fixture
+def forbidden():
+    """A folder that this process may enter and not write to; root becomes somebody else for as long."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o555)
+        root = os.geteuid() == 0
+        if root:
+            os.seteuid(65534)
+        yield Path(folder)
+        if root:
+            os.seteuid(0)
+        Path(folder).chmod(0o755)
+
+
+def test_a_folder_without_permission_says_so(forbidden):
+    with pytest.raises(CacheError, match="permission denied"):
+        check_writable(forbidden / "root")
+
+
+def test_a_file_where_a_folder_is_needed_says_so(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(CacheError, match="is a file"):
+            ensure_folder(path)
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (errno.ENOSPC, "the disk is full, 5 bytes were needed"),
+        (errno.EDQUOT, "the quota is used up, 5 bytes were needed"),
+        (errno.EROFS, "read-only file system"),
+        (errno.EACCES, "permission denied"),
+        (errno.EIO, "could not be written: Input/output error"),
+        (errno.ENOENT, "does not exist"),
+    ],
+)
+def test_each_error_of_the_system_is_a_sentence_that_ends_with_what_to_do(tmp_path, number, says):
+    error = cache_error(OSError(number, os.strerror(number)), tmp_path / "file", needed_bytes=5)
+    assert says in str(error)
+    assert str(tmp_path / "file") in str(error)
+    assert error.path == tmp_path / "file"
+    assert str(error).endswith(".")
+
+
+def test_the_cache_imports_no_torch():
+    code = (
+        "import sys, pkgutil, importlib, cgtool.cache as c\n"
+        "names = [m.name for m in pkgutil.iter_modules(c.__path__)]\n"
+        "[importlib.import_module('cgtool.cache.' + n) for n in names]\n"
+        "print(len(names), sorted({'torch', 'sympy', 'triton', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "11 []\n"

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cache_samples import UNIT, add_sizes, files_of, manifest_of, publish, put_row, writer
+
+from cgtool.cache.layout import CacheLayout
+from cgtool.cache.scan import list_entry, scan
+from cgtool.cache.state import StateStore
+from cgtool.cache.units import UnitStore, new_record
+from cgtool.errors import CacheError
+
+
+def disk_usage(folder: Path) -> int:
+    return sum({path.stat().st_ino: path.stat().st_size for path in folder.rglob("*") if path.is_file()}.values())
+
+
+def test_an_entry_is_listed_with_exactly_the_promised_fields(cache_root):
+    name = publish(cache_root)
+    layout = CacheLayout(root=cache_root)
+    StateStore(layout).record_hit(name)
+    listing = scan(cache_root).to_json()
+    assert list(listing) == ["schema", "root", "entries", "size_bytes", "warnings"]
+    assert (listing["schema"], listing["root"], listing["warnings"]) == (1, str(cache_root), [])
+    (entry,) = listing["entries"]
+    created, last_used = entry.pop("created"), entry.pop("last_used")
+    assert created <= last_used
+    digest = entry["artifacts"][0].pop("digest")
+    assert (layout.entry_dir(name.hash) / "artifacts" / f"{digest}.eager").exists()
+    files = sum(path.stat().st_size for path in layout.rank_dir(name).iterdir())
+    assert entry == {
+        "hash": name.hash,
+        "rank": 0,
+        "prefix": "backbone",
+        "model": "one",
+        "level": 3,
+        "adaptor": "eager",
+        "variants": 1,
+        "pieces": 9,
+        "splitting_pieces": 4,
+        "unique_pieces": 3,
+        "artifacts": [
+            {"piece_index": [0], "shape": "general", "adaptor": "eager", "size_bytes": 3, "compile_secs": 1.5}
+        ],
+        "size_bytes": files + 3,
+    }
+    assert json.loads(json.dumps(listing)) == listing
+
+
+def test_one_artifact_of_many_pieces_is_one_row_for_each_shape(cache_root):
+    to = writer(cache_root)
+    rows = [
+        put_row(to, shape=shape, piece=piece, data=f"{shape}-{kind}".encode())
+        for shape in (8, "general", (2, 4), {"seq": 2, "batch": 1}, 1)
+        for piece, kind in ((0, "first"), (2, "middle"), (4, "middle"), (6, "middle"), (8, "last"))
+    ]
+    to.publish(manifest_of(to, tuple(rows)), files_of("x"))
+    artifacts = scan(cache_root).entries[0].artifacts
+    assert [(one.to_json()["shape"], one.to_json()["piece_index"]) for one in artifacts] == [
+        (shape, pieces)
+        for shape in ("general", [2, 4], 1, 8, {"seq": 2, "batch": 1})
+        for pieces in ([0], [2, 4, 6], [8])
+    ]
+
+
+def test_bytes_that_pieces_ranks_and_units_share_count_once(cache_root):
+    layout = CacheLayout(root=cache_root)
+    data = bytes(50_000)
+    units = UnitStore(layout)
+    record = units.put(UNIT, data, new_record(data, kind="eager", compile_secs=1, kernels=1))
+    for rank in (0, 1):
+        to = writer(cache_root, rank=rank)
+        units.link_into(to.objects, UNIT, record)
+        to.publish(manifest_of(to, tuple(put_row(to, piece=piece, data=data) for piece in (0, 2))), files_of("x"))
+    listing = scan(cache_root)
+    assert [entry.rank for entry in listing.entries] == [0, 1]
+    assert [50_000 < entry.size_bytes < 60_000 for entry in listing.entries] == [True, True]
+    assert listing.size_bytes == disk_usage(layout.base)
+    assert listing.size_bytes < 60_000
+
+
+def test_a_root_that_is_not_there_is_an_error_unless_it_may_be(cache_root, tmp_path):
+    with pytest.raises(CacheError, match=r"does not exist\. Name the folder of a cache, or warm a model"):
+        scan(cache_root)
+    assert scan(cache_root, missing_ok=True).entries == ()
+    (tmp_path / "file").touch()
+    with pytest.raises(CacheError, match="is a file"):
+        scan(tmp_path / "file", missing_ok=True)
+
+
+def test_a_folder_without_a_cache_is_empty(tmp_path):
+    listing = scan(tmp_path)
+    assert (listing.entries, listing.size_bytes, listing.warnings) == ((), 0, ())
+
+
+def test_junk_torn_and_newer_files_are_warnings_and_hide_nothing(cache_root):
+    layout = CacheLayout(root=cache_root)
+    good, torn, newer = (publish(cache_root, level=level) for level in (1, 2, 3))
+    layout.manifest_file(torn).write_bytes(b'{"schema": 1')
+    path = layout.manifest_file(newer)
+    path.write_bytes(path.read_bytes().replace(b'"schema": 1', b'"schema": 5'))
+    (layout.base / "junk").mkdir()
+    (layout.base / ".DS_Store").touch()
+    (layout.base / ("ef" * 32)).touch()
+    (layout.entry_dir(good.hash) / "notes.txt").touch()
+    (layout.entry_dir(good.hash) / "rank_1" / "backbone").mkdir(parents=True)
+    listing = scan(cache_root)
+    assert [entry.hash for entry in listing.entries] == [good.hash]
+    told = "\n".join(listing.warnings)
+    for words in ("junk", ".DS_Store", "ef" * 32, "notes.txt", "is corrupt", "has schema 5"):
+        assert words in told
+    assert len(listing.warnings) == 6
+
+
+def test_missing_artifacts_and_keys_are_told(cache_root):
+    layout = CacheLayout(root=cache_root)
+    name = publish(cache_root)
+    next((layout.entry_dir(name.hash) / "artifacts").iterdir()).unlink()
+    layout.key_file(name.hash).unlink()
+    listing = scan(cache_root)
+    assert len(listing.entries) == 1
+    assert [("names 1 artifacts that are missing" in text, "has no key.json" in text) for text in listing.warnings] == [
+        (True, False),
+        (False, True),
+    ]
+
+
+def test_a_scan_reads_no_artifact_and_writes_nothing(cache_root):
+    publish(cache_root)
+    add_sizes(cache_root, (1, 8))
+    code = (
+        "import sys\n"
+        "opened = []\n"
+        "sys.addaudithook(lambda event, args: opened.append((str(args[0]), args[2])) if event == 'open' else None)\n"
+        "from pathlib import Path\n"
+        "from cgtool.cache.scan import scan\n"
+        "opened.clear()\n"
+        f"scan(Path({str(cache_root)!r}))\n"
+        f"print([name for name, _ in opened if name.startswith({str(cache_root)!r}) and '/manifest.json' not in name])"
+    )
+    before = sorted((path, path.stat().st_mtime_ns) for path in cache_root.rglob("*"))
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "[]\n"
+    assert sorted((path, path.stat().st_mtime_ns) for path in cache_root.rglob("*")) == before
+
+
+def test_one_entry_is_listed_as_the_scan_lists_it(cache_root):
+    name = publish(cache_root)
+    layout = CacheLayout(root=cache_root)
+    assert list_entry(layout, name) == scan(cache_root).entries[0]
+    layout.manifest_file(name).unlink()
+    assert list_entry(layout, name) is None
+
+
+def test_a_read_only_cache_is_listed(cache_root, read_only):
+    publish(cache_root)
+    read_only(cache_root)
+    assert len(scan(cache_root).entries) == 1
+    assert os.statvfs(cache_root).f_flag & os.ST_RDONLY
