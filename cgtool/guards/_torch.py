@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import functools
 import sys
 from typing import Any
 
 import torch
 from torch._C import _functorch  # the stack of transforms; torch.func shows no public way to ask
-from torch.utils._config_module import _UNSET_SENTINEL as _UNSET  # where a setting has no value of some origin
 from torch._library import simple_registry
 from torch._library.custom_ops import OPDEFS
+from torch.utils._config_module import _UNSET_SENTINEL as _UNSET  # where a setting has no value of some origin
 from torch.utils._device import DeviceContext  # what torch.set_default_device enters
 
 
@@ -97,11 +98,15 @@ def fake_implementation(op: Any) -> Any:
 
 
 def _unwrapped(function: Any) -> Any:
-    # torch wraps a fake implementation in a check that counts its calls: digest what the author wrote.
-    while hasattr(function, "__wrapped__") and getattr(function, "__globals__", {}).get("__name__", "").startswith(
-        "torch._library"
-    ):
-        function = function.__wrapped__
+    """Return what the author wrote: torch wraps it in checks that remember whether they ran.
+
+    torch.library's `_check_pystubs_once` keeps the author's function in its closure and sets no `__wrapped__` (2.13.0).
+    """
+    while getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0] == "torch":
+        inner = getattr(function, "__wrapped__", None) or inspect.getclosurevars(function).nonlocals.get("func")
+        if inner is None:
+            break
+        function = inner
     return function
 
 
