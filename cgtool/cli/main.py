@@ -66,10 +66,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     _have_streams()
+    streams = sys.stdout, sys.stderr
     try:
         with signals.raising():
             code = cgtool.main(args=arguments, prog_name="cgtool", standalone_mode=False)
             sys.stdout.flush()
+    except SystemExit as error:
+        # click says that a reader went away by wrapping both streams and leaving with 1; else it is a model's own exit.
+        reader_gone = (sys.stdout, sys.stderr) != streams
+        sys.stdout, sys.stderr = streams
+        return _end(BrokenPipeError() if reader_gone else error, arguments)
     except BaseException as error:  # noqa: BLE001  the one place where every exception ends
         return _end(error, arguments)
     return code if isinstance(code, int) else failures.DONE

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Wider than any table: where nobody looks at a terminal, nothing is cut or wrapped.
 PIPE_WIDTH = 100_000
+
+_CHUNK = 1024
 
 
 class Output:
@@ -50,7 +52,7 @@ class Output:
 
     def json(self, document: dict[str, Any]) -> None:
         """Print a report for programs: indented, ASCII only, so that no terminal obeys what is in it."""
-        sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=True, allow_nan=False) + "\n")
+        _write(sys.stdout, json.dumps(document, indent=2, ensure_ascii=True, allow_nan=False) + "\n")
 
     def show(self, renderable: RenderableType) -> None:
         """Print a table or a line of a report for people on stdout."""
@@ -88,9 +90,16 @@ class Output:
                 os.close(saved)
 
 
+class _Console(Console):
+    """A console that leaves a reader who went away to the one place where every exception ends."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # noqa: PLE0704  rich calls this while it handles the BrokenPipeError
+
+
 def _console(stream: TextIO) -> Console:
     # A terminal that is given no size has 80 columns; a pipe has no width at all.
-    return Console(
+    return _Console(
         file=stream,
         width=None if stream.isatty() else PIPE_WIDTH,
         markup=False,
@@ -107,4 +116,11 @@ def _print(console: Console, renderable: RenderableType) -> None:
     # rich pads every line of a table to its full width: nobody wants that in a file.
     with console.capture() as captured:
         console.print(renderable)
-    console.file.write("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
+    _write(console.file, "".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
+
+
+def _write(stream: IO[str], text: str) -> None:
+    # An unbuffered stream (PYTHONUNBUFFERED) drops what a pipe did not take of one write, without an error: a reader
+    # that went away would look like success. A pipe takes this much whole or fails.
+    for start in range(0, len(text), _CHUNK):
+        stream.write(text[start : start + _CHUNK])

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 PHASE_WIDTH = max(len(phase) for phase in ("model", "trace", "split", "compile", "store", "hit", "note"))
 
+#: Phases whose events tell of something that is over, whether or not they say how long it took.
+FINISHED_AT_ONCE = frozenset({"split", "hit", "note"})
+
 
 @contextlib.contextmanager
 def reporting(output: Output) -> Iterator[OnEvent]:
@@ -39,7 +42,12 @@ def reporting(output: Output) -> Iterator[OnEvent]:
             with _LiveProgress(output.stderr) as live:
                 yield live.take
         else:
-            yield lambda event: output.note(line_of(event))
+            yield lambda event: output.note(line_of(event)) if is_finished(event) else None
+
+
+def is_finished(event: Event) -> bool:
+    """Return whether an event tells of something that is over: a pipe and a terminal's history hold nothing else."""
+    return event.secs is not None or event.phase in FINISHED_AT_ONCE
 
 
 def line_of(event: Event) -> str:
@@ -78,7 +86,7 @@ class _LiveProgress:
 
     def take(self, event: Event) -> None:
         """Show one event."""
-        if event.secs is not None or event.phase in {"note", "hit"}:
+        if is_finished(event):
             self._console.print(_finished_line(event), soft_wrap=event.phase == "note", overflow="ellipsis")
         if event.phase == "note":
             return

@@ -37,6 +37,8 @@ def show_warm(output: Output, report: WarmReport, model: str) -> None:
     """Print what was compiled and the line that starts from it."""
     for note in report.notes:
         output.note(f"Note: {note}", style="yellow")
+    for reason in report.reasons:
+        output.note(f"Compiled because: {reason}", style="dim")
     output.line(_warm_summary(report, model), style="bold")
     if report.entry is not None:
         output.line(_entry_summary(report.entry))
@@ -143,12 +145,12 @@ def _entry_summary(entry: Mapping[str, Any]) -> str:
 
 
 def _artifacts_table(entry: Mapping[str, Any]) -> Table:
-    table = _table("pieces", "shape", ">used by", "artifact", ">seconds", ">size")
+    table = _table("pieces", "shape", ">shared by", "artifact", ">seconds", ">size")
     for artifact in entry["artifacts"]:
         table.add_row(
             _text(indices_text(artifact["piece_index"])),
             _text(shape_text(artifact["shape"])),
-            _text(count_text(len(artifact["piece_index"]), "piece")),
+            _text(len(artifact["piece_index"])),
             _text(artifact["digest"][:SHORT], "cyan"),
             _text(f"{artifact['compile_secs']:.2f}"),
             _text(size_text(artifact["size_bytes"])),

@@ -7,17 +7,19 @@ without torch: the pipeline, which needs it, is imported as the command runs.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cgtool.cache.layout import CacheLayout, RankName
+from cgtool.cache.layout import CacheLayout, RankName, resolve_root
 from cgtool.cache.scan import list_entry
 from cgtool.commands.start import load_call, start_line
 from cgtool.config import CompilationConfig, environment
 from cgtool.errors import CacheMissError, UsageError
 from cgtool.events import Event, OnEvent, ignore
+from cgtool.model import ModelSpec
 
 SCHEMA = 1
 
@@ -121,23 +123,12 @@ def warm(options: WarmOptions, on_event: OnEvent = ignore) -> WarmReport:
             "warm does. Switch it on, or leave warm out: cgtool.compile compiles in the process itself then."
         )
         raise UsageError(message)
-    # Both import torch: that costs seconds, which `--help` and wrong usage must not pay.
-    from cgtool.build.pipeline import warm as run_pipeline
-    from cgtool.models import resolve_model
-
-    on_event(Event(phase="model", message=options.model))
     if options.rank is None:
         options = dataclasses.replace(options, rank=environment().rank)
-    spec = resolve_model(
-        options.model,
-        factory_args=dict(options.factory_args),
-        weights=options.weights,
-        device=options.device,
-        dtype=options.dtype,
-        pythonpath=options.pythonpath,
-    )
-    if options.prefix is not None:
-        spec = dataclasses.replace(spec, prefix=options.prefix)
+    spec = _built(options, on_event)
+    # Imports torch, Dynamo and Inductor: seconds that a MODEL which is not there need not wait for.
+    from cgtool.build.pipeline import warm as run_pipeline
+
     try:
         result = run_pipeline(
             spec,
@@ -148,7 +139,9 @@ def warm(options: WarmOptions, on_event: OnEvent = ignore) -> WarmReport:
             on_event=on_event,
         )
     except CacheMissError as miss:
-        return _report(options, spec.prefix, root=str(miss.path or ""), reasons=miss.reasons or (str(miss),))
+        return _report(
+            options, spec.prefix, root=str(resolve_root(options.cache_dir)), reasons=miss.reasons or (str(miss),)
+        )
     return _report(
         options,
         spec.prefix,
@@ -162,6 +155,24 @@ def warm(options: WarmOptions, on_event: OnEvent = ignore) -> WarmReport:
         reasons=tuple(result.reasons),
         notes=tuple(result.notes),
     )
+
+
+def _built(options: WarmOptions, on_event: OnEvent) -> ModelSpec:
+    # Imports torch: seconds that `--help` and wrong usage need not wait for.
+    from cgtool.models import resolve_model
+
+    on_event(Event(phase="model", message=options.model))
+    began = time.perf_counter()
+    spec = resolve_model(
+        options.model,
+        factory_args=dict(options.factory_args),
+        weights=options.weights,
+        device=options.device,
+        dtype=options.dtype,
+        pythonpath=options.pythonpath,
+    )
+    on_event(Event(phase="model", message=options.model, secs=time.perf_counter() - began))
+    return spec if options.prefix is None else dataclasses.replace(spec, prefix=options.prefix)
 
 
 def _report(

@@ -1,0 +1,213 @@
+"""Wrong input, readers that go away, and errors for programs: exact codes, exact sentences, nothing written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import click
+import pytest
+from cli_harness import COMMAND, environment, lay_entry, run
+
+from cgtool import errors
+from cgtool.cli import failures
+from cgtool.cli.signals import Terminated
+
+ERROR_KEYS = ["type", "message", "exit_code", "path", "expected", "actual", "reasons"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.CgtoolError("x"), 1),
+        (errors.UsageError("x"), 2),
+        (errors.ConfigError("x"), 2),
+        (errors.UnmatchedSplittingOpError("x"), 2),
+        (errors.CacheMissError("x"), 3),
+        (errors.CompileError("x"), 1),
+        (click.UsageError("x"), 2),
+        (click.Abort(), 130),
+        (KeyboardInterrupt(), 130),
+        (Terminated(15), 143),
+        (Terminated(1), 129),
+        (BrokenPipeError(), 141),
+        (PermissionError(13, "Permission denied", "/x"), 1),
+        (MemoryError(), 1),
+        (SystemExit(0), 1),
+        (ZeroDivisionError("division by zero"), 1),
+        (RecursionError(), 1),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_the_table_knows_every_error(error, code):
+    failure = failures.failure_of(error)
+    assert failure.exit_code == code
+    assert bool(failure.message) == (code != failures.READER_GONE)
+
+
+def test_the_reasons_of_a_miss_are_kept_in_order():
+    failure = failures.failure_of(errors.CacheMissError("It missed.", reasons=("a", "b"), path="/c"))
+    assert failure.reasons == ("a", "b")
+    assert failure.to_json()["error"]["path"] == "/c"
+
+
+def test_facts_that_json_has_no_word_for_become_text():
+    failure = failures.failure_of(errors.CgtoolError("x", path=Path("/a"), expected={1: 2}, actual=[b"x", 1]))
+    error = failure.to_json()["error"]
+    assert (error["path"], error["expected"], error["actual"]) == ("/a", "{1: 2}", ["b'x'", 1])
+
+
+USAGE = {
+    "unknown command": (["wram"], "No such command 'wram'."),
+    "unknown option": (["warm", "m.py:b", "--compile-size", "1"], "No such option '--compile-size'."),
+    "no model": (["warm"], "Missing argument 'MODEL'."),
+    "argument without a value": (["warm", "m.py:b", "--arg", "num_layers"], "'num_layers' is no name=value."),
+    "argument that is no name": (["warm", "m.py:b", "--arg", "a-b=1"], "'a-b' cannot name an argument."),
+    "argument given twice": (["warm", "m.py:b", "--arg", "a=1", "--arg", "a=2"], "'a' is given twice. Give it once."),
+    "weights": (["warm", "m.py:b", "--weights", "none"], "'none' is not one of 'fake', 'real'."),
+    "rank": (["warm", "m.py:b", "--rank", "-1"], "-1 is not in the range x>=0."),
+    "size 0": (["warm", "m.py:b", "--compile-sizes", "0"], "--compile-sizes: compile_sizes is [0]"),
+    "size -1": (["warm", "m.py:b", "--compile-sizes", "1,-1"], "'-1' is none of these."),
+    "size in words": (["warm", "m.py:b", "--compile-sizes", "all"], "'all' is none of these."),
+    "size with a fraction": (["warm", "m.py:b", "--compile-sizes", "[1.5]"], "1.5 is none of these."),
+    "mapping without a size": (["warm", "m.py:b", "--compile-sizes", "batch="], "--compile-sizes: compile_sizes is"),
+    "torn JSON": (["warm", "m.py:b", "--compile-sizes", '{"batch": 1'], "it is no JSON"),
+    "range that ends before it starts": (["warm", "m.py:b", "--compile-ranges", "16-1"], "--compile-ranges:"),
+    "range of words": (["warm", "m.py:b", "--compile-ranges", "few-many"], "--compile-ranges:"),
+    "level": (["warm", "m.py:b", "--level", "4"], "--level: level is 4: levels are 0 (NO_COMPILATION)"),
+    "adaptor": (["warm", "m.py:b", "--adaptor", "inductr"], "--adaptor: adaptor is 'inductr'"),
+    "op": (["warm", "m.py:b", "--splitting-ops", "attention"], "'attention' is none of these"),
+    "config that is no JSON": (["warm", "m.py:b", "--compilation-config", "level=3"], "it is no JSON"),
+    "config that is a list": (["warm", "m.py:b", "--compilation-config", "[1]"], "Give an object such as"),
+    "unknown key": (
+        ["warm", "m.py:b", "--compilation-config", '{"compile_size": [1]}'],
+        "cgtool has no setting 'compile_size'; the nearest is 'compile_sizes'.",
+    ),
+    "inductor config": (["warm", "m.py:b", "--inductor-config", "{max_autotune"], "is no JSON"),
+    "cache switched off": (["warm", "m.py:b", "--no-cache"], "The cache is switched off"),
+    "quiet and verbose": (["warm", "m.py:b", "-q", "-v"], "--quiet and --verbose exclude each other."),
+}
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), USAGE.values(), ids=USAGE)
+def test_wrong_usage_is_exit_code_2_and_a_sentence(tmp_path, arguments, sentence):
+    ran = run(*arguments, cwd=tmp_path, env={"CGTOOL_CACHE_DIR": str(tmp_path / "cache")})
+    assert ran.code == 2
+    assert ran.out == ""
+    assert ran.err.startswith("Error: ")
+    assert sentence in ran.err
+    assert "Traceback" not in ran.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), USAGE.values(), ids=USAGE)
+def test_wrong_usage_for_programs_is_one_document(tmp_path, arguments, sentence):
+    ran = run(*arguments, "--json", cwd=tmp_path)
+    assert ran.code == 2
+    assert ran.report["schema"] == 1
+    error = ran.report["error"]
+    assert list(error) == ERROR_KEYS
+    assert sentence in error["message"]
+    assert error["exit_code"] == 2
+
+
+def test_the_switch_and_the_variable_both_switch_the_cache_off(tmp_path):
+    flag = run("warm", "m.py:b", "--no-cache", cwd=tmp_path)
+    variable = run("warm", "m.py:b", cwd=tmp_path, env={"CGTOOL_DISABLE_CACHE": "1"})
+    assert flag == variable
+    assert flag.code == 2
+
+
+def test_an_unknown_variable_names_the_nearest(tmp_path):
+    ran = run("warm", "m.py:b", cwd=tmp_path, env={"CGTOOL_LEVLE": "3"})
+    assert ran.code == 2
+    assert "'CGTOOL_LEVLE'; the nearest is 'CGTOOL_LEVEL'" in ran.err
+
+
+def test_an_unknown_key_of_a_file_names_the_file(tmp_path):
+    (tmp_path / "cgtool.toml").write_text("adapter = 'eager'\n")
+    ran = run("warm", "m.py:b", cwd=tmp_path)
+    assert ran.code == 2
+    assert "'adapter'; the nearest is 'adaptor'" in ran.err
+    assert str(tmp_path / "cgtool.toml") in ran.err
+
+
+def test_a_traceback_shows_only_on_request(tmp_path):
+    assert "Traceback" not in run("inspect", "cache", tmp_path / "x").err
+    assert "Traceback (most recent call last)" in run("inspect", "cache", tmp_path / "x", "--traceback").err
+
+
+def _read_one_line(*arguments: object, **env: str) -> tuple[int, str, bytes]:
+    """Run with a reader that takes one line and goes away, as `| head -1` does."""
+    process = subprocess.Popen(
+        [*COMMAND, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(**env)
+    )
+    line = process.stdout.readline()
+    process.stdout.close()
+    err = process.stderr.read().decode()
+    process.stderr.close()
+    return process.wait(timeout=60), err, line
+
+
+@pytest.mark.parametrize("buffering", ["", "1"], ids=["buffered", "unbuffered"])
+def test_a_reader_that_goes_away_after_a_line_is_no_traceback(tmp_path, buffering):
+    for rank in range(100):  # more than a pipe holds
+        lay_entry(tmp_path, rank=rank)
+    code, err, line = _read_one_line("inspect", "cache", tmp_path, "--json", PYTHONUNBUFFERED=buffering)
+    assert line == b"{\n"
+    assert err == ""
+    assert code == 141
+
+
+def test_a_reader_that_never_was_is_no_traceback(tmp_path):
+    lay_entry(tmp_path)
+    for arguments in (("inspect", "cache", tmp_path), ("--help",), ("inspect", "cache", tmp_path / "x", "--json")):
+        reading, writing = os.pipe()
+        os.close(reading)
+        done = subprocess.run(
+            [*COMMAND, *map(str, arguments)],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            env=environment(),
+            timeout=60,
+        )
+        os.close(writing)
+        assert "Traceback" not in done.stderr
+        assert "BrokenPipe" not in done.stderr
+        assert done.returncode == (1 if str(arguments[-1]) == "--json" else 141)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_under_the_output_is_a_sentence(tmp_path):
+    lay_entry(tmp_path)
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*COMMAND, "inspect", "cache", str(tmp_path)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            env=environment(),
+            timeout=60,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "Error: No space left on device. Check the path and its permissions and try again.\n"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", ">&- 2>&- <&-"])
+def test_closed_streams_are_no_crash(tmp_path, closed):
+    lay_entry(tmp_path)
+    command = " ".join([*COMMAND, "inspect", "cache", str(tmp_path), closed])
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == 0
+    assert done.stderr == ""
+
+
+def test_a_stream_that_knows_only_ascii_shows_escapes(tmp_path):
+    lay_entry(tmp_path, model="größe")
+    ran = run("inspect", "cache", tmp_path, env={"PYTHONIOENCODING": "ascii"})
+    assert ran.code == 0
+    assert "gr\\xf6\\xdfe" in ran.out
