@@ -17,7 +17,7 @@ from cgtool.runtime.accept import AcceptWriter, check_symbols
 from cgtool.runtime.dispatch import Boxed, PiecewiseBackend, ShapeTable
 from cgtool.runtime.explain import Explainer, refusal
 from cgtool.runtime.pieces import piece_function
-from cgtool.runtime.program import build_program, compiled_steps
+from cgtool.runtime.program import build_program, check_steps, compiled_steps
 from cgtool.runtime.template import template_needs
 from cgtool.runtime.weights import StructureChangedError, Weights, is_weight
 
@@ -174,6 +174,7 @@ class LoadedModel:
             method=self._signature.method,
             device_index=self._device_index,
         )
+        check_steps(variant, self.plan.graphs, symbols)
         self._open_eager(variant)
         program = build_program(
             variant,
@@ -198,10 +199,7 @@ class LoadedModel:
         """Write the functions of the pieces that are never compiled, each graph once."""
         for step in variant.steps:
             if (step.splitting or step.piece < 0) and step.graph not in self._eager:
-                graph = self.plan.graphs.get(step.graph)
-                if graph is None:
-                    msg = f"The plan has no graph {step.graph!r}; the cache is damaged: warm again."
-                    raise ArtifactError(msg, path=step.graph)
+                graph = self.plan.graphs[step.graph]
                 self._eager[step.graph] = piece_function(graph, device_index=self._device_index)
 
     def _bound(self, variant: Variant, shared: dict[Any, Weights]) -> Weights:

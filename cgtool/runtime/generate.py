@@ -1,15 +1,17 @@
 """Straight-line Python made from a plan: the one place of the runtime that compiles text.
 
 Every string of a plan that reaches a line was matched to a grammar by whoever wrote the line; values never become text
-but stand in the function's namespace. The namespace has no builtins, so that a line can use only what it was given.
+but stand in the function's namespace. The namespace has no builtins but the import that torch's own C code looks for in
+the frame that calls it, and no line may name that: a line can use only what it was given.
 """
 
 from __future__ import annotations
 
+import builtins
 import functools
 import keyword
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 from cgtool.errors import ArtifactError
 from cgtool.graph.expressions import check_expression, python_source
@@ -28,7 +30,7 @@ class Code:
         self.label = label
         self.depth = 1
         self._lines: list[str] = []
-        self._names: dict[str, Any] = {"__builtins__": {}}
+        self._names: dict[str, Any] = {"__builtins__": {"__import__": builtins.__import__}}
         self._known: dict[int, str] = {}
 
     def add(self, line: str) -> None:
@@ -48,8 +50,10 @@ class Code:
         """Compile what was written as `def name(parameters)` and return the function."""
         text = "\n".join([f"def {name}({', '.join(parameters)}):", *(self._lines or [_INDENT + "return None"]), ""])
         exec(compile(text, f"<cgtool {self.label}>", "exec"), self._names)  # noqa: S102 - what this module is for
-        function: Callable[..., Any] = self._names[name]
-        return function
+        function: Any = self._names[name]
+        if "__import__" in function.__code__.co_names:
+            raise malformed("function", "__import__")
+        return cast("Callable[..., Any]", function)
 
     def text(self) -> str:
         """Return the body as it stands, for people."""

@@ -59,6 +59,26 @@ def compiled_steps(variant: Variant) -> list[Step]:
     return [step for step in variant.steps if not step.splitting and step.piece >= 0]
 
 
+def check_steps(variant: Variant, graphs: Mapping[str, PieceGraph], symbols: tuple[str, ...]) -> None:
+    """Check that each step fits its graph and speaks of the variant's symbols only.
+
+    Raises:
+        ArtifactError: A step does not.
+    """
+    for step in variant.steps:
+        graph = graphs.get(step.graph) if type(step.graph) is str else None
+        if graph is None:
+            raise malformed("graph of the plan", step.graph)
+        if len(graph.inputs) != len(step.inputs) or not len(graph.outputs) == len(graph.results) == len(step.outputs):
+            raise malformed("step", step.to_json())
+        if type(step.piece) is not int or {symbol.name for symbol in graph.symbols} - set(step.symbols):
+            raise malformed("step", step.to_json())
+        for symbol, text in step.symbols.items():
+            if type(symbol) is not str or type(text) is not str:
+                raise malformed("step", step.to_json())
+            expression(text, symbols)
+
+
 class _Writer:
     def __init__(
         self, variant: Variant, graphs: Mapping[str, PieceGraph], symbols: tuple[str, ...], eager: Mapping[str, Boxed]
@@ -117,7 +137,7 @@ class _Writer:
 
     def _step(self, step: Step, dying: Sequence[int]) -> None:
         code = self.code
-        graph = self._graph(step)
+        graph = self.graphs[step.graph]
         code.add(f"args = [{', '.join(self._local(value) for value in step.inputs)}]")
         # The list is then the only one that holds them, and the piece empties it: memory is free as soon as it can be.
         self._forget(value for value in dict.fromkeys(step.inputs) if value in dying)
@@ -152,20 +172,6 @@ class _Writer:
         if type(size) is not str:
             return expression(size, ())
         return expression(rename(size, step.symbols), self.symbols)
-
-    def _graph(self, step: Step) -> PieceGraph:
-        graph = self.graphs.get(step.graph) if type(step.graph) is str else None
-        if graph is None:
-            raise malformed("graph of the plan", step.graph)
-        if len(graph.inputs) != len(step.inputs) or not len(graph.outputs) == len(graph.results) == len(step.outputs):
-            raise malformed("step", step.to_json())
-        if type(step.piece) is not int or {symbol.name for symbol in graph.symbols} - set(step.symbols):
-            raise malformed("step", step.to_json())
-        for symbol, text in step.symbols.items():
-            if type(symbol) is not str or type(text) is not str:
-                raise malformed("step", step.to_json())
-            expression(text, self.symbols)
-        return graph
 
     def _local(self, value: Any) -> str:
         if type(value) is not int or value not in self.defined:

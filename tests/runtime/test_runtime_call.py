@@ -146,7 +146,7 @@ def test_strides_of_one_row_say_nothing(model, loaded):
 
 def test_gradients_and_training_are_refused_and_inference_mode_is_served(model, loaded):
     x = torch.randn(3, hand.WIDTH)
-    with torch.enable_grad(), pytest.raises(GuardError, match="first.weight requires grad and grad mode is on"):
+    with torch.enable_grad(), pytest.raises(GuardError, match=r"first.weight requires grad and grad mode is on"):
         loaded(x)
     model.requires_grad_(requires_grad=False)
     with torch.enable_grad():

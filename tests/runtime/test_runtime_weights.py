@@ -1,0 +1,205 @@
+"""Tensors of the model: what changes after load is used or refused, and never stale."""
+
+from __future__ import annotations
+
+import hand_plans as hand
+import pytest
+import torch
+from torch import nn
+
+from cgtool.errors import GuardError
+from cgtool.plan import Guard, Input
+from cgtool.runtime.call import LoadedModel
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def load(model, *variants):
+    plan = hand.plan(*variants)
+    return LoadedModel(model, plan, hand.opened(plan))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return hand.Model()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(3, hand.WIDTH)
+
+
+def assigned(model):
+    model.first.weight = nn.Parameter(torch.randn(hand.WIDTH, hand.WIDTH))
+
+
+def loaded_state(model):
+    model.load_state_dict({name: torch.randn_like(value) for name, value in model.state_dict().items()})
+
+
+def assigned_state(model):
+    model.load_state_dict({name: torch.randn_like(value) for name, value in model.state_dict().items()}, assign=True)
+
+
+def swapped_data(model):
+    model.last.weight.data = torch.randn(hand.WIDTH, hand.WIDTH)
+
+
+def written(model):
+    model.last.weight.mul_(3)
+
+
+def replaced_module(model):
+    model.first = nn.Linear(hand.WIDTH, hand.WIDTH, bias=False).eval()
+
+
+def to_and_back(model):
+    model.half()
+    model.float()
+
+
+@pytest.mark.parametrize(
+    "change", [assigned, loaded_state, assigned_state, swapped_data, written, replaced_module, to_and_back]
+)
+def test_new_values_are_used_by_the_next_call(model, x, change):
+    loaded = load(model)
+    before = loaded(x)
+    change(model)
+    after = loaded(x)
+    assert torch.equal(after, model(x))
+    assert not torch.equal(after, before)
+    with torch.inference_mode():
+        assert torch.equal(loaded(x), model(x))
+
+
+def transposed(model):
+    model.first.weight.data = model.first.weight.data.t()
+
+
+def reshaped(model):
+    model.first.weight = nn.Parameter(torch.randn(hand.WIDTH, 2 * hand.WIDTH))
+
+
+def deleted(model):
+    del model.first.weight
+
+
+def emptied(model):
+    model.first.weight = None
+
+
+def subclassed(model):
+    odd = type("Odd", (torch.Tensor,), {})
+    model.first._parameters["weight"] = torch.randn(hand.WIDTH, hand.WIDTH).as_subclass(odd)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda m: m.half(), "first.weight has dtype float16 and was traced with float32"),
+        (lambda m: m.to("meta"), "first.weight is on meta and must be on cpu"),
+        (transposed, r"first.weight has the strides \(1, 4\) and was traced with \(4, 1\)"),
+        (reshaped, r"first.weight has the shape \(4, 8\) and was traced with \(4, 4\)"),
+        (deleted, "gone"),
+        (emptied, "first.weight is of type NoneType"),
+        (subclassed, "first.weight is of type Odd"),
+    ],
+    ids=["half", "meta", "transposed", "reshaped", "deleted", "None", "subclass"],
+)
+def test_another_make_is_refused_by_the_next_call_and_by_load(model, x, change, says):
+    loaded = load(model)
+    loaded(x)
+    with torch.inference_mode():
+        loaded(x)
+    change(model)
+    for attempt in range(2):
+        with pytest.raises(GuardError, match=says) as error:
+            loaded(x)
+        assert "warm again" in str(error.value), attempt
+    with torch.inference_mode(), pytest.raises(GuardError, match=says):
+        loaded(x)
+    with pytest.raises(GuardError):
+        load(model)
+
+
+def test_requires_grad_is_seen_whatever_mode_a_check_was_made_in(model, x):
+    loaded = load(model)
+    loaded(x)
+    model.requires_grad_(requires_grad=False)
+    with torch.inference_mode():
+        loaded(x)
+    with torch.enable_grad():
+        loaded(x)
+        model.first.weight.requires_grad_()
+        with pytest.raises(GuardError, match=r"first.weight requires grad"):
+            loaded(x)
+
+
+def test_a_replaced_module_has_the_model_checked_again(model, x):
+    guards = (Guard(source="self.first|type", kind="value", expected=["type", "torch.nn.modules.linear:Linear"]),)
+    loaded = load(model, hand.variant(model_guards=guards))
+    loaded(x)
+    model.first = nn.Identity()
+    model.first.weight = nn.Parameter(torch.randn(hand.WIDTH, hand.WIDTH))
+    with pytest.raises(GuardError, match=r"first.*Linear when this was compiled"):
+        loaded(x)
+
+
+def test_an_added_module_has_the_model_checked_again(model, x):
+    guards = (Guard(source="self._modules", kind="keys", expected=["first", "last"]),)
+    loaded = load(model, hand.variant(model_guards=guards))
+    loaded(x)
+    model.more = nn.Identity()
+    with pytest.raises(GuardError, match=r"keys first, last|keys 'first', 'last'"):
+        loaded(x)
+    del model.more
+    assert torch.equal(loaded(x), model(x))
+
+
+def test_recheck_sees_a_plain_attribute_that_changed(model, x):
+    loaded = load(model)
+    loaded.recheck()
+    model.eps = 0.25
+    with pytest.raises(GuardError, match=r"eps was 0.5 when this was compiled and is 0.25 now"):
+        loaded.recheck()
+    model.eps = 0.5
+    loaded.recheck()
+    assert torch.equal(loaded(x), model(x))
+
+
+def test_untied_weights_are_refused(model, x):
+    model.last.weight = model.first.weight
+    tied = (Guard(source="self.last.weight", kind="same:self.first.weight", expected=True),)
+    inputs = hand.variant().inputs
+    loaded = load(model, hand.variant(model_guards=tied, inputs=(*inputs[:2], inputs[1])))
+    assert torch.equal(loaded(x), model(x))
+    model.last.weight = nn.Parameter(model.first.weight.clone())
+    with pytest.raises(GuardError, match=r"last.weight and first.weight were one object"):
+        loaded(x)
+
+
+def test_buffers_plain_attributes_and_globals_are_read_live(model, x):
+    model.register_buffer("scale", torch.ones(hand.WIDTH, hand.WIDTH))
+    model.plain = {"w": [torch.ones(hand.WIDTH, hand.WIDTH)]}
+    inputs = (
+        hand.variant().inputs[0],
+        Input(source="self.scale", meta=hand.WEIGHT),
+        Input(source='self.plain["w"][0]', meta=hand.WEIGHT),
+    )
+    loaded = load(model, hand.variant(inputs=inputs))
+    want = x @ model.scale.t() * 2 @ model.plain["w"][0].t()
+    assert torch.allclose(loaded(x), want)
+    model.scale = torch.full_like(model.scale, 3.0)
+    model.plain["w"][0] = torch.full_like(model.scale, 2.0)
+    want = x @ model.scale.t() * 2 @ model.plain["w"][0].t()
+    assert torch.allclose(loaded(x), want)
+    model.plain["w"] = []
+    with pytest.raises(GuardError, match="gone"):
+        loaded(x)
