@@ -24,7 +24,7 @@ from cgtool.cache.objects import ObjectStore
 from cgtool.cache.units import UnitStore
 from cgtool.config import CompilationConfig, CompilationLevel, environment
 from cgtool.digests import canonical_json, digest_of
-from cgtool.errors import CacheMissError, UsageError
+from cgtool.errors import CacheCorruptError, CacheMissError, UsageError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.model import ModelSpec
 from cgtool.pieces import Json
@@ -128,7 +128,7 @@ class _Warm:
             return self._fresh(facts, miss.reasons)
         work = wanted(found.plan, self._config, eager_pieces=_eager_pieces(found.entry.manifest))
         missing = [w for w in work if found.entry.manifest.row(**_row_name(w)) is None]
-        broken = _broken_rows(found, missing)
+        broken = _broken_rows(found, work)
         if check and (missing or broken):
             raise _incomplete(missing, broken, self._layout)
         if not missing and not broken:
@@ -366,9 +366,22 @@ def _row(work: Work, unit: UnitResult) -> ManifestRow:
     )
 
 
-def _broken_rows(found: Found, missing: list[Work]) -> list[Work]:
+def _broken_rows(found: Found, work: Iterable[Work]) -> list[Work]:
     """Return the work of `found` whose artifacts are gone or differ from their digests."""
-    return []
+    broken, seen = [], {}
+    for item in work:
+        row = found.entry.manifest.row(**_row_name(item))
+        if row is None:
+            continue
+        if row.digest not in seen:
+            try:
+                found.entry.artifact(row)
+                seen[row.digest] = True
+            except CacheCorruptError:
+                seen[row.digest] = False
+        if not seen[row.digest]:
+            broken.append(item)
+    return broken
 
 
 def _incomplete(missing: list[Work], broken: list[Work], layout: CacheLayout) -> CacheMissError:

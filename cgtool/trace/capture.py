@@ -181,7 +181,7 @@ def _other_arguments(output: Any, frame: Frame, known: Mapping[str, Any]) -> dic
     for tracked in output.tracked_fakes:
         if isinstance(tracked.fake, torch.Tensor):
             text = source_text(tracked.source, frame)
-            if text.startswith("arg:") and text not in known:
+            if text.startswith("arg:") and text not in known and not text.endswith("._base"):
                 found[text] = tracked.fake
     return found
 

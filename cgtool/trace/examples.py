@@ -166,7 +166,8 @@ def _resized(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
         return tensor.new_zeros(shape)
     repeats = -(-size // now)
     longer = torch.cat([tensor] * repeats, dim=dim) if repeats > 1 else tensor
-    return longer.narrow(dim, 0, size).contiguous()
+    # A clone, and not a view: Dynamo would trace the view's base as one more input.
+    return longer.narrow(dim, 0, size).clone(memory_format=torch.contiguous_format)
 
 
 def unique_names(calls: Sequence[ExampleCall]) -> None:
