@@ -19,7 +19,9 @@ def test_registering_twice_keeps_one_name_in_its_first_place():
     assert ours == ["test_ops::first", "test_ops.second.default"]
 
 
-@pytest.mark.parametrize("name", ["", "attention", "ns::", "::op", "a::b::c", "ns::op.", "ns op", "ns::op.x.y", "ns::op\n"])
+@pytest.mark.parametrize(
+    "name", ["", "attention", "ns::", "::op", "a::b::c", "ns::op.", "ns op", "ns::op.x.y", "ns::op\n"]
+)
 def test_what_names_no_op_is_refused(name):
     with pytest.raises(UsageError, match="does not name an op"):
         register_splitting_op(name)
