@@ -7,8 +7,10 @@ here patches torch beyond torch's own `config.patch`, which ends with its `with`
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +28,11 @@ _CACHING = {
     "fx_graph_remote_cache": False,
     "autotune_remote_cache": False,
     "bundled_autotune_remote_cache": False,
+    # a region of autocast is decided by its arguments, which are part of the graph; torch's caches do not know that
+    "unsafe_marked_cacheable_functions": {
+        "torch.amp.autocast_mode._enter_autocast": "cgtool",
+        "torch.amp.autocast_mode._exit_autocast": "cgtool",
+    },
 }
 
 
@@ -73,11 +80,33 @@ def guard_exprs(mode: FakeTensorMode) -> list[Any]:
 
 
 def is_known(mode: FakeTensorMode, expr: Any) -> bool:
-    """Return whether the ShapeEnv's ranges and equalities alone make `expr` true."""
+    """Return whether the ShapeEnv's ranges, equalities and divisibilities alone make `expr` true."""
     import sympy
 
-    found = _shape_env(mode)._maybe_evaluate_static(expr)
-    return bool(found == sympy.true)
+    shape_env = _shape_env(mode)
+    if shape_env._maybe_evaluate_static(expr) == sympy.true:
+        return True
+    # s % 4 == 0 says that s is 4 * t: with that, most of what follows from it is plain arithmetic
+    multiples = {}
+    for symbol in expr.free_symbols:
+        factor = math.lcm(*_divisors(shape_env, symbol))
+        if factor > 1:
+            multiples[symbol] = factor * sympy.Symbol(f"{symbol.name}_part", integer=True, positive=True)
+    return bool(multiples) and sympy.simplify(expr.xreplace(multiples)) == sympy.true
+
+
+def _divisors(shape_env: Any, symbol: Any) -> list[int]:
+    """Return the numbers that the ShapeEnv's guards say divide `symbol`."""
+    import sympy
+    from torch.utils._sympy.functions import Mod
+
+    found = []
+    for guard in shape_env.guards:
+        if isinstance(guard.expr, sympy.Eq) and guard.expr.args[1] == 0 and isinstance(guard.expr.args[0], Mod):
+            dividend, divisor = guard.expr.args[0].args
+            if dividend == symbol and isinstance(divisor, sympy.Integer):
+                found.append(int(divisor))
+    return found
 
 
 def compile_tag(tag: str) -> contextlib.AbstractContextManager[Any]:
@@ -96,9 +125,13 @@ def compiling(tag: str) -> Iterator[None]:
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
 
+    shape_config: Any = importlib.import_module("torch.fx.experimental._config")
     with (
         torch.no_grad(),
         compile_tag(tag),
+        # where torch may choose between code for all sizes and faster code for some, it takes the one for all: else a
+        # piece would hold up to some size that follows from the example sizes, such as 8 * s0 <= 4096
+        shape_config.patch(backed_size_oblivious=True),
         inductor_config.patch(_CACHING),
         functorch_config.patch(
             {"enable_autograd_cache": True, "enable_remote_autograd_cache": False, "strict_autograd_cache": True}

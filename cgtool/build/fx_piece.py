@@ -32,7 +32,7 @@ class RebuiltPiece:
     """A piece as a compiler takes it.
 
     Args:
-        module: The graph; its placeholders are the piece's inputs, its output is a tuple of tensors.
+        module: The graph; its placeholders are the piece's inputs and then its constants, its output is a tuple.
         inputs: Fake tensors, one for each placeholder.
         mode: Their fake mode.
         names: What torch calls the symbols → what the graph calls them.
@@ -145,10 +145,12 @@ def rebuild(graph: PieceGraph) -> RebuiltPiece:
         ArtifactError: The graph names an op or a value that does not resolve.
     """
     symbols = rebuild_symbols(graph)
+    constants = constants_of(graph)
     with torch.no_grad(), symbols.mode:
         inputs = _inputs(graph, symbols.sizes)
         versions = [_torch.version_of(fake) for fake in inputs]
-        writer = _Writer(symbols.mode, inputs)
+        fakes = [symbols.mode.from_tensor(constant, static_shapes=True) for constant in constants]
+        writer = _Writer([*inputs, *fakes], num_constants=len(fakes))
         with _leaving_autocast():
             for index, node in enumerate(graph.nodes):
                 writer.add(node, index)
@@ -156,13 +158,34 @@ def rebuild(graph: PieceGraph) -> RebuiltPiece:
     written = {n for n, fake in enumerate(inputs) if _torch.version_of(fake) != versions[n]}
     _refuse_shared_writes(graph, written)
     return RebuiltPiece(
-        module=fx.GraphModule(writer.root, writer.graph, class_name="Piece"),
-        inputs=inputs,
+        module=fx.GraphModule(torch.nn.Module(), writer.graph, class_name="Piece"),
+        inputs=writer.inputs,
         mode=symbols.mode,
         names=symbols.names,
         num_facts=symbols.num_facts,
         has_witness=has_witness,
     )
+
+
+def constants_of(graph: PieceGraph) -> list[torch.Tensor]:
+    """Return the constant tensors of a piece, in the order in which its nodes use them.
+
+    A compiled piece takes them after its inputs: what torch makes of constants inside a module does not come back from
+    a saved artifact.
+
+    Raises:
+        ArtifactError: The graph holds a value outside the grammar.
+    """
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    for node in graph.nodes:
+        for data in (*node.args, *node.kwargs.values()):
+            _with_constants(decode_value(data, lambda ref: ref), note)
+    return found
 
 
 def _inputs(graph: PieceGraph, sizes: dict[str, Any]) -> list[Any]:
@@ -188,14 +211,14 @@ def _empty(meta: TensorMeta, sizes: dict[str, Any]) -> Any:
 class _Writer:
     """Adds a piece's nodes to an FX graph, and runs each on fake values to know what it gives."""
 
-    def __init__(self, mode: _torch.FakeTensorMode, inputs: list[Any]) -> None:
+    def __init__(self, inputs: list[Any], num_constants: int) -> None:
         self.graph = fx.Graph()
-        self.root = torch.nn.Module()
-        self._mode = mode
+        self.inputs = inputs
+        placeholders = [self._remember(self.graph.placeholder(f"in_{n}"), fake) for n, fake in enumerate(inputs)]
+        first = len(inputs) - num_constants
         #: value number → the FX node, or the plain number that it folded to
-        self._values: list[Any] = []
-        for index, fake in enumerate(inputs):
-            self._values.append(self._remember(self.graph.placeholder(f"in_{index}"), fake))
+        self._values: list[Any] = placeholders[:first]
+        self._constants = iter(placeholders[first:])
 
     def add(self, node: Node, index: int) -> None:
         args = tuple(self._decode(arg) for arg in node.args)
@@ -222,6 +245,13 @@ class _Writer:
     def finish(self, outputs: tuple[str, ...]) -> bool:
         """End the graph with its outputs and return whether one was added that the piece does not have."""
         found = [self._lookup(ref) for ref in outputs]
+        plain = [ref for ref, node in zip(outputs, found, strict=True) if not _is_tensor(node)]
+        if plain:
+            raise CompileError(
+                f"output {plain[0]} of the piece is no tensor, and a compiled piece gives tensors only; it runs "
+                f"eagerly instead",
+                actual=plain[0],
+            )
         has_witness = not found
         if has_witness:
             found = self._values[:1]
@@ -230,8 +260,7 @@ class _Writer:
         return has_witness
 
     def _decode(self, data: Any) -> Any:
-        value = decode_value(data, self._lookup)
-        return _with_constants(value, self._constant)
+        return _with_constants(decode_value(data, self._lookup), lambda _: next(self._constants))
 
     def _lookup(self, ref: str) -> Any:
         number = int(ref.removeprefix("%"))
@@ -246,11 +275,6 @@ class _Writer:
         if not isinstance(size, torch.SymInt):
             return int(size)
         return self._remember(self.graph.call_function(torch.ops.aten.sym_size.int, (tensor, dim)), size)
-
-    def _constant(self, tensor: torch.Tensor) -> fx.Node:
-        name = f"const_{len(list(self.root.buffers()))}"
-        self.root.register_buffer(name, tensor)
-        return self._remember(self.graph.get_attr(name), self._mode.from_tensor(tensor, static_shapes=True))
 
     def _remember(self, node: fx.Node, value: Any) -> fx.Node:
         node.meta["example_value"] = value
@@ -271,6 +295,10 @@ def _call(node: Node, args: tuple[Any, ...]) -> tuple[str, Any, Callable[..., An
     return "call_function", target, target
 
 
+def _is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta["example_value"], torch.Tensor)
+
+
 def _holds_node(value: Any) -> bool:
     found: set[fx.Node] = set()
 
@@ -286,7 +314,7 @@ def _fakes(value: Any) -> Any:
     return fx.node.map_arg(value, lambda node: node.meta["example_value"])
 
 
-def _with_constants(value: Any, keep: Callable[[torch.Tensor], fx.Node]) -> Any:
+def _with_constants(value: Any, keep: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, torch.Tensor):
         return keep(value)
     if isinstance(value, list | tuple):

@@ -4,7 +4,7 @@ An artifact of kind "mega" is::
 
     8 bytes     length of the head, big endian
     head        canonical JSON {"schema": 1, "torch": version, "tag": str, "options": {...}}
-    rest        the bytes of `torch.compiler.save_cache_artifacts` (pickles of torch's)
+    rest        nothing for a piece without ops, else what `torch.compiler.save_cache_artifacts` gave (pickles of torch)
 
 Opening puts those bytes into torch's caches and asks `compile_fx` for the piece: the hit is required, under a tag that
 no other compile has, so that neither a compile nor a result from elsewhere can take its place. The pickles hold torch's
@@ -30,6 +30,7 @@ from cgtool.build.options import inductor_patches
 from cgtool.digests import canonical_json
 from cgtool.errors import ArtifactError, CgtoolError, CompileError
 from cgtool.pieces import Json, PieceGraph
+from cgtool.runtime.pieces import piece_function
 
 SCHEMA = 1
 _LENGTH_BYTES = 8
@@ -63,11 +64,11 @@ class InductorAdaptor(CompilerInterface):
             except Exception as error:  # a compiler fails in any way it likes: what follows names it
                 raise compile_error(error) from error
             guards = piece.new_guards(graph)
-        if not saved:
+        if not saved and graph.nodes:
             raise CompileError("Inductor compiled the piece and saved nothing; the piece can run eagerly")
         head = canonical_json({"schema": SCHEMA, "torch": torch.__version__, "tag": tag, "options": patches})
         return CompiledPiece(
-            artifact=len(head).to_bytes(_LENGTH_BYTES, "big") + head + saved,
+            artifact=len(head).to_bytes(_LENGTH_BYTES, "big") + head + (saved or b""),
             kernels=_torch.num_generated_kernels() - before,
             compile_secs=time.perf_counter() - start,
             guards=guards,
@@ -76,6 +77,8 @@ class InductorAdaptor(CompilerInterface):
     def load(self, data: bytes, graph: PieceGraph) -> PieceCallable:
         """Return the callable that torch's caches hold once they took the artifact's bytes."""
         head, saved = _split(data)
+        if not saved:  # nothing to compile: a piece without ops
+            return piece_function(graph)
         with _torch.compiling(head["tag"]):
             piece = rebuild(graph)
             try:
@@ -91,7 +94,7 @@ class InductorAdaptor(CompilerInterface):
                 raise
             except Exception as error:  # a pickle of torch's fails in any way it likes
                 raise load_error(error) from error
-        return as_list(run, len(graph.outputs))
+        return as_list(run, graph)
 
 
 def _split(data: bytes) -> tuple[dict[str, Any], bytes]:

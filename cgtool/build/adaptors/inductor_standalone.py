@@ -20,7 +20,7 @@ import torch
 from cgtool.build import _torch
 from cgtool.build.adaptors.interface import CompiledPiece, CompilerInterface, PieceCallable
 from cgtool.build.compiler_hash import inductor_hash
-from cgtool.build.fx_piece import rebuild
+from cgtool.build.fx_piece import constants_of, rebuild
 from cgtool.build.options import inductor_patches
 from cgtool.errors import ArtifactError, CgtoolError, CompileError
 from cgtool.pieces import Json, PieceGraph
@@ -79,7 +79,7 @@ class InductorStandaloneAdaptor(CompilerInterface):
                 f"this one",
                 actual=torch.__version__,
             )
-        return as_list(run, len(graph.outputs))
+        return as_list(run, graph)
 
 
 def _saved(artifact: Any) -> bytes:
@@ -126,11 +126,13 @@ def load_error(error: BaseException) -> ArtifactError:
     )
 
 
-def as_list(run: Any, num_outputs: int) -> PieceCallable:
+def as_list(run: Any, graph: PieceGraph) -> PieceCallable:
     """Return `run` as a function that empties a list of inputs and returns a list of exactly the piece's outputs."""
+    num_outputs = len(graph.outputs)
+    constants = tuple(constants_of(graph))
 
     def call(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        args = tuple(inputs)
+        args = (*inputs, *constants)
         inputs.clear()
         return list(run(*args))[:num_outputs]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from cgtool.errors import ConfigError
 from cgtool.pieces import Json, PieceGraph
 
 #: Takes the piece's inputs as a list, which it empties, and returns its outputs as a list, even of one.
-PieceCallable = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+PieceCallable = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
