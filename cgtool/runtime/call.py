@@ -58,7 +58,7 @@ class LoadedModel:
         self.__name__ = plan.method
         self.__doc__ = getattr(self._signature.method, "__doc__", None)
         self._bind = self._signature.binder
-        self._device_index = _first_index(module) if device_index is None else device_index
+        self._device_index = _first_index(module, plan) if device_index is None else device_index
         self._opened = dict(opened)
         self._eager: dict[str, Boxed] = {}
         self._variants = self._serve()
@@ -160,8 +160,9 @@ class LoadedModel:
         variant = self.plan.variants[index]
         symbols = check_symbols(variant)
         weights = [i for i, item in enumerate(variant.inputs) if is_weight(item)]
-        calls = [i for i, item in enumerate(variant.inputs) if not is_weight(item)]
+        calls = sorted(set(range(len(variant.inputs))).difference(weights))
         call_inputs = [variant.inputs[i] for i in calls]
+        weight_inputs = tuple(variant.inputs[i] for i in weights)
         known = {item.source for item in variant.inputs}
         _, sources = template_needs(variant.output, symbols)
         passed = [source for source in sources if source not in known]
@@ -188,10 +189,10 @@ class LoadedModel:
         return _Served(
             variant=variant,
             call_inputs=call_inputs,
-            weight_inputs=[variant.inputs[i] for i in weights],
+            weight_inputs=weight_inputs,
             accept=writer.function(),
             table=ShapeTable(symbols, [_piece(self._opened, index, step.piece) for step in compiled_steps(variant)]),
-            weights=self._bound(variant, shared),
+            weights=self._bound(variant, weight_inputs, shared),
             program=program,
         )
 
@@ -202,8 +203,7 @@ class LoadedModel:
                 graph = self.plan.graphs[step.graph]
                 self._eager[step.graph] = piece_function(graph, device_index=self._device_index)
 
-    def _bound(self, variant: Variant, shared: dict[Any, Weights]) -> Weights:
-        inputs = tuple(item for item in variant.inputs if is_weight(item))
+    def _bound(self, variant: Variant, inputs: tuple[Input, ...], shared: dict[Any, Weights]) -> Weights:
         same = tuple(guard for guard in variant.model_guards if guard.kind.startswith("same:"))
         key = (inputs, tuple((guard.source, guard.kind, guard.expected) for guard in same))
         if key not in shared:
@@ -254,8 +254,10 @@ def _model_guards(variants: Sequence[Variant]) -> list[Guard]:
     return list(seen.values())
 
 
-def _first_index(module: nn.Module) -> int | None:
-    """Return the device index of the model's first tensor that is not on the CPU."""
+def _first_index(module: nn.Module, plan: Plan) -> int | None:
+    """Return the device index of the model's first tensor that is not on the CPU, where the plan has such tensors."""
+    if all(item.meta.device == "cpu" for variant in plan.variants for item in variant.inputs):
+        return None
     for tensors in (module.parameters(), module.buffers()):
         for tensor in tensors:
             if tensor.device.index is not None and tensor.device.type != "cpu":

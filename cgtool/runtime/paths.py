@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import keyword
 import weakref
 from collections.abc import Callable, Mapping
@@ -59,18 +60,12 @@ class Reader:
         raise malformed("source of an object", source.text)
 
     def _from_module(self, source: Source) -> str:
-        base: Any = self._module
-        for index, accessor in enumerate(source.accessors):
-            rest = source.accessors[index + 1 :]
-            child = _child(base, accessor)
-            if child is not None:
-                base = child
-                continue
-            where = _holder(base, accessor)
-            if where is None:
-                return self._chain(self._code.constant(base), source.accessors[index:])
-            return self._chain(f"{self._code.constant(where)}[{self._code.constant(accessor.key)}]", rest)
-        return self._code.constant(base)
+        base, used = walk(self._module, source)
+        rest = source.accessors[used:]
+        where = _holder(base, rest[0]) if rest else None
+        if where is None:
+            return self._chain(self._code.constant(base), rest)
+        return self._chain(f"{self._code.constant(where)}[{self._code.constant(rest[0].key)}]", rest[1:])
 
     def _chain(self, text: str, accessors: tuple[Accessor, ...]) -> str:
         constant = self._code.constant
@@ -91,6 +86,36 @@ class Reader:
         return text
 
 
+def walk(module: Any, source: Source) -> tuple[Any, int]:
+    """Return the last submodule on the way from `module` along `source`, and how many accessors lead to it."""
+    base = module
+    for index, accessor in enumerate(source.accessors):
+        child = _child(base, accessor)
+        if child is None:
+            return base, index
+        base = child
+    return base, len(source.accessors)
+
+
+def place(module: Any, text: str) -> tuple[dict[str, Any], str] | None:
+    """Return the dict and the key under which a module of the model holds what `text` names.
+
+    Returns:
+        None when the source is no parameter, buffer or plain attribute of a module.
+
+    Raises:
+        SourceError: The source is malformed.
+    """
+    source = parse_source(text)
+    if source.root != "self":
+        return None
+    base, used = walk(module, source)
+    if used != len(source.accessors) - 1:
+        return None
+    holder = _holder(base, source.accessors[-1])
+    return None if holder is None else (holder, str(source.accessors[-1].key))
+
+
 def _child(base: Any, accessor: Accessor) -> nn.Module | None:
     """Return the submodule that the accessor leads to, or None when it leads elsewhere."""
     if not isinstance(base, nn.Module):
@@ -98,8 +123,9 @@ def _child(base: Any, accessor: Accessor) -> nn.Module | None:
     if accessor.word == "attr":
         return base._modules.get(str(accessor.key))  # noqa: SLF001 - read as torch's own named_modules does
     if accessor.word == "item" and isinstance(base, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-        found = base[accessor.key]  # type: ignore[index]
-        return found if isinstance(found, nn.Module) else None
+        with contextlib.suppress(IndexError, KeyError, TypeError):
+            found = base[accessor.key]  # type: ignore[index]
+            return found if isinstance(found, nn.Module) else None
     return None
 
 

@@ -4,8 +4,8 @@ What may change after load, and what happens then:
 
 - A parameter or buffer is assigned, or its values are loaded: the next call reads the new tensor.
 - Its dtype, shape, strides, device or class changes, also in place as `module.half()` does: the next call raises.
-- A submodule is added, replaced or removed, or tied weights are untied: the next call checks every guard on the model
-  again, as `recheck()` does, and raises when one fails.
+- A submodule is replaced, removed, or added beside others, or tied weights are untied: the next call checks every guard
+  on the model again, as `recheck()` does, and raises when one fails.
 - A plain attribute (`layer.eps`), a hook or the `training` flag of a submodule changes: `recheck()` sees it, a call
   does not.
 
@@ -14,6 +14,7 @@ One call in C compares all tensors with those of the last full check; it costs a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from cgtool.pieces import TensorMeta
 from cgtool.plan import Guard, Input
 from cgtool.runtime import _torch as private
 from cgtool.runtime.generate import Code
-from cgtool.runtime.paths import Reader
+from cgtool.runtime.paths import Reader, place
 
 _ADVICE = "Put it back as it was, or warm again with the model as it is now."
 
@@ -60,7 +61,13 @@ class Weights:
     ) -> None:
         self._inputs = tuple(inputs)
         self._device_index = device_index
-        self._read = self._reader(module, method, tuple(same))
+        self._makes = [(item.meta.dtype, item.meta.device) for item in self._inputs]
+        self._children = _child_dicts(module)
+        self._children_then = [dict(children) for children in self._children]
+        self._same = _same_check(module, method, same)
+        places = [place(module, item.source) or (_Live(module, method, item.source), "") for item in self._inputs]
+        self._holders: list[Any] = [holder for holder, _ in places]
+        self._keys = [key for _, key in places]
         #: By inference mode: the check in C, and whether any of the tensors requires grad.
         self._checks: dict[bool, tuple[Callable[..., bool], bool]] = {}
         try:
@@ -87,7 +94,10 @@ class Weights:
         return tensors, self._check(tensors)
 
     def _check(self, tensors: list[torch.Tensor]) -> bool:
-        for item, tensor in zip(self._inputs, tensors, strict=True):
+        wanted = {make: (dtype_of(make[0]), device_of(make[1], self._device_index)) for make in set(self._makes)}
+        for item, make, tensor in zip(self._inputs, self._makes, tensors, strict=True):
+            if _is_plainly(tensor, item.meta, *wanted[make]):
+                continue
             problem = make_problem(tensor, item.meta, self._device_index) or _shape_problem(tensor, item.meta)
             if problem is not None:
                 raise GuardError(
@@ -101,22 +111,11 @@ class Weights:
         self._checks[torch.is_inference_mode_enabled()] = (check, needs_grad)
         return needs_grad
 
-    def _reader(
-        self, module: nn.Module, method: Any, same: tuple[Guard, ...]
-    ) -> Callable[[], list[torch.Tensor] | None]:
-        code = Code("weights")
-        reader = Reader(code, module, method)
-        # Equality of dicts compares the values by identity first, and modules by nothing else.
-        for holder in _child_holders(module):
-            code.add(f"if {code.constant(holder)} != {code.constant(dict(holder))}: return None")
-        for guard in same:
-            other = guard.kind.removeprefix("same:")
-            if parse_source(guard.source).is_call or parse_source(other).is_call:
-                continue
-            word = "is not" if guard.expected else "is"
-            code.add(f"if {reader.read(guard.source)} {word} {reader.read(other)}: return None")
-        code.add(f"return [{', '.join(reader.read(item.source) for item in self._inputs)}]")
-        return code.define("weights")
+    def _read(self) -> list[torch.Tensor] | None:
+        # Equality of lists and dicts compares by identity first, and modules by nothing else.
+        if self._children != self._children_then or not self._same():
+            return None
+        return list(map(operator.getitem, self._holders, self._keys))
 
     def _gone(self, error: Exception) -> GuardError:
         name = error.args[0] if error.args else "a tensor"
@@ -125,12 +124,45 @@ class Weights:
         )
 
 
+def _child_dicts(module: nn.Module) -> list[dict[str, Any]]:
+    """Return the dict of children of every module of the tree that has some, each once."""
+    found: dict[int, dict[str, Any]] = {}
+    pending = [module]
+    while pending:
+        children = pending.pop()._modules  # noqa: SLF001 - `modules()` walks a generator per level, which costs ms
+        if children and id(children) not in found:
+            found[id(children)] = children
+            pending += [child for child in children.values() if child is not None]
+    return list(found.values())
+
+
+class _Live:
+    """Stands in for a dict where a tensor is no parameter, buffer or attribute of a module: reads it by its source."""
+
+    def __init__(self, module: nn.Module, method: Any, source: str) -> None:
+        code = Code("tensor")
+        code.add(f"return {Reader(code, module, method).read(source)}")
+        self._function = code.define("read")
+
+    def __getitem__(self, _key: str) -> Any:
+        return self._function()
+
+
+def _same_check(module: nn.Module, method: Any, same: Iterable[Guard]) -> Callable[[], bool]:
+    """Return a function that says whether what was one object still is, and what was two still are."""
+    code = Code("same")
+    reader = Reader(code, module, method)
+    for guard in same:
+        other = guard.kind.removeprefix("same:")
+        if not parse_source(guard.source).is_call and not parse_source(other).is_call:
+            word = "is not" if guard.expected else "is"
+            code.add(f"if {reader.read(guard.source)} {word} {reader.read(other)}: return False")
+    code.add("return True")
+    return code.define("same")
+
+
 def _nothing_to_check() -> bool:
     return True
-
-
-def _child_holders(module: nn.Module) -> list[dict[str, Any]]:
-    return [part._modules for part in module.modules() if part._modules]  # noqa: SLF001 - as named_modules reads them
 
 
 def is_weight(item: Input) -> bool:
@@ -160,6 +192,20 @@ def make_problem(tensor: Any, meta: TensorMeta, device_index: int | None) -> str
     if tensor.dim() != len(meta.shape):
         return f"has {tensor.dim()} dimensions and was traced with {len(meta.shape)}"
     return None
+
+
+def _is_plainly(tensor: Any, meta: TensorMeta, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether a tensor is beyond doubt as it was traced; what is doubtful is looked at closely."""
+    return (
+        (type(tensor) is nn.Parameter or type(tensor) is torch.Tensor)
+        and tensor.layout is torch.strided
+        and tensor.dtype is dtype
+        and tensor.device == device
+        and tensor.shape == meta.shape
+        and tensor.stride() == meta.stride
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
 
 
 def _shape_problem(tensor: torch.Tensor, meta: TensorMeta) -> str | None:

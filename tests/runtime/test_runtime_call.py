@@ -309,3 +309,48 @@ def test_many_weights_cost_little(record_property):
     best = min(_timed(weights.read, times=20) for _ in range(20))
     record_property("weights_us", best * 1e6)
     assert best < 2e-3
+
+
+def _calls():
+    generator = torch.Generator().manual_seed(7)
+    base = torch.randn(12, hand.WIDTH, generator=generator)
+    tensors = [base[:rows] for rows in (0, 1, 2, 3, 8, 9, 12)]
+    tensors += [
+        base[:4].double(),
+        base[:, :3],
+        base[:4].t(),
+        base[:6].t().contiguous().t(),
+        base[::2],
+        base[:1].t().t(),
+    ]
+    tensors += [base[:3].to("meta"), base[0], base[None], base[:4].int(), base[:3].to_sparse(), None, 3, [base]]
+    return [(x, mask) for x in tensors for mask in (None, 1, True, "m", base[:3], base[:4])]
+
+
+def test_what_is_refused_has_reasons_and_what_is_served_has_none(model):
+    from cgtool.runtime.explain import Explainer
+
+    bounded = hand.variant(symbols=(SymbolRange(name="s0", min=2, max=9),), relations=("s0 % 2 == 0 or s0 == 3",))
+    masked = hand.variant(
+        inputs=(*hand.variant().inputs, Input(source="arg:mask", meta=hand.ROWS)),
+        call_guards=(Guard(source="arg:scale", kind="value", expected=["f", "1.0"]),),
+        steps=_shifted(hand.variant().steps),
+        output=["v", 6],
+    )
+    loaded = load(model, bounded, masked, hand.one())
+    outcomes = set()
+    for served in loaded._variants:
+        explainer = Explainer(
+            served.variant,
+            served.call_inputs,
+            variants=loaded.plan.variants,
+            signature=loaded._signature,
+            module=model,
+            device_index=None,
+        )
+        for x, mask in _calls():
+            accepted = served.accept(x, mask, 1.0) is not None
+            failures = explainer.failures({"x": x, "mask": mask, "scale": 1.0})
+            outcomes.add(accepted)
+            assert accepted == (not failures.kinds and not failures.sizes), (served.variant.name, x, mask, failures)
+    assert outcomes == {True, False}
