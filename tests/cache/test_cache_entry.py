@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from cache_samples import (
+    FACTS,
     add_sizes,
     files_of,
     leftovers,
@@ -26,9 +27,11 @@ from cache_samples import (
     writer,
 )
 
+from cgtool.cache import entry as entry_module
 from cgtool.cache.entry import entry_key, read_entry
 from cgtool.cache.layout import CacheLayout, RankName
 from cgtool.cache.lookup import LookupStore
+from cgtool.cache.manifest import read_manifest
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -248,9 +251,11 @@ def _killed_at_every_step(root: Path, before: str | None, action) -> int:
         killed = run_dying_at(step, action)
         after = read_whole(root, to.name)
         assert after in ({before, "two"} if killed else {"two"}), f"step {step}"
+        if after is not None:
+            assert LookupStore(CacheLayout(root=root)).candidates(FACTS) == (to.name.hash,), f"step {step}"
         action()
         assert read_whole(root, to.name) == "two", f"step {step}"
-        assert LookupStore(CacheLayout(root=root)).candidates("cd" * 32) == (to.name.hash,)
+        assert LookupStore(CacheLayout(root=root)).candidates(FACTS) == (to.name.hash,)
         assert [name for name in leftovers(root) if name.endswith(".next")] == [], f"step {step}"
         if not killed:
             return step - 1
@@ -269,6 +274,46 @@ def test_a_replacing_publish_killed_at_any_step_leaves_the_old_or_the_new(cache_
 def test_adding_a_row_killed_at_any_step_leaves_the_entry_readable(cache_root):
     publish(cache_root, "two")
     assert _killed_at_every_step(cache_root, "two", lambda: add_sizes(cache_root, (8,))) > 3
+
+
+def test_facts_that_changed_lead_to_the_entry_wherever_its_writer_was_killed(cache_root):
+    name = publish(cache_root)
+    start, layout, facts = cache_root.with_name("start"), CacheLayout(root=cache_root), "ef" * 32
+    cache_root.rename(start)
+
+    def action():
+        to = writer(cache_root)
+        to.publish(replace(manifest_of(to, (put_row(to),)), lookup=(facts,)), files_of("two"))
+
+    step, killed, found = 1, True, []
+    while killed:
+        shutil.rmtree(cache_root, ignore_errors=True)
+        shutil.copytree(start, cache_root)
+        killed = run_dying_at(step, action)
+        is_new = facts in read_entry(layout, name).manifest.lookup
+        found.append((is_new, LookupStore(layout).candidates(facts) == (name.hash,)))
+        step += 1
+    assert (True, False) not in found
+    assert {(False, False), (True, True)} <= set(found)
+
+
+def test_without_locks_a_writer_that_is_overtaken_while_it_cleans_up_takes_nothing_away(cache_root, monkeypatch):
+    name = publish(cache_root)
+    reads = []
+
+    def overtaken(layout, which):
+        manifest = read_manifest(layout, which)
+        reads.append(manifest.model)
+        if len(reads) == 2:  # the second is that of the clean-up: the other writer comes and goes now
+            publish(cache_root, "three")
+        return manifest
+
+    with no_flock():
+        monkeypatch.setattr(entry_module, "read_manifest", overtaken)
+        publish(cache_root, "two")
+        monkeypatch.undo()
+    assert reads[:2] == ["one", "two"]
+    assert read_whole(cache_root, name) == "three"
 
 
 def test_killed_at_random_instants_the_entry_is_always_whole(cache_root, tmp_path):
@@ -323,7 +368,7 @@ def test_a_read_only_cache_is_read_and_refuses_writers_with_a_sentence(cache_roo
     name = publish(cache_root)
     read_only(cache_root)
     assert read_whole(cache_root, name) == "one"
-    assert LookupStore(CacheLayout(root=cache_root)).candidates("cd" * 32) == (name.hash,)
+    assert LookupStore(CacheLayout(root=cache_root)).candidates(FACTS) == (name.hash,)
     with pytest.raises(CacheError, match=r"read-only file system.*--cache-dir"):
         publish(cache_root, "two")
 
