@@ -16,12 +16,11 @@ Rows are in order of variant, shape, piece and adaptor, one each.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
+from cgtool.cache.checks import count, expect, seconds, text, texts, word, wrong
 from cgtool.cache.files import corrupt, parse_sealed, read_bytes, sealed_json
 from cgtool.cache.layout import RANK_FILES, CacheLayout, RankName, check_hash, check_kind
 from cgtool.cache.state import timestamp
@@ -35,8 +34,7 @@ SCHEMA = 1
 Shape = str | int | tuple[int, int] | Mapping[str, int]
 
 GENERAL = "general"
-
-_WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_GENERAL_TEXT = canonical_json(GENERAL).decode("ascii")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,16 +94,16 @@ class ManifestRow:
             KeyError: A field is missing.
         """
         return cls(
-            variant=_count(data["variant"]),
+            variant=count(data["variant"]),
             shape=shape_from_json(data["shape"]),
-            piece_index=_count(data["piece_index"]),
-            adaptor=_word(data["adaptor"]),
-            digest=check_hash(_text(data["artifact"])),
-            kind=check_kind(_text(data["kind"])),
-            size_bytes=_count(data["size_bytes"]),
-            compile_secs=_seconds(data["compile_secs"]),
-            kernels=_count(data["kernels"]),
-            guards=_texts(data["guards"]),
+            piece_index=count(data["piece_index"]),
+            adaptor=word(data["adaptor"]),
+            digest=check_hash(text(data["artifact"])),
+            kind=check_kind(text(data["kind"])),
+            size_bytes=count(data["size_bytes"]),
+            compile_secs=seconds(data["compile_secs"]),
+            kernels=count(data["kernels"]),
+            guards=texts(data["guards"]),
         )
 
 
@@ -146,11 +144,11 @@ class VariantCounts:
             KeyError: A field is missing.
         """
         return cls(
-            name=_text(data["name"]),
-            pieces=_count(data["pieces"]),
-            splitting_pieces=_count(data["splitting_pieces"]),
-            unique_pieces=_count(data["unique_pieces"]),
-            fixed={_text(name): _count(size) for name, size in data["fixed"].items()},
+            name=text(data["name"]),
+            pieces=count(data["pieces"]),
+            splitting_pieces=count(data["splitting_pieces"]),
+            unique_pieces=count(data["unique_pieces"]),
+            fixed={text(name): count(size) for name, size in data["fixed"].items()},
         )
 
 
@@ -249,23 +247,23 @@ class Manifest:
         """
         files = {
             _file_name(name): FileRecord(
-                sha256=check_hash(_text(record["sha256"])), size_bytes=_count(record["size_bytes"])
+                sha256=check_hash(text(record["sha256"])), size_bytes=count(record["size_bytes"])
             )
             for name, record in data["files"].items()
         }
         manifest = cls(
-            hash=_text(data["hash"]),
-            rank=_count(data["rank"]),
-            prefix=_text(data["prefix"]),
-            model=_text(data["model"]),
-            level=_count(data["level"]),
-            adaptor=_word(data["adaptor"]),
-            splitting_ops=_texts(data["splitting_ops"]),
+            hash=text(data["hash"]),
+            rank=count(data["rank"]),
+            prefix=text(data["prefix"]),
+            model=text(data["model"]),
+            level=count(data["level"]),
+            adaptor=word(data["adaptor"]),
+            splitting_ops=texts(data["splitting_ops"]),
             variants=tuple(VariantCounts.from_json(variant) for variant in data["variants"]),
             rows=tuple(ManifestRow.from_json(row) for row in data["rows"]),
             files=files,
-            lookup=tuple(check_hash(digest) for digest in _texts(data["lookup"])),
-            created=_text(data["created"]),
+            lookup=tuple(check_hash(digest) for digest in texts(data["lookup"])),
+            created=text(data["created"]),
             extra=dict(data["extra"]),
             cgtool=data.get("cgtool"),
         )
@@ -284,11 +282,12 @@ class Manifest:
             raise CacheError("A manifest needs at least one variant. Warm the model again.")
         seen = set()
         for row in self.rows:
+            identity = row.identity
             if row.variant >= len(self.variants) or row.piece_index >= self.variants[row.variant].pieces:
-                raise _wrong("a piece of a variant that is there", row.identity)
-            if row.identity in seen:
-                raise _wrong("one row of each identity", row.identity)
-            seen.add(row.identity)
+                raise wrong("a piece of a variant that is there", identity)
+            if identity in seen:
+                raise wrong("one row of each identity", identity)
+            seen.add(identity)
 
 
 def read_manifest(layout: CacheLayout, name: RankName) -> Manifest | None:
@@ -344,12 +343,14 @@ def shape_from_json(data: Json) -> Shape:
                 return start, end
     if isinstance(data, dict) and data and all(map(_is_size, data.values())):
         return dict(data)
-    raise _wrong('"general", a size, [start, end] or {dimension: size}', data)
+    raise wrong('"general", a size, [start, end] or {dimension: size}', data)
 
 
 def shape_text(shape: Shape) -> str:
     """Return a shape as canonical text: equal for equal shapes, and fit for a dict's key."""
-    return canonical_json(shape_to_json(shape)).decode("ascii")
+    if isinstance(shape, int):  # the quick way for what nearly all rows have: each load asks once for each row
+        return str(shape)
+    return _GENERAL_TEXT if shape == GENERAL else canonical_json(shape_to_json(shape)).decode("ascii")
 
 
 def shape_order(shape: Shape) -> tuple[int, tuple[int, ...], str]:
@@ -371,35 +372,5 @@ def _is_size(data: Json) -> bool:
     return type(data) is int and data >= 1
 
 
-def _wrong(expected: str, actual: Any) -> CacheError:
-    return CacheError(f"{actual!r} is not {expected}. Warm the model again.", expected=expected, actual=actual)
-
-
-def _expect(data: Any, holds: Callable[[Any], bool], expected: str) -> Any:
-    if not holds(data):
-        raise _wrong(expected, data)
-    return data
-
-
-def _count(data: Json) -> int:
-    return int(_expect(data, lambda value: type(value) is int and value >= 0, "a number from 0"))
-
-
-def _seconds(data: Json) -> float:
-    return float(_expect(data, lambda value: type(value) in (int, float) and value >= 0, "a number of seconds"))
-
-
-def _text(data: Json) -> str:
-    return str(_expect(data, lambda value: isinstance(value, str), "a text"))
-
-
-def _word(data: Json) -> str:
-    return str(_expect(_text(data), lambda value: _WORD.fullmatch(value) is not None, "a plain word"))
-
-
-def _texts(data: Json) -> tuple[str, ...]:
-    return tuple(_text(item) for item in _expect(data, lambda value: isinstance(value, list), "a list of texts"))
-
-
 def _file_name(name: str) -> str:
-    return str(_expect(name, lambda value: value in RANK_FILES, f"one of {', '.join(RANK_FILES)}"))
+    return str(expect(name, lambda value: value in RANK_FILES, f"one of {', '.join(RANK_FILES)}"))

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cgtool.cache.checks import count, seconds, text, texts
 from cgtool.cache.files import (
     ARTIFACT_MODE,
     corrupt,
@@ -80,18 +81,17 @@ class UnitRecord:
         """Return the record of `data`.
 
         Raises:
-            CacheError: A name in it is outside of the layout's grammar.
+            CacheError: A field is outside of the grammar.
             KeyError: A field is missing.
-            TypeError: A field has another type.
         """
         return cls(
-            digest=check_hash(data["artifact"]),
-            kind=check_kind(data["kind"]),
-            size_bytes=data["size_bytes"],
-            compile_secs=data["compile_secs"],
-            kernels=data["kernels"],
-            guards=tuple(data["guards"]),
-            created=data["created"],
+            digest=check_hash(text(data["artifact"])),
+            kind=check_kind(text(data["kind"])),
+            size_bytes=count(data["size_bytes"]),
+            compile_secs=seconds(data["compile_secs"]),
+            kernels=count(data["kernels"]),
+            guards=texts(data["guards"]),
+            created=text(data["created"]),
         )
 
 
@@ -212,7 +212,7 @@ def _read(folder: Path, key: str) -> UnitRecord | None:
         raise corrupt(path, "it belongs to another unit", expected=key, actual=data.get("key"))
     try:
         record = UnitRecord.from_json(data)
-    except (CacheError, KeyError, TypeError) as error:
+    except (CacheError, KeyError) as error:
         raise corrupt(path, f"a field is wrong: {error}") from error
     _bytes(folder / f"{record.digest}.{record.kind}", record.digest)
     return record
