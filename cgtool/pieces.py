@@ -6,8 +6,8 @@ or symbols of the trace: values are numbered, symbols are s0, s1, ... in the ord
 
 JSON grammar of a piece graph::
 
-    graph    = {"schema": 1, "symbols": [symbol...], "facts": [expr...], "inputs": [tensor...], "aliases": [[int...]...],
-                "nodes": [node...], "outputs": [ref...], "results": [tensor...], "ops": {op: digest}}
+    graph    = {"schema": 1, "symbols": [symbol...], "facts": [expr...], "inputs": [tensor...],
+                "aliases": [[int...]...], "nodes": [node...], "outputs": [ref...], "results": [tensor...], "ops": {op: digest}}
     symbol   = [name, min, max|null]                          "s0", 2, null
     expr     = a Python expression over symbols and integers with + - * // % ** Max() Min() and comparisons
     dim      = int | expr
@@ -53,10 +53,12 @@ class TensorMeta:
     device: str
 
     def to_json(self) -> Json:
+        """Return the record as JSON; the grammar stands at the head of this module."""
         return [self.dtype, list(self.shape), list(self.stride), self.device]
 
     @classmethod
     def from_json(cls, data: Json) -> TensorMeta:
+        """Return the TensorMeta of `data`, as `to_json` wrote it."""
         dtype, shape, stride, device = data
         return cls(dtype=dtype, shape=tuple(shape), stride=tuple(stride), device=device)
 
@@ -70,10 +72,12 @@ class SymbolRange:
     max: int | None
 
     def to_json(self) -> Json:
+        """Return the record as JSON; the grammar stands at the head of this module."""
         return [self.name, self.min, self.max]
 
     @classmethod
     def from_json(cls, data: Json) -> SymbolRange:
+        """Return the SymbolRange of `data`, as `to_json` wrote it."""
         name, low, high = data
         return cls(name=name, min=low, max=high)
 
@@ -88,10 +92,12 @@ class Node:
     kwargs: dict[str, Json]
 
     def to_json(self) -> Json:
+        """Return the record as JSON; the grammar stands at the head of this module."""
         return [self.kind, self.target, list(self.args), self.kwargs]
 
     @classmethod
     def from_json(cls, data: Json) -> Node:
+        """Return the Node of `data`, as `to_json` wrote it."""
         kind, target, args, kwargs = data
         return cls(kind=kind, target=target, args=tuple(args), kwargs=kwargs)
 
@@ -122,6 +128,7 @@ class PieceGraph:
     ops: dict[str, str]
 
     def to_json(self) -> Json:
+        """Return the record as JSON; the grammar stands at the head of this module."""
         return {
             "schema": SCHEMA,
             "symbols": [s.to_json() for s in self.symbols],
@@ -136,6 +143,7 @@ class PieceGraph:
 
     @classmethod
     def from_json(cls, data: Json) -> PieceGraph:
+        """Return the PieceGraph of `data`, as `to_json` wrote it."""
         return cls(
             symbols=tuple(SymbolRange.from_json(s) for s in data["symbols"]),
             facts=tuple(data["facts"]),

@@ -21,8 +21,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
 from cgtool.pieces import Json, PieceGraph, SymbolRange, TensorMeta
 
 SCHEMA = 1
@@ -37,10 +35,12 @@ class Guard:
     expected: Json
 
     def to_json(self) -> Json:
+        """Return the record as JSON; the grammar stands at the head of this module."""
         return [self.source, self.kind, self.expected]
 
     @classmethod
     def from_json(cls, data: Json) -> Guard:
+        """Return the Guard of `data`, as `to_json` wrote it."""
         source, kind, expected = data
         return cls(source=source, kind=kind, expected=expected)
 
@@ -58,10 +58,12 @@ class Input:
     meta: TensorMeta
 
     def to_json(self) -> Json:
+        """Return the record as JSON; the grammar stands at the head of this module."""
         return [self.source, self.meta.to_json()]
 
     @classmethod
     def from_json(cls, data: Json) -> Input:
+        """Return the Input of `data`, as `to_json` wrote it."""
         source, meta = data
         return cls(source=source, meta=TensorMeta.from_json(meta))
 
@@ -87,6 +89,7 @@ class Step:
     outputs: tuple[int, ...]
 
     def to_json(self) -> Json:
+        """Return the record as JSON; the grammar stands at the head of this module."""
         return {
             "piece": self.piece,
             "splitting": self.splitting,
@@ -98,6 +101,7 @@ class Step:
 
     @classmethod
     def from_json(cls, data: Json) -> Step:
+        """Return the Step of `data`, as `to_json` wrote it."""
         return cls(
             piece=data["piece"],
             splitting=data["splitting"],
@@ -132,6 +136,7 @@ class Variant:
     output: Json
 
     def to_json(self) -> Json:
+        """Return the record as JSON; the grammar stands at the head of this module."""
         return {
             "name": self.name,
             "fixed": self.fixed,
@@ -147,6 +152,7 @@ class Variant:
 
     @classmethod
     def from_json(cls, data: Json) -> Variant:
+        """Return the Variant of `data`, as `to_json` wrote it."""
         return cls(
             name=data["name"],
             fixed=dict(data["fixed"]),
@@ -171,6 +177,7 @@ class Plan:
     graphs: dict[str, PieceGraph]
 
     def to_json(self) -> Json:
+        """Return the record as JSON; the grammar stands at the head of this module."""
         return {
             "schema": SCHEMA,
             "method": self.method,
@@ -181,6 +188,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: Json) -> Plan:
+        """Return the Plan of `data`, as `to_json` wrote it."""
         return cls(
             method=data["method"],
             qualname=data["qualname"],
