@@ -106,8 +106,8 @@ class _LiveProgress:
 def _finished_line(event: Event) -> Text:
     words = Text("! " if event.phase == "note" else "✓ ", style="yellow" if event.phase == "note" else "green")
     words.append(f"{event.phase:{PHASE_WIDTH}} ", style="bold default")
-    if event.secs is not None:
-        words.append(f"{secs_text(event.secs):>8}  ", style="cyan")
+    if event.phase != "note":
+        words.append(f"{'' if event.secs is None else secs_text(event.secs):>8}  ", style="cyan")
     if event.total is not None:
         words.append(f"{event.done or 0}/{event.total}  ", style="dim default")
     words.append(plain(event.message), style="default")

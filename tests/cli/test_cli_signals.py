@@ -1,0 +1,66 @@
+"""Ctrl-C and SIGTERM in the middle of a warm: real processes, exact codes, a cache that is as before or as after."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from cli_harness import COMMAND, environment, run
+
+pytestmark = pytest.mark.torch
+
+SAMPLE = Path(__file__).with_name("cli_sample_model.py")
+SIGNALS = {"Ctrl-C": (signal.SIGINT, 130, "Interrupted"), "SIGTERM": (signal.SIGTERM, 143, "Terminated")}
+
+
+def _signal_at(line_begins: str, number: int, *arguments: object) -> tuple[int, str, str]:
+    """Start a warm, send it a signal once a line of its stderr begins so, and wait for its end."""
+    process = subprocess.Popen(
+        [*COMMAND, "warm", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(PYTHONUNBUFFERED="1"),
+        start_new_session=True,
+    )
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if line.startswith(line_begins):
+            break
+    else:
+        pytest.fail(f"{line_begins!r} was never said: {''.join(said)}")
+    process.send_signal(number)
+    began = time.monotonic()
+    out, err = process.communicate(timeout=60)
+    assert time.monotonic() - began < 30
+    return process.returncode, out, "".join(said) + err
+
+
+@pytest.mark.parametrize(("number", "code", "kind"), SIGNALS.values(), ids=SIGNALS)
+def test_while_the_model_is_built(tmp_path, number, code, kind):
+    returned, out, err = _signal_at("begun", number, f"{SAMPLE}:slow", "--cache-dir", tmp_path / "cache")
+    assert returned == code
+    assert out == ""
+    assert "Traceback" not in err
+    assert "The cache holds what was finished; the same command goes on from there." in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "code", "kind"), SIGNALS.values(), ids=SIGNALS)
+def test_while_pieces_are_compiled(tmp_path, number, code, kind):
+    root = tmp_path / "cache"
+    model = f"{SAMPLE}:build"
+    returned, out, err = _signal_at("compile 1/4", number, model, "--cache-dir", root, "--json")
+    assert returned == code
+    assert f'"type": "{kind}"' in out
+    assert "Traceback" not in err
+    listing = run("inspect", "cache", root, "--json")
+    assert (listing.code, listing.report["entries"], listing.report["warnings"]) == (0, [], [])
+    again = run("warm", model, "--cache-dir", root, "--json")
+    assert again.code == 0
+    assert again.report["compiled"] < 4
+    assert again.report["compiled"] + again.report["reused"] == 4

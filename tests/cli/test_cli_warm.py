@@ -1,0 +1,237 @@
+"""`cgtool warm` as a user runs it, on a small model and with the adaptor that needs no compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from cli_harness import environment, run
+from test_cli_inspect import ARTIFACT_KEYS, ENTRY_KEYS
+
+pytestmark = pytest.mark.torch
+
+SAMPLE = Path(__file__).with_name("cli_sample_model.py")
+EXTRA_KEYS = ["hit", "compiled", "reused", "trace_secs", "compile_secs", "reasons", "notes", "start"]
+
+
+def warm(factory, root, *arguments, **options):
+    return run("warm", f"{SAMPLE}:{factory}", "--adaptor", "eager", "--cache-dir", root, *arguments, **options)
+
+
+def tree(root):
+    """Every file under a folder with what would change if it were written to; stamps of use apart."""
+    return sorted((str(p), p.stat().st_mtime_ns) for p in root.rglob("*") if p.is_file() and "state" not in p.parts)
+
+
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory):
+    """A cache that was warmed once, from a folder of its own, and what that run said."""
+    folder = tmp_path_factory.mktemp("warmed")
+    return folder / "cache", warm("build", folder / "cache", cwd=folder), folder
+
+
+def test_the_first_warm_ends_with_a_table_and_the_line_that_starts_from_it(warmed):
+    root, ran, folder = warmed
+    assert ran.code == 0
+    lines = ran.out.splitlines()
+    assert lines[0].startswith(f"Warmed {SAMPLE}:build: 4 compiled in ")
+    assert "3 pieces, 1 splitting, 2 unique" in lines[1]
+    assert lines[2].split() == ["pieces", "shape", "shared", "by", "artifact", "seconds", "size"]
+    assert [line.split()[:2] for line in lines[3:7]] == [["0", "general"], ["2", "general"], ["0", "1"], ["2", "1"]]
+    assert lines[7:9] == [
+        "Start from it in Python:",
+        f"  import cgtool; model = cgtool.load(module, cache_dir='{root}')",
+    ]
+    started = subprocess.run(
+        ["bash", "-c", lines[-1]],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment(),
+        check=False,
+        timeout=120,
+    )
+    assert started.returncode == 0, started.stderr
+    assert started.stdout.startswith("tensor(")
+
+
+def test_progress_of_every_phase_goes_to_stderr_as_plain_lines(warmed):
+    _, ran, _ = warmed
+    phases = [line.split(":")[0] for line in ran.err.splitlines()]
+    assert phases == [
+        "model",
+        "trace 1/2",
+        "trace 2/2",
+        "split",
+        "compile 1/4",
+        "compile 2/4",
+        "compile 3/4",
+        "compile 4/4",
+        "Compiled because",
+    ]
+    assert "\x1b" not in ran.err
+
+
+def test_a_second_warm_traces_and_compiles_nothing_and_reports_the_entry_of_inspect(warmed):
+    root, _, _ = warmed
+    before = tree(root)
+    ran = warm("build", root, "--json")
+    assert ran.code == 0
+    report = ran.report
+    assert (report["hit"], report["compiled"], report["reused"], report["trace_secs"]) == (True, 0, 4, 0.0)
+    assert [line.split(":")[0] for line in ran.err.splitlines()] == ["model", "hit"]
+    assert tree(root) == before
+    (entry,) = run("inspect", "cache", root, "--json").report["entries"]
+    assert list(report) == ["schema", "root", *ENTRY_KEYS, *EXTRA_KEYS]
+    assert {key: report[key] for key in ENTRY_KEYS if key != "last_used"} == {
+        key: entry[key] for key in ENTRY_KEYS if key != "last_used"
+    }
+    assert all(list(artifact) == ARTIFACT_KEYS for artifact in entry["artifacts"])
+
+
+def test_inspect_graph_shows_what_was_warmed(warmed):
+    root, _, _ = warmed
+    report = run("inspect", "graph", "--cache-dir", root, "--json").report
+    assert [piece["splitting"] for piece in report["pieces"]] == [False, True, False]
+    assert [piece["shapes"] for piece in report["pieces"]] == [["general"], [], ["general"]]
+    assert Path(report["computation_graph"]).is_file()
+
+
+def test_check_of_a_warm_model_is_0_and_writes_nothing(warmed):
+    root, _, _ = warmed
+    before = tree(root)
+    ran = warm("build", root, "--check")
+    assert ran.code == 0
+    assert ran.out == f"{SAMPLE}:build is warm: the cache at {root} serves it.\n"
+    assert tree(root) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        pytest.param(["--compile-sizes", "16"], "artifacts are missing", id="incomplete"),
+        pytest.param(["--arg", "width=16"], "first.weight", id="stale"),
+    ],
+)
+def test_check_says_no_with_reasons_and_compiles_nothing(warmed, arguments, reason):
+    root, _, _ = warmed
+    before = tree(root)
+    ran = warm("build", root, "--check", "--json", *arguments)
+    assert ran.code == 3
+    report = ran.report
+    assert (report["schema"], report["hit"], report["compiled"]) == (1, False, 0)
+    assert any(reason in sentence for sentence in report["reasons"])
+    assert tree(root) == before
+
+
+def test_check_of_a_cache_that_is_not_there_is_3_and_makes_no_folder(tmp_path):
+    ran = warm("build", tmp_path / "none", "--check", "--quiet")
+    assert ran.code == 3
+    assert ran.err == ""
+    assert ran.out == (
+        f"{SAMPLE}:build is not warm. Run the same command without --check to make it so. Reasons:\n"
+        "  - nothing has been warmed for this model\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_quiet_leaves_stderr_empty(warmed):
+    root, _, _ = warmed
+    ran = warm("build", root, "--quiet")
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.startswith(f"{SAMPLE}:build was warm already: 4 artifacts in place, nothing traced or compiled.\n")
+
+
+def test_what_the_models_code_prints_stays_out_of_the_report(warmed):
+    root, _, _ = warmed
+    ran = warm("chatty", root, "--json")
+    assert ran.code == 0
+    assert ran.report["schema"] == 1
+    assert "a model speaks" in ran.err
+
+
+def test_the_prefix_and_the_rank_are_the_users(tmp_path):
+    report = warm("build", tmp_path / "cache", "--prefix", "head", "--rank", "2", "--json").report
+    assert (report["prefix"], report["rank"]) == ("head", 2)
+    assert "rank=2, prefix='head')" in report["start"]
+
+
+MODELS = {
+    "no such file": ("missing.py:build", 1, "missing.py does not exist."),
+    "no factory": (f"{SAMPLE}:nope", 1, f"{SAMPLE} has no factory nope."),
+    "no factory named": (str(SAMPLE), 2, "names no factory"),
+    "factory raises": (f"{SAMPLE}:raising", 1, "return undefined_name"),
+    "factory ends the process": (f"{SAMPLE}:ending", 1, "sys.exit(0)"),
+    "factory returns no model": (f"{SAMPLE}:number", 1, "returned int"),
+    "no module": ("no_such_module_anywhere:build", 1, "There is no module no_such_module_anywhere."),
+}
+
+
+@pytest.mark.parametrize(("model", "code", "sentence"), MODELS.values(), ids=MODELS)
+def test_a_model_that_cannot_be_had_is_a_sentence_and_writes_nothing(tmp_path, model, code, sentence):
+    ran = run("warm", model, "--cache-dir", "cache", "--json", cwd=tmp_path)
+    assert ran.code == code
+    error = ran.report["error"]
+    assert sentence in error["message"]
+    assert error["exit_code"] == code
+    assert ran.err.startswith("Error: ")
+    assert "Traceback" not in ran.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_splitting_op_that_is_nowhere_lists_the_graphs_ops(tmp_path):
+    ran = warm("build", tmp_path / "cache", "--splitting-ops", "nope::attention", "--json")
+    assert ran.code == 2
+    error = ran.report["error"]
+    assert error["type"] == "UnmatchedSplittingOpError"
+    assert "'nope::attention' occurs nowhere in the graph" in error["message"]
+    assert "torch.nn.functional.scaled_dot_product_attention" in error["message"]
+    assert list(tmp_path.rglob("manifest.json")) == []
+
+
+def test_a_plain_size_of_two_dimensions_asks_which_is_meant(tmp_path):
+    ran = warm("two_dims", tmp_path / "cache", "--compile-sizes", "8")
+    assert ran.code == 2
+    assert "2 dynamic dimensions (batch, seq)" in ran.err
+    named = warm("two_dims", tmp_path / "cache", "--compile-sizes", "batch=8:seq=4", "--json")
+    assert named.code == 0
+    assert {"batch": 8, "seq": 4} in [artifact["shape"] for artifact in named.report["artifacts"]]
+
+
+def test_a_cache_folder_that_cannot_be_made_is_a_sentence(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    ran = warm("build", tmp_path / "file" / "cache", "--json")
+    assert ran.code == 1
+    error = ran.report["error"]
+    assert error["type"] == "CacheError"
+    assert str(tmp_path / "file") in error["path"]
+    assert "Traceback" not in ran.err
+    assert (tmp_path / "file").read_text() == "no folder"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_cache_folder_without_permission_is_a_sentence(tmp_path):
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o555)
+    ran = warm("build", folder)
+    assert ran.code == 1
+    assert "permission denied" in ran.err
+
+
+def test_an_entry_of_a_newer_schema_is_left_alone(tmp_path):
+    root = tmp_path / "cache"
+    report = warm("plain", root, "--json").report
+    manifest = root / "torch_compile_cache" / report["hash"] / "rank_0" / "backbone" / "manifest.json"
+    record = json.loads(manifest.read_text())
+    record["schema"] = 99
+    manifest.chmod(0o644)
+    manifest.write_text(json.dumps(record))
+    before = manifest.read_bytes()
+    ran = warm("plain", root, "--json")
+    assert ran.code == 1
+    error = ran.report["error"]
+    assert (error["type"], error["expected"], error["actual"]) == ("CacheSchemaError", 1, 99)
+    assert manifest.read_bytes() == before
