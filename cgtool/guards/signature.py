@@ -5,13 +5,15 @@ function (`method.__func__`, not what a decorator wrapped): they are what `arg:<
 
 - A plain function's arguments go to its parameters, defaults applied.
 - A wrapper `(self, *args, **kwargs)` made with `functools.wraps` has `args` and `kwargs` as its locals. Every argument
-  that the wrapped signature can name is moved into `kwargs` in the order of that signature; what has no name there
-  keeps its place and order. Defaults are not filled in: a wrapper may tell an absent argument from one that is None.
+  that the wrapped signature can name is moved into `kwargs` in the order of that signature, and left out when it is
+  what the signature has as its default, so that `mask=None` and no mask are one call. What has no name
+  there keeps its place and order.
 - What the wrapped signature does not accept is passed as it came: a wrapper may take what it does not show.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import re
@@ -46,9 +48,10 @@ class CallSignature:
         self.names: tuple[str, ...] = tuple(own.parameters)
         #: The module itself where it is the first of `*args`, because the function names no `self`.
         self._leading: tuple[Any, ...] = () if owner is None else (owner,)
+        #: The root local that holds keyword arguments without a parameter of their own.
+        self.var_keyword = _name_of_kind(own, _VAR_KEYWORD)
         self._var_positional = _name_of_kind(own, _VAR_POSITIONAL)
-        self._var_keyword = _name_of_kind(own, _VAR_KEYWORD)
-        self.is_wrapper = self._var_keyword is not None and list(outer.parameters) != list(own.parameters)
+        self.is_wrapper = self.var_keyword is not None and list(outer.parameters) != list(own.parameters)
         bound = self._wrapper_binder() if self.is_wrapper else _plain_binder(own, self._leading)
         #: Takes what the model takes and returns the values of `names` as a tuple; raises TypeError as the model would.
         self.binder: Callable[..., tuple[Any, ...]] = bound
@@ -117,16 +120,16 @@ class CallSignature:
         if shown is not None and shown.kind is inspect.Parameter.POSITIONAL_ONLY and self._var_positional is not None:
             return f"arg:{self._var_positional}[{len(self._leading) + list(self.outer.parameters).index(name)}]"
         open_ended = any(p.kind is _VAR_KEYWORD for p in self.outer.parameters.values())
-        if self._var_keyword is not None and (shown is not None or open_ended):
-            return f"arg:{self._var_keyword}[{json.dumps(name)}]"
+        if self.var_keyword is not None and (shown is not None or open_ended):
+            return f"arg:{self.var_keyword}[{json.dumps(name)}]"
         known = ", ".join(self.outer.parameters) or "none"
         msg = f"The model's method takes no argument {name!r}; its parameters are: {known}."
         raise ModelError(msg, path=name, expected=list(self.outer.parameters), actual=name)
 
     def spoken(self, source: str) -> str:
         """Return the source of an argument as a user would say it: `arg:kwargs["mask"]` is `mask`."""
-        if self._var_keyword is not None:
-            source = re.sub(rf'^arg:{re.escape(self._var_keyword)}\["([A-Za-z_]\w*)"\]', r"arg:\1", source)
+        if self.var_keyword is not None:
+            source = re.sub(rf'^arg:{re.escape(self.var_keyword)}\["([A-Za-z_]\w*)"\]', r"arg:\1", source)
         return source.removeprefix("arg:")
 
     def misfit(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
@@ -201,10 +204,11 @@ def _canonicaliser(outer: inspect.Signature) -> Callable[..., tuple[tuple[Any, .
     """Return a function of the outer signature that gives a call's canonical args and kwargs."""
     names: dict[str, Any] = {}
     header = _header(outer, names, absent=True)
-    absent, result = _unused("_absent", outer), _unused("_named", outer)
+    # Longer than any parameter, so that no name made from it is a parameter either.
+    absent, result = _unused("_absent", outer), "_named" + "_" * max(map(len, outer.parameters), default=0)
     names[absent] = _ABSENT
     by_place, by_name, rest, extra = [], [], None, None
-    for name, parameter in outer.parameters.items():
+    for index, (name, parameter) in enumerate(outer.parameters.items()):
         if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
             by_place.append(name)
         elif parameter.kind is _VAR_POSITIONAL:
@@ -212,27 +216,38 @@ def _canonicaliser(outer: inspect.Signature) -> Callable[..., tuple[tuple[Any, .
         elif parameter.kind is _VAR_KEYWORD:
             extra = name
         else:
-            by_name.append((name, parameter.default is not inspect.Parameter.empty, parameter.kind))
+            by_name.append((name, _keep(name, parameter, index, (absent, result), names), parameter.kind))
     body: list[str] = []
     placed = f"({''.join(f'{name}, ' for name in by_place)})"
     if any(outer.parameters[name].default is not inspect.Parameter.empty for name in by_place):
         placed = f"tuple(v for v in {placed} if v is not {absent})"
     if rest is not None:
         # With arguments in *rest, those before it can only be passed by place.
-        held = [name for name, _, kind in by_name if kind is not _KEYWORD_ONLY]
-        kept = [name for name, _, kind in by_name if kind is _KEYWORD_ONLY]
+        held = "".join(f"{name}, " for name, _, kind in by_name if kind is not _KEYWORD_ONLY)
         body += [f"if {rest}:", f"    {result} = {{}}"]
-        body += [f"    if {name} is not {absent}: {result}[{name!r}] = {name}" for name in kept]
+        body += [f"    {keep}" for _, keep, kind in by_name if kind is _KEYWORD_ONLY]
         body += [f"    {result}.update({extra})"] if extra else []
-        body += [f"    return {placed} + ({''.join(f'{name}, ' for name in held)}) + {rest}, {result}"]
-    body += [f"{result} = {{}}"]
-    body += [
-        f"if {name} is not {absent}: {result}[{name!r}] = {name}" if optional else f"{result}[{name!r}] = {name}"
-        for name, optional, _ in by_name
-    ]
+        body += [f"    return {placed} + ({held}) + {rest}, {result}"]
+    body += [f"{result} = {{}}", *(keep for _, keep, _ in by_name)]
     body += [f"{result}.update({extra})"] if extra else []
     body += [f"return {placed}, {result}"]
     return _define("forward", header, body, names)
+
+
+def _keep(name: str, parameter: inspect.Parameter, index: int, fixed: tuple[str, str], names: dict[str, Any]) -> str:
+    """Return the line that puts an argument into the result, unless it is absent or the very default."""
+    absent, result = fixed
+    if parameter.default is inspect.Parameter.empty:
+        return f"{result}[{name!r}] = {name}"
+    default = f"{result}_default_{index}"
+    names[default] = functools.partial(_differs, parameter.default)
+    return f"if {name} is not {absent} and {default}({name}): {result}[{name!r}] = {name}"
+
+
+def _differs(default: Any, value: Any) -> bool:
+    # As text: 0.0 and -0.0 are equal, and two things.
+    plain = type(default) in {int, float, str} and type(value) is type(default)
+    return value is not default and not (plain and repr(value) == repr(default))
 
 
 def _unused(name: str, signature: inspect.Signature) -> str:

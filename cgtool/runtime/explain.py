@@ -54,11 +54,12 @@ class Explainer:
     def failures(self, arguments: Mapping[str, Any]) -> Failures:
         """Return what of the variant `arguments`, the root locals of a call, does not meet."""
         roots = Roots(self._module, self._signature.method, arguments)
-        guards = [
-            self._guard(failure.guard, failure.actual, failure.sentence, roots) for failure in self._failed(roots)
-        ]
+        guards: dict[str, None] = {}
+        for failure in self._failed(roots):
+            guards.update(dict.fromkeys(self._guard(failure.guard, failure.actual, failure.sentence, roots)))
         tensors, problems = self._tensors(roots)
-        return Failures(kinds=tuple(problems + guards), sizes=tuple(self._sizes(tensors, self._values(tensors))))
+        kinds = dict.fromkeys([*problems, *guards])
+        return Failures(kinds=tuple(kinds), sizes=tuple(self._sizes(tensors, self._values(tensors))))
 
     def _failed(self, roots: Roots) -> list[Any]:
         try:
@@ -68,15 +69,21 @@ class Explainer:
         except Exception as error:  # noqa: BLE001 - a guard that cannot even be looked at does not hold, whatever the reason
             return [_Unreadable(error)]
 
-    def _guard(self, guard: Guard, actual: Any, sentence: str, roots: Roots) -> str:
+    def _guard(self, guard: Guard, actual: Any, sentence: str, roots: Roots) -> list[str]:
         source = parse_source(guard.source)
         if source.root == "state":
-            return state.explain_state(source.names[0], guard.expected, actual)
+            return [state.explain_state(source.names[0], guard.expected, actual)]
+        if guard.source == f"arg:{self._signature.var_keyword}":
+            passed = _passed(guard, actual)
+            if passed:
+                return passed
         if guard.kind == "value" and words(guard.source) not in sentence:
             # What is there now has no spelling as data, so its type must do.
             kind = type(roots.resolve(guard.source)).__qualname__
-            return f"{self._name(guard.source)} was {spell(guard.expected)} when this was compiled and is a {kind} now"
-        return sentence.replace(words(guard.source), self._name(guard.source)).rstrip(".")
+            return [
+                f"{self._name(guard.source)} was {spell(guard.expected)} when this was compiled and is a {kind} now"
+            ]
+        return [sentence.replace(words(guard.source), self._name(guard.source)).rstrip(".")]
 
     def _name(self, source: str) -> str:
         return self._signature.spoken(source) if source.startswith("arg:") else words(source)
@@ -90,7 +97,7 @@ class Explainer:
             try:
                 value = roots.resolve(item.source)
             except SourceError:
-                problems.append(f"{name} was passed when this was traced and is missing now")
+                problems.append(_was_passed(name, now=False))
                 continue
             if value is None:
                 problems.append(f"{name} is None and was a tensor when this was traced")
@@ -221,16 +228,34 @@ def refusal(
         return GuardError("The plan holds no variant, so no call can be served: warm again.")
     nearest = order[0]
     name = explainers[nearest].variant.name
+    fixed = ", ".join(f"{dim} {size}" for dim, size in explainers[nearest].variant.fixed.items())
     reasons = found[nearest].kinds + found[nearest].sizes or (uncovered(nearest),)
-    more = f" ({len(reasons) - 1} more differences)" if len(reasons) > 1 else ""
+    more = f"; {reasons[1]}" if len(reasons) > 1 else ""
+    more += f"; and {len(reasons) - 2} more" if len(reasons) > 2 else ""  # noqa: PLR2004 - two are shown
     count = "The compiled model" if len(found) == 1 else f"None of the {len(found)} compiled variants"
     verb = "does not serve" if len(found) == 1 else "serves"
     return GuardError(
-        f"{reasons[0]}{more}. {count} {verb} this call; the nearest is {name!r}. "
+        f"{reasons[0]}{more}. {count} {verb} this call; the nearest is {name!r}{' with ' + fixed if fixed else ''}. "
         "Change the call, or warm with an example like it.",
         path=name,
         actual=reasons,
     )
+
+
+def _passed(guard: Guard, actual: Any) -> list[str]:
+    """Say of a wrapper's keyword arguments which were passed then and which are now."""
+    if guard.kind == "keys" and type(actual) is list:
+        missing = [_was_passed(str(key), now=False) for key in guard.expected if key not in actual]
+        return missing + [_was_passed(str(key), now=True) for key in actual if key not in guard.expected]
+    if guard.kind.startswith("contains:") and type(actual) is bool:
+        return [_was_passed(guard.kind.removeprefix("contains:").strip('"'), now=actual)]
+    return []
+
+
+def _was_passed(name: str, *, now: bool) -> str:
+    if now:
+        return f"{name} is passed now and was not when this was compiled"
+    return f"{name} was passed when this was compiled and is missing now"
 
 
 def _value(dim: Dim, values: Mapping[str, int]) -> int | None:

@@ -96,10 +96,26 @@ def test_a_wrapper_gets_every_named_argument_in_the_order_of_the_signature():
     assert list(by_name["kwargs"]) == list(by_place["kwargs"]) == ["input_ids", "position_ids", "zeta", "alpha"]
 
 
-def test_a_wrapper_keeps_what_was_not_passed_out():
+def test_a_wrapper_gets_one_form_for_an_absent_argument_and_its_default():
     signature = CallSignature.of(Wrapped().forward)
-    assert signature.bind((1,), {}) == {"args": (), "kwargs": {"input_ids": 1}}
-    assert signature.bind((1, None), {}) == {"args": (), "kwargs": {"input_ids": 1, "mask": None}}
+    forms = [((1,), {}), ((1, None), {}), ((1,), {"mask": None}), ((), {"position_ids": None, "input_ids": 1})]
+    assert [signature.bind(*form) for form in forms] == [{"args": (), "kwargs": {"input_ids": 1}}] * 4
+    assert signature.bind((None, 2), {}) == {"args": (), "kwargs": {"mask": 2}}
+    assert signature.bind((1,), {"extra": None}) == {"args": (), "kwargs": {"input_ids": 1, "extra": None}}
+
+
+@pytest.mark.parametrize(
+    ("default", "value", "same"),
+    [(1.5, 1.5, True), (0.0, -0.0, False), (1, True, False), (1, 1.0, False), ("a", "ab"[:1], True), ((), [], False)],
+)
+def test_only_what_is_beyond_doubt_the_default_is_left_out(default, value, same):
+    class Model:
+        @passing
+        def forward(self, x=default):
+            return x
+
+    expected = {} if same else {"x": value}
+    assert CallSignature.of(Model().forward).bind((), {"x": value}) == {"args": (), "kwargs": expected}
 
 
 def test_a_wrapper_that_names_no_self_has_the_module_first():
@@ -148,8 +164,8 @@ def test_sources_and_spoken_names():
 def test_names_of_ours_never_shadow_a_parameter():
     class Odd:
         @passing
-        def forward(self, _absent, _named=1, _default_1=2, **_leading):
-            return (_absent, _named, _default_1, _leading)
+        def forward(self, _absent, _named=1, _default_1=2, _named_default_1=3, **_leading):
+            return (_absent, _named, _default_1, _named_default_1, _leading)
 
     model = Odd()
     signature = CallSignature.of(model.forward)

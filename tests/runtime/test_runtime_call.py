@@ -239,6 +239,9 @@ def test_a_wrapper_is_called_by_place_and_by_name():
         loaded(x.double())
     with pytest.raises(TypeError, match=r"forward\(\) got an unexpected keyword argument 'nope'"):
         loaded(x, nope=1)
+    with pytest.raises(GuardError, match=r"^mask is passed now and was not when this was compiled\. "):
+        loaded(x, mask=x)
+    assert torch.equal(loaded(x, None, scale=1.0), model(x))
     with pytest.raises(TypeError, match="missing a required argument: 'x'"):
         loaded()
 
