@@ -114,8 +114,9 @@ class LoadedModel:
         roots = Roots(self.module, self._signature.method)
         failures = check(_model_guards(self.plan.variants), roots)
         if failures:
-            more = f" ({len(failures) - 1} more differences)" if len(failures) > 1 else ""
-            msg = f"{failures[0].sentence}{more} Put it back as it was, or warm again with the model as it is now."
+            more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
+            said = failures[0].sentence.rstrip(".") + more
+            msg = f"{said}. Put it back as it was, or warm again with the model as it is now."
             raise GuardError(msg, path=words(failures[0].guard.source), actual=tuple(f.sentence for f in failures))
         # Replaced as a whole: a call that runs meanwhile keeps what it began with.
         self._variants = self._serve()

@@ -55,10 +55,6 @@ class Code:
             raise malformed("function", "__import__")
         return cast("Callable[..., Any]", function)
 
-    def text(self) -> str:
-        """Return the body as it stands, for people."""
-        return "\n".join(self._lines)
-
 
 @functools.lru_cache(maxsize=65536)
 def expression(dim: int | str, symbols: tuple[str, ...]) -> str:
