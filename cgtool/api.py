@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -163,10 +164,16 @@ class _Maker:
         if self._config.disable_cache or environment().disable_cache:
             with tempfile.TemporaryDirectory(prefix="cgtool-") as folder:
                 warm(spec, config=self._config, cache_dir=folder)
-                return _load_from(self.module, self._config, CacheLayout(root=Path(folder)), self._prefix, None)
+                return self._load(Path(folder))
         warm(spec, config=self._config, cache_dir=self._cache_dir)
-        layout = CacheLayout(root=resolve_root(self._cache_dir))
-        return _load_from(self.module, self._config, layout, self._prefix, None)
+        loaded = self._load(resolve_root(self._cache_dir))
+        if not loaded.serves(args, kwargs):
+            warm(spec, config=self._config, cache_dir=self._cache_dir, retrace=True)
+            loaded = self._load(resolve_root(self._cache_dir))
+        return loaded
+
+    def _load(self, root: Path) -> LoadedModel:
+        return _load_from(self.module, self._config, CacheLayout(root=root), self._prefix, None)
 
 
 class _OnFirstCall:
@@ -175,11 +182,14 @@ class _OnFirstCall:
     def __init__(self, maker: _Maker) -> None:
         self._maker = maker
         self._loaded: LoadedModel | None = None
+        self._lock = threading.Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._loaded is None:
-            _log.info("Compiling %s for its first call.", type(self._maker.module).__name__)
-            self._loaded = self._maker.make(args, kwargs)
+            with self._lock:  # a second thread's first call waits for what the first one's makes
+                if self._loaded is None:
+                    _log.info("Compiling %s for its first call.", type(self._maker.module).__name__)
+                    self._loaded = self._maker.make(args, kwargs)
         return self._loaded(*args, **kwargs)
 
 

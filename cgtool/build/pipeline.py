@@ -17,6 +17,7 @@ from cgtool.build.adaptors import get_adaptor
 from cgtool.build.manager import CompilerManager, UnitResult
 from cgtool.build.wanted import Work, wanted
 from cgtool.cache.entry import EntryWriter
+from cgtool.cache.files import check_writable
 from cgtool.cache.key import Factor, Key
 from cgtool.cache.layout import CacheLayout, resolve_root
 from cgtool.cache.manifest import Manifest, ManifestRow, VariantCounts, shape_text
@@ -75,6 +76,7 @@ def warm(
     cache_dir: Path | str | None = None,
     rank: int | None = None,
     check: bool = False,
+    retrace: bool = False,
     on_event: OnEvent = ignore,
 ) -> WarmResult:
     """Make sure that the cache serves a model under a configuration.
@@ -85,6 +87,7 @@ def warm(
         cache_dir: The cache's root; None takes the configuration's, the environment's or the user's own.
         rank: Which process of a model-parallel group; None takes the environment's word.
         check: Compile and write nothing; raise when something is missing.
+        retrace: Trace even if an entry serves the model: its guards refuse these very examples.
         on_event: Told of each phase as it goes.
 
     Returns:
@@ -98,7 +101,7 @@ def warm(
         CompileError: A piece cannot be compiled.
         CacheError: The cache cannot be read or written.
     """
-    return _Warm(spec, config, cache_dir, rank, on_event).run(check=check)
+    return _Warm(spec, config, cache_dir, rank, on_event).run(check=check, retrace=retrace)
 
 
 class _Warm:
@@ -118,8 +121,10 @@ class _Warm:
         self._rank = environment().rank if rank is None else rank
         self._on_event = on_event
 
-    def run(self, *, check: bool) -> WarmResult:
+    def run(self, *, check: bool, retrace: bool) -> WarmResult:
         facts = facts_of(self._spec.module)
+        if retrace:
+            return self._fresh(facts, ("no variant serves the example",))
         try:
             found = self._finder(facts).find(self._lacks_calls)
         except CacheMissError as miss:
@@ -148,7 +153,7 @@ class _Warm:
 
     def _lacks_calls(self, found: Found) -> tuple[str, ...]:
         """Say whether an entry was made of other example calls than this model's."""
-        if found.key.value("calls") == _calls_of(self._spec):
+        if _without_sizes(found.key.value("calls")) == _without_sizes(_calls_of(self._spec)):
             return ()
         return ("the example calls or their dynamic dimensions are not those of the entry",)
 
@@ -163,6 +168,7 @@ class _Warm:
         # Imports Dynamo: seconds, which a hit must not pay.
         from cgtool.build.stitch import stitch
 
+        check_writable(self._layout.root)
         ops = self._config.splitting_ops
         stitched = stitch(self._spec, ops, self._on_event)
         pieces = sum(step.piece >= 0 for step in stitched.plan.variants[0].steps)
@@ -308,19 +314,34 @@ def _calls_of(spec: ModelSpec) -> Json:
         parameter: {str(dim): name if isinstance(name, str) else list(name) for dim, name in dims.items()}
         for parameter, dims in spec.dynamic.items()
     }
-    calls = [[call.name, [_shown(a) for a in call.args], {k: _shown(v) for k, v in call.kwargs.items()}] for call in spec.calls]
+    calls = [
+        [call.name, [_shown(a) for a in call.args], {k: _shown(v) for k, v in call.kwargs.items()}] for call in spec.calls
+    ]
     return {"method": spec.method, "dynamic": dynamic, "calls": calls}
 
 
 def _shown(value: Any) -> Json:
-    """Return an example argument as what it is: tensors by dtype and shape, containers by their parts."""
+    """Return an example argument as what it is: tensors by dtype, shape and strides, containers by their parts."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return [str(value.dtype), list(value.shape), list(value.stride())]
+        return {"tensor": str(value.dtype), "shape": list(value.shape), "stride": list(value.stride())}
     if isinstance(value, Mapping):
         return {str(key): _shown(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_shown(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, str)) else f"{type(value).__qualname__} {value!r:.80}"
+    return (
+        value
+        if value is None or isinstance(value, (bool, int, str))
+        else f"{type(value).__qualname__} {value!r:.80}"
+    )
+
+
+def _without_sizes(calls: Json) -> Json:
+    """Return `calls` with tensors by dtype and rank alone: an example's own sizes decide nothing that guards do not."""
+    if isinstance(calls, Mapping):
+        if set(calls) == {"tensor", "shape", "stride"}:
+            return [calls["tensor"], len(calls["shape"])]
+        return {key: _without_sizes(value) for key, value in calls.items()}
+    return [_without_sizes(item) for item in calls] if isinstance(calls, list) else calls
 
 
 def _counts(plan: Plan, index: int) -> VariantCounts:

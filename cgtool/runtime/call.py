@@ -90,6 +90,15 @@ class LoadedModel:
         except NoVariantError:
             raise self._refusal(args, kwargs, values) from None
 
+    def serves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether some variant's guards accept this call; nothing is run."""
+        values = self._bind(*args, **kwargs)
+        for served in self._variants:
+            accepted = served.accept(*values)
+            if accepted is not None and served.table.choose(accepted[1]) is not None:
+                return True
+        return False
+
     def _run(self, values: tuple[Any, ...]) -> Any:
         for served in self._variants:
             accepted = served.accept(*values)

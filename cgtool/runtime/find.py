@@ -1,7 +1,8 @@
 """Finding the entry that serves a model, without tracing it, and saying why none does.
 
-The way of ccache's direct mode: cheap facts lead to candidates; a candidate's factors are compared with those of this
-process, its traced files with the files as they are now, its guards with the live model. What differs becomes a sentence.
+The way of ccache's direct mode: cheap facts lead to candidates; a candidate's factors are compared with those of
+this process, its traced files with the files as they are now, its guards with the live model. What differs becomes a
+sentence.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from cgtool.cache.entry import Entry, read_entry
 from cgtool.cache.key import Key, difference_between, read_key, sentences
 from cgtool.cache.layout import CacheLayout, RankName, short
 from cgtool.cache.lookup import LookupStore
-from cgtool.errors import CacheError, CacheMissError, CacheSchemaError
+from cgtool.errors import CacheError, CacheMissError, CacheSchemaError, CgtoolError
 from cgtool.guards.files import sources_now
 from cgtool.guards.kinds import check
 from cgtool.guards.ops import op_digest
-from cgtool.guards.sources import Roots, SourceError
+from cgtool.guards.sources import Roots
 from cgtool.pieces import Json
 from cgtool.plan import Plan
 from cgtool.runtime.facts import Facts
@@ -68,6 +69,7 @@ class Finder:
         exact_config: bool = False,
     ) -> None:
         self._exact_config = exact_config
+        self._other_schema: CacheSchemaError | None = None
         self._layout = layout
         self._module = module
         self._facts = facts
@@ -98,6 +100,8 @@ class Finder:
                 refused.append((hash_, reasons))
         if fitting:
             return _newest(fitting)
+        if self._other_schema is not None:
+            raise self._other_schema
         raise self._miss(refused)
 
     def _look(self, hash_: str) -> tuple[Found | None, tuple[str, ...]]:
@@ -114,8 +118,9 @@ class Finder:
             if entry is None:
                 return None, ()
             plan = Plan.from_json(json.loads(entry.files["plan.json"]))
-        except CacheSchemaError:
-            raise
+        except CacheSchemaError as error:
+            self._other_schema = error  # told only when no entry of this version serves
+            return None, (str(error),)
         except CacheError as error:
             return None, (str(error),)
         return Found(entry=entry, key=key, plan=plan), self._guards(plan)
@@ -136,7 +141,8 @@ class Finder:
     def _asked(self, stored: Mapping[str, Json], asked: Mapping[str, Json]) -> tuple[Json, Json]:
         """Return both sides of the configuration; splitting ops that were not asked for need not be compared."""
         left_out = {"splitting_ops"} if asked.get("splitting_ops") is None and not self._exact_config else set()
-        return tuple({n: v for n, v in side.items() if n not in left_out} for side in (stored, asked))  # type: ignore[return-value]
+        kept, wanted = ({n: v for n, v in side.items() if n not in left_out} for side in (stored, asked))
+        return kept, wanted
 
     def _guards(self, plan: Plan) -> tuple[str, ...]:
         method = getattr(self._module, plan.method, None)
@@ -185,7 +191,7 @@ def _ops_now(ops: Mapping[str, str]) -> dict[str, Json]:
     for name in ops:
         try:
             now[name] = op_digest(name)
-        except (CacheError, SourceError, AttributeError, RuntimeError, KeyError, ValueError):
+        except CgtoolError:
             now[name] = None
     return now
 
@@ -194,5 +200,6 @@ def _newest(fitting: list[Found]) -> Found:
     ordered = sorted(fitting, key=lambda found: found.entry.manifest.created, reverse=True)
     if len(ordered) > 1:
         others = ", ".join(short(found.entry.name.hash) for found in ordered[1:])
-        _log.info("%d entries serve this model; the newest, %s, is taken (also: %s).", len(ordered), short(ordered[0].entry.name.hash), others)
+        taken = short(ordered[0].entry.name.hash)
+        _log.info("%d entries serve this model; the newest, %s, is taken (also: %s).", len(ordered), taken, others)
     return ordered[0]
