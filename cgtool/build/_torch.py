@@ -20,6 +20,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from cgtool.graph.targets import PYTHON_FUNCTIONS
+
 _log = logging.getLogger(__name__)
 
 #: What every compile needs, whatever the user's settings: results that can be saved, from this machine alone.
@@ -28,11 +30,8 @@ _CACHING = {
     "fx_graph_remote_cache": False,
     "autotune_remote_cache": False,
     "bundled_autotune_remote_cache": False,
-    # a region of autocast is decided by its arguments, which are part of the graph; torch's caches do not know that
-    "unsafe_marked_cacheable_functions": {
-        "torch.amp.autocast_mode._enter_autocast": "cgtool",
-        "torch.amp.autocast_mode._exit_autocast": "cgtool",
-    },
+    # what they do is decided by their arguments, which are part of the graph; torch's caches do not know that
+    "unsafe_marked_cacheable_functions": dict.fromkeys(sorted(PYTHON_FUNCTIONS), "cgtool"),
 }
 
 
@@ -93,6 +92,17 @@ def is_known(mode: FakeTensorMode, expr: Any) -> bool:
         if factor > 1:
             multiples[symbol] = factor * sympy.Symbol(f"{symbol.name}_part", integer=True, positive=True)
     return bool(multiples) and sympy.simplify(expr.xreplace(multiples)) == sympy.true
+
+
+def fixed_sizes(mode: FakeTensorMode) -> dict[str, int]:
+    """Return the symbols that the ShapeEnv has come to take for one size, by the names that torch gives them."""
+    shape_env = _shape_env(mode)
+    found = {}
+    for symbol, bounds in shape_env.var_to_range.items():
+        value = shape_env.replacements.get(symbol, bounds.lower if bounds.lower == bounds.upper else symbol)
+        if value.is_number:
+            found[str(symbol)] = int(value)
+    return found
 
 
 def _divisors(shape_env: Any, symbol: Any) -> list[int]:
@@ -282,6 +292,7 @@ __all__ = [
     "compile_tag",
     "compiling",
     "cpu_isa",
+    "fixed_sizes",
     "forget_origin",
     "guard_exprs",
     "has_torch_key",

@@ -54,6 +54,7 @@ class RebuiltPiece:
         Raises:
             CompileError: The compiler fixed a size, or relies on something that cannot be written down.
         """
+        self._refuse_fixed_sizes(graph)
         known = rebuild_symbols(graph)
         found: dict[str, None] = {}
         for expr in _torch.guard_exprs(self.mode)[self.num_facts :]:
@@ -63,9 +64,19 @@ class RebuiltPiece:
             text = expression_text(expr, self.names)
             if text not in graph.facts:
                 found[text] = None
-        for text in found:
-            _refuse_fixed_size(text, graph)
         return tuple(found)
+
+    def _refuse_fixed_sizes(self, graph: PieceGraph) -> None:
+        fixed = _torch.fixed_sizes(self.mode)
+        for symbol in graph.symbols:
+            name = next((theirs for theirs, ours in self.names.items() if ours == symbol.name), None)
+            if name in fixed and symbol.min != symbol.max:
+                raise CompileError(
+                    f"the compiler fixed the size {symbol.name} to {fixed[name]}, so the result would serve that size "
+                    f"only; the piece runs eagerly instead, or make that dimension static",
+                    expected=f"{symbol.name} from {symbol.min} to {symbol.max or 'any'}",
+                    actual=fixed[name],
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,16 +357,4 @@ def _refuse_shared_writes(graph: PieceGraph, written: set[int]) -> None:
                 f"the piece writes to input {position}, which shares its storage with inputs "
                 f"{[other for other in group if other != position]}; it runs eagerly instead",
                 path=position,
-            )
-
-
-def _refuse_fixed_size(text: str, graph: PieceGraph) -> None:
-    for symbol in graph.symbols:
-        prefix = f"{symbol.name} == "
-        if text.startswith(prefix) and text.removeprefix(prefix).isdigit():
-            raise CompileError(
-                f"the compiler fixed the size {symbol.name} to {text.removeprefix(prefix)}, so the result would serve "
-                f"that size only; it runs eagerly instead, or name the size in compile_sizes",
-                expected=f"{symbol.name} from {symbol.min} to {symbol.max or 'any'}",
-                actual=text,
             )

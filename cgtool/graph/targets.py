@@ -37,7 +37,7 @@ _OPERATOR_DENIED = frozenset({"attrgetter", "call", "itemgetter", "methodcaller"
 #: These read files of the machine.
 _TORCH_DENIED = frozenset({"from_file"})
 #: Functions written in Python that Dynamo leaves in its graphs, beside all of torch.functional and nn.functional.
-_TORCH_PYTHON = frozenset(
+PYTHON_FUNCTIONS = frozenset(
     {
         "torch._check",
         "torch._check_is_size",
@@ -173,7 +173,7 @@ def _resolve_torch(name: str) -> Any:
     module, _, last = name.rpartition(".")
     if module in ("torch.Tensor", "torch._C.TensorBase"):
         return getattr(torch.Tensor, last) if is_method(last) else None
-    if name in _TORCH_PYTHON:
+    if name in PYTHON_FUNCTIONS:
         found: Any = torch
         for part in name.split(".")[1:]:
             found = getattr(found, part, None)

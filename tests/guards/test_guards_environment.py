@@ -1,0 +1,114 @@
+"""Factors of the environment: what changes them, what does not, and what reading them costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cgtool.guards import environment
+
+pytestmark = pytest.mark.torch
+
+SOURCE = """
+import json, sys
+from cgtool.guards.environment import environment_factors
+heavy = ("torch._inductor", "torch._dynamo", "sympy", "triton")
+found = []
+for step in json.loads(sys.argv[1]):
+    exec(step)
+    found.append(environment_factors())
+    if step == "":
+        found.append([name for name in heavy if name in sys.modules])
+print(json.dumps(found))
+"""
+NAMES = ["torch", "triton", "python", "compiler", "target", "precision", "inductor_environment", "inductor"]
+
+
+def factors_after(*steps, **changes):
+    """Return the factors of a fresh process after each step; after the empty step also what heavy things it loaded."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent.parent), **changes}
+    done = subprocess.run(
+        [sys.executable, "-c", SOURCE, json.dumps(steps)], capture_output=True, text=True, env=env, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_importing_inductor_changes_nothing_and_changing_it_does():
+    plain, loaded, imported, patched, places, changed = factors_after(
+        "",
+        "import torch._inductor.config as c, torch._inductor.compile_fx",
+        "with c.patch(max_fusion_size=3): pass",
+        "c.compile_threads = 3; c.trace.debug_dir = '/x'",
+        "c.max_fusion_size = 3",
+    )
+    assert loaded == []
+    assert list(plain) == NAMES
+    assert imported == patched == places == plain
+    assert changed == {**plain, "inductor": {"max_fusion_size": 3}}
+
+
+def test_where_things_are_changes_nothing_and_what_changes_code_is_named(tmp_path):
+    [found, _] = factors_after(
+        "",
+        HOME=str(tmp_path),
+        TORCHINDUCTOR_CACHE_DIR=str(tmp_path),
+        MASTER_PORT="29501",
+        PYTHONHASHSEED="7",
+        TORCHINDUCTOR_MAX_AUTOTUNE="1",
+    )
+    plain = environment.environment_factors()
+    variables = {**plain["inductor_environment"], "TORCHINDUCTOR_MAX_AUTOTUNE": "1"}
+    assert found == {**plain, "inductor_environment": variables}
+
+
+def compiler_at(folder, line, name="g++"):
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(f'#!/bin/sh\necho run >> "{folder}/runs"\necho "{line}"\necho more\n')
+    path.chmod(0o755)
+    return path
+
+
+def test_a_compiler_is_its_version_and_not_its_path(tmp_path, monkeypatch):
+    here = compiler_at(tmp_path / "a", "g++ (Debian 12.2.0) 12.2.0")
+    there = compiler_at(tmp_path / "b", "c++ (Debian 12.2.0) 12.2.0", name="c++")
+    newer = compiler_at(tmp_path / "c", "g++ (Debian 13.1.0) 13.1.0")
+    found = []
+    for path in (here, there, newer, tmp_path / "nowhere"):
+        monkeypatch.setenv("CXX", str(path))
+        found.append(environment.compiler_version())
+    assert found == ["(Debian 12.2.0) 12.2.0", "(Debian 12.2.0) 12.2.0", "(Debian 13.1.0) 13.1.0", None]
+
+
+def test_a_compiler_is_asked_once_until_it_changes(tmp_path, monkeypatch):
+    path = compiler_at(tmp_path / "a", "clang version 14.0.6")
+    monkeypatch.setenv("CXX", str(path))
+    for _ in range(3):
+        assert environment.compiler_version() == "clang version 14.0.6"
+    assert (path.parent / "runs").read_text().count("run") == 1
+    compiler_at(tmp_path / "a", "clang version 15.0.0.1")
+    assert environment.compiler_version() == "clang version 15.0.0.1"
+
+
+def test_precision_is_a_factor():
+    before = environment.environment_factors()["precision"]
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert environment.environment_factors()["precision"] != before
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert environment.environment_factors()["precision"] == before
+
+
+def test_flags_that_are_no_instructions_do_not_enter(tmp_path, monkeypatch):
+    assert environment._INSTRUCTIONS.match("avx512f")
+    assert environment._INSTRUCTIONS.match("amx_tile")
+    for flag in ("ibpb", "hypervisor", "constant_tsc", "md_clear", "vmx"):
+        assert not environment._INSTRUCTIONS.match(flag)
