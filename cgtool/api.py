@@ -23,7 +23,6 @@ from cgtool.runtime.dispatch import Boxed
 from cgtool.runtime.facts import facts_of
 from cgtool.runtime.find import Finder
 from cgtool.runtime.opening import open_entry
-from cgtool.runtime.pieces import piece_function
 
 _log = logging.getLogger(__name__)
 
@@ -89,8 +88,6 @@ def _leveled_fields(config: CompilationConfig) -> Mapping[str, Any]:
 
 
 def _open_artifact(adaptor: str, data: bytes, graph: PieceGraph) -> Boxed:
-    if adaptor == "eager":
-        return piece_function(graph)
     # Inductor's own artifacts need Inductor: seconds to import, and only for an entry that holds them.
     from cgtool.build.adaptors import get_adaptor
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cgtool.build import _torch as private
 from cgtool.errors import TraceError
 from cgtool.events import Event, OnEvent
 from cgtool.graph.metas import tensor_meta
@@ -15,13 +16,12 @@ from cgtool.guards.names import qualified_name
 from cgtool.guards.signature import CallSignature
 from cgtool.model import ExampleCall, ModelSpec
 from cgtool.pieces import PieceGraph, SymbolRange
-from cgtool.plan import Input, Plan, Variant
+from cgtool.plan import Guard, Input, Plan, Variant
 from cgtool.split import SplitResult, graph_text, split_graph
 from cgtool.trace.capture import Trace, capture, slow_ops
 from cgtool.trace.examples import Dims, arguments_for, unique_names, variants_of
 from cgtool.trace.outputs import place_outputs
 from cgtool.trace.relations import relations_of_trace, symbols_of_trace
-
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,10 +162,27 @@ def _variant(name: str, fixed: Mapping[str, int], dims: Dims, trace: Trace, spli
         relations=(*relations, *equal),
         inputs=inputs,
         model_guards=trace.model_guards,
-        call_guards=trace.call_guards,
+        call_guards=(*trace.call_guards, *_apart(inputs, placeholders, split)),
         steps=split.steps,
         output=place_outputs(trace.output, split.outputs),
     )
+
+
+def _apart(inputs: Sequence[Input], placeholders: Sequence[Any], split: SplitResult) -> Iterator[Guard]:
+    """Yield guards that an input which is written to shares memory with an argument just where it did in the trace.
+
+    Dynamo has such guards too, and does not show them to its filter. Tensors of the model among themselves are left out:
+    what of theirs is one tensor is a fact of the key.
+    """
+    for written in split.mutated_inputs:
+        for other, given in enumerate(inputs):
+            pair = (inputs[written].source, given.source)
+            if other == written or not any(source.startswith("arg:") for source in pair):
+                continue
+            if other in split.mutated_inputs and other < written:
+                continue  # the pair was taken the other way round
+            apart = not private.share_storage(placeholders[written], placeholders[other])
+            yield Guard(source=pair[0], kind=f"apart:{pair[1]}", expected=apart)
 
 
 def _bounded(symbol: SymbolRange, named: Mapping[str, Mapping[str, Any]], dims: Dims) -> SymbolRange:

@@ -14,10 +14,8 @@ from cgtool.config import CompilationConfig, resolve_compile_sizes
 from cgtool.errors import UsageError
 from cgtool.pieces import PieceGraph
 from cgtool.plan import Plan, Variant
+from cgtool.runtime.opening import EAGER
 from cgtool.runtime.shapes import ShapeSpec, base_shape, graph_at, spec_of
-
-_EAGER = "eager"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
@@ -67,7 +65,7 @@ def wanted(plan: Plan, config: CompilationConfig, *, eager_pieces: Mapping[int, 
                         piece_index=step.piece,
                         shape=spec.shape,
                         graph=graph_at(plan.graphs[step.graph], step, spec),
-                        adaptor=_EAGER if eager else config.adaptor,
+                        adaptor=EAGER if eager else config.adaptor,
                         max_autotune=spec.max_autotune and not eager,
                     )
                 )

@@ -14,6 +14,7 @@ writes a guard and checks it, so the two cannot drift apart. Kinds::
     absent:<name>      whether its instance dict has no such name
     tensor             [class, dtype, shape, stride, device type]
     same:<source>      whether it is the very object that another source names
+    apart:<source>     whether two tensors share no memory
     code               the digest of a function's code
     ops                what the compiler believes of a custom op, see `ops.py`
     state              global state of torch, see `state.py`
@@ -118,7 +119,14 @@ def evaluate(guard: Guard, roots: Roots) -> Json:
         return state.current(source.names[0])
     if guard.kind.startswith("same:"):
         return roots.resolve(source) is roots.resolve(guard.kind.removeprefix("same:"))
+    if guard.kind.startswith("apart:"):
+        return are_apart(roots.resolve(source), roots.resolve(guard.kind.removeprefix("apart:")))
     return describe(guard.kind, roots.resolve(source))
+
+
+def are_apart(one: Any, other: Any) -> bool:
+    """Return whether two tensors have storages of their own; views of one storage are not apart, overlapping or not."""
+    return bool(one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr())
 
 
 def check(guards: Iterable[Guard], roots: Roots) -> list[Failure]:
@@ -159,6 +167,9 @@ def sentence(guard: Guard, actual: Json) -> str:
     if word == "same":
         other = words(argument)
         return f"{name} and {other} were {'one object' if guard.expected else 'two objects'} when this was compiled."
+    if word == "apart":
+        had = "memory of their own" if guard.expected else "one memory"
+        return f"{name} and {words(argument)} had {had} when this was compiled, and one of them is written to."
     if word == "hooks":
         return f"{name} had {guard.expected or 'no'} hooks when this was compiled and has {actual} now."
     if word == "code":

@@ -26,6 +26,7 @@ import importlib
 import json
 import re
 import sys
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -137,10 +138,7 @@ class Roots:
             source = parse_source(source)
         if source.text in self._seen:
             return self._seen[source.text]
-        if not source.accessors:
-            value = self._root(source)
-        else:
-            value = self._step(source, self.resolve(source.prefixes[-1]))
+        value = self._step(source, self.resolve(source.prefixes[-1])) if source.accessors else self._root(source)
         self._seen[source.text] = value
         return value
 
@@ -197,6 +195,8 @@ def _apply(base: Any, accessor: Accessor) -> Any:
     if accessor.word == "dict":
         return dict(vars(base))
     if accessor.word == "call":
+        if not isinstance(base, weakref.ref):
+            raise TypeError("only weak references are followed")
         return base()
     elements = list(base.values() if accessor.word == "values" else base)
     return elements[int(key)] if key is not None else elements

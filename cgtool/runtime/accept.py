@@ -19,7 +19,7 @@ from cgtool.digests import canonical_json
 from cgtool.errors import ArtifactError, CgtoolError
 from cgtool.graph.metas import device_of, dtype_of
 from cgtool.guards import state
-from cgtool.guards.kinds import describe
+from cgtool.guards.kinds import are_apart, describe
 from cgtool.guards.names import find_qualified, qualified_name
 from cgtool.guards.sources import parse_source
 from cgtool.pieces import Dim, Json, TensorMeta
@@ -213,6 +213,9 @@ class AcceptWriter:
         value = self._reader.read(guard.source)
         if guard.kind.startswith("same:"):
             return f"({value} is {self._reader.read(guard.kind.removeprefix('same:'))}) is {bool(guard.expected)}"
+        if guard.kind.startswith("apart:"):
+            other = self._reader.read(guard.kind.removeprefix("apart:"))
+            return f"{code.constant(are_apart)}({value}, {other}) is {bool(guard.expected)}"
         return _quick_condition(code, guard, value) or self._any_condition(guard, value)
 
     def _any_condition(self, guard: Guard, value: str) -> str:

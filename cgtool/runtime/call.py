@@ -58,7 +58,7 @@ class LoadedModel:
         self.__name__ = plan.method
         self.__doc__ = getattr(self._signature.method, "__doc__", None)
         self._bind = self._signature.binder
-        self._device_index = _first_index(module, plan) if device_index is None else device_index
+        self._device_index = first_index(module, plan) if device_index is None else device_index
         self._opened = dict(opened)
         self._eager: dict[str, Boxed] = {}
         self._variants = self._serve()
@@ -264,7 +264,7 @@ def _model_guards(variants: Sequence[Variant]) -> list[Guard]:
     return list(seen.values())
 
 
-def _first_index(module: nn.Module, plan: Plan) -> int | None:
+def first_index(module: nn.Module, plan: Plan) -> int | None:
     """Return the device index of the model's first tensor that is not on the CPU, where the plan has such tensors."""
     if all(item.meta.device == "cpu" for variant in plan.variants for item in variant.inputs):
         return None

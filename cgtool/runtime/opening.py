@@ -14,10 +14,14 @@ from cgtool.errors import ArtifactError
 from cgtool.graph.expressions import rename
 from cgtool.pieces import PieceGraph
 from cgtool.plan import Plan, Variant
-from cgtool.runtime.call import LoadedModel
+from cgtool.runtime.call import LoadedModel, first_index
 from cgtool.runtime.dispatch import Boxed, PiecewiseBackend
 from cgtool.runtime.find import Found
+from cgtool.runtime.pieces import piece_function
 from cgtool.runtime.shapes import ShapeSpec, base_shape, graph_at, spec_of
+
+#: The adaptor whose artifacts are piece graphs, which torch alone runs.
+EAGER = "eager"
 
 #: Makes a function from an artifact: (adaptor, bytes, the piece's graph at the artifact's shape).
 Opener = Callable[[str, bytes, PieceGraph], Boxed]
@@ -29,7 +33,7 @@ def open_entry(found: Found, module: Any, opener: Opener) -> LoadedModel:
     Args:
         found: The entry.
         module: The live model.
-        opener: Opens one artifact.
+        opener: Opens one artifact of an adaptor that needs more than torch; those of `eager` are opened here.
 
     Raises:
         CacheCorruptError: An artifact's bytes differ from their digest.
@@ -40,6 +44,7 @@ def open_entry(found: Found, module: Any, opener: Opener) -> LoadedModel:
     pieces: dict[tuple[int, int], list[tuple[ManifestRow, ShapeSpec, Boxed]]] = {}
     plan, manifest = found.plan, found.entry.manifest
     size_dim = manifest.extra.get("size_dim")
+    index = first_index(module, plan)
     for row in manifest.rows:
         variant = plan.variants[row.variant]
         spec = spec_of(variant, row.shape, size_dim)
@@ -50,7 +55,10 @@ def open_entry(found: Found, module: Any, opener: Opener) -> LoadedModel:
         graph = graph_at(plan.graphs[step.graph], step, spec)
         key = (row.digest, graph.identity())
         if key not in opened:
-            opened[key] = opener(row.adaptor, found.entry.artifact(row), graph)
+            data = found.entry.artifact(row)
+            opened[key] = (
+                piece_function(graph, device_index=index) if row.adaptor == EAGER else opener(row.adaptor, data, graph)
+            )
         pieces.setdefault((row.variant, row.piece_index), []).append((row, spec, opened[key]))
     backends = {name: _backend(rows, plan.variants[name[0]]) for name, rows in pieces.items()}
     return LoadedModel(module, _with_added_guards(plan, pieces), backends)

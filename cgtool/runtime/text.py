@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from cgtool.guards.sources import words
 from cgtool.pieces import Node, PieceGraph, TensorMeta
-from cgtool.plan import Plan, Step, Variant
+from cgtool.plan import Plan, Step
 
 _HEADER = '''"""The stitched programs of this entry, for people: what runs, in which order, on which tensors.
 
