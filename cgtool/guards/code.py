@@ -89,7 +89,7 @@ class _Describer:
         owner = type(value)
         if owner.__module__.partition(".")[0] == "torch" and owner.__name__ in _TORCH_CONSTANTS:
             return ["torch", owner.__name__, str(value)]
-        if is_dataclass(value) and owner.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        if is_dataclass(value) and owner.__dataclass_params__.frozen:
             return ["dataclass", _type_name(value), [self.describe(getattr(value, f.name)) for f in fields(value)]]
         # A decorated function that is an object: a Triton kernel keeps its Python function in `fn`.
         for attribute in ("__wrapped__", "fn"):

@@ -21,8 +21,8 @@ __all__ = [
     "OpOverloadPacket",
     "expr_of",
     "implied_by_ranges",
-    "is_unbacked",
     "op_name",
+    "overload_names",
     "overloads_of",
     "relations_of",
     "schema_of",
@@ -41,7 +41,12 @@ def op_name(op: OpOverload | OpOverloadPacket) -> str:
 
 def overloads_of(op: OpOverload | OpOverloadPacket) -> list[OpOverload]:
     """Return the overload itself, or all overloads of a packet."""
-    return [op] if isinstance(op, OpOverload) else [getattr(op, name) for name in op.overloads()]
+    return [op] if isinstance(op, OpOverload) else [getattr(op, name) for name in overload_names(op)]
+
+
+def overload_names(op: OpOverloadPacket) -> list[str]:
+    """Return the names of a packet's overloads."""
+    return [str(name) for name in op.overloads()]  # type: ignore[no-untyped-call]
 
 
 def schema_of(op: OpOverload) -> Any:
@@ -80,11 +85,6 @@ def shape_env_of(value: Any) -> Any:
     return None
 
 
-def is_unbacked(symbol: sympy.Symbol) -> bool:
-    """Return whether the symbol stands for a number read from data, and not for a size of an input."""
-    return symbol.name.startswith(("u", "zuf"))
-
-
 def symbol_range(shape_env: Any, symbol: sympy.Symbol) -> tuple[int, int | None]:
     """Return the smallest and the largest size that the symbol may take; None is no limit."""
     bounds = shape_env.var_to_range[symbol]
@@ -94,7 +94,7 @@ def symbol_range(shape_env: Any, symbol: sympy.Symbol) -> tuple[int, int | None]
 def relations_of(shape_env: Any) -> Iterator[Any]:
     """Yield what the trace found true of its sizes, as sympy expressions with all replacements applied."""
     for guard in shape_env.guards:
-        yield shape_env.replace(guard.expr)
+        yield shape_env.simplify(shape_env.replace(guard.expr))
 
 
 def implied_by_ranges(shape_env: Any, expr: Any) -> bool:
@@ -102,5 +102,5 @@ def implied_by_ranges(shape_env: Any, expr: Any) -> bool:
     if expr == sympy.true:
         return True
     ranges = {symbol: shape_env.var_to_range[symbol] for symbol in expr.free_symbols}
-    bounds = bound_sympy(expr, ranges)
-    return bool(bounds.is_singleton() and bounds.lower == sympy.true)
+    bounds: Any = bound_sympy(expr, ranges)
+    return bool(bounds.is_singleton()) and bool(bounds.lower == sympy.true)

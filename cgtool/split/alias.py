@@ -43,6 +43,7 @@ class Memory:
     writers: dict[int, list[fx.Node]] = field(default_factory=dict)
 
     def of(self, node: fx.Node) -> frozenset[int]:
+        """Return the storages of what `node` gives."""
         return self.storages.get(node, frozenset())
 
 
@@ -57,7 +58,9 @@ def read_memory(kinds: dict[fx.Node, Kind]) -> Memory:
     first: dict[int, fx.Node] = {}
     raw: dict[fx.Node, list[int]] = {}
     for node, kind in kinds.items():
-        value = constant_of(node) if kind is Kind.CONSTANT else example(node)
+        value = example(node)
+        if kind is Kind.CONSTANT and value is None:
+            value = constant_of(node)
         tensors = list(tensors_in(value))
         raw[node] = keys = [_key(tensor) for tensor in tensors]
         if isinstance(value, torch.Tensor):

@@ -1,4 +1,6 @@
-"""Which tensors a node writes to. What cannot be known is said to write: an extra hazard costs speed, a missed one truth.
+"""Which tensors a node writes to.
+
+What cannot be known is said to write: an extra hazard costs speed, a missed one truth.
 
 Sources of the truth, all of them consulted:
 - the schema of the op, or of the ATen op of the same name, for overloads that the call can mean;

@@ -1,7 +1,7 @@
 """One piece as data: nodes of the trace become a `PieceGraph` that has no names, only positions.
 
-Order is what makes equal pieces equal: inputs stand in the order of their first use, donors of sizes after them, outputs
-in the order in which they are made, a size's arithmetic right before its first use.
+Order is what makes equal pieces equal: inputs stand in the order of their first use, donors of sizes after them,
+outputs in the order in which they are made, a size's arithmetic right before its first use.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def _names_of_function(target: Any) -> frozenset[str]:
         return frozenset({name, name.rpartition(".")[0]})
     if isinstance(target, private.OpOverloadPacket):
         name = private.op_name(target)
-        return frozenset({name, *(f"{name}.{overload}" for overload in target.overloads())})
+        return frozenset({name, *(f"{name}.{overload}" for overload in private.overload_names(target))})
     short = getattr(target, "__name__", "")
     names = {f"{getattr(target, '__module__', None) or 'torch'}.{short}"}
     try:
@@ -104,7 +104,7 @@ def _aten_names(short: str) -> frozenset[str]:
     packet = getattr(torch.ops.aten, short, None) if short and not short.startswith("__") else None
     if not isinstance(packet, private.OpOverloadPacket):
         return frozenset()
-    return frozenset({f"aten::{short}", *(f"aten::{short}.{overload}" for overload in packet.overloads())})
+    return frozenset({f"aten::{short}", *(f"aten::{short}.{overload}" for overload in private.overload_names(packet))})
 
 
 def _unmatched(name: str, graph: Iterable[frozenset[str]]) -> UnmatchedSplittingOpError:

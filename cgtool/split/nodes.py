@@ -14,7 +14,6 @@ Owns the reading of `meta["example_value"]` and of the user's line. Kinds::
 
 from __future__ import annotations
 
-import math
 import operator
 import re
 from collections.abc import Iterator
@@ -46,7 +45,8 @@ _DROPPED_NAMES = frozenset(
 )
 #: Methods that read a number out of a tensor's data, which no size tells.
 _READS_DATA = frozenset({"item", "tolist", "__bool__", "__int__", "__float__", "__index__"})
-_PURE_MODULES = frozenset({"_operator", "builtins", "math"})
+#: Functions that give a number and do something besides: transforms of functorch open and close their regions so.
+_CHANGES_STATE = ("_nesting", "_set_", "set_", "_lazy", "lazy_")
 
 
 class Kind(Enum):
@@ -143,13 +143,8 @@ def _is_pure(node: fx.Node) -> bool:
     target = node.target
     if isinstance(target, private.OpOverload | private.OpOverloadPacket):
         return private.op_name(target).startswith("aten::sym_")
-    module = getattr(target, "__module__", None)
-    return (
-        module in _PURE_MODULES
-        or getattr(operator, getattr(target, "__name__", ""), None) is target
-        or getattr(math, getattr(target, "__name__", ""), None) is target
-        or getattr(target, "__name__", "").startswith(("sym_", "_sym_"))
-    )
+    name = getattr(target, "__name__", "")
+    return not any(word in name for word in _CHANGES_STATE)
 
 
 def is_getitem_of_bundle(node: fx.Node, kinds: dict[fx.Node, Kind]) -> bool:

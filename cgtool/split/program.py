@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgtool.errors import SplitError
 from cgtool.split.alias import Memory, read_memory
 from cgtool.split.effects import changes_shape
 from cgtool.split.nodes import (
@@ -18,8 +17,8 @@ from cgtool.split.nodes import (
     RUNS,
     Kind,
     cannot_split,
+    constant_of,
     example,
-    is_getitem_of_bundle,
     kind_of,
     tensors_in,
 )
@@ -53,7 +52,7 @@ def read_program(gm: fx.GraphModule) -> Program:
     Raises:
         SplitError: It holds what no piece can hold.
     """
-    graph = _with_bundles_taken_apart(gm)
+    graph = _with_tensors_only(gm)
     kinds = {node: kind_of(node) for node in graph.nodes if node.op != "output"}
     inputs = tuple(node for node, kind in kinds.items() if kind is Kind.INPUT)
     _refuse_several_devices(kinds)
@@ -70,13 +69,17 @@ def read_program(gm: fx.GraphModule) -> Program:
     )
 
 
-def _with_bundles_taken_apart(gm: fx.GraphModule) -> fx.Graph:
-    """Return the graph, or a copy where `f(bundle)` has become `f((bundle[0], bundle[1]))`: only tensors may cross."""
-    if not any(_uses_whole_bundle(node) for node in gm.graph.nodes):
+def _with_tensors_only(gm: fx.GraphModule) -> fx.Graph:
+    """Return the graph, or a copy of it where nothing but tensors that a node gives can cross a boundary.
+
+    `f(bundle)` becomes `f((bundle[0], bundle[1]))`, and a constant that the graph returns becomes a clone of it.
+    """
+    if not any(_uses_whole_bundle(node) or _is_returned_constant(node) for node in gm.graph.nodes):
         return gm.graph
     graph = fx.Graph(owning_module=gm)
     taken_apart: dict[fx.Node, tuple[fx.Node, ...]] = {}
     copies: dict[fx.Node, Any] = {}
+    clones: dict[fx.Node, fx.Node] = {}
 
     def whole(node: fx.Node) -> Any:
         return taken_apart.get(copies[node], copies[node])
@@ -85,11 +88,19 @@ def _with_bundles_taken_apart(gm: fx.GraphModule) -> fx.Graph:
         is_part = node.op == "call_function" and node.target is operator.getitem
         copy = graph.node_copy(node, copies.__getitem__ if is_part or node.op == "output" else whole)
         copies[node] = copy
+        if _is_returned_constant(node):
+            clone = graph.call_function(torch.clone, (copy,))
+            clone.meta.update(node.meta, example_value=constant_of(node).clone())
+            clones[copy] = clone
         if node.op != "output" and _is_flat_bundle(node) and any(_takes_whole(user, node) for user in node.users):
             taken_apart[copy] = tuple(_part(graph, copy, index) for index in range(len(example(node))))
-    if gm.graph.nodes and not any(n.op == "output" for n in graph.nodes):
-        raise SplitError("the graph has no output; return what the model computes")
+    output = next(iter(reversed(graph.nodes)))
+    output.args = fx.map_arg(output.args, lambda node: clones.get(node, node))
     return graph
+
+
+def _is_returned_constant(node: fx.Node) -> bool:
+    return node.op == "get_attr" and any(user.op == "output" for user in node.users)
 
 
 def _part(graph: fx.Graph, bundle: fx.Node, index: int) -> fx.Node:
@@ -161,6 +172,3 @@ def refuse_shape_changes(program: Program, piece_of: Mapping[fx.Node, int]) -> N
         pieces = {piece_of.get(other, -1) for other in (*same, *users)}
         if len(pieces) > 1 or -1 in pieces:
             raise cannot_split(node, "it changes a tensor's shape in place; use the form without the underscore")
-
-
-__all__ = ["Program", "is_getitem_of_bundle", "read_program", "refuse_shape_changes"]

@@ -40,6 +40,7 @@ class GraphSizes:
 
     @classmethod
     def of(cls, inputs: Sequence[fx.Node]) -> GraphSizes:
+        """Read the symbols off the tensor inputs of a graph, in order."""
         shape_env = next((env for env in (private.shape_env_of(example(n)) for n in inputs) if env is not None), None)
         symbols: dict[str, Any] = {}
         donors: dict[str, fx.Node] = {}

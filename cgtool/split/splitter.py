@@ -1,7 +1,7 @@
 """The split: Dynamo's graph becomes pieces as data and the steps that run them in order.
 
-Stages: read the graph (`program`), find the splitting ops (`match`), cut (`segment`), settle what crosses (`alias`), write
-each piece down (`encode`), number the values.
+Stages: read the graph (`program`), find the splitting ops (`match`), cut (`segment`), settle what crosses (`alias`),
+write each piece down (`encode`), number the values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cgtool.pieces import Json, PieceGraph
 from cgtool.plan import Step
 from cgtool.split import _torch as private
 from cgtool.split.alias import Crossing, contested, hazards, view_chain
-from cgtool.split.encode import EncodedPiece, encode_piece, leaves_of, takes_of
+from cgtool.split.encode import EncodedPiece, encode_piece, takes_of
 from cgtool.split.match import splitting_nodes
 from cgtool.split.nodes import Kind, cannot_split, example
 from cgtool.split.program import Program, read_program, refuse_shape_changes
@@ -58,8 +58,8 @@ def split_graph(gm: fx.GraphModule, *, splitting_ops: Sequence[str] | None) -> S
 
     Args:
         gm: The graph, traced under `no_grad`; every node has `meta["example_value"]`. It is not changed.
-        splitting_ops: Names as `cgtool.split.match` spells them; None: known and registered attention ops, as far as the
-            graph has them; empty: one piece.
+        splitting_ops: Names as `cgtool.split.match` spells them; None: known and registered attention ops, as far as
+            the graph has them; empty: one piece.
 
     Returns:
         The pieces and their order. Running the steps computes exactly what the graph does.
@@ -199,7 +199,10 @@ def _output(value: Any, ids: Mapping[fx.Node, int], program: Program) -> Json:
         return _number(value, program)
     kind = program.kinds[value]
     if kind in (Kind.TENSOR, Kind.INPUT):
-        return ["v", ids[program.memory.root[value]]]
+        root = program.memory.root[value]
+        if root not in ids:
+            raise cannot_split(value, "the model returns a constant of the graph unchanged; return a clone of it")
+        return ["v", ids[root]]
     if kind is Kind.SIZE:
         try:
             return _number(example(value), program)
@@ -220,6 +223,3 @@ def _number(value: Any, program: Program) -> Json:
 def _mutated_inputs(program: Program) -> tuple[int, ...]:
     written = set(program.memory.writers)
     return tuple(i for i, node in enumerate(program.inputs) if program.memory.of(node) & written)
-
-
-__all__ = ["SplitResult", "leaves_of", "split_graph"]

@@ -1,4 +1,4 @@
-"""`computation_graph.py`: a graph as a person reads it, with shapes and pieces. Nobody ever opens a path that it shows."""
+"""`computation_graph.py`: a graph as a person reads it, with shapes and pieces. File names are for people only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cgtool.split.sizes import GraphSizes
 
 _HEADER = '''"""The computation graph, for people; nothing reads this file back.
 
-A comment above a line says where the model's author wrote it. Shapes are s0, s1, ... where they change from call to call.
+A comment above a line says where the model's author wrote it. Sizes that change from call to call are s0, s1, ...
 """
 '''
 
