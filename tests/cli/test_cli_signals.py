@@ -50,7 +50,13 @@ def test_while_the_model_is_built(tmp_path, number, code, kind):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("number", "code", "kind"), SIGNALS.values(), ids=SIGNALS)
+@pytest.mark.parametrize(
+    ("number", "code", "kind"),
+    [
+        pytest.param(*SIGNALS["Ctrl-C"], id="Ctrl-C", marks=pytest.mark.slow),
+        pytest.param(*SIGNALS["SIGTERM"], id="SIGTERM"),
+    ],
+)
 def test_while_pieces_are_compiled(tmp_path, number, code, kind):
     root = tmp_path / "cache"
     model = f"{SAMPLE}:build"

@@ -147,16 +147,9 @@ def test_quiet_leaves_stderr_empty(warmed):
 
 def test_what_the_models_code_prints_stays_out_of_the_report(warmed):
     root, _, _ = warmed
-    ran = warm("chatty", root, "--json")
-    assert ran.code == 0
+    ran = warm("chatty", root, "--check", "--json")
     assert ran.report["schema"] == 1
     assert "a model speaks" in ran.err
-
-
-def test_the_prefix_and_the_rank_are_the_users(tmp_path):
-    report = warm("build", tmp_path / "cache", "--prefix", "head", "--rank", "2", "--json").report
-    assert (report["prefix"], report["rank"]) == ("head", 2)
-    assert "rank=2, prefix='head')" in report["start"]
 
 
 MODELS = {
@@ -196,9 +189,6 @@ def test_a_plain_size_of_two_dimensions_asks_which_is_meant(tmp_path):
     ran = warm("two_dims", tmp_path / "cache", "--compile-sizes", "8")
     assert ran.code == 2
     assert "2 dynamic dimensions (batch, seq)" in ran.err
-    named = warm("two_dims", tmp_path / "cache", "--compile-sizes", "batch=8:seq=4", "--json")
-    assert named.code == 0
-    assert {"batch": 8, "seq": 4} in [artifact["shape"] for artifact in named.report["artifacts"]]
 
 
 def test_a_cache_folder_that_cannot_be_made_is_a_sentence(tmp_path):
@@ -221,16 +211,19 @@ def test_a_cache_folder_without_permission_is_a_sentence(tmp_path):
     assert "permission denied" in ran.err
 
 
-def test_an_entry_of_a_newer_schema_is_left_alone(tmp_path):
+def test_an_entry_of_a_newer_schema_is_left_alone_under_the_users_rank_and_prefix(tmp_path):
     root = tmp_path / "cache"
-    report = warm("plain", root, "--json").report
-    manifest = root / "torch_compile_cache" / report["hash"] / "rank_0" / "backbone" / "manifest.json"
+    place = ("--rank", "2", "--prefix", "head")
+    report = warm("plain", root, *place, "--json").report
+    assert (report["rank"], report["prefix"]) == (2, "head")
+    assert "rank=2, prefix='head')" in report["start"]
+    manifest = root / "torch_compile_cache" / report["hash"] / "rank_2" / "head" / "manifest.json"
     record = json.loads(manifest.read_text())
     record["schema"] = 99
     manifest.chmod(0o644)
     manifest.write_text(json.dumps(record))
     before = manifest.read_bytes()
-    ran = warm("plain", root, "--json")
+    ran = warm("plain", root, *place, "--json")
     assert ran.code == 1
     error = ran.report["error"]
     assert (error["type"], error["expected"], error["actual"]) == ("CacheSchemaError", 1, 99)

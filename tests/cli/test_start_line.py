@@ -1,0 +1,50 @@
+"""The line that starts from what was warmed, as text; `test_cli_warm` runs one."""
+
+from __future__ import annotations
+
+import ast
+import shlex
+
+import pytest
+
+from cgtool.commands.start import load_call, start_line
+
+
+def line(model="m.py:build", **changes):
+    options = {
+        "factory_args": {},
+        "device": None,
+        "dtype": None,
+        "pythonpath": (),
+        "cache_dir": None,
+        "rank": 0,
+        "prefix": "backbone",
+    }
+    return start_line(model, **{**options, **changes})
+
+
+def code_of(text):
+    _, flag, code = shlex.split(text)
+    assert flag == "-c"
+    ast.parse(code)
+    return code
+
+
+def test_what_is_default_is_left_out():
+    assert load_call("module", cache_dir=None, rank=0, prefix="backbone") == "cgtool.load(module)"
+    assert "spec = resolve_model('m.py:build', weights='real');" in code_of(line())
+
+
+def test_what_is_not_default_is_named():
+    assert load_call("m", cache_dir="c", rank=1, prefix="p") == "cgtool.load(m, cache_dir='c', rank=1, prefix='p')"
+    code = code_of(line(factory_args={"n": 4}, device="cuda", dtype="bfloat16", pythonpath=("src",)))
+    assert "factory_args={'n': 4}, weights='real', device='cuda', dtype='bfloat16', pythonpath=('src',)" in code
+
+
+@pytest.mark.parametrize("name", ["it's", 'a "b"', "$HOME", "`id`", "back\\slash", "bang!", "sp ace;rm"])
+def test_the_shell_finds_nothing_to_expand(name):
+    (statement,) = [
+        node for node in ast.walk(ast.parse(code_of(line(model=f"{name}.py:build")))) if isinstance(node, ast.Call)
+        if getattr(node.func, "id", "") == "resolve_model"
+    ]  # fmt: skip
+    assert ast.literal_eval(statement.args[0]) == f"{name}.py:build"
