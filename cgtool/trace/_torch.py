@@ -7,6 +7,7 @@ Dynamo.
 from __future__ import annotations
 
 import contextlib
+import logging
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,9 +23,11 @@ from torch._dynamo.exc import (
 )
 from torch._dynamo.side_effects import AttributeMutationNew, ValueMutationNew
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._guards import Source, TracingContext, detect_fake_mode
 from torch._library.custom_ops import OPDEFS
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental import _config as shape_config
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, ShapeEnv
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -47,8 +50,10 @@ __all__ = [
     "made_by_custom_op",
     "mark_dynamic",
     "modified_existing",
+    "passed_through",
     "quiet_tracing",
     "trace_frame",
+    "unset_fake_temporarily",
 ]
 
 
@@ -58,6 +63,21 @@ _ABSENT = object()
 def current_output() -> Any:
     """Return Dynamo's OutputGraph of the frame that is being compiled; only inside a backend."""
     return InstructionTranslator.current_tx().output
+
+
+def passed_through() -> list[tuple[Source, Any]]:
+    """Return (source, value) of the plain values of what the frame returns that nothing in it looked at.
+
+    Only inside a backend. Dynamo 2.13 keeps them unrealized (`LazyConstantVariable`), so they have no guard.
+    """
+    found: dict[int, tuple[Source, Any]] = {}
+
+    def look(variable: Any) -> None:
+        if isinstance(variable, LazyVariableTracker) and not variable.is_realized() and variable.source is not None:
+            found[id(variable)] = (variable.source, variable.peek_value())
+
+    VariableTracker.visit(look, list(InstructionTranslator.current_tx().stack))
+    return list(found.values())
 
 
 def modified_existing(output: Any) -> Iterator[Any]:
@@ -71,11 +91,18 @@ def modified_existing(output: Any) -> Iterator[Any]:
             yield variable
 
 
+def written_attributes(output: Any, variable: Any) -> tuple[str, ...]:
+    """Return the names of the attributes that the call wrote on one of these objects."""
+    return tuple(output.side_effects.store_attr_mutations.get(variable) or ())
+
+
 def _is_restored(variable: Any, effects: Any) -> bool:
     """Return whether every attribute that the call wrote holds in the end what it held before."""
     writes = effects.store_attr_mutations.get(variable)
+    if not writes:
+        return False
     value = getattr(variable, "value", None)
-    if not writes or value is None or getattr(variable, "is_base_vt_modified", lambda _: False)(effects):
+    if value is None or getattr(variable, "is_base_vt_modified", lambda _: False)(effects):
         return False
     for name, written in writes.items():
         try:
@@ -100,7 +127,7 @@ def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
 
 @contextlib.contextmanager
 def quiet_tracing() -> Iterator[None]:
-    """Trace alone: sizes are dynamic only where marked, equal sizes are not one symbol, nothing of an earlier trace counts."""
+    """Trace alone: sizes are dynamic only where marked, equal sizes are not one symbol, no earlier trace counts."""
     with (
         dynamo.config.patch(
             automatic_dynamic_shapes=False,
@@ -109,8 +136,23 @@ def quiet_tracing() -> Iterator[None]:
             suppress_errors=False,
         ),
         shape_config.patch(use_duck_shape=False),
+        _silenced("torch._guards", "torch._subclasses.fake_tensor"),
     ):
         yield
+
+
+@contextlib.contextmanager
+def _silenced(*names: str) -> Iterator[None]:
+    """Keep loggers quiet that repeat, at length, an error that is raised anyway."""
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
 
 
 def trace_frame(

@@ -12,14 +12,23 @@ from typing import Any
 from cgtool.errors import CgtoolError, GraphBreakError, TraceError
 from cgtool.trace import _torch as private
 
+_WRAP = "wrap it into a custom op with `cgtool.direct_register_custom_op`."
 _HINTS = (
-    (r"print|logging|warnings", "Remove the call from forward, or guard it with `if not torch.compiler.is_compiling()`."),
-    (r"\.item\(\)|_local_scalar_dense|tolist|data.dependent|GuardOnDataDependent|nonzero|Dynamic shape operator",
-     "Compute it before the call and pass it in, or keep it a tensor (torch.where, masks of a fixed size)."),
-    (r"builtin|skipfiles|skip function|C/C\+\+|Attempted to call function marked as skipped",
-     "Wrap the call into a custom op with `cgtool.direct_register_custom_op`."),
+    (
+        r"print|logging|warnings",
+        "Remove the call from forward, or guard it with `if not torch.compiler.is_compiling()`.",
+    ),
+    (
+        r"\.item\(\)|_local_scalar_dense|tolist|data.dependent|GuardOnDataDependent|nonzero|Dynamic shape operator",
+        "Compute it before the call and pass it in, or keep it a tensor (torch.where, masks of a fixed size).",
+    ),
+    (r"builtin|skipfiles|skip function|C/C\+\+|marked as skipped", f"Take the call out of forward, or {_WRAP}"),
 )
-_DEFAULT_HINT = "Rewrite that line with tensor operations, or wrap it into a custom op with `cgtool.direct_register_custom_op`."
+_DEFAULT_HINT = f"Rewrite that line with tensor operations, or {_WRAP}"
+#: How Dynamo quotes an error of the model itself, which eager would raise too.
+_OWN_ERROR = re.compile(r"Dynamo failed to run FX node with fake tensors: .*?got (\w+)\([\"'](.*?)[\"']\)", re.DOTALL)
+#: How much of Dynamo's own words is shown, in lines.
+_MAX_LINES = 5
 
 
 @contextlib.contextmanager
@@ -39,18 +48,23 @@ def explained(method: Callable[..., Any]) -> Iterator[None]:
             raise _specialised(error) from error
         raise _graph_break(error, method) from error
     except Exception as error:
-        where = _user_line(error, method)
-        msg = f"The model's forward failed on the example: {type(error).__name__}: {error}{where}\nCorrect the example or the model."
-        raise TraceError(msg) from error
+        raise _failed(type(error).__name__, str(error), error, method) from error
+
+
+def _failed(kind: str, text: str, error: Exception, method: Callable[..., Any]) -> TraceError:
+    where = _user_line(error, method)
+    msg = f"The model fails on the example: {kind}: {text}{where}\nCorrect the example or the model."
+    return TraceError(msg, actual=text)
 
 
 def _specialised(error: Exception) -> TraceError:
     text = re.sub(r"\s+", " ", str(error))
-    found = re.findall(r"You marked (L\[.*?\]\.size\(\)\[\d+\]) as dynamic but your code specialized it to be a constant \((\d+)\)", text)
+    said = r"You marked (L\[.*?\]\.size\(\)\[\d+\]) as dynamic but your code specialized it to be a constant \((\d+)\)"
+    found = re.findall(said, text)
     places = "; ".join(f"{_spoken(place)} is always {size} in this model" for place, size in found)
     msg = (
-        f"A dimension that should be dynamic is not: {places or text[:600]}. Take it out of `dynamic`, or change the code "
-        "that fixes it."
+        f"A dimension that should be dynamic is not: {places or text[:600]}. Take it out of `dynamic`, or change the "
+        "code that fixes it."
     )
     return TraceError(msg)
 
@@ -59,24 +73,29 @@ def _spoken(place: str) -> str:
     return re.sub(r"L\['(\w+)'\]\.size\(\)\[(\d+)\]", r"\1, dimension \2,", place)
 
 
-def _graph_break(error: Exception, method: Callable[..., Any]) -> GraphBreakError:
+def _graph_break(error: Exception, method: Callable[..., Any]) -> TraceError:
     what = str(getattr(error, "msg", "") or error)
-    what = what.split("\nfrom user code:")[0].split("\n\nfrom user code")[0].strip()
-    brief = "\n  ".join(line.strip() for line in what.splitlines()[:6] if line.strip())
+    what = what.partition("\nfrom user code")[0].partition("Developer debug context")[0].strip()
+    own = _OWN_ERROR.search(what)
+    if own is not None:
+        return _failed(own[1], own[2], error, method)
+    lines = [line.strip() for line in what.splitlines() if line.strip() and "report an issue" not in line]
+    brief = "\n  ".join(lines[:_MAX_LINES])
     hint = next((advice for pattern, advice in _HINTS if re.search(pattern, what)), _DEFAULT_HINT)
     msg = f"The model cannot be traced into one graph.{_user_line(error, method)}\n  {brief}\n{hint}"
     return GraphBreakError(msg, actual=what)
 
 
 def _user_line(error: Exception, method: Callable[..., Any]) -> str:
-    """Return '\\n  file.py:12, in forward: the line' of the innermost frame that is the user's, as Dynamo or Python saw it."""
+    """Return where it happened, on a line of its own: the innermost frame that is the user's, as Dynamo or Python saw it."""
     frames = [(f.filename, f.lineno or 0, f.name) for f in getattr(error, "real_stack", None) or ()]
     trace = error.__traceback__
     while trace is not None:
         frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno, trace.tb_frame.f_code.co_name))
         trace = trace.tb_next
     own = inspect.getsourcefile(getattr(method, "__func__", method)) or ""
-    for only in (lambda name: name == own, lambda name: "/torch/" not in name and "/cgtool/" not in name):
+    theirs = (lambda name: name == own, lambda name: not any(part in name for part in ("/torch/", "/cgtool/")))
+    for only in theirs:
         chosen = [frame for frame in frames if only(frame[0])]
         if chosen:
             filename, line, name = chosen[-1]

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from cgtool.errors import TraceError
-from cgtool.guards.kinds import check
+from cgtool.guards.kinds import check, describe
 from cgtool.guards.signature import CallSignature
 from cgtool.guards.sources import Roots, words
 from cgtool.guards.state import STATE_NAMES, current
@@ -22,7 +22,7 @@ from cgtool.trace import _torch as private
 from cgtool.trace.breaks import explained
 from cgtool.trace.files import function_guards, traced_sources
 from cgtool.trace.guards import GuardRecorder, compact, module_frame, split_guards
-from cgtool.trace.outputs import TemplateReader, mark_sizes
+from cgtool.trace.outputs import MarkedSizes, TemplateReader, mark_outputs
 from cgtool.trace.sources import Frame, source_text
 
 
@@ -63,7 +63,7 @@ _ALWAYS = (
 class _Capture:
     """The backend that keeps what Dynamo made of one frame."""
 
-    def __init__(self, method: Callable[..., Any]) -> None:
+    def __init__(self, method: Callable[..., Any], sizes: MarkedSizes) -> None:
         self._method = method
         self.graph_module: fx.GraphModule | None = None
         self.frame: Frame | None = None
@@ -71,7 +71,9 @@ class _Capture:
         self.changed: list[str] = []
         self.inputs: dict[str, Any] = {}
         self.others: dict[str, Any] = {}
+        self.returned: tuple[Guard, ...] = ()
         self.outputs: list[Any] = []
+        self.sizes = sizes
         self.shape_env: Any = None
 
     def __call__(self, graph_module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
@@ -80,19 +82,23 @@ class _Capture:
         self.frame = module_frame(self._method, output)
         self.codes = list(private.TracingContext.get().traced_code)
         self.shape_env = output.shape_env
-        self.changed = [_name_of(variable, self.frame) for variable in private.modified_existing(output)]
+        self.changed = _changed(output, self.frame)
         self.inputs = _placeholder_sources(graph_module, self.frame)
         self.others = _other_arguments(output, self.frame, self.inputs)
+        self.returned = _returned_constants(self.frame)
+        promised = [node.meta["example_value"] for node in _output_nodes(graph_module)]
 
-        def run(*values: Any) -> list[Any]:
-            self.outputs = mark_sizes(graph_module.forward(*values))
+        def run(*_values: Any) -> list[Any]:
+            # Nothing is computed: the model's buffers and the caller's tensors stay as they are, and no time is spent.
+            self.outputs = mark_outputs(promised)
+            self.sizes.begin()
             return self.outputs
 
         return run
 
     def current_frame(self) -> Frame:
         if self.frame is None:
-            msg = "Dynamo made no graph of this model: nothing in its forward works on tensors, so there is nothing to compile."
+            msg = "Nothing in this model's forward works on tensors, so there is nothing to compile. Leave it as it is."
             raise TraceError(msg)
         return self.frame
 
@@ -117,7 +123,7 @@ def capture(
     """
     for tensor, dim, _ in marked:
         private.mark_dynamic(tensor, dim)
-    captured = _Capture(method)
+    captured = _Capture(method, MarkedSizes([tensor for tensor, _, _ in marked]))
     recorder = GuardRecorder(frame=captured.current_frame, is_input=lambda text: text in captured.inputs or text in captured.others)
     tensors = [value for value in _tensors(arguments)]
     mode = private.detect_fake_mode(tensors) or contextlib.nullcontext()
@@ -125,7 +131,7 @@ def capture(
     state = tuple(Guard(source=f"state:{name}", kind="state", expected=current(name)) for name in STATE_NAMES)
     with torch.no_grad(), private.quiet_tracing(), explained(method):
         compiled = private.trace_frame(method, captured, recorder.filter)
-        with mode:
+        with mode, captured.sizes:
             result = signature.call(compiled, arguments)
     graph_module = captured.graph_module
     if graph_module is None:
@@ -136,7 +142,7 @@ def capture(
     _add_placeholders(graph_module, captured.others)
     sources = (*captured.inputs, *captured.others)
     known = _known_tensors(sources, Roots(module, method, arguments))
-    model_guards, call_guards = split_guards(recorder.finish())
+    model_guards, call_guards = split_guards((*recorder.finish(), *captured.returned))
     model_guards = (*_ALWAYS, *compact(model_guards), *function_guards(captured.codes))
     _check_at_once(model_guards, Roots(module, method))
     return Trace(
@@ -146,7 +152,7 @@ def capture(
         model_guards=model_guards,
         call_guards=(*state, *call_guards),
         sources=traced_sources(captured.codes),
-        output=TemplateReader(captured.outputs, known).read(result),
+        output=TemplateReader(captured.outputs, known, captured.sizes).read(result),
         shape_env=captured.shape_env,
     )
 
@@ -170,6 +176,21 @@ def _placeholder_sources(graph_module: fx.GraphModule, frame: Frame) -> dict[str
         if isinstance(value, torch.Tensor):
             found[source_text(node.meta["grapharg"].source, frame)] = value
     return found
+
+
+def _output_nodes(graph_module: fx.GraphModule) -> list[fx.Node]:
+    return list(graph_module.graph.output_node().args[0])  # type: ignore[arg-type] - Dynamo's graphs return a tuple of nodes
+
+
+def _returned_constants(frame: Frame) -> tuple[Guard, ...]:
+    """Return a guard on each plain value that the model hands from where it was found to its output.
+
+    Dynamo has no guard on what it only passes through; the output template holds the value.
+    """
+    guards = []
+    for source, value in private.passed_through():
+        guards.append(Guard(source=source_text(source, frame), kind="value", expected=describe("value", value)))
+    return tuple(guards)
 
 
 def _other_arguments(output: Any, frame: Frame, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,6 +228,15 @@ def _named_dims(
     marked: list[tuple[torch.Tensor, int, str]], known: Mapping[int, str]
 ) -> tuple[tuple[str, str, int], ...]:
     return tuple((name, known[id(t)], dim % t.dim()) for t, dim, name in marked if id(t) in known)
+
+
+def _changed(output: Any, frame: Frame) -> list[str]:
+    """Return the sources of what the call changes outside of itself, down to the attribute where there is one."""
+    found: list[str] = []
+    for variable in private.modified_existing(output):
+        name = _name_of(variable, frame)
+        found += [f"{name}.{attr}" for attr in private.written_attributes(output, variable)] or [name]
+    return found
 
 
 def _name_of(variable: Any, frame: Frame) -> str:
