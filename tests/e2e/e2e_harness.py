@@ -1,0 +1,97 @@
+"""Runs cgtool as its users do, in processes of their own, and compares a loaded model with eager in a fresh one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+FIXTURES = REPO / "fixtures"
+COMPARE = Path(__file__).with_name("e2e_compare.py")
+LLAMA = f"{FIXTURES / 'tiny_llama.py'}:build"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """What came of a run."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def report(self) -> Any:
+        """The JSON on stdout, which must be all that is there."""
+        assert self.code == 0, f"exit code {self.code}\n{self.out[-2000:]}\n{self.err[-4000:]}"
+        return json.loads(self.out)
+
+
+def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment, with cgtool from this checkout, and `changes`."""
+    path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": path, **(changes or {})}
+
+
+def python(*arguments: object, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Ran:
+    """Run Python to its end."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env=environment(env),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=580,
+    )
+    return Ran(code=done.returncode, out=done.stdout, err=done.stderr)
+
+
+def cgtool(*arguments: object, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Ran:
+    """Run the command to its end."""
+    return python("-m", "cgtool", *arguments, env=env, cwd=cwd)
+
+
+def warm(model: str, root: Path, *arguments: object, **options: Any) -> Any:
+    """Warm a model; return the report."""
+    return cgtool("warm", model, "--cache-dir", root, "--json", "--quiet", *arguments, **options).report
+
+
+def inspect(root: Path) -> Any:
+    """Return the one entry of a cache, which is whole."""
+    report = cgtool("inspect", "cache", root, "--json").report
+    assert report["warnings"] == []
+    (entry,) = report["entries"]
+    return entry
+
+
+def compare(model: str, root: Path, calls: list[dict[str, int]], **options: Any) -> Any:
+    """Load a model in a fresh process and compare it with eager at sizes of its dynamic dimensions.
+
+    Args:
+        model: As MODEL of the command line.
+        root: The cache.
+        calls: For each call, the size of each dynamic dimension by name.
+        options: `arguments` of the factory, `config` of `load`; `env` and `cwd` of the process.
+
+    Returns:
+        What tests/e2e/e2e_compare.py prints.
+    """
+    env, cwd = options.pop("env", None), options.pop("cwd", None)
+    request = {"model": model, "root": str(root), "calls": calls, **options}
+    return python(COMPARE, json.dumps(request), env=env, cwd=cwd).report
+
+
+def units(root: Path) -> int:
+    """Count the units that are stored whole."""
+    return len(list((root / "torch_compile_cache" / "units").glob("*/*/unit.json")))
+
+
+def counts(report: Mapping[str, Any]) -> tuple[int, int, int, int]:
+    """Return the numbers of pieces, splitting pieces, unique pieces and artifacts."""
+    return report["pieces"], report["splitting_pieces"], report["unique_pieces"], len(report["artifacts"])

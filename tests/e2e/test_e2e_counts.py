@@ -1,0 +1,118 @@
+"""How many pieces and artifacts a model of L layers has, and what is compiled for them: exact counts."""
+
+from __future__ import annotations
+
+import pytest
+from e2e_harness import LLAMA, counts, inspect, units, warm
+
+pytestmark = pytest.mark.torch
+
+SIZES = ("--compile-sizes", "1,8")
+#: Of every artifact of general shape, size 1 and size 8: which of 2L + 1 pieces share it.
+SHAPES = ["general", 1, 8]
+
+
+def sharing(layers):
+    """What the pieces of L layers share: the first, those between two attentions, the last."""
+    return [[0], list(range(2, 2 * layers, 2)), [2 * layers]]
+
+
+def shown(report):
+    """The artifacts of a report without what differs from machine to machine."""
+    return sorted((str(artifact["shape"]), artifact["piece_index"]) for artifact in report["artifacts"])
+
+
+def digests(report):
+    return {artifact["digest"] for artifact in report["artifacts"]}
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """A cache in which four layers were warmed, and what that run said."""
+    root = tmp_path_factory.mktemp("four") / "cache"
+    return root, warm(LLAMA, root, *SIZES)
+
+
+@pytest.fixture(scope="module")
+def two(four):
+    """What warming two layers in the cache of four said."""
+    root, _ = four
+    return warm(LLAMA, root, *SIZES, "--arg", "num_layers=2")
+
+
+def test_four_layers_are_nine_pieces_and_nine_artifacts(four):
+    root, report = four
+    assert counts(report) == (9, 4, 3, 9)
+    assert (report["hit"], report["compiled"], report["reused"]) == (False, 9, 0)
+    assert shown(report) == sorted((str(shape), pieces) for shape in SHAPES for pieces in sharing(4))
+    assert len(digests(report)) == 9
+    assert units(root) == 9
+
+
+def test_two_layers_are_five_pieces_and_use_what_was_compiled_for_four(four, two):
+    root, report = four
+    assert counts(two) == (5, 2, 3, 9)
+    assert (two["hit"], two["compiled"], two["reused"]) == (False, 0, 9)
+    assert two["trace_secs"] > 0
+    assert shown(two) == sorted((str(shape), pieces) for shape in SHAPES for pieces in sharing(2))
+    assert digests(two) == digests(report)
+    assert units(root) == 9
+
+
+def test_inspect_shows_what_warm_reported(four, two, tmp_path_factory):
+    root = tmp_path_factory.mktemp("alone") / "cache"
+    report = warm(LLAMA, root, *SIZES, "--adaptor", "eager")
+    entry = inspect(root)
+    assert {key: report[key] for key in entry if key != "last_used"} == {
+        key: value for key, value in entry.items() if key != "last_used"
+    }
+    assert counts(entry) == (9, 4, 3, 9)
+    assert (entry["model"], entry["level"], entry["adaptor"], entry["variants"]) == ("TinyLlama", 3, "eager", 2)
+
+
+def test_an_added_size_compiles_three_artifacts_and_traces_nothing(four, two):
+    root, first = four
+    report = warm(LLAMA, root, "--compile-sizes", "1,8,16")
+    assert (report["hit"], report["compiled"], report["reused"], report["trace_secs"]) == (False, 3, 9, 0.0)
+    assert counts(report) == (9, 4, 3, 12)
+    assert report["hash"] == first["hash"]
+    assert digests(report) > digests(first)
+    assert units(root) == 12
+    other = warm(LLAMA, root, "--compile-sizes", "16", "--arg", "num_layers=2")
+    assert (other["compiled"], other["trace_secs"]) == (0, 0.0)  # another entry, and the same units
+
+
+def test_an_artifact_is_stored_once_for_all_entries(four, two):
+    root, _ = four
+    stored = {}
+    for path in (*root.rglob("artifacts/*"), *root.rglob("units/*/*/*.aot")):
+        stored.setdefault(path.name, set()).add(path.stat().st_ino)
+    assert set(stored) >= {f"{digest}.aot" for digest in digests(two)}
+    assert all(len(inodes) == 1 for inodes in stored.values())
+
+
+@pytest.mark.slow
+def test_eighty_layers_compile_what_four_do_in_the_same_time(tmp_path):
+    """Both from an empty cache; the best of two runs each, for this machine has other work too."""
+    arguments = {4: (), 80: ("--arg", "num_layers=80")}
+    best = {}
+    for attempt in ("warm-up", "first", "second"):
+        for layers, argument in arguments.items():
+            if (attempt, layers) == ("warm-up", 80):
+                continue  # the first run of all has to compile C++ headers
+            report = warm(LLAMA, tmp_path / f"{attempt}-{layers}", *SIZES, *argument)
+            assert counts(report) == (2 * layers + 1, layers, 3, 9)
+            assert (report["compiled"], report["reused"]) == (9, 0)
+            assert shown(report) == sorted((str(shape), pieces) for shape in SHAPES for pieces in sharing(layers))
+            if attempt != "warm-up":
+                best[layers] = min(best.get(layers, float("inf")), report["compile_secs"])
+    assert best[80] <= 1.3 * best[4], best
+
+
+@pytest.mark.slow
+def test_eighty_layers_use_all_that_was_compiled_for_four(four):
+    root, first = four
+    report = warm(LLAMA, root, *SIZES, "--arg", "num_layers=80")
+    assert counts(report) == (161, 80, 3, 9)
+    assert (report["compiled"], report["reused"]) == (0, 9)
+    assert digests(report) == digests(first)

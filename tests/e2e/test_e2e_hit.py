@@ -1,0 +1,120 @@
+"""A second warm does nothing, wherever the cache, the model and cgtool lie by then."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from e2e_harness import FIXTURES, LLAMA, REPO, cgtool, compare, environment, inspect, python, warm
+
+pytestmark = pytest.mark.torch
+
+SIZES = ("--compile-sizes", "1,8")
+#: Makes an import raise; found by Python at its start through PYTHONPATH.
+POISON = """
+import sys
+
+class Forbid:
+    def find_spec(self, name, path=None, target=None):
+        if any(name == one or name.startswith(one + ".") for one in {names!r}):
+            raise RuntimeError("the import of " + name + " is forbidden here")
+
+sys.meta_path.insert(0, Forbid())
+"""
+#: What tracing, splitting and compiling cannot do without.
+TRACING = ("cgtool.build.stitch", "cgtool.trace", "cgtool.split", "torch._inductor.compile_fx")
+COMPILER = (*TRACING, "torch._dynamo", "torch._inductor", "sympy", "triton")
+
+
+def what_happened(report):
+    return {key: report[key] for key in ("hit", "compiled", "reused", "trace_secs", "compile_secs")}
+
+
+HIT = {"hit": True, "compiled": 0, "reused": 9, "trace_secs": 0.0, "compile_secs": 0.0}
+
+
+def files(root):
+    """Every file with what would change if it were written to; stamps of use apart."""
+    return sorted((str(p), p.stat().st_mtime_ns) for p in root.rglob("*") if p.is_file() and "state" not in p.parts)
+
+
+def poisoned(folder, names):
+    """An environment in which these modules cannot be imported."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(POISON.format(names=names))
+    return {"PYTHONPATH": f"{folder}:{environment()['PYTHONPATH']}"}
+
+
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory):
+    root = tmp_path_factory.mktemp("warmed") / "cache"
+    assert warm(LLAMA, root, *SIZES)["compiled"] == 9
+    return root
+
+
+def test_a_second_warm_traces_nothing_compiles_nothing_and_writes_nothing(warmed):
+    before = files(warmed)
+    assert what_happened(warm(LLAMA, warmed, *SIZES)) == HIT
+    assert files(warmed) == before
+
+
+def test_the_poison_is_one(tmp_path):
+    env = poisoned(tmp_path / "poison", COMPILER)
+    ran = python("-c", "import torch; import torch._dynamo", env=env)
+    assert ran.code == 1
+    assert "the import of torch._dynamo is forbidden here" in ran.err
+    ran = cgtool("warm", LLAMA, "--weights", "real", "--cache-dir", tmp_path / "cache", env=env)
+    assert ran.code == 1
+    assert "is forbidden here" in ran.err
+
+
+def test_a_hit_cannot_have_traced_for_what_traces_is_not_there(warmed, tmp_path):
+    env = poisoned(tmp_path / "poison", TRACING)
+    assert what_happened(warm(LLAMA, warmed, *SIZES, env=env)) == HIT
+
+
+def test_a_hit_with_real_weights_imports_no_compiler_at_all(warmed, tmp_path):
+    """Weights that are fake need torch's FakeTensorMode, which imports Dynamo itself."""
+    env = poisoned(tmp_path / "poison", COMPILER)
+    assert what_happened(warm(LLAMA, warmed, *SIZES, "--weights", "real", env=env)) == HIT
+
+
+def test_eager_artifacts_are_served_where_there_is_no_compiler(tmp_path):
+    root = tmp_path / "cache"
+    assert warm(LLAMA, root, *SIZES, "--adaptor", "eager")["compiled"] == 9
+    env = poisoned(tmp_path / "poison", COMPILER)
+    report = compare(LLAMA, root, [{"num_tokens": n} for n in (1, 2, 8, 9)], env=env)
+    assert (report["calls"], report["failures"], report["imported"]) == (4, [], [])
+
+
+def test_so_does_a_warm_from_a_copy_with_everything_elsewhere(warmed, tmp_path):
+    """The cache at another root, another HOME, another working directory, cgtool and the model in other folders."""
+    root, site, models, home, work = (tmp_path / name for name in ("moved", "site", "models", "home", "work"))
+    shutil.copytree(warmed, root)
+    shutil.copytree(REPO / "cgtool", site / "cgtool", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(FIXTURES, models, ignore=shutil.ignore_patterns("__pycache__"))
+    home.mkdir()
+    work.mkdir()
+    env = {"HOME": str(home), "PYTHONPATH": str(site), "TMPDIR": str(work), "TORCHINDUCTOR_CACHE_DIR": str(work / "i")}
+    where = python("-c", "import cgtool; print(cgtool.__file__)", env=env, cwd=work)
+    assert where.out.strip() == str(site / "cgtool" / "__init__.py")
+    model = f"{models / 'tiny_llama.py'}:build"
+    before = files(root)
+    assert what_happened(warm(model, root, *SIZES, env=env, cwd=work)) == HIT
+    assert cgtool("warm", model, "--cache-dir", root, *SIZES, "--check", env=env, cwd=work).code == 0
+    assert files(root) == before
+    relative = warm("../models/tiny_llama.py:build", "../moved", *SIZES, env=env, cwd=work)
+    assert what_happened(relative) == HIT
+    shutil.move(root, tmp_path / "again")  # nothing that is opened is found through where it was made
+    report = compare(model, tmp_path / "again", [{"num_tokens": n} for n in (1, 5, 8)], env=env, cwd=work)
+    assert (report["calls"], report["failures"]) == (3, [])
+
+
+def test_nothing_of_this_machine_is_in_the_cache(warmed, tmp_path):
+    """No path of the model, of cgtool, of the cache or of a home is in any file."""
+    inspect(warmed)
+    names = [str(REPO).encode(), str(warmed).encode(), str(tmp_path.parent).encode()]
+    said = [
+        (path.name, name) for path in warmed.rglob("*") if path.is_file() for name in names if name in path.read_bytes()
+    ]
+    assert said == []
