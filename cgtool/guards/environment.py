@@ -84,9 +84,8 @@ def _asked(path: str, _mtime_ns: int, _size_bytes: int) -> str | None:
     line = answer.stdout.strip().splitlines()[0] if answer.stdout.strip() else None
     if line is None:
         return None
-    # GCC begins with the name it was called by: c++ and g++ are one compiler
-    name, _, rest = line.partition(" ")
-    return rest if name == Path(path).name and rest else line
+    # GCC begins with the name that it was called by: c++, g++ and x86_64-linux-gnu-g++ are one compiler
+    return re.sub(r"^\S+ (?=\()", "", line)
 
 
 @lru_cache(maxsize=1)

@@ -79,7 +79,7 @@ def compiler_at(folder, line, name="g++"):
 def test_a_compiler_is_its_version_and_not_its_path(tmp_path, monkeypatch):
     here = compiler_at(tmp_path / "a", "g++ (Debian 12.2.0) 12.2.0")
     there = compiler_at(tmp_path / "b", "c++ (Debian 12.2.0) 12.2.0", name="c++")
-    newer = compiler_at(tmp_path / "c", "g++ (Debian 13.1.0) 13.1.0")
+    newer = compiler_at(tmp_path / "c", "x86_64-linux-gnu-g++ (Debian 13.1.0) 13.1.0")
     found = []
     for path in (here, there, newer, tmp_path / "nowhere"):
         monkeypatch.setenv("CXX", str(path))
