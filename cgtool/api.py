@@ -1,6 +1,6 @@
 """The library's two functions: `load` a model from the cache, and `compile` it, from the cache where it can be.
 
-    compile = hit → load │ miss → warm → load
+compile = hit → load, or else miss → warm → load
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def load(
         return module  # type: ignore[no-any-return]
     if environment().disable_cache or (config is not None and config.disable_cache):
         msg = (
-            "The cache is switched off (CGTOOL_DISABLE_CACHE or disable_cache), so nothing can be loaded from it. Switch it "
-            "on, or call cgtool.compile, which compiles in this process then."
+            "The cache is switched off (CGTOOL_DISABLE_CACHE or disable_cache), so nothing can be loaded from it. "
+            "Switch it on, or call cgtool.compile, which compiles in this process then."
         )
         raise CacheMissError(msg, reasons=("the cache is switched off",))
     wanted_dir = cache_dir if cache_dir is not None else (config.cache_dir or None) if config is not None else None
@@ -188,6 +188,3 @@ class _OnFirstCall:
                     _log.info("Compiling %s for its first call.", type(self._maker.module).__name__)
                     self._loaded = self._maker.make(args, kwargs)
         return self._loaded(*args, **kwargs)
-
-
-

@@ -7,7 +7,8 @@ or symbols of the trace: values are numbered, symbols are s0, s1, ... in the ord
 JSON grammar of a piece graph::
 
     graph    = {"schema": 1, "symbols": [symbol...], "facts": [expr...], "inputs": [tensor...],
-                "aliases": [[int...]...], "nodes": [node...], "outputs": [ref...], "results": [tensor...], "ops": {op: digest}}
+                "aliases": [[int...]...], "nodes": [node...], "outputs": [ref...], "results": [tensor...],
+                "ops": {op: digest}}
     symbol   = [name, min, max|null]                          "s0", 2, null
     expr     = a Python expression over symbols and integers with + - * // % ** Max() Min() and comparisons
     dim      = int | expr

@@ -21,6 +21,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 from cgtool.pieces import Json, PieceGraph, SymbolRange, TensorMeta
 
 SCHEMA = 1

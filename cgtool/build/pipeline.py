@@ -1,26 +1,27 @@
 """Warm: the whole way of the data, from a model to an entry of the cache.
 
-    hit?  ──▶ rows that the entry lacks ──▶ compile ──▶ add rows
-    miss ──▶ stitch ──▶ every row ──▶ compile ──▶ publish
+hit  ──▶ rows that the entry lacks ──▶ compile ──▶ add rows
+miss ──▶ stitch ──▶ every row ──▶ compile ──▶ publish
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cgtool.build.adaptors import get_adaptor
 from cgtool.build.manager import CompilerManager, UnitResult
+from cgtool.build.records import calls_of, counts_of, notes_of, without_sizes
 from cgtool.build.wanted import Work, wanted
 from cgtool.cache.entry import EntryWriter
 from cgtool.cache.files import check_writable
 from cgtool.cache.key import Factor, Key
 from cgtool.cache.layout import CacheLayout, resolve_root
-from cgtool.cache.manifest import Manifest, ManifestRow, VariantCounts, shape_text
+from cgtool.cache.manifest import Manifest, ManifestRow, shape_text
 from cgtool.cache.objects import ObjectStore
 from cgtool.cache.units import UnitStore
 from cgtool.config import CompilationConfig, CompilationLevel, environment
@@ -28,8 +29,6 @@ from cgtool.digests import canonical_json, digest_of
 from cgtool.errors import CacheCorruptError, CacheMissError, UsageError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.model import ModelSpec
-from cgtool.pieces import Json
-from cgtool.plan import Plan
 from cgtool.runtime.facts import Facts, facts_of
 from cgtool.runtime.find import Finder, Found
 from cgtool.runtime.text import plan_text
@@ -153,7 +152,7 @@ class _Warm:
 
     def _lacks_calls(self, found: Found) -> tuple[str, ...]:
         """Say whether an entry was made of other example calls than this model's."""
-        if _without_sizes(found.key.value("calls")) == _without_sizes(_calls_of(self._spec)):
+        if without_sizes(found.key.value("calls")) == without_sizes(calls_of(self._spec)):
             return ()
         return ("the example calls or their dynamic dimensions are not those of the entry",)
 
@@ -193,7 +192,7 @@ class _Warm:
             trace_secs=stitched.trace_secs,
             compile_secs=secs,
             reasons=reasons,
-            notes=_notes(stitched),
+            notes=notes_of(stitched),
         )
 
     def _complete(self, found: Found, work: tuple[Work, ...], missing: list[Work], broken: list[Work]) -> WarmResult:
@@ -242,12 +241,14 @@ class _Warm:
             "sources": dict(stitched.sources),
             "ops": dict(stitched.ops),
             "guards": digest_of(guards),
-            "calls": _calls_of(self._spec),
+            "calls": calls_of(self._spec),
         }
         return Key.of(Factor(name=name, value=value) for name, value in factors.items())
 
     def _manifest(self, key: Key, facts: Facts, stitched: Stitched, rows: Iterable[ManifestRow]) -> Manifest:
-        eager = {str(index): {str(p): why for p, why in found.items()} for index, found in stitched.eager_pieces.items()}
+        eager = {
+            str(index): {str(p): why for p, why in found.items()} for index, found in stitched.eager_pieces.items()
+        }
         return Manifest(
             hash=key.hash,
             rank=self._rank,
@@ -256,7 +257,7 @@ class _Warm:
             level=int(self._config.level),
             adaptor=self._config.adaptor,
             splitting_ops=stitched.splitting_ops,
-            variants=tuple(_counts(stitched.plan, index) for index in range(len(stitched.plan.variants))),
+            variants=tuple(counts_of(stitched.plan, index) for index in range(len(stitched.plan.variants))),
             rows=tuple(rows),
             lookup=(facts.lookup,),
             extra={"eager_pieces": eager, "size_dim": self._config.size_dim},
@@ -306,55 +307,6 @@ def _leveled(config: CompilationConfig, spec: ModelSpec) -> CompilationConfig:
     if level == CompilationLevel.DYNAMO_AS_IS:
         return config.replace(splitting_ops=(), adaptor="eager")
     return config.replace(splitting_ops=())
-
-
-def _calls_of(spec: ModelSpec) -> Json:
-    """Return what the example calls are, without their tensors' values."""
-    dynamic = {
-        parameter: {str(dim): name if isinstance(name, str) else list(name) for dim, name in dims.items()}
-        for parameter, dims in spec.dynamic.items()
-    }
-    calls = [
-        [call.name, [_shown(a) for a in call.args], {k: _shown(v) for k, v in call.kwargs.items()}] for call in spec.calls
-    ]
-    return {"method": spec.method, "dynamic": dynamic, "calls": calls}
-
-
-def _shown(value: Any) -> Json:
-    """Return an example argument as what it is: tensors by dtype, shape and strides, containers by their parts."""
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return {"tensor": str(value.dtype), "shape": list(value.shape), "stride": list(value.stride())}
-    if isinstance(value, Mapping):
-        return {str(key): _shown(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_shown(item) for item in value]
-    return (
-        value
-        if value is None or isinstance(value, (bool, int, str))
-        else f"{type(value).__qualname__} {value!r:.80}"
-    )
-
-
-def _without_sizes(calls: Json) -> Json:
-    """Return `calls` with tensors by dtype and rank alone: an example's own sizes decide nothing that guards do not."""
-    if isinstance(calls, Mapping):
-        if set(calls) == {"tensor", "shape", "stride"}:
-            return [calls["tensor"], len(calls["shape"])]
-        return {key: _without_sizes(value) for key, value in calls.items()}
-    return [_without_sizes(item) for item in calls] if isinstance(calls, list) else calls
-
-
-def _counts(plan: Plan, index: int) -> VariantCounts:
-    variant = plan.variants[index]
-    steps = [step for step in variant.steps if step.piece >= 0]
-    compiled = [step for step in steps if not step.splitting]
-    return VariantCounts(
-        name=variant.name,
-        pieces=len(steps),
-        splitting_pieces=len(steps) - len(compiled),
-        unique_pieces=len({step.graph for step in compiled}),
-        fixed=variant.fixed,
-    )
 
 
 def _eager_pieces(manifest: Manifest) -> dict[int, frozenset[int]]:
@@ -411,19 +363,6 @@ def _incomplete(missing: list[Work], broken: list[Work], layout: CacheLayout) ->
     reasons += [f"the artifact of piece {work.piece_index} is damaged" for work in broken]
     msg = f"The entry is incomplete: {'; '.join(reasons)}. Warm the model again to add what is missing."
     return CacheMissError(msg, reasons=tuple(reasons), path=layout.root)
-
-
-def _notes(stitched: Stitched) -> tuple[str, ...]:
-    notes = []
-    for index, pieces in stitched.eager_pieces.items():
-        for piece, why in pieces.items():
-            notes.append(f"Piece {piece} of variant {stitched.plan.variants[index].name} runs as it stands: {why}")
-    notes += [
-        f"The op {name} was made with torch.library.custom_op, whose first call imports Dynamo (seconds at start). "
-        "cgtool.direct_register_custom_op registers an op without that."
-        for name in stitched.slow_ops
-    ]
-    return tuple(dict.fromkeys(notes))
 
 
 def _listed(names: Iterable[str]) -> str:

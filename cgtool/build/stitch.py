@@ -164,15 +164,15 @@ def _variant(name: str, fixed: Mapping[str, int], dims: Dims, trace: Trace, spli
         model_guards=trace.model_guards,
         call_guards=(*trace.call_guards, *_apart(inputs, placeholders, split)),
         steps=split.steps,
-        output=place_outputs(trace.output, split.outputs),
+        output=place_outputs(trace.output, split.outputs, by_source),
     )
 
 
 def _apart(inputs: Sequence[Input], placeholders: Sequence[Any], split: SplitResult) -> Iterator[Guard]:
     """Yield guards that an input which is written to shares memory with an argument just where it did in the trace.
 
-    Dynamo has such guards too, and does not show them to its filter. Tensors of the model among themselves are left out:
-    what of theirs is one tensor is a fact of the key.
+    Dynamo has such guards too, and does not show them to its filter. Tensors of the model among themselves are left
+    out: what of theirs is one tensor is a fact of the key.
     """
     for written in split.mutated_inputs:
         for other, given in enumerate(inputs):

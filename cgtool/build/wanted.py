@@ -1,4 +1,4 @@
-"""Which artifacts a plan needs under a configuration: unique pieces × shapes, as data. Must not import torch.
+"""Which artifacts a plan needs under a configuration: unique pieces by shapes, as data. Must not import torch.
 
 A variant that fixes dimensions is compiled once, for the sizes that it fixes; any other for the general shape, for each
 concrete size that it can take, and for each range.
@@ -16,6 +16,7 @@ from cgtool.pieces import PieceGraph
 from cgtool.plan import Plan, Variant
 from cgtool.runtime.opening import EAGER
 from cgtool.runtime.shapes import ShapeSpec, base_shape, graph_at, spec_of
+
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
@@ -116,7 +117,7 @@ def _named_size(size: int | Mapping[str, int], names: tuple[str, ...], config: C
 
 def _the_dim(names: tuple[str, ...], config: CompilationConfig, what: str) -> str:
     if not names:
-        msg = f"This model has no dynamic dimension, so {what} has no meaning. Leave it out, or name dimensions in `dynamic`."
+        msg = f"This model has no dynamic dimension, so {what} has no meaning. Leave it out, or name one in `dynamic`."
         raise UsageError(msg, path="compile_sizes")
     if len(names) == 1 and config.size_dim in (None, names[0]):
         return names[0]
@@ -127,8 +128,8 @@ def _the_dim(names: tuple[str, ...], config: CompilationConfig, what: str) -> st
         raise UsageError(msg, path="size_dim", expected=names, actual=config.size_dim)
     example = ", ".join(f'"{name}": 8' for name in names)
     msg = (
-        f"This model has {len(names)} dynamic dimensions ({', '.join(names)}), so {what} does not say which it means. Name one "
-        f"with size_dim, or give a mapping: {{{example}}}."
+        f"This model has {len(names)} dynamic dimensions ({', '.join(names)}), so {what} does not say which it means. "
+        f"Name one with size_dim, or give a mapping: {{{example}}}."
     )
     raise UsageError(msg, path="size_dim", expected=names)
 
@@ -149,5 +150,5 @@ def _allows(variant: Variant, name: str, size: int) -> bool:
 def _check_served(sizes: Mapping[str, int], plan: Plan) -> None:
     if not any(_serves(variant, sizes) for variant in plan.variants):
         spelled = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        msg = f"No variant of this model takes {spelled}: it is outside of what `dynamic` and the model's own code allow."
+        msg = f"No variant of this model takes {spelled}: it is outside of what `dynamic` and the model's code allow."
         raise UsageError(msg, path="compile_sizes", actual=dict(sizes))

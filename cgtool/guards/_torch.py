@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import functools
+import inspect
 import sys
 from typing import Any
 
@@ -123,3 +123,8 @@ def has_kernel(op: Any, key: str) -> bool:
 def schema_of(op: Any) -> Any:
     """Return the schema of an overload."""
     return op._schema
+
+
+def is_op(value: Any) -> bool:
+    """Return whether `value` is an op of `torch.ops`, one of its overloads, or their namespace."""
+    return isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops._OpNamespace))

@@ -23,7 +23,7 @@ writes a guard and checks it, so the two cannot drift apart. Kinds::
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,7 @@ def _plain_key(key: Json) -> Any:
     return tuple(map(_plain_key, key[1:])) if isinstance(key, list) and key[:1] == ["t"] else key
 
 
-_PLAIN = {
+_PLAIN: dict[str, Callable[[Any], Json]] = {
     "value": encode_literal,
     "type": lambda value: qualified_name(type(value)),
     "length": _length,
@@ -91,7 +91,7 @@ _PLAIN = {
     "tensor": _tensor,
     "code": lambda value: code_digest(getattr(getattr(value, "__func__", value), "__code__", value)),
 }
-_WITH_ARGUMENT = {
+_WITH_ARGUMENT: dict[str, Callable[[Any, str], Json]] = {
     "contains": _contains,
     "hasattr": hasattr,
     "absent": lambda value, name: name not in getattr(value, "__dict__", {}),

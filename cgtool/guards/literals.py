@@ -1,4 +1,6 @@
-"""Plain values as data: what a guard expects, what an output template holds. Grammar of an encoded literal::
+"""Plain values as data: what a guard expects, what an output template holds.
+
+Grammar of an encoded literal::
 
     literal = null | bool | int | "text" | ["f", repr] | ["c", repr, repr] | ["b", hex] | ["e"]
             | ["t"|"l"|"size", literal...] | ["set"|"frozenset", literal... sorted] | ["d", [literal, literal]...]
@@ -19,13 +21,14 @@ import torch
 
 from cgtool.digests import canonical_json
 from cgtool.errors import TraceError
+from cgtool.guards import _torch as private
 from cgtool.guards.code import code_digest
 from cgtool.guards.names import qualified_name
 from cgtool.guards.sources import canonical_module_name
 
 Json = Any
 
-_CONTAINERS = {tuple: "t", list: "l", torch.Size: "size"}
+_CONTAINERS: dict[Any, str] = {tuple: "t", list: "l", torch.Size: "size"}
 
 
 class NoRuleError(TraceError):
@@ -93,7 +96,7 @@ def _object(value: Any) -> Json:
         return ["function", value.co_qualname, code_digest(value)]
     if isinstance(value, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)):
         return ["function", _builtin_name(value), ""]
-    if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops._OpNamespace)):  # noqa: SLF001 - public in all but name, 2.11 to 2.15
+    if private.is_op(value):
         return ["op", str(value)]
     wrapped = getattr(value, "__wrapped__", None)
     if wrapped is not None and callable(value):

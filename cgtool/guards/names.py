@@ -1,4 +1,4 @@
-"""How types and functions are named in every record: `module:Qualname`, the same in every process. Must not import torch."""
+"""How types and functions are named in every record: `module:Qualname`, in every process alike. No torch here."""
 
 from __future__ import annotations
 

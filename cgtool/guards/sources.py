@@ -15,8 +15,8 @@ Must not import torch. Grammar::
     module   = ident ("." ident)*
 
 `self` is the model, `arg:x` a local of its method's first frame, `free:x` a variable that the method closes over.
-`module:m` is a module itself and `global:m:x` a name in it; the first takes no accessor. `state:x` names global state of
-torch (see `state.py`) and has no accessors.
+`module:m` is a module itself and `global:m:x` a name in it; the first takes no accessor. `state:x` names global state
+of torch (see `state.py`) and has no accessors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is known of a model without tracing it: the facts that lead to an entry, and the factors that must equal its own.
+"""What is known of a model without tracing it: facts that lead to an entry, and factors that must equal its own.
 
 Cheap on purpose: no file is read and nothing is run. The environment's factors come from `cgtool.guards.environment`.
 """

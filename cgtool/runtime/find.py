@@ -165,7 +165,8 @@ class Finder:
         hash_, reasons = min(refused, key=lambda pair: len(pair[1]))
         shown = "\n  ".join(reasons[:_MAX_REASONS])
         msg = (
-            f"No entry of {self._layout.root} fits this model. The nearest, {short(hash_)}, does not because:\n  {shown}\n"
+            f"No entry of {self._layout.root} fits this model. The nearest, {short(hash_)}, does not because:\n"
+            f"  {shown}\n"
             "Warm the model again as it is now, or undo the change."
         )
         return CacheMissError(msg, reasons=reasons[:_MAX_REASONS], path=self._layout.root)

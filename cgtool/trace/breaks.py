@@ -87,7 +87,7 @@ def _graph_break(error: Exception, method: Callable[..., Any]) -> TraceError:
 
 
 def _user_line(error: Exception, method: Callable[..., Any]) -> str:
-    """Return where it happened, on a line of its own: the innermost frame that is the user's, as Dynamo or Python saw it."""
+    """Return where it happened, on a line of its own: the innermost frame of the user's, as Dynamo or Python saw it."""
     frames = [(f.filename, f.lineno or 0, f.name) for f in getattr(error, "real_stack", None) or ()]
     trace = error.__traceback__
     while trace is not None:

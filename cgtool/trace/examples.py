@@ -70,7 +70,7 @@ class Dims:
 
 
 def _read_dim(parameter: str, dim: Any, spec: Any) -> DynamicDim:
-    name, low, high = (spec, 1, None) if isinstance(spec, str) else (tuple(spec) + (1, None))[:3]
+    name, low, high = (spec, 1, None) if isinstance(spec, str) else (*spec, 1, None)[:3]
     well_formed = isinstance(name, str) and name.isidentifier() and type(low) is int and type(dim) is int
     if not well_formed or low < 0 or not (high is None or (type(high) is int and high >= low)):
         msg = (
@@ -129,7 +129,7 @@ def _outer_arguments(call: ExampleCall, signature: CallSignature) -> dict[str, A
     try:
         return dict(signature.outer.bind(*call.args, **call.kwargs).arguments)
     except TypeError as error:
-        msg = f"The example call {call.name!r} does not fit {signature.outer}: {error}. Correct the example's arguments."
+        msg = f"The example call {call.name!r} does not fit {signature.outer}: {error}. Correct the example."
         raise ModelError(msg, path=call.name) from error
 
 
@@ -147,7 +147,10 @@ def _targets(outer: Mapping[str, Any], dims: Dims, fixed: Mapping[str, int]) -> 
         if tensor is None or place.name in targets:
             continue
         if not isinstance(tensor, torch.Tensor) or not -tensor.dim() <= place.dim < tensor.dim():
-            msg = f"dynamic names dimension {place.dim} of {place.parameter!r}, which the example has not: {tensor!r:.80}."
+            msg = (
+                f"dynamic names dimension {place.dim} of {place.parameter!r}, which the example has not. "
+                "Correct `dynamic` or the example."
+            )
             raise ModelError(msg, path=place.parameter)
         dim = dims.by_name[place.name]
         size = max(tensor.shape[place.dim], FIRST_DYNAMIC, dim.min)

@@ -1,7 +1,7 @@
 """The code that a trace went through: files by module and digest, functions by qualified name and digest.
 
-Files of torch and of the standard library are left out, because the versions of torch and of Python are factors of their
-own; their functions are not, because a program can replace them.
+Files of torch and of the standard library are left out, because the versions of torch and of Python are factors of
+their own; their functions are not, because a program can replace them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _is_covered_by_versions(filename: str) -> bool:
     if filename.startswith("<"):
         return True
     path = os.path.realpath(filename)
-    torch_root = os.path.dirname(os.path.realpath(torch.__file__)) + os.sep
+    torch_root = str(Path(torch.__file__).resolve().parent) + os.sep
     library = os.path.realpath(sysconfig.get_paths()["stdlib"]) + os.sep
     in_site = f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path
     return path.startswith(torch_root) or (path.startswith(library) and not in_site)

@@ -1,7 +1,7 @@
 """Dynamo's guards as the plan's guards: each is looked at while its object is alive, and kept as data.
 
-What has no rule is an error that names it; nothing is dropped but what is implied by something kept (the reasons stand in
-`_IMPLIED`) or what speaks of this process alone.
+What has no rule is an error that names it; nothing is dropped but what is implied by something kept (the reasons stand
+in `_IMPLIED`) or what speaks of this process alone.
 """
 
 from __future__ import annotations
@@ -102,8 +102,9 @@ class GuardRecorder:
         if self.problems:
             shown = "\n  ".join(self.problems[:8])
             msg = (
-                f"{len(self.problems)} of the facts that this model's graph rests on cannot be kept as data:\n  {shown}\n"
-                "Make these objects plain values (numbers, strings, tuples, dtypes) or functions of a module, and warm again."
+                f"{len(self.problems)} of the facts that this model's graph rests on cannot be kept as data:\n"
+                f"  {shown}\nMake these objects plain values (numbers, strings, tuples, dtypes) or functions of a "
+                "module, and warm again."
             )
             raise TraceError(msg, actual=tuple(self.problems))
         return tuple(self.guards.values())
@@ -162,7 +163,7 @@ class GuardRecorder:
 
 
 def _is_implied_type(text: str, value: Any) -> bool:
-    """Return whether a type guard says nothing: torch's own dicts of a module, and tensors that are checked as inputs."""
+    """Return whether a type guard says nothing: those on torch's own dicts of a module."""
     last = text.rpartition(".")[2]
     plain_dict = type(value).__module__ in {"builtins", "collections"}
     return (last in {"_modules", "_parameters", "_buffers"} or last.endswith("_hooks")) and plain_dict
@@ -208,5 +209,3 @@ def module_frame(method: Any, output: Any) -> Frame:
         module=function.__globals__["__name__"],
         global_names=dict(output.import_sources),
     )
-
-

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import sympy
-from torch.utils._sympy.numbers import int_oo
 
 from cgtool.errors import SplitError, TraceError
 from cgtool.graph.sympy_text import expression_text
 from cgtool.pieces import SymbolRange
+from cgtool.trace import _torch as private
 
 
 def symbols_of_trace(shape_env: Any, names: Mapping[str, str]) -> tuple[SymbolRange, ...]:
@@ -27,7 +27,7 @@ def symbols_of_trace(shape_env: Any, names: Mapping[str, str]) -> tuple[SymbolRa
     found = []
     for old, new in names.items():
         bounds = shape_env.var_to_range[by_name[old]]
-        high = None if bounds.upper in (int_oo, sympy.oo) else int(bounds.upper)
+        high = None if bounds.upper in (private.int_oo, sympy.oo) else int(bounds.upper)
         found.append(SymbolRange(name=new, min=int(bounds.lower), max=high))
     return tuple(sorted(found, key=lambda symbol: int(symbol.name[1:])))
 
@@ -46,14 +46,14 @@ def relations_of_trace(shape_env: Any, names: Mapping[str, str]) -> tuple[str, .
         unknown = sorted(s.name for s in expr.free_symbols if s.name not in names)
         if unknown:
             msg = (
-                f"This model depends on {guard.expr}, in which {', '.join(unknown)} is no size of an input of the graph "
-                f"({guard.sloc}). Pass it in as a size, or make it constant."
+                f"This model depends on {guard.expr}, in which {', '.join(unknown)} is no size of an input of the "
+                f"graph ({guard.sloc}). Pass it in as a size, or make it constant."
             )
             raise TraceError(msg, actual=str(guard.expr))
         try:
             texts[expression_text(expr, names)] = None
         except SplitError as error:
-            msg = f"This model depends on {guard.expr}, which a plan cannot say ({error}). Simplify the code at {guard.sloc}."
+            msg = f"This model depends on {guard.expr}, which a plan cannot say ({error}). Simplify it at {guard.sloc}."
             raise TraceError(msg, actual=str(guard.expr)) from error
     return tuple(texts)
 

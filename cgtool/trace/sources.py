@@ -120,7 +120,7 @@ def _nth(word: str) -> Callable[[Any, Frame], str]:
     return lambda source, frame: f"{source_text(source.base, frame)}|{word}[{source.index}]"
 
 
-def _tensor_property(source: Any, frame: Frame) -> str:
+def _tensor_property(source: Any, _frame: Frame) -> str:
     msg = f"Dynamo's source {source.name!r} is a size, which the plan reads from the tensor itself."
     raise UnknownSourceError(msg, actual=source.name)
 
