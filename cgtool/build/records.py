@@ -1,0 +1,77 @@
+"""What an entry records of the model that it was made of: its example calls, counts, notes. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from cgtool.cache.manifest import VariantCounts
+from cgtool.model import ModelSpec
+from cgtool.pieces import Json
+from cgtool.plan import Plan
+
+if TYPE_CHECKING:
+    from cgtool.build.stitch import Stitched
+
+
+def calls_of(spec: ModelSpec) -> Json:
+    """Return what the example calls are, without their tensors' values."""
+    dynamic = {
+        parameter: {str(dim): name if isinstance(name, str) else list(name) for dim, name in dims.items()}
+        for parameter, dims in spec.dynamic.items()
+    }
+    calls = [
+        [call.name, [_shown(a) for a in call.args], {k: _shown(v) for k, v in call.kwargs.items()}]
+        for call in spec.calls
+    ]
+    return {"method": spec.method, "dynamic": dynamic, "calls": calls}
+
+
+def _shown(value: Any) -> Json:
+    """Return an example argument as what it is: tensors by dtype, shape and strides, containers by their parts."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return {"tensor": str(value.dtype), "shape": list(value.shape), "stride": list(value.stride())}
+    if isinstance(value, Mapping):
+        return {str(key): _shown(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_shown(item) for item in value]
+    return (
+        value if value is None or isinstance(value, (bool, int, str)) else f"{type(value).__qualname__} {value!r:.80}"
+    )
+
+
+def without_sizes(calls: Json) -> Json:
+    """Return `calls` with tensors by dtype and rank alone: an example's own sizes decide nothing that guards do not."""
+    if isinstance(calls, Mapping):
+        if set(calls) == {"tensor", "shape", "stride"}:
+            return [calls["tensor"], len(calls["shape"])]
+        return {key: without_sizes(value) for key, value in calls.items()}
+    return [without_sizes(item) for item in calls] if isinstance(calls, list) else calls
+
+
+def counts_of(plan: Plan, index: int) -> VariantCounts:
+    """Return how many pieces one variant has, how many hold a splitting op, and how many compiled ones differ."""
+    variant = plan.variants[index]
+    steps = [step for step in variant.steps if step.piece >= 0]
+    compiled = [step for step in steps if not step.splitting]
+    return VariantCounts(
+        name=variant.name,
+        pieces=len(steps),
+        splitting_pieces=len(steps) - len(compiled),
+        unique_pieces=len({step.graph for step in compiled}),
+        fixed=variant.fixed,
+    )
+
+
+def notes_of(stitched: Stitched) -> tuple[str, ...]:
+    """Return advice for the user that the traces gave."""
+    notes = []
+    for index, pieces in stitched.eager_pieces.items():
+        for piece, why in pieces.items():
+            notes.append(f"Piece {piece} of variant {stitched.plan.variants[index].name} runs as it stands: {why}")
+    notes += [
+        f"The op {name} was made with torch.library.custom_op, whose first call imports Dynamo (seconds at start). "
+        "cgtool.direct_register_custom_op registers an op without that."
+        for name in stitched.slow_ops
+    ]
+    return tuple(dict.fromkeys(notes))
