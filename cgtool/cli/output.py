@@ -61,20 +61,26 @@ class Output:
             renderable.padding = (0, 2, 0, 0)
         _print(self.stdout, renderable)
 
-    def line(self, text: str = "", *, style: str = "") -> None:
-        """Print plain text on stdout; never read as markup, and never wrapped, so that it can be copied."""
-        self.stdout.print(Text(plain(text, lines=True), style=style), soft_wrap=True)
+    def line(self, text: str = "", *, style: str = "", whole: bool = False) -> None:
+        """Print plain text on stdout, wrapped between words on a terminal.
+
+        Args:
+            text: Never read as markup.
+            style: How it looks.
+            whole: Leave wrapping to the terminal, so that it can be copied as one line.
+        """
+        self.stdout.print(Text(plain(text, lines=True), style=style), soft_wrap=whole)
 
     def note(self, text: str, *, style: str = "") -> None:
         """Say something on stderr, unless quiet."""
         if not self.quiet:
-            self.stderr.print(Text(plain(text, lines=True), style=style), soft_wrap=True)
+            self.stderr.print(Text(plain(text, lines=True), style=style))
 
     def error(self, text: str) -> None:
         """Say what failed on stderr, quiet or not."""
         words = Text("Error: ", style="bold red")
         words.append(plain(text, lines=True), style="not bold default")
-        self.stderr.print(words, soft_wrap=True)
+        self.stderr.print(words)
 
     @contextlib.contextmanager
     def talking(self) -> Iterator[None]:

@@ -87,7 +87,7 @@ class _LiveProgress:
     def take(self, event: Event) -> None:
         """Show one event."""
         if is_finished(event):
-            self._console.print(_finished_line(event), soft_wrap=event.phase == "note", overflow="ellipsis")
+            self._console.print(_finished_line(event), no_wrap=event.phase != "note", overflow="ellipsis")
         if event.phase == "note":
             return
         if self._task is None or event.phase != self._phase:

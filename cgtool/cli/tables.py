@@ -29,6 +29,12 @@ SHORT = 10
 WIDE = 115
 _WIDE_COLUMNS = (">level", "adaptor", ">artifacts")
 
+#: How many reasons people are shown; programs get all.
+MOST_REASONS = 8
+
+#: How many tensors of a piece are shown where none of them has an open dimension.
+_FEW = 3
+
 #: Types as torch prints them in its own graphs.
 _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
@@ -37,16 +43,16 @@ def show_warm(output: Output, report: WarmReport, model: str) -> None:
     """Print what was compiled and the line that starts from it."""
     for note in report.notes:
         output.note(f"Note: {note}", style="yellow")
-    for reason in report.reasons:
+    for reason in _most_telling(report.reasons):
         output.note(f"Compiled because: {reason}", style="dim")
     output.line(_warm_summary(report, model), style="bold")
     if report.entry is not None:
         output.line(_entry_summary(report.entry))
         output.show(_artifacts_table(report.entry))
     output.line("Start from it in Python:", style="bold")
-    output.line(f"  import cgtool; model = {report.load_call}")
+    output.line(f"  import cgtool; model = {report.load_call}", whole=True)
     output.line("Try it from this folder:", style="bold")
-    output.line(f"  {report.start}")
+    output.line(f"  {report.start}", whole=True)
 
 
 def show_check(output: Output, report: WarmReport, model: str) -> None:
@@ -57,7 +63,7 @@ def show_check(output: Output, report: WarmReport, model: str) -> None:
         output.line(f"{model} is warm: the cache at {report.root} serves it.")
         return
     output.line(f"{model} is not warm. Run the same command without --check to make it so. Reasons:")
-    for reason in report.reasons or ("The cache does not hold it.",):
+    for reason in _most_telling(report.reasons or ("The cache does not hold it.",)):
         output.line(f"  - {reason}")
 
 
@@ -90,12 +96,15 @@ def show_graph(output: Output, report: GraphReport) -> None:
     count = len(report.variants)
     output.line(f"variant {number} of {count}: {shown.describe()}" if count > 1 else f"one variant: {shown.describe()}")
     table = _table(">piece", "runs", "identity", ">ops", "inputs", "outputs", "shapes")
+    shown_at: dict[str, int] = {}
     for row in report.pieces:
-        table.add_row(*_piece_cells(row, between="\n" if output.stdout.is_terminal else "; "))
+        twin = shown_at.setdefault(row.identity, row.index)
+        between = "\n" if output.stdout.is_terminal else "; "
+        table.add_row(*_piece_cells(row, between=between, twin=None if twin == row.index else twin))
     output.show(table)
     if count > 1:
         output.line("Variants: " + "; ".join(f"{i} {variant.describe()}" for i, variant in enumerate(report.variants)))
-    output.line(f"The whole graph as Python: {report.code_path}")
+    output.line(f"The whole graph as Python: {report.code_path}", whole=True)
 
 
 def ago_text(stamp: Any, now: float) -> str:
@@ -113,6 +122,11 @@ def ago_text(stamp: Any, now: float) -> str:
         if secs >= length:
             return f"{secs // length} {unit} ago"
     return "just now"
+
+
+def _most_telling(reasons: tuple[str, ...]) -> tuple[str, ...]:
+    rest = len(reasons) - MOST_REASONS
+    return reasons if rest <= 1 else (*reasons[:MOST_REASONS], f"and {rest} more, which --json shows")
 
 
 def _epoch(stamp: Any) -> float | None:
@@ -158,14 +172,15 @@ def _artifacts_table(entry: Mapping[str, Any]) -> Table:
     return table
 
 
-def _piece_cells(row: PieceRow, *, between: str) -> tuple[Text, ...]:
+def _piece_cells(row: PieceRow, *, between: str, twin: int | None) -> tuple[Text, ...]:
+    """The cells of one piece; of a piece that equals an earlier one, its `twin`, the tensors are not said again."""
     return (
         _text(row.index if row.index >= 0 else "-"),
         _text(_ops_text(row, between), "yellow" if row.splitting else ""),
         _text(row.identity[:SHORT], "dim" if row.splitting else "cyan"),
         _text(row.num_ops),
-        _text(_tensors_text(row.inputs, between)),
-        _text(_tensors_text(row.outputs, between)),
+        _text(_tensors_text(row.inputs, between) if twin is None else f"as piece {twin}"),
+        _text(_tensors_text(row.outputs, between) if twin is None else ""),
         _text(", ".join(shape_text(shape) for shape in row.shapes) or ("-" if row.splitting else "nothing")),
     )
 
@@ -175,15 +190,23 @@ def _ops_text(row: PieceRow, between: str) -> str:
 
 
 def _tensors_text(tensors: tuple[TensorMeta, ...], between: str) -> str:
-    """The types and shapes of tensors, equal neighbours counted: "3 x f32[64, 64]"."""
+    """The types and shapes of tensors: "2 x f32[s0,64]"; where some are open, those of fixed shape are only counted."""
+    opened = [tensor for tensor in tensors if not _is_fixed(tensor)]
+    telling = opened or tensors[:_FEW]
     groups: list[tuple[str, int]] = []
-    for tensor in tensors:
-        words = f"{_dtype_text(tensor.dtype)}[{', '.join(map(str, tensor.shape))}]"
+    for tensor in telling:
+        words = f"{_dtype_text(tensor.dtype)}[{','.join(str(dim).replace(' ', '') for dim in tensor.shape)}]"
         if groups and groups[-1][0] == words:
             groups[-1] = (words, groups[-1][1] + 1)
         else:
             groups.append((words, 1))
-    return between.join(words if count == 1 else f"{count} x {words}" for words, count in groups) or "-"
+    lines = [words if count == 1 else f"{count} x {words}" for words, count in groups]
+    rest = len(tensors) - len(telling)
+    return between.join([*lines, f"{rest} {'fixed' if opened else 'more'}"] if rest else lines) or "-"
+
+
+def _is_fixed(tensor: TensorMeta) -> bool:
+    return all(isinstance(dim, int) for dim in tensor.shape)
 
 
 def _dtype_text(dtype: str) -> str:

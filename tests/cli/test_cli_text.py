@@ -102,3 +102,11 @@ def test_how_long_ago(stamp, shown):
 )
 def test_an_event_is_one_plain_line(event, shown):
     assert line_of(event) == shown
+
+
+def test_many_reasons_are_cut_and_said_to_be():
+    reasons = tuple(f"reason {number}" for number in range(20))
+    shown = tables._most_telling(reasons)
+    assert shown[:-1] == reasons[:8]
+    assert shown[-1] == "and 12 more, which --json shows"
+    assert tables._most_telling(reasons[:9]) == reasons[:9]
