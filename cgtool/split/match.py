@@ -123,15 +123,16 @@ def _unmatched(name: str, graph: Iterable[frozenset[str]]) -> UnmatchedSplitting
 
 
 def _shown(names: frozenset[str]) -> str:
-    """Return the one name under which the error lists an op: `ns::op` of a custom op, else the dotted name."""
-    custom = sorted(n for n in names if "::" in n and not n.startswith("aten::"))
-    dotted = sorted(n for n in names if "::" not in n)
-    functional = [n for n in dotted if n.startswith("torch.nn.functional.")]
-    return min(
-        [*custom, *functional, *dotted, *sorted(names)], key=lambda n: (n not in custom, n not in functional, len(n))
-    )
+    """Return the one name under which the error lists an op: `ns::op` of an op, else the dotted name of a function."""
+    dotted = sorted((n for n in names if "::" not in n), key=lambda n: (not _is_functional(n), len(n), n))
+    return dotted[0] if dotted else min(names, key=len)
+
+
+def _is_functional(name: str) -> bool:
+    return name.startswith("torch.nn.functional.")
 
 
 def _is_common(name: str) -> tuple[bool, bool, bool]:
     """Sort custom ops first, then functions of torch.nn.functional, then what else computes, then operators."""
-    return "::" not in name, not name.startswith("torch.nn.functional."), not name.startswith("torch.")
+    is_custom = "::" in name and not name.startswith("aten::")
+    return not is_custom, not _is_functional(name), not name.startswith(("torch.", "aten::"))

@@ -58,7 +58,14 @@ _define("scale(Tensor x, SymInt n) -> Tensor", lambda x, n: x * n, lambda x, n: 
 _lib._register_fake("pair", lambda x: (torch.empty_like(x), torch.empty_like(x)), allow_override=True)
 
 OPS = torch.ops.toysplit
-AT_TOYS = ("toysplit::fill", "toysplit::mix", "toysplit::pair", "toysplit::bump_", "toysplit::bump_all_", "toysplit::scale")
+AT_TOYS = (
+    "toysplit::fill",
+    "toysplit::mix",
+    "toysplit::pair",
+    "toysplit::bump_",
+    "toysplit::bump_all_",
+    "toysplit::scale",
+)
 
 
 def capture(function: Callable[..., Any], *args: Any, dynamic: Sequence[tuple[int, int]] = ()) -> fx.GraphModule:
@@ -241,8 +248,5 @@ def check_split(
 def placeholder_order(graph_module: fx.GraphModule, function: Callable[..., Any], args: Sequence[Any]) -> list[int]:
     """Return for each tensor placeholder the position of the argument that it stands for."""
     names = list(function.__code__.co_varnames[: function.__code__.co_argcount])
-    order = []
-    for node in graph_module.graph.find_nodes(op="placeholder"):
-        if _is_tensor(node):
-            order.append(names.index(node.meta["argument"]))
-    return order
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    return [names.index(node.meta["argument"]) for node in placeholders if _is_tensor(node)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 - what everyone calls it
 from split_reference import OPS, capture, check_split
 
 from cgtool.graph.expressions import evaluate

@@ -1,0 +1,106 @@
+"""What cannot be a piece is refused with the user's own line and what to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from split_reference import OPS, capture
+
+from cgtool.errors import SplitError
+from cgtool.split import split_graph
+
+pytestmark = pytest.mark.torch
+
+
+def x() -> torch.Tensor:
+    return torch.arange(24.0).reshape(6, 4)
+
+
+def refused(function, *args, dynamic=(), config=None) -> str:
+    patch = torch._dynamo.config.patch(**(config or {}))
+    with patch:
+        graph_module = capture(function, *(args or (x(),)), dynamic=dynamic)
+    names = ["toysplit::mix"] if any("mix" in str(n.target) for n in graph_module.graph.nodes) else []
+    with pytest.raises(SplitError) as caught:
+        split_graph(graph_module, splitting_ops=names)
+    return str(caught.value)
+
+
+def test_a_higher_order_op_is_named_with_the_users_line() -> None:
+    def function(a):
+        return torch.cond(a.sum() > 0, lambda b: b.sin(), lambda b: b.cos(), (a,))
+
+    message = refused(function)
+    assert "cond" in message
+    assert "test_split_errors.py" in message
+    assert "torch.cond(a.sum() > 0" in message
+    assert "custom op" in message
+
+
+def test_a_change_of_shape_in_place_that_another_piece_sees() -> None:
+    def function(a):
+        b = a + 1
+        c = OPS.mix(b, b)
+        b.unsqueeze_(0)
+        return c + b
+
+    message = refused(function)
+    assert "unsqueeze_" in message
+    assert "b.unsqueeze_(0)" in message
+    assert "without the underscore" in message
+
+
+def test_a_change_of_shape_within_one_piece_is_fine() -> None:
+    def function(a):
+        b = OPS.mix(a, a)
+        c = (b + 1).unsqueeze_(0)
+        return c * 2
+
+    assert len(split_graph(capture(function, x()), splitting_ops=["toysplit::mix"]).steps) == 2
+
+
+def test_a_number_read_from_data() -> None:
+    def function(a):
+        n = a.sum().item()
+        return OPS.mix(a, a) * n
+
+    message = refused(function, config={"capture_scalar_outputs": True})
+    assert "item" in message
+    assert "test_split_errors.py" in message
+
+
+def test_sizes_that_depend_on_data() -> None:
+    def function(a):
+        found = torch.nonzero(a > 3)
+        return OPS.mix(a, a), found * 2
+
+    message = refused(function, config={"capture_dynamic_output_shape_ops": True})
+    assert "nonzero" in message
+    assert "test_split_errors.py" in message
+
+
+def test_a_returned_float_of_a_size() -> None:
+    graph_module = capture(lambda a: a * (a.shape[0] / 3), x(), dynamic=[(0, 0)])
+    (ratio,) = (n for n in graph_module.graph.nodes if isinstance(n.meta.get("example_value"), torch.SymFloat))
+    (output,) = graph_module.graph.find_nodes(op="output")
+    output.args = ((*output.args[0], ratio),)
+    with pytest.raises(SplitError, match="the model returns it") as caught:
+        split_graph(graph_module, splitting_ops=[])
+    assert "test_split_errors.py" in str(caught.value)
+
+
+def test_a_tensor_on_a_second_device() -> None:
+    graph_module = capture(lambda a: OPS.mix(a, a) + 1, x())
+    first, *_, last = (n for n in graph_module.graph.nodes if isinstance(n.meta.get("example_value"), torch.Tensor))
+    for node, device in ((first, "cuda:0"), (last, "cuda:1")):
+        value = node.meta["example_value"]
+        with value.fake_mode:
+            node.meta["example_value"] = torch.empty(6, 4, device=device)
+    with pytest.raises(SplitError, match="second cuda device"):
+        split_graph(graph_module, splitting_ops=["toysplit::mix"])
+
+
+def test_a_graph_that_holds_a_module() -> None:
+    graph_module = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+    with pytest.raises(SplitError, match="runs a graph of its own"):
+        split_graph(graph_module, splitting_ops=[])

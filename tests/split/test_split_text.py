@@ -1,0 +1,48 @@
+"""`computation_graph.py` is for people: readable, the same everywhere, and it names no path."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+import torch
+from split_reference import OPS, capture
+
+from cgtool.split import graph_text, split_graph
+
+pytestmark = pytest.mark.torch
+
+
+def function(a, b):
+    c = OPS.mix(a * 2, b)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        d = c @ b.t()
+    left, right = d.chunk(2, 0)
+    return left[1:, None] + 1.5, right, a.shape[0] + 1
+
+
+def text() -> str:
+    graph_module = capture(function, torch.rand(6, 4), torch.rand(6, 4), dynamic=[(0, 0), (1, 0)])
+    return graph_text(graph_module, split_graph(graph_module, splitting_ops=["toysplit::mix"]).assignment)
+
+
+def test_it_shows_pieces_shapes_and_the_users_lines() -> None:
+    shown = text()
+    assert [line.strip() for line in shown.splitlines() if "----" in line] == [
+        f"# ---- piece {i} ----" for i in range(3)
+    ]
+    assert "# test_split_text.py:" in shown
+    assert "c = OPS.mix(a * 2, b)" in shown
+    assert 'float32[s0, 4]"' in shown
+    assert "torch.ops.toysplit.mix(" in shown
+
+
+def test_it_is_the_same_each_time_and_holds_no_folder() -> None:
+    shown = text()
+    assert shown == text()
+    assert "/" not in shown.replace("//", "")
+    assert "0x" not in shown
+
+
+def test_it_is_python() -> None:
+    ast.parse(text())
