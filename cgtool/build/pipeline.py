@@ -6,15 +6,13 @@ miss ──▶ stitch ──▶ every row ──▶ compile ──▶ publish
 
 from __future__ import annotations
 
-import json
-import time
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from cgtool.build.adaptors import get_adaptor
-from cgtool.build.manager import CompilerManager, UnitResult
+from cgtool.build.compile_work import Compiled, compile_work, merged, row_name
 from cgtool.build.records import calls_of, counts_of, notes_of, without_sizes
 from cgtool.build.wanted import Work, wanted
 from cgtool.cache.entry import EntryWriter
@@ -23,7 +21,6 @@ from cgtool.cache.key import Factor, Key
 from cgtool.cache.layout import CacheLayout, resolve_root
 from cgtool.cache.manifest import Manifest, ManifestRow, shape_text
 from cgtool.cache.objects import ObjectStore
-from cgtool.cache.units import UnitStore
 from cgtool.config import CompilationConfig, CompilationLevel, environment
 from cgtool.digests import canonical_json, digest_of
 from cgtool.errors import CacheCorruptError, CacheMissError, UsageError
@@ -131,7 +128,7 @@ class _Warm:
                 raise
             return self._fresh(facts, miss.reasons)
         work = wanted(found.plan, self._config, eager_pieces=_eager_pieces(found.entry.manifest))
-        missing = [w for w in work if found.entry.manifest.row(**_row_name(w)) is None]
+        missing = [w for w in work if found.entry.manifest.row(**row_name(w)) is None]
         broken = _broken_rows(found, work)
         if check and (missing or broken):
             raise _incomplete(missing, broken, self._layout)
@@ -157,7 +154,7 @@ class _Warm:
         return ("the example calls or their dynamic dimensions are not those of the entry",)
 
     def _hit(self, found: Found, work: Iterable[Work]) -> WarmResult:
-        rows = [found.entry.manifest.row(**_row_name(w)) for w in work]
+        rows = [found.entry.manifest.row(**row_name(w)) for w in work]
         reused = len({row.digest for row in rows if row is not None})
         self._on_event(Event(phase="hit", message=found.entry.name.hash))
         return self._result(found.entry.manifest, hit=True, reused=reused)
@@ -176,8 +173,9 @@ class _Warm:
         work = wanted(stitched.plan, self._config, eager_pieces=eager)
         key = self._key(facts, stitched)
         writer = EntryWriter(self._layout, key, rank=self._rank, prefix=self._spec.prefix)
-        rows, compiled, secs = self._compile(work, writer.objects)
-        manifest = self._manifest(key, facts, stitched, rows)
+        done = self._compile(work, writer.objects)
+        stitched = dataclasses.replace(stitched, eager_pieces=merged(stitched.eager_pieces, done.fallbacks))
+        manifest = self._manifest(key, facts, stitched, done.rows)
         files = {
             "plan.json": canonical_json(stitched.plan.to_json()),
             "computation_graph.py": stitched.computation_graph.encode(),
@@ -187,10 +185,10 @@ class _Warm:
         manifest = writer.publish(manifest, files)
         return self._result(
             manifest,
-            compiled=compiled,
-            reused=len({row.digest for row in rows}) - compiled,
+            compiled=done.compiled,
+            reused=len({row.digest for row in done.rows}) - done.compiled,
             trace_secs=stitched.trace_secs,
-            compile_secs=secs,
+            compile_secs=done.secs,
             reasons=reasons,
             notes=notes_of(stitched),
         )
@@ -198,40 +196,20 @@ class _Warm:
     def _complete(self, found: Found, work: tuple[Work, ...], missing: list[Work], broken: list[Work]) -> WarmResult:
         """Compile what an entry lacks; its plan says all that is needed, so nothing is traced."""
         writer = EntryWriter(self._layout, found.key, rank=self._rank, prefix=self._spec.prefix)
-        rows, compiled, secs = self._compile((*missing, *broken), writer.objects)
+        done = self._compile((*missing, *broken), writer.objects)
         self._on_event(Event(phase="store", message=found.key.hash))
-        manifest = writer.add_rows(rows)
-        everything = {row.digest for w in work if (row := manifest.row(**_row_name(w))) is not None}
+        manifest = writer.add_rows(done.rows)
+        everything = {row.digest for w in work if (row := manifest.row(**row_name(w))) is not None}
         return self._result(
             manifest,
-            compiled=compiled,
-            reused=max(0, len(everything) - compiled),
-            compile_secs=secs,
+            compiled=done.compiled,
+            reused=max(0, len(everything) - done.compiled),
+            compile_secs=done.secs,
             reasons=_incomplete(missing, broken, self._layout).reasons,
         )
 
-    def _compile(self, work: Iterable[Work], objects: ObjectStore) -> tuple[list[ManifestRow], int, float]:
-        """Compile or reuse every artifact of `work`, each unique one once, and put it into the entry."""
-        started = time.perf_counter()
-        unique: dict[str, list[Work]] = {}
-        for item in work:
-            unique.setdefault(_unit_name(item), []).append(item)
-        units = UnitStore(self._layout)
-        managers: dict[str, CompilerManager] = {}
-        rows: list[ManifestRow] = []
-        compiled = 0
-        for done, items in enumerate(unique.values()):
-            first = items[0]
-            if first.adaptor not in managers:
-                managers[first.adaptor] = CompilerManager(units, get_adaptor(first.adaptor), self._config)
-            label = f"piece {', '.join(str(i.piece_index) for i in items[:6])}, {shape_text(first.shape)}"
-            self._on_event(Event(phase="compile", message=label, done=done, total=len(unique)))
-            unit = managers[first.adaptor].ensure(first.graph, objects=objects, max_autotune=first.max_autotune)
-            compiled += not unit.reused
-            secs = 0.0 if unit.reused else unit.compile_secs
-            self._on_event(Event(phase="compile", message=label, done=done + 1, total=len(unique), secs=secs))
-            rows += [_row(item, unit) for item in items]
-        return rows, compiled, time.perf_counter() - started
+    def _compile(self, work: Iterable[Work], objects: ObjectStore) -> Compiled:
+        return compile_work(work, layout=self._layout, objects=objects, config=self._config, on_event=self._on_event)
 
     def _key(self, facts: Facts, stitched: Stitched) -> Key:
         guards = [[g.to_json() for g in v.model_guards] for v in stitched.plan.variants]
@@ -314,36 +292,11 @@ def _eager_pieces(manifest: Manifest) -> dict[int, frozenset[int]]:
     return {int(index): frozenset(map(int, pieces)) for index, pieces in stored.items()}
 
 
-def _row_name(work: Work) -> dict[str, Any]:
-    return {
-        "variant": work.variant,
-        "shape": work.shape,
-        "piece_index": work.piece_index,
-        "adaptor": work.adaptor,
-    }
-
-
-def _unit_name(work: Work) -> str:
-    return json.dumps([work.graph.identity(), work.adaptor, work.max_autotune])
-
-
-def _row(work: Work, unit: UnitResult) -> ManifestRow:
-    return ManifestRow(
-        **_row_name(work),
-        digest=unit.digest,
-        kind=unit.kind,
-        size_bytes=unit.size_bytes,
-        compile_secs=unit.compile_secs,
-        kernels=unit.kernels,
-        guards=tuple(unit.guards),
-    )
-
-
 def _broken_rows(found: Found, work: Iterable[Work]) -> list[Work]:
     """Return the work of `found` whose artifacts are gone or differ from their digests."""
     broken, seen = [], {}
     for item in work:
-        row = found.entry.manifest.row(**_row_name(item))
+        row = found.entry.manifest.row(**row_name(item))
         if row is None:
             continue
         if row.digest not in seen:

@@ -29,6 +29,7 @@ class Work:
         graph: The piece's graph at these sizes.
         adaptor: The adaptor to compile it with.
         max_autotune: Whether the compiler may take its time to find the fastest kernels.
+        is_base: Whether it serves every size of its variant, and not a concrete size or a range.
     """
 
     variant: int
@@ -37,6 +38,7 @@ class Work:
     graph: PieceGraph
     adaptor: str
     max_autotune: bool
+    is_base: bool
 
 
 def wanted(plan: Plan, config: CompilationConfig, *, eager_pieces: Mapping[int, frozenset[int]]) -> tuple[Work, ...]:
@@ -68,6 +70,7 @@ def wanted(plan: Plan, config: CompilationConfig, *, eager_pieces: Mapping[int, 
                         graph=graph_at(plan.graphs[step.graph], step, spec),
                         adaptor=EAGER if eager else config.adaptor,
                         max_autotune=spec.max_autotune and not eager,
+                        is_base=spec.shape == base_shape(variant),
                     )
                 )
     return tuple(work)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cgtool.graph.expressions import evaluate, symbols_of
+
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
 #: ((symbol of the variant, size), ...), sorted
@@ -29,6 +31,8 @@ class PiecewiseBackend:
         general: Serves every size that the variant's symbols allow; None where only sizes or ranges were compiled.
         sizes: By concrete sizes of the variant's symbols; a key may leave symbols open.
         ranges: By inclusive ranges, in order of preference.
+        guards: What the compiler relied on for a size or a range, over the variant's symbols, by function. Those of the
+            general shape are relations of the variant.
 
     Each function is boxed: it takes a list of tensors, which it may empty, and returns a list or tuple.
     """
@@ -36,22 +40,32 @@ class PiecewiseBackend:
     general: Boxed | None
     sizes: Mapping[SizeKey, Boxed] = field(default_factory=dict)
     ranges: Sequence[tuple[Ranges, Boxed]] = ()
+    guards: Mapping[Boxed, Sequence[str]] = field(default_factory=dict)
 
     def choose(self, values: Mapping[str, int]) -> Boxed | None:
         """Return the function for these values of the variant's symbols, or None when none was compiled for them."""
-        fitting = [key for key in self.sizes if all(values.get(symbol) == size for symbol, size in key)]
+        fitting = [
+            key
+            for key, function in self.sizes.items()
+            if all(values.get(symbol) == size for symbol, size in key) and self._holds(function, values)
+        ]
         if fitting:
             # Of two that fit, the one that fixes more was compiled for exactly this.
             return self.sizes[max(fitting, key=len)]
         for ranges, function in self.ranges:
-            if all(_within(values.get(symbol), bounds) for symbol, bounds in ranges.items()):
+            within = all(_within(values.get(symbol), bounds) for symbol, bounds in ranges.items())
+            if within and self._holds(function, values):
                 return function
         return self.general
 
     def symbols(self) -> set[str]:
         """Return the symbols that the choice depends on."""
         found = {symbol for key in self.sizes for symbol, _ in key}
-        return found | {symbol for ranges, _ in self.ranges for symbol in ranges}
+        found |= {symbol for ranges, _ in self.ranges for symbol in ranges}
+        return found.union(*(symbols_of(text) for texts in self.guards.values() for text in texts))
+
+    def _holds(self, function: Boxed, values: Mapping[str, int]) -> bool:
+        return all(evaluate(text, values) for text in self.guards.get(function, ()))
 
 
 def _within(value: int | None, bounds: tuple[int, int | None]) -> bool:

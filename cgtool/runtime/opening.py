@@ -60,16 +60,22 @@ def open_entry(found: Found, module: Any, opener: Opener) -> LoadedModel:
                 piece_function(graph, device_index=index) if row.adaptor == EAGER else opener(row.adaptor, data, graph)
             )
         pieces.setdefault((row.variant, row.piece_index), []).append((row, spec, opened[key]))
-    backends = {name: _backend(rows, plan.variants[name[0]]) for name, rows in pieces.items()}
+    backends = {name: _backend(rows, plan.variants[name[0]], name[1]) for name, rows in pieces.items()}
     return LoadedModel(module, _with_added_guards(plan, pieces), backends)
 
 
-def _backend(rows: list[tuple[ManifestRow, ShapeSpec, Boxed]], variant: Variant) -> PiecewiseBackend:
+def _backend(rows: list[tuple[ManifestRow, ShapeSpec, Boxed]], variant: Variant, piece_index: int) -> PiecewiseBackend:
     base: Shape = base_shape(variant)
     general = next((function for row, _, function in rows if row.shape in (GENERAL, base)), None)
     sizes = {tuple(sorted(spec.sizes.items())): function for _, spec, function in rows if spec.sizes}
     ranges = [(dict(spec.ranges), function) for _, spec, function in rows if spec.ranges]
-    return PiecewiseBackend(general=general, sizes=sizes, ranges=ranges)
+    step = next(step for step in variant.steps if step.piece == piece_index)
+    guards = {
+        function: tuple(rename(text, step.symbols) for text in row.guards)
+        for row, spec, function in rows
+        if (spec.sizes or spec.ranges) and row.guards
+    }
+    return PiecewiseBackend(general=general, sizes=sizes, ranges=ranges, guards=guards)
 
 
 def _with_added_guards(plan: Plan, pieces: Mapping[tuple[int, int], list[Any]]) -> Plan:

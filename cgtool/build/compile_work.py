@@ -1,0 +1,144 @@
+"""Compiling the work that a plan needs: each unique artifact once, and eagerly what no compiler takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cgtool.build.adaptors import get_adaptor
+from cgtool.build.manager import CompilerManager, UnitResult
+from cgtool.build.wanted import Work
+from cgtool.cache.layout import CacheLayout
+from cgtool.cache.manifest import ManifestRow, shape_text
+from cgtool.cache.objects import ObjectStore
+from cgtool.cache.units import UnitStore
+from cgtool.config import CompilationConfig
+from cgtool.digests import digest_of
+from cgtool.errors import CompileError
+from cgtool.events import Event, OnEvent
+from cgtool.runtime.opening import EAGER
+
+
+@dataclass(kw_only=True)
+class Compiled:
+    """What came of it.
+
+    Args:
+        rows: A row for each item of the work.
+        compiled: How many artifacts this process compiled.
+        secs: How long all of it took, in seconds.
+        fallbacks: variant → piece → why no compiler took it; such a piece runs as it stands.
+    """
+
+    rows: list[ManifestRow] = field(default_factory=list)
+    compiled: int = 0
+    secs: float = 0.0
+    fallbacks: dict[int, dict[int, str]] = field(default_factory=dict)
+
+
+def compile_work(
+    work: Iterable[Work], *, layout: CacheLayout, objects: ObjectStore, config: CompilationConfig, on_event: OnEvent
+) -> Compiled:
+    """Compile or reuse every artifact of `work` and put it into an entry.
+
+    A piece that the compiler refuses for all of its variant's sizes runs as it stands, and is reported; one that it
+    refuses for a concrete size or a range alone is an error.
+
+    Args:
+        work: What is needed.
+        layout: Where the cache lies.
+        objects: The entry's artifacts.
+        config: Where the compiler's options come from.
+        on_event: Told of each artifact.
+
+    Raises:
+        CompileError: A piece cannot be compiled for a concrete size or a range.
+        ConfigError: The compiler does not know an option.
+        CacheError: The cache cannot be written.
+    """
+    started = time.perf_counter()
+    groups = list(_unique(work))
+    managers = _Managers(UnitStore(layout), config)
+    result = Compiled()
+    for done, group in enumerate(groups):
+        items = [item for item in group if item.piece_index not in result.fallbacks.get(item.variant, {})]
+        if not items:
+            continue
+        label = f"piece {', '.join(str(i.piece_index) for i in items[:6])}, {shape_text(items[0].shape)}"
+        on_event(Event(phase="compile", message=label, done=done, total=len(groups)))
+        items, unit = _ensure(items, managers, objects, result)
+        result.compiled += not unit.reused
+        secs = 0.0 if unit.reused else unit.compile_secs
+        on_event(Event(phase="compile", message=label, done=done + 1, total=len(groups), secs=secs))
+        result.rows += [_row(item, unit) for item in items]
+    result.secs = time.perf_counter() - started
+    return result
+
+
+def row_name(work: Work) -> dict[str, Any]:
+    """Return what names a row of the manifest."""
+    return {
+        "variant": work.variant,
+        "shape": work.shape,
+        "piece_index": work.piece_index,
+        "adaptor": work.adaptor,
+    }
+
+
+class _Managers:
+    """A manager for each adaptor, made when it is first needed."""
+
+    def __init__(self, units: UnitStore, config: CompilationConfig) -> None:
+        self._units = units
+        self._config = config
+        self._made: dict[str, CompilerManager] = {}
+
+    def get(self, adaptor: str) -> CompilerManager:
+        if adaptor not in self._made:
+            self._made[adaptor] = CompilerManager(self._units, get_adaptor(adaptor), self._config)
+        return self._made[adaptor]
+
+
+def _ensure(
+    items: list[Work], managers: _Managers, objects: ObjectStore, result: Compiled
+) -> tuple[list[Work], UnitResult]:
+    first = items[0]
+    try:
+        unit = managers.get(first.adaptor).ensure(first.graph, objects=objects, max_autotune=first.max_autotune)
+    except CompileError as error:
+        if not all(item.is_base for item in items):
+            raise
+        for item in items:
+            result.fallbacks.setdefault(item.variant, {})[item.piece_index] = str(error)
+        eager = [dataclasses.replace(item, adaptor=EAGER, max_autotune=False) for item in items]
+        return eager, managers.get(EAGER).ensure(first.graph, objects=objects)
+    return items, unit
+
+
+def _unique(work: Iterable[Work]) -> Iterator[list[Work]]:
+    """Yield the work in groups that one artifact serves, in order of first need."""
+    groups: dict[str, list[Work]] = {}
+    for item in work:
+        name = digest_of([item.graph.identity(), item.adaptor, item.max_autotune, item.is_base])
+        groups.setdefault(name, []).append(item)
+    yield from groups.values()
+
+
+def _row(work: Work, unit: UnitResult) -> ManifestRow:
+    return ManifestRow(
+        **row_name(work),
+        digest=unit.digest,
+        kind=unit.kind,
+        size_bytes=unit.size_bytes,
+        compile_secs=unit.compile_secs,
+        kernels=unit.kernels,
+        guards=tuple(unit.guards),
+    )
+
+
+def merged(first: Mapping[int, Mapping[int, str]], other: Mapping[int, Mapping[int, str]]) -> dict[int, dict[int, str]]:
+    """Return both maps of eager pieces as one."""
+    return {index: {**first.get(index, {}), **other.get(index, {})} for index in sorted({*first, *other})}
