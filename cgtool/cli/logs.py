@@ -14,6 +14,7 @@ from cgtool.cli.text import plain
 
 if TYPE_CHECKING:
     from cgtool.cli.output import Output
+    from cgtool.events import Event, OnEvent
 
 CHATTY = ("torch", "transformers", "filelock", "py.warnings")
 
@@ -52,10 +53,17 @@ def configure(output: Output) -> None:
         warnings.simplefilter("ignore")
 
 
-def hush_torch() -> None:
-    """Keep torch's own log handlers, which it installs as it is imported, to errors."""
-    for name in CHATTY:
-        logger = logging.getLogger(name)
-        logger.setLevel(logging.ERROR)
-        for handler in logger.handlers:
+def hushing(output: Output, on_event: OnEvent) -> OnEvent:
+    """Return `on_event`, after each of whose calls torch's own log handlers say errors only, unless --verbose.
+
+    torch installs them as it is imported, which happens in the middle of a command: there is no earlier moment.
+    """
+    if output.verbose:
+        return on_event
+
+    def told(event: Event) -> None:
+        for handler in logging.getLogger("torch").handlers:
             handler.setLevel(logging.ERROR)
+        on_event(event)
+
+    return told

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cgtool.cli import failures, values
+from cgtool.cli import failures, logs, values
 from cgtool.cli.options import cache_dir_option, talk_options
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def warm(*, output: Output, **options: Any) -> int:
         check=options["check"],
     )
     with reporting(output) as on_event:
-        report = run(asked, on_event)
+        report = run(asked, logs.hushing(output, on_event))
     said_no = asked.check and not report.hit
     if output.as_json:
         output.json(report.to_json())

@@ -158,11 +158,12 @@ def warm(options: WarmOptions, on_event: OnEvent = ignore) -> WarmReport:
 
 
 def _built(options: WarmOptions, on_event: OnEvent) -> ModelSpec:
+    began = time.perf_counter()
+    on_event(Event(phase="model", message="importing torch"))
     # Imports torch: seconds that `--help` and wrong usage need not wait for.
     from cgtool.models import resolve_model
 
     on_event(Event(phase="model", message=options.model))
-    began = time.perf_counter()
     spec = resolve_model(
         options.model,
         factory_args=dict(options.factory_args),

@@ -138,6 +138,12 @@ def test_check_of_a_cache_that_is_not_there_is_3_and_makes_no_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_libraries_warn_of_shows_with_verbose_only(tmp_path):
+    ran = warm("chatty", tmp_path / "none", "--check")
+    assert ran.code == 3
+    assert "a library warns" not in ran.err
+
+
 def test_quiet_leaves_stderr_empty(warmed):
     root, _, _ = warmed
     ran = warm("build", root, "--quiet")
@@ -147,8 +153,9 @@ def test_quiet_leaves_stderr_empty(warmed):
 
 def test_what_the_models_code_prints_stays_out_of_the_report(warmed):
     root, _, _ = warmed
-    ran = warm("chatty", root, "--check", "--json")
+    ran = warm("chatty", root, "--check", "--json", "--verbose")
     assert ran.report["schema"] == 1
+    assert "a library warns" in ran.err
     assert "a model speaks" in ran.err
 
 
