@@ -56,14 +56,16 @@ def configure(output: Output) -> None:
 def hushing(output: Output, on_event: OnEvent) -> OnEvent:
     """Return `on_event`, after each of whose calls torch's own log handlers say errors only, unless --verbose.
 
-    torch installs them as it is imported, which happens in the middle of a command: there is no earlier moment.
+    torch installs them, on many of its loggers, as it is imported: in the middle of a command, and no sooner.
     """
     if output.verbose:
         return on_event
 
     def told(event: Event) -> None:
-        for handler in logging.getLogger("torch").handlers:
-            handler.setLevel(logging.ERROR)
+        for name in list(logging.root.manager.loggerDict):
+            if name.partition(".")[0] == "torch":
+                for handler in logging.getLogger(name).handlers:
+                    handler.setLevel(logging.ERROR)
         on_event(event)
 
     return told
