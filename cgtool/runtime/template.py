@@ -134,7 +134,8 @@ def container_class(name: Any) -> type:
     found = _find(name)
     if isinstance(found, type):
         is_named = isinstance(getattr(found, "_fields", None), tuple) or found.__module__ == "torch.return_types"
-        if is_dataclass(found) or (issubclass(found, tuple) and is_named) or issubclass(found, dict):
+        is_tuple = found is torch.Size or (issubclass(found, tuple) and is_named)
+        if is_tuple or is_dataclass(found) or issubclass(found, dict):
             return found
     msg = f"The plan builds its output with {name}, which is no dataclass, namedtuple or dict here: warm again."
     raise ArtifactError(msg, path=name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +32,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.fx.experimental import _config as shape_config
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, ShapeEnv
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+from torch.utils._sympy.numbers import int_oo
 
 __all__ = [
     "ConstraintViolationError",
@@ -46,6 +49,7 @@ __all__ = [
     "current_output",
     "detect_fake_mode",
     "dynamo_source",
+    "int_oo",
     "is_traceable_wrapper_subclass",
     "made_by_custom_op",
     "mark_dynamic",
@@ -53,11 +57,13 @@ __all__ = [
     "passed_through",
     "quiet_tracing",
     "trace_frame",
+    "tree_leaves",
     "unset_fake_temporarily",
 ]
 
 
 _ABSENT = object()
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def current_output() -> Any:
@@ -135,7 +141,7 @@ def quiet_tracing() -> Iterator[None]:
             allow_ignore_mark_dynamic=False,
             suppress_errors=False,
         ),
-        shape_config.patch(use_duck_shape=False),
+        shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]  # installed at run time
         _silenced("torch._guards", "torch._subclasses.fake_tensor"),
     ):
         yield
@@ -170,8 +176,12 @@ def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
     plain = getattr(function, "__func__", function)
     if not isinstance(plain, types.FunctionType):
         return function
+    code = plain.__code__
+    if code.co_filename.startswith(_TORCH):
+        # A decorator of torch (`@torch.no_grad()`): Dynamo would put a frame of its own around code that lies there.
+        code = code.replace(co_filename=__file__)
     copy = types.FunctionType(
-        plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__
+        code.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__
     )
     copy.__kwdefaults__ = plain.__kwdefaults__
     copy.__qualname__ = plain.__qualname__

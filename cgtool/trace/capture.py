@@ -13,6 +13,7 @@ from torch import fx
 
 from cgtool.errors import TraceError
 from cgtool.guards.kinds import check, describe
+from cgtool.guards.literals import encode_literal
 from cgtool.guards.signature import CallSignature
 from cgtool.guards.sources import Roots, words
 from cgtool.guards.state import STATE_NAMES, current
@@ -55,9 +56,26 @@ class Trace:
 _ALWAYS = (
     Guard(source="self.training", kind="value", expected=False),
     Guard(source="self", kind="hooks", expected=0),
+    Guard(source="self|type.__call__", kind="value", expected=encode_literal(torch.nn.Module.__call__)),
     Guard(source="global:torch.nn.modules.module:_global_forward_hooks", kind="empty", expected=True),
     Guard(source="global:torch.nn.modules.module:_global_forward_pre_hooks", kind="empty", expected=True),
 )
+
+
+#: The same in words, for a model of which it does not hold.
+_AROUND = {
+    "self.training": "the model is in training mode; call model.eval() first",
+    "self": "the model itself has hooks, which run around forward; put them on a submodule, or remove them",
+    "self|type.__call__": "the model's class has a __call__ of its own; move what it does into forward",
+}
+
+
+def _refuse_surroundings(roots: Roots) -> None:
+    """Refuse a model whose call does more than its method."""
+    for failure in check(_ALWAYS, roots):
+        why = _AROUND.get(failure.guard.source, "hooks for all modules are registered; remove them")
+        msg = f"Compiled code runs the model's method alone, and a call of this model does more: {why}."
+        raise TraceError(msg, path=words(failure.guard.source), actual=failure.actual)
 
 
 class _Capture:
@@ -80,7 +98,7 @@ class _Capture:
         output = private.current_output()
         self.graph_module = graph_module
         self.frame = module_frame(self._method, output)
-        self.codes = list(private.TracingContext.get().traced_code)
+        self.codes = [code for code in private.TracingContext.get().traced_code if code.co_filename != private.__file__]
         self.shape_env = output.shape_env
         self.changed = _changed(output, self.frame)
         self.inputs = _placeholder_sources(graph_module, self.frame)
@@ -95,6 +113,10 @@ class _Capture:
             return self.outputs
 
         return run
+
+    def takes(self, source: str) -> bool:
+        """Return whether `source` is a tensor that the plan checks as an input."""
+        return source in self.inputs or source in self.others
 
     def current_frame(self) -> Frame:
         if self.frame is None:
@@ -121,13 +143,13 @@ def capture(
         GraphBreakError: The model holds something that Dynamo cannot trace.
         TraceError: Something that the graph rests on, or that it returns, cannot be kept as data.
     """
+    module = getattr(method, "__self__", None)
+    _refuse_surroundings(Roots(module, method))
     for tensor, dim, _ in marked:
         private.mark_dynamic(tensor, dim)
     captured = _Capture(method, MarkedSizes([tensor for tensor, _, _ in marked]))
-    recorder = GuardRecorder(frame=captured.current_frame, is_input=lambda text: text in captured.inputs or text in captured.others)
-    tensors = [value for value in _tensors(arguments)]
-    mode = private.detect_fake_mode(tensors) or contextlib.nullcontext()
-    module = getattr(method, "__self__", None)
+    recorder = GuardRecorder(frame=captured.current_frame, is_input=captured.takes)
+    mode = private.detect_fake_mode(_tensors(arguments)) or contextlib.nullcontext()
     state = tuple(Guard(source=f"state:{name}", kind="state", expected=current(name)) for name in STATE_NAMES)
     with torch.no_grad(), private.quiet_tracing(), explained(method):
         compiled = private.trace_frame(method, captured, recorder.filter)
@@ -164,7 +186,7 @@ def slow_ops(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(value)  # noqa: SLF001 - torch's own name for it, everywhere
+    leaves = private.tree_leaves(value)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 

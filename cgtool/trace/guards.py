@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,9 @@ _IMPLIED = {
     "WEAKREF_ALIVE": "an object that is gone has no source any more",
     "DISPATCH_KEY_SET_MATCH": "the inputs' types and devices, and state guards",
 }
+
+#: What `collections.namedtuple` keeps in a scope that it makes for each class: always `tuple.__new__`.
+_NAMED_TUPLE = re.compile(r"G\['___unnamed_scope_\w+'\](\['_tuple_new'\](\.__self__)?)?")
 
 _KINDS = {
     "TYPE_MATCH": "type",
@@ -110,7 +114,7 @@ class GuardRecorder:
         return tuple(self.guards.values())
 
     def _record(self, entry: Any) -> None:
-        if entry.guard_type in _IMPLIED:
+        if entry.guard_type in _IMPLIED or _NAMED_TUPLE.fullmatch(entry.name):
             return
         text = source_text(entry.orig_guard.originating_source, self.frame())
         if entry.guard_type == "DUPLICATE_INPUT":

@@ -1,14 +1,15 @@
 """What the model returned, as a template that is filled again at load (the grammar stands in `cgtool.plan`).
 
 Dynamo rebuilds the output with bytecode that is not shipped, so the template is read off one call: each leaf is matched by
-identity with an output of the graph, an argument, or a tensor of the model. Sizes are matched by marks that the graph's
-runner returns in their place.
+identity with an output of the graph, an argument, or a tensor of the model. Sizes are matched by marks that stand in
+their place: those that the graph computes, and those that the bytecode reads from arguments.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,29 +18,94 @@ import torch
 from cgtool.errors import TraceError
 from cgtool.guards.literals import NoRuleError, encode_literal
 from cgtool.guards.names import find_qualified, qualified_name
-from cgtool.pieces import Json
+from cgtool.pieces import Json, TensorMeta
+from cgtool.trace._torch import unset_fake_temporarily
 
 #: Where marks for sizes begin: far from any size that a model could compute.
 _MARK = 0x6367_746F_6F6C_0000
+_SIZE_MARK = _MARK + (1 << 32)
+#: Where marks for numbers begin that Dynamo takes out of a tensor of no dimensions; exact as float64.
+_ODD_SIZE = 1_000_000_007
+_NUMBER_MARK = 0x0F_6367_746F_0000
 
 
-def mark_sizes(outputs: Sequence[Any]) -> list[Any]:
-    """Return the graph's outputs with every integer replaced by a mark that tells its position."""
-    return [_MARK + index if type(value) is int else value for index, value in enumerate(outputs)]
+def mark_outputs(outputs: Sequence[Any]) -> list[Any]:
+    """Return the graph's outputs with every integer replaced by a mark that tells its position.
+
+    A 64-bit tensor of no dimensions holds a mark too, because Dynamo may take a number out of it.
+    """
+    return [_marked(index, value) for index, value in enumerate(outputs)]
+
+
+def _marked(index: int, value: Any) -> Any:
+    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+        return _MARK + index
+    if isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype in {torch.float64, torch.int64}:
+        with unset_fake_temporarily():
+            return torch.tensor(_NUMBER_MARK + index, dtype=value.dtype, device="cpu")
+    return value
+
+
+class MarkedSizes:
+    """While Dynamo's bytecode builds the output, tensors answer with marks when it asks for their sizes and strides.
+
+    An output such as `x.shape[0]` is no output of the graph: the bytecode reads it from the argument.
+
+    Args:
+        tensors: The arguments with dynamic dimensions.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
+        self._held = [tensor.data for tensor in self._tensors]
+        self._next = _SIZE_MARK
+        #: mark → (tensor, "size" or "stride", dimension)
+        self.marks: dict[int, tuple[torch.Tensor, str, int]] = {}
+        #: odd shape → the tensor that has it
+        self.shapes: dict[torch.Size, torch.Tensor] = {}
+
+    def __enter__(self) -> None:
+        """Leave the tensors as they are until `begin`."""
+
+    def __exit__(self, *_: object) -> None:
+        """Let the tensors answer for themselves again."""
+        for tensor, held in zip(self._tensors, self._held, strict=True):
+            for word in ("size", "stride"):
+                vars(tensor).pop(word, None)
+            tensor.data = held
+
+    def begin(self) -> None:
+        """Let the tensors answer with marks, and have shapes that no other tensor has."""
+        for index, tensor in enumerate(self._tensors):
+            # All of its elements are one, so the odd shape takes no memory.
+            shape = [_ODD_SIZE + index, *tensor.shape[1:]]
+            tensor.data = torch.empty(1, dtype=tensor.dtype, device=tensor.device).expand(shape)
+            self.shapes[torch.Size(shape)] = tensor
+            for word in ("size", "stride"):
+                marks = [self._mark(tensor, word, dim) for dim in range(tensor.dim())]
+                setattr(tensor, word, lambda dim=None, *, _marks=marks: torch.Size(_marks) if dim is None else _marks[dim])
+
+    def _mark(self, tensor: torch.Tensor, word: str, dim: int) -> int:
+        self._next += 1
+        self.marks[self._next] = (tensor, word, dim)
+        return self._next
 
 
 class TemplateReader:
     """Reads templates off values.
 
     Args:
-        graph_outputs: What the graph's runner returned, sizes marked.
+        graph_outputs: What the graph's runner returned, marked.
         known: Tensors that exist outside the graph, by id: their sources.
+        sizes: The marks of the arguments' sizes.
     """
 
-    def __init__(self, graph_outputs: Sequence[Any], known: Mapping[int, str]) -> None:
+    def __init__(self, graph_outputs: Sequence[Any], known: Mapping[int, str], sizes: MarkedSizes) -> None:
         self._positions = {id(v): i for i, v in enumerate(graph_outputs) if isinstance(v, torch.Tensor)}
         self._marks = {v: i for i, v in enumerate(graph_outputs) if type(v) is int and v >= _MARK}
         self._known = known
+        self._sizes = sizes.marks
+        self._shapes = sizes.shapes
 
     def read(self, value: Any, path: str = "output") -> Json:
         """Return the template of `value`; a graph output is `["out", position]` until the split names it.
@@ -49,8 +115,10 @@ class TemplateReader:
         """
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
-        if type(value) is int and value in self._marks:
-            return ["out", self._marks[value]]
+        if type(value) in {int, float}:
+            return self._number(value, path)
+        if type(value) is torch.Size:
+            return ["call", "torch:Size", [["list", self._shape(value, path)]], []]
         if type(value) in {list, tuple}:
             return [type(value).__name__, [self.read(item, f"{path}[{i}]") for i, item in enumerate(value)]]
         if type(value) is dict:
@@ -59,9 +127,30 @@ class TemplateReader:
         if built is not None:
             return built
         try:
-            return ["const", encode_literal(value)]
+            literal = encode_literal(value)
         except NoRuleError as error:
             raise _cannot_rebuild(value, path) from error
+        if _holds_mark(literal):
+            raise _cannot_rebuild(value, path)
+        return ["const", literal]
+
+    def _shape(self, value: torch.Size, path: str) -> list[Json]:
+        tensor = self._shapes.get(value)
+        if tensor is not None and id(tensor) in self._known:
+            return [["size", self._known[id(tensor)], dim] for dim in range(len(value))]
+        return [self.read(item, f"{path}[{dim}]") for dim, item in enumerate(value)]
+
+    def _number(self, value: float, path: str) -> Json:
+        if value in self._marks:
+            return ["out", self._marks[int(value)]]
+        if value in self._sizes:
+            tensor, word, dim = self._sizes[int(value)]
+            if id(tensor) in self._known:
+                return [word, self._known[id(tensor)], dim]
+        if abs(value) >= _NUMBER_MARK:
+            msg = f"{path} is a number that depends on sizes or on data. Return a tensor, or compute the number outside."
+            raise TraceError(msg, path=path)
+        return ["const", encode_literal(value)]
 
     def _tensor(self, value: torch.Tensor, path: str) -> Json:
         if id(value) in self._positions:
@@ -82,6 +171,9 @@ class TemplateReader:
         if isinstance(value, tuple) and kind.__module__ == "torch.return_types":
             items = [self.read(v, f"{path}[{i}]") for i, v in enumerate(value)]
             return ["call", _importable(value, path), [["tuple", items]], []]
+        if kind is OrderedDict:
+            items = [["tuple", [["const", encode_literal(k)], self.read(v, f"{path}[{k!r}]")]] for k, v in value.items()]
+            return ["call", qualified_name(kind), [["list", items]], []]
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = dataclasses.fields(value)
             if any(not f.init for f in fields):
@@ -89,6 +181,10 @@ class TemplateReader:
             named = [[f.name, self.read(getattr(value, f.name), f"{path}.{f.name}")] for f in fields]
             return ["call", _importable(value, path), [], named]
         return None
+
+
+def _holds_mark(literal: Json) -> bool:
+    return any(map(_holds_mark, literal)) if isinstance(literal, list) else type(literal) is int and literal >= _NUMBER_MARK
 
 
 def _importable(value: Any, path: str) -> str:
@@ -111,23 +207,31 @@ def _cannot_rebuild(value: Any, path: str) -> TraceError:
     return TraceError(msg, path=path, actual=qualified_name(type(value)))
 
 
-def place_outputs(template: Json, outputs: Sequence[Json]) -> Json:
-    """Return `template` with each `["out", i]` replaced by what the split says of the graph's i-th output."""
-    if not isinstance(template, list):
-        return template
-    if len(template) == 2 and template[0] == "out":  # noqa: PLR2004 - a pair
+def place_outputs(template: Json, outputs: Sequence[Json], metas: Mapping[str, TensorMeta]) -> Json:
+    """Return `template` in the plan's grammar.
+
+    Args:
+        template: As `TemplateReader` gave it: `["out", i]` is the graph's i-th output, `["size", source, dim]` and
+            `["stride", source, dim]` are read from an argument.
+        outputs: What the split says of each output of the graph.
+        metas: The graph's inputs by source, over the plan's symbols.
+    """
+    word = template[0]
+    if word == "out":
         return outputs[template[1]]
-    word = template[0] if template else None
-    if word in {"const", "source", "v", "expr"}:
+    if word in {"size", "stride"}:
+        meta = metas[template[1]]
+        found = (meta.shape if word == "size" else meta.stride)[template[2]]
+        return ["const", found] if type(found) is int else ["expr", found]
+    if word in {"const", "source"}:
         return template
+
+    def place(part: Json) -> Json:
+        return place_outputs(part, outputs, metas)
+
     if word in {"list", "tuple"}:
-        return [word, [place_outputs(item, outputs) for item in template[1]]]
+        return [word, [place(item) for item in template[1]]]
     if word == "dict":
-        return [word, [[key, place_outputs(item, outputs)] for key, item in template[1]]]
+        return [word, [[key, place(item)] for key, item in template[1]]]
     _, name, args, kwargs = template
-    return [
-        "call",
-        name,
-        [place_outputs(item, outputs) for item in args],
-        [[key, place_outputs(item, outputs)] for key, item in kwargs],
-    ]
+    return ["call", name, [place(item) for item in args], [[key, place(item)] for key, item in kwargs]]

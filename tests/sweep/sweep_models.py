@@ -1,0 +1,750 @@
+"""Small modules that are hard to compile rightly, each with calls that differ from its example in every way there is.
+
+Each case says what of its calls must be served; a call not named so may be refused, and is never served wrongly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sweep_harness import call
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A module and its calls.
+
+    Args:
+        build: Makes the module, always with the same weights.
+        example: Makes the example call.
+        served: Calls that must be served, by name.
+        tried: Calls that may be refused.
+        dynamic: As in a model's spec.
+        fails: A word of the error that warm must raise instead ("GraphBreakError: print").
+    """
+
+    build: Callable[[], nn.Module]
+    example: Callable[[], Any]
+    served: Mapping[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
+    tried: Mapping[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
+    dynamic: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fails: str | None = None
+
+
+CASES: dict[str, Case] = {}
+ROWS = {"x": {0: "rows"}}
+
+
+def x(rows: int = 4, width: int = 8, seed: int = 1) -> torch.Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed * 100 + rows))
+
+
+def case(name: str | None = None, **fields: Any) -> Callable[[type], type]:
+    def register(kind: type) -> type:
+        def build() -> nn.Module:
+            torch.manual_seed(0)
+            return kind().eval()
+
+        CASES[name or kind.__name__] = Case(build=build, **fields)
+        return kind
+
+    return register
+
+
+SIZES = {f"rows {n}": functools.partial(lambda n: call(x(n)), n) for n in (1, 2, 3, 4, 7, 9, 33)}
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+
+# ---- where facts are read from
+
+
+@case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
+class ReadsProperty(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self._scale = 3.0
+
+    @property
+    def scale(self) -> float:
+        return self._scale * 2
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+@dataclasses.dataclass
+class Settings:
+    eps: float = 1e-3
+    names: tuple[str, ...] = ("a", "b")
+    inner: dict[str, int] = dataclasses.field(default_factory=lambda: {"k": 2})
+
+
+class Mode(enum.Enum):
+    DOUBLE = 2
+    TRIPLE = 3
+
+
+@case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
+class ReadsConfigs(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Settings()
+        self.options = {"alpha": 0.5, "deep": {"beta": [1, 2, 3]}}
+        self.mode = Mode.TRIPLE
+
+    def forward(self, x):
+        y = self.linear(x) * self.options["alpha"] + self.options["deep"]["beta"][1]
+        y = y + self.settings.eps * len(self.settings.names) * self.settings.inner["k"]
+        return y * 2 if self.mode is Mode.DOUBLE else y * 3
+
+
+@case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
+class NestedContainers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.ModuleList([nn.Linear(8, 8), nn.ReLU()]), nn.ModuleList([nn.Linear(8, 8)])])
+        self.heads = nn.ModuleDict({"a": nn.Linear(8, 2), "b.c".replace(".", "_"): nn.Linear(8, 3)})
+        self.seq = nn.Sequential(OrderedDict(first=nn.Linear(8, 8), act=nn.GELU()))
+
+    def forward(self, x):
+        for group in self.blocks:
+            for block in group:
+                x = block(x)
+        x = self.seq(x)
+        return {name: head(x) for name, head in self.heads.items()}
+
+
+def helper_scaled(x: torch.Tensor, factor: float, shift: float = 0.25) -> torch.Tensor:
+    return x * factor + shift
+
+
+def make_closure(weight: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def apply(value: torch.Tensor) -> torch.Tensor:
+        return value * weight
+
+    return apply
+
+
+@case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
+class StoredCallables(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.partial = functools.partial(helper_scaled, factor=1.5)
+        self.thunk = lambda value: value + 2
+        self.closure = make_closure(0.75)
+        self.act = F.silu
+
+    def forward(self, x):
+        return self.act(self.closure(self.thunk(self.partial(self.linear(x)))))
+
+
+# ---- arguments
+
+
+@case(
+    example=lambda: call(x(), x(seed=2), extra=x(seed=3)),
+    served={"same": lambda: call(x(seed=5), x(seed=6), extra=x(seed=7))},
+    tried={
+        "one positional": lambda: call(x(), extra=x(seed=3)),
+        "three positional": lambda: call(x(), x(), x(), extra=x(seed=3)),
+        "other keyword": lambda: call(x(), x(), other=x(seed=3)),
+        "two keywords": lambda: call(x(), x(), extra=x(), other=x(seed=3)),
+    },
+)
+class VariadicForward(Base):
+    def forward(self, *args, **kwargs):
+        total = self.linear(args[0])
+        for value in args[1:]:
+            total = total + value
+        for name, value in kwargs.items():
+            total = total + value * len(name)
+        return total
+
+
+@case(
+    "optional_given",
+    example=lambda: call(x(), mask=x(seed=2)),
+    served={"given": lambda: call(x(seed=3), mask=x(seed=4)), "positional": lambda: call(x(seed=3), x(seed=4))},
+    tried={"absent": lambda: call(x()), "none": lambda: call(x(), mask=None), "scale": lambda: call(x(), x(), scale=3.0)},
+)
+@case(
+    "optional_absent",
+    example=lambda: call(x()),
+    served={"absent": lambda: call(x(seed=3)), "none": lambda: call(x(), mask=None), "scale": lambda: call(x(), scale=2.0)},
+    tried={
+        "given": lambda: call(x(), mask=x(seed=2)),
+        "scale": lambda: call(x(), scale=3.0),
+        "int scale": lambda: call(x(), scale=2),
+        "bool scale": lambda: call(x(), scale=True),
+    },
+)
+class OptionalMask(Base):
+    def forward(self, x, mask: torch.Tensor | None = None, *, scale: float = 2.0):
+        y = self.linear(x) * scale
+        return y if mask is None else y + mask
+
+
+@case(
+    example=lambda: call(x(), 3, 0.5, True, "relu"),
+    served={"same": lambda: call(x(seed=2), 3, 0.5, True, "relu")},
+    tried={
+        "int": lambda: call(x(), 4, 0.5, True, "relu"),
+        "int 1": lambda: call(x(), 1, 0.5, True, "relu"),
+        "int as float": lambda: call(x(), 3.0, 0.5, True, "relu"),
+        "float": lambda: call(x(), 3, 0.25, True, "relu"),
+        "float nan": lambda: call(x(), 3, float("nan"), True, "relu"),
+        "bool": lambda: call(x(), 3, 0.5, False, "relu"),
+        "bool as int": lambda: call(x(), 3, 0.5, 1, "relu"),
+        "text": lambda: call(x(), 3, 0.5, True, "tanh"),
+        "numpy float": lambda: call(x(), 3, np.float64(0.5), True, "relu"),
+    },
+)
+class PythonArguments(Base):
+    def forward(self, x, n: int, f: float, flag: bool, act: str):
+        y = self.linear(x) * n + f
+        if flag:
+            y = y - 1
+        return y / n, getattr(torch, act)(y), n, flag
+
+
+@case(
+    "minus_zero",
+    example=lambda: call(x(), 0.0),
+    served={"same": lambda: call(x(), 0.0)},
+    tried={"minus": lambda: call(x(), -0.0), "int": lambda: call(x(), 0), "false": lambda: call(x(), False)},
+)
+class DividesByArgument(Base):
+    def forward(self, x, f: float):
+        return x / f
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+@dataclasses.dataclass
+class Batch:
+    values: torch.Tensor
+    count: int = 2
+
+
+@case(
+    example=lambda: call([x(), x(seed=2)], {"k": x(seed=3), "n": 2}, Pair(x(seed=4), x(seed=5)), Batch(x(seed=6))),
+    served={"same": lambda: call([x(seed=7), x(seed=2)], {"k": x(), "n": 2}, Pair(x(seed=4), x()), Batch(x(seed=9)))},
+    tried={
+        "longer list": lambda: call([x(), x(), x()], {"k": x(), "n": 2}, Pair(x(), x()), Batch(x())),
+        "shorter list": lambda: call([x()], {"k": x(), "n": 2}, Pair(x(), x()), Batch(x())),
+        "tuple": lambda: call((x(), x()), {"k": x(), "n": 2}, Pair(x(), x()), Batch(x())),
+        "more keys": lambda: call([x(), x()], {"k": x(), "n": 2, "z": x()}, Pair(x(), x()), Batch(x())),
+        "other order": lambda: call([x(), x()], {"n": 2, "k": x()}, Pair(x(), x()), Batch(x())),
+        "ordered dict": lambda: call([x(), x()], OrderedDict(k=x(), n=2), Pair(x(), x()), Batch(x())),
+        "other number": lambda: call([x(), x()], {"k": x(), "n": 3}, Pair(x(), x()), Batch(x())),
+        "plain tuple": lambda: call([x(), x()], {"k": x(), "n": 2}, (x(), x()), Batch(x())),
+        "other count": lambda: call([x(), x()], {"k": x(), "n": 2}, Pair(x(), x()), Batch(x(), 3)),
+    },
+)
+class ContainerArguments(Base):
+    def forward(self, parts, named, pair, batch):
+        y = self.linear(sum(parts)) * named["n"] + named["k"]
+        return y + pair[0] - pair[1] * batch.count + batch.values + len(named)
+
+
+# ---- shapes
+
+
+@case(example=lambda: call(x(12)), served={k: v for k, v in SIZES.items() if k in ("rows 9", "rows 33")}, tried=SIZES, dynamic=ROWS)
+class BranchesOnShape(Base):
+    def forward(self, x):
+        if x.shape[0] > 8:
+            return self.linear(x) * 2
+        return self.linear(x) - 1
+
+
+@case(example=lambda: call(x(4)), served={"rows 4": lambda: call(x(4)), "rows 8": lambda: call(x(8))}, tried=SIZES, dynamic=ROWS)
+class BranchesOnEvenness(Base):
+    def forward(self, x):
+        if x.shape[0] % 2 == 0:
+            return self.linear(x).view(2, -1)
+        return self.linear(x)
+
+
+@case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
+class ReturnsSizes(Base):
+    def forward(self, x):
+        y = self.linear(x)
+        return y, x.shape[0], x.shape, x.shape[0] * 2 + 1, {"n": x.numel()}, x.size(1)
+
+
+@case(example=lambda: call(x()), fails="TraceError: number")
+class ReturnsFloatOfSize(Base):
+    def forward(self, x):
+        return self.linear(x), x.shape[0] / 2
+
+
+CASES["ReturnsFloatOfSize"] = dataclasses.replace(CASES["ReturnsFloatOfSize"], dynamic=ROWS)
+
+
+@case(example=lambda: call(x()), fails="TraceError: number")
+class ReturnsItem(Base):
+    def forward(self, x):
+        return self.linear(x), x.sum().item()
+
+
+@case(example=lambda: call(x()), fails="TraceError: number")
+class ReturnsIntItem(Base):
+    def forward(self, x):
+        return self.linear(x), x.argmax().item()
+
+
+@case(example=lambda: call(x()), fails="TraceError: slice", dynamic=ROWS)
+class ReturnsSliceOfSizes(Base):
+    def forward(self, x):
+        return self.linear(x), slice(0, x.shape[0])
+
+
+@case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
+class ReturnsOrderedDict(Base):
+    def forward(self, x):
+        y = self.linear(x)
+        return OrderedDict(b=y, a=[x.shape[0], y.stride(), x.dtype, x.device])
+
+
+@case(
+    example=lambda: call(x(), "tag", [1, 2], 7, 1.5),
+    served={"same": lambda: call(x(seed=2), "tag", [1, 2], 7, 1.5)},
+    tried={
+        "tag": lambda: call(x(seed=2), "other", [1, 2], 7, 1.5),
+        "list": lambda: call(x(seed=2), "tag", [1, 3], 7, 1.5),
+        "longer": lambda: call(x(seed=2), "tag", [1, 2, 3], 7, 1.5),
+        "number": lambda: call(x(seed=2), "tag", [1, 2], 8, 1.5),
+        "float": lambda: call(x(seed=2), "tag", [1, 2], 7, 2.5),
+        "none": lambda: call(x(seed=2), None, [1, 2], 7, 1.5),
+    },
+)
+class PassesThrough(Base):
+    def forward(self, x, tag, numbers, n, f):
+        return self.linear(x), tag, numbers, {"n": n, "f": (f, f)}
+
+
+@case(
+    example=lambda: call(x(4), x(6)),
+    served={"differ": lambda: call(x(9), x(5)), "one": lambda: call(x(1), x(6)), "equal": lambda: call(x(5), x(5))},
+    tried={"width": lambda: call(x(4, 9), x(6, 9))},
+    dynamic={"x": {0: "rows"}, "y": {0: "others"}},
+)
+class TwoDimensions(Base):
+    def forward(self, x, y):
+        z = torch.cat([self.linear(x), y], 0)
+        return z, z.shape[0] - x.shape[0]
+
+
+@case(
+    example=lambda: call(x(4), x(4, seed=2)),
+    served={"other": lambda: call(x(9), x(9, seed=2)), "one": lambda: call(x(1), x(1))},
+    tried={"broadcast y": lambda: call(x(9), x(1)), "broadcast x": lambda: call(x(1), x(9)), "bad": lambda: call(x(4), x(4, 1))},
+    dynamic={"x": {0: "rows"}, "y": {0: "rows"}},
+)
+class AddsEqualSizes(Base):
+    def forward(self, x, y):
+        return self.linear(x) + y
+
+
+@case(
+    example=lambda: call(x(4), x(4, seed=2)),
+    served={"same": lambda: call(x(4, seed=3), x(4, seed=4))},
+    tried={"broadcast y": lambda: call(x(4), x(1)), "both": lambda: call(x(5), x(5)), "vector": lambda: call(x(4), x(1)[0])},
+)
+class AddsStatic(Base):
+    def forward(self, x, y):
+        return self.linear(x) + y
+
+
+@case(
+    example=lambda: call(x()),
+    served={"contiguous": lambda: call(x(5))},
+    tried={
+        "transposed": lambda: call(torch.randn(8, 5, generator=torch.Generator().manual_seed(3)).t()),
+        "strided": lambda: call(x(10)[::2]),
+        "expanded": lambda: call(x(1).expand(5, 8)),
+        "offset": lambda: call(x(9)[4:]),
+        "wide": lambda: call(x(5, 16)[:, :8]),
+        "storage offset": lambda: call(torch.randn(41, generator=torch.Generator().manual_seed(4))[1:].view(5, 8)),
+        "parameter": lambda: call(nn.Parameter(x(5))),
+        "double": lambda: call(x(5).double()),
+        "negative view": lambda: call(torch._neg_view(x(5))),
+    },
+    dynamic=ROWS,
+)
+class LooksAtStrides(Base):
+    def forward(self, x):
+        return (x.contiguous().view(-1) * 2, x.t() + 1, self.linear(x) if x.is_contiguous() else self.linear(x) * 0)
+
+
+@case(
+    example=lambda: call(torch.randn(8, 6, generator=torch.Generator().manual_seed(3)).t()),
+    served={"transposed": lambda: call(torch.randn(8, 6, generator=torch.Generator().manual_seed(5)).t())},
+    tried={"contiguous": lambda: call(x(6)), "other": lambda: call(torch.randn(8, 9).t())},
+)
+class TakesTransposed(Base):
+    def forward(self, x):
+        return x * 2, x.sum(0), x.stride(0)
+
+
+@case(
+    example=lambda: call(torch.tensor(2.0), x()),
+    served={"other": lambda: call(torch.tensor(-3.5), x(seed=4)), "nan": lambda: call(torch.tensor(float("nan")), x())},
+    tried={
+        "one element": lambda: call(torch.tensor([2.0]), x()),
+        "int": lambda: call(torch.tensor(2), x()),
+        "number": lambda: call(2.0, x()),
+    },
+)
+class ZeroDimensional(Base):
+    def forward(self, scale, x):
+        return self.linear(x) * scale, scale + 1, scale.shape
+
+
+# ---- outputs
+
+
+@case(example=lambda: call(x()), served={**SIZES, "list": lambda: call(x(3))}, dynamic=ROWS)
+class PlainOutputs(Base):
+    def forward(self, x):
+        y = self.linear(x)
+        return [y, None, 3, 2.5, "text", True, (y.argmax(-1), y > 0), {"a": [y, y]}, torch.float32, slice(1, 2)]
+
+
+@case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
+class StructOutputs(Base):
+    def forward(self, x):
+        y = self.linear(x)
+        return y.max(-1), Pair(y, y + 1), torch.return_types.sort(y.sort(-1)), Batch(y, 7)
+
+
+@case(example=lambda: call(x(), x(seed=2)), served={"other": lambda: call(x(seed=5), x(seed=6))})
+class ReturnsInputs(Base):
+    def forward(self, x, y):
+        return x, x.view(-1), y[1:], self.linear.weight, self.linear(y), self.linear.bias[2:]
+
+
+@case(example=lambda: call(x()), served={"other": lambda: call(x(seed=5))})
+class ReturnsOneTwice(Base):
+    def forward(self, x):
+        y = self.linear(x)
+        return y, y, y.view(-1), y.t()
+
+
+@case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
+class ReturnsInputOnly(Base):
+    def forward(self, x):
+        return x.relu(), x
+
+
+# ---- writes
+
+
+@case(example=lambda: call(x(), x(seed=2)), served={"other": lambda: call(x(9, seed=5), x(9, seed=6))}, dynamic={"x": {0: "r"}, "y": {0: "r"}})
+class WritesToInput(Base):
+    def forward(self, x, y):
+        x.add_(y)
+        y.mul_(2)
+        return self.linear(x) + y
+
+
+def twice(rows: int = 4) -> Any:
+    one = x(rows)
+    return call(one, one)
+
+
+def overlapping() -> Any:
+    base = x(6)
+    return call(base[:4], base[2:])
+
+
+def disjoint() -> Any:
+    base = x(8)
+    return call(base[:4], base[4:])
+
+
+ALIASED = {"twice": twice, "overlapping": overlapping, "disjoint": disjoint}
+
+
+@case(example=lambda: call(x(), x(seed=2)), served={"apart": lambda: call(x(seed=3), x(seed=4))}, tried=ALIASED)
+class WritesToFirst(Base):
+    def forward(self, x, y):
+        z = y + 1
+        x.mul_(2)
+        return z + y, x + y
+
+
+@case("written_twice_example", example=twice, served={"twice": twice}, tried={"apart": lambda: call(x(), x(seed=2)), **ALIASED})
+class WritesToFirstAgain(WritesToFirst):
+    pass
+
+
+@case("written_overlapping_example", example=overlapping, served={}, tried={"apart": lambda: call(x(), x(seed=2)), **ALIASED})
+class WritesToFirstOverlapping(WritesToFirst):
+    pass
+
+
+@case(
+    example=lambda: call(x(), x(seed=2)),
+    served={"apart": lambda: call(x(seed=3), x(seed=4)), "twice": twice, "overlapping": overlapping, "disjoint": disjoint},
+)
+class ReadsBoth(Base):
+    def forward(self, x, y):
+        return self.linear(x) + y, x - y
+
+
+@case(example=lambda: call(x()), served={"other": lambda: call(x(4, seed=5))})
+class CountsInBuffer(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(4, 8))
+
+    def forward(self, x):
+        self.count.add_(1)
+        self.seen[1:].copy_(x[:3])
+        return self.linear(x) + self.seen * self.count
+
+
+@case(example=lambda: call(x()), served={"other": lambda: call(x(4, seed=5))}, tried={"itself": lambda: call(x())})
+class TiedBufferViews(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(2, 4, 8))
+        self.register_buffer("keys", self.cache[0])
+
+    def forward(self, x):
+        before = self.keys + 1
+        self.cache[0].add_(x)
+        return self.keys * 2 + before
+
+
+@case(example=lambda: call(torch.tensor([0, 2]), x(2)), served={"other": lambda: call(torch.tensor([3, 1]), x(2, seed=4))})
+class ScattersIntoCache(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(6, 8))
+
+    def forward(self, slots, x):
+        self.cache[slots] = self.linear(x)
+        self.cache.index_add_(0, slots, x)
+        return self.cache.sum(0), self.cache
+
+
+@case(example=lambda: call(x()), served={"other": lambda: call(x(4, seed=5))})
+class AssignsBuffer(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(4, 8))
+
+    def forward(self, x):
+        self.last = x * 2
+        return self.linear(x)
+
+
+@case(example=lambda: call(x()), served={"other": lambda: call(x(seed=3))})
+class ResizesInput(Base):
+    def forward(self, x):
+        y = x.clone()
+        y.unsqueeze_(0)
+        y.transpose_(0, 1)
+        return y, self.linear(y)
+
+
+# ---- regions and randomness
+
+
+@case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
+class AutocastInside(Base):
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.linear(x)
+        with torch.autocast("cpu", enabled=False):
+            z = self.linear(x)
+        return y, z
+
+
+@case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
+class NoGradDecorated(Base):
+    @torch.no_grad()
+    def forward(self, x):
+        return self.linear(x)
+
+
+@case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
+class DropoutInEval(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return F.dropout(self.drop(self.linear(x)), 0.3, self.training)
+
+
+@case(example=lambda: call(x()), served={"again": lambda: call(x(seed=2))}, tried=SIZES, dynamic=ROWS)
+class DrawsRandom(Base):
+    def forward(self, x):
+        noise = torch.rand(x.shape[0], 8) + torch.randn_like(x)
+        return self.linear(x + noise) * torch.bernoulli(torch.full_like(x, 0.5))
+
+
+@case(example=lambda: call(x()), served={"again": lambda: call(x(seed=2))})
+class DropsAlways(Base):
+    def forward(self, x):
+        return self.linear(F.dropout(x, 0.5, training=True)) + x.clone().uniform_()
+
+
+@case(example=lambda: call(x()), tried={"again": lambda: call(x(seed=2))})
+class DrawsPermutation(Base):
+    def forward(self, x):
+        return self.linear(x)[torch.randperm(4)], torch.randint(0, 9, (3,)), torch.multinomial(x.abs(), 2)
+
+
+# ---- what cannot be one graph, or must not be
+
+
+@case(example=lambda: call(x()), fails="GraphBreakError: if x.sum")
+class DependsOnData(Base):
+    def forward(self, x):
+        if x.sum() > 0:
+            return self.linear(x)
+        return x
+
+
+@case(example=lambda: call(x()), fails="GraphBreakError: print")
+class Prints(Base):
+    def forward(self, x):
+        print("forward", x.shape)
+        return self.linear(x)
+
+
+@case(example=lambda: call(x()), fails="Error: .item()")
+class CallsItem(Base):
+    def forward(self, x):
+        return self.linear(x) * x.sum().item()
+
+
+@case(example=lambda: call(x()), fails="TraceError: calls")
+class CountsCalls(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x)
+
+
+@case(example=lambda: call(x()), fails="TraceError: total")
+class CountsOnClass(Base):
+    total = 0
+
+    def forward(self, x):
+        type(self).total += 1
+        return self.linear(x)
+
+
+STATE = {"calls": 0}
+COUNTER = 0
+
+
+@case(example=lambda: call(x()), fails="TraceError: COUNTER")
+class WritesGlobal(Base):
+    def forward(self, x):
+        global COUNTER  # noqa: PLW0603 - what is tested
+        COUNTER += 1
+        return self.linear(x)
+
+
+@case(example=lambda: call(x()), fails="TraceError: STATE")
+class WritesGlobalDict(Base):
+    def forward(self, x):
+        STATE["calls"] = STATE["calls"] + 1
+        return self.linear(x)
+
+
+@case(example=lambda: call(x(), {"a": x(seed=2)}), fails="Error: named")
+class WritesArgumentDict(Base):
+    def forward(self, x, named):
+        named["b"] = self.linear(x)
+        return named["a"] + 1
+
+
+@case(example=lambda: call(x(), [x(seed=2)]), fails="Error: parts")
+class AppendsToArgument(Base):
+    def forward(self, x, parts):
+        parts.append(self.linear(x))
+        return x + 1
+
+
+@case(example=lambda: call(x()), fails="TraceError: kept")
+class KeepsOutput(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = None
+
+    def forward(self, x):
+        self.kept = self.linear(x)
+        return self.kept
+
+
+@case(example=lambda: call(x()), tried={"again": lambda: call(x(seed=2))})
+class CallsNumpy(Base):
+    def forward(self, x):
+        y = self.linear(x).numpy()
+        return torch.from_numpy(np.tanh(y) + np.float32(1))
+
+
+@case(example=lambda: call(x()), fails="Error: custom_call")
+class CustomCall(Base):
+    def __call__(self, x):
+        return super().__call__(x) * 100
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+@case(example=lambda: call(x()), fails="Error: nonzero")
+class DependsOnNonzero(Base):
+    def forward(self, x):
+        return self.linear(x)[x[:, 0] > 0]
+
+
+@case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
+class MakesTensors(Base):
+    def forward(self, x):
+        positions = torch.arange(x.shape[0], device=x.device)
+        table = torch.tensor([1.0, 2.0, 3.0])
+        zeros = torch.zeros(x.shape[0], 2, dtype=torch.float64)
+        return self.linear(x) * positions[:, None], table, zeros, torch.full((2,), x.shape[0])
+
+
+@case(example=lambda: call(x()), served={"other": lambda: call(x(seed=4))}, tried=SIZES)
+class PlainTensorAttributes(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = [torch.ones(8), torch.full((8,), 2.0)]
+        self.named = {"bias": torch.full((8,), 3.0)}
+        self.same = self.linear.weight
+
+    def forward(self, x):
+        return F.linear(x, self.same) * self.tables[1] + self.named["bias"] + self.tables[0]
