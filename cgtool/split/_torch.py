@@ -12,10 +12,13 @@ import sympy
 import torch
 from torch._C import _functorch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.amp import autocast_mode
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import bound_sympy
 
 __all__ = [
+    "ENTER_AUTOCAST",
+    "EXIT_AUTOCAST",
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
@@ -31,6 +34,10 @@ __all__ = [
     "symbol_range",
     "version_of",
 ]
+
+#: The very functions that a graph calls where it enters and leaves an autocast region.
+ENTER_AUTOCAST: Any = autocast_mode._enter_autocast
+EXIT_AUTOCAST: Any = autocast_mode._exit_autocast
 
 
 def op_name(op: OpOverload | OpOverloadPacket) -> str:

@@ -22,7 +22,7 @@ from cgtool.graph.values import encode_value
 from cgtool.guards.ops import is_torchs_own, op_digest
 from cgtool.pieces import Json, Node, PieceGraph
 from cgtool.split import _torch as private
-from cgtool.split.nodes import ENTER_AUTOCAST, EXIT_AUTOCAST, Kind, cannot_split, constant_of, described, example
+from cgtool.split.nodes import Kind, cannot_split, constant_of, described, example
 from cgtool.split.program import Program
 from cgtool.split.sizes import PieceSizes, piece_sizes
 
@@ -282,11 +282,11 @@ class _PieceWriter:
         while common < min(len(active), len(wanted)) and active[common] is wanted[common]:
             common += 1
         while len(self._contexts) > common:
-            self._append("function", target_name(EXIT_AUTOCAST), (self._contexts.pop()[1],))
+            self._append("function", target_name(private.EXIT_AUTOCAST), (self._contexts.pop()[1],))
         for node in wanted[common:]:
             args = tuple(encode_value(arg, self._ref) for arg in node.args)
             kwargs = {name: encode_value(node.kwargs[name], self._ref) for name in sorted(node.kwargs)}
-            self._contexts.append((node, self._append("function", target_name(ENTER_AUTOCAST), args, kwargs)))
+            self._contexts.append((node, self._append("function", target_name(private.ENTER_AUTOCAST), args, kwargs)))
 
     def leave_contexts(self) -> None:
         """Leave every autocast region, so that the piece ends as it began."""

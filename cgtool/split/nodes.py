@@ -18,17 +18,14 @@ import operator
 import re
 from collections.abc import Iterator
 from enum import Enum, auto
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
-from torch.amp import autocast_mode
 
 from cgtool.errors import SplitError
 from cgtool.split import _torch as private
-
-ENTER_AUTOCAST: Any = autocast_mode._enter_autocast  # noqa: SLF001 - the graph holds this very function
-EXIT_AUTOCAST: Any = autocast_mode._exit_autocast  # noqa: SLF001 - as above
 
 _MISSING = object()
 _NUMBERS = (bool, int, float, str, torch.SymInt, torch.SymFloat, torch.SymBool, torch.dtype, torch.device, torch.layout)
@@ -79,10 +76,14 @@ def kind_of(node: fx.Node) -> Kind:
         return _constant(node)
     if node.op == "call_module" or isinstance(node.target, private.HigherOrderOperator):
         raise cannot_split(node, "it runs a graph of its own; write the model without it, or put it into a custom op")
+    if str(getattr(node.target, "__module__", "")).startswith("torch._functorch"):
+        raise cannot_split(
+            node, "it is a step of torch.vmap or torch.func; write it with broadcasting, or put it into a custom op"
+        )
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if name.partition(".")[0] in _DROPPED_NAMES:
         return Kind.DROPPED
-    if node.target in (ENTER_AUTOCAST, EXIT_AUTOCAST):
+    if node.target in (private.ENTER_AUTOCAST, private.EXIT_AUTOCAST):
         return Kind.CONTEXT
     if isinstance(value, torch.Tensor):
         return Kind.TENSOR
@@ -157,6 +158,7 @@ def is_getitem_of_bundle(node: fx.Node, kinds: dict[fx.Node, Kind]) -> bool:
     )
 
 
+_TORCH_FOLDER = f"{Path(torch.__file__).parent}/"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ([^\n]+)(?:\n\s+([^\n]*\S))?')
 
 
@@ -165,7 +167,8 @@ def user_line(node: fx.Node) -> str | None:
     frames = _FRAME.findall(node.meta.get("stack_trace") or node.stack_trace or "")
     if not frames:
         return None
-    path, line, function, code = frames[-1]
+    # The innermost line that is not torch's own; torch's where there is no other.
+    path, line, function, code = next((f for f in reversed(frames) if not f[0].startswith(_TORCH_FOLDER)), frames[-1])
     place = f"{path.replace(chr(92), '/').rsplit('/', 1)[-1]}:{line}, in {function.strip()}"
     return f"{place}: {code.strip()}" if code else place
 

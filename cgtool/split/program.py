@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from cgtool.split import _torch as private
 from cgtool.split.alias import Memory, read_memory
 from cgtool.split.effects import changes_shape
 from cgtool.split.nodes import (
-    ENTER_AUTOCAST,
     RUNS,
     Kind,
     cannot_split,
@@ -135,7 +135,7 @@ def _autocast_regions(kinds: Mapping[fx.Node, Kind]) -> dict[fx.Node, tuple[fx.N
     for node, kind in kinds.items():
         regions[node] = tuple(active)
         if kind is Kind.CONTEXT:
-            if node.target is ENTER_AUTOCAST:
+            if node.target is private.ENTER_AUTOCAST:
                 active.append(node)
             else:
                 active.remove(node.args[0])  # type: ignore[arg-type]

@@ -37,6 +37,15 @@ def test_a_higher_order_op_is_named_with_the_users_line() -> None:
     assert "custom op" in message
 
 
+def test_a_transform_of_functions_is_named_with_the_users_line() -> None:
+    def function(a):
+        return torch.vmap(lambda row: row * 2)(a)
+
+    message = refused(function)
+    assert "torch.vmap(lambda row: row * 2)(a)" in message
+    assert "broadcasting" in message
+
+
 def test_a_change_of_shape_in_place_that_another_piece_sees() -> None:
     def function(a):
         b = a + 1
