@@ -116,6 +116,9 @@ class GuardRecorder:
     def _record(self, entry: Any) -> None:
         if entry.guard_type in _IMPLIED or _NAMED_TUPLE.fullmatch(entry.name):
             return
+        if entry.guard_type == "HASATTR" and not isinstance(entry.orig_guard.create_fn, functools.partial):
+            self._has_attribute(entry)
+            return
         text = source_text(entry.orig_guard.originating_source, self.frame())
         if entry.guard_type == "DUPLICATE_INPUT":
             self._same(text, entry)
@@ -148,9 +151,18 @@ class GuardRecorder:
             raise NoRuleError(msg, actual=entry.guard_type)
         if word == "contains":
             kind = f"contains:{json.dumps(encode_literal(value))}"
-            self._add(text, kind, _EXPECTED[entry.guard_type])
+            # torch 2.11 has one guard with `invert` where 2.13 has two.
+            self._add(text, kind, _EXPECTED[entry.guard_type] and not create.keywords.get("invert", False))
             return
         self._add(text, f"{word}:{value}", describe(f"{word}:{value}", entry.value))
+
+    def _has_attribute(self, entry: Any) -> None:
+        """Record HASATTR as torch 2.11 gives it: its source is the attribute itself, which need not be there."""
+        source = entry.orig_guard.originating_source
+        while not hasattr(source, "member"):
+            source = source.base
+        base = source_text(source.base, self.frame())
+        self._add(base, f"hasattr:{source.member}", bool(entry.has_value))
 
     def _same(self, text: str, entry: Any) -> None:
         if isinstance(entry.value, types.ModuleType):
