@@ -1,0 +1,65 @@
+"""A model that is loaded in a fresh process gives what eager gives, at every size and with every adaptor."""
+
+from __future__ import annotations
+
+import pytest
+from e2e_harness import FIXTURES, LLAMA, compare, counts, warm
+
+pytestmark = pytest.mark.torch
+
+MOE, ENCODER, VISION = (f"{FIXTURES / name}.py:build" for name in ("tiny_moe", "tiny_encoder", "tiny_vision"))
+TOKENS = [{"num_tokens": n} for n in (*range(1, 65), 100, 512)]
+GRID = [{"batch": b, "seq": s} for b in (1, 2, 3, 4, 5, 8) for s in (1, 2, 3, 7, 8, 16, 33, 64, 128)]
+IMAGES = [{"batch": n} for n in (*range(1, 10), 15, 16, 17, 33)]
+
+
+def check(model, root, calls, **options):
+    """Every call equals eager's."""
+    report = compare(model, root, calls, **options)
+    assert report["failures"] == []
+    assert report["calls"] == len(calls)
+    return report
+
+
+@pytest.mark.parametrize("adaptor", ["inductor_standalone", "inductor", "eager"])
+def test_llama_with_each_adaptor(tmp_path, adaptor):
+    root = tmp_path / "cache"
+    report = warm(LLAMA, root, "--compile-sizes", "1,8", "--adaptor", adaptor)
+    assert (*counts(report), report["compiled"]) == (9, 4, 3, 9, 9)
+    checked = check(LLAMA, root, TOKENS)
+    assert (checked["imported"] == []) == (adaptor == "eager")
+    # What was chosen at `warm` need not be said at `load`, and may be.
+    check(LLAMA, root, TOKENS[:8], config={"adaptor": adaptor, "compile_sizes": [1, 8]})
+
+
+def test_mixture_of_experts(tmp_path):
+    root = tmp_path / "cache"
+    report = warm(MOE, root, "--compile-sizes", "1,8")
+    assert (*counts(report), report["compiled"]) == (5, 2, 3, 9, 9)
+    check(MOE, root, TOKENS)
+
+
+def test_encoder_over_batch_and_sequence(tmp_path):
+    """Two dynamic dimensions: one variant for both, one for each that is 1, one for both."""
+    root = tmp_path / "cache"
+    report = warm(ENCODER, root, "--compile-sizes", "batch=4:seq=16")
+    assert report["variants"] == 4
+    assert counts(report)[:3] == (5, 2, 3)
+    assert len(report["artifacts"]) == report["compiled"] == 5 * 3
+    check(ENCODER, root, GRID)
+
+
+def test_vision_over_batch(tmp_path):
+    root = tmp_path / "cache"
+    report = warm(VISION, root, "--compile-sizes", "1,4")
+    assert counts(report)[:3] == (5, 2, 3)
+    assert len(report["artifacts"]) == report["compiled"] == 9
+    check(VISION, root, IMAGES)
+
+
+@pytest.mark.slow  # matrix products of these dtypes are tuned one by one
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_llama_of_another_dtype(tmp_path, dtype):
+    root, argument = tmp_path / "cache", ("--arg", f'dtype="{dtype}"', "--arg", "num_layers=2")
+    assert warm(LLAMA, root, *argument, "--compile-sizes", "1,8")["compiled"] == 9
+    check(LLAMA, root, TOKENS, arguments={"dtype": dtype, "num_layers": 2})
