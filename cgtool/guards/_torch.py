@@ -92,7 +92,7 @@ def fake_implementation(op: Any) -> Any:
     definition = OPDEFS.get(qualname)  # @torch.library.custom_op registers a wrapper of its own
     if definition is not None and definition._abstract_fn is not None:
         return definition._abstract_fn
-    entry = simple_registry.singleton.get(qualname)
+    entry = simple_registry.singleton._data.get(qualname)  # `get` came after 2.11
     kernel = None if entry is None else entry.fake_impl.kernel
     return None if kernel is None else _unwrapped(kernel.func)
 
