@@ -1,0 +1,291 @@
+"""`cgtool.compile` in the place of `torch.compile`, with Inductor: examples, signatures, outputs, configurations."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+
+import pytest
+from e2e_harness import cgtool as command
+from e2e_harness import compare, inspect, units
+
+torch = pytest.importorskip("torch")
+
+import e2e_models as models  # noqa: E402
+from e2e_compare import difference  # noqa: E402
+
+import cgtool  # noqa: E402
+from cgtool import CompilationConfig  # noqa: E402
+from cgtool.errors import UsageError  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+HERE = Path(__file__).parent
+BATCH = {"x": {0: "batch"}}
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def shapes(root):
+    """The shapes that a cache's one entry has artifacts for."""
+    return {repr(artifact["shape"]) for artifact in inspect(root)["artifacts"]}
+
+
+def files(root):
+    return sorted((str(p), p.stat().st_mtime_ns) for p in root.rglob("*") if p.is_file() and "state" not in p.parts)
+
+
+def same(run, module, *args, **kwargs):
+    """A call equals eager's."""
+    expected = module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+    difference(run(*args, **kwargs), expected)
+
+
+@pytest.fixture(scope="module")
+def nested(tmp_path_factory):
+    """A model that was compiled for an example, and its cache."""
+    root, module = tmp_path_factory.mktemp("nested") / "cache", models.Nested().eval()
+    with torch.no_grad():
+        return root, module, cgtool.compile(module, example_args=(models.x_of(),), dynamic=BATCH, cache_dir=root)
+
+
+def test_outputs_of_nested_containers_come_back_as_they_were(nested):
+    _, module, run = nested
+    for batch in range(1, 20):
+        same(run, module, models.x_of(batch))
+
+
+def test_what_an_output_holds_twice_is_one_tensor(nested):
+    _, _, run = nested
+    output = run(models.x_of())
+    assert output.inner.tensor is output.parts["list"][0]
+    assert output.parts["list"][1][0] is output.parts["tuple"][0]
+
+
+def test_a_second_compile_loads(nested):
+    root, _, _ = nested
+    before = files(root)
+    module = models.Nested().eval()
+    run = cgtool.compile(module, example_kwargs={"x": models.x_of()}, dynamic=BATCH, cache_dir=root)
+    same(run, module, models.x_of(7))
+    first = inspect(root)["hash"]
+    if files(root) != before:  # an example by keyword may be another example; then nothing of it was compiled
+        assert {path for path, _ in before} <= {path for path, _ in files(root)}
+    assert units(root) == 2
+    run = cgtool.compile(module, example_args=(models.x_of(),), dynamic=BATCH, cache_dir=root)
+    same(run, module, models.x_of(8))
+    assert inspect(root)["hash"] == first
+
+
+def test_new_weights_are_used_from_the_next_call(nested):
+    root, _, _ = nested
+    module = models.Nested().eval()
+    run = cgtool.load(module, cache_dir=root)
+    module.load_state_dict({name: value * 2 + 1 for name, value in module.state_dict().items()})
+    same(run, module, models.x_of(4))
+    module.layer.weight = torch.nn.Parameter(module.layer.weight.detach().flip(0).contiguous())
+    same(run, module, models.x_of(4))
+
+
+def test_a_fresh_process_loads_what_was_compiled_for_the_same_model(tmp_path):
+    root, model = tmp_path / "cache", f"{HERE / 'e2e_models.py'}:nested"
+    spec = models.nested()
+    cgtool.compile(spec.module, example_args=spec.calls[0].args, dynamic=spec.dynamic, cache_dir=root)
+    calls = [{"batch": n} for n in range(1, 10)]
+    report = compare(model, root, calls)
+    assert (report["calls"], report["failures"]) == (9, [])
+    assert command("warm", model, "--cache-dir", root, "--check", "--weights", "real").code == 0
+
+
+def test_without_an_example_the_first_call_is_one(tmp_path):
+    root, module = tmp_path / "cache", models.Signature().eval()
+    run = cgtool.compile(module, dynamic=BATCH, cache_dir=root)
+    assert not root.exists()
+    x = models.x_of(4)
+    same(run, module, x, scale=3.0)
+    assert inspect(root)["pieces"] == 1
+    for batch in (1, 2, 9):
+        same(run, module, models.x_of(batch), scale=3.0)
+    before = files(root)
+    with pytest.raises(cgtool.GuardError, match="scale"):
+        run(x)
+    assert files(root) == before  # nothing compiles behind a request
+
+
+def test_without_dynamic_dimensions_other_sizes_are_refused(tmp_path):
+    module = models.Signature().eval()
+    run = cgtool.compile(module, example_args=(models.x_of(4),), cache_dir=tmp_path / "cache")
+    same(run, module, models.x_of(4))
+    with pytest.raises(cgtool.GuardError, match="x"):
+        run(models.x_of(5))
+
+
+def test_defaults_and_keywords_are_the_models_own(tmp_path):
+    root, module = tmp_path / "cache", models.Signature().eval()
+    run = cgtool.compile(module, example_args=(models.x_of(4),), dynamic=BATCH, cache_dir=root)
+    for batch in (1, 2, 6):
+        x = models.x_of(batch)
+        expected = module(x)
+        for args, kwargs in (
+            ((x,), {}),
+            ((), {"x": x}),
+            ((x, None), {}),
+            ((x,), {"bias": None, "scale": 2.0}),
+            ((x,), {"mode": "tanh", "scale": 2.0}),
+        ):
+            difference(run(*args, **kwargs), expected)
+    for kwargs, word in (({"mode": "relu"}, "mode"), ({"scale": 2.5}, "scale"), ({"bias": models.x_of(1)}, "bias")):
+        with pytest.raises(cgtool.GuardError, match=word):
+            run(models.x_of(2), **kwargs)
+    for args, kwargs in (((), {}), ((models.x_of(2),), {"other": 1}), ((models.x_of(2), None, 3.0), {})):
+        with pytest.raises(TypeError):
+            run(*args, **kwargs)
+
+
+def test_containers_of_tensors_are_arguments(tmp_path):
+    module = models.Gathered().eval()
+
+    def arguments(rows):
+        x = models.x_of(rows)
+        return ((x, [x + 1]), {"gain": x * 2}, x - 1, x.sin()), {"less": x.exp()}
+
+    args, kwargs = arguments(4)
+    run = cgtool.compile(module, example_args=args, example_kwargs=kwargs, cache_dir=tmp_path / "cache")
+    same(run, module, *args, **kwargs)
+    args, kwargs = arguments(4)
+    args[0][1][0].mul_(-3)
+    same(run, module, *args, **kwargs)
+    with pytest.raises(cgtool.GuardError):
+        run(*args[:-1], **kwargs)  # one of *rest is missing
+
+
+def test_writes_into_buffers_and_arguments_and_returned_arguments(tmp_path):
+    module = models.Memory().eval()
+    eager = copy.deepcopy(module)
+    dynamic = {"x": {0: "rows"}, "slots": {0: "rows"}, "out": {0: "rows"}}
+
+    def arguments(rows):
+        return models.x_of(rows), torch.arange(rows) * 3 % 64, torch.zeros(rows, models.WIDTH)
+
+    run = cgtool.compile(module, example_args=arguments(4), dynamic=dynamic, cache_dir=tmp_path / "cache")
+    assert not module.cache.any()  # the example was traced, not run
+    for rows in (4, 1, 7, 2):
+        ours, theirs = arguments(rows), arguments(rows)
+        output, expected = run(*ours), eager(*theirs)
+        difference(output, expected)
+        difference(ours, theirs)
+        difference(module.cache, eager.cache)
+        assert output[0] is ours[0]
+        assert output[1].data_ptr() == ours[2].data_ptr()
+        ours[2].fill_(5.0)
+        assert (output[1] == 5).all()
+
+
+def test_the_cache_switched_off_compiles_and_leaves_nothing(tmp_path, monkeypatch):
+    root, module = tmp_path / "cache", models.Signature().eval()
+    off = CompilationConfig(disable_cache=True)
+    run = cgtool.compile(module, example_args=(models.x_of(),), dynamic=BATCH, config=off, cache_dir=root)
+    same(run, module, models.x_of(5))
+    assert not root.exists()
+    monkeypatch.setenv("CGTOOL_DISABLE_CACHE", "1")
+    run = cgtool.compile(module, example_args=(models.x_of(),), dynamic=BATCH, cache_dir=root)
+    same(run, module, models.x_of(5))
+    assert not root.exists()
+    with pytest.raises(cgtool.CacheMissError, match="switched off"):
+        cgtool.load(module, cache_dir=root)
+    monkeypatch.setenv("CGTOOL_DISABLE_CACHE", "0")
+    monkeypatch.setenv("CGTOOL_CACHE_DIR", str(root))
+    run = cgtool.compile(module, example_args=(models.x_of(),), dynamic=BATCH)
+    same(run, module, models.x_of(5))
+    assert inspect(root)["pieces"] == 1
+
+
+def test_level_0_is_the_model_itself(tmp_path):
+    module = models.Attention().eval()
+    for config in (CompilationConfig(level=0), CompilationConfig(enforce_eager=True)):
+        assert cgtool.compile(module, config=config, cache_dir=tmp_path / "cache") is module
+        assert cgtool.load(module, config=config, cache_dir=tmp_path / "cache") is module
+    assert list(tmp_path.iterdir()) == []
+
+
+LEVELS = {1: ("eager", 1, 0, 1), 2: ("inductor_standalone", 1, 0, 1), 3: ("inductor_standalone", 5, 2, 3)}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_levels_1_to_3(tmp_path, level):
+    root, spec, config = tmp_path / "cache", models.attention(), CompilationConfig(level=level)
+    run = cgtool.compile(
+        spec.module, example_args=spec.calls[0].args, dynamic=spec.dynamic, config=config, cache_dir=root
+    )
+    for batch, seq in itertools.product((1, 2, 5), (1, 2, 9)):
+        same(run, spec.module, models.attention_x(batch, seq))
+    entry = inspect(root)
+    adaptor, pieces, splitting, unique = LEVELS[level]
+    assert (entry["level"], entry["adaptor"], entry["variants"]) == (level, adaptor, 4)
+    assert (entry["pieces"], entry["splitting_pieces"], entry["unique_pieces"]) == (pieces, splitting, unique)
+    loaded = cgtool.load(spec.module, config=config, cache_dir=root)
+    same(loaded, spec.module, models.attention_x(3, 4))
+    other = CompilationConfig(level=5 - level if level != 1 else 3)
+    with pytest.raises(cgtool.CacheMissError, match="level"):
+        cgtool.load(spec.module, config=other, cache_dir=root)
+
+
+CONFIGS = {
+    "mappings of both dimensions": (
+        {"compile_sizes": [{"batch": 2, "seq": 8}, {"batch": 1, "seq": 8}]},
+        {"{'batch': 2, 'seq': 8}", "{'batch': 1, 'seq': 8}"},
+    ),
+    "a mapping of one dimension": ({"compile_sizes": [{"seq": 8}]}, {"{'seq': 8}"}),
+    "integers of size_dim": ({"compile_sizes": [4, 8], "size_dim": "seq"}, {"{'seq': 4}", "{'seq': 8}"}),
+    "ranges of size_dim": (
+        {"compile_ranges": [[2, 7], [8, 32]], "size_dim": "seq"},
+        {"[2, 7]", "[8, 32]"},
+    ),
+    "a size within a range": (
+        {"compile_sizes": [{"batch": 2, "seq": 8}], "compile_ranges": [[8, 32]], "size_dim": "seq"},
+        {"{'batch': 2, 'seq': 8}", "[8, 32]"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sizes_and_ranges_of_two_dimensions(tmp_path, name):
+    fields, added = CONFIGS[name]
+    root, spec, config = tmp_path / "cache", models.attention(), CompilationConfig(**fields)
+    run = cgtool.compile(
+        spec.module, example_args=spec.calls[0].args, dynamic=spec.dynamic, config=config, cache_dir=root
+    )
+    found = shapes(root)
+    assert added <= found
+    assert found - added <= {"'general'", "{'batch': 1}", "{'seq': 1}", "{'batch': 1, 'seq': 1}"}
+    for batch, seq in itertools.product((1, 2, 3), (1, 2, 4, 7, 8, 9, 32, 33)):
+        same(run, spec.module, models.attention_x(batch, seq))
+
+
+def test_an_integer_size_of_two_dimensions_needs_size_dim(tmp_path):
+    root, spec = tmp_path / "cache", models.attention()
+    with pytest.raises(UsageError, match="size_dim"):
+        cgtool.compile(
+            spec.module,
+            example_args=spec.calls[0].args,
+            dynamic=spec.dynamic,
+            config=CompilationConfig(compile_sizes=[8]),
+            cache_dir=root,
+        )
+    assert list(root.rglob("manifest.json")) == []
+
+
+def test_bounds_of_a_dimension_are_kept(tmp_path):
+    root, module = tmp_path / "cache", models.Signature().eval()
+    run = cgtool.compile(module, example_args=(models.x_of(4),), dynamic={"x": {0: ("batch", 2, 16)}}, cache_dir=root)
+    assert inspect(root)["variants"] == 1
+    same(run, module, models.x_of(2))
+    same(run, module, models.x_of(16))
+    for batch in (0, 1, 17):
+        with pytest.raises(cgtool.GuardError, match="batch"):
+            run(models.x_of(batch))
