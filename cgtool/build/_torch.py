@@ -17,8 +17,10 @@ from typing import Any
 import torch
 import torch.compiler.config
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # 2.11 to 2.15
 
 from cgtool.graph.targets import PYTHON_FUNCTIONS
 
@@ -76,6 +78,11 @@ def guard_exprs(mode: FakeTensorMode) -> list[Any]:
     shape_env = _shape_env(mode)
     asserts = [assertion for group in shape_env.deferred_runtime_asserts.values() for assertion in group]
     return [guard.expr for guard in (*shape_env.guards, *asserts)]
+
+
+def python_dispatcher() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which composite ops are decomposed in Python, which takes symbolic sizes."""
+    return enable_python_dispatcher()
 
 
 def is_known(mode: FakeTensorMode, expr: Any) -> bool:

@@ -157,7 +157,8 @@ def rebuild(graph: PieceGraph) -> RebuiltPiece:
     """
     symbols = rebuild_symbols(graph)
     constants = constants_of(graph)
-    with torch.no_grad(), symbols.mode:
+    # As Dynamo does: torch 2.11's C++ composite ops cannot be called with symbolic sizes.
+    with torch.no_grad(), symbols.mode, _torch.python_dispatcher():
         inputs = _inputs(graph, symbols.sizes)
         versions = [_torch.version_of(fake) for fake in inputs]
         fakes = [symbols.mode.from_tensor(constant, static_shapes=True) for constant in constants]

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cgtool.cache.manifest import VariantCounts
-from cgtool.model import ModelSpec
+from cgtool.guards.signature import CallSignature
+from cgtool.model import ExampleCall, ModelSpec
 from cgtool.pieces import Json
 from cgtool.plan import Plan
 
@@ -15,16 +16,25 @@ if TYPE_CHECKING:
 
 
 def calls_of(spec: ModelSpec) -> Json:
-    """Return what the example calls are, without their tensors' values."""
+    """Return what the example calls are, without their tensors' values; by position or by name is one call."""
     dynamic = {
         parameter: {str(dim): name if isinstance(name, str) else list(name) for dim, name in dims.items()}
         for parameter, dims in spec.dynamic.items()
     }
-    calls = [
-        [call.name, [_shown(a) for a in call.args], {k: _shown(v) for k, v in call.kwargs.items()}]
-        for call in spec.calls
-    ]
+    calls = []
+    for call in spec.calls:
+        args, kwargs = _canonical(spec, call)
+        calls.append([call.name, [_shown(a) for a in args], {k: _shown(v) for k, v in kwargs.items()}])
     return {"method": spec.method, "dynamic": dynamic, "calls": calls}
+
+
+def _canonical(spec: ModelSpec, call: ExampleCall) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return a call's arguments in the one form in which it is traced; as they came where they do not fit."""
+    signature = CallSignature.of(getattr(spec.module, spec.method))
+    try:
+        return signature.arguments(signature.bind(call.args, call.kwargs))
+    except TypeError:  # the trace says so in its own words
+        return call.args, call.kwargs
 
 
 def _shown(value: Any) -> Json:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cgtool.build import _torch as private
+from cgtool.build.randomness import why_as_it_stands
 from cgtool.errors import TraceError
 from cgtool.events import Event, OnEvent
 from cgtool.graph.metas import tensor_meta
@@ -105,17 +106,31 @@ class _Builder:
         self._sources: dict[str, str] = {}
         self._matched: dict[str, None] = {}
         self._eager: dict[int, Mapping[int, str]] = {}
+        self._reasons: dict[str, str | None] = {}
         self._text = ""
 
     def add(self, name: str, fixed: Mapping[str, int], dims: Dims, trace: Trace) -> None:
         split = split_graph(trace.graph_module, splitting_ops=self._asked)
-        self._eager[len(self._variants)] = split.eager_pieces
+        self._eager[len(self._variants)] = {**split.eager_pieces, **self._as_they_stand(split)}
         self._variants.append(_variant(name, fixed, dims, trace, split))
         self._graphs.update(split.graphs)
         self._sources.update(trace.sources)
         self._matched.update(dict.fromkeys(split.splitting_ops))
         if not self._text:
             self._text = graph_text(trace.graph_module, split.assignment)
+
+    def _as_they_stand(self, split: SplitResult) -> dict[int, str]:
+        """Return the pieces that could be compiled and may not be, and why."""
+        found: dict[int, str] = {}
+        for step in split.steps:
+            if step.splitting or step.piece < 0 or step.piece in split.eager_pieces:
+                continue
+            if step.graph not in self._reasons:
+                self._reasons[step.graph] = why_as_it_stands(split.graphs[step.graph])
+            reason = self._reasons[step.graph]
+            if reason is not None:
+                found[step.piece] = reason
+        return found
 
     def finish(self, spec: ModelSpec, secs: float) -> Stitched:
         used = {step.graph for variant in self._variants for step in variant.steps}

@@ -92,9 +92,10 @@ def _asked(path: str, _mtime_ns: int, _size_bytes: int) -> str | None:
 def _torch_build() -> Json:
     return {
         "version": torch.__version__,
-        "git": torch.version.git_version,
-        "cuda": torch.version.cuda,
-        "hip": torch.version.hip,
+        # In this order also by name: of two builds that differ, the version tells most.
+        "version_git": torch.version.git_version,
+        "with_cuda": torch.version.cuda,
+        "with_hip": torch.version.hip,
     }
 
 

@@ -14,6 +14,7 @@ A device is its type alone: its index is a fact of the process, not of the progr
 from __future__ import annotations
 
 import enum
+import functools
 import types
 from typing import Any
 
@@ -92,6 +93,10 @@ def _object(value: Any) -> Json:
         return ["module", canonical_module_name(value.__name__)]
     if isinstance(value, (types.FunctionType, types.MethodType)):
         return ["function", qualified_name(value), code_digest(value)]
+    if isinstance(value, property) and value.fget is not None:
+        return ["function", qualified_name(value.fget), code_digest(value.fget)]
+    if isinstance(value, functools.cached_property):
+        return ["function", qualified_name(value.func), code_digest(value.func)]
     if isinstance(value, types.CodeType):
         return ["function", value.co_qualname, code_digest(value)]
     if isinstance(value, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)):

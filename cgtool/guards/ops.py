@@ -29,6 +29,12 @@ def is_torchs_own(name: str) -> bool:
     return name.partition("::")[0] in TORCH_NAMESPACES
 
 
+def is_composite(name: str) -> bool:
+    """Return whether a compiler takes the op `ns::op.overload` apart into the ops that its kernel calls."""
+    op = private.find_op(name)
+    return op is not None and private.has_kernel(op, "CompositeImplicitAutograd")
+
+
 def op_digest(name: str) -> str:
     """Return the SHA-256 of what the compiler believes of an op, as 64 hexadecimal digits.
 

@@ -41,16 +41,27 @@ def facts_of(module: torch.nn.Module) -> Facts:
 
 def state_of(module: torch.nn.Module) -> Json:
     """Return the module's tensors by name ("float32[64, 128] cpu"), and which names share one tensor."""
-    names: dict[int, list[str]] = {}
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
     tensors: dict[str, str] = {}
     for kind in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
         for name, tensor in kind:
             tensors[name] = _spelled(tensor)
-            names.setdefault(id(tensor), []).append(name)
-    tied = sorted(sorted(group) for group in names.values() if len(group) > 1)
+            other = first.setdefault(id(tensor), name)
+            if other != name:
+                tied[name] = other
     return {"tensors": tensors, "tied": tied}
 
 
 def _spelled(tensor: Any) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{dtype}{list(tensor.shape)} {tensor.device.type}"
+    return f"{dtype}{list(tensor.shape)} {tensor.device.type}{_layout(tensor)}"
+
+
+def _layout(tensor: Any) -> str:
+    """Return what is unusual about how a tensor lies in memory; a stride of a dimension of size 1 says nothing."""
+    if tensor.layout is not torch.strided:
+        return f" {tensor.layout}"
+    if tensor.is_contiguous():
+        return ""
+    return f" strides {[step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]}"

@@ -21,10 +21,11 @@ from cgtool.errors import CacheError, CacheMissError, CacheSchemaError, CgtoolEr
 from cgtool.guards.files import sources_now
 from cgtool.guards.kinds import check
 from cgtool.guards.ops import op_digest
-from cgtool.guards.sources import Roots
+from cgtool.guards.sources import Roots, words
 from cgtool.pieces import Json
 from cgtool.plan import Plan
 from cgtool.runtime.facts import Facts
+from cgtool.runtime.weights import is_weight, tensor_differences
 
 _log = logging.getLogger(__name__)
 
@@ -151,7 +152,12 @@ class Finder:
         roots = Roots(self._module, method)
         guards = {(g.source, g.kind, repr(g.expected)): g for variant in plan.variants for g in variant.model_guards}
         failures = check(guards.values(), roots)
-        return tuple(failure.sentence for failure in failures)
+        if failures:
+            return tuple(failure.sentence for failure in failures)
+        # Parameters and buffers are among the facts; what is left is tensors that lie about as plain attributes.
+        known = self._facts.factors["state"]["tensors"]
+        inputs = (item for variant in plan.variants for item in variant.inputs if is_weight(item))
+        return tuple(tensor_differences(roots, (item for item in inputs if words(item.source) not in known)))
 
     def _miss(self, refused: list[tuple[str, tuple[str, ...]]]) -> CacheMissError:
         if not refused:

@@ -15,7 +15,7 @@ One call in C compares all tensors with those of the last full check; it costs a
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import nn
 
 from cgtool.errors import GuardError
 from cgtool.graph.metas import device_of, dtype_of, dtype_text
-from cgtool.guards.sources import parse_source, words
+from cgtool.guards.sources import Roots, SourceError, parse_source, words
 from cgtool.pieces import TensorMeta
 from cgtool.plan import Guard, Input
 from cgtool.runtime import _torch as private
@@ -206,6 +206,30 @@ def _is_plainly(tensor: Any, meta: TensorMeta, dtype: torch.dtype, device: torch
         and not tensor.is_neg()
         and not tensor.is_conj()
     )
+
+
+def tensor_differences(roots: Roots, inputs: Iterable[Input]) -> Iterator[str]:
+    """Yield what tensors of the model differ in from what was traced, for tensors that may be fake.
+
+    Args:
+        roots: The live model.
+        inputs: Inputs that belong to the model.
+    """
+    for item in {item.source: item for item in inputs}.values():
+        name = words(item.source)
+        try:
+            tensor = roots.resolve(item.source)
+        except SourceError as error:
+            yield str(error)
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            yield f"{name} was a tensor when this was compiled and is a {type(tensor).__qualname__} now"
+        elif dtype_text(tensor.dtype) != item.meta.dtype:
+            yield f"{name} was {item.meta.dtype} when this was compiled and is {dtype_text(tensor.dtype)} now"
+        elif tensor.device.type != device_of(item.meta.device, None).type:
+            yield f"{name} was on {item.meta.device} when this was compiled and is on {tensor.device} now"
+        elif (problem := _shape_problem(tensor, item.meta)) is not None:
+            yield f"{name} {problem}"
 
 
 def _shape_problem(tensor: torch.Tensor, meta: TensorMeta) -> str | None:

@@ -21,6 +21,7 @@ from cgtool.pieces import Json
 from cgtool.plan import Guard
 from cgtool.trace import _torch as private
 from cgtool.trace.breaks import explained
+from cgtool.trace.classes import class_guards
 from cgtool.trace.files import function_guards, traced_sources
 from cgtool.trace.guards import GuardRecorder, compact, module_frame, split_guards
 from cgtool.trace.outputs import MarkedSizes, TemplateReader, mark_outputs
@@ -165,7 +166,9 @@ def capture(
     sources = (*captured.inputs, *captured.others)
     known = _known_tensors(sources, Roots(module, method, arguments))
     model_guards, call_guards = split_guards((*recorder.finish(), *captured.returned))
-    model_guards = (*_ALWAYS, *compact(model_guards), *function_guards(captured.codes))
+    roots = Roots(module, method)
+    methods = class_guards(model_guards, roots, captured.codes)
+    model_guards = (*_ALWAYS, *_own_method(roots), *methods, *compact(model_guards), *function_guards(captured.codes))
     _check_at_once(model_guards, Roots(module, method))
     return Trace(
         graph_module=graph_module,
@@ -177,6 +180,17 @@ def capture(
         output=TemplateReader(captured.outputs, known, captured.sizes).read(result),
         shape_env=captured.shape_env,
     )
+
+
+def _own_method(roots: Roots) -> tuple[Guard, ...]:
+    """Return guards on whether the method is the class's, or one that was set on the model itself."""
+    name = roots.method.__name__
+    kind = f"absent:{name}"
+    is_absent = describe(kind, roots.module)
+    guard = Guard(source="self", kind=kind, expected=is_absent)
+    if is_absent:
+        return (guard,)
+    return (guard, Guard(source=f"self.{name}", kind="value", expected=describe("value", getattr(roots.module, name))))
 
 
 def slow_ops(names: Iterable[str]) -> tuple[str, ...]:

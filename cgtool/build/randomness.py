@@ -1,0 +1,55 @@
+"""Which pieces must run as they stand whatever the compiler could make of them, and why.
+
+A compiler draws random numbers of its own, which are not those that eager draws from torch's generator; and it looks
+into a custom op that is composed of others, whose Python nobody can look at again at load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from cgtool.build import _torch
+from cgtool.build.fx_piece import rebuild
+from cgtool.guards.ops import is_composite, is_torchs_own
+from cgtool.pieces import PieceGraph
+
+
+class _Draws(_torch.TorchDispatchMode):
+    """Remembers the ops that draw from a generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[str, None] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        del types
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.names[str(func.overloadpacket)] = None
+        call: Callable[..., Any] = func
+        return call(*args, **(kwargs or {}))
+
+
+def why_as_it_stands(graph: PieceGraph) -> str | None:
+    """Return why a piece may not be compiled, or None.
+
+    Raises:
+        CompileError: The graph cannot be rebuilt.
+    """
+    composed = [name for name in graph.ops if not is_torchs_own(name) and is_composite(name)]
+    if composed:
+        return (
+            f"the op {composed[0]} is composed of other ops (CompositeImplicitAutograd), by code that cannot be watched"
+        )
+    draws = _Draws()
+    with draws:
+        rebuild(graph)
+    if draws.names:
+        return (
+            f"it draws random numbers ({', '.join(draws.names)}), and compiled code would draw others than eager does"
+        )
+    return None
