@@ -1,0 +1,52 @@
+"""An edited line of the model traces again, and compiles only the pieces that changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.torch
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+
+
+def warm(folder: Path, cache: Path) -> dict:
+    command = [sys.executable, "-m", "cgtool", "warm", f"{folder / 'tiny_llama.py'}:build", "--json"]
+    done = subprocess.run(
+        [*command, "--arg", "num_layers=3", "--cache-dir", str(cache)],
+        capture_output=True,
+        text=True,
+        env=dict(os.environ),
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_an_edit_of_the_last_norm_compiles_the_last_piece_alone_for_each_variant(tmp_path):
+    folder, cache = tmp_path / "model", tmp_path / "cache"
+    folder.mkdir()
+    text = (FIXTURES / "tiny_llama.py").read_text()
+    (folder / "tiny_llama.py").write_text(text)
+    first = warm(folder, cache)
+    assert (first["compiled"], first["unique_pieces"]) == (6, 3)
+
+    # A comment changes the file and no piece.
+    (folder / "tiny_llama.py").write_text(text + "\n# a comment\n")
+    commented = warm(folder, cache)
+    assert commented["trace_secs"] > 0
+    assert (commented["compiled"], commented["reused"]) == (0, 6)
+    assert commented["hash"] != first["hash"]
+
+    # What the model does after its last layer stands in the last piece alone: one piece in each of the two variants.
+    last = "return self.norm(hidden)"
+    assert text.count(last) == 1
+    (folder / "tiny_llama.py").write_text(text.replace(last, f"{last} * 2.0"))
+    changed = warm(folder, cache)
+    assert (changed["compiled"], changed["reused"]) == (2, 4)
