@@ -15,6 +15,7 @@ writes a guard and checks it, so the two cannot drift apart. Kinds::
     tensor             [class, dtype, shape, stride, device type]
     same:<source>      whether it is the very object that another source names
     apart:<source>     whether two tensors share no memory
+    requires_grad      whether a tensor requires grad
     code               the digest of a function's code
     ops                what the compiler believes of a custom op, see `ops.py`
     state              global state of torch, see `state.py`
@@ -89,6 +90,7 @@ _PLAIN: dict[str, Callable[[Any], Json]] = {
     "empty": lambda value: len(value) == 0,
     "hooks": lambda module: sum(len(vars(module).get(name) or ()) for name in _HOOKS),
     "tensor": _tensor,
+    "requires_grad": lambda tensor: tensor.requires_grad,
     "code": lambda value: code_digest(getattr(getattr(value, "__func__", value), "__code__", value)),
 }
 _WITH_ARGUMENT: dict[str, Callable[[Any, str], Json]] = {
@@ -172,6 +174,8 @@ def sentence(guard: Guard, actual: Json) -> str:
         return f"{name} and {words(argument)} had {had} when this was compiled, and one of them is written to."
     if word == "hooks":
         return f"{name} had {guard.expected or 'no'} hooks when this was compiled and has {actual} now."
+    if word == "requires_grad":
+        return f"{name} {'required' if guard.expected else 'did not require'} grad when this was compiled; now it is otherwise."
     if word == "code":
         return f"The code of {name} is not what was compiled."
     return f"{name} was {_say(word, guard.expected)} when this was compiled and is {_say(word, actual)} now."

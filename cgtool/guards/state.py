@@ -1,7 +1,7 @@
 """Global state of torch that compiled code was made under, by name, as data: what the source `state:<name>` speaks of.
 
-Owns the list of names and what each is now. Grad mode has no name here: entries are for inference, and a call that
-needs gradients is refused whatever was traced; `inference_mode` and `no_grad` share one entry.
+Owns the list of names and what each is now. Grad mode is looked at only where a model asks for it: entries are for
+inference, and a call that needs gradients is refused whatever was traced; `inference_mode` and `no_grad` share one entry.
 
 ==========================  ==================================================================================
 autocast                    {} or {device type: dtype} of the types that are on
@@ -12,6 +12,7 @@ default_device              None, or the type that `torch.set_default_device` or
 torch_function_mode         names of the active modes, outermost first; a default device is not one
 torch_dispatch_mode         how many dispatch modes are active
 functorch                   whether a transform (vmap, grad) is active
+grad_mode                   whether gradients are recorded
 ==========================  ==================================================================================
 """
 
@@ -35,6 +36,7 @@ _WORDS = {
     "torch_function_mode": "the list of active torch function modes",
     "torch_dispatch_mode": "the number of active torch dispatch modes",
     "functorch": "a functorch transform",
+    "grad_mode": "grad mode",
 }
 
 
@@ -67,10 +69,11 @@ _CURRENT: dict[str, Callable[[], Json]] = {
     "torch_function_mode": _torch_function_mode,
     "torch_dispatch_mode": private.num_torch_dispatch_modes,
     "functorch": private.in_functorch,
+    "grad_mode": torch.is_grad_enabled,
 }
 
-#: Every name, in the order in which the tracer writes them down.
-STATE_NAMES: tuple[str, ...] = tuple(_CURRENT)
+#: The names that matter to every model, in the order in which the tracer writes them down.
+STATE_NAMES: tuple[str, ...] = tuple(name for name in _CURRENT if name != "grad_mode")
 
 
 def current(name: str) -> Json:

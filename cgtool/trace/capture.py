@@ -25,6 +25,7 @@ from cgtool.trace.classes import class_guards
 from cgtool.trace.files import function_guards, traced_sources
 from cgtool.trace.guards import GuardRecorder, compact, module_frame, split_guards
 from cgtool.trace.outputs import MarkedSizes, TemplateReader, mark_outputs
+from cgtool.trace.questions import question_guards
 from cgtool.trace.sources import Frame, source_text
 
 
@@ -165,7 +166,8 @@ def capture(
     _add_placeholders(graph_module, captured.others)
     sources = (*captured.inputs, *captured.others)
     known = _known_tensors(sources, Roots(module, method, arguments))
-    model_guards, call_guards = split_guards((*recorder.finish(), *captured.returned))
+    asked = tuple(question_guards(captured.codes, sources, Roots(module, method, arguments)))
+    model_guards, call_guards = split_guards((*recorder.finish(), *captured.returned, *asked))
     roots = Roots(module, method)
     methods = class_guards(model_guards, roots, captured.codes)
     model_guards = (*_ALWAYS, *_own_method(roots), *methods, *compact(model_guards), *function_guards(captured.codes))

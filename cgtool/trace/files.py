@@ -28,7 +28,7 @@ def traced_sources(codes: Iterable[types.CodeType]) -> dict[str, str]:
     modules = _modules_by_file()
     digests: dict[str, str] = {}
     for filename in sorted({code.co_filename for code in codes}):
-        if _is_covered_by_versions(filename):
+        if is_covered_by_versions(filename):
             continue
         module = modules.get(os.path.realpath(filename))
         if module is not None:
@@ -72,7 +72,8 @@ def _modules_by_file() -> dict[str, str]:
     return files
 
 
-def _is_covered_by_versions(filename: str) -> bool:
+def is_covered_by_versions(filename: str) -> bool:
+    """Return whether a file is torch's or the standard library's, or none at all."""
     if filename.startswith("<"):
         return True
     path = os.path.realpath(filename)

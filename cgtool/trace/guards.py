@@ -187,8 +187,8 @@ def _is_implied_type(text: str, value: Any) -> bool:
 
 def split_guards(guards: Sequence[Guard]) -> tuple[tuple[Guard, ...], tuple[Guard, ...]]:
     """Return (model guards, call guards): what can be checked at load, and what belongs to each call."""
-    model = tuple(g for g in guards if not g.source.startswith("arg:"))
-    call = tuple(g for g in guards if g.source.startswith("arg:"))
+    model = tuple(g for g in guards if not g.source.startswith(("arg:", "state:")))
+    call = tuple(g for g in guards if g.source.startswith(("arg:", "state:")))
     return model, call
 
 
