@@ -20,7 +20,7 @@ from cgtool.pieces import PieceGraph, SymbolRange
 from cgtool.plan import Guard, Input, Plan, Variant
 from cgtool.split import SplitResult, graph_text, split_graph
 from cgtool.trace.capture import Trace, capture, slow_ops
-from cgtool.trace.examples import Dims, arguments_for, unique_names, variants_of
+from cgtool.trace.examples import Dims, arguments_for, outer_arguments, unique_names, variants_of
 from cgtool.trace.outputs import place_outputs
 from cgtool.trace.relations import relations_of_trace, symbols_of_trace
 
@@ -87,10 +87,7 @@ def stitch(spec: ModelSpec, splitting_ops: Sequence[str] | None, on_event: OnEve
 
 def _present(dims: Dims, call: ExampleCall, signature: CallSignature) -> Dims:
     """Return the dimensions of the tensors that this example passes."""
-    try:
-        given = signature.outer.bind(*call.args, **call.kwargs).arguments
-    except TypeError:
-        return dims  # arguments_for says it with the example's name
+    given = outer_arguments(call, signature)
     places = tuple(place for place in dims.places if given.get(place.parameter) is not None)
     names = {place.name for place in places}
     return Dims(by_name={n: d for n, d in dims.by_name.items() if n in names}, places=places)

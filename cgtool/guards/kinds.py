@@ -33,7 +33,7 @@ from cgtool.guards import state
 from cgtool.guards.code import code_digest
 from cgtool.guards.literals import NoRuleError, encode_literal, spell
 from cgtool.guards.names import qualified_name
-from cgtool.guards.sources import Roots, SourceError, parse_source, words
+from cgtool.guards.sources import Roots, parse_source, words
 from cgtool.plan import Guard
 
 Json = Any
@@ -126,6 +126,17 @@ def evaluate(guard: Guard, roots: Roots) -> Json:
     return describe(guard.kind, roots.resolve(source))
 
 
+def _looked_at(guard: Guard, roots: Roots) -> Json:
+    try:
+        return evaluate(guard, roots)
+    except (GuardError, NoRuleError):
+        raise
+    except Exception as error:  # None has no shape, a number has no length
+        now = qualified_name(type(roots.resolve(guard.source)))
+        msg = f"{words(guard.source)} is of type {now} now, and was of another make when this was compiled ({error})."
+        raise GuardError(msg, actual=now) from error
+
+
 def are_apart(one: Any, other: Any) -> bool:
     """Return whether two tensors have storages of their own; views of one storage are not apart, overlapping or not."""
     return bool(one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr())
@@ -136,8 +147,8 @@ def check(guards: Iterable[Guard], roots: Roots) -> list[Failure]:
     failures: list[Failure] = []
     for guard in guards:
         try:
-            actual = evaluate(guard, roots)
-        except (SourceError, NoRuleError) as error:
+            actual = _looked_at(guard, roots)
+        except (GuardError, NoRuleError) as error:
             failures.append(Failure(guard=guard, actual=None, sentence=str(error)))
             continue
         if not same(actual, guard.expected):
@@ -175,7 +186,8 @@ def sentence(guard: Guard, actual: Json) -> str:
     if word == "hooks":
         return f"{name} had {guard.expected or 'no'} hooks when this was compiled and has {actual} now."
     if word == "requires_grad":
-        return f"{name} {'required' if guard.expected else 'did not require'} grad when this was compiled; now it is otherwise."
+        did = "required" if guard.expected else "did not require"
+        return f"{name} {did} grad when this was compiled; now it is otherwise."
     if word == "code":
         return f"The code of {name} is not what was compiled."
     return f"{name} was {_say(word, guard.expected)} when this was compiled and is {_say(word, actual)} now."

@@ -84,8 +84,7 @@ def parse_source(text: str) -> Source:
     """
     match = _ROOT.match(text)
     if match is None:
-        msg = f"The source {text!r} of the plan is not of the known form; the cache is damaged or not cgtool's."
-        raise SourceError(msg, actual=text)
+        raise _unknown(text)
     groups = match.groupdict()
     names = tuple(value for value in groups.values() if value is not None)
     root = match.group(0).split(":", 1)[0]
@@ -95,12 +94,19 @@ def parse_source(text: str) -> Source:
     while position < len(text):
         step = _ACCESSOR.match(text, position)
         if step is None:
-            msg = f"The source {text!r} of the plan is not of the known form; the cache is damaged or not cgtool's."
-            raise SourceError(msg, actual=text)
+            raise _unknown(text)
         prefixes.append(text[:position])
-        accessors.append(_accessor(step))
+        try:
+            accessors.append(_accessor(step))
+        except ValueError as error:  # a key that is no JSON, a number without end
+            raise _unknown(text) from error
         position = step.end()
     return Source(text=text, root=root, names=names, accessors=tuple(accessors), prefixes=tuple(prefixes))
+
+
+def _unknown(text: str) -> SourceError:
+    msg = f"The source {text!r:.200} of the plan is not of the known form; the cache is damaged or not cgtool's."
+    return SourceError(msg, actual=text)
 
 
 def _accessor(match: re.Match[str]) -> Accessor:
@@ -145,7 +151,7 @@ class Roots:
     def _step(self, source: Source, base: Any) -> Any:
         try:
             return _apply(base, source.accessors[-1])
-        except (AttributeError, KeyError, IndexError, TypeError, StopIteration) as error:
+        except Exception as error:  # a property of the user's fails in any way it likes
             msg = f"{words(source)} was there when this was compiled and is gone now ({type(error).__name__}: {error})."
             raise SourceError(msg, path=words(source)) from error
 
@@ -227,7 +233,7 @@ def canonical_module_name(name: str) -> str:
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
     if spec is not None and spec.name:
-        return str(spec.name).removesuffix(".__main__") if spec.name != "__main__" else name
+        return str(spec.name)
     path = getattr(main, "__file__", None)
     if not path:
         return name

@@ -6,6 +6,7 @@ variant is a set of fixed dimensions; all others are dynamic and at least 2.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ class Dims:
         by_name: dict[str, DynamicDim] = {}
         places: list[Place] = []
         for parameter, dims in dynamic.items():
+            if not isinstance(dims, Mapping):
+                raise _no_dim(parameter, "...", dims)
             for dim, spec in dims.items():
                 read = _read_dim(parameter, dim, spec)
                 known = by_name.get(read.name)
@@ -70,15 +73,22 @@ class Dims:
 
 
 def _read_dim(parameter: str, dim: Any, spec: Any) -> DynamicDim:
-    name, low, high = (spec, 1, None) if isinstance(spec, str) else (*spec, 1, None)[:3]
+    parts = (spec,) if isinstance(spec, str) else tuple(spec) if isinstance(spec, (tuple, list)) else ()
+    if not 1 <= len(parts) <= 3:  # noqa: PLR2004 - a name, and at most two bounds
+        raise _no_dim(parameter, dim, spec)
+    name, low, high = parts[0], *(parts[1:2] or (1,)), *(parts[2:] or (None,))
     well_formed = isinstance(name, str) and name.isidentifier() and type(low) is int and type(dim) is int
     if not well_formed or low < 0 or not (high is None or (type(high) is int and high >= low)):
-        msg = (
-            f"dynamic[{parameter!r}][{dim!r}] is {spec!r}; write a dimension's index and its name, "
-            'or ("name", min, max) with 0 <= min <= max.'
-        )
-        raise UsageError(msg, path=parameter, actual=spec)
+        raise _no_dim(parameter, dim, spec)
     return DynamicDim(name=name, min=low, max=high)
+
+
+def _no_dim(parameter: str, dim: Any, spec: Any) -> UsageError:
+    msg = (
+        f"dynamic[{parameter!r}][{dim!r}] is {spec!r}; write a dimension's index and its name, "
+        'or ("name", min, max) with 0 <= min <= max.'
+    )
+    return UsageError(msg, path=parameter, actual=spec)
 
 
 def variants_of(dims: Dims) -> tuple[Mapping[str, int], ...]:
@@ -105,7 +115,7 @@ def arguments_for(
     Raises:
         ModelError: The example does not fit the method, or a named dimension is not there.
     """
-    outer = _outer_arguments(call, signature)
+    outer = outer_arguments(call, signature)
     for place in dims.places:
         signature.source(place.parameter)
     targets = _targets(outer, dims, fixed)
@@ -125,18 +135,31 @@ def arguments_for(
     return signature.bind(args, kwargs), marked
 
 
-def _outer_arguments(call: ExampleCall, signature: CallSignature) -> dict[str, Any]:
+def outer_arguments(call: ExampleCall, signature: CallSignature) -> dict[str, Any]:
+    """Return the call's arguments by the names that its user knows, those of `**kwargs` among them.
+
+    Raises:
+        ModelError: The example does not fit the method.
+    """
     try:
-        return dict(signature.outer.bind(*call.args, **call.kwargs).arguments)
+        outer = dict(signature.outer.bind(*call.args, **call.kwargs).arguments)
     except TypeError as error:
         msg = f"The example call {call.name!r} does not fit {signature.outer}: {error}. Correct the example."
         raise ModelError(msg, path=call.name) from error
+    open_ended = _var_keyword(signature)
+    return outer if open_ended is None else {**outer.pop(open_ended, {}), **outer}
+
+
+def _var_keyword(signature: CallSignature) -> str | None:
+    kind = inspect.Parameter.VAR_KEYWORD
+    return next((name for name, parameter in signature.outer.parameters.items() if parameter.kind is kind), None)
 
 
 def _as_call(outer: Mapping[str, Any], signature: CallSignature) -> tuple[tuple[Any, ...], dict[str, Any]]:
     bound = signature.outer.bind_partial()
-    bound.arguments.update(outer)
-    return bound.args, bound.kwargs
+    named = {name: value for name, value in outer.items() if name in signature.outer.parameters}
+    bound.arguments.update(named)
+    return bound.args, {**bound.kwargs, **{name: value for name, value in outer.items() if name not in named}}
 
 
 def _targets(outer: Mapping[str, Any], dims: Dims, fixed: Mapping[str, int]) -> dict[str, int]:
@@ -144,7 +167,7 @@ def _targets(outer: Mapping[str, Any], dims: Dims, fixed: Mapping[str, int]) -> 
     targets: dict[str, int] = dict(fixed)
     for place in dims.places:
         tensor = outer.get(place.parameter)
-        if tensor is None or place.name in targets:
+        if tensor is None:
             continue
         if not isinstance(tensor, torch.Tensor) or not -tensor.dim() <= place.dim < tensor.dim():
             msg = (
@@ -152,6 +175,8 @@ def _targets(outer: Mapping[str, Any], dims: Dims, fixed: Mapping[str, int]) -> 
                 "Correct `dynamic` or the example."
             )
             raise ModelError(msg, path=place.parameter)
+        if place.name in targets:
+            continue
         dim = dims.by_name[place.name]
         size = max(tensor.shape[place.dim], FIRST_DYNAMIC, dim.min)
         targets[place.name] = size if dim.max is None else min(size, dim.max)
@@ -159,7 +184,7 @@ def _targets(outer: Mapping[str, Any], dims: Dims, fixed: Mapping[str, int]) -> 
 
 
 def _resized(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Return `tensor` with that size in one dimension: its beginning, or itself repeated."""
+    """Return `tensor` with that size in one dimension, laid out as it is: its beginning, or itself repeated."""
     now = tensor.shape[dim]
     if now == size:
         return tensor
@@ -169,8 +194,24 @@ def _resized(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
         return tensor.new_zeros(shape)
     repeats = -(-size // now)
     longer = torch.cat([tensor] * repeats, dim=dim) if repeats > 1 else tensor
-    # A clone, and not a view: Dynamo would trace the view's base as one more input.
-    return longer.narrow(dim, 0, size).clone(memory_format=torch.contiguous_format)
+    part = longer.narrow(dim, 0, size)
+    # A copy, and not a view: Dynamo would trace the view's base as one more input.
+    return part.new_empty_strided(part.shape, _strides(tensor, part.shape)).copy_(part)
+
+
+def _strides(tensor: torch.Tensor, shape: Sequence[int]) -> list[int]:
+    """Return the strides that a tensor of `shape` has which lies in memory as `tensor` does: its order, its gaps."""
+    order = sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), tensor.shape[dim]))
+    if tensor.is_contiguous() or 0 in tensor.stride():
+        order = list(range(tensor.dim()))[::-1]
+        tensor = tensor.contiguous()
+    strides = [0] * tensor.dim()
+    dense_then = dense_now = 1
+    for dim in order:
+        step = tensor.stride(dim)
+        strides[dim] = dense_now if step == dense_then else max(step, dense_now)
+        dense_then, dense_now = step * tensor.shape[dim], strides[dim] * shape[dim]
+    return strides
 
 
 def unique_names(calls: Sequence[ExampleCall]) -> None:
