@@ -50,6 +50,8 @@ def splitting_nodes(kinds: dict[fx.Node, Kind], names: Sequence[str] | None) -> 
     for name in wanted:
         spellings = _spellings(name)
         nodes = [node for node, own in running.items() if spellings & own]
+        if names is None and found.issuperset(nodes):
+            continue  # absent, or one more name of ops that are split at already
         if nodes:
             found.update(nodes)
             matched.update(sorted(spellings & running[nodes[0]])[:1])
