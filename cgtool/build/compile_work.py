@@ -12,7 +12,7 @@ from cgtool.build.adaptors import get_adaptor
 from cgtool.build.manager import CompilerManager, UnitResult
 from cgtool.build.wanted import Work
 from cgtool.cache.layout import CacheLayout
-from cgtool.cache.manifest import ManifestRow, shape_text
+from cgtool.cache.manifest import ManifestRow, shape_words
 from cgtool.cache.objects import ObjectStore
 from cgtool.cache.units import UnitStore
 from cgtool.config import CompilationConfig
@@ -20,6 +20,9 @@ from cgtool.digests import digest_of
 from cgtool.errors import CompileError
 from cgtool.events import Event, OnEvent
 from cgtool.runtime.opening import EAGER
+
+#: How many pieces a line of progress names.
+_MOST_LISTED = 6
 
 
 @dataclass(kw_only=True)
@@ -60,19 +63,20 @@ def compile_work(
         CacheError: The cache cannot be written.
     """
     started = time.perf_counter()
-    groups = list(_unique(work))
-    managers = _Managers(UnitStore(layout), config)
+    groups = list(unique(work))
+    managers = _Managers(UnitStore(layout), config, on_event)
     result = Compiled()
     for done, group in enumerate(groups):
         items = [item for item in group if item.piece_index not in result.fallbacks.get(item.variant, {})]
         if not items:
             continue
-        label = f"piece {', '.join(str(i.piece_index) for i in items[:6])}, {shape_text(items[0].shape)}"
+        label = _label(items)
         on_event(Event(phase="compile", message=label, done=done, total=len(groups)))
         items, unit = _ensure(items, managers, objects, result)
         result.compiled += not unit.reused
         secs = 0.0 if unit.reused else unit.compile_secs
-        on_event(Event(phase="compile", message=label, done=done + 1, total=len(groups), secs=secs))
+        said = f"{label}, compiled before" if unit.reused else label
+        on_event(Event(phase="compile", message=said, done=done + 1, total=len(groups), secs=secs))
         result.rows += [_row(item, unit) for item in items]
     result.secs = time.perf_counter() - started
     return result
@@ -91,14 +95,17 @@ def row_name(work: Work) -> dict[str, Any]:
 class _Managers:
     """A manager for each adaptor, made when it is first needed."""
 
-    def __init__(self, units: UnitStore, config: CompilationConfig) -> None:
+    def __init__(self, units: UnitStore, config: CompilationConfig, on_event: OnEvent) -> None:
         self._units = units
         self._config = config
+        self._on_event = on_event
         self._made: dict[str, CompilerManager] = {}
 
     def get(self, adaptor: str) -> CompilerManager:
         if adaptor not in self._made:
-            self._made[adaptor] = CompilerManager(self._units, get_adaptor(adaptor), self._config)
+            self._made[adaptor] = CompilerManager(
+                self._units, get_adaptor(adaptor), self._config, on_event=self._on_event
+            )
         return self._made[adaptor]
 
 
@@ -118,13 +125,23 @@ def _ensure(
     return items, unit
 
 
-def _unique(work: Iterable[Work]) -> Iterator[list[Work]]:
+def unique(work: Iterable[Work]) -> Iterator[list[Work]]:
     """Yield the work in groups that one artifact serves, in order of first need."""
     groups: dict[str, list[Work]] = {}
     for item in work:
         name = digest_of([item.graph.identity(), item.adaptor, item.max_autotune, item.is_base])
         groups.setdefault(name, []).append(item)
     yield from groups.values()
+
+
+def _label(items: list[Work]) -> str:
+    """Return what is compiled, for people: "pieces 2, 4, 6 (general)"."""
+    indices = sorted({item.piece_index for item in items})
+    listed = ", ".join(map(str, indices[:_MOST_LISTED]))
+    more = f" and {len(indices) - _MOST_LISTED} more" if len(indices) > _MOST_LISTED else ""
+    shape = items[0].shape
+    kind = "size " if isinstance(shape, int) else "range " if isinstance(shape, tuple) else ""
+    return f"{'piece' if len(indices) == 1 else 'pieces'} {listed}{more} ({kind}{shape_words(shape)})"
 
 
 def _row(work: Work, unit: UnitResult) -> ManifestRow:

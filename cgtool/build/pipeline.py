@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cgtool.build.compile_work import Compiled, compile_work, merged, row_name
+from cgtool.build.compile_work import Compiled, compile_work, merged, row_name, unique
 from cgtool.build.records import calls_of, counts_of, notes_of, without_sizes
 from cgtool.build.wanted import Work, wanted
 from cgtool.cache.entry import EntryWriter
 from cgtool.cache.files import check_writable
 from cgtool.cache.key import Factor, Key
-from cgtool.cache.layout import CacheLayout, resolve_root
-from cgtool.cache.manifest import Manifest, ManifestRow, shape_text
+from cgtool.cache.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout, resolve_root, short
+from cgtool.cache.manifest import Manifest, ManifestRow, shape_words
 from cgtool.cache.objects import ObjectStore
 from cgtool.config import CompilationConfig, CompilationLevel, environment
 from cgtool.digests import canonical_json, digest_of
@@ -156,7 +156,7 @@ class _Warm:
     def _hit(self, found: Found, work: Iterable[Work]) -> WarmResult:
         rows = [found.entry.manifest.row(**row_name(w)) for w in work]
         reused = len({row.digest for row in rows if row is not None})
-        self._on_event(Event(phase="hit", message=found.entry.name.hash))
+        self._on_event(Event(phase="hit", message=short(found.entry.name.hash)))
         return self._result(found.entry.manifest, hit=True, reused=reused)
 
     def _fresh(self, facts: Facts, reasons: tuple[str, ...]) -> WarmResult:
@@ -167,8 +167,7 @@ class _Warm:
         check_writable(self._layout.root)
         ops = self._config.splitting_ops
         stitched = stitch(self._spec, ops, self._on_event)
-        pieces = sum(step.piece >= 0 for step in stitched.plan.variants[0].steps)
-        self._on_event(Event(phase="split", message=f"{pieces} pieces, split at {_listed(stitched.splitting_ops)}"))
+        self._on_event(Event(phase="split", message=_split_words(stitched)))
         eager = {index: frozenset(found) for index, found in stitched.eager_pieces.items()}
         work = wanted(stitched.plan, self._config, eager_pieces=eager)
         key = self._key(facts, stitched)
@@ -177,11 +176,11 @@ class _Warm:
         stitched = dataclasses.replace(stitched, eager_pieces=merged(stitched.eager_pieces, done.fallbacks))
         manifest = self._manifest(key, facts, stitched, done.rows)
         files = {
-            "plan.json": canonical_json(stitched.plan.to_json()),
-            "computation_graph.py": stitched.computation_graph.encode(),
-            "transformed_code.py": plan_text(stitched.plan).encode(),
+            PLAN_FILE: canonical_json(stitched.plan.to_json()),
+            GRAPH_FILE: stitched.computation_graph.encode(),
+            CODE_FILE: plan_text(stitched.plan).encode(),
         }
-        self._on_event(Event(phase="store", message=key.hash))
+        self._on_event(Event(phase="store", message=short(key.hash)))
         manifest = writer.publish(manifest, files)
         return self._result(
             manifest,
@@ -197,7 +196,7 @@ class _Warm:
         """Compile what an entry lacks; its plan says all that is needed, so nothing is traced."""
         writer = EntryWriter(self._layout, found.key, rank=self._rank, prefix=self._spec.prefix)
         done = self._compile((*missing, *broken), writer.objects)
-        self._on_event(Event(phase="store", message=found.key.hash))
+        self._on_event(Event(phase="store", message=short(found.key.hash)))
         manifest = writer.add_rows(done.rows)
         everything = {row.digest for w in work if (row := manifest.row(**row_name(w))) is not None}
         return self._result(
@@ -311,12 +310,17 @@ def _broken_rows(found: Found, work: Iterable[Work]) -> list[Work]:
 
 
 def _incomplete(missing: list[Work], broken: list[Work], layout: CacheLayout) -> CacheMissError:
-    shapes = list(dict.fromkeys(shape_text(work.shape) for work in missing))
-    reasons = [f"{len(missing)} artifacts are missing, for the shapes {', '.join(shapes)}"] if missing else []
+    shapes = list(dict.fromkeys(shape_words(work.shape) for work in missing))
+    count = len(list(unique(missing)))
+    named = f"{'shape' if len(shapes) == 1 else 'shapes'} {', '.join(shapes)}"
+    said = "1 artifact is missing" if count == 1 else f"{count} artifacts are missing"
+    reasons = [f"{said}, for the {named}"] if missing else []
     reasons += [f"the artifact of piece {work.piece_index} is damaged" for work in broken]
     msg = f"The entry is incomplete: {'; '.join(reasons)}. Warm the model again to add what is missing."
     return CacheMissError(msg, reasons=tuple(reasons), path=layout.root)
 
 
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names) or "nothing"
+def _split_words(stitched: Stitched) -> str:
+    pieces = sum(step.piece >= 0 for step in stitched.plan.variants[0].steps)
+    ops = ", ".join(stitched.splitting_ops) or "nothing"
+    return f"{pieces} {'piece' if pieces == 1 else 'pieces'}, split at {ops}"

@@ -353,6 +353,15 @@ def shape_text(shape: Shape) -> str:
     return _GENERAL_TEXT if shape == GENERAL else canonical_json(shape_to_json(shape)).decode("ascii")
 
 
+def shape_words(shape: Shape | Json) -> str:
+    """Return a shape, or its JSON, for people: "general", "8", "1-16", "batch=4 seq=128"."""
+    if isinstance(shape, (list, tuple)):
+        return "-".join(map(str, shape))
+    if isinstance(shape, Mapping):
+        return " ".join(f"{name}={size}" for name, size in shape.items())
+    return str(shape)
+
+
 def shape_order(shape: Shape) -> tuple[int, tuple[int, ...], str]:
     """Return a sort key for shapes: general, then ranges, then sizes, then mappings, each by their numbers."""
     if isinstance(shape, str):

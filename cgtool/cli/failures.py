@@ -23,7 +23,6 @@ FAILED = 1
 USAGE = 2
 CHECK_SAID_NO = 3
 INTERRUPTED = 128 + signal.SIGINT
-TERMINATED = 128 + signal.SIGTERM
 READER_GONE = 128 + signal.SIGPIPE
 
 _REPORT = "This is a fault of cgtool or of a library under it: run it again with --traceback and report what it shows."

@@ -12,7 +12,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from cgtool.cli.text import count_text, indices_text, plain, secs_text, shape_text, size_text
+from cgtool.cache.layout import short
+from cgtool.cache.manifest import shape_words
+from cgtool.cli.text import count_text, indices_text, plain, secs_text, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
     from cgtool.commands.inspect_graph import GraphReport, PieceRow
     from cgtool.commands.warm import WarmReport
     from cgtool.pieces import TensorMeta
-
-SHORT = 10
 
 #: Columns of a terminal from which the listing shows all that it knows; a pipe is always wide.
 WIDE = 115
@@ -43,8 +43,10 @@ def show_warm(output: Output, report: WarmReport, model: str) -> None:
     """Print what was compiled and the line that starts from it."""
     for note in report.notes:
         output.note(f"Note: {note}", style="yellow")
-    for reason in _most_telling(report.reasons):
-        output.note(f"Compiled because: {reason}", style="dim")
+    if report.reasons:
+        reasons = _most_telling(report.reasons)
+        listed = f" {reasons[0]}" if len(reasons) == 1 else "".join(f"\n  - {reason}" for reason in reasons)
+        output.note(f"Compiled because:{listed}", style="dim")
     output.line(_warm_summary(report, model), style="bold")
     if report.entry is not None:
         output.line(_entry_summary(report.entry))
@@ -79,7 +81,7 @@ def show_cache(output: Output, report: CacheReport) -> None:
     wide = output.stdout.width >= WIDE
     table = _table("hash", "model", ">rank", "prefix", *_WIDE_COLUMNS * wide, ">pieces", ">unique", ">size", "used")
     for entry in entries:
-        row = [entry["hash"][:SHORT], entry["model"], entry["rank"], entry["prefix"]]
+        row = [short(entry["hash"]), entry["model"], entry["rank"], entry["prefix"]]
         row += [entry["level"], entry["adaptor"], len(entry["artifacts"])] * wide
         row += [entry["pieces"], entry["unique_pieces"], size_text(entry["size_bytes"])]
         row.append(ago_text(entry["last_used"], report.now))
@@ -91,7 +93,7 @@ def show_cache(output: Output, report: CacheReport) -> None:
 
 def show_graph(output: Output, report: GraphReport) -> None:
     """Print the pieces of one variant of an entry."""
-    output.line(f"{report.model} {report.name.hash[:SHORT]} rank {report.name.rank} {report.name.prefix}", style="bold")
+    output.line(f"{report.model} {short(report.name.hash)} rank {report.name.rank} {report.name.prefix}", style="bold")
     number, shown = report.variant, report.variants[report.variant]
     count = len(report.variants)
     output.line(f"variant {number} of {count}: {shown.describe()}" if count > 1 else f"one variant: {shown.describe()}")
@@ -152,7 +154,7 @@ def _warm_summary(report: WarmReport, model: str) -> str:
 def _entry_summary(entry: Mapping[str, Any]) -> str:
     pieces, splitting, unique = entry["pieces"], entry["splitting_pieces"], entry["unique_pieces"]
     return (
-        f"{entry['model']} {entry['hash'][:SHORT]} rank {entry['rank']} {entry['prefix']}: "
+        f"{entry['model']} {short(entry['hash'])} rank {entry['rank']} {entry['prefix']}: "
         f"{count_text(pieces, 'piece')}, {splitting} splitting, {unique} unique, "
         f"{size_text(entry['size_bytes'])} with {entry['adaptor']}"
     )
@@ -163,9 +165,9 @@ def _artifacts_table(entry: Mapping[str, Any]) -> Table:
     for artifact in entry["artifacts"]:
         table.add_row(
             _text(indices_text(artifact["piece_index"])),
-            _text(shape_text(artifact["shape"])),
+            _text(shape_words(artifact["shape"])),
             _text(len(artifact["piece_index"])),
-            _text(artifact["digest"][:SHORT], "cyan"),
+            _text(short(artifact["digest"]), "cyan"),
             _text(f"{artifact['compile_secs']:.2f}"),
             _text(size_text(artifact["size_bytes"])),
         )
@@ -177,11 +179,11 @@ def _piece_cells(row: PieceRow, *, between: str, twin: int | None) -> tuple[Text
     return (
         _text(row.index if row.index >= 0 else "-"),
         _text(_ops_text(row, between), "yellow" if row.splitting else ""),
-        _text(row.identity[:SHORT], "dim" if row.splitting else "cyan"),
+        _text(short(row.identity), "dim" if row.splitting else "cyan"),
         _text(row.num_ops),
         _text(_tensors_text(row.inputs, between) if twin is None else f"as piece {twin}"),
         _text(_tensors_text(row.outputs, between) if twin is None else ""),
-        _text(", ".join(shape_text(shape) for shape in row.shapes) or ("-" if row.splitting else "nothing")),
+        _text(", ".join(shape_words(shape) for shape in row.shapes) or ("-" if row.splitting else "nothing")),
     )
 
 

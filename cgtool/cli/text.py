@@ -65,12 +65,3 @@ def indices_text(indices: Iterable[int]) -> str:
     if len(values) > 8:  # noqa: PLR2004  what fits a narrow column
         return ", ".join(str(v) for v in values[:6]) + f", … ({len(values)})"
     return ", ".join(str(v) for v in values)
-
-
-def shape_text(shape: object) -> str:
-    """Return a manifest's shape for people: "general", "8", "1-16", "batch=4 seq=128"."""
-    if isinstance(shape, (list, tuple)):
-        return "-".join(str(bound) for bound in shape)
-    if isinstance(shape, dict):
-        return " ".join(f"{plain(name)}={size}" for name, size in shape.items())
-    return plain(shape)

@@ -90,7 +90,7 @@ _FIELDS = (
     help="Options for Inductor. Repeatable.",
 )
 @click.option(
-    "--compilation-config", metavar="JSON", help="Any fields of CompilationConfig; single flags go before it."
+    "--compilation-config", metavar="JSON", help="Any fields of CompilationConfig; a single flag wins over it."
 )
 @click.option(
     "--rank", type=click.IntRange(min=0), metavar="N", help="Place in a model-parallel group. Default: RANK, else 0."

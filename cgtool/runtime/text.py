@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from cgtool.cache.layout import short
 from cgtool.guards.sources import words
 from cgtool.pieces import Node, PieceGraph, TensorMeta
 from cgtool.plan import Plan, Step
@@ -45,7 +46,7 @@ def _step(graph: PieceGraph, step: Step) -> Iterator[str]:
     given = ", ".join(f"v{number}" for number in step.inputs)
     if not step.splitting and step.piece >= 0:
         assign = f"{results} = " if results else ""
-        yield f"    {assign}piece_{step.piece}({given})  # {step.graph[:10]}, {len(graph.nodes)} ops"
+        yield f"    {assign}piece_{step.piece}({given})  # {short(step.graph)}, {len(graph.nodes)} ops"
         return
     yield f"    # piece {step.piece}, splitting: runs as it stands"
     names = {f"%{place}": f"v{number}" for place, number in enumerate(step.inputs)}

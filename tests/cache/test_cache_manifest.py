@@ -18,6 +18,7 @@ from cgtool.cache.manifest import (
     shape_from_json,
     shape_text,
     shape_to_json,
+    shape_words,
 )
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
 
@@ -129,6 +130,13 @@ def test_what_is_no_shape_is_refused(shape):
 def test_shapes_have_one_spelling():
     assert shape_text({"b": 1, "a": 2}) == shape_text({"a": 2, "b": 1})
     assert len({shape_text(shape) for shape in ("general", 1, (1, 1), {"a": 1})}) == 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "shown"), [("general", "general"), (8, "8"), ((1, 16), "1-16"), ({"batch": 4, "seq": 2}, "batch=4 seq=2")]
+)
+def test_shapes_for_people_are_the_same_of_a_shape_and_of_its_json(shape, shown):
+    assert shape_words(shape) == shape_words(shape_to_json(shape)) == shown
 
 
 @pytest.fixture

@@ -70,13 +70,6 @@ def test_piece_indices(indices, shown):
 
 
 @pytest.mark.parametrize(
-    ("shape", "shown"), [("general", "general"), (8, "8"), ([1, 16], "1-16"), ({"batch": 4, "seq": 2}, "batch=4 seq=2")]
-)
-def test_shapes(shape, shown):
-    assert text.shape_text(shape) == shown
-
-
-@pytest.mark.parametrize(
     ("stamp", "shown"),
     [
         (None, "never"),

@@ -60,8 +60,8 @@ def test_the_first_warm_ends_with_a_table_and_the_line_that_starts_from_it(warme
 
 def test_progress_of_every_phase_goes_to_stderr_as_plain_lines(warmed):
     _, ran, _ = warmed
-    phases = [line.split(":")[0] for line in ran.err.splitlines()]
-    assert phases == [
+    lines = ran.err.splitlines()
+    assert [line.split(":")[0] for line in lines] == [
         "model",
         "trace 1/2",
         "trace 2/2",
@@ -72,6 +72,10 @@ def test_progress_of_every_phase_goes_to_stderr_as_plain_lines(warmed):
         "compile 4/4",
         "Compiled because",
     ]
+    assert lines[3] == "split: 3 pieces, split at torch.nn.functional.scaled_dot_product_attention"
+    named = [line.split(": ", 1)[1].rpartition(" (")[0] for line in lines[4:8]]
+    assert sorted(named) == ["piece 0 (general)", "piece 0 (size 1)", "piece 2 (general)", "piece 2 (size 1)"]
+    assert lines[8] == "Compiled because: nothing has been warmed for this model"
     assert "\x1b" not in ran.err
 
 
@@ -82,7 +86,9 @@ def test_a_second_warm_traces_and_compiles_nothing_and_reports_the_entry_of_insp
     assert ran.code == 0
     report = ran.report
     assert (report["hit"], report["compiled"], report["reused"], report["trace_secs"]) == (True, 0, 4, 0.0)
-    assert [line.split(":")[0] for line in ran.err.splitlines()] == ["model", "hit"]
+    model_line, hit_line = ran.err.splitlines()
+    assert model_line.startswith("model: ")
+    assert hit_line == f"hit: {report['hash'][:10]}"
     assert tree(root) == before
     (entry,) = run("inspect", "cache", root, "--json").report["entries"]
     assert list(report) == ["schema", "root", *ENTRY_KEYS, *EXTRA_KEYS]
@@ -112,7 +118,7 @@ def test_check_of_a_warm_model_is_0_and_writes_nothing(warmed):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        pytest.param(["--compile-sizes", "16"], "artifacts are missing", id="incomplete"),
+        pytest.param(["--compile-sizes", "16"], "2 artifacts are missing, for the shape 16", id="incomplete"),
         pytest.param(["--arg", "width=16"], "first.weight", id="stale"),
     ],
 )
