@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from cgtool.trace import _torch as private
 _S = private.dynamo_source
 _NAME = re.compile(r"[A-Za-z0-9_]+", re.ASCII)
 _IMPORT = "__import_"
+#: A global that Dynamo made for an object without a name in the frame: its id, and the number of the trace.
+_BY_ID = re.compile(r"_(\d+)_c\w+", re.ASCII)
 _MODULE_DICTS = {"_modules", "_parameters", "_buffers"}
 
 
@@ -74,10 +77,18 @@ def _global(name: str, frame: Frame) -> str:
         return f"module:{name.removeprefix(_IMPORT).replace('_dot_', '.')}"
     if name.startswith("__builtins_dict__"):
         return "module:builtins"
-    if name.startswith("__") and not name.endswith("__"):
+    by_id = _BY_ID.fullmatch(name)
+    if by_id is not None and (module := _module_of_id(int(by_id[1]))) is not None:
+        return f"module:{module}"
+    if by_id is not None or (name.startswith("__") and not name.endswith("__")):
         msg = f"Dynamo made the global {name!r} for this process alone."
         raise UnknownSourceError(msg, actual=name)
     return f"global:{canonical_module_name(frame.module)}:{name}"
+
+
+def _module_of_id(number: int) -> str | None:
+    """Return the name of the module with this id: what `type(tensor)` refers to is found through `torch` in 2.13."""
+    return next((module.__name__ for module in list(sys.modules.values()) if id(module) == number), None)
 
 
 def _attribute(base: str, name: str) -> str:

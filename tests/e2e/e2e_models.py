@@ -95,6 +95,13 @@ class Gathered(nn.Module):
         return y - more["less"]
 
 
+class Asking(nn.Module):
+    """Asks what its argument is; what Dynamo answers with has no name in this frame."""
+
+    def forward(self, x):
+        return x + 1 if type(x) is torch.Tensor else x - 1
+
+
 class Attention(nn.Module):
     """Two attentions over [batch, seq, width], between three pieces."""
 
@@ -139,6 +146,10 @@ def attention_x(batch=2, seq=5):
 
 def nested():
     return ModelSpec(module=Nested().eval(), calls=[ExampleCall(args=(x_of(),))], dynamic={"x": {0: "batch"}})
+
+
+def asking():
+    return ModelSpec(module=Asking().eval(), calls=[ExampleCall(args=(x_of(),))], dynamic={"x": {0: "batch"}})
 
 
 def attention():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from e2e_harness import cgtool as command
-from e2e_harness import compare, inspect, units
+from e2e_harness import compare, inspect, units, warm
 
 torch = pytest.importorskip("torch")
 
@@ -104,6 +104,14 @@ def test_a_fresh_process_loads_what_was_compiled_for_the_same_model(tmp_path):
     report = compare(model, root, calls)
     assert (report["calls"], report["failures"]) == (9, [])
     assert command("warm", model, "--cache-dir", root, "--check", "--weights", "real").code == 0
+
+
+def test_what_dynamo_named_for_one_process_is_found_in_the_next(tmp_path):
+    root, model = tmp_path / "cache", f"{HERE / 'e2e_models.py'}:asking"
+    assert not warm(model, root, "--adaptor", "eager")["hit"]
+    report = warm(model, root, "--adaptor", "eager")
+    assert (report["hit"], report["reasons"]) == (True, [])
+    assert compare(model, root, [{"batch": n} for n in (1, 2, 5)])["failures"] == []
 
 
 def test_without_an_example_the_first_call_is_one(tmp_path):
