@@ -20,7 +20,6 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # 2.11 to 2.15
 
 from cgtool.graph.targets import PYTHON_FUNCTIONS
 
@@ -124,6 +123,20 @@ def _divisors(shape_env: Any, symbol: Any) -> list[int]:
             if dividend == symbol and isinstance(divisor, sympy.Integer):
                 found.append(int(divisor))
     return found
+
+
+class SeenOps(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]  # 2.11 to 2.15
+    """Remembers the ops that are called while it is active, once each, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: dict[Any, None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note `func` and call it."""
+        del types
+        self.ops[func] = None
+        return func(*args, **(kwargs or {}))
 
 
 def compile_tag(tag: str) -> contextlib.AbstractContextManager[Any]:

@@ -6,32 +6,12 @@ into a custom op that is composed of others, whose Python nobody can look at aga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import torch
 
 from cgtool.build import _torch
 from cgtool.build.fx_piece import rebuild
 from cgtool.guards.ops import is_composite, is_torchs_own
 from cgtool.pieces import PieceGraph
-
-
-class _Draws(_torch.TorchDispatchMode):
-    """Remembers the ops that draw from a generator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: dict[str, None] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        del types
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.names[str(func.overloadpacket)] = None
-        call: Callable[..., Any] = func
-        return call(*args, **(kwargs or {}))
 
 
 def why_as_it_stands(graph: PieceGraph) -> str | None:
@@ -45,11 +25,9 @@ def why_as_it_stands(graph: PieceGraph) -> str | None:
         return (
             f"the op {composed[0]} is composed of other ops (CompositeImplicitAutograd), by code that cannot be watched"
         )
-    draws = _Draws()
-    with draws:
+    with _torch.SeenOps() as seen:
         rebuild(graph)
-    if draws.names:
-        return (
-            f"it draws random numbers ({', '.join(draws.names)}), and compiled code would draw others than eager does"
-        )
+    draws = dict.fromkeys(str(op.overloadpacket) for op in seen.ops if torch.Tag.nondeterministic_seeded in op.tags)
+    if draws:
+        return f"it draws random numbers ({', '.join(draws)}), and compiled code would draw others than eager does"
     return None

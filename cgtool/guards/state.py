@@ -1,7 +1,8 @@
 """Global state of torch that compiled code was made under, by name, as data: what the source `state:<name>` speaks of.
 
 Owns the list of names and what each is now. Grad mode is looked at only where a model asks for it: entries are for
-inference, and a call that needs gradients is refused whatever was traced; `inference_mode` and `no_grad` share one entry.
+inference, and a call that needs gradients is refused whatever was traced; `inference_mode` and `no_grad` share one
+entry.
 
 ==========================  ==================================================================================
 autocast                    {} or {device type: dtype} of the types that are on

@@ -11,6 +11,7 @@ import logging
 import os
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ __all__ = [
 
 
 _ABSENT = object()
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+_TORCH = str(Path(torch.__file__).parent) + os.sep
 
 
 def current_output() -> Any:
@@ -180,9 +181,7 @@ def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
     if code.co_filename.startswith(_TORCH):
         # A decorator of torch (`@torch.no_grad()`): Dynamo would put a frame of its own around code that lies there.
         code = code.replace(co_filename=__file__)
-    copy = types.FunctionType(
-        code.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__
-    )
+    copy = types.FunctionType(code.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__)
     copy.__kwdefaults__ = plain.__kwdefaults__
     copy.__qualname__ = plain.__qualname__
     copy.__module__ = plain.__module__

@@ -6,7 +6,7 @@ import contextlib
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -217,7 +217,8 @@ def _placeholder_sources(graph_module: fx.GraphModule, frame: Frame) -> dict[str
 
 
 def _output_nodes(graph_module: fx.GraphModule) -> list[fx.Node]:
-    return list(graph_module.graph.output_node().args[0])  # type: ignore[arg-type] - Dynamo's graphs return a tuple of nodes
+    # Dynamo's graphs return a tuple of nodes.
+    return list(cast("tuple[fx.Node, ...]", graph_module.graph.output_node().args[0]))
 
 
 def _returned_constants(frame: Frame) -> tuple[Guard, ...]:
@@ -301,7 +302,8 @@ def _refuse_side_effects(changed: list[str]) -> None:
 def _refuse_subclasses(graph_module: fx.GraphModule) -> None:
     for node in graph_module.graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")
-        if isinstance(value, torch.Tensor) and private.is_traceable_wrapper_subclass(value):
+        is_subclass: bool = private.is_traceable_wrapper_subclass(value)
+        if is_subclass:
             name = node.meta["grapharg"].source.name
             msg = (
                 f"{name} is a {type(value).__name__}, a tensor subclass that an artifact cannot take. "

@@ -1,7 +1,8 @@
 """The methods that a trace may have called, as guards on the classes of the live objects.
 
-Dynamo takes the methods of a class as given, and so has no guard on them. A guard on each function by its qualified name
-(`cgtool.trace.files`) does not see a class whose attribute is another function now, which is how people patch a model.
+Dynamo takes the methods of a class as given, and so has no guard on them. A guard on each function by its qualified
+name (`cgtool.trace.files`) does not see a class whose attribute is another function now, which is how people patch a
+model.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """What the model returned, as a template that is filled again at load (the grammar stands in `cgtool.plan`).
 
-Dynamo rebuilds the output with bytecode that is not shipped, so the template is read off one call: each leaf is matched by
-identity with an output of the graph, an argument, or a tensor of the model. Sizes are matched by marks that stand in
+Dynamo rebuilds the output with bytecode that is not shipped, so the template is read off one call: each leaf is matched
+by identity with an output of the graph, an argument, or a tensor of the model. Sizes are matched by marks that stand in
 their place: those that the graph computes, and those that the bytecode reads from arguments.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,10 @@ def _marked(index: int, value: Any) -> Any:
         with unset_fake_temporarily():
             return torch.tensor(_NUMBER_MARK + index, dtype=value.dtype, device="cpu")
     return value
+
+
+def _answer(marks: Sequence[int], dim: int | None = None) -> Any:
+    return torch.Size(marks) if dim is None else marks[dim]
 
 
 class MarkedSizes:
@@ -83,7 +88,7 @@ class MarkedSizes:
             self.shapes[torch.Size(shape)] = tensor
             for word in ("size", "stride"):
                 marks = [self._mark(tensor, word, dim) for dim in range(tensor.dim())]
-                setattr(tensor, word, lambda dim=None, *, _marks=marks: torch.Size(_marks) if dim is None else _marks[dim])
+                setattr(tensor, word, functools.partial(_answer, marks))
 
     def _mark(self, tensor: torch.Tensor, word: str, dim: int) -> int:
         self._next += 1
@@ -148,7 +153,7 @@ class TemplateReader:
             if id(tensor) in self._known:
                 return [word, self._known[id(tensor)], dim]
         if abs(value) >= _NUMBER_MARK:
-            msg = f"{path} is a number that depends on sizes or on data. Return a tensor, or compute the number outside."
+            msg = f"{path} is a number that depends on sizes or on data. Return a tensor, or compute it outside."
             raise TraceError(msg, path=path)
         return ["const", encode_literal(value)]
 
@@ -158,8 +163,8 @@ class TemplateReader:
         if id(value) in self._known:
             return ["source", self._known[id(value)]]
         msg = (
-            f"{path} is a tensor that is neither computed by the graph nor passed in, so it cannot be found again at load. "
-            "Return a tensor that forward computes."
+            f"{path} is a tensor that is neither computed by the graph nor passed in, so it cannot be found again."
+            " Return a tensor that forward computes."
         )
         raise TraceError(msg, path=path)
 
@@ -172,8 +177,8 @@ class TemplateReader:
             items = [self.read(v, f"{path}[{i}]") for i, v in enumerate(value)]
             return ["call", _importable(value, path), [["tuple", items]], []]
         if kind is OrderedDict:
-            items = [["tuple", [["const", encode_literal(k)], self.read(v, f"{path}[{k!r}]")]] for k, v in value.items()]
-            return ["call", qualified_name(kind), [["list", items]], []]
+            pairs = [[["const", encode_literal(k)], self.read(v, f"{path}[{k!r}]")] for k, v in value.items()]
+            return ["call", qualified_name(kind), [["list", [["tuple", pair] for pair in pairs]]], []]
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = dataclasses.fields(value)
             if any(not f.init for f in fields):
@@ -184,7 +189,9 @@ class TemplateReader:
 
 
 def _holds_mark(literal: Json) -> bool:
-    return any(map(_holds_mark, literal)) if isinstance(literal, list) else type(literal) is int and literal >= _NUMBER_MARK
+    if isinstance(literal, list):
+        return any(map(_holds_mark, literal))
+    return type(literal) is int and literal >= _NUMBER_MARK
 
 
 def _importable(value: Any, path: str) -> str:
@@ -201,8 +208,8 @@ def _importable(value: Any, path: str) -> str:
 
 def _cannot_rebuild(value: Any, path: str) -> TraceError:
     msg = (
-        f"{path} is of type {qualified_name(type(value))}, which cannot be built again at load. Return tensors, numbers, "
-        "lists, tuples, dicts, named tuples or dataclasses of a module that can be imported."
+        f"{path} is of type {qualified_name(type(value))}, which cannot be built again. Return tensors, numbers,"
+        " lists, tuples, dicts, named tuples or dataclasses of a module that can be imported."
     )
     return TraceError(msg, path=path, actual=qualified_name(type(value)))
 

@@ -1,4 +1,4 @@
-"""What a model's code asks about its tensors that Dynamo answers once and for all, and the plan does not hold otherwise.
+"""What code asks about its tensors that Dynamo answers once and for all, and the plan does not hold otherwise.
 
 A plan lets a call pass where gradients are not needed, whichever of its tensors could have them, whether a tensor is a
 parameter, and whether two arguments are one tensor. Code that asks for one of these gets a guard on the answer.
@@ -44,8 +44,9 @@ def question_guards(codes: Iterable[types.CodeType], inputs: Iterable[str], root
     if "Parameter" in names:
         for source in arguments:
             # A fake tensor stands for a plain one.
-            kind = torch.nn.Parameter if isinstance(roots.resolve(source), torch.nn.Parameter) else torch.Tensor
-            yield Guard(source=source, kind="type", expected=qualified_name(kind))
+            is_parameter = isinstance(roots.resolve(source), torch.nn.Parameter)
+            expected = qualified_name(torch.nn.Parameter if is_parameter else torch.Tensor)
+            yield Guard(source=source, kind="type", expected=expected)
     if any(map(_compares_identity, users)):
         for one, other in itertools.combinations(arguments, 2):
             if roots.resolve(one) is not roots.resolve(other):

@@ -1,4 +1,4 @@
-"""Warm a module, load it, and hold every call to eager's word: outputs, aliasing, and what was written to inputs and buffers."""
+"""Warm a module, load it, and hold every call to eager's word: outputs, aliasing, writes to inputs and buffers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def outcome(eager: nn.Module, loaded: Any, make: Callable[[], ExampleCall]) -> s
             torch.manual_seed(7)
             got = loaded(*other.args, **other.kwargs)
         except GuardError as error:
-            assert len(str(error)) > 20
+            assert len(str(error)) > 20  # noqa: PT017 - a call may be refused or served
             eager.load_state_dict(loaded.module.state_dict())
             return "refused"
     assert_same(got, expected)
@@ -85,7 +85,7 @@ def assert_same(got: Any, expected: Any) -> None:
             close = 2e-2 if other.dtype in {torch.bfloat16, torch.float16} else 2e-5
             torch.testing.assert_close(one, other, rtol=close, atol=close, equal_nan=True)
         elif not hasattr(other, "__dict__"):
-            assert one == other or one != one, (one, other)
+            assert one == other or repr(one) == repr(other), (one, other)
 
 
 def aliases(outputs: Any, given: ExampleCall, module: nn.Module) -> list[Any]:

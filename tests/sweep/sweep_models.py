@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import nn
-
+import torch.nn.functional as F  # noqa: N812 - what everyone calls it
 from sweep_harness import call
+from torch import nn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,12 +179,20 @@ class VariadicForward(Base):
     "optional_given",
     example=lambda: call(x(), mask=x(seed=2)),
     served={"given": lambda: call(x(seed=3), mask=x(seed=4)), "positional": lambda: call(x(seed=3), x(seed=4))},
-    tried={"absent": lambda: call(x()), "none": lambda: call(x(), mask=None), "scale": lambda: call(x(), x(), scale=3.0)},
+    tried={
+        "absent": lambda: call(x()),
+        "none": lambda: call(x(), mask=None),
+        "scale": lambda: call(x(), x(), scale=3.0),
+    },
 )
 @case(
     "optional_absent",
     example=lambda: call(x()),
-    served={"absent": lambda: call(x(seed=3)), "none": lambda: call(x(), mask=None), "scale": lambda: call(x(), scale=2.0)},
+    served={
+        "absent": lambda: call(x(seed=3)),
+        "none": lambda: call(x(), mask=None),
+        "scale": lambda: call(x(), scale=2.0),
+    },
     tried={
         "given": lambda: call(x(), mask=x(seed=2)),
         "scale": lambda: call(x(), scale=3.0),
@@ -268,7 +275,12 @@ class ContainerArguments(Base):
 # ---- shapes
 
 
-@case(example=lambda: call(x(12)), served={k: v for k, v in SIZES.items() if k in ("rows 9", "rows 33")}, tried=SIZES, dynamic=ROWS)
+@case(
+    example=lambda: call(x(12)),
+    served={k: v for k, v in SIZES.items() if k in ("rows 9", "rows 33")},
+    tried=SIZES,
+    dynamic=ROWS,
+)
 class BranchesOnShape(Base):
     def forward(self, x):
         if x.shape[0] > 8:
@@ -276,7 +288,12 @@ class BranchesOnShape(Base):
         return self.linear(x) - 1
 
 
-@case(example=lambda: call(x(4)), served={"rows 4": lambda: call(x(4)), "rows 8": lambda: call(x(8))}, tried=SIZES, dynamic=ROWS)
+@case(
+    example=lambda: call(x(4)),
+    served={"rows 4": lambda: call(x(4)), "rows 8": lambda: call(x(8))},
+    tried=SIZES,
+    dynamic=ROWS,
+)
 class BranchesOnEvenness(Base):
     def forward(self, x):
         if x.shape[0] % 2 == 0:
@@ -357,7 +374,11 @@ class TwoDimensions(Base):
 @case(
     example=lambda: call(x(4), x(4, seed=2)),
     served={"other": lambda: call(x(9), x(9, seed=2)), "one": lambda: call(x(1), x(1))},
-    tried={"broadcast y": lambda: call(x(9), x(1)), "broadcast x": lambda: call(x(1), x(9)), "bad": lambda: call(x(4), x(4, 1))},
+    tried={
+        "broadcast y": lambda: call(x(9), x(1)),
+        "broadcast x": lambda: call(x(1), x(9)),
+        "bad": lambda: call(x(4), x(4, 1)),
+    },
     dynamic={"x": {0: "rows"}, "y": {0: "rows"}},
 )
 class AddsEqualSizes(Base):
@@ -368,7 +389,11 @@ class AddsEqualSizes(Base):
 @case(
     example=lambda: call(x(4), x(4, seed=2)),
     served={"same": lambda: call(x(4, seed=3), x(4, seed=4))},
-    tried={"broadcast y": lambda: call(x(4), x(1)), "both": lambda: call(x(5), x(5)), "vector": lambda: call(x(4), x(1)[0])},
+    tried={
+        "broadcast y": lambda: call(x(4), x(1)),
+        "both": lambda: call(x(5), x(5)),
+        "vector": lambda: call(x(4), x(1)[0]),
+    },
 )
 class AddsStatic(Base):
     def forward(self, x, y):
@@ -457,7 +482,11 @@ class ReturnsInputOnly(Base):
 # ---- writes
 
 
-@case(example=lambda: call(x(), x(seed=2)), served={"other": lambda: call(x(9, seed=5), x(9, seed=6))}, dynamic={"x": {0: "r"}, "y": {0: "r"}})
+@case(
+    example=lambda: call(x(), x(seed=2)),
+    served={"other": lambda: call(x(9, seed=5), x(9, seed=6))},
+    dynamic={"x": {0: "r"}, "y": {0: "r"}},
+)
 class WritesToInput(Base):
     def forward(self, x, y):
         x.add_(y)
@@ -491,19 +520,34 @@ class WritesToFirst(Base):
         return z + y, x + y
 
 
-@case("written_twice_example", example=twice, served={"twice": twice}, tried={"apart": lambda: call(x(), x(seed=2)), **ALIASED})
+@case(
+    "written_twice_example",
+    example=twice,
+    served={"twice": twice},
+    tried={"apart": lambda: call(x(), x(seed=2)), **ALIASED},
+)
 class WritesToFirstAgain(WritesToFirst):
     pass
 
 
-@case("written_overlapping_example", example=overlapping, served={}, tried={"apart": lambda: call(x(), x(seed=2)), **ALIASED})
+@case(
+    "written_overlapping_example",
+    example=overlapping,
+    served={},
+    tried={"apart": lambda: call(x(), x(seed=2)), **ALIASED},
+)
 class WritesToFirstOverlapping(WritesToFirst):
     pass
 
 
 @case(
     example=lambda: call(x(), x(seed=2)),
-    served={"apart": lambda: call(x(seed=3), x(seed=4)), "twice": twice, "overlapping": overlapping, "disjoint": disjoint},
+    served={
+        "apart": lambda: call(x(seed=3), x(seed=4)),
+        "twice": twice,
+        "overlapping": overlapping,
+        "disjoint": disjoint,
+    },
 )
 class ReadsBoth(Base):
     def forward(self, x, y):
@@ -536,7 +580,9 @@ class TiedBufferViews(Base):
         return self.keys * 2 + before
 
 
-@case(example=lambda: call(torch.tensor([0, 2]), x(2)), served={"other": lambda: call(torch.tensor([3, 1]), x(2, seed=4))})
+@case(
+    example=lambda: call(torch.tensor([0, 2]), x(2)), served={"other": lambda: call(torch.tensor([3, 1]), x(2, seed=4))}
+)
 class ScattersIntoCache(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -628,10 +674,10 @@ class DependsOnData(Base):
         return x
 
 
-@case(example=lambda: call(x()), fails="GraphBreakError: print(\"forward\", x.shape)")
+@case(example=lambda: call(x()), fails='GraphBreakError: print("forward", x.shape)')
 class Prints(Base):
     def forward(self, x):
-        print("forward", x.shape)
+        print("forward", x.shape)  # noqa: T201 - what is tested
         return self.linear(x)
 
 
@@ -769,19 +815,25 @@ make_class()
 @case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
 class ImportsInForward(Base):
     def forward(self, x):
-        from sweep_late import late  # noqa: PLC0415 - what is tested
+        from sweep_late import late
 
         return late(self.linear(x))
 
 
-@case(example=lambda: call(x(4, 8)), served={"other": lambda: call(x(5, 9)), "one": lambda: call(x(1, 9))}, dynamic={"x": {0: "rows", 1: "width"}})
+@case(
+    example=lambda: call(x(4, 8)),
+    served={"other": lambda: call(x(5, 9)), "one": lambda: call(x(1, 9))},
+    dynamic={"x": {0: "rows", 1: "width"}},
+)
 class DynamicLast(Base):
     def forward(self, x):
         return x.t().contiguous(), x.reshape(-1), x.sum(-1, keepdim=True) / x.shape[1], x.stride(0), x[..., None].shape
 
 
 @case(
-    example=lambda: call(torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(1)).to(memory_format=torch.channels_last)),
+    example=lambda: call(
+        torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(1)).to(memory_format=torch.channels_last)
+    ),
     served={"other": lambda: call(torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last))},
     tried={"contiguous": lambda: call(torch.ones(2, 3, 4, 5))},
 )

@@ -7,7 +7,7 @@ import enum
 import functools
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 - what everyone calls it
 from torch import nn
 
 import cgtool
@@ -33,7 +33,9 @@ def _cut_fake(x: torch.Tensor) -> torch.Tensor:
 
 
 cgtool.direct_register_custom_op("inside", _inside, mutates_args=[], fake_impl=_inside_fake, namespace="cgtool_sweep")
-cgtool.direct_register_custom_op("cut", _cut, mutates_args=[], fake_impl=_cut_fake, namespace="cgtool_sweep", splitting=True)
+cgtool.direct_register_custom_op(
+    "cut", _cut, mutates_args=[], fake_impl=_cut_fake, namespace="cgtool_sweep", splitting=True
+)
 
 
 class Mode(enum.Enum):
@@ -197,4 +199,4 @@ if __name__ == "__main__":
         torch.testing.assert_close(loaded(example()), model(example()))
         loaded(example()[:1])
         loaded(example().repeat(3, 1))
-    print("hit")
+    print("hit")  # noqa: T201 - read by a test

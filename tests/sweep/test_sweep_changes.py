@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 import sweep_subject as subject
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 - what everyone calls it
 from torch import nn
 
 import cgtool
@@ -116,7 +116,10 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "a plain tensor's shape": (run(lambda m: m.table.__setitem__(1, torch.ones(1))), r"table.*shape"),
     "a plain tensor's dtype": (run(lambda m: m.table.__setitem__(1, torch.ones(8).double())), r"table.*float64"),
     "an added layer": (run(lambda m: m.layers.append(subject.Inner().eval())), r"layers\.2"),
-    "a weight untied": (alter("last.weight", nn.Parameter(torch.zeros(8, 8))), r"tied\.last\.weight was \"first\.weight\" and is gone"),
+    "a weight untied": (
+        alter("last.weight", nn.Parameter(torch.zeros(8, 8))),
+        r"tied\.last\.weight was \"first\.weight\" and is gone",
+    ),
     "a weight tied": (
         run(lambda m: m.layers[1].linear.__setattr__("weight", m.layers[0].linear.weight)),
         r"tied\.layers\.1\.linear\.weight is \"layers\.0\.linear\.weight\" now",
@@ -129,7 +132,10 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "a hook on the model": (run(lambda m: m.register_forward_hook(nothing)), "the model had no hooks"),
     "a pre-hook on the model": (run(lambda m: m.register_forward_pre_hook(nothing)), "the model had no hooks"),
     "a hook on a submodule": (run(lambda m: m.layers[0].register_forward_hook(nothing)), r"layers\.0 .*hook"),
-    "a pre-hook on a submodule": (run(lambda m: m.layers[0].linear.register_forward_pre_hook(nothing)), r"layers\.0\.linear .*hook"),
+    "a pre-hook on a submodule": (
+        run(lambda m: m.layers[0].linear.register_forward_pre_hook(nothing)),
+        r"layers\.0\.linear .*hook",
+    ),
     "a hook with keywords": (
         run(lambda m: m.named["local"].register_forward_hook(nothing, with_kwargs=True)),
         r"named\.local .*hook",
@@ -146,7 +152,10 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "forward of the model": (on_class(subject.Subject, "forward", lambda self, x, *, gain=2.0: x), r"Subject\.forward"),
     "__call__ of the model": (on_class(subject.Subject, "__call__", lambda self, x: x), "__call__"),
     "__call__ of a submodule": (on_class(subject.Inner, "__call__", plus_one), r"__call__"),
-    "a method of a local class": (on_class(subject.Local, "forward", subject.Local.otherwise), r"named\.local.*forward|Local"),
+    "a method of a local class": (
+        on_class(subject.Local, "forward", subject.Local.otherwise),
+        r"named\.local.*forward|Local",
+    ),
     "a decorated method": (on_class(subject.Decorated, "forward", subject.Decorated.otherwise), r"forward|Decorated"),
     "an aliased method": (on_class(subject.Aliased, "forward", subject.Aliased._otherwise), r"forward|Aliased"),
     "a wrapped method": (on_class(subject.Subject, "wrapped", subject.decorated(lambda self, x: x)), r"wrapped"),
@@ -155,13 +164,23 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "a class method": (on_class(subject.Subject, "shared", classmethod(lambda cls, x: x)), r"shared"),
     "forward of torch's class": (on_class(nn.Linear, "forward", lambda self, x: x), r"Linear\.forward"),
     "forward of torch's activation": (on_class(nn.SiLU, "forward", lambda self, x: x), r"SiLU\.forward"),
-    "forward on an instance": (lambda m, p: p.setattr(m.layers[0], "forward", lambda x: x, raising=False), r"layers\.0\.forward"),
+    "forward on an instance": (
+        lambda m, p: p.setattr(m.layers[0], "forward", lambda x: x, raising=False),
+        r"layers\.0\.forward",
+    ),
     "forward on the model": (lambda m, p: p.setattr(m, "forward", lambda x: x, raising=False), r"forward"),
-    "a method on an instance": (lambda m, p: p.setattr(m.layers[0], "act", lambda x: x, raising=False), r"layers\.0\.act"),
+    "a method on an instance": (
+        lambda m, p: p.setattr(m.layers[0], "act", lambda x: x, raising=False),
+        r"layers\.0\.act",
+    ),
     "torch.nn.functional": (lambda m, p: p.setattr(F, "silu", F.relu), r"silu"),
     "torch.nn.functional by the user": (lambda m, p: p.setattr(F, "linear", lambda x, w, b=None: x), r"linear"),
     "a property shadowed on a subclass": (
-        lambda m, p: p.setattr(m.layers[0], "__class__", type("Inner", (subject.Inner,), {"act": plus_one, "__module__": "sweep_subject", "__qualname__": "Inner"})),
+        lambda m, p: p.setattr(
+            m.layers[0],
+            "__class__",
+            type("Inner", (subject.Inner,), {"act": plus_one, "__module__": "sweep_subject", "__qualname__": "Inner"}),
+        ),
         r"act",
     ),
     # ops
@@ -221,7 +240,10 @@ CONFIGS = {
     "splitting_ops": ({"splitting_ops": ("cgtool_sweep::inside",)}, r"config\.splitting_ops"),
     "adaptor": ({"adaptor": "inductor_standalone"}, r"config\.adaptor"),
     "use_inductor": ({"adaptor": "", "use_inductor": True}, r"config\.adaptor"),  # what it says is said by the adaptor
-    "inductor_compile_config": ({"inductor_compile_config": {"epilogue_fusion": False}}, r"config\.inductor_compile_config"),
+    "inductor_compile_config": (
+        {"inductor_compile_config": {"epilogue_fusion": False}},
+        r"config\.inductor_compile_config",
+    ),
 }
 
 
@@ -245,7 +267,11 @@ def test_a_key_field_of_the_configuration_is_a_miss(name, warm_root):
 @pytest.mark.parametrize(
     ("factor", "value", "words"),
     [
-        ("_torch_build", {"version": "9.9.9", "version_git": "0", "with_cuda": None, "with_hip": None}, r"torch\.version .*9\.9\.9"),
+        (
+            "_torch_build",
+            {"version": "9.9.9", "version_git": "0", "with_cuda": None, "with_hip": None},
+            r"torch\.version .*9\.9\.9",
+        ),
         ("_triton", "9.9.9", r"triton.*9\.9\.9"),
         ("compiler_version", "g++ 99.1", r"compiler.*99\.1"),
         ("_cpu", {"machine": "riscv", "capability": "DEFAULT", "instructions": None}, r"target.*riscv|target\.cpu"),
@@ -260,7 +286,18 @@ def test_another_environment_is_a_miss(factor, value, words, warm_root, monkeypa
 def test_another_python_is_a_miss(warm_root, monkeypatch):
     monkeypatch.setattr("sys.version_info", (3, 99, 0, "final", 0))
     # every digest of code differs too; the version is what a person understands
-    monkeypatch.setattr(environment, "sys", type("Sys", (), {"implementation": __import__("sys").implementation, "version_info": type("V", (), {"major": 3, "minor": 99})}))
+    monkeypatch.setattr(
+        environment,
+        "sys",
+        type(
+            "Sys",
+            (),
+            {
+                "implementation": __import__("sys").implementation,
+                "version_info": type("V", (), {"major": 3, "minor": 99}),
+            },
+        ),
+    )
     assert re.search(r"python.*3\.99", first_reason(subject.build().module, warm_root))
 
 
@@ -301,7 +338,11 @@ def test_a_call_in_another_state_is_refused(warm_root, restored_state):
     module = subject.build().module
     loaded = cgtool.load(module, cache_dir=warm_root)
     x = subject.example()
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(GuardError, match="autocast is on"):
+    with (
+        torch.no_grad(),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(GuardError, match="autocast is on"),
+    ):
         loaded(x)
     with torch.enable_grad(), pytest.raises(GuardError, match="requires grad and grad mode is on"):
         loaded(x)
@@ -313,7 +354,7 @@ def test_a_call_in_another_state_is_refused(warm_root, restored_state):
     with torch.no_grad(), pytest.raises(GuardError, match="training"):
         loaded(x)
     module.eval()
-    with torch.no_grad(), pytest.raises(GuardError, match="gain was 2.0 .* 3.0"):
+    with torch.no_grad(), pytest.raises(GuardError, match=r"gain was 2\.0 .* 3\.0"):
         loaded(x, gain=3.0)
     with torch.inference_mode():
         torch.testing.assert_close(loaded(x), module(x))

@@ -85,6 +85,37 @@ def test_warming_changes_nothing_of_the_model(tmp_path):
         before = {key: value.clone() for key, value in module.state_dict().items()}
         given = [value.clone() for value in example.args]
         with torch.no_grad():
-            cgtool.compile(module, example_args=example.args, cache_dir=tmp_path, config=cgtool.CompilationConfig(adaptor="eager"))
+            cgtool.compile(
+                module, example_args=example.args, cache_dir=tmp_path, config=cgtool.CompilationConfig(adaptor="eager")
+            )
         assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
         assert all(map(torch.equal, example.args, given))
+
+
+FACTOR = {"value": 2.0}
+
+
+def composed(x: torch.Tensor) -> torch.Tensor:
+    return x * FACTOR["value"]
+
+
+@pytest.fixture(scope="module")
+def composite_op():
+    library = torch.library.Library("cgtool_sweep_composite", "DEF")
+    library.define("scaled(Tensor x) -> Tensor")
+    library.impl("scaled", composed, "CompositeImplicitAutograd")
+    yield
+    library._destroy()
+
+
+class CallsComposite(models.Base):
+    def forward(self, x):
+        return torch.ops.cgtool_sweep_composite.scaled(self.linear(x))
+
+
+def test_an_op_composed_in_python_is_not_compiled_in(composite_op, tmp_path, monkeypatch):
+    module = CallsComposite().eval()
+    loaded = warmed(module, models.call(models.x()), tmp_path, adaptor="inductor_standalone")
+    monkeypatch.setitem(FACTOR, "value", 3.0)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(models.x()), module(models.x()))

@@ -26,7 +26,8 @@ pytestmark = pytest.mark.torch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-LOAD = "import sys, sweep_subject as s, torch, cgtool; m = s.build().module; " + (
+LOAD = (
+    "import sys, sweep_subject as s, torch, cgtool; m = s.build().module; "
     "l = cgtool.load(m, cache_dir=sys.argv[1]); torch.set_grad_enabled(False); x = s.example(); "
     "torch.testing.assert_close(l(x), m(x)); print('hit')"
 )
@@ -56,7 +57,13 @@ def python(*arguments: str, cwd: Path, path: tuple[Path, ...] = (ROOT, HERE), **
 
 PROCESSES = {
     "another home, folder, port and rank of the port's group": (
-        {"HOME": "{tmp}", "MASTER_PORT": "29501", "MASTER_ADDR": "10.0.0.1", "XDG_CACHE_HOME": "{tmp}/x", "WORLD_SIZE": "1"},
+        {
+            "HOME": "{tmp}",
+            "MASTER_PORT": "29501",
+            "MASTER_ADDR": "10.0.0.1",
+            "XDG_CACHE_HOME": "{tmp}/x",
+            "WORLD_SIZE": "1",
+        },
         LOAD,
     ),
     "another hash seed": ({"PYTHONHASHSEED": "12345"}, LOAD),
@@ -92,7 +99,9 @@ def test_a_character_in_a_traced_file_is_a_miss(same_root, tmp_path):
         (folder / "sweep_subject.py").write_text(edited)
         script = LOAD.replace("l = cgtool", "\ntry: cgtool").split("; torch.set_grad")[0]
         script += "\nexcept cgtool.CacheMissError as e: print(e.reasons[0])"
-        assert "sources.sweep_subject has changed" in python("-c", script, str(same_root), cwd=tmp_path, path=(ROOT, folder))
+        assert "sources.sweep_subject has changed" in python(
+            "-c", script, str(same_root), cwd=tmp_path, path=(ROOT, folder)
+        )
 
 
 @pytest.mark.parametrize("module", [False, True])
