@@ -35,7 +35,10 @@ def load(
     prefix: str = "backbone",
     rank: int | None = None,
 ) -> Callable[..., Any]:
-    """Return a callable that runs `module` from what was compiled for it; nothing is traced or compiled.
+    """Return a callable that runs `module` from what was compiled for it; nothing is traced.
+
+    An entry of the adaptor `eager` opens with torch alone. Artifacts of the Inductor adaptors import Inductor, which on
+    the CPU builds the C++ of its kernels again where torch's own cache folder does not hold them.
 
     Args:
         module: The model, built and in evaluation mode; its weights may be loaded before or after.
@@ -153,7 +156,7 @@ class _Maker:
 
     def make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LoadedModel:
         """Load the model, warming it for this example first where the cache does not serve it."""
-        # Tracing and compiling import Dynamo and Inductor: seconds, and none of them on the way of a hit to come.
+        # A program that only loads needs none of it; Dynamo itself is imported where something has to be traced.
         from cgtool.build.pipeline import warm
 
         call = ExampleCall(args=args, kwargs=kwargs)

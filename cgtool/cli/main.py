@@ -52,7 +52,7 @@ def cgtool() -> None:
     """Compile models before they are served, and start fresh processes from what was compiled.
 
     `warm` traces a model, splits it, compiles every different piece once and stores all of it in a cache.
-    `cgtool.load(model)` in Python then starts from that cache, without tracing or compiling the model again.
+    `cgtool.load(model)` in Python then starts from that cache without tracing the model again.
 
     Exit codes: 0 done, 1 failed, 2 wrong usage, 3 a check said no, 130 Ctrl-C, 143 SIGTERM.
     """
