@@ -221,7 +221,6 @@ class Environment:
         cxx: CXX, the C++ compiler that Inductor is told to use; None where it is unset or empty.
         code_variables: The variables of torch, Inductor, Dynamo and triton that may change code, by name.
         rank: RANK, else LOCAL_RANK, else 0: this process's place in its model-parallel group.
-        local_rank: LOCAL_RANK, else `rank`.
     """
 
     cache_dir: str | None
@@ -230,7 +229,6 @@ class Environment:
     cxx: str | None
     code_variables: Mapping[str, str]
     rank: int
-    local_rank: int
 
 
 #: A variable with one of these prefixes is taken to change code, unless it is known not to.
@@ -273,7 +271,6 @@ def environment(source: Mapping[str, str] | None = None) -> Environment:
         ConfigError: A rank is no whole number, or CGTOOL_DISABLE_CACHE is no bool.
     """
     values = os.environ if source is None else source
-    rank = _rank(values, "RANK", _rank(values, "LOCAL_RANK", 0))
     return Environment(
         cache_dir=values.get("CGTOOL_CACHE_DIR") or None,
         disable_cache=bool(values.get("CGTOOL_DISABLE_CACHE")) and _disable_cache(values["CGTOOL_DISABLE_CACHE"]),
@@ -284,8 +281,7 @@ def environment(source: Mapping[str, str] | None = None) -> Environment:
             for name in sorted(values)
             if name.startswith(_CODE_PREFIXES) and not _HARMLESS.fullmatch(name)
         },
-        rank=rank,
-        local_rank=_rank(values, "LOCAL_RANK", rank),
+        rank=_rank(values, "RANK", _rank(values, "LOCAL_RANK", 0)),
     )
 
 

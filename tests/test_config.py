@@ -393,17 +393,15 @@ def test_the_environment_is_read_as_it_is_now(monkeypatch):
 
 def test_an_empty_environment_gives_defaults():
     found = environment({"CGTOOL_CACHE_DIR": "", "CGTOOL_DISABLE_CACHE": "", "CXX": "", "RANK": ""})
-    assert (found.cache_dir, found.disable_cache, found.cxx, found.rank, found.local_rank) == (None, False, None, 0, 0)
+    assert (found.cache_dir, found.disable_cache, found.cxx, found.rank) == (None, False, None, 0)
     assert found.code_variables == {}
 
 
 @pytest.mark.parametrize(
-    ("variables", "rank", "local_rank"),
-    [({"RANK": "9", "LOCAL_RANK": "1"}, 9, 1), ({"LOCAL_RANK": "1"}, 1, 1), ({"RANK": "9"}, 9, 9)],
+    ("variables", "rank"), [({"RANK": "9", "LOCAL_RANK": "1"}, 9), ({"LOCAL_RANK": "1"}, 1), ({"RANK": "9"}, 9)]
 )
-def test_the_global_rank_goes_before_the_local_one(variables, rank, local_rank):
-    found = environment(variables)
-    assert (found.rank, found.local_rank) == (rank, local_rank)
+def test_the_global_rank_goes_before_the_local_one(variables, rank):
+    assert environment(variables).rank == rank
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def compile_work(
     """
     started = time.perf_counter()
     groups = list(unique(work))
-    managers = _Managers(UnitStore(layout), config, on_event)
+    managers = _Managers(layout, config, on_event)
     result = Compiled()
     for done, group in enumerate(groups):
         items = [item for item in group if item.piece_index not in result.fallbacks.get(item.variant, {})]
@@ -95,17 +95,18 @@ def row_name(work: Work) -> dict[str, Any]:
 class _Managers:
     """A manager for each adaptor, made when it is first needed."""
 
-    def __init__(self, units: UnitStore, config: CompilationConfig, on_event: OnEvent) -> None:
-        self._units = units
+    def __init__(self, layout: CacheLayout, config: CompilationConfig, on_event: OnEvent) -> None:
+        self._layout = layout
+        self._units = UnitStore(layout)
         self._config = config
         self._on_event = on_event
         self._made: dict[str, CompilerManager] = {}
 
     def get(self, adaptor: str) -> CompilerManager:
         if adaptor not in self._made:
-            self._made[adaptor] = CompilerManager(
-                self._units, get_adaptor(adaptor), self._config, on_event=self._on_event
-            )
+            compiler = get_adaptor(adaptor)
+            compiler.initialize_cache(self._layout.root)
+            self._made[adaptor] = CompilerManager(self._units, compiler, self._config, on_event=self._on_event)
         return self._made[adaptor]
 
 

@@ -37,8 +37,6 @@ class RebuiltPiece:
         mode: Their fake mode.
         names: What torch calls the symbols → what the graph calls them.
         num_facts: How many guards the graph's own facts made in the ShapeEnv.
-        has_witness: Whether the module returns a tensor more than the graph: a graph without outputs gives a compiler
-            nothing to hold on to.
     """
 
     module: fx.GraphModule
@@ -46,7 +44,6 @@ class RebuiltPiece:
     mode: _torch.FakeTensorMode
     names: dict[str, str]
     num_facts: int
-    has_witness: bool
 
     def new_guards(self, graph: PieceGraph) -> tuple[str, ...]:
         """Return what rebuilding and compiling took for granted beyond `graph`'s ranges and facts.
@@ -133,17 +130,6 @@ def _fold(pair: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     return folded
 
 
-def piece_module(graph: PieceGraph) -> tuple[fx.GraphModule, list[Any]]:
-    """Return `graph` as an FX module, and fake inputs for it; see `rebuild`.
-
-    Raises:
-        CompileError: The graph cannot be rebuilt.
-        ArtifactError: The graph names an op or a value that does not resolve.
-    """
-    piece = rebuild(graph)
-    return piece.module, piece.inputs
-
-
 def rebuild(graph: PieceGraph) -> RebuiltPiece:
     """Return `graph` as a compiler takes it.
 
@@ -166,7 +152,7 @@ def rebuild(graph: PieceGraph) -> RebuiltPiece:
         with _leaving_autocast():
             for index, node in enumerate(graph.nodes):
                 writer.add(node, index)
-        has_witness = writer.finish(graph.outputs)
+        writer.finish(graph.outputs)
     written = {n for n, fake in enumerate(inputs) if _torch.version_of(fake) != versions[n]}
     _refuse_shared_writes(graph, written)
     return RebuiltPiece(
@@ -175,7 +161,6 @@ def rebuild(graph: PieceGraph) -> RebuiltPiece:
         mode=symbols.mode,
         names=symbols.names,
         num_facts=symbols.num_facts,
-        has_witness=has_witness,
     )
 
 
@@ -254,8 +239,8 @@ class _Writer:
             ) from error
         self._values.append(self._remember(self.graph.create_node(op, target, args, kwargs), value))
 
-    def finish(self, outputs: tuple[str, ...]) -> bool:
-        """End the graph with its outputs and return whether one was added that the piece does not have."""
+    def finish(self, outputs: tuple[str, ...]) -> None:
+        """End the graph with its outputs; a piece without any gives its first value, for a compiler to hold on to."""
         found = [self._lookup(ref) for ref in outputs]
         plain = [ref for ref, node in zip(outputs, found, strict=True) if not _is_tensor(node)]
         if plain:
@@ -264,12 +249,8 @@ class _Writer:
                 f"eagerly instead",
                 actual=plain[0],
             )
-        has_witness = not found
-        if has_witness:
-            found = self._values[:1]
-        self.graph.output(tuple(found))
+        self.graph.output(tuple(found or self._values[:1]))
         self.graph.lint()
-        return has_witness
 
     def _decode(self, data: Any) -> Any:
         return _with_constants(decode_value(data, self._lookup), lambda _: next(self._constants))

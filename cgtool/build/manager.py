@@ -57,11 +57,6 @@ class CompilerManager:
         adaptor: The compiler.
         config: Where the user's options for the compiler come from.
         on_event: Told when a unit is waited for, because another process compiles it.
-
-    Attributes:
-        compiled: How many units this manager compiled.
-        reused: How many calls found theirs compiled.
-        compile_secs: How long it spent compiling, in seconds.
     """
 
     def __init__(
@@ -77,9 +72,6 @@ class CompilerManager:
         self._options = dict(config.inductor_compile_config)
         self._on_event = on_event
         self._hashes: dict[bool, str] = {}
-        self.compiled = 0
-        self.reused = 0
-        self.compile_secs = 0.0
 
     def key(self, graph: PieceGraph, *, max_autotune: bool = False) -> str:
         """Return the key of the unit that `graph` compiles to.
@@ -125,7 +117,6 @@ class CompilerManager:
         except CacheCorruptError:  # damaged between the look and the link: as if it had not been there
             record, reused = self._compile_locked(key, graph, max_autotune=max_autotune)
             self._units.link_into(objects, key, record)
-        self.reused += reused
         return _result(key, record, reused=reused)
 
     def load(self, unit: UnitResult, graph: PieceGraph, *, objects: ObjectStore) -> PieceCallable:
@@ -152,8 +143,6 @@ class CompilerManager:
                 guards=piece.guards,
             )
             self._units.put(key, piece.artifact, record)
-        self.compiled += 1
-        self.compile_secs += piece.compile_secs
         return record, False
 
     def _waiting(self) -> None:

@@ -39,7 +39,7 @@ from cgtool.cache.files import (
     sync_folder,
     write_atomic,
 )
-from cgtool.cache.key import Key, read_key, write_key
+from cgtool.cache.key import Key, write_key
 from cgtool.cache.layout import PLAN_FILE, CacheLayout, RankName
 from cgtool.cache.lock import FileLock
 from cgtool.cache.lookup import LookupStore
@@ -83,16 +83,6 @@ class Entry:
             CacheError: It cannot be read.
         """
         return self.objects.get(row.digest, row.kind)
-
-    def verify(self) -> None:
-        """Check every artifact against its digest.
-
-        Raises:
-            CacheCorruptError: One is missing, or its bytes differ; it names the first such file.
-            CacheError: One cannot be read.
-        """
-        for digest, kind in sorted({(row.digest, row.kind) for row in self.manifest.rows}):
-            self.objects.get(digest, kind)
 
 
 def read_entry(layout: CacheLayout, name: RankName, *, files: Iterable[str] = (PLAN_FILE,)) -> Entry | None:
@@ -278,19 +268,6 @@ class EntryWriter:
                     path.unlink()
         sync_folder(folder)
         sweep(folder)
-
-
-def entry_key(layout: CacheLayout, hash_: str) -> Key:
-    """Return the key of an entry that is there.
-
-    Raises:
-        CacheCorruptError: It has none, or another's, or a torn one.
-        CacheSchemaError: Another version of cgtool wrote it.
-    """
-    key = read_key(layout, hash_)
-    if key is None:
-        raise corrupt(layout.key_file(hash_), "it is missing")
-    return key
 
 
 def _record(data: bytes) -> FileRecord:

@@ -50,7 +50,6 @@ _KIND = re.compile(r"(?=.{1,40}\Z)[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)*")
 _PREFIX = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _RANK = re.compile(r"0|[1-9][0-9]{0,6}")
 _RANK_FOLDER = re.compile(r"rank_(0|[1-9][0-9]{0,6})")
-_ARTIFACT = re.compile(r"([0-9a-f]{64})\.(.+)")
 
 
 def is_hash(text: str) -> bool:
@@ -93,14 +92,6 @@ def check_prefix(text: str) -> str:
         CacheError: It may not.
     """
     return _checked(text, _PREFIX, "letters, digits, '_', '-' and '.', at most 64", "prefix")
-
-
-def parse_artifact_name(name: str) -> tuple[str, str] | None:
-    """Return the digest and the kind of a file name in `artifacts/`, or None for a foreign file."""
-    match = _ARTIFACT.fullmatch(name)
-    if match is None or not is_kind(match[2]):
-        return None
-    return match[1], match[2]
 
 
 def parse_rank_folder(name: str) -> int | None:

@@ -129,15 +129,6 @@ class UnitStore:
             _log.info("%s It is compiled again.", error)
         return None
 
-    def get(self, key: str, record: UnitRecord) -> bytes:
-        """Return the bytes of a unit that `find` or `put` gave.
-
-        Raises:
-            CacheCorruptError: They are gone or differ from their digest.
-            CacheError: They cannot be read.
-        """
-        return _bytes(self.artifact_path(key, record), record.digest)
-
     def put(self, key: str, data: bytes, record: UnitRecord) -> UnitRecord:
         """Store a unit, replacing one that is corrupt or older.
 
@@ -214,14 +205,13 @@ def _read(folder: Path, key: str) -> UnitRecord | None:
         record = UnitRecord.from_json(data)
     except (CacheError, KeyError) as error:
         raise corrupt(path, f"a field is wrong: {error}") from error
-    _bytes(folder / f"{record.digest}.{record.kind}", record.digest)
+    _check_bytes(folder / f"{record.digest}.{record.kind}", record.digest)
     return record
 
 
-def _bytes(path: Path, digest: str) -> bytes:
+def _check_bytes(path: Path, digest: str) -> None:
     data = read_bytes(path)
     actual = None if data is None else sha256_hex(data)
     if data is None or actual != digest:
         why = "it is missing" if data is None else "its bytes differ from its digest"
         raise corrupt(path, why, expected=digest, actual=actual)
-    return data

@@ -1,4 +1,4 @@
-"""Sympy expressions of torch's ShapeEnv as text in the grammar of `cgtool.graph.expressions`, and back.
+"""Sympy expressions of torch's ShapeEnv as text in the grammar of `cgtool.graph.expressions`.
 
 The one module of this floor that imports sympy; only trace, split and build import it. The text does not depend on the
 names that symbols have in this process: the terms of sums and products are ordered by their text after renaming.
@@ -14,7 +14,7 @@ import sympy
 from torch.utils._sympy import functions as torch_sympy
 
 from cgtool.errors import SplitError
-from cgtool.graph.expressions import MAX_EXPONENT, check_expression
+from cgtool.graph.expressions import MAX_EXPONENT
 
 _COMPARE: dict[type, str] = {
     sympy.Eq: "==",
@@ -157,49 +157,3 @@ def _unknown(expr: Any, why: str) -> SplitError:
         f"the size {expr} cannot be written down: {why}; make that dimension static, or compute the size another way",
         actual=str(expr),
     )
-
-
-_BINARY: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Add: lambda a, b: a + b,
-    ast.Sub: lambda a, b: a - b,
-    ast.Mult: lambda a, b: a * b,
-    ast.Pow: lambda a, b: a**b,
-    ast.FloorDiv: torch_sympy.FloorDiv,
-    ast.Mod: torch_sympy.PythonMod,
-    ast.Eq: sympy.Eq,
-    ast.NotEq: sympy.Ne,
-    ast.Lt: sympy.Lt,
-    ast.LtE: sympy.Le,
-    ast.Gt: sympy.Gt,
-    ast.GtE: sympy.Ge,
-}
-
-
-def to_sympy(text: str | int, symbols: Mapping[str, sympy.Symbol]) -> Any:
-    """Return the sympy expression of `text`.
-
-    Raises:
-        ArtifactError: `text` is outside the grammar, or names a symbol that is not in `symbols`.
-    """
-    check_expression(str(text), symbols)
-    return _build(ast.parse(str(text), mode="eval").body, symbols)
-
-
-def _build(node: Any, symbols: Mapping[str, sympy.Symbol]) -> Any:
-    """Build what `check_expression` has accepted: no other kind of node can be met."""
-    if isinstance(node, ast.Name):
-        return symbols[node.id]
-    if isinstance(node, ast.Constant):
-        return sympy.Integer(node.value)
-    if isinstance(node, ast.UnaryOp):
-        operand = _build(node.operand, symbols)
-        return -operand if isinstance(node.op, ast.USub) else sympy.Not(operand)
-    if isinstance(node, ast.BinOp):
-        return _BINARY[type(node.op)](_build(node.left, symbols), _build(node.right, symbols))
-    if isinstance(node, ast.Compare):
-        return _BINARY[type(node.ops[0])](_build(node.left, symbols), _build(node.comparators[0], symbols))
-    if isinstance(node, ast.BoolOp):
-        join = sympy.And if isinstance(node.op, ast.And) else sympy.Or
-        return join(*(_build(value, symbols) for value in node.values))
-    extreme = torch_sympy.Max if node.func.id == "Max" else torch_sympy.Min
-    return extreme(*(_build(arg, symbols) for arg in node.args))

@@ -112,12 +112,6 @@ def direct_register_custom_op(
     return known
 
 
-def registered_op(name: str) -> CustomOp | None:
-    """Return the record of `ns::op` if `direct_register_custom_op` registered it, else None."""
-    with _lock:
-        return _ops.get(name)
-
-
 def _new_library(namespace: str) -> torch.library.Library:
     """Return a fragment of `namespace` to define one op in."""
     if not namespace.isidentifier():

@@ -66,8 +66,7 @@ def test_a_piece_is_compiled_once_and_found_again(cache_root):
     third = other.ensure(PIECE, objects=elsewhere)
     assert (first.reused, again.reused, third.reused) == (False, True, True)
     assert first.digest == again.digest == third.digest
-    assert adaptor.count == manager.compiled == 1
-    assert (manager.reused, other.reused) == (1, 1)
+    assert adaptor.count == 1
     run = manager.load(first, PIECE, objects=objects)
     assert run([torch.ones(2, 8), torch.ones(8, 8)])[0].shape == (2, 8)
 

@@ -15,7 +15,7 @@ from torch.utils._appending_byte_serializer import BytesReader, BytesWriter
 
 from cgtool.build import _torch
 from cgtool.build.adaptors import get_adaptor
-from cgtool.build.fx_piece import piece_module, rebuild
+from cgtool.build.fx_piece import rebuild
 from cgtool.build.hints import choose_hints
 from cgtool.errors import ArtifactError, CompileError
 from cgtool.graph.expressions import evaluate
@@ -29,10 +29,11 @@ HERE = Path(__file__).parent
 
 def test_the_module_runs_as_the_piece_does():
     for name in ("two inputs", "arithmetic on sizes", "slices and assignment"):
-        module, fakes = piece_module(CASES[name].piece)
-        inputs = [torch.randn([6 if isinstance(d, torch.SymInt) else d for d in fake.shape]) for fake in fakes]
+        rebuilt = rebuild(CASES[name].piece)
+        shapes = [[6 if isinstance(dim, torch.SymInt) else dim for dim in fake.shape] for fake in rebuilt.inputs]
+        inputs = [torch.randn(shape) for shape in shapes]
         expected = piece_function(CASES[name].piece)([x.clone() for x in inputs])
-        for left, right in zip(module(*inputs), expected, strict=True):
+        for left, right in zip(rebuilt.module(*inputs), expected, strict=True):
             torch.testing.assert_close(left, right)
 
 
@@ -43,7 +44,7 @@ def test_strides_dtypes_and_sharing_are_kept():
         ["%0", "%1"],
         aliases=[(1, 2)],
     )
-    _, fakes = piece_module(piece)
+    fakes = rebuild(piece).inputs
     assert fakes[0].stride() == (1, 8)
     assert fakes[1].dtype is torch.bool
     assert fakes[1].untyped_storage()._cdata == fakes[2].untyped_storage()._cdata
@@ -57,8 +58,9 @@ def test_sizes_that_are_fixed_leave_no_symbols():
         ["%3"],
         symbols=(),
     )
-    module, fakes = piece_module(piece)
-    assert not any(isinstance(d, torch.SymInt) for fake in fakes for d in fake.shape)
+    rebuilt = rebuild(piece)
+    module = rebuilt.module
+    assert not any(isinstance(d, torch.SymInt) for fake in rebuilt.inputs for d in fake.shape)
     assert [node.op for node in module.graph.nodes] == ["placeholder", "call_method", "output"]
     assert module(torch.ones(6, 8))[0].shape == (24, 2)
 

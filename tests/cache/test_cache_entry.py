@@ -28,7 +28,8 @@ from cache_samples import (
 )
 
 from cgtool.cache import entry as entry_module
-from cgtool.cache.entry import entry_key, read_entry
+from cgtool.cache.entry import read_entry
+from cgtool.cache.key import read_key
 from cgtool.cache.layout import CacheLayout, RankName
 from cgtool.cache.lookup import LookupStore
 from cgtool.cache.manifest import read_manifest
@@ -40,7 +41,7 @@ SPAWN = multiprocessing.get_context("spawn")
 def test_what_was_published_is_read_back(cache_root):
     name = publish(cache_root)
     assert read_whole(cache_root, name) == "one"
-    assert entry_key(CacheLayout(root=cache_root), name.hash) == sample_key()
+    assert read_key(CacheLayout(root=cache_root), name.hash) == sample_key()
 
 
 def test_a_rank_folder_holds_exactly_the_four_files_that_people_know(cache_root):
@@ -142,16 +143,16 @@ def test_a_damaged_file_is_named_and_never_returned(cache_root, name, harm):
     assert read_whole(cache_root, entry) == "one"
 
 
-def test_a_damaged_artifact_is_named_by_verify_and_replaced_by_the_next_put(cache_root):
+def test_a_damaged_artifact_is_named_and_replaced_by_the_next_put(cache_root):
     name = publish(cache_root)
     entry = read_entry(CacheLayout(root=cache_root), name)
     path = entry.objects.path(entry.manifest.rows[0].digest, "eager")
     path.chmod(0o600)
     path.write_bytes(b"0ne")
     with pytest.raises(CacheCorruptError, match=path.name):
-        entry.verify()
+        entry.artifact(entry.manifest.rows[0])
     publish(cache_root)
-    entry.verify()
+    assert entry.artifact(entry.manifest.rows[0]) != b"0ne"
 
 
 def test_a_torn_manifest_is_corrupt_to_readers_and_replaced_by_writers(cache_root):

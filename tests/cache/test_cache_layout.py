@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cgtool.cache.layout import CacheLayout, RankName, parse_artifact_name, parse_rank_folder, resolve_root
+from cgtool.cache.layout import CacheLayout, RankName, parse_rank_folder, resolve_root
 
 HASH = "ab" * 32
 
@@ -55,18 +55,3 @@ def test_an_empty_root_lists_nothing(tmp_path):
 )
 def test_rank_folders_are_told_from_others(name, rank):
     assert parse_rank_folder(name) == rank
-
-
-@pytest.mark.parametrize(
-    ("name", "parsed"),
-    [
-        (f"{HASH}.pt2", (HASH, "pt2")),
-        (f"{HASH}.eager.json", (HASH, "eager.json")),
-        (f"{HASH}", None),
-        (f"{HASH}.", None),
-        (f".{HASH}.pt2.1.ab.tmp", None),
-        (f"{HASH}.PT2", None),
-    ],
-)
-def test_artifacts_are_told_from_other_files(name, parsed):
-    assert parse_artifact_name(name) == parsed

@@ -30,7 +30,7 @@ def test_what_was_put_is_found_with_everything_known_of_it(units):
     assert units.find(UNIT) is None
     units.put(UNIT, DATA, RECORD)
     assert units.find(UNIT) == RECORD
-    assert units.get(UNIT, RECORD) == DATA
+    assert units.artifact_path(UNIT, RECORD).read_bytes() == DATA
     assert (RECORD.compile_secs, RECORD.kernels, RECORD.guards) == (1.235, 3, ("s0 <= 512",))
 
 
@@ -148,7 +148,7 @@ def test_a_replaced_unit_with_other_bytes_is_the_new_one(units):
     other = replace(new_record(b"other", kind="eager", compile_secs=0, kernels=0))
     units.put(UNIT, b"other", other)
     assert units.find(UNIT) == other
-    assert units.get(UNIT, other) == b"other"
+    assert units.artifact_path(UNIT, other).read_bytes() == b"other"
 
 
 def test_units_of_different_keys_do_not_wait_for_each_other(units):

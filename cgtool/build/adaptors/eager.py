@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 
@@ -24,9 +23,6 @@ class EagerAdaptor(CompilerInterface):
 
     name = "eager"
     kind = "json"
-
-    def initialize_cache(self, cache_dir: Path, *, disable_cache: bool = False, prefix: str = "") -> None:
-        """Do nothing: there is no state."""
 
     def compute_hash(
         self,

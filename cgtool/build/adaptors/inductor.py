@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,9 +40,6 @@ class InductorAdaptor(CompilerInterface):
 
     name = "inductor"
     kind = "mega"
-
-    def initialize_cache(self, cache_dir: Path, *, disable_cache: bool = False, prefix: str = "") -> None:
-        """Do nothing: torch's caches stay where torch keeps them."""
 
     def compute_hash(self, options: Mapping[str, Json], *, max_autotune: bool = False) -> str:
         """Return the digest of torch, compiler, target and options."""

@@ -32,9 +32,6 @@ class InductorStandaloneAdaptor(CompilerInterface):
     name = "inductor_standalone"
     kind = "aot"
 
-    def initialize_cache(self, cache_dir: Path, *, disable_cache: bool = False, prefix: str = "") -> None:
-        """Do nothing: torch's caches stay where torch keeps them, and nothing of them is relied on."""
-
     def compute_hash(self, options: Mapping[str, Json], *, max_autotune: bool = False) -> str:
         """Return the digest of torch, compiler, target and options."""
         return inductor_hash(self.name, inductor_patches(options, max_autotune=max_autotune))

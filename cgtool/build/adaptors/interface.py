@@ -50,12 +50,11 @@ class CompilerInterface(ABC):
     name: str
     kind: str
 
-    @abstractmethod
-    def initialize_cache(self, cache_dir: Path, *, disable_cache: bool = False, prefix: str = "") -> None:
-        """Prepare for compiles that belong to one entry.
+    def initialize_cache(self, cache_dir: Path, *, disable_cache: bool = False, prefix: str = "") -> None:  # noqa: B027  most have no state
+        """Prepare for compiles into one cache; called once, before the first. Nothing to do for most compilers.
 
         Args:
-            cache_dir: The entry's folder.
+            cache_dir: The cache's root.
             disable_cache: Whether nothing is to be stored.
             prefix: The compiled part of the model.
         """
