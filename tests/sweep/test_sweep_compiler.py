@@ -1,0 +1,63 @@
+"""Another C++ compiler is a miss in a real process, whatever it is called; the same one under another name is a hit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
+]
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+
+LOAD = """
+import sys, cgtool, tiny_llama
+try:
+    cgtool.load(tiny_llama.build(num_layers=2).module, cache_dir=sys.argv[1])
+    print("hit")
+except cgtool.CacheMissError as miss:
+    print(miss.reasons[0])
+"""
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> str:
+    folder = str(tmp_path_factory.mktemp("compiler") / "cache")
+    command = [sys.executable, "-m", "cgtool", "warm", f"{FIXTURES / 'tiny_llama.py'}:build", "--arg", "num_layers=2"]
+    subprocess.run(
+        [*command, "--adaptor", "eager", "--cache-dir", folder], check=True, capture_output=True, timeout=600
+    )
+    return folder
+
+
+def load(cache: str, cxx: str | None) -> str:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FIXTURES), os.environ.get("PYTHONPATH", "")])}
+    if cxx is not None:
+        env["CXX"] = cxx
+    command = [sys.executable, "-c", LOAD, cache]
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=env, timeout=600).stdout.strip()
+
+
+def test_a_compiler_of_another_version_is_a_miss_that_names_it(cache, tmp_path):
+    other = script(tmp_path / "g++", 'echo "g++ (Other) 99.1.0"')
+    reason = load(cache, other)
+    assert reason.startswith("compiler")
+    assert "99.1.0" in reason
+
+
+def test_the_same_compiler_under_another_name_is_a_hit(cache, tmp_path):
+    assert load(cache, None) == "hit"
+    assert load(cache, script(tmp_path / "my-compiler", f'exec {shutil.which("g++")} "$@"')) == "hit"
