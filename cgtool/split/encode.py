@@ -129,9 +129,9 @@ def _with_user_line(members: Sequence[fx.Node], make: Callable[[], Any]) -> Any:
     try:
         return make()
     except SplitError as error:
-        raise SplitError(
-            f"In the piece that begins with {described(members[0])}: {error}", actual=error.actual
-        ) from error
+        made = [node for node in members if error.actual in map(str, node.meta.get("unbacked_bindings") or ())]
+        where = f"At {described(made[0])}" if made else f"In the piece that begins with {described(members[0])}"
+        raise SplitError(f"{where}: {error}", actual=error.actual) from error
 
 
 def _symbols_used(node: fx.Node, program: Program) -> Iterator[str]:

@@ -27,6 +27,9 @@ _HINTS = (
 _DEFAULT_HINT = f"Rewrite that line with tensor operations, or {_WRAP}"
 #: How Dynamo quotes an error of the model itself, which eager would raise too.
 _OWN_ERROR = re.compile(r"Dynamo failed to run FX node with fake tensors: .*?got (\w+)\([\"'](.*?)[\"']\)", re.DOTALL)
+#: How Dynamo reports an exception that the model's code raises and does not catch.
+_RAISED = re.compile(r"Observed exception.*raised exception (\w+)\(([^\n]*)\)", re.DOTALL)
+_SAID = re.compile(r"ConstantVariable\(str: ['\"](.*?)['\"]\)")
 #: How much of Dynamo's own words is shown, in lines.
 _MAX_LINES = 5
 
@@ -74,14 +77,19 @@ def _spoken(place: str) -> str:
 
 
 def _graph_break(error: Exception, method: Callable[..., Any]) -> TraceError:
-    what = str(getattr(error, "msg", "") or error)
+    full = what = str(getattr(error, "msg", "") or error)
     what = what.partition("\nfrom user code")[0].partition("Developer debug context")[0].strip()
     own = _OWN_ERROR.search(what)
     if own is not None:
         return _failed(own[1], own[2], error, method)
+    raised = _RAISED.search(full)
+    if raised is not None:
+        return _failed(raised[1], ", ".join(_SAID.findall(raised[2])) or raised[2].strip("'\""), error, method)
     lines = [line.strip() for line in what.splitlines() if line.strip() and "report an issue" not in line]
     brief = "\n  ".join(lines[:_MAX_LINES])
-    hint = next((advice for pattern, advice in _HINTS if re.search(pattern, what)), _DEFAULT_HINT)
+    # Dynamo's own hints and examples name things that the model may not even use.
+    said = re.sub(r"\(e\.g\..*?\)", "", "\n".join(line for line in lines if not line.startswith("Hint:")))
+    hint = next((advice for pattern, advice in _HINTS if re.search(pattern, said)), _DEFAULT_HINT)
     msg = f"The model cannot be traced into one graph.{_user_line(error, method)}\n  {brief}\n{hint}"
     return GraphBreakError(msg, actual=what)
 

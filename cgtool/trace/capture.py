@@ -162,7 +162,7 @@ def capture(
         captured.current_frame()
         raise AssertionError
     _refuse_side_effects(captured.changed)
-    _refuse_subclasses(graph_module)
+    _refuse_subclasses({**captured.inputs, **captured.others})
     _add_placeholders(graph_module, captured.others)
     sources = (*captured.inputs, *captured.others)
     known = _known_tensors(sources, Roots(module, method, arguments))
@@ -299,12 +299,10 @@ def _refuse_side_effects(changed: list[str]) -> None:
         raise TraceError(msg, path=names, actual=tuple(lasting))
 
 
-def _refuse_subclasses(graph_module: fx.GraphModule) -> None:
-    for node in graph_module.graph.find_nodes(op="placeholder"):
-        value = node.meta.get("example_value")
-        is_subclass: bool = private.is_traceable_wrapper_subclass(value)
-        if is_subclass:
-            name = node.meta["grapharg"].source.name
+def _refuse_subclasses(inputs: Mapping[str, Any]) -> None:
+    for source, value in inputs.items():
+        if private.is_traceable_wrapper_subclass(value):
+            name = words(source)
             msg = (
                 f"{name} is a {type(value).__name__}, a tensor subclass that an artifact cannot take. "
                 "Unwrap it into plain tensors before the model is warmed."

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -152,7 +153,7 @@ class TemplateReader:
             tensor, word, dim = self._sizes[int(value)]
             if id(tensor) in self._known:
                 return [word, self._known[id(tensor)], dim]
-        if abs(value) >= _NUMBER_MARK:
+        if _NUMBER_MARK <= abs(value) < math.inf:  # what is made of a mark is large, and finite
             msg = f"{path} is a number that depends on sizes or on data. Return a tensor, or compute it outside."
             raise TraceError(msg, path=path)
         return ["const", encode_literal(value)]

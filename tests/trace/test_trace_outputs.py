@@ -1,0 +1,255 @@
+"""What a model returns comes back as it was: containers, classes, sizes, constants; what cannot is named at warm."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections import OrderedDict, namedtuple
+from typing import Any, NamedTuple
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from trace_harness import agree, plan_of, served  # noqa: E402
+
+from cgtool.errors import SplitError, TraceError  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - both kinds of named tuples are met
+
+
+class Typed(NamedTuple):
+    hidden: torch.Tensor
+    count: int = 0
+
+
+@dataclasses.dataclass
+class Inner:
+    tensor: torch.Tensor
+    label: str = "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    inner: Inner
+    items: list[Any]
+
+
+@dataclasses.dataclass
+class Computed:
+    tensor: torch.Tensor
+    twice: Any = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        self.twice = self.tensor * 2
+
+
+class Held:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Model(nn.Module):
+    """Returns whatever a function makes of a tensor, what was computed from it, and a constant."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.rate = 0.25
+        self.register_buffer("table", torch.arange(4.0))
+        self.make = make
+
+    def forward(self, x, extra=None):
+        return self.make(self, x, torch.tanh(self.layer(x)), extra)
+
+
+def a_tensor(model, x, y, extra):
+    return y
+
+
+def nothing(model, x, y, extra):
+    y.sum()
+
+
+def a_list_in_a_tuple_in_a_dict(model, x, y, extra):
+    return {"a": (y, [y * 2, None]), 3: [], (1, "b"): {}, None: ((),)}
+
+
+def one_tensor_twice(model, x, y, extra):
+    return [y, (y, y)]
+
+
+def named_tuples(model, x, y, extra):
+    return Pair(left=y, right=Typed(hidden=y + 1, count=7))
+
+
+def dataclasses_in_each_other(model, x, y, extra):
+    return Outer(inner=Inner(tensor=y), items=[Inner(tensor=y * 2, label="second")])
+
+
+def an_ordered_dict(model, x, y, extra):
+    return OrderedDict(b=y, a=OrderedDict(c=y + 1))
+
+
+def of_torch(model, x, y, extra):
+    return torch.max(y, dim=-1), torch.sort(y, dim=-1)
+
+
+def sizes(model, x, y, extra):
+    return x.shape, x.shape[0], x.size(-1), x.shape[0] * 2 + 1, y.numel(), y.stride(), {"of": y.shape}
+
+
+def constants(model, x, y, extra):
+    return y, 1, True, 2.5, -0.0, 1e-9, float("-inf"), "text", None, b"bytes", 3j, torch.float16, ...
+
+
+def more_constants(model, x, y, extra):
+    return y, torch.device("cpu"), Colour.RED, range(3), slice(1, None), frozenset({1, 2}), {1, 2}
+
+
+def attributes_of_the_model(model, x, y, extra):
+    return y, model.rate, model.training
+
+
+def what_was_passed_in(model, x, y, extra):
+    return x, y, extra
+
+
+def a_view_of_what_was_passed_in(model, x, y, extra):
+    return x[1:], x.t(), y
+
+
+def tensors_of_the_model(model, x, y, extra):
+    return model.table, model.layer.weight, y * model.table
+
+
+def an_unused_tensor_of_the_model(model, x, y, extra):
+    return y, model.table
+
+
+RETURNED = [
+    a_tensor,
+    nothing,
+    a_list_in_a_tuple_in_a_dict,
+    one_tensor_twice,
+    named_tuples,
+    dataclasses_in_each_other,
+    an_ordered_dict,
+    of_torch,
+    sizes,
+    constants,
+    more_constants,
+    attributes_of_the_model,
+    what_was_passed_in,
+    a_view_of_what_was_passed_in,
+    tensors_of_the_model,
+]
+
+
+@pytest.mark.parametrize("make", RETURNED, ids=lambda make: make.__name__)
+def test_what_a_model_returns_comes_back(tmp_path, make):
+    model = Model(make)
+    loaded = served(tmp_path, model, torch.rand(3, 4), dynamic={"x": {0: "n"}})
+    for rows in (3, 1, 2, 9):
+        agree(loaded, model, torch.rand(rows, 4))
+
+
+def test_what_was_one_object_is_one_object(tmp_path):
+    model = Model(one_tensor_twice)
+    one, (other, third) = served(tmp_path, model, torch.rand(3, 4))(torch.rand(3, 4))
+    assert one is other is third
+    model = Model(what_was_passed_in)
+    x, extra = torch.rand(3, 4), torch.rand(2)
+    got = served(tmp_path, model, x, extra)(x, extra)
+    assert got[0] is x
+    assert got[2] is extra
+    model = Model(tensors_of_the_model)
+    got = served(tmp_path, model, x)(x)
+    assert got[0] is model.table
+    assert got[1] is model.layer.weight
+
+
+def test_what_was_mutable_is_new_each_time(tmp_path):
+    loaded = served(tmp_path, Model(a_list_in_a_tuple_in_a_dict), torch.rand(3, 4))
+    first, second = loaded(torch.rand(3, 4)), loaded(torch.rand(3, 4))
+    first[3].append("ours")
+    first["a"][1].clear()
+    assert second[3] == []
+    assert len(second["a"][1]) == 2
+    assert loaded(torch.rand(3, 4))[3] == []
+
+
+def test_containers_of_what_was_passed_in_come_back_as_they_are(tmp_path):
+    model = Model(lambda model, x, y, extra: (y, extra))
+    extra = {"a": [torch.rand(2), None], "b": (1, "c")}
+    loaded = served(tmp_path, model, torch.rand(3, 4), extra)
+    given = {"a": [torch.rand(2), None], "b": (1, "c")}
+    agree(loaded, model, torch.rand(3, 4), given)
+
+
+def a_class_of_ones_own(model, x, y, extra):
+    return {"held": [Held(y)]}
+
+
+def make_local():
+    @dataclasses.dataclass
+    class Local:
+        tensor: torch.Tensor
+
+    return Local
+
+
+LOCAL = make_local()
+
+
+def a_class_of_a_function(model, x, y, extra):
+    return LOCAL(tensor=y)
+
+
+def a_field_that_is_computed(model, x, y, extra):
+    return Computed(tensor=y)
+
+
+def a_function(model, x, y, extra):
+    return y, model.make
+
+
+def a_generator(model, x, y, extra):
+    return (y * k for k in range(2))
+
+
+def data_as_a_number(model, x, y, extra):
+    return y, extra.item()
+
+
+CANNOT = [
+    (a_class_of_ones_own, r"output\['held'\]\[0\] is of type .*:Held, which cannot be built again"),
+    (a_class_of_a_function, r"output is of type .*<locals>.Local, which cannot be built again"),
+    (an_unused_tensor_of_the_model, r"output\[1\] is a tensor that is neither computed by the graph nor passed in"),
+    (a_field_that_is_computed, r"output is of type .*:Computed, which cannot be built again"),
+    (a_generator, r"generator|output is of type"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), CANNOT, ids=lambda case: getattr(case, "__name__", ""))
+def test_what_cannot_be_built_again_is_named_at_warm(make, words):
+    with pytest.raises(TraceError, match=words):
+        plan_of(Model(make), torch.rand(3, 4), dynamic={"x": {0: "n"}})
+
+
+def test_a_number_taken_out_of_data_is_refused():
+    with pytest.raises(SplitError, match=r"return y, extra.item\(\)\) .*return tensors"):
+        plan_of(Model(data_as_a_number), torch.rand(3, 4), torch.tensor(3))
