@@ -8,20 +8,24 @@
     variant  = {"name": str, "fixed": {dim name: int}, "dims": {dim name: [symbol...]}, "symbols": [symbol...],
                 "relations": [expr...], "inputs": [[source, tensor]...], "model_guards": [guard...],
                 "call_guards": [guard...], "steps": [step...], "output": template}
-    guard    = [source, kind, expected]
+    guard    = [source, kind, expected]  see cgtool.guards.kinds
     source   = root accessor*            see cgtool.guards.sources
     step     = {"piece": int, "splitting": bool, "graph": identity, "symbols": {piece symbol: variant expr},
                 "in": [value id...], "out": [value id...]}
                value ids: inputs are 0..n-1, then every output of every step in order.
-    template = ["v", value id] | ["const", guarded literal] | ["expr", expr] | ["list"|"tuple", [template...]]
+    template = ["v", value id] | ["const", literal] | ["expr", expr] | ["list"|"tuple", [template...]]
              | ["dict", [[key literal, template]...]] | ["call", "module:Qual", [template...], [[name, template]...]]
              | ["source", source]        the very object that was passed in, or an attribute of the model
+    literal  = a value as data           see cgtool.guards.literals
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
+from cgtool.errors import CacheCorruptError, CacheSchemaError
 from cgtool.pieces import Json, PieceGraph, SymbolRange, TensorMeta
 
 SCHEMA = 1
@@ -196,3 +200,27 @@ class Plan:
             variants=tuple(Variant.from_json(v) for v in data["variants"]),
             graphs={identity: PieceGraph.from_json(graph) for identity, graph in data["graphs"].items()},
         )
+
+
+def parse_plan(data: bytes, *, path: Path) -> Plan:
+    """Return the plan in the bytes of a file, whose digest the manifest has vouched for.
+
+    Args:
+        data: The bytes.
+        path: Where they were read, for errors.
+
+    Raises:
+        CacheSchemaError: Another version of cgtool wrote it.
+        CacheCorruptError: It is no plan.
+    """
+    try:
+        document = json.loads(data)
+        schema = document["schema"]
+        plan = Plan.from_json(document) if schema == SCHEMA else None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        message = f"{path} is no plan ({error}). Warm the model again."
+        raise CacheCorruptError(message, path=path) from error
+    if plan is None:
+        message = f"{path} has schema {schema}; this cgtool reads schema {SCHEMA}. Warm the model again with it."
+        raise CacheSchemaError(message, path=path, expected=SCHEMA, actual=schema)
+    return plan

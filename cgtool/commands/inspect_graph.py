@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +11,9 @@ from typing import Any
 from cgtool.cache.entry import read_entry
 from cgtool.cache.layout import GRAPH_FILE, PLAN_FILE, SHORT_DIGITS, CacheLayout, RankName, resolve_root, short
 from cgtool.cache.manifest import ManifestRow, shape_to_json
-from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError, UsageError
+from cgtool.errors import CacheError, UsageError
 from cgtool.pieces import PieceGraph, TensorMeta
-from cgtool.plan import SCHEMA as PLAN_SCHEMA
-from cgtool.plan import Plan, Step
+from cgtool.plan import Plan, Step, parse_plan
 
 SCHEMA = 1
 
@@ -167,7 +165,7 @@ def inspect_graph(options: GraphOptions) -> GraphReport:
     if entry is None:
         message = f"Entry {short(name.hash)} is gone. Look again with: cgtool inspect cache"
         raise CacheError(message, path=layout.rank_dir(name))
-    plan = read_plan(entry.files[PLAN_FILE], path=layout.rank_dir(name) / PLAN_FILE)
+    plan = parse_plan(entry.files[PLAN_FILE], path=layout.rank_dir(name) / PLAN_FILE)
     number = _one_variant(plan, options.variant)
     rows = [row for row in entry.manifest.rows if row.variant == number]
     return GraphReport(
@@ -182,26 +180,6 @@ def inspect_graph(options: GraphOptions) -> GraphReport:
         pieces=tuple(_piece(step, plan.graphs[step.graph], rows) for step in plan.variants[number].steps),
         code_path=layout.rank_dir(name) / GRAPH_FILE,
     )
-
-
-def read_plan(data: bytes, *, path: Path) -> Plan:
-    """Return the plan in the bytes of a file, whose digest the manifest has vouched for.
-
-    Raises:
-        CacheSchemaError: Another version of cgtool wrote it.
-        CacheCorruptError: It is no plan.
-    """
-    try:
-        document = json.loads(data)
-        schema = document["schema"]
-        plan = Plan.from_json(document) if schema == PLAN_SCHEMA else None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        message = f"{path} is no plan ({error}). Warm the model again."
-        raise CacheCorruptError(message, path=path) from error
-    if plan is None:
-        message = f"{path} has schema {schema}; this cgtool reads schema {PLAN_SCHEMA}. Warm the model again with it."
-        raise CacheSchemaError(message, path=path, expected=PLAN_SCHEMA, actual=schema)
-    return plan
 
 
 def _one_name(layout: CacheLayout, options: GraphOptions) -> RankName:
@@ -219,9 +197,9 @@ def _one_name(layout: CacheLayout, options: GraphOptions) -> RankName:
         message = f"The cache at {layout.root} holds no entry. Fill it with: cgtool warm MODEL"
         raise CacheError(message, path=layout.root)
     listed = "\n".join(f"  {_words(name, fitting or there)}" for name in fitting or there)
-    what = "Several entries fit. Name one of them by its hash" if fitting else "No entry fits. There are"
-    advice = ", and by --rank and --prefix where the hash is the same:" if fitting else ":"
-    raise UsageError(f"{what}{advice}\n{listed}", path=layout.root, actual=options.entry)
+    what = "Several entries fit" if fitting else "No entry fits"
+    advice = "Name one of these by its hash, and by --rank and --prefix where the hash is the same"
+    raise UsageError(f"{what}. {advice}:\n{listed}", path=layout.root, actual=options.entry)
 
 
 def _is_published(layout: CacheLayout, name: RankName) -> bool:

@@ -7,7 +7,6 @@ sentence.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 
 from cgtool.cache.entry import Entry, read_entry
 from cgtool.cache.key import Key, difference_between, read_key, sentences
-from cgtool.cache.layout import CacheLayout, RankName, short
+from cgtool.cache.layout import PLAN_FILE, CacheLayout, RankName, short
 from cgtool.cache.lookup import LookupStore
 from cgtool.errors import CacheError, CacheMissError, CacheSchemaError, CgtoolError
 from cgtool.guards.files import sources_now
@@ -23,7 +22,7 @@ from cgtool.guards.kinds import check
 from cgtool.guards.ops import op_digest
 from cgtool.guards.sources import Roots, words
 from cgtool.pieces import Json
-from cgtool.plan import Plan
+from cgtool.plan import Plan, parse_plan
 from cgtool.runtime.facts import Facts
 from cgtool.runtime.weights import is_weight, tensor_differences
 
@@ -118,7 +117,7 @@ class Finder:
             entry = read_entry(self._layout, name)
             if entry is None:
                 return None, ()
-            plan = Plan.from_json(json.loads(entry.files["plan.json"]))
+            plan = parse_plan(entry.files[PLAN_FILE], path=self._layout.rank_dir(name) / PLAN_FILE)
         except CacheSchemaError as error:
             self._other_schema = error  # told only when no entry of this version serves
             return None, (str(error),)

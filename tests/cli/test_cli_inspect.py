@@ -182,7 +182,7 @@ def test_several_entries_and_none_named_lists_them(tmp_path):
     ran = run("inspect", "graph", "--cache-dir", tmp_path)
     assert ran.code == 2
     assert ran.err == (
-        "Error: Several entries fit. Name one of them by its hash, and by --rank and --prefix where the hash is the "
+        "Error: Several entries fit. Name one of these by its hash, and by --rank and --prefix where the hash is the "
         "same:\n" + "".join(f"  {hash_[:10]} --rank 0 --prefix backbone\n" for hash_ in hashes)
     )
 
@@ -200,7 +200,10 @@ def test_an_entry_that_is_not_there_lists_those_that_are(tmp_path, entry):
     hash_ = lay_entry(tmp_path)
     ran = run("inspect", "graph", entry, "--cache-dir", tmp_path)
     assert ran.code == 2
-    assert ran.err == f"Error: No entry fits. There are:\n  {hash_[:10]} --rank 0 --prefix backbone\n"
+    assert ran.err == (
+        "Error: No entry fits. Name one of these by its hash, and by --rank and --prefix where the hash is the same:\n"
+        f"  {hash_[:10]} --rank 0 --prefix backbone\n"
+    )
 
 
 def test_graph_of_an_empty_cache_fails(tmp_path):
