@@ -73,21 +73,12 @@ def _load_from(
     module: Any, config: CompilationConfig | None, layout: CacheLayout, prefix: str, rank: int | None
 ) -> LoadedModel:
     rank = environment().rank if rank is None else rank
-    fields = None if config is None else _leveled_fields(config)
+    fields = None if config is None else config.leveled().key_fields()
     finder = Finder(layout, module, facts_of(module), config=fields, rank=rank, prefix=prefix)
     found = finder.find()
     loaded = open_entry(found, module, _open_artifact)
     StateStore(layout).record_hit(found.entry.name)
     return loaded
-
-
-def _leveled_fields(config: CompilationConfig) -> Mapping[str, Any]:
-    """Return the key fields as `warm` stores them: what the level implies is spelled out."""
-    if config.effective_level == CompilationLevel.DYNAMO_AS_IS:
-        config = config.replace(splitting_ops=(), adaptor="eager")
-    elif config.effective_level == CompilationLevel.DYNAMO_ONCE:
-        config = config.replace(splitting_ops=())
-    return config.key_fields()
 
 
 def _open_artifact(adaptor: str, data: bytes, graph: PieceGraph) -> Boxed:

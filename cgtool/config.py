@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cgtool.config_checks import ADAPTORS, CAPTURE_SIZES, CompilationLevel
+from cgtool.config_checks import ADAPTORS, CAPTURE_SIZES, EAGER, CompilationLevel
 from cgtool.config_fields import FIELDS, FieldKind, check_field, check_name, conflicts, parse_field
 from cgtool.cudagraph_mode import CUDAGraphMode, default_capture_sizes
 from cgtool.errors import ConfigError
@@ -21,6 +21,7 @@ from cgtool.pieces import Json
 __all__ = [
     "ADAPTORS",
     "CAPTURE_SIZES",
+    "EAGER",
     "FIELD_KINDS",
     "CUDAGraphMode",
     "CompilationConfig",
@@ -78,7 +79,8 @@ class CompilationConfig:
             same for a whole process. Kind: runtime.
         cache_dir: The cache's root folder. Empty (default) means CGTOOL_CACHE_DIR, else the user's cache folder.
             Kind: runtime.
-        debug_dump_path: A folder for traced graphs and code, for people. Empty (default) means none. Kind: runtime.
+        debug_dump_path: A folder that gets `computation_graph.py` and `transformed_code.py` of each model that is
+            traced, for people. Empty (default) means none. Kind: runtime.
 
     Raises:
         ConfigError: A field cannot hold its value, or two fields contradict each other.
@@ -109,7 +111,7 @@ class CompilationConfig:
             message = sentence[0].upper() + sentence[1:]
             raise ConfigError(message, path=names[0], actual={name: getattr(self, name) for name in names})
         if not self.adaptor:
-            object.__setattr__(self, "adaptor", ADAPTORS[0] if self.use_inductor else "eager")
+            object.__setattr__(self, "adaptor", ADAPTORS[0] if self.use_inductor else EAGER)
 
     @property
     def effective_level(self) -> CompilationLevel:
@@ -144,10 +146,18 @@ class CompilationConfig:
     def key_fields(self) -> dict[str, Json]:
         """Return the fields that change code, as JSON in one spelling for everything that means the same."""
         fields = {name: value for name, value in self.to_json().items() if FIELD_KINDS[name] == "key"}
-        fields["use_inductor"] = self.adaptor != "eager"
+        fields["use_inductor"] = self.adaptor != EAGER
         if self.splitting_ops is not None:
             fields["splitting_ops"] = sorted(self.splitting_ops)
         return fields
+
+    def leveled(self) -> CompilationConfig:
+        """Return the configuration with what its level implies spelled out, as an entry is keyed on it."""
+        if self.effective_level == CompilationLevel.DYNAMO_AS_IS:
+            return self.replace(splitting_ops=(), adaptor=EAGER)
+        if self.effective_level == CompilationLevel.DYNAMO_ONCE:
+            return self.replace(splitting_ops=())
+        return self
 
     def replace(self, **changes: Any) -> CompilationConfig:
         """Return a copy with other values in some fields; `use_inductor` alone chooses the adaptor anew.

@@ -20,8 +20,10 @@ from cgtool.digests import canonical_json
 
 #: In `compile_sizes`: every size that is captured as a CUDA graph.
 CAPTURE_SIZES = "cudagraph_capture_sizes"
-#: The adaptors that compile, the default first.
-ADAPTORS = ("inductor_standalone", "inductor", "eager")
+#: The adaptor whose artifacts are piece graphs, which torch alone runs.
+EAGER = "eager"
+#: All adaptors, the default first.
+ADAPTORS = ("inductor_standalone", "inductor", EAGER)
 
 _OP_NAME = re.compile(r"[A-Za-z_]\w*(?:(?:::|\.)\w+)+", re.ASCII)
 

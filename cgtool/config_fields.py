@@ -105,7 +105,7 @@ def conflicts(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]
         The fields that disagree, and a sentence that says what to do.
     """
     mode = values["cudagraph_mode"]
-    if not values["use_inductor"] and values["adaptor"] not in {"", "eager"}:
+    if not values["use_inductor"] and values["adaptor"] not in {"", checks.EAGER}:
         yield (
             ("use_inductor", "adaptor"),
             f"use_inductor is off and the adaptor is {values['adaptor']!r}: turn it on, or take the adaptor 'eager'.",

@@ -215,6 +215,16 @@ def test_an_unknown_field_is_answered_with_the_nearest():
         CompilationConfig.from_mapping({"compile-size": [1]})
 
 
+@pytest.mark.parametrize(
+    ("level", "splitting_ops", "adaptor"),
+    [(0, ("a::b",), "inductor"), (1, (), "eager"), (2, (), "inductor"), (3, ("a::b",), "inductor")],
+)
+def test_a_level_spells_out_what_it_implies(level, splitting_ops, adaptor):
+    given = () if level == 2 else ("a::b",)
+    config = CompilationConfig(level=level, splitting_ops=given, adaptor="inductor").leveled()
+    assert (config.splitting_ops, config.adaptor) == (splitting_ops, adaptor)
+
+
 def test_replace_checks_and_chooses_the_adaptor_anew():
     assert CompilationConfig().replace(use_inductor=False).adaptor == "eager"
     with pytest.raises(ConfigError, match="nearest is 'level'"):

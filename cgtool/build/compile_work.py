@@ -15,11 +15,10 @@ from cgtool.cache.layout import CacheLayout
 from cgtool.cache.manifest import ManifestRow, shape_words
 from cgtool.cache.objects import ObjectStore
 from cgtool.cache.units import UnitStore
-from cgtool.config import CompilationConfig
+from cgtool.config import EAGER, CompilationConfig
 from cgtool.digests import digest_of
 from cgtool.errors import CompileError
 from cgtool.events import Event, OnEvent
-from cgtool.runtime.opening import EAGER
 
 #: How many pieces a line of progress names.
 _MOST_LISTED = 6

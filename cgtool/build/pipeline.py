@@ -16,7 +16,7 @@ from cgtool.build.compile_work import Compiled, compile_work, merged, row_name, 
 from cgtool.build.records import calls_of, counts_of, notes_of, without_sizes
 from cgtool.build.wanted import Work, wanted
 from cgtool.cache.entry import EntryWriter
-from cgtool.cache.files import check_writable
+from cgtool.cache.files import check_writable, write_atomic
 from cgtool.cache.key import Factor, Key
 from cgtool.cache.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout, resolve_root, short
 from cgtool.cache.manifest import Manifest, ManifestRow, shape_words
@@ -165,8 +165,16 @@ class _Warm:
         from cgtool.build.stitch import stitch
 
         check_writable(self._layout.root)
-        ops = self._config.splitting_ops
-        stitched = stitch(self._spec, ops, self._on_event)
+        stitched = stitch(self._spec, self._config.splitting_ops, self._on_event)
+        files = {
+            PLAN_FILE: canonical_json(stitched.plan.to_json()),
+            GRAPH_FILE: stitched.computation_graph.encode(),
+            CODE_FILE: plan_text(stitched.plan).encode(),
+        }
+        if self._config.debug_dump_path:
+            # before anything compiles: whoever asks for it may be looking for what ails the compile
+            for name in (GRAPH_FILE, CODE_FILE):
+                write_atomic(Path(self._config.debug_dump_path).expanduser() / name, files[name])
         self._on_event(Event(phase="split", message=_split_words(stitched)))
         eager = {index: frozenset(found) for index, found in stitched.eager_pieces.items()}
         work = wanted(stitched.plan, self._config, eager_pieces=eager)
@@ -175,11 +183,6 @@ class _Warm:
         done = self._compile(work, writer.objects)
         stitched = dataclasses.replace(stitched, eager_pieces=merged(stitched.eager_pieces, done.fallbacks))
         manifest = self._manifest(key, facts, stitched, done.rows)
-        files = {
-            PLAN_FILE: canonical_json(stitched.plan.to_json()),
-            GRAPH_FILE: stitched.computation_graph.encode(),
-            CODE_FILE: plan_text(stitched.plan).encode(),
-        }
         self._on_event(Event(phase="store", message=short(key.hash)))
         manifest = writer.publish(manifest, files)
         return self._result(
@@ -273,17 +276,13 @@ def _leveled(config: CompilationConfig, spec: ModelSpec) -> CompilationConfig:
     Raises:
         UsageError: The level is 0: the model runs as it is, and there is nothing to compile.
     """
-    level = config.effective_level
-    if level == CompilationLevel.NO_COMPILATION:
+    if config.effective_level == CompilationLevel.NO_COMPILATION:
         msg = "Level 0 runs the model as it is, so there is nothing to compile. Choose level 1, 2 or 3."
         raise UsageError(msg, path="level", actual=0)
-    if level == CompilationLevel.PIECEWISE:
-        if config.splitting_ops is None and spec.splitting_ops is not None:
-            return config.replace(splitting_ops=tuple(spec.splitting_ops))
-        return config
-    if level == CompilationLevel.DYNAMO_AS_IS:
-        return config.replace(splitting_ops=(), adaptor="eager")
-    return config.replace(splitting_ops=())
+    config = config.leveled()
+    if config.splitting_ops is None and spec.splitting_ops is not None:
+        return config.replace(splitting_ops=tuple(spec.splitting_ops))
+    return config
 
 
 def _eager_pieces(manifest: Manifest) -> dict[int, frozenset[int]]:

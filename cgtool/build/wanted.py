@@ -10,11 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from cgtool.cache.manifest import Shape
-from cgtool.config import CompilationConfig, resolve_compile_sizes
+from cgtool.config import EAGER, CompilationConfig, resolve_compile_sizes
 from cgtool.errors import UsageError
 from cgtool.pieces import PieceGraph
 from cgtool.plan import Plan, Variant
-from cgtool.runtime.opening import EAGER
 from cgtool.runtime.shapes import ShapeSpec, base_shape, graph_at, spec_of
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cgtool.cache.manifest import GENERAL, ManifestRow, Shape
+from cgtool.config import EAGER
 from cgtool.errors import ArtifactError
 from cgtool.graph.expressions import rename
 from cgtool.pieces import PieceGraph
@@ -19,9 +20,6 @@ from cgtool.runtime.dispatch import Boxed, PiecewiseBackend
 from cgtool.runtime.find import Found
 from cgtool.runtime.pieces import piece_function
 from cgtool.runtime.shapes import ShapeSpec, base_shape, graph_at, spec_of
-
-#: The adaptor whose artifacts are piece graphs, which torch alone runs.
-EAGER = "eager"
 
 #: Makes a function from an artifact: (adaptor, bytes, the piece's graph at the artifact's shape).
 Opener = Callable[[str, bytes, PieceGraph], Boxed]

@@ -30,7 +30,8 @@ def tree(root):
 def warmed(tmp_path_factory):
     """A cache that was warmed once, from a folder of its own, and what that run said."""
     folder = tmp_path_factory.mktemp("warmed")
-    return folder / "cache", warm("build", folder / "cache", cwd=folder), folder
+    dump = json.dumps({"debug_dump_path": str(folder / "dump")})
+    return folder / "cache", warm("build", folder / "cache", "--compilation-config", dump, cwd=folder), folder
 
 
 def test_the_first_warm_ends_with_a_table_and_the_line_that_starts_from_it(warmed):
@@ -77,6 +78,14 @@ def test_progress_of_every_phase_goes_to_stderr_as_plain_lines(warmed):
     assert sorted(named) == ["piece 0 (general)", "piece 0 (size 1)", "piece 2 (general)", "piece 2 (size 1)"]
     assert lines[8] == "Compiled because: nothing has been warmed for this model"
     assert "\x1b" not in ran.err
+
+
+def test_what_was_traced_is_dumped_for_people_where_they_ask_for_it(warmed):
+    root, _, folder = warmed
+    (entry,) = (root / "torch_compile_cache").glob("*/rank_0/backbone")
+    dumped = {path.name: path.read_bytes() for path in (folder / "dump").iterdir()}
+    names = ("computation_graph.py", "transformed_code.py")
+    assert dumped == {name: (entry / name).read_bytes() for name in names}
 
 
 def test_a_second_warm_traces_and_compiles_nothing_and_reports_the_entry_of_inspect(warmed):
