@@ -34,8 +34,8 @@ def choose_hints(graph: PieceGraph) -> dict[str, int]:
     if found is None:
         ranges = ", ".join(f"{s.name} from {s.min} to {s.max or 'any'}" for s in graph.symbols)
         raise CompileError(
-            f"no example sizes were found for {ranges} that satisfy {', '.join(graph.facts)}; narrow the dynamic "
-            f"dimensions to sizes that the model accepts",
+            f"There are no example sizes for {ranges} that satisfy {', '.join(graph.facts)}. Narrow the dynamic "
+            "dimensions to sizes that the model accepts.",
             expected=list(graph.facts),
         )
     return found

@@ -52,20 +52,20 @@ def _check(name: str, value: Json, known: Mapping[str, Any]) -> None:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
         raise ConfigError(
             f"inductor_compile_config sets {name!r}, and Inductor of this torch has no such option; the nearest is "
-            f"{near!r}",
+            f"{near!r}.",
             expected=near,
             actual=name,
         )
     if name in _KEPT:
         raise ConfigError(
-            f"inductor_compile_config sets {name!r}, which is not yours to set: {_KEPT[name]}; leave it out",
+            f"inductor_compile_config sets {name!r}, which is not yours to set: {_KEPT[name]}. Leave it out.",
             actual=name,
         )
     now = known[name]
     if isinstance(now, bool | str) and value is not None and type(value) is not type(now):
         raise ConfigError(
             f"inductor_compile_config sets {name!r} to {value!r}, and Inductor takes a {type(now).__name__} there, "
-            f"such as {now!r}",
+            f"such as {now!r}.",
             expected=type(now).__name__,
             actual=value,
         )

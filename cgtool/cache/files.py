@@ -70,7 +70,7 @@ def cache_error(error: OSError, path: Path, *, needed_bytes: int | None = None, 
     elif error.errno == errno.ENOTDIR:
         text = f"{path} could not be {doing}: a part of this path is a file and not a folder. Remove it or {elsewhere}."
     elif error.errno == errno.ENOENT:
-        text = f"{path} does not exist. Check the path, or warm a model to make it."
+        text = f"{path} could not be {doing}: there is no such file or folder. Check the path or {elsewhere}."
     else:
         text = f"{path} could not be {doing}: {error.strerror or error}. Check the disk or {elsewhere}."
     return CacheError(text, path=path)

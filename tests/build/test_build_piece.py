@@ -265,7 +265,7 @@ def test_a_failure_inside_autocast_leaves_torch_as_it_was():
 def test_example_sizes_fit_ranges_and_facts(symbols, facts):
     piece = graph([tensor(*[name for name, _, _ in symbols])], [], ["%0"], symbols=symbols, facts=facts)
     if "12345" in str(facts):
-        with pytest.raises(CompileError, match="no example sizes"):
+        with pytest.raises(CompileError, match=r"no example sizes .* Narrow the dynamic dimensions"):
             choose_hints(piece)
         return
     hints = choose_hints(piece)

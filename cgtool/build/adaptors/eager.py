@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from cgtool.build.adaptors.interface import CompiledPiece, CompilerInterface, PieceCallable
+from cgtool.config import EAGER
 from cgtool.digests import canonical_json, digest_of
 from cgtool.errors import ArtifactError
 from cgtool.pieces import Json, PieceGraph
@@ -21,7 +22,7 @@ from cgtool.runtime.pieces import piece_function
 class EagerAdaptor(CompilerInterface):
     """Runs pieces with torch alone."""
 
-    name = "eager"
+    name = EAGER
     kind = "json"
 
     def compute_hash(
@@ -51,10 +52,10 @@ class EagerAdaptor(CompilerInterface):
         try:
             found = PieceGraph.from_json(json.loads(data))
         except (ValueError, KeyError, TypeError) as error:
-            raise ArtifactError(f"an eager artifact is torn: {error}; warm again", actual=str(error)) from error
+            raise ArtifactError(f"An eager artifact is torn: {error}. Warm again.", actual=str(error)) from error
         if found != graph:
             raise ArtifactError(
-                "an eager artifact holds another piece than its manifest says; warm again",
+                "An eager artifact holds another piece than its manifest says. Warm again.",
                 expected=graph.identity(),
                 actual=found.identity(),
             )

@@ -99,10 +99,10 @@ def _split(data: bytes) -> tuple[dict[str, Any], bytes]:
         head = json.loads(data[_LENGTH_BYTES:end])
         schema, version, _, _ = head["schema"], head["torch"], head["tag"], head["options"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ArtifactError("an artifact of adaptor 'inductor' is torn; warm again", actual=str(error)) from error
+        raise ArtifactError("An artifact of the adaptor 'inductor' is torn. Warm again.", actual=str(error)) from error
     if schema != SCHEMA or version != torch.__version__:
         raise ArtifactError(
-            f"this artifact was compiled by torch {version} and this is torch {torch.__version__}; warm again",
+            f"This artifact was compiled by torch {version} and this is torch {torch.__version__}. Warm again with it.",
             expected=version,
             actual=torch.__version__,
         )
@@ -111,5 +111,5 @@ def _split(data: bytes) -> tuple[dict[str, Any], bytes]:
 
 def _refuse_to_compile(*_args: Any, **_kwargs: Any) -> Any:
     raise ArtifactError(
-        "torch's caches do not find the piece that this artifact holds, and nothing compiles at load; warm again"
+        "Torch's caches do not find the piece that this artifact holds, and nothing compiles at load. Warm again."
     )

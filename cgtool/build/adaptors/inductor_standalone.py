@@ -72,8 +72,8 @@ class InductorStandaloneAdaptor(CompilerInterface):
                 raise load_error(error) from error
         if run is None:
             raise ArtifactError(
-                f"this artifact was compiled by another build of torch than this {torch.__version__}; warm again with "
-                f"this one",
+                f"This artifact was compiled by another build of torch than this {torch.__version__}. Warm again with "
+                "this one.",
                 actual=torch.__version__,
             )
         return as_list(run, graph)
@@ -118,7 +118,7 @@ def load_error(error: BaseException) -> ArtifactError:
     """Return the sentence for a failure inside a loader."""
     reason = (str(error).strip().splitlines() or [""])[0]
     return ArtifactError(
-        f"torch could not open the artifact: {type(error).__name__}: {reason}; warm again with this torch and compiler",
+        f"Torch could not open the artifact: {type(error).__name__}: {reason}. Warm again with what is here now.",
         actual=reason,
     )
 
