@@ -5,6 +5,8 @@ Must not import torch; the command itself loads as it runs.
 
 from __future__ import annotations
 
+import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,8 @@ from cgtool.cli.options import cache_dir_option, talk_options
 
 if TYPE_CHECKING:
     from cgtool.cli.output import Output
+
+_log = logging.getLogger(__name__)
 
 EXAMPLES = """\b
 Examples:
@@ -118,7 +122,11 @@ def warm(*, output: Output, **options: Any) -> int:
 
     flags = {name: options[name] for name in _FIELDS}
     flags["disable_cache"] = options["no_cache"] or None
-    config = load_settings(compilation_config=options["compilation_config"], flags=flags).config
+    settings = load_settings(compilation_config=options["compilation_config"], flags=flags)
+    config = settings.config
+    spelled = config.to_json()
+    for field, origin in settings.origins.items():
+        _log.debug("%s is %s, by %s", field, json.dumps(spelled[field]), origin)
     asked = WarmOptions(
         model=options["model"],
         factory_args=options["factory_args"],

@@ -211,3 +211,12 @@ def test_a_stream_that_knows_only_ascii_shows_escapes(tmp_path):
     ran = run("inspect", "cache", tmp_path, env={"PYTHONIOENCODING": "ascii"})
     assert ran.code == 0
     assert "gr\\xf6\\xdfe" in ran.out
+
+
+def test_verbose_says_where_each_setting_comes_from(tmp_path):
+    ran = run("warm", tmp_path / "none.py:build", "--level", "2", "--verbose", env={"CGTOOL_COMPILE_SIZES": "8"})
+    said = [line for line in ran.err.splitlines() if line.startswith("cgtool.cli.warm: ")]
+    assert said == [
+        "cgtool.cli.warm: compile_sizes is [8], by the variable CGTOOL_COMPILE_SIZES",
+        "cgtool.cli.warm: level is 2, by --level",
+    ]
