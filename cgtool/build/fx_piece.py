@@ -16,7 +16,7 @@ from torch import fx
 
 from cgtool.build import _torch
 from cgtool.build.hints import choose_hints
-from cgtool.errors import CompileError
+from cgtool.errors import CompileError, SplitError
 from cgtool.graph.expressions import check_expression
 from cgtool.graph.metas import device_of, dtype_of
 from cgtool.graph.sympy_text import expression_text
@@ -58,7 +58,11 @@ class RebuiltPiece:
             # both environments name their symbols alike: the names follow from the graph's
             if _torch.is_known(known.mode, expr):
                 continue
-            text = expression_text(expr, self.names)
+            try:
+                text = expression_text(expr, self.names)
+            except SplitError as error:
+                msg = f"the compiler relies on {expr}, which a plan cannot say ({error}); the piece can run eagerly"
+                raise CompileError(msg, actual=str(expr)) from error
             if text not in graph.facts:
                 found[text] = None
         return tuple(found)

@@ -14,9 +14,11 @@ from cgtool.pieces import Json
 _BASE: dict[str, Json] = {
     # else the number of threads of the compiling process is written into C++ kernels
     "cpp.dynamic_threads": True,
+    # padding of matrices is decided by ratios of sizes: guards that no plan can say; concrete sizes need none
+    "shape_padding": False,
 }
 #: For concrete sizes, unless the user sets them.
-_AUTOTUNE: dict[str, Json] = {"max_autotune": True, "coordinate_descent_tuning": True}
+_AUTOTUNE: dict[str, Json] = {"max_autotune": True, "coordinate_descent_tuning": True, "shape_padding": True}
 #: What a user may not set here, and where it belongs.
 _KEPT = {
     "cpp_wrapper": "artifacts are made with Inductor's Python wrapper",
