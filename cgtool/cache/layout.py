@@ -57,11 +57,6 @@ def is_hash(text: str) -> bool:
     return _HASH.fullmatch(text) is not None
 
 
-def is_kind(text: str) -> bool:
-    """Return whether `text` may be the kind (file suffix) of an artifact."""
-    return _KIND.fullmatch(text) is not None
-
-
 def is_prefix(text: str) -> bool:
     """Return whether `text` may name a compiled part of a model."""
     return _PREFIX.fullmatch(text) is not None
