@@ -23,7 +23,7 @@ from cgtool.cache.manifest import Manifest, ManifestRow, shape_words
 from cgtool.cache.objects import ObjectStore
 from cgtool.config import CompilationConfig, CompilationLevel, environment
 from cgtool.digests import canonical_json, digest_of
-from cgtool.errors import CacheCorruptError, CacheMissError, UsageError
+from cgtool.errors import CacheCorruptError, CacheMissError, ModelError, UsageError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.model import ModelSpec
 from cgtool.runtime.facts import Facts, facts_of
@@ -91,6 +91,7 @@ def warm(
 
     Raises:
         CacheMissError: With `check`: the entry is missing, stale or incomplete; its reasons say why.
+        ModelError: The model has no such method, or an example call does not fit it.
         UsageError: The level leaves nothing to compile, or a size fits no variant.
         TraceError: The model cannot be traced, or not be kept as data.
         SplitError: The graph cannot be split.
@@ -111,6 +112,9 @@ class _Warm:
         rank: int | None,
         on_event: OnEvent,
     ) -> None:
+        if not callable(getattr(spec.module, spec.method, None)):
+            msg = f"The model, a {type(spec.module).__name__}, has no method {spec.method!r}. Name one that it has."
+            raise ModelError(msg, path=spec.method)
         self._spec = spec
         self._config = _leveled(config, spec)
         self._layout = CacheLayout(root=resolve_root(cache_dir if cache_dir is not None else config.cache_dir or None))

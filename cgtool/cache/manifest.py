@@ -337,7 +337,7 @@ def shape_from_json(data: Json) -> Shape:
     """
     if data == GENERAL or _is_size(data):
         return data  # type: ignore[no-any-return]  # checked just now
-    if isinstance(data, list) and all(map(_is_size, data)) and data == sorted(data):
+    if isinstance(data, list) and all(map(_is_size, data)) and data == sorted(data) and data[:1] != [0]:
         match data:
             case [start, end]:
                 return start, end
@@ -378,7 +378,7 @@ def _row_order(row: ManifestRow) -> tuple[int, tuple[int, tuple[int, ...], str],
 
 
 def _is_size(data: Json) -> bool:
-    return type(data) is int and data >= 1
+    return type(data) is int and data >= 0  # 0 has a variant of its own
 
 
 def _file_name(name: str) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,16 @@ __all__ = [
     "current_output",
     "detect_fake_mode",
     "dynamo_source",
+    "fix_strides",
     "int_oo",
     "is_traceable_wrapper_subclass",
+    "is_view",
     "made_by_custom_op",
     "mark_dynamic",
     "modified_existing",
     "passed_through",
     "quiet_tracing",
+    "share_storage",
     "trace_frame",
     "tree_leaves",
     "unset_fake_temporarily",
@@ -120,6 +123,30 @@ def _is_restored(variable: Any, effects: Any) -> bool:
         if type(before) is not type(now) or before != now:
             return False
     return True
+
+
+def fix_strides(fakes: Iterable[torch.Tensor]) -> None:
+    """Let strides be constants that Dynamo made symbols of and that no size shows: gaps in memory."""
+    tensors = list(fakes)
+    shown = {symbol for t in tensors for size in t.shape for symbol in _symbols(size)}
+    steps: list[Any] = [step for t in tensors for step in t.stride() if isinstance(step, torch.SymInt)]
+    for step in sorted(steps, key=lambda step: not step.node.expr.is_Symbol):
+        if not _symbols(step) <= shown:
+            int(step)  # a guard that it equals its hint, which is replaced for it from here on
+
+
+def _symbols(size: Any) -> set[Any]:
+    return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a view of another one."""
+    return tensor._base is not None
+
+
+def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors, fake ones too, are views of one storage."""
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def made_by_custom_op(name: str) -> bool:

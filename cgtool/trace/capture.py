@@ -105,6 +105,7 @@ class _Capture:
         self.changed = _changed(output, self.frame)
         self.inputs = _placeholder_sources(graph_module, self.frame)
         self.others = _other_arguments(output, self.frame, self.inputs)
+        private.fix_strides((*self.inputs.values(), *self.others.values()))
         self.returned = _returned_constants(self.frame)
         promised = [node.meta["example_value"] for node in _output_nodes(graph_module)]
 

@@ -17,6 +17,7 @@ import torch
 from cgtool.errors import ModelError, UsageError
 from cgtool.guards.signature import CallSignature
 from cgtool.model import DynamicDims, ExampleCall
+from cgtool.trace import _torch as private
 
 #: The smallest size that Dynamo keeps symbolic.
 FIRST_DYNAMIC = 2
@@ -119,6 +120,7 @@ def arguments_for(
     for place in dims.places:
         signature.source(place.parameter)
     targets = _targets(outer, dims, fixed)
+    given = [leaf for leaf in private.tree_leaves(outer) if isinstance(leaf, torch.Tensor)]
     marked: list[tuple[torch.Tensor, int, str]] = []
     by_parameter: dict[str, list[Place]] = {}
     for place in dims.places:
@@ -129,8 +131,10 @@ def arguments_for(
         tensor = outer[parameter]
         for place in places:
             tensor = _resized(tensor, place.dim, targets[place.name])
+        if tensor is outer[parameter] and _is_lone_view(tensor, given):
+            tensor = _copied(tensor)
         outer[parameter] = tensor
-        marked += [(tensor, place.dim, place.name) for place in places if place.name not in fixed]
+        marked += [(tensor, place.dim % tensor.dim(), place.name) for place in places if place.name not in fixed]
     args, kwargs = _as_call(outer, signature)
     return signature.bind(args, kwargs), marked
 
@@ -192,11 +196,26 @@ def _resized(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
         shape = list(tensor.shape)
         shape[dim] = size
         return tensor.new_zeros(shape)
+    tensor = tensor.detach()
     repeats = -(-size // now)
     longer = torch.cat([tensor] * repeats, dim=dim) if repeats > 1 else tensor
     part = longer.narrow(dim, 0, size)
-    # A copy, and not a view: Dynamo would trace the view's base as one more input.
     return part.new_empty_strided(part.shape, _strides(tensor, part.shape)).copy_(part)
+
+
+def _is_lone_view(tensor: torch.Tensor, given: Sequence[torch.Tensor]) -> bool:
+    """Return whether a tensor is a view, can be copied, and shares its memory with no other argument.
+
+    Dynamo traces the base of a view as one more input, whose sizes a call need not show.
+    """
+    if not private.is_view(tensor) or 0 in tensor.stride():
+        return False
+    return not any(other is not tensor and private.share_storage(tensor, other) for other in given)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.new_empty_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
 
 def _strides(tensor: torch.Tensor, shape: Sequence[int]) -> list[int]:

@@ -26,6 +26,8 @@ HASHES = st.text("0123456789abcdef", min_size=64, max_size=64)
 SIZES = st.integers(1, 10**9)
 SHAPES = st.one_of(
     st.just("general"),
+    st.just(0),
+    st.just({"batch": 0}),
     SIZES,
     st.tuples(SIZES, SIZES).map(lambda pair: (min(pair), max(pair))),
     st.dictionaries(st.text(min_size=1), SIZES, min_size=1, max_size=3),
@@ -120,7 +122,7 @@ def test_a_shape_is_read_back_as_it_was(shape):
 
 @pytest.mark.parametrize(
     "shape",
-    [0, -1, True, 1.0, "generic", None, [], [1], [1, 2, 3], [2, 1], [0, 4], [1, True], {}, {"b": 0}, {"b": "1"}],
+    [-1, True, 1.0, "generic", None, [], [1], [1, 2, 3], [2, 1], [0, 4], [1, True], {}, {"b": -1}, {"b": "1"}],
 )
 def test_what_is_no_shape_is_refused(shape):
     with pytest.raises(CacheError, match="general"):

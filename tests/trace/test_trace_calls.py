@@ -1,0 +1,197 @@
+"""Several example calls in one spec, optional arguments, other methods, ops that are slow to start."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from trace_harness import EAGER, agree, plan_of, served, spec_of  # noqa: E402
+
+import cgtool  # noqa: E402
+from cgtool import ExampleCall  # noqa: E402
+from cgtool.build.pipeline import warm  # noqa: E402
+from cgtool.errors import GuardError, ModelError, UsageError  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+class Decoder(nn.Module):
+    """Prefill over a whole prompt, decode of one token with what it has kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(32, 4)
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, ids, kept=None):
+        hidden = self.embed(ids)
+        if kept is not None:
+            hidden = torch.cat([kept, hidden], dim=1)
+        return self.out(hidden.cumsum(1)), hidden
+
+
+def ids(batch, seq):
+    return torch.arange(batch * seq).view(batch, seq) % 32
+
+
+def decoder_calls():
+    return [
+        ExampleCall(name="prefill", args=(ids(2, 6),)),
+        ExampleCall(name="decode", args=(ids(2, 1), torch.rand(2, 6, 4))),
+    ]
+
+
+DECODER = {"ids": {0: "batch", 1: "seq"}, "kept": {0: "batch", 1: "past"}}
+
+
+def test_two_example_calls_serve_both(tmp_path):
+    model = Decoder()
+    loaded = served(tmp_path, model, calls=decoder_calls(), dynamic=DECODER)
+    for batch in (1, 2, 5):
+        for seq in (1, 2, 7):
+            agree(loaded, model, ids(batch, seq))
+            for past in (1, 2, 9):
+                agree(loaded, model, ids(batch, seq), torch.rand(batch, past, 4))
+
+
+def test_each_call_has_variants_of_the_dimensions_that_it_passes():
+    plan = plan_of(Decoder(), calls=decoder_calls(), dynamic=DECODER).plan
+    by_call = {name: [v.fixed for v in plan.variants if v.name == name] for name in ("prefill", "decode")}
+    assert len(by_call["prefill"]) == 4
+    assert len(by_call["decode"]) == 8
+    assert all("past" not in fixed for fixed in by_call["prefill"])
+
+
+def test_example_calls_of_one_name_are_refused():
+    calls = [ExampleCall(args=(ids(2, 6),)), ExampleCall(args=(ids(2, 1), torch.rand(2, 6, 4)))]
+    with pytest.raises(UsageError, match="same name"):
+        plan_of(Decoder(), calls=calls, dynamic=DECODER)
+
+
+def test_an_example_that_does_not_fit_is_a_sentence():
+    with pytest.raises(ModelError, match="The example call 'decode' does not fit"):
+        plan_of(Decoder(), calls=[ExampleCall(name="decode")], dynamic=DECODER)
+    with pytest.raises(ModelError, match="The example call 'decode' does not fit"):
+        plan_of(Decoder(), calls=[ExampleCall(name="decode")])
+
+
+class Masked(nn.Module):
+    def forward(self, x, mask=None, *, scale=1.0):
+        y = x * scale
+        return y if mask is None else y.masked_fill(mask, 0.0)
+
+
+def test_an_absent_mask_and_none_are_one_call_and_a_mask_is_another(tmp_path):
+    model = Masked()
+    loaded = served(tmp_path, model, torch.rand(3, 4), dynamic={"x": {0: "n"}, "mask": {0: "n"}})
+    x = torch.rand(5, 4)
+    agree(loaded, model, x)
+    agree(loaded, model, x, None)
+    agree(loaded, model, x=x, mask=None, scale=1.0)
+    with pytest.raises(GuardError, match="mask"):
+        loaded(x, x > 0.5)
+    with pytest.raises(GuardError, match="scale"):
+        loaded(x, scale=2.0)
+
+
+def test_a_mask_that_may_be_there_needs_a_call_with_it(tmp_path):
+    model = Masked()
+    x = torch.rand(3, 4)
+    calls = [ExampleCall(name="plain", args=(x,)), ExampleCall(name="masked", args=(x, x > 0.5))]
+    loaded = served(tmp_path, model, calls=calls, dynamic={"x": {0: "n"}, "mask": {0: "n"}})
+    for rows in (1, 2, 9):
+        x = torch.rand(rows, 4)
+        agree(loaded, model, x)
+        agree(loaded, model, x, x > 0.5)
+
+
+def test_another_example_call_is_another_entry(tmp_path):
+    model = Masked()
+    x = torch.rand(3, 4)
+    first = warm(spec_of(model, x), config=EAGER, cache_dir=tmp_path)
+    second = warm(spec_of(model, x, x > 0.5), config=EAGER, cache_dir=tmp_path)
+    assert (first.hit, second.hit) == (False, False)
+    assert first.hash != second.hash
+    assert warm(spec_of(model, x + 1), config=EAGER, cache_dir=tmp_path).hit
+    assert warm(spec_of(model, x=x), config=EAGER, cache_dir=tmp_path).hit
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def encode(self, tokens, *, depth=2):
+        for _ in range(depth):
+            tokens = torch.tanh(self.layer(tokens))
+        return {"tokens": tokens}
+
+
+def test_another_method_than_forward_is_compiled_and_called(tmp_path):
+    model = Two()
+    loaded = served(tmp_path, model, torch.rand(3, 4), method="encode", dynamic={"tokens": {0: "n"}})
+    for rows in (1, 2, 9):
+        agree(loaded, model.encode, torch.rand(rows, 4))
+        agree(loaded, model.encode, tokens=torch.rand(rows, 4), depth=2)
+    with pytest.raises(GuardError, match="depth"):
+        loaded(torch.rand(3, 4), depth=3)
+
+
+def test_a_method_that_is_not_there_is_a_sentence(tmp_path):
+    with pytest.raises(ModelError, match=r"no method .*decode"):
+        warm(spec_of(Two(), torch.rand(3, 4), method="decode"), config=EAGER, cache_dir=tmp_path)
+
+
+@torch.library.custom_op("cgtool_trace_test::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@doubled.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+class UsesOp(nn.Module):
+    def forward(self, x):
+        return doubled(x) + 1
+
+
+def test_an_op_made_with_custom_op_works_with_a_note(tmp_path):
+    model = UsesOp()
+    result = warm(spec_of(model, torch.rand(3, 4), dynamic={"x": {0: "n"}}), config=EAGER, cache_dir=tmp_path)
+    (note,) = [note for note in result.notes if "custom_op" in note]
+    assert "cgtool_trace_test::doubled" in note
+    assert "imports Dynamo" in note
+    assert "cgtool.direct_register_custom_op" in note
+    loaded = cgtool.load(model, cache_dir=tmp_path)
+    for rows in (1, 2, 9):
+        agree(loaded, model, torch.rand(rows, 4))
+
+
+def test_what_is_global_and_changes_between_calls_is_refused_by_load(tmp_path, monkeypatch):
+    model = UsesGlobal()
+    loaded = served(tmp_path, model, torch.rand(3, 4))
+    agree(loaded, model, torch.rand(3, 4))
+    monkeypatch.setitem(globals(), "GAIN", 3.0)
+    with pytest.raises(cgtool.CacheMissError, match=r"GAIN was 2\.0 when this was compiled and is 3\.0 now"):
+        cgtool.load(model, cache_dir=tmp_path)
+
+
+GAIN = 2.0
+
+
+class UsesGlobal(nn.Module):
+    def forward(self, x):
+        return x * GAIN
