@@ -17,6 +17,9 @@ from cgtool.plan import Plan, Variant
 from cgtool.runtime.shapes import ShapeSpec, base_shape, graph_at, spec_of
 
 
+_OUTSIDE = "it is outside of what `dynamic` and the model's code allow. Leave it out, or widen `dynamic`."
+
+
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """One artifact that the plan needs.
@@ -96,7 +99,10 @@ def shapes_of(plan: Plan, variant: Variant, config: CompilationConfig) -> Iterat
         raise UsageError(msg, path="compile_ranges")
     for start, end in config.compile_ranges:
         name = _the_dim(names, config, f"the range [{start}, {end}]")
-        if name in variant.dims and end >= 2:  # noqa: PLR2004 - sizes below have variants of their own
+        if not any(_overlaps(other, name, start, end) for other in plan.variants):
+            msg = f"No variant of this model takes {name} from {start} to {end}: {_OUTSIDE}"
+            raise UsageError(msg, path="compile_ranges", actual=[start, end])
+        if _overlaps(variant, name, start, end):
             yield spec_of(variant, (start, end), name)
 
 
@@ -149,8 +155,14 @@ def _allows(variant: Variant, name: str, size: int) -> bool:
     return bool(carried) and all(s.min <= size and (s.max is None or size <= s.max) for s in carried)
 
 
+def _overlaps(variant: Variant, name: str, start: int, end: int) -> bool:
+    """Return whether `variant` takes some of the sizes from `start` to `end`."""
+    symbols = [symbol for symbol in variant.symbols if symbol.name in variant.dims.get(name, ())]
+    return bool(symbols) and all(s.min <= end and (s.max is None or start <= s.max) for s in symbols)
+
+
 def _check_served(sizes: Mapping[str, int], plan: Plan) -> None:
     if not any(_serves(variant, sizes) for variant in plan.variants):
         spelled = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        msg = f"No variant of this model takes {spelled}: it is outside of what `dynamic` and the model's code allow."
+        msg = f"No variant of this model takes {spelled}: {_OUTSIDE}"
         raise UsageError(msg, path="compile_sizes", actual=dict(sizes))

@@ -129,7 +129,8 @@ def fix_strides(fakes: Iterable[torch.Tensor]) -> None:
     """Let strides be constants that Dynamo made symbols of and that no size shows: gaps in memory."""
     tensors = list(fakes)
     shown = {symbol for t in tensors for size in t.shape for symbol in _symbols(size)}
-    steps: list[Any] = [step for t in tensors for step in t.stride() if isinstance(step, torch.SymInt)]
+    every: list[Any] = [step for t in tensors for step in t.stride()]
+    steps = [step for step in every if isinstance(step, torch.SymInt)]
     for step in sorted(steps, key=lambda step: not step.node.expr.is_Symbol):
         if not _symbols(step) <= shown:
             int(step)  # a guard that it equals its hint, which is replaced for it from here on
