@@ -16,7 +16,6 @@ from cgtool.pieces import PieceGraph
 from cgtool.plan import Plan, Variant
 from cgtool.runtime.shapes import ShapeSpec, base_shape, graph_at, spec_of
 
-
 _OUTSIDE = "it is outside of what `dynamic` and the model's code allow. Leave it out, or widen `dynamic`."
 
 
