@@ -1,0 +1,298 @@
+"""Folders as they are met: full, read-only, missing, in the way; and that loading writes nowhere else."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from e2e_harness import cgtool as command
+from e2e_harness import python
+
+torch = pytest.importorskip("torch")
+
+import e2e_models as models  # noqa: E402
+from e2e_compare import difference  # noqa: E402
+
+import cgtool  # noqa: E402
+from cgtool import CompilationConfig, ExampleCall, ModelSpec  # noqa: E402
+from cgtool.build.pipeline import warm  # noqa: E402
+from cgtool.errors import CacheError, CacheMissError  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+HERE = Path(__file__).parent
+MODEL = f"{HERE / 'e2e_models.py'}:attention"
+EAGER = CompilationConfig(adaptor="eager")
+
+
+def mounted(folder, *arguments):
+    """Mount something on a folder, or skip: this needs rights that not every machine gives."""
+    folder.mkdir(exist_ok=True)
+    try:
+        subprocess.run(["mount", *arguments, str(folder)], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("mounting needs rights that this process has not")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Makes a disk of so many kilobytes."""
+    folder, there = tmp_path / "disk", []
+
+    def make(kilobytes):
+        mounted(folder, "-t", "tmpfs", "-o", f"size={kilobytes}k", "none")
+        there.append(folder)
+        return folder
+
+    yield make
+    for folder in there:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture
+def read_only(tmp_path):
+    """Shows a folder once more, on a file system that cannot be written to."""
+    there = []
+
+    def make(folder):
+        again = tmp_path / "read_only"
+        mounted(again, "--bind", str(folder))
+        there.append(again)
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(again)], check=True)
+        return again
+
+    yield make
+    for folder in there:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def run(root, **fields):
+    return warm(models.attention(), config=EAGER.replace(**fields), cache_dir=root)
+
+
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory):
+    root = tmp_path_factory.mktemp("folders") / "cache"
+    with torch.no_grad():
+        run(root)
+    return root
+
+
+def agree(root):
+    module = models.attention().module
+    loaded = cgtool.load(module, cache_dir=root)
+    for batch, seq in ((1, 1), (2, 5), (3, 1)):
+        x = models.attention_x(batch, seq)
+        difference(loaded(x), module(x))
+
+
+def size_of(root):
+    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+
+
+def leftovers(root):
+    return [p.name for p in root.rglob("*") if p.name == "manifest.json" or p.name.endswith((".tmp", ".next"))]
+
+
+def test_a_full_disk_is_a_sentence_and_what_there_was_room_for_is_kept(small_disk, warmed):
+    disk = small_disk(4 * (size_of(warmed) // 1024 + 64))
+    filler, root = disk / "filler", disk / "cache"
+    failed, room = 0, 20 * 1024
+    while True:
+        filler.write_bytes(bytes(max(0, shutil.disk_usage(disk).free + filler_size(filler) - room)))
+        sentence = refusal(root)
+        if sentence is None:
+            break
+        failed += 1
+        assert re.search(r"the disk is full.* bytes are free\. Make room or choose another folder", sentence)
+        assert leftovers(root) == []
+        with pytest.raises(CacheMissError):
+            cgtool.load(models.attention().module, cache_dir=root)
+        room += 40 * 1024
+    assert failed >= 2  # before the trace and in the midst of what is written
+    agree(root)
+    filler.unlink()
+    assert run(root).hit
+
+
+def refusal(root):
+    try:
+        run(root)
+    except CacheError as error:
+        return str(error)
+    return None
+
+
+def filler_size(filler):
+    return filler.stat().st_size if filler.exists() else 0
+
+
+def test_warm_on_a_full_disk_exits_1_and_completes_with_room(small_disk):
+    disk = small_disk(2048)
+    filler, root = disk / "filler", disk / "cache"
+    filler.write_bytes(bytes(shutil.disk_usage(disk).free - 24 * 1024))
+    arguments = ("warm", MODEL, "--cache-dir", root, "--compilation-config", '{"adaptor": "eager"}')
+    full = command(*arguments)
+    assert full.code == 1, full.err
+    assert "the disk is full" in full.err
+    assert "Traceback" not in full.err
+    assert leftovers(root) == []
+    filler.unlink()
+    assert command(*arguments).code == 0
+    agree(root)
+
+
+def test_a_size_that_finds_no_room_leaves_the_entry_as_it_was(small_disk):
+    disk = small_disk(2048)
+    filler, root = disk / "filler", disk / "cache"
+    run(root)
+    filler.write_bytes(bytes(shutil.disk_usage(disk).free))
+    with pytest.raises(CacheError, match="the disk is full"):
+        run(root, compile_sizes=[{"batch": 2, "seq": 8}])
+    agree(root)
+    assert run(root).hit
+    filler.unlink()
+    assert run(root, compile_sizes=[{"batch": 2, "seq": 8}]).trace_secs == 0
+    agree(root)
+
+
+def test_a_read_only_cache_serves_load_and_warm(read_only, warmed):
+    root = read_only(warmed)
+    agree(root)
+    assert run(root).hit
+    run_check = warm(models.attention(), config=EAGER, cache_dir=root, check=True)
+    assert run_check.hit
+    with pytest.raises(CacheError, match=r"read-only file system\. Make it writable or choose another folder"):
+        run(root, level=2)
+    with pytest.raises(CacheError, match="read-only file system"):
+        run(root, compile_sizes=[{"batch": 2, "seq": 8}])
+    done = command("warm", MODEL, "--cache-dir", root, "--compilation-config", '{"adaptor": "eager", "level": 2}')
+    assert done.code == 1
+    assert "read-only file system" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_read_only_cache_without_a_lookup_serves_load(read_only, warmed, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(warmed, copy)
+    shutil.rmtree(copy / "torch_compile_cache" / "lookup")
+    shutil.rmtree(copy / "torch_compile_cache" / "state")
+    agree(read_only(copy))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_cache_without_permission_serves_load(warmed, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(warmed, copy)
+    folders = [copy, *(path for path in copy.rglob("*") if path.is_dir())]
+    for folder in folders:
+        folder.chmod(0o555)
+    try:
+        agree(copy)
+        assert run(copy).hit
+        with pytest.raises(CacheError, match="permission denied"):
+            run(copy, level=2)
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "cache/torch_compile_cache"])
+def test_a_file_in_the_way_is_a_sentence(tmp_path, monkeypatch, place):
+    (tmp_path / "cache").mkdir()
+    path = tmp_path / place
+    (tmp_path / "file").write_text("mine")
+    if place.startswith("cache"):
+        path.write_text("mine")
+    monkeypatch.setenv("CGTOOL_CACHE_DIR", str(path.parent if place.startswith("cache") else path))
+    module = models.attention().module
+    with pytest.raises(CacheMissError):
+        cgtool.load(module)
+    with pytest.raises(CacheError, match=r"file.* (Remove it|--cache-dir)"):
+        run(None)
+    assert (tmp_path / "file").read_text() == "mine"
+    assert sorted(p.name for p in tmp_path.rglob("*") if "CACHEDIR" not in p.name) == sorted(
+        ["cache", "file", *(["torch_compile_cache"] if place.startswith("cache") else [])]
+    )
+
+
+LOAD = """
+import json, sys
+sys.path[:0] = [{here!r}]
+import torch, cgtool, e2e_models as models
+with torch.no_grad():
+    module = models.attention().module
+    loaded = cgtool.load(module{root})
+    x = models.attention_x(3, 4)
+    print(json.dumps(bool(torch.allclose(loaded(x), module(x), atol=1e-5))))
+"""
+
+
+def snapshot(*folders):
+    return sorted((str(p), p.stat().st_mtime_ns) for folder in folders for p in folder.rglob("*"))
+
+
+def test_load_writes_nowhere_but_into_the_cache(tmp_path, warmed):
+    root = tmp_path / "cache"
+    shutil.copytree(warmed, root)
+    places = [tmp_path / name for name in ("home", "work", "tmp", "xdg", "inductor")]
+    for place in places:
+        place.mkdir()
+    home, work, tmp, xdg, inductor = places
+    env = {
+        "HOME": str(home),
+        "TMPDIR": str(tmp),
+        "XDG_CACHE_HOME": str(xdg),
+        "TORCHINDUCTOR_CACHE_DIR": str(inductor),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    before = snapshot(*places)
+    kept = {path: path.read_bytes() for path in root.rglob("*") if path.is_file() and "state" not in path.parts}
+    done = python("-c", LOAD.format(here=str(HERE), root=f", cache_dir={str(root)!r}"), env=env, cwd=work)
+    assert done.report is True
+    assert snapshot(*places) == before
+    now = {path: path.read_bytes() for path in root.rglob("*") if path.is_file() and "state" not in path.parts}
+    assert now == kept
+
+
+def test_a_home_that_is_not_there_needs_no_home_when_the_cache_is_named(tmp_path, warmed):
+    program = LOAD.format(here=str(HERE), root=f", cache_dir={str(warmed)!r}")
+    missing = tmp_path / "no" / "home"
+    assert python("-c", program, env={"HOME": str(missing)}, cwd=tmp_path).report is True
+    assert not missing.exists()
+    done = command("inspect", "cache", warmed, "--json", env={"HOME": str(missing)}, cwd=tmp_path)
+    assert len(done.report["entries"]) == 1
+    assert not missing.exists()
+
+
+def test_a_home_that_cannot_be_made_is_a_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    env = {"HOME": str(tmp_path / "file" / "home")}
+    done = command("warm", MODEL, "--compilation-config", json.dumps({"adaptor": "eager"}), env=env)
+    assert done.code == 1
+    assert "Traceback" not in done.err
+    assert "--cache-dir" in done.err
+    program = LOAD.format(here=str(HERE), root="")
+    done = python("-c", program, env=env, cwd=tmp_path)
+    assert "CacheMissError: There is nothing for this model" in done.err
+
+
+def test_a_spec_with_a_hostile_prefix_leaves_the_cache(tmp_path):
+    x = models.attention_x()
+    for prefix in ("../../out", "a/b", "", ".", "..", "a" * 300, "é"):
+        spec = ModelSpec(module=models.attention().module, calls=[ExampleCall(args=(x,))], prefix=prefix)
+        with pytest.raises(CacheError, match="cannot be a prefix"):
+            warm(spec, config=EAGER, cache_dir=tmp_path / "cache")
+    assert not (tmp_path / "out").exists()
+    assert list(tmp_path.rglob("manifest.json")) == []
