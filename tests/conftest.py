@@ -8,10 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Set at import, before a test module can import torch or start a process. Kernels are shared by all tests and all
 # sessions, since the first C++ compile (headers, probes of the instruction set) costs more than everything after it.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"cgtool-tests-{os.getuid()}"))
+
+# A busy machine draws examples slowly, which says nothing of the code. With CI set, Hypothesis' own profile is the parent.
+settings.register_profile(
+    "cgtool", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+settings.load_profile("cgtool")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
