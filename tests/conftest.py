@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 # sessions, since the first C++ compile (headers, probes of the instruction set) costs more than everything after it.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"cgtool-tests-{os.getuid()}"))
 
-# A busy machine draws examples slowly, which says nothing of the code. With CI set, Hypothesis' own profile is the parent.
+# A busy machine draws examples slowly, which says nothing of the code. Under CI, Hypothesis' own profile is the parent.
 settings.register_profile(
     "cgtool", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
