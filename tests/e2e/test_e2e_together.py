@@ -142,7 +142,7 @@ def test_kills_at_ten_instants_lose_nothing_that_was_stored(tmp_path):
         root = tmp_path / f"killed-{tenth}"
         process = start(root)
         try:
-            process.wait(timeout=duration * (tenth + rng.random()) / 10)
+            process.communicate(timeout=duration * (tenth + rng.random()) / 10)
         except subprocess.TimeoutExpired:
             kill(process)
         stored.append(check_goes_on(root))
