@@ -28,6 +28,7 @@ def no_grad():
     with torch.no_grad():
         yield
 
+
 _log = logging.getLogger(__name__)
 SEEN = []
 

@@ -24,6 +24,7 @@ def no_grad():
     with torch.no_grad():
         yield
 
+
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - both kinds of named tuples are met
 
 
