@@ -92,6 +92,7 @@ def test_an_artifact_is_stored_once_for_all_entries(four, two):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_eighty_layers_compile_what_four_do_in_the_same_time(tmp_path):
     """Both from an empty cache; the best of up to four runs each, for this machine has other work too."""
     arguments = {4: (), 80: ("--arg", "num_layers=80")}
