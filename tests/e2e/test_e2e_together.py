@@ -153,6 +153,7 @@ def test_kills_at_ten_instants_lose_nothing_that_was_stored(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_kills_while_an_entry_grows_leave_it_serving_what_it_served(tmp_path):
     """An entry that is whole gets further sizes, and is killed meanwhile: what it held is still there and serves."""
     root = tmp_path / "cache"
