@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cgtool.build import _torch as private
-from cgtool.build.randomness import why_as_it_stands
+from cgtool.build.as_it_stands import why_as_it_stands
 from cgtool.errors import TraceError
 from cgtool.events import Event, OnEvent
 from cgtool.graph.metas import tensor_meta
