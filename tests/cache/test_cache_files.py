@@ -181,7 +181,7 @@ def test_a_file_where_a_folder_is_needed_says_so(tmp_path):
         (errno.EROFS, "read-only file system"),
         (errno.EACCES, "permission denied"),
         (errno.EIO, "could not be written: Input/output error"),
-        (errno.ENOENT, "does not exist"),
+        (errno.ENOENT, "there is no such file or folder"),
     ],
 )
 def test_each_error_of_the_system_is_a_sentence_that_ends_with_what_to_do(tmp_path, number, says):
