@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cgtool.config_checks import ADAPTORS, CAPTURE_SIZES, EAGER, CompilationLevel
+from cgtool.config_checks import ADAPTORS, AOT_INDUCTOR, CAPTURE_SIZES, EAGER, CompilationLevel
 from cgtool.config_fields import FIELDS, FieldKind, check_field, check_name, conflicts, parse_field
 from cgtool.cudagraph_mode import CUDAGraphMode, default_capture_sizes
 from cgtool.errors import ConfigError
@@ -20,6 +20,7 @@ from cgtool.pieces import Json
 
 __all__ = [
     "ADAPTORS",
+    "AOT_INDUCTOR",
     "CAPTURE_SIZES",
     "EAGER",
     "FIELD_KINDS",
@@ -54,7 +55,8 @@ class CompilationConfig:
             registered with `splitting=True`; an empty list means one piece. Kind: key.
         use_inductor: Whether Inductor compiles the pieces; True by default. False chooses the adaptor `eager`.
             Kind: key.
-        adaptor: What compiles a piece: `inductor_standalone` (default), `inductor` or `eager`. Kind: key.
+        adaptor: What compiles a piece: `inductor_standalone` (default), `aot_inductor`, `inductor` or `eager`.
+            Kind: key.
         inductor_compile_config: Inductor's options by name, as JSON values, over those that cgtool sets; empty by
             default. Kind: key.
         compile_sizes: Sizes that get an artifact of their own, fully static and tuned: positive integers (of

@@ -22,8 +22,9 @@ from cgtool.digests import canonical_json
 CAPTURE_SIZES = "cudagraph_capture_sizes"
 #: The adaptor whose artifacts are piece graphs, which torch alone runs.
 EAGER = "eager"
+AOT_INDUCTOR = "aot_inductor"
 #: All adaptors, the default first.
-ADAPTORS = ("inductor_standalone", "inductor", EAGER)
+ADAPTORS = ("inductor_standalone", AOT_INDUCTOR, "inductor", EAGER)
 
 _OP_NAME = re.compile(r"[A-Za-z_]\w*(?:(?:::|\.)\w+)+", re.ASCII)
 

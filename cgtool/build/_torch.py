@@ -268,6 +268,15 @@ def load_compile_fx(
     return loaded  # type: ignore[no-any-return]
 
 
+def compile_aot(module: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any], *, folder: str) -> list[str]:
+    """Compile through AOTInductor and return the paths of what it wrote into `folder`."""
+    from torch._inductor.compile_fx import compile_fx_aot
+
+    place = {"aot_inductor.package": True, "aot_inductor.output_path": folder}
+    files: Any = compile_fx_aot(module, list(inputs), config_patches={**patches, **place})
+    return [file for file in files if isinstance(file, str)]
+
+
 def bypass_errors() -> tuple[type[Exception], ...]:
     """Return the errors with which torch's caches say that a graph cannot be saved."""
     from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
@@ -309,6 +318,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "bypass_errors",
+    "compile_aot",
     "compile_tag",
     "compiling",
     "cpu_isa",

@@ -17,6 +17,7 @@ from torch import fx
 from cgtool.build import _torch
 from cgtool.build.hints import choose_hints
 from cgtool.errors import CompileError, SplitError
+from cgtool.graph.constants import constants_of, with_constants
 from cgtool.graph.expressions import check_expression
 from cgtool.graph.metas import device_of, dtype_of
 from cgtool.graph.sympy_text import expression_text
@@ -168,27 +169,6 @@ def rebuild(graph: PieceGraph) -> RebuiltPiece:
     )
 
 
-def constants_of(graph: PieceGraph) -> list[torch.Tensor]:
-    """Return the constant tensors of a piece, in the order in which its nodes use them.
-
-    A compiled piece takes them after its inputs: what torch makes of constants inside a module does not come back from
-    a saved artifact.
-
-    Raises:
-        ArtifactError: The graph holds a value outside the grammar.
-    """
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    for node in graph.nodes:
-        for data in (*node.args, *node.kwargs.values()):
-            _with_constants(decode_value(data, lambda ref: ref), note)
-    return found
-
-
 def _inputs(graph: PieceGraph, sizes: dict[str, Any]) -> list[Any]:
     inputs = [_empty(meta, sizes) for meta in graph.inputs]
     for group in graph.aliases:
@@ -257,7 +237,7 @@ class _Writer:
         self.graph.lint()
 
     def _decode(self, data: Any) -> Any:
-        return _with_constants(decode_value(data, self._lookup), lambda _: next(self._constants))
+        return with_constants(decode_value(data, self._lookup), lambda _: next(self._constants))
 
     def _lookup(self, ref: str) -> Any:
         number = int(ref.removeprefix("%"))
@@ -309,16 +289,6 @@ def _holds_node(value: Any) -> bool:
 
 def _fakes(value: Any) -> Any:
     return fx.node.map_arg(value, lambda node: node.meta["example_value"])
-
-
-def _with_constants(value: Any, keep: Callable[[torch.Tensor], Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return keep(value)
-    if isinstance(value, list | tuple):
-        return type(value)(_with_constants(item, keep) for item in value)
-    if isinstance(value, dict):
-        return {key: _with_constants(item, keep) for key, item in value.items()}
-    return value
 
 
 @contextlib.contextmanager

@@ -19,8 +19,19 @@ _BASE: dict[str, Json] = {
 }
 #: For concrete sizes, unless the user sets them.
 _AUTOTUNE: dict[str, Json] = {"max_autotune": True, "coordinate_descent_tuning": True, "shape_padding": True}
+#: For packages of native code, unless the user sets them.
+_PACKAGED: dict[str, Json] = {
+    "aot_inductor.compile_wrapper_opt_level": "O1",
+    # 1.7 MB a package with them, 0.4 without; sources are kept elsewhere
+    "aot_inductor.enable_line_tables": False,
+    # else torch reads kernels of accelerators from files beside the package when they first run
+    "aot_inductor.embed_kernel_binary": True,
+}
 #: What a user may not set here, and where it belongs.
 _KEPT = {
+    "aot_inductor.output_path": "packages are built in a folder of cgtool's own",
+    "aot_inductor.package": "artifacts of aot_inductor are packages",
+    "aot_inductor.package_cpp_only": "a package holds native code and no sources",
     "cpp_wrapper": "artifacts are made with Inductor's Python wrapper",
     "force_disable_caches": "what is compiled is saved through torch's caches; disable_cache switches cgtool's off",
     "freezing": "weights are inputs of a piece and never constants",
@@ -30,12 +41,13 @@ _KEPT = {
 }
 
 
-def inductor_patches(options: Mapping[str, Json], *, max_autotune: bool) -> dict[str, Json]:
+def inductor_patches(options: Mapping[str, Json], *, max_autotune: bool, packaged: bool = False) -> dict[str, Json]:
     """Return the options of Inductor that a compile sets.
 
     Args:
         options: The user's, by Inductor's dotted names; "-" may stand for "_".
         max_autotune: Whether the sizes are concrete.
+        packaged: Whether the result is a package of native code.
 
     Raises:
         ConfigError: An option is unknown (the message names the nearest), of another type than Inductor's, or one that
@@ -46,7 +58,8 @@ def inductor_patches(options: Mapping[str, Json], *, max_autotune: bool) -> dict
     for name, value in chosen.items():
         _check(name, value, known)
     tuned = _AUTOTUNE if max_autotune else {}
-    return dict(sorted({**_BASE, **tuned, **chosen}.items()))
+    native = _PACKAGED if packaged else {}
+    return dict(sorted({**_BASE, **native, **tuned, **chosen}.items()))
 
 
 def _check(name: str, value: Json, known: Mapping[str, Any]) -> None:

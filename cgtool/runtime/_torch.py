@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 
 def tensors_unchanged(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
@@ -23,3 +24,25 @@ def tensors_unchanged(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     )
     check: Callable[..., bool] = guards.check
     return check
+
+
+def opens_folders() -> bool:
+    """Return whether torch's loader of packages opens a folder in the layout of an archive: from 2.13."""
+    return TorchVersion(torch.__version__) >= TorchVersion("2.13")
+
+
+def open_package(path: str, device_index: int | None) -> Any:
+    """Open a package of AOTInductor: an archive, or a folder in its layout.
+
+    Args:
+        path: Of the archive or folder.
+        device_index: Of the device to run on; None: the current one.
+
+    Returns:
+        An object with `boxed_run(list of tensors)`; its runner takes no lock of its own, as CUDA graphs need it.
+
+    Raises:
+        RuntimeError: It cannot be opened.
+    """
+    # name of the model, run_single_threaded, num_runners, device_index: positional in every version
+    return torch._C._aoti.AOTIModelPackageLoader(path, "model", True, 1, -1 if device_index is None else device_index)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cgtool.cache.manifest import GENERAL, ManifestRow, Shape
-from cgtool.config import EAGER
+from cgtool.config import AOT_INDUCTOR, EAGER
 from cgtool.errors import ArtifactError
 from cgtool.graph.expressions import rename
 from cgtool.pieces import PieceGraph
@@ -18,6 +18,7 @@ from cgtool.plan import Plan, Variant
 from cgtool.runtime.call import LoadedModel, first_index
 from cgtool.runtime.dispatch import Boxed, PiecewiseBackend
 from cgtool.runtime.find import Found
+from cgtool.runtime.packages import open_package
 from cgtool.runtime.pieces import piece_function
 from cgtool.runtime.shapes import ShapeSpec, base_shape, graph_at, spec_of
 
@@ -31,7 +32,8 @@ def open_entry(found: Found, module: Any, opener: Opener) -> LoadedModel:
     Args:
         found: The entry.
         module: The live model.
-        opener: Opens one artifact of an adaptor that needs more than torch; those of `eager` are opened here.
+        opener: Opens one artifact of an adaptor that needs more than torch; those of `aot_inductor` and `eager` are
+            opened here.
 
     Raises:
         CacheCorruptError: An artifact's bytes differ from their digest.
@@ -54,12 +56,18 @@ def open_entry(found: Found, module: Any, opener: Opener) -> LoadedModel:
         key = (row.digest, graph.identity())
         if key not in opened:
             data = found.entry.artifact(row)
-            opened[key] = (
-                piece_function(graph, device_index=index) if row.adaptor == EAGER else opener(row.adaptor, data, graph)
-            )
+            opened[key] = _open(row.adaptor, data, graph, index, opener)
         pieces.setdefault((row.variant, row.piece_index), []).append((row, spec, opened[key]))
     backends = {name: _backend(rows, plan.variants[name[0]], name[1]) for name, rows in pieces.items()}
     return LoadedModel(module, _with_added_guards(plan, pieces), backends)
+
+
+def _open(adaptor: str, data: bytes, graph: PieceGraph, device_index: int | None, opener: Opener) -> Boxed:
+    if adaptor == EAGER:
+        return piece_function(graph, device_index=device_index)
+    if adaptor == AOT_INDUCTOR:
+        return open_package(data, graph, device_index=device_index)
+    return opener(adaptor, data, graph)
 
 
 def _backend(rows: list[tuple[ManifestRow, ShapeSpec, Boxed]], variant: Variant, piece_index: int) -> PiecewiseBackend:

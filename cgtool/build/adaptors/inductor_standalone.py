@@ -20,9 +20,10 @@ import torch
 from cgtool.build import _torch
 from cgtool.build.adaptors.interface import CompiledPiece, CompilerInterface, PieceCallable
 from cgtool.build.compiler_hash import inductor_hash
-from cgtool.build.fx_piece import constants_of, rebuild
+from cgtool.build.fx_piece import rebuild
 from cgtool.build.options import inductor_patches
 from cgtool.errors import ArtifactError, CgtoolError, CompileError
+from cgtool.graph.constants import constants_of
 from cgtool.pieces import Json, PieceGraph
 
 

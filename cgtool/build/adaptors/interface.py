@@ -99,6 +99,7 @@ class CompilerInterface(ABC):
 
 
 _ADAPTORS: dict[str, tuple[str, str]] = {
+    "aot_inductor": ("cgtool.build.adaptors.aot_inductor", "AotInductorAdaptor"),
     "eager": ("cgtool.build.adaptors.eager", "EagerAdaptor"),
     "inductor_standalone": ("cgtool.build.adaptors.inductor_standalone", "InductorStandaloneAdaptor"),
     "inductor": ("cgtool.build.adaptors.inductor", "InductorAdaptor"),

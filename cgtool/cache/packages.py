@@ -1,0 +1,143 @@
+"""The `.pt2` packages of AOTInductor as data: what members they have, and their bytes. Must not import torch.
+
+A package is a zip archive in the layout of torch's PT2 archives, so that torch's own loader opens it too::
+
+    piece/archive_format                                  "pt2"
+    piece/archive_version                                 "0"
+    piece/data/aotinductor/model/model.wrapper.so         the native code, kernels of accelerators among it
+    piece/data/aotinductor/model/model.wrapper.json       where it calls custom ops: which, and with what arguments
+    piece/data/aotinductor/model/model.wrapper_metadata.json
+    piece/data/aotinductor/model/<name>.cubin             kernels that are not within the native code
+
+There is exactly one `.so`, its name and all others are plain, and there are no sources: torch's loader would compile
+them. Members are stored without compression, in order, with one date: equal members give equal bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cgtool.errors import ArtifactError
+
+_ROOT = "piece/"
+_FOLDER = _ROOT + "data/aotinductor/model/"
+_STEM = "model.wrapper"
+_HEAD = {_ROOT + "archive_format": b"pt2", _ROOT + "archive_version": b"0"}
+_KERNEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}\.(cubin|fatbin|hsaco|spv)\Z")
+_DATE = (1980, 1, 1, 0, 0, 0)
+_REMEDY = "Warm again."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """The members of a package.
+
+    Args:
+        native: The shared library.
+        metadata: What AOTInductor says of it: the type of device, the platform, the instruction set.
+        extern: The JSON that says which custom ops it calls; None where it calls none.
+        kernels: File name → bytes of a kernel that is not within the library.
+    """
+
+    native: bytes
+    metadata: Mapping[str, str]
+    extern: bytes | None = None
+    kernels: Mapping[str, bytes] = field(default_factory=dict)
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """Every member but the native code, by file name, as a loader wants them in one folder."""
+        files = {METADATA_FILE: _json(self.metadata), **self.kernels}
+        return files if self.extern is None else {**files, EXTERN_FILE: self.extern}
+
+
+NATIVE_FILE = _STEM + ".so"
+EXTERN_FILE = _STEM + ".json"
+METADATA_FILE = _STEM + "_metadata.json"
+
+
+def pack(package: Package) -> bytes:
+    """Return the bytes of a package; equal packages give equal bytes.
+
+    Raises:
+        ArtifactError: A kernel's name is outside the grammar.
+    """
+    for name in package.kernels:
+        _check_kernel(name)
+    members = {**_HEAD, **{_FOLDER + name: data for name, data in sorted(package.files.items())}}
+    members[_FOLDER + NATIVE_FILE] = package.native
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
+        for name, data in members.items():
+            archive.writestr(zipfile.ZipInfo(name, date_time=_DATE), data)
+    return out.getvalue()
+
+
+def unpack(data: bytes) -> Package:
+    """Return the members of a package.
+
+    Args:
+        data: Bytes whose digest the manifest has vouched for, or that nobody has.
+
+    Raises:
+        ArtifactError: It is no package, or holds a member that no package of ours has.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            infos = archive.infolist()
+            _check_members(infos)
+            members = {info.filename: archive.read(info) for info in infos}
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError, OSError, RuntimeError) as error:
+        raise ArtifactError(f"A package is torn ({error}). {_REMEDY}", actual=str(error)) from error
+    found = {name.removeprefix(_FOLDER): body for name, body in members.items() if name not in _HEAD}
+    if any(members.get(name) != body for name, body in _HEAD.items()):
+        raise ArtifactError(f"A package is of a format that this cgtool does not know. {_REMEDY}")
+    for name in (NATIVE_FILE, METADATA_FILE):
+        if name not in found:
+            raise ArtifactError(f"A package lacks its member {name}. {_REMEDY}", path=name)
+    return Package(
+        native=found.pop(NATIVE_FILE),
+        metadata=_metadata(found.pop(METADATA_FILE)),
+        extern=found.pop(EXTERN_FILE, None),
+        kernels={_check_kernel(name): body for name, body in found.items()},
+    )
+
+
+def _check_members(infos: list[zipfile.ZipInfo]) -> None:
+    names = [info.filename for info in infos]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ArtifactError(f"A package holds the member {twice!r} twice. {_REMEDY}", path=twice)
+    for info in infos:
+        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+            msg = f"A package holds the member {info.filename!r} compressed, which none of ours is. {_REMEDY}"
+            raise ArtifactError(msg, path=info.filename)
+        if info.filename not in _HEAD and not info.filename.startswith(_FOLDER):
+            msg = f"A package holds the member {info.filename!r}, which belongs to no package of a piece. {_REMEDY}"
+            raise ArtifactError(msg, path=info.filename)
+
+
+def _check_kernel(name: str) -> str:
+    if not _KERNEL.match(name):
+        msg = f"A package holds the member {name!r}, which is neither native code nor a kernel. {_REMEDY}"
+        raise ArtifactError(msg, path=name)
+    return name
+
+
+def _metadata(data: bytes) -> dict[str, str]:
+    try:
+        found = json.loads(data)
+    except ValueError as error:
+        raise ArtifactError(f"The metadata of a package are no JSON ({error}). {_REMEDY}") from error
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise ArtifactError(f"The metadata of a package are not words by name. {_REMEDY}", actual=found)
+    return found
+
+
+def _json(value: Mapping[str, str]) -> bytes:
+    return json.dumps(dict(sorted(value.items()))).encode()

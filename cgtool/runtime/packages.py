@@ -1,0 +1,180 @@
+"""Opening the packages of AOTInductor: native code becomes a function, with torch alone.
+
+torch's loader opens paths. It is given a private folder whose native code is a link to a file that lies in memory and
+holds the very bytes whose digest was checked. So nothing is unpacked to a disk: a full, tiny or noexec temporary folder
+serves, and the folder is gone when the package is open. A torch that opens no folders (before 2.13) unpacks the package
+itself, into /tmp, for as long as it is open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cgtool.cache.packages import NATIVE_FILE, Package, unpack
+from cgtool.errors import ArtifactError
+from cgtool.graph.constants import constants_of
+from cgtool.graph.metas import device_of
+from cgtool.pieces import PieceGraph
+from cgtool.runtime import _torch as private
+from cgtool.runtime.dispatch import Boxed
+
+_log = logging.getLogger(__name__)
+
+#: Where torch's loader looks within a folder.
+_INNER = Path("data/aotinductor/model")
+#: Linux 6.3 and newer: the file may hold code although the system's default says otherwise.
+_MFD_EXEC = 0x10
+#: Tried after the system's temporary folder: some hundred bytes are needed.
+_OTHER_FOLDERS = ("/dev/shm", "/tmp", "/var/tmp")  # noqa: S108 - private folders are made within
+
+
+def open_package(data: bytes, graph: PieceGraph, *, device_index: int | None = None) -> Boxed:
+    """Return the function that a package holds.
+
+    Args:
+        data: The package's bytes, whose digest was checked.
+        graph: The piece that was compiled.
+        device_index: What a device without an index means ("cuda" → "cuda:1"); None: the current device.
+
+    Returns:
+        A boxed function: takes a list of tensors, which it empties, and returns a list of the piece's outputs. It holds
+        Python's global lock while it runs, so that threads may call it at any time. It checks no inputs.
+
+    Raises:
+        ArtifactError: The bytes are no package, or cannot be opened here.
+    """
+    package = unpack(data)
+    try:
+        loader = _open_folder(package, device_index) if private.opens_folders() else _open_archive(data, device_index)
+    except RuntimeError as error:  # torch's loader has no other
+        raise _cannot_open(error) from error
+    run: Boxed = loader.boxed_run
+    constants = [_placed(tensor, device_index) for tensor in constants_of(graph)]
+    if not constants:
+        return run
+
+    def with_constants(inputs: list[Any]) -> Any:
+        inputs.extend(constants)
+        return run(inputs)
+
+    return with_constants
+
+
+def _open_folder(package: Package, device_index: int | None) -> Any:
+    folder = _private_folder(package)
+    try:
+        with _in_memory(package.native) as path:
+            native = Path(folder.name) / _INNER / NATIVE_FILE
+            if path is None:
+                native.write_bytes(package.native)
+            else:
+                native.symlink_to(path)
+            loader = private.open_package(folder.name, device_index)
+    except OSError as error:
+        folder.cleanup()
+        raise _no_room(error) from error
+    except BaseException:
+        folder.cleanup()
+        raise
+    if package.kernels:
+        _kept.append(folder)
+    else:
+        folder.cleanup()
+    return loader
+
+
+#: Folders of packages whose kernels torch reads when they first run; removed as the process ends.
+_kept: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def _open_archive(data: bytes, device_index: int | None) -> Any:
+    with _in_memory(data) as path:
+        if path is not None:
+            return private.open_package(path, device_index)
+    try:
+        with tempfile.NamedTemporaryFile(prefix="cgtool-", suffix=".pt2") as file:
+            file.write(data)
+            file.flush()
+            return private.open_package(file.name, device_index)
+    except OSError as error:
+        raise _no_room(error) from error
+
+
+def _private_folder(package: Package) -> tempfile.TemporaryDirectory[str]:
+    """Return a folder that only this user can enter and that holds all of a package but its native code."""
+    error: OSError | None = None
+    for parent in (None, *_OTHER_FOLDERS):
+        folder = None
+        try:
+            folder = tempfile.TemporaryDirectory(prefix="cgtool-", dir=parent, ignore_cleanup_errors=True)
+            inner = Path(folder.name) / _INNER
+            inner.mkdir(parents=True)
+            for name, body in package.files.items():
+                (inner / name).write_bytes(body)
+        except OSError as failed:  # no such folder, full, read-only: another may serve
+            error = error or failed
+            if folder is not None:
+                folder.cleanup()
+            continue
+        return folder
+    raise _no_room(error)
+
+
+@contextlib.contextmanager
+def _in_memory(data: bytes) -> Iterator[str | None]:
+    """Yield a path that leads to these bytes in memory, or None where the system keeps code out of memory files."""
+    descriptor = _memory_file()
+    if descriptor is None:
+        yield None
+        return
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(data)
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+def _memory_file() -> int | None:
+    for flags in (os.MFD_CLOEXEC | _MFD_EXEC, os.MFD_CLOEXEC):
+        try:
+            return os.memfd_create("cgtool-package", flags)
+        except OSError as error:
+            _log.debug("No memory file with flags %#x: %s", flags, error)
+    return None
+
+
+def _placed(tensor: torch.Tensor, device_index: int | None) -> torch.Tensor:
+    if tensor.device.type in ("cpu", "meta"):
+        return tensor
+    return tensor.to(device_of(tensor.device.type, device_index))
+
+
+def _no_room(error: OSError | None) -> ArtifactError:
+    said = error.strerror if error is not None else "there is none"
+    return ArtifactError(
+        f"No temporary folder takes the few hundred bytes that opening a package needs ({said}). Set TMPDIR to a "
+        "folder that can be written.",
+        actual=str(error),
+    )
+
+
+def _cannot_open(error: RuntimeError) -> ArtifactError:
+    said = (str(error).strip().splitlines() or ["no reason given"])[0]
+    if "failed to map segment" in said or "Operation not permitted" in said:
+        advice = "Code may not run from where torch unpacks packages, /tmp: mount it without noexec, or use torch 2.13."
+    elif "undefined symbol" in said:
+        advice = "It was compiled for another build of torch: warm again with this one."
+    elif "chema" in said or "perator" in said:
+        advice = "It calls a custom op that nothing has registered yet: import the module that does, then load."
+    else:
+        advice = "Warm again with what is here now."
+    return ArtifactError(f"Torch could not open a package: {said}. {advice}", actual=said)
