@@ -64,6 +64,38 @@ class CompileError(CgtoolError):
     """A piece could not be compiled."""
 
 
+class ProofMismatchError(CompileError):
+    """An artifact cannot be opened, fails, or gives something else than its piece does when it runs op by op."""
+
+
+class ProofCrashError(CgtoolError):
+    """The process that proves artifacts died, or did not answer in time.
+
+    Attributes:
+        signal_name: "SIGSEGV" where a signal ended it, else None.
+    """
+
+    def __init__(self, message: str, *, signal_name: str | None = None, actual: Any = None) -> None:
+        super().__init__(message, actual=actual)
+        self.signal_name = signal_name
+
+
+class WorkerError(CompileError):
+    """A worker crashed, hung, or ran out of memory or disk as it compiled a piece: the piece itself may be fine."""
+
+
+class UnitsFailedError(CompileError):
+    """Some pieces could not be compiled; what was finished is stored.
+
+    Attributes:
+        reasons: A sentence for each unit that failed.
+    """
+
+    def __init__(self, message: str, *, reasons: tuple[str, ...] = (), path: Any = None) -> None:
+        super().__init__(message, path=path)
+        self.reasons = reasons
+
+
 class CacheError(CgtoolError):
     """The cache folder could not be read or written."""
 

@@ -112,6 +112,13 @@ def direct_register_custom_op(
     return known
 
 
+def provider_of(name: str) -> str | None:
+    """Return the module that registered `ns::op` through `direct_register_custom_op`, or None where none did."""
+    with _lock:
+        known = _ops.get(name)
+    return None if known is None else known.module
+
+
 def _new_library(namespace: str) -> torch.library.Library:
     """Return a fragment of `namespace` to define one op in."""
     if not namespace.isidentifier():
