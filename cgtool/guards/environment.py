@@ -42,7 +42,7 @@ def environment_factors() -> dict[str, Json]:
         torch: version, git revision and CUDA or ROCm version of the build.
         triton: its version, or None.
         python: implementation and version without the patch level.
-        compiler: the first line of the C++ compiler's `--version` without its own name, or None where there is none.
+        compiler: the first line of the C++ compiler's `--version` without its own name, or None where none works.
         target: the CPU's instruction sets, and the architectures of the accelerators.
         precision: torch's global settings of precision and determinism.
         inductor_environment: variables of the environment that change code.
@@ -61,9 +61,9 @@ def environment_factors() -> dict[str, Json]:
 
 
 def compiler_version() -> str | None:
-    """Return what the C++ compiler that torch would call says it is, or None where there is none."""
-    command = environment().cxx or _COMPILER
-    found = shutil.which(command.split()[0])
+    """Return what the C++ compiler that torch would call says it is, or None where there is none that works."""
+    program, *_ = (environment().cxx or "").split() or [_COMPILER]
+    found = shutil.which(program)
     if found is None:
         return None
     try:
@@ -77,15 +77,21 @@ def compiler_version() -> str | None:
 def _asked(path: str, _mtime_ns: int, _size_bytes: int) -> str | None:
     try:
         answer = subprocess.run(  # noqa: S603 - the compiler that torch itself would run
-            [path, "--version"], capture_output=True, text=True, timeout=_COMPILER_SECS, check=False
+            [path, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_COMPILER_SECS,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    line = answer.stdout.strip().splitlines()[0] if answer.stdout.strip() else None
-    if line is None:
-        return None
+    lines = answer.stdout.strip().splitlines()
+    if answer.returncode != 0 or not lines:
+        return None  # what cannot say its version compiles nothing
     # GCC begins with the name that it was called by: c++, g++ and x86_64-linux-gnu-g++ are one compiler
-    return re.sub(r"^\S+ (?=\()", "", line)
+    return re.sub(r"^\S+ (?=\()", "", lines[0])
 
 
 @lru_cache(maxsize=1)

@@ -3,6 +3,11 @@
 The way of ccache's direct mode: cheap facts lead to candidates; a candidate's factors are compared with those of
 this process, its traced files with the files as they are now, its guards with the live model. What differs becomes a
 sentence.
+
+The compiler is a factor because it decides what `warm` compiles, and what Inductor's own artifacts are built with as
+they are opened. So a compiler of another version is a miss, whatever the adaptor: whoever changed it, to be rid of a
+fault of the old one say, must not be served what the old one made. A machine that has none says nothing about it: it
+can make nothing else of the model, and what was compiled elsewhere is what it is there to run.
 """
 
 from __future__ import annotations
@@ -30,6 +35,8 @@ _log = logging.getLogger(__name__)
 
 #: Factors that are compared as they stand; "guards" and "calls" come of the trace and are checked through the plan.
 _FROM_TRACE = frozenset({"guards", "calls", "sources", "ops", "config"})
+#: Compared where there is one.
+_COMPILER = "compiler"
 #: How many reasons a miss tells, and how many other entries it looks at to find the nearest.
 _MAX_REASONS = 12
 _MAX_LOOKED_AT = 256
@@ -134,8 +141,9 @@ class Finder:
         if self._config is not None:
             found += difference_between("config", *self._asked(key.value("config") or {}, self._config))
         for factor in key.factors:
-            if factor.name not in _FROM_TRACE:
-                found += difference_between(factor.name, factor.value, self._facts.factors.get(factor.name))
+            now = self._facts.factors.get(factor.name)
+            if factor.name not in _FROM_TRACE and not (factor.name == _COMPILER and now is None):
+                found += difference_between(factor.name, factor.value, now)
         return sentences(found)
 
     def _asked(self, stored: Mapping[str, Json], asked: Mapping[str, Json]) -> tuple[Json, Json]:

@@ -112,3 +112,21 @@ def test_flags_that_are_no_instructions_do_not_enter(tmp_path, monkeypatch):
     assert environment._INSTRUCTIONS.match("amx_tile")
     for flag in ("ibpb", "hypervisor", "constant_tsc", "md_clear", "vmx"):
         assert not environment._INSTRUCTIONS.match(flag)
+
+
+def test_a_compiler_that_fails_or_babbles_is_none(tmp_path, monkeypatch):
+    for index, text in enumerate(("echo 'g++ (Debian 12.2.0) 12.2.0'; exit 1", "exit 0", "kill -9 $$")):
+        path = tmp_path / f"g++{index}"
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("CXX", str(path))
+        assert environment.compiler_version() is None
+    path.write_text("#!/bin/sh\nprintf 'g++ (\\377) 1'\n")
+    assert environment.compiler_version() == "(\N{REPLACEMENT CHARACTER}) 1"
+
+
+def test_a_blank_name_of_a_compiler_is_no_name(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    expected = environment.compiler_version()
+    monkeypatch.setenv("CXX", " ")
+    assert environment.compiler_version() == expected
