@@ -30,6 +30,7 @@ __all__ = [
     "CompileSize",
     "Environment",
     "FieldKind",
+    "child_variables",
     "environment",
     "resolve_capture_sizes",
     "resolve_compile_sizes",
@@ -295,6 +296,17 @@ def environment(source: Mapping[str, str] | None = None) -> Environment:
         },
         rank=_rank(values, "RANK", _rank(values, "LOCAL_RANK", 0)),
     )
+
+
+def child_variables(changes: Mapping[str, str], *, without: str = "") -> dict[str, str]:
+    """Return the environment of a process that is started from this one.
+
+    Args:
+        changes: Variables that it has anew or otherwise.
+        without: Variables whose names begin so are left out first; empty leaves none out.
+    """
+    kept = {name: value for name, value in os.environ.items() if not (without and name.startswith(without))}
+    return {**kept, **changes}
 
 
 def _disable_cache(text: str) -> bool:
