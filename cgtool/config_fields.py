@@ -7,13 +7,13 @@ sources.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from cgtool import config_checks as checks
 from cgtool import config_text as text
 from cgtool.cudagraph_mode import CUDAGraphMode
 from cgtool.errors import ConfigError
+from cgtool.records import dataclass
 
 FieldKind = Literal["key", "coverage", "runtime"]
 

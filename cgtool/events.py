@@ -7,8 +7,9 @@ terminal is the command line's business (`cgtool.cli.progress`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
+
+from cgtool.records import dataclass
 
 Phase = Literal["model", "trace", "split", "compile", "store", "hit", "note"]
 

@@ -6,8 +6,10 @@ A factory named by `MODEL` on the command line returns a `ModelSpec` or a plain 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
+
+from cgtool.records import dataclass
 
 #: parameter -> dimension -> name, or (name, min, max)
 DynamicDims = Mapping[str, Mapping[int, "str | tuple[str, int, int | None]"]]

@@ -26,10 +26,10 @@ Devices are a type, or a type and a relative order ("cuda", "cuda:+1"): the devi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from cgtool.digests import digest_of
+from cgtool.records import dataclass
 
 SCHEMA = 1
 

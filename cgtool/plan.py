@@ -22,11 +22,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 from cgtool.errors import CacheCorruptError, CacheSchemaError
 from cgtool.pieces import Json, PieceGraph, SymbolRange, TensorMeta
+from cgtool.records import dataclass
 
 SCHEMA = 1
 

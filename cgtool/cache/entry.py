@@ -27,7 +27,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from cgtool.cache.files import (
@@ -47,6 +47,7 @@ from cgtool.cache.manifest import FileRecord, Manifest, ManifestRow, read_manife
 from cgtool.cache.objects import ObjectStore
 from cgtool.digests import sha256_hex
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
+from cgtool.records import dataclass
 
 _log = logging.getLogger(__name__)
 

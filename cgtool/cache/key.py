@@ -13,7 +13,6 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from cgtool.cache.layout import CacheLayout, check_hash, short
 from cgtool.digests import canonical_json, digest_of
 from cgtool.errors import CacheCorruptError, CacheSchemaError
 from cgtool.pieces import Json
+from cgtool.records import dataclass
 
 _log = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from cgtool.cache.files import RECORD_MODE
 from cgtool.cache.layout import CacheLayout, RankName
+from cgtool.records import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from cgtool.errors import GuardError
@@ -35,6 +34,7 @@ from cgtool.guards.literals import NoRuleError, encode_literal, spell
 from cgtool.guards.names import qualified_name
 from cgtool.guards.sources import Roots, parse_source, words
 from cgtool.plan import Guard
+from cgtool.records import dataclass
 
 Json = Any
 

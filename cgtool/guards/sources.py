@@ -28,11 +28,11 @@ import re
 import sys
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from cgtool.errors import GuardError
+from cgtool.records import dataclass
 
 _MODULE = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _ROOT = re.compile(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from cgtool.guards.names import find_qualified, qualified_name
 from cgtool.guards.sources import parse_source
 from cgtool.pieces import Dim, Json, TensorMeta
 from cgtool.plan import Guard, Input, Variant
+from cgtool.records import dataclass
 from cgtool.runtime.generate import Code, expression, malformed, tuple_source
 from cgtool.runtime.paths import Reader
 

@@ -7,10 +7,11 @@ variant: `ShapeTable` turns the values of its symbols into one tuple with a func
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from cgtool.graph.expressions import evaluate, symbols_of
+from cgtool.records import dataclass
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from cgtool.errors import ArtifactError, CgtoolError, GuardError
@@ -16,6 +15,7 @@ from cgtool.guards.signature import CallSignature
 from cgtool.guards.sources import Roots, SourceError, parse_source, words
 from cgtool.pieces import Dim, SymbolRange
 from cgtool.plan import Guard, Input, Variant
+from cgtool.records import dataclass
 from cgtool.runtime.accept import Binding, find_bindings, strides_matter
 from cgtool.runtime.weights import make_problem
 

@@ -5,7 +5,6 @@ Cheap on purpose: no file is read and nothing is run. The environment's factors 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from cgtool.digests import digest_of
 from cgtool.guards.environment import environment_factors
 from cgtool.guards.names import qualified_name
 from cgtool.pieces import Json
+from cgtool.records import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)

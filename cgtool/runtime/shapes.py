@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from cgtool.cache.manifest import GENERAL, Shape
 from cgtool.graph.expressions import evaluate, symbols_of
 from cgtool.graph.specialise import restrict, specialise
 from cgtool.pieces import PieceGraph
 from cgtool.plan import Step, Variant
+from cgtool.records import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
