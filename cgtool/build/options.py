@@ -19,7 +19,7 @@ _BASE: dict[str, Json] = {
 }
 #: For concrete sizes, unless the user sets them.
 _AUTOTUNE: dict[str, Json] = {"max_autotune": True, "coordinate_descent_tuning": True, "shape_padding": True}
-#: For packages of native code, unless the user sets them.
+#: For packages of native code, unless the user sets them; the second is not in 2.11.
 _PACKAGED: dict[str, Json] = {
     "aot_inductor.compile_wrapper_opt_level": "O1",
     # 1.7 MB a package with them, 0.4 without; sources are kept elsewhere
@@ -58,7 +58,8 @@ def inductor_patches(options: Mapping[str, Json], *, max_autotune: bool, package
     for name, value in chosen.items():
         _check(name, value, known)
     tuned = _AUTOTUNE if max_autotune else {}
-    native = _PACKAGED if packaged else {}
+    # those that this version of torch has
+    native = {name: value for name, value in _PACKAGED.items() if packaged and name in known}
     return dict(sorted({**_BASE, **native, **tuned, **chosen}.items()))
 
 

@@ -69,8 +69,20 @@ def pack(package: Package) -> bytes:
     """
     for name in package.kernels:
         _check_kernel(name)
-    members = {**_HEAD, **{_FOLDER + name: data for name, data in sorted(package.files.items())}}
-    members[_FOLDER + NATIVE_FILE] = package.native
+    return _archive(package.files, package.native)
+
+
+def archive_with_source(package: Package) -> bytes:
+    """Return an archive for the loader of torch before 2.13, which names the metadata after a source.
+
+    The source is empty, and is not compiled where native code is beside it. Such an archive is never stored.
+    """
+    return _archive({_STEM + ".cpp": b"", **package.files}, package.native)
+
+
+def _archive(files: Mapping[str, bytes], native: bytes) -> bytes:
+    members = {**_HEAD, **{_FOLDER + name: data for name, data in sorted(files.items())}}
+    members[_FOLDER + NATIVE_FILE] = native
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
         for name, data in members.items():

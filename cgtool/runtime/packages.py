@@ -3,7 +3,7 @@
 torch's loader opens paths. It is given a private folder whose native code is a link to a file that lies in memory and
 holds the very bytes whose digest was checked. So nothing is unpacked to a disk: a full, tiny or noexec temporary folder
 serves, and the folder is gone when the package is open. A torch that opens no folders (before 2.13) unpacks the package
-itself, into /tmp, for as long as it is open.
+itself, into /tmp; that is removed too as soon as the package is open.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ from typing import Any
 
 import torch
 
-from cgtool.cache.packages import NATIVE_FILE, Package, unpack
+from cgtool.cache.packages import NATIVE_FILE, Package, archive_with_source, unpack
 from cgtool.errors import ArtifactError
 from cgtool.graph.constants import constants_of
 from cgtool.graph.metas import device_of
@@ -32,6 +34,8 @@ _log = logging.getLogger(__name__)
 _INNER = Path("data/aotinductor/model")
 #: Linux 6.3 and newer: the file may hold code although the system's default says otherwise.
 _MFD_EXEC = 0x10
+#: A line of /proc/self/maps that shows native code which torch's loader unpacked, and the folder that it made for it.
+_UNPACKED = re.compile(rf" (/tmp/(?:aotinductor_)?[A-Za-z0-9]{{6}})/piece/{_INNER}/{re.escape(NATIVE_FILE)}\Z")
 #: Tried after the system's temporary folder: some hundred bytes are needed.
 _OTHER_FOLDERS = ("/dev/shm", "/tmp", "/var/tmp")  # noqa: S108 - private folders are made within
 
@@ -53,7 +57,9 @@ def open_package(data: bytes, graph: PieceGraph, *, device_index: int | None = N
     """
     package = unpack(data)
     try:
-        loader = _open_folder(package, device_index) if private.opens_folders() else _open_archive(data, device_index)
+        loader = (
+            _open_folder(package, device_index) if private.opens_folders() else _open_archive(package, device_index)
+        )
     except RuntimeError as error:  # torch's loader has no other
         raise _cannot_open(error) from error
     run: Boxed = loader.boxed_run
@@ -95,17 +101,31 @@ def _open_folder(package: Package, device_index: int | None) -> Any:
 _kept: list[tempfile.TemporaryDirectory[str]] = []
 
 
-def _open_archive(data: bytes, device_index: int | None) -> Any:
+def _open_archive(package: Package, device_index: int | None) -> Any:
+    data = archive_with_source(package)
     with _in_memory(data) as path:
-        if path is not None:
-            return private.open_package(path, device_index)
+        loader = _open_on_disk(data, device_index) if path is None else private.open_package(path, device_index)
+    if not package.kernels:
+        _remove_unpacked()
+    return loader
+
+
+def _open_on_disk(archive: bytes, device_index: int | None) -> Any:
     try:
         with tempfile.NamedTemporaryFile(prefix="cgtool-", suffix=".pt2") as file:
-            file.write(data)
+            file.write(archive)
             file.flush()
             return private.open_package(file.name, device_index)
     except OSError as error:
         raise _no_room(error) from error
+
+
+def _remove_unpacked() -> None:
+    """Remove what torch unpacked and keeps for as long as a package is open: code that is mapped needs no file."""
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        match = _UNPACKED.search(line)
+        if match is not None:
+            shutil.rmtree(match[1], ignore_errors=True)
 
 
 def _private_folder(package: Package) -> tempfile.TemporaryDirectory[str]:

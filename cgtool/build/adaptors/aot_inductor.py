@@ -52,7 +52,7 @@ class AotInductorAdaptor(CompilerInterface):
             piece = rebuild(graph)
             try:
                 files = _torch.compile_aot(piece.module, piece.inputs, patches, folder=str(folder))
-                package = _package(files, embedded=bool(patches["aot_inductor.embed_kernel_binary"]))
+                package = _package(files, embedded=bool(patches.get("aot_inductor.embed_kernel_binary")))
             except CgtoolError:
                 raise
             except Exception as error:  # a compiler fails in any way it likes: what follows names it
