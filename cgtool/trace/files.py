@@ -1,7 +1,9 @@
 """The code that a trace went through: files by module and digest, functions by qualified name and digest.
 
 Files of torch and of the standard library are left out, because the versions of torch and of Python are factors of
-their own; their functions are not, because a program can replace them.
+their own; their functions are not, because a program can replace them. Dynamo's own are: it traces them in the place of
+what the model calls (a dataclass's making, say), the model itself never comes there, and to look at them a process that
+loads would have to import Dynamo.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from cgtool.guards.code import code_digest
 from cgtool.guards.names import find_qualified
 from cgtool.guards.sources import SourceError, canonical_module_name
 from cgtool.plan import Guard
+
+_TRACER = "torch._dynamo"
 
 
 def traced_sources(codes: Iterable[types.CodeType]) -> dict[str, str]:
@@ -42,7 +46,7 @@ def function_guards(codes: Iterable[types.CodeType]) -> tuple[Guard, ...]:
     guards: dict[str, Guard] = {}
     for code in codes:
         module = modules.get(os.path.realpath(code.co_filename))
-        if module is None or "<" in code.co_qualname:
+        if module is None or "<" in code.co_qualname or f"{module}.".startswith(f"{_TRACER}."):
             continue
         name = f"{module}:{code.co_qualname}"
         digest = code_digest(code)
