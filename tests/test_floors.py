@@ -19,6 +19,7 @@ FLOORS = {
     "commands": 5,
     "api": 4,
     "models": 4,
+    "bench": 4,
     "build": 3,
     "trace": 2,
     "split": 2,

@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "warm": ("cgtool.cli.warm:warm", "Compile a model into the cache before it is served."),
+    "bench": ("cgtool.cli.bench:bench", "Measure every way to start a model: what you would gain."),
     "inspect": ("cgtool.cli.inspect:inspect", "Look into the cache: its entries, or the pieces of one."),
 }
 
 EXAMPLES = """\b
 Examples:
   cgtool warm fixtures/tiny_llama.py:build
+  cgtool bench fixtures/tiny_llama.py:build
   cgtool inspect cache
   cgtool inspect graph
 """

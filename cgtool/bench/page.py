@@ -1,0 +1,154 @@
+"""The page of `cgtool bench --html`: one file that needs no network and no script.
+
+Must not import torch. Whatever a model's author wrote (its name, an error's text) is escaped, and the page's
+Content-Security-Policy forbids it to load or run anything.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from html import escape
+
+from cgtool.bench import words
+from cgtool.bench.chart import PHASE_WORDS, Bar, chart
+from cgtool.bench.report import PHASES, BenchReport, WayReport
+from cgtool.bench.stats import FEWEST_PAIRS
+
+_STYLE = """
+:root { color-scheme: light dark; --page: #fff; --ink: #1b1f24; --soft: #57606a; --line: #d0d7de; --band: #f6f8fa;
+  --import: #8c959f; --build: #0969da; --ready: #bc4c00; --bad: #b42318; }
+@media (prefers-color-scheme: dark) { :root { --page: #0d1117; --ink: #e6edf3; --soft: #9da7b1; --line: #30363d;
+  --band: #161b22; --import: #8b949e; --build: #58a6ff; --ready: #f0883e; --bad: #ff7b72; } }
+body { margin: 2rem auto; padding: 0 1rem; max-width: 68rem; background: var(--page); color: var(--ink);
+  font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; }
+p, li { max-width: 48rem; } .soft { color: var(--soft); } .bad { color: var(--bad); font-weight: 600; }
+code { font-family: ui-monospace, monospace; font-size: .9em; overflow-wrap: anywhere; }
+.chart { width: 100%; height: auto; display: block; }
+.chart text { font: 14px system-ui, sans-serif; dominant-baseline: central; fill: var(--ink); }
+.chart .label { text-anchor: end; } .chart .value { fill: var(--soft); } .chart .axis { stroke: var(--line); }
+.import { fill: var(--import); background: var(--import); } .build { fill: var(--build); background: var(--build); }
+.ready { fill: var(--ready); background: var(--ready); }
+.legend { display: flex; gap: 1.5rem; padding: 0; margin: .5rem 0; list-style: none; }
+.legend span { display: inline-block; width: .9em; height: .9em; margin-right: .4em; vertical-align: -.1em; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
+th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; } thead th { background: var(--band); }
+caption { text-align: left; color: var(--soft); padding-bottom: .4rem; }
+"""
+
+_METHOD = (
+    (
+        "Each start is a fresh process. The ways are started in turn, round by round, in an order that is drawn anew "
+        "for each round; first starts are left out where warm caches are meant."
+    ),
+    (
+        "Import: from the start of the process until torch and what builds the model are imported. Build: the model's "
+        "own modules and its factory. Ready: from the built model to its first output, which for cgtool counts its own "
+        "import, the look-up, digests, guards and opening what was compiled."
+    ),
+    "A step is a call after warm-up, in inference mode, synchronised; the median of many in each start.",
+    (
+        "Figures are medians over starts, with quartiles. A ratio is the median of the ratios within each round; its "
+        f"bound is the 95 % percentile bootstrap over rounds, given from {FEWEST_PAIRS} rounds on."
+    ),
+    (
+        "All ways have the same weights and inputs, and outputs are compared with eager's; in brackets stands the "
+        "greatest difference, relative to a tensor's greatest value."
+    ),
+    (
+        "Memory is the greatest resident size of the process. Prepared in: from the start of the process that filled "
+        "the caches until they were filled."
+    ),
+)
+
+
+def page(report: BenchReport) -> str:
+    """Return the page."""
+    model = escape(report.model)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<link rel="icon" href="data:,">
+<title>Ways to start {model}</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<header>
+<h1>Ways to start <code>{model}</code></h1>
+<p class="soft">{escape(report.began)}; {escape(words.machine_line(report))}</p>
+</header>
+<main>
+{_failures(report)}
+<h2>From the process's start to the first output</h2>
+{_legend()}
+{chart(_bars(report, PHASES), title="Start-up by phase, medians", name="phases")}
+<h2>From the built model to the first output</h2>
+{chart(_bars(report, PHASES[2:]), title="Ready, medians", name="ready")}
+<h2>Figures</h2>
+{_table("Starts", words.start_columns(report), [words.start_cells(report, way) for way in report.ways])}
+{_steps(report)}
+{_list("Notes", report.notes)}
+{_list("How it was measured", _METHOD)}
+<h2>Command</h2>
+<p><code>{escape(shlex.join(report.command))}</code></p>
+</main>
+</body>
+</html>
+"""
+
+
+def _bars(report: BenchReport, phases: Sequence[str]) -> list[Bar]:
+    return [_bar(way, phases) for way in report.ways]
+
+
+def _bar(way: WayReport, phases: Sequence[str]) -> Bar:
+    found = [phase for phase in phases if phase in way.summary]
+    if len(found) < len(phases):
+        return Bar(label=way.way.label, parts={}, remark="failed" if way.error else "not started")
+    return Bar(label=way.way.label, parts={phase: way.summary[phase].median for phase in phases})
+
+
+def _legend() -> str:
+    items = "".join(f'<li><span class="{word}"></span>{word}</li>' for word in PHASE_WORDS.values())
+    return f'<ul class="legend">{items}</ul>'
+
+
+def _steps(report: BenchReport) -> str:
+    columns = words.step_columns(report)
+    if len(columns) == 1:
+        return ""
+    return _table("A step", columns, [words.step_cells(report, way) for way in report.ways if way.steps])
+
+
+def _table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
+    body = "\n".join(
+        f'<tr><th scope="row">{escape(row[0])}</th>' + "".join(f"<td>{_cell(cell)}</td>" for cell in row[1:]) + "</tr>"
+        for row in rows
+    )
+    # What scrolls must be reachable from the keyboard.
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
+        f"<caption>{escape(caption)}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
+    )
+
+
+def _cell(text: str) -> str:
+    return f'<span class="bad">{escape(text)}</span>' if text.startswith("DIFFER") else escape(text)
+
+
+def _failures(report: BenchReport) -> str:
+    lines = words.failure_lines(report)
+    return "".join(f'<p class="bad">{escape(line)}</p>' for line in lines)
+
+
+def _list(heading: str, items: Sequence[str]) -> str:
+    if not items:
+        return ""
+    return f"<h2>{escape(heading)}</h2>\n<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"

@@ -1,0 +1,185 @@
+"""The folder of a bench: what was prepared, what runs now. Removed at the end, or kept and used again.
+
+Must not import torch. On disk::
+
+    bench.json               {"schema": 1, "identity": <digest>, "about": what it was prepared for}
+    reference/               eager's outputs (`outputs`)
+    prepared/<source>/       caches of one preparation; whole once prepared.json is there
+      prepared.json          the preparation's answer
+      inductor/ triton/ tmp/ torch's cache folders and TMPDIR
+      cache/                 cgtool's cache
+      artifact               the mega-cache, or torch's AOT precompile
+    starts/<number>/         request, answer, log and empty cache folders of the process that runs now
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cgtool.bench.request import SCHEMA, read_document, write_document
+from cgtool.config import child_variables
+from cgtool.digests import digest_of
+from cgtool.errors import UsageError
+
+_ABOUT = "bench.json"
+_PREPARED = "prepared.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caches:
+    """The cache folders that a process sees."""
+
+    folder: Path
+
+    @property
+    def inductor(self) -> Path:
+        """Torch's own cache."""
+        return self.folder / "inductor"
+
+    @property
+    def triton(self) -> Path:
+        """Triton's."""
+        return self.folder / "triton"
+
+    @property
+    def cgtool(self) -> Path:
+        """The root of cgtool's."""
+        return self.folder / "cache"
+
+    @property
+    def artifact(self) -> Path:
+        """The file of the mega-cache or of the AOT precompile."""
+        return self.folder / "artifact"
+
+    def make(self) -> None:
+        """Make the folders."""
+        for folder in (self.inductor, self.triton, self.folder / "tmp"):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment of a process that sees these folders and no other cache.
+
+        CGTOOL_* variables are left out: what they say is in the request.
+        """
+        changes = {
+            "TORCHINDUCTOR_CACHE_DIR": str(self.inductor),
+            "TRITON_CACHE_DIR": str(self.triton),
+            "TMPDIR": str(self.folder / "tmp"),
+            "CGTOOL_CACHE_DIR": str(self.cgtool),
+        }
+        return child_variables(changes, without="CGTOOL_")
+
+
+class Workspace:
+    """One bench's folder; make it with `opened`.
+
+    Attributes:
+        root: The folder.
+        reference: Where eager's outputs are.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.reference = root / "reference"
+        self._starts = 0
+
+    def prepared(self, source: str) -> Caches:
+        """Return the folders of a preparation, whole or not."""
+        return Caches(folder=self.root / "prepared" / source)
+
+    def answer_of(self, source: str) -> dict[str, Any] | None:
+        """Return what a preparation answered; None where it is not whole."""
+        path = self.prepared(source).folder / _PREPARED
+        return read_document(path) if path.is_file() else None
+
+    def finish(self, source: str, answer: Mapping[str, Any]) -> None:
+        """Say that a preparation is whole."""
+        write_document(self.prepared(source).folder / _PREPARED, answer)
+
+    def anew(self, source: str) -> Caches:
+        """Return empty folders for a preparation."""
+        caches = self.prepared(source)
+        shutil.rmtree(caches.folder, ignore_errors=True)
+        caches.make()
+        return caches
+
+    @contextlib.contextmanager
+    def start(self) -> Iterator[Caches]:
+        """Give a process a folder with empty caches; it is gone afterwards."""
+        self._starts += 1
+        folder = self.root / "starts" / str(self._starts)
+        shutil.rmtree(folder, ignore_errors=True)
+        caches = Caches(folder=folder)
+        caches.make()
+        try:
+            yield caches
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def opened(keep: Path | None, about: Mapping[str, Any]) -> Iterator[Workspace]:
+    """Give a bench its folder: a temporary one that is gone afterwards, or `keep`, which stays.
+
+    Args:
+        keep: The folder; made where it is missing.
+        about: What is benched, as JSON: what was prepared for something else is refused.
+
+    Raises:
+        UsageError: `keep` holds something else.
+    """
+    if keep is not None:
+        workspace = Workspace(keep.resolve())
+        _claim(workspace.root, about)
+        yield workspace
+        return
+    root = Path(tempfile.mkdtemp(prefix="cgtool-bench-")).resolve()
+    try:
+        _claim(root, about)
+        yield Workspace(root)
+    finally:
+        _remove(root)
+
+
+def _claim(root: Path, about: Mapping[str, Any]) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    identity = digest_of({"schema": SCHEMA, **about})
+    path = root / _ABOUT
+    if not path.is_file():
+        if any(root.iterdir()):
+            message = f"{root} holds something that no bench has made. Give --keep an empty or a new folder."
+            raise UsageError(message, path=str(root))
+        write_document(path, {"identity": identity, "about": dict(about)})
+    found = read_document(path)
+    if found["identity"] != identity:
+        was = found["about"]
+        differing = sorted(name for name in {*was, *about} if was.get(name) != about.get(name))
+        message = f"{root} was prepared for another {', '.join(differing) or 'bench'}. Give --keep another folder."
+        raise UsageError(message, path=str(root), expected=dict(about), actual=was)
+    for name in ("reference", "prepared", "starts"):
+        (root / name).mkdir(exist_ok=True)
+
+
+def _remove(root: Path) -> None:
+    # A process that was ended a moment ago may still be writing its last file.
+    for _ in range(3):
+        shutil.rmtree(root, ignore_errors=True)
+        if not root.exists():
+            return
+
+
+def bytes_of(*paths: Path) -> int:
+    """Return the bytes of files and of all files below folders; a file with several names counts once."""
+    seen: dict[tuple[int, int], int] = {}
+    for path in paths:
+        for file in [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file() and not p.is_symlink()]:
+            with contextlib.suppress(OSError):
+                status = file.stat()
+                seen[status.st_dev, status.st_ino] = status.st_size
+    return sum(seen.values())

@@ -1,0 +1,214 @@
+"""`cgtool bench`: parse what the user asked, show the work, print what was found.
+
+Must not import torch; the command itself loads as it runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cgtool.cli import failures, values
+from cgtool.cli.options import talk_options
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cgtool.cli.output import Output
+
+EXAMPLES = """\b
+Examples:
+  cgtool bench fixtures/tiny_llama.py:build
+  cgtool bench fixtures/tiny_llama.py:build --ways eager,compile-warm,cgtool/eager --html bench.html
+  cgtool bench fixtures/tiny_llama.py:build --arg num_layers=16 --arg width=256 --starts 15,torch=5
+  cgtool bench mypackage.models:build --device cuda --dtype bfloat16 --tokens 1,8,64 --json > bench.json
+  cgtool bench hf:checkpoints/llama --size-dim seq --keep bench-caches --starts 0
+"""
+
+#: Options that are fields of the configuration.
+_FIELDS = (
+    "compile_sizes",
+    "compile_ranges",
+    "splitting_ops",
+    "size_dim",
+    "inductor_compile_config",
+)
+
+
+def _tokens(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    wrong = next((word for word in words if not (word.isdecimal() and int(word))), None)
+    if wrong is not None:
+        raise click.BadParameter(f"{wrong!r} is no size. Give sizes such as 1,8,64.", ctx=ctx, param=param)
+    return tuple(dict.fromkeys(int(word) for word in words))
+
+
+@click.command(epilog=EXAMPLES, short_help="Measure every way to start a model: what you would gain.")
+@click.argument("model", metavar="MODEL")
+@click.option(
+    "--arg",
+    "factory_args",
+    multiple=True,
+    callback=values.arguments,
+    metavar="NAME=VALUE",
+    help="A keyword argument for the factory; JSON, else a string. Repeatable.",
+)
+@click.option("--device", metavar="DEVICE", help="Where the model is built: cpu, cuda, cuda:1.")
+@click.option("--dtype", metavar="DTYPE", help="Its default floating dtype: float32, bfloat16.")
+@click.option(
+    "--pythonpath",
+    multiple=True,
+    metavar="DIR",
+    help="A folder in which the model's modules are looked for first. Repeatable.",
+)
+@click.option(
+    "--weights",
+    type=click.Choice(["fake", "real"]),
+    default="fake",
+    show_default=True,
+    help="How the model is built while cgtool's cache is filled. Starts always build it for real.",
+)
+@click.option(
+    "--ways",
+    default="all",
+    show_default=True,
+    metavar="WAYS",
+    help="eager, compile-cold, compile-warm, mega-cache, aot-precompile, cgtool/ADAPTOR; or torch, cgtool, all.",
+)
+@click.option(
+    "--starts",
+    default="6",
+    show_default=True,
+    metavar="N[,WAY=N]",
+    help="How often each way starts, not counting cold ones; for some ways otherwise: 15,torch=5. 0 only prepares.",
+)
+@click.option(
+    "--warm-ups",
+    type=click.IntRange(min=0),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Starts of each way before those that count.",
+)
+@click.option(
+    "--cold-starts",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="How often everything is compiled with nothing cached, by torch and by cgtool.",
+)
+@click.option(
+    "--tokens",
+    default="1,8,64",
+    show_default=True,
+    callback=_tokens,
+    metavar="SIZES",
+    help="Sizes of the dynamic dimension whose steps are timed; an empty list times none.",
+)
+@click.option(
+    "--repeats",
+    type=click.IntRange(min=1),
+    default=30,
+    show_default=True,
+    metavar="N",
+    help="Steps of each size in each start.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the weights, the order and the bounds.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1800.0,
+    show_default=True,
+    metavar="SECS",
+    help="How long one process may take before it is ended and counts as failed.",
+)
+@click.option(
+    "--keep",
+    metavar="DIR",
+    help="Keep what is prepared in this folder, and use it again: the next bench of the same prepares nothing.",
+)
+@click.option("--html", metavar="FILE", help="Write a page with charts and tables; it needs no network.")
+@click.option(
+    "--compile-sizes",
+    callback=values.listed,
+    metavar="SIZES",
+    help="Sizes that cgtool compiles for themselves: 1,8.",
+)
+@click.option("--compile-ranges", metavar="RANGES", help="Inclusive ranges that cgtool compiles for themselves: 2-64.")
+@click.option("--splitting-ops", metavar="OPS", help="Ops to split the graph at. Default: known attention ops.")
+@click.option("--size-dim", metavar="DIM", help="The dynamic dimension that sizes speak of, where several are.")
+@click.option(
+    "--inductor-config",
+    "inductor_compile_config",
+    multiple=True,
+    callback=values.settings,
+    metavar="JSON|NAME=VALUE",
+    help="Options for Inductor in cgtool's ways. Repeatable.",
+)
+@click.option(
+    "--compilation-config", metavar="JSON", help="Any fields of CompilationConfig; a single flag wins over it."
+)
+@talk_options
+def bench(*, output: Output, **options: Any) -> int:
+    """Measure every way to start MODEL, each in fresh processes and in turn: what you would gain.
+
+    MODEL is what `cgtool warm` takes, built for real. This runs MODEL's code, many times. The ways: eager;
+    torch.compile with empty caches, with warm local caches and from a mega-cache; torch's AOT precompile; cgtool with
+    each adaptor. Each has caches of its own in a temporary folder, and yours are not touched.
+
+    Columns: import, build and ready (from the built model to its first output), steps, bytes on the disk and memory:
+    medians with quartiles, and the ratio to eager within each round with its 95 % bound. Outputs are compared with
+    eager's. A way that fails is shown with its error, and the others go on.
+    """
+    # Rich and the command itself: what `--help` does without.
+    from cgtool.bench.request import ModelText
+    from cgtool.bench.runner import Settings
+    from cgtool.bench.ways import parse_starts, parse_ways
+    from cgtool.cli.bench_tables import show_bench
+    from cgtool.cli.progress import reporting
+    from cgtool.cli.settings import load_settings
+    from cgtool.commands.bench import BenchOptions
+    from cgtool.commands.bench import bench as run
+
+    flags = {name: options[name] for name in _FIELDS}
+    config = load_settings(compilation_config=options["compilation_config"], flags=flags).config
+    asked = BenchOptions(
+        settings=Settings(
+            model=ModelText(
+                text=options["model"],
+                factory_args=options["factory_args"],
+                device=options["device"],
+                dtype=options["dtype"],
+                pythonpath=options["pythonpath"],
+                warm_weights=options["weights"],
+            ),
+            config=config.to_json(),
+            ways=parse_ways(options["ways"]),
+            starts=parse_starts(options["starts"], default=6),
+            warm_ups=options["warm_ups"],
+            cold_starts=options["cold_starts"],
+            tokens=options["tokens"],
+            dimension=config.size_dim,
+            repeats=options["repeats"],
+            seed=options["seed"],
+            limit_secs=options["timeout"],
+        ),
+        keep=Path(options["keep"]) if options["keep"] else None,
+        html=Path(options["html"]) if options["html"] else None,
+        command=_command(),
+    )
+    with reporting(output) as on_event:
+        report = run(asked, on_event)
+    if output.as_json:
+        output.json(report.to_json())
+    else:
+        show_bench(output, report)
+    return failures.DONE
+
+
+def _command() -> Sequence[str]:
+    return ["cgtool", *sys.argv[1:]]

@@ -1,0 +1,44 @@
+"""A bench's report as people read it on a terminal. Must not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from cgtool.bench import words
+from cgtool.cli.text import plain, secs_text
+
+if TYPE_CHECKING:
+    from cgtool.bench.report import BenchReport
+    from cgtool.cli.output import Output
+
+
+def show_bench(output: Output, report: BenchReport) -> None:
+    """Print the tables of starts and steps, what failed, and the machine."""
+    for note in report.notes:
+        output.note(f"Note: {note}", style="yellow")
+    output.line(f"Ways to start {report.model}: medians (quartiles), ratios [95 % bound]", style="bold")
+    _show(output, words.start_columns(report), [words.start_cells(report, way) for way in report.ways])
+    columns = words.step_columns(report)
+    if len(columns) > 1:
+        output.line()
+        output.line(f"A step, by {report.dimension}", style="bold")
+        _show(output, columns, [words.step_cells(report, way) for way in report.ways if way.steps])
+    for line in words.failure_lines(report):
+        output.line(line, style="red")
+    output.line(f"{words.machine_line(report)}; took {secs_text(report.secs)}", style="dim")
+
+
+def _show(output: Output, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", overflow="fold", min_width=min(len(column), 7))
+    for row in rows:
+        cells = [Text(plain(row[0]), style="cyan")]
+        cells += [Text(plain(cell), style="bold red" if cell.startswith("DIFFER") else "") for cell in row[1:]]
+        table.add_row(*cells)
+    output.show(table)
