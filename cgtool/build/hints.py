@@ -75,7 +75,7 @@ class _Search:
         low = max(symbol.min, _FIRST_USUAL) if high is None or high >= _FIRST_USUAL else symbol.min
         ends = (low, low + 1, low + 3, low + 7) if high is None else (high, high - 1, (low + high) // 2, low)
         tried: set[int] = set()
-        sizes = (*_equal_to(symbol.name, chosen, facts), *_PRIMES, *_ROUND, *ends)
+        sizes = (*equal_to(symbol.name, chosen, facts), *_PRIMES, *_ROUND, *ends)
         for wanted in (False, True):
             for size in (*sizes, *range(low, low + 512)):
                 inside = size >= low and (high is None or size <= high)
@@ -85,8 +85,8 @@ class _Search:
                     yield size
 
 
-def _equal_to(name: str, chosen: Mapping[str, int], facts: list[str]) -> Iterator[int]:
-    """Yield what facts of the form "name == expression" say of `name`."""
+def equal_to(name: str, chosen: Mapping[str, int], facts: list[str]) -> Iterator[int]:
+    """Yield what facts of the form "name == expression" say of `name` once other symbols are chosen."""
     for fact in facts:
         body = ast.parse(fact, mode="eval").body
         if not (isinstance(body, ast.Compare) and isinstance(body.ops[0], ast.Eq)):
