@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -124,6 +125,12 @@ def _sleep():
     time.sleep(600)
 
 
+def _hold_the_lock():
+    """Sleep in C without giving up Python's lock, under a name that another process can see."""
+    Path("/proc/self/comm").write_text("libc_sleep")
+    ctypes.PyDLL(None).sleep(600)
+
+
 def _exit():
     sys.stderr.write("some last words\n")
     os._exit(7)
@@ -134,6 +141,7 @@ CRASHES = {
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "SIGABRT": os.abort,
     "sleep": _sleep,
+    "hold the lock": _hold_the_lock,
     "exit": _exit,
 }
 
