@@ -80,6 +80,12 @@ class CompilationConfig:
             Kind: runtime.
         disable_cache: Neither read nor write the cache; False by default. The variable CGTOOL_DISABLE_CACHE says the
             same for a whole process. Kind: runtime.
+        jobs: How many pieces are compiled at a time, each in a worker process of its own. None (default) means one for
+            each core that this process may use, as far as the memory goes; 0 compiles in this process. Kind: runtime.
+        compile_timeout: How long one piece may take to compile in a worker, in seconds; a worker that takes longer is
+            ended. None (default) is no limit. Kind: runtime.
+        proof: Run each artifact on random inputs, in a process of its own, and compare it with the piece run eagerly
+            before the cache names it; True by default. Kind: runtime.
         cache_dir: The cache's root folder. Empty (default) means CGTOOL_CACHE_DIR, else the user's cache folder.
             Kind: runtime.
         debug_dump_path: A folder that gets `computation_graph.py` and `transformed_code.py` of each model that is
@@ -104,6 +110,9 @@ class CompilationConfig:
     cudagraph_copy_inputs: bool = False
     enforce_eager: bool = False
     disable_cache: bool = False
+    jobs: int | None = None
+    compile_timeout: float | None = None
+    proof: bool = True
     cache_dir: str = ""
     debug_dump_path: str = ""
 

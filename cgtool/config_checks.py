@@ -216,6 +216,22 @@ def _check_keys(value: Any) -> None:
             _check_keys(item)
 
 
+def check_jobs(value: Any) -> int | None:
+    """Return a number of workers; None stays None."""
+    if value is not None and (type(value) is not int or value < 0):
+        raise WrongValueError("it is a number of worker processes: 1 or more, 0 for none, or nothing for the cores")
+    return value
+
+
+def check_secs(value: Any) -> float | None:
+    """Return a number of seconds above 0; None stays None."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise WrongValueError("it is a number of seconds above 0, or nothing for no limit")
+    return float(value)
+
+
 def check_path(value: Any) -> str:
     """Return a path as text."""
     if not isinstance(value, (str, os.PathLike)):

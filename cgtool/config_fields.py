@@ -53,6 +53,9 @@ FIELDS: dict[str, FieldSpec] = {
     "cudagraph_copy_inputs": FieldSpec(kind="runtime", check=checks.check_bool, parse=text.parse_bool),
     "enforce_eager": FieldSpec(kind="runtime", check=checks.check_bool, parse=text.parse_bool),
     "disable_cache": FieldSpec(kind="runtime", check=checks.check_bool, parse=text.parse_bool),
+    "jobs": FieldSpec(kind="runtime", check=checks.check_jobs, parse=text.parse_optional),
+    "compile_timeout": FieldSpec(kind="runtime", check=checks.check_secs, parse=text.parse_secs),
+    "proof": FieldSpec(kind="runtime", check=checks.check_bool, parse=text.parse_bool),
     "cache_dir": FieldSpec(kind="runtime", check=checks.check_path, parse=str),
     "debug_dump_path": FieldSpec(kind="runtime", check=checks.check_path, parse=str),
 }

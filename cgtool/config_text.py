@@ -93,6 +93,14 @@ def parse_optional(text: str) -> str | int | None:
     return None if text.strip().lower() in {"", "none", "null"} else parse_int(text.strip())
 
 
+def parse_secs(text: str) -> float | str | None:
+    """Return a number of seconds, None for none, or the text itself for the check to refuse."""
+    text = text.strip()
+    if text.lower() in {"", "none", "null"}:
+        return None
+    return float(text) if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text) else text
+
+
 def parse_mode(text: str) -> Any:
     """Return a mode's name or value; NONE is a mode, so that only the empty text and null mean: not set."""
     if text.strip()[:1] == "[":

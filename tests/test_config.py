@@ -41,6 +41,9 @@ KINDS = {
     "cudagraph_copy_inputs": "runtime",
     "enforce_eager": "runtime",
     "disable_cache": "runtime",
+    "jobs": "runtime",
+    "compile_timeout": "runtime",
+    "proof": "runtime",
     "cache_dir": "runtime",
     "debug_dump_path": "runtime",
 }
@@ -62,6 +65,9 @@ OTHERS = {
     "cudagraph_copy_inputs": True,
     "enforce_eager": True,
     "disable_cache": True,
+    "jobs": 4,
+    "compile_timeout": 90.5,
+    "proof": False,
     "cache_dir": "/x",
     "debug_dump_path": "/y",
 }

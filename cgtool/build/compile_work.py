@@ -1,84 +1,101 @@
-"""Compiling the work that a plan needs: each unique artifact once, and eagerly what no compiler takes."""
+"""Compiling the work that a plan needs: each unique artifact once, several at a time, eagerly what no compiler takes.
+
+A piece goes down a chain of adaptors until one takes it: aot_inductor, inductor_standalone, eager. Only what a compiler
+says of the piece moves it down; a worker that died, hung or found no memory or disk fails its units, the others go on,
+and one error at the end names all that failed.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from cgtool.build.adaptors import get_adaptor
-from cgtool.build.manager import CompilerManager, UnitResult
+from cgtool.build.manager import UnitResult
+from cgtool.build.managers import Managers
+from cgtool.build.schedule import Task, run_tasks
 from cgtool.build.wanted import Work
-from cgtool.cache.layout import CacheLayout
-from cgtool.cache.manifest import ManifestRow, shape_words
+from cgtool.build.workers.pool import WorkerPool
+from cgtool.cache.manifest import Fallback, ManifestRow, shape_words
 from cgtool.cache.objects import ObjectStore
-from cgtool.cache.units import UnitStore
-from cgtool.config import EAGER, CompilationConfig
+from cgtool.config import EAGER
 from cgtool.digests import digest_of
-from cgtool.errors import CompileError
-from cgtool.events import Event, OnEvent
+from cgtool.errors import UnitsFailedError
+from cgtool.events import OnEvent
 
 #: How many pieces a line of progress names.
 _MOST_LISTED = 6
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Compiled:
     """What came of it.
 
     Args:
-        rows: A row for each item of the work.
+        rows: A row for each item of the work that has an artifact of its own.
         compiled: How many artifacts this process compiled.
         secs: How long all of it took, in seconds.
-        fallbacks: variant → piece → why no compiler took it; such a piece runs as it stands.
+        fallbacks: The pieces that another adaptor serves than the one that was asked for.
     """
 
-    rows: list[ManifestRow] = field(default_factory=list)
-    compiled: int = 0
-    secs: float = 0.0
-    fallbacks: dict[int, dict[int, str]] = field(default_factory=dict)
+    rows: tuple[ManifestRow, ...]
+    compiled: int
+    secs: float
+    fallbacks: tuple[Fallback, ...] = ()
 
 
 def compile_work(
-    work: Iterable[Work], *, layout: CacheLayout, objects: ObjectStore, config: CompilationConfig, on_event: OnEvent
+    work: Iterable[Work],
+    *,
+    objects: ObjectStore,
+    managers: Managers,
+    pool: WorkerPool | None = None,
+    on_event: OnEvent,
 ) -> Compiled:
     """Compile or reuse every artifact of `work` and put it into an entry.
 
-    A piece that the compiler refuses for all of its variant's sizes runs as it stands, and is reported; one that it
-    refuses for a concrete size or a range alone is an error.
+    A piece that no compiler takes for all of its variant's sizes runs as it stands, and is reported; one that none
+    takes for a concrete size or a range alone is an error.
 
     Args:
         work: What is needed.
-        layout: Where the cache lies.
         objects: The entry's artifacts.
-        config: Where the compiler's options come from.
+        managers: The compilers.
+        pool: Workers to compile in; None compiles in this process, one piece after the other.
         on_event: Told of each artifact.
 
     Raises:
-        CompileError: A piece cannot be compiled for a concrete size or a range.
+        UnitsFailedError: Some pieces could not be compiled; what could be is stored.
         ConfigError: The compiler does not know an option.
+        ProofCrashError: The process that proves artifacts died.
         CacheError: The cache cannot be written.
     """
     started = time.perf_counter()
-    groups = list(unique(work))
-    managers = _Managers(layout, config, on_event)
-    result = Compiled()
-    for done, group in enumerate(groups):
-        items = [item for item in group if item.piece_index not in result.fallbacks.get(item.variant, {})]
-        if not items:
-            continue
-        label = _label(items)
-        on_event(Event(phase="compile", message=label, done=done, total=len(groups)))
-        items, unit = _ensure(items, managers, objects, result)
-        result.compiled += not unit.reused
-        secs = 0.0 if unit.reused else unit.compile_secs
-        said = f"{label}, compiled before" if unit.reused else label
-        on_event(Event(phase="compile", message=said, done=done + 1, total=len(groups), secs=secs))
-        result.rows += [_row(item, unit) for item in items]
-    result.secs = time.perf_counter() - started
-    return result
+    # what serves all sizes comes first: where it falls to eager, nothing else of the piece is compiled
+    groups = sorted(unique(work), key=lambda group: not all(item.is_base for item in group))
+    tasks = [Task(items=group, label=_label(group)) for group in groups]
+    run_tasks(tasks, objects=objects, managers=managers, pool=pool, on_event=on_event)
+    as_it_stands = {item.place for task in tasks if task.is_base and task.adaptor == EAGER for item in task.items}
+    served = [(task, [item for item in task.items if item.is_base or item.place not in as_it_stands]) for task in tasks]
+    _raise_failures([task for task, items in served if items and task.error is not None])
+    done = [(item, task, task.unit) for task, items in served for item in items if task.unit is not None]
+    return Compiled(
+        rows=tuple(_row(item, task.adaptor, unit) for item, task, unit in done),
+        compiled=sum(task.unit is not None and not task.unit.reused for task, items in served if items),
+        secs=time.perf_counter() - started,
+        fallbacks=tuple(
+            Fallback(
+                variant=item.variant,
+                piece_index=item.piece_index,
+                shape=item.shape,
+                adaptor=task.adaptor,
+                reason=task.reason,
+            )
+            for item, task, _ in done
+            if task.reason
+        ),
+    )
 
 
 def row_name(work: Work) -> dict[str, Any]:
@@ -91,40 +108,6 @@ def row_name(work: Work) -> dict[str, Any]:
     }
 
 
-class _Managers:
-    """A manager for each adaptor, made when it is first needed."""
-
-    def __init__(self, layout: CacheLayout, config: CompilationConfig, on_event: OnEvent) -> None:
-        self._layout = layout
-        self._units = UnitStore(layout)
-        self._config = config
-        self._on_event = on_event
-        self._made: dict[str, CompilerManager] = {}
-
-    def get(self, adaptor: str) -> CompilerManager:
-        if adaptor not in self._made:
-            compiler = get_adaptor(adaptor)
-            compiler.initialize_cache(self._layout.root)
-            self._made[adaptor] = CompilerManager(self._units, compiler, self._config, on_event=self._on_event)
-        return self._made[adaptor]
-
-
-def _ensure(
-    items: list[Work], managers: _Managers, objects: ObjectStore, result: Compiled
-) -> tuple[list[Work], UnitResult]:
-    first = items[0]
-    try:
-        unit = managers.get(first.adaptor).ensure(first.graph, objects=objects, max_autotune=first.max_autotune)
-    except CompileError as error:
-        if not all(item.is_base for item in items):
-            raise
-        for item in items:
-            result.fallbacks.setdefault(item.variant, {})[item.piece_index] = str(error)
-        eager = [dataclasses.replace(item, adaptor=EAGER, max_autotune=False) for item in items]
-        return eager, managers.get(EAGER).ensure(first.graph, objects=objects)
-    return items, unit
-
-
 def unique(work: Iterable[Work]) -> Iterator[list[Work]]:
     """Yield the work in groups that one artifact serves, in order of first need."""
     groups: dict[str, list[Work]] = {}
@@ -132,6 +115,20 @@ def unique(work: Iterable[Work]) -> Iterator[list[Work]]:
         name = digest_of([item.graph.identity(), item.adaptor, item.max_autotune, item.is_base])
         groups.setdefault(name, []).append(item)
     yield from groups.values()
+
+
+def _raise_failures(failed: list[Task]) -> None:
+    if not failed:
+        return
+    reasons = tuple(f"{task.label}: {task.error}" for task in failed)
+    if len(failed) == 1:
+        raise UnitsFailedError(f"Compiling {reasons[0]}") from failed[0].error
+    names = "; ".join(task.label for task in failed)
+    raise UnitsFailedError(
+        f"{len(failed)} of the artifacts could not be compiled: {names}. What was finished is stored, and the same "
+        "command goes on from there.",
+        reasons=reasons,
+    ) from failed[0].error
 
 
 def _label(items: list[Work]) -> str:
@@ -144,18 +141,14 @@ def _label(items: list[Work]) -> str:
     return f"{'piece' if len(indices) == 1 else 'pieces'} {listed}{more} ({kind}{shape_words(shape)})"
 
 
-def _row(work: Work, unit: UnitResult) -> ManifestRow:
+def _row(work: Work, adaptor: str, unit: UnitResult) -> ManifestRow:
     return ManifestRow(
-        **row_name(work),
+        **{**row_name(work), "adaptor": adaptor},
         digest=unit.digest,
         kind=unit.kind,
         size_bytes=unit.size_bytes,
         compile_secs=unit.compile_secs,
         kernels=unit.kernels,
         guards=tuple(unit.guards),
+        proved=unit.proved,
     )
-
-
-def merged(first: Mapping[int, Mapping[int, str]], other: Mapping[int, Mapping[int, str]]) -> dict[int, dict[int, str]]:
-    """Return both maps of eager pieces as one."""
-    return {index: {**first.get(index, {}), **other.get(index, {})} for index in sorted({*first, *other})}

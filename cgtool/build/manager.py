@@ -9,16 +9,22 @@ a layer, no index of a piece.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
-from cgtool.build.adaptors.interface import CompilerInterface, PieceCallable
+from cgtool.build.adaptors.interface import CompiledPiece, CompilerInterface, PieceCallable
+from cgtool.build.workers.modules import imports_for
+from cgtool.build.workers.pool import WorkerPool
+from cgtool.build.workers.settings import changed_settings
+from cgtool.build.workers.unit import StaysHereError, Unit
 from cgtool.cache.objects import ObjectStore
 from cgtool.cache.units import UnitRecord, UnitStore, new_record
 from cgtool.config import CompilationConfig
 from cgtool.digests import digest_of
 from cgtool.errors import CacheCorruptError
 from cgtool.events import Event, OnEvent, ignore
-from cgtool.pieces import PieceGraph
+from cgtool.pieces import Json, PieceGraph
 
 #: Raise it when the way from a piece to an artifact changes: what older versions built is then compiled again.
 BUILD_VERSION = 1
@@ -36,6 +42,7 @@ class UnitResult:
         compile_secs: How long it took to compile, when it was compiled, in seconds.
         kernels: How many kernels were generated.
         guards: Facts over the graph's symbols that the compiler relies on, beyond the graph's ranges and facts.
+        proved: Whether it was run and compared with the piece.
         reused: Whether it had been compiled before: by another piece, size, rank, process or warm.
     """
 
@@ -46,7 +53,12 @@ class UnitResult:
     compile_secs: float
     kernels: int
     guards: tuple[str, ...]
+    proved: bool
     reused: bool
+
+
+#: Proves an artifact: (bytes, graph, guards, modules to import); raises where it is wrong, says whether it was proved.
+Prove = Callable[[bytes, PieceGraph, tuple[str, ...], tuple[Mapping[str, Json], ...]], bool]
 
 
 class CompilerManager:
@@ -57,6 +69,8 @@ class CompilerManager:
         adaptor: The compiler.
         config: Where the user's options for the compiler come from.
         on_event: Told when a unit is waited for, because another process compiles it.
+        pool: Worker processes to compile in; None compiles in this process alone.
+        prove: Run before a unit is stored; None stores it without proof.
     """
 
     def __init__(
@@ -66,12 +80,22 @@ class CompilerManager:
         config: CompilationConfig,
         *,
         on_event: OnEvent = ignore,
+        pool: WorkerPool | None = None,
+        prove: Prove | None = None,
     ) -> None:
         self._units = units
         self._adaptor = adaptor
         self._options = dict(config.inductor_compile_config)
         self._on_event = on_event
+        self._pool = pool if adaptor.in_workers else None
+        self._prove = prove
         self._hashes: dict[bool, str] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether pieces may be compiled outside of this process."""
+        return self._pool is not None
 
     def key(self, graph: PieceGraph, *, max_autotune: bool = False) -> str:
         """Return the key of the unit that `graph` compiles to.
@@ -79,19 +103,18 @@ class CompilerManager:
         Raises:
             ConfigError: An option is unknown to the compiler.
         """
-        if max_autotune not in self._hashes:
-            # slow for Inductor, and the same for every piece
-            self._hashes[max_autotune] = self._adaptor.compute_hash(self._options, max_autotune=max_autotune)
         return digest_of(
             {
                 "piece": graph.identity(),
                 "adaptor": self._adaptor.name,
-                "compiler": self._hashes[max_autotune],
+                "compiler": self._compiler(max_autotune=max_autotune),
                 "build": BUILD_VERSION,
             }
         )
 
-    def ensure(self, graph: PieceGraph, *, objects: ObjectStore, max_autotune: bool = False) -> UnitResult:
+    def ensure(
+        self, graph: PieceGraph, *, objects: ObjectStore, max_autotune: bool = False, in_worker: bool = False
+    ) -> UnitResult:
         """Return the unit of `graph`, compiled now unless it was before; its artifact is in the entry.
 
         Two processes that ask for one unit at a time compile it once: the second waits, and finds it. Interrupted at
@@ -101,21 +124,26 @@ class CompilerManager:
             graph: A piece, specialised or restricted to the shape.
             objects: The artifacts of the entry.
             max_autotune: Whether the compiler may try variants of each kernel: for concrete sizes.
+            in_worker: Whether a worker of the pool compiles it, while any thread of this process waits.
 
         Raises:
+            StaysHereError: With `in_worker`: only this process can compile the piece.
+            WorkerError: With `in_worker`: the worker crashed, hung, or ran out of memory or disk.
             CompileError: The compiler cannot compile the piece, or cannot save what it compiled. Nothing is stored.
+            ProofCrashError: The process that proves the artifact died.
             ConfigError: An option is unknown to the compiler.
             CacheError: The cache cannot be written.
         """
         key = self.key(graph, max_autotune=max_autotune)
-        record = self._units.find(key)
+        work = _Compile(key=key, graph=graph, max_autotune=max_autotune, in_worker=in_worker)
+        record = self._found(key)
         reused = record is not None
         if record is None:
-            record, reused = self._compile_locked(key, graph, max_autotune=max_autotune)
+            record, reused = self._compile_locked(work)
         try:
             self._units.link_into(objects, key, record)
         except CacheCorruptError:  # damaged between the look and the link: as if it had not been there
-            record, reused = self._compile_locked(key, graph, max_autotune=max_autotune)
+            record, reused = self._compile_locked(work)
             self._units.link_into(objects, key, record)
         return _result(key, record, reused=reused)
 
@@ -128,25 +156,83 @@ class CompilerManager:
         """
         return self._adaptor.load(objects.get(unit.digest, unit.kind), graph)
 
-    def _compile_locked(self, key: str, graph: PieceGraph, *, max_autotune: bool) -> tuple[UnitRecord, bool]:
+    def _found(self, key: str) -> UnitRecord | None:
+        """Return the record of a unit that may be used as it is."""
+        found = self._units.find(key)
+        return None if found is not None and self._prove is not None and not found.proved else found
+
+    def _compile_locked(self, work: _Compile) -> tuple[UnitRecord, bool]:
         """Compile a unit while no other process does; return its record, and whether another one did it meanwhile."""
-        with self._units.lock(key, on_wait=self._waiting):
-            found = self._units.find(key)
-            if found is not None:
+        with self._units.lock(work.key, on_wait=self._waiting):
+            found = self._units.find(work.key)
+            if found is not None and (found.proved or self._prove is None):
                 return found, True
-            piece = self._adaptor.compile(graph, options=self._options, max_autotune=max_autotune)
-            record = new_record(
-                piece.artifact,
-                kind=self._adaptor.kind,
-                compile_secs=piece.compile_secs,
-                kernels=piece.kernels,
-                guards=piece.guards,
-            )
-            self._units.put(key, piece.artifact, record)
-        return record, False
+            data = None if found is None else self._units.data(work.key, found)
+            reused = found is not None and data is not None
+            if found is None or data is None:
+                piece = self._compiled(work)
+                data = piece.artifact
+                found = new_record(
+                    data,
+                    kind=self._adaptor.kind,
+                    compile_secs=piece.compile_secs,
+                    kernels=piece.kernels,
+                    guards=piece.guards,
+                )
+            if self._prove is not None:
+                imports = _imports_or_none(work.graph, self._adaptor)
+                found = replace(found, proved=self._prove(data, work.graph, found.guards, imports))
+            self._units.put(work.key, data, found)
+        return found, reused
+
+    def _compiled(self, work: _Compile) -> CompiledPiece:
+        if work.in_worker and self._pool is not None:
+            return self._compiled_in_worker(work, self._pool)
+        return self._adaptor.compile(work.graph, options=self._options, max_autotune=work.max_autotune)
+
+    def _compiled_in_worker(self, work: _Compile, pool: WorkerPool) -> CompiledPiece:
+        unit = Unit(
+            key=work.key,
+            graph=work.graph,
+            adaptor=self._adaptor.name,
+            options=self._options,
+            max_autotune=work.max_autotune,
+            compiler=self._compiler(max_autotune=work.max_autotune),
+            imports=imports_for(work.graph.ops, self._adaptor),
+            settings=changed_settings(),
+        )
+        report, artifact = pool.compile(unit)
+        return CompiledPiece(
+            artifact=artifact, kernels=report.kernels, compile_secs=report.compile_secs, guards=report.guards
+        )
+
+    def _compiler(self, *, max_autotune: bool) -> str:
+        """Return the adaptor's digest of compiler and options: slow for Inductor, and the same for every piece."""
+        with self._lock:
+            if max_autotune not in self._hashes:
+                self._hashes[max_autotune] = self._adaptor.compute_hash(self._options, max_autotune=max_autotune)
+            return self._hashes[max_autotune]
 
     def _waiting(self) -> None:
         self._on_event(Event(phase="compile", message="waiting for another process that compiles this piece"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Compile:
+    """One unit to compile, and where."""
+
+    key: str
+    graph: PieceGraph
+    max_autotune: bool
+    in_worker: bool
+
+
+def _imports_or_none(graph: PieceGraph, adaptor: CompilerInterface) -> tuple[Mapping[str, Json], ...]:
+    """Return the modules of a piece's ops; none where no other process finds them, which a proof says then."""
+    try:
+        return imports_for(graph.ops, adaptor)
+    except StaysHereError:
+        return ()
 
 
 def _result(key: str, record: UnitRecord, *, reused: bool) -> UnitResult:
@@ -158,5 +244,6 @@ def _result(key: str, record: UnitRecord, *, reused: bool) -> UnitResult:
         compile_secs=record.compile_secs,
         kernels=record.kernels,
         guards=record.guards,
+        proved=record.proved,
         reused=reused,
     )

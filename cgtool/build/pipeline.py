@@ -6,22 +6,26 @@ miss ──▶ stitch ──▶ every row ──▶ compile ──▶ publish
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cgtool.build.compile_work import Compiled, compile_work, merged, row_name, unique
-from cgtool.build.records import calls_of, counts_of, notes_of, without_sizes
+from cgtool.build.adaptors import get_adaptor
+from cgtool.build.compile_work import Compiled, compile_work, row_name, unique
+from cgtool.build.managers import Managers
+from cgtool.build.records import calls_of, counts_of, fallbacks_of, notes_of, without_sizes
 from cgtool.build.wanted import Work, wanted
+from cgtool.build.workers.limits import default_jobs, early_jobs
+from cgtool.build.workers.pool import WorkerPool
 from cgtool.cache.entry import EntryWriter
 from cgtool.cache.files import check_writable, write_atomic
 from cgtool.cache.key import Factor, Key
 from cgtool.cache.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout, resolve_root, short
-from cgtool.cache.manifest import Manifest, ManifestRow, shape_words
+from cgtool.cache.manifest import Fallback, Manifest, shape_words
 from cgtool.cache.objects import ObjectStore
-from cgtool.config import CompilationConfig, CompilationLevel, environment
+from cgtool.config import EAGER, CompilationConfig, CompilationLevel, environment
 from cgtool.digests import canonical_json, digest_of
 from cgtool.errors import CacheCorruptError, CacheMissError, ModelError, UsageError
 from cgtool.events import Event, OnEvent, ignore
@@ -50,6 +54,7 @@ class WarmResult:
         compile_secs: Seconds that compiling took.
         reasons: Why it was no hit, the most telling first.
         notes: Advice for the user.
+        fallbacks: The pieces that another adaptor serves than the configured one, and why.
     """
 
     hash: str
@@ -63,6 +68,7 @@ class WarmResult:
     compile_secs: float
     reasons: tuple[str, ...]
     notes: tuple[str, ...]
+    fallbacks: tuple[Fallback, ...] = ()
 
 
 def warm(
@@ -131,7 +137,7 @@ class _Warm:
             if check:
                 raise
             return self._fresh(facts, miss.reasons)
-        work = wanted(found.plan, self._config, eager_pieces=_eager_pieces(found.entry.manifest))
+        work = _wanted_of(found, found.entry.manifest, self._config)
         missing = [w for w in work if found.entry.manifest.row(**row_name(w)) is None]
         broken = _broken_rows(found, work)
         if check and (missing or broken):
@@ -169,7 +175,14 @@ class _Warm:
         from cgtool.build.stitch import stitch
 
         check_writable(self._layout.root)
-        stitched = stitch(self._spec, self._config.splitting_ops, self._on_event)
+        with self._pool() as pool:
+            if pool is not None:
+                pool.start(early_jobs(pool.jobs))  # they import torch while this process traces
+            stitched = stitch(self._spec, self._config.splitting_ops, self._on_event)
+            return self._built(facts, stitched, reasons, pool)
+
+    def _built(self, facts: Facts, stitched: Stitched, reasons: tuple[str, ...], pool: WorkerPool | None) -> WarmResult:
+        """Compile a plan and publish it."""
         files = {
             PLAN_FILE: canonical_json(stitched.plan.to_json()),
             GRAPH_FILE: stitched.computation_graph.encode(),
@@ -184,9 +197,8 @@ class _Warm:
         work = wanted(stitched.plan, self._config, eager_pieces=eager)
         key = self._key(facts, stitched)
         writer = EntryWriter(self._layout, key, rank=self._rank, prefix=self._spec.prefix)
-        done = self._compile(work, writer.objects)
-        stitched = dataclasses.replace(stitched, eager_pieces=merged(stitched.eager_pieces, done.fallbacks))
-        manifest = self._manifest(key, facts, stitched, done.rows)
+        done = self._compile(work, writer.objects, pool)
+        manifest = self._manifest(key, facts, stitched, done)
         self._on_event(Event(phase="store", message=short(key.hash)))
         manifest = writer.publish(manifest, files)
         return self._result(
@@ -196,15 +208,17 @@ class _Warm:
             trace_secs=stitched.trace_secs,
             compile_secs=done.secs,
             reasons=reasons,
-            notes=notes_of(stitched),
+            notes=notes_of(stitched, manifest.fallbacks),
         )
 
     def _complete(self, found: Found, work: tuple[Work, ...], missing: list[Work], broken: list[Work]) -> WarmResult:
         """Compile what an entry lacks; its plan says all that is needed, so nothing is traced."""
         writer = EntryWriter(self._layout, found.key, rank=self._rank, prefix=self._spec.prefix)
-        done = self._compile((*missing, *broken), writer.objects)
+        with self._pool() as pool:
+            done = self._compile((*missing, *broken), writer.objects, pool)
         self._on_event(Event(phase="store", message=short(found.key.hash)))
-        manifest = writer.add_rows(done.rows)
+        manifest = writer.add_rows(done.rows, done.fallbacks)
+        work = _wanted_of(found, manifest, self._config)
         everything = {row.digest for w in work if (row := manifest.row(**row_name(w))) is not None}
         return self._result(
             manifest,
@@ -214,8 +228,16 @@ class _Warm:
             reasons=_incomplete(missing, broken, self._layout).reasons,
         )
 
-    def _compile(self, work: Iterable[Work], objects: ObjectStore) -> Compiled:
-        return compile_work(work, layout=self._layout, objects=objects, config=self._config, on_event=self._on_event)
+    def _pool(self) -> AbstractContextManager[WorkerPool | None]:
+        """Return the workers of this warm; None where everything is compiled in this process."""
+        jobs = default_jobs() if self._config.jobs is None else self._config.jobs
+        if jobs == 0 or not get_adaptor(self._config.adaptor).in_workers:
+            return nullcontext()
+        return WorkerPool(jobs=jobs, timeout_secs=self._config.compile_timeout)
+
+    def _compile(self, work: Iterable[Work], objects: ObjectStore, pool: WorkerPool | None) -> Compiled:
+        managers = Managers(self._layout, self._config, on_event=self._on_event, pool=pool)
+        return compile_work(work, objects=objects, managers=managers, pool=pool, on_event=self._on_event)
 
     def _key(self, facts: Facts, stitched: Stitched) -> Key:
         guards = [[g.to_json() for g in v.model_guards] for v in stitched.plan.variants]
@@ -229,10 +251,7 @@ class _Warm:
         }
         return Key.of(Factor(name=name, value=value) for name, value in factors.items())
 
-    def _manifest(self, key: Key, facts: Facts, stitched: Stitched, rows: Iterable[ManifestRow]) -> Manifest:
-        eager = {
-            str(index): {str(p): why for p, why in found.items()} for index, found in stitched.eager_pieces.items()
-        }
+    def _manifest(self, key: Key, facts: Facts, stitched: Stitched, done: Compiled) -> Manifest:
         return Manifest(
             hash=key.hash,
             rank=self._rank,
@@ -242,9 +261,10 @@ class _Warm:
             adaptor=self._config.adaptor,
             splitting_ops=stitched.splitting_ops,
             variants=tuple(counts_of(stitched.plan, index) for index in range(len(stitched.plan.variants))),
-            rows=tuple(rows),
+            rows=done.rows,
+            fallbacks=(*fallbacks_of(stitched), *done.fallbacks),
+            size_dim=self._config.size_dim,
             lookup=(facts.lookup,),
-            extra={"eager_pieces": eager, "size_dim": self._config.size_dim},
         )
 
     def _result(
@@ -271,6 +291,7 @@ class _Warm:
             compile_secs=round(compile_secs, 3),
             reasons=reasons,
             notes=notes,
+            fallbacks=manifest.fallbacks,
         )
 
 
@@ -289,9 +310,19 @@ def _leveled(config: CompilationConfig, spec: ModelSpec) -> CompilationConfig:
     return config
 
 
-def _eager_pieces(manifest: Manifest) -> dict[int, frozenset[int]]:
-    stored = manifest.extra.get("eager_pieces") or {}
-    return {int(index): frozenset(map(int, pieces)) for index, pieces in stored.items()}
+def _wanted_of(found: Found, manifest: Manifest, config: CompilationConfig) -> tuple[Work, ...]:
+    """Return what an entry's plan needs, where its manifest knows which adaptors take which pieces."""
+    fallbacks = manifest.fallbacks
+    eager: dict[int, set[int]] = {}
+    for fallback in fallbacks:
+        if fallback.adaptor == EAGER:  # for a piece as a whole: a size alone never falls that far
+            eager.setdefault(fallback.variant, set()).add(fallback.piece_index)
+    return wanted(
+        found.plan,
+        config,
+        eager_pieces={index: frozenset(pieces) for index, pieces in eager.items()},
+        fallbacks={fallback.place: fallback.adaptor for fallback in fallbacks},
+    )
 
 
 def _broken_rows(found: Found, work: Iterable[Work]) -> list[Work]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from cgtool.cache.fallbacks import Fallback
 from cgtool.cache.manifest import VariantCounts
+from cgtool.cache.shapes import GENERAL, shape_words
+from cgtool.config import EAGER
 from cgtool.guards.signature import CallSignature
 from cgtool.model import ExampleCall, ModelSpec
 from cgtool.pieces import Json
 from cgtool.plan import Plan
+from cgtool.runtime.shapes import base_shape
 
 if TYPE_CHECKING:
     from cgtool.build.stitch import Stitched
@@ -73,15 +77,33 @@ def counts_of(plan: Plan, index: int) -> VariantCounts:
     )
 
 
-def notes_of(stitched: Stitched) -> tuple[str, ...]:
-    """Return advice for the user that the traces gave."""
-    notes = []
-    for index, pieces in stitched.eager_pieces.items():
-        for piece, why in pieces.items():
-            notes.append(f"Piece {piece} of variant {stitched.plan.variants[index].name} runs as it stands: {why}")
+def fallbacks_of(stitched: Stitched) -> tuple[Fallback, ...]:
+    """Return the pieces that no compiler may be given, as a manifest lists them."""
+    return tuple(
+        Fallback(
+            variant=index,
+            piece_index=piece,
+            shape=base_shape(stitched.plan.variants[index]),
+            adaptor=EAGER,
+            reason=why,
+        )
+        for index, pieces in stitched.eager_pieces.items()
+        for piece, why in pieces.items()
+    )
+
+
+def notes_of(stitched: Stitched, fallbacks: Iterable[Fallback]) -> tuple[str, ...]:
+    """Return advice for the user that the traces and the compilers gave."""
+    notes = [_fallback_note(fallback, stitched.plan.variants[fallback.variant].name) for fallback in fallbacks]
     notes += [
         f"The op {name} was made with torch.library.custom_op, whose first call imports Dynamo (seconds at start). "
         "cgtool.direct_register_custom_op registers an op without that."
         for name in stitched.slow_ops
     ]
     return tuple(dict.fromkeys(notes))
+
+
+def _fallback_note(fallback: Fallback, variant: str) -> str:
+    shape = "" if fallback.shape == GENERAL else f" at {shape_words(fallback.shape)}"
+    how = "runs as it stands" if fallback.adaptor == EAGER else f"is served by {fallback.adaptor}"
+    return f"Piece {fallback.piece_index} of variant {variant}{shape} {how}: {fallback.reason}"

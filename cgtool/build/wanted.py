@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from cgtool.cache.manifest import Shape
+from cgtool.cache.shapes import Shape, shape_text
 from cgtool.config import EAGER, CompilationConfig, resolve_compile_sizes
 from cgtool.errors import UsageError
 from cgtool.pieces import PieceGraph
@@ -41,19 +41,32 @@ class Work:
     max_autotune: bool
     is_base: bool
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """The variant and the piece."""
+        return self.variant, self.piece_index
 
-def wanted(plan: Plan, config: CompilationConfig, *, eager_pieces: Mapping[int, frozenset[int]]) -> tuple[Work, ...]:
+
+def wanted(
+    plan: Plan,
+    config: CompilationConfig,
+    *,
+    eager_pieces: Mapping[int, frozenset[int]],
+    fallbacks: Mapping[tuple[int, int, str], str] | None = None,
+) -> tuple[Work, ...]:
     """Return every artifact that `plan` needs under `config`.
 
     Args:
         plan: The stitched programs.
         config: Sizes, ranges and the adaptor.
         eager_pieces: By variant, the pieces that must run as they stand.
+        fallbacks: (variant, piece, shape as text) → the adaptor that is known to serve it instead.
 
     Raises:
         UsageError: A size or a range fits no variant, or it is not clear which dimension it speaks of.
     """
     work: list[Work] = []
+    known = fallbacks or {}
     for index, variant in enumerate(plan.variants):
         as_it_stands = eager_pieces.get(index, frozenset())
         for spec in shapes_of(plan, variant, config):
@@ -69,7 +82,9 @@ def wanted(plan: Plan, config: CompilationConfig, *, eager_pieces: Mapping[int, 
                         piece_index=step.piece,
                         shape=spec.shape,
                         graph=graph_at(plan.graphs[step.graph], step, spec),
-                        adaptor=EAGER if eager else config.adaptor,
+                        adaptor=EAGER
+                        if eager
+                        else known.get((index, step.piece, shape_text(spec.shape)), config.adaptor),
                         max_autotune=spec.max_autotune and not eager,
                         is_base=spec.shape == base_shape(variant),
                     )

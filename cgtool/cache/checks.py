@@ -49,6 +49,15 @@ def seconds(data: Json) -> float:
     return float(expect(data, lambda value: type(value) in (int, float) and value >= 0, "a number of seconds"))
 
 
+def flag(data: Json) -> bool:
+    """Return `data` if it is true or false.
+
+    Raises:
+        CacheError: It is not.
+    """
+    return bool(expect(data, lambda value: isinstance(value, bool), "true or false"))
+
+
 def text(data: Json) -> str:
     """Return `data` if it is a text.
 

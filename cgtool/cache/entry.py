@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from cgtool.cache.fallbacks import Fallback
 from cgtool.cache.files import (
     corrupt,
     ensure_root,
@@ -165,24 +166,29 @@ class EntryWriter:
             if entry is None or entry.manifest.files.get(PLAN_FILE) != _record(files[PLAN_FILE]):
                 return manifest, files
             kept = [row for row in entry.manifest.rows if self._in_place(row)]
-            ours = replace(manifest, rows=tuple(kept), created=entry.manifest.created).with_rows(manifest.rows)
-            return ours, files
+            theirs = entry.manifest
+            ours = replace(manifest, rows=tuple(kept), fallbacks=theirs.fallbacks, created=theirs.created)
+            return ours.with_rows(manifest.rows, manifest.fallbacks), files
 
         return self.update(change)
 
-    def add_rows(self, rows: Iterable[ManifestRow]) -> Manifest:
+    def add_rows(self, rows: Iterable[ManifestRow], fallbacks: Iterable[Fallback] = ()) -> Manifest:
         """Add rows to an entry that is there; rows that other processes added meanwhile are kept.
+
+        Args:
+            rows: The rows.
+            fallbacks: Which of them another adaptor serves than the entry's, and why.
 
         Raises:
             CacheError: There is no such entry, it cannot be written, or an artifact is not in place.
         """
-        added = tuple(rows)
+        added, fallen = tuple(rows), tuple(fallbacks)
 
         def change(entry: Entry | None) -> tuple[Manifest, Mapping[str, bytes]]:
             if entry is None:
                 path = self._layout.rank_dir(self.name)
                 raise CacheError(f"There is no intact entry in {path} to add to. Warm the model again.", path=path)
-            return entry.manifest.with_rows(added), {}
+            return entry.manifest.with_rows(added, fallen), {}
 
         return self.update(change)
 

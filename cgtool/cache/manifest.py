@@ -2,13 +2,14 @@
 
 `manifest.json` (sealed, see `cgtool.cache.files`: its own digest stands at its end)::
 
-    manifest = {"schema": 1, "cgtool": version, "hash": hash, "rank": int, "prefix": str, "model": str, "level": int,
+    manifest = {"schema": 2, "cgtool": version, "hash": hash, "rank": int, "prefix": str, "model": str, "level": int,
                 "adaptor": str, "created": str, "splitting_ops": [str...], "variants": [variant...], "rows": [row...],
-                "files": {name: {"sha256": digest, "size_bytes": int}}, "lookup": [digest...], "extra": {...},
-                "digest": digest}
+                "fallbacks": [fallback...], "size_dim": str|null, "lookup": [digest...], "extra": {...},
+                "files": {name: {"sha256": digest, "size_bytes": int}}, "digest": digest}
     variant  = {"name": str, "fixed": {dim: int}, "pieces": int, "splitting_pieces": int, "unique_pieces": int}
     row      = {"variant": int, "shape": shape, "piece_index": int, "adaptor": str, "artifact": digest, "kind": str,
-                "size_bytes": int, "compile_secs": float, "kernels": int, "guards": [expr...]}
+                "size_bytes": int, "compile_secs": float, "kernels": int, "guards": [expr...], "proved": bool}
+    fallback = {"variant": int, "piece_index": int, "shape": shape, "adaptor": str, "reason": str}
     shape    = "general" | size | [start, end] | {dim: size}        sizes are 1 or more; ranges are inclusive
 
 Rows are in order of variant, shape, piece and adaptor, one each.
@@ -20,21 +21,42 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from cgtool.cache.checks import count, expect, seconds, text, texts, word, wrong
+from cgtool.cache.checks import count, expect, flag, seconds, text, texts, word, wrong
+from cgtool.cache.fallbacks import Fallback
 from cgtool.cache.files import corrupt, parse_sealed, read_bytes, sealed_json
 from cgtool.cache.layout import RANK_FILES, CacheLayout, RankName, check_hash, check_kind
+from cgtool.cache.shapes import (
+    GENERAL,
+    Shape,
+    shape_from_json,
+    shape_order,
+    shape_text,
+    shape_to_json,
+    shape_words,
+)
 from cgtool.cache.state import timestamp
-from cgtool.digests import canonical_json
 from cgtool.errors import CacheError
 from cgtool.pieces import Json
 
-SCHEMA = 1
+SCHEMA = 2
 
-#: "general", a size, an inclusive (start, end), or sizes by the name of their dimension.
-Shape = str | int | tuple[int, int] | Mapping[str, int]
-
-GENERAL = "general"
-_GENERAL_TEXT = canonical_json(GENERAL).decode("ascii")
+__all__ = [
+    "GENERAL",
+    "SCHEMA",
+    "Fallback",
+    "FileRecord",
+    "Manifest",
+    "ManifestRow",
+    "Shape",
+    "VariantCounts",
+    "parse_manifest",
+    "read_manifest",
+    "shape_from_json",
+    "shape_order",
+    "shape_text",
+    "shape_to_json",
+    "shape_words",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +74,7 @@ class ManifestRow:
         compile_secs: How long it took, in seconds; of a reused unit, how long it took then.
         kernels: How many kernels it holds.
         guards: Facts over the piece's symbols that the compiler added.
+        proved: Whether the artifact was run and compared with the piece before it was stored.
     """
 
     variant: int
@@ -64,6 +87,7 @@ class ManifestRow:
     compile_secs: float
     kernels: int
     guards: tuple[str, ...] = ()
+    proved: bool = False
 
     @property
     def identity(self) -> tuple[int, str, int, str]:
@@ -83,6 +107,7 @@ class ManifestRow:
             "compile_secs": self.compile_secs,
             "kernels": self.kernels,
             "guards": list(self.guards),
+            "proved": self.proved,
         }
 
     @classmethod
@@ -104,6 +129,7 @@ class ManifestRow:
             compile_secs=seconds(data["compile_secs"]),
             kernels=count(data["kernels"]),
             guards=texts(data["guards"]),
+            proved=flag(data["proved"]),
         )
 
 
@@ -174,6 +200,8 @@ class Manifest:
         splitting_ops: The ops that were split at.
         variants: The plan's variants, in order.
         rows: The compiled pieces.
+        fallbacks: Pieces that another adaptor serves than `adaptor`, and why.
+        size_dim: The dimension that sizes and ranges of rows speak of; None where the model has but one.
         files: The other files of the folder, by name; `EntryWriter` fills it in.
         lookup: The digests of cheap facts that lead to this manifest.
         created: When it was first published, in UTC.
@@ -190,6 +218,8 @@ class Manifest:
     splitting_ops: tuple[str, ...]
     variants: tuple[VariantCounts, ...]
     rows: tuple[ManifestRow, ...]
+    fallbacks: tuple[Fallback, ...] = ()
+    size_dim: str | None = None
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     lookup: tuple[str, ...] = ()
     created: str = field(default_factory=timestamp)
@@ -201,11 +231,12 @@ class Manifest:
         """The hash, rank and prefix."""
         return RankName(hash=self.hash, rank=self.rank, prefix=self.prefix)
 
-    def with_rows(self, rows: Iterable[ManifestRow]) -> Manifest:
-        """Return a manifest with more rows; a row of the same identity is replaced."""
+    def with_rows(self, rows: Iterable[ManifestRow], fallbacks: Iterable[Fallback] = ()) -> Manifest:
+        """Return a manifest with more rows and fallbacks; one of the same identity is replaced."""
         merged = {row.identity: row for row in self.rows}
         merged.update((row.identity, row) for row in rows)
-        return replace(self, rows=tuple(merged.values()))
+        fallen = {fallback.place: fallback for fallback in (*self.fallbacks, *fallbacks)}
+        return replace(self, rows=tuple(merged.values()), fallbacks=tuple(fallen.values()))
 
     def row(self, *, variant: int, shape: Shape, piece_index: int, adaptor: str) -> ManifestRow | None:
         """Return the row of this identity, or None."""
@@ -225,6 +256,8 @@ class Manifest:
             "splitting_ops": list(self.splitting_ops),
             "variants": [variant.to_json() for variant in self.variants],
             "rows": [row.to_json() for row in sorted(self.rows, key=_row_order)],
+            "fallbacks": [fallback.to_json() for fallback in sorted(self.fallbacks, key=lambda f: f.place)],
+            "size_dim": self.size_dim,
             "files": {
                 name: {"sha256": record.sha256, "size_bytes": record.size_bytes}
                 for name, record in sorted(self.files.items())
@@ -261,6 +294,8 @@ class Manifest:
             splitting_ops=texts(data["splitting_ops"]),
             variants=tuple(VariantCounts.from_json(variant) for variant in data["variants"]),
             rows=tuple(ManifestRow.from_json(row) for row in data["rows"]),
+            fallbacks=tuple(Fallback.from_json(item) for item in data["fallbacks"]),
+            size_dim=None if data["size_dim"] is None else text(data["size_dim"]),
             files=files,
             lookup=tuple(check_hash(digest) for digest in texts(data["lookup"])),
             created=text(data["created"]),
@@ -322,63 +357,8 @@ def parse_manifest(data: bytes, *, path: Path, name: RankName) -> Manifest:
     return manifest
 
 
-def shape_to_json(shape: Shape) -> Json:
-    """Return a shape as JSON."""
-    if isinstance(shape, tuple):
-        return list(shape)
-    return dict(shape) if isinstance(shape, Mapping) else shape
-
-
-def shape_from_json(data: Json) -> Shape:
-    """Return the shape of `data`.
-
-    Raises:
-        CacheError: It is none of the forms of a shape.
-    """
-    if data == GENERAL or _is_size(data):
-        return data  # type: ignore[no-any-return]  # checked just now
-    if isinstance(data, list) and all(map(_is_size, data)) and data == sorted(data) and data[:1] != [0]:
-        match data:
-            case [start, end]:
-                return start, end
-    if isinstance(data, dict) and data and all(map(_is_size, data.values())):
-        return dict(data)
-    raise wrong('"general", a size, [start, end] or {dimension: size}', data)
-
-
-def shape_text(shape: Shape) -> str:
-    """Return a shape as canonical text: equal for equal shapes, and fit for a dict's key."""
-    if isinstance(shape, int):  # the quick way for what nearly all rows have: each load asks once for each row
-        return str(shape)
-    return _GENERAL_TEXT if shape == GENERAL else canonical_json(shape_to_json(shape)).decode("ascii")
-
-
-def shape_words(shape: Shape | Json) -> str:
-    """Return a shape, or its JSON, for people: "general", "8", "1-16", "batch=4 seq=128"."""
-    if isinstance(shape, (list, tuple)):
-        return "-".join(map(str, shape))
-    if isinstance(shape, Mapping):
-        return " ".join(f"{name}={size}" for name, size in shape.items())
-    return str(shape)
-
-
-def shape_order(shape: Shape) -> tuple[int, tuple[int, ...], str]:
-    """Return a sort key for shapes: general, then ranges, then sizes, then mappings, each by their numbers."""
-    if isinstance(shape, str):
-        return 0, (), shape
-    if isinstance(shape, int):
-        return 2, (shape,), ""
-    if isinstance(shape, tuple):
-        return 1, shape, ""
-    return 3, tuple(shape.values()), shape_text(shape)
-
-
 def _row_order(row: ManifestRow) -> tuple[int, tuple[int, tuple[int, ...], str], int, str]:
     return row.variant, shape_order(row.shape), row.piece_index, row.adaptor
-
-
-def _is_size(data: Json) -> bool:
-    return type(data) is int and data >= 0  # 0 has a variant of its own
 
 
 def _file_name(name: str) -> str:

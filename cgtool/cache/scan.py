@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from cgtool.cache.fallbacks import Fallback
 from cgtool.cache.files import is_temporary
 from cgtool.cache.layout import KEY_FILE, CacheLayout, RankName, is_hash, parse_rank_folder, short
 from cgtool.cache.manifest import Manifest, ManifestRow, Shape, read_manifest, shape_order, shape_text, shape_to_json
@@ -39,6 +40,7 @@ class ArtifactListing:
     digest: str
     size_bytes: int
     compile_secs: float
+    proved: bool
 
     def to_json(self) -> Json:
         """Return the artifact as `inspect cache` prints it."""
@@ -49,6 +51,7 @@ class ArtifactListing:
             "digest": self.digest,
             "size_bytes": self.size_bytes,
             "compile_secs": self.compile_secs,
+            "proved": self.proved,
         }
 
 
@@ -67,6 +70,7 @@ class EntryListing:
     splitting_pieces: int
     unique_pieces: int
     artifacts: tuple[ArtifactListing, ...]
+    fallbacks: tuple[Fallback, ...]
     size_bytes: int
     created: str
     last_used: str | None
@@ -85,6 +89,7 @@ class EntryListing:
             "splitting_pieces": self.splitting_pieces,
             "unique_pieces": self.unique_pieces,
             "artifacts": [artifact.to_json() for artifact in self.artifacts],
+            "fallbacks": [fallback.to_json() for fallback in self.fallbacks],
             "size_bytes": self.size_bytes,
             "created": self.created,
             "last_used": self.last_used,
@@ -183,6 +188,7 @@ def _listing(layout: CacheLayout, manifest: Manifest) -> EntryListing:
         splitting_pieces=first.splitting_pieces,
         unique_pieces=first.unique_pieces,
         artifacts=artifacts,
+        fallbacks=manifest.fallbacks,
         size_bytes=sum(sizes.values()) + files + _size(layout.manifest_file(manifest.name)),
         created=manifest.created,
         last_used=StateStore(layout).usage(manifest.name).last_used,
@@ -202,6 +208,7 @@ def group_rows(rows: Iterable[ManifestRow]) -> tuple[ArtifactListing, ...]:
             digest=group[0].digest,
             size_bytes=group[0].size_bytes,
             compile_secs=max(row.compile_secs for row in group),
+            proved=all(row.proved for row in group),
         )
         for group in groups.values()
     ]

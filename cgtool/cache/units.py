@@ -3,8 +3,8 @@
 A unit's key is the digest of everything that decides its bytes: piece identity, shape, options, target, compiler. Its
 folder `units/<key[:2]>/<key>/` holds the bytes as `<sha256>.<kind>` and then, written last, `unit.json`::
 
-    {"schema": 1, "cgtool": version, "key": key, "artifact": sha256, "kind": str, "size_bytes": int,
-     "compile_secs": float, "kernels": int, "guards": [str...], "created": str, "digest": ...}
+    {"schema": 2, "cgtool": version, "key": key, "artifact": sha256, "kind": str, "size_bytes": int,
+     "compile_secs": float, "kernels": int, "guards": [str...], "proved": bool, "created": str, "digest": ...}
 
 A folder without an intact `unit.json`, or whose artifact is missing or differs from its digest, holds no unit. The lock
 beside them saves double work: N processes that ask for one unit compile it once. Without working locks two processes
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cgtool.cache.checks import count, seconds, text, texts
+from cgtool.cache.checks import count, flag, seconds, text, texts
 from cgtool.cache.files import (
     ARTIFACT_MODE,
     corrupt,
@@ -39,7 +39,7 @@ from cgtool.pieces import Json
 
 _log = logging.getLogger(__name__)
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,7 @@ class UnitRecord:
         compile_secs: How long it took to compile, in seconds.
         kernels: How many kernels the compiler generated.
         guards: Facts over the graph's symbols that the compiler added.
+        proved: Whether the bytes were run and compared with the piece before they were stored.
         created: When, in UTC: "2026-01-31T12:00:00.123Z".
     """
 
@@ -62,6 +63,7 @@ class UnitRecord:
     compile_secs: float
     kernels: int
     guards: tuple[str, ...] = ()
+    proved: bool = False
     created: str = field(default_factory=timestamp)
 
     def to_json(self) -> Json:
@@ -73,6 +75,7 @@ class UnitRecord:
             "compile_secs": self.compile_secs,
             "kernels": self.kernels,
             "guards": list(self.guards),
+            "proved": self.proved,
             "created": self.created,
         }
 
@@ -91,6 +94,7 @@ class UnitRecord:
             compile_secs=seconds(data["compile_secs"]),
             kernels=count(data["kernels"]),
             guards=texts(data["guards"]),
+            proved=flag(data["proved"]),
             created=text(data["created"]),
         )
 
@@ -157,6 +161,15 @@ class UnitStore:
         write_atomic(folder / UNIT_FILE, sealed_json({"key": key, **record.to_json()}, schema=SCHEMA))
         sweep(folder)
         return record
+
+    def data(self, key: str, record: UnitRecord) -> bytes | None:
+        """Return a unit's bytes, or None where they are gone or differ from their digest.
+
+        Raises:
+            CacheError: They cannot be read.
+        """
+        data = read_bytes(self.artifact_path(key, record))
+        return data if data is not None and sha256_hex(data) == record.digest else None
 
     def link_into(self, objects: ObjectStore, key: str, record: UnitRecord) -> None:
         """Put a unit's artifact into an entry: a hard link where possible, else a copy.

@@ -21,7 +21,7 @@ from cgtool.config_text import parse_json
 from cgtool.errors import ConfigError
 
 #: Fields whose flag is not the field's own name.
-FLAGS = {"disable_cache": "--no-cache", "inductor_compile_config": "--inductor-config"}
+FLAGS = {"disable_cache": "--no-cache", "proof": "--no-proof", "inductor_compile_config": "--inductor-config"}
 
 #: Fields that hold a path: in a file it is relative to the file's folder.
 _PATHS = frozenset({"cache_dir", "debug_dump_path"})

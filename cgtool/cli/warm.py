@@ -26,6 +26,7 @@ Examples:
   cgtool warm fixtures/tiny_llama.py:build --arg num_layers=80 --compile-sizes 1,8
   cgtool warm mypackage.models:build --weights real --dtype bfloat16
   cgtool warm hf:checkpoints/llama --compile-sizes batch=4:seq=128
+  cgtool warm mypackage.models:build --jobs 4 --compile-timeout 600
   cgtool warm fixtures/tiny_llama.py:build --check || echo "not warm yet"
   cgtool warm fixtures/tiny_llama.py:build --json | jq .compiled
 """
@@ -41,6 +42,8 @@ _FIELDS = (
     "adaptor",
     "size_dim",
     "inductor_compile_config",
+    "jobs",
+    "compile_timeout",
 )
 
 
@@ -94,6 +97,13 @@ _FIELDS = (
     help="Options for Inductor. Repeatable.",
 )
 @click.option(
+    "--jobs", metavar="N", help="Compile N pieces at a time, each in a process; 0: in this one. Default: the cores."
+)
+@click.option(
+    "--compile-timeout", metavar="SECONDS", help="End a worker that takes longer for one piece. Default: no limit."
+)
+@click.option("--no-proof", is_flag=True, help="Store artifacts without running them once and comparing their results.")
+@click.option(
     "--compilation-config", metavar="JSON", help="Any fields of CompilationConfig; a single flag wins over it."
 )
 @click.option(
@@ -122,6 +132,7 @@ def warm(*, output: Output, **options: Any) -> int:
 
     flags = {name: options[name] for name in _FIELDS}
     flags["disable_cache"] = options["no_cache"] or None
+    flags["proof"] = False if options["no_proof"] else None
     settings = load_settings(compilation_config=options["compilation_config"], flags=flags)
     config = settings.config
     spelled = config.to_json()

@@ -43,7 +43,7 @@ def open_entry(found: Found, module: Any, opener: Opener) -> LoadedModel:
     opened: dict[tuple[str, str], Boxed] = {}
     pieces: dict[tuple[int, int], list[tuple[ManifestRow, ShapeSpec, Boxed]]] = {}
     plan, manifest = found.plan, found.entry.manifest
-    size_dim = manifest.extra.get("size_dim")
+    size_dim = manifest.size_dim
     index = first_index(module, plan)
     for row in manifest.rows:
         variant = plan.variants[row.variant]

@@ -168,7 +168,7 @@ def test_a_torn_manifest_is_corrupt_to_readers_and_replaced_by_writers(cache_roo
 def test_a_manifest_of_a_newer_schema_is_neither_read_nor_replaced(cache_root):
     name = publish(cache_root)
     path = CacheLayout(root=cache_root).manifest_file(name)
-    newer = path.read_bytes().replace(b'"schema": 1', b'"schema": 9').replace(b'"cgtool": "', b'"cgtool": "9.')
+    newer = path.read_bytes().replace(b'"schema": 2', b'"schema": 9').replace(b'"cgtool": "', b'"cgtool": "9.')
     path.write_bytes(newer)
     with pytest.raises(CacheSchemaError, match=r"schema 9 and was written by cgtool 9\..*Update cgtool"):
         read_whole(cache_root, name)
@@ -180,7 +180,7 @@ def test_a_manifest_of_a_newer_schema_is_neither_read_nor_replaced(cache_root):
 def test_a_manifest_of_an_older_schema_is_replaced(cache_root):
     name = publish(cache_root)
     path = CacheLayout(root=cache_root).manifest_file(name)
-    path.write_bytes(path.read_bytes().replace(b'"schema": 1', b'"schema": 0'))
+    path.write_bytes(path.read_bytes().replace(b'"schema": 2', b'"schema": 1'))
     with pytest.raises(CacheSchemaError, match="Warm the model again"):
         read_whole(cache_root, name)
     publish(cache_root)

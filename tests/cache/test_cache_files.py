@@ -200,4 +200,4 @@ def test_the_cache_imports_no_torch():
         "print(len(names), sorted({'torch', 'sympy', 'triton', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout == "12 []\n"
+    assert done.stdout == "15 []\n"

@@ -45,8 +45,16 @@ def test_an_entry_is_listed_with_exactly_the_promised_fields(cache_root):
         "splitting_pieces": 4,
         "unique_pieces": 3,
         "artifacts": [
-            {"piece_index": [0], "shape": "general", "adaptor": "eager", "size_bytes": 3, "compile_secs": 1.5}
+            {
+                "piece_index": [0],
+                "shape": "general",
+                "adaptor": "eager",
+                "size_bytes": 3,
+                "compile_secs": 1.5,
+                "proved": False,
+            }
         ],
+        "fallbacks": [],
         "size_bytes": files + 3,
     }
     assert json.loads(json.dumps(listing)) == listing
@@ -103,7 +111,7 @@ def test_junk_torn_and_newer_files_are_warnings_and_hide_nothing(cache_root):
     good, torn, newer = (publish(cache_root, level=level) for level in (1, 2, 3))
     layout.manifest_file(torn).write_bytes(b'{"schema": 1')
     path = layout.manifest_file(newer)
-    path.write_bytes(path.read_bytes().replace(b'"schema": 1', b'"schema": 5'))
+    path.write_bytes(path.read_bytes().replace(b'"schema": 2', b'"schema": 5'))
     (layout.base / "junk").mkdir()
     (layout.base / ".DS_Store").touch()
     (layout.base / ("ef" * 32)).touch()

@@ -68,7 +68,7 @@ def test_a_damaged_unit_is_absent_logged_and_replaced(units, layout, caplog, whi
 def test_a_unit_of_a_newer_schema_is_absent(units, layout):
     units.put(UNIT, DATA, RECORD)
     path = layout.unit_dir(UNIT) / "unit.json"
-    path.write_bytes(path.read_bytes().replace(b'"schema": 1', b'"schema": 2'))
+    path.write_bytes(path.read_bytes().replace(b'"schema": 2', b'"schema": 3'))
     assert units.find(UNIT) is None
 
 

@@ -21,11 +21,12 @@ ENTRY_KEYS = [
     "splitting_pieces",
     "unique_pieces",
     "artifacts",
+    "fallbacks",
     "size_bytes",
     "created",
     "last_used",
 ]
-ARTIFACT_KEYS = ["piece_index", "shape", "adaptor", "digest", "size_bytes", "compile_secs"]
+ARTIFACT_KEYS = ["piece_index", "shape", "adaptor", "digest", "size_bytes", "compile_secs", "proved"]
 
 
 def test_json_of_a_cache_has_the_promised_fields(tmp_path):

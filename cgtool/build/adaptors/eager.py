@@ -24,6 +24,7 @@ class EagerAdaptor(CompilerInterface):
 
     name = EAGER
     kind = "json"
+    in_workers = False
 
     def compute_hash(
         self,

@@ -45,10 +45,12 @@ class CompilerInterface(ABC):
     Attributes:
         name: How configuration spells it.
         kind: The file suffix of its artifacts; it says how they are opened, and whether they hold pickle.
+        in_workers: Whether it compiles long enough to be worth a process of its own.
     """
 
     name: str
     kind: str
+    in_workers: bool = True
 
     def initialize_cache(self, cache_dir: Path, *, disable_cache: bool = False, prefix: str = "") -> None:  # noqa: B027  most have no state
         """Prepare for compiles into one cache; called once, before the first. Nothing to do for most compilers.
@@ -104,6 +106,17 @@ _ADAPTORS: dict[str, tuple[str, str]] = {
     "inductor_standalone": ("cgtool.build.adaptors.inductor_standalone", "InductorStandaloneAdaptor"),
     "inductor": ("cgtool.build.adaptors.inductor", "InductorAdaptor"),
 }
+
+
+def register_adaptor(name: str, module: str, attribute: str) -> None:
+    """Make a class an adaptor, in this process and in every compile worker that imports the class's module.
+
+    Args:
+        name: How configuration spells it.
+        module: Where the class is defined; importing it registers the adaptor.
+        attribute: The class.
+    """
+    _ADAPTORS[name] = (module, attribute)
 
 
 def get_adaptor(name: str) -> CompilerInterface:

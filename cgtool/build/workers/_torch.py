@@ -1,0 +1,46 @@
+"""The private torch names that a compile worker needs. Read in torch 2.13.0, written for 2.11 and newer.
+
+Inductor is imported inside functions. `set_inductor_options` and `use_threads` change torch's settings for good: they
+are for a worker process, which ends with its work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._library.custom_ops import OPDEFS
+
+
+def set_inductor_options(values: Mapping[str, Any]) -> None:
+    """Set options of Inductor for the rest of this process."""
+    import torch._inductor.config as inductor_config
+
+    inductor_config.load_config(dict(values))
+
+
+def use_threads(count: int) -> None:
+    """Let Inductor compile with `count` processes of its own in this process; 1 starts none."""
+    import torch._inductor.config as inductor_config
+
+    inductor_config.compile_threads = count
+
+
+def import_inductor() -> None:
+    """Import what every compile needs, before there is one."""
+    import torch._inductor.compile_fx  # noqa: F401 - for what it loads
+
+
+def places_of(op: str) -> Iterator[str]:
+    """Yield "file:line" of each place where `ns::op.overload` was defined or got a kernel."""
+    for line in torch._C._dispatch_dump(op).splitlines():
+        _, found, rest = line.partition("registered at ")
+        if found:
+            yield rest.split(" ")[0]
+
+
+def author_of(op: str) -> Any:
+    """Return the function under `@torch.library.custom_op`, or None where the op was made in another way."""
+    definition = OPDEFS.get(op.partition(".")[0])
+    return None if definition is None else definition._init_fn
