@@ -1,7 +1,7 @@
 """Dynamo's guards as the plan's guards: each is looked at while its object is alive, and kept as data.
 
 What has no rule is an error that names it; nothing is dropped but what is implied by something kept (the reasons stand
-in `_IMPLIED`) or what speaks of this process alone.
+in `_IMPLIED`), what speaks of this process alone, and what speaks of Dynamo alone.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ _IMPLIED = {
 
 #: What `collections.namedtuple` keeps in a scope that it makes for each class: always `tuple.__new__`.
 _NAMED_TUPLE = re.compile(r"G\['___unnamed_scope_\w+'\](\['_tuple_new'\](\.__self__)?)?")
+
+#: Functions that Dynamo traces in the place of what the model calls: the version of torch tells of them, and a process
+#: that loads would have to import Dynamo to look at them.
+_TRACERS_OWN = re.compile(r"(global|module):torch\._dynamo\b")
 
 _KINDS = {
     "TYPE_MATCH": "type",
@@ -120,6 +124,8 @@ class GuardRecorder:
             self._has_attribute(entry)
             return
         text = source_text(entry.orig_guard.originating_source, self.frame())
+        if _TRACERS_OWN.match(text):
+            return
         if entry.guard_type == "DUPLICATE_INPUT":
             self._same(text, entry)
             return
