@@ -20,12 +20,12 @@ _STYLE = """
   --import: #8c959f; --build: #0969da; --ready: #bc4c00; --bad: #b42318; }
 @media (prefers-color-scheme: dark) { :root { --page: #0d1117; --ink: #e6edf3; --soft: #9da7b1; --line: #30363d;
   --band: #161b22; --import: #8b949e; --build: #58a6ff; --ready: #f0883e; --bad: #ff7b72; } }
-body { margin: 2rem auto; padding: 0 1rem; max-width: 68rem; background: var(--page); color: var(--ink);
+body { margin: 2rem auto; padding: 0 1rem; max-width: 84rem; background: var(--page); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; }
 p, li { max-width: 48rem; } .soft { color: var(--soft); } .bad { color: var(--bad); font-weight: 600; }
 code { font-family: ui-monospace, monospace; font-size: .9em; overflow-wrap: anywhere; }
-.chart { width: 100%; height: auto; display: block; }
+.chart { width: 100%; max-width: 62rem; height: auto; display: block; }
 .chart text { font: 14px system-ui, sans-serif; dominant-baseline: central; fill: var(--ink); }
 .chart .label { text-anchor: end; } .chart .value { fill: var(--soft); } .chart .axis { stroke: var(--line); }
 .import { fill: var(--import); background: var(--import); } .build { fill: var(--build); background: var(--build); }
@@ -33,7 +33,7 @@ code { font-family: ui-monospace, monospace; font-size: .9em; overflow-wrap: any
 .legend { display: flex; gap: 1.5rem; padding: 0; margin: .5rem 0; list-style: none; }
 .legend span { display: inline-block; width: .9em; height: .9em; margin-right: .4em; vertical-align: -.1em; }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
+table { border-collapse: collapse; margin-bottom: 1.2rem; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } thead th { background: var(--band); }
 caption { text-align: left; color: var(--soft); padding-bottom: .4rem; }

@@ -12,7 +12,6 @@ from cgtool.bench.report import BenchReport, WayReport
 from cgtool.bench.stats import Summary
 
 NONE = "-"
-_THOUSAND = 1000
 
 
 def digits(value: float) -> str:
@@ -28,14 +27,21 @@ def digits(value: float) -> str:
 
 def secs_words(secs: float) -> str:
     """Return a duration: "22.1 ms", "6.10 s"."""
-    return f"{digits(secs)} s" if secs >= 1 else f"{digits(secs * 1000)} ms"
+    factor, unit = _unit(secs)
+    return f"{digits(secs * factor)} {unit}"
+
+
+def _unit(secs: float) -> tuple[float, str]:
+    if secs >= 1:
+        return 1.0, "s"
+    return (1e3, "ms") if secs >= 1e-3 else (1e6, "µs")  # noqa: PLR2004  a millisecond
 
 
 def spread_words(summary: Summary | None) -> str:
     """Return a median with its quartiles in its unit: "22.1 ms (21.4-23)"; "-" where there is nothing."""
     if summary is None:
         return NONE
-    factor, unit = (1, "s") if summary.median >= 1 else (_THOUSAND, "ms")
+    factor, unit = _unit(summary.median)
     middle = f"{digits(summary.median * factor)} {unit}"
     if summary.count == 1:
         return middle
@@ -67,7 +73,9 @@ def outputs_words(way: WayReport) -> str:
     """Return how a way's outputs compare with eager's."""
     if way.outputs is None:
         return NONE
-    return f"equal ({way.outputs['worst']:.0e})" if way.outputs["equal"] else f"DIFFER ({way.outputs['worst']:.0e})"
+    worst = way.outputs["worst"]
+    off = f" ({worst:.0e})" if worst else ""
+    return f"equal{off}" if way.outputs["equal"] else f"DIFFER{off}"
 
 
 def prepared_words(way: WayReport) -> str:
@@ -102,7 +110,7 @@ def start_cells(report: BenchReport, way: WayReport) -> tuple[str, ...]:
 def step_columns(report: BenchReport) -> tuple[str, ...]:
     """Return the head of the table of steps."""
     unit = report.dimension or "size"
-    heads = [(f"{unit} {size}", f"{size}: / eager") for size in _sizes(report)]
+    heads = [(f"{unit} {size}", "/ eager") for size in _sizes(report)]
     return ("way", *(word for pair in heads for word in pair))
 
 

@@ -1,0 +1,71 @@
+"""Factories for the tests of `cgtool bench`: each does to some way what must be seen in the report."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+
+import torch
+
+import cgtool
+
+
+class Breaks(torch.nn.Module):
+    """Runs eagerly, and cannot be traced into one graph."""
+
+    def forward(self, x):
+        hidden = x * 2
+        print(float(hidden.sum()))  # noqa: T201  what breaks the graph
+        return hidden
+
+
+def breaks():
+    """Only eager and a torch.compile that may break can run it."""
+    call = cgtool.ExampleCall(args=(torch.ones(4, 6),))
+    return cgtool.ModelSpec(module=Breaks(), calls=[call], dynamic={"x": {0: "num_tokens"}})
+
+
+class Sums(torch.nn.Module):
+    """Adds a weight that no seed fixes."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((6,), value))
+
+    def forward(self, x):
+        return x + self.weight
+
+
+def unseeded():
+    """Other weights in each process."""
+    call = cgtool.ExampleCall(args=(torch.ones(4, 6),))
+    return cgtool.ModelSpec(module=Sums(random.SystemRandom().random()), calls=[call], dynamic={"x": {0: "num_tokens"}})
+
+
+def seeded():
+    """Weights from Python's generator, which the bench seeds."""
+    return Sums(random.random()), (torch.ones(4, 6),)
+
+
+class Crashes(torch.nn.Module):
+    """Ends its process without a word to Python."""
+
+    def forward(self, x):
+        os.kill(os.getpid(), 11)
+        return x
+
+
+def crashes():
+    """Not even eager runs it."""
+    return Crashes(), (torch.ones(4, 6),)
+
+
+def slow(pids: str):
+    """Starts a process, writes both pids down, and takes its time."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
+    with open(pids, "a", encoding="utf-8") as file:  # noqa: PTH123  a test's note
+        file.write(f"{os.getpid()}\n{child.pid}\n")
+    time.sleep(300)

@@ -1,0 +1,311 @@
+"""`cgtool bench` as a user runs it: few starts of small models, in real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from cli_harness import COMMAND, REPO, environment, run
+
+from cgtool.bench.ways import WAYS
+
+pytestmark = pytest.mark.torch
+
+LLAMA = f"{REPO / 'fixtures' / 'tiny_llama.py'}:build"
+SAMPLE = Path(__file__).with_name("cli_sample_model.py")
+MODELS = Path(__file__).with_name("cli_bench_models.py")
+
+REPORT_KEYS = [
+    "schema",
+    "model",
+    "about",
+    "command",
+    "machine",
+    "versions",
+    "dimension",
+    "ways",
+    "notes",
+    "began",
+    "secs",
+]
+WAY_KEYS = [
+    "way",
+    "label",
+    "adaptor",
+    "error",
+    "log",
+    "bytes",
+    "summary",
+    "steps",
+    "ratios",
+    "outputs",
+    "prepare",
+    "starts",
+]
+START_KEYS = {
+    "import_secs",
+    "build_secs",
+    "ready_secs",
+    "ready_imported",
+    "dimension",
+    "steps",
+    "rss_bytes",
+    "device_bytes",
+    "weights",
+    "outputs",
+    "torch",
+    "process_secs",
+    "round",
+    "counted",
+}
+
+
+def bench(model, *arguments, tmp, **options):
+    """Run a bench whose temporary folders go below `tmp`, and see that nothing is left of them."""
+    tmp.mkdir(exist_ok=True)
+    env = {"TMPDIR": str(tmp), **options.pop("env", {})}
+    ran = run("bench", model, *arguments, env=env, **options)
+    assert list(tmp.iterdir()) == []
+    return ran
+
+
+def by_name(report):
+    return {way["way"]: way for way in report["ways"]}
+
+
+@pytest.fixture(scope="module")
+def benched(tmp_path_factory):
+    """A bench of the fixture with cgtool's way that needs no compiler: its report, its page, what it said."""
+    folder = tmp_path_factory.mktemp("benched")
+    arguments = [
+        "--arg",
+        "num_layers=2",
+        "--ways",
+        "cgtool/eager",
+        "--starts",
+        "2",
+        "--tokens",
+        "1,8",
+        "--repeats",
+        "3",
+    ]
+    ran = bench(LLAMA, *arguments, "--html", folder / "bench.html", "--json", tmp=folder / "tmp", cwd=folder)
+    return ran, folder
+
+
+def test_the_report_has_its_schema(benched):
+    ran, _ = benched
+    assert ran.code == 0, ran.err
+    report = ran.report
+    assert list(report) == REPORT_KEYS
+    assert (report["schema"], report["model"], report["dimension"]) == (1, LLAMA, "num_tokens")
+    assert report["versions"]["torch"] == __import__("torch").__version__
+    assert report["command"][:3] == ["cgtool", "bench", LLAMA]
+    assert report["machine"]["cores"] == os.cpu_count()
+    for way in report["ways"]:
+        assert list(way) == WAY_KEYS
+        assert way["error"] is None
+        assert all(set(start) == START_KEYS for start in way["starts"])
+
+
+def test_each_way_started_so_often_and_once_before(benched):
+    ways = by_name(benched[0].report)
+    assert list(ways) == ["eager", "cgtool/eager"]
+    # eager's first start made the outputs that all others are compared with
+    assert [start["counted"] for start in ways["eager"]["starts"]] == [False, False, True, True]
+    assert [start["round"] for start in ways["cgtool/eager"]["starts"]] == [None, 0, 1]
+
+
+def test_medians_are_those_of_the_starts_and_phases_take_time(benched):
+    for way in benched[0].report["ways"]:
+        counted = [start for start in way["starts"] if start["counted"]]
+        for phase in ("import_secs", "build_secs", "ready_secs"):
+            values = [start[phase] for start in counted]
+            assert way["summary"][phase]["median"] == pytest.approx(sum(values) / 2)
+            assert min(values) > 0
+        assert (
+            sum(counted[0][phase] for phase in ("import_secs", "build_secs", "ready_secs")) < counted[0]["process_secs"]
+        )
+        assert set(way["steps"]) == {"1", "8"}
+        assert all(step["median"] > 0 for step in way["steps"].values())
+        assert 50 * 2**20 < way["summary"]["rss_bytes"]["median"] < 8 * 2**30
+
+
+def test_outputs_are_compared_with_eagers_for_the_example_and_each_size(benched):
+    ways = by_name(benched[0].report)
+    for way in ways.values():
+        assert way["outputs"]["equal"] is True
+        assert all(set(start["outputs"]) == {"example", "1", "8"} for start in way["starts"])
+    assert len({start["weights"] for way in ways.values() for start in way["starts"]}) == 1
+
+
+def test_cgtools_way_says_what_it_needs_and_what_filling_it_took(benched):
+    way = by_name(benched[0].report)["cgtool/eager"]
+    assert way["adaptor"] == "eager"
+    assert way["bytes"] > 1000
+    assert way["prepare"]["work_secs"]["median"] > 0
+    assert way["ratios"]["eager"]["ready_secs"]["pairs"] == 2
+    assert way["ratios"]["eager"]["ready_secs"]["low"] is None
+    assert way["starts"][-1]["ready_imported"] == []
+
+
+def test_progress_is_plain_lines_of_what_is_over(benched):
+    lines = [line for line in benched[0].err.splitlines() if not line.startswith("Note: ")]
+    assert lines[0].startswith("start: eager, whose outputs the others are compared with (")
+    assert lines[1].startswith("prepare: cgtool, eager (")
+    assert [line.split(":")[0] for line in lines[2:]] == ["start 0/4"] * 2 + [f"start {n}/4" for n in (1, 2, 3, 4)]
+
+
+def test_the_page_is_written_and_speaks_of_this_bench(benched):
+    text = (benched[1] / "bench.html").read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>")
+    assert "cgtool, eager" in text
+    assert text.count('<rect class="ready"') == 4
+
+
+def test_people_get_tables(tmp_path):
+    ran = bench(
+        f"{SAMPLE}:build", "--ways", "eager", "--starts", "1", "--warm-ups", "0", "--tokens", "4", tmp=tmp_path / "tmp"
+    )
+    assert ran.code == 0, ran.err
+    lines = ran.out.splitlines()
+    assert lines[0] == f"Ways to start {SAMPLE}:build: medians (quartiles), ratios [95 % bound]"
+    assert lines[1].split()[:4] == ["way", "import", "build", "ready"]
+    assert lines[2].split()[0] == "eager"
+    assert lines[4] == "A step, by num_tokens"
+    assert "torch" in lines[-1]
+
+
+def test_a_way_that_fails_is_shown_and_the_others_go_on(tmp_path):
+    arguments = ["--ways", "aot-precompile,cgtool/eager", "--starts", "1", "--warm-ups", "0", "--tokens", "", "--json"]
+    ran = bench(f"{MODELS}:breaks", *arguments, tmp=tmp_path / "tmp")
+    assert ran.code == 0, ran.err
+    ways = by_name(ran.report)
+    assert (ways["eager"]["error"], len(ways["eager"]["starts"])) == (None, 2)
+    for name in ("aot-precompile", "cgtool/eager"):
+        assert ways[name]["starts"] == []
+        assert ways[name]["error"]
+        assert any("print" in line or "break" in line.lower() for line in ways[name]["log"])
+    assert ways["cgtool/eager"]["error"].startswith("GraphBreakError: ")
+
+
+def test_weights_that_no_seed_fixes_are_seen(tmp_path):
+    arguments = ["--ways", "eager", "--starts", "1", "--warm-ups", "0", "--tokens", "", "--json"]
+    report = bench(f"{MODELS}:unseeded", *arguments, tmp=tmp_path / "tmp").report
+    assert by_name(report)["eager"]["outputs"]["equal"] is False
+    assert [note.split(":")[0] for note in report["notes"] if "busy" not in note] == [
+        "The weights differ from start to start, so the outputs cannot be compared",
+        "eager",
+    ]
+    seeded = bench(f"{MODELS}:seeded", *arguments, tmp=tmp_path / "tmp").report
+    assert by_name(seeded)["eager"]["outputs"] == {"equal": True, "worst": 0.0, "tolerance": 1e-4, "problem": None}
+
+
+def test_a_model_that_does_not_even_run_eagerly_ends_the_bench_with_what_killed_it(tmp_path):
+    ran = bench(f"{MODELS}:crashes", "--ways", "eager", "--json", tmp=tmp_path / "tmp")
+    assert ran.code == 1
+    assert ran.report["error"]["type"] == "ModelError"
+    assert "The model does not run eagerly: ended by SIGSEGV" in ran.err
+
+
+def test_a_folder_that_is_kept_is_used_again_and_only_for_the_same(tmp_path):
+    keep = tmp_path / "keep"
+    arguments = ["--ways", "cgtool/eager", "--tokens", "", "--keep", keep, "--json", "--warm-ups", "0"]
+    first = bench(f"{SAMPLE}:build", *arguments, "--starts", "0", tmp=tmp_path / "tmp").report
+    assert [start["counted"] for start in by_name(first)["eager"]["starts"]] == [False]
+    assert by_name(first)["cgtool/eager"]["prepare"]["reused"] is False
+    ran = bench(f"{SAMPLE}:build", *arguments, "--starts", "1", tmp=tmp_path / "tmp")
+    way = by_name(ran.report)["cgtool/eager"]
+    assert way["prepare"]["reused"] is True
+    assert way["prepare"]["work_secs"] == by_name(first)["cgtool/eager"]["prepare"]["work_secs"]
+    assert len(way["starts"]) == 1
+    assert "prepare" not in ran.err
+    other = bench(f"{SAMPLE}:build", *arguments, "--arg", "width=16", tmp=tmp_path / "tmp")
+    assert other.code == 2
+    assert f"{keep} was prepared for another model. Give --keep another folder." in other.err
+    strange = tmp_path / "strange"
+    strange.mkdir()
+    (strange / "letter.txt").write_text("mine")
+    refused = bench(f"{SAMPLE}:build", "--keep", strange, tmp=tmp_path / "tmp")
+    assert (refused.code, [path.name for path in strange.iterdir()]) == (2, ["letter.txt"])
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
+def test_a_signal_leaves_no_process_and_no_folder(tmp_path, number, code):
+    pids, tmp = tmp_path / "pids", tmp_path / "tmp"
+    tmp.mkdir()
+    process = subprocess.Popen(
+        [*COMMAND, "bench", f"{MODELS}:slow", "--arg", f"pids={pids}", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(TMPDIR=str(tmp)),
+    )
+    started = _written(pids, 2)
+    assert [folder.name.startswith("cgtool-bench-") for folder in tmp.iterdir()] == [True]
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, json.loads(out)["error"]["exit_code"]) == (code, code)
+    assert "Traceback" not in err
+    assert list(tmp.iterdir()) == []
+    assert [pid for pid in started if _runs(pid)] == []
+
+
+def test_a_process_that_takes_too_long_is_ended_with_its_children_and_said_to_have(tmp_path):
+    pids = tmp_path / "pids"
+    ran = bench(f"{MODELS}:slow", "--arg", f"pids={pids}", "--timeout", "15", tmp=tmp_path / "tmp")
+    assert ran.code == 1
+    assert "it took longer than 15 s and was ended (--timeout gives it more)" in ran.err
+    assert [pid for pid in _written(pids, 2) if _runs(pid)] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--ways", "eagre"], "no way 'eagre'; the nearest is 'eager'"),
+        (["--tokens", "1,x"], "'x' is no size"),
+        (["--starts", "torch=many"], "--starts"),
+        (["--size-dim", "batch", "--ways", "eager"], "no dynamic dimension 'batch'"),
+    ],
+)
+def test_wrong_usage_says_what_is_right(tmp_path, arguments, words):
+    ran = bench(f"{SAMPLE}:build", *arguments, tmp=tmp_path / "tmp")
+    assert ran.code in {1, 2}
+    assert words in " ".join(ran.err.split())
+
+
+@pytest.mark.slow
+def test_every_way_runs_the_fixture_and_agrees_with_eager(tmp_path):
+    arguments = ["--arg", "num_layers=2", "--starts", "1", "--warm-ups", "0", "--tokens", "1,8", "--json"]
+    report = bench(LLAMA, *arguments, tmp=tmp_path / "tmp").report
+    ways = by_name(report)
+    assert list(ways) == list(WAYS)
+    assert {name: way["error"] for name, way in ways.items() if way["error"]} == {}
+    assert all(way["outputs"]["equal"] for way in ways.values())
+    # torch's precompiled function was made for the general shape and refuses a single token
+    assert [name for name, way in ways.items() if "error" in way["steps"]["1"]] == ["aot-precompile"]
+    assert ways["compile-cold"]["starts"][0]["ready_secs"] > ways["compile-warm"]["starts"][0]["ready_secs"]
+
+
+def _written(path, count):
+    """The process ids in a file, once there are so many."""
+    until = time.monotonic() + 90
+    while time.monotonic() < until:
+        found = path.read_text().split() if path.is_file() else []
+        if len(found) >= count:
+            return [int(pid) for pid in found]
+        time.sleep(0.1)
+    return pytest.fail("the model was never built")
+
+
+def _runs(pid):
+    """Whether a process runs; one that ended and was not yet asked for its end does not."""
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
+    except FileNotFoundError:
+        return False
