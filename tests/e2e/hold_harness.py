@@ -1,0 +1,92 @@
+"""Starts fixtures from a cache as a server would: in processes that have nothing but Python, torch and that cache."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from e2e_harness import FIXTURES, REPO, Ran, warm
+
+CHILD = Path(__file__).with_name("hold_child.py")
+NAMES = ("tiny_llama", "tiny_moe", "tiny_encoder", "tiny_vision")
+#: What a machine that compiles has and a server need not have.
+TOOLS = ("g++", "gcc", "c++", "cc", "clang", "clang++", "cpp", "ld", "as", "ptxas", "nvcc")
+
+
+def warm_fixture(name: str, root: Path, *, adaptor: str = "aot_inductor") -> None:
+    """Compile a fixture; nothing of it may fall back to another adaptor."""
+    report = warm(f"{FIXTURES / name}.py:build", root, "--adaptor", adaptor)
+    assert {artifact["adaptor"] for artifact in report["artifacts"]} == {adaptor}
+
+
+class Bare:
+    """A place for a process that has nothing: an empty home, empty folders of caches, and compilers that do not work.
+
+    Args:
+        folder: Where the place is made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = folder / "poison.log"
+        self.places = {name: folder / name for name in ("home", "tmp", "inductor", "triton", "work")}
+        for place in self.places.values():
+            place.mkdir(parents=True)
+        self.tools = folder / "tools"
+        self.tools.mkdir()
+        for tool in TOOLS:
+            path = self.tools / tool
+            path.write_text(f'#!/bin/sh\necho "{tool} $*" >> "{self.log}"\nexit 1\n')
+            path.chmod(0o755)
+
+    def environment(self, **changes: str | None) -> dict[str, str]:
+        """The whole environment of such a process; a change to None takes a variable away."""
+        values: dict[str, str | None] = {
+            "PATH": str(self.tools),
+            "HOME": str(self.places["home"]),
+            "TMPDIR": str(self.places["tmp"]),
+            "TORCHINDUCTOR_CACHE_DIR": str(self.places["inductor"]),
+            "TRITON_CACHE_DIR": str(self.places["triton"]),
+            "PYTHONPATH": os.pathsep.join([str(REPO), str(FIXTURES)]),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            **changes,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+    def written(self) -> list[str]:
+        """Every file that was left in these places."""
+        return [str(path) for place in self.places.values() for path in place.rglob("*")]
+
+    def tried(self) -> list[str]:
+        """The commands of which a poisoned tool was run."""
+        return sorted(set(self.log.read_text().splitlines())) if self.log.exists() else []
+
+    def run(self, command: list[str], **options: Any) -> Ran:
+        """Run a command in this place to its end."""
+        env = self.environment(**options.pop("env", {}))
+        options = {"cwd": self.places["work"], "timeout": 300, "capture_output": True, "text": True, **options}
+        done = subprocess.run(command, env=env, check=False, **options)
+        return Ran(code=done.returncode, out=done.stdout or "", err=done.stderr or "")
+
+    def start(self, name: str, root: Path, *, before: tuple[str, ...] = (), **options: Any) -> Any:
+        """Load a fixture and call it once; return what tests/e2e/hold_child.py reports.
+
+        Args:
+            name: Of the fixture.
+            root: Of the cache.
+            before: What runs Python, such as `unshare`; none by default.
+            options: `env`: changes of the environment; others of `subprocess.run`.
+        """
+        return self.run([*before, sys.executable, str(CHILD), json.dumps([name, str(root)])], **options).report
+
+
+def fixture_spec(name: str) -> Any:
+    """Build a fixture in this process, as it is imported by one that loads it."""
+    if str(FIXTURES) not in sys.path:
+        sys.path.insert(0, str(FIXTURES))
+    return importlib.import_module(name).build()

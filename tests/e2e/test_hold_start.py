@@ -1,0 +1,157 @@
+"""A server that has nothing but a read-only cache, without compiler, home or room for temporary files: it starts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from hold_harness import CHILD, NAMES, Bare
+
+from cgtool.guards.environment import compiler_version
+
+pytestmark = pytest.mark.torch
+
+#: What a start that went well reports, beside how near it came to eager.
+WELL = {"error": None, "heavy": []}
+NEAR = 2e-5
+
+
+def well(report):
+    near = report["worst"] is not None and report["worst"] < NEAR
+    return near and {**report, "worst": None} == {**WELL, "worst": None}
+
+
+@pytest.fixture
+def bare(tmp_path):
+    return Bare(tmp_path / "bare")
+
+
+@pytest.fixture
+def mounted():
+    """Return a function that mounts something on a folder for the time of a test, or skips it."""
+    there = []
+
+    def mount(folder, *arguments):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            subprocess.run(["mount", *arguments, str(folder)], check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("mounting needs rights that this process has not")
+        there.append(folder)
+        return folder
+
+    yield mount
+    for folder in reversed(there):
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture(scope="module")
+def moved(aot_cache, tmp_path_factory):
+    """A copy of a copy of the cache, on a read-only disk where that can be had; the first copy is gone."""
+    folder = tmp_path_factory.mktemp("moved")
+    first, second = folder / "first" / "cache", folder / "second" / "of another" / "name"
+    shutil.copytree(aot_cache(*NAMES), first)
+    shutil.copytree(first, second)
+    shutil.rmtree(first)
+    return second
+
+
+@pytest.fixture
+def read_only(moved, mounted, tmp_path):
+    """The copy on a read-only file system: root would write through modes."""
+    again = mounted(tmp_path / "read_only", "--bind", str(moved))
+    subprocess.run(["mount", "-o", "remount,bind,ro", str(again)], check=True)
+    return again
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fixture_starts_where_there_is_nothing_but_a_read_only_copy_of_a_cache(read_only, bare, name):
+    report = bare.start(name, read_only)
+    assert well(report), report
+    assert bare.written() == []
+    # It may be asked which one it is, and is asked for nothing else.
+    assert set(bare.tried()) <= {"g++ --version"}
+
+
+def test_a_path_without_any_program_and_no_home_serve(moved, bare):
+    report = bare.start("tiny_llama", moved, env={"PATH": "", "HOME": None})
+    assert well(report), report
+
+
+def test_a_miss_on_a_machine_without_a_compiler_does_not_speak_of_compilers(moved, bare):
+    report = bare.start("tiny_llama", moved, env={"TORCHINDUCTOR_MAX_AUTOTUNE": "1"})
+    name, sentence = report["error"]
+    assert name == "CacheMissError"
+    assert "TORCHINDUCTOR_MAX_AUTOTUNE" in sentence
+    assert "compiler" not in sentence
+
+
+@pytest.mark.skipif(compiler_version() is None, reason="the entry is keyed on the compiler that there is")
+def test_another_compiler_is_a_miss_that_names_it(moved, bare):
+    (bare.tools / "g++").write_text('#!/bin/sh\necho "g++ (Other) 99.1.0"\n')
+    report = bare.start("tiny_llama", moved)
+    name, sentence = report["error"]
+    assert name == "CacheMissError"
+    assert f'compiler was "{compiler_version()}" and is "(Other) 99.1.0" now' in sentence
+
+
+def test_a_tiny_temporary_folder_that_runs_no_code_serves(moved, bare, mounted):
+    folder = mounted(bare.places["tmp"], "-t", "tmpfs", "-o", "noexec,size=16k", "none")
+    probe = folder / "probe"
+    probe.write_text("#!/bin/sh\n")
+    probe.chmod(0o755)
+    with pytest.raises(PermissionError):
+        subprocess.run([probe], check=True)
+    report = bare.start("tiny_llama", moved)
+    assert well(report), report
+
+
+def test_a_full_temporary_folder_serves_or_is_a_sentence(moved, bare, mounted):
+    folder = mounted(bare.places["tmp"], "-t", "tmpfs", "-o", "size=8k", "none")
+    with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    report = bare.start("tiny_llama", moved)
+    assert well(report) or report["error"][0] == "ArtifactError", report
+
+
+#: Every folder that a temporary file may go to is made read-only, in a mount namespace of its own.
+NOWHERE = """
+for folder in /tmp /var/tmp /dev/shm; do
+    mount --bind "$folder" "$folder" && mount -o remount,bind,ro "$folder" || exit 77
+done
+exec "$@"
+"""
+
+
+def test_no_temporary_folder_at_all_is_a_sentence(moved, bare):
+    """Not even one for a few hundred bytes: what is missing is named, and what to do."""
+    unshare = shutil.which("unshare")
+    probe = unshare and subprocess.run([unshare, "-m", "true"], check=False, capture_output=True)
+    if not probe or probe.returncode:
+        pytest.skip("a mount namespace needs rights that this process has not")
+    ran = bare.run(
+        [
+            unshare,
+            "-m",
+            "/bin/sh",
+            "-c",
+            NOWHERE,
+            "sh",
+            sys.executable,
+            str(CHILD),
+            json.dumps(["tiny_llama", str(moved)]),
+        ],
+        env={"TMPDIR": None, "PATH": os.defpath, "CXX": str(bare.tools / "g++")},
+        cwd="/proc",
+    )
+    if ran.code == 77:
+        pytest.skip("the system's folders cannot be mounted anew here")
+    report = ran.report
+    assert report["error"][0] == "ArtifactError", report
+    assert "Set TMPDIR to a folder that can be written." in report["error"][1]
