@@ -151,4 +151,5 @@ def _row(work: Work, adaptor: str, unit: UnitResult) -> ManifestRow:
         kernels=unit.kernels,
         guards=tuple(unit.guards),
         proved=unit.proved,
+        proof_gap=unit.proof_gap,
     )

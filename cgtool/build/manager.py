@@ -10,21 +10,21 @@ a layer, no index of a piece.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from cgtool.build.adaptors.interface import CompiledPiece, CompilerInterface, PieceCallable
+from cgtool.build.proving import Proof
 from cgtool.build.workers.modules import imports_for
 from cgtool.build.workers.pool import WorkerPool
 from cgtool.build.workers.settings import changed_settings
-from cgtool.build.workers.unit import StaysHereError, Unit
+from cgtool.build.workers.unit import Unit
 from cgtool.cache.objects import ObjectStore
 from cgtool.cache.units import UnitRecord, UnitStore, new_record
 from cgtool.config import CompilationConfig
 from cgtool.digests import digest_of
 from cgtool.errors import CacheCorruptError
 from cgtool.events import Event, OnEvent, ignore
-from cgtool.pieces import Json, PieceGraph
+from cgtool.pieces import PieceGraph
 
 #: Raise it when the way from a piece to an artifact changes: what older versions built is then compiled again.
 BUILD_VERSION = 1
@@ -43,6 +43,7 @@ class UnitResult:
         kernels: How many kernels were generated.
         guards: Facts over the graph's symbols that the compiler relies on, beyond the graph's ranges and facts.
         proved: Whether it was run and compared with the piece.
+        proof_gap: Why it could not be, where that was tried; else "".
         reused: Whether it had been compiled before: by another piece, size, rank, process or warm.
     """
 
@@ -54,11 +55,8 @@ class UnitResult:
     kernels: int
     guards: tuple[str, ...]
     proved: bool
+    proof_gap: str
     reused: bool
-
-
-#: Proves an artifact: (bytes, graph, guards, modules to import); raises where it is wrong, says whether it was proved.
-Prove = Callable[[bytes, PieceGraph, tuple[str, ...], tuple[Mapping[str, Json], ...]], bool]
 
 
 class CompilerManager:
@@ -70,7 +68,7 @@ class CompilerManager:
         config: Where the user's options for the compiler come from.
         on_event: Told when a unit is waited for, because another process compiles it.
         pool: Worker processes to compile in; None compiles in this process alone.
-        prove: Run before a unit is stored; None stores it without proof.
+        proof: Runs each unit before it is stored; None stores it without.
     """
 
     def __init__(
@@ -81,14 +79,14 @@ class CompilerManager:
         *,
         on_event: OnEvent = ignore,
         pool: WorkerPool | None = None,
-        prove: Prove | None = None,
+        proof: Proof | None = None,
     ) -> None:
         self._units = units
         self._adaptor = adaptor
         self._options = dict(config.inductor_compile_config)
         self._on_event = on_event
-        self._pool = pool if adaptor.in_workers else None
-        self._prove = prove
+        self._pool = pool if adaptor.compiles else None
+        self._proof = proof if adaptor.compiles else None
         self._hashes: dict[bool, str] = {}
         self._lock = threading.Lock()
 
@@ -159,36 +157,45 @@ class CompilerManager:
     def _found(self, key: str) -> UnitRecord | None:
         """Return the record of a unit that may be used as it is."""
         found = self._units.find(key)
-        return None if found is not None and self._prove is not None and not found.proved else found
+        return None if found is not None and self._proof is not None and found.needs_proof else found
 
     def _compile_locked(self, work: _Compile) -> tuple[UnitRecord, bool]:
         """Compile a unit while no other process does; return its record, and whether another one did it meanwhile."""
         with self._units.lock(work.key, on_wait=self._waiting):
-            found = self._units.find(work.key)
-            if found is not None and (found.proved or self._prove is None):
+            found = self._found(work.key)
+            if found is not None:
                 return found, True
-            data = None if found is None else self._units.data(work.key, found)
-            reused = found is not None and data is not None
-            if found is None or data is None:
-                piece = self._compiled(work)
-                data = piece.artifact
-                found = new_record(
-                    data,
-                    kind=self._adaptor.kind,
-                    compile_secs=piece.compile_secs,
-                    kernels=piece.kernels,
-                    guards=piece.guards,
-                )
-            if self._prove is not None:
-                imports = _imports_or_none(work.graph, self._adaptor)
-                found = replace(found, proved=self._prove(data, work.graph, found.guards, imports))
-            self._units.put(work.key, data, found)
-        return found, reused
+            unproved = self._units.find(work.key)
+            data = None if unproved is None else self._units.data(work.key, unproved)
+            if unproved is None or data is None:
+                data, record = self._compiled(work)
+            else:
+                record = unproved
+            record = self._proved(work, data, record)
+            self._units.put(work.key, data, record)
+        return record, unproved is not None
 
-    def _compiled(self, work: _Compile) -> CompiledPiece:
+    def _proved(self, work: _Compile, data: bytes, record: UnitRecord) -> UnitRecord:
+        """Return the record with what a proof found; nothing is to be proved of what runs the piece as it stands."""
+        if self._proof is None:
+            return replace(record, proved=not self._adaptor.compiles)
+        gap = self._proof.prove(data, adaptor=self._adaptor, graph=work.graph, guards=record.guards)
+        return replace(record, proved=gap is None, proof_gap=gap or "")
+
+    def _compiled(self, work: _Compile) -> tuple[bytes, UnitRecord]:
+        if self._proof is not None:
+            self._proof.start()  # it imports torch while the piece is compiled
         if work.in_worker and self._pool is not None:
-            return self._compiled_in_worker(work, self._pool)
-        return self._adaptor.compile(work.graph, options=self._options, max_autotune=work.max_autotune)
+            piece = self._compiled_in_worker(work, self._pool)
+        else:
+            piece = self._adaptor.compile(work.graph, options=self._options, max_autotune=work.max_autotune)
+        return piece.artifact, new_record(
+            piece.artifact,
+            kind=self._adaptor.kind,
+            compile_secs=piece.compile_secs,
+            kernels=piece.kernels,
+            guards=piece.guards,
+        )
 
     def _compiled_in_worker(self, work: _Compile, pool: WorkerPool) -> CompiledPiece:
         unit = Unit(
@@ -227,14 +234,6 @@ class _Compile:
     in_worker: bool
 
 
-def _imports_or_none(graph: PieceGraph, adaptor: CompilerInterface) -> tuple[Mapping[str, Json], ...]:
-    """Return the modules of a piece's ops; none where no other process finds them, which a proof says then."""
-    try:
-        return imports_for(graph.ops, adaptor)
-    except StaysHereError:
-        return ()
-
-
 def _result(key: str, record: UnitRecord, *, reused: bool) -> UnitResult:
     return UnitResult(
         key=key,
@@ -245,5 +244,6 @@ def _result(key: str, record: UnitRecord, *, reused: bool) -> UnitResult:
         kernels=record.kernels,
         guards=record.guards,
         proved=record.proved,
+        proof_gap=record.proof_gap,
         reused=reused,
     )

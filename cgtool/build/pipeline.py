@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from cgtool.build.adaptors import get_adaptor
 from cgtool.build.compile_work import Compiled, compile_work, row_name, unique
 from cgtool.build.managers import Managers
+from cgtool.build.proving import Proof
 from cgtool.build.records import calls_of, counts_of, fallbacks_of, notes_of, without_sizes
 from cgtool.build.wanted import Work, wanted
 from cgtool.build.workers.limits import default_jobs, early_jobs
@@ -30,6 +31,8 @@ from cgtool.digests import canonical_json, digest_of
 from cgtool.errors import CacheCorruptError, CacheMissError, ModelError, UsageError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.model import ModelSpec
+from cgtool.plan import Plan
+from cgtool.runtime.call import first_index
 from cgtool.runtime.facts import Facts, facts_of
 from cgtool.runtime.find import Finder, Found
 from cgtool.runtime.text import plan_text
@@ -138,13 +141,15 @@ class _Warm:
                 raise
             return self._fresh(facts, miss.reasons)
         work = _wanted_of(found, found.entry.manifest, self._config)
-        missing = [w for w in work if found.entry.manifest.row(**row_name(w)) is None]
+        rows = [(w, found.entry.manifest.row(**row_name(w))) for w in work]
+        missing = [w for w, row in rows if row is None]
         broken = _broken_rows(found, work)
+        unproved = [w for w, row in rows if row is not None and row.needs_proof and self._config.proof and not check]
         if check and (missing or broken):
             raise _incomplete(missing, broken, self._layout)
-        if not missing and not broken:
+        if not missing and not broken and not unproved:
             return self._hit(found, work)
-        return self._complete(found, work, missing, broken)
+        return self._complete(found, missing, broken, unproved)
 
     def _finder(self, facts: Facts) -> Finder:
         return Finder(
@@ -197,7 +202,7 @@ class _Warm:
         work = wanted(stitched.plan, self._config, eager_pieces=eager)
         key = self._key(facts, stitched)
         writer = EntryWriter(self._layout, key, rank=self._rank, prefix=self._spec.prefix)
-        done = self._compile(work, writer.objects, pool)
+        done = self._compile(work, writer.objects, stitched.plan, pool)
         manifest = self._manifest(key, facts, stitched, done)
         self._on_event(Event(phase="store", message=short(key.hash)))
         manifest = writer.publish(manifest, files)
@@ -211,11 +216,11 @@ class _Warm:
             notes=notes_of(stitched, manifest.fallbacks),
         )
 
-    def _complete(self, found: Found, work: tuple[Work, ...], missing: list[Work], broken: list[Work]) -> WarmResult:
+    def _complete(self, found: Found, missing: list[Work], broken: list[Work], unproved: list[Work]) -> WarmResult:
         """Compile what an entry lacks; its plan says all that is needed, so nothing is traced."""
         writer = EntryWriter(self._layout, found.key, rank=self._rank, prefix=self._spec.prefix)
         with self._pool() as pool:
-            done = self._compile((*missing, *broken), writer.objects, pool)
+            done = self._compile((*missing, *broken, *unproved), writer.objects, found.plan, pool)
         self._on_event(Event(phase="store", message=short(found.key.hash)))
         manifest = writer.add_rows(done.rows, done.fallbacks)
         work = _wanted_of(found, manifest, self._config)
@@ -225,19 +230,26 @@ class _Warm:
             compiled=done.compiled,
             reused=max(0, len(everything) - done.compiled),
             compile_secs=done.secs,
-            reasons=_incomplete(missing, broken, self._layout).reasons,
+            reasons=_incomplete(missing, broken, self._layout, unproved=len(list(unique(unproved)))).reasons,
         )
 
     def _pool(self) -> AbstractContextManager[WorkerPool | None]:
         """Return the workers of this warm; None where everything is compiled in this process."""
         jobs = default_jobs() if self._config.jobs is None else self._config.jobs
-        if jobs == 0 or not get_adaptor(self._config.adaptor).in_workers:
+        if jobs == 0 or not get_adaptor(self._config.adaptor).compiles:
             return nullcontext()
         return WorkerPool(jobs=jobs, timeout_secs=self._config.compile_timeout)
 
-    def _compile(self, work: Iterable[Work], objects: ObjectStore, pool: WorkerPool | None) -> Compiled:
-        managers = Managers(self._layout, self._config, on_event=self._on_event, pool=pool)
-        return compile_work(work, objects=objects, managers=managers, pool=pool, on_event=self._on_event)
+    def _compile(self, work: Iterable[Work], objects: ObjectStore, plan: Plan, pool: WorkerPool | None) -> Compiled:
+        with self._proof(plan) as proof:
+            managers = Managers(self._layout, self._config, on_event=self._on_event, pool=pool, proof=proof)
+            return compile_work(work, objects=objects, managers=managers, pool=pool, on_event=self._on_event)
+
+    def _proof(self, plan: Plan) -> AbstractContextManager[Proof | None]:
+        """Return what proves the artifacts of this warm; None where nothing is proved."""
+        if not self._config.proof or not get_adaptor(self._config.adaptor).compiles:
+            return nullcontext()
+        return Proof(timeout_secs=self._config.compile_timeout, device_index=first_index(self._spec.module, plan))
 
     def _key(self, facts: Facts, stitched: Stitched) -> Key:
         guards = [[g.to_json() for g in v.model_guards] for v in stitched.plan.variants]
@@ -343,13 +355,17 @@ def _broken_rows(found: Found, work: Iterable[Work]) -> list[Work]:
     return broken
 
 
-def _incomplete(missing: list[Work], broken: list[Work], layout: CacheLayout) -> CacheMissError:
+def _incomplete(missing: list[Work], broken: list[Work], layout: CacheLayout, *, unproved: int = 0) -> CacheMissError:
     shapes = list(dict.fromkeys(shape_words(work.shape) for work in missing))
     count = len(list(unique(missing)))
     named = f"{'shape' if len(shapes) == 1 else 'shapes'} {', '.join(shapes)}"
     said = "1 artifact is missing" if count == 1 else f"{count} artifacts are missing"
     reasons = [f"{said}, for the {named}"] if missing else []
     reasons += [f"the artifact of piece {work.piece_index} is damaged" for work in broken]
+    if unproved:
+        reasons.append(
+            "1 artifact was not proved yet" if unproved == 1 else f"{unproved} artifacts were not proved yet"
+        )
     msg = f"The entry is incomplete: {'; '.join(reasons)}. Warm the model again to add what is missing."
     return CacheMissError(msg, reasons=tuple(reasons), path=layout.root)
 

@@ -97,9 +97,10 @@ class _Run:
             self._managers.get(task.adaptor).key(task.items[0].graph, max_autotune=task.max_autotune)
             self._enqueue(task)
         away = sum(self._managers.get(task.adaptor).has_workers for task in self._tasks)
-        count = 0 if pool is None else min(pool.jobs, away)
+        count = 0
         if pool is not None:
-            pool.start(count)
+            pool.start(away)
+            count = min(pool.jobs + 1, away)  # one may wait for a proof while all workers work
         for _ in range(count):
             # settings of torch belong to a thread's context: the threads see those of this one
             context = contextvars.copy_context()

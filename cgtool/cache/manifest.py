@@ -8,7 +8,8 @@
                 "files": {name: {"sha256": digest, "size_bytes": int}}, "digest": digest}
     variant  = {"name": str, "fixed": {dim: int}, "pieces": int, "splitting_pieces": int, "unique_pieces": int}
     row      = {"variant": int, "shape": shape, "piece_index": int, "adaptor": str, "artifact": digest, "kind": str,
-                "size_bytes": int, "compile_secs": float, "kernels": int, "guards": [expr...], "proved": bool}
+                "size_bytes": int, "compile_secs": float, "kernels": int, "guards": [expr...],
+                "proved": bool, "proof_gap": str}
     fallback = {"variant": int, "piece_index": int, "shape": shape, "adaptor": str, "reason": str}
     shape    = "general" | size | [start, end] | {dim: size}        sizes are 1 or more; ranges are inclusive
 
@@ -75,6 +76,7 @@ class ManifestRow:
         kernels: How many kernels it holds.
         guards: Facts over the piece's symbols that the compiler added.
         proved: Whether the artifact was run and compared with the piece before it was stored.
+        proof_gap: Why it could not be, where that was tried; else "".
     """
 
     variant: int
@@ -88,6 +90,12 @@ class ManifestRow:
     kernels: int
     guards: tuple[str, ...] = ()
     proved: bool = False
+    proof_gap: str = ""
+
+    @property
+    def needs_proof(self) -> bool:
+        """Whether nobody has tried to prove the artifact yet."""
+        return not self.proved and not self.proof_gap
 
     @property
     def identity(self) -> tuple[int, str, int, str]:
@@ -108,6 +116,7 @@ class ManifestRow:
             "kernels": self.kernels,
             "guards": list(self.guards),
             "proved": self.proved,
+            "proof_gap": self.proof_gap,
         }
 
     @classmethod
@@ -130,6 +139,7 @@ class ManifestRow:
             kernels=count(data["kernels"]),
             guards=texts(data["guards"]),
             proved=flag(data["proved"]),
+            proof_gap=text(data["proof_gap"]),
         )
 
 

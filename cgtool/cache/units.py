@@ -4,7 +4,8 @@ A unit's key is the digest of everything that decides its bytes: piece identity,
 folder `units/<key[:2]>/<key>/` holds the bytes as `<sha256>.<kind>` and then, written last, `unit.json`::
 
     {"schema": 2, "cgtool": version, "key": key, "artifact": sha256, "kind": str, "size_bytes": int,
-     "compile_secs": float, "kernels": int, "guards": [str...], "proved": bool, "created": str, "digest": ...}
+     "compile_secs": float, "kernels": int, "guards": [str...], "proved": bool, "proof_gap": str,
+     "created": str, "digest": ...}
 
 A folder without an intact `unit.json`, or whose artifact is missing or differs from its digest, holds no unit. The lock
 beside them saves double work: N processes that ask for one unit compile it once. Without working locks two processes
@@ -54,6 +55,7 @@ class UnitRecord:
         kernels: How many kernels the compiler generated.
         guards: Facts over the graph's symbols that the compiler added.
         proved: Whether the bytes were run and compared with the piece before they were stored.
+        proof_gap: Why they could not be, where that was tried and the piece itself does not run alone; else "".
         created: When, in UTC: "2026-01-31T12:00:00.123Z".
     """
 
@@ -64,7 +66,13 @@ class UnitRecord:
     kernels: int
     guards: tuple[str, ...] = ()
     proved: bool = False
+    proof_gap: str = ""
     created: str = field(default_factory=timestamp)
+
+    @property
+    def needs_proof(self) -> bool:
+        """Whether nobody has tried to prove it yet."""
+        return not self.proved and not self.proof_gap
 
     def to_json(self) -> Json:
         """Return the record's fields as JSON."""
@@ -76,6 +84,7 @@ class UnitRecord:
             "kernels": self.kernels,
             "guards": list(self.guards),
             "proved": self.proved,
+            "proof_gap": self.proof_gap,
             "created": self.created,
         }
 
@@ -95,6 +104,7 @@ class UnitRecord:
             kernels=count(data["kernels"]),
             guards=texts(data["guards"]),
             proved=flag(data["proved"]),
+            proof_gap=text(data["proof_gap"]),
             created=text(data["created"]),
         )
 

@@ -119,7 +119,7 @@ def test_a_newer_schema_is_skipped_with_a_warning_by_cache_and_refused_by_graph(
     error = graph.report["error"]
     assert error["type"] == "CacheSchemaError"
     assert error["path"] == str(manifest)
-    assert (error["expected"], error["actual"]) == (1, 99)
+    assert (error["expected"], error["actual"]) == (2, 99)
     assert "Update cgtool" in error["message"]
 
 

@@ -24,7 +24,7 @@ class EagerAdaptor(CompilerInterface):
 
     name = EAGER
     kind = "json"
-    in_workers = False
+    compiles = False
 
     def compute_hash(
         self,

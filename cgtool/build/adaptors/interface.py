@@ -45,12 +45,12 @@ class CompilerInterface(ABC):
     Attributes:
         name: How configuration spells it.
         kind: The file suffix of its artifacts; it says how they are opened, and whether they hold pickle.
-        in_workers: Whether it compiles long enough to be worth a process of its own.
+        compiles: Whether it makes code: that is done in worker processes, and proved before it is trusted.
     """
 
     name: str
     kind: str
-    in_workers: bool = True
+    compiles: bool = True
 
     def initialize_cache(self, cache_dir: Path, *, disable_cache: bool = False, prefix: str = "") -> None:  # noqa: B027  most have no state
         """Prepare for compiles into one cache; called once, before the first. Nothing to do for most compilers.
