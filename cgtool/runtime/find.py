@@ -179,10 +179,18 @@ class Finder:
         shown = "\n  ".join(reasons[:_MAX_REASONS])
         msg = (
             f"No entry of {self._layout.root} fits this model. The nearest, {short(hash_)}, does not because:\n"
-            f"  {shown}\n"
-            "Warm the model again as it is now, or undo the change."
+            f"  {shown}\n{self._advice()}"
         )
         return CacheMissError(msg, reasons=reasons[:_MAX_REASONS], path=self._layout.root)
+
+    def _advice(self) -> str:
+        tensors = self._facts.factors["state"]["tensors"]
+        if any(" meta" in spelled for spelled in tensors.values()):
+            return (
+                "Tensors on the meta device have no memory: give them some (module.to_empty(device=...), then "
+                "load_state_dict) before the model is loaded."
+            )
+        return "Warm the model again as it is now, or undo the change."
 
     def _others(self) -> list[tuple[str, tuple[str, ...]]]:
         """Return entries that the facts did not lead to and that are of a model of the same class."""

@@ -19,8 +19,13 @@ TOOLS = ("g++", "gcc", "c++", "cc", "clang", "clang++", "cpp", "ld", "as", "ptxa
 
 
 def warm_fixture(name: str, root: Path, *, adaptor: str = "aot_inductor") -> None:
-    """Compile a fixture; nothing of it may fall back to another adaptor."""
-    report = warm(f"{FIXTURES / name}.py:build", root, "--adaptor", adaptor)
+    """Compile a fixture."""
+    warm_model(f"{FIXTURES / name}.py:build", root, adaptor=adaptor)
+
+
+def warm_model(model: str, root: Path, *, adaptor: str = "aot_inductor") -> None:
+    """Compile a model; nothing of it may fall back to another adaptor."""
+    report = warm(model, root, "--adaptor", adaptor)
     assert {artifact["adaptor"] for artifact in report["artifacts"]} == {adaptor}
 
 

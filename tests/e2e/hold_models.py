@@ -1,0 +1,27 @@
+"""A model whose first and last layers share one weight."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from cgtool import ExampleCall, ModelSpec
+
+WIDTH = 16
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+
+def tied():
+    x = torch.arange(3 * WIDTH, dtype=torch.float32).sin().view(3, WIDTH)
+    # From 2 on: a batch of one would have a variant of its own to compile.
+    return ModelSpec(module=Tied().eval(), calls=[ExampleCall(args=(x,))], dynamic={"x": {0: ("rows", 2, 64)}})

@@ -1,0 +1,332 @@
+"""Weights that change after load, before it, or while a model is built without memory: never a stale value."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from hold_harness import fixture_spec, warm_model
+
+torch = pytest.importorskip("torch")
+
+from e2e_compare import difference  # noqa: E402
+from torch import nn  # noqa: E402
+from torch._subclasses import FakeTensorMode  # noqa: E402
+
+import cgtool  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+NAME = "layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def root(aot_cache):
+    return aot_cache("tiny_llama")
+
+
+@pytest.fixture
+def spec():
+    return fixture_spec("tiny_llama")
+
+
+def state(module, factor=1.0):
+    """Other values for every tensor, of the same make."""
+    seed = torch.Generator().manual_seed(5)
+    found = {}
+    for name, value in module.state_dict().items():
+        found[name] = torch.randn(value.shape, generator=seed) * factor / value.shape[-1] ** 0.5
+    return found
+
+
+def owner(module):
+    return module.get_submodule(NAME.rpartition(".")[0])
+
+
+def assigned(module):
+    owner(module).weight = nn.Parameter(torch.randn_like(owner(module).weight))
+
+
+def assigned_past_the_module(module):
+    owner(module)._parameters["weight"] = nn.Parameter(torch.randn_like(owner(module).weight))
+
+
+def copied(module):
+    module.load_state_dict(state(module))
+
+
+def taken_over(module):
+    module.load_state_dict(state(module), assign=True)
+
+
+def written(module):
+    owner(module).weight.mul_(-2)
+
+
+def written_through_a_view(module):
+    owner(module).weight[3:7].zero_()
+
+
+def swapped_data(module):
+    owner(module).weight.data = torch.randn_like(owner(module).weight)
+
+
+def swapped_storage(module):
+    weight = owner(module).weight
+    weight.set_(torch.randn_like(weight))
+
+
+def written_under_inference_mode(module):
+    with torch.inference_mode():
+        owner(module).weight.add_(1)
+
+
+def made_in_inference_mode(module):
+    with torch.inference_mode():
+        fresh = torch.randn_like(owner(module).weight)
+    owner(module).weight = nn.Parameter(fresh, requires_grad=False)
+
+
+def buffer_assigned(module):
+    rotary = module.layers[0].self_attn.rotary
+    rotary.cos_sin = rotary.cos_sin.flip(0) + 0.5
+
+
+def module_replaced(module):
+    module.layers[1].mlp = copy.deepcopy(module.layers[0].mlp)
+
+
+def memory_given_anew(module):
+    values = state(module)
+    kept = module.layers[0].self_attn.rotary.cos_sin.clone()
+    module.to_empty(device="cpu")
+    module.layers[0].self_attn.rotary.cos_sin.copy_(kept)  # it is not persistent
+    module.load_state_dict(values)
+
+
+def cast_and_back(module):
+    module.to(torch.float64)
+    module.float()
+    owner(module).weight.mul_(-1.5)
+
+
+CHANGES = [
+    assigned,
+    assigned_past_the_module,
+    copied,
+    taken_over,
+    written,
+    written_through_a_view,
+    swapped_data,
+    swapped_storage,
+    written_under_inference_mode,
+    made_in_inference_mode,
+    buffer_assigned,
+    module_replaced,
+    memory_given_anew,
+    cast_and_back,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_next_call_takes_the_new_values(root, spec, change):
+    args = spec.calls[0].args
+    loaded = cgtool.load(spec.module, cache_dir=root)
+    before = loaded(*args)
+    for mode in (torch.no_grad, torch.inference_mode):  # a call of either kind comes first after some change
+        change(spec.module)
+        with mode():
+            found = loaded(*args)
+            difference(found, spec.module(*args))
+    assert (found - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_weights_may_be_loaded_before_load_as_well(root, spec, assign):
+    args = spec.calls[0].args
+    spec.module.load_state_dict(state(spec.module), assign=assign)
+    loaded = cgtool.load(spec.module, cache_dir=root)
+    difference(loaded(*args), spec.module(*args))
+
+
+def of_another_dtype(module):
+    module.to(torch.float64)
+
+
+def halved(module):
+    module.half()
+
+
+def moved_to_meta(module):
+    module.to("meta")
+
+
+def of_another_shape(module):
+    owner(module).weight = nn.Parameter(torch.zeros(64, 64))
+
+
+def transposed(module):
+    owner(module).weight = nn.Parameter(owner(module).weight.t().contiguous().t())
+
+
+def one_tensor_sparse(module):
+    owner(module)._parameters["weight"] = owner(module).weight.detach().to_sparse()
+
+
+def gone(module):
+    del owner(module).weight
+
+
+def set_to_none(module):
+    owner(module).weight = None
+
+
+class Mine(torch.Tensor):
+    """A tensor of a user's own class."""
+
+
+def of_a_subclass(module):
+    owner(module)._parameters["weight"] = owner(module).weight.detach().as_subclass(Mine)
+
+
+def negated_lazily(module):
+    owner(module)._parameters["weight"] = torch._neg_view(owner(module).weight.detach())
+
+
+def a_layer_more(module):
+    module.layers.append(copy.deepcopy(module.layers[0]))
+
+
+def a_layer_less(module):
+    del module.layers[3]
+
+
+REFUSED = {
+    of_another_dtype: r"weight has dtype float64 and was traced with float32",
+    halved: r"weight has dtype float16 and was traced with float32",
+    moved_to_meta: r"is on meta and must be on cpu",
+    of_another_shape: rf"^{NAME} has the shape \(64, 64\) and was traced with \(64, 128\)",
+    transposed: rf"^{NAME} has the strides \(1, 64\) and was traced with \(128, 1\)",
+    one_tensor_sparse: rf"^{NAME} has the layout torch\.sparse_coo",
+    gone: r"is gone \(KeyError: weight\)",
+    set_to_none: rf"^{NAME} is of type NoneType and was traced as a plain tensor",
+    of_a_subclass: rf"^{NAME} is of type Mine and was traced as a plain tensor",
+    negated_lazily: rf"^{NAME} is a lazily conjugated or negated view",
+    a_layer_more: r"^layers",
+    a_layer_less: r"^layers",
+}
+
+
+@pytest.mark.parametrize(("change", "says"), REFUSED.items(), ids=[change.__name__ for change in REFUSED])
+def test_another_make_is_refused_and_never_served(root, spec, change, says):
+    args = spec.calls[0].args
+    loaded = cgtool.load(spec.module, cache_dir=root)
+    loaded(*args)
+    change(spec.module)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), pytest.raises(cgtool.GuardError, match=says) as refused:
+            loaded(*args)
+        assert str(refused.value).endswith("Put it back as it was, or warm again with the model as it is now.")
+    with pytest.raises(cgtool.CgtoolError):  # nor by a new load
+        cgtool.load(spec.module, cache_dir=root)
+
+
+def test_a_model_without_memory_is_told_to_get_some_and_is_served_then(root):
+    with torch.device("meta"):
+        spec = fixture_spec("tiny_llama")
+    args = [arg.new_ones(arg.shape, device="cpu") for arg in spec.calls[0].args]
+    with pytest.raises(cgtool.CacheMissError, match=r"on the meta device .*to_empty.*load_state_dict"):
+        cgtool.load(spec.module, cache_dir=root)
+    real = fixture_spec("tiny_llama").module
+    spec.module.to_empty(device="cpu")
+    spec.module.load_state_dict(real.state_dict())
+    for name, value in real.named_buffers():
+        spec.module.get_buffer(name).copy_(value)
+    difference(cgtool.load(spec.module, cache_dir=root)(*args), real(*args))
+
+
+def test_a_model_without_memory_takes_over_what_was_read(root):
+    with torch.device("meta"):
+        module = fixture_spec("tiny_llama").module
+    real = fixture_spec("tiny_llama")
+    module.load_state_dict(real.module.state_dict(), assign=True)
+    rotary = module.layers[0].self_attn.rotary
+    rotary.cos_sin = real.module.layers[0].self_attn.rotary.cos_sin
+    args = real.calls[0].args
+    difference(cgtool.load(module, cache_dir=root)(*args), real.module(*args))
+
+
+def test_a_fake_model_is_refused_in_a_sentence(root):
+    with FakeTensorMode():
+        module = fixture_spec("tiny_llama").module
+    with pytest.raises(cgtool.CgtoolError, match="is of type FakeTensor"):
+        cgtool.load(module, cache_dir=root)
+
+
+def test_a_model_that_goes_elsewhere_and_comes_back_is_served(root, spec):
+    args = spec.calls[0].args
+    loaded = cgtool.load(spec.module, cache_dir=root)
+    values = copy.deepcopy(spec.module.state_dict())
+    kept = spec.module.layers[0].self_attn.rotary.cos_sin.clone()
+    expected = spec.module(*args)
+    spec.module.to("meta")
+    with pytest.raises(cgtool.GuardError):
+        loaded(*args)
+    spec.module.to_empty(device="cpu")
+    spec.module.layers[0].self_attn.rotary.cos_sin.copy_(kept)
+    spec.module.load_state_dict(values)
+    difference(loaded(*args), expected)
+
+
+@pytest.fixture(scope="module")
+def tied_root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tied") / "cache"
+    warm_model(f"{__file__.rpartition('/')[0]}/hold_models.py:tied", root)
+    return root
+
+
+@pytest.fixture
+def tied(tied_root):
+    import hold_models
+
+    spec = hold_models.tied()
+    return cgtool.load(spec.module, cache_dir=tied_root), spec.calls[0].args[0]
+
+
+def test_tied_weights_change_together(tied):
+    loaded, x = tied
+    module = loaded.module
+    difference(loaded(x), module(x))
+    before = loaded(x)
+    module.first.weight.mul_(2)
+    difference(loaded(x), module(x))
+    module.last.weight = module.first.weight = nn.Parameter(torch.randn(16, 16))
+    difference(loaded(x), module(x))
+    module.load_state_dict({name: value + 1 for name, value in module.state_dict().items()})
+    difference(loaded(x), module(x))
+    assert (loaded(x) - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_tied_weights_that_are_untied_are_refused(tied, which):
+    loaded, x = tied
+    getattr(loaded.module, which).weight = nn.Parameter(loaded.module.first.weight.clone())
+    with pytest.raises(cgtool.GuardError, match=r"weight.*weight were one object when this was compiled"):
+        loaded(x)
+    loaded.module.last.weight = loaded.module.first.weight
+    difference(loaded(x), loaded.module(x))
+
+
+def test_untied_weights_of_assign_are_refused(tied):
+    """`load_state_dict(assign=True)` gives each name a parameter of its own."""
+    loaded, x = tied
+    values = {name: value.clone() for name, value in loaded.module.state_dict().items()}
+    loaded.module.load_state_dict(values, assign=True)
+    with pytest.raises(cgtool.GuardError, match="were one object when this was compiled"):
+        loaded(x)
