@@ -71,7 +71,10 @@ class Prover:
             self._running()
 
     def close(self) -> None:
-        """End the child."""
+        """End the child; whoever waits for its answer is told that it is gone."""
+        child = self._child
+        if child is not None:
+            child.end()
         with self._lock:
             self._drop()
 
