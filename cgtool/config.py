@@ -9,7 +9,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from cgtool.config_checks import ADAPTORS, AOT_INDUCTOR, CAPTURE_SIZES, EAGER, CompilationLevel
@@ -17,6 +17,7 @@ from cgtool.config_fields import FIELDS, FieldKind, check_field, check_name, con
 from cgtool.cudagraph_mode import CUDAGraphMode, default_capture_sizes
 from cgtool.errors import ConfigError
 from cgtool.pieces import Json
+from cgtool.records import dataclass
 
 __all__ = [
     "ADAPTORS",

@@ -1,18 +1,19 @@
 """The plan: the stitched programs of one rank and prefix as data. Must not import torch.
 
 `plan.json` is what `load` generates Python from. Everything that reaches generated code is matched to a grammar first
-(`cgtool.runtime`). Grammar::
+(`cgtool.runtime`). Grammar, in which texts, runs, guards and graphs are those of `cgtool.plan_tables`::
 
-    plan     = {"schema": 1, "method": str, "qualname": "module:Class", "variants": [variant...],
-                "graphs": {identity: graph}}
+    plan     = {"schema": 2, "method": str, "qualname": "module:Class", "texts": texts, "metas": [tensor...],
+                "inputs": [[source, meta]...], "guards": guards, "symbols": [{piece symbol: variant expr}...],
+                "graphs": graphs, "variants": [variant...]}
     variant  = {"name": str, "fixed": {dim name: int}, "dims": {dim name: [symbol...]}, "symbols": [symbol...],
-                "relations": [expr...], "inputs": [[source, tensor]...], "model_guards": [guard...],
+                "relations": [expr...], "inputs": runs of inputs, "model_guards": runs of guards,
                 "call_guards": [guard...], "steps": [step...], "output": template}
     guard    = [source, kind, expected]  see cgtool.guards.kinds
-    source   = root accessor*            see cgtool.guards.sources
-    step     = {"piece": int, "splitting": bool, "graph": identity, "symbols": {piece symbol: variant expr},
-                "in": [value id...], "out": [value id...]}
-               value ids: inputs are 0..n-1, then every output of every step in order.
+    source   = root accessor*            see cgtool.guards.sources; in a table, the number of a text
+    step     = [piece, splitting, graph, symbols, runs of values in, runs of values out]
+               graph and symbols are numbers of the tables. Values: inputs are 0..n-1, then every output of every step
+               in order.
     template = ["v", value id] | ["const", literal] | ["expr", expr] | ["list"|"tuple", [template...]]
              | ["dict", [[key literal, template]...]] | ["call", "module:Qual", [template...], [[name, template]...]]
              | ["source", source]        the very object that was passed in, or an attribute of the model
@@ -22,13 +23,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, overload
 
+from cgtool.digests import canonical_json
 from cgtool.errors import CacheCorruptError, CacheSchemaError
 from cgtool.pieces import Json, PieceGraph, SymbolRange, TensorMeta
+from cgtool.plan_tables import Graphs, Texts, TextTable, from_runs, to_runs, write_graphs
 from cgtool.records import dataclass
 
-SCHEMA = 1
+SCHEMA = 2
+
+#: More values than a plan can have.
+_MAX_VALUES = 2**31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,16 +70,6 @@ class Input:
     source: str
     meta: TensorMeta
 
-    def to_json(self) -> Json:
-        """Return the record as JSON; the grammar stands at the head of this module."""
-        return [self.source, self.meta.to_json()]
-
-    @classmethod
-    def from_json(cls, data: Json) -> Input:
-        """Return the Input of `data`, as `to_json` wrote it."""
-        source, meta = data
-        return cls(source=source, meta=TensorMeta.from_json(meta))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
@@ -93,29 +91,6 @@ class Step:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
-    def to_json(self) -> Json:
-        """Return the record as JSON; the grammar stands at the head of this module."""
-        return {
-            "piece": self.piece,
-            "splitting": self.splitting,
-            "graph": self.graph,
-            "symbols": self.symbols,
-            "in": list(self.inputs),
-            "out": list(self.outputs),
-        }
-
-    @classmethod
-    def from_json(cls, data: Json) -> Step:
-        """Return the Step of `data`, as `to_json` wrote it."""
-        return cls(
-            piece=data["piece"],
-            splitting=data["splitting"],
-            graph=data["graph"],
-            symbols=dict(data["symbols"]),
-            inputs=tuple(data["in"]),
-            outputs=tuple(data["out"]),
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
@@ -135,41 +110,57 @@ class Variant:
     symbols: tuple[SymbolRange, ...]
     relations: tuple[str, ...]
     inputs: tuple[Input, ...]
-    model_guards: tuple[Guard, ...]
+    model_guards: Sequence[Guard]
     call_guards: tuple[Guard, ...]
     steps: tuple[Step, ...]
     output: Json
 
-    def to_json(self) -> Json:
-        """Return the record as JSON; the grammar stands at the head of this module."""
-        return {
-            "name": self.name,
-            "fixed": self.fixed,
-            "dims": {name: list(symbols) for name, symbols in self.dims.items()},
-            "symbols": [s.to_json() for s in self.symbols],
-            "relations": list(self.relations),
-            "inputs": [i.to_json() for i in self.inputs],
-            "model_guards": [g.to_json() for g in self.model_guards],
-            "call_guards": [g.to_json() for g in self.call_guards],
-            "steps": [s.to_json() for s in self.steps],
-            "output": self.output,
-        }
 
-    @classmethod
-    def from_json(cls, data: Json) -> Variant:
-        """Return the Variant of `data`, as `to_json` wrote it."""
-        return cls(
-            name=data["name"],
-            fixed=dict(data["fixed"]),
-            dims={name: tuple(symbols) for name, symbols in data["dims"].items()},
-            symbols=tuple(SymbolRange.from_json(s) for s in data["symbols"]),
-            relations=tuple(data["relations"]),
-            inputs=tuple(Input.from_json(i) for i in data["inputs"]),
-            model_guards=tuple(Guard.from_json(g) for g in data["model_guards"]),
-            call_guards=tuple(Guard.from_json(g) for g in data["call_guards"]),
-            steps=tuple(Step.from_json(s) for s in data["steps"]),
-            output=data["output"],
-        )
+@dataclass(frozen=True, kw_only=True)
+class GuardGroup:
+    """One fact about several objects.
+
+    Args:
+        kind: What is looked at, see `cgtool.guards.kinds`.
+        expected: What was seen.
+        sources: Which objects, as numbers of texts.
+    """
+
+    kind: str
+    expected: Json
+    sources: tuple[int, ...]
+
+
+class GuardTable(Sequence[Guard]):
+    """Guards in groups; each is made when it is asked for.
+
+    Args:
+        texts: The texts that the groups speak of.
+        groups: The groups.
+    """
+
+    def __init__(self, texts: Texts, groups: Iterable[GuardGroup]) -> None:
+        self.texts = texts
+        self.groups = tuple(groups)
+
+    def __len__(self) -> int:
+        """Return how many guards there are."""
+        return sum(len(group.sources) for group in self.groups)
+
+    def __iter__(self) -> Iterator[Guard]:
+        """Iterate over the guards, group by group."""
+        whole = self.texts.whole
+        for group in self.groups:
+            for source in group.sources:
+                yield Guard(source=whole[source], kind=group.kind, expected=group.expected)
+
+    @overload
+    def __getitem__(self, index: int) -> Guard: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Guard]: ...
+    def __getitem__(self, index: Any) -> Any:
+        """Return a guard, or several."""
+        return tuple(self)[index]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,27 +170,155 @@ class Plan:
     method: str
     qualname: str
     variants: tuple[Variant, ...]
-    graphs: dict[str, PieceGraph]
+    graphs: Mapping[str, PieceGraph]
 
     def to_json(self) -> Json:
         """Return the record as JSON; the grammar stands at the head of this module."""
-        return {
-            "schema": SCHEMA,
-            "method": self.method,
-            "qualname": self.qualname,
-            "variants": [v.to_json() for v in self.variants],
-            "graphs": {identity: graph.to_json() for identity, graph in self.graphs.items()},
-        }
+        return _PlanWriter(self).document()
 
     @classmethod
     def from_json(cls, data: Json) -> Plan:
-        """Return the Plan of `data`, as `to_json` wrote it."""
-        return cls(
+        """Return the Plan of `data`, as `to_json` wrote it.
+
+        Raises:
+            ValueError, KeyError, TypeError: It is outside of the grammar.
+        """
+        return _PlanReader(data).plan()
+
+
+class _PlanWriter:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.texts = TextTable()
+        self.tables: dict[str, dict[bytes, int]] = {"metas": {}, "inputs": {}, "symbols": {}}
+        self.rows: dict[str, list[Json]] = {name: [] for name in self.tables}
+        self.graphs: dict[str, int] = {}
+        self.guards, self.of_variant = self._guards()
+
+    def document(self) -> Json:
+        plan = self.plan
+        graphs = write_graphs(plan.graphs)
+        self.graphs = {member[0]: number for number, member in enumerate(graphs["members"])}
+        variants = [self._variant(variant, of) for variant, of in zip(plan.variants, self.of_variant, strict=True)]
+        return {
+            "schema": SCHEMA,
+            "method": plan.method,
+            "qualname": plan.qualname,
+            "texts": self.texts.rows,
+            **self.rows,
+            "guards": self.guards,
+            "graphs": graphs,
+            "variants": variants,
+        }
+
+    def _number(self, table: str, row: Json) -> int:
+        known = self.tables[table]
+        key = canonical_json(row)
+        if key not in known:
+            known[key] = len(self.rows[table])
+            self.rows[table].append(row)
+        return known[key]
+
+    def _guards(self) -> tuple[list[Json], list[list[int]]]:
+        """Return the groups of guards, each of which the same variants have, and which each variant has."""
+        owners: dict[tuple[str, str, bytes], tuple[Guard, list[int]]] = {}
+        for number, variant in enumerate(self.plan.variants):
+            for guard in variant.model_guards:
+                key = guard.source, guard.kind, canonical_json(guard.expected)
+                held = owners.setdefault(key, (guard, []))[1]
+                if number not in held:
+                    held.append(number)
+        groups: dict[Any, tuple[Guard, list[int], list[int]]] = {}
+        for (source, kind, expected), (guard, held) in owners.items():
+            group = groups.setdefault((kind, expected, tuple(held)), (guard, held, []))
+            group[2].append(self.texts.number(source))
+        rows = [[guard.kind, guard.expected, to_runs(sources)] for guard, _, sources in groups.values()]
+        of_variant = [
+            [number for number, (_, held, _) in enumerate(groups.values()) if variant in held]
+            for variant in range(len(self.plan.variants))
+        ]
+        return rows, of_variant
+
+    def _variant(self, variant: Variant, guards: list[int]) -> Json:
+        inputs = [
+            self._number("inputs", [self.texts.number(item.source), self._number("metas", item.meta.to_json())])
+            for item in variant.inputs
+        ]
+        return {
+            "name": variant.name,
+            "fixed": variant.fixed,
+            "dims": {name: list(symbols) for name, symbols in variant.dims.items()},
+            "symbols": [s.to_json() for s in variant.symbols],
+            "relations": list(variant.relations),
+            "inputs": to_runs(inputs),
+            "model_guards": to_runs(guards),
+            "call_guards": [g.to_json() for g in variant.call_guards],
+            "steps": [self._step(step) for step in variant.steps],
+            "output": variant.output,
+        }
+
+    def _step(self, step: Step) -> Json:
+        symbols = self._number("symbols", step.symbols)
+        graph = self.graphs[step.graph]
+        return [step.piece, step.splitting, graph, symbols, to_runs(step.inputs), to_runs(step.outputs)]
+
+
+class _PlanReader:
+    def __init__(self, data: Json) -> None:
+        self.data = data
+        self.texts = Texts(data["texts"])
+        metas = [TensorMeta.from_json(meta) for meta in data["metas"]]
+        whole = self.texts.whole
+        self.inputs = [Input(source=whole[source], meta=metas[meta]) for source, meta in data["inputs"]]
+        self.guards = [
+            GuardGroup(kind=_text(kind), expected=expected, sources=tuple(from_runs(sources, len(whole))))
+            for kind, expected, sources in data["guards"]
+        ]
+        self.symbols = [dict(symbols) for symbols in data["symbols"]]
+        self.graphs = Graphs(data["graphs"])
+        self.identities = list(self.graphs)
+
+    def plan(self) -> Plan:
+        data = self.data
+        return Plan(
             method=data["method"],
             qualname=data["qualname"],
-            variants=tuple(Variant.from_json(v) for v in data["variants"]),
-            graphs={identity: PieceGraph.from_json(graph) for identity, graph in data["graphs"].items()},
+            variants=tuple(self._variant(variant) for variant in data["variants"]),
+            graphs=self.graphs,
         )
+
+    def _variant(self, data: Json) -> Variant:
+        groups = [self.guards[number] for number in from_runs(data["model_guards"], len(self.guards))]
+        return Variant(
+            name=data["name"],
+            fixed=dict(data["fixed"]),
+            dims={name: tuple(symbols) for name, symbols in data["dims"].items()},
+            symbols=tuple(SymbolRange.from_json(s) for s in data["symbols"]),
+            relations=tuple(data["relations"]),
+            inputs=tuple([self.inputs[number] for number in from_runs(data["inputs"], len(self.inputs))]),
+            model_guards=GuardTable(self.texts, groups),
+            call_guards=tuple(Guard.from_json(g) for g in data["call_guards"]),
+            steps=tuple(map(self._step, data["steps"])),
+            output=data["output"],
+        )
+
+    def _step(self, data: Json) -> Step:
+        piece, splitting, graph, symbols, inputs, outputs = data
+        return Step(
+            piece=piece,
+            splitting=splitting,
+            graph=self.identities[graph],
+            symbols=self.symbols[symbols],
+            inputs=tuple(from_runs(inputs, _MAX_VALUES)),
+            outputs=tuple(from_runs(outputs, _MAX_VALUES)),
+        )
+
+
+def _text(value: Json) -> str:
+    if type(value) is not str:
+        msg = f"{str(value)[:40]!r} is no text"
+        raise TypeError(msg)
+    return value
 
 
 def parse_plan(data: bytes, *, path: Path) -> Plan:
@@ -217,7 +336,7 @@ def parse_plan(data: bytes, *, path: Path) -> Plan:
         document = json.loads(data)
         schema = document["schema"]
         plan = Plan.from_json(document) if schema == SCHEMA else None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         message = f"{path} is no plan ({error}). Warm the model again."
         raise CacheCorruptError(message, path=path) from error
     if plan is None:

@@ -19,7 +19,7 @@ Rows are in order of variant, shape, piece and adaptor, one each.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
 from cgtool.cache.checks import count, expect, flag, seconds, text, texts, word, wrong
@@ -38,6 +38,7 @@ from cgtool.cache.shapes import (
 from cgtool.cache.state import timestamp
 from cgtool.errors import CacheError
 from cgtool.pieces import Json
+from cgtool.records import dataclass
 
 SCHEMA = 2
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from cgtool.cache.checks import count, flag, seconds, text, texts
@@ -37,6 +37,7 @@ from cgtool.cache.state import timestamp
 from cgtool.digests import sha256_hex
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
 from cgtool.pieces import Json
+from cgtool.records import dataclass
 
 _log = logging.getLogger(__name__)
 

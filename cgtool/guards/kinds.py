@@ -38,7 +38,8 @@ from cgtool.records import dataclass
 
 Json = Any
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: Where a module keeps its hooks.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def describe(kind: str, value: Any) -> Json:
@@ -88,7 +89,7 @@ _PLAIN: dict[str, Callable[[Any], Json]] = {
     "length": _length,
     "keys": lambda value: [encode_literal(key) for key in value],
     "empty": lambda value: len(value) == 0,
-    "hooks": lambda module: sum(len(vars(module).get(name) or ()) for name in _HOOKS),
+    "hooks": lambda module: sum(len(vars(module).get(name) or ()) for name in HOOKS),
     "tensor": _tensor,
     "requires_grad": lambda tensor: tensor.requires_grad,
     "code": lambda value: code_digest(getattr(getattr(value, "__func__", value), "__code__", value)),

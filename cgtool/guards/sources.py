@@ -104,6 +104,15 @@ def parse_source(text: str) -> Source:
     return Source(text=text, root=root, names=names, accessors=tuple(accessors), prefixes=tuple(prefixes))
 
 
+def parse_accessor(text: str) -> Accessor | None:
+    """Return the one accessor that `text` spells, or None when it spells something else."""
+    match = _ACCESSOR.fullmatch(text)
+    try:
+        return None if match is None else _accessor(match)
+    except ValueError:
+        return None
+
+
 def _unknown(text: str) -> SourceError:
     msg = f"The source {text!r:.200} of the plan is not of the known form; the cache is damaged or not cgtool's."
     return SourceError(msg, actual=text)
@@ -150,7 +159,7 @@ class Roots:
 
     def _step(self, source: Source, base: Any) -> Any:
         try:
-            return _apply(base, source.accessors[-1])
+            return apply_accessor(base, source.accessors[-1])
         except Exception as error:  # a property of the user's fails in any way it likes
             msg = f"{words(source)} was there when this was compiled and is gone now ({type(error).__name__}: {error})."
             raise SourceError(msg, path=words(source)) from error
@@ -190,7 +199,8 @@ class Roots:
         raise SourceError(msg, path=words(source))
 
 
-def _apply(base: Any, accessor: Accessor) -> Any:
+def apply_accessor(base: Any, accessor: Accessor) -> Any:
+    """Return the part of `base` that the accessor leads to; raises whatever the access raises."""
     key = accessor.key
     if accessor.word == "attr":
         return getattr(base, str(key))

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from cgtool.errors import ArtifactError, GuardError
-from cgtool.guards.kinds import check
 from cgtool.guards.signature import CallSignature
 from cgtool.guards.sources import Roots, words
-from cgtool.plan import Guard, Input, Plan, Variant
+from cgtool.guards.table import failures_of
+from cgtool.plan import Guard, GuardTable, Input, Plan, Variant
+from cgtool.plan_tables import Graphs
 from cgtool.runtime.accept import AcceptWriter, check_symbols
 from cgtool.runtime.dispatch import Boxed, PiecewiseBackend, ShapeTable
 from cgtool.runtime.explain import Explainer, refusal
-from cgtool.runtime.pieces import piece_function
+from cgtool.runtime.pieces import hole_value, piece_function, piece_maker
 from cgtool.runtime.program import build_program, check_steps, compiled_steps
 from cgtool.runtime.template import template_needs
 from cgtool.runtime.weights import StructureChangedError, Weights, is_weight
@@ -61,6 +62,7 @@ class LoadedModel:
         self._device_index = first_index(module, plan) if device_index is None else device_index
         self._opened = dict(opened)
         self._eager: dict[str, Boxed] = {}
+        self._makers: dict[int, Callable[..., Boxed]] = {}
         self._variants = self._serve()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +123,7 @@ class LoadedModel:
             GuardError: Some fact that the model was compiled with no longer holds; the message names it.
         """
         roots = Roots(self.module, self._signature.method)
-        failures = check(_model_guards(self.plan.variants), roots)
+        failures = failures_of((variant.model_guards for variant in self.plan.variants), roots)
         if failures:
             more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
             said = failures[0].sentence.rstrip(".") + more
@@ -207,14 +209,21 @@ class LoadedModel:
         )
 
     def _open_eager(self, variant: Variant) -> None:
-        """Write the functions of the pieces that are never compiled, each graph once."""
+        """Write the functions of the pieces that are never compiled, each graph, and each shape of graphs, once."""
+        graphs = self.plan.graphs
         for step in variant.steps:
-            if (step.splitting or step.piece < 0) and step.graph not in self._eager:
-                graph = self.plan.graphs[step.graph]
-                self._eager[step.graph] = piece_function(graph, device_index=self._device_index)
+            if not (step.splitting or step.piece < 0) or step.graph in self._eager:
+                continue
+            if not isinstance(graphs, Graphs):
+                self._eager[step.graph] = piece_function(graphs[step.graph], device_index=self._device_index)
+                continue
+            number, shape, values = graphs.shape_of(step.graph)
+            if number not in self._makers:
+                self._makers[number] = piece_maker(shape, num_holes=len(values), device_index=self._device_index)
+            self._eager[step.graph] = self._makers[number](*map(hole_value, values))
 
     def _bound(self, variant: Variant, inputs: tuple[Input, ...], shared: dict[Any, Weights]) -> Weights:
-        same = tuple(guard for guard in variant.model_guards if guard.kind.startswith("same:"))
+        same = tuple(_guards_of_identity(variant.model_guards))
         key = (inputs, tuple((guard.source, guard.kind, guard.expected) for guard in same))
         if key not in shared:
             shared[key] = Weights(self.module, self._signature.method, inputs, same, self._device_index)
@@ -259,9 +268,10 @@ def _piece(opened: Mapping[tuple[int, int], PiecewiseBackend], variant: int, pie
     return backend
 
 
-def _model_guards(variants: Sequence[Variant]) -> list[Guard]:
-    seen = {repr(guard): guard for variant in variants for guard in variant.model_guards}
-    return list(seen.values())
+def _guards_of_identity(guards: Sequence[Guard]) -> Iterator[Guard]:
+    if isinstance(guards, GuardTable):  # the others need not become records
+        guards = GuardTable(guards.texts, (group for group in guards.groups if group.kind.startswith("same:")))
+    return (guard for guard in guards if guard.kind.startswith("same:"))
 
 
 def first_index(module: nn.Module, plan: Plan) -> int | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -18,6 +17,7 @@ import torch
 from cgtool.errors import UsageError
 from cgtool.guards.code import code_digest
 from cgtool.ops import register_splitting_op
+from cgtool.records import dataclass
 
 #: Where an op goes when its author names no namespace.
 DEFAULT_NAMESPACE: Final = "cgtool"

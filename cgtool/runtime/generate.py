@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import functools
 import keyword
+import types
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -51,9 +52,14 @@ class Code:
         text = "\n".join([f"def {name}({', '.join(parameters)}):", *(self._lines or [_INDENT + "return None"]), ""])
         exec(compile(text, f"<cgtool {self.label}>", "exec"), self._names)  # noqa: S102 - what this module is for
         function: Any = self._names[name]
-        if "__import__" in function.__code__.co_names:
+        if _names_import(function.__code__):
             raise malformed("function", "__import__")
         return cast("Callable[..., Any]", function)
+
+
+def _names_import(code: types.CodeType) -> bool:
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return "__import__" in code.co_names or any(map(_names_import, inner))
 
 
 @functools.lru_cache(maxsize=65536)

@@ -6,7 +6,7 @@ Torch alone; must not import torch._dynamo, torch._inductor or sympy.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,7 +37,40 @@ def piece_function(graph: PieceGraph, *, device_index: int | None = None) -> Box
     Raises:
         ArtifactError: The graph holds something outside its grammar, or an op that this process does not have.
     """
-    return _Writer(graph, device_index).function()
+    return piece_maker(graph, device_index=device_index)()
+
+
+def piece_maker(graph: PieceGraph, *, num_holes: int = 0, device_index: int | None = None) -> Callable[..., Boxed]:
+    """Return a function that makes the function of a piece, as `piece_function` does, from the values of its holes.
+
+    Args:
+        graph: Any piece; `{"hole": n}` may stand in its arguments, see `cgtool.plan_tables`.
+        num_holes: How many values the pieces of this shape differ in.
+        device_index: As for `piece_function`.
+
+    Raises:
+        ArtifactError: As `piece_function`.
+    """
+    return _Writer(graph, device_index, num_holes).maker()
+
+
+def hole_value(data: Json) -> int | float | str:
+    """Return the constant that a plan gives for a hole.
+
+    Raises:
+        ArtifactError: It is no constant that a hole can hold.
+    """
+    if type(data) is int:
+        return data
+    if type(data) is dict and list(data) in (["s"], ["f"]):
+        value = decode_value(data, _no_reference)
+        if type(value) in (str, float):
+            return value  # type: ignore[no-any-return]
+    raise malformed("constant", data)
+
+
+def _no_reference(ref: str) -> Any:
+    raise malformed("constant", ref)
 
 
 def op_names(graph: PieceGraph) -> tuple[str, ...]:
@@ -48,16 +81,19 @@ def op_names(graph: PieceGraph) -> tuple[str, ...]:
 
 
 class _Writer:
-    def __init__(self, graph: PieceGraph, device_index: int | None) -> None:
+    def __init__(self, graph: PieceGraph, device_index: int | None, num_holes: int) -> None:
         self.graph = graph
+        self.num_holes = num_holes
         self.device_index = device_index
         self.code = Code("piece")
         self.num_inputs = len(graph.inputs)
         self.defined = self.num_inputs
         self.enters = any(node.target == _ENTER for node in graph.nodes)
 
-    def function(self) -> Boxed:
+    def maker(self) -> Callable[..., Boxed]:
         graph, code = self.graph, self.code
+        code.add("def piece(args):")
+        code.depth += 1
         dying = self._last_uses()
         names = [f"v{i}" for i in range(self.num_inputs)]
         code.add(f"{tuple_source(names)} = args" if names else "pass")
@@ -75,7 +111,9 @@ class _Writer:
         if self.enters:
             code.depth -= 1
             code.add(f"finally: {code.constant(_leave)}(entered)")
-        return code.define("piece", ["args"])
+        code.depth -= 1
+        code.add("return piece")
+        return code.define("make", [f"h{n}" for n in range(self.num_holes)])
 
     def _last_uses(self) -> dict[int, list[int]]:
         """Return node index → values (as node indices, inputs negative past -1) that nothing needs after it."""
@@ -83,7 +121,7 @@ class _Writer:
         for index, node in enumerate(self.graph.nodes):
             last[self.num_inputs + index] = index
             for data in (*node.args, *node.kwargs.values()):
-                last.update((_number(ref), index) for ref in refs_of(data))
+                last.update((_number(ref), index) for ref in refs_of(_plugged(data)))
         for ref in self.graph.outputs:
             last.pop(_number(ref), None)
         dying: dict[int, list[int]] = {}
@@ -148,9 +186,11 @@ class _Writer:
         if type(data) is not dict or len(data) != 1:
             raise malformed("value", data)
         [(tag, body)] = data.items()
+        if tag == "hole" and type(body) is int and 0 <= body < self.num_holes:
+            return f"h{body}"
         if tag == "t" and type(body) is list:
             return tuple_source(map(self._value, body))
-        if tag in ("d", "slice") and refs_of(data):
+        if tag == "d" or (tag == "slice" and refs_of(data)):
             if tag == "d":
                 return f"{{{', '.join(f'{self._value(k)}: {self._value(v)}' for k, v in body)}}}"
             return f"{self.code.constant(slice)}({', '.join(map(self._value, body))})"
@@ -178,6 +218,15 @@ def _leave(entered: list[Any]) -> None:
     """Close the autocast regions that an error left open."""
     while entered:
         resolve_target(_EXIT)(entered.pop())
+
+
+def _plugged(data: Json) -> Json:
+    """Return `data` with its holes closed, for who looks for references only."""
+    if type(data) is list:
+        return [_plugged(item) for item in data]
+    if type(data) is dict:
+        return 0 if list(data) == ["hole"] else {tag: _plugged(body) for tag, body in data.items()}
+    return data
 
 
 def _is_attribute(data: Json) -> bool:

@@ -70,12 +70,12 @@ def check_steps(variant: Variant, graphs: Mapping[str, PieceGraph], symbols: tup
         if graph is None:
             raise malformed("graph of the plan", step.graph)
         if len(graph.inputs) != len(step.inputs) or not len(graph.outputs) == len(graph.results) == len(step.outputs):
-            raise malformed("step", step.to_json())
+            raise malformed("step", repr(step))
         if type(step.piece) is not int or {symbol.name for symbol in graph.symbols} - set(step.symbols):
-            raise malformed("step", step.to_json())
+            raise malformed("step", repr(step))
         for symbol, text in step.symbols.items():
             if type(symbol) is not str or type(text) is not str:
-                raise malformed("step", step.to_json())
+                raise malformed("step", repr(step))
             expression(text, symbols)
 
 

@@ -1,0 +1,131 @@
+"""Whether the guards of a plan hold, asked of all at once: the quick way beside `cgtool.guards.kinds.check`.
+
+A table says the same fact of many objects, so each object is looked up once and each fact is compared with what it
+should be, without a record or a sentence for any of them. The answer is yes or no. No may be wrong where an object is
+strange: `check` then has the last word, and the words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from cgtool.guards.kinds import HOOKS, Failure, check, describe, same
+from cgtool.guards.names import qualified_name
+from cgtool.guards.sources import Accessor, Roots, apply_accessor, parse_accessor
+from cgtool.pieces import Json
+from cgtool.plan import Guard, GuardGroup, GuardTable
+from cgtool.plan_tables import Texts
+
+
+def failures_of(guards: Iterable[Sequence[Guard]], roots: Roots) -> list[Failure]:
+    """Return the guards that do not hold now, of the guards of several variants, each once.
+
+    Args:
+        guards: Those of each variant.
+        roots: The live model.
+    """
+    slow: dict[tuple[str, str, str], Guard] = {}
+    tables: dict[int, tuple[Texts, dict[int, GuardGroup]]] = {}
+    for of_variant in guards:
+        if isinstance(of_variant, GuardTable):
+            _, groups = tables.setdefault(id(of_variant.texts), (of_variant.texts, {}))
+            groups.update({id(group): group for group in of_variant.groups})
+        else:
+            slow.update({(g.source, g.kind, repr(g.expected)): g for g in of_variant})
+    for texts, groups in tables.values():
+        if not _Checker(texts, roots).holds(groups.values()):
+            slow.update({(g.source, g.kind, repr(g.expected)): g for g in GuardTable(texts, groups.values())})
+    return check(slow.values(), roots)
+
+
+class _Checker:
+    """Looks at the objects of one table; what it saw of an object is kept, and so is the object."""
+
+    def __init__(self, texts: Texts, roots: Roots) -> None:
+        self._texts = texts
+        self._roots = roots
+        self._objects: dict[int, Any] = {}
+        self._accessors: dict[str, Accessor | None] = {}
+        self._described: dict[tuple[str, int], Json] = {}
+        self._class_names: dict[type, str] = {}
+
+    def holds(self, groups: Iterable[GuardGroup]) -> bool:
+        """Return whether all of `groups` hold beyond doubt."""
+        try:
+            return all(self._group_holds(group) for group in groups)
+        except Exception:  # noqa: BLE001 - an object that cannot be looked at, for whatever reason, is the slow way's to explain
+            return False
+
+    def _group_holds(self, group: GuardGroup) -> bool:
+        objects = self._objects
+        look_up = self._look_up
+        values = [objects[source] if source in objects else look_up(source) for source in group.sources]
+        word, _, argument = group.kind.partition(":")
+        if word == "same":
+            other = self._roots.resolve(argument)
+            return all((value is other) is group.expected for value in values)
+        quick = _QUICK.get(word)
+        if quick is not None:
+            return quick(self, values, argument, group.expected)
+        return self._all_described(group.kind, values, group.expected)
+
+    def _look_up(self, source: int) -> Any:
+        texts, objects = self._texts, self._objects
+        parent = texts.parents[source]
+        end = texts.ends[source]
+        if end not in self._accessors:
+            self._accessors[end] = parse_accessor(end)
+        accessor = self._accessors[end]
+        whole = texts.whole[source]
+        if parent < 0 or accessor is None or whole.startswith("module:"):
+            value = self._roots.resolve(whole)
+        else:
+            base = objects[parent] if parent in objects else self._look_up(parent)
+            value = getattr(base, accessor.key) if accessor.word == "attr" else apply_accessor(base, accessor)  # type: ignore[arg-type]
+        objects[source] = value
+        return value
+
+    def _all_described(self, kind: str, values: Iterable[Any], expected: Json) -> bool:
+        """Return whether each value looks as expected; one that several sources name is looked at once."""
+        described = self._described
+        for value in values:
+            key = kind, id(value)
+            if key not in described:
+                described[key] = describe(kind, value)
+            if not same(described[key], expected):
+                return False
+        return True
+
+    def types(self, values: Iterable[Any], _argument: str, expected: Json) -> bool:
+        names = self._class_names
+        for cls in {type(value) for value in values}:
+            if cls not in names:
+                names[cls] = qualified_name(cls)
+            if names[cls] != expected:
+                return False
+        return True
+
+    def values(self, values: Sequence[Any], _argument: str, expected: Json) -> bool:
+        kind = type(expected)
+        if expected is None or kind in (bool, int, str):
+            return all(type(value) is kind and value == expected for value in values)
+        return self._all_described("value", values, expected)
+
+    def absent(self, values: Iterable[Any], name: str, expected: Json) -> bool:
+        return all((name not in value.__dict__) is expected for value in values)
+
+    def hooks(self, values: Sequence[Any], _argument: str, expected: Json) -> bool:
+        if expected != 0 or not all(isinstance(value, nn.Module) for value in values):
+            return self._all_described("hooks", values, expected)
+        return not any(vars(value)[name] for value in values for name in HOOKS)
+
+
+_QUICK: dict[str, Callable[[_Checker, list[Any], str, Json], bool]] = {
+    "type": _Checker.types,
+    "value": _Checker.values,
+    "absent": _Checker.absent,
+    "hooks": _Checker.hooks,
+}
