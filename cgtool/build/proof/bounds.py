@@ -8,28 +8,20 @@ import torch._dynamo, torch._inductor or sympy.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 import torch
 
+from cgtool.build.proof.forms import RULES, Linear, join
 from cgtool.graph.targets import check_method, resolve_target
 from cgtool.graph.values import decode_value
 from cgtool.pieces import Json, Node, PieceGraph
 
 #: No index of a piece is larger.
 _UNBOUNDED = 1 << 31
-
-
-@dataclass(frozen=True, kw_only=True)
-class Linear:
-    """A value that lies in `low + sum(factor * input)` to `high + sum(factor * input)`."""
-
-    factors: Mapping[int, Fraction] = field(default_factory=dict)
-    low: Fraction = Fraction(0)
-    high: Fraction = Fraction(0)
 
 
 @dataclass(kw_only=True)
@@ -48,33 +40,42 @@ class Range:
     distinct_along: int | None = None
 
 
-def index_ranges(graph: PieceGraph, inputs: Sequence[torch.Tensor]) -> dict[int, Range]:
-    """Return for each integer input of `graph` what its ops allow.
+class OutOfRangeError(Exception):
+    """The integers that a watched run began with are outside of what an op takes; the ranges know better now."""
+
+
+def index_ranges(graph: PieceGraph, inputs: Sequence[torch.Tensor], ranges: dict[int, Range]) -> None:
+    """Find out what the ops of `graph` allow each integer input to hold.
 
     Args:
         graph: The piece.
-        inputs: Inputs that it runs on, integers all zero or one; they may be written to.
+        inputs: Inputs that it runs on, each integer input filled with the `low` of its range; they may be written to.
+        ranges: By input, updated in place as far as the run comes.
 
     Raises:
+        OutOfRangeError: A range changed so that `inputs` are outside of it.
         Exception: Whatever an op raises on them.
     """
-    watch = _Watch(graph, inputs)
+    watch = _Watch(graph, inputs, ranges)
     with torch.no_grad():
         watch.run()
-    return watch.ranges
+
+
+def is_integer(dtype: torch.dtype) -> bool:
+    """Return whether a dtype holds integers; booleans are none."""
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 class _Watch:
-    def __init__(self, graph: PieceGraph, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, graph: PieceGraph, inputs: Sequence[torch.Tensor], ranges: dict[int, Range]) -> None:
         self._graph = graph
         self._values: list[Any] = list(inputs)
         #: value number → its form; None where it depends on an integer input in some other way
         self._forms: dict[int, Linear | None] = {}
-        self.ranges: dict[int, Range] = {}
-        for number, tensor in enumerate(inputs):
-            if _is_integer(tensor):
-                self._forms[number] = Linear(factors={number: Fraction(1)})
-                self.ranges[number] = Range()
+        self._ranges = ranges
+        self._began = {number: found.low for number, found in ranges.items()}
+        for number in ranges:
+            self._forms[number] = Linear(factors={number: Fraction(1)})
 
     def run(self) -> None:
         for node in self._graph.nodes:
@@ -119,9 +120,10 @@ class _Watch:
             self._bound(given(1, "target")[0], args[0].shape[1 if args[0].dim() > 1 else 0])
         elif name in _BY_INDEXING and isinstance(args[0], torch.Tensor):
             index, encoded = given(1, "indices")[1], given(1, "indices")[0]
-            self._note_indexing(args[0], encoded, index, distinct=0 if name in _WRITES_BY_INDEXING else None)
+            self._note_indexing(name, args[0], encoded, index)
 
-    def _note_indexing(self, data: torch.Tensor, encoded: Json, index: Any, *, distinct: int | None) -> None:
+    def _note_indexing(self, name: str, data: torch.Tensor, encoded: Json, index: Any) -> None:
+        distinct = 0 if name in _WRITES_BY_INDEXING else None
         items = list(index) if isinstance(index, tuple | list) else [index]
         words = (
             encoded["t"]
@@ -130,6 +132,8 @@ class _Watch:
             if type(encoded) is list
             else [encoded]
         )
+        if name in _ATEN_INDEXING:  # there, None is a whole dimension
+            items = [slice(None) if item is None else item for item in items]
         consumed = sum(_dims_taken(item) for item in items)
         dim = 0
         for item, word in zip(items, words, strict=False):
@@ -147,7 +151,7 @@ class _Watch:
             return
         share = len(form.factors)
         for number, factor in form.factors.items():
-            found = self.ranges[number]
+            found = self._ranges[number]
             if factor > 0:
                 high = math.floor((size - 1 - form.high) / (share * factor))
                 found.low = max(found.low, math.ceil(-form.low / factor))
@@ -157,6 +161,9 @@ class _Watch:
             found.high = max(found.high, found.low)
             if distinct is not None:
                 found.distinct_along = distinct
+            if self._began[number] < found.low:
+                # not a step further: an accelerator does not survive an index out of range
+                raise OutOfRangeError
 
     # how a value follows from others
 
@@ -170,7 +177,7 @@ class _Watch:
         if name in ("select", "slice", "narrow", *_READS, *_BY_INDEXING):  # values of the data, wherever they were
             return self._lift(node.args[0], args[0]), True
         operands = [self._lift(word, value) for word, value in zip(node.args, args, strict=False)]
-        rule = _RULES.get(name)
+        rule = RULES.get(name)
         if rule is None:
             return None, True
         try:
@@ -189,7 +196,7 @@ class _Watch:
             return Linear(low=Fraction(int(value.min())), high=Fraction(int(value.max())))
         if isinstance(value, list | tuple):
             words = word["t"] if isinstance(word, dict) and "t" in word else word
-            return _join([self._lift(w, v) for w, v in zip(words, value, strict=False)])
+            return join([self._lift(w, v) for w, v in zip(words, value, strict=False)])
         return None
 
 
@@ -209,12 +216,7 @@ def _op_name(node: Node) -> str:
 
 
 def _is_integer(value: Any) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and not value.is_floating_point()
-        and not value.is_complex()
-        and value.dtype != torch.bool
-    )
+    return isinstance(value, torch.Tensor) and is_integer(value.dtype)
 
 
 def _numbers_in(data: Any) -> list[int]:
@@ -239,101 +241,6 @@ def _dims_taken(item: Any) -> int:
     return 1
 
 
-def _join(forms: Sequence[Linear | None]) -> Linear | None:
-    """Return a form that covers each of `forms`."""
-    if not forms or any(form is None for form in forms):
-        return None
-    known = [form for form in forms if form is not None]
-    factors: dict[int, Fraction] = {}
-    for form in known:
-        for number, factor in form.factors.items():
-            factors[number] = max(factors.get(number, factor), factor)
-    return Linear(factors=factors, low=min(f.low for f in known), high=max(f.high for f in known))
-
-
-def _add(one: Linear | None, other: Linear | None, sign: int = 1) -> Linear | None:
-    if one is None or other is None:
-        return None
-    factors = dict(one.factors)
-    for number, factor in other.factors.items():
-        factors[number] = factors.get(number, Fraction(0)) + sign * factor
-    ends = (sign * other.low, sign * other.high)
-    kept = {number: factor for number, factor in factors.items() if factor}
-    return Linear(factors=kept, low=one.low + min(ends), high=one.high + max(ends))
-
-
-def _times(one: Linear | None, other: Linear | None) -> Linear | None:
-    if one is None or other is None:
-        return None
-    if one.factors:
-        one, other = other, one
-    if one.factors or one.low != one.high:
-        return None
-    ends = (one.low * other.low, one.low * other.high)
-    factors = {number: factor * one.low for number, factor in other.factors.items() if one.low}
-    return Linear(factors=factors, low=min(ends), high=max(ends))
-
-
-def _divided(one: Linear | None, by: Any) -> Linear | None:
-    if one is None:
-        return None
-    part = Fraction(1) / Fraction(by)
-    return Linear(
-        factors={number: factor * part for number, factor in one.factors.items()},
-        low=one.low * part,
-        high=one.high * part,
-    )
-
-
-def _clamped(form: Linear | None, low: Any, high: Any) -> Linear | None:
-    if isinstance(low, int) and isinstance(high, int):
-        return Linear(low=Fraction(low), high=Fraction(high))
-    if isinstance(low, int) and form is not None:  # at least `low`: it may be that, or what it was
-        return Linear(factors=form.factors, low=max(form.low, Fraction(low)), high=max(form.high, Fraction(low)))
-    return form
-
-
-def _sum_of(form: Linear | None, count: int) -> Linear | None:
-    return _times(form, Linear(low=Fraction(count), high=Fraction(count)))
-
-
-_Rule = Callable[[list[Linear | None], list[Any], dict[str, Any]], Linear | None]
-_RULES: dict[str, _Rule] = {
-    "add": lambda forms, _args, kwargs: _add(forms[0], forms[1]) if not kwargs else None,
-    "iadd": lambda forms, _args, _kwargs: _add(forms[0], forms[1]),
-    "radd": lambda forms, _args, _kwargs: _add(forms[0], forms[1]),
-    "sub": lambda forms, _args, kwargs: _add(forms[0], forms[1], -1) if not kwargs else None,
-    "rsub": lambda forms, _args, _kwargs: _add(forms[1], forms[0], -1),
-    "mul": lambda forms, _args, _kwargs: _times(forms[0], forms[1]),
-    "neg": lambda forms, _args, _kwargs: _add(Linear(), forms[0], -1),
-    "floordiv": lambda forms, args, _kwargs: _divided(forms[0], args[1]),
-    "floor_divide": lambda forms, args, _kwargs: _divided(forms[0], args[1]),
-    "div": lambda forms, args, _kwargs: _divided(forms[0], args[1]),
-    "mod": lambda _forms, args, _kwargs: Linear(high=Fraction(args[1] - 1)),
-    "remainder": lambda _forms, args, _kwargs: Linear(high=Fraction(args[1] - 1)),
-    "and": lambda _forms, args, _kwargs: Linear(high=Fraction(args[1])),
-    "bitwise_and": lambda _forms, args, _kwargs: Linear(high=Fraction(args[1])),
-    "clamp": lambda forms, args, kwargs: _clamped(
-        forms[0], kwargs.get("min", args[1] if len(args) > 1 else None), kwargs.get("max", (*args, None, None)[2])
-    ),
-    "clamp_min": lambda forms, args, _kwargs: _clamped(forms[0], args[1], None),
-    "relu": lambda forms, _args, _kwargs: _clamped(forms[0], 0, None),
-    "maximum": lambda forms, _args, _kwargs: _join(forms[:2]),
-    "minimum": lambda forms, _args, _kwargs: _join(forms[:2]),
-    "where": lambda forms, _args, _kwargs: _join(forms[1:3]),
-    "masked_fill": lambda forms, _args, _kwargs: _join([forms[0], forms[2]]),
-    "cat": lambda forms, _args, _kwargs: forms[0],
-    "stack": lambda forms, _args, _kwargs: forms[0],
-    "concat": lambda forms, _args, _kwargs: forms[0],
-    "cumsum": lambda forms, args, kwargs: _sum_of(forms[0], args[0].shape[kwargs.get("dim", args[-1])]),
-    "sum": lambda forms, args, _kwargs: _sum_of(forms[0], args[0].numel()),
-    "zeros_like": lambda _forms, _args, _kwargs: Linear(),
-    "ones_like": lambda _forms, _args, _kwargs: Linear(low=Fraction(1), high=Fraction(1)),
-    **dict.fromkeys(
-        ("eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_and", "logical_or", "bool"),
-        lambda _forms, _args, _kwargs: Linear(high=Fraction(1)),
-    ),
-}
 _PASSES = frozenset(
     [
         "view",
@@ -409,4 +316,5 @@ _ALONG_DIM = frozenset(
 _WRITES_ALONG_DIM = frozenset({"scatter", "index_copy"})
 _READS = frozenset({"gather", "index_select", "take_along_dim", "take"})
 _BY_INDEXING = frozenset({"getitem", "index", "setitem", "index_put", "unsafe_index", "index_put_impl"})
+_ATEN_INDEXING = frozenset({"index", "index_put", "unsafe_index", "index_put_impl"})
 _WRITES_BY_INDEXING = frozenset({"setitem", "index_put", "index_put_impl"})

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cgtool.build.proof.bounds import Range, index_ranges
+from cgtool.build.proof.bounds import OutOfRangeError, Range, index_ranges, is_integer
 from cgtool.graph.expressions import evaluate
 from cgtool.graph.metas import device_of, dtype_of
 from cgtool.pieces import PieceGraph, TensorMeta
@@ -20,6 +20,8 @@ from cgtool.pieces import PieceGraph, TensorMeta
 _MOST_DRAWN = 1_000_003
 #: Storages are rounded up to it, so that they can be looked at as any dtype.
 _ALIGNED_BYTES = 16
+#: How often a piece is watched until its integers are in range.
+_NUM_LOOKS = 8
 #: What an integer may be that nothing bounds.
 _SAFE = 8
 
@@ -181,29 +183,36 @@ def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def _ranges(graph: PieceGraph, layout: Sequence[_View], device_index: int | None) -> dict[int, Range]:
-    integers = [
-        n
-        for n, view in enumerate(layout)
-        if not (view.dtype.is_floating_point or view.dtype.is_complex) and view.dtype != torch.bool
-    ]
-    if not integers:
-        return {}
+    ranges = {n: Range() for n, view in enumerate(layout) if is_integer(view.dtype)}
     failure: Exception | None = None
-    for fill in (0, 1):
-        inputs = [
-            torch.empty_strided(view.shape, view.stride, dtype=view.dtype, device=device_of(meta.device, device_index))
-            for meta, view in zip(graph.inputs, layout, strict=True)
-        ]
-        for tensor in inputs:
-            # a view that overlaps itself cannot be filled; its whole storage can
-            torch.as_strided(tensor, (_extent(tensor.shape, tensor.stride()),), (1,)).fill_(fill)
+    for _ in range(_NUM_LOOKS if ranges else 0):
         try:
-            found = index_ranges(graph, inputs)
-        except Exception as error:  # noqa: BLE001 - an op refuses its inputs in any way it likes
-            failure = failure or error
+            index_ranges(graph, _constant_inputs(graph, layout, ranges, device_index), ranges)
+        except OutOfRangeError:
+            continue
+        except Exception as error:
+            if failure is not None:
+                raise
+            failure = error
+            for found in ranges.values():  # not all ops take zeros
+                found.low = max(found.low, 1)
         else:
-            return _of_groups(graph, found)
-    raise failure or RuntimeError
+            break
+    return _of_groups(graph, ranges)
+
+
+def _constant_inputs(
+    graph: PieceGraph, layout: Sequence[_View], ranges: Mapping[int, Range], device_index: int | None
+) -> list[torch.Tensor]:
+    found = []
+    for number, (meta, view) in enumerate(zip(graph.inputs, layout, strict=True)):
+        device = device_of(meta.device, device_index)
+        tensor = torch.empty_strided(view.shape, view.stride, dtype=view.dtype, device=device)
+        # a view that overlaps itself cannot be filled; its whole storage can
+        flat = torch.as_strided(tensor, (_extent(view.shape, view.stride),), (1,))
+        flat.fill_(ranges[number].low if number in ranges else 0)
+        found.append(tensor)
+    return found
 
 
 def _of_groups(graph: PieceGraph, found: dict[int, Range]) -> dict[int, Range]:

@@ -5,6 +5,7 @@ Must not import torch._dynamo, torch._inductor or sympy.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +19,6 @@ from cgtool.pieces import Json, Node, PieceGraph, TensorMeta
 _ENTER = "torch.amp.autocast_mode._enter_autocast"
 _EXIT = "torch.amp.autocast_mode._exit_autocast"
 _CASTS = {"float": "double", "half": "double", "bfloat16": "double", "cfloat": "cdouble"}
-#: These look at bytes.
-_BITS = frozenset({"view_dtype", "view.dtype"})
 #: A small difference of what they are given can be a large one of what they give.
 _STEPS = frozenset(
     [
@@ -110,15 +109,54 @@ def takes_steps(graph: PieceGraph) -> bool:
         if node.kind == "size" or not floating.intersection(_refs_in([*node.args, *node.kwargs.values()])):
             continue
         floating.add(len(graph.inputs) + index)
-        name = str(node.target).removeprefix("torch.ops.aten.").split(".")
-        short = name[0] if str(node.target).startswith("torch.ops.aten.") else name[-1]
-        if short.strip("_") in _STEPS or any(not d.is_floating_point for d in _dtypes_in(list(node.args))):
-            return True
-        if any(not d.is_floating_point for d in _dtypes_in(list(node.kwargs.values()))):
+        given = _dtypes_in([*node.args, *node.kwargs.values()])
+        if _short_name(node) in _STEPS or any(not dtype.is_floating_point for dtype in given):
             return True
     return False
 
 
+def filled(graph: PieceGraph, value: float) -> PieceGraph:
+    """Return `graph` with memory that it leaves uninitialised set to `value`; the graph itself where there is none."""
+    nodes: list[Node] = []
+    places = {f"%{n}": f"%{n}" for n in range(len(graph.inputs))}
+    for index, node in enumerate(graph.nodes):
+        nodes.append(
+            replace(
+                node,
+                args=tuple(_renamed(arg, places) for arg in node.args),
+                kwargs={name: _renamed(arg, places) for name, arg in node.kwargs.items()},
+            )
+        )
+        place = f"%{len(graph.inputs) + len(nodes) - 1}"
+        places[f"%{len(graph.inputs) + index}"] = place
+        if node.kind != "size" and _short_name(node) in _UNINITIALISED:
+            nodes.append(Node(kind="method", target="fill_", args=(place, {"f": repr(value)}), kwargs={}))
+    if len(nodes) == len(graph.nodes):
+        return graph
+    return replace(graph, nodes=tuple(nodes), outputs=tuple(places[ref] for ref in graph.outputs))
+
+
+def _renamed(data: Json, places: Mapping[str, str]) -> Json:
+    if isinstance(data, str):
+        return places[data]
+    if isinstance(data, list):
+        return [_renamed(item, places) for item in data]
+    if isinstance(data, dict):
+        return {
+            tag: _renamed(body, places) if tag in _HOLD_VALUES and isinstance(body, list) else body
+            for tag, body in data.items()
+        }
+    return data
+
+
+def _short_name(node: Node) -> str:
+    target = str(node.target)
+    parts = target.removeprefix("torch.ops.aten.").split(".")
+    return (parts[0] if target.startswith("torch.ops.aten.") else parts[-1]).strip("_")
+
+
+_UNINITIALISED = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"})
+_HOLD_VALUES = frozenset({"t", "d", "slice"})
 _METHOD_DTYPES = {
     "float": torch.float32,
     "half": torch.float16,
@@ -192,5 +230,5 @@ def _refs_in(data: Any) -> set[int]:
     if isinstance(data, list | tuple):
         return {ref for item in data for ref in _refs_in(item)}
     if isinstance(data, dict):
-        return {ref for tag, body in data.items() if tag in ("t", "d", "slice") for ref in _refs_in(body)}
+        return {ref for tag, body in data.items() if tag in _HOLD_VALUES for ref in _refs_in(body)}
     return set()

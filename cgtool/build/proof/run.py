@@ -17,7 +17,7 @@ import torch
 from cgtool.build.proof import judge
 from cgtool.build.proof.inputs import STYLES, Drawn, draw
 from cgtool.build.proof.record import ProofRecord
-from cgtool.build.proof.reference import lowest_dtype, takes_steps, widened
+from cgtool.build.proof.reference import filled, lowest_dtype, takes_steps, widened
 from cgtool.build.proof.sizes import Limits, shapes_to_prove
 from cgtool.config import EAGER
 from cgtool.errors import ArtifactError, CompileError, ProofMismatchError
@@ -38,11 +38,13 @@ class _Given:
         drawn: Its inputs, untouched.
         inputs: The inputs that eager ran on.
         outputs: What eager gave.
+        undefined: For each output, where it holds memory that nothing wrote to; None where nothing is so.
     """
 
     drawn: Drawn
     inputs: Drawn
     outputs: list[torch.Tensor]
+    undefined: list[torch.Tensor | None]
 
 
 class _NotRunnableError(Exception):
@@ -54,6 +56,7 @@ class _Prover:
         self, data: bytes, adaptor: str, graph: PieceGraph, device_index: int | None, stage: Callable[[str], None]
     ) -> None:
         self._graph = graph
+        self._defined = filled(graph, 1.0)
         self._device_index = device_index
         self._stage = stage
         self._adaptor = adaptor
@@ -119,18 +122,20 @@ class _Prover:
     def _at(self, run: Boxed, sizes: Mapping[str, int]) -> None:
         with torch.no_grad():
             self._stage("eager")
-            given = self._given(sizes)
-            reference = self._reference(given)
+            with _one_thread():
+                given = self._given(sizes)
+                reference = self._reference(given)
             self._synchronise()
             self._stage("run")
             inputs = given.drawn.tensors()
             found = self._run(run, inputs, sizes)
             self._stage("eager")
-            self._compare(found, inputs, given, reference, sizes)
+            with _one_thread():
+                self._compare(found, inputs, given, reference, sizes)
 
     def _given(self, sizes: Mapping[str, int]) -> _Given:
         """Run the piece op by op, on the first inputs that it takes and that give no NaN."""
-        function = piece_function(self._graph, device_index=self._device_index)
+        function = piece_function(self._defined, device_index=self._device_index)
         first: _Given | None = None
         failure: Exception | None = None
         for style in STYLES:
@@ -143,7 +148,7 @@ class _Prover:
                     raise
                 failure = failure or error
                 continue
-            given = _Given(drawn=drawn, inputs=inputs, outputs=outputs)
+            given = _Given(drawn=drawn, inputs=inputs, outputs=outputs, undefined=self._undefined(drawn, outputs))
             if not any(_has_nan(tensor) for tensor in outputs):
                 return given
             first = first or given
@@ -152,9 +157,18 @@ class _Prover:
             raise _NotRunnableError(msg)
         return first
 
+    def _undefined(self, drawn: Drawn, outputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Return where outputs depend on what uninitialised memory holds."""
+        if self._defined is self._graph:
+            return [None] * len(outputs)
+        other = piece_function(filled(self._graph, 0.0), device_index=self._device_index)
+        again = list(other(drawn.copy().tensors()))
+        differ = [(one != two) & ~(one.isnan() & two.isnan()) for one, two in zip(outputs, again, strict=True)]
+        return [place if bool(place.any()) else None for place in differ]
+
     def _reference(self, given: _Given) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
         """Return outputs and inputs of the piece in float64; None where it does not run so, or is another one so."""
-        wide = widened(self._graph)
+        wide = widened(self._defined)
         inputs = given.drawn.widened()
         if wide is None or inputs is None:
             return None
@@ -193,9 +207,11 @@ class _Prover:
         judge.check_overlaps(found, inputs, given.outputs, eager_inputs, sizes)
         exact = reference or (given.outputs, eager_inputs)
         tolerance = judge.tolerance_of(self._lowest, takes_steps=self._steps, has_reference=reference is not None)
-        rows = [
-            (f"gives output {n}: it", *row) for n, row in enumerate(zip(found, given.outputs, exact[0], strict=True))
-        ]
+        rows: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        for n, row in enumerate(zip(found, given.outputs, exact[0], strict=True)):
+            places = given.undefined[n]
+            ours, theirs, wide = row if places is None else (tensor[~places] for tensor in row)
+            rows.append((f"gives output {n}: it", ours, theirs, wide))
         for n, row in enumerate(zip(inputs, eager_inputs, exact[1], strict=True)):
             if not _same_bytes(row[0], row[1]):  # most inputs are only read
                 rows.append((f"leaves input {n}: it", *row))
@@ -254,6 +270,17 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Run torch's ops in this thread alone: compilers fill the other cores, and an op would wait for each of them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _is_near(wide: torch.Tensor, narrow: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 from cgtool.build.hints import choose_hints, equal_to
 from cgtool.errors import CompileError
@@ -65,7 +66,7 @@ def shapes_to_prove(graph: PieceGraph, guards: tuple[str, ...], limits: Limits) 
     if not graph.symbols:
         return [{}]
     full = replace(graph, facts=(*graph.facts, *guards))
-    smallest = _search(full, lambda symbol: range(symbol.min, symbol.min + 600))
+    smallest = _search(full, _upward)
     found = [smallest] if smallest is not None else []
     if smallest is None or _is_empty(full, smallest):  # of empty tensors, everything is true
         try:
@@ -73,43 +74,59 @@ def shapes_to_prove(graph: PieceGraph, guards: tuple[str, ...], limits: Limits) 
         except CompileError:
             if not found:
                 raise
-    largest = _largest(full, limits)
-    if largest is not None:
-        found.append(largest)
+    large = (_at_its_limits(full), _largest(full, limits))
+    found += [sizes for sizes in large if sizes is not None and _fits(full, sizes, limits)]
     return [sizes for index, sizes in enumerate(found) if sizes not in found[:index]]
+
+
+def _at_its_limits(graph: PieceGraph) -> Sizes | None:
+    """Return sizes where what has a limit is at it, and the rest is small."""
+    if not any(symbol.max for symbol in graph.symbols) or all(symbol.max for symbol in graph.symbols):
+        return None
+    return _search(graph, lambda symbol, chosen: _downward(symbol, chosen) if symbol.max else _upward(symbol, chosen))
 
 
 def _largest(graph: PieceGraph, limits: Limits) -> Sizes | None:
     """Return the sizes nearest to the largest target that stays within the limits, by bisection over its logarithm."""
-    best = None
+    found = []
     low, high = 0.0, math.log2(min(_MOST, max((s.max or _MOST) for s in graph.symbols) + 1))
     for _ in range(14):
         middle = (low + high) / 2
         # an odd size: the rest of a vector or a block is where code is wrong
         target = int(2**middle) | 1
         sizes = _search(graph, partial(_downward, target=target))
-        if sizes is not None and _fits(graph, sizes, limits):
-            best, low = sizes, middle
+        fits = sizes is not None and _fits(graph, sizes, limits)
+        if sizes is not None and fits:
+            found.append(sizes)
+        # far below the target, a fact or a guard is what bounds it: a lower target may come nearer
+        if sizes is not None and fits and max(sizes.values()) > target // 2:
+            low = middle
         else:
             high = middle
-    top = _search(graph, lambda symbol: _downward(symbol, symbol.max or _MOST))
+    top = _search(graph, _downward)
     if top is not None and _fits(graph, top, limits):
-        return top
-    return best
+        found.append(top)
+    return max(found, key=lambda sizes: math.prod(sizes.values()), default=None)
 
 
-def _downward(symbol: SymbolRange, target: int) -> Iterator[int]:
+def _upward(symbol: SymbolRange, _chosen: Sizes) -> Iterator[int]:
+    yield from range(symbol.min, symbol.min + 600)
+
+
+def _downward(symbol: SymbolRange, chosen: Sizes, target: int = _MOST) -> Iterator[int]:
     high = max(symbol.min, target if symbol.max is None else min(symbol.max, target))
+    # a size that no other symbol has: two that are equal could be taken for one another
     near = range(high, max(symbol.min, high - 600) - 1, -1)
-    yield from near
+    yield from (size for size in near if size not in chosen.values())
     coarse = high // 2
     while coarse > symbol.min:
         for divisor in (1, 8, 64):
             yield max(symbol.min, coarse // divisor * divisor)
         coarse //= 2
+    yield from near
 
 
-def _search(graph: PieceGraph, candidates: Callable[[SymbolRange], Iterator[int] | range]) -> Sizes | None:
+def _search(graph: PieceGraph, candidates: Callable[[SymbolRange, Sizes], Iterator[int]]) -> Sizes | None:
     """Return the first assignment, depth first, that makes every fact true."""
     order = {symbol.name: index for index, symbol in enumerate(graph.symbols)}
     facts: list[list[str]] = [[] for _ in graph.symbols]
@@ -124,7 +141,7 @@ def _search(graph: PieceGraph, candidates: Callable[[SymbolRange], Iterator[int]
         if index == len(graph.symbols):
             return chosen
         symbol = graph.symbols[index]
-        for size in (*equal_to(symbol.name, chosen, facts[index]), *candidates(symbol)):
+        for size in chain(equal_to(symbol.name, chosen, facts[index]), candidates(symbol, chosen)):
             budget -= 1
             if budget < 0:
                 return None
