@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from cgtool.cache.entry import Entry, read_entry
@@ -23,11 +22,12 @@ from cgtool.cache.layout import PLAN_FILE, CacheLayout, RankName, short
 from cgtool.cache.lookup import LookupStore
 from cgtool.errors import CacheError, CacheMissError, CacheSchemaError, CgtoolError
 from cgtool.guards.files import sources_now
-from cgtool.guards.kinds import check
 from cgtool.guards.ops import op_digest
-from cgtool.guards.sources import Roots, words
+from cgtool.guards.sources import Roots
+from cgtool.guards.table import failures_of
 from cgtool.pieces import Json
 from cgtool.plan import Plan, parse_plan
+from cgtool.records import dataclass
 from cgtool.runtime.facts import Facts
 from cgtool.runtime.weights import is_weight, tensor_differences
 
@@ -157,14 +157,14 @@ class Finder:
         if method is None:
             return (f"The model has no method {plan.method} now.",)
         roots = Roots(self._module, method)
-        guards = {(g.source, g.kind, repr(g.expected)): g for variant in plan.variants for g in variant.model_guards}
-        failures = check(guards.values(), roots)
+        failures = failures_of((variant.model_guards for variant in plan.variants), roots)
         if failures:
             return tuple(failure.sentence for failure in failures)
         # Parameters and buffers are among the facts; what is left is tensors that lie about as plain attributes.
         known = self._facts.factors["state"]["tensors"]
-        inputs = (item for variant in plan.variants for item in variant.inputs if is_weight(item))
-        return tuple(tensor_differences(roots, (item for item in inputs if words(item.source) not in known)))
+        inputs = {item.source: item for variant in plan.variants for item in variant.inputs}
+        others = [item for source, item in inputs.items() if source[5:] not in known or source[:5] != "self."]
+        return tuple(tensor_differences(roots, filter(is_weight, others)))
 
     def _miss(self, refused: list[tuple[str, tuple[str, ...]]]) -> CacheMissError:
         if not refused:
