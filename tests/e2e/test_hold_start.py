@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from hold_harness import CHILD, NAMES, Bare
+from hold_harness import CHILD, NAMES, Bare, warm_model
 
 from cgtool.guards.environment import compiler_version
 
@@ -155,3 +155,23 @@ def test_no_temporary_folder_at_all_is_a_sentence(moved, bare):
     report = ran.report
     assert report["error"][0] == "ArtifactError", report
     assert "Set TMPDIR to a folder that can be written." in report["error"][1]
+
+
+INDUCTOR = """
+import sys
+sys.path.insert(0, sys.argv[2])
+import hold_models, torch, cgtool
+try:
+    with torch.no_grad():
+        cgtool.load(hold_models.tied().module, cache_dir=sys.argv[1])
+except cgtool.CgtoolError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_inductors_own_artifacts_say_that_they_need_a_compiler(bare, tmp_path):
+    """On the CPU torch builds their kernels as it opens them, where its own cache does not have them."""
+    warm_model(f"{CHILD.parent / 'hold_models.py'}:tied", tmp_path / "cache", adaptor="inductor_standalone")
+    ran = bare.run([sys.executable, "-c", INDUCTOR, str(tmp_path / "cache"), str(CHILD.parent)])
+    assert ran.out.startswith("ArtifactError Torch builds the C++ of this artifact as it is opened, and no C++"), ran
+    assert "aot_inductor" in ran.out

@@ -118,6 +118,12 @@ def compile_error(error: BaseException) -> CompileError:
 def load_error(error: BaseException) -> ArtifactError:
     """Return the sentence for a failure inside a loader."""
     reason = (str(error).strip().splitlines() or [""])[0]
+    if type(error).__name__ == "InvalidCxxCompiler":  # torch gave it several homes
+        return ArtifactError(
+            "Torch builds the C++ of this artifact as it is opened, and no C++ compiler works here. Install one, or "
+            "warm the model with the adaptor 'aot_inductor', whose packages need none.",
+            actual=reason,
+        )
     return ArtifactError(
         f"Torch could not open the artifact: {type(error).__name__}: {reason}. Warm again with what is here now.",
         actual=reason,

@@ -1,0 +1,139 @@
+"""Processes as services start them: without standard streams, a home, much memory or many files; and stopped midway."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from hold_harness import CHILD, Bare
+
+pytestmark = pytest.mark.torch
+
+WELL = {"error": None, "heavy": []}
+
+
+def well(report):
+    near = report["worst"] is not None and report["worst"] < 2e-5
+    return near and report["error"] is None and report["heavy"] == []
+
+
+@pytest.fixture
+def bare(tmp_path):
+    return Bare(tmp_path / "bare")
+
+
+@pytest.fixture(scope="module")
+def root(aot_cache):
+    return aot_cache("tiny_llama")
+
+
+#: Closes the standard streams as a daemon does, and lets the next files that are opened have their numbers.
+DAEMON = """
+import os, runpy, sys
+for descriptor in (0, 1, 2):
+    os.close(descriptor)
+sys.stdin = sys.stdout = sys.stderr = None
+report = sys.argv.pop()
+del sys.argv[0]
+import builtins
+builtins.print = lambda text: open(report, "w").write(text)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_closed_standard_streams_serve(bare, root, tmp_path):
+    answer = tmp_path / "answer.json"
+    program = ["-c", DAEMON, str(CHILD), json.dumps(["tiny_llama", str(root)]), str(answer)]
+    ran = bare.run([sys.executable, *program], env={"HOME": None})
+    assert ran.code == 0
+    assert well(json.loads(answer.read_text()))
+
+
+def limited():
+    """Room for what torch itself takes, few open files, no core dumps, and no file of more than 64 KiB."""
+    resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def test_little_memory_and_few_files_serve(bare, root):
+    report = bare.start("tiny_llama", root, preexec_fn=limited)
+    assert well(report), report
+
+
+#: Loads again and again until it is stopped, and says so.
+LOOP = """
+import sys, torch, tiny_llama, cgtool
+module = tiny_llama.build().module
+print("ready", flush=True)
+while True:
+    cgtool.load(module, cache_dir=sys.argv[1])
+"""
+
+
+def test_ctrl_c_while_loading_ends_at_once_and_leaves_nothing_behind(bare, root):
+    for pause in (0.0, 0.013, 0.031):
+        process = subprocess.Popen(
+            [sys.executable, "-c", LOOP, str(root)],
+            env=bare.environment(),
+            cwd=bare.places["work"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(pause)
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        assert process.returncode == -signal.SIGINT
+        assert said.strip().endswith("KeyboardInterrupt")
+        assert bare.written() == []
+    report = bare.start("tiny_llama", root)
+    assert well(report), report
+
+
+#: Loads and calls in a child made by fork, after the parent loaded; and in threads that the parent never had.
+FORK = """
+import os, sys, threading, torch, tiny_llama, cgtool
+spec = tiny_llama.build()
+args = spec.calls[0].args
+torch.set_num_threads(1)
+with torch.inference_mode():
+    loaded = cgtool.load(spec.module, cache_dir=sys.argv[1])
+    expected = loaded(*args)
+child = os.fork()
+with torch.inference_mode():
+    fresh = cgtool.load(spec.module, cache_dir=sys.argv[1])
+    same = torch.equal(loaded(*args), expected) and torch.equal(fresh(*args), expected)
+if child == 0:
+    os._exit(0 if same else 3)
+print(same, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_fork_serves_what_its_parent_loaded_and_loads_for_itself(bare, root):
+    ran = bare.run([sys.executable, "-c", FORK, str(root)])
+    assert ran.out == "True 0\n", ran.err
+
+
+def test_nothing_stays_open_and_nothing_is_left_after_many_loads(bare, root):
+    program = """
+import os, sys, torch, tiny_llama, cgtool
+module = tiny_llama.build().module
+counts = []
+for _ in range(12):
+    cgtool.load(module, cache_dir=sys.argv[1])
+    counts.append(len(os.listdir("/proc/self/fd")))
+print(counts[1] == counts[-1], counts)
+"""
+    ran = bare.run([sys.executable, "-c", program, str(root)])
+    assert ran.out.startswith("True"), (ran.out, ran.err)
+    assert bare.written() == []
