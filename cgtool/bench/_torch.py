@@ -19,14 +19,32 @@ def mark_dynamic(tensors: Iterable[tuple[torch.Tensor, tuple[int, ...]]]) -> Non
         torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
 
 
-def precompile(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], path: Path) -> None:
+def precompile(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], path: Path
+) -> tuple[str, ...]:
     """Compile ahead of time with torch's own means, into one file.
+
+    Returns:
+        What a reader should know of it.
 
     Raises:
         Exception: Whatever torch raises where it cannot.
     """
-    compiled: Any = torch.compile(function, fullgraph=True)
-    compiled.aot_compile((args, kwargs)).save_compiled_function(str(path))
+    try:
+        compiled: Any = torch.compile(function, fullgraph=True)
+        compiled.aot_compile((args, kwargs)).save_compiled_function(str(path))
+    except Exception as error:
+        # Guards that torch cannot write down are the user's to drop, with a filter such as this one of torch's.
+        keep = getattr(torch.compiler, "keep_portable_guards_unsafe", None)
+        if keep is None or "guard" not in str(error).lower():
+            raise
+        torch._dynamo.reset()
+        compiled = torch.compile(function, fullgraph=True, options={"guard_filter_fn": keep})
+        compiled.aot_compile((args, kwargs)).save_compiled_function(str(path))
+        return (
+            "only guards on tensors, shapes and global state are kept, since torch could not write down the others",
+        )
+    return ()
 
 
 def load_precompiled(path: Path) -> Callable[..., Any]:

@@ -10,13 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from cgtool.bench.words import secs_words
+from cgtool.bench.words import PHASE_WORDS, secs_words
 
 #: Units of the picture: where bars begin, how long the longest may be, and what a row takes.
 LEFT, LONGEST, RIGHT = 270.0, 560.0, 130.0
 ROW, BAR, TOP = 34.0, 20.0, 8.0
-
-PHASE_WORDS: Mapping[str, str] = {"import_secs": "import", "build_secs": "build", "ready_secs": "ready"}
 
 
 @dataclass(frozen=True, kw_only=True)

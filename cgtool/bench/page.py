@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from html import escape
 
 from cgtool.bench import words
-from cgtool.bench.chart import PHASE_WORDS, Bar, chart
+from cgtool.bench.chart import Bar, chart
 from cgtool.bench.report import PHASES, BenchReport, WayReport
 from cgtool.bench.stats import FEWEST_PAIRS
 
@@ -115,7 +115,7 @@ def _bar(way: WayReport, phases: Sequence[str]) -> Bar:
 
 
 def _legend() -> str:
-    items = "".join(f'<li><span class="{word}"></span>{word}</li>' for word in PHASE_WORDS.values())
+    items = "".join(f'<li><span class="{word}"></span>{word}</li>' for word in words.PHASE_WORDS.values())
     return f'<ul class="legend">{items}</ul>'
 
 
@@ -123,7 +123,9 @@ def _steps(report: BenchReport) -> str:
     columns = words.step_columns(report)
     if len(columns) == 1:
         return ""
-    return _table("A step", columns, [words.step_cells(report, way) for way in report.ways if way.steps])
+    return _table(
+        words.step_caption(report), columns, [words.step_cells(report, way) for way in report.ways if way.steps]
+    )
 
 
 def _table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

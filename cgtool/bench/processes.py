@@ -86,15 +86,16 @@ def run_process(request: Path, *, variables: Mapping[str, str], log: Path, limit
 
 
 def end_family(process: subprocess.Popen[bytes]) -> None:
-    """End a process that still runs, and with it all that came from it."""
-    if process.poll() is not None:
-        return
-    kin = descendants(process.pid)
-    process.kill()
-    for pid in kin:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
+    """End a process that still runs, and all that came from it; of one that is over, what is left of its session."""
+    if process.poll() is None:
+        kin = descendants(process.pid)
+        process.kill()
+        for pid in kin:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)  # it led a group of its own
 
 
 def descendants(pid: int) -> list[int]:

@@ -5,13 +5,20 @@ Must not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cgtool.bench.report import BenchReport, WayReport
 from cgtool.bench.stats import Summary
 
 NONE = "-"
+
+#: How much of a table there is room for: names and medians; what it needs too; labels, spreads and outputs.
+SHORT, MEDIUM, FULL = range(3)
+
+PHASE_WORDS: Mapping[str, str] = {"import_secs": "import", "build_secs": "build", "ready_secs": "ready"}
+
+_Column = tuple[str, int, Callable[[WayReport, int], str]]
 
 
 def digits(value: float) -> str:
@@ -85,44 +92,73 @@ def prepared_words(way: WayReport) -> str:
     return secs_words(way.prepare["total_secs"]["median"])
 
 
-def start_columns(report: BenchReport) -> tuple[str, ...]:
+def start_columns(report: BenchReport, *, detail: int = FULL) -> tuple[str, ...]:
     """Return the head of the table of starts."""
-    device = ("on the device",) if _has_device(report) else ()
-    return ("way", "import", "build", "ready", "ready / eager", "outputs", "prepared in", "on disk", "memory", *device)
+    return tuple(head for head, least, _ in _start_table(report) if least <= detail)
 
 
-def start_cells(report: BenchReport, way: WayReport) -> tuple[str, ...]:
+def start_cells(report: BenchReport, way: WayReport, *, detail: int = FULL) -> tuple[str, ...]:
     """Return a way's row of the table of starts."""
-    summary = way.summary
-    device = (bytes_words(_median(summary.get("device_bytes"))),) if _has_device(report) else ()
-    return (
-        way.way.label,
-        *(spread_words(summary.get(name)) for name in ("import_secs", "build_secs", "ready_secs")),
-        "1" if way.way.kind == "eager" else ratio_words(way.ratios.get("eager", {}).get("ready_secs")),
-        outputs_words(way),
-        prepared_words(way),
-        bytes_words(way.num_bytes) if way.num_bytes else NONE,
-        bytes_words(_median(summary.get("rss_bytes"))),
-        *device,
-    )
+    return tuple(cell(way, detail) for _, least, cell in _start_table(report) if least <= detail)
+
+
+def _start_table(report: BenchReport) -> list[_Column]:
+    """Each column: its head, the detail from which it is there, and its cell."""
+
+    def secs(name: str) -> _Column:
+        word = PHASE_WORDS[name]
+        spread_from = SHORT if name == "ready_secs" else FULL
+        return word, SHORT, lambda way, detail: _secs_cell(way.summary.get(name), spread=detail >= spread_from)
+
+    columns: list[_Column] = [
+        ("way", SHORT, _way_cell),
+        *map(secs, PHASE_WORDS),
+        ("ready / eager", SHORT, lambda way, _: _over_eager(way, "ready_secs")),
+        ("outputs", FULL, lambda way, _: outputs_words(way)),
+        ("prepared in", MEDIUM, lambda way, _: prepared_words(way)),
+        ("on disk", MEDIUM, lambda way, _: bytes_words(way.num_bytes) if way.num_bytes else NONE),
+        ("memory", MEDIUM, lambda way, _: bytes_words(_median(way.summary.get("rss_bytes")))),
+    ]
+    if any("device_bytes" in way.summary for way in report.ways):
+        columns.append(("on the device", FULL, lambda way, _: bytes_words(_median(way.summary.get("device_bytes")))))
+    return columns
 
 
 def step_columns(report: BenchReport) -> tuple[str, ...]:
-    """Return the head of the table of steps."""
-    unit = report.dimension or "size"
-    heads = [(f"{unit} {size}", "/ eager") for size in _sizes(report)]
-    return ("way", *(word for pair in heads for word in pair))
+    """Return the head of the table of steps, whose caption names the dimension."""
+    return ("way", *(word for size in _sizes(report) for word in (size, "/ eager")))
 
 
-def step_cells(report: BenchReport, way: WayReport) -> tuple[str, ...]:
+def step_cells(report: BenchReport, way: WayReport, *, detail: int = FULL) -> tuple[str, ...]:
     """Return a way's row of the table of steps."""
     cells = []
     for size in _sizes(report):
         found = way.steps.get(size)
-        cells.append("refused" if isinstance(found, str) else spread_words(found))
-        base = way.way.kind == "eager" and isinstance(found, Summary)
-        cells.append("1" if base else ratio_words(way.ratios.get("eager", {}).get(f"step_{size}")))
-    return (way.way.label, *cells)
+        cells.append("refused" if isinstance(found, str) else _secs_cell(found, spread=detail >= FULL))
+        cells.append(_over_eager(way, f"step_{size}", bound=detail >= FULL) if isinstance(found, Summary) else NONE)
+    return (_way_cell(way, detail), *cells)
+
+
+def step_caption(report: BenchReport) -> str:
+    """Return what the table of steps shows."""
+    return f"A step, by {report.dimension}"
+
+
+def _way_cell(way: WayReport, detail: int) -> str:
+    return way.way.label if detail >= FULL else way.way.name
+
+
+def _secs_cell(summary: Summary | None, *, spread: bool) -> str:
+    if summary is None:
+        return NONE
+    return spread_words(summary) if spread else secs_words(summary.median)
+
+
+def _over_eager(way: WayReport, metric: str, *, bound: bool = True) -> str:
+    if way.way.kind == "eager":
+        return "1"
+    ratio = way.ratios.get("eager", {}).get(metric)
+    return ratio_words(ratio) if bound or ratio is None else digits(ratio["ratio"])
 
 
 def failure_lines(report: BenchReport) -> list[str]:
@@ -150,10 +186,6 @@ def machine_line(report: BenchReport) -> str:
 
 def _sizes(report: BenchReport) -> list[str]:
     return list(dict.fromkeys(size for way in report.ways for size in way.steps))
-
-
-def _has_device(report: BenchReport) -> bool:
-    return any("device_bytes" in way.summary for way in report.ways)
 
 
 def _median(summary: Summary | None) -> float | None:

@@ -16,21 +16,32 @@ if TYPE_CHECKING:
     from cgtool.bench.report import BenchReport
     from cgtool.cli.output import Output
 
+#: Columns of a terminal from which the tables hold more; a pipe is always wide.
+_MEDIUM_COLUMNS, _FULL_COLUMNS = 110, 165
+
 
 def show_bench(output: Output, report: BenchReport) -> None:
     """Print the tables of starts and steps, what failed, and the machine."""
     for note in report.notes:
         output.note(f"Note: {note}", style="yellow")
     output.line(f"Ways to start {report.model}: medians (quartiles), ratios [95 % bound]", style="bold")
-    _show(output, words.start_columns(report), [words.start_cells(report, way) for way in report.ways])
+    detail = _detail(output.stdout.width)
+    columns = words.start_columns(report, detail=detail)
+    _show(output, columns, [words.start_cells(report, way, detail=detail) for way in report.ways])
     columns = words.step_columns(report)
     if len(columns) > 1:
         output.line()
-        output.line(f"A step, by {report.dimension}", style="bold")
-        _show(output, columns, [words.step_cells(report, way) for way in report.ways if way.steps])
+        output.line(words.step_caption(report), style="bold")
+        _show(output, columns, [words.step_cells(report, way, detail=detail) for way in report.ways if way.steps])
     for line in words.failure_lines(report):
         output.line(line, style="red")
     output.line(f"{words.machine_line(report)}; took {secs_text(report.secs)}", style="dim")
+
+
+def _detail(width: int) -> int:
+    if width >= _FULL_COLUMNS:
+        return words.FULL
+    return words.MEDIUM if width >= _MEDIUM_COLUMNS else words.SHORT
 
 
 def _show(output: Output, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

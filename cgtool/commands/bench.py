@@ -54,9 +54,7 @@ def bench(options: BenchOptions, on_event: OnEvent = ignore) -> BenchReport:
     """
     settings = options.settings
     if options.html is not None:
-        # A page that cannot be written is known before minutes are spent.
-        options.html.parent.mkdir(parents=True, exist_ok=True)
-        options.html.touch()
+        _check_writable(options.html)
     machine = {**machine_facts(), "load_before": load_average()}
     began, clock = now_text(), time.monotonic()
     versions = version_facts()
@@ -83,6 +81,15 @@ def bench(options: BenchOptions, on_event: OnEvent = ignore) -> BenchReport:
     if options.html is not None:
         options.html.write_text(page(report), encoding="utf-8")
     return report
+
+
+def _check_writable(file: Path) -> None:
+    """Let a page that cannot be written be known before minutes are spent."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    existed = file.exists()
+    file.open("a", encoding="utf-8").close()
+    if not existed:
+        file.unlink()
 
 
 def _about(settings: Settings, versions: Mapping[str, Any]) -> dict[str, Any]:
