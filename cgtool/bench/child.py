@@ -31,6 +31,8 @@ _STEP_SECS = 3.0
 _FEWEST_REPEATS = 3
 #: Calls of a size before its steps count.
 _WARM_UP = 3
+#: Of an error; the log's last lines say the rest.
+_MOST_CHARS = 400
 #: Compilers and what they bring: which of them 'ready' imported is part of the answer.
 _HEAVY = ("torch._dynamo", "torch._inductor", "sympy", "triton")
 
@@ -59,7 +61,7 @@ class Child:
             self._measure()
         except BaseException as error:  # noqa: BLE001  whatever ends a start is what the report says of it
             traceback.print_exc()
-            self.answer["error"] = last_line(error)
+            self.answer["error"] = one_line(error)
             self.answer["failed_in"] = self._phase
         write_document(Path(self._request.answer), self.answer)
         return 1 if "error" in self.answer else 0
@@ -143,7 +145,7 @@ class Child:
                 calls[size] = (args, kwargs)
             except Exception as error:  # noqa: BLE001  a size that a way does not serve is part of the report
                 traceback.print_exc()
-                steps[str(size)] = {"error": last_line(error)}
+                steps[str(size)] = {"error": one_line(error)}
         for size, (args, kwargs) in calls.items():
             steps[str(size)].update(_timed(run, args, kwargs, self._request.repeats))
         self.answer["steps"] = steps
@@ -233,7 +235,14 @@ def _synchronise() -> None:
         torch.cuda.synchronize()
 
 
-def last_line(error: BaseException) -> str:
-    """Return an error as one line: its type and the first line of what it says."""
-    words = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {words}" if words else type(error).__name__
+def one_line(error: BaseException) -> str:
+    """Return an error as one line: its type, the first sentence of what it says, and its most telling reason."""
+    words: list[str] = []
+    for line in filter(None, map(str.strip, str(error).splitlines())):
+        words.append(line)
+        if not line.endswith((":", "(", ",")):
+            break
+    words += [reason for reason in getattr(error, "reasons", ())[:1] if reason not in words]
+    said = " ".join(words)
+    said = said if len(said) <= _MOST_CHARS else said[: _MOST_CHARS - 2] + " …"
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__

@@ -9,12 +9,13 @@ Must not import torch. On disk::
       inductor/ triton/ tmp/ torch's cache folders and TMPDIR
       cache/                 cgtool's cache
       artifact               the mega-cache, or torch's AOT precompile
-    starts/<number>/         request, answer, log and empty cache folders of the process that runs now
+    starts/<pid>-<number>/   request, answer, log and empty cache folders of the process that runs now
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -113,7 +114,8 @@ class Workspace:
     def start(self) -> Iterator[Caches]:
         """Give a process a folder with empty caches; it is gone afterwards."""
         self._starts += 1
-        folder = self.root / "starts" / str(self._starts)
+        # Two benches may share a folder that is kept.
+        folder = self.root / "starts" / f"{os.getpid()}-{self._starts}"
         shutil.rmtree(folder, ignore_errors=True)
         caches = Caches(folder=folder)
         caches.make()

@@ -292,6 +292,19 @@ def test_every_way_runs_the_fixture_and_agrees_with_eager(tmp_path):
     assert ways["compile-cold"]["starts"][0]["ready_secs"] > ways["compile-warm"]["starts"][0]["ready_secs"]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif("not __import__('torch').cuda.is_available()", reason="needs a CUDA device")
+def test_on_a_device_its_memory_and_its_name_are_in_the_report(tmp_path):
+    arguments = ["--device", "cuda", "--ways", "cgtool/eager", "--starts", "1", "--tokens", "8", "--json"]
+    large = ["--arg", "draw_on_device=true", "--dtype", "bfloat16"]
+    report = bench(LLAMA, *arguments, *large, tmp=tmp_path / "tmp").report
+    assert report["machine"]["gpu"]
+    for way in report["ways"]:
+        assert way["error"] is None
+        assert way["outputs"]["equal"]
+        assert way["summary"]["device_bytes"]["median"] > 2**16
+
+
 def _written(path, count):
     """The process ids in a file, once there are so many."""
     until = time.monotonic() + 90
