@@ -11,6 +11,7 @@ import importlib
 import inspect
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -273,7 +274,10 @@ def compile_aot(module: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[
     from torch._inductor.compile_fx import compile_fx_aot
 
     place = {"aot_inductor.package": True, "aot_inductor.output_path": folder}
-    files: Any = compile_fx_aot(module, list(inputs), config_patches={**patches, **place})
+    with warnings.catch_warnings():
+        # torch deprecates its own class of tree specs, and copies some where a custom op is called
+        warnings.filterwarnings("ignore", category=FutureWarning, message="`isinstance.treespec")
+        files: Any = compile_fx_aot(module, list(inputs), config_patches={**patches, **place})
     return [file for file in files if isinstance(file, str)]
 
 

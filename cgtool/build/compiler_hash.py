@@ -8,6 +8,7 @@ import torch
 
 from cgtool.build import _torch
 from cgtool.digests import digest_of
+from cgtool.errors import ConfigError
 from cgtool.guards.environment import environment_factors, plain
 from cgtool.pieces import Json
 
@@ -21,6 +22,9 @@ def inductor_hash(adaptor: str, patches: Mapping[str, Json]) -> str:
     Args:
         adaptor: The adaptor's name.
         patches: The options that the compile sets.
+
+    Raises:
+        ConfigError: No C++ compiler works here.
     """
     options = {
         name: plain(value)
@@ -31,7 +35,21 @@ def inductor_hash(adaptor: str, patches: Mapping[str, Json]) -> str:
         {
             "adaptor": adaptor,
             "environment": environment_factors(),
-            "isa": _torch.cpu_isa() if not torch.cuda.is_available() else None,
+            "isa": _isa(adaptor) if not torch.cuda.is_available() else None,
             "options": options,
         }
     )
+
+
+def _isa(adaptor: str) -> str:
+    try:
+        return _torch.cpu_isa()
+    except RuntimeError as error:
+        if type(error).__name__ != "InvalidCxxCompiler":  # torch gave it several homes
+            raise
+        raise ConfigError(
+            f"The adaptor {adaptor!r} needs a C++ compiler, and none works here ({error}). Install one, name one with "
+            f"CXX, or choose the adaptor 'eager'.",
+            path="adaptor",
+            actual=str(error),
+        ) from error

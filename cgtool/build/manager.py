@@ -27,7 +27,7 @@ from cgtool.events import Event, OnEvent, ignore
 from cgtool.pieces import PieceGraph
 
 #: Raise it when the way from a piece to an artifact changes: what older versions built is then compiled again.
-BUILD_VERSION = 1
+BUILD_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,13 +4,15 @@ A package is a zip archive in the layout of torch's PT2 archives, so that torch'
 
     piece/archive_format                                  "pt2"
     piece/archive_version                                 "0"
+    piece/.data/version                                   "6": of the archive as torch writes it
     piece/data/aotinductor/model/model.wrapper.so         the native code, kernels of accelerators among it
     piece/data/aotinductor/model/model.wrapper.json       where it calls custom ops: which, and with what arguments
     piece/data/aotinductor/model/model.wrapper_metadata.json
     piece/data/aotinductor/model/<name>.cubin             kernels that are not within the native code
 
 There is exactly one `.so`, its name and all others are plain, and there are no sources: torch's loader would compile
-them. Members are stored without compression, in order, with one date: equal members give equal bytes.
+them. Members are stored without compression, in order, with one date, and nothing stands before, between or after
+them: equal members give equal bytes.
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ from cgtool.errors import ArtifactError
 _ROOT = "piece/"
 _FOLDER = _ROOT + "data/aotinductor/model/"
 _STEM = "model.wrapper"
-_HEAD = {_ROOT + "archive_format": b"pt2", _ROOT + "archive_version": b"0"}
+_HEAD = {_ROOT + "archive_format": b"pt2", _ROOT + "archive_version": b"0", _ROOT + ".data/version": b"6\n"}
 _KERNEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}\.(cubin|fatbin|hsaco|spv)\Z")
 _DATE = (1980, 1, 1, 0, 0, 0)
 _REMEDY = "Warm again."
+#: Bytes of a zip archive beside names and contents: before a member, in the directory for it, at the archive's end.
+_LOCAL_BYTES, _ENTRY_BYTES, _END_BYTES = 30, 46, 22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +107,7 @@ def unpack(data: bytes) -> Package:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             infos = archive.infolist()
             _check_members(infos)
+            _check_layout(infos, len(data))
             members = {info.filename: archive.read(info) for info in infos}
     except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError, OSError, RuntimeError) as error:
         raise ArtifactError(f"A package is torn ({error}). {_REMEDY}", actual=str(error)) from error
@@ -121,17 +126,31 @@ def unpack(data: bytes) -> Package:
 
 
 def _check_members(infos: list[zipfile.ZipInfo]) -> None:
-    names = [info.filename for info in infos]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ArtifactError(f"A package holds the member {twice!r} twice. {_REMEDY}", path=twice)
+    seen: set[str] = set()
     for info in infos:
+        if info.filename in seen:
+            msg = f"A package holds the member {info.filename!r} twice. {_REMEDY}"
+            raise ArtifactError(msg, path=info.filename)
+        seen.add(info.filename)
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             msg = f"A package holds the member {info.filename!r} compressed, which none of ours is. {_REMEDY}"
             raise ArtifactError(msg, path=info.filename)
         if info.filename not in _HEAD and not info.filename.startswith(_FOLDER):
             msg = f"A package holds the member {info.filename!r}, which belongs to no package of a piece. {_REMEDY}"
             raise ArtifactError(msg, path=info.filename)
+
+
+def _check_layout(infos: list[zipfile.ZipInfo], num_bytes: int) -> None:
+    """Check that members lie one after another from the first byte on, and that the directory ends the archive."""
+    at = 0
+    for info in infos:
+        if info.header_offset != at:
+            break
+        at += _LOCAL_BYTES + len(info.orig_filename.encode()) + info.file_size
+    at += sum(_ENTRY_BYTES + len(info.orig_filename.encode()) for info in infos) + _END_BYTES
+    if at != num_bytes:
+        msg = f"A package holds bytes that belong to none of its members. {_REMEDY}"
+        raise ArtifactError(msg, expected=at, actual=num_bytes)
 
 
 def _check_kernel(name: str) -> str:
@@ -144,7 +163,7 @@ def _check_kernel(name: str) -> str:
 def _metadata(data: bytes) -> dict[str, str]:
     try:
         found = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArtifactError(f"The metadata of a package are no JSON ({error}). {_REMEDY}") from error
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise ArtifactError(f"The metadata of a package are not words by name. {_REMEDY}", actual=found)

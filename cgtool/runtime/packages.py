@@ -9,6 +9,7 @@ itself, into /tmp; that is removed too as soon as the package is open.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -27,6 +28,7 @@ from cgtool.graph.metas import device_of
 from cgtool.pieces import PieceGraph
 from cgtool.runtime import _torch as private
 from cgtool.runtime.dispatch import Boxed
+from cgtool.runtime.views import OUTPUTS, with_views
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ _INNER = Path("data/aotinductor/model")
 _MFD_EXEC = 0x10
 #: A line of /proc/self/maps that shows native code which torch's loader unpacked, and the folder that it made for it.
 _UNPACKED = re.compile(rf" (/tmp/(?:aotinductor_)?[A-Za-z0-9]{{6}})/piece/{_INNER}/{re.escape(NATIVE_FILE)}\Z")
+_MORE_FILES = "Close files that this process holds open, or let it open more: `ulimit -n`."
 #: Tried after the system's temporary folder: some hundred bytes are needed.
 _OTHER_FOLDERS = ("/dev/shm", "/tmp", "/var/tmp")  # noqa: S108 - private folders are made within
 
@@ -64,12 +67,15 @@ def open_package(data: bytes, graph: PieceGraph, *, device_index: int | None = N
         raise _cannot_open(error) from error
     run: Boxed = loader.boxed_run
     constants = [_placed(tensor, device_index) for tensor in constants_of(graph)]
+    if OUTPUTS in package.metadata:
+        run = with_views(run, package.metadata[OUTPUTS], graph, num_constants=len(constants))
     if not constants:
         return run
+    whole = run
 
     def with_constants(inputs: list[Any]) -> Any:
         inputs.extend(constants)
-        return run(inputs)
+        return whole(inputs)
 
     return with_constants
 
@@ -180,6 +186,8 @@ def _placed(tensor: torch.Tensor, device_index: int | None) -> torch.Tensor:
 
 def _no_room(error: OSError | None) -> ArtifactError:
     said = error.strerror if error is not None else "there is none"
+    if error is not None and error.errno in {errno.EMFILE, errno.ENFILE}:
+        return ArtifactError(f"A package cannot be opened: {said}. {_MORE_FILES}", actual=str(error))
     return ArtifactError(
         f"No temporary folder takes the few hundred bytes that opening a package needs ({said}). Set TMPDIR to a "
         "folder that can be written.",
@@ -191,6 +199,8 @@ def _cannot_open(error: RuntimeError) -> ArtifactError:
     said = (str(error).strip().splitlines() or ["no reason given"])[0]
     if "failed to map segment" in said or "Operation not permitted" in said:
         advice = "Code may not run from where torch unpacks packages, /tmp: mount it without noexec, or use torch 2.13."
+    elif os.strerror(errno.EMFILE) in said or os.strerror(errno.ENFILE) in said:
+        advice = _MORE_FILES
     elif "undefined symbol" in said:
         advice = "It was compiled for another build of torch: warm again with this one."
     elif "chema" in said or "perator" in said:

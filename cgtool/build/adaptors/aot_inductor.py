@@ -21,6 +21,7 @@ from cgtool.build.adaptors.interface import CompiledPiece, CompilerInterface, Pi
 from cgtool.build.compiler_hash import inductor_hash
 from cgtool.build.fx_piece import rebuild
 from cgtool.build.options import inductor_patches
+from cgtool.build.outputs import hold_back_views
 from cgtool.cache.lock import FileLock
 from cgtool.cache.packages import Package, pack
 from cgtool.config import AOT_INDUCTOR
@@ -28,9 +29,13 @@ from cgtool.digests import digest_of
 from cgtool.errors import CacheError, CgtoolError, CompileError
 from cgtool.pieces import Json, PieceGraph
 from cgtool.runtime.packages import open_package
+from cgtool.runtime.views import OUTPUTS
 
 _KERNELS = (".cubin", ".fatbin", ".hsaco", ".spv")
 _NATIVE = ".wrapper.so"
+#: How torch calls kinds of arguments of custom ops.
+_FLOATS = frozenset({"as_float", "as_floats"})
+_LISTS_LOST_EMPTY = frozenset({"as_ints", "as_sym_ints", "as_tensors", "as_optional_tensors"})
 
 
 class AotInductorAdaptor(CompilerInterface):
@@ -50,9 +55,11 @@ class AotInductorAdaptor(CompilerInterface):
         before = _torch.num_generated_kernels()
         with _torch.compiling(fresh_tag()), _build_folder(digest_of([graph.identity(), patches])) as folder:
             piece = rebuild(graph)
+            outputs = hold_back_views(piece, graph)
             try:
                 files = _torch.compile_aot(piece.module, piece.inputs, patches, folder=str(folder))
-                package = _package(files, embedded=bool(patches.get("aot_inductor.embed_kernel_binary")))
+                embedded = bool(patches.get("aot_inductor.embed_kernel_binary"))
+                package = _package(files, embedded=embedded, outputs=outputs)
             except CgtoolError:
                 raise
             except Exception as error:  # a compiler fails in any way it likes: what follows names it
@@ -70,7 +77,7 @@ class AotInductorAdaptor(CompilerInterface):
         return open_package(data, graph)
 
 
-def _package(files: list[str], *, embedded: bool) -> Package:
+def _package(files: list[str], *, embedded: bool, outputs: list[Json] | None) -> Package:
     """Return what torch wrote as a package, without sources."""
     paths = [Path(file) for file in files]
     native = [path for path in paths if path.name.endswith(_NATIVE)]
@@ -82,12 +89,34 @@ def _package(files: list[str], *, embedded: bool) -> Package:
     stem = native[0].name.removesuffix(".so")
     # torch does not list it in every version
     extern = native[0].with_name(stem + ".json")
+    if extern.exists():
+        _check_extern(json.loads(extern.read_bytes()))
+    metadata = json.loads(native[0].with_name(stem + "_metadata.json").read_bytes())
     return Package(
         native=native[0].read_bytes(),
-        metadata=json.loads(native[0].with_name(stem + "_metadata.json").read_bytes()),
+        metadata=metadata if outputs is None else {**metadata, OUTPUTS: json.dumps(outputs)},
         extern=extern.read_bytes() if extern.exists() else None,
         kernels={} if embedded else {path.name: path.read_bytes() for path in paths if path.suffix in _KERNELS},
     )
+
+
+def _check_extern(calls: Json) -> None:
+    """Refuse calls of custom ops that torch writes and does not read back as they were.
+
+    Infinite and undefined numbers become text, and a list without numbers or tensors comes back as None.
+    """
+    for call in (entry["node"] for entry in calls["nodes"]):
+        for given in call["inputs"]:
+            for kind, value in given["arg"].items():
+                numbers = value if isinstance(value, list) else [value]
+                lost = kind in _LISTS_LOST_EMPTY and not numbers
+                if lost or (kind in _FLOATS and any(isinstance(number, str) for number in numbers)):
+                    raise CompileError(
+                        f"AOTInductor cannot say {value} for the argument {given['name']} of {call['target']}; the "
+                        f"piece can run eagerly (adaptor 'eager')",
+                        path=call["target"],
+                        actual=value,
+                    )
 
 
 @contextlib.contextmanager

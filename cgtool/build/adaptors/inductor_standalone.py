@@ -108,11 +108,25 @@ def compile_error(error: BaseException) -> CompileError:
             f"piece can run eagerly (adaptor 'eager')",
             actual=reason[0],
         )
+    if "C++ compile error" in reason[0]:
+        said = _compiler_said(reason)
+        return CompileError(
+            f"the C++ compiler failed on what Inductor wrote for the piece: {said}; the piece can run eagerly (adaptor "
+            f"'eager')",
+            actual=said,
+        )
     return CompileError(
         f"Inductor could not compile the piece: {type(error).__name__}: {reason[0]}; the piece can run eagerly "
         f"(adaptor 'eager')",
         actual=reason[0],
     )
+
+
+def _compiler_said(lines: list[str]) -> str:
+    """Return the line of a C++ compiler's output that says why it failed."""
+    start = next((n for n, line in enumerate(lines) if line.strip() == "Output:"), 0)
+    output = [line.strip() for line in lines[start + 1 :] if line.strip()]
+    return next((line for line in output if "error" in line.lower()), output[0] if output else "it said nothing")
 
 
 def load_error(error: BaseException) -> ArtifactError:

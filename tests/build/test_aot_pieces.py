@@ -1,0 +1,55 @@
+"""Pieces as native code compute what they compute op by op, and share memory as they do: every case of the tables."""
+
+from __future__ import annotations
+
+import aot_cases
+import piece_cases
+import pytest
+import torch
+from aot_packages import package_of, side_by_side
+from piece_cases import inputs_of
+
+from cgtool.runtime.packages import open_package
+from cgtool.runtime.pieces import piece_function
+
+pytestmark = pytest.mark.torch
+
+CASES = {**piece_cases.CASES, **aot_cases.PIECES}
+_WRITES = [name for name in CASES if any(word in name for word in ("write", "output", "input", "view", "nothing"))]
+_DTYPES = [name for name in CASES if name.startswith("dtype ")]
+#: What stands side by side in one package.
+GROUPS = {
+    "custom ops": [*aot_cases.CUSTOM_OPS.values()],
+    "writes and views": [CASES[name] for name in _WRITES],
+    "dtypes": [CASES[name] for name in _DTYPES],
+    "the rest": [CASES[name] for name in CASES if name not in {*_WRITES, *_DTYPES}],
+}
+
+
+def storage(tensor):
+    return tensor.untyped_storage().data_ptr() or id(tensor)
+
+
+def sharing(inputs, outputs):
+    """Which outputs share their storage with which inputs and earlier outputs."""
+    every = [*inputs, *outputs]
+    return [[storage(one) == storage(other) for other in every[:n]] for n, one in enumerate(every)]
+
+
+def same_as_eager(run, case, sizes, change=lambda tensors: tensors):
+    """Check values, strides and sharing of one call."""
+    ours, theirs = change(inputs_of(case, sizes)), change(inputs_of(case, sizes))
+    with torch.no_grad():
+        found, expected = list(run(list(ours))), list(piece_function(case.piece)(list(theirs)))
+    assert len(found) == len(expected) == len(case.piece.outputs)
+    for left, right in zip([*found, *ours], [*expected, *theirs], strict=True):
+        torch.testing.assert_close(left, right, atol=case.tolerance, rtol=case.tolerance, check_stride=left.numel() > 0)
+    assert sharing(ours, found) == sharing(theirs, expected)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_native_code_computes_what_the_piece_computes(group):
+    case = side_by_side(GROUPS[group])
+    run = open_package(package_of(case.piece), case.piece)
+    for sizes in case.sizes:
+        same_as_eager(run, case, sizes)
