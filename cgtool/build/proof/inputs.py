@@ -130,7 +130,7 @@ def draw(graph: PieceGraph, sizes: Mapping[str, int], *, device_index: int | Non
     Raises:
         Exception: Whatever an op raises as the bounds of integers are looked for.
     """
-    generator = torch.Generator().manual_seed(seed_of(graph, sizes))
+    generator = torch.Generator("cpu").manual_seed(seed_of(graph, sizes))
     layout = _layout(graph, sizes)
     ranges = _ranges(graph, layout, device_index)
     storages: list[torch.Tensor] = []
@@ -238,15 +238,15 @@ def _values(
     drawn = min(count, _MOST_DRAWN)
     if dtype == torch.bool:
         # mostly true: a mask that hides a whole row tests little
-        values = torch.rand(drawn, generator=generator) < 0.75  # noqa: PLR2004 - see above
+        values = torch.rand(drawn, generator=generator, device="cpu") < 0.75  # noqa: PLR2004 - see above
         values[:1], values[1:2] = True, False
     elif dtype.is_complex:
-        values = torch.randn(drawn, generator=generator, dtype=torch.complex64)
+        values = torch.randn(drawn, generator=generator, dtype=torch.complex64, device="cpu")
     elif dtype.is_floating_point:
         values = _floats(meta, drawn, generator, style)
     else:
         low, high = _integer_ends(dtype, bound, style)
-        values = torch.randint(low, high + 1, (drawn,), generator=generator, dtype=torch.int64)
+        values = torch.randint(low, high + 1, (drawn,), generator=generator, dtype=torch.int64, device="cpu")
     values = _cast(values, dtype)
     if count > drawn:
         values = values.repeat(-(-count // drawn))[:count]
@@ -257,14 +257,14 @@ def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     try:
         return values.to(dtype)
     except (RuntimeError, NotImplementedError):  # a dtype that nothing converts to: its bytes are what counts
-        raw = torch.arange(values.numel() * dtype.itemsize, dtype=torch.int64) % 113
+        raw = torch.arange(values.numel() * dtype.itemsize, dtype=torch.int64, device="cpu") % 113
         return raw.to(torch.uint8).view(dtype)
 
 
 def _floats(meta: TensorMeta, count: int, generator: torch.Generator, style: Style) -> torch.Tensor:
     if style.unit:
-        return torch.rand(count, generator=generator) * 0.9 + 0.05
-    values = torch.randn(count, generator=generator)
+        return torch.rand(count, generator=generator, dtype=torch.float32, device="cpu") * 0.9 + 0.05
+    values = torch.randn(count, generator=generator, dtype=torch.float32, device="cpu")
     if style.positive:
         values = values.abs() + 0.1
     if any(not isinstance(dim, int) for dim in meta.shape):
@@ -296,9 +296,13 @@ def _make_distinct(flat: torch.Tensor, view: _View, bound: Range, generator: tor
     span = bound.high - bound.low + 1
     target = flat.as_strided(view.shape, view.stride)
     if span >= target.numel():
-        target.copy_(bound.low + torch.randperm(span, generator=generator)[: target.numel()].reshape(view.shape))
+        target.copy_(
+            bound.low + torch.randperm(span, generator=generator, device="cpu")[: target.numel()].reshape(view.shape)
+        )
         return
     dim = bound.distinct_along or 0
     if span >= view.shape[dim]:
-        order = torch.rand((*view.shape[:dim], span, *view.shape[dim:][1:]), generator=generator).argsort(dim)
+        order = torch.rand((*view.shape[:dim], span, *view.shape[dim:][1:]), generator=generator, device="cpu").argsort(
+            dim
+        )
         target.copy_(bound.low + order.narrow(dim, 0, view.shape[dim]))

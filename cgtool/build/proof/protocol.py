@@ -8,7 +8,7 @@ A message is::
     body        bytes: the artifact of a request, nothing in a reply
 
 The child says {"ready": true} once torch is imported. A request is {"adaptor", "graph", "guards", "imports",
-"device_index", "default_dtype", "matmul_precision"}; it is answered by any number of {"stage": words}, and then by
+"device_index", "settings"}; it is answered by any number of {"stage": words}, and then by
 {"record": {...}} or {"mismatch": sentence}. With "last": true the child ends after it, for its device is in no state to
 go on.
 """

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-import torch
-
 from cgtool.build.proof.child import Child, ChildGoneError
 from cgtool.build.proof.record import ProofRecord
+from cgtool.build.workers.settings import torch_settings
 from cgtool.errors import ProofCrashError, ProofMismatchError
 from cgtool.pieces import PieceGraph
 
@@ -109,9 +108,8 @@ class Prover:
             "guards": list(guards),
             "imports": [dict(item) for item in imports],
             "device_index": self._device_index,
-            # what decides the results of torch's own ops, in this process and so at load
-            "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-            "matmul_precision": torch.get_float32_matmul_precision(),
+            # what decides what torch's ops give in this process, and so at load
+            "settings": torch_settings(),
         }
         with self._lock:
             try:

@@ -96,8 +96,9 @@ def _answer(sock: socket.socket, request: dict[str, Any], data: bytes) -> dict[s
 def _set_up(request: dict[str, Any], *, on_accelerator: bool) -> None:
     import torch
 
-    torch.set_default_dtype(getattr(torch, request["default_dtype"]))
-    torch.set_float32_matmul_precision(request["matmul_precision"])
+    from cgtool.build.workers.settings import apply_settings
+
+    apply_settings({"torch": request["settings"]})
     index = request["device_index"]
     if on_accelerator and index is not None:
         torch.accelerator.set_device_index(index)

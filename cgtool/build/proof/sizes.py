@@ -25,7 +25,7 @@ _BUDGET = 20_000
 #: No dimension is tried beyond it.
 _MOST = 1 << 20
 #: As large as this even where the estimate of the work is beyond its limit.
-_LEAST_LARGE = 67
+_LEAST_LARGE = 19
 
 
 @dataclass(frozen=True, kw_only=True)

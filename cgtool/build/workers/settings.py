@@ -56,12 +56,15 @@ def changed_settings() -> dict[str, Json]:
     Raises:
         StaysHereError: One of them is no JSON: a function, an object.
     """
-    state = {name: read() for name, (read, _) in _STATE.items()}
-    state |= {name: _get(name) for name in _BACKENDS}
     inductor = changed_inductor_settings()
     for name, value in inductor.items():
         _check(f"torch._inductor.config.{name}", value)
-    return {"torch": state, "inductor": inductor}
+    return {"torch": torch_settings(), "inductor": inductor}
+
+
+def torch_settings() -> dict[str, Json]:
+    """Return what of torch's own state decides what its ops give in this process."""
+    return {name: read() for name, (read, _) in _STATE.items()} | {name: _get(name) for name in _BACKENDS}
 
 
 def apply_settings(settings: Mapping[str, Json]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from cgtool.build.adaptors import interface
+from cgtool.pieces import PieceGraph
 from cgtool.runtime.pieces import piece_function
 
 IMPORTS = ({"module": "proof_doubles", "file": __file__},)
@@ -35,6 +36,12 @@ def _other_dtype(outputs, inputs):
 def _one_element(outputs, inputs):
     outputs[0] = outputs[0].clone()
     outputs[0].reshape(-1)[-1] += 0.5 if outputs[0].is_floating_point() else 1
+
+
+def _one_row(outputs, inputs):
+    """As if the rest of a loop was left out."""
+    outputs[0] = outputs[0].clone()
+    outputs[0][-1] = 0
 
 
 def _swapped(outputs, inputs):
@@ -78,6 +85,7 @@ SPOILED = {
     "other strides": _transposed,
     "another dtype": _other_dtype,
     "one element": _one_element,
+    "one row": _one_row,
     "swapped": _swapped,
     "a missing output": _missing,
     "a NaN": _nan,
@@ -104,6 +112,8 @@ class Double(interface.CompilerInterface):
         if word in CRASHES:
             CRASHES[word]()
         run = piece_function(graph)
+        if word == "in float32":
+            return in_float32(graph)
 
         def call(inputs):
             kept = list(inputs)
@@ -119,6 +129,28 @@ class Double(interface.CompilerInterface):
             return outputs
 
         return call
+
+
+def in_float32(graph):
+    """Return what a good compiler makes of a piece in half precision: it rounds where it stores, and nowhere else."""
+    text = json.dumps(graph.to_json())
+    for narrow in ("bfloat16", "float16"):
+        text = text.replace(f'"{narrow}"', '"float32"')
+    wide = piece_function(PieceGraph.from_json(json.loads(text)))
+
+    eager = piece_function(graph)
+
+    def call(inputs):
+        kept = list(inputs)
+        inputs.clear()
+        makes = eager([tensor.clone() for tensor in kept])
+        found = wide([tensor.float() if tensor.is_floating_point() else tensor for tensor in kept])
+        return [
+            torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(tensor)
+            for tensor, like in zip(found, makes, strict=True)
+        ]
+
+    return call
 
 
 def _sleep():

@@ -22,7 +22,7 @@ def imports_of(fixture):
     return tuple({"module": name, "file": str(FIXTURES / f"{name}.py")} for name in names)
 
 
-def pieces_of(fixture, **config):
+def pieces_of(fixture, *, build=None, **config):
     """Return {identity: piece} of all pieces that a fixture's plan compiles."""
     sys.path.insert(0, str(FIXTURES))
     try:
@@ -30,7 +30,7 @@ def pieces_of(fixture, **config):
     finally:
         sys.path.remove(str(FIXTURES))
     with torch.no_grad():
-        found = stitch(factory(), None, ignore)
+        found = stitch(factory(**(build or {})), None, ignore)
     eager = {index: frozenset(pieces) for index, pieces in found.eager_pieces.items()}
     work = wanted(found.plan, CompilationConfig(**config), eager_pieces=eager)
     return {item.graph.identity(): item.graph for item in work}
