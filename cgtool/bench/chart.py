@@ -13,7 +13,7 @@ from html import escape
 from cgtool.bench.words import PHASE_WORDS, secs_words
 
 #: Units of the picture: where bars begin, how long the longest may be, and what a row takes.
-LEFT, LONGEST, RIGHT = 270.0, 560.0, 130.0
+LEFT, LONGEST, RIGHT = 310.0, 560.0, 100.0
 ROW, BAR, TOP = 34.0, 20.0, 8.0
 
 

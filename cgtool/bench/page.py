@@ -17,7 +17,7 @@ from cgtool.bench.stats import FEWEST_PAIRS
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #fff; --ink: #1b1f24; --soft: #57606a; --line: #d0d7de; --band: #f6f8fa;
-  --import: #8c959f; --build: #0969da; --ready: #bc4c00; --bad: #b42318; }
+  --import: #6e7781; --build: #0969da; --ready: #bc4c00; --bad: #b42318; }
 @media (prefers-color-scheme: dark) { :root { --page: #0d1117; --ink: #e6edf3; --soft: #9da7b1; --line: #30363d;
   --band: #161b22; --import: #8b949e; --build: #58a6ff; --ready: #f0883e; --bad: #ff7b72; } }
 body { margin: 2rem auto; padding: 0 1rem; max-width: 84rem; background: var(--page); color: var(--ink);

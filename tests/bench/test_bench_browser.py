@@ -6,9 +6,10 @@ import shutil
 from itertools import pairwise
 
 import pytest
-from bench_reports import made_report
+from bench_reports import made_report, made_runner
 
 from cgtool.bench.page import page as page_of
+from cgtool.bench.ways import WAYS
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -87,6 +88,19 @@ def test_parts_of_a_bar_stand_side_by_side_and_inside_the_picture(chromium, file
     value = visit.page.locator("#phases g.row").nth(1).locator("text.value").bounding_box()
     assert value["x"] > boxes[-1]["x"] + boxes[-1]["width"]
     assert value["x"] + value["width"] <= picture["x"] + picture["width"]
+
+
+def test_every_ways_label_is_inside_the_picture_and_before_its_bar(chromium, tmp_path):
+    file = tmp_path / "all.html"
+    file.write_text(page_of(made_report(*made_runner("all"))), encoding="utf-8")
+    visit = Visit(chromium, file)
+    picture, axis = (visit.page.locator(name).bounding_box() for name in ("#phases", "#phases line.axis"))
+    labels = visit.page.locator("#phases text.label")
+    assert labels.count() == len(WAYS)
+    for index in range(labels.count()):
+        box = labels.nth(index).bounding_box()
+        assert picture["x"] <= box["x"]
+        assert box["x"] + box["width"] < axis["x"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

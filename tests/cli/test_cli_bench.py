@@ -235,7 +235,13 @@ def test_a_folder_that_is_kept_is_used_again_and_only_for_the_same(tmp_path):
     assert (refused.code, [path.name for path in strange.iterdir()]) == (2, ["letter.txt"])
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, id="Ctrl-C"),
+        pytest.param(signal.SIGTERM, 143, id="SIGTERM", marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_leaves_no_process_and_no_folder(tmp_path, number, code):
     pids, tmp = tmp_path / "pids", tmp_path / "tmp"
     tmp.mkdir()
