@@ -34,7 +34,7 @@ def import_inductor() -> None:
 
 def places_of(op: str) -> Iterator[str]:
     """Yield "file:line" of each place where `ns::op.overload` was defined or got a kernel."""
-    for line in torch._C._dispatch_dump(op).splitlines():
+    for line in torch._C._dispatch_dump(op.removesuffix(".default")).splitlines():
         _, found, rest = line.partition("registered at ")
         if found:
             yield rest.split(" ")[0]

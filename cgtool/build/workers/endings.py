@@ -8,6 +8,7 @@ from pathlib import Path
 
 #: How many lines of a log an error shows.
 TAIL_LINES = 12
+_LINE_CHARS = 200
 #: Of a log, only so much is read.
 _TAIL_BYTES = 16_384
 
@@ -23,8 +24,9 @@ _SAID = {
     "out of memory": "memory",
     "can't allocate memory": "memory",
 }
+DISK_IS_FULL = "the disk is full. Free some space (the cache's disk and TMPDIR both count) and warm again"
 _ADVICE = {
-    "disk": "the disk is full. Free some space (the cache's disk and TMPDIR both count) and warm again",
+    "disk": DISK_IS_FULL,
     "memory": "memory ran out. Use fewer workers (--jobs), or a machine with more memory",
 }
 
@@ -43,10 +45,10 @@ def machine_fault(error: BaseException) -> str | None:
             return _ADVICE["disk"]
         if isinstance(found, MemoryError) or (isinstance(found, OSError) and found.errno == errno.ENOMEM):
             return _ADVICE["memory"]
-        text = str(found)
-        kind = next((kind for said, kind in _SAID.items() if said in text), None)
-        if kind is not None:
-            return _ADVICE[kind]
+        for line in str(found).splitlines():
+            kind = next((kind for said, kind in _SAID.items() if said in line), None)
+            if kind is not None:
+                return f"{_ADVICE[kind]} ({line.strip()[:_LINE_CHARS]})"
         found = found.__cause__ or found.__context__
     return None
 
@@ -82,4 +84,4 @@ def log_tail(path: Path) -> str:
     except OSError:
         return ""
     shown = [line.rstrip() for line in lines if line.strip()][-TAIL_LINES:]
-    return "".join(f"\n    {line}" for line in shown)
+    return "".join(f"\n    {line[:_LINE_CHARS]}" for line in shown)

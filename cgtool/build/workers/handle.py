@@ -9,11 +9,12 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 from cgtool.build.workers.endings import ended_words, log_tail
-from cgtool.build.workers.keeper import end_group
+from cgtool.build.workers.keeper import GRACE_SECS
 from cgtool.build.workers.unit import LOG_FILE
 from cgtool.build.workers.worker import READY
 from cgtool.errors import WorkerError
@@ -25,7 +26,7 @@ _EXIT_SECS = 5.0
 #: A worker finds modules where its parent does; cgtool itself may be one of them.
 _PROGRAM = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from cgtool.build.workers.worker import main; "
-    "raise SystemExit(main(threads=int(sys.argv[2])))"
+    "raise SystemExit(main(threads=int(sys.argv[2]), inductor=sys.argv[3] == '1'))"
 )
 
 
@@ -35,15 +36,19 @@ class WorkerProcess:
     Args:
         log: Where it writes until its first unit, and between units.
         threads: How many processes Inductor may use for one unit.
+        inductor: Whether it imports Inductor before its first unit.
 
     Raises:
         WorkerError: It could not be started.
     """
 
-    def __init__(self, log: Path, *, threads: int) -> None:
+    def __init__(self, log: Path, *, threads: int, inductor: bool) -> None:
         self._log = log
         self._is_ready = False
-        command = [sys.executable, "-c", _PROGRAM, json.dumps([str(entry) for entry in sys.path]), str(threads)]
+        self._is_ended = False
+        self._ending = threading.Lock()
+        path = json.dumps([str(entry) for entry in sys.path])
+        command = [sys.executable, "-c", _PROGRAM, path, str(threads), str(int(inductor))]
         try:
             with log.open("ab") as file:
                 self._process = subprocess.Popen(  # noqa: S603 - this very Python
@@ -87,8 +92,17 @@ class WorkerProcess:
 
     def end(self) -> None:
         """End the worker and all that it started, whatever they are doing; any thread may."""
-        end_group(self._process.pid, is_over=self._is_over)
-        self._process.wait()
+        with self._ending:
+            if self._is_ended:
+                return
+            self._is_ended = True
+            with contextlib.suppress(OSError):
+                os.killpg(self._process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE_SECS)
+            with contextlib.suppress(OSError):  # who is deaf to SIGTERM; the keeper's number stays the group's
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
     def close(self) -> None:
         """End it and let go of its pipes; only where no thread waits for an answer."""
@@ -97,14 +111,6 @@ class WorkerProcess:
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
-
-    def _is_over(self) -> bool:
-        self._process.poll()  # as a zombie the keeper would count as one of its group
-        try:
-            os.killpg(self._process.pid, 0)
-        except OSError:
-            return True
-        return False
 
     def _say(self, line: str, log: Path) -> None:
         if self._process.stdin is None:

@@ -57,8 +57,11 @@ def _providers(op: str) -> Iterator[str]:
     if provider is not None:
         yield provider
         return
+    found = guards_private.find_op(op)
+    if found is None:
+        return
     files = {place.rpartition(":")[0] for place in _torch.places_of(op)}
-    written = [guards_private.fake_implementation(guards_private.find_op(op)), _torch.author_of(op)]
+    written = [guards_private.fake_implementation(found), _torch.author_of(op)]
     yield from (function.__module__ for function in written if getattr(function, "__module__", None))
     for name, module in list(sys.modules.items()):
         if getattr(module, "__file__", None) in files and name.partition(".")[0] not in _OURS:

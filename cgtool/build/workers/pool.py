@@ -16,11 +16,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from cgtool.build.workers.endings import log_tail
+from cgtool.build.workers.endings import DISK_IS_FULL, log_tail
 from cgtool.build.workers.handle import WorkerProcess
 from cgtool.build.workers.limits import num_cores
 from cgtool.build.workers.unit import ARTIFACT_FILE, LOG_FILE, StaysHereError, Unit, UnitReport, read_report
 from cgtool.errors import CompileError, WorkerError
+
+#: With less, not even a log is written.
+_LEAST_FREE_BYTES = 65_536
 
 
 class WorkerPool:
@@ -29,12 +32,14 @@ class WorkerPool:
     Args:
         jobs: How many units are compiled at a time, each in a process of its own.
         timeout_secs: How long one unit may take; None is for ever.
+        inductor: Whether workers import Inductor before their first unit.
     """
 
-    def __init__(self, *, jobs: int, timeout_secs: float | None = None) -> None:
+    def __init__(self, *, jobs: int, timeout_secs: float | None = None, inductor: bool = True) -> None:
         self.jobs = jobs
         self._timeout_secs = timeout_secs
         self._threads = max(1, num_cores() // max(1, jobs))
+        self._inductor = inductor
         self._slots = threading.BoundedSemaphore(max(1, jobs))
         self._lock = threading.Lock()
         self._idle: list[WorkerProcess] = []
@@ -87,6 +92,8 @@ class WorkerPool:
                 artifact = (folder / ARTIFACT_FILE).read_bytes()
             except (WorkerError, OSError) as error:
                 self._drop(worker)
+                if _is_full(folder):
+                    raise WorkerError(f"{DISK_IS_FULL}. {error}", path=folder) from error
                 if isinstance(error, OSError):
                     raise _disk_error(error) from error
                 raise
@@ -135,7 +142,7 @@ class WorkerPool:
     def _new(self) -> WorkerProcess:
         """Start a worker; the lock is held."""
         log = self._base() / f"worker-{next(self._numbers)}.txt"
-        worker = WorkerProcess(log, threads=self._threads)
+        worker = WorkerProcess(log, threads=self._threads, inductor=self._inductor)
         self._all.add(worker)
         return worker
 
@@ -168,6 +175,13 @@ def _checked(report: UnitReport, unit: Unit, folder: Path) -> UnitReport:
         raise CompileError(report.reason)
     tail = log_tail(folder / LOG_FILE)
     raise WorkerError(f"{report.reason}{'. Its log ends with:' + tail if tail else ''}")
+
+
+def _is_full(folder: Path) -> bool:
+    try:
+        return shutil.disk_usage(folder).free < _LEAST_FREE_BYTES
+    except OSError:
+        return False
 
 
 def _disk_error(error: OSError) -> WorkerError:

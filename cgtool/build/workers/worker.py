@@ -29,20 +29,20 @@ from cgtool.errors import CompileError, ModelError
 READY = "ready"
 
 
-def main(folders: Sequence[str] = (), *, threads: int = 1) -> int:
+def main(folders: Sequence[str] = (), *, threads: int = 1, inductor: bool = True) -> int:
     """Do the units in `folders`, or serve stdin.
 
     Args:
         folders: Folders with a `unit.json` each.
         threads: How many processes Inductor may use for one unit.
+        inductor: Whether to import Inductor before there is a unit.
     """
     if folders:
-        _prepare(threads)
         statuses = [do_unit(Path(folder)).status for folder in folders]
         return int(any(status != "done" for status in statuses))
     split_off(sys.stdin.fileno())
     with os.fdopen(_take_stdout(), "w", encoding="utf-8") as answers:
-        _prepare(threads)
+        _prepare(threads, inductor=inductor)
         answers.write(f"{READY}\n")
         answers.flush()
         for line in sys.stdin:
@@ -66,6 +66,7 @@ def do_unit(folder: Path) -> UnitReport:
             report = _compiled(unit, folder)
         except BaseException as error:  # noqa: BLE001  a compiler fails in any way it likes: the result says how
             traceback.print_exc()
+            (folder / ARTIFACT_FILE).unlink(missing_ok=True)  # on a full disk, room for the result
             report = UnitReport(key=key, status=_status_of(error), reason=reason_of(error))
         report.write(folder)
     return report
@@ -101,11 +102,14 @@ def _status_of(error: BaseException) -> Status:
     return "rejected" if isinstance(error, CompileError) and machine_fault(error) is None else "failed"
 
 
-def _prepare(threads: int) -> None:
-    from cgtool.build.workers import _torch
+def _prepare(threads: int, *, inductor: bool) -> None:
+    """Import what compiles need before there is one: it counts for no unit's time."""
+    from cgtool.build import adaptors  # noqa: F401 - for what it loads: torch
+    from cgtool.build.workers import _torch, modules, settings  # noqa: F401 - as above
 
-    _torch.import_inductor()
-    _torch.use_threads(threads)
+    if inductor:
+        _torch.import_inductor()
+        _torch.use_threads(threads)
 
 
 def _take_stdout() -> int:
