@@ -8,6 +8,9 @@ What may change after load, and what happens then:
   on the model again, as `recheck()` does, and raises when one fails.
 - A plain attribute (`layer.eps`), a hook or the `training` flag of a submodule changes: `recheck()` sees it, a call
   does not.
+- Another thread changes weights while a call runs: the call has read each tensor once, at its start, and what is
+  assigned meanwhile (by `load_state_dict(assign=True)` too) is for later ones; how many of several tensors had been
+  assigned by then is chance. What is written in place (`load_state_dict`, `copy_`) may be seen half written.
 
 One call in C compares all tensors with those of the last full check; it costs about 0.1 µs a tensor.
 """
