@@ -4,8 +4,8 @@
 (`cgtool.runtime`). Grammar, in which texts, runs, guards and graphs are those of `cgtool.plan_tables`::
 
     plan     = {"schema": 2, "method": str, "qualname": "module:Class", "texts": texts, "metas": [tensor...],
-                "inputs": [[source, meta]...], "guards": guards, "symbols": [{piece symbol: variant expr}...],
-                "graphs": graphs, "variants": [variant...]}
+                "inputs": {"sources": [source...], "metas": [meta...]}, "guards": guards,
+                "symbols": [{piece symbol: variant expr}...], "graphs": graphs, "variants": [variant...]}
     variant  = {"name": str, "fixed": {dim name: int}, "dims": {dim name: [symbol...]}, "symbols": [symbol...],
                 "relations": [expr...], "inputs": runs of inputs, "model_guards": runs of guards,
                 "call_guards": [guard...], "steps": [step...], "output": template}
@@ -200,12 +200,15 @@ class _PlanWriter:
         graphs = write_graphs(plan.graphs)
         self.graphs = {member[0]: number for number, member in enumerate(graphs["members"])}
         variants = [self._variant(variant, of) for variant, of in zip(plan.variants, self.of_variant, strict=True)]
+        inputs = self.rows["inputs"]
         return {
             "schema": SCHEMA,
             "method": plan.method,
             "qualname": plan.qualname,
-            "texts": self.texts.rows,
-            **self.rows,
+            "texts": self.texts.to_json(),
+            "metas": self.rows["metas"],
+            "inputs": {"sources": [row[0] for row in inputs], "metas": [row[1] for row in inputs]},
+            "symbols": self.rows["symbols"],
             "guards": self.guards,
             "graphs": graphs,
             "variants": variants,
@@ -269,7 +272,8 @@ class _PlanReader:
         self.texts = Texts(data["texts"])
         metas = [TensorMeta.from_json(meta) for meta in data["metas"]]
         whole = self.texts.whole
-        self.inputs = [Input(source=whole[source], meta=metas[meta]) for source, meta in data["inputs"]]
+        sources, makes = data["inputs"]["sources"], data["inputs"]["metas"]
+        self.inputs = [Input(source=whole[s], meta=metas[m]) for s, m in zip(sources, makes, strict=True)]
         self.guards = [
             GuardGroup(kind=_text(kind), expected=expected, sources=tuple(from_runs(sources, len(whole))))
             for kind, expected, sources in data["guards"]

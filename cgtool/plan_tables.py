@@ -3,7 +3,8 @@
 A model of many layers repeats itself, so a plan names each source, tensor and graph once and speaks of it by number.
 Must not import torch. Grammar::
 
-    texts    = [[parent, end]...]      text n is the text of an earlier one (-1: none) and an end: [0, ".eps"]
+    texts    = {"parents": [parent...], "ends": [text...]}
+               text n is that of its parent, an earlier one (-1: none), and an end: 0 and ".eps"
     runs     = [n | [first, step, count]...]       17, 26, 35, ... as [17, 9, 80]
     guards   = [[kind, expected, runs]...]         the same fact about each of these texts, which are sources
     graphs   = {"shapes": [graph with holes...], "members": [[identity, shape, [value...]]...]}
@@ -27,15 +28,21 @@ class TextTable:
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
-        self.rows: list[Json] = []
+        self.parents: list[int] = []
+        self.ends: list[str] = []
+
+    def to_json(self) -> Json:
+        """Return the table as JSON; flat, because a list for each text would cost its reader more than the text."""
+        return {"parents": self.parents, "ends": self.ends}
 
     def number(self, text: str) -> int:
         """Return the number of `text`, which is added where it is new."""
         if text not in self._numbers:
             cut = max(text.rfind("."), text.rfind("["), text.rfind("|"))
             parent = self.number(text[:cut]) if cut > 0 else -1
-            self.rows.append([parent, text[max(cut, 0) :]])
-            self._numbers[text] = len(self.rows) - 1
+            self.parents.append(parent)
+            self.ends.append(text[max(cut, 0) :])
+            self._numbers[text] = len(self.ends) - 1
         return self._numbers[text]
 
 
@@ -43,22 +50,20 @@ class Texts:
     """Texts by number, as they were read.
 
     Args:
-        rows: As `TextTable.rows`.
+        data: As `TextTable.to_json` returned it.
 
     Raises:
-        ValueError: A row speaks of a later one, or holds something else than text.
+        ValueError: A text speaks of a later one, or is none.
     """
 
-    def __init__(self, rows: Json) -> None:
-        self.parents: list[int] = []
-        self.ends: list[str] = []
+    def __init__(self, data: Json) -> None:
+        self.parents: list[int] = data["parents"]
+        self.ends: list[str] = data["ends"]
         self.whole: list[str] = []
-        for number, (parent, end) in enumerate(rows):
+        for number, (parent, end) in enumerate(zip(self.parents, self.ends, strict=True)):
             if type(parent) is not int or not -1 <= parent < number or type(end) is not str:
                 msg = f"text {number} of the plan is no text"
                 raise ValueError(msg)
-            self.parents.append(parent)
-            self.ends.append(end)
             self.whole.append(self.whole[parent] + end if parent >= 0 else end)
 
 

@@ -1,7 +1,7 @@
 """Frozen records that cost little to declare: what `dataclasses.dataclass(frozen=True, kw_only=True)` gives.
 
 The standard decorator writes and compiles six functions for each class, half a millisecond, and a process that loads a
-model from the cache declares some forty records on its way. Here they are closures. Type checkers see the standard
+model from the cache declares some forty records on its way. Here all records share them. Type checkers see the standard
 decorator; `dataclasses.replace`, `fields` and `is_dataclass` work as they do on one. Must not import torch.
 """
 
@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import operator
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-#: Where a record keeps what its fields were given as defaults.
-_GIVEN = "__record_given__"
+#: Where a record class keeps what the shared methods need.
+_FIELDS = "__record_fields__"
+_Record = TypeVar("_Record")
 
 if TYPE_CHECKING:
     from dataclasses import dataclass as dataclass  # noqa: PLC0414 - said twice, it is exported
@@ -28,36 +29,48 @@ else:
         return _record
 
 
+def replace(record: _Record, **changes: Any) -> _Record:
+    """Return a record like `record` with some fields changed, as `dataclasses.replace` does."""
+    return type(record)(**{**vars(record), **changes})
+
+
+class _Fields:
+    """What the shared methods need to know of one record class."""
+
+    __slots__ = ("defaults", "finish", "given", "hashed", "makers", "names", "read")
+
+    def __init__(self, cls: type, types: dict[str, Any], given: dict[str, Any]) -> None:
+        self.given = given
+        self.names = types.keys()
+        self.finish = getattr(cls, "__post_init__", None)
+        self.defaults: dict[str, Any] = {}
+        self.makers: dict[str, Any] = {}
+        hashed = list(types)
+        for name, value in given.items():
+            if not isinstance(value, dataclasses.Field):
+                self.defaults[name] = value
+                continue
+            if value.hash is False:
+                hashed.remove(name)
+            if value.default_factory is not dataclasses.MISSING:
+                self.makers[name] = value.default_factory
+            elif value.default is not dataclasses.MISSING:
+                self.defaults[name] = value.default
+        self.read = _reader(types)
+        self.hashed = self.read if len(hashed) == len(types) else _reader(hashed)
+
+
 def _record(cls: type) -> type:
     types, given = _declared(cls)
-    defaults, makers, unhashed = {}, {}, set()
+    fields = _Fields(cls, types, given)
     for name, value in given.items():
-        if not isinstance(value, dataclasses.Field):
-            defaults[name] = value
-            continue
-        if value.hash is False:
-            unhashed.add(name)
-        if value.default_factory is not dataclasses.MISSING:
-            makers[name] = value.default_factory
-        elif value.default is not dataclasses.MISSING:
-            defaults[name] = value.default
-        if name in vars(cls):
+        if isinstance(value, dataclasses.Field) and name in vars(cls):
             delattr(cls, name)
-    names = tuple(types)
-    own: dict[str, Any] = {
-        **defaults,
-        "__init__": _initialiser(cls, frozenset(names), defaults, makers),
-        "__repr__": _representer(names),
-        "__setattr__": _refuse_assignment,
-        "__delattr__": _refuse_deletion,
-        "__eq__": _equality(names),
-        "__hash__": _hash([name for name in names if name not in unhashed]),
-        "__match_args__": (),
-        **{name: _OfTheStandard(cls, name, types, given) for name in _STANDARD},
-    }
-    for name, value in own.items():
+    for name, value in {**fields.defaults, **_METHODS, _FIELDS: fields}.items():
         if name not in vars(cls):
             setattr(cls, name, value)
+    for name in _STANDARD:
+        setattr(cls, name, _OfTheStandard(cls, name, types, given))
     return cls
 
 
@@ -66,69 +79,56 @@ def _declared(cls: type) -> tuple[dict[str, Any], dict[str, Any]]:
     types: dict[str, Any] = {}
     given: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
-        made = vars(base).get(_GIVEN)
+        made = vars(base).get(_FIELDS)
+        values = vars(base) if made is None else made.given
         for name, kind in vars(base).get("__annotations__", {}).items():
             types[name] = kind
-            value = vars(base).get(name, dataclasses.MISSING) if made is None else made.get(name, dataclasses.MISSING)
-            if value is not dataclasses.MISSING:
-                given[name] = value
-    setattr(cls, _GIVEN, given)
+            if name in values:
+                given[name] = values[name]
     return types, given
 
 
-def _initialiser(
-    cls: type, known: frozenset[str], defaults: dict[str, Any], makers: dict[str, Callable[[], Any]]
-) -> Callable[..., None]:
-    finish = getattr(cls, "__post_init__", None)
-
-    def __init__(self: Any, /, **values: Any) -> None:  # noqa: N807 - it becomes the method of that name
-        if values.keys() != known:
-            given, values = values, {**defaults, **values}
-            values.update({name: make() for name, make in makers.items() if name not in given})
-            if values.keys() != known:
-                raise _misfit(cls, known, values)
-        vars(self).update(values)
-        if finish is not None:
-            finish(self)
-
-    return __init__
+def _reader(names: Iterable[str]) -> Callable[[Any], Any]:
+    return operator.attrgetter(*names) if names else _nothing
 
 
-def _misfit(cls: type, known: frozenset[str], values: dict[str, Any]) -> TypeError:
-    strange = sorted(values.keys() - known)
+def _nothing(_record: object) -> tuple[()]:
+    return ()
+
+
+def _initialise(self: Any, /, **values: Any) -> None:
+    fields = self.__record_fields__
+    if values.keys() != fields.names:
+        given, values = values, {**fields.defaults, **values}
+        values.update({name: make() for name, make in fields.makers.items() if name not in given})
+        if values.keys() != fields.names:
+            raise _misfit(type(self), fields.names, values)
+    vars(self).update(values)
+    if fields.finish is not None:
+        fields.finish(self)
+
+
+def _misfit(cls: type, known: Iterable[str], values: dict[str, Any]) -> TypeError:
+    strange = [name for name in values if name not in known]
     if strange:
         return TypeError(f"{cls.__name__}.__init__() got an unexpected keyword argument {strange[0]!r}")
-    missing = ", ".join(map(repr, sorted(known - values.keys())))
+    missing = ", ".join(repr(name) for name in known if name not in values)
     return TypeError(f"{cls.__name__}.__init__() missing required keyword-only arguments: {missing}")
 
 
-def _equality(names: Sequence[str]) -> Callable[[Any, object], bool]:
-    values = _reader(names)
-
-    def __eq__(self: Any, other: object) -> bool:  # noqa: N807
-        return bool(values(self) == values(other)) if other.__class__ is self.__class__ else NotImplemented
-
-    return __eq__
+def _equal(self: Any, other: Any) -> Any:
+    if other.__class__ is not self.__class__:
+        return NotImplemented
+    read = self.__record_fields__.read
+    return read(self) == read(other)
 
 
-def _hash(names: Sequence[str]) -> Callable[[Any], int]:
-    values = _reader(names)
-
-    def __hash__(self: Any) -> int:  # noqa: N807
-        return hash(values(self))
-
-    return __hash__
+def _hash(self: Any) -> int:
+    return hash(self.__record_fields__.hashed(self))
 
 
-def _reader(names: Sequence[str]) -> Callable[[Any], Any]:
-    return operator.attrgetter(*names) if names else lambda _: ()
-
-
-def _representer(names: Sequence[str]) -> Callable[[Any], str]:
-    def __repr__(self: Any) -> str:  # noqa: N807
-        return f"{type(self).__qualname__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
-
-    return __repr__
+def _represent(self: Any) -> str:
+    return f"{type(self).__qualname__}({', '.join(f'{n}={getattr(self, n)!r}' for n in self.__record_fields__.names)})"
 
 
 def _refuse_assignment(_self: Any, name: str, _value: object) -> NoReturn:
@@ -140,6 +140,17 @@ def _refuse_deletion(_self: Any, name: str) -> NoReturn:
     msg = f"cannot delete field {name!r}"
     raise dataclasses.FrozenInstanceError(msg)
 
+
+#: One function serves all records.
+_METHODS = {
+    "__init__": _initialise,
+    "__repr__": _represent,
+    "__setattr__": _refuse_assignment,
+    "__delattr__": _refuse_deletion,
+    "__eq__": _equal,
+    "__hash__": _hash,
+    "__match_args__": (),
+}
 
 #: What others ask a dataclass for, and a start from the cache does not.
 _STANDARD: dict[str, Callable[[Any], Any]] = {

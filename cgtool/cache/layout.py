@@ -26,8 +26,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import platformdirs
-
 from cgtool.config import environment
 from cgtool.errors import CacheError
 
@@ -111,8 +109,11 @@ def resolve_root(cache_dir: Path | str | None = None) -> Path:
         The argument, else `CGTOOL_CACHE_DIR`, else the user's cache folder for cgtool.
     """
     chosen = cache_dir if cache_dir is not None else environment().cache_dir
-    root = Path(platformdirs.user_cache_dir("cgtool", appauthor=False)) if chosen is None else Path(chosen).expanduser()
-    root = root.absolute()
+    if chosen is None:
+        import platformdirs  # milliseconds, and only for who names no place
+
+        chosen = platformdirs.user_cache_dir("cgtool", appauthor=False)
+    root = Path(chosen).expanduser().absolute()
     return root.parent if root.name == CACHE_FOLDER else root
 
 

@@ -22,9 +22,10 @@ import json
 import re
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from cgtool.errors import ArtifactError
+from cgtool.records import dataclass
 
 _ROOT = "piece/"
 _FOLDER = _ROOT + "data/aotinductor/model/"

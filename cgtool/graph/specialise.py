@@ -6,11 +6,11 @@ Symbols that stay keep their names, so that what is said of them (guards) holds 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from cgtool.errors import UsageError
 from cgtool.graph.expressions import evaluate, rename, symbols_of
 from cgtool.pieces import Dim, PieceGraph, SymbolRange, TensorMeta
+from cgtool.records import replace
 
 
 def specialise(graph: PieceGraph, values: Mapping[str, int]) -> PieceGraph:

@@ -7,6 +7,7 @@ changed.
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import re
 import shutil
@@ -48,11 +49,19 @@ def environment_factors() -> dict[str, Json]:
         inductor_environment: variables of the environment that change code.
         inductor: settings of Inductor that were changed in this process.
     """
+    factors = factors_but_compiler()
+    return {name: compiler_version() if name == "compiler" else factors[name] for name in _NAMES}
+
+
+_NAMES = ("torch", "triton", "python", "compiler", "target", "precision", "inductor_environment", "inductor")
+
+
+def factors_but_compiler() -> dict[str, Json]:
+    """Return the factors of `environment_factors` that no other process is asked for."""
     return {
         "torch": _torch_build(),
         "triton": _triton(),
         "python": f"{sys.implementation.name} {sys.version_info.major}.{sys.version_info.minor}",
-        "compiler": compiler_version(),
         "target": {"cpu": _cpu(), "accelerators": _accelerators()},
         "precision": _precision(),
         "inductor_environment": dict(environment().code_variables),
@@ -60,8 +69,31 @@ def environment_factors() -> dict[str, Json]:
     }
 
 
+#: (path, modification time, size) of a compiler → what it said, and who is being asked.
+_Compiler = tuple[str, int, int]
+_answers: dict[_Compiler, str | None] = {}
+_asked: dict[_Compiler, subprocess.Popen[str]] = {}
+
+
+def ask_compiler() -> None:
+    """Ask the C++ compiler for its version without waiting for the answer, which `compiler_version` returns."""
+    compiler = _compiler()
+    if compiler is not None and compiler not in _answers and compiler not in _asked:
+        with contextlib.suppress(OSError):
+            _asked[compiler] = _start(compiler)
+
+
 def compiler_version() -> str | None:
     """Return what the C++ compiler that torch would call says it is, or None where there is none that works."""
+    compiler = _compiler()
+    if compiler is None:
+        return None
+    if compiler not in _answers:
+        _answers[compiler] = _answer(compiler)
+    return _answers[compiler]
+
+
+def _compiler() -> _Compiler | None:
     program, *_ = (environment().cxx or "").split() or [_COMPILER]
     found = shutil.which(program)
     if found is None:
@@ -70,25 +102,33 @@ def compiler_version() -> str | None:
         stat = Path(found).resolve().stat()
     except OSError:
         return None
-    return _asked(found, stat.st_mtime_ns, stat.st_size)
+    return found, stat.st_mtime_ns, stat.st_size
 
 
-@lru_cache(maxsize=8)
-def _asked(path: str, _mtime_ns: int, _size_bytes: int) -> str | None:
+def _start(compiler: _Compiler) -> subprocess.Popen[str]:
+    return subprocess.Popen(  # noqa: S603 - the compiler that torch itself would run
+        [compiler[0], "--version"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        encoding="utf-8",
+        errors="replace",
+    )
+
+
+def _answer(compiler: _Compiler) -> str | None:
     try:
-        answer = subprocess.run(  # noqa: S603 - the compiler that torch itself would run
-            [path, "--version"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=_COMPILER_SECS,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        process = _asked.pop(compiler, None) or _start(compiler)
+    except OSError:
         return None
-    lines = answer.stdout.strip().splitlines()
-    if answer.returncode != 0 or not lines:
+    with process:
+        try:
+            answer, _ = process.communicate(timeout=_COMPILER_SECS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return None
+    lines = answer.strip().splitlines()
+    if process.returncode != 0 or not lines:
         return None  # what cannot say its version compiles nothing
     # GCC begins with the name that it was called by: c++, g++ and x86_64-linux-gnu-g++ are one compiler
     return re.sub(r"^\S+ (?=\()", "", lines[0])

@@ -149,7 +149,7 @@ class AcceptWriter:
         code.add(f"return {', '.join(values)}")
         code.depth -= 1
         code.add(f"except {code.constant(_ACCESS)}: return None")
-        return code.define("accept", self._parameters)
+        return code.define_later("accept", self._parameters)
 
     def _tensor(self, index: int, item: Input) -> None:
         """Everything about a tensor that has nothing to do with symbols."""

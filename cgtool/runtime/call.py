@@ -16,7 +16,6 @@ from cgtool.plan import Guard, GuardTable, Input, Plan, Variant
 from cgtool.plan_tables import Graphs
 from cgtool.runtime.accept import AcceptWriter, check_symbols
 from cgtool.runtime.dispatch import Boxed, PiecewiseBackend, ShapeTable
-from cgtool.runtime.explain import Explainer, refusal
 from cgtool.runtime.pieces import hole_value, piece_function, piece_maker
 from cgtool.runtime.program import build_program, check_steps, compiled_steps
 from cgtool.runtime.template import template_needs
@@ -151,6 +150,9 @@ class LoadedModel:
         return self._signature.spoken(source) if source.startswith("arg:") else words(source)
 
     def _refusal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: tuple[Any, ...]) -> Exception:
+        # Nobody who calls the model rightly needs the words for it.
+        from cgtool.runtime.explain import Explainer, refusal
+
         misfit = self._signature.misfit(args, kwargs)
         if misfit is not None:
             return TypeError(f"{self.plan.method}() {misfit}")

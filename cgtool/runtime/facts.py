@@ -5,12 +5,13 @@ Cheap on purpose: no file is read and nothing is run. The environment's factors 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from cgtool.digests import digest_of
-from cgtool.guards.environment import environment_factors
+from cgtool.guards import environment
 from cgtool.guards.names import qualified_name
 from cgtool.pieces import Json
 from cgtool.records import dataclass
@@ -22,20 +23,31 @@ class Facts:
 
     Args:
         lookup: The digest of what the model is; it leads to candidates.
-        factors: Factors by name: "model", "state" and those of the environment.
+        known: Factors by name: "model", "state" and those of the environment, but for the compiler.
     """
 
     lookup: str
-    factors: dict[str, Json]
+    known: dict[str, Json]
+
+    @property
+    def compiler(self) -> str | None:
+        """What the C++ compiler says of itself, or None where none works; waits for it."""
+        return environment.compiler_version()
+
+    @property
+    def factors(self) -> dict[str, Json]:
+        """All factors by name."""
+        return {**self.known, "compiler": self.compiler}
 
 
 def facts_of(module: torch.nn.Module) -> Facts:
     """Return the facts of `module` as it is now."""
+    environment.ask_compiler()  # it answers while the model is looked at
     model = {"class": qualified_name(type(module))}
     state = state_of(module)
     return Facts(
         lookup=digest_of([model, state]),
-        factors={"model": model, "state": state, **environment_factors()},
+        known={"model": model, "state": state, **environment.factors_but_compiler()},
     )
 
 
@@ -44,13 +56,32 @@ def state_of(module: torch.nn.Module) -> Json:
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     tensors: dict[str, str] = {}
-    for kind in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
-        for name, tensor in kind:
-            tensors[name] = _spelled(tensor)
-            other = first.setdefault(id(tensor), name)
-            if other != name:
-                tied[name] = other
+    spelled: dict[Any, str] = {}
+    holders = list(_modules(module, ""))
+    for kind in ("_parameters", "_buffers"):
+        for prefix, held in holders:
+            for own, tensor in vars(held)[kind].items():
+                if tensor is None:
+                    continue
+                name = prefix + own
+                make = tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.layout
+                if make not in spelled:
+                    spelled[make] = _spelled(tensor)
+                tensors[name] = spelled[make]
+                other = first.setdefault(id(tensor), name)
+                if other != name:
+                    tied[name] = other
     return {"tensors": tensors, "tied": tied}
+
+
+def _modules(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield every module under every name, with that name and a dot: `named_modules` costs much more."""
+    pending = [(prefix, module)]
+    while pending:
+        prefix, module = pending.pop()
+        yield prefix, module
+        children = vars(module)["_modules"]
+        pending += [(f"{prefix}{name}.", child) for name, child in reversed(children.items()) if child is not None]
 
 
 def _spelled(tensor: Any) -> str:

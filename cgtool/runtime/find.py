@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cgtool.cache.entry import Entry, read_entry
-from cgtool.cache.key import Key, difference_between, read_key, sentences
+from cgtool.cache.key import FactorDifference, Key, difference_between, read_key, sentences
 from cgtool.cache.layout import PLAN_FILE, CacheLayout, RankName, short
 from cgtool.cache.lookup import LookupStore
 from cgtool.errors import CacheError, CacheMissError, CacheSchemaError, CgtoolError
@@ -97,10 +97,13 @@ class Finder:
         """
         fitting: list[Found] = []
         refused: list[tuple[str, tuple[str, ...]]] = []
-        for hash_ in LookupStore(self._layout).candidates(self._facts.lookup):
-            found, reasons = self._look(hash_)
+        try:
+            looked = [(hash_, *self._look(hash_)) for hash_ in LookupStore(self._layout).candidates(self._facts.lookup)]
+        finally:
+            _ = self._facts.compiler  # whoever was asked is waited for
+        for hash_, found, reasons in looked:
             if found is not None and not reasons:
-                reasons = accept(found)
+                reasons = accept(found)  # noqa: PLW2901 - what it says is the reason from here on
             if found is not None and not reasons:
                 fitting.append(found)
             elif reasons:
@@ -118,9 +121,8 @@ class Finder:
             key = read_key(self._layout, hash_)
             if key is None or not self._layout.manifest_file(name).exists():
                 return None, ()
-            reasons = self._differences(key)
-            if reasons:
-                return None, reasons
+            if self._differs(key):
+                return None, self._differences(key)
             entry = read_entry(self._layout, name)
             if entry is None:
                 return None, ()
@@ -130,21 +132,34 @@ class Finder:
             return None, (str(error),)
         except CacheError as error:
             return None, (str(error),)
-        return Found(entry=entry, key=key, plan=plan), self._guards(plan)
+        # By now the compiler has had time to answer.
+        return Found(entry=entry, key=key, plan=plan), self._guards(plan) or sentences(self._compiler(key))
+
+    def _differs(self, key: Key) -> bool:
+        """Return whether the entry's factors differ from this process in anything but the compiler."""
+        return bool(self._but_compiler(key))
 
     def _differences(self, key: Key) -> tuple[str, ...]:
         """Return what differs between the entry's factors and this process, the most telling first."""
-        found = []
-        sources = key.value("sources") or {}
+        return sentences(self._but_compiler(key) + self._compiler(key))
+
+    def _but_compiler(self, key: Key) -> list[FactorDifference]:
+        found: list[FactorDifference] = []
+        sources, ops = key.value("sources") or {}, key.value("ops") or {}
         found += difference_between("sources", sources, sources_now(sources))
-        found += difference_between("ops", key.value("ops") or {}, _ops_now(key.value("ops") or {}))
+        found += difference_between("ops", ops, _ops_now(ops))
         if self._config is not None:
             found += difference_between("config", *self._asked(key.value("config") or {}, self._config))
         for factor in key.factors:
-            now = self._facts.factors.get(factor.name)
-            if factor.name not in _FROM_TRACE and not (factor.name == _COMPILER and now is None):
+            now = self._facts.known.get(factor.name)
+            if factor.name not in _FROM_TRACE and factor.name != _COMPILER and not _equal(factor.value, now):
                 found += difference_between(factor.name, factor.value, now)
-        return sentences(found)
+        return found
+
+    def _compiler(self, key: Key) -> list[FactorDifference]:
+        now = self._facts.compiler
+        named = any(factor.name == _COMPILER for factor in key.factors)
+        return [] if now is None or not named else list(difference_between(_COMPILER, key.value(_COMPILER), now))
 
     def _asked(self, stored: Mapping[str, Json], asked: Mapping[str, Json]) -> tuple[Json, Json]:
         """Return both sides of the configuration; splitting ops that were not asked for need not be compared."""
@@ -161,7 +176,7 @@ class Finder:
         if failures:
             return tuple(failure.sentence for failure in failures)
         # Parameters and buffers are among the facts; what is left is tensors that lie about as plain attributes.
-        known = self._facts.factors["state"]["tensors"]
+        known = self._facts.known["state"]["tensors"]
         inputs = {item.source: item for variant in plan.variants for item in variant.inputs}
         others = [item for source, item in inputs.items() if source[5:] not in known or source[:5] != "self."]
         return tuple(tensor_differences(roots, filter(is_weight, others)))
@@ -184,7 +199,7 @@ class Finder:
         return CacheMissError(msg, reasons=reasons[:_MAX_REASONS], path=self._layout.root)
 
     def _advice(self) -> str:
-        tensors = self._facts.factors["state"]["tensors"]
+        tensors = self._facts.known["state"]["tensors"]
         if any(" meta" in spelled for spelled in tensors.values()):
             return (
                 "Tensors on the meta device have no memory: give them some (module.to_empty(device=...), then "
@@ -203,9 +218,20 @@ class Finder:
                 continue
             if key is None or not self._layout.manifest_file(name).exists():
                 continue
-            if key.value("model") == self._facts.factors["model"]:
+            if key.value("model") == self._facts.known["model"]:
                 found.append((hash_, self._differences(key)))
         return [(hash_, reasons) for hash_, reasons in found if reasons]
+
+
+def _equal(one: Json, other: Json) -> bool:
+    """Return whether two values are equal as data: to compare two digests of a big factor costs milliseconds."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(value, other[name]) for name, value in one.items())
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
 
 
 def _ops_now(ops: Mapping[str, str]) -> dict[str, Json]:

@@ -47,6 +47,17 @@ class Code:
             self._names[name] = value
         return name
 
+    @property
+    def next_line(self) -> int:
+        """The number of the line that `add` adds next, in the function's text."""
+        return len(self._lines) + 2
+
+    def define_later(self, name: str, parameters: Iterable[str] = ()) -> Callable[..., Any]:
+        """Return what `define` returns, compiled when it is first called; all that can be refused is refused now."""
+        if any("__import__" in line for line in self._lines):
+            raise malformed("function", "__import__")
+        return _Later(functools.partial(self.define, name, tuple(parameters)))
+
     def define(self, name: str, parameters: Iterable[str] = ()) -> Callable[..., Any]:
         """Compile what was written as `def name(parameters)` and return the function."""
         text = "\n".join([f"def {name}({', '.join(parameters)}):", *(self._lines or [_INDENT + "return None"]), ""])
@@ -55,6 +66,22 @@ class Code:
         if _names_import(function.__code__):
             raise malformed("function", "__import__")
         return cast("Callable[..., Any]", function)
+
+
+class _Later:
+    """A function that is compiled when it is first called; two threads may both do so, to the same end."""
+
+    __slots__ = ("_function", "_make")
+
+    def __init__(self, make: Callable[[], Callable[..., Any]]) -> None:
+        self._make = make
+        self._function: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        function = self._function
+        if function is None:
+            function = self._function = self._make()
+        return function(*args)
 
 
 def _names_import(code: types.CodeType) -> bool:

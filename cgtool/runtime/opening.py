@@ -5,7 +5,6 @@ An artifact's bytes are matched to their digest before anything is opened, and w
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +13,8 @@ from cgtool.config import AOT_INDUCTOR, EAGER
 from cgtool.errors import ArtifactError
 from cgtool.graph.expressions import rename
 from cgtool.pieces import PieceGraph
-from cgtool.plan import Plan, Variant
+from cgtool.plan import Plan, Step, Variant
+from cgtool.records import replace
 from cgtool.runtime.call import LoadedModel, first_index
 from cgtool.runtime.dispatch import Boxed, PiecewiseBackend
 from cgtool.runtime.find import Found
@@ -40,25 +40,26 @@ def open_entry(found: Found, module: Any, opener: Opener) -> LoadedModel:
         ArtifactError: An artifact cannot be opened here, or a piece has none.
         GuardError: A tensor of the model is of another make than when it was compiled.
     """
-    opened: dict[tuple[str, str], Boxed] = {}
+    opened: dict[tuple[str, str, str, str], Boxed] = {}
     pieces: dict[tuple[int, int], list[tuple[ManifestRow, ShapeSpec, Boxed]]] = {}
     plan, manifest = found.plan, found.entry.manifest
     size_dim = manifest.size_dim
     index = first_index(module, plan)
+    steps = [{step.piece: step for step in variant.steps} for variant in plan.variants]
     for row in manifest.rows:
         variant = plan.variants[row.variant]
         spec = spec_of(variant, row.shape, size_dim)
-        step = next((step for step in variant.steps if step.piece == row.piece_index), None)
+        step = steps[row.variant].get(row.piece_index)
         if step is None:
             msg = f"The manifest names piece {row.piece_index}, which its plan has not. Warm the model again."
             raise ArtifactError(msg, path=found.entry.name.hash)
-        graph = graph_at(plan.graphs[step.graph], step, spec)
-        key = (row.digest, graph.identity())
+        # What the graph at this shape is made from: its own identity would have to be computed for each row.
+        key = row.digest, step.graph, repr(row.shape), repr(step.symbols)
         if key not in opened:
-            data = found.entry.artifact(row)
-            opened[key] = _open(row.adaptor, data, graph, index, opener)
+            graph = graph_at(plan.graphs[step.graph], step, spec)
+            opened[key] = _open(row.adaptor, found.entry.artifact(row), graph, index, opener)
         pieces.setdefault((row.variant, row.piece_index), []).append((row, spec, opened[key]))
-    backends = {name: _backend(rows, plan.variants[name[0]], name[1]) for name, rows in pieces.items()}
+    backends = {name: _backend(rows, plan.variants[name[0]], steps[name[0]][name[1]]) for name, rows in pieces.items()}
     return LoadedModel(module, _with_added_guards(plan, pieces), backends)
 
 
@@ -70,12 +71,11 @@ def _open(adaptor: str, data: bytes, graph: PieceGraph, device_index: int | None
     return opener(adaptor, data, graph)
 
 
-def _backend(rows: list[tuple[ManifestRow, ShapeSpec, Boxed]], variant: Variant, piece_index: int) -> PiecewiseBackend:
+def _backend(rows: list[tuple[ManifestRow, ShapeSpec, Boxed]], variant: Variant, step: Step) -> PiecewiseBackend:
     base: Shape = base_shape(variant)
     general = next((function for row, _, function in rows if row.shape in (GENERAL, base)), None)
     sizes = {tuple(sorted(spec.sizes.items())): function for _, spec, function in rows if spec.sizes}
     ranges = [(dict(spec.ranges), function) for _, spec, function in rows if spec.ranges]
-    step = next(step for step in variant.steps if step.piece == piece_index)
     guards = {
         function: tuple(rename(text, step.symbols) for text in row.guards)
         for row, spec, function in rows
@@ -87,11 +87,13 @@ def _backend(rows: list[tuple[ManifestRow, ShapeSpec, Boxed]], variant: Variant,
 def _with_added_guards(plan: Plan, pieces: Mapping[tuple[int, int], list[Any]]) -> Plan:
     """Return the plan with what the compiler relied on for the general shape among its variants' relations."""
     variants = []
+    if not any(row.guards for rows in pieces.values() for row, _, _ in rows):
+        return plan
     for index, variant in enumerate(plan.variants):
         added: dict[str, None] = dict.fromkeys(variant.relations)
         for step in variant.steps:
             for row, spec, _ in pieces.get((index, step.piece), ()):
                 if not spec.sizes and not spec.ranges:
                     added.update(dict.fromkeys(rename(text, step.symbols) for text in row.guards))
-        variants.append(dataclasses.replace(variant, relations=tuple(added)))
-    return dataclasses.replace(plan, variants=tuple(variants))
+        variants.append(replace(variant, relations=tuple(added)))
+    return replace(plan, variants=tuple(variants))

@@ -116,6 +116,36 @@ def place(module: Any, text: str) -> tuple[dict[str, Any], str] | None:
     return None if holder is None else (holder, str(source.accessors[-1].key))
 
 
+class Places:
+    """Where a model holds what sources name; modules on the way are looked up once.
+
+    Args:
+        module: The live model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._found: dict[str, nn.Module | None] = {"self": module}
+
+    def place(self, text: str) -> tuple[dict[str, Any], str] | None:
+        """Return what the function `place` returns."""
+        owner, _, key = text.rpartition(".")
+        if "[" in text or "|" in text or (base := self._at(owner)) is None:
+            return place(self._module, text)
+        for holder in (base._parameters, base._buffers, vars(base)):  # noqa: SLF001 - read as torch's own walks do
+            if key in holder:
+                return holder, key
+        return None
+
+    def _at(self, text: str) -> nn.Module | None:
+        if text not in self._found:
+            owner, _, name = text.rpartition(".")
+            base = self._at(owner) if owner else None
+            child = None if base is None else base._modules.get(name)  # noqa: SLF001 - as above
+            self._found[text] = child if isinstance(child, nn.Module) else None
+        return self._found[text]
+
+
 def _child(base: Any, accessor: Accessor) -> nn.Module | None:
     """Return the submodule that the accessor leads to, or None when it leads elsewhere."""
     if not isinstance(base, nn.Module):

@@ -8,7 +8,7 @@ use and puts the output together. It keeps nothing between calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -89,12 +89,18 @@ class _Writer:
         self.eager = eager
         self.code = Code(f"program of {len(variant.steps)} steps")
         self.defined = set(range(len(variant.inputs)))
+        self.of_model: frozenset[int] = frozenset()
+        #: line → (step, how many outputs it has): where a piece that returns another number of tensors is noticed
+        self.unpacked: dict[int, tuple[Step, int]] = {}
         self.num_compiled = 0
 
     def function(self, call_inputs: Sequence[int], weights: Sequence[int], passed: Sequence[str]) -> Program:
         code = self.code
         needed, _ = template_needs(self.variant.output, self.symbols)
         dying = self._last_uses(needed)
+        self.of_model = frozenset(weights)
+        code.add("try:")
+        code.depth += 1
         self._unpack([f"v{i}" for i in call_inputs], "tensors")
         self._unpack(list(self.symbols), "sizes")
         self._unpack([f"o{i}" for i in range(len(passed))], "passed")
@@ -115,7 +121,12 @@ class _Writer:
             source=lambda text: _look_up(objects, text),
         )
         code.add(f"return {output}")
-        return code.define("program", ["tensors", "sizes", "passed", "weights", "table"])
+        code.depth -= 1
+        code.add(f"except {code.constant(ValueError)} as error:")
+        code.depth += 1
+        code.add(f"{code.constant(_refuse_count(self.unpacked, self.graphs))}(error)")
+        code.add("raise")
+        return code.define_later("program", ["tensors", "sizes", "passed", "weights", "table"])
 
     def _unpack(self, names: list[str], whole: str) -> None:
         if names:
@@ -141,12 +152,10 @@ class _Writer:
         code.add(f"args = [{', '.join(self._local(value) for value in step.inputs)}]")
         # The list is then the only one that holds them, and the piece empties it: memory is free as soon as it can be.
         self._forget(value for value in dict.fromkeys(step.inputs) if value in dying)
-        code.add(f"results = {self._callee(step)}(args)")
+        callee = self._callee(step)
         outputs = [self._new(value) for value in step.outputs]
-        bad = code.constant(_wrong_count(step.piece, len(outputs), graph))
-        code.add(f"if {code.constant(len)}(results) != {len(outputs)}: {bad}(results)")
-        self._unpack(outputs, "results")
-        code.add("del args, results")
+        self.unpacked[code.next_line] = step, len(outputs)
+        code.add(f"{tuple_source(outputs)} = {callee}(args)")
         if step.splitting:
             for name, meta in zip(outputs, graph.results, strict=True):
                 self._check(name, meta, step, graph)
@@ -185,7 +194,8 @@ class _Writer:
         return f"v{value}"
 
     def _forget(self, values: Iterable[int]) -> None:
-        names = [f"v{value}" for value in values]
+        # Those of the model live on in it whatever is forgotten here.
+        names = [f"v{value}" for value in values if value not in self.of_model]
         if names:
             self.code.add("del " + ", ".join(names))
 
@@ -196,16 +206,25 @@ def _look_up(objects: Mapping[str, str], text: str) -> str:
     return objects[text]
 
 
-def _wrong_count(piece: int, expected: int, graph: PieceGraph) -> Callable[[Any], NoReturn]:
-    def fail(results: Any) -> NoReturn:
-        calls = ", ".join(op_names(graph)[:4])
+def _refuse_count(
+    unpacked: Mapping[int, tuple[Step, int]], graphs: Mapping[str, PieceGraph]
+) -> Callable[[ValueError], None]:
+    def refuse(error: ValueError) -> None:
+        """Raise where the program itself could not unpack what a piece returned; an op's own error goes on."""
+        trace = error.__traceback__
+        if trace is None or trace.tb_next is not None or "values to unpack" not in str(error):
+            return
+        if trace.tb_lineno not in unpacked:
+            return
+        step, expected = unpacked[trace.tb_lineno]
+        calls = ", ".join(op_names(graphs[step.graph])[:4])
         msg = (
-            f"Piece {piece} ({calls}) returned {len(results)} tensors and its graph has {expected}: "
+            f"Piece {step.piece} ({calls}) did not return the {expected} tensors of its graph ({error}): "
             "the artifact is not this piece's. Warm again."
         )
-        raise ArtifactError(msg, path=piece, expected=expected, actual=len(results))
+        raise ArtifactError(msg, path=step.piece, expected=expected) from None
 
-    return fail
+    return refuse
 
 
 def _repairer(graph: PieceGraph) -> Callable[..., torch.Tensor]:

@@ -180,7 +180,7 @@ def test_a_plan_that_is_none_is_a_reason_and_no_crash(model, cache, warmed, chan
 
 def test_a_guard_of_an_unknown_kind_is_a_reason(model, cache, warmed):
     def change(data):
-        data["guards"].append(["nonsense", 1, [data["texts"].index([-1, "self"])]])
+        data["guards"].append(["nonsense", 1, [data["texts"]["ends"].index("self")]])
         data["variants"][0]["model_guards"].append(len(data["guards"]) - 1)
 
     changed_plan(cache, warmed[1], change)
