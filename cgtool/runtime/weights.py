@@ -31,7 +31,7 @@ from cgtool.pieces import TensorMeta
 from cgtool.plan import Guard, Input
 from cgtool.runtime import _torch as private
 from cgtool.runtime.generate import Code
-from cgtool.runtime.paths import Reader, place
+from cgtool.runtime.paths import Places, Reader
 
 _ADVICE = "Put it back as it was, or warm again with the model as it is now."
 
@@ -68,7 +68,8 @@ class Weights:
         self._children = _child_dicts(module)
         self._children_then = [dict(children) for children in self._children]
         self._same = _same_check(module, method, same)
-        places = [place(module, item.source) or (_Live(module, method, item.source), "") for item in self._inputs]
+        known = Places(module)
+        places = [known.place(item.source) or (_Live(module, method, item.source), "") for item in self._inputs]
         self._holders: list[Any] = [holder for holder, _ in places]
         self._keys = [key for _, key in places]
         #: By inference mode: the check in C, and whether any of the tensors requires grad.
@@ -170,7 +171,9 @@ def _nothing_to_check() -> bool:
 
 def is_weight(item: Input) -> bool:
     """Return whether an input belongs to the model and has one shape for all calls."""
-    return not parse_source(item.source).is_call and all(type(d) is int for d in (*item.meta.shape, *item.meta.stride))
+    return not item.source.startswith(("arg:", "state:")) and all(
+        type(d) is int for d in (*item.meta.shape, *item.meta.stride)
+    )
 
 
 def make_problem(tensor: Any, meta: TensorMeta, device_index: int | None) -> str | None:
