@@ -33,6 +33,10 @@ Accept = Callable[..., Accepted | None]
 
 _SYMBOL = re.compile(r"s[0-9]{1,6}\Z")
 _SCALED = re.compile(r"(?:([1-9][0-9]*) ?\* ?(s[0-9]+)|(s[0-9]+) ?\* ?([1-9][0-9]*))\Z")
+#: What Inductor's kernels for accelerators assume of the memory of their inputs, in bytes.
+ALIGNMENT = 16
+#: Devices whose kernels read memory wherever it begins: Inductor's C++ loads vectors unaligned.
+_ANYWHERE = frozenset({"cpu", "meta"})
 _ACCESS = (AttributeError, KeyError, IndexError, TypeError, ValueError, CgtoolError)
 
 
@@ -171,6 +175,9 @@ class AcceptWriter:
             f"{name}.is_neg()",
             f"{name}.dim() != {len(meta.shape)}",
         ]
+        if needs_alignment(device):
+            # A view may begin anywhere. Copying it would be right for what is only read, and lose what is written.
+            tests.append(f"{name}.data_ptr() % {ALIGNMENT}")
         if dtype_of(meta.dtype).is_complex:
             tests.append(f"{name}.is_conj()")
         code.add(f"if {' or '.join(tests)}: return None")
@@ -255,6 +262,11 @@ def _known_class(name: Json) -> type | None:
 def _sees(kind: str, value: Any, expected: bytes) -> bool:
     # Compared as bytes: 1 and True are equal in Python and two things in JSON.
     return canonical_json(describe(kind, value)) == expected
+
+
+def needs_alignment(device: torch.device) -> bool:
+    """Return whether compiled code for `device` relies on tensors that begin at a multiple of `ALIGNMENT` bytes."""
+    return device.type not in _ANYWHERE
 
 
 def strides_matter(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:

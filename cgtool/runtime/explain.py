@@ -16,7 +16,7 @@ from cgtool.guards.sources import Roots, SourceError, parse_source, words
 from cgtool.pieces import Dim, SymbolRange
 from cgtool.plan import Guard, Input, Variant
 from cgtool.records import dataclass
-from cgtool.runtime.accept import Binding, find_bindings, strides_matter
+from cgtool.runtime.accept import ALIGNMENT, Binding, find_bindings, needs_alignment, strides_matter
 from cgtool.runtime.weights import make_problem
 
 
@@ -103,6 +103,8 @@ class Explainer:
                 problems.append(f"{name} is None and was a tensor when this was traced")
                 continue
             problem = make_problem(value, item.meta, self._device_index)
+            if problem is None and needs_alignment(value.device) and value.data_ptr() % ALIGNMENT:
+                problems.append(f"{name} does not begin at a multiple of {ALIGNMENT} bytes; pass {name}.clone()")
             if problem is None:
                 tensors[index] = value
             else:

@@ -357,3 +357,18 @@ def test_what_is_refused_has_reasons_and_what_is_served_has_none(model):
             outcomes.add(accepted)
             assert accepted == (not failures.kinds and not failures.sizes), (served.variant.name, x, mask, failures)
     assert outcomes == {True, False}
+
+
+def test_a_view_that_begins_anywhere_is_served_where_kernels_read_so(model, loaded):
+    x = torch.randn(4 * hand.WIDTH + 1)[1:].view(4, hand.WIDTH)
+    assert x.data_ptr() % 16
+    torch.testing.assert_close(loaded(x), model(x))
+
+
+def test_a_view_that_begins_anywhere_is_refused_where_kernels_rely_on_alignment(model, monkeypatch):
+    monkeypatch.setattr("cgtool.runtime.accept._ANYWHERE", frozenset())
+    loaded = load(model)
+    x = torch.randn(4 * hand.WIDTH + 1)[1:].view(4, hand.WIDTH)
+    with pytest.raises(GuardError, match=r"x does not begin at a multiple of 16 bytes; pass x.clone\(\)"):
+        loaded(x)
+    torch.testing.assert_close(loaded(x.clone()), model(x))
