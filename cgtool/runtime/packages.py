@@ -8,11 +8,13 @@ itself, into /tmp; that is removed too as soon as the package is open.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import logging
 import os
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -82,29 +84,50 @@ def open_package(data: bytes, graph: PieceGraph, *, device_index: int | None = N
 
 def _open_folder(package: Package, device_index: int | None) -> Any:
     folder = _private_folder(package)
+    keep = False
     try:
         with _in_memory(package.native) as path:
-            native = Path(folder.name) / _INNER / NATIVE_FILE
+            native = folder / _INNER / NATIVE_FILE
             if path is None:
                 native.write_bytes(package.native)
             else:
                 native.symlink_to(path)
-            loader = private.open_package(folder.name, device_index)
+            loader = private.open_package(str(folder), device_index)
+        keep = bool(package.kernels)  # torch reads them when they first run
     except OSError as error:
-        folder.cleanup()
         raise _no_room(error) from error
-    except BaseException:
-        folder.cleanup()
-        raise
-    if package.kernels:
-        _kept.append(folder)
-    else:
-        folder.cleanup()
+    finally:
+        if not keep:
+            _remove(folder)
     return loader
 
 
-#: Folders of packages whose kernels torch reads when they first run; removed as the process ends.
-_kept: list[tempfile.TemporaryDirectory[str]] = []
+#: Folders that are there, and the process that made each. Ctrl-C may fall into the midst of making or removing one:
+#: then it goes as the process ends.
+_folders: dict[Path, int] = {}
+
+
+def _new_folder(parent: str) -> Path:
+    folder = Path(parent) / f"cgtool-{secrets.token_hex(8)}"
+    _folders[folder] = os.getpid()
+    try:
+        folder.mkdir(mode=0o700)
+    except OSError:
+        del _folders[folder]  # not ours
+        raise
+    return folder
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    _folders.pop(folder, None)
+
+
+@atexit.register
+def _remove_all() -> None:
+    for folder, process in list(_folders.items()):
+        if process == os.getpid():  # a fork leaves alone what its parent uses
+            _remove(folder)
 
 
 def _open_archive(package: Package, device_index: int | None) -> Any:
@@ -134,21 +157,21 @@ def _remove_unpacked() -> None:
             shutil.rmtree(match[1], ignore_errors=True)
 
 
-def _private_folder(package: Package) -> tempfile.TemporaryDirectory[str]:
+def _private_folder(package: Package) -> Path:
     """Return a folder that only this user can enter and that holds all of a package but its native code."""
     error: OSError | None = None
     for parent in (None, *_OTHER_FOLDERS):
         folder = None
         try:
-            folder = tempfile.TemporaryDirectory(prefix="cgtool-", dir=parent, ignore_cleanup_errors=True)
-            inner = Path(folder.name) / _INNER
+            folder = _new_folder(parent or tempfile.gettempdir())
+            inner = folder / _INNER
             inner.mkdir(parents=True)
             for name, body in package.files.items():
                 (inner / name).write_bytes(body)
         except OSError as failed:  # no such folder, full, read-only: another may serve
             error = error or failed
             if folder is not None:
-                folder.cleanup()
+                _remove(folder)
             continue
         return folder
     raise _no_room(error)
