@@ -12,7 +12,10 @@ from piece_cases import inputs_of
 from cgtool.runtime.packages import open_package
 from cgtool.runtime.pieces import piece_function
 
-pytestmark = pytest.mark.torch
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex"),
+]
 
 CASES = {**piece_cases.CASES, **aot_cases.PIECES}
 _WRITES = [name for name in CASES if any(word in name for word in ("write", "output", "input", "view", "nothing"))]
@@ -53,3 +56,27 @@ def test_native_code_computes_what_the_piece_computes(group):
     run = open_package(package_of(case.piece), case.piece)
     for sizes in case.sizes:
         same_as_eager(run, case, sizes)
+
+
+def misaligned(tensors):
+    """The same values, each a single element after where an allocator would begin."""
+    found = []
+    for tensor in tensors:
+        held = tensor.untyped_storage().nbytes() // tensor.element_size()
+        room = torch.zeros(held + 1, dtype=tensor.dtype)
+        room[1:] = tensor.as_strided((held,), (1,))
+        found.append(room.as_strided(tensor.shape, tensor.stride(), 1))
+    return found
+
+
+@pytest.mark.parametrize("group", ["writes and views", "dtypes", "the rest"])
+def test_inputs_may_begin_at_any_element(group):
+    case = side_by_side(GROUPS[group])
+    run = open_package(package_of(case.piece), case.piece)
+    together = {position for members in case.piece.aliases for position in members}
+
+    def moved(tensors):
+        return [tensors[n] if n in together else tensor for n, tensor in enumerate(misaligned(tensors))]
+
+    for sizes in case.sizes:
+        same_as_eager(run, case, sizes, change=moved)
