@@ -303,6 +303,11 @@ def test_a_mode_without_pieces_loses_its_piecewise_half(fields, mode):
         ("cudagraph_mode", "[2, 1]", CUDAGraphMode.FULL_AND_PIECEWISE),
         ("inductor_compile_config", '{"max_autotune": true}', {"max_autotune": True}),
         ("size_dim", "num_tokens", "num_tokens"),
+        ("jobs", "0", 0),
+        ("jobs", "none", None),
+        ("compile_timeout", "90.5", 90.5),
+        ("compile_timeout", "", None),
+        ("proof", "no", False),
         ("cache_dir", " /a b", " /a b"),
     ],
 )
@@ -323,6 +328,10 @@ def test_a_field_is_read_from_text(name, text, value):
         ("use_cudagraph", "maybe"),
         ("inductor_compile_config", '{"a": 1, "a": 2}'),
         ("size_dim", "8"),
+        ("jobs", "-1"),
+        ("jobs", "many"),
+        ("compile_timeout", "0"),
+        ("compile_timeout", "1e999"),
     ],
 )
 def test_text_that_spells_no_value_is_refused(name, text):

@@ -106,7 +106,7 @@ class _Run:
             context = contextvars.copy_context()
             threading.Thread(target=context.run, args=(self._serve,), name="cgtool-warm", daemon=True).start()
         try:
-            while self._left:
+            while self._left and self._fatal is None:
                 waiting = self._local.get()
                 if waiting is not None:
                     self._step(waiting, in_worker=False)

@@ -248,5 +248,5 @@ def test_an_entry_of_a_newer_schema_is_left_alone_under_the_users_rank_and_prefi
     ran = warm("plain", root, *place, "--json")
     assert ran.code == 1
     error = ran.report["error"]
-    assert (error["type"], error["expected"], error["actual"]) == ("CacheSchemaError", 1, 99)
+    assert (error["type"], error["expected"], error["actual"]) == ("CacheSchemaError", 2, 99)
     assert manifest.read_bytes() == before

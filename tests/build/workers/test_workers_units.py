@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ from cgtool.build.workers import limits  # noqa: E402
 from cgtool.build.workers.modules import imports_for  # noqa: E402
 from cgtool.build.workers.settings import changed_settings  # noqa: E402
 from cgtool.build.workers.unit import StaysHereError, Unit, UnitReport, read_report, read_unit  # noqa: E402
-from cgtool.errors import CgtoolError  # noqa: E402
+from cgtool.cache.units import UnitStore  # noqa: E402
+from cgtool.errors import CacheError, CgtoolError  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -184,3 +186,15 @@ def test_two_warms_at_once_compile_each_unit_once(cache_root, tmp_path):
     assert sum(counts) == 3
     pieces = [line.split()[1] for line in log.read_text().splitlines()]
     assert len(pieces) == len(set(pieces)) == 3
+
+
+def test_what_is_no_single_units_fault_ends_the_warm_at_once(cache_root, monkeypatch):
+    monkeypatch.setattr(UnitStore, "put", full_disk)
+    begun = time.monotonic()
+    with pytest.raises(CacheError, match="no room"):
+        compile_all(hostile.work_of(hostile.number_of(hostile.hang), 0), cache_root)
+    assert time.monotonic() - begun < 60
+
+
+def full_disk(self, key, data, record):
+    raise CacheError("There is no room in the cache. Free some.")
