@@ -78,16 +78,10 @@ def main():
     spec, module, args = model(int(num_layers))
     torch.set_grad_enabled(False)
     if way == "warm":
-<<<<<<< HEAD
         found = warm(spec, *folder)
     else:
         found = eager(module, args) if way == "eager" else load(module, args, *folder)
     sys.stdout.write(json.dumps(found))
-=======
-        print(json.dumps(warm(spec, *folder)))
-    else:
-        print(json.dumps(eager(module, args) if way == "eager" else load(module, args, *folder)))
->>>>>>> 1a3d8a63e91140cf0546932860c9ac654e61512a
 
 
 if __name__ == "__main__":

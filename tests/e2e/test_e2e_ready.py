@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """What a start from the cache costs beside eager's own, with the `eager` adaptor: all but the opening of packages.
-=======
-"""What a start from the cache costs beside eager's own, with the `eager` adaptor: everything but the opening of packages.
->>>>>>> 1a3d8a63e91140cf0546932860c9ac654e61512a
 
 Each start is a fresh process, in turn with one of eager's; the best of each counts, because this machine is shared.
 The bounds are wider than what is aimed at (ready within 1.3 of eager at 16 layers and within 1.5 at 80), so that a bad
@@ -49,11 +45,7 @@ def plan_bytes(folder):
 def test_a_layer_costs_a_plan_few_bytes_and_no_artifact(folders):
     per_layer = (plan_bytes(folders[80]) - plan_bytes(folders[4])) / 76
     artifacts = {n: sum(f.stat().st_size for f in folder.rglob("artifacts/*")) for n, folder in folders.items()}
-<<<<<<< HEAD
     sys.stdout.write(f"plan bytes a layer: {per_layer:.0f}; artifacts 80 over 4: {artifacts[80] / artifacts[4]:.3f}")
-=======
-    print(f"plan bytes a layer: {per_layer:.0f}; artifacts 80 over 4: {artifacts[80] / artifacts[4]:.3f}")
->>>>>>> 1a3d8a63e91140cf0546932860c9ac654e61512a
     assert per_layer <= 4096
     assert artifacts[80] / artifacts[4] <= 1.05
 
@@ -66,11 +58,7 @@ def test_a_start_costs_about_what_eager_costs(folders, num_layers, ratio):
     found = min((other for _, other in pairs), key=lambda other: other["ready"])
     guards = min(other["model_guards"] for _, other in pairs)
     call = min(other["call_guards"] for _, other in pairs)
-<<<<<<< HEAD
     sys.stdout.write(
-=======
-    print(
->>>>>>> 1a3d8a63e91140cf0546932860c9ac654e61512a
         f"{num_layers} layers: eager {eager * 1e3:.1f} ms, ready {found['ready'] * 1e3:.1f} ms "
         f"({found['ready'] / eager:.2f}), load {found['load'] * 1e3:.1f} ms, full collections "
         f"{found['full_collections']}, guards of the model {guards * 1e3:.2f} ms, of a call {call * 1e6:.1f} us"
