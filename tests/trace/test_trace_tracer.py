@@ -1,0 +1,41 @@
+"""What Dynamo traces in the place of what a model calls is Dynamo's own affair, and no fact about the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from trace_harness import agree, plan_of, served
+
+pytestmark = pytest.mark.torch
+
+
+@dataclass
+class Output:
+    hidden: torch.Tensor
+    options: dict
+
+
+class Model(nn.Module):
+    """Makes a dataclass and updates a dict: Dynamo traces functions of its own for both."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, **options):
+        found = {"scale": 2.0}
+        found.update(options)
+        return Output(hidden=self.linear(x) * found["scale"], options=found)
+
+
+def test_no_guard_speaks_of_dynamo_and_the_model_is_served(tmp_path):
+    x = torch.ones(2, 4)
+    plan = plan_of(Model(), x, extra=1).plan
+    sources = [guard.source for variant in plan.variants for guard in variant.model_guards]
+    assert sources
+    assert [source for source in sources if "torch._dynamo" in source] == []
+    model = Model().eval()
+    agree(served(tmp_path / "cache", model, x, extra=1), model, x, extra=1)
