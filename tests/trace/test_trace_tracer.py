@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import pytest
@@ -26,7 +27,7 @@ class Model(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x, **options):
-        found = {"scale": 2.0}
+        found = OrderedDict(scale=2.0)
         found.update(options)
         return Output(hidden=self.linear(x) * found["scale"], options=found)
 
