@@ -21,45 +21,68 @@ def check(model, root, calls, **options):
     return report
 
 
-@pytest.mark.parametrize("adaptor", ["inductor_standalone", "inductor", "eager"])
+#: As it is by default, and with packages of native code, each of which costs two C++ compiles.
+ADAPTORS = ("inductor_standalone", pytest.param("aot_inductor", marks=pytest.mark.slow))
+FIXTURE_CALLS = {"tiny_llama": TOKENS, "tiny_moe": TOKENS, "tiny_encoder": GRID, "tiny_vision": IMAGES}
+
+
+def warmed(model, root, adaptor, *arguments):
+    """Warm with an adaptor, from which no piece may fall back."""
+    report = warm(model, root, "--adaptor", adaptor, *arguments)
+    assert {artifact["adaptor"] for artifact in report["artifacts"]} == {adaptor}
+    return report
+
+
+@pytest.mark.parametrize("name", FIXTURE_CALLS)
+def test_a_fixture_as_native_code_at_every_size(aot_cache, name):
+    """Compiled for the general shape alone, by whichever test came first."""
+    checked = check(f"{FIXTURES / name}.py:build", aot_cache(name), FIXTURE_CALLS[name])
+    assert checked["imported"] == []
+
+
+@pytest.mark.parametrize("adaptor", [*ADAPTORS, "inductor", "eager"])
 def test_llama_with_each_adaptor(tmp_path, adaptor):
     root = tmp_path / "cache"
-    report = warm(LLAMA, root, "--compile-sizes", "1,8", "--adaptor", adaptor)
+    report = warmed(LLAMA, root, adaptor, "--compile-sizes", "1,8")
     assert (*counts(report), report["compiled"]) == (9, 4, 3, 9, 9)
     checked = check(LLAMA, root, TOKENS)
-    assert (checked["imported"] == []) == (adaptor == "eager")
+    assert (checked["imported"] == []) == (adaptor in {"aot_inductor", "eager"})
     # What was chosen at `warm` need not be said at `load`, and may be.
     check(LLAMA, root, TOKENS[:8], config={"adaptor": adaptor, "compile_sizes": [1, 8]})
 
 
-def test_mixture_of_experts(tmp_path):
+@pytest.mark.parametrize("adaptor", ADAPTORS)
+def test_mixture_of_experts(tmp_path, adaptor):
     root = tmp_path / "cache"
-    report = warm(MOE, root, "--compile-sizes", "1,8")
+    report = warmed(MOE, root, adaptor, "--compile-sizes", "1,8")
     assert (*counts(report), report["compiled"]) == (5, 2, 3, 9, 9)
     check(MOE, root, TOKENS)
 
 
-def test_encoder_over_batch_and_sequence(tmp_path):
+@pytest.mark.parametrize("adaptor", ADAPTORS)
+def test_encoder_over_batch_and_sequence(tmp_path, adaptor):
     """Two dynamic dimensions: one variant for both, one for each that is 1, one for both."""
     root = tmp_path / "cache"
-    report = warm(ENCODER, root, "--compile-sizes", "batch=4:seq=16")
+    report = warmed(ENCODER, root, adaptor, "--compile-sizes", "batch=4:seq=16")
     assert report["variants"] == 4
     assert counts(report)[:3] == (5, 2, 3)
     assert len(report["artifacts"]) == report["compiled"] == 5 * 3
     check(ENCODER, root, GRID)
 
 
-def test_vision_over_batch(tmp_path):
+@pytest.mark.parametrize("adaptor", ADAPTORS)
+def test_vision_over_batch(tmp_path, adaptor):
     root = tmp_path / "cache"
-    report = warm(VISION, root, "--compile-sizes", "1,4")
+    report = warmed(VISION, root, adaptor, "--compile-sizes", "1,4")
     assert counts(report)[:3] == (5, 2, 3)
     assert len(report["artifacts"]) == report["compiled"] == 9
     check(VISION, root, IMAGES)
 
 
 @pytest.mark.slow  # matrix products of these dtypes are tuned one by one
+@pytest.mark.parametrize("adaptor", ["inductor_standalone", "aot_inductor"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_llama_of_another_dtype(tmp_path, dtype):
+def test_llama_of_another_dtype(tmp_path, dtype, adaptor):
     root, argument = tmp_path / "cache", ("--arg", f'dtype="{dtype}"', "--arg", "num_layers=2")
-    assert warm(LLAMA, root, *argument, "--compile-sizes", "1,8")["compiled"] == 9
+    assert warmed(LLAMA, root, adaptor, *argument, "--compile-sizes", "1,8")["compiled"] == 9
     check(LLAMA, root, TOKENS, arguments={"dtype": dtype, "num_layers": 2})

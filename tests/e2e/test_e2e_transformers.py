@@ -43,13 +43,15 @@ ROW = [{"batch": 1, "seq": s} for s in range(1, 65)]
 
 
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("adaptor", ["inductor_standalone", "aot_inductor"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_outputs_equal_eagers_in_a_fresh_process(tmp_path, name):
+def test_outputs_equal_eagers_in_a_fresh_process(tmp_path, name, adaptor):
     folder, root = tmp_path / name, tmp_path / "cache"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": name, **CONFIGS[name]}))
     model = f"hf:{folder}"
-    report = warm(model, root)
+    report = warm(model, root, "--adaptor", adaptor)
+    assert [artifact for artifact in report["artifacts"] if artifact["adaptor"] != adaptor] == []
     two = name != "vit"
     assert report["splitting_pieces"] == LAYERS
     assert report["pieces"] == 2 * LAYERS + 1
@@ -57,7 +59,7 @@ def test_outputs_equal_eagers_in_a_fresh_process(tmp_path, name):
     assert report["variants"] == (4 if two else 2)
     assert report["compiled"] == len(report["artifacts"]) == units(root) <= 3 * report["variants"]
     assert inspect(root)["hash"] == report["hash"]
-    again = warm(model, root)
+    again = warm(model, root, "--adaptor", adaptor)
     assert (again["hit"], again["compiled"], again["trace_secs"]) == (True, 0, 0.0)
     calls = [*GRID, *ROW] if two else [{"batch": b} for b in range(1, 18)]
     checked = compare(model, root, calls)

@@ -1,0 +1,301 @@
+"""Packages opened where there is little room: right answers or a sentence, and nothing is left behind."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+HERE = Path(__file__).parent
+BUILD = HERE.parent / "build"
+sys.path.insert(0, str(BUILD))
+
+import torch  # noqa: E402
+from aot_cases import CUSTOM_OPS  # noqa: E402
+from aot_packages import package_of  # noqa: E402
+from piece_cases import CASES, inputs_of  # noqa: E402
+
+from cgtool.errors import ArtifactError  # noqa: E402
+from cgtool.runtime import packages  # noqa: E402
+from cgtool.runtime.packages import open_package  # noqa: E402
+from cgtool.runtime.pieces import piece_function  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+#: Two packages whose files have the same names.
+NAMES = ("two inputs", "a fact")
+#: Opens a package as a server does and says whether its answer is eager's; the package's bytes are on stdin.
+CHILD = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from piece_cases import CASES, inputs_of
+from cgtool.errors import ArtifactError
+from cgtool.runtime.packages import open_package
+from cgtool.runtime.pieces import piece_function
+case = CASES["two inputs"]
+try:
+    run = open_package(sys.stdin.buffer.read(), case.piece)
+except ArtifactError as error:
+    print("refused:", error)
+else:
+    with torch.no_grad():
+        found, expected = (f(inputs_of(case, {"s0": 5})) for f in (run, piece_function(case.piece)))
+    print("right" if torch.allclose(found[0], expected[0], atol=1e-5) else "wrong")
+"""
+
+
+@functools.cache
+def data_of(name):
+    return package_of(CASES[name].piece)
+
+
+def is_right(run, name, rows=4, seed=0):
+    case = CASES[name]
+    with torch.no_grad():
+        found, expected = (f(inputs_of(case, {"s0": rows}, seed)) for f in (run, piece_function(case.piece)))
+    return torch.allclose(found[0], expected[0], atol=1e-5)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """All packages, compiled before a test takes away what a compile needs."""
+    for name in NAMES:
+        data_of(name)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty temporary folder, the only one that there is."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(packages, "_OTHER_FOLDERS", ())
+    return tmp_path
+
+
+def in_a_process(before, *, source=CHILD, data=None, **changes):
+    env = {**os.environ, "PYTHONPATH": str(HERE.parent.parent), **changes}
+    return subprocess.run(
+        [*before, sys.executable, "-c", source, str(BUILD)],
+        input=data_of("two inputs") if data is None else data,
+        capture_output=True,
+        env=env,
+        check=False,
+    )
+
+
+def test_nothing_is_left_when_a_package_is_open(folder):
+    data = data_of("two inputs")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    run = open_package(data, CASES["two inputs"].piece)
+    assert list(folder.iterdir()) == []
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert is_right(run, "two inputs")
+
+
+def test_a_few_hundred_bytes_lie_on_a_disk_while_a_package_is_opened(folder, monkeypatch):
+    seen = []
+
+    def look(path, device_index):
+        files = [file for file in Path(path).rglob("*") if file.is_file() and not file.is_symlink()]
+        seen.append((sum(file.stat().st_size for file in files), Path(path).stat().st_mode & 0o777))
+        raise RuntimeError("looked")
+
+    monkeypatch.setattr(packages.private, "open_package", look)
+    with pytest.raises(ArtifactError, match="looked"):
+        open_package(data_of("two inputs"), CASES["two inputs"].piece)
+    assert seen[0][0] < 1000
+    assert seen[0][1] == 0o700
+    assert list(folder.iterdir()) == []
+
+
+def test_without_memory_files_the_code_lies_in_a_private_folder(folder, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(1, "no memory files here")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    runs = {name: open_package(data_of(name), CASES[name].piece) for name in NAMES}
+    assert list(folder.iterdir()) == []
+    assert all(is_right(run, name) for name, run in runs.items())
+
+
+def test_no_folder_that_can_be_written_is_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    monkeypatch.setattr(packages, "_OTHER_FOLDERS", (str(tmp_path / "nowhere"),))
+    with pytest.raises(ArtifactError, match=r"No temporary folder .* Set TMPDIR"):
+        open_package(data_of("two inputs"), CASES["two inputs"].piece)
+
+
+def test_another_folder_serves_where_the_first_is_missing(folder, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(folder / "missing"))
+    monkeypatch.setattr(packages, "_OTHER_FOLDERS", (str(folder),))
+    assert is_right(open_package(data_of("two inputs"), CASES["two inputs"].piece), "two inputs")
+    assert list(folder.iterdir()) == []
+
+
+def test_too_many_open_files_are_a_sentence():
+    source = CHILD.replace(
+        "try:\n    run = open_package(sys.stdin.buffer.read(), case.piece)",
+        "import os, resource\n"
+        "data = sys.stdin.buffer.read()\n"
+        "import tempfile\n"
+        "tempfile.gettempdir(), 'loads the codec of names'.encode('cp437')\n"
+        "first = os.dup(0)\n"
+        "os.close(first)\n"
+        "free = 0\n"
+        "while True:\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (first + free, 4096))\n"
+        "    try:\n"
+        "        run = open_package(data, case.piece)\n"
+        "        break\n"
+        "    except ArtifactError as error:\n"
+        "        print(free, error)\n"
+        "    free += 1\n"
+        "try:\n    pass",
+    )
+    done = in_a_process([], source=source)
+    *refused, last = done.stdout.decode().splitlines()
+    assert (last, done.returncode) == ("right", 0), done.stderr.decode()
+    assert refused
+    assert all("Too many open files" in line and "ulimit -n" in line for line in refused), refused
+
+
+def mounted(script):
+    """What runs a command where `script` has mounted things; skips where that is not allowed."""
+    before = ["unshare", "--mount", "--map-root-user", "sh", "-ec", f'{script}; exec "$@"', "sh"]
+    try:
+        tried = subprocess.run([*before, "true"], capture_output=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare")
+    if tried.returncode:
+        pytest.skip(f"nothing can be mounted here: {tried.stderr.decode().strip()}")
+    return before
+
+
+@pytest.mark.parametrize("options", ["size=64k", "noexec", "size=64k,noexec", "ro", "size=4k"])
+def test_a_package_opens_beside_any_temporary_folder(tmp_path, options):
+    before = mounted(f"mount -t tmpfs -o {options} tmpfs {tmp_path}")
+    done = in_a_process(before, TMPDIR=str(tmp_path))
+    assert done.stdout.decode().strip() == "right", done.stderr.decode()
+
+
+def test_a_package_opens_beside_a_full_temporary_folder(tmp_path):
+    before = mounted(
+        f"mount -t tmpfs -o size=64k tmpfs {tmp_path}; head -c 1000000 /dev/zero > {tmp_path}/full 2>/dev/null || true"
+    )
+    done = in_a_process(before, TMPDIR=str(tmp_path))
+    assert done.stdout.decode().strip() == "right", done.stderr.decode()
+
+
+def test_a_killed_opening_leaves_a_few_hundred_bytes(tmp_path):
+    source = (
+        "import os, signal\nfrom cgtool.runtime import _torch\n"
+        "_torch.open_package = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+    ) + CHILD
+    done = in_a_process([], source=source, TMPDIR=str(tmp_path))
+    assert done.returncode == -9
+    left = [file.lstat().st_size for file in tmp_path.rglob("*") if not file.is_dir()]
+    assert 0 < sum(left) < 1000
+
+
+def test_packages_of_equal_names_are_not_mixed():
+    data = {name: data_of(name) for name in NAMES}
+    kept = []
+    for turn in range(200):
+        name = NAMES[(turn // 3) % 2]
+        run = open_package(data[name], CASES[name].piece)
+        assert is_right(run, name, rows=4 + turn % 2 * 4)
+        if turn % 5 == 0:
+            kept.append((name, run))
+        if turn % 50 == 49:
+            kept = kept[::2]
+    assert all(is_right(run, name, rows=8) for name, run in kept)
+
+
+def test_packages_of_equal_names_are_not_mixed_without_memory_files(folder, monkeypatch):
+    monkeypatch.setattr(packages, "_memory_file", lambda: None)
+    data = {name: data_of(name) for name in NAMES}
+    for turn in range(60):
+        name = NAMES[turn % 2]
+        assert is_right(open_package(data[name], CASES[name].piece), name)
+    assert list(folder.iterdir()) == []
+
+
+def in_threads(work):
+    """Run `work` in eight threads that begin together; what it returns in each is given in order."""
+    start, found = threading.Barrier(8), {}
+
+    def begin(index):
+        start.wait()
+        found[index] = work(index)
+
+    threads = [threading.Thread(target=begin, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found.get(index) for index in range(8)]
+
+
+def asked(num):
+    """Inputs and eager's outputs; made beforehand, since random numbers are drawn from one state."""
+    case = CASES["two inputs"]
+    calls = [inputs_of(case, {"s0": 2 + seed % 9}, seed) for seed in range(num)]
+    with torch.no_grad():
+        return [(inputs, piece_function(case.piece)(list(inputs))[0]) for inputs in calls]
+
+
+def test_several_threads_may_call_one_function():
+    run, calls = open_package(data_of("two inputs"), CASES["two inputs"].piece), asked(40)
+
+    def work(index):
+        return all(torch.allclose(run(list(x))[0], y, atol=1e-5) for x, y in (*calls[index:], *calls[:index]) * 5)
+
+    assert in_threads(work) == [True] * 8
+
+
+def test_several_threads_may_open_one_package():
+    data, calls = data_of("two inputs"), asked(8)
+
+    def work(index):
+        x, y = calls[index]
+        runs = [open_package(data, CASES["two inputs"].piece) for _ in range(10)]
+        return all(torch.allclose(run(list(x))[0], y, atol=1e-5) for run in runs)
+
+    assert in_threads(work) == [True] * 8
+
+
+def test_an_op_that_nothing_has_registered_is_a_sentence():
+    name = "a custom op of several results"
+    source = (
+        "import sys\nsys.path.insert(0, sys.argv[1])\nimport dataclasses\n"
+        "from piece_cases import X, graph\nfrom cgtool.errors import ArtifactError\n"
+        "from cgtool.runtime.packages import open_package\n"
+        "try:\n    open_package(sys.stdin.buffer.read(), graph([X], [], ['%0', '%0']))\n"
+        "except ArtifactError as error:\n    print(error)\n"
+    )
+    done = in_a_process([], source=source, data=package_of(CUSTOM_OPS[name].piece))
+    assert "cgtool_user" in done.stdout.decode(), done.stderr.decode()
+    assert "import the module" in done.stdout.decode()
+
+
+@pytest.mark.slow
+def test_torchs_own_loader_opens_a_package(tmp_path):
+    path = tmp_path / "piece.pt2"
+    path.write_bytes(data_of("two inputs"))
+    source = (
+        "import sys, torch\nimport torch._inductor\n"
+        "run = torch._inductor.aoti_load_package(sys.argv[2])\n"
+        "print(run(torch.ones(3, 8), torch.ones(8, 8)).shape)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source, str(BUILD), str(path)], capture_output=True, text=True, check=False
+    )
+    assert "outdated" not in done.stderr
+    assert done.stdout.strip() == "torch.Size([3, 8])", done.stderr
