@@ -273,7 +273,9 @@ def compile_aot(module: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[
     """Compile through AOTInductor and return the paths of what it wrote into `folder`."""
     from torch._inductor.compile_fx import compile_fx_aot
 
-    place = {"aot_inductor.package": True, "aot_inductor.output_path": folder}
+    # torch notes the device and the target in the last one, which would stay set: its own dict, for this compile alone
+    metadata = dict(inductor_options()["aot_inductor.metadata"])
+    place = {"aot_inductor.package": True, "aot_inductor.output_path": folder, "aot_inductor.metadata": metadata}
     with warnings.catch_warnings():
         # torch deprecates its own class of tree specs, and copies some where a custom op is called
         warnings.filterwarnings("ignore", category=FutureWarning, message="`isinstance.treespec")
