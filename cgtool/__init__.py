@@ -52,10 +52,13 @@ def __getattr__(name: str) -> Any:
     """Load a public name from where it lives, once."""
     import importlib  # kept out of start-up, as everything below is
 
+    from cgtool.garbage import uncollected
+
     if name not in _HOMES:
         message = f"module {__name__!r} has no attribute {name!r}; it has {', '.join(sorted(_HOMES))}"
         raise AttributeError(message)
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    with uncollected():
+        value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

@@ -16,6 +16,7 @@ from cgtool.cache.layout import CacheLayout, resolve_root
 from cgtool.cache.state import StateStore
 from cgtool.config import CompilationConfig, CompilationLevel, environment
 from cgtool.errors import CacheMissError
+from cgtool.garbage import uncollected
 from cgtool.model import DynamicDims, ExampleCall, ModelSpec
 from cgtool.pieces import PieceGraph
 from cgtool.runtime.call import LoadedModel
@@ -66,7 +67,8 @@ def load(
         )
         raise CacheMissError(msg, reasons=("the cache is switched off",))
     wanted_dir = cache_dir if cache_dir is not None else (config.cache_dir or None) if config is not None else None
-    return _load_from(module, config, CacheLayout(root=resolve_root(wanted_dir)), prefix, rank)
+    with uncollected():
+        return _load_from(module, config, CacheLayout(root=resolve_root(wanted_dir)), prefix, rank)
 
 
 def _load_from(

@@ -7,10 +7,14 @@ are for a worker process, which ends with its work.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch._library.custom_ops import OPDEFS
+
+from cgtool.cache.lock import FileLock
+from cgtool.digests import digest_of
 
 
 def set_inductor_options(values: Mapping[str, Any]) -> None:
@@ -30,6 +34,31 @@ def use_threads(count: int) -> None:
 def import_inductor() -> None:
     """Import what every compile needs, before there is one."""
     import torch._inductor.compile_fx  # noqa: F401 - for what it loads
+
+
+def share_probes(folder: Path) -> None:
+    """Ask what instruction sets the compiler and the CPU take, once among the workers that share `folder`.
+
+    torch compiles and loads a small library for each of about ten sets, in every process, one process at a time: before
+    2.13 each load imports torch again, 20 s in all beside an H200. Here the answers are kept as empty files.
+    """
+    from torch._inductor import cpu_vec_isa
+
+    isa: Any = cpu_vec_isa.VecISA
+    ask = isa.check_build
+
+    def shared(self: Any, code: str) -> bool:
+        name = digest_of([str(self), self.build_arch_flags(), code])
+        with FileLock(folder / f"isa-{name}.lock"):
+            for answer in (True, False):
+                if (folder / f"isa-{name}.{answer}").exists():
+                    return answer
+            found = bool(ask(self, code))
+            (folder / f"isa-{name}.{found}").touch()
+        return found
+
+    isa.check_build = shared
+    cpu_vec_isa.pick_vec_isa()
 
 
 def places_of(op: str) -> Iterator[str]:

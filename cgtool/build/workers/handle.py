@@ -26,7 +26,7 @@ _EXIT_SECS = 5.0
 #: A worker finds modules where its parent does; cgtool itself may be one of them.
 _PROGRAM = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from cgtool.build.workers.worker import main; "
-    "raise SystemExit(main(threads=int(sys.argv[2]), inductor=sys.argv[3] == '1'))"
+    "raise SystemExit(main(threads=int(sys.argv[2]), inductor=sys.argv[3] == '1', shared=sys.argv[4]))"
 )
 
 
@@ -34,7 +34,7 @@ class WorkerProcess:
     """A worker and everything that it starts: one process group.
 
     Args:
-        log: Where it writes until its first unit, and between units.
+        log: Where it writes until its first unit, and between units; its folder is all workers' of one pool.
         threads: How many processes Inductor may use for one unit.
         inductor: Whether it imports Inductor before its first unit.
 
@@ -48,7 +48,7 @@ class WorkerProcess:
         self._is_ended = False
         self._ending = threading.Lock()
         path = json.dumps([str(entry) for entry in sys.path])
-        command = [sys.executable, "-c", _PROGRAM, path, str(threads), str(int(inductor))]
+        command = [sys.executable, "-c", _PROGRAM, path, str(threads), str(int(inductor)), str(log.parent)]
         try:
             with log.open("ab") as file:
                 self._process = subprocess.Popen(  # noqa: S603 - this very Python
