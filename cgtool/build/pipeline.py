@@ -26,7 +26,7 @@ from cgtool.cache.key import Factor, Key
 from cgtool.cache.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout, resolve_root, short
 from cgtool.cache.manifest import Fallback, Manifest, shape_words
 from cgtool.cache.objects import ObjectStore
-from cgtool.config import EAGER, CompilationConfig, CompilationLevel, environment
+from cgtool.config import AOT_INDUCTOR, EAGER, CompilationConfig, CompilationLevel, environment
 from cgtool.digests import canonical_json, digest_of
 from cgtool.errors import CacheCorruptError, CacheMissError, ModelError, UsageError
 from cgtool.events import Event, OnEvent, ignore
@@ -238,7 +238,9 @@ class _Warm:
         jobs = default_jobs() if self._config.jobs is None else self._config.jobs
         if jobs == 0 or not get_adaptor(self._config.adaptor).compiles:
             return nullcontext()
-        return WorkerPool(jobs=jobs, timeout_secs=self._config.compile_timeout)
+        on_cpu = all(tensor.device.type in ("cpu", "meta") for tensor in self._spec.module.parameters())
+        native = on_cpu or self._config.adaptor == AOT_INDUCTOR
+        return WorkerPool(jobs=jobs, timeout_secs=self._config.compile_timeout, native=native)
 
     def _compile(self, work: Iterable[Work], objects: ObjectStore, plan: Plan, pool: WorkerPool | None) -> Compiled:
         with self._proof(plan) as proof:

@@ -7,6 +7,7 @@ are for a worker process, which ends with its work.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,17 @@ from torch._library.custom_ops import OPDEFS
 
 from cgtool.cache.lock import FileLock
 from cgtool.digests import digest_of
+
+#: Loads the library of a probe: with torch's own libraries, or where they do not load by themselves, with all of torch.
+_LOAD = """
+from ctypes import CDLL
+try:
+    CDLL(r"__torch__")
+    CDLL(r"__lib_path__")
+except OSError:
+    import torch
+    CDLL(r"__lib_path__")
+"""
 
 
 def set_inductor_options(values: Mapping[str, Any]) -> None:
@@ -37,10 +49,11 @@ def import_inductor() -> None:
 
 
 def share_probes(folder: Path) -> None:
-    """Ask what instruction sets the compiler and the CPU take, once among the workers that share `folder`.
+    """Ask what instruction sets the compiler and the CPU take once for all workers that share `folder`.
 
-    torch compiles and loads a small library for each of about ten sets, in every process, one process at a time: before
-    2.13 each load imports torch again, 20 s in all beside an H200. Here the answers are kept as empty files.
+    torch compiles and loads a small library for each of about ten sets in every process, one after the other, and
+    before 2.13 each load imports torch again: 20 s in all beside an H200. Here the answers are kept as empty files, and
+    a library is loaded with torch's own libraries alone.
     """
     from torch._inductor import cpu_vec_isa
 
@@ -48,7 +61,7 @@ def share_probes(folder: Path) -> None:
     ask = isa.check_build
 
     def shared(self: Any, code: str) -> bool:
-        name = digest_of([str(self), self.build_arch_flags(), code])
+        name = digest_of([str(self), self.build_arch_flags(), self._arch_flags, code])
         with FileLock(folder / f"isa-{name}.lock"):
             for answer in (True, False):
                 if (folder / f"isa-{name}.{answer}").exists():
@@ -58,6 +71,19 @@ def share_probes(folder: Path) -> None:
         return found
 
     isa.check_build = shared
+    isa._avx_py_load = _LOAD.replace("__torch__", str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+
+
+def probe() -> None:
+    """Find the instruction sets that torch writes C++ for, several at a time."""
+    from torch._inductor import cpu_vec_isa
+
+    sets: Any = cpu_vec_isa.supported_vec_isa_list
+    named: Any = cpu_vec_isa.x86_isa_checker()
+    # those whose answers torch will want, as it picks them
+    wanted = [isa for isa in sets if all(flag in named for flag in str(isa).split())]
+    with ThreadPoolExecutor(max_workers=max(1, len(wanted))) as threads:
+        list(threads.map(bool, wanted))
     cpu_vec_isa.pick_vec_isa()
 
 

@@ -26,7 +26,7 @@ _EXIT_SECS = 5.0
 #: A worker finds modules where its parent does; cgtool itself may be one of them.
 _PROGRAM = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from cgtool.build.workers.worker import main; "
-    "raise SystemExit(main(threads=int(sys.argv[2]), inductor=sys.argv[3] == '1', shared=sys.argv[4]))"
+    "raise SystemExit(main(**json.loads(sys.argv[2])))"
 )
 
 
@@ -37,18 +37,20 @@ class WorkerProcess:
         log: Where it writes until its first unit, and between units; its folder is all workers' of one pool.
         threads: How many processes Inductor may use for one unit.
         inductor: Whether it imports Inductor before its first unit.
+        native: Whether it will write C++ code for the CPU.
 
     Raises:
         WorkerError: It could not be started.
     """
 
-    def __init__(self, log: Path, *, threads: int, inductor: bool) -> None:
+    def __init__(self, log: Path, *, threads: int, inductor: bool, native: bool) -> None:
         self._log = log
         self._is_ready = False
         self._is_ended = False
         self._ending = threading.Lock()
         path = json.dumps([str(entry) for entry in sys.path])
-        command = [sys.executable, "-c", _PROGRAM, path, str(threads), str(int(inductor)), str(log.parent)]
+        options = {"threads": threads, "inductor": inductor, "native": native, "shared": str(log.parent)}
+        command = [sys.executable, "-c", _PROGRAM, path, json.dumps(options)]
         try:
             with log.open("ab") as file:
                 self._process = subprocess.Popen(  # noqa: S603 - this very Python

@@ -51,9 +51,10 @@ def default_jobs() -> int:
 def early_jobs(jobs: int) -> int:
     """Return how many of `jobs` workers to start before it is known what there is to compile.
 
-    A core is left to the process that traces meanwhile, and a decoder has three different pieces.
+    A core is left to the process that traces meanwhile; a decoder has three different pieces, and again as many for one
+    token.
     """
-    return max(1, min(jobs, num_cores() - 1, 3))
+    return max(1, min(jobs, num_cores() - 1, 6))
 
 
 def _cgroups() -> Iterator[Path]:

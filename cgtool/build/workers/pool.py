@@ -33,13 +33,17 @@ class WorkerPool:
         jobs: How many units are compiled at a time, each in a process of its own.
         timeout_secs: How long one unit may take; None is for ever.
         inductor: Whether workers import Inductor before their first unit.
+        native: Whether workers will write C++ code for the CPU.
     """
 
-    def __init__(self, *, jobs: int, timeout_secs: float | None = None, inductor: bool = True) -> None:
+    def __init__(
+        self, *, jobs: int, timeout_secs: float | None = None, inductor: bool = True, native: bool = True
+    ) -> None:
         self.jobs = jobs
         self._timeout_secs = timeout_secs
         self._threads = max(1, num_cores() // max(1, jobs))
         self._inductor = inductor
+        self._native = native
         self._slots = threading.BoundedSemaphore(max(1, jobs))
         self._lock = threading.Lock()
         self._idle: list[WorkerProcess] = []
@@ -142,7 +146,7 @@ class WorkerPool:
     def _new(self) -> WorkerProcess:
         """Start a worker; the lock is held."""
         log = self._base() / f"worker-{next(self._numbers)}.txt"
-        worker = WorkerProcess(log, threads=self._threads, inductor=self._inductor)
+        worker = WorkerProcess(log, threads=self._threads, inductor=self._inductor, native=self._native)
         self._all.add(worker)
         return worker
 

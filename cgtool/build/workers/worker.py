@@ -29,13 +29,21 @@ from cgtool.errors import CompileError, ModelError
 READY = "ready"
 
 
-def main(folders: Sequence[str] = (), *, threads: int = 1, inductor: bool = True, shared: str | None = None) -> int:
+def main(
+    folders: Sequence[str] = (),
+    *,
+    threads: int = 1,
+    inductor: bool = True,
+    native: bool = True,
+    shared: str | None = None,
+) -> int:
     """Do the units in `folders`, or serve stdin.
 
     Args:
         folders: Folders with a `unit.json` each.
         threads: How many processes Inductor may use for one unit.
         inductor: Whether to import Inductor before there is a unit.
+        native: Whether C++ code is written for the CPU.
         shared: A folder of all workers of one pool: what one of them found out of this machine, the others take.
     """
     if folders:
@@ -43,7 +51,7 @@ def main(folders: Sequence[str] = (), *, threads: int = 1, inductor: bool = True
         return int(any(status != "done" for status in statuses))
     split_off(sys.stdin.fileno())
     with os.fdopen(_take_stdout(), "w", encoding="utf-8") as answers:
-        _prepare(threads, inductor=inductor, shared=shared)
+        _prepare(threads, inductor=inductor, native=native, shared=shared)
         answers.write(f"{READY}\n")
         answers.flush()
         for line in sys.stdin:
@@ -103,7 +111,7 @@ def _status_of(error: BaseException) -> Status:
     return "rejected" if isinstance(error, CompileError) and machine_fault(error) is None else "failed"
 
 
-def _prepare(threads: int, *, inductor: bool, shared: str | None) -> None:
+def _prepare(threads: int, *, inductor: bool, native: bool, shared: str | None) -> None:
     """Import what compiles need before there is one: it counts for no unit's time."""
     from cgtool.build import adaptors  # noqa: F401 - for what it loads: torch
     from cgtool.build.workers import _torch, modules, settings  # noqa: F401 - as above
@@ -113,6 +121,8 @@ def _prepare(threads: int, *, inductor: bool, shared: str | None) -> None:
         _torch.use_threads(threads)
         if shared is not None:
             _torch.share_probes(Path(shared))
+        if native:
+            _torch.probe()
 
 
 def _take_stdout() -> int:
