@@ -57,7 +57,8 @@ class CompilationConfig:
             registered with `splitting=True`; an empty list means one piece. Kind: key.
         use_inductor: Whether Inductor compiles the pieces; True by default. False chooses the adaptor `eager`.
             Kind: key.
-        adaptor: What compiles a piece: `inductor_standalone` (default), `aot_inductor`, `inductor` or `eager`.
+        adaptor: What compiles a piece: `aot_inductor` (default; a piece that it does not take goes to
+            `inductor_standalone`, and what no compiler takes to `eager`), `inductor_standalone`, `inductor` or `eager`.
             Kind: key.
         inductor_compile_config: Inductor's options by name, as JSON values, over those that cgtool sets; empty by
             default. Kind: key.

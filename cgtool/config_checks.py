@@ -24,7 +24,7 @@ CAPTURE_SIZES = "cudagraph_capture_sizes"
 EAGER = "eager"
 AOT_INDUCTOR = "aot_inductor"
 #: All adaptors, the default first.
-ADAPTORS = ("inductor_standalone", AOT_INDUCTOR, "inductor", EAGER)
+ADAPTORS = (AOT_INDUCTOR, "inductor_standalone", "inductor", EAGER)
 
 _OP_NAME = re.compile(r"[A-Za-z_]\w*(?:(?:::|\.)\w+)+", re.ASCII)
 

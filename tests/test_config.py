@@ -102,7 +102,7 @@ def test_a_configuration_survives_json(name):
 
 def test_the_default_is_piecewise_through_standalone_compile():
     config = CompilationConfig()
-    assert (config.level, config.adaptor, config.effective_level) == (3, "inductor_standalone", 3)
+    assert (config.level, config.adaptor, config.effective_level) == (3, "aot_inductor", 3)
     assert resolve_compile_sizes(config) == ()
 
 

@@ -49,7 +49,8 @@ def _isa(adaptor: str) -> str:
             raise
         raise ConfigError(
             f"The adaptor {adaptor!r} needs a C++ compiler, and none works here ({error}). Install one, name one with "
-            f"CXX, or choose the adaptor 'eager'.",
+            f"CXX, or choose the adaptor 'eager' (--adaptor eager), which compiles nothing. A start from a cache that "
+            f"is warm needs no compiler.",
             path="adaptor",
             actual=str(error),
         ) from error
