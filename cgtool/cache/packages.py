@@ -21,6 +21,7 @@ import io
 import json
 import re
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import field
 
@@ -54,11 +55,10 @@ class Package:
     extern: bytes | None = None
     kernels: Mapping[str, bytes] = field(default_factory=dict)
 
-    @property
-    def files(self) -> dict[str, bytes]:
-        """Every member but the native code, by file name, as a loader wants them in one folder."""
-        files = {METADATA_FILE: _json(self.metadata), **self.kernels}
-        return files if self.extern is None else {**files, EXTERN_FILE: self.extern}
+    def files(self, stem: str) -> dict[str, bytes]:
+        """Return every member but the native code, by file name, as a loader wants them beside `stem` + ".so"."""
+        files = {f"{stem}_metadata.json": _json(self.metadata), **self.kernels}
+        return files if self.extern is None else {**files, f"{stem}.json": self.extern}
 
 
 NATIVE_FILE = _STEM + ".so"
@@ -74,7 +74,7 @@ def pack(package: Package) -> bytes:
     """
     for name in package.kernels:
         _check_kernel(name)
-    return _archive(package.files, package.native)
+    return _archive(package.files(_STEM), package.native)
 
 
 def archive_with_source(package: Package) -> bytes:
@@ -82,7 +82,7 @@ def archive_with_source(package: Package) -> bytes:
 
     The source is empty, and is not compiled where native code is beside it. Such an archive is never stored.
     """
-    return _archive({_STEM + ".cpp": b"", **package.files}, package.native)
+    return _archive({_STEM + ".cpp": b"", **package.files(_STEM)}, package.native)
 
 
 def _archive(files: Mapping[str, bytes], native: bytes) -> bytes:
@@ -109,7 +109,7 @@ def unpack(data: bytes) -> Package:
             infos = archive.infolist()
             _check_members(infos)
             _check_layout(infos, len(data))
-            members = {info.filename: archive.read(info) for info in infos}
+            members = {info.filename: _body(data, info) for info in infos}
     except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError, OSError, RuntimeError) as error:
         raise ArtifactError(f"A package is torn ({error}). {_REMEDY}", actual=str(error)) from error
     found = {name.removeprefix(_FOLDER): body for name, body in members.items() if name not in _HEAD}
@@ -152,6 +152,16 @@ def _check_layout(infos: list[zipfile.ZipInfo], num_bytes: int) -> None:
     if at != num_bytes:
         msg = f"A package holds bytes that belong to none of its members. {_REMEDY}"
         raise ArtifactError(msg, expected=at, actual=num_bytes)
+
+
+def _body(data: bytes, info: zipfile.ZipInfo) -> bytes:
+    """Return a member's bytes; the archive was checked to hold members as they are, and nothing between them."""
+    start = info.header_offset + _LOCAL_BYTES + len(info.orig_filename.encode())
+    body = data[start : start + info.file_size]
+    if zlib.crc32(body) != info.CRC:
+        msg = f"bytes of the member {info.filename!r} differ from their checksum"
+        raise zipfile.BadZipFile(msg)
+    return body
 
 
 def _check_kernel(name: str) -> str:

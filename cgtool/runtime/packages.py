@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import re
@@ -19,7 +20,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -41,65 +42,113 @@ _MFD_EXEC = 0x10
 #: A line of /proc/self/maps that shows native code which torch's loader unpacked, and the folder that it made for it.
 _UNPACKED = re.compile(rf" (/tmp/(?:aotinductor_)?[A-Za-z0-9]{{6}})/piece/{_INNER}/{re.escape(NATIVE_FILE)}\Z")
 _MORE_FILES = "Close files that this process holds open, or let it open more: `ulimit -n`."
-#: Tried after the system's temporary folder: some hundred bytes are needed.
-_OTHER_FOLDERS = ("/dev/shm", "/tmp", "/var/tmp")  # noqa: S108 - private folders are made within
+#: Where a private folder is made, the first that takes it: some hundred bytes are needed. None is the system's own.
+_PARENTS = ("/dev/shm", None, "/tmp", "/var/tmp")  # noqa: S108 - private folders are made within
+#: Numbers the packages of this process: the system's linker takes two libraries of one path for one.
+_numbers = itertools.count()
 
 
 def open_package(data: bytes, graph: PieceGraph, *, device_index: int | None = None) -> Boxed:
-    """Return the function that a package holds.
+    """Return the function that one package holds; see `Packages.open`."""
+    with Packages(device_index=device_index) as packages:
+        return packages.open(data, graph)
+
+
+class Packages:
+    """Opens packages; they share one private folder, which is gone when the `with` block ends.
 
     Args:
-        data: The package's bytes, whose digest was checked.
-        graph: The piece that was compiled.
         device_index: What a device without an index means ("cuda" → "cuda:1"); None: the current device.
-
-    Returns:
-        A boxed function: takes a list of tensors, which it empties, and returns a list of the piece's outputs. It holds
-        Python's global lock while it runs, so that threads may call it at any time. It checks no inputs.
-
-    Raises:
-        ArtifactError: The bytes are no package, or cannot be opened here.
     """
-    package = unpack(data)
-    try:
-        loader = (
-            _open_folder(package, device_index) if private.opens_folders() else _open_archive(package, device_index)
-        )
-    except RuntimeError as error:  # torch's loader has no other
-        raise _cannot_open(error) from error
-    run: Boxed = loader.boxed_run
-    constants = [_placed(tensor, device_index) for tensor in constants_of(graph)]
-    if OUTPUTS in package.metadata:
-        run = with_views(run, package.metadata[OUTPUTS], graph, num_constants=len(constants))
-    if not constants:
-        return run
-    whole = run
 
+    def __init__(self, *, device_index: int | None = None) -> None:
+        self.device_index = device_index
+        self._parents = iter(_PARENTS)
+        self._folder: Path | None = None
+        self._keeps_kernels = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        if self._folder is not None and not self._keeps_kernels:
+            _remove(self._folder)
+
+    def open(self, data: bytes, graph: PieceGraph) -> Boxed:
+        """Return the function that a package holds.
+
+        Args:
+            data: The package's bytes, whose digest was checked.
+            graph: The piece that was compiled.
+
+        Returns:
+            A boxed function: takes a list of tensors, which it empties, and returns a list of the piece's outputs. It
+            holds Python's global lock while it runs, so that threads may call it at any time. It checks no inputs.
+
+        Raises:
+            ArtifactError: The bytes are no package, or cannot be opened here.
+        """
+        package = unpack(data)
+        try:
+            if private.opens_folders():
+                loader = self._open_in_folder(package)
+            else:
+                loader = _open_archive(package, self.device_index)
+        except RuntimeError as error:  # torch's loader has no other
+            raise _cannot_open(error) from error
+        run: Boxed = loader.boxed_run
+        constants = [_placed(tensor, self.device_index) for tensor in constants_of(graph)]
+        if OUTPUTS in package.metadata:
+            run = with_views(run, package.metadata[OUTPUTS], graph, num_constants=len(constants))
+        return _with_constants(run, constants) if constants else run
+
+    def _open_in_folder(self, package: Package) -> Any:
+        stem = f"piece-{next(_numbers)}.wrapper"
+        with _in_memory(package.native) as path:
+            inner = self._filled(package, stem)
+            native = inner / f"{stem}.so"
+            try:
+                if path is None:
+                    native.write_bytes(package.native)
+                else:
+                    native.symlink_to(path)
+                loader = private.open_package(str(self._folder), self.device_index)
+            except OSError as error:
+                raise _no_room(error) from error
+            finally:
+                for name in (native.name, *package.files(stem).keys() - package.kernels.keys()):
+                    (inner / name).unlink(missing_ok=True)
+        self._keeps_kernels |= bool(package.kernels)  # torch reads them when they first run
+        return loader
+
+    def _filled(self, package: Package, stem: str) -> Path:
+        """Put a package's files into a folder that only this user can enter, and return where torch's loader looks."""
+        error: OSError | None = None
+        while True:
+            try:
+                if self._folder is None:
+                    self._folder = _new_folder(next(self._parents) or tempfile.gettempdir())
+                inner = self._folder / _INNER
+                inner.mkdir(parents=True, exist_ok=True)
+                for name, body in package.files(stem).items():
+                    (inner / name).write_bytes(body)
+            except StopIteration:
+                raise _no_room(error) from error
+            except OSError as failed:  # no such folder, full, read-only: another may serve
+                error = error or failed
+                if self._folder is not None and not self._keeps_kernels:
+                    _remove(self._folder)
+                self._folder = None
+            else:
+                return inner
+
+
+def _with_constants(run: Boxed, constants: list[torch.Tensor]) -> Boxed:
     def with_constants(inputs: list[Any]) -> Any:
         inputs.extend(constants)
-        return whole(inputs)
+        return run(inputs)
 
     return with_constants
-
-
-def _open_folder(package: Package, device_index: int | None) -> Any:
-    folder = _private_folder(package)
-    keep = False
-    try:
-        with _in_memory(package.native) as path:
-            native = folder / _INNER / NATIVE_FILE
-            if path is None:
-                native.write_bytes(package.native)
-            else:
-                native.symlink_to(path)
-            loader = private.open_package(str(folder), device_index)
-        keep = bool(package.kernels)  # torch reads them when they first run
-    except OSError as error:
-        raise _no_room(error) from error
-    finally:
-        if not keep:
-            _remove(folder)
-    return loader
 
 
 #: Folders that are there, and the process that made each. Ctrl-C may fall into the midst of making or removing one:
@@ -155,26 +204,6 @@ def _remove_unpacked() -> None:
         match = _UNPACKED.search(line)
         if match is not None:
             shutil.rmtree(match[1], ignore_errors=True)
-
-
-def _private_folder(package: Package) -> Path:
-    """Return a folder that only this user can enter and that holds all of a package but its native code."""
-    error: OSError | None = None
-    for parent in (None, *_OTHER_FOLDERS):
-        folder = None
-        try:
-            folder = _new_folder(parent or tempfile.gettempdir())
-            inner = folder / _INNER
-            inner.mkdir(parents=True)
-            for name, body in package.files.items():
-                (inner / name).write_bytes(body)
-        except OSError as failed:  # no such folder, full, read-only: another may serve
-            error = error or failed
-            if folder is not None:
-                _remove(folder)
-            continue
-        return folder
-    raise _no_room(error)
 
 
 @contextlib.contextmanager

@@ -194,5 +194,5 @@ def test_metadata_of_another_type_are_refused(metadata):
 
 def test_metadata_are_words_in_order():
     package = Package(native=b"", metadata={"b": "2", "a": "1"})
-    assert json.loads(package.files[METADATA_FILE]) == {"a": "1", "b": "2"}
-    assert list(json.loads(package.files[METADATA_FILE])) == ["a", "b"]
+    assert json.loads(package.files("model.wrapper")[METADATA_FILE]) == {"a": "1", "b": "2"}
+    assert list(json.loads(package.files("model.wrapper")[METADATA_FILE])) == ["a", "b"]

@@ -38,8 +38,10 @@ sys.path.insert(0, sys.argv[1])
 import torch
 from piece_cases import CASES, inputs_of
 from cgtool.errors import ArtifactError
+from cgtool.runtime import packages
 from cgtool.runtime.packages import open_package
 from cgtool.runtime.pieces import piece_function
+packages._PARENTS = packages._PARENTS[1:]  # as where there is no /dev/shm
 case = CASES["two inputs"]
 try:
     run = open_package(sys.stdin.buffer.read(), case.piece)
@@ -75,7 +77,7 @@ def compiled():
 def folder(tmp_path, monkeypatch):
     """An empty temporary folder, the only one that there is."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(packages, "_OTHER_FOLDERS", ())
+    monkeypatch.setattr(packages, "_PARENTS", (None,))
     return tmp_path
 
 
@@ -127,14 +129,14 @@ def test_without_memory_files_the_code_lies_in_a_private_folder(folder, monkeypa
 
 def test_no_folder_that_can_be_written_is_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    monkeypatch.setattr(packages, "_OTHER_FOLDERS", (str(tmp_path / "nowhere"),))
+    monkeypatch.setattr(packages, "_PARENTS", (None, str(tmp_path / "nowhere")))
     with pytest.raises(ArtifactError, match=r"No temporary folder .* Set TMPDIR"):
         open_package(data_of("two inputs"), CASES["two inputs"].piece)
 
 
 def test_another_folder_serves_where_the_first_is_missing(folder, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(folder / "missing"))
-    monkeypatch.setattr(packages, "_OTHER_FOLDERS", (str(folder),))
+    monkeypatch.setattr(packages, "_PARENTS", (None, str(folder)))
     assert is_right(open_package(data_of("two inputs"), CASES["two inputs"].piece), "two inputs")
     assert list(folder.iterdir()) == []
 
