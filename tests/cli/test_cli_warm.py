@@ -213,6 +213,20 @@ def test_a_plain_size_of_two_dimensions_asks_which_is_meant(tmp_path):
     assert "2 dynamic dimensions (batch, seq)" in ran.err
 
 
+def test_without_a_cpp_compiler_the_default_says_what_to_do_and_eager_works(tmp_path):
+    """One sentence, and no entry that would serve every piece uncompiled."""
+    root, env = tmp_path / "cache", {"PATH": str(tmp_path)}
+    ran = run("warm", f"{SAMPLE}:plain", "--cache-dir", root, env=env)
+    assert (ran.code, ran.out) == (2, "")
+    (said,) = [line for line in ran.err.splitlines() if line.startswith("Error: ")]
+    assert said == ran.err.splitlines()[-1]
+    assert "'aot_inductor' needs a C++ compiler, and none works here" in said
+    assert "Install one" in said
+    assert "--adaptor eager" in said
+    assert list(root.rglob("manifest.json")) == []
+    assert warm("plain", root, env=env).code == 0
+
+
 def test_a_cache_folder_that_cannot_be_made_is_a_sentence(tmp_path):
     (tmp_path / "file").write_text("no folder")
     ran = warm("build", tmp_path / "file" / "cache", "--json")

@@ -225,7 +225,7 @@ def test_level_0_is_the_model_itself(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-LEVELS = {1: ("eager", 1, 0, 1), 2: ("inductor_standalone", 1, 0, 1), 3: ("inductor_standalone", 5, 2, 3)}
+LEVELS = {1: ("eager", 1, 0, 1), 2: ("aot_inductor", 1, 0, 1), 3: ("aot_inductor", 5, 2, 3)}
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -85,9 +85,9 @@ def test_an_added_size_compiles_three_artifacts_and_traces_nothing(four, two):
 def test_an_artifact_is_stored_once_for_all_entries(four, two):
     root, _ = four
     stored = {}
-    for path in (*root.rglob("artifacts/*"), *root.rglob("units/*/*/*.aot")):
+    for path in (*root.rglob("artifacts/*"), *root.rglob("units/*/*/*.pt2")):
         stored.setdefault(path.name, set()).add(path.stat().st_ino)
-    assert set(stored) >= {f"{digest}.aot" for digest in digests(two)}
+    assert set(stored) >= {f"{digest}.pt2" for digest in digests(two)}
     assert all(len(inodes) == 1 for inodes in stored.values())
 
 

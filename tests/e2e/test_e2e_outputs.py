@@ -21,8 +21,8 @@ def check(model, root, calls, **options):
     return report
 
 
-#: As it is by default, and with packages of native code, each of which costs two C++ compiles.
-ADAPTORS = ("inductor_standalone", pytest.param("aot_inductor", marks=pytest.mark.slow))
+#: The default, and what serves a piece that it does not take.
+ADAPTORS = ("aot_inductor", pytest.param("inductor_standalone", marks=pytest.mark.slow))
 FIXTURE_CALLS = {"tiny_llama": TOKENS, "tiny_moe": TOKENS, "tiny_encoder": GRID, "tiny_vision": IMAGES}
 
 

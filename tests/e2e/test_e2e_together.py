@@ -20,6 +20,8 @@ pytestmark = pytest.mark.torch
 #: Unique artifacts of a decoder of two layers: three pieces, each of general shape, of 1 and of 8 tokens.
 UNITS = 9
 ARGUMENTS = ("--arg", "num_layers=2", "--compile-sizes", "1,8")
+#: Compiles in workers as the default does, in half the time: for what is not about the default.
+QUICK = ("--adaptor", "inductor_standalone")
 
 
 def start(root, *arguments, layers=2, sizes="1,8"):
@@ -42,11 +44,19 @@ def kill(process):
     process.communicate()
 
 
-def check_whole(root: Path):
+def wait_for(process, line):
+    """Read what a warm says until a line of it begins so."""
+    for said in process.stderr:
+        if said.startswith(line):
+            return
+    raise AssertionError(f"it ended without {line!r}: {process.wait()}")
+
+
+def check_whole(root: Path, *arguments: str):
     """The cache holds one entry, which serves the model."""
     entry = inspect(root)
     assert counts(entry) == (5, 2, 3, UNITS)
-    assert cgtool("warm", LLAMA, "--cache-dir", root, "--check", *ARGUMENTS).code == 0
+    assert cgtool("warm", LLAMA, "--cache-dir", root, "--check", *ARGUMENTS, *arguments).code == 0
     sizes = [{"num_tokens": n} for n in (1, 2, 8, 9)]
     assert compare(LLAMA, root, sizes, arguments={"num_layers": 2})["failures"] == []
 
@@ -80,10 +90,10 @@ def test_four_ranks_and_two_models_share_what_is_equal(tmp_path):
     """Ranks of one entry and entries of one cache: four processes, four plans, nine units."""
     root = tmp_path / "cache"
     processes = [
-        start(root, "--quiet", "--rank", "0"),
-        start(root, "--quiet", "--rank", "1"),
-        start(root, "--quiet", "--prefix", "head"),
-        start(root, "--quiet", layers=3),
+        start(root, "--quiet", *QUICK, "--rank", "0"),
+        start(root, "--quiet", *QUICK, "--rank", "1"),
+        start(root, "--quiet", *QUICK, "--prefix", "head"),
+        start(root, "--quiet", *QUICK, layers=3),
     ]
     compiled = 0
     for process in processes:
@@ -100,9 +110,7 @@ def test_four_ranks_and_two_models_share_what_is_equal(tmp_path):
 def test_a_kill_between_two_compiles_loses_at_most_one(tmp_path):
     root = tmp_path / "cache"
     process = start(root)
-    for line in process.stderr:
-        if line.startswith("compile 4/"):
-            break
+    wait_for(process, "compile 4/")
     kill(process)
     stored = check_goes_on(root)
     assert 4 <= stored < UNITS
@@ -112,44 +120,36 @@ def test_a_kill_between_two_compiles_loses_at_most_one(tmp_path):
 def test_a_kill_of_one_of_two_leaves_the_other_to_finish(tmp_path):
     """The one that waits for a unit goes on by itself when its holder dies."""
     root = tmp_path / "cache"
-    first = start(root)
-    for line in first.stderr:
-        if line.startswith("split"):
-            break
-    second = start(root)
-    for line in first.stderr:
-        if line.startswith("compile 3/"):
-            break
+    first = start(root, *QUICK)
+    wait_for(first, "split")
+    second = start(root, *QUICK)
+    wait_for(first, "compile 3/")
     kill(first)
     out, err = second.communicate(timeout=300)
     assert second.returncode == 0, err
     assert json.loads(out)["compiled"] <= UNITS - 3
     assert units(root) == UNITS
-    check_whole(root)
+    check_whole(root, *QUICK)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_kills_at_ten_instants_lose_nothing_that_was_stored(tmp_path):
-    """Ten seeded instants, one in each tenth of a run's time; most fall between the first unit and the last."""
-    began = time.monotonic()
-    out, err = start(tmp_path / "whole").communicate(timeout=500)
-    duration = time.monotonic() - began
-    assert json.loads(out)["compiled"] == UNITS, err
+    """Before the first unit and soon after each of the nine: several may be in flight, and those alone are lost."""
     rng = random.Random(20260730)
     stored = []
-    for tenth in range(10):
-        root = tmp_path / f"killed-{tenth}"
+    for finished in range(UNITS + 1):
+        root = tmp_path / f"killed-{finished}"
         process = start(root)
-        try:
-            process.communicate(timeout=duration * (tenth + rng.random()) / 10)
-        except subprocess.TimeoutExpired:
-            kill(process)
+        wait_for(process, f"compile {finished}/" if finished else "split")
+        time.sleep(rng.uniform(0.0, 1.0))
+        kill(process)
         stored.append(check_goes_on(root))
         assert counts(inspect(root)) == (5, 2, 3, UNITS)
         assert cgtool("warm", LLAMA, "--cache-dir", root, "--check", *ARGUMENTS).code == 0  # reads every artifact
     check_whole(root)
-    assert len(set(stored)) > 3, f"the instants fell too close together to prove anything: {stored}"
+    assert all(count >= finished for finished, count in enumerate(stored)), stored
+    assert len(set(stored)) > 5, f"the instants fell too close together to prove anything: {stored}"
 
 
 @pytest.mark.slow
@@ -157,19 +157,17 @@ def test_kills_at_ten_instants_lose_nothing_that_was_stored(tmp_path):
 def test_kills_while_an_entry_grows_leave_it_serving_what_it_served(tmp_path):
     """An entry that is whole gets further sizes, and is killed meanwhile: what it held is still there and serves."""
     root = tmp_path / "cache"
-    assert warm(LLAMA, root, *ARGUMENTS)["compiled"] == UNITS
+    assert warm(LLAMA, root, *ARGUMENTS, *QUICK)["compiled"] == UNITS
     rng = random.Random(7)
     for size in (16, 32, 64):
-        process = start(root, sizes=f"1,8,{size}")
-        for line in process.stderr:
-            if line.startswith(f"compile {rng.choice([1, 2, 3])}/"):
-                break
+        process = start(root, *QUICK, sizes=f"1,8,{size}")
+        wait_for(process, f"compile {rng.choice([1, 2, 3])}/")
         kill(process)
-        report = warm(LLAMA, root, *ARGUMENTS)
+        report = warm(LLAMA, root, *ARGUMENTS, *QUICK)
         assert (report["hit"], report["compiled"]) == (True, 0)
         sizes = [{"num_tokens": n} for n in (1, 8, size)]
         assert compare(LLAMA, root, sizes, arguments={"num_layers": 2})["failures"] == []
     before = units(root)
-    report = warm(LLAMA, root, "--arg", "num_layers=2", "--compile-sizes", "1,8,16,32,64")
+    report = warm(LLAMA, root, *QUICK, "--arg", "num_layers=2", "--compile-sizes", "1,8,16,32,64")
     assert report["compiled"] == UNITS + 9 - before
     assert counts(report) == (5, 2, 3, UNITS + 9)
