@@ -86,7 +86,9 @@ _FIELDS = (
     help="Ops to split the graph at: ns::op, ns.op, torch.nn.functional.name. Default: known attention ops.",
 )
 @click.option("--level", metavar="0-3", help="Compilation level. Default: 3, piecewise.")
-@click.option("--adaptor", metavar="NAME", help="The compiler: aot_inductor (default), inductor_standalone, inductor, eager.")
+@click.option(
+    "--adaptor", metavar="NAME", help="The compiler: aot_inductor (default), inductor_standalone, inductor, eager."
+)
 @click.option("--size-dim", metavar="DIM", help="The dynamic dimension that plain sizes speak of, where several are.")
 @click.option(
     "--inductor-config",
