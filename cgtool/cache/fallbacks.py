@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from cgtool.cache.checks import count, text, word
 from cgtool.cache.shapes import Shape, shape_from_json, shape_text, shape_to_json
 from cgtool.pieces import Json
+from cgtool.records import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)

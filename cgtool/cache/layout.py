@@ -23,11 +23,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from cgtool.config import environment
 from cgtool.errors import CacheError
+from cgtool.records import dataclass
 
 CACHE_FOLDER = "torch_compile_cache"
 ARTIFACTS = "artifacts"
@@ -117,7 +117,7 @@ def resolve_root(cache_dir: Path | str | None = None) -> Path:
     return root.parent if root.name == CACHE_FOLDER else root
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
+@dataclass(frozen=True, kw_only=True)
 class RankName:
     """What names one manifest in a cache: an entry's hash, a rank and a prefix.
 
