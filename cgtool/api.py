@@ -38,8 +38,8 @@ def load(
 ) -> Callable[..., Any]:
     """Return a callable that runs `module` from what was compiled for it; nothing is traced.
 
-    An entry of the adaptor `eager` opens with torch alone. Artifacts of the Inductor adaptors import Inductor, which on
-    the CPU builds the C++ of its kernels again where torch's own cache folder does not hold them.
+    Entries of the adaptors `aot_inductor` and `eager` open with torch alone. Artifacts of the others import Inductor,
+    which on the CPU builds the C++ of its kernels again where torch's own cache folder does not hold them.
 
     Args:
         module: The model, built and in evaluation mode; its weights may be loaded before or after.
