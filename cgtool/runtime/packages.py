@@ -88,7 +88,7 @@ class Packages:
         Raises:
             ArtifactError: The bytes are no package, or cannot be opened here.
         """
-        package = unpack(data)
+        package = unpack(data, vouched=True)
         try:
             if private.opens_folders():
                 loader = self._open_in_folder(package)
