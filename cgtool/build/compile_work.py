@@ -76,7 +76,9 @@ def compile_work(
     groups = sorted(unique(work), key=lambda group: not all(item.is_base for item in group))
     tasks = [Task(items=group, label=_label(group)) for group in groups]
     run_tasks(tasks, objects=objects, managers=managers, pool=pool, on_event=on_event)
-    as_it_stands = {item.place for task in tasks if task.is_base and task.adaptor == EAGER for item in task.items}
+    # fell to eager; where eager was asked for, every size that was asked for has its artifact
+    fallen = [task for task in tasks if task.is_base and task.adaptor == EAGER and task.reason]
+    as_it_stands = {item.place for task in fallen for item in task.items}
     served = [(task, [item for item in task.items if item.is_base or item.place not in as_it_stands]) for task in tasks]
     _raise_failures([task for task, items in served if items and task.error is not None])
     done = [(item, task, task.unit) for task, items in served for item in items if task.unit is not None]
