@@ -36,6 +36,7 @@ from cgtool.cache.shapes import (
     shape_words,
 )
 from cgtool.cache.state import timestamp
+from cgtool.config import EAGER
 from cgtool.errors import CacheError
 from cgtool.pieces import Json
 from cgtool.records import dataclass
@@ -243,11 +244,15 @@ class Manifest:
         return RankName(hash=self.hash, rank=self.rank, prefix=self.prefix)
 
     def with_rows(self, rows: Iterable[ManifestRow], fallbacks: Iterable[Fallback] = ()) -> Manifest:
-        """Return a manifest with more rows and fallbacks; one of the same identity is replaced."""
+        """Return a manifest with more rows and fallbacks; one of the same identity is replaced.
+
+        Where an adaptor fell back, rows of the one that it fell from go: a later proof may have refuted them.
+        """
         merged = {row.identity: row for row in self.rows}
         merged.update((row.identity, row) for row in rows)
         fallen = {fallback.place: fallback for fallback in (*self.fallbacks, *fallbacks)}
-        return replace(self, rows=tuple(merged.values()), fallbacks=tuple(fallen.values()))
+        kept = tuple(row for row in merged.values() if not _is_refuted(row, fallen))
+        return replace(self, rows=kept, fallbacks=tuple(fallen.values()))
 
     def row(self, *, variant: int, shape: Shape, piece_index: int, adaptor: str) -> ManifestRow | None:
         """Return the row of this identity, or None."""
@@ -366,6 +371,16 @@ def parse_manifest(data: bytes, *, path: Path, name: RankName) -> Manifest:
     if manifest.name != name:
         raise corrupt(path, "it is the manifest of another folder", expected=name.flat, actual=manifest.name.flat)
     return manifest
+
+
+def _is_refuted(row: ManifestRow, fallen: Mapping[tuple[int, int, str], Fallback]) -> bool:
+    """Return whether another adaptor serves a row's place now; a piece that runs as it stands does so for all sizes."""
+    if row.adaptor == EAGER:
+        return False
+    if any((f.variant, f.piece_index, f.adaptor) == (row.variant, row.piece_index, EAGER) for f in fallen.values()):
+        return True
+    fallback = fallen.get((row.variant, row.piece_index, shape_text(row.shape)))
+    return fallback is not None and fallback.adaptor != row.adaptor
 
 
 def _row_order(row: ManifestRow) -> tuple[int, tuple[int, tuple[int, ...], str], int, str]:

@@ -8,6 +8,7 @@ from cache_samples import manifest_of, put_row, with_shape, writer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cgtool.cache.fallbacks import Fallback
 from cgtool.cache.layout import RANK_FILES, RankName
 from cgtool.cache.manifest import (
     FileRecord,
@@ -214,6 +215,21 @@ def test_a_row_is_found_by_its_identity(manifest):
     assert both.row(variant=0, shape="general", piece_index=0, adaptor="eager") == row
     assert both.row(variant=0, shape=(2, 8), piece_index=0, adaptor="eager") == ranged
     assert both.row(variant=0, shape=8, piece_index=0, adaptor="eager") is None
+
+
+def test_a_fallback_takes_the_rows_of_what_it_fell_from(manifest):
+    row = replace(manifest.rows[0], adaptor="aot_inductor")
+    whole = replace(manifest, rows=(row, with_shape(row, 8), replace(row, piece_index=1)))
+
+    def fallen(adaptor):
+        fallback = Fallback(variant=0, piece_index=0, shape="general", adaptor=adaptor, reason="other numbers")
+        rows = whole.with_rows([replace(row, adaptor=adaptor)], [fallback]).rows
+        return {(row.piece_index, row.shape, row.adaptor) for row in rows}
+
+    other = (1, "general", "aot_inductor")
+    standalone = "inductor_standalone"
+    assert fallen(standalone) == {(0, "general", standalone), (0, 8, "aot_inductor"), other}
+    assert fallen("eager") == {(0, "general", "eager"), other}  # as it stands, a piece serves all sizes
 
 
 @pytest.mark.parametrize(
