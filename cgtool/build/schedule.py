@@ -193,7 +193,7 @@ class _Run:
                 self._tell(said, secs=0.0 if unit.reused else unit.compile_secs)
                 if self._running:
                     self._tell()
-            elif task.error is not None:
+            elif task.error is not None and self._fatal is None:
                 self._tell(f"{task.label} failed", secs=0.0)
             if self._left == 0 or self._fatal is not None:
                 self._local.put(None)

@@ -64,7 +64,8 @@ def state_of(module: torch.nn.Module) -> Json:
                 if tensor is None:
                     continue
                 name = prefix + own
-                make = tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.layout
+                steps = tensor.stride() if tensor.layout is torch.strided else None  # a CSR tensor has none
+                make = tensor.dtype, tensor.shape, steps, tensor.device, tensor.layout
                 if make not in spelled:
                     spelled[make] = _spelled(tensor)
                 tensors[name] = spelled[make]
