@@ -10,7 +10,7 @@ from typing import Any, Self
 from cgtool.build.proof.child import Child, ChildGoneError
 from cgtool.build.proof.record import ProofRecord
 from cgtool.build.workers.settings import torch_settings
-from cgtool.errors import ProofCrashError, ProofMismatchError
+from cgtool.errors import ProofCrashError, ProofMismatchError, WorkerError
 from cgtool.pieces import PieceGraph
 
 _WHERE = {
@@ -54,6 +54,7 @@ class Prover:
         self._timeout_secs = timeout_secs
         self._device_index = device_index
         self._child: Child | None = None
+        self._is_closed = False
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -70,7 +71,8 @@ class Prover:
             self._running()
 
     def close(self) -> None:
-        """End the child; whoever waits for its answer is told that it is gone."""
+        """End the child for good; whoever waits for its answer is told that it is gone."""
+        self._is_closed = True  # first: a thread that comes late must not start another one, which nobody would end
         child = self._child
         if child is not None:
             child.end()
@@ -127,6 +129,8 @@ class Prover:
         return ProofRecord.from_json(reply["record"])
 
     def _running(self) -> Child:
+        if self._is_closed:
+            raise WorkerError("the warm was ended before this artifact was proved. Warm again to go on.")
         if self._child is not None and not self._child.is_alive:  # between two requests: no artifact's fault
             self._drop()
         if self._child is None:

@@ -162,7 +162,10 @@ class WorkerPool:
 
     def _base(self) -> Path:
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="cgtool-work-"))
+            try:
+                self._folder = Path(tempfile.mkdtemp(prefix="cgtool-work-"))
+            except OSError as error:
+                raise _disk_error(error) from error
         return self._folder
 
     def _refuse_if_closed(self) -> None:

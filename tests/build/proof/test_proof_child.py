@@ -18,6 +18,7 @@ from proof_with_results import with_results
 
 from cgtool.build.proof import ProofCrashError, ProofMismatchError, Prover
 from cgtool.digests import canonical_json
+from cgtool.errors import WorkerError
 
 pytestmark = pytest.mark.torch
 
@@ -100,14 +101,14 @@ def test_threads_take_turns(prover):
     assert [record.proved for record in records] == [True] * 4
 
 
-def test_a_child_started_by_a_thread_outlives_it(prover):
-    prover.close()
-    thread = threading.Thread(target=prover.start)
-    thread.start()
-    thread.join()
-    pid = prover._child.pid
-    assert prove(prover, "right").proved
-    assert prover._child.pid == pid
+def test_a_child_started_by_a_thread_outlives_it():
+    with Prover(timeout_secs=120) as prover:
+        thread = threading.Thread(target=prover.start)
+        thread.start()
+        thread.join()
+        pid = prover._child.pid
+        assert prove(prover, "right").proved
+        assert prover._child.pid == pid
 
 
 def test_an_import_that_fails_proves_nothing_and_says_so(prover):
@@ -170,3 +171,12 @@ print([name for name in ("torch._dynamo", "torch._inductor", "sympy", "triton") 
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_thread_that_asks_too_late_starts_no_other_process():
+    with Prover(timeout_secs=120) as late:
+        pass
+    with pytest.raises(WorkerError, match="ended before"):
+        late.start()
+    with pytest.raises(WorkerError, match="ended before"):
+        prove(late, "right")

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import tempfile
 import threading
 from types import SimpleNamespace
 
 import pytest
 
 from cgtool.build.schedule import Task, run_tasks
+from cgtool.build.workers.pool import WorkerPool
 from cgtool.errors import WorkerError
+
+pytestmark = pytest.mark.torch
 
 
 class Crashing:
@@ -21,7 +25,6 @@ class Crashing:
         raise WorkerError("its worker crashed")
 
 
-@pytest.mark.torch
 def test_a_progress_that_cannot_be_told_ends_the_run_and_does_not_hang_it():
     item = SimpleNamespace(adaptor="aot_inductor", graph=None, max_autotune=False, is_base=True, place=(0, 0))
     pool = SimpleNamespace(jobs=1, start=lambda _count: None)
@@ -43,3 +46,9 @@ def test_a_progress_that_cannot_be_told_ends_the_run_and_does_not_hang_it():
     thread.join(20)
     assert not thread.is_alive()
     assert len(raised) == 1
+
+
+def test_a_pool_without_room_for_temporary_files_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with WorkerPool(jobs=1) as pool, pytest.raises(WorkerError, match="TMPDIR"):
+        pool.start(1)
