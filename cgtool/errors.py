@@ -128,3 +128,7 @@ class GuardError(CgtoolError):
 
 class ArtifactError(CgtoolError):
     """An artifact could not be opened, or gave something else than its piece promises."""
+
+
+class NoRoomError(ArtifactError):
+    """This machine lacks what opening any artifact needs: a folder, a descriptor, leave to run code."""

@@ -22,7 +22,7 @@ from cgtool.cache.objects import ObjectStore
 from cgtool.cache.units import UnitRecord, UnitStore, new_record
 from cgtool.config import CompilationConfig
 from cgtool.digests import digest_of
-from cgtool.errors import CacheCorruptError
+from cgtool.errors import CacheCorruptError, ProofMismatchError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.pieces import PieceGraph
 
@@ -171,7 +171,11 @@ class CompilerManager:
                 data, record = self._compiled(work)
             else:
                 record = unproved
-            record = self._proved(work, data, record)
+            try:
+                record = self._proved(work, data, record)
+            except ProofMismatchError:
+                self._units.remove(work.key)  # stored unproved, it would serve whoever asks for no proof
+                raise
             self._units.put(work.key, data, record)
         return record, unproved is not None
 

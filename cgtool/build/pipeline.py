@@ -16,7 +16,7 @@ from cgtool.build.adaptors import get_adaptor
 from cgtool.build.compile_work import Compiled, compile_work, row_name, unique
 from cgtool.build.managers import Managers
 from cgtool.build.proving import Proof
-from cgtool.build.records import calls_of, counts_of, fallbacks_of, notes_of, without_sizes
+from cgtool.build.records import calls_of, counts_of, fallbacks_of, gaps_of, notes_of, without_sizes
 from cgtool.build.wanted import Work, wanted
 from cgtool.build.workers.limits import default_jobs, early_jobs
 from cgtool.build.workers.pool import WorkerPool
@@ -304,7 +304,7 @@ class _Warm:
             trace_secs=round(trace_secs, 3),
             compile_secs=round(compile_secs, 3),
             reasons=reasons,
-            notes=notes,
+            notes=(*notes, *gaps_of(manifest)),
             fallbacks=manifest.fallbacks,
         )
 

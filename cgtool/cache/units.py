@@ -22,6 +22,7 @@ from pathlib import Path
 from cgtool.cache.checks import count, flag, seconds, text, texts
 from cgtool.cache.files import (
     ARTIFACT_MODE,
+    cache_error,
     corrupt,
     ensure_root,
     read_bytes,
@@ -172,6 +173,18 @@ class UnitStore:
         write_atomic(folder / UNIT_FILE, sealed_json({"key": key, **record.to_json()}, schema=SCHEMA))
         sweep(folder)
         return record
+
+    def remove(self, key: str) -> None:
+        """Forget a unit; entries that have its artifact keep it.
+
+        Raises:
+            CacheError: It cannot be removed.
+        """
+        path = self._layout.unit_dir(key) / UNIT_FILE
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise cache_error(error, path) from error
 
     def data(self, key: str, record: UnitRecord) -> bytes | None:
         """Return a unit's bytes, or None where they are gone or differ from their digest.

@@ -36,7 +36,7 @@ _SCALED = re.compile(r"(?:([1-9][0-9]*) ?\* ?(s[0-9]+)|(s[0-9]+) ?\* ?([1-9][0-9
 #: What Inductor's kernels for accelerators assume of the memory of their inputs, in bytes.
 ALIGNMENT = 16
 #: Devices whose kernels read memory wherever it begins: Inductor's C++ loads vectors unaligned.
-_ANYWHERE = frozenset({"cpu", "meta"})
+ANYWHERE = frozenset({"cpu", "meta"})
 _ACCESS = (AttributeError, KeyError, IndexError, TypeError, ValueError, CgtoolError)
 
 
@@ -266,7 +266,7 @@ def _sees(kind: str, value: Any, expected: bytes) -> bool:
 
 def needs_alignment(device: torch.device) -> bool:
     """Return whether compiled code for `device` relies on tensors that begin at a multiple of `ALIGNMENT` bytes."""
-    return device.type not in _ANYWHERE
+    return device.type not in ANYWHERE
 
 
 def strides_matter(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:

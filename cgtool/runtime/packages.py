@@ -25,7 +25,7 @@ from typing import Any, Self
 import torch
 
 from cgtool.cache.packages import NATIVE_FILE, Package, archive_with_source, unpack
-from cgtool.errors import ArtifactError
+from cgtool.errors import ArtifactError, NoRoomError
 from cgtool.graph.constants import constants_of
 from cgtool.graph.metas import device_of
 from cgtool.pieces import PieceGraph
@@ -236,11 +236,11 @@ def _placed(tensor: torch.Tensor, device_index: int | None) -> torch.Tensor:
     return tensor.to(device_of(tensor.device.type, device_index))
 
 
-def _no_room(error: OSError | None) -> ArtifactError:
+def _no_room(error: OSError | None) -> NoRoomError:
     said = error.strerror if error is not None else "there is none"
     if error is not None and error.errno in {errno.EMFILE, errno.ENFILE}:
-        return ArtifactError(f"A package cannot be opened: {said}. {_MORE_FILES}", actual=str(error))
-    return ArtifactError(
+        return NoRoomError(f"A package cannot be opened: {said}. {_MORE_FILES}", actual=str(error))
+    return NoRoomError(
         f"No temporary folder takes the few hundred bytes that opening a package needs ({said}). Set TMPDIR to a "
         "folder that can be written.",
         actual=str(error),
@@ -251,9 +251,10 @@ def _cannot_open(error: RuntimeError) -> ArtifactError:
     said = (str(error).strip().splitlines() or ["no reason given"])[0]
     if "failed to map segment" in said or "Operation not permitted" in said:
         advice = "Code may not run from where torch unpacks packages, /tmp: mount it without noexec, or use torch 2.13."
-    elif os.strerror(errno.EMFILE) in said or os.strerror(errno.ENFILE) in said:
-        advice = _MORE_FILES
-    elif "undefined symbol" in said:
+        return NoRoomError(f"Torch could not open a package: {said}. {advice}", actual=said)
+    if os.strerror(errno.EMFILE) in said or os.strerror(errno.ENFILE) in said:
+        return NoRoomError(f"Torch could not open a package: {said}. {_MORE_FILES}", actual=said)
+    if "undefined symbol" in said:
         advice = "It was compiled for another build of torch: warm again with this one."
     elif "chema" in said or "perator" in said:
         advice = "It calls a custom op that nothing has registered yet: import the module that does, then load."

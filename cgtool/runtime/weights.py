@@ -30,6 +30,7 @@ from cgtool.guards.sources import Roots, SourceError, parse_source, words
 from cgtool.pieces import TensorMeta
 from cgtool.plan import Guard, Input
 from cgtool.runtime import _torch as private
+from cgtool.runtime.accept import ALIGNMENT, ANYWHERE
 from cgtool.runtime.generate import Code
 from cgtool.runtime.paths import Places, Reader
 
@@ -101,8 +102,9 @@ class Weights:
         wanted = {make: (dtype_of(make[0]), device_of(make[1], self._device_index)) for make in set(self._makes)}
         for item, make, tensor in zip(self._inputs, self._makes, tensors, strict=True):
             if _is_plainly(tensor, item.meta, *wanted[make]):
-                continue
-            problem = make_problem(tensor, item.meta, self._device_index) or _shape_problem(tensor, item.meta)
+                problem = _place_problem(tensor)
+            else:
+                problem = make_problem(tensor, item.meta, self._device_index) or _shape_problem(tensor, item.meta)
             if problem is not None:
                 raise GuardError(
                     f"{words(item.source)} {problem}. {_ADVICE}",
@@ -212,6 +214,13 @@ def _is_plainly(tensor: Any, meta: TensorMeta, dtype: torch.dtype, device: torch
         and not tensor.is_neg()
         and not tensor.is_conj()
     )
+
+
+def _place_problem(tensor: torch.Tensor) -> str | None:
+    """Return what is wrong with where a tensor begins: native code for accelerators would work on a copy of it."""
+    if tensor.device.type in ANYWHERE or tensor.data_ptr() % ALIGNMENT == 0:
+        return None
+    return f"does not begin at a multiple of {ALIGNMENT} bytes, so what is written to it would be lost"
 
 
 def tensor_differences(roots: Roots, inputs: Iterable[Input]) -> Iterator[str]:

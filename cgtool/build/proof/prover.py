@@ -102,7 +102,7 @@ class Prover:
 
         Raises:
             ProofMismatchError: The artifact does not give what the piece gives.
-            ProofCrashError: The child died, or did not end in time.
+            ProofCrashError: The child died, did not end in time, or cannot open anything on this machine.
         """
         request = {
             "adaptor": adaptor,
@@ -126,6 +126,8 @@ class Prover:
                 self._drop()
         if "mismatch" in reply:
             raise ProofMismatchError(reply["mismatch"], expected=graph.identity(), actual=adaptor)
+        if "no_room" in reply:
+            raise ProofCrashError(f"An artifact could not be proved. {reply['no_room']}")
         return ProofRecord.from_json(reply["record"])
 
     def _running(self) -> Child:

@@ -20,7 +20,7 @@ from cgtool.build.proof.record import ProofRecord
 from cgtool.build.proof.reference import filled, lowest_dtype, takes_steps, widened
 from cgtool.build.proof.sizes import Limits, shapes_to_prove
 from cgtool.config import EAGER
-from cgtool.errors import ArtifactError, CompileError, ProofMismatchError
+from cgtool.errors import ArtifactError, CompileError, NoRoomError, ProofMismatchError
 from cgtool.pieces import PieceGraph
 from cgtool.runtime.dispatch import Boxed
 from cgtool.runtime.pieces import piece_function
@@ -116,6 +116,8 @@ class _Prover:
             from cgtool.build.adaptors import get_adaptor
 
             return get_adaptor(self._adaptor).load(self._data, self._graph)
+        except NoRoomError:  # it says nothing of the artifact
+            raise
         except ArtifactError as error:
             raise ProofMismatchError(f"the artifact cannot be opened: {error}", actual=str(error)) from error
 

@@ -66,7 +66,7 @@ def _die_with_parent(life_fd: int) -> None:
 def _answer(sock: socket.socket, request: dict[str, Any], data: bytes) -> dict[str, Any]:
     from cgtool.build.imports import import_providers
     from cgtool.build.proof.run import prove_artifact
-    from cgtool.errors import ProofMismatchError
+    from cgtool.errors import NoRoomError, ProofMismatchError
     from cgtool.pieces import PieceGraph
 
     graph = PieceGraph.from_json(request["graph"])
@@ -85,6 +85,8 @@ def _answer(sock: socket.socket, request: dict[str, Any], data: bytes) -> dict[s
     except ProofMismatchError as error:
         # a kernel that failed may have left the accelerator's context unusable
         return {"mismatch": str(error), "last": on_accelerator}
+    except NoRoomError as error:
+        return {"no_room": str(error)}
     except Exception as error:  # noqa: BLE001 - nothing was learnt of the artifact, and the parent says so
         traceback.print_exc()
         words = " ".join(str(error).split()) or type(error).__name__
