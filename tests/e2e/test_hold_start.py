@@ -153,7 +153,7 @@ def test_no_temporary_folder_at_all_is_a_sentence(moved, bare):
     if ran.code == 77:
         pytest.skip("the system's folders cannot be mounted anew here")
     report = ran.report
-    assert report["error"][0] == "ArtifactError", report
+    assert report["error"][0] == "NoRoomError", report
     assert "Set TMPDIR to a folder that can be written." in report["error"][1]
 
 
