@@ -132,3 +132,19 @@ class ArtifactError(CgtoolError):
 
 class NoRoomError(ArtifactError):
     """This machine lacks what opening any artifact needs: a folder, a descriptor, leave to run code."""
+
+
+class RefusedError(CgtoolError):
+    """Something from outside is not trusted, not whole or not fit for this machine: nothing of it was used.
+
+    Attributes:
+        reason: A stable word for programs, such as "digest_mismatch".
+    """
+
+    exit_code = 3
+
+    def __init__(
+        self, message: str, *, reason: str, path: Any = None, expected: Any = None, actual: Any = None
+    ) -> None:
+        super().__init__(message, path=path, expected=expected, actual=actual)
+        self.reason = reason

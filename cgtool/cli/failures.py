@@ -37,6 +37,7 @@ class Failure:
         message: A sentence for people; empty where there is nobody to tell.
         exit_code: What the process returns.
         path: What the error is about; None where nothing is named.
+        reason: A stable word for why something was refused; None for other failures.
         reasons: More sentences, the most telling first.
         expected: What should have been there.
         actual: What was there.
@@ -46,6 +47,7 @@ class Failure:
     message: str
     exit_code: int
     path: str | None = None
+    reason: str | None = None
     reasons: tuple[str, ...] = ()
     expected: Any = None
     actual: Any = None
@@ -57,6 +59,7 @@ class Failure:
             "message": self.message,
             "exit_code": self.exit_code,
             "path": self.path,
+            "reason": self.reason,
             "expected": _simple(self.expected),
             "actual": _simple(self.actual),
             "reasons": list(self.reasons),
@@ -83,6 +86,7 @@ def _ours(error: Any) -> Failure:
         message=str(error),
         exit_code=error.exit_code,
         path=None if error.path is None else str(error.path),
+        reason=getattr(error, "reason", None),
         reasons=tuple(getattr(error, "reasons", ())),
         expected=error.expected,
         actual=error.actual,

@@ -14,7 +14,7 @@ from cgtool import errors
 from cgtool.cli import failures
 from cgtool.cli.signals import Terminated
 
-ERROR_KEYS = ["type", "message", "exit_code", "path", "expected", "actual", "reasons"]
+ERROR_KEYS = ["type", "message", "exit_code", "path", "reason", "expected", "actual", "reasons"]
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,7 @@ ERROR_KEYS = ["type", "message", "exit_code", "path", "expected", "actual", "rea
         (errors.ConfigError("x"), 2),
         (errors.UnmatchedSplittingOpError("x"), 2),
         (errors.CacheMissError("x"), 3),
+        (errors.RefusedError("x", reason="unsigned"), 3),
         (errors.CompileError("x"), 1),
         (click.UsageError("x"), 2),
         (click.Abort(), 130),
@@ -50,6 +51,12 @@ def test_the_reasons_of_a_miss_are_kept_in_order():
     failure = failures.failure_of(errors.CacheMissError("It missed.", reasons=("a", "b"), path="/c"))
     assert failure.reasons == ("a", "b")
     assert failure.to_json()["error"]["path"] == "/c"
+
+
+def test_a_refusal_has_a_stable_word_for_programs():
+    failure = failures.failure_of(errors.RefusedError("No.", reason="digest_mismatch", expected="a", actual="b"))
+    error = failure.to_json()["error"]
+    assert (error["exit_code"], error["reason"], error["expected"], error["actual"]) == (3, "digest_mismatch", "a", "b")
 
 
 def test_facts_that_json_has_no_word_for_become_text():
