@@ -37,12 +37,14 @@ class Compiled:
         compiled: How many artifacts this process compiled.
         secs: How long all of it took, in seconds.
         fallbacks: The pieces that another adaptor serves than the one that was asked for.
+        unproved: Pieces whose artifacts were not proved this time, each with its reason; a later warm tries again.
     """
 
     rows: tuple[ManifestRow, ...]
     compiled: int
     secs: float
     fallbacks: tuple[Fallback, ...] = ()
+    unproved: tuple[tuple[int, str], ...] = ()
 
 
 def compile_work(
@@ -97,6 +99,7 @@ def compile_work(
             for item, task, _ in done
             if task.reason
         ),
+        unproved=tuple((item.piece_index, unit.unproved) for item, _, unit in done if unit.unproved),
     )
 
 

@@ -13,11 +13,11 @@ import threading
 from dataclasses import dataclass, replace
 
 from cgtool.build.adaptors.interface import CompiledPiece, CompilerInterface, PieceCallable
-from cgtool.build.proving import Proof
+from cgtool.build.proof import Prover
 from cgtool.build.workers.modules import imports_for
 from cgtool.build.workers.pool import WorkerPool
 from cgtool.build.workers.settings import changed_settings
-from cgtool.build.workers.unit import Unit
+from cgtool.build.workers.unit import StaysHereError, Unit
 from cgtool.cache.objects import ObjectStore
 from cgtool.cache.units import UnitRecord, UnitStore, new_record
 from cgtool.config import CompilationConfig
@@ -43,7 +43,8 @@ class UnitResult:
         kernels: How many kernels were generated.
         guards: Facts over the graph's symbols that the compiler relies on, beyond the graph's ranges and facts.
         proved: Whether it was run and compared with the piece.
-        proof_gap: Why it could not be, where that was tried; else "".
+        proof_gap: Why it cannot be, where that was tried; else "".
+        unproved: Why it was not proved this time, where a later warm may; else "".
         reused: Whether it had been compiled before: by another piece, size, rank, process or warm.
     """
 
@@ -56,6 +57,7 @@ class UnitResult:
     guards: tuple[str, ...]
     proved: bool
     proof_gap: str
+    unproved: str
     reused: bool
 
 
@@ -68,7 +70,7 @@ class CompilerManager:
         config: Where the user's options for the compiler come from.
         on_event: Told when a unit is waited for, because another process compiles it.
         pool: Worker processes to compile in; None compiles in this process alone.
-        proof: Runs each unit before it is stored; None stores it without.
+        prover: Runs each unit before it is stored; None stores it without.
     """
 
     def __init__(
@@ -79,14 +81,14 @@ class CompilerManager:
         *,
         on_event: OnEvent = ignore,
         pool: WorkerPool | None = None,
-        proof: Proof | None = None,
+        prover: Prover | None = None,
     ) -> None:
         self._units = units
         self._adaptor = adaptor
         self._options = dict(config.inductor_compile_config)
         self._on_event = on_event
         self._pool = pool if adaptor.compiles else None
-        self._proof = proof if adaptor.compiles else None
+        self._prover = prover if adaptor.compiles else None
         self._hashes: dict[bool, str] = {}
         self._lock = threading.Lock()
 
@@ -135,15 +137,13 @@ class CompilerManager:
         key = self.key(graph, max_autotune=max_autotune)
         work = _Compile(key=key, graph=graph, max_autotune=max_autotune, in_worker=in_worker)
         record = self._found(key)
-        reused = record is not None
-        if record is None:
-            record, reused = self._compile_locked(work)
+        built = self._compile_locked(work) if record is None else _Built(record=record, reused=True)
         try:
-            self._units.link_into(objects, key, record)
+            self._units.link_into(objects, key, built.record)
         except CacheCorruptError:  # damaged between the look and the link: as if it had not been there
-            record, reused = self._compile_locked(work)
-            self._units.link_into(objects, key, record)
-        return _result(key, record, reused=reused)
+            built = self._compile_locked(work)
+            self._units.link_into(objects, key, built.record)
+        return _result(key, built)
 
     def load(self, unit: UnitResult, graph: PieceGraph, *, objects: ObjectStore) -> PieceCallable:
         """Return a callable from an artifact of the entry.
@@ -157,14 +157,14 @@ class CompilerManager:
     def _found(self, key: str) -> UnitRecord | None:
         """Return the record of a unit that may be used as it is."""
         found = self._units.find(key)
-        return None if found is not None and self._proof is not None and found.needs_proof else found
+        return None if found is not None and self._prover is not None and found.needs_proof else found
 
-    def _compile_locked(self, work: _Compile) -> tuple[UnitRecord, bool]:
-        """Compile a unit while no other process does; return its record, and whether another one did it meanwhile."""
+    def _compile_locked(self, work: _Compile) -> _Built:
+        """Compile a unit while no other process does, unless another one did it meanwhile."""
         with self._units.lock(work.key, on_wait=self._waiting):
             found = self._found(work.key)
             if found is not None:
-                return found, True
+                return _Built(record=found, reused=True)
             unproved = self._units.find(work.key)
             data = None if unproved is None else self._units.data(work.key, unproved)
             if unproved is None or data is None:
@@ -172,23 +172,34 @@ class CompilerManager:
             else:
                 record = unproved
             try:
-                record = self._proved(work, data, record)
+                record, why_not = self._proved(work, data, record)
             except ProofMismatchError:
                 self._units.remove(work.key)  # stored unproved, it would serve whoever asks for no proof
                 raise
             self._units.put(work.key, data, record)
-        return record, unproved is not None
+        return _Built(record=record, reused=unproved is not None, unproved=why_not)
 
-    def _proved(self, work: _Compile, data: bytes, record: UnitRecord) -> UnitRecord:
-        """Return the record with what a proof found; nothing is to be proved of what runs the piece as it stands."""
-        if self._proof is None:
-            return replace(record, proved=not self._adaptor.compiles)
-        gap = self._proof.prove(data, adaptor=self._adaptor, graph=work.graph, guards=record.guards)
-        return replace(record, proved=gap is None, proof_gap=gap or "")
+    def _proved(self, work: _Compile, data: bytes, record: UnitRecord) -> tuple[UnitRecord, str]:
+        """Return the record with what a proof found, and why there was none where a later one may succeed.
+
+        Nothing is to be proved of what runs the piece as it stands.
+        """
+        if self._prover is None:
+            return replace(record, proved=not self._adaptor.compiles), ""
+        try:
+            imports = imports_for(work.graph.ops, self._adaptor)
+        except StaysHereError as error:
+            return replace(record, proof_gap=f"not proved: {error}"), ""
+        found = self._prover.prove(
+            data, adaptor=self._adaptor.name, graph=work.graph, guards=record.guards, imports=imports
+        )
+        if found.may_pass_later:
+            return replace(record, proved=False), found.reason or ""
+        return replace(record, proved=found.proved, proof_gap=found.reason or ""), ""
 
     def _compiled(self, work: _Compile) -> tuple[bytes, UnitRecord]:
-        if self._proof is not None:
-            self._proof.start()  # it imports torch while the piece is compiled
+        if self._prover is not None:
+            self._prover.start()  # it imports torch while the piece is compiled
         if work.in_worker and self._pool is not None:
             piece = self._compiled_in_worker(work, self._pool)
         else:
@@ -238,7 +249,17 @@ class _Compile:
     in_worker: bool
 
 
-def _result(key: str, record: UnitRecord, *, reused: bool) -> UnitResult:
+@dataclass(frozen=True, kw_only=True)
+class _Built:
+    """A unit that is stored, how it came there, and why it was not proved where a later warm may."""
+
+    record: UnitRecord
+    reused: bool
+    unproved: str = ""
+
+
+def _result(key: str, built: _Built) -> UnitResult:
+    record = built.record
     return UnitResult(
         key=key,
         digest=record.digest,
@@ -249,5 +270,6 @@ def _result(key: str, record: UnitRecord, *, reused: bool) -> UnitResult:
         guards=record.guards,
         proved=record.proved,
         proof_gap=record.proof_gap,
-        reused=reused,
+        unproved=built.unproved,
+        reused=built.reused,
     )

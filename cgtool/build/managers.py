@@ -6,7 +6,7 @@ import threading
 
 from cgtool.build.adaptors import get_adaptor
 from cgtool.build.manager import CompilerManager
-from cgtool.build.proving import Proof
+from cgtool.build.proof import Prover
 from cgtool.build.workers.pool import WorkerPool
 from cgtool.cache.layout import CacheLayout
 from cgtool.cache.units import UnitStore
@@ -30,7 +30,7 @@ class Managers:
         config: Where the compiler's options come from.
         on_event: Told when another process is waited for.
         pool: Workers to compile in.
-        proof: Runs each unit before it is stored; None stores it without.
+        prover: Runs each unit before it is stored; None stores it without.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class Managers:
         *,
         on_event: OnEvent,
         pool: WorkerPool | None = None,
-        proof: Proof | None = None,
+        prover: Prover | None = None,
     ) -> None:
         self._layout = layout
         self._units = UnitStore(layout)
         self._config = config
         self._on_event = on_event
         self._pool = pool
-        self._proof = proof
+        self._prover = prover
         self._made: dict[str, CompilerManager] = {}
         self._lock = threading.Lock()
 
@@ -62,6 +62,6 @@ class Managers:
                 compiler = get_adaptor(adaptor)
                 compiler.initialize_cache(self._layout.root)
                 self._made[adaptor] = CompilerManager(
-                    self._units, compiler, self._config, on_event=self._on_event, pool=self._pool, proof=self._proof
+                    self._units, compiler, self._config, on_event=self._on_event, pool=self._pool, prover=self._prover
                 )
             return self._made[adaptor]

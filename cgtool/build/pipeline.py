@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from cgtool.build.adaptors import get_adaptor
 from cgtool.build.compile_work import Compiled, compile_work, row_name, unique
 from cgtool.build.managers import Managers
-from cgtool.build.proving import Proof
-from cgtool.build.records import calls_of, counts_of, fallbacks_of, gaps_of, notes_of, without_sizes
+from cgtool.build.proof import Prover
+from cgtool.build.records import calls_of, counts_of, fallbacks_of, notes_of, unproved_notes, without_sizes
 from cgtool.build.wanted import Work, wanted
 from cgtool.build.workers.limits import default_jobs, early_jobs
 from cgtool.build.workers.pool import WorkerPool
@@ -213,7 +213,7 @@ class _Warm:
             trace_secs=stitched.trace_secs,
             compile_secs=done.secs,
             reasons=reasons,
-            notes=notes_of(stitched, manifest.fallbacks),
+            notes=(*notes_of(stitched, manifest.fallbacks), *unproved_notes(done.unproved)),
         )
 
     def _complete(self, found: Found, missing: list[Work], broken: list[Work], unproved: list[Work]) -> WarmResult:
@@ -231,6 +231,7 @@ class _Warm:
             reused=max(0, len(everything) - done.compiled),
             compile_secs=done.secs,
             reasons=_incomplete(missing, broken, self._layout, unproved=len(list(unique(unproved)))).reasons,
+            notes=unproved_notes(done.unproved),
         )
 
     def _pool(self) -> AbstractContextManager[WorkerPool | None]:
@@ -243,15 +244,15 @@ class _Warm:
         return WorkerPool(jobs=jobs, timeout_secs=self._config.compile_timeout, native=native)
 
     def _compile(self, work: Iterable[Work], objects: ObjectStore, plan: Plan, pool: WorkerPool | None) -> Compiled:
-        with self._proof(plan) as proof:
-            managers = Managers(self._layout, self._config, on_event=self._on_event, pool=pool, proof=proof)
+        with self._prover(plan) as prover:
+            managers = Managers(self._layout, self._config, on_event=self._on_event, pool=pool, prover=prover)
             return compile_work(work, objects=objects, managers=managers, pool=pool, on_event=self._on_event)
 
-    def _proof(self, plan: Plan) -> AbstractContextManager[Proof | None]:
+    def _prover(self, plan: Plan) -> AbstractContextManager[Prover | None]:
         """Return what proves the artifacts of this warm; None where nothing is proved."""
         if not self._config.proof or not get_adaptor(self._config.adaptor).compiles:
             return nullcontext()
-        return Proof(timeout_secs=self._config.compile_timeout, device_index=first_index(self._spec.module, plan))
+        return Prover(timeout_secs=self._config.compile_timeout, device_index=first_index(self._spec.module, plan))
 
     def _key(self, facts: Facts, stitched: Stitched) -> Key:
         guards = [[g.to_json() for g in v.model_guards] for v in stitched.plan.variants]
@@ -304,7 +305,7 @@ class _Warm:
             trace_secs=round(trace_secs, 3),
             compile_secs=round(compile_secs, 3),
             reasons=reasons,
-            notes=(*notes, *gaps_of(manifest)),
+            notes=(*notes, *unproved_notes((row.piece_index, row.proof_gap) for row in manifest.rows)),
             fallbacks=manifest.fallbacks,
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from cgtool.cache.fallbacks import Fallback
-from cgtool.cache.manifest import Manifest, VariantCounts
+from cgtool.cache.manifest import VariantCounts
 from cgtool.cache.shapes import GENERAL, shape_words
 from cgtool.config import EAGER
 from cgtool.guards.signature import CallSignature
@@ -103,12 +103,16 @@ def notes_of(stitched: Stitched, fallbacks: Iterable[Fallback]) -> tuple[str, ..
     return tuple(dict.fromkeys(notes))
 
 
-def gaps_of(manifest: Manifest) -> tuple[str, ...]:
-    """Return which pieces' artifacts could not be proved, and why."""
+def unproved_notes(unproved: Iterable[tuple[int, str]]) -> tuple[str, ...]:
+    """Return which pieces' artifacts were not proved, and why.
+
+    Args:
+        unproved: Piece indices, each with its reason; "" for none.
+    """
     gaps: dict[str, set[int]] = {}
-    for row in manifest.rows:
-        if row.proof_gap:
-            gaps.setdefault(row.proof_gap, set()).add(row.piece_index)
+    for piece_index, reason in unproved:
+        if reason:
+            gaps.setdefault(reason, set()).add(piece_index)
     return tuple(
         f"The artifacts of {'piece' if len(pieces) == 1 else 'pieces'} {', '.join(map(str, sorted(pieces)))} are "
         f"{why if why.startswith('not proved') else f'not proved: {why}'}"

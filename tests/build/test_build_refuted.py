@@ -1,4 +1,4 @@
-"""What becomes of a unit that a proof refutes, and of a machine on which nothing can be opened."""
+"""What becomes of a unit that a proof refutes, or could not be proved, and of a machine on which nothing can be opened."""
 
 from __future__ import annotations
 
@@ -33,3 +33,48 @@ def test_no_room_for_any_package_is_no_mismatch_of_one(tmp_path, monkeypatch):
     one._adaptor, one._data, one._graph, one._device_index = "aot_inductor", b"", None, None
     with pytest.raises(NoRoomError, match="Set TMPDIR"):
         one._open()
+
+
+class _Finds:
+    """Finds what it is told to, in order; the real prover's findings are shown in tests/build/proof."""
+
+    def __init__(self, *records):
+        self.records = list(records)
+
+    def start(self):
+        pass
+
+    def prove(self, data, **_):
+        return self.records.pop(0)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("lasting", [False, True])
+def test_only_what_lies_in_the_piece_is_remembered(tmp_path, lasting):
+    from piece_cases import CASES
+
+    from cgtool.build.adaptors.eager import EagerAdaptor
+    from cgtool.build.manager import CompilerManager
+    from cgtool.build.proof.record import ProofRecord
+    from cgtool.cache.objects import ObjectStore
+    from cgtool.config import CompilationConfig
+
+    class Compiling(EagerAdaptor):
+        compiles = True
+
+    reason = "not proved: there was not enough memory"
+    failed = ProofRecord(shapes=(), worst_error=0.0, secs=0.0, reason=reason, may_pass_later=not lasting)
+    passed = ProofRecord(shapes=({"s0": 2},), worst_error=0.0, secs=0.0)
+    units = UnitStore(CacheLayout(root=tmp_path))
+    prover = _Finds(failed, passed)
+    piece, objects = CASES["two inputs"].piece, ObjectStore(tmp_path / "entry")
+    manager = CompilerManager(units, Compiling(), CompilationConfig(), prover=prover)
+    first, again = (manager.ensure(piece, objects=objects) for _ in range(2))
+    assert (first.reused, again.reused) == (False, True)
+    assert not first.proved
+    if lasting:
+        assert (first.proof_gap, first.unproved, again.proof_gap) == (reason, "", reason)
+        assert len(prover.records) == 1, "it was tried again in vain"
+    else:
+        assert (first.proof_gap, first.unproved) == ("", reason)
+        assert (again.proved, again.proof_gap, again.unproved) == (True, "", "")

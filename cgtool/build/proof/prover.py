@@ -66,9 +66,16 @@ class Prover:
         self.close()
 
     def start(self) -> None:
-        """Start the child without waiting for it, so that it is ready when something is compiled."""
-        with self._lock:
-            self._running()
+        """Start the child without waiting for it, so that it is ready when something is compiled.
+
+        Raises:
+            WorkerError: The prover was closed.
+        """
+        if self._lock.acquire(blocking=False):  # else it is proving: it runs
+            try:
+                self._running()
+            finally:
+                self._lock.release()
 
     def close(self) -> None:
         """End the child for good; whoever waits for its answer is told that it is gone."""

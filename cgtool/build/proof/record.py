@@ -17,12 +17,15 @@ class ProofRecord:
             squares; 0 where nothing is a float.
         secs: How long it took, in seconds.
         reason: Why nothing was proved, as a sentence; None where the artifact was proved.
+        may_pass_later: Whether that lies in this moment or process and not in the piece: too little memory, a module
+            that could not be imported, a fault of the proof itself.
     """
 
     shapes: tuple[Mapping[str, int], ...]
     worst_error: float
     secs: float
     reason: str | None = None
+    may_pass_later: bool = False
 
     @property
     def proved(self) -> bool:
@@ -36,6 +39,7 @@ class ProofRecord:
             "worst_error": self.worst_error,
             "secs": round(self.secs, 4),
             "reason": self.reason,
+            "may_pass_later": self.may_pass_later,
         }
 
     @classmethod
@@ -46,4 +50,5 @@ class ProofRecord:
             worst_error=float(data["worst_error"]),
             secs=float(data["secs"]),
             reason=data["reason"],
+            may_pass_later=bool(data["may_pass_later"]),
         )

@@ -51,6 +51,10 @@ class _NotRunnableError(Exception):
     """The piece itself cannot be run on any inputs that were tried."""
 
 
+class _NoMemoryError(Exception):
+    """The piece could not be run here and now, at the smallest size that was tried."""
+
+
 class _Prover:
     def __init__(
         self, data: bytes, adaptor: str, graph: PieceGraph, device_index: int | None, stage: Callable[[str], None]
@@ -71,13 +75,17 @@ class _Prover:
         self._stage("open")
         with torch.no_grad():
             run = self._open()
+        reason: Exception | None = None
         try:
             shapes = self._shapes(run, guards)
-            reason = None
-        except _NotRunnableError as error:
-            shapes, reason = [], f"not proved: {error}"
+        except (_NotRunnableError, _NoMemoryError) as error:
+            shapes, reason = [], error
         return ProofRecord(
-            shapes=tuple(shapes), worst_error=self._worst, secs=time.perf_counter() - started, reason=reason
+            shapes=tuple(shapes),
+            worst_error=self._worst,
+            secs=time.perf_counter() - started,
+            reason=None if reason is None else f"not proved: {reason}",
+            may_pass_later=isinstance(reason, _NoMemoryError),
         )
 
     def _shapes(self, run: Boxed, guards: tuple[str, ...]) -> list[dict[str, int]]:
@@ -100,8 +108,8 @@ class _Prover:
             else:
                 return done
         if not done:
-            msg = "there is not enough memory to run the piece"
-            raise _NotRunnableError(msg)
+            msg = "there was not enough memory to run the piece"
+            raise _NoMemoryError(msg)
         return done
 
     def _open(self) -> Boxed:

@@ -65,6 +65,7 @@ def _die_with_parent(life_fd: int) -> None:
 
 def _answer(sock: socket.socket, request: dict[str, Any], data: bytes) -> dict[str, Any]:
     from cgtool.build.imports import import_providers
+    from cgtool.build.proof.record import ProofRecord
     from cgtool.build.proof.run import prove_artifact
     from cgtool.errors import NoRoomError, ProofMismatchError
     from cgtool.pieces import PieceGraph
@@ -91,7 +92,8 @@ def _answer(sock: socket.socket, request: dict[str, Any], data: bytes) -> dict[s
         traceback.print_exc()
         words = " ".join(str(error).split()) or type(error).__name__
         reason = f"not proved: {type(error).__name__}: {words}"
-        return {"record": {"shapes": [], "worst_error": 0.0, "secs": 0.0, "reason": reason}, "last": on_accelerator}
+        record = ProofRecord(shapes=(), worst_error=0.0, secs=0.0, reason=reason, may_pass_later=True)
+        return {"record": record.to_json(), "last": on_accelerator}
     return {"record": record.to_json()}
 
 

@@ -97,6 +97,20 @@ def test_what_cannot_run_is_not_proved_and_says_why():
     assert not record.proved
     assert "cholesky" in record.reason
     assert record.to_json()["reason"] == record.reason
+    assert not record.may_pass_later
+
+
+def test_a_piece_that_finds_no_memory_may_be_proved_later(monkeypatch):
+    from cgtool.build.proof import run
+
+    def no_memory(*_args, **_options):
+        raise MemoryError
+
+    monkeypatch.setattr(run, "draw", no_memory)
+    piece = graph([tensor("s0", 8)], [call("torch.neg", "%0")], ["%1"])
+    record = prove_artifact(canonical_json(piece.to_json()), adaptor="eager", graph=piece)
+    assert (record.proved, record.may_pass_later) == (False, True)
+    assert "memory" in record.reason
 
 
 def test_an_artifact_that_cannot_be_opened_is_a_mismatch():
