@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cgtool.cli import failures, values
-from cgtool.cli.options import talk_options
+from cgtool.cli import failures
+from cgtool.cli.options import CONFIG_FIELDS, compiler_options, coverage_options, model_options, talk_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,15 +28,6 @@ Examples:
   cgtool bench hf:checkpoints/llama --size-dim seq --keep bench-caches --starts 0
 """
 
-#: Options that are fields of the configuration.
-_FIELDS = (
-    "compile_sizes",
-    "compile_ranges",
-    "splitting_ops",
-    "size_dim",
-    "inductor_compile_config",
-)
-
 
 def _tokens(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",") if word.strip()]
@@ -47,23 +38,7 @@ def _tokens(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int,
 
 
 @click.command(epilog=EXAMPLES, short_help="Measure every way to start a model: what you would gain.")
-@click.argument("model", metavar="MODEL")
-@click.option(
-    "--arg",
-    "factory_args",
-    multiple=True,
-    callback=values.arguments,
-    metavar="NAME=VALUE",
-    help="A keyword argument for the factory; JSON, else a string. Repeatable.",
-)
-@click.option("--device", metavar="DEVICE", help="Where the model is built: cpu, cuda, cuda:1.")
-@click.option("--dtype", metavar="DTYPE", help="Its default floating dtype: float32, bfloat16.")
-@click.option(
-    "--pythonpath",
-    multiple=True,
-    metavar="DIR",
-    help="A folder in which the model's modules are looked for first. Repeatable.",
-)
+@model_options
 @click.option(
     "--weights",
     type=click.Choice(["fake", "real"]),
@@ -132,26 +107,8 @@ def _tokens(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int,
     help="Keep what is prepared in this folder, and use it again: the next bench of the same prepares nothing.",
 )
 @click.option("--html", metavar="FILE", help="Write a page with charts and tables; it needs no network.")
-@click.option(
-    "--compile-sizes",
-    callback=values.listed,
-    metavar="SIZES",
-    help="Sizes that cgtool compiles for themselves: 1,8.",
-)
-@click.option("--compile-ranges", metavar="RANGES", help="Inclusive ranges that cgtool compiles for themselves: 2-64.")
-@click.option("--splitting-ops", metavar="OPS", help="Ops to split the graph at. Default: known attention ops.")
-@click.option("--size-dim", metavar="DIM", help="The dynamic dimension that sizes speak of, where several are.")
-@click.option(
-    "--inductor-config",
-    "inductor_compile_config",
-    multiple=True,
-    callback=values.settings,
-    metavar="JSON|NAME=VALUE",
-    help="Options for Inductor in cgtool's ways. Repeatable.",
-)
-@click.option(
-    "--compilation-config", metavar="JSON", help="Any fields of CompilationConfig; a single flag wins over it."
-)
+@coverage_options
+@compiler_options
 @talk_options
 def bench(*, output: Output, **options: Any) -> int:
     """Measure every way to start MODEL, each in fresh processes and in turn: what you would gain.
@@ -174,7 +131,7 @@ def bench(*, output: Output, **options: Any) -> int:
     from cgtool.commands.bench import BenchOptions
     from cgtool.commands.bench import bench as run
 
-    flags = {name: options[name] for name in _FIELDS}
+    flags = {name: options[name] for name in CONFIG_FIELDS}
     config = load_settings(compilation_config=options["compilation_config"], flags=flags).config
     asked = BenchOptions(
         settings=Settings(

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cgtool.cli import logs
+from cgtool.cli import logs, values
 from cgtool.cli.output import Output
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    Command = Callable[..., Any]
 
 
 def talk_options(function: Callable[..., int | None]) -> Callable[..., int | None]:
@@ -35,6 +37,82 @@ def talk_options(function: Callable[..., int | None]) -> Callable[..., int | Non
         return function(output=output, **options)
 
     return command
+
+
+def _together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Return one decorator for all of these, shown by `--help` in the order in which they are given."""
+
+    def decorate(function: Command) -> Command:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+#: What is compiled or measured: MODEL, and how it is built.
+model_options = _together(
+    click.argument("model", metavar="MODEL"),
+    click.option(
+        "--arg",
+        "factory_args",
+        multiple=True,
+        callback=values.arguments,
+        metavar="NAME=VALUE",
+        help="A keyword argument for the factory; JSON, else a string. Repeatable.",
+    ),
+    click.option("--device", metavar="DEVICE", help="Where the model is built: cpu, cuda, cuda:1."),
+    click.option("--dtype", metavar="DTYPE", help="Its default floating dtype: float32, bfloat16."),
+    click.option(
+        "--pythonpath",
+        multiple=True,
+        metavar="DIR",
+        help="A folder in which the model's modules are looked for first. Repeatable.",
+    ),
+)
+
+#: For which sizes cgtool compiles.
+coverage_options = _together(
+    click.option(
+        "--compile-sizes",
+        callback=values.listed,
+        metavar="SIZES",
+        help="Sizes that cgtool compiles for themselves: 1,8 or cudagraph_capture_sizes or batch=4:seq=128 or JSON.",
+    ),
+    click.option(
+        "--compile-ranges",
+        metavar="RANGES",
+        help="Inclusive ranges that cgtool compiles for themselves: 1-16,17-64.",
+    ),
+    click.option(
+        "--size-dim", metavar="DIM", help="The dynamic dimension that plain sizes speak of, where several are."
+    ),
+)
+
+#: How cgtool compiles.
+compiler_options = _together(
+    click.option(
+        "--splitting-ops",
+        metavar="OPS",
+        help="Ops to split the graph at: ns::op, ns.op, torch.nn.functional.name. Default: known attention ops.",
+    ),
+    click.option(
+        "--inductor-config",
+        "inductor_compile_config",
+        multiple=True,
+        callback=values.settings,
+        metavar="JSON|NAME=VALUE",
+        help="Options that cgtool gives to Inductor. Repeatable.",
+    ),
+    click.option(
+        "--compilation-config",
+        metavar="JSON",
+        help="Any fields of CompilationConfig; a single flag wins over it.",
+    ),
+)
+
+#: The parameters of `coverage_options` and `compiler_options` that are fields of the configuration.
+CONFIG_FIELDS = ("compile_sizes", "compile_ranges", "size_dim", "splitting_ops", "inductor_compile_config")
 
 
 cache_dir_option = click.option(

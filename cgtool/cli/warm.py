@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cgtool.cli import failures, logs, values
-from cgtool.cli.options import cache_dir_option, talk_options
+from cgtool.cli import failures, logs
+from cgtool.cli.options import (
+    CONFIG_FIELDS,
+    cache_dir_option,
+    compiler_options,
+    coverage_options,
+    model_options,
+    talk_options,
+)
 
 if TYPE_CHECKING:
     from cgtool.cli.output import Output
@@ -33,30 +40,11 @@ Examples:
 
 
 #: Options that are fields of the configuration.
-_FIELDS = (
-    "cache_dir",
-    "compile_sizes",
-    "compile_ranges",
-    "splitting_ops",
-    "level",
-    "adaptor",
-    "size_dim",
-    "inductor_compile_config",
-    "jobs",
-    "compile_timeout",
-)
+_FIELDS = (*CONFIG_FIELDS, "cache_dir", "level", "adaptor", "jobs", "compile_timeout")
 
 
 @click.command(epilog=EXAMPLES, short_help="Compile a model into the cache before it is served.")
-@click.argument("model", metavar="MODEL")
-@click.option(
-    "--arg",
-    "factory_args",
-    multiple=True,
-    callback=values.arguments,
-    metavar="NAME=VALUE",
-    help="A keyword argument for the factory; JSON, else a string. Repeatable.",
-)
+@model_options
 @click.option(
     "--weights",
     type=click.Choice(["fake", "real"]),
@@ -64,40 +52,13 @@ _FIELDS = (
     show_default=True,
     help="Build the model without memory for its weights, or as the factory does.",
 )
-@click.option("--device", metavar="DEVICE", help="Where the model is built: cpu, cuda, cuda:1.")
-@click.option("--dtype", metavar="DTYPE", help="Its default floating dtype: float32, bfloat16.")
-@click.option(
-    "--pythonpath",
-    multiple=True,
-    metavar="DIR",
-    help="A folder in which the model's modules are looked for first. Repeatable.",
-)
 @cache_dir_option
-@click.option(
-    "--compile-sizes",
-    callback=values.listed,
-    metavar="SIZES",
-    help="Sizes compiled for themselves: 1,8 or cudagraph_capture_sizes or batch=4:seq=128 or JSON.",
-)
-@click.option("--compile-ranges", metavar="RANGES", help="Inclusive ranges compiled for themselves: 1-16,17-64.")
-@click.option(
-    "--splitting-ops",
-    metavar="OPS",
-    help="Ops to split the graph at: ns::op, ns.op, torch.nn.functional.name. Default: known attention ops.",
-)
+@coverage_options
 @click.option("--level", metavar="0-3", help="Compilation level. Default: 3, piecewise.")
 @click.option(
     "--adaptor", metavar="NAME", help="The compiler: aot_inductor (default), inductor_standalone, inductor, eager."
 )
-@click.option("--size-dim", metavar="DIM", help="The dynamic dimension that plain sizes speak of, where several are.")
-@click.option(
-    "--inductor-config",
-    "inductor_compile_config",
-    multiple=True,
-    callback=values.settings,
-    metavar="JSON|NAME=VALUE",
-    help="Options for Inductor. Repeatable.",
-)
+@compiler_options
 @click.option(
     "--jobs", metavar="N", help="Compile N pieces at a time, each in a process; 0: in this one. Default: the cores."
 )
@@ -105,9 +66,6 @@ _FIELDS = (
     "--compile-timeout", metavar="SECONDS", help="End a worker that takes longer for one piece. Default: no limit."
 )
 @click.option("--no-proof", is_flag=True, help="Store artifacts without running them once and comparing their results.")
-@click.option(
-    "--compilation-config", metavar="JSON", help="Any fields of CompilationConfig; a single flag wins over it."
-)
 @click.option(
     "--rank", type=click.IntRange(min=0), metavar="N", help="Place in a model-parallel group. Default: RANK, else 0."
 )
