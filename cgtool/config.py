@@ -242,7 +242,7 @@ class Environment:
         cache_dir: CGTOOL_CACHE_DIR; None where it is unset or empty.
         disable_cache: CGTOOL_DISABLE_CACHE; False where it is unset or empty.
         variables: Every CGTOOL_ variable by its full name, unread and unchecked.
-        cxx: CXX, the C++ compiler that Inductor is told to use; None where it is unset or empty.
+        cxx: CXX, the C++ compiler that Inductor is told to use; None where it is unset.
         code_variables: The variables of torch, Inductor, Dynamo and triton that may change code, by name.
         rank: RANK, else LOCAL_RANK, else 0: this process's place in its model-parallel group.
     """
@@ -299,7 +299,7 @@ def environment(source: Mapping[str, str] | None = None) -> Environment:
         cache_dir=values.get("CGTOOL_CACHE_DIR") or None,
         disable_cache=bool(values.get("CGTOOL_DISABLE_CACHE")) and _disable_cache(values["CGTOOL_DISABLE_CACHE"]),
         variables={name: values[name] for name in sorted(values) if name.startswith("CGTOOL_")},
-        cxx=values.get("CXX") or None,
+        cxx=values.get("CXX"),
         code_variables={
             name: values[name]
             for name in sorted(values)

@@ -418,7 +418,7 @@ def test_the_environment_is_read_as_it_is_now(monkeypatch):
 
 def test_an_empty_environment_gives_defaults():
     found = environment({"CGTOOL_CACHE_DIR": "", "CGTOOL_DISABLE_CACHE": "", "CXX": "", "RANK": ""})
-    assert (found.cache_dir, found.disable_cache, found.cxx, found.rank) == (None, False, None, 0)
+    assert (found.cache_dir, found.disable_cache, found.cxx, found.rank) == (None, False, "", 0)
     assert found.code_variables == {}
 
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import torch
 
 from cgtool.build import _torch
+from cgtool.config import environment
 from cgtool.digests import digest_of
 from cgtool.errors import ConfigError
-from cgtool.guards.environment import environment_factors, plain
+from cgtool.guards.environment import compiler_version, environment_factors, plain
 from cgtool.pieces import Json
 
 #: Options that name places, or say how hard to work, and change no code.
@@ -41,16 +42,36 @@ def inductor_hash(adaptor: str, patches: Mapping[str, Json]) -> str:
     )
 
 
+def check_compiler(adaptor: str) -> None:
+    """See that a C++ compiler is here, before anything is traced for it.
+
+    Args:
+        adaptor: Whose pieces are to be compiled.
+
+    Raises:
+        ConfigError: None works.
+    """
+    named = environment().cxx
+    if named is not None and not named.strip():
+        raise _no_compiler(adaptor, "CXX is set, and empty")
+    if compiler_version() is None:
+        raise _no_compiler(adaptor, f"CXX is {named!r}" if named else "there is no g++")
+
+
 def _isa(adaptor: str) -> str:
     try:
         return _torch.cpu_isa()
     except RuntimeError as error:
         if type(error).__name__ != "InvalidCxxCompiler":  # torch gave it several homes
             raise
-        raise ConfigError(
-            f"The adaptor {adaptor!r} needs a C++ compiler, and none works here ({error}). Install one, name one with "
-            f"CXX, or choose the adaptor 'eager' (--adaptor eager), which compiles nothing. A start from a cache that "
-            f"is warm needs no compiler.",
-            path="adaptor",
-            actual=str(error),
-        ) from error
+        raise _no_compiler(adaptor, str(error)) from error
+
+
+def _no_compiler(adaptor: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"The adaptor {adaptor!r} needs a C++ compiler, and none works here ({why}). Install one, name one with CXX, "
+        f"or choose the adaptor 'eager' (--adaptor eager), which compiles nothing. A start from a cache that is warm "
+        f"needs no compiler.",
+        path="adaptor",
+        actual=why,
+    )

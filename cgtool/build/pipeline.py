@@ -176,10 +176,13 @@ class _Warm:
 
     def _fresh(self, facts: Facts, reasons: tuple[str, ...]) -> WarmResult:
         """Trace, split, compile and publish."""
-        # Imports Dynamo: seconds, which a hit must not pay.
+        # Import Dynamo and Inductor: seconds, which a hit must not pay.
+        from cgtool.build.compiler_hash import check_compiler
         from cgtool.build.stitch import stitch
 
         check_writable(self._layout.root)
+        if self._takes_compiler:
+            check_compiler(self._config.adaptor)
         with self._pool() as pool:
             if pool is not None:
                 pool.start(early_jobs(pool.jobs))  # they import torch while this process traces
@@ -239,9 +242,15 @@ class _Warm:
         jobs = default_jobs() if self._config.jobs is None else self._config.jobs
         if jobs == 0 or not get_adaptor(self._config.adaptor).compiles:
             return nullcontext()
+        return WorkerPool(jobs=jobs, timeout_secs=self._config.compile_timeout, native=self._takes_compiler)
+
+    @property
+    def _takes_compiler(self) -> bool:
+        """Whether compiling here runs the host's C++ compiler."""
+        if not get_adaptor(self._config.adaptor).compiles:
+            return False
         on_cpu = all(tensor.device.type in ("cpu", "meta") for tensor in self._spec.module.parameters())
-        native = on_cpu or self._config.adaptor == AOT_INDUCTOR
-        return WorkerPool(jobs=jobs, timeout_secs=self._config.compile_timeout, native=native)
+        return on_cpu or self._config.adaptor == AOT_INDUCTOR
 
     def _compile(self, work: Iterable[Work], objects: ObjectStore, plan: Plan, pool: WorkerPool | None) -> Compiled:
         with self._prover(plan) as prover:

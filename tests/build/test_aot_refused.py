@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,10 @@ from piece_cases import CASES, X, call, graph
 
 from cgtool.build.adaptors import get_adaptor
 from cgtool.build.adaptors.aot_inductor import _check_extern
+from cgtool.build.compiler_hash import check_compiler
 from cgtool.build.fx_piece import rebuild
 from cgtool.build.outputs import hold_back_views
-from cgtool.errors import ArtifactError, CompileError
+from cgtool.errors import ArtifactError, CompileError, ConfigError
 
 pytestmark = pytest.mark.torch
 
@@ -81,6 +83,16 @@ def test_a_missing_compiler_is_a_sentence():
     found = said("/nonexistent/g++")
     assert found.startswith("ConfigError The adaptor 'aot_inductor' needs a C++ compiler")
     assert "/nonexistent/g++" in found
+
+
+@pytest.mark.parametrize(
+    ("cxx", "why"),
+    [("", "CXX is set, and empty"), ("  ", "CXX is set, and empty"), ("/nonexistent/g++", "CXX is '/nonexistent/g++'")],
+)
+def test_a_compiler_that_is_not_there_is_known_before_anything_is_traced(monkeypatch, cxx, why):
+    monkeypatch.setenv("CXX", cxx)
+    with pytest.raises(ConfigError, match=re.escape(f"none works here ({why})")):
+        check_compiler("aot_inductor")
 
 
 def test_a_compiler_that_fails_is_quoted(tmp_path):

@@ -1,4 +1,4 @@
-"""What becomes of a unit that a proof refutes, or could not be proved, and of a machine on which nothing can be opened."""
+"""What becomes of a unit that a proof refutes, or does not reach, and of a machine on which nothing opens."""
 
 from __future__ import annotations
 
