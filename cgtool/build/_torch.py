@@ -345,8 +345,3 @@ __all__ = [
     "symbol_of",
     "version_of",
 ]
-
-
-def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors, fake ones too, are views of one storage."""
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)

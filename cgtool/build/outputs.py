@@ -15,6 +15,7 @@ from torch import fx
 from cgtool.build import _torch
 from cgtool.build.fx_piece import RebuiltPiece
 from cgtool.errors import CompileError, SplitError
+from cgtool.graph._torch import share_storage
 from cgtool.graph.sympy_text import expression_text
 from cgtool.pieces import Dim, Json, PieceGraph
 
@@ -74,9 +75,7 @@ def _root(node: fx.Node) -> fx.Node:
     memory = node.meta["example_value"]
     root: fx.Node = node
     while True:
-        sharing = [
-            other for other in node.all_input_nodes if any(_torch.share_storage(memory, t) for t in _tensors(other))
-        ]
+        sharing = [other for other in node.all_input_nodes if any(share_storage(memory, t) for t in _tensors(other))]
         if not sharing:
             return root
         node = sharing[0]

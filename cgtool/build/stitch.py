@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cgtool.build import _torch as private
 from cgtool.build.as_it_stands import why_as_it_stands
 from cgtool.errors import TraceError
 from cgtool.events import Event, OnEvent
+from cgtool.graph._torch import share_storage
 from cgtool.graph.metas import tensor_meta
 from cgtool.guards.names import qualified_name
 from cgtool.guards.signature import CallSignature
@@ -193,7 +193,7 @@ def _apart(inputs: Sequence[Input], placeholders: Sequence[Any], split: SplitRes
                 continue
             if other in split.mutated_inputs and other < written:
                 continue  # the pair was taken the other way round
-            apart = not private.share_storage(placeholders[written], placeholders[other])
+            apart = not share_storage(placeholders[written], placeholders[other])
             yield Guard(source=pair[0], kind=f"apart:{pair[1]}", expected=apart)
 
 

@@ -26,6 +26,11 @@ def op_name(op: Any) -> str:
     return str(op)
 
 
+def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors, fake ones too, are views of one storage."""
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
 __all__ = [
     "NATIVE_NN",
     "TENSOR_BASE",
@@ -35,4 +40,5 @@ __all__ = [
     "OpOverloadPacket",
     "is_builtin_of_torch",
     "op_name",
+    "share_storage",
 ]

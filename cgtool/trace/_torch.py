@@ -59,7 +59,6 @@ __all__ = [
     "modified_existing",
     "passed_through",
     "quiet_tracing",
-    "share_storage",
     "trace_frame",
     "tree_leaves",
     "unset_fake_temporarily",
@@ -143,11 +142,6 @@ def _symbols(size: Any) -> set[Any]:
 def is_view(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a view of another one."""
     return tensor._base is not None
-
-
-def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors, fake ones too, are views of one storage."""
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def made_by_custom_op(name: str) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from cgtool.errors import ModelError, UsageError
+from cgtool.graph._torch import share_storage
 from cgtool.guards.signature import CallSignature
 from cgtool.model import DynamicDims, ExampleCall
 from cgtool.trace import _torch as private
@@ -210,7 +211,7 @@ def _is_lone_view(tensor: torch.Tensor, given: Sequence[torch.Tensor]) -> bool:
     """
     if not private.is_view(tensor) or 0 in tensor.stride():
         return False
-    return not any(other is not tensor and private.share_storage(tensor, other) for other in given)
+    return not any(other is not tensor and share_storage(tensor, other) for other in given)
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
