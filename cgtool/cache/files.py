@@ -18,7 +18,6 @@ import errno
 import json
 import logging
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -156,7 +155,7 @@ def written(path: Path, data: bytes, *, mode: int = RECORD_MODE) -> Iterator[Pat
     Raises:
         CacheError: The disk is full, the folder is read-only, ...
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(6)}{_TEMPORARY_SUFFIX}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(6).hex()}{_TEMPORARY_SUFFIX}")
     try:
         _write(temporary, data, mode)
         yield temporary

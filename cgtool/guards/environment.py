@@ -7,12 +7,14 @@ changed.
 
 from __future__ import annotations
 
-import contextlib
+import importlib.util
+import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
+import threading
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -28,11 +30,12 @@ from cgtool.pieces import Json
 #: What Inductor takes on Linux where CXX says nothing.
 _COMPILER = "g++"
 _COMPILER_SECS = 20.0
-#: Flags of /proc/cpuinfo that name instructions; the others speak of power, mitigations and virtual machines.
-_INSTRUCTIONS = re.compile(
-    r"(sse|ssse|avx|amx|fma|bmi|f16c|popcnt|abm|lzcnt|aes|vaes|sha|gfni|pclmulqdq|vpclmulqdq|movbe|adx|rdrnd|rdseed|cx16"
-    r"|xsave|movdiri|movdir64b|clwb|clflushopt|serialize|asimd|sve|sme|neon|fp16|fphp|bf16|i8mm|atomics|dotprod|crc32"
-    r"|fcma|jscvt|lrcpc|vsx|altivec).*\Z"
+#: How flags of /proc/cpuinfo that name instructions begin; the others speak of power, mitigations and virtual machines.
+_INSTRUCTIONS = (
+    *("sse", "ssse", "avx", "amx", "fma", "bmi", "f16c", "popcnt", "abm", "lzcnt", "aes", "vaes", "sha", "gfni"),
+    *("pclmulqdq", "vpclmulqdq", "movbe", "adx", "rdrnd", "rdseed", "cx16", "xsave", "movdiri", "movdir64b", "clwb"),
+    *("clflushopt", "serialize", "asimd", "sve", "sme", "neon", "fp16", "fphp", "bf16", "i8mm", "atomics", "dotprod"),
+    *("crc32", "fcma", "jscvt", "lrcpc", "vsx", "altivec"),
 )
 
 
@@ -69,28 +72,56 @@ def factors_but_compiler() -> dict[str, Json]:
     }
 
 
-#: (path, modification time, size) of a compiler → what it said, and who is being asked.
+#: Path, modification time and size of a compiler.
 _Compiler = tuple[str, int, int]
-_answers: dict[_Compiler, str | None] = {}
-_asked: dict[_Compiler, subprocess.Popen[str]] = {}
 
 
 def ask_compiler() -> None:
     """Ask the C++ compiler for its version without waiting for the answer, which `compiler_version` returns."""
     compiler = _compiler()
-    if compiler is not None and compiler not in _answers and compiler not in _asked:
-        with contextlib.suppress(OSError):
-            _asked[compiler] = _start(compiler)
+    if compiler is not None:
+        _question(compiler)
 
 
 def compiler_version() -> str | None:
     """Return what the C++ compiler that torch would call says it is, or None where there is none that works."""
     compiler = _compiler()
-    if compiler is None:
-        return None
-    if compiler not in _answers:
-        _answers[compiler] = _answer(compiler)
-    return _answers[compiler]
+    return None if compiler is None else _question(compiler).answer()
+
+
+class _Question:
+    """A compiler that is asked for its version; several threads may wait for the answer.
+
+    Args:
+        program: The path of the compiler.
+    """
+
+    def __init__(self, program: str) -> None:
+        self._program = program
+        self._lock = threading.Lock()
+        self._process = _start(program)
+        self._is_answered = False
+        self._answer: str | None = None
+
+    def answer(self) -> str | None:
+        """Return what it says; waits until it has."""
+        with self._lock:
+            if not self._is_answered:
+                process, self._process = self._process or _start(self._program), None  # anew where that was broken off
+                self._answer = None if process is None else _said_by(process)
+                self._is_answered = True
+            return self._answer
+
+
+_questions: dict[_Compiler, _Question] = {}
+_lock = threading.Lock()
+
+
+def _question(compiler: _Compiler) -> _Question:
+    with _lock:
+        if compiler not in _questions:
+            _questions[compiler] = _Question(compiler[0])
+        return _questions[compiler]
 
 
 def _compiler() -> _Compiler | None:
@@ -99,28 +130,27 @@ def _compiler() -> _Compiler | None:
     if found is None:
         return None
     try:
-        stat = Path(found).resolve().stat()
+        stat = os.stat(found)  # noqa: PTH116 - a path costs more than the look
     except OSError:
         return None
     return found, stat.st_mtime_ns, stat.st_size
 
 
-def _start(compiler: _Compiler) -> subprocess.Popen[str]:
-    return subprocess.Popen(  # noqa: S603 - the compiler that torch itself would run
-        [compiler[0], "--version"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        encoding="utf-8",
-        errors="replace",
-    )
-
-
-def _answer(compiler: _Compiler) -> str | None:
+def _start(program: str) -> subprocess.Popen[str] | None:
     try:
-        process = _asked.pop(compiler, None) or _start(compiler)
+        return subprocess.Popen(  # noqa: S603 - the compiler that torch itself would run
+            [program, "--version"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            encoding="utf-8",
+            errors="replace",
+        )
     except OSError:
         return None
+
+
+def _said_by(process: subprocess.Popen[str]) -> str | None:
     with process:
         try:
             answer, _ = process.communicate(timeout=_COMPILER_SECS)
@@ -147,6 +177,8 @@ def _torch_build() -> Json:
 
 @lru_cache(maxsize=1)
 def _triton() -> str | None:
+    if importlib.util.find_spec("triton") is None:  # the module of all its packages, quicker to look for than they are
+        return None
     for name in ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm", "pytorch-triton-xpu"):
         try:
             return metadata.version(name)
@@ -173,7 +205,7 @@ def _cpu_flags() -> list[str]:
     except OSError:
         return []
     match = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    return sorted(flag for flag in match.group(1).split() if _INSTRUCTIONS.match(flag)) if match else []
+    return sorted(flag for flag in match.group(1).split() if flag.startswith(_INSTRUCTIONS)) if match else []
 
 
 def _accelerators() -> list[str]:

@@ -12,6 +12,7 @@ can make nothing else of the model, and what was compiled elsewhere is what it i
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -100,7 +101,7 @@ class Finder:
         try:
             looked = [(hash_, *self._look(hash_)) for hash_ in LookupStore(self._layout).candidates(self._facts.lookup)]
         finally:
-            _ = self._facts.compiler  # whoever was asked is waited for
+            _ = self._compiler_now  # whoever was asked is waited for
         for hash_, found, reasons in looked:
             if found is not None and not reasons:
                 reasons = accept(found)  # noqa: PLW2901 - what it says is the reason from here on
@@ -157,9 +158,13 @@ class Finder:
         return found
 
     def _compiler(self, key: Key) -> list[FactorDifference]:
-        now = self._facts.compiler
+        now = self._compiler_now
         named = any(factor.name == _COMPILER for factor in key.factors)
         return [] if now is None or not named else list(difference_between(_COMPILER, key.value(_COMPILER), now))
+
+    @functools.cached_property
+    def _compiler_now(self) -> str | None:
+        return self._facts.compiler
 
     def _asked(self, stored: Mapping[str, Json], asked: Mapping[str, Json]) -> tuple[Json, Json]:
         """Return both sides of the configuration; splitting ops that were not asked for need not be compared."""

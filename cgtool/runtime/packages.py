@@ -15,7 +15,6 @@ import itertools
 import logging
 import os
 import re
-import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -157,7 +156,7 @@ _folders: dict[Path, int] = {}
 
 
 def _new_folder(parent: str) -> Path:
-    folder = Path(parent) / f"cgtool-{secrets.token_hex(8)}"
+    folder = Path(parent) / f"cgtool-{os.urandom(8).hex()}"
     _folders[folder] = os.getpid()
     try:
         folder.mkdir(mode=0o700)
