@@ -1,0 +1,375 @@
+"""Leases: which entries live processes use, so that prune leaves them alone. Must not import torch.
+
+In `state/leases`, empty files that are locked (flock) and never written::
+
+    <hash>-rank_<i>-<prefix>               shared by each process that loaded it, for as long as that process lives
+    <hash>                                 shared by each process that is writing any rank of the entry
+    <either>~<machine>~<pid>~<start>       a stamp instead of a lock, where flock does not work (ENOLCK and the like)
+
+`machine` is 16 digits of the digest of the host's name and its boot id, `start` the process's start in clock ticks
+since the boot: so a stamp of a dead process is told from one of a live process that got its number. Of another machine
+nothing can be asked: its stamps count for 30 days. Where `state/` cannot be written to, the folder of the entry itself
+is locked. The kernel lets go of a lock as its process ends, however that happens.
+
+Prune takes the exclusive lock without waiting, moves the entry away under it, and removes the lease's file: whoever got
+a lock on a file that is no longer there takes the lock of the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import time
+import weakref
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from cgtool.cache.files import RECORD_MODE
+from cgtool.cache.layout import CacheLayout, RankName, check_hash
+from cgtool.digests import sha256_hex
+from cgtool.errors import CacheError
+
+try:
+    import fcntl
+except ImportError:  # Windows, where stamps serve
+    _HAS_FLOCK = False
+else:
+    _HAS_FLOCK = True
+
+_BUSY = frozenset({errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES})
+#: A prune holds the exclusive lock for as long as a rename takes; who finds it so tries again this often.
+_TRIES = 10
+_PAUSE_SECS = 0.002
+#: A writer would do minutes of work for nothing without its lease, so it waits longer.
+_WRITER_TRIES = 500
+_FOREIGN_STAMP_SECS = 30 * 86400.0
+_SEPARATOR = "~"
+_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
+
+
+class Lease:
+    """A hold on an entry, until it is released or the process ends.
+
+    Args:
+        descriptor: The locked file; None where a stamp serves.
+        stamp: The stamp's path; None where a lock serves.
+    """
+
+    def __init__(self, *, descriptor: int | None = None, stamp: str | None = None) -> None:
+        self.descriptor = descriptor
+        self._finalizer = weakref.finalize(self, _let_go, descriptor, stamp, os.getpid())
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the lock still lies on a file that others can find."""
+        if not self._finalizer.alive:
+            return False
+        try:
+            return self.descriptor is None or os.fstat(self.descriptor).st_nlink > 0
+        except OSError:
+            return False
+
+    def release(self) -> None:
+        """Let go; harmless the second time."""
+        self._finalizer()
+
+
+def _let_go(descriptor: int | None, stamp: str | None, owner: int) -> None:
+    with contextlib.suppress(OSError):
+        if descriptor is not None:
+            os.close(descriptor)
+    if stamp is not None and os.getpid() == owner:
+        with contextlib.suppress(OSError):
+            os.unlink(stamp)  # noqa: PTH108 - a str on the way of a load
+
+
+#: What this process loaded: path of the lease → the lease.
+_held: dict[str, Lease] = {}
+
+
+def hold(layout: CacheLayout, name: RankName) -> Lease | None:
+    """Say that this process uses an entry, until it ends. Never raises on account of the disk.
+
+    Args:
+        layout: Where the cache lies.
+        name: What was found.
+
+    Returns:
+        The lease; None where none can be had (a read-only cache without flock, or prune is removing the entry).
+    """
+    path = f"{layout.root}/torch_compile_cache/state/leases/{name.flat}"
+    held = _held.get(path)
+    if held is not None and held.is_current:
+        return held
+    lease = _lease(path, f"{layout.root}/torch_compile_cache/{name.hash}", tries=_TRIES)
+    if lease is not None:
+        _held[path] = lease
+    return lease
+
+
+def hold_writing(layout: CacheLayout, hash_: str) -> Lease | None:
+    """Say that this process is writing an entry, until the lease is released or nobody refers to it.
+
+    Waits while prune removes the entry. Never raises on account of the disk.
+
+    Args:
+        layout: Where the cache lies.
+        hash_: The entry's hash; the entry need not be there.
+
+    Raises:
+        CacheError: It is no hash.
+    """
+    return _lease(_path(layout, check_hash(hash_)), str(layout.entry_dir(hash_)), tries=_WRITER_TRIES)
+
+
+def in_use(layout: CacheLayout, name: RankName) -> bool:
+    """Return whether a live process loaded an entry or is writing it; True also where that cannot be found out."""
+    return LeaseTable(layout).is_used(name.hash, (name,))
+
+
+class LeaseTable:
+    """The leases of a cache as they are listed at one moment; whether one is held is asked of the kernel each time.
+
+    Args:
+        layout: Where the cache lies.
+    """
+
+    def __init__(self, layout: CacheLayout) -> None:
+        self._layout = layout
+        self._files: dict[str, list[str]] = {}
+        self._stamps: dict[str, list[str]] = {}
+        for text in _listed(layout.state_dir / "leases"):
+            owner, stamped, _ = text.partition(_SEPARATOR)
+            (self._stamps if stamped else self._files).setdefault(owner[:64], []).append(text)
+
+    def is_used(self, hash_: str, names: Collection[RankName] | None = None) -> bool:
+        """Return whether a live process uses an entry.
+
+        Args:
+            hash_: The entry.
+            names: The ranks and prefixes to ask for, beside its writers; None for all.
+        """
+        wanted = None if names is None else {hash_, *(name.flat for name in names)}
+        stamps = [text for text in self._stamps.get(hash_, ()) if wanted is None or _owner(text) in wanted]
+        if any(_stamp_lives(_path(self._layout, text)) for text in stamps):
+            return True
+        files = [text for text in self._files.get(hash_, ()) if wanted is None or text in wanted]
+        if any(_is_locked(_path(self._layout, text)) for text in files):
+            return True
+        return wanted != {hash_} and _is_locked(str(self._layout.entry_dir(hash_)))
+
+    def is_written(self, hash_: str) -> bool:
+        """Return whether a live process is writing an entry."""
+        return self.is_used(hash_, ())
+
+
+@contextlib.contextmanager
+def claimed(layout: CacheLayout, hash_: str, *, loaders: bool = True) -> Iterator[bool]:
+    """Claim an entry for removal: while the block runs nobody else can hold it. Never raises on account of the disk.
+
+    Args:
+        layout: Where the cache lies.
+        hash_: The entry.
+        loaders: Whether processes that loaded it count; else only those that are writing it.
+
+    Yields:
+        Whether it was claimed; False where a live process uses it.
+    """
+    with contextlib.suppress(OSError):
+        (layout.state_dir / "leases").mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        # Its writers first: then no rank can be added while the others are claimed.
+        taken = _claim(stack, _path(layout, hash_))
+        if loaders:
+            taken = taken and _claim(stack, str(layout.entry_dir(hash_)), folder=True)
+        owners, stamps = _leases_of(layout, hash_, loaders=loaders)
+        taken = taken and not any(_stamp_lives(path) for path in stamps)
+        yield taken and all(_claim(stack, _path(layout, text)) for text in sorted(owners - {hash_}))
+
+
+def _leases_of(layout: CacheLayout, hash_: str, *, loaders: bool) -> tuple[set[str], list[str]]:
+    """The names of an entry's leases, those that may be taken meanwhile too, and the paths of its stamps."""
+    listed = [text for text in _listed(layout.state_dir / "leases") if text[:64] == hash_]
+    wanted = [text for text in listed if loaders or _owner(text) == hash_]
+    owners = {text for text in wanted if _owner(text) == text}
+    if loaders:
+        with contextlib.suppress(CacheError):  # an entry that cannot be listed cannot be loaded from either
+            owners.update(name.flat for name in layout.rank_names(hash_))
+    return owners, [_path(layout, text) for text in wanted if _owner(text) != text]
+
+
+def remove_idle(layout: CacheLayout, hash_: str) -> None:
+    """Remove the files of leases that nobody holds, of an entry that is gone. Never raises on account of the disk."""
+    for text in _listed(layout.state_dir / "leases"):
+        if text[:64] == hash_:
+            remove_if_idle(_path(layout, text))
+
+
+def remove_if_idle(path: str | Path) -> bool:
+    """Remove a lock file or stamp that nobody holds; return whether it is gone. Never raises on account of the disk.
+
+    Whoever waits for the lock meanwhile finds that its file is gone, and takes the lock of a new one.
+    """
+    text = str(path)
+    if _owner(Path(text).name) != Path(text).name and _stamp_lives(text):
+        return False
+    with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+        if _claim(stack, text, make=False):
+            Path(text).unlink(missing_ok=True)
+            return True
+    return False
+
+
+def _lease(path: str, entry: str, *, tries: int) -> Lease | None:
+    for attempt in range(tries):
+        try:
+            descriptor = _open(path)
+        except OSError:
+            return _lease_of_folder(entry)
+        try:
+            if not _HAS_FLOCK:
+                raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))  # noqa: TRY301 - as where there is no flock
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_nlink > 0:
+                return Lease(descriptor=descriptor)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in _BUSY:
+                return _stamped(path)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        else:
+            os.close(descriptor)
+        if attempt < tries - 1:
+            time.sleep(_PAUSE_SECS)
+    return None
+
+
+def _open(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | _CLOEXEC, RECORD_MODE)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120 - a str on the way of a load
+        return os.open(path, os.O_RDWR | os.O_CREAT | _CLOEXEC, RECORD_MODE)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY | _CLOEXEC)  # another user's, which may be locked all the same
+
+
+def _lease_of_folder(entry: str) -> Lease | None:
+    """Lock the entry's own folder, which takes no leave to write."""
+    try:
+        descriptor = os.open(entry, os.O_RDONLY | _CLOEXEC)
+    except OSError:
+        return None
+    try:
+        if _HAS_FLOCK:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return Lease(descriptor=descriptor)
+    except OSError:
+        pass
+    os.close(descriptor)
+    return None
+
+
+def _stamped(path: str) -> Lease | None:
+    stamp = f"{path}{_SEPARATOR}{_machine()}{_SEPARATOR}{os.getpid()}{_SEPARATOR}{_started(os.getpid())}"
+    try:
+        os.close(os.open(stamp, os.O_WRONLY | os.O_CREAT | _CLOEXEC, RECORD_MODE))
+    except OSError:
+        return None
+    return Lease(stamp=stamp)
+
+
+def _claim(stack: contextlib.ExitStack, path: str, *, make: bool = True, folder: bool = False) -> bool:
+    """Take an exclusive lock until the stack ends; True also where there is nothing to lock, or nothing locks."""
+    flags = os.O_RDONLY if folder else os.O_RDWR | (os.O_CREAT if make else 0)
+    try:
+        descriptor = os.open(path, flags | _CLOEXEC, RECORD_MODE)
+    except (FileNotFoundError, NotADirectoryError):
+        return True  # its folder is not there, so nobody holds it
+    except OSError as error:
+        # A lease that cannot be made (a full disk, say) is held by nobody; one that cannot be opened may be.
+        return error.errno in (errno.ENOSPC, errno.EDQUOT) and not os.path.exists(path)  # noqa: PTH110 - a str
+    stack.callback(os.close, descriptor)
+    return not _HAS_FLOCK or _take(descriptor)
+
+
+def _take(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in _BUSY
+    return True
+
+
+def _is_locked(path: str) -> bool:
+    """Whether someone holds a lock; True where it cannot be asked for."""
+    if not _HAS_FLOCK:
+        return False
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    try:
+        return not _take(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _stamp_lives(path: str) -> bool:
+    """Whether the process of a stamp lives, as far as this machine can tell."""
+    try:
+        _, machine, pid, start = Path(path).name.split(_SEPARATOR)
+        if machine == _machine():
+            return _started(int(pid)) == start
+        return time.time() - os.stat(path).st_mtime < _FOREIGN_STAMP_SECS  # noqa: PTH116 - a str
+    except (ValueError, OSError):
+        return False
+
+
+@functools.cache
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        boot = ""
+    return sha256_hex(f"{os.uname().nodename if hasattr(os, 'uname') else ''} {boot}".encode())[:16]
+
+
+def _started(pid: int) -> str:
+    """A process's start in clock ticks since the boot; "0" for a live one that cannot be asked, "" for a dead one."""
+    try:
+        # The second field is the program's name in brackets, which may hold anything.
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return _is_alive(pid)
+
+
+def _is_alive(pid: int) -> str:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return "0"
+    except (OSError, OverflowError):
+        return ""
+    return "0"
+
+
+def _owner(text: str) -> str:
+    return text.partition(_SEPARATOR)[0]
+
+
+def _path(layout: CacheLayout, text: str) -> str:
+    return f"{layout.root}/torch_compile_cache/state/leases/{text}"
+
+
+def _listed(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)  # noqa: PTH208 - names alone, and thousands of them
+    except OSError:
+        return []
