@@ -1,0 +1,290 @@
+"""Reading every file of an entry and matching it to what names it. Must not import torch; writes nothing.
+
+    key.json         its own seal, and the hash of the entry's folder
+    manifest.json    its own seal, and the names of its folders
+    plan.json, …     the size and digest that the manifest gives, under either of their two names
+    artifacts/       the digest in their own name; the size that each manifest gives; all that manifests name are there
+    units/           unit.json's own seal and folder; its artifact's size and digest
+
+A check may run while others write: what is found wrong is looked at once more before it is told.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TypeVar
+
+from cgtool.cache.files import is_temporary
+from cgtool.cache.key import read_key
+from cgtool.cache.layout import (
+    ARTIFACTS,
+    KEY_FILE,
+    MANIFEST_FILE,
+    PLAN_FILE,
+    CacheLayout,
+    RankName,
+    is_prefix,
+    parse_rank_folder,
+)
+from cgtool.cache.manifest import Manifest, read_manifest
+from cgtool.cache.verify import findings as found
+from cgtool.cache.verify.findings import EntryFindings, Note, Problem
+from cgtool.cache.verify.hashing import Hashed, Hasher, hashing
+from cgtool.cache.verify.sealed import read_record
+from cgtool.cache.verify.strays import next_name, orphan, stray, unfinished
+from cgtool.errors import CacheError
+
+_ARTIFACT = re.compile(r"([0-9a-f]{64})\.([a-z][a-z0-9_.]*)")
+#: How often an entry that keeps changing is looked at again.
+_ATTEMPTS = 4
+#: How many entries are read ahead of the one that is waited for.
+_AHEAD = 8
+
+_Record = TypeVar("_Record")
+
+
+def verify_entry(layout: CacheLayout, hash_: str, *, jobs: int | None = None) -> EntryFindings:
+    """Read and match every file of one entry.
+
+    Args:
+        layout: Where the cache lies.
+        hash_: The entry's hash.
+        jobs: How many files are read at a time; None: as many as there are cores.
+
+    Returns:
+        What was found; an entry that is not there lacks its key.json.
+
+    Raises:
+        CacheError: `hash_` is no hash.
+    """
+    with hashing(jobs) as hasher:
+        return _settled(layout, hash_, EntryCheck(layout, hash_, hasher).finish(), hasher)
+
+
+def verify_entries(layout: CacheLayout, hashes: Iterable[str], hasher: Hasher) -> Iterator[EntryFindings]:
+    """Yield what is found in each of several entries, in their order; those that vanish meanwhile are left out.
+
+    Args:
+        layout: Where the cache lies.
+        hashes: Which entries.
+        hasher: What reads their files.
+    """
+    begun: list[EntryCheck] = []
+    for hash_ in hashes:
+        begun.append(EntryCheck(layout, hash_, hasher))
+        if len(begun) > _AHEAD:
+            yield from _there(layout, begun.pop(0), hasher)
+    for check in begun:
+        yield from _there(layout, check, hasher)
+
+
+def _there(layout: CacheLayout, check: EntryCheck, hasher: Hasher) -> Iterator[EntryFindings]:
+    result = _settled(layout, check.hash, check.finish(), hasher)
+    if not result.problems or layout.entry_dir(check.hash).exists():
+        yield result
+
+
+def _settled(layout: CacheLayout, hash_: str, first: EntryFindings, hasher: Hasher) -> EntryFindings:
+    """Return what two looks one after the other agree on, for a writer or a pruner may be at work."""
+    last = first
+    for _ in range(_ATTEMPTS):
+        if not last.problems:
+            break
+        again = EntryCheck(layout, hash_, hasher, fresh=True).finish()
+        if again.problems == last.problems:
+            break
+        last = again
+    return last
+
+
+class EntryCheck:
+    """One look at one entry: making it begins to read, `finish` waits for what was read.
+
+    Args:
+        layout: Where the cache lies.
+        hash_: The entry's hash.
+        hasher: What reads its files.
+        fresh: Read also what `hasher` has read before.
+    """
+
+    def __init__(self, layout: CacheLayout, hash_: str, hasher: Hasher, *, fresh: bool = False) -> None:
+        self.hash = hash_
+        self._layout = layout
+        self._folder = layout.entry_dir(hash_)
+        self._hasher = hasher
+        self._fresh = fresh
+        self._problems: list[Problem] = []
+        self._notes: list[Note] = []
+        self._manifests: list[Manifest] = []
+        self._rank_files: list[tuple[RankName, str, Manifest, Future[Hashed]]] = []
+        self._artifacts: dict[str, Future[Hashed]] = {}
+        self._num_records = 0
+        self._record_bytes = 0
+        self._key = self._record(layout.key_file(hash_), lambda: read_key(layout, hash_))
+        self._begin()
+
+    def _begin(self) -> None:
+        try:
+            names = list(self._layout.rank_names(self.hash))
+        except CacheError as error:
+            self._problems.append(found.of_error(self._folder, error))
+            names = []
+        for name in names:
+            self._rank(name)
+        has_key = os.path.lexists(self._layout.key_file(self.hash))
+        if self._key is None and not has_key and (self._manifests or not os.path.lexists(self._folder / ARTIFACTS)):
+            self._problems.append(found.missing(self._layout.key_file(self.hash), "every entry"))
+        elif not self._manifests and not self._problems:
+            self._notes.append(unfinished(self._folder))
+        self._begin_artifacts()
+        self._strangers()
+
+    def _rank(self, name: RankName) -> None:
+        path = self._layout.manifest_file(name)
+        manifest = self._record(path, lambda: read_manifest(self._layout, name))
+        folder = self._layout.rank_dir(name)
+        listed = _names(folder)
+        if manifest is None:
+            if MANIFEST_FILE not in listed and PLAN_FILE in listed:
+                self._problems.append(found.missing(path, f"a {PLAN_FILE} beside it"))
+            self._notes += [note for at in listed if is_temporary(at) and (note := stray(folder / at)) is not None]
+            return
+        self._manifests.append(manifest)
+        for file, record in manifest.files.items():
+            self._rank_files.append((name, file, manifest, self._read(folder / file, record.size_bytes)))
+        if PLAN_FILE not in manifest.files:
+            self._problems.append(found.missing(folder / PLAN_FILE, "every entry"))
+        named = {next_name(file, record.sha256) for file, record in manifest.files.items()}
+        others = listed - named - {MANIFEST_FILE, *manifest.files}
+        self._notes += [note for at in sorted(others) if (note := stray(folder / at)) is not None]
+
+    def _begin_artifacts(self) -> None:
+        folder = self._folder / ARTIFACTS
+        sizes = {_file(row.digest, row.kind): row.size_bytes for one in self._manifests for row in one.rows}
+        try:
+            with os.scandir(folder) as listing:
+                # in the order in which a file system that has one laid them down
+                there = [entry.name for entry in sorted(listing, key=lambda entry: entry.inode())]
+        except FileNotFoundError:
+            there = []
+        except OSError as error:
+            self._problems.append(found.of_error(folder, CacheError(f"{folder} could not be listed: {error}.")))
+            there = []
+        for name in there:
+            if _ARTIFACT.fullmatch(name):
+                self._artifacts[name] = self._read(folder / name, sizes.get(name))
+            elif (note := stray(folder / name)) is not None:
+                self._notes.append(note)
+
+    def _strangers(self) -> None:
+        for name in sorted(_names(self._folder)):
+            path = self._folder / name
+            if parse_rank_folder(name) is not None:
+                strangers = [path / child for child in sorted(_names(path)) if not is_prefix(child)]
+            else:
+                strangers = [] if name in (KEY_FILE, ARTIFACTS) else [path]
+            self._notes += [note for at in strangers if (note := stray(at)) is not None]
+
+    def finish(self) -> EntryFindings:
+        """Wait for what was begun, and return what was found."""
+        done = [future.result() for *_, future in self._rank_files] + [f.result() for f in self._artifacts.values()]
+        for name, file, manifest, future in self._rank_files:
+            self._problems += self._of_rank_file(name, file, manifest, future.result())
+        self._problems += self._of_artifacts()
+        return EntryFindings(
+            hash=self.hash,
+            key=self._key,
+            manifests=tuple(self._manifests),
+            problems=tuple(sorted(self._problems, key=lambda problem: (str(problem.path), problem.kind))),
+            notes=tuple(sorted(self._notes, key=lambda note: str(note.path))),
+            num_files=self._num_records + len(done),
+            size_bytes=self._record_bytes + sum(hashed.size_bytes for hashed in done),
+        )
+
+    def _of_rank_file(self, name: RankName, file: str, manifest: Manifest, hashed: Hashed) -> list[Problem]:
+        record = manifest.files[file]
+        path = self._layout.rank_dir(name) / file
+        problems = matched(path, hashed, digest=record.sha256, size=record.size_bytes, who="the manifest")
+        if not problems:
+            return []
+        # It may be in the midst of being published, under its other name.
+        other = path.with_name(next_name(file, record.sha256))
+        hashed = self._read(other, record.size_bytes).result()
+        return problems if matched(other, hashed, digest=record.sha256, size=record.size_bytes, who="") else []
+
+    def _of_artifacts(self) -> list[Problem]:
+        problems: list[Problem] = []
+        named: dict[str, set[int]] = {}
+        for row in (row for manifest in self._manifests for row in manifest.rows):
+            named.setdefault(_file(row.digest, row.kind), set()).add(row.size_bytes)
+        for name in sorted(named.keys() | self._artifacts.keys()):
+            path = self._folder / ARTIFACTS / name
+            hashed = self._artifacts[name].result() if name in self._artifacts else Hashed(is_missing=True)
+            wrong = [
+                problem
+                for size in sorted(named.get(name, {None}), key=str)
+                for problem in matched(path, hashed, digest=name[:64], size=size, who="a manifest")
+            ]
+            problems += wrong[:1]
+            if name not in named and not wrong and self._is_complete:
+                self._notes.append(orphan(path))
+        return problems
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether all manifests could be read: only then is it known what none of them names."""
+        return bool(self._manifests) and not any(problem.path.name == MANIFEST_FILE for problem in self._problems)
+
+    def _read(self, path: Path, limit: int | None) -> Future[Hashed]:
+        return self._hasher.submit(path, limit=limit, fresh=self._fresh)
+
+    def _record(self, path: Path, read: Callable[[], _Record | None]) -> _Record | None:
+        record, problem, size = read_record(path, read)
+        self._num_records += record is not None or problem is not None
+        self._record_bytes += size
+        self._problems += [] if problem is None else [problem]
+        return record
+
+
+def matched(path: Path, hashed: Hashed, *, digest: str, size: int | None, who: str) -> list[Problem]:
+    """Return what is wrong with a file that was read: nothing or one problem.
+
+    Args:
+        path: The file.
+        hashed: What reading it gave.
+        digest: What its digest must be.
+        size: How many bytes it must have; None where nothing says so.
+        who: What names it: "the manifest".
+    """
+    if hashed.is_missing:
+        return [found.missing(path, who)]
+    if not hashed.is_file:
+        return [found.no_file(path)]
+    if hashed.error is not None:
+        return [found.of_error(path, hashed.error)]
+    if size is not None and hashed.size_bytes != size:
+        actual = hashed.size_bytes if hashed.size_bytes < size else max(size + 1, _size(path))
+        return [found.wrong_size(path, expected=size, actual=actual)]
+    return [found.wrong_digest(path, expected=digest, actual=hashed.digest)] if hashed.digest != digest else []
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _file(digest: str, kind: str) -> str:
+    return f"{digest}.{kind}"
+
+
+def _names(folder: Path) -> set[str]:
+    try:
+        return set(os.listdir(folder))  # noqa: PTH208 - names are all that is wanted
+    except OSError:
+        return set()

@@ -1,0 +1,126 @@
+"""SHA-256 of many files at a time, in threads: hashlib and the system's calls leave Python's lock. No torch.
+
+Files that are one on the disk (hard links) are read once. A file is read no further than it should be long, so that
+what a stranger put there cannot be endless; what is no ordinary file is not read at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from cgtool.cache.files import cache_error
+from cgtool.errors import CacheError
+from cgtool.records import dataclass
+
+_BUFFER_BYTES = 1 << 20
+_MAX_JOBS = 16
+_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hashed:
+    """What reading a file gave.
+
+    Args:
+        digest: The SHA-256 of its bytes; "" where it could not be read.
+        size_bytes: How many bytes were read; one more than the limit where there were more than that.
+        error: Why it could not be read: None where it was, or is missing.
+        is_missing: Whether there is no such file.
+        is_file: Whether it is an ordinary file.
+    """
+
+    digest: str = ""
+    size_bytes: int = 0
+    error: CacheError | None = None
+    is_missing: bool = False
+    is_file: bool = True
+
+
+class Hasher:
+    """Reads files in threads.
+
+    Args:
+        jobs: How many at a time; None: as many as this process has cores.
+    """
+
+    def __init__(self, jobs: int | None = None) -> None:
+        self._pool = ThreadPoolExecutor(jobs or min(len(os.sched_getaffinity(0)), _MAX_JOBS), "cgtool-hash")
+        self._shared: dict[tuple[int, int], Future[Hashed]] = {}
+        self._stop = threading.Event()
+        self._local = threading.local()
+
+    def submit(self, path: Path, *, limit: int | None = None, fresh: bool = False) -> Future[Hashed]:
+        """Begin to read a file.
+
+        Args:
+            path: The file.
+            limit: How many bytes it should have; None: any number.
+            fresh: Read it even if it was read before under another name.
+        """
+        identity = self._identity(path)
+        if identity is None:
+            return self._pool.submit(self._hash, str(path), limit)
+        found = self._shared.get(identity)
+        if found is None or fresh:
+            found = self._shared[identity] = self._pool.submit(self._hash, str(path), limit)
+        return found
+
+    def close(self) -> None:
+        """Stop what still runs, and wait until it has."""
+        self._stop.set()
+        self._pool.shutdown(cancel_futures=True)
+
+    def _identity(self, path: Path) -> tuple[int, int] | None:
+        """Return what a file with several names is known by."""
+        with contextlib.suppress(OSError):
+            status = os.stat(path)  # noqa: PTH116 - asked of each file, and pathlib's way takes twice as long
+            if status.st_nlink > 1 and stat.S_ISREG(status.st_mode):
+                return status.st_dev, status.st_ino
+        return None
+
+    def _hash(self, path: str, limit: int | None) -> Hashed:
+        try:
+            descriptor = os.open(path, _FLAGS)
+        except (FileNotFoundError, NotADirectoryError):
+            return Hashed(is_missing=True)
+        except OSError as error:
+            return Hashed(error=cache_error(error, Path(path), doing="read"))
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return Hashed(is_file=False)
+            return self._read(descriptor, limit)
+        except OSError as error:
+            return Hashed(error=cache_error(error, Path(path), doing="read"))
+        finally:
+            os.close(descriptor)
+
+    def _read(self, descriptor: int, limit: int | None) -> Hashed:
+        buffer = getattr(self._local, "buffer", None)
+        if buffer is None:
+            buffer = self._local.buffer = memoryview(bytearray(_BUFFER_BYTES))
+        digest, total = hashlib.sha256(), 0
+        while not self._stop.is_set() and (limit is None or total <= limit):
+            wanted = _BUFFER_BYTES if limit is None else min(_BUFFER_BYTES, limit + 1 - total)
+            count = os.readv(descriptor, [buffer[:wanted]])
+            if not count:
+                break
+            digest.update(buffer[:count])
+            total += count
+        return Hashed(digest=digest.hexdigest(), size_bytes=total)
+
+
+@contextlib.contextmanager
+def hashing(jobs: int | None = None) -> Iterator[Hasher]:
+    """Yield a `Hasher` whose threads end with the block, whatever ends it."""
+    hasher = Hasher(jobs)
+    try:
+        yield hasher
+    finally:
+        hasher.close()
