@@ -24,6 +24,7 @@ COMMANDS = {
     "warm": ("cgtool.cli.warm:warm", "Compile a model into the cache before it is served."),
     "bench": ("cgtool.cli.bench:bench", "Measure every way to start a model: what you would gain."),
     "inspect": ("cgtool.cli.inspect:inspect", "Look into the cache: its entries, or the pieces of one."),
+    "diff": ("cgtool.cli.diff:diff", "Name what differs between two entries, caches or bundles."),
 }
 
 EXAMPLES = """\b
