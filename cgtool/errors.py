@@ -113,13 +113,17 @@ class CacheMissError(CgtoolError):
 
     Attributes:
         reasons: Sentences, the most telling first.
+        nearest: The hash of the entry that the reasons speak of; None where they speak of none.
     """
 
     exit_code = 3
 
-    def __init__(self, message: str, *, reasons: tuple[str, ...] = (), path: Any = None) -> None:
+    def __init__(
+        self, message: str, *, reasons: tuple[str, ...] = (), path: Any = None, nearest: str | None = None
+    ) -> None:
         super().__init__(message, path=path)
         self.reasons = reasons
+        self.nearest = nearest
 
 
 class GuardError(CgtoolError):

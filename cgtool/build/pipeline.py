@@ -146,7 +146,7 @@ class _Warm:
         broken = _broken_rows(found, work)
         unproved = [w for w, row in rows if row is not None and row.needs_proof and self._config.proof and not check]
         if check and (missing or broken):
-            raise _incomplete(missing, broken, self._layout)
+            raise _incomplete(missing, broken, self._layout, nearest=found.entry.name.hash)
         if not missing and not broken and not unproved:
             return self._hit(found, work)
         return self._complete(found, missing, broken, unproved)
@@ -367,7 +367,9 @@ def _broken_rows(found: Found, work: Iterable[Work]) -> list[Work]:
     return broken
 
 
-def _incomplete(missing: list[Work], broken: list[Work], layout: CacheLayout, *, unproved: int = 0) -> CacheMissError:
+def _incomplete(
+    missing: list[Work], broken: list[Work], layout: CacheLayout, *, unproved: int = 0, nearest: str | None = None
+) -> CacheMissError:
     shapes = list(dict.fromkeys(shape_words(work.shape) for work in missing))
     count = len(list(unique(missing)))
     named = f"{'shape' if len(shapes) == 1 else 'shapes'} {', '.join(shapes)}"
@@ -379,7 +381,7 @@ def _incomplete(missing: list[Work], broken: list[Work], layout: CacheLayout, *,
             "1 artifact was not proved yet" if unproved == 1 else f"{unproved} artifacts were not proved yet"
         )
     msg = f"The entry is incomplete: {'; '.join(reasons)}. Warm the model again to add what is missing."
-    return CacheMissError(msg, reasons=tuple(reasons), path=layout.root)
+    return CacheMissError(msg, reasons=tuple(reasons), path=layout.root, nearest=nearest)
 
 
 def _split_words(stitched: Stitched) -> str:

@@ -201,7 +201,7 @@ class Finder:
             f"No entry of {self._layout.root} fits this model. The nearest, {short(hash_)}, does not because:\n"
             f"  {shown}\n{self._advice()}"
         )
-        return CacheMissError(msg, reasons=reasons[:_MAX_REASONS], path=self._layout.root)
+        return CacheMissError(msg, reasons=reasons[:_MAX_REASONS], path=self._layout.root, nearest=hash_)
 
     def _advice(self) -> str:
         tensors = self._facts.known["state"]["tensors"]
