@@ -7,6 +7,7 @@ The tree under a cache root::
       <hash>/                                    64 hexadecimal digits
         key.json
         artifacts/<sha256>.<kind>                kind: [a-z][a-z0-9_]*(.[a-z0-9_]+)*, at most 40 characters
+        signatures/<sha256>.json <sha256>.sig    of an entry that was imported signed, see cgtool.cache.trust
         rank_<i>/<prefix>/                       i: no leading zeros; prefix: [A-Za-z0-9][A-Za-z0-9_.-]*
           manifest.json plan.json computation_graph.py transformed_code.py
       units/<key[:2]>/<key>/                     key: 64 hexadecimal digits
@@ -31,6 +32,7 @@ from cgtool.records import dataclass
 
 CACHE_FOLDER = "torch_compile_cache"
 ARTIFACTS = "artifacts"
+SIGNATURES = "signatures"
 KEY_FILE = "key.json"
 MANIFEST_FILE = "manifest.json"
 PLAN_FILE = "plan.json"
