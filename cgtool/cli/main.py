@@ -25,6 +25,8 @@ COMMANDS = {
     "bench": ("cgtool.cli.bench:bench", "Measure every way to start a model: what you would gain."),
     "inspect": ("cgtool.cli.inspect:inspect", "Look into the cache: its entries, or the pieces of one."),
     "diff": ("cgtool.cli.diff:diff", "Name what differs between two entries, caches or bundles."),
+    "export": ("cgtool.cli.export:export", "Write entries of the cache as one file that can be shipped."),
+    "import": ("cgtool.cli.import_:import_", "Take entries from a bundle into the cache, once all was checked."),
 }
 
 EXAMPLES = """\b

@@ -1,0 +1,207 @@
+"""What the members of one entry must say of each other before it is believed. Must not import torch.
+
+Their bytes were matched to the index by now. Here the records are parsed, as load will parse them, and what one names
+must be there, in the index's words, while nothing is there that none names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from cgtool.cache.bundle.index import Member
+from cgtool.cache.bundle.limits import MAX_PACKAGE_BYTES, MAX_PLAN_CHARACTERS, MAX_PLAN_NUMBERS
+from cgtool.cache.bundle.names import PACKAGE_KIND, PICKLE_KINDS
+from cgtool.cache.bundle.refusals import refused
+from cgtool.cache.key import Key, read_key
+from cgtool.cache.layout import (
+    ARTIFACTS,
+    CACHE_FOLDER,
+    KEY_FILE,
+    MANIFEST_FILE,
+    PLAN_FILE,
+    CacheLayout,
+    RankName,
+)
+from cgtool.cache.manifest import Manifest, ManifestRow, parse_manifest
+from cgtool.cache.packages import unpack
+from cgtool.errors import ArtifactError, CacheCorruptError, CacheSchemaError
+from cgtool.pieces import Json
+from cgtool.plan import Plan, parse_plan
+from cgtool.records import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntryContent:
+    """One entry of a bundle, checked.
+
+    Args:
+        hash: Its hash.
+        key: Its factors.
+        manifests: Of each rank and prefix, in order.
+        pickles: The artifacts that torch would unpickle, by member name.
+    """
+
+    hash: str
+    key: Key
+    manifests: tuple[Manifest, ...]
+    pickles: tuple[str, ...]
+
+    @property
+    def artifacts(self) -> dict[tuple[str, str], int]:
+        """The size of each artifact that a manifest names, by digest and kind."""
+        return {(row.digest, row.kind): row.size_bytes for manifest in self.manifests for row in manifest.rows}
+
+
+def check_entry(layout: CacheLayout, hash_: str, members: Iterable[Member]) -> EntryContent:
+    """Check one entry that lies unpacked under a cache root of its own.
+
+    Args:
+        layout: Where it lies.
+        hash_: Which entry.
+        members: The index's words for its files.
+
+    Raises:
+        RefusedError: Something in it is not as cgtool writes it; the error names the member.
+        CacheError: It cannot be read.
+    """
+    there = {member.path: member for member in members}
+    base = f"{CACHE_FOLDER}/{hash_}"
+    key_name = f"{base}/{KEY_FILE}"
+    if key_name not in there:
+        raise refused("missing_member", "is missing", member=key_name)
+    with _believing(key_name, "corrupt_key"):
+        key = read_key(layout, hash_)
+    if key is None:
+        raise refused("missing_member", "is missing", member=key_name)
+    names = sorted(_rank_names(hash_, there.values()), key=lambda name: (name.rank, name.prefix))
+    manifests = tuple(_check_rank(layout, name, there) for name in names)
+    if not manifests:
+        raise refused("missing_member", "is missing", member=f"{base}/rank_0")
+    named = _artifact_names(base, (row for manifest in manifests for row in manifest.rows), there)
+    folder = f"{base}/{ARTIFACTS}/"
+    for name in there:
+        if name.startswith(folder) and name not in named:
+            raise refused("unnamed_artifact", "is an artifact that no manifest names", member=name)
+    for name in sorted(named):
+        if there[name].place.kind == PACKAGE_KIND:
+            check_package(layout.root / name, there[name])
+    pickles = tuple(name for name in sorted(named) if there[name].place.kind in PICKLE_KINDS)
+    return EntryContent(hash=hash_, key=key, manifests=manifests, pickles=pickles)
+
+
+def _rank_names(hash_: str, members: Iterable[Member]) -> set[RankName]:
+    places = [member.place for member in members]
+    return {RankName(hash=hash_, rank=p.rank, prefix=p.prefix) for p in places if p.rank is not None}
+
+
+def _check_rank(layout: CacheLayout, name: RankName, there: Mapping[str, Member]) -> Manifest:
+    folder = f"{CACHE_FOLDER}/{name.hash}/rank_{name.rank}/{name.prefix}"
+    manifest_name, plan_name = f"{folder}/{MANIFEST_FILE}", f"{folder}/{PLAN_FILE}"
+    for needed in (manifest_name, plan_name):
+        if needed not in there:
+            raise refused("missing_member", "is missing", member=needed)
+    path = layout.root / manifest_name
+    with _believing(manifest_name, "corrupt_manifest"):
+        manifest = parse_manifest(path.read_bytes(), path=path, name=name)
+    for file, record in manifest.files.items():
+        member = there.get(f"{folder}/{file}")
+        if member is None:
+            raise refused("missing_member", "is named by its manifest and is missing", member=f"{folder}/{file}")
+        if (record.sha256, record.size_bytes) != (member.sha256, member.size_bytes):
+            raise refused("digest_mismatch", "is another file than its manifest names", member=member.path)
+    ours = {place.file for m in there.values() if (place := m.place).prefix == name.prefix and place.rank == name.rank}
+    for file in sorted(ours - manifest.files.keys() - {MANIFEST_FILE}):
+        raise refused("unlisted_member", "is named by no manifest", member=f"{folder}/{file}")
+    _check_plan(layout.root / plan_name, plan_name, manifest)
+    return manifest
+
+
+def _check_plan(path: Path, name: str, manifest: Manifest) -> None:
+    with _believing(name, "corrupt_plan"):
+        data = path.read_bytes()
+        _check_growth(json.loads(data), name)
+        plan = parse_plan(data, path=path)
+        steps = [{step.piece for step in variant.steps} for variant in plan.variants]
+    _check_rows(plan, steps, manifest, name)
+
+
+def _check_rows(plan: Plan, steps: list[set[int]], manifest: Manifest, name: str) -> None:
+    if len(plan.variants) != len(manifest.variants):
+        raise refused(
+            "corrupt_plan",
+            "has other variants than its manifest says",
+            member=name,
+            expected=len(manifest.variants),
+            actual=len(plan.variants),
+        )
+    for row in manifest.rows:
+        if row.piece_index not in steps[row.variant]:
+            raise refused("corrupt_plan", "lacks a piece that its manifest names", member=name, actual=row.piece_index)
+
+
+def _check_growth(document: Json, name: str) -> None:
+    """Check what a plan's runs and texts come to, before they are made: a few bytes may promise gigabytes."""
+    texts = document["texts"]
+    lengths: list[int] = []
+    for parent, end in zip(texts["parents"], texts["ends"], strict=True):
+        lengths.append(len(end) + (lengths[parent] if type(parent) is int and 0 <= parent < len(lengths) else 0))
+    numbers = sum(_numbers(guard[2]) for guard in document["guards"])
+    for variant in document["variants"]:
+        numbers += _numbers(variant["inputs"]) + _numbers(variant["model_guards"])
+        numbers += sum(_numbers(step[4]) + _numbers(step[5]) for step in variant["steps"])
+    if sum(lengths) > MAX_PLAN_CHARACTERS or numbers > MAX_PLAN_NUMBERS:
+        raise refused("bomb", "is a plan that grows out of all proportion", member=name, actual=numbers)
+
+
+def _numbers(runs: Json) -> int:
+    return sum(1 if type(run) is int else max(int(run[2]), 0) for run in runs)
+
+
+def _artifact_names(base: str, rows: Iterator[ManifestRow], there: Mapping[str, Member]) -> set[str]:
+    found = set()
+    for row in rows:
+        name = f"{base}/{ARTIFACTS}/{row.digest}.{row.kind}"
+        member = there.get(name)
+        if member is None:
+            raise refused("missing_artifact", "is named by a manifest and is missing", member=name)
+        if member.size_bytes != row.size_bytes:
+            raise refused(
+                "size_mismatch",
+                "has another size than its manifest says",
+                member=name,
+                expected=row.size_bytes,
+                actual=member.size_bytes,
+            )
+        found.add(name)
+    return found
+
+
+def check_package(path: Path, member: Member) -> None:
+    """Check that a package holds native code, kernels and metadata of ours, and nothing else.
+
+    Raises:
+        RefusedError: strange_package or too_large.
+    """
+    if member.size_bytes > MAX_PACKAGE_BYTES:
+        raise refused("too_large", "is a package of more than 4 GiB", member=member.path, actual=member.size_bytes)
+    try:
+        unpack(path.read_bytes(), vouched=True)
+    except ArtifactError as error:
+        raise refused("strange_package", f"is no package of cgtool's: {error}", member=member.path) from error
+
+
+@contextlib.contextmanager
+def _believing(member: str, reason: str) -> Iterator[None]:
+    """Turn what a stranger's record makes a parser raise into a refusal that names the member."""
+    try:
+        yield
+    except CacheSchemaError as error:
+        why = f"has the schema {str(error.actual)[:20]}, and this cgtool reads {error.expected}"
+        raise refused("unknown_schema", why, member=member, expected=error.expected) from error
+    except (CacheCorruptError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise refused(reason, "is not as cgtool writes it", member=member, actual=str(error)[:500]) from error
+    except RecursionError as error:
+        raise refused(reason, "is nested without end", member=member) from error

@@ -1,0 +1,266 @@
+"""Writing a bundle: entries of a cache become an archive or a folder. Must not import torch.
+
+The same entries give the same archive byte for byte before it is packed, wherever and whenever they lie: only names,
+sizes, modes and bytes enter. Each byte is matched to its digest as it is written, so that nothing broken is shipped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from cgtool.cache import signatures
+from cgtool.cache.bundle.choose import Choice, trimmed
+from cgtool.cache.bundle.index import Index, Member
+from cgtool.cache.bundle.names import INDEX_FILE, SIGNATURE_FILE, names_of_folders
+from cgtool.cache.bundle.tar import CHUNK_BYTES, END, header_bytes, padding
+from cgtool.cache.entry import read_entry
+from cgtool.cache.files import RECORD_MODE, cache_error, corrupt, read_bytes, sync_folder
+from cgtool.cache.key import read_key
+from cgtool.cache.layout import CACHE_FOLDER, MANIFEST_FILE, SIGNATURES, CacheLayout, RankName
+from cgtool.cache.manifest import Manifest
+from cgtool.digests import sha256_hex
+from cgtool.errors import CacheError, UsageError
+from cgtool.records import dataclass
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What a member is written from: its bytes, or the file that has them."""
+
+    member: Member
+    data: bytes | None = None
+    file: Path | None = None
+
+    def chunks(self) -> Iterator[bytes]:
+        """Yield the bytes, which match the member's digest once the last was yielded.
+
+        Raises:
+            CacheCorruptError: The file holds others.
+            CacheError: It cannot be read.
+        """
+        if self.data is not None:
+            yield self.data
+        elif self.file is not None:
+            yield from _read_file(self.file, self.member)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """Everything that goes into a bundle.
+
+    Args:
+        contents: Of each member, in order.
+        manifests: As they will stand in the bundle.
+    """
+
+    contents: tuple[Content, ...]
+    manifests: tuple[Manifest, ...]
+
+    @property
+    def index(self) -> Index:
+        """The index of it."""
+        return Index(members=tuple(content.member for content in self.contents))
+
+
+def gather(layout: CacheLayout, names: Iterable[RankName], choice: Choice) -> Contents:
+    """Return what goes into a bundle; artifacts are looked at when they are written.
+
+    Args:
+        layout: Where the cache lies.
+        names: The ranks and prefixes.
+        choice: Which rows and files of them.
+
+    Raises:
+        UsageError: No row has one of the shapes.
+        CacheCorruptError: Something of an entry is missing or not as its digest says.
+        CacheSchemaError: Another version of cgtool wrote it.
+        CacheError: It cannot be read.
+    """
+    found: dict[str, Content] = {}
+    manifests = []
+    for name in names:
+        base = f"{CACHE_FOLDER}/{name.hash}"
+        if f"{base}/key.json" not in found:
+            _add(found, f"{base}/key.json", _key(layout, name.hash))
+        manifest, files = _rank(layout, name, choice)
+        for file, data in files.items():
+            _add(found, f"{base}/rank_{name.rank}/{name.prefix}/{file}", data)
+        for row in manifest.rows:
+            path = f"{base}/artifacts/{row.digest}.{row.kind}"
+            member = Member(path=path, sha256=row.digest, size_bytes=row.size_bytes)
+            found[path] = Content(member=member, file=layout.root / path)
+        manifests.append(manifest)
+    for path in found:
+        header_bytes(path, 0, 0)  # says so of a name that is too long before anything is written
+    return Contents(contents=tuple(found[path] for path in sorted(found)), manifests=tuple(manifests))
+
+
+def _add(found: dict[str, Content], path: str, data: bytes) -> None:
+    member = Member(path=path, sha256=sha256_hex(data), size_bytes=len(data))
+    found[path] = Content(member=member, data=data)
+
+
+def _key(layout: CacheLayout, hash_: str) -> bytes:
+    path = layout.key_file(hash_)
+    if read_key(layout, hash_) is None or (data := read_bytes(path)) is None:
+        raise corrupt(path, "it is missing")
+    return data
+
+
+def _rank(layout: CacheLayout, name: RankName, choice: Choice) -> tuple[Manifest, dict[str, bytes]]:
+    entry = read_entry(layout, name, files=())
+    if entry is None:
+        path = layout.rank_dir(name)
+        raise CacheError(f"{path} is gone. Look again with: cgtool inspect cache", path=path)
+    manifest = trimmed(entry.manifest, choice)
+    whole = read_entry(layout, name, files=manifest.files)
+    if whole is None or whole.manifest != entry.manifest:
+        raise CacheError(f"{layout.rank_dir(name)} kept changing while it was read. Try again.", path=name.flat)
+    data = manifest.to_bytes()
+    if manifest == entry.manifest:  # as its writer spelled it: that may have been another version
+        data = read_bytes(layout.manifest_file(name)) or data
+    return manifest, {MANIFEST_FILE: data, **whole.files}
+
+
+def _read_file(path: Path, member: Member) -> Iterator[bytes]:
+    digest, size = hashlib.sha256(), 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            while chunk := file.read(CHUNK_BYTES):
+                size += len(chunk)
+                if size > member.size_bytes:
+                    break
+                digest.update(chunk)
+                yield chunk
+    except FileNotFoundError as error:
+        raise corrupt(path, "the manifest names it and it is missing", expected=member.sha256) from error
+    except OSError as error:
+        raise cache_error(error, path, doing="read") from error
+    if size != member.size_bytes or digest.hexdigest() != member.sha256:
+        raise corrupt(path, "its bytes differ from its digest", expected=member.sha256, actual=digest.hexdigest())
+
+
+def write_archive(
+    stream: IO[bytes], contents: Contents, *, keys: Sequence[Ed25519PrivateKey] = (), level: int = 3
+) -> int:
+    """Write a bundle as an archive.
+
+    Args:
+        stream: Where to; it is neither flushed to the disk nor closed.
+        contents: What.
+        keys: Which keys sign it.
+        level: How hard zstd tries, 1 to 19.
+
+    Returns:
+        How many bytes were written.
+
+    Raises:
+        CacheError: An entry cannot be read, or is not whole.
+        OSError: `stream` cannot be written.
+    """
+    import zstandard  # milliseconds, and only for who writes a bundle
+
+    packer = zstandard.ZstdCompressor(level=level, threads=-1, write_checksum=True, write_content_size=False)
+    index = contents.index.to_bytes()
+    out = packer.stream_writer(stream, closefd=False)
+    for name, data in _heads(index, keys).items():
+        out.write(header_bytes(name, len(data), RECORD_MODE) + data + padding(len(data)))
+    for content in contents.contents:
+        member = content.member
+        out.write(header_bytes(member.path, member.size_bytes, member.place.mode))
+        for chunk in content.chunks():
+            out.write(chunk)
+        out.write(padding(member.size_bytes))
+    out.write(END)
+    out.close()  # ends the frame: one that failed stays torn, and nobody takes it for whole
+    return int(out.tell())
+
+
+def _heads(index: bytes, keys: Sequence[Ed25519PrivateKey]) -> dict[str, bytes]:
+    return {INDEX_FILE: index, **({SIGNATURE_FILE: signatures.sign(index, keys)} if keys else {})}
+
+
+def write_folder(folder: Path, contents: Contents, *, keys: Sequence[Ed25519PrivateKey] = ()) -> int:
+    """Write a bundle as a folder, which serves as the root of a cache as it stands.
+
+    All times are the epoch, so that equal entries give equal layers of a container image.
+
+    Args:
+        folder: Where to; there may be an empty folder, and nothing else.
+        contents: What.
+        keys: Which keys sign it.
+
+    Returns:
+        How many bytes were written.
+
+    Raises:
+        UsageError: Something is at `folder`.
+        CacheError: An entry cannot be read or is not whole, or the folder cannot be written.
+    """
+    check_free(folder)
+    index = contents.index.to_bytes()
+    heads = _heads(index, keys)
+    if keys:
+        for hash_ in contents.index.hashes:
+            start = f"{CACHE_FOLDER}/{hash_}/{SIGNATURES}/{sha256_hex(index)}"
+            heads |= {f"{start}.json": index, f"{start}.sig": heads[SIGNATURE_FILE]}
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.{secrets.token_hex(6)}.tmp")
+    try:
+        try:
+            temporary.mkdir(parents=True)
+            for name in sorted(names_of_folders([*heads, *(content.member.path for content in contents.contents)])):
+                (temporary / name).mkdir()
+            num_bytes = sum(_write(temporary / name, [data], RECORD_MODE) for name, data in heads.items())
+            for content in contents.contents:
+                num_bytes += _write(temporary / content.member.path, content.chunks(), content.member.place.mode)
+            _settle(temporary)
+            temporary.replace(folder)
+        except OSError as error:
+            raise cache_error(error, folder) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    sync_folder(folder.parent)
+    return num_bytes
+
+
+def check_free(folder: Path) -> None:
+    """Check that nothing would be overwritten.
+
+    Raises:
+        UsageError: Something is at `folder`.
+    """
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+        raise UsageError(f"{folder} is there already. Name a folder that is not, or is empty.", path=folder)
+
+
+def _write(path: Path, chunks: Iterable[bytes], mode: int) -> int:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    num_bytes = 0
+    try:
+        for chunk in chunks:
+            view = memoryview(chunk)
+            num_bytes += len(view)
+            while view:
+                view = view[os.write(descriptor, view) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return num_bytes
+
+
+def _settle(folder: Path) -> None:
+    """Give everything one time, and flush the names to the disk."""
+    for above, folders, files in os.walk(folder, topdown=False):
+        for name in (*files, *folders):
+            os.utime(Path(above) / name, (0, 0))
+        sync_folder(Path(above))
+    os.utime(folder, (0, 0))

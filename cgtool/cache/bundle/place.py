@@ -1,0 +1,116 @@
+"""The folder in a cache in which a bundle is unpacked before any of it is believed. Must not import torch.
+
+`torch_compile_cache/.import.<pid>.<token>.tmp/` is a cache root of its own, which no reader looks into. Its maker holds
+a lock on it, so that one which nobody holds was left by a killed process and is removed by the next import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from cgtool.cache.files import cache_error, sync_folder
+from cgtool.cache.layout import CacheLayout
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    _HAS_FLOCK = False
+else:
+    _HAS_FLOCK = True
+
+_NAME = re.compile(r"\.import\.[0-9]+\.[0-9a-f]+\.tmp")
+#: Between making a folder and locking it, nobody holds it.
+_YOUNG_SECS = 60.0
+#: Where locks do not work, age alone tells.
+_ABANDONED_SECS = 86400.0
+
+
+@contextlib.contextmanager
+def unpacking_folder(layout: CacheLayout) -> Iterator[Path]:
+    """Yield a new folder beside the entries of a cache; what was made for it is gone afterwards, unless it holds more.
+
+    Raises:
+        CacheError: It cannot be made: read-only, full, no permission.
+    """
+    made = _make(layout.base)
+    folder = layout.base / f".import.{os.getpid()}.{secrets.token_hex(6)}.tmp"
+    try:
+        for leftover in abandoned(layout):
+            shutil.rmtree(leftover, ignore_errors=True)
+        try:
+            folder.mkdir(mode=0o700)
+        except OSError as error:
+            raise cache_error(error, folder) from error
+        with _held(folder):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        for above in made:
+            with contextlib.suppress(OSError):  # something is in it by now
+                above.rmdir()
+
+
+def abandoned(layout: CacheLayout) -> list[Path]:
+    """Return the folders that killed imports left in a cache."""
+    try:
+        found = [path for path in layout.base.iterdir() if _NAME.fullmatch(path.name)]
+    except OSError:
+        return []
+    return [path for path in found if _is_abandoned(path)]
+
+
+def _make(folder: Path) -> list[Path]:
+    """Make a folder and those above it; return those that were missing, the innermost first."""
+    missing = []
+    try:
+        for above in (folder, *folder.parents):
+            if above.is_dir():
+                break
+            missing.append(above)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        for above in missing:
+            with contextlib.suppress(OSError):
+                above.rmdir()
+        raise cache_error(error, folder) from error
+    for above in missing:
+        sync_folder(above.parent)
+    return missing
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            if _HAS_FLOCK:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_abandoned(folder: Path) -> bool:
+    try:
+        age = time.time() - folder.stat().st_mtime
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        if not _HAS_FLOCK:
+            return age > _ABANDONED_SECS
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return age > _ABANDONED_SECS
+    finally:
+        os.close(descriptor)
+    return age > _YOUNG_SECS

@@ -1,0 +1,144 @@
+"""`cgtool export`: parse what is wanted, write it, print what was written.
+
+Must not import torch; the command itself loads as it runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cgtool.cli import failures
+from cgtool.cli.options import cache_dir_option, cache_folder, talk_options
+
+if TYPE_CHECKING:
+    from cgtool.cache.shapes import Shape
+    from cgtool.cli.output import Output
+
+EXAMPLES = """\b
+Examples:
+  cgtool export llama.tar.zst
+  cgtool export llama.tar.zst 3f9a --rank 0 --shape general --shape 8
+  cgtool export layer/cache --folder --no-debug --all
+  cgtool export release.tar.zst --all --sign key.pem
+  cgtool export - 3f9a | ssh server cgtool import - --trust
+"""
+
+
+@click.command(epilog=EXAMPLES, short_help="Write entries of the cache as one file that can be shipped.")
+@click.argument("dest", type=click.Path(), metavar="DEST")
+@click.argument("hashes", nargs=-1, metavar="[HASH]...")
+@click.option("--all", "everything", is_flag=True, help="Every entry of the cache, whatever the model.")
+@click.option(
+    "--filter",
+    "filters",
+    multiple=True,
+    metavar="CONDITION",
+    help='Only entries such as "model~llama" or "last_used<30d". Repeatable: all must hold.',
+)
+@click.option(
+    "--rank", "ranks", type=click.IntRange(min=0), multiple=True, metavar="N", help="Only this rank. Repeatable."
+)
+@click.option(
+    "--shape",
+    "shapes",
+    multiple=True,
+    callback=lambda ctx, param, texts: tuple(_shape(ctx, param, text) for text in texts),
+    metavar="SHAPE",
+    help="Only artifacts for this shape: general, 8, 2-64 or batch=4:seq=128. Repeatable.",
+)
+@click.option("--no-debug", is_flag=True, help="Without computation_graph.py and transformed_code.py.")
+@click.option("--folder", is_flag=True, help="Write a folder, which serves as a cache as it stands, and no file.")
+@click.option(
+    "--level", type=click.IntRange(1, 19), default=3, show_default=True, help="How hard zstd tries to make it small."
+)
+@click.option(
+    "--sign",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="KEY",
+    help="Sign with the Ed25519 private key in this file, PEM or OpenSSH. Repeatable.",
+)
+@cache_dir_option
+@talk_options
+def export(*, output: Output, dest: str, **options: Any) -> int:
+    """Write entries of the cache to DEST, a .tar.zst, or - for standard output.
+
+    HASH is the beginning of a hash that `inspect cache` lists. Without any, all entries are written if they are of one
+    model. The same entries give the same archive, byte for byte before it is packed. DEST appears whole or not at all.
+    """
+    # Rich and the command itself: what `--help` does without.
+    from cgtool.cache.bundle.choose import Choice
+    from cgtool.cli.bundle_tables import show_export
+    from cgtool.commands.export import ExportOptions
+    from cgtool.commands.export import export as run
+
+    _check(dest, options, output)
+    choice = Choice(
+        hashes=options["hashes"],
+        everything=options["everything"],
+        filters=options["filters"],
+        ranks=options["ranks"],
+        shapes=options["shapes"],
+        debug=not options["no_debug"],
+    )
+    report = run(
+        ExportOptions(
+            dest=sys.stdout.buffer if dest == "-" else Path(dest),
+            choice=choice,
+            cache_dir=cache_folder(options["cache_dir"]),
+            folder=options["folder"],
+            level=options["level"],
+            sign=options["sign"],
+        )
+    )
+    if output.as_json:
+        output.json(report.to_json())
+    else:
+        show_export(output, report)
+    return failures.DONE
+
+
+def _check(dest: str, options: dict[str, Any], output: Output) -> None:
+    if options["hashes"] and (options["everything"] or options["filters"]):
+        message = "HASH names entries, and --all and --filter choose them. Give one or the other."
+        raise click.UsageError(message)
+    if dest != "-":
+        return
+    if options["folder"]:
+        message = "A folder cannot be written to standard output. Name a place for it."
+        raise click.UsageError(message)
+    if output.as_json:
+        message = "Standard output takes either the bundle or the report. Name a file to write to, or leave out --json."
+        raise click.UsageError(message)
+    if sys.stdout.isatty():
+        message = "A bundle is no text for a terminal. Redirect the output, or name a file."
+        raise click.UsageError(message)
+
+
+def _shape(ctx: click.Context, param: click.Parameter, text: str) -> Shape:
+    """Read a shape as `inspect` shows it.
+
+    Raises:
+        click.BadParameter: It is none.
+    """
+    from cgtool.config_checks import WrongValueError, check_ranges, check_sizes
+    from cgtool.config_text import parse_range, parse_size
+
+    if text == "general":
+        return text
+    try:
+        if "-" in text and "=" not in text:
+            return check_ranges([parse_range(text)])[0]
+        size = parse_size(text)
+        if size == 0:  # a variant may be fixed at it
+            return 0
+        if not isinstance(size, str):  # a word may be one of the configuration's, and is no shape
+            return (check_sizes([size]) or ())[0]  # type: ignore[no-any-return]  # checked just now
+    except WrongValueError:
+        pass
+    message = f"{text[:80]!r} is no shape. Give general, a size (8), a range (2-64) or batch=4:seq=128."
+    raise click.BadParameter(message, ctx=ctx, param=param)

@@ -1,0 +1,88 @@
+"""`cgtool import`: parse whom to trust, take a bundle in, print what came of it.
+
+Must not import torch; the command itself loads as it runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cgtool.cli import failures
+from cgtool.cli.options import cache_dir_option, cache_folder, talk_options
+
+if TYPE_CHECKING:
+    from cgtool.cli.output import Output
+
+EXAMPLES = """\b
+Examples:
+  cgtool import llama.tar.zst --trust
+  cgtool import release.tar.zst --require-signature release.pub
+  cgtool import layer/cache --require-signature /etc/cgtool/keys --cache-dir /var/cache/models
+  curl -s https://example.org/llama.tar.zst | cgtool import - --require-signature release.pub
+"""
+
+_GIB = 2**30
+
+
+@click.command("import", epilog=EXAMPLES, short_help="Take entries from a bundle into the cache, once all was checked.")
+@click.argument("source", type=click.Path(), metavar="SRC")
+@click.option("--trust", is_flag=True, help="Take native code that nobody signed: it runs in your process.")
+@click.option(
+    "--require-signature",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="KEYS",
+    help="A file or a folder of public keys, PEM or OpenSSH: one must have signed SRC. Repeatable.",
+)
+@click.option("--any-machine", is_flag=True, help="Take entries, too, that cannot be loaded on this machine.")
+@click.option("--replace", is_flag=True, help="Drop an entry of the cache that has the same hash and another plan.")
+@click.option(
+    "--max-size",
+    type=click.FloatRange(min=0, min_open=True),
+    default=64,
+    show_default=True,
+    metavar="GIB",
+    help="Refuse more than this, unpacked.",
+)
+@click.option(
+    "--max-ratio",
+    type=click.FloatRange(min=1),
+    default=250,
+    show_default=True,
+    metavar="N",
+    help="Refuse what grows to more than N times its packed size.",
+)
+@cache_dir_option
+@talk_options
+def import_(*, output: Output, source: str, **options: Any) -> int:
+    """Take the entries in SRC into the cache: a file or folder that `cgtool export` wrote, or - for standard input.
+
+    What a bundle holds is native code. So it needs a signature of a key that you trust, or --trust. All of it is
+    checked before anything changes: names, sizes, digests, records, packages, and whether this machine can load it.
+    Entries that are there already are merged. A refusal exits with 3, and with a stable reason under --json.
+    """
+    # Rich and the command itself: what `--help` does without.
+    from cgtool.cli.bundle_tables import show_import
+    from cgtool.commands.import_ import ImportOptions, import_bundle
+
+    report = import_bundle(
+        ImportOptions(
+            source=sys.stdin.buffer if source == "-" else Path(source),
+            cache_dir=cache_folder(options["cache_dir"]),
+            trust=options["trust"],
+            require_signature=options["require_signature"],
+            any_machine=options["any_machine"],
+            replace=options["replace"],
+            max_bytes=int(options["max_size"] * _GIB),
+            max_ratio=options["max_ratio"],
+        )
+    )
+    if output.as_json:
+        output.json(report.to_json())
+    else:
+        show_import(output, report)
+    return failures.DONE
