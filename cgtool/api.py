@@ -10,11 +10,10 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cgtool.cache.layout import CacheLayout, resolve_root
 from cgtool.cache.state import StateStore
-from cgtool.config import CompilationConfig, CompilationLevel, environment
 from cgtool.errors import CacheMissError
 from cgtool.garbage import uncollected
 from cgtool.model import DynamicDims, ExampleCall, ModelSpec
@@ -24,6 +23,10 @@ from cgtool.runtime.dispatch import Boxed
 from cgtool.runtime.facts import facts_of
 from cgtool.runtime.find import Finder
 from cgtool.runtime.opening import open_entry
+from cgtool.variables import environment
+
+if TYPE_CHECKING:
+    from cgtool.config import CompilationConfig
 
 _log = logging.getLogger(__name__)
 
@@ -58,8 +61,8 @@ def load(
         ArtifactError: An artifact cannot be opened here.
         GuardError: A tensor of the model is of another make than when it was compiled.
     """
-    if config is not None and config.effective_level == CompilationLevel.NO_COMPILATION:
-        return module  # type: ignore[no-any-return]
+    if config is not None and _compiles_nothing(config):
+        return module  # type: ignore[no-any-return]  # Any: to name its class, torch would have to load
     if environment().disable_cache or (config is not None and config.disable_cache):
         msg = (
             "The cache is switched off (CGTOOL_DISABLE_CACHE or disable_cache), so nothing can be loaded from it. "
@@ -69,6 +72,10 @@ def load(
     wanted_dir = cache_dir if cache_dir is not None else (config.cache_dir or None) if config is not None else None
     with uncollected():
         return _load_from(module, config, CacheLayout(root=resolve_root(wanted_dir)), prefix, rank)
+
+
+def _compiles_nothing(config: CompilationConfig) -> bool:
+    return config.effective_level == config.effective_level.NO_COMPILATION
 
 
 def _load_from(
@@ -121,9 +128,11 @@ def compile(  # noqa: A001 - the name that a user of torch.compile looks for
         CompileError: A piece cannot be compiled.
         CacheError: The cache cannot be read or written.
     """
+    from cgtool.config import CompilationConfig  # what only loads needs it where it is given one
+
     config = CompilationConfig.from_variables(environment().variables) if config is None else config
-    if config.effective_level == CompilationLevel.NO_COMPILATION:
-        return module  # type: ignore[no-any-return]
+    if _compiles_nothing(config):
+        return module  # type: ignore[no-any-return]  # Any: to name its class, torch would have to load
     maker = _Maker(module, dynamic or {}, config, cache_dir, prefix)
     if example_args is None and example_kwargs is None:
         return _OnFirstCall(maker)

@@ -17,12 +17,10 @@ from typing import Any
 
 from cgtool.cudagraph_mode import CUDAGraphMode
 from cgtool.digests import canonical_json
+from cgtool.pieces import AOT_INDUCTOR, EAGER
 
 #: In `compile_sizes`: every size that is captured as a CUDA graph.
 CAPTURE_SIZES = "cudagraph_capture_sizes"
-#: The adaptor whose artifacts are piece graphs, which torch alone runs.
-EAGER = "eager"
-AOT_INDUCTOR = "aot_inductor"
 #: All adaptors, the default first.
 ADAPTORS = (AOT_INDUCTOR, "inductor_standalone", "inductor", EAGER)
 

@@ -13,6 +13,7 @@ from cgtool import config_checks as checks
 from cgtool import config_text as text
 from cgtool.cudagraph_mode import CUDAGraphMode
 from cgtool.errors import ConfigError
+from cgtool.pieces import EAGER
 from cgtool.records import dataclass
 
 FieldKind = Literal["key", "coverage", "runtime"]
@@ -108,7 +109,7 @@ def conflicts(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]
         The fields that disagree, and a sentence that says what to do.
     """
     mode = values["cudagraph_mode"]
-    if not values["use_inductor"] and values["adaptor"] not in {"", checks.EAGER}:
+    if not values["use_inductor"] and values["adaptor"] not in {"", EAGER}:
         yield (
             ("use_inductor", "adaptor"),
             f"use_inductor is off and the adaptor is {values['adaptor']!r}: turn it on, or take the adaptor 'eager'.",

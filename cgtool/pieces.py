@@ -36,6 +36,11 @@ SCHEMA = 1
 Dim = int | str
 Json = Any
 
+#: The adaptor whose artifacts are piece graphs, which torch alone runs.
+EAGER = "eager"
+#: The adaptor whose artifacts are packages of native code, which torch alone opens.
+AOT_INDUCTOR = "aot_inductor"
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorMeta:

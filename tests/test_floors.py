@@ -155,8 +155,8 @@ def _private(module: str) -> bool:
     return any(part.startswith("_") and not part.endswith("__") for part in module.split("."))
 
 
-def leaves_the_environment_to_config(file: File) -> Iterator[str]:
-    if file.path == "config.py":
+def leaves_the_environment_to_its_reader(file: File) -> Iterator[str]:
+    if file.path == "variables.py":
         return
     for found in file.imports():
         if found.module in {f"os.{name}" for name in ENVIRONMENT}:
@@ -198,7 +198,7 @@ RULES = [
     starts_without_torch,
     loads_with_torch_alone,
     keeps_private_torch_in_its_shim,
-    leaves_the_environment_to_config,
+    leaves_the_environment_to_its_reader,
     has_no_pickle,
     asserts_nothing,
     says_what_it_owns,
@@ -241,8 +241,8 @@ def test_every_file_of_the_package_keeps_the_rule(rule, package):
         pytest.param(keeps_private_torch_in_its_shim, "trace/a.py", "from torch._dynamo import x", id="private module"),
         pytest.param(keeps_private_torch_in_its_shim, "split/a.py", "from torch.fx.node import _f", id="private name"),
         pytest.param(keeps_private_torch_in_its_shim, "build/a.py", "import torch\ntorch._C.x()", id="private chain"),
-        pytest.param(leaves_the_environment_to_config, "api.py", "import os\nos.environ['A']", id="environ"),
-        pytest.param(leaves_the_environment_to_config, "cli/a.py", "from os import getenv", id="getenv"),
+        pytest.param(leaves_the_environment_to_its_reader, "api.py", "import os\nos.environ['A']", id="environ"),
+        pytest.param(leaves_the_environment_to_its_reader, "cli/a.py", "from os import getenv", id="getenv"),
         pytest.param(has_no_pickle, "cache/a.py", "def f():\n    import pickle", id="pickle"),
         pytest.param(has_no_pickle, "build/a.py", "import torch\ntorch.save(a, b)", id="torch.save"),
         pytest.param(asserts_nothing, "cache/a.py", "def f():\n    assert x", id="assert"),
@@ -263,7 +263,7 @@ def test_a_rule_sees_what_breaks_it(rule, path, text):
         pytest.param("cli/a.py", "from cgtool import __version__", id="the version"),
         pytest.param("graph/a.py", "if TYPE_CHECKING:\n    import sympy", id="for types only"),
         pytest.param("trace/_torch.py", "import torch._dynamo\ntorch._C.x()", id="a shim"),
-        pytest.param("config.py", "import os\nos.environ", id="the reader of the environment"),
+        pytest.param("variables.py", "import os\nos.environ", id="the reader of the environment"),
         pytest.param("__init__.py", "def f():\n    import cgtool.api", id="a lazy door"),
     ],
 )

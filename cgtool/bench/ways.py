@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from cgtool.config_checks import ADAPTORS, EAGER, nearest
+from cgtool.config_checks import ADAPTORS, nearest
 from cgtool.errors import UsageError
+from cgtool.pieces import EAGER
 
 Kind = Literal["eager", "compile", "mega", "precompile", "cgtool"]
 

@@ -26,9 +26,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from cgtool.config import environment
 from cgtool.errors import CacheError
 from cgtool.records import dataclass
+from cgtool.variables import environment
 
 CACHE_FOLDER = "torch_compile_cache"
 ARTIFACTS = "artifacts"

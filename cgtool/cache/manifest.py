@@ -36,9 +36,8 @@ from cgtool.cache.shapes import (
     shape_words,
 )
 from cgtool.cache.state import timestamp
-from cgtool.config import EAGER
 from cgtool.errors import CacheError
-from cgtool.pieces import Json
+from cgtool.pieces import EAGER, Json
 from cgtool.records import dataclass
 
 SCHEMA = 2

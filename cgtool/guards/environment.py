@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from cgtool.config import environment
 from cgtool.digests import digest_of
 from cgtool.guards import _torch as private
 from cgtool.pieces import Json
+from cgtool.variables import environment
 
 #: What Inductor takes on Linux where CXX says nothing.
 _COMPILER = "g++"

@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cgtool.cache.manifest import GENERAL, ManifestRow, Shape
-from cgtool.config import AOT_INDUCTOR, EAGER
 from cgtool.errors import ArtifactError
 from cgtool.graph.expressions import rename
-from cgtool.pieces import PieceGraph
+from cgtool.pieces import AOT_INDUCTOR, EAGER, PieceGraph
 from cgtool.plan import Plan, Step, Variant
 from cgtool.records import replace
 from cgtool.runtime.call import LoadedModel, first_index
