@@ -33,7 +33,7 @@ def precompile(
     try:
         compiled: Any = torch.compile(function, fullgraph=True)
         compiled.aot_compile((args, kwargs)).save_compiled_function(str(path))
-    except Exception as error:
+    except Exception as error:  # of several classes in several versions: only its words tell what it is
         # Guards that torch cannot write down are the user's to drop, with a filter such as this one of torch's.
         keep = getattr(torch.compiler, "keep_portable_guards_unsafe", None)
         if keep is None or "guard" not in str(error).lower():

@@ -37,7 +37,7 @@ def uses_cuda() -> bool:
     """Return whether this process computes on a CUDA device; imports torch."""
     import torch
 
-    return bool(torch.cuda.is_available() and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return bool(torch.cuda.is_available() and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def torch_facts() -> dict[str, Any]:

@@ -130,7 +130,7 @@ class SeenOps(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[n
     """Remembers the ops that are called while it is active, once each, in order."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
         self.ops: dict[Any, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -143,7 +143,8 @@ class SeenOps(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[n
 def compile_tag(tag: str) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which torch's own caches know results of `tag` only."""
     config: Any = torch.compiler.config
-    return config.patch({"cache_key_tag": tag, "force_disable_caches": False})  # type: ignore[no-any-return]
+    patched: contextlib.AbstractContextManager[Any] = config.patch(cache_key_tag=tag, force_disable_caches=False)
+    return patched
 
 
 @contextlib.contextmanager
@@ -266,7 +267,7 @@ def load_compile_fx(
     with tracing(TracingContext(mode)), CacheArtifactManager.with_fresh_cache():
         torch.compiler.load_cache_artifacts(data)
         loaded: Any = compile_fx(module, list(inputs), inner_compile=refuse, config_patches=dict(patches))
-    return loaded  # type: ignore[no-any-return]
+    return loaded  # type: ignore[no-any-return]  # only a compile ahead of time gives files instead
 
 
 def compile_aot(module: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any], *, folder: str) -> list[str]:

@@ -55,6 +55,6 @@ def _import_file(name: str, path: Path) -> None:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException:  # whatever ended it: half a module is none
         del sys.modules[name]
         raise

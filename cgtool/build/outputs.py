@@ -44,7 +44,7 @@ def hold_back_views(piece: RebuiltPiece, graph: PieceGraph) -> list[Json] | None
 
 
 def _output(piece: RebuiltPiece) -> list[fx.Node]:
-    return list(piece.module.graph.output_node().args[0])  # type: ignore[arg-type]
+    return list(piece.module.graph.output_node().args[0])  # type: ignore[arg-type]  # a tuple of nodes, as rebuilt
 
 
 def _position(piece: RebuiltPiece, node: fx.Node) -> int:

@@ -110,7 +110,7 @@ class _Run:
                 waiting = self._local.get()
                 if waiting is not None:
                     self._step(waiting, in_worker=False)
-        except BaseException as error:
+        except BaseException as error:  # whatever ends this thread ends the others
             self._fatal = self._fatal or error
             raise
         finally:

@@ -139,7 +139,7 @@ def _resolved(name: str) -> Callable[..., Any]:
     if not _NAME.match(name):
         raise ArtifactError(f"{name!r} is not the name of an op; the plan was changed or torn: warm again", actual=name)
     root, _, rest = name.partition(".")
-    fn = None
+    fn: Callable[..., Any] | None = None
     if root == "builtins" and rest in _BUILTINS:
         fn = getattr(builtins, rest)
     elif root == "math" and not rest.startswith("_"):
@@ -156,7 +156,7 @@ def _resolved(name: str) -> Callable[..., Any]:
             f"library first, else warm again",
             actual=name,
         )
-    return fn  # type: ignore[no-any-return]
+    return fn
 
 
 def _resolve_op(name: str) -> Any:

@@ -84,7 +84,7 @@ class _Checker:
             value = self._roots.resolve(whole)
         else:
             base = objects[parent] if parent in objects else self._look_up(parent)
-            value = getattr(base, accessor.key) if accessor.word == "attr" else apply_accessor(base, accessor)  # type: ignore[arg-type]
+            value = getattr(base, accessor.key) if accessor.word == "attr" else apply_accessor(base, accessor)  # type: ignore[arg-type]  # an attribute's key is its name
         objects[source] = value
         return value
 

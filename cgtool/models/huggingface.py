@@ -116,7 +116,7 @@ def _config(transformers: Any, path: Path, fields: dict[str, Any], overrides: di
         merged["layer_types"] = _repeat(fields["layer_types"], merged.get("num_hidden_layers"))
     try:
         return config_class.from_dict(merged)
-    except Exception as error:
+    except Exception as error:  # a config's own checks raise what they like
         msg = f"transformers made no {config_class.__name__} of {path}: {error} Correct the config or the --arg values."
         raise ModelError(msg, path=path) from error
 
@@ -160,7 +160,7 @@ def _module(
                 with torch.random.fork_rng(_cuda_devices()):
                     torch.manual_seed(0)
                     module = transformers.AutoModel.from_config(config, attn_implementation="sdpa", **extra)
-    except Exception as error:
+    except Exception as error:  # the code of a model raises what it likes
         advice = "Correct the config or the --arg values."
         if fake:
             advice += " If it reads values while it is built, --weights real builds it for real."

@@ -121,7 +121,7 @@ def _call(
             return factory(**arguments)
     except CgtoolError:
         raise
-    except Exception as error:
+    except Exception as error:  # the user's factory raises what it likes
         if mode is not None and blames_fake_tensors(error):
             advice = (
                 "It asks for values, and weights are fake while a model is only compiled. Build it for real with "

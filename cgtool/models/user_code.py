@@ -82,7 +82,7 @@ def import_module(name: str, *, file: Path | None = None) -> ModuleType:
             "place to look), or a file: path/to/file.py:factory."
         )
         raise ModelError(msg, path=name, expected="an importable module") from error
-    except Exception as error:
+    except Exception as error:  # the user's module raises what it likes
         raise failure(f"{file or name} could not be imported", error, file, "Mend the file.") from error
     except SystemExit as error:
         advice = 'Put what a script does under `if __name__ == "__main__":`.'

@@ -53,7 +53,7 @@ def overloads_of(op: OpOverload | OpOverloadPacket) -> list[OpOverload]:
 
 def overload_names(op: OpOverloadPacket) -> list[str]:
     """Return the names of a packet's overloads."""
-    return [str(name) for name in op.overloads()]  # type: ignore[no-untyped-call]
+    return [str(name) for name in op.overloads()]  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def schema_of(op: OpOverload) -> Any:

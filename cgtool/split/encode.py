@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgtool.errors import SplitError
+from cgtool.errors import ArtifactError, SplitError
 from cgtool.graph.metas import tensor_meta
 from cgtool.graph.sympy_text import expression_text
 from cgtool.graph.targets import check_method, target_name
@@ -195,7 +195,7 @@ class _PieceWriter:
         if node.op == "call_method":
             kind, target = "method", _method(str(node.target))
         else:
-            kind, target = "function", target_name(node.target)  # type: ignore[arg-type]
+            kind, target = "function", target_name(node.target)  # type: ignore[arg-type]  # what a call_function calls
         args = tuple(encode_value(arg, self._ref) for arg in node.args)
         kwargs = {name: encode_value(node.kwargs[name], self._ref) for name in sorted(node.kwargs)}
         return self._append(kind, target, args, kwargs)
@@ -296,5 +296,5 @@ class _PieceWriter:
 def _method(name: str) -> str:
     try:
         return check_method(name)
-    except Exception as error:
+    except ArtifactError as error:
         raise SplitError(f"{error}", actual=name) from error

@@ -110,7 +110,8 @@ def constant_of(node: fx.Node) -> torch.Tensor:
     value: Any = node.graph.owning_module
     for part in str(node.target).split("."):
         value = getattr(value, part)
-    return value  # type: ignore[no-any-return]
+    constant: torch.Tensor = value
+    return constant
 
 
 def example(node: fx.Node) -> Any:

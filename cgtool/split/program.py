@@ -138,7 +138,7 @@ def _autocast_regions(kinds: Mapping[fx.Node, Kind]) -> dict[fx.Node, tuple[fx.N
             if node.target is private.ENTER_AUTOCAST:
                 active.append(node)
             else:
-                active.remove(node.args[0])  # type: ignore[arg-type]
+                active.remove(node.args[0])  # type: ignore[arg-type]  # the node that entered it
     return regions
 
 

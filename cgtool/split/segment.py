@@ -49,7 +49,7 @@ def segments(kinds: dict[fx.Node, Kind], splitting: set[fx.Node], memory: Memory
         if kind not in RUNS:
             continue
         if is_getitem_of_bundle(node, kinds):
-            owner[node] = owner[node.args[0]]  # type: ignore[index]
+            owner[node] = owner[node.args[0]]  # type: ignore[index]  # a node: asked just now
             runs[owner[node]][1].append(node)
             continue
         cut = node in splitting

@@ -207,4 +207,4 @@ def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
     copy.__kwdefaults__ = plain.__kwdefaults__
     copy.__qualname__ = plain.__qualname__
     copy.__module__ = plain.__module__
-    return types.MethodType(copy, function.__self__) if plain is not function else copy  # type: ignore[attr-defined]
+    return types.MethodType(copy, function.__self__) if plain is not function else copy  # type: ignore[attr-defined]  # a bound method

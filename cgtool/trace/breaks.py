@@ -50,7 +50,7 @@ def explained(method: Callable[..., Any]) -> Iterator[None]:
         if "Constraints violated" in str(error) or "ConstraintViolation" in type(error).__name__:
             raise _specialised(error) from error
         raise _graph_break(error, method) from error
-    except Exception as error:
+    except Exception as error:  # the model's code raises what it likes
         raise _failed(type(error).__name__, str(error), error, method) from error
 
 

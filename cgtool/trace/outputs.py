@@ -199,7 +199,7 @@ def _importable(value: Any, path: str) -> str:
     name = qualified_name(type(value))
     try:
         found = find_qualified(name)
-    except Exception as error:
+    except Exception as error:  # a module's own `__getattr__` fails in any way it likes
         raise _cannot_rebuild(value, path) from error
     if found is not type(value):
         raise _cannot_rebuild(value, path)

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -133,5 +132,5 @@ def get_adaptor(name: str) -> CompilerInterface:
         )
     module, attribute = _ADAPTORS[name]
     # a compiler's module is loaded when it is asked for: `eager` needs nothing but torch
-    found: Any = getattr(importlib.import_module(module), attribute)
-    return found()  # type: ignore[no-any-return]
+    adaptor: CompilerInterface = getattr(importlib.import_module(module), attribute)()
+    return adaptor

@@ -101,7 +101,7 @@ class WorkerPool:
                 if isinstance(error, OSError):
                     raise _disk_error(error) from error
                 raise
-            except BaseException:
+            except BaseException:  # what the unit or `on_start` raised is no fault of the worker
                 self._give_back(worker)
                 raise
             finally:
