@@ -87,6 +87,15 @@ def check_metas(
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Case:
+    """What is compared: its name, what it may be wrong by, and the sizes at which it was run."""
+
+    label: str
+    tolerance: Tolerance
+    sizes: Mapping[str, int]
+
+
 def check_numbers(
     label: str,
     found: torch.Tensor,
@@ -103,45 +112,31 @@ def check_numbers(
     """
     if not found.numel():
         return 0.0
+    case = _Case(label=label, tolerance=tolerance, sizes=sizes)
     if not (eager.is_floating_point() or eager.is_complex()):
-        _check_exact(label, found, eager, reference, tolerance=tolerance, sizes=sizes)
+        _check_exact(case, found, eager, reference)
         return 0.0
     ours, theirs, exact = (_flat(tensor) for tensor in (found, eager, reference))
     if not math.isfinite(float((ours + theirs + exact).sum())):  # a sum of many numbers is the cheapest look
-        kept = _where_finite(label, ours, theirs, exact, tolerance=tolerance, sizes=sizes)
+        kept = _where_finite(case, ours, theirs, exact)
         ours, theirs, exact = ours[kept], theirs[kept], exact[kept]
-    return _check_finite(label, ours, theirs, exact, tolerance=tolerance, sizes=sizes)
+    return _check_finite(case, ours, theirs, exact)
 
 
-def _where_finite(
-    label: str,
-    ours: torch.Tensor,
-    theirs: torch.Tensor,
-    exact: torch.Tensor,
-    *,
-    tolerance: Tolerance,
-    sizes: Mapping[str, int],
-) -> torch.Tensor:
+def _where_finite(case: _Case, ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """Return where all three are numbers; check that the others are NaN or infinite alike."""
     finite = torch.isfinite(exact) & torch.isfinite(theirs)
     both = ~torch.isfinite(exact) & ~torch.isfinite(theirs)
     settled = both & ((exact == theirs) | (exact.isnan() & theirs.isnan()))
     wrong = (finite & ~torch.isfinite(ours)) | (settled & ~((ours == exact) | (ours.isnan() & exact.isnan())))
     count = int(wrong.sum())
-    if count > _allowed(tolerance, len(ours), 0):
-        raise mismatch(f"{label} has NaN or infinity in {count} places other than the piece's", sizes)
+    if count > _allowed(case.tolerance, len(ours), 0):
+        raise mismatch(f"{case.label} has NaN or infinity in {count} places other than the piece's", case.sizes)
     return finite & ~wrong
 
 
-def _check_finite(
-    label: str,
-    ours: torch.Tensor,
-    theirs: torch.Tensor,
-    exact: torch.Tensor,
-    *,
-    tolerance: Tolerance,
-    sizes: Mapping[str, int],
-) -> float:
+def _check_finite(case: _Case, ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> float:
+    tolerance = case.tolerance
     if not len(ours):
         return 0.0
     scale = max(_rms(exact), 1e-6)
@@ -161,56 +156,40 @@ def _check_finite(
     if num_outside > _allowed(tolerance, len(ours), flips):
         place = int(error.masked_fill(~outside, 0).argmax())
         raise mismatch(
-            f"{label} is {float(ours[place]):.6g} where the piece has {float(exact[place]):.6g} (and {num_outside} of "
-            f"{len(ours)} elements differ by more than rounding)",
-            sizes,
+            f"{case.label} is {float(ours[place]):.6g} where the piece has {float(exact[place]):.6g} (and "
+            f"{num_outside} of {len(ours)} elements differ by more than rounding)",
+            case.sizes,
         )
     kept &= ~outside
     ours, theirs, exact = ours[kept], theirs[kept], exact[kept]
     relative, usual = _rms(ours - exact) / scale, _rms(theirs - exact) / scale
     if relative > 3 * usual + tolerance.rms:
         raise mismatch(
-            f"{label} differs by {relative:.2e} of its size, and the piece itself by {usual:.2e}",
-            sizes,
+            f"{case.label} differs by {relative:.2e} of its size, and the piece itself by {usual:.2e}",
+            case.sizes,
         )
-    _check_factor(label, ours, theirs, exact, tolerance=tolerance, sizes=sizes)
+    _check_factor(case, ours, theirs, exact)
     return relative
 
 
-def _check_factor(
-    label: str,
-    ours: torch.Tensor,
-    theirs: torch.Tensor,
-    exact: torch.Tensor,
-    *,
-    tolerance: Tolerance,
-    sizes: Mapping[str, int],
-) -> None:
+def _check_factor(case: _Case, ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> None:
     """Roundings go both ways: a common factor shows long before it is larger than one."""
     square = float(exact @ exact)
     if not square:
         return
     factor, eager_factor = (float(tensor @ exact) / square - 1 for tensor in (ours, theirs))
-    noise = 8 * tolerance.rms / math.sqrt(len(exact))
-    if abs(factor) > 3 * abs(eager_factor) + tolerance.rms / 2 + noise:
-        raise mismatch(f"{label} is {1 + factor:.6f} times what the piece gives", sizes)
+    noise = 8 * case.tolerance.rms / math.sqrt(len(exact))
+    if abs(factor) > 3 * abs(eager_factor) + case.tolerance.rms / 2 + noise:
+        raise mismatch(f"{case.label} is {1 + factor:.6f} times what the piece gives", case.sizes)
 
 
-def _check_exact(
-    label: str,
-    found: torch.Tensor,
-    eager: torch.Tensor,
-    reference: torch.Tensor,
-    *,
-    tolerance: Tolerance,
-    sizes: Mapping[str, int],
-) -> None:
+def _check_exact(case: _Case, found: torch.Tensor, eager: torch.Tensor, reference: torch.Tensor) -> None:
     """Integers and booleans: equal, save for as many as floats may have decided otherwise."""
     differ = (found != eager) & (found != reference.to(eager.dtype))
     count = int(differ.sum())
-    flips = int((eager != reference.to(eager.dtype)).sum()) if tolerance.steps else 0
-    if count > _allowed(tolerance, found.numel(), flips):
-        raise mismatch(f"{label} differs in {count} of {found.numel()} elements", sizes)
+    flips = int((eager != reference.to(eager.dtype)).sum()) if case.tolerance.steps else 0
+    if count > _allowed(case.tolerance, found.numel(), flips):
+        raise mismatch(f"{case.label} differs in {count} of {found.numel()} elements", case.sizes)
 
 
 def check_overlaps(
