@@ -24,9 +24,15 @@ COMMANDS = {
     "warm": ("cgtool.cli.warm:warm", "Compile a model into the cache before it is served."),
     "bench": ("cgtool.cli.bench:bench", "Measure every way to start a model: what you would gain."),
     "inspect": ("cgtool.cli.inspect:inspect", "Look into the cache: its entries, or the pieces of one."),
+    "verify": ("cgtool.cli.verify:verify", "Check every file of the cache, and whether this machine can load it."),
     "diff": ("cgtool.cli.diff:diff", "Name what differs between two entries, caches or bundles."),
+    "why": ("cgtool.cli.why:why", "Say whether a model would hit, and if not, why."),
     "export": ("cgtool.cli.export:export", "Write entries of the cache as one file that can be shipped."),
     "import": ("cgtool.cli.import_:import_", "Take entries from a bundle into the cache, once all was checked."),
+    "completion": (
+        "cgtool.cli.completion:completion",
+        "Complete cgtool's commands and options in bash, zsh and fish.",
+    ),
 }
 
 EXAMPLES = """\b
@@ -72,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     _have_streams()
     streams = sys.stdout, sys.stderr
+    cgtool.was_invoked = False
     try:
         with signals.raising():
             code = cgtool.main(args=arguments, prog_name="cgtool", standalone_mode=False)
@@ -80,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # click says that a reader went away by wrapping both streams and leaving with 1; else it is a model's own exit.
         reader_gone = (sys.stdout, sys.stderr) != streams
         sys.stdout, sys.stderr = streams
+        if not reader_gone and not cgtool.was_invoked:  # click has answered a shell that completes a command line
+            return error.code if isinstance(error.code, int) else failures.FAILED
         return _end(BrokenPipeError() if reader_gone else error, arguments)
     except BaseException as error:  # noqa: BLE001  the one place where every exception ends
         return _end(error, arguments)

@@ -1,0 +1,106 @@
+"""`cgtool why`: parse what the user asked, look, print whether the model would hit and why not.
+
+Must not import torch; the command itself loads as it runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cgtool.cli import failures, logs
+from cgtool.cli.options import (
+    CONFIG_FIELDS,
+    cache_dir_option,
+    compiler_options,
+    coverage_options,
+    model_options,
+    talk_options,
+)
+
+if TYPE_CHECKING:
+    from cgtool.cli.output import Output
+
+EXAMPLES = """\b
+Examples:
+  cgtool why fixtures/tiny_llama.py:build
+  cgtool why fixtures/tiny_llama.py:build --compile-sizes 1,8
+  cgtool why hf:checkpoints/llama --cache-dir /mnt/shared/cache
+  cgtool why mypackage.models:build --json | jq -r '.reasons[0].sentence'
+"""
+
+#: Options that are fields of the configuration.
+_FIELDS = (*CONFIG_FIELDS, "cache_dir", "level", "adaptor")
+#: Options about talking, which are no part of the line that mends a miss.
+_TALK = frozenset({"--json", "--quiet", "--verbose", "--traceback", "--all", "-q", "-v"})
+_ARGUMENTS = "cgtool.why.arguments"
+
+
+class _Remembering(click.Command):
+    """A command that keeps what was typed, for the line of another that takes the same options."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_ARGUMENTS] = tuple(argument for argument in args if argument not in _TALK)
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=_Remembering, epilog=EXAMPLES, short_help="Say whether a model would hit, and if not, why.")
+@model_options
+@click.option(
+    "--weights",
+    type=click.Choice(["fake", "real"]),
+    default="fake",
+    show_default=True,
+    help="Build the model without memory for its weights, or as the factory does.",
+)
+@cache_dir_option
+@coverage_options
+@click.option("--level", metavar="0-3", help="Compilation level. Default: 3, piecewise.")
+@click.option(
+    "--adaptor", metavar="NAME", help="The compiler: aot_inductor (default), inductor_standalone, inductor, eager."
+)
+@compiler_options
+@click.option(
+    "--rank", type=click.IntRange(min=0), metavar="N", help="Place in a model-parallel group. Default: RANK, else 0."
+)
+@click.option("--prefix", metavar="NAME", help="Which compiled part of the model this is. Default: the factory's word.")
+@click.option("--all", "everything", is_flag=True, help="Show every reason with all of its lines.")
+@talk_options
+@click.pass_context
+def why(ctx: click.Context, /, *, output: Output, everything: bool, **options: Any) -> int:
+    """Say whether the cache serves MODEL, and if not, which entry is nearest and what keeps it from that.
+
+    MODEL and its options are those of warm. This runs MODEL's code, traces and compiles nothing, and writes nothing.
+    Exit code 0 for a hit, 3 for a miss: its reasons, the guilty first, and the line that mends it.
+    """
+    # Rich, tomllib and the command itself: what `--help` does without.
+    from cgtool.cli.diff_words import show_why
+    from cgtool.cli.progress import reporting
+    from cgtool.cli.settings import load_settings
+    from cgtool.commands.why import WhyOptions
+    from cgtool.commands.why import why as run
+
+    flags = {name: options[name] for name in _FIELDS}
+    config = load_settings(compilation_config=options["compilation_config"], flags=flags).config
+    asked = WhyOptions(
+        model=options["model"],
+        factory_args=options["factory_args"],
+        weights=options["weights"],
+        device=options["device"],
+        dtype=options["dtype"],
+        pythonpath=options["pythonpath"],
+        config=config,
+        cache_dir=Path(config.cache_dir) if config.cache_dir else None,
+        rank=options["rank"],
+        prefix=options["prefix"],
+        arguments=ctx.meta[_ARGUMENTS],
+    )
+    with reporting(output) as on_event:
+        report = run(asked, logs.hushing(output, on_event))
+    if output.as_json:
+        output.json(report.to_json())
+    else:
+        show_why(output, report, asked.model, everything=everything)
+    return failures.DONE if report.hit else failures.CHECK_SAID_NO
