@@ -11,7 +11,7 @@ from typing import Literal
 
 from cgtool.records import dataclass
 
-Phase = Literal["model", "trace", "split", "compile", "store", "hit", "note", "prepare", "start"]
+Phase = Literal["model", "trace", "split", "compile", "store", "hit", "note", "prepare", "start", "verify"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,8 @@ class Event:
 
     Args:
         phase: Which stage speaks; "model" is the user's factory at work, "hit" says that the cache
-            already holds it, "note" is advice for the user; "prepare" and "start" are what a bench does.
+            already holds it, "note" is advice for the user; "prepare" and "start" are what a bench does, "verify" reads
+            what is there.
         message: A short sentence or name, plain text: it may hold whatever a model's author wrote.
         done: How many units of the phase are finished; None where nothing is counted.
         total: How many there will be; None where nothing is counted.

@@ -1,0 +1,68 @@
+"""`cgtool verify`: parse what is to be checked, show the work, print what was found.
+
+Must not import torch; the command itself loads as it runs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cgtool.cli import failures
+from cgtool.cli.options import cache_dir_option, cache_folder, talk_options
+
+if TYPE_CHECKING:
+    from cgtool.cli.output import Output
+
+EXAMPLES = """\b
+Examples:
+  cgtool verify
+  cgtool verify 3f9a --world-size 8
+  cgtool verify /mnt/shared/cache --strict
+  cgtool verify --json | jq '.entries[].verdict'
+"""
+
+
+@click.command(epilog=EXAMPLES, short_help="Check every file of the cache, and whether this machine can load it.")
+@click.argument("targets", nargs=-1, metavar="[HASH...|PATH]")
+@click.option("--strict", is_flag=True, help="Fail where an entry loads and compiling it again is advised, too.")
+@click.option(
+    "--world-size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="How many ranks each entry must have. Default: from 0 to the greatest that it has.",
+)
+@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Read N files at a time. Default: the cores.")
+@cache_dir_option
+@talk_options
+def verify(*, output: Output, targets: tuple[str, ...], **options: Any) -> int:
+    """Read every file of the cache, match it to its digest, and judge whether this machine loads it.
+
+    HASH is the beginning of a hash that `inspect cache` lists; PATH is a cache, or one entry's folder. Without either,
+    all of the cache is checked. Nothing is executed and nothing is changed.
+
+    Each entry is optimal, or loads though compiling it again is advised, or is unsupported here. Exit code 3: a file is
+    damaged, something is missing, or an entry is unsupported (with --strict: not optimal).
+    """
+    # Rich and the command itself: what `--help` does without.
+    from cgtool.cli.progress import reporting
+    from cgtool.cli.verify_tables import show_verify
+    from cgtool.commands.verify import VerifyOptions
+    from cgtool.commands.verify import verify as run
+
+    asked = VerifyOptions(
+        targets=targets,
+        cache_dir=cache_folder(options["cache_dir"]),
+        names_cache=options["cache_dir"] is not None,
+        strict=options["strict"],
+        world_size=options["world_size"],
+        jobs=options["jobs"],
+    )
+    with reporting(output) as on_event:
+        report = run(asked, on_event)
+    if output.as_json:
+        output.json(report.to_json())
+    else:
+        show_verify(output, report)
+    return failures.DONE if report.ok else failures.CHECK_SAID_NO

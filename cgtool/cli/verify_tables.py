@@ -1,0 +1,121 @@
+"""The report of `verify` as people read it.
+
+Must not import torch. Strings of a cache go through `plain`, never into markup.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from cgtool.cache.layout import short
+from cgtool.cache.shapes import shape_words
+from cgtool.cli.text import count_text, plain, secs_text, size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cgtool.cache.verify.findings import Problem
+    from cgtool.cli.output import Output
+    from cgtool.commands.verify import EntryReport, VerifyReport
+
+_COLORS = {"optimal": "green", "loads": "yellow", "unsupported": "red"}
+#: A stranger may give a model a name of any length, and a damaged disk has no end of problems.
+_NAME_CHARACTERS = 60
+_MOST_LINES = 20
+
+
+def show_verify(output: Output, report: VerifyReport) -> None:
+    """Print a table of the entries, then what is wrong with each, and one line that sums up."""
+    if not report.entries and (report.units is None or not report.units.num_files):
+        output.line(f"The cache at {report.root} is empty: nothing to verify.")
+        return
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for column in ("hash", "model", "files", "size", "problems", "verdict"):
+        number = column in ("files", "size", "problems")
+        table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    for entry in report.entries:
+        table.add_row(*_cells(entry))
+    output.show(table)
+    for entry in report.entries:
+        _show_entry(output, entry)
+    if report.units is not None:
+        _show_problems(output, "units", report.units.problems)
+    notes = [note for entry in report.entries for note in entry.findings.notes]
+    notes += report.units.notes if report.units is not None else ()
+    for note in notes[:_MOST_LINES]:
+        output.note(f"Note: {_cut(note.sentence)}", style="dim")
+    if len(notes) > _MOST_LINES:
+        output.note(f"Note: and {len(notes) - _MOST_LINES} more, which --json shows.", style="dim")
+    output.line(_summary(report), style="bold")
+
+
+def _cells(entry: EntryReport) -> tuple[Text, ...]:
+    findings, level = entry.findings, entry.verdict.level
+    wrong = len(findings.problems) + len(entry.holes) + len(entry.missing_ranks) + bool(entry.unknown_pieces)
+    level_words = "unfinished" if entry.is_unfinished else level
+    return (
+        Text(short(findings.hash), "cyan"),
+        Text(plain(_name(", ".join(entry.models)))),
+        Text(str(findings.num_files)),
+        Text(size_text(findings.size_bytes)),
+        Text(str(wrong), "red" if wrong else ""),
+        Text(level_words, "dim" if entry.is_unfinished else _COLORS[level]),
+    )
+
+
+def _show_entry(output: Output, entry: EntryReport) -> None:
+    hash_ = short(entry.findings.hash)
+    if entry.verdict.reasons and not entry.is_unfinished:
+        words = {"loads": "loads, and compiling again is advised", "unsupported": "is unsupported here"}
+        output.line(f"{hash_} {words[entry.verdict.level]}:", style=_COLORS[entry.verdict.level])
+        for reason in entry.verdict.reasons:
+            output.line(f"  - {reason}")
+    _show_problems(output, hash_, entry.findings.problems)
+    missing = [
+        f"piece {hole.piece_index} of variant {hole.variant}, rank {hole.rank} {hole.prefix}, has nothing for the "
+        f"shape {shape_words(hole.shape)}"
+        for hole in entry.holes
+    ]
+    missing += [f"rank {rank} of {prefix} is missing" for prefix, rank in entry.missing_ranks]
+    if entry.unknown_pieces:
+        missing.append(f"{count_text(entry.unknown_pieces, 'compiled piece')} missing that only the plan could name")
+    if missing:
+        output.line(f"{hash_} is incomplete; warm the model again to add what is missing:", style="red")
+        _show_lines(output, missing)
+
+
+def _show_problems(output: Output, what: str, problems: Sequence[Problem]) -> None:
+    if problems:
+        output.line(f"{what}: {count_text(len(problems), 'file')} not as it must be:", style="red")
+        _show_lines(output, [_cut(problem.sentence) for problem in problems])
+
+
+def _show_lines(output: Output, lines: Sequence[str]) -> None:
+    for line in lines[:_MOST_LINES]:
+        output.line(f"  - {line}")
+    if len(lines) > _MOST_LINES:
+        output.line(f"  - and {len(lines) - _MOST_LINES} more, which --json shows")
+
+
+def _summary(report: VerifyReport) -> str:
+    read = f"{count_text(report.num_files, 'file')}, {size_text(report.size_bytes)}, {secs_text(report.secs)}"
+    if not report.ok:
+        bad = sum(not entry.is_ok(strict=report.strict) for entry in report.entries)
+        units = len(report.units.problems) if report.units is not None else 0
+        parts = [f"{count_text(bad, 'entry', 'entries')} of {len(report.entries)}"] * bool(bad)
+        parts += [count_text(units, "file of units", "files of units")] * bool(units)
+        return f"Not verified: {' and '.join(parts)} (read {read})"
+    return f"Verified {count_text(len(report.entries), 'entry', 'entries')} in {report.root} ({read})"
+
+
+def _name(text: str) -> str:
+    return text if len(text) <= _NAME_CHARACTERS else f"{text[:_NAME_CHARACTERS]}…"
+
+
+def _cut(text: str) -> str:
+    most = 1000
+    return text if len(text) <= most else f"{text[:most]}…"
