@@ -17,8 +17,10 @@ from cgtool.build.managers import Managers
 from cgtool.build.schedule import Task, run_tasks
 from cgtool.build.wanted import Work
 from cgtool.build.workers.pool import WorkerPool
-from cgtool.cache.manifest import Fallback, ManifestRow, shape_words
+from cgtool.cache.fallbacks import Fallback
+from cgtool.cache.manifest import ManifestRow
 from cgtool.cache.objects import ObjectStore
+from cgtool.cache.shapes import shape_words
 from cgtool.config import EAGER
 from cgtool.digests import digest_of
 from cgtool.errors import UnitsFailedError

@@ -21,11 +21,13 @@ from cgtool.build.wanted import Work, wanted
 from cgtool.build.workers.limits import default_jobs, early_jobs
 from cgtool.build.workers.pool import WorkerPool
 from cgtool.cache.entry import EntryWriter
+from cgtool.cache.fallbacks import Fallback
 from cgtool.cache.files import check_writable, write_atomic
 from cgtool.cache.key import Factor, Key
 from cgtool.cache.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout, resolve_root, short
-from cgtool.cache.manifest import Fallback, Manifest, shape_words
+from cgtool.cache.manifest import Manifest
 from cgtool.cache.objects import ObjectStore
+from cgtool.cache.shapes import shape_words
 from cgtool.config import AOT_INDUCTOR, EAGER, CompilationConfig, CompilationLevel, environment
 from cgtool.digests import canonical_json, digest_of
 from cgtool.errors import CacheCorruptError, CacheMissError, ModelError, UsageError

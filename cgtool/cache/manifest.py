@@ -26,39 +26,13 @@ from cgtool.cache.checks import count, expect, flag, seconds, text, texts, word,
 from cgtool.cache.fallbacks import Fallback
 from cgtool.cache.files import corrupt, parse_sealed, read_bytes, sealed_json
 from cgtool.cache.layout import RANK_FILES, CacheLayout, RankName, check_hash, check_kind
-from cgtool.cache.shapes import (
-    GENERAL,
-    Shape,
-    shape_from_json,
-    shape_order,
-    shape_text,
-    shape_to_json,
-    shape_words,
-)
+from cgtool.cache.shapes import Shape, shape_from_json, shape_order, shape_text, shape_to_json
 from cgtool.cache.state import timestamp
 from cgtool.errors import CacheError
 from cgtool.pieces import EAGER, Json
 from cgtool.records import dataclass
 
 SCHEMA = 2
-
-__all__ = [
-    "GENERAL",
-    "SCHEMA",
-    "Fallback",
-    "FileRecord",
-    "Manifest",
-    "ManifestRow",
-    "Shape",
-    "VariantCounts",
-    "parse_manifest",
-    "read_manifest",
-    "shape_from_json",
-    "shape_order",
-    "shape_text",
-    "shape_to_json",
-    "shape_words",
-]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cgtool.cache.layout import short
-from cgtool.cache.manifest import shape_words
+from cgtool.cache.shapes import shape_words
 from cgtool.cli.text import count_text, indices_text, plain, secs_text, size_text
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import Any
 
 from cgtool.cache.entry import read_entry
 from cgtool.cache.layout import GRAPH_FILE, PLAN_FILE, SHORT_DIGITS, CacheLayout, RankName, resolve_root, short
-from cgtool.cache.manifest import ManifestRow, shape_to_json
+from cgtool.cache.manifest import ManifestRow
+from cgtool.cache.shapes import shape_to_json
 from cgtool.errors import CacheError, UsageError
 from cgtool.pieces import PieceGraph, TensorMeta
 from cgtool.plan import Plan, Step, parse_plan

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cgtool.cache.manifest import GENERAL, ManifestRow, Shape
+from cgtool.cache.manifest import ManifestRow
+from cgtool.cache.shapes import GENERAL, Shape
 from cgtool.errors import ArtifactError
 from cgtool.graph.expressions import rename
 from cgtool.pieces import AOT_INDUCTOR, EAGER, PieceGraph

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cgtool.cache.manifest import GENERAL, Shape
+from cgtool.cache.shapes import GENERAL, Shape
 from cgtool.graph.expressions import evaluate, symbols_of
 from cgtool.graph.specialise import restrict, specialise
 from cgtool.pieces import PieceGraph

@@ -17,7 +17,8 @@ from cgtool.cache.files import ensure_root, sealed_json
 from cgtool.cache.key import SCHEMA as KEY_SCHEMA
 from cgtool.cache.key import Factor, Key
 from cgtool.cache.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, UNIT_FILE, CacheLayout, RankName
-from cgtool.cache.manifest import FileRecord, Manifest, ManifestRow, Shape, VariantCounts
+from cgtool.cache.manifest import FileRecord, Manifest, ManifestRow, VariantCounts
+from cgtool.cache.shapes import Shape
 from cgtool.cache.state import timestamp
 from cgtool.cache.units import SCHEMA as UNIT_SCHEMA
 from cgtool.cache.units import UnitRecord

@@ -17,7 +17,8 @@ from cgtool.cache import lock as lock_module
 from cgtool.cache.entry import Entry, EntryWriter, read_entry
 from cgtool.cache.key import Factor, Key
 from cgtool.cache.layout import CacheLayout, RankName
-from cgtool.cache.manifest import Manifest, ManifestRow, Shape, VariantCounts
+from cgtool.cache.manifest import Manifest, ManifestRow, VariantCounts
+from cgtool.cache.shapes import Shape
 from cgtool.cache.units import UnitStore, new_record
 
 FACTS = "cd" * 32

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from cgtool.cache.coverage import Hole, PlannedVariant, UnknownPieces, entry_coverage, planned
 from cgtool.cache.fallbacks import Fallback
-from cgtool.cache.manifest import Manifest, ManifestRow, Shape, VariantCounts
-from cgtool.cache.shapes import shape_text
+from cgtool.cache.manifest import Manifest, ManifestRow, VariantCounts
+from cgtool.cache.shapes import Shape, shape_text
 from cgtool.plan import Plan, Step, Variant
 from cgtool.runtime.shapes import base_shape
 

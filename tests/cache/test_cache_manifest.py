@@ -10,17 +10,8 @@ from hypothesis import strategies as st
 
 from cgtool.cache.fallbacks import Fallback
 from cgtool.cache.layout import RANK_FILES, RankName
-from cgtool.cache.manifest import (
-    FileRecord,
-    Manifest,
-    ManifestRow,
-    VariantCounts,
-    parse_manifest,
-    shape_from_json,
-    shape_text,
-    shape_to_json,
-    shape_words,
-)
+from cgtool.cache.manifest import FileRecord, Manifest, ManifestRow, VariantCounts, parse_manifest
+from cgtool.cache.shapes import shape_from_json, shape_text, shape_to_json, shape_words
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
 
 HASHES = st.text("0123456789abcdef", min_size=64, max_size=64)

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from cgtool.cache.layout import SHORT_DIGITS, CacheLayout, RankName, short
-from cgtool.cache.manifest import Manifest, Shape, read_manifest, shape_text, shape_words
+from cgtool.cache.manifest import Manifest, read_manifest
+from cgtool.cache.shapes import Shape, shape_text, shape_words
 from cgtool.errors import CacheCorruptError, CacheError, UsageError
 from cgtool.records import dataclass
 

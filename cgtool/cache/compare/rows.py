@@ -8,7 +8,8 @@ from cgtool.cache.compare.graphs import pieces_text
 from cgtool.cache.compare.records import Difference, What
 from cgtool.cache.fallbacks import Fallback
 from cgtool.cache.layout import short
-from cgtool.cache.manifest import Manifest, ManifestRow, VariantCounts, shape_text, shape_to_json, shape_words
+from cgtool.cache.manifest import Manifest, ManifestRow, VariantCounts
+from cgtool.cache.shapes import shape_text, shape_to_json, shape_words
 from cgtool.pieces import Json
 
 #: What there is one row of, by the variant's name: numbers of variants may differ from side to side.
