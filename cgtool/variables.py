@@ -24,6 +24,7 @@ class Environment:
         cxx: CXX, the C++ compiler that Inductor is told to use; None where it is unset.
         code_variables: The variables of torch, Inductor, Dynamo and triton that may change code, by name.
         rank: RANK, else LOCAL_RANK, else 0: this process's place in its model-parallel group.
+        shell: SHELL, the user's own shell; None where it is unset or empty.
     """
 
     cache_dir: str | None
@@ -32,6 +33,7 @@ class Environment:
     cxx: str | None
     code_variables: Mapping[str, str]
     rank: int
+    shell: str | None
 
 
 #: A variable with one of these prefixes is taken to change code, unless it is known not to.
@@ -91,6 +93,7 @@ def environment(source: Mapping[str, str] | None = None) -> Environment:
             if name.startswith(_CODE_PREFIXES) and name not in _HARMLESS and not name.startswith(_HARMLESS_PREFIXES)
         },
         rank=_rank(values, "RANK", _rank(values, "LOCAL_RANK", 0)),
+        shell=values.get("SHELL") or None,
     )
 
 

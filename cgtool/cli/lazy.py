@@ -24,6 +24,13 @@ class LazyGroup(click.Group):
     def __init__(self, *args: Any, table: Mapping[str, tuple[str, str]], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.table = dict(table)
+        #: Whether a command was run: else only the command line was read, for help or for a shell that completes it.
+        self.was_invoked = False
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the chosen command."""
+        self.was_invoked = True
+        return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  click's signature
         """Return the names in the table's order."""

@@ -1,31 +1,25 @@
 """The one sink of the command line: data goes to stdout, talk goes to stderr.
 
-Must not import torch. Nothing else of cgtool prints. While a model's own code runs, its prints are sent to stderr
-(`Output.talking`), so that what a program reads from stdout is a report and nothing else.
+Must not import torch, nor rich before something is shown: `--help` does without. Nothing else of cgtool prints. While a
+model's own code runs, its prints are sent to stderr (`Output.talking`), so that what a program reads from stdout is a
+report and nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import sys
 from typing import IO, TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from cgtool.cli.text import plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import TextIO
 
-    from rich.console import RenderableType
-
-#: Wider than any table: where nobody looks at a terminal, nothing is cut or wrapped.
-PIPE_WIDTH = 100_000
+    from rich.console import Console, RenderableType
 
 _CHUNK = 1024
 
@@ -47,8 +41,21 @@ class Output:
         self.quiet = quiet
         self.verbose = verbose
         self.traceback = traceback
-        self.stdout = _console(sys.stdout)
-        self.stderr = _console(sys.stderr)
+        self._streams = sys.stdout, sys.stderr
+
+    @functools.cached_property
+    def stdout(self) -> Console:
+        """Where data is drawn: what was the standard output when this was made."""
+        from cgtool.cli.console import console_of
+
+        return console_of(self._streams[0])
+
+    @functools.cached_property
+    def stderr(self) -> Console:
+        """Where talk is drawn: what was the standard error when this was made."""
+        from cgtool.cli.console import console_of
+
+        return console_of(self._streams[1])
 
     def json(self, document: dict[str, Any]) -> None:
         """Print a report for programs: indented, ASCII only, so that no terminal obeys what is in it."""
@@ -56,10 +63,12 @@ class Output:
 
     def show(self, renderable: RenderableType) -> None:
         """Print a table or a line of a report for people on stdout."""
-        if isinstance(renderable, Table) and not self.stdout.is_terminal:
-            renderable.box = None
-            renderable.padding = (0, 2, 0, 0)
-        _print(self.stdout, renderable)
+        from cgtool.cli.console import draw
+
+        if self.stdout.is_terminal:
+            self.stdout.print(renderable)
+        else:
+            _write(self.stdout.file, draw(self.stdout, renderable))
 
     def line(self, text: str = "", *, style: str = "", whole: bool = False) -> None:
         """Print plain text on stdout, wrapped between words on a terminal.
@@ -69,15 +78,21 @@ class Output:
             style: How it looks.
             whole: Leave wrapping to the terminal, so that it can be copied as one line.
         """
+        from rich.text import Text
+
         self.stdout.print(Text(plain(text, lines=True), style=style), soft_wrap=whole)
 
     def note(self, text: str, *, style: str = "") -> None:
         """Say something on stderr, unless quiet."""
         if not self.quiet:
+            from rich.text import Text
+
             self.stderr.print(Text(plain(text, lines=True), style=style))
 
     def error(self, text: str) -> None:
         """Say what failed on stderr, quiet or not."""
+        from rich.text import Text
+
         words = Text("Error: ", style="bold red")
         words.append(plain(text, lines=True), style="not bold default")
         self.stderr.print(words)
@@ -94,35 +109,6 @@ class Output:
             finally:
                 os.dup2(saved, 1)
                 os.close(saved)
-
-
-class _Console(Console):
-    """A console that leaves a reader who went away to the one place where every exception ends."""
-
-    def on_broken_pipe(self) -> None:
-        raise  # noqa: PLE0704  rich calls this while it handles the BrokenPipeError
-
-
-def _console(stream: TextIO) -> Console:
-    # A terminal that is given no size has 80 columns; a pipe has no width at all.
-    return _Console(
-        file=stream,
-        width=None if stream.isatty() else PIPE_WIDTH,
-        markup=False,
-        highlight=False,
-        emoji=False,
-        legacy_windows=False,
-    )
-
-
-def _print(console: Console, renderable: RenderableType) -> None:
-    if console.is_terminal:
-        console.print(renderable)
-        return
-    # rich pads every line of a table to its full width: nobody wants that in a file.
-    with console.capture() as captured:
-        console.print(renderable)
-    _write(console.file, "".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
 
 
 def _write(stream: IO[str], text: str) -> None:

@@ -65,6 +65,7 @@ def test_the_groups_help_loads_no_commands_module():
     _, modules = _modules_after("--help")
     assert "cgtool.cli.warm" not in modules
     assert "cgtool.cli.inspect" not in modules
+    assert "rich" not in modules
 
 
 def test_choosing_one_command_does_not_load_another():

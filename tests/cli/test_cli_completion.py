@@ -1,0 +1,84 @@
+"""Completion: what shells are given, where it is put, and that a real shell completes with it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+
+import pytest
+from cli_harness import COMMAND, environment, run
+
+
+def asked(words, cword=None, **env):
+    """What follows a line of words, as click answers a bash that completes it: "kind,value" lines."""
+    line = " ".join(words)
+    env = {"_CGTOOL_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(cword or len(words) - 1), **env}
+    return run(env=env)
+
+
+def test_a_shell_is_answered_with_what_may_follow():
+    ran = asked(["cgtool", "insp"])
+    assert (ran.code, ran.out, ran.err) == (0, "plain,inspect\n", "")
+    assert asked(["cgtool", "warm", "--compile-si"]).out == "plain,--compile-sizes\n"
+    assert asked(["cgtool", "inspect", "gra"]).out == "plain,graph\n"
+
+
+def test_a_shell_that_click_does_not_know_is_a_failure_without_a_story():
+    ran = run(env={"_CGTOOL_COMPLETE": "tcsh_source"})
+    assert (ran.code, ran.out, ran.err) == (1, "", "")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_is_printed(shell):
+    ran = run("completion", shell)
+    assert ran.code == 0
+    assert "_CGTOOL_COMPLETE" in ran.out
+    assert shell in ran.out
+
+
+def test_the_users_own_shell_is_taken_or_asked_for():
+    assert run("completion", env={"SHELL": "/usr/bin/fish"}).out == run("completion", "fish").out
+    for given, said in (("/bin/tcsh", "SHELL names 'tcsh'"), ("", "SHELL is not set")):
+        ran = run("completion", env={"SHELL": given})
+        assert ran.code == 2
+        assert f"{said}, so say which shell is meant: bash, zsh, fish." in ran.err
+
+
+@pytest.mark.parametrize(
+    ("shell", "files"),
+    [
+        ("bash", [".local/share/bash-completion/completions/cgtool"]),
+        ("fish", [".config/fish/completions/cgtool.fish"]),
+        ("zsh", [".zfunc/_cgtool", ".zshrc"]),
+    ],
+)
+def test_installing_writes_for_this_user_alone_and_twice_is_once(tmp_path, shell, files):
+    (tmp_path / ".zshrc").write_text("alias l=ls\n")
+    env = {"HOME": str(tmp_path), "XDG_DATA_HOME": "", "XDG_CONFIG_HOME": ""}
+    report = run("completion", shell, "--install", "--json", env=env).report
+    assert (report["schema"], report["shell"]) == (1, shell)
+    assert report["written"] == [str(tmp_path / name) for name in files]
+    assert (tmp_path / files[0]).read_text() == report["script"]
+    zshrc = (tmp_path / ".zshrc").read_text()
+    assert zshrc.startswith("alias l=ls\n")
+    assert zshrc.count("compinit") == (2 if shell == "zsh" else 0)
+    assert run("completion", shell, "--install", env=env).code == 0
+    assert (tmp_path / ".zshrc").read_text() == zshrc
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_a_real_bash_completes_a_command(tmp_path):
+    command = tmp_path / "cgtool"
+    command.write_text(f'#!/bin/sh\nexec {shlex.join(COMMAND)} "$@"\n')
+    command.chmod(0o755)
+    script = run("completion", "bash").out
+    lines = f"""{script}
+COMP_WORDS=(cgtool ins); COMP_CWORD=1
+_cgtool_completion cgtool
+echo "${{COMPREPLY[@]}}"
+"""
+    env = environment(PATH=f"{tmp_path}:{os.environ['PATH']}")
+    done = subprocess.run(["bash", "-c", lines], capture_output=True, text=True, env=env, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("inspect\n", "")
