@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from cgtool.cache.files import write_atomic
-from cgtool.variables import environment
 from cgtool.errors import UsageError
+from cgtool.variables import environment
 
 SCHEMA = 1
 
