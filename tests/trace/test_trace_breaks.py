@@ -22,13 +22,6 @@ from cgtool.model import ExampleCall, ModelSpec  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-
-
 _log = logging.getLogger(__name__)
 SEEN = []
 

@@ -17,12 +17,6 @@ from cgtool.errors import GuardError, ModelError, UsageError  # noqa: E402
 pytestmark = pytest.mark.torch
 
 
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-
-
 class Decoder(nn.Module):
     """Prefill over a whole prompt, decode of one token with what it has kept."""
 

@@ -25,12 +25,6 @@ from cgtool.trace.sources import Frame  # noqa: E402
 pytestmark = pytest.mark.torch
 
 
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-
-
 class Mode(enum.Enum):
     FAST = 1
     SLOW = 2

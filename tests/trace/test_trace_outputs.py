@@ -19,12 +19,6 @@ from cgtool.errors import SplitError, TraceError  # noqa: E402
 pytestmark = pytest.mark.torch
 
 
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-
-
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - both kinds of named tuples are met
 
 

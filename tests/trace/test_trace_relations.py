@@ -16,12 +16,6 @@ pytestmark = pytest.mark.torch
 N = {"x": {0: "n"}}
 
 
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-
-
 class Limited(nn.Module):
     def __init__(self):
         super().__init__()
