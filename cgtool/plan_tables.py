@@ -23,6 +23,9 @@ from cgtool.pieces import Json, PieceGraph
 _MIN_RUN = 4
 
 
+_WITH_INDEX = ("|keys", "|values", "|list")
+
+
 class TextTable:
     """Texts by number while a plan is written; a text shares its beginning with an earlier one."""
 
@@ -39,6 +42,8 @@ class TextTable:
         """Return the number of `text`, which is added where it is new."""
         if text not in self._numbers:
             cut = max(text.rfind("."), text.rfind("["), text.rfind("|"))
+            if text[:cut].endswith(_WITH_INDEX):  # `|keys[0]` is one step
+                cut = text.rfind("|")
             parent = self.number(text[:cut]) if cut > 0 else -1
             self.parents.append(parent)
             self.ends.append(text[max(cut, 0) :])

@@ -37,7 +37,9 @@ def count(data: Json) -> int:
     Raises:
         CacheError: It is not.
     """
-    return int(expect(data, lambda value: type(value) is int and value >= 0, "a number from 0"))
+    if type(data) is not int or data < 0:
+        raise wrong("a number from 0", data)
+    return data
 
 
 def seconds(data: Json) -> float:
@@ -46,7 +48,9 @@ def seconds(data: Json) -> float:
     Raises:
         CacheError: It is not.
     """
-    return float(expect(data, lambda value: type(value) in (int, float) and value >= 0, "a number of seconds"))
+    if type(data) not in (int, float) or data < 0:
+        raise wrong("a number of seconds", data)
+    return float(data)
 
 
 def flag(data: Json) -> bool:
@@ -55,7 +59,9 @@ def flag(data: Json) -> bool:
     Raises:
         CacheError: It is not.
     """
-    return bool(expect(data, lambda value: isinstance(value, bool), "true or false"))
+    if type(data) is not bool:
+        raise wrong("true or false", data)
+    return data
 
 
 def text(data: Json) -> str:
@@ -64,7 +70,9 @@ def text(data: Json) -> str:
     Raises:
         CacheError: It is not.
     """
-    return str(expect(data, lambda value: isinstance(value, str), "a text"))
+    if type(data) is not str:
+        raise wrong("a text", data)
+    return data
 
 
 def word(data: Json) -> str:
@@ -73,7 +81,9 @@ def word(data: Json) -> str:
     Raises:
         CacheError: It is not.
     """
-    return str(expect(text(data), lambda value: _WORD.fullmatch(value) is not None, "a plain word"))
+    if _WORD.fullmatch(text(data)) is None:
+        raise wrong("a plain word", data)
+    return str(data)
 
 
 def texts(data: Json) -> tuple[str, ...]:
@@ -82,4 +92,6 @@ def texts(data: Json) -> tuple[str, ...]:
     Raises:
         CacheError: It is not.
     """
-    return tuple(text(item) for item in expect(data, lambda value: isinstance(value, list), "a list of texts"))
+    if type(data) is not list:
+        raise wrong("a list of texts", data)
+    return tuple([text(item) for item in data])

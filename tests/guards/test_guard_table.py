@@ -74,6 +74,8 @@ def facts(model):
             (f"{norm}.names", "keys"),
             (f"{norm}.names", 'contains:"a"'),
             (f'{norm}.names["b.c"]', "value"),
+            (f"{norm}.names|keys[1]", "value"),
+            (f"{norm}.names|values[0]", "value"),
             (norm, "hasattr:eps"),
         ]
     guards = [Guard(source=s, kind=k, expected=describe(k, roots.resolve(s))) for s, k in sources]
