@@ -60,7 +60,8 @@ def spec_of(model):
 
 
 def run(model, root, **fields):
-    return warm(spec_of(model), config=CompilationConfig(**fields), cache_dir=root)
+    config = CompilationConfig(**{"adaptor": "inductor_standalone", "jobs": 0, **fields})
+    return warm(spec_of(model), config=config, cache_dir=root)
 
 
 def manifest(root):

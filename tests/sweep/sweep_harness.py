@@ -36,10 +36,10 @@ def warmed(
     adaptor: str = "eager",
     **fields: Any,
 ) -> Any:
-    """Warm and load `module` as it is."""
+    """Warm and load `module` as it is; compiled in this process, where a worker for each model costs more than it."""
     spec = ModelSpec(module=module, calls=(copied(example),), dynamic=dict(dynamic or {}))
     with torch.no_grad():
-        warm(spec, config=config(adaptor, **fields), cache_dir=cache)
+        warm(spec, config=config(adaptor, jobs=0, **fields), cache_dir=cache)
     return cgtool.load(module, cache_dir=cache)
 
 
