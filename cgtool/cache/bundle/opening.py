@@ -88,20 +88,21 @@ class Archive:
     def __init__(self, source: IO[bytes], limits: Limits) -> None:
         self._unpacker = Unpacker(source, limits)
         self._tar = TarReader(self._unpacker)
-        header = self._tar.next(mode=RECORD_MODE)
+        header = self._tar.next()
         if header is None or header.name != INDEX_FILE:
-            name = None if header is None else header.name
+            name = None if header is None else header.name[:100]
             raise refused("not_a_bundle", f"does not begin with {INDEX_FILE}", actual=name, advice=_NOT_A_BUNDLE)
         self.index_bytes = self._text(header, limits.max_index_bytes)
         self.signature_bytes: bytes | None = None
-        self._pending = self._tar.next_raw()
+        self._pending = self._tar.next()
         if self._pending is not None and self._pending.name == SIGNATURE_FILE:
             self.signature_bytes = self._text(self._pending, MAX_SIGNATURE_BYTES)
-            self._pending = self._tar.next_raw()
+            self._pending = self._tar.next()
 
     def _text(self, header: Header, most: int) -> bytes:
         if header.size_bytes > most:
             raise refused("too_large", f"promises {header.size_bytes} bytes", member=header.name, expected=most)
+        self._tar.check(header, RECORD_MODE)
         return b"".join(self._tar.body())
 
     def members(self, index: Index) -> Iterator[tuple[Member, Iterator[bytes]]]:
@@ -122,7 +123,7 @@ class Archive:
                 )
             self._tar.check(header, member.place.mode)
             yield member, self._tar.body()
-            header = self._tar.next_raw()
+            header = self._tar.next()
         if header is not None:
             raise _stray(header.name, None, index)
         self._unpacker.check_end()

@@ -5,9 +5,9 @@ A header is made of a name, a size and a mode; all else is the same in each::
     name 100 | mode 8 | uid 8 | gid 8 | size 12 | mtime 12 | checksum 8 | type 1 | link 100 | "ustar\0" "00" | user 32
     | group 32 | device 8 8 | prefix 155 | 12 zeros
 
-The numbers are octal, with leading zeros and a zero byte at the end; uid, gid and mtime are 0; type is "0". A name of
-more than 100 bytes is cut at the first slash after which at most 100 are left. A body is filled up with zeros to a
-multiple of 512. Two blocks of zeros end the archive.
+The numbers are octal, with leading zeros and a zero byte at the end; uid, gid and mtime are 0; link, user, group and
+device are empty; type is "0". A name of more than 100 bytes is cut at the first slash after which at most 100 are left.
+A body is filled up with zeros to a multiple of 512. Two blocks of zeros end the archive.
 
 The reader takes a header only if it is byte for byte the one that the writer makes of its name, size and mode; what
 else it may be is told apart for the refusal only. It reads forwards, so that a pipe serves.
@@ -86,8 +86,7 @@ def header_bytes(name: str, size_bytes: int, mode: int) -> bytes:
         bytes(100),
         b"ustar\x0000",
         bytes(64),
-        b"%07o\0" % 0,
-        b"%07o\0" % 0,
+        bytes(16),
         prefix.ljust(_PREFIX, b"\0"),
         bytes(12),
     ]
@@ -120,18 +119,7 @@ class TarReader:
         self._padding = 0
         self._member = ""
 
-    def next(self, *, mode: int) -> Header | None:
-        """Return the next header, whose permissions must be `mode`, or None at the archive's end.
-
-        Raises:
-            RefusedError: The header is not as the writer makes it, or the archive is cut short or goes on.
-        """
-        header = self.next_raw()
-        if header is not None:
-            self.check(header, mode)
-        return header
-
-    def next_raw(self) -> Header | None:
+    def next(self) -> Header | None:
         """Return the next header, of which only name, type and size were looked at; None at the archive's end.
 
         Raises:

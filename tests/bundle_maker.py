@@ -1,0 +1,308 @@
+"""Entries with genuine packages, and bundles of any shape, true or forged. Imports no torch."""
+
+from __future__ import annotations
+
+import io
+import json
+import stat
+import tarfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import zstandard
+
+from cgtool.cache.entry import EntryWriter
+from cgtool.cache.key import Factor, Key
+from cgtool.cache.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout
+from cgtool.cache.manifest import Manifest, ManifestRow, Shape, VariantCounts
+from cgtool.cache.packages import Package, pack
+from cgtool.digests import canonical_json, digest_of, sha256_hex
+from cgtool.pieces import Node, PieceGraph, SymbolRange, TensorMeta
+from cgtool.plan import Plan, Step, Variant
+
+ADAPTORS = {"pt2": "aot_inductor", "json": "eager", "aot": "inductor_standalone", "mega": "inductor"}
+LOOKUP = "cd" * 32
+
+
+def lay_entry(
+    root: Path,
+    *,
+    seed: int = 0,
+    model: str = "Toy",
+    rank: int = 0,
+    prefix: str = "backbone",
+    kind: str = "pt2",
+    shapes: tuple[Shape, ...] = ("general", 8),
+    say: str = "",
+    native_bytes: int = 2000,
+    factors: Mapping[str, object] | None = None,
+) -> str:
+    """Publish an entry of three pieces, the middle one splitting, and return its hash.
+
+    Args:
+        seed: Another one gives another hash.
+        say: Another one gives another plan under the same hash.
+        native_bytes: The size of each package's native code.
+        factors: More of the key.
+    """
+    key = Key.of([Factor(name="model", value=seed), *(Factor(name=n, value=v) for n, v in (factors or {}).items())])
+    writer = EntryWriter(CacheLayout(root=root), key, rank=rank, prefix=prefix)
+    rows = tuple(
+        _row(writer, kind=kind, shape=shape, piece=piece, data=f"{seed} {rank}", native_bytes=native_bytes)
+        for shape in shapes
+        for piece in (0, 2)
+    )
+    manifest = Manifest(
+        hash=key.hash,
+        rank=rank,
+        prefix=prefix,
+        model=model,
+        level=3,
+        adaptor=ADAPTORS[kind],
+        splitting_ops=("ns::attn",),
+        variants=(VariantCounts(name="default", pieces=3, splitting_pieces=1, unique_pieces=2),),
+        rows=rows,
+        lookup=(LOOKUP,),
+        created="2026-01-31T12:00:00.123Z",
+    )
+    files = {
+        PLAN_FILE: canonical_json(_plan(say).to_json()),
+        GRAPH_FILE: b"# the graph\n",
+        CODE_FILE: b"# the code\n",
+    }
+    writer.publish(manifest, files)
+    return key.hash
+
+
+def package(text: str = "", *, native_bytes: int = 2000) -> bytes:
+    """A package that no loader would open, and that is one in every other way."""
+    native = b"\x7fELF" + text.encode()
+    return pack(Package(native=native.ljust(native_bytes, b"\x90"), metadata={"AOTI_DEVICE_KEY": "cpu"}))
+
+
+def _row(writer: EntryWriter, *, kind: str, shape: Shape, piece: int, data: str, native_bytes: int) -> ManifestRow:
+    text = f"{data} {shape} {piece}"
+    body = package(text, native_bytes=native_bytes) if kind == "pt2" else text.encode()
+    return ManifestRow(
+        variant=0,
+        shape=shape,
+        piece_index=piece,
+        adaptor=ADAPTORS[kind],
+        digest=writer.objects.put(body, kind),
+        kind=kind,
+        size_bytes=len(body),
+        compile_secs=1.5,
+        kernels=2,
+    )
+
+
+def _plan(say: str) -> Plan:
+    meta = TensorMeta(dtype="float32", shape=("s0", 64), stride=(64, 1), device="cpu")
+    graphs = [
+        PieceGraph(
+            symbols=(SymbolRange(name="s0", min=2, max=None),),
+            facts=(),
+            inputs=(meta,),
+            aliases=(),
+            nodes=(Node(kind="function", target=target, args=("%0",), kwargs={}),),
+            outputs=("%1",),
+            results=(meta,),
+            ops={},
+        )
+        for target in ("torch.sin", "torch.ops.ns.attn", "torch.cos")
+    ]
+    steps = tuple(
+        Step(
+            piece=index,
+            splitting=index == 1,
+            graph=graph.identity(),
+            symbols={"s0": "s0"},
+            inputs=(index,),
+            outputs=(index + 1,),
+        )
+        for index, graph in enumerate(graphs)
+    )
+    variant = Variant(
+        name="default",
+        fixed={},
+        dims={"num_tokens": ("s0",)},
+        symbols=(SymbolRange(name="s0", min=2, max=None),),
+        relations=(),
+        inputs=(),
+        model_guards=(),
+        call_guards=(),
+        steps=steps,
+        output=["v", 3],
+    )
+    return Plan(
+        method="forward" + say, qualname="toy:Toy", variants=(variant,), graphs={g.identity(): g for g in graphs}
+    )
+
+
+def tree(root: Path) -> dict[str, tuple[int, bytes]]:
+    """Everything below a folder: name → permissions and content."""
+    found: dict[str, tuple[int, bytes]] = {}
+    for path in sorted(root.rglob("*")):
+        status = path.lstat()
+        content = b"" if not stat.S_ISREG(status.st_mode) else path.read_bytes()
+        found[str(path.relative_to(root))] = (status.st_mode, content)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class File:
+    """A member of an archive as it will be written.
+
+    Args:
+        name: Its name.
+        data: Its body.
+        header: Changes what the header says.
+        raw: The header itself, in place of all that.
+    """
+
+    name: str
+    data: bytes = b""
+    header: Mapping[str, object] = field(default_factory=dict)
+    raw: bytes | None = None
+
+
+def index_of(files: Mapping[str, bytes], **changes: object) -> bytes:
+    """The text of a bundle.json, written by other code than cgtool's; names and contents may be anything."""
+    members = [
+        {
+            "path": name,
+            "sha256": sha256_hex(data),
+            "size_bytes": len(data),
+            "mode": "0444" if "/artifacts/" in name else "0644",
+        }
+        for name, data in sorted(files.items())
+    ]
+    return sealed({"schema": 1, "cgtool": "1.0", "members": members, **changes})
+
+
+def sealed(body: Mapping[str, object]) -> bytes:
+    """JSON as cgtool seals it."""
+    kept = {name: value for name, value in body.items() if name != "digest"}
+    return (json.dumps({**kept, "digest": digest_of(kept)}, indent=1) + "\n").encode()
+
+
+def archive(files: list[File], *, end: bytes = bytes(1024)) -> bytes:
+    """A tar archive, by the standard library."""
+    out = b""
+    for file in files:
+        info = tarfile.TarInfo(file.name)
+        info.size, info.mode = len(file.data), 0o444 if "/artifacts/" in file.name else 0o644
+        for name, value in file.header.items():
+            setattr(info, name, value)
+        head = info.tobuf(tarfile.USTAR_FORMAT, "utf-8") if file.raw is None else file.raw
+        out += head + file.data + bytes(-len(file.data) % 512)
+    return out + end
+
+
+def packed(data: bytes) -> bytes:
+    """One frame of zstd."""
+    return zstandard.ZstdCompressor(write_checksum=True).compress(data)
+
+
+def opened(data: bytes) -> bytes:
+    """What is in a frame of zstd."""
+    return zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data)).read()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forge:
+    """A genuine bundle, to be changed.
+
+    Args:
+        files: Its members by name, but for the index.
+        signature: The text of its bundle.sig; None for none.
+    """
+
+    files: Mapping[str, bytes]
+    signature: bytes | None = None
+
+    @classmethod
+    def of(cls, root: Path, hash_: str) -> Forge:
+        """A bundle of one entry of a cache."""
+        base = root / "torch_compile_cache" / hash_
+        return cls(files={str(path.relative_to(root)): path.read_bytes() for path in base.rglob("*") if path.is_file()})
+
+    def name(self, end: str, *, number: int = 0) -> str:
+        """The name of a member that ends so."""
+        return sorted(name for name in self.files if name.endswith(end))[number]
+
+    def with_file(self, name: str, data: bytes) -> Forge:
+        return replace(self, files={**self.files, name: data})
+
+    def without(self, name: str) -> Forge:
+        return replace(self, files={n: data for n, data in self.files.items() if n != name})
+
+    def members(self) -> list[File]:
+        """The files as an honest writer would put them down."""
+        return [File(name=name, data=data) for name, data in sorted(self.files.items())]
+
+    def heads(self, index: bytes | None = None) -> list[File]:
+        heads = [File(name="bundle.json", data=index_of(self.files) if index is None else index)]
+        return heads if self.signature is None else [*heads, File(name="bundle.sig", data=self.signature)]
+
+    def bytes(
+        self,
+        *,
+        index: bytes | None = None,
+        change: Callable[[list[File]], list[File]] = lambda members: members,
+        end: bytes = bytes(1024),
+    ) -> bytes:
+        """The bundle, packed.
+
+        Args:
+            index: In place of the true one.
+            change: Of the members' order, headers and bodies, after the index was made.
+            end: What ends the archive.
+        """
+        return packed(archive([*self.heads(index), *change(self.members())], end=end))
+
+    def edited(self, end: str, edit: Callable[[dict[str, object]], None]) -> Forge:
+        """A bundle in which a sealed record was changed and sealed anew."""
+        name = self.name(end)
+        record = json.loads(self.files[name])
+        edit(record)
+        return self.with_file(name, sealed(record))
+
+    def with_plan(self, plan: bytes) -> Forge:
+        """A bundle with another plan, whose manifest says so."""
+        name = self.name("/plan.json")
+        changed = self.with_file(name, plan)
+
+        def edit(manifest: dict[str, object]) -> None:
+            manifest["files"]["plan.json"] = {"sha256": sha256_hex(plan), "size_bytes": len(plan)}
+
+        return changed.edited("/manifest.json", edit)
+
+    def with_artifact(self, data: bytes) -> Forge:
+        """A bundle with another artifact in place of the first, named as it is."""
+        name = self.name(".pt2")
+        old, new = name.rpartition("/")[2].removesuffix(".pt2"), sha256_hex(data)
+        changed = self.without(name).with_file(name.replace(old, new), data)
+
+        def edit(manifest: dict[str, object]) -> None:
+            for row in manifest["rows"]:
+                if row["artifact"] == old:
+                    row.update(artifact=new, size_bytes=len(data))
+
+        return changed.edited("/manifest.json", edit)
+
+
+def make_keys(folder: Path, *names: str) -> None:
+    """Make Ed25519 keys: `<name>.pem` and `<name>.pub` (PEM) for each name."""
+    from cryptography.hazmat.primitives import serialization as form
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        key = Ed25519PrivateKey.generate()
+        private = key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
+        public = key.public_key().public_bytes(form.Encoding.PEM, form.PublicFormat.SubjectPublicKeyInfo)
+        (folder / f"{name}.pem").write_bytes(private)
+        (folder / f"{name}.pub").write_bytes(public)
+        (folder / f"{name}.pem").chmod(0o600)
