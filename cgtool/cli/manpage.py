@@ -12,7 +12,9 @@ from pathlib import Path
 
 import click
 
+from cgtool.cli import manpage_cache
 from cgtool.cli.main import cgtool
+from cgtool.cli.roff import escaped
 
 EXIT_STATUS = (
     ("0", "Done."),
@@ -50,7 +52,7 @@ def pages() -> dict[str, str]:
                 child = _command(command, inner, sub)
                 sections.append((child, click.Context(child, info_name=sub, parent=inner)))
         result[f"cgtool-{name}.1"] = _page(command, inner, sections=sections)
-    return result
+    return result | {manpage_cache.NAME: manpage_cache.page()}
 
 
 def _command(group: click.Group, context: click.Context, name: str) -> click.Command:
@@ -71,21 +73,21 @@ def _page(command: click.Command, context: click.Context, *, sections: list[Sect
         f'.TH "{dashed.upper()}" 1 "" "cgtool" "cgtool manual"',
         ".nh",
         ".SH NAME",
-        f"{_escaped(dashed)} \\- {_escaped(_short(command))}",
+        f"{escaped(dashed)} \\- {escaped(_short(command))}",
         ".SH SYNOPSIS",
     ]
     synopses = [context, *(inner for _, inner in sections)] if not sections else [inner for _, inner in sections]
     for inner in synopses:
         pieces = " ".join(inner.command.collect_usage_pieces(inner))
-        lines += [f".B {_escaped(inner.command_path)}", _escaped(pieces), ".br"]
+        lines += [f".B {escaped(inner.command_path)}", escaped(pieces), ".br"]
     lines += [".SH DESCRIPTION", *_paragraphs(command.help or "")]
     if isinstance(command, click.Group) and not sections:
         lines.append(".SH COMMANDS")
         for name in command.list_commands(context):
             short = _short(_command(command, context, name))
-            lines += [".TP", f".BR {_escaped(dashed)}\\-{_escaped(name)} (1)", _escaped(short)]
+            lines += [".TP", f".BR {escaped(dashed)}\\-{escaped(name)} (1)", escaped(short)]
     for child, inner in sections:
-        lines.append(f'.SH "{_escaped(inner.command_path).upper()}"')
+        lines.append(f'.SH "{escaped(inner.command_path).upper()}"')
         lines += [*_paragraphs(child.help or ""), *_options(child, inner)]
         lines += _examples(child, heading=".SS")
     if not sections:
@@ -94,7 +96,7 @@ def _page(command: click.Command, context: click.Context, *, sections: list[Sect
     for heading, rows in (("EXIT STATUS", EXIT_STATUS), ("ENVIRONMENT", ENVIRONMENT), ("FILES", FILES)):
         lines.append(f".SH {heading}")
         for term, text in rows:
-            lines += [".TP", f".B {_escaped(term)}", _escaped(text)]
+            lines += [".TP", f".B {escaped(term)}", escaped(text)]
     return "\n".join(lines) + "\n"
 
 
@@ -105,7 +107,7 @@ def _short(command: click.Command) -> str:
 def _paragraphs(text: str) -> list[str]:
     lines: list[str] = []
     for paragraph in inspect.cleandoc(text).split("\n\n"):
-        lines += [".PP", _escaped(" ".join(paragraph.split()))]
+        lines += [".PP", escaped(" ".join(paragraph.split()))]
     return lines
 
 
@@ -114,7 +116,7 @@ def _options(command: click.Command, context: click.Context) -> list[str]:
     for parameter in command.get_params(context):
         record = parameter.get_help_record(context) if isinstance(parameter, click.Option) else None
         if record is not None:
-            lines += [".TP", f".B {_escaped(record[0])}", _escaped(" ".join(record[1].split()))]
+            lines += [".TP", f".B {escaped(record[0])}", escaped(" ".join(record[1].split()))]
     return lines
 
 
@@ -122,12 +124,7 @@ def _examples(command: click.Command, *, heading: str) -> list[str]:
     examples = [line.strip() for line in (command.epilog or "").splitlines() if line.startswith("  ")]
     if not examples:
         return []
-    return [f"{heading} EXAMPLES", ".nf", *(_escaped(example) for example in examples), ".fi"]
-
-
-def _escaped(text: str) -> str:
-    escaped = text.replace("\\", r"\e").replace("-", r"\-").replace("'", r"\(aq").replace("`", r"\(ga")
-    return r"\&" + escaped if escaped.startswith(".") else escaped
+    return [f"{heading} EXAMPLES", ".nf", *(escaped(example) for example in examples), ".fi"]
 
 
 def main(folder: str) -> None:

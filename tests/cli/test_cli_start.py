@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -124,6 +125,21 @@ def test_man_pages_say_what_the_parser_says():
     folder = REPO / "man"
     written = {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
     assert written == manpage.pages(), "run: python -m cgtool.cli.manpage man/"
+
+
+@pytest.mark.skipif(shutil.which("groff") is None, reason="needs groff, which man has its pages set by")
+def test_man_finds_nothing_to_warn_of():
+    """`man --warnings` hands its word to groff; asked directly, groff answers without a terminal's locale."""
+    for path in sorted((REPO / "man").iterdir()):
+        done = subprocess.run(["groff", "-man", "-Tutf8", "-ww", path], capture_output=True, text=True, check=True)
+        assert done.stderr == "", path.name
+
+
+def test_the_page_of_the_format_warns_and_holds_every_grammar():
+    text = manpage.pages()["cgtool-cache.5"]
+    assert text.index("AN ARTIFACT IS CODE") < text.index(".SH THE TREE")
+    for grammar in ("manifest.json plan.json", "variant  = {", "index  = {", "signatures = {", "unit.json"):
+        assert grammar.replace("-", r"\-") in text
 
 
 def test_every_option_is_in_its_man_page():
