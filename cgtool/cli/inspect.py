@@ -30,7 +30,8 @@ Examples:
 CACHE_EXAMPLES = """\b
 Examples:
   cgtool inspect cache
-  cgtool inspect cache /var/cache/models --json
+  cgtool inspect cache /var/cache/models --sort size --limit 10
+  cgtool inspect cache --filter "last_used>30d" --filter "model~llama"
   cgtool inspect cache --json | jq '.entries[].hash'
 """
 
@@ -51,21 +52,55 @@ def inspect() -> None:
 
 @click.command("cache", epilog=CACHE_EXAMPLES, short_help="List the cache's entries and what they hold.")
 @click.argument("path", required=False, type=click.Path(), metavar="[PATH]")
+@click.option(
+    "--filter",
+    "filters",
+    multiple=True,
+    metavar="EXPR",
+    help="Only entries that pass: FIELD OPERATOR VALUE, such as last_used>30d, size>1GB, model~llama. Repeatable.",
+)
+@click.option(
+    "--sort", metavar="FIELD[:asc|desc]", help="By a field; text from a, figures from the most. Default: the hash."
+)
+@click.option("--limit", type=click.IntRange(min=0), metavar="N", help="At most so many entries.")
 @cache_dir_option
 @talk_options
-def inspect_cache(*, output: Output, path: str | None, cache_dir: str | None) -> int:
+def inspect_cache(
+    *,
+    output: Output,
+    path: str | None,
+    filters: tuple[str, ...],
+    sort: str | None,
+    limit: int | None,
+    cache_dir: str | None,
+) -> int:
     """List the entries of the cache at PATH and what they hold.
 
-    Without PATH this is the cache that warm fills. Bytes that entries share are counted once in the total.
+    Without PATH this is the cache that warm fills. Of an entry, size is what shipping it alone takes, with each
+    different artifact once, and unshared what it would take with a file for each piece and shape. In the total, bytes
+    that entries share count once. Saved is hits times the seconds that its different artifacts took to compile.
+
+    Fields of --filter and --sort: hash, model, rank, prefix, adaptor, pieces, unique, artifacts, size, unshared,
+    compile_secs, saved_secs, hits, created, last_used. Operators: = != > >= < <= and ~ for 'contains'. A time is an
+    age (30d, 12h: last_used>30d is more than 30 days ago) or a date (created>=2026-01-31), or never; an entry that
+    was never used is as old as it was created.
     """
     # The table needs rich, which `--help` does without.
-    from cgtool.cli.tables import show_cache
+    from cgtool.cli.inspect_tables import show_cache
+    from cgtool.commands.inspect_cache import CacheOptions
     from cgtool.commands.inspect_cache import inspect_cache as run
 
     if path is not None and cache_dir is not None:
         message = "PATH and --cache-dir name the same thing. Give one of them."
         raise click.UsageError(message)
-    report = run(cache_folder(cache_dir if path is None else path))
+    asked = CacheOptions(
+        path=cache_folder(cache_dir if path is None else path),
+        filters=filters,
+        sort=sort,
+        limit=limit,
+        artifacts=output.as_json,
+    )
+    report = run(asked)
     if output.as_json:
         output.json(report.to_json())
     else:

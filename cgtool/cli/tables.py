@@ -5,7 +5,6 @@ Must not import torch. Strings of a model or of a cache folder go through `plain
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -20,14 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from cgtool.cli.output import Output
-    from cgtool.commands.inspect_cache import CacheReport
     from cgtool.commands.inspect_graph import GraphReport, PieceRow
     from cgtool.commands.warm import WarmReport
     from cgtool.pieces import TensorMeta
-
-#: Columns of a terminal from which the listing shows all that it knows; a pipe is always wide.
-WIDE = 115
-_WIDE_COLUMNS = (">level", "adaptor", ">artifacts")
 
 #: How many reasons people are shown; programs get all.
 MOST_REASONS = 8
@@ -69,28 +63,6 @@ def show_check(output: Output, report: WarmReport, model: str) -> None:
         output.line(f"  - {reason}")
 
 
-def show_cache(output: Output, report: CacheReport) -> None:
-    """Print a cache's entries."""
-    listing = report.to_json()
-    entries = listing["entries"]
-    for warning in listing["warnings"]:
-        output.note(f"Warning: {warning}", style="yellow")
-    if not entries:
-        output.line(f"The cache at {listing['root']} is empty. Fill it with: cgtool warm MODEL")
-        return
-    wide = output.stdout.width >= WIDE
-    table = _table("hash", "model", ">rank", "prefix", *_WIDE_COLUMNS * wide, ">pieces", ">unique", ">size", "used")
-    for entry in entries:
-        row = [short(entry["hash"]), entry["model"], entry["rank"], entry["prefix"]]
-        row += [entry["level"], entry["adaptor"], len(entry["artifacts"])] * wide
-        row += [entry["pieces"], entry["unique_pieces"], size_text(entry["size_bytes"])]
-        row.append(ago_text(entry["last_used"], report.now))
-        table.add_row(_text(row[0], "cyan"), *map(_text, row[1:]))
-    output.show(table)
-    count = count_text(len(entries), "entry", "entries")
-    output.line(f"{count} in {listing['root']}, {size_text(listing['size_bytes'])} on the disk")
-
-
 def show_graph(output: Output, report: GraphReport) -> None:
     """Print the pieces of one variant of an entry."""
     output.line(f"{report.model} {short(report.name.hash)} rank {report.name.rank} {report.name.prefix}", style="bold")
@@ -109,35 +81,9 @@ def show_graph(output: Output, report: GraphReport) -> None:
     output.line(f"The whole graph as Python: {report.code_path}", whole=True)
 
 
-def ago_text(stamp: Any, now: float) -> str:
-    """Return how long ago a time was: "3 min ago"; "never" where there was none.
-
-    Args:
-        stamp: Seconds since the epoch, or ISO 8601 text, or None.
-        now: Seconds since the epoch.
-    """
-    then = _epoch(stamp)
-    if then is None:
-        return "never"
-    secs = max(0, int(now - then))
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if secs >= length:
-            return f"{secs // length} {unit} ago"
-    return "just now"
-
-
 def _most_telling(reasons: tuple[str, ...]) -> tuple[str, ...]:
     rest = len(reasons) - MOST_REASONS
     return reasons if rest <= 1 else (*reasons[:MOST_REASONS], f"and {rest} more, which --json shows")
-
-
-def _epoch(stamp: Any) -> float | None:
-    if isinstance(stamp, str):
-        try:
-            return datetime.fromisoformat(stamp).timestamp()
-        except ValueError:
-            return None
-    return float(stamp) if isinstance(stamp, (int, float)) else None
 
 
 def _warm_summary(report: WarmReport, model: str) -> str:

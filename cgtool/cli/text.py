@@ -25,6 +25,11 @@ def plain(text: object, *, lines: bool = False) -> str:
     return "".join(char if char.isprintable() or (lines and char == "\n") else _escaped(char) for char in source)
 
 
+def cut(text: str, most: int = 60) -> str:
+    """Return `text`, or where it is longer than `most` characters its beginning and a "…"."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def _escaped(char: str) -> str:
     return char.encode("unicode_escape").decode("ascii")
 

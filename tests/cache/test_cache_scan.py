@@ -56,6 +56,11 @@ def test_an_entry_is_listed_with_exactly_the_promised_fields(cache_root):
         ],
         "fallbacks": [],
         "size_bytes": files + 3,
+        "shapes": ["general"],
+        "unshared_bytes": files + 3,
+        "compile_secs": 1.5,
+        "saved_secs": 1.5,
+        "hits": 1,
     }
     assert json.loads(json.dumps(listing)) == listing
 
@@ -88,8 +93,62 @@ def test_bytes_that_pieces_ranks_and_units_share_count_once(cache_root):
     listing = scan(cache_root)
     assert [entry.rank for entry in listing.entries] == [0, 1]
     assert [50_000 < entry.size_bytes < 60_000 for entry in listing.entries] == [True, True]
-    assert listing.size_bytes == disk_usage(layout.base)
+    assert [entry.unshared_bytes - entry.size_bytes for entry in listing.entries] == [50_000, 50_000]
+    unit_records = sum(path.stat().st_size for path in layout.units_dir.rglob("unit.json"))
+    assert listing.size_bytes == disk_usage(layout.base) - unit_records
     assert listing.size_bytes < 60_000
+    key = layout.key_file(listing.entries[0].hash).stat().st_size
+    assert listing.bytes_of(listing.entries) == listing.size_bytes - key
+    assert 50_000 < listing.bytes_of(listing.entries[:1]) < listing.bytes_of(listing.entries) < 60_000
+
+
+def test_bytes_that_only_units_or_no_manifest_name_count_too(cache_root):
+    layout = CacheLayout(root=cache_root)
+    units = UnitStore(layout)
+    name = publish(cache_root)
+    before = scan(cache_root).size_bytes
+    units.put(UNIT, bytes(50_000), new_record(bytes(50_000), kind="eager", compile_secs=1, kernels=1))
+    assert scan(cache_root).size_bytes == before + 50_000
+    (layout.entry_dir(name.hash) / "artifacts" / "stray").write_bytes(bytes(1000))
+    assert scan(cache_root).size_bytes == before + 51_000
+
+
+def test_artifacts_that_were_copied_and_not_linked_count_for_each_copy(cache_root):
+    layout = CacheLayout(root=cache_root)
+    units = UnitStore(layout)
+    record = units.put(UNIT, bytes(50_000), new_record(bytes(50_000), kind="eager", compile_secs=1, kernels=1))
+    for level in (1, 2):
+        to = writer(cache_root, level=level)
+        to.publish(manifest_of(to, (put_row(to, data=bytes(50_000)),)), files_of("x"))
+    assert 150_000 < scan(cache_root).size_bytes < 160_000
+    units.link_into(writer(cache_root, level=3).objects, UNIT, record)
+    assert 150_000 < scan(cache_root).size_bytes < 160_000
+
+
+def test_each_entry_says_what_it_is_compiled_for_and_what_its_hits_saved(cache_root):
+    to = writer(cache_root)
+    rows = [put_row(to, shape=shape, piece=piece, data=b"one") for shape in (8, "general") for piece in (0, 2)]
+    rows.append(put_row(to, shape=(2, 4), data=b"other"))
+    to.publish(manifest_of(to, tuple(rows)), files_of("x"))
+    for _ in range(3):
+        StateStore(CacheLayout(root=cache_root)).record_hit(to.name)
+    for artifacts in (True, False):
+        (entry,) = scan(cache_root, artifacts=artifacts).entries
+        assert entry.shapes == ("general", (2, 4), 8)
+        assert (entry.num_artifacts, entry.hits, entry.compile_secs, entry.saved_secs) == (2, 3, 3.0, 9.0)
+        assert entry.unshared_bytes - entry.size_bytes == 3 * len(b"one")
+        assert len(entry.artifacts) == (3 if artifacts else 0)
+
+
+def test_an_entry_that_cannot_be_listed_hides_no_other(cache_root):
+    layout = CacheLayout(root=cache_root)
+    names = [publish(cache_root, level=level) for level in (1, 2)]
+    folder = layout.entry_dir(names[0].hash)
+    (folder / "artifacts").rename(folder / "elsewhere")
+    (folder / "artifacts").symlink_to(folder / "artifacts")  # goes round in a circle: ELOOP for who lists it
+    listing = scan(cache_root)
+    assert [entry.hash for entry in listing.entries] == [names[1].hash]
+    assert any(f"{folder}/artifacts could not be read" in text for text in listing.warnings)
 
 
 def test_a_root_that_is_not_there_is_an_error_unless_it_may_be(cache_root, tmp_path):

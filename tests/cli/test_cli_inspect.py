@@ -25,6 +25,23 @@ ENTRY_KEYS = [
     "size_bytes",
     "created",
     "last_used",
+    "shapes",
+    "unshared_bytes",
+    "compile_secs",
+    "saved_secs",
+    "hits",
+]
+CACHE_KEYS = [
+    "schema",
+    "root",
+    "entries",
+    "size_bytes",
+    "warnings",
+    "num_entries",
+    "matching",
+    "matching_bytes",
+    "unshared_bytes",
+    "saved_secs",
 ]
 ARTIFACT_KEYS = ["piece_index", "shape", "adaptor", "digest", "size_bytes", "compile_secs", "proved"]
 
@@ -34,6 +51,7 @@ def test_json_of_a_cache_has_the_promised_fields(tmp_path):
     ran = run("inspect", "cache", tmp_path, "--json")
     assert (ran.code, ran.err) == (0, "")
     report = ran.report
+    assert list(report) == CACHE_KEYS
     assert report["schema"] == 1
     assert report["root"] == str(tmp_path)
     (entry,) = report["entries"]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgtool.cli import tables, text
+from cgtool.cli import inspect_tables, tables, text
 from cgtool.cli.progress import line_of
 from cgtool.events import Event
 
@@ -36,6 +36,13 @@ def test_plain_is_printable_whatever_goes_in(anything):
 @given(st.text())
 def test_plain_with_lines_holds_nothing_else_than_printable_text_and_line_ends(anything):
     assert text.plain(anything, lines=True).replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"), [("", ""), ("a" * 60, "a" * 60), ("a" * 61, "a" * 59 + "…"), ("b" * 10_000, "b" * 59 + "…")]
+)
+def test_long_text_is_cut_and_says_so(given, shown):
+    assert text.cut(given) == shown
 
 
 @pytest.mark.parametrize(
@@ -82,7 +89,7 @@ def test_piece_indices(indices, shown):
     ],
 )
 def test_how_long_ago(stamp, shown):
-    assert tables.ago_text(stamp, 86400.0) == shown
+    assert inspect_tables.ago_text(stamp, 86400.0) == shown
 
 
 @pytest.mark.parametrize(

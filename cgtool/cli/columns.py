@@ -1,0 +1,66 @@
+"""Long tables: rows of plain text in columns, thousands of them in a blink, which rich takes seconds for.
+
+Must not import torch. Every cell goes through `plain`, on one line, and is cut where it is longer than people read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.cells import cell_len
+from rich.table import Table
+from rich.text import Text
+
+from cgtool.cli.text import cut, plain
+
+if TYPE_CHECKING:
+    from cgtool.cli.output import Output
+
+#: More rows than this are not drawn by rich, which measures each of them several times.
+MOST_DRAWN = 200
+_GAP = "  "
+
+
+def show_rows(output: Output, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a table.
+
+    Args:
+        output: Where to.
+        columns: Headings; one that begins with ">" is of figures, which end at one column.
+        rows: As many cells each.
+    """
+    cells = [[cut(plain(cell)) for cell in row] for row in rows]
+    if output.stdout.is_terminal and len(cells) <= MOST_DRAWN:
+        output.show(_drawn(columns, cells))
+        return
+    output.line("\n".join(_lines(columns, cells)), whole=True)
+
+
+def _drawn(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for column in columns:
+        if column.startswith(">"):
+            table.add_column(column[1:], justify="right", no_wrap=True)
+        else:
+            table.add_column(column, overflow="fold")
+    for first, *rest in rows:
+        table.add_row(Text(first, style="cyan"), *map(Text, rest))
+    return table
+
+
+def _lines(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    whole = [[column.removeprefix(">") for column in columns], *rows]
+    widths = [max(map(_width, column)) for column in zip(*whole, strict=True)]
+    right = [column.startswith(">") for column in columns]
+    return [_GAP.join(map(_padded, row, widths, right)).rstrip() for row in whole]
+
+
+def _padded(cell: str, width: int, right: bool) -> str:
+    space = " " * (width - _width(cell))
+    return space + cell if right else cell + space
+
+
+def _width(cell: str) -> int:
+    return len(cell) if cell.isascii() else cell_len(cell)

@@ -1,0 +1,112 @@
+"""What `inspect` found, as people read it: entries of a cache.
+
+Must not import torch. Strings of a model or of a cache folder go through `plain`, never into markup.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from cgtool.cache.layout import short
+from cgtool.cache.shapes import shape_words
+from cgtool.cli.columns import show_rows
+from cgtool.cli.text import count_text, secs_text, size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cgtool.cache.listing import EntryListing
+    from cgtool.cache.shapes import Shape
+    from cgtool.cli.output import Output
+    from cgtool.commands.inspect_cache import CacheReport
+
+#: How many shapes a cell names.
+_FEW_SHAPES = 4
+#: How many warnings people are shown; programs get all.
+_MOST_WARNINGS = 20
+
+#: Heading, and what stands below it; the columns of terminals that are as wide as this, a pipe being wider than any.
+_Column = tuple[str, "Callable[[EntryListing, float], object]"]
+_COLUMNS: tuple[tuple[int, _Column], ...] = (
+    (0, ("hash", lambda entry, _: short(entry.hash))),
+    (0, ("model", lambda entry, _: entry.model)),
+    (0, (">rank", lambda entry, _: entry.rank)),
+    (0, ("prefix", lambda entry, _: entry.prefix)),
+    (115, ("adaptor", lambda entry, _: entry.adaptor)),
+    (150, ("shapes", lambda entry, _: shapes_text(entry.shapes))),
+    (0, (">pieces", lambda entry, _: entry.pieces)),
+    (0, (">unique", lambda entry, _: entry.unique_pieces)),
+    (115, (">artifacts", lambda entry, _: entry.num_artifacts)),
+    (0, (">size", lambda entry, _: size_text(entry.size_bytes))),
+    (115, (">unshared", lambda entry, _: size_text(entry.unshared_bytes))),
+    (150, (">saved", lambda entry, _: secs_text(entry.saved_secs))),
+    (150, ("created", lambda entry, now: ago_text(entry.created, now))),
+    (0, ("used", lambda entry, now: ago_text(entry.last_used, now))),
+    (115, (">hits", lambda entry, _: entry.hits)),
+)
+
+
+def show_cache(output: Output, report: CacheReport) -> None:
+    """Print a cache's entries."""
+    listing = report.listing
+    for warning in listing.warnings[:_MOST_WARNINGS]:
+        output.note(f"Warning: {warning}", style="yellow")
+    if len(listing.warnings) > _MOST_WARNINGS:
+        output.note(f"Warning: and {len(listing.warnings) - _MOST_WARNINGS} more, which --json shows.", style="yellow")
+    if not report.num_entries:
+        output.line(f"The cache at {listing.root} is empty. Fill it with: cgtool warm MODEL")
+        return
+    columns = [column for width, column in _COLUMNS if output.stdout.width >= width]
+    if listing.entries:
+        rows = [[cell(entry, report.now) for _, cell in columns] for entry in listing.entries]
+        show_rows(output, [heading for heading, _ in columns], rows)
+    output.line(_total(report))
+
+
+def _total(report: CacheReport) -> str:
+    listing, matching = report.listing, report.matching
+    shown = "" if len(listing.entries) == matching else f"{len(listing.entries)} shown of "
+    if matching == report.num_entries:
+        count = count_text(matching, "entry", "entries")
+        line = f"{shown}{count} in {listing.root}, {size_text(listing.size_bytes)} on the disk"
+    else:
+        count = count_text(report.num_entries, "entry", "entries")
+        line = (
+            f"{shown}{matching} of {count} in {listing.root}, {size_text(report.matching_bytes)} of "
+            f"{size_text(listing.size_bytes)} on the disk"
+        )
+    line += f"; without sharing {size_text(report.unshared_bytes)}"
+    return line + (f"; hits saved {secs_text(report.saved_secs)} of compiling" if report.saved_secs else "")
+
+
+def shapes_text(shapes: Sequence[Shape]) -> str:
+    """Return shapes for people: "general, 8", "general, 8, 16, 24, … (9)"."""
+    words = [shape_words(shape) for shape in shapes]
+    return ", ".join(words if len(words) <= _FEW_SHAPES + 1 else [*words[:_FEW_SHAPES], f"… ({len(words)})"])
+
+
+def ago_text(stamp: Any, now: float) -> str:
+    """Return how long ago a time was: "3 min ago"; "never" where there was none.
+
+    Args:
+        stamp: Seconds since the epoch, or ISO 8601 text, or None.
+        now: Seconds since the epoch.
+    """
+    then = _epoch(stamp)
+    if then is None:
+        return "never"
+    secs = max(0, int(now - then))
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if secs >= length:
+            return f"{secs // length} {unit} ago"
+    return "just now"
+
+
+def _epoch(stamp: Any) -> float | None:
+    if isinstance(stamp, str):
+        try:
+            return datetime.fromisoformat(stamp).timestamp()
+        except ValueError:
+            return None
+    return float(stamp) if isinstance(stamp, (int, float)) else None
