@@ -26,6 +26,16 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if config.option.file_or_dir else 2
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let workers take files in the order of `pytest_collection_modifyitems`: xdist has those of many tests first."""
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the whole way first: its files have few tests and take longest, and short ones even out the end."""
+    items.sort(key=lambda item: "e2e" not in item.path.parts)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def isolated_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A home without the user's caches and settings, for this process and those that it starts."""

@@ -150,7 +150,7 @@ prover.prove(json.dumps("hold the lock").encode(), adaptor="double", graph=graph
             parent.kill()
             pytest.fail("the child never got to its sleep")
         parent.kill()
-    for _ in range(50):
+    for _ in range(600):
         if not is_alive(pid):
             return
         time.sleep(0.1)
