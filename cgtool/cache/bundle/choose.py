@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -127,4 +128,10 @@ def _manifest(layout: CacheLayout, name: RankName) -> Manifest | None:
 
 
 def _filtered(layout: CacheLayout, hashes: list[str], filters: tuple[str, ...]) -> list[str]:
-    raise NotImplementedError
+    # The listing of everything, and only for who filters.
+    from cgtool.cache.filters import parse_filter
+    from cgtool.cache.scan import scan
+
+    holds = [parse_filter(expression, now=time.time()) for expression in filters]
+    kept = {entry.hash for entry in scan(layout.root).entries if all(hold(entry) for hold in holds)}
+    return [hash_ for hash_ in hashes if hash_ in kept]

@@ -12,7 +12,7 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from cgtool.cache import signatures
 from cgtool.cache.bundle.choose import Choice, trimmed
@@ -169,7 +169,7 @@ def write_archive(
     """
     import zstandard  # milliseconds, and only for who writes a bundle
 
-    packer = zstandard.ZstdCompressor(level=level, threads=-1, write_checksum=True, write_content_size=False)
+    packer: Any = zstandard.ZstdCompressor(level=level, threads=-1, write_checksum=True, write_content_size=False)
     index = contents.index.to_bytes()
     out = packer.stream_writer(stream, closefd=False)
     for name, data in _heads(index, keys).items():

@@ -1,0 +1,222 @@
+"""Whose cache load believes: who may have written to it, or who signed it. Must not import torch.
+
+An artifact is native code, so whoever can write to a cache can run code in each process that loads from it. Without
+trusted keys, everything on the way to an entry must belong to this user or to root, and nobody else may write to it;
+artifacts themselves need no look, since their bytes are matched to digests that the manifest names.
+
+With trusted keys, an entry must be as it was signed, wherever it lies. Import leaves beside it what was signed::
+
+    <hash>/signatures/<sha256>.json    the bundle.json of the bundle that it came in; the name is its digest
+    <hash>/signatures/<sha256>.sig     the bundle.sig
+
+A trusted signature vouches for the index, the index for key.json and for the rank's manifest, and the manifest for the
+plan and for each artifact. An entry that was merged or changed since is no longer what was signed, and is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cgtool.cache.files import parse_sealed, read_bytes
+from cgtool.cache.key import SCHEMA as KEY_SCHEMA
+from cgtool.cache.key import Key
+from cgtool.cache.layout import (
+    ARTIFACTS,
+    CACHE_FOLDER,
+    KEY_FILE,
+    MANIFEST_FILE,
+    PLAN_FILE,
+    SIGNATURES,
+    CacheLayout,
+    RankName,
+    is_hash,
+    short,
+)
+from cgtool.cache.manifest import parse_manifest
+from cgtool.digests import sha256_hex
+from cgtool.errors import CacheError, RefusedError
+from cgtool.records import dataclass
+
+if TYPE_CHECKING:
+    from cgtool.cache.entry import Entry
+    from cgtool.cache.signatures import PublicKeys
+
+_SHARE = (
+    "Move what you trust with cgtool export and import, sign it and set CGTOOL_TRUSTED_KEYS, or believe whoever can "
+    "write there with CGTOOL_ALLOW_SHARED_CACHE=1."
+)
+#: A refusal that tells more than those before it.
+_TELLING = ("unsigned", "untrusted_key", "wrong_signature", "changed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrustPolicy:
+    """What load asks of an entry before it uses anything of it.
+
+    Args:
+        trusted_keys: Files and folders of public keys, one of which must have signed it; none asks for no signature.
+        allow_shared: Whether others may own the cache or write to it.
+    """
+
+    trusted_keys: Sequence[Path | str] = ()
+    allow_shared: bool = False
+
+    def check(self, layout: CacheLayout, entry: Entry, key: Key) -> None:
+        """Check an entry that was read and of which nothing was used yet.
+
+        Args:
+            layout: Where the cache lies.
+            entry: The entry as it was read.
+            key: Its key as it was read.
+
+        Raises:
+            RefusedError: foreign_owner, writable_by_others, unsigned, untrusted_key, wrong_signature or changed.
+            UsageError: There is no key where `trusted_keys` says.
+            CacheError: What was signed cannot be read.
+        """
+        if self.trusted_keys:
+            from cgtool.cache.signatures import load_public_keys  # tens of milliseconds, and only under this policy
+
+            check_signed(layout, entry, key, load_public_keys(self.trusted_keys))
+        elif not self.allow_shared:
+            check_owner(layout, entry.name)
+
+
+def check_owner(layout: CacheLayout, name: RankName) -> None:
+    """Check that only this user and root could have written what load reads of an entry.
+
+    Raises:
+        RefusedError: foreign_owner or writable_by_others.
+        CacheError: A file cannot be looked at.
+    """
+    if not hasattr(os, "geteuid"):
+        return  # Windows, where none of this says who may write
+    user = os.geteuid()
+    entry = f"{layout.root}/{CACHE_FOLDER}/{name.hash}"
+    rank = f"{entry}/rank_{name.rank}"
+    folder = f"{rank}/{name.prefix}"
+    folders = (str(layout.root), f"{layout.root}/{CACHE_FOLDER}", entry, f"{entry}/{ARTIFACTS}", rank, folder)
+    for path in (*folders, f"{entry}/{KEY_FILE}", f"{folder}/{MANIFEST_FILE}", f"{folder}/{PLAN_FILE}"):
+        try:
+            status = os.stat(path)  # noqa: PTH116 - nine of them in each start
+        except FileNotFoundError:
+            continue  # an entry without artifacts, or a plan that is being published
+        except OSError as error:
+            raise CacheError(
+                f"{path} cannot be looked at: {error.strerror}. Check its permissions.", path=path
+            ) from error
+        if status.st_uid not in (user, 0):
+            raise _foreign(path, status.st_uid)
+        mode = status.st_mode
+        if mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _is_private(status.st_gid, user)):
+            raise _writable(path, mode)
+
+
+def _foreign(path: str, owner: int) -> RefusedError:
+    message = f"{path} belongs to another user ({owner}), who could have put any code there. {_SHARE}"
+    return RefusedError(message, reason="foreign_owner", path=path, actual=owner)
+
+
+def _writable(path: str, mode: int) -> RefusedError:
+    who = "everyone" if mode & stat.S_IWOTH else "its group"
+    message = (
+        f"{path} can be written to by {who}, who could have put any code there. Take that right away, or: {_SHARE}"
+    )
+    return RefusedError(
+        message, reason="writable_by_others", path=path, expected="no write for others", actual=f"{mode & 0o7777:04o}"
+    )
+
+
+def _is_private(group: int, user: int) -> bool:
+    """Whether a group is the user's own, as systems make one for each user whose files are group-writable then."""
+    import grp  # asks the system's user database, and only where a group may write
+    import pwd
+
+    try:
+        found, me = grp.getgrgid(group), pwd.getpwuid(user)
+    except KeyError:
+        return False
+    return found.gr_name == me.pw_name and me.pw_gid == group and set(found.gr_mem) <= {me.pw_name}
+
+
+def check_signed(layout: CacheLayout, entry: Entry, key: Key, keys: PublicKeys) -> str:
+    """Return the id of the trusted key that signed an entry as it is.
+
+    Args:
+        layout: Where the cache lies.
+        entry: The entry as it was read; its manifest vouches for its plan and its artifacts.
+        key: Its key as it was read.
+        keys: The keys that are trusted, by id.
+
+    Raises:
+        RefusedError: unsigned, untrusted_key, wrong_signature or changed: the most telling of all signatures there.
+        CacheError: A file cannot be read.
+    """
+    from cgtool.cache import signatures
+
+    what = f"The entry {short(entry.name.hash)}"
+    message = (
+        f"{what} was not imported with a signature, and this policy asks for one. Import a bundle that was signed, or "
+        "load without trusted keys."
+    )
+    refusal = RefusedError(message, reason="unsigned", path=layout.entry_dir(entry.name.hash))
+    for index, signed in _signatures(layout, entry.name.hash):
+        try:
+            signer = signatures.check(index, signed, keys, what=what)
+            _check_digests(layout, entry, key, index)
+        except RefusedError as error:
+            if error.reason in _TELLING and _TELLING.index(error.reason) > _TELLING.index(refusal.reason):
+                refusal = error
+        else:
+            return signer
+    raise refusal
+
+
+def _signatures(layout: CacheLayout, hash_: str) -> list[tuple[bytes, bytes]]:
+    """Return what was signed, and the signatures, as import left them."""
+    folder = layout.entry_dir(hash_) / SIGNATURES
+    try:
+        stems = sorted(path.stem for path in folder.iterdir() if path.suffix == ".json" and is_hash(path.stem))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CacheError(f"{folder} cannot be listed: {error.strerror}. Check its permissions.", path=folder) from error
+    found = []
+    for stem in stems:
+        index, signed = read_bytes(folder / f"{stem}.json"), read_bytes(folder / f"{stem}.sig")
+        if index is not None and signed is not None:
+            found.append((index, signed))
+    return found
+
+
+def _check_digests(layout: CacheLayout, entry: Entry, key: Key, index: bytes) -> None:
+    from cgtool.cache.bundle.index import parse_index  # with all else of bundles, which other loads do without
+    from cgtool.cache.bundle.limits import Limits
+
+    name = entry.name
+    digests = {member.path: member.sha256 for member in parse_index(index, limits=Limits()).members}
+    key_path, manifest_path = layout.key_file(name.hash), layout.manifest_file(name)
+    for path in (key_path, manifest_path):
+        data = read_bytes(path) or b""
+        if digests.get(path.relative_to(layout.root).as_posix()) != sha256_hex(data):
+            raise _changed(entry, path)
+        # What was read before must be what was hashed now: the file may have been replaced in between.
+        if path == manifest_path:
+            same = parse_manifest(data, path=path, name=name) == entry.manifest
+        else:
+            record = parse_sealed(data, path=path, schema=KEY_SCHEMA)
+            same = {"hash": record.get("hash"), "factors": record.get("factors")} == key.to_json()
+        if not same:
+            raise _changed(entry, path)
+
+
+def _changed(entry: Entry, path: Path) -> RefusedError:
+    message = (
+        f"The entry {short(entry.name.hash)} is not as it was signed: {path} was merged or changed since. Import the "
+        "signed bundle into an empty cache, or sign this one anew with cgtool export --sign."
+    )
+    return RefusedError(message, reason="changed", path=path)

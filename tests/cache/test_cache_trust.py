@@ -1,0 +1,223 @@
+"""Which caches load believes: owners and permissions, and what is still as it was signed."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from bundle_maker import lay_entry, make_keys, sealed
+
+from cgtool.cache import trust
+from cgtool.cache.bundle.choose import Choice
+from cgtool.cache.entry import EntryWriter, read_entry
+from cgtool.cache.key import read_key
+from cgtool.cache.layout import CacheLayout, RankName
+from cgtool.cache.trust import TrustPolicy
+from cgtool.commands.export import ExportOptions, export
+from cgtool.commands.import_ import ImportOptions, import_bundle
+from cgtool.errors import RefusedError, UsageError
+
+OTHER_USER = 54321
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+
+
+def check(root: Path, hash_: str, **policy: object) -> None:
+    layout = CacheLayout(root=root)
+    entry = read_entry(layout, RankName(hash=hash_, rank=0, prefix="backbone"))
+    TrustPolicy(**policy).check(layout, entry, read_key(layout, hash_))
+
+
+def reason(root: Path, hash_: str, **policy: object) -> str:
+    with pytest.raises(RefusedError) as refusal:
+        check(root, hash_, **policy)
+    assert refusal.value.exit_code == 3
+    return refusal.value.reason
+
+
+PLACES = (
+    "",
+    "torch_compile_cache",
+    "torch_compile_cache/{hash}",
+    "torch_compile_cache/{hash}/key.json",
+    "torch_compile_cache/{hash}/artifacts",
+    "torch_compile_cache/{hash}/rank_0",
+    "torch_compile_cache/{hash}/rank_0/backbone",
+    "torch_compile_cache/{hash}/rank_0/backbone/manifest.json",
+    "torch_compile_cache/{hash}/rank_0/backbone/plan.json",
+)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("right", [0o002, 0o020], ids=["everyone", "the group"])
+def test_what_others_may_write_is_refused_and_named(tmp_path, place, right):
+    root = tmp_path / "cache"
+    hash_ = lay_entry(root)
+    check(root, hash_)
+    path = root / place.format(hash=hash_)
+    os.chown(path, -1, OTHER_USER) if os.geteuid() == 0 else None
+    path.chmod(path.stat().st_mode | right)
+    with pytest.raises(RefusedError, match=str(path)) as refusal:
+        check(root, hash_)
+    assert refusal.value.reason == "writable_by_others"
+    check(root, hash_, allow_shared=True)
+
+
+@needs_root
+@pytest.mark.parametrize("place", PLACES)
+def test_what_another_user_owns_is_refused_and_named(tmp_path, place):
+    root = tmp_path / "cache"
+    hash_ = lay_entry(root)
+    path = root / place.format(hash=hash_)
+    os.chown(path, OTHER_USER, -1)
+    with pytest.raises(RefusedError, match=str(path)) as refusal:
+        check(root, hash_)
+    assert refusal.value.reason == "foreign_owner"
+    assert refusal.value.actual == OTHER_USER
+    check(root, hash_, allow_shared=True)
+
+
+@needs_root
+def test_another_user_loads_what_root_owns(tmp_path):
+    root = tmp_path / "cache"
+    hash_ = lay_entry(root)
+    for above in tmp_path.parents:  # pytest keeps its folders to itself
+        if above.is_relative_to("/tmp") and above != Path("/tmp"):
+            above.chmod(0o755)
+    tmp_path.chmod(0o755)
+    child = os.fork()
+    if child == 0:
+        os.seteuid(OTHER_USER)
+        try:
+            check(root, hash_)
+        except BaseException:  # noqa: BLE001 - nothing may run on as the parent's twin
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_private_group_may_write(tmp_path):
+    root = tmp_path / "cache"
+    hash_ = lay_entry(root)
+    if not trust._is_private(os.getegid(), os.geteuid()):
+        pytest.skip("this user has no group of its own")
+    root.chmod(0o775)
+    check(root, hash_)
+
+
+def test_a_look_at_owners_takes_a_third_of_a_millisecond_at_most(tmp_path):
+    hash_ = lay_entry(tmp_path)
+    layout, name = CacheLayout(root=tmp_path), RankName(hash=hash_, rank=0, prefix="backbone")
+    trust.check_owner(layout, name)
+    times = []
+    for _ in range(200):
+        start = time.perf_counter()
+        trust.check_owner(layout, name)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.0003
+
+
+@pytest.fixture
+def signed(tmp_path):
+    """A cache into which a signed bundle of two entries was imported, and the trusted keys."""
+    make_keys(tmp_path / "keys", "ours", "theirs")
+    hashes = [lay_entry(tmp_path / "source", seed=seed) for seed in range(2)]
+    bundle = tmp_path / "signed.tar.zst"
+    choice = Choice(everything=True)
+    key = tmp_path / "keys/ours.pem"
+    export(ExportOptions(dest=bundle, choice=choice, cache_dir=tmp_path / "source", sign=(key,)))
+    import_bundle(ImportOptions(source=bundle, cache_dir=tmp_path / "cache", trust=True, any_machine=True))
+    return tmp_path / "cache", min(hashes), tmp_path / "keys/ours.pub"
+
+
+def test_what_a_trusted_key_signed_is_loaded_whoever_owns_it(signed):
+    root, hash_, key = signed
+    check(root, hash_, trusted_keys=[key])
+    root.chmod(0o777)
+    check(root, hash_, trusted_keys=[str(key)])
+
+
+def test_what_was_never_signed_is_refused(signed, tmp_path):
+    _, hash_, key = signed
+    assert reason(tmp_path / "source", hash_, trusted_keys=[key]) == "unsigned"
+
+
+def test_what_a_key_signed_that_is_not_trusted_is_refused(signed, tmp_path):
+    root, hash_, _ = signed
+    assert reason(root, hash_, trusted_keys=[tmp_path / "keys/theirs.pub"]) == "untrusted_key"
+
+
+@pytest.mark.parametrize("end", [".json", ".sig"])
+def test_a_signature_over_something_else_is_refused(signed, end):
+    root, hash_, key = signed
+    path = next((root / "torch_compile_cache" / hash_ / "signatures").glob(f"*{end}"))
+    data = path.read_bytes()
+    if end == ".sig":
+        record = json.loads(data)
+        record["signatures"][0]["signature"] = "A" * 86 + "=="
+        path.write_bytes(json.dumps(record).encode())
+    else:
+        path.write_bytes(data.replace(b'"mode"', b'"Mode"', 1))
+    assert reason(root, hash_, trusted_keys=[key]) == "wrong_signature"
+
+
+def test_a_manifest_that_was_merged_is_no_longer_signed(signed):
+    root, hash_, key = signed
+    layout = CacheLayout(root=root)
+    name = RankName(hash=hash_, rank=0, prefix="backbone")
+    EntryWriter(layout, read_key(layout, hash_), rank=0, prefix="backbone").update(
+        lambda entry: (entry.manifest.with_rows([]), {"computation_graph.py": b"# another\n"})
+    )
+    assert reason(root, hash_, trusted_keys=[key]) == "changed"
+    assert read_entry(layout, name) is not None
+
+
+def test_a_key_that_was_changed_is_no_longer_signed(signed):
+    root, hash_, key = signed
+    path = root / "torch_compile_cache" / hash_ / "key.json"
+    path.write_bytes(sealed({**json.loads(path.read_bytes()), "cgtool": "9.9"}))
+    assert reason(root, hash_, trusted_keys=[key]) == "changed"
+
+
+def test_what_was_read_before_the_check_must_be_what_was_signed(signed):
+    root, hash_, key = signed
+    layout = CacheLayout(root=root)
+    entry = read_entry(layout, RankName(hash=hash_, rank=0, prefix="backbone"))
+    other = type(entry)(**{**vars(entry), "manifest": entry.manifest.with_rows([])})
+    TrustPolicy(trusted_keys=[key]).check(layout, entry, read_key(layout, hash_))
+    fewer = type(other.manifest)(**{**vars(other.manifest), "rows": other.manifest.rows[1:]})
+    changed = type(entry)(**{**vars(entry), "manifest": fewer})
+    with pytest.raises(RefusedError) as refusal:
+        TrustPolicy(trusted_keys=[key]).check(layout, changed, read_key(layout, hash_))
+    assert refusal.value.reason == "changed"
+
+
+def test_the_signature_of_one_entry_says_nothing_of_another(signed, tmp_path):
+    root, hash_, key = signed
+    base = root / "torch_compile_cache"
+    third = lay_entry(root, seed=3)
+    (base / third / "signatures").mkdir()
+    for path in (base / hash_ / "signatures").iterdir():
+        (base / third / "signatures" / path.name).write_bytes(path.read_bytes())
+    assert reason(root, third, trusted_keys=[key]) == "changed"
+
+
+def test_keys_that_are_not_there_are_an_error_and_no_policy(signed, tmp_path):
+    root, hash_, _ = signed
+    with pytest.raises(UsageError, match="There is no key at"):
+        check(root, hash_, trusted_keys=[tmp_path / "absent.pub"])
+
+
+def test_a_folder_that_was_exported_signed_is_a_cache_that_is_signed(signed, tmp_path):
+    _, hash_, key = signed
+    options = ExportOptions(
+        dest=tmp_path / "layer",
+        choice=Choice(everything=True),
+        cache_dir=tmp_path / "source",
+        folder=True,
+        sign=(key.with_suffix(".pem"),),
+    )
+    export(options)
+    check(tmp_path / "layer", hash_, trusted_keys=[key])
