@@ -23,10 +23,10 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from cgtool.config import environment
 from cgtool.digests import digest_of
 from cgtool.pieces import Json
 from cgtool.records import dataclass
+from cgtool.variables import environment
 
 _COMPILER = "g++"
 _COMPILER_SECS = 20.0

@@ -9,17 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cgtool.cli import failures
+from cgtool.cli import failures, values
 from cgtool.cli.options import cache_dir_option, cache_folder, talk_options
 
 if TYPE_CHECKING:
     from cgtool.cli.output import Output
+    from cgtool.commands.verify_load import ModelChoice
 
 EXAMPLES = """\b
 Examples:
   cgtool verify
   cgtool verify 3f9a --world-size 8
   cgtool verify /mnt/shared/cache --strict
+  cgtool verify --repair
+  cgtool verify 3f9a --load
+  cgtool verify --load --model fixtures/tiny_llama.py:build --arg num_layers=4
   cgtool verify --json | jq '.entries[].verdict'
 """
 
@@ -33,6 +37,29 @@ Examples:
     metavar="N",
     help="How many ranks each entry must have. Default: from 0 to the greatest that it has.",
 )
+@click.option("--repair", is_flag=True, help="Mend what is damaged; compile again what nothing else has.")
+@click.option("--load", is_flag=True, help="Open every artifact in a fresh process in which nothing can be compiled.")
+@click.option("--model", metavar="MODEL", help="With --load: also load this model, as warm takes it, and call it once.")
+@click.option(
+    "--arg",
+    "factory_args",
+    multiple=True,
+    callback=values.arguments,
+    metavar="NAME=VALUE",
+    help="A keyword argument for MODEL's factory; JSON, else a string. Repeatable.",
+)
+@click.option("--device", metavar="DEVICE", help="Where MODEL is built: cpu, cuda, cuda:1.")
+@click.option("--dtype", metavar="DTYPE", help="MODEL's default floating dtype: float32, bfloat16.")
+@click.option(
+    "--pythonpath",
+    multiple=True,
+    metavar="DIR",
+    help="A folder in which MODEL's modules are looked for first. Repeatable.",
+)
+@click.option(
+    "--rank", type=click.IntRange(min=0), metavar="N", help="The rank to load MODEL as. Default: RANK, else 0."
+)
+@click.option("--prefix", metavar="NAME", help="Which compiled part MODEL is. Default: the factory's word.")
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Read N files at a time. Default: the cores.")
 @cache_dir_option
 @talk_options
@@ -40,7 +67,7 @@ def verify(*, output: Output, targets: tuple[str, ...], **options: Any) -> int:
     """Read every file of the cache, match it to its digest, and judge whether this machine loads it.
 
     HASH is the beginning of a hash that `inspect cache` lists; PATH is a cache, or one entry's folder. Without either,
-    all of the cache is checked. Nothing is executed and nothing is changed.
+    all of the cache is checked. Without --load and --repair nothing is executed and nothing is changed.
 
     Each entry is optimal, or loads though compiling it again is advised, or is unsupported here. Exit code 3: a file is
     damaged, something is missing, or an entry is unsupported (with --strict: not optimal).
@@ -51,6 +78,7 @@ def verify(*, output: Output, targets: tuple[str, ...], **options: Any) -> int:
     from cgtool.commands.verify import VerifyOptions
     from cgtool.commands.verify import verify as run
 
+    model = _model(options)
     asked = VerifyOptions(
         targets=targets,
         cache_dir=cache_folder(options["cache_dir"]),
@@ -58,6 +86,10 @@ def verify(*, output: Output, targets: tuple[str, ...], **options: Any) -> int:
         strict=options["strict"],
         world_size=options["world_size"],
         jobs=options["jobs"],
+        load=options["load"],
+        repair=options["repair"],
+        model=model,
+        rank=options["rank"],
     )
     with reporting(output) as on_event:
         report = run(asked, on_event)
@@ -66,3 +98,19 @@ def verify(*, output: Output, targets: tuple[str, ...], **options: Any) -> int:
     else:
         show_verify(output, report)
     return failures.DONE if report.ok else failures.CHECK_SAID_NO
+
+
+def _model(options: dict[str, Any]) -> ModelChoice | None:
+    from cgtool.commands.verify_load import ModelChoice  # kept out of `--help`
+
+    names = ("factory_args", "device", "dtype", "pythonpath", "prefix")
+    if options["model"] is None:
+        given = [f"--{'arg' if name == 'factory_args' else name}" for name in (*names, "rank") if options[name]]
+        if given:
+            message = f"{given[0]} speaks of a model, and none is named. Name it with --model."
+            raise click.UsageError(message)
+        return None
+    if not options["load"]:
+        message = "--model says what --load loads and calls. Give --load too."
+        raise click.UsageError(message)
+    return ModelChoice(model=options["model"], **{name: options[name] for name in names})

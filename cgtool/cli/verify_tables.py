@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cgtool.cache.verify.findings import Problem
+    from cgtool.cache.verify.repair import Repair
     from cgtool.cli.output import Output
-    from cgtool.commands.verify import EntryReport, VerifyReport
+    from cgtool.commands.verify_load import LoadProof
+    from cgtool.commands.verify_report import EntryReport, VerifyReport
 
 _COLORS = {"optimal": "green", "loads": "yellow", "unsupported": "red"}
 #: A stranger may give a model a name of any length, and a damaged disk has no end of problems.
@@ -41,7 +43,9 @@ def show_verify(output: Output, report: VerifyReport) -> None:
         table.add_row(*_cells(entry))
     output.show(table)
     for entry in report.entries:
+        _show_repairs(output, entry.repairs)
         _show_entry(output, entry)
+    _show_repairs(output, report.unit_repairs)
     if report.units is not None:
         _show_problems(output, "units", report.units.problems)
     notes = [note for entry in report.entries for note in entry.findings.notes]
@@ -50,6 +54,8 @@ def show_verify(output: Output, report: VerifyReport) -> None:
         output.note(f"Note: {_cut(note.sentence)}", style="dim")
     if len(notes) > _MOST_LINES:
         output.note(f"Note: and {len(notes) - _MOST_LINES} more, which --json shows.", style="dim")
+    if report.load is not None:
+        _show_load(output, report.load)
     output.line(_summary(report), style="bold")
 
 
@@ -88,6 +94,33 @@ def _show_entry(output: Output, entry: EntryReport) -> None:
         _show_lines(output, missing)
 
 
+def _show_repairs(output: Output, repairs: Sequence[Repair]) -> None:
+    lines = [f"{repair.action.replace('_', ' ')}: {_cut(repair.sentence)}" for repair in repairs]
+    if lines:
+        output.line("Repairs:", style="bold")
+        _show_lines(output, lines)
+
+
+def _show_load(output: Output, proof: LoadProof) -> None:
+    for opened in proof.opened:
+        words = f"{short(opened.name.hash)} rank {opened.name.rank} {opened.name.prefix}"
+        count = count_text(opened.opened, "artifact")
+        output.line(f"{words}: {count} opened where nothing can be compiled", style="green" if opened.ok else "red")
+        _show_lines(output, [_cut(f"{file[:10]} {sentence}".strip()) for file, sentence in opened.problems])
+    if proof.model is None:
+        output.note(
+            "Note: artifacts were opened and not run. Name a model with --model to load and call it.", style="dim"
+        )
+    elif proof.model.called:
+        name = short(proof.model.name.hash) if proof.model.name is not None else "the entry"
+        output.line(f"{name}: the model was loaded and called once where nothing can be compiled", style="green")
+    else:
+        output.line(f"The model was not called: {_cut(proof.model.sentence)}", style="red")
+    if proof.compiled:
+        output.line("It tried to compile:", style="red")
+        _show_lines(output, [_cut(command) for command in proof.compiled])
+
+
 def _show_problems(output: Output, what: str, problems: Sequence[Problem]) -> None:
     if problems:
         output.line(f"{what}: {count_text(len(problems), 'file')} not as it must be:", style="red")
@@ -108,6 +141,7 @@ def _summary(report: VerifyReport) -> str:
         units = len(report.units.problems) if report.units is not None else 0
         parts = [f"{count_text(bad, 'entry', 'entries')} of {len(report.entries)}"] * bool(bad)
         parts += [count_text(units, "file of units", "files of units")] * bool(units)
+        parts += ["the load"] * bool(report.load is not None and not report.load.ok)
         return f"Not verified: {' and '.join(parts)} (read {read})"
     return f"Verified {count_text(len(report.entries), 'entry', 'entries')} in {report.root} ({read})"
 

@@ -1,38 +1,31 @@
-"""`verify`: whether everything in a cache is what it was, whole, and fit for this machine.
+"""`verify`: whether everything in a cache is what it was, whole, and fit for this machine; mending and proving it.
 
-Owns what the user asked (`VerifyOptions`) and what was found (`VerifyReport`). Prints nothing. Importable without
-torch: only the child that `--load` starts, and what `--repair` compiles, need it. The report as JSON::
-
-    {"schema": 1, "root": str, "entries": [entry...], "units": {"problems": [...], "notes": [...], "files": int} | null,
-     "files": int, "size_bytes": int, "secs": float, "ok": bool}
-    entry   = {"hash": str, "models": [str...], "verdict": {"level": word, "reasons": [str...]},
-               "problems": [problem...], "notes": [note...], "holes": [hole...], "missing_ranks": [[prefix, int]...],
-               "unknown_pieces": int, "loaded": null | {...}, "repairs": [repair...]}
-    problem = {"path": str below the root, "kind": word, "sentence": str}
+Owns what the user asked (`VerifyOptions`); the report is `cgtool.commands.verify_report`'s. Prints nothing. Importable
+without torch: only the child that `--load` starts, and what `--repair` compiles, need it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from cgtool.cache.coverage import Hole, PlannedVariant, entry_coverage, planned
-from cgtool.cache.layout import CACHE_FOLDER, KEY_FILE, PLAN_FILE, CacheLayout, RankName, is_hash, resolve_root, short
+from cgtool.cache.layout import CACHE_FOLDER, CacheLayout, is_hash, resolve_root, short
 from cgtool.cache.machine import Machine, this_machine
-from cgtool.cache.manifest import Manifest
-from cgtool.cache.verify.digests import verify_entries
-from cgtool.cache.verify.findings import EntryFindings, UnitFindings
+from cgtool.cache.verify.digests import verify_entries, verify_entry
+from cgtool.cache.verify.findings import UnitFindings
 from cgtool.cache.verify.hashing import hashing
+from cgtool.cache.verify.repair import Repair, repair_entry, repair_units
 from cgtool.cache.verify.units import verify_units
-from cgtool.cache.verify.verdict import Verdict, verdict, without_key
-from cgtool.errors import CacheError, CgtoolError, UsageError
+from cgtool.commands.verify_load import LoadProof, ModelChoice, prove_load
+from cgtool.commands.verify_repair import compile_again, rewrite_texts
+from cgtool.commands.verify_report import EntryReport, VerifyReport, gone, judged
+from cgtool.errors import CacheError, UsageError
 from cgtool.events import Event, OnEvent, ignore
-from cgtool.plan import parse_plan
 
-SCHEMA = 1
+#: What is set right shows what else is wrong: a spelling, then an artifact, then an orphan that its successor leaves.
+_ROUNDS = 5
 
 _HEX = frozenset("0123456789abcdef")
 
@@ -48,6 +41,10 @@ class VerifyOptions:
         strict: Whether an entry that loads and is not optimal fails the check.
         world_size: How many ranks each entry must have; None: as many as its greatest.
         jobs: How many files are read at a time; None: as many as there are cores.
+        load: Whether to open every artifact in a process that can compile nothing.
+        repair: Whether to mend what is found wrong.
+        model: A model to load and call once in that process; None: artifacts alone are opened.
+        rank: The rank to load it as; None takes the environment's word.
     """
 
     targets: tuple[str, ...] = ()
@@ -56,117 +53,10 @@ class VerifyOptions:
     strict: bool = False
     world_size: int | None = None
     jobs: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class EntryReport:
-    """What was found in one entry.
-
-    Args:
-        findings: What reading its files gave.
-        verdict: Whether this machine loads it.
-        holes: Shapes that a piece lacks.
-        missing_ranks: (prefix, rank) of each rank that should be there.
-        unknown_pieces: How many compiled pieces are missing that cannot be named.
-    """
-
-    findings: EntryFindings
-    verdict: Verdict
-    holes: tuple[Hole, ...] = ()
-    missing_ranks: tuple[tuple[str, int], ...] = ()
-    unknown_pieces: int = 0
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        """What its models are called, each once."""
-        return tuple(dict.fromkeys(manifest.model for manifest in self.findings.manifests))
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every file is what it was and nothing is missing."""
-        return not (self.findings.problems or self.holes or self.missing_ranks or self.unknown_pieces)
-
-    def is_ok(self, *, strict: bool) -> bool:
-        """Return whether the check says yes.
-
-        Args:
-            strict: Whether only "optimal" will do.
-        """
-        fits = self.verdict.level == "optimal" or (self.verdict.level == "loads" and not strict)
-        return self.is_whole and (fits or self.is_unfinished)
-
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether a warm has begun it and not published anything yet."""
-        return self.findings.key is None and not self.findings.manifests and not self.findings.problems
-
-    def to_json(self, root: Path) -> dict[str, Any]:
-        """Return the entry as `verify --json` prints it."""
-        return {
-            "hash": self.findings.hash,
-            "models": list(self.models),
-            "verdict": self.verdict.to_json(),
-            "problems": [problem.to_json(root) for problem in self.findings.problems],
-            "notes": [note.to_json(root) for note in self.findings.notes],
-            "holes": [hole.to_json() for hole in self.holes],
-            "missing_ranks": [list(place) for place in self.missing_ranks],
-            "unknown_pieces": self.unknown_pieces,
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyReport:
-    """What was found in a cache.
-
-    Args:
-        root: The cache's root.
-        entries: What was found in each entry.
-        units: What was found among the units; None where only entries were asked for.
-        strict: Whether only "optimal" will do.
-        secs: How long it took.
-    """
-
-    root: Path
-    entries: tuple[EntryReport, ...]
-    units: UnitFindings | None
-    strict: bool
-    secs: float = field(compare=False)
-
-    @property
-    def ok(self) -> bool:
-        """Whether the check says yes."""
-        entries = all(entry.is_ok(strict=self.strict) for entry in self.entries)
-        return entries and (self.units is None or not self.units.problems)
-
-    @property
-    def num_files(self) -> int:
-        """How many files were read."""
-        return sum(entry.findings.num_files for entry in self.entries) + (self.units.num_files if self.units else 0)
-
-    @property
-    def size_bytes(self) -> int:
-        """How many bytes they hold; what an entry shares with a unit counts for both."""
-        return sum(entry.findings.size_bytes for entry in self.entries) + (self.units.size_bytes if self.units else 0)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the document that `verify --json` prints."""
-        units = self.units
-        return {
-            "schema": SCHEMA,
-            "root": str(self.root),
-            "entries": [entry.to_json(self.root) for entry in self.entries],
-            "units": None
-            if units is None
-            else {
-                "problems": [problem.to_json(self.root) for problem in units.problems],
-                "notes": [note.to_json(self.root) for note in units.notes],
-                "files": units.num_files,
-            },
-            "files": self.num_files,
-            "size_bytes": self.size_bytes,
-            "secs": round(self.secs, 3),
-            "ok": self.ok,
-        }
+    load: bool = False
+    repair: bool = False
+    model: ModelChoice | None = None
+    rank: int | None = None
 
 
 def verify(options: VerifyOptions, on_event: OnEvent = ignore) -> VerifyReport:
@@ -178,72 +68,82 @@ def verify(options: VerifyOptions, on_event: OnEvent = ignore) -> VerifyReport:
 
     Raises:
         UsageError: A target fits no entry or several.
-        CacheError: There is no such cache, or it cannot be listed.
+        CacheError: There is no such cache, or it cannot be listed; with `options.repair`, or be written.
     """
     began = time.perf_counter()
     layout, hashes = _chosen(options)
     machine = this_machine()
-    entries = []
+    entries: list[EntryReport] = []
     wanted = layout.hashes() if hashes is None else hashes
     with hashing(options.jobs) as hasher:
         for findings in verify_entries(layout, wanted, hasher):
             entries.append(judged(layout, findings, machine, world_size=options.world_size))
             on_event(Event(phase="verify", message=short(findings.hash), done=len(entries), total=len(wanted)))
         units = verify_units(layout, hasher) if hashes is None else None
+    unit_repairs: tuple[Repair, ...] = ()
+    if options.repair:
+        entries = [_repaired(layout, entry, machine, options, on_event) for entry in entries]
+        entries = [entry for entry in entries if entry.repairs or layout.entry_dir(entry.findings.hash).exists()]
+        if units is not None and units.problems:
+            units, unit_repairs = _repaired_units(layout, options)
     return VerifyReport(
         root=layout.root,
         entries=tuple(entries),
         units=units,
+        unit_repairs=unit_repairs,
+        load=_loaded(layout, entries, options, on_event),
         strict=options.strict,
         secs=time.perf_counter() - began,
     )
 
 
-def judged(
-    layout: CacheLayout, findings: EntryFindings, machine: Machine, *, world_size: int | None = None
+def _repaired(
+    layout: CacheLayout, entry: EntryReport, machine: Machine, options: VerifyOptions, on_event: OnEvent
 ) -> EntryReport:
-    """Return what is to be said of an entry whose files were read.
-
-    Args:
-        layout: Where the cache lies.
-        findings: What reading them gave.
-        machine: Where it is to be loaded.
-        world_size: How many ranks it must have; None: as many as its greatest.
-    """
-    manifests = findings.manifests
-    ranks = {manifest.rank for manifest in manifests}
-    if findings.key is None:
-        damaged = any(problem.path.name == KEY_FILE for problem in findings.problems)
-        why = f"its {KEY_FILE} is damaged or missing" if damaged else "it was never finished"
-        said = without_key(why=f"{why}. Warm the model again")
-    else:
-        said = verdict(findings.key, machine, world_size=world_size, ranks=ranks)
-    coverage = entry_coverage(manifests)
-    if coverage.unknown:
-        names = {manifest.name for manifest in manifests}
-        coverage = entry_coverage(manifests, plans={name: plan for name in names if (plan := _planned(layout, name))})
-    return EntryReport(
-        findings=findings,
-        verdict=said,
-        holes=coverage.holes,
-        missing_ranks=_missing_ranks(manifests, world_size),
-        unknown_pieces=sum(unknown.count for unknown in coverage.unknown),
-    )
+    """Mend an entry in rounds, since what one round mends shows what is left, and return how it is then."""
+    done: list[Repair] = []
+    for _ in range(_ROUNDS):
+        if not (entry.findings.problems or entry.holes):
+            break
+        repairs = list(repair_entry(layout, entry.findings))
+        if not any(repair.action != "not_repaired" for repair in repairs):
+            repairs += rewrite_texts(layout, entry.findings)
+        if not any(repair.action != "not_repaired" for repair in repairs):
+            repairs += compile_again(layout, entry.findings, entry.holes, entry.verdict, on_event)
+        done += [repair for repair in repairs if repair not in done]
+        if not layout.entry_dir(entry.findings.hash).exists():
+            return gone(entry, repairs=done)
+        findings = verify_entry(layout, entry.findings.hash, jobs=options.jobs)
+        entry = judged(layout, findings, machine, world_size=options.world_size)
+        if not any(repair.action != "not_repaired" for repair in repairs):
+            break
+    return replace(entry, repairs=tuple(done))
 
 
-def _planned(layout: CacheLayout, name: RankName) -> Sequence[PlannedVariant] | None:
-    path = layout.rank_dir(name) / PLAN_FILE
-    try:
-        return planned(parse_plan(path.read_bytes(), path=path))
-    except (OSError, CgtoolError):  # it is among the problems
+def _repaired_units(layout: CacheLayout, options: VerifyOptions) -> tuple[UnitFindings, tuple[Repair, ...]]:
+    """Mend the units that mending the entries left damaged, and return how they are then."""
+    with hashing(options.jobs) as hasher:
+        units = verify_units(layout, hasher)
+    repairs = tuple(repair_units(layout, units))
+    with hashing(options.jobs) as hasher:
+        return verify_units(layout, hasher), repairs
+
+
+def _loaded(
+    layout: CacheLayout, entries: Sequence[EntryReport], options: VerifyOptions, on_event: OnEvent
+) -> LoadProof | None:
+    if not options.load and options.model is None:
         return None
-
-
-def _missing_ranks(manifests: Iterable[Manifest], world_size: int | None) -> tuple[tuple[str, int], ...]:
-    there = {(manifest.prefix, manifest.rank) for manifest in manifests}
-    expected = max((rank for _, rank in there), default=-1) + 1 if world_size is None else world_size
-    prefixes = sorted({prefix for prefix, _ in there})
-    return tuple((prefix, rank) for prefix in prefixes for rank in range(expected) if (prefix, rank) not in there)
+    names = [
+        manifest.name
+        for entry in entries
+        if entry.verdict.level != "unsupported" and not entry.findings.problems
+        for manifest in entry.findings.manifests
+    ]
+    if options.model is not None and not options.targets:
+        names = []  # the one that serves the model is opened
+    on_event(Event(phase="start", message="opening artifacts in a process that can compile nothing"))
+    return prove_load(layout.root, names, model=options.model, rank=options.rank)
 
 
 def _chosen(options: VerifyOptions) -> tuple[CacheLayout, list[str] | None]:

@@ -129,10 +129,19 @@ def _known(now: Json, stored: Json) -> Any:
     }
 
 
-def _process(key: Key) -> Iterator[str]:
+def of_the_process(key: Key) -> tuple[str, ...]:
+    """Return the settings of torch that a process must change as the one that compiled did: "precision.float32_matmul".
+
+    Args:
+        key: The entry's factors.
+    """
     precision, inductor = key.value("precision") or {}, key.value("inductor") or {}
     other = [f"precision.{name}" for name, usual in _USUAL.items() if precision.get(name, usual) != usual]
-    other += [f"inductor.{name}" for name in inductor]
+    return (*other, *(f"inductor.{name}" for name in inductor))
+
+
+def _process(key: Key) -> Iterator[str]:
+    other = of_the_process(key)
     if other:
         yield f"It loads only in a process that sets {', '.join(other)} as the one that compiled it did"
 
