@@ -200,6 +200,17 @@ def _leases_of(layout: CacheLayout, hash_: str, *, loaders: bool) -> tuple[set[s
     return owners, [_path(layout, text) for text in wanted if _owner(text) != text]
 
 
+@contextlib.contextmanager
+def locked(path: str) -> Iterator[bool]:
+    """Hold the lock of a file while the block runs, without waiting for it. Never raises on account of the disk.
+
+    Yields:
+        Whether nobody else holds it; True also where there is no such file, or nothing locks.
+    """
+    with contextlib.ExitStack() as stack:
+        yield _claim(stack, path, make=False)
+
+
 def remove_idle(layout: CacheLayout, hash_: str) -> None:
     """Remove the files of leases that nobody holds, of an entry that is gone. Never raises on account of the disk."""
     for text in _listed(layout.state_dir / "leases"):
@@ -215,8 +226,8 @@ def remove_if_idle(path: str | Path) -> bool:
     text = str(path)
     if _owner(Path(text).name) != Path(text).name and _stamp_lives(text):
         return False
-    with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-        if _claim(stack, text, make=False):
+    with locked(text) as mine, contextlib.suppress(OSError):
+        if mine:
             Path(text).unlink(missing_ok=True)
             return True
     return False

@@ -48,6 +48,15 @@ class StateStore:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 _append(str(path))
 
+    def last_used(self) -> dict[str, float]:
+        """Return when each rank and prefix was loaded last, seconds since the epoch, by `RankName.flat`."""
+        found: dict[str, float] = {}
+        with contextlib.suppress(OSError), os.scandir(self._layout.state_dir / "used") as stamps:
+            for stamp in stamps:
+                with contextlib.suppress(OSError):
+                    found[stamp.name] = stamp.stat(follow_symlinks=False).st_mtime
+        return found
+
     def usage(self, name: RankName) -> Usage:
         """Return how an entry was used; never used where nothing is known."""
         try:

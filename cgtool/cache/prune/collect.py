@@ -1,0 +1,245 @@
+"""Reading a whole cache quickly: what each entry and unit holds, by name. Must not import torch.
+
+Prune looks at 100,000 artifacts before it says anything, so manifests are not parsed whole here: their first fields are
+(`_head`), and digests are searched for in the rest. What is made of that is only ever a suspicion: before an artifact
+is removed, its entry's manifests are read and checked whole (`cgtool.cache.prune.leftovers`). What cannot be read makes
+its entry `readable = False`, and then nothing is concluded from what seems to be missing there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from cgtool.cache.files import is_temporary
+from cgtool.cache.layout import ARTIFACTS, MANIFEST_FILE, CacheLayout, RankName, is_hash, is_prefix, parse_rank_folder
+from cgtool.cache.manifest import SCHEMA
+from cgtool.errors import CacheError
+from cgtool.garbage import uncollected
+from cgtool.records import dataclass
+
+_DIGEST = re.compile(rb'"artifact": ?"([0-9a-f]{64})"')
+_LOOKUP = re.compile(rb'"lookup": ?\[([^\]]*)\]')
+_HASHES = re.compile(rb"[0-9a-f]{64}")
+#: The first field that the head of a manifest does without; a line like this cannot be inside of a JSON string.
+_AFTER_HEAD = b'\n "splitting_ops"'
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFacts:
+    """One rank and prefix.
+
+    Args:
+        name: Its name.
+        has_manifest: Whether there is a manifest.
+        model: What people call the model; "" where the manifest cannot be read.
+        created: When it was made, seconds since the epoch; None where that cannot be read.
+        schema: The manifest's schema; None where that cannot be read.
+        digests: Of the artifacts that the manifest seems to name.
+        lookup: The digests of cheap facts that seem to lead here.
+        files: The names in its folder.
+    """
+
+    name: RankName
+    has_manifest: bool
+    model: str = ""
+    created: float | None = None
+    schema: int | None = None
+    digests: frozenset[str] = frozenset()
+    lookup: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntryFacts:
+    """One entry.
+
+    Args:
+        hash: Its hash.
+        ranks: Its ranks and prefixes.
+        artifacts: The names in its folder of artifacts.
+        files: The names in its own folder.
+        readable: Whether all of it could be listed and read.
+    """
+
+    hash: str
+    ranks: tuple[RankFacts, ...]
+    artifacts: tuple[str, ...]
+    files: tuple[str, ...]
+    readable: bool
+
+    @property
+    def model(self) -> str:
+        """What people call the model."""
+        return next((rank.model for rank in self.ranks if rank.model), "")
+
+    @property
+    def created(self) -> float | None:
+        """When the last of its ranks was made, seconds since the epoch; None where that is not known."""
+        return max((rank.created for rank in self.ranks if rank.created is not None), default=None)
+
+    @property
+    def is_newer(self) -> bool:
+        """Whether a newer version of cgtool wrote any of it."""
+        return any(rank.schema is not None and rank.schema > SCHEMA for rank in self.ranks)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether any rank has a manifest."""
+        return any(rank.has_manifest for rank in self.ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheFacts:
+    """All of a cache.
+
+    Args:
+        layout: Where it lies.
+        entries: By hash, in order.
+        units: The names in each unit's folder, by key.
+        units_readable: Whether all units could be listed.
+        strays: Names in the cache folder of what is being written, or was when its writer died.
+    """
+
+    layout: CacheLayout
+    entries: dict[str, EntryFacts]
+    units: dict[str, list[str]]
+    units_readable: bool
+    strays: tuple[str, ...]
+
+    @property
+    def readable(self) -> bool:
+        """Whether it is known what every entry shares."""
+        return self.units_readable and all(entry.readable for entry in self.entries.values())
+
+
+def collect(layout: CacheLayout) -> CacheFacts:
+    """Return what a cache holds; an entry that cannot be read is marked and never an error.
+
+    Raises:
+        CacheError: The cache folder itself cannot be listed.
+    """
+    try:
+        names = names_in(str(layout.base))
+    except OSError as error:
+        raise CacheError(
+            f"The folder {layout.base} could not be listed: {error.strerror}. Check its permissions.", path=layout.base
+        ) from error
+    with uncollected():  # a hundred thousand lists, none of which is garbage
+        units, units_readable = _units(layout)
+        entries = {name: _entry(layout, name) for name in sorted(names) if is_hash(name)}
+    return CacheFacts(
+        layout=layout,
+        entries=entries,
+        units=units,
+        units_readable=units_readable,
+        strays=tuple(sorted(name for name in names if is_temporary(name))),
+    )
+
+
+def names_in(folder: str) -> list[str]:
+    """Return the names in a folder; none where it is not there.
+
+    Raises:
+        OSError: It cannot be listed.
+    """
+    try:
+        return os.listdir(folder)  # noqa: PTH208 - names alone, of a hundred thousand folders
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _entry(layout: CacheLayout, hash_: str) -> EntryFacts:
+    folder = f"{layout.base}/{hash_}"
+    ranks: list[RankFacts] = []
+    artifacts: list[str] = []
+    files: list[str] = []
+    readable = True
+    try:
+        files = names_in(folder)
+        artifacts = names_in(f"{folder}/{ARTIFACTS}")
+        for name in _rank_names(hash_, folder, files):
+            rank, whole = _rank(name, f"{folder}/rank_{name.rank}/{name.prefix}")
+            ranks.append(rank)
+            readable = readable and whole
+    except OSError:
+        readable = False
+    return EntryFacts(hash=hash_, ranks=tuple(ranks), artifacts=tuple(artifacts), files=tuple(files), readable=readable)
+
+
+def _rank_names(hash_: str, folder: str, files: list[str]) -> Iterator[RankName]:
+    for rank in sorted(rank for file in files if (rank := parse_rank_folder(file)) is not None):
+        for prefix in sorted(filter(is_prefix, names_in(f"{folder}/rank_{rank}"))):
+            yield RankName(hash=hash_, rank=rank, prefix=prefix)
+
+
+def _rank(name: RankName, folder: str) -> tuple[RankFacts, bool]:
+    """The facts of a rank, and whether they are all there is to know."""
+    files = tuple(names_in(folder))
+    if MANIFEST_FILE not in files:
+        return RankFacts(name=name, has_manifest=False, files=files), True
+    try:
+        data = Path(f"{folder}/{MANIFEST_FILE}").read_bytes()
+    except FileNotFoundError:  # removed just now
+        return RankFacts(name=name, has_manifest=False, files=files), False
+    except OSError:
+        return RankFacts(name=name, has_manifest=True, files=files), False
+    head = _head(data)
+    lookup = _LOOKUP.search(data)
+    schema = head.get("schema")
+    facts = RankFacts(
+        name=name,
+        has_manifest=True,
+        model=head["model"] if isinstance(head.get("model"), str) else "",
+        created=_epoch(head.get("created")),
+        schema=schema if type(schema) is int else None,
+        digests=frozenset(digest.decode() for digest in _DIGEST.findall(data)),
+        lookup=() if lookup is None else tuple(text.decode() for text in _HASHES.findall(lookup[1])),
+        files=files,
+    )
+    return facts, schema == SCHEMA
+
+
+def _head(data: bytes) -> dict[str, Any]:
+    """The first fields of a manifest; {} where it is torn."""
+    head, found, _ = data.partition(_AFTER_HEAD)
+    for text in (head.rstrip(b", \n") + b"}" if found else b"", data):
+        try:
+            fields = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(fields, dict):
+            return fields
+    return {}
+
+
+def _epoch(text: Any) -> float | None:
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _units(layout: CacheLayout) -> tuple[dict[str, list[str]], bool]:
+    """The names in each unit's folder, and whether all could be listed."""
+    base = f"{layout.base}/units"
+    units: dict[str, list[str]] = {}
+    readable = True
+    try:
+        shards = names_in(base)
+    except OSError:
+        return {}, False
+    for shard in shards:
+        above = f"{base}/{shard}/"
+        try:
+            for key in names_in(above):
+                if key[:2] == shard and is_hash(key):
+                    units[key] = names_in(above + key)
+        except OSError:
+            readable = False
+    return units, readable

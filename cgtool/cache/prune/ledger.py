@@ -1,0 +1,80 @@
+"""What comes free on the disk: a file with several names comes free with its last one. Must not import torch."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+
+
+class Ledger:
+    """Counts names that go. Sizes are those of files, as `inspect cache` gives them; folders count nothing."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[int, int], int] = {}
+        self.freed_bytes = 0
+
+    def take(self, path: str) -> tuple[int, int]:
+        """Count a file, or a folder with all that is in it, as gone.
+
+        Returns:
+            What its files take, and what comes free with them, in bytes; what is gone meanwhile counts nothing.
+        """
+        before, size = self.freed_bytes, 0
+        for status in _files(path):
+            size += status.st_size
+            names = 1
+            if status.st_nlink > 1:
+                inode = status.st_dev, status.st_ino
+                names = self._names[inode] = self._names.get(inode, 0) + 1
+            if names >= status.st_nlink:
+                self.freed_bytes += status.st_size
+        return size, self.freed_bytes - before
+
+
+def disk_usage(path: str) -> int:
+    """Return what all files under a folder take, in bytes, each file once however many names it has."""
+    seen: set[tuple[int, int]] = set()
+    total = 0
+    for status in _files(path):
+        if status.st_nlink > 1:
+            inode = status.st_dev, status.st_ino
+            if inode in seen:
+                continue
+            seen.add(inode)
+        total += status.st_size
+    return total
+
+
+def _files(path: str) -> Iterator[os.stat_result]:
+    """The status of a file, or of every file under a folder."""
+    folders = [path]
+    while folders:
+        folder = folders.pop()
+        try:
+            with os.scandir(folder) as found:
+                for item in found:
+                    if item.is_dir(follow_symlinks=False):
+                        folders.append(item.path)
+                    elif (status := _status(item)) is not None:
+                        yield status
+        except NotADirectoryError:
+            yield from _file(folder)
+        except OSError:
+            continue
+
+
+def _status(item: os.DirEntry[str]) -> os.stat_result | None:
+    try:
+        return item.stat(follow_symlinks=False)
+    except OSError:  # gone meanwhile
+        return None
+
+
+def _file(path: str) -> Iterator[os.stat_result]:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return
+    if not stat.S_ISDIR(status.st_mode):
+        yield status

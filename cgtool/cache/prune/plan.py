@@ -1,0 +1,169 @@
+"""From rules to a plan: what goes, why, what comes free, and what will miss afterwards. Must not import torch.
+
+A plan changes nothing and takes no lock for longer than it takes to see that nobody holds it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from cgtool.cache.layout import UNIT_FILE, CacheLayout
+from cgtool.cache.leases import LeaseTable
+from cgtool.cache.machine import Machine
+from cgtool.cache.prune.choose import Chooser
+from cgtool.cache.prune.collect import CacheFacts, EntryFacts, collect
+from cgtool.cache.prune.ledger import Ledger, disk_usage
+from cgtool.cache.prune.leftovers import Leftover, LeftoverFinder
+from cgtool.cache.prune.records import Plan, PlannedEntry, PlannedFile, Reason, Rules, unique
+from cgtool.cache.prune.stale import StaleFinder
+from cgtool.records import replace
+
+#: Entries that may serve instead of one that goes are named up to so many.
+_MOST_NAMED = 3
+
+
+def make_plan(
+    layout: CacheLayout,
+    rules: Rules,
+    *,
+    pythonpath: Sequence[str] = (),
+    machine: Machine | None = None,
+    now: float | None = None,
+) -> Plan:
+    """Return what a prune by these rules would do.
+
+    Args:
+        layout: Where the cache lies.
+        rules: What was asked for.
+        pythonpath: Folders in which traced modules are looked for first, for `rules.stale`.
+        machine: What entries are compared with; None asks this machine.
+        now: Seconds since the epoch; None for now.
+
+    Raises:
+        CacheError: The cache folder cannot be listed.
+        UsageError: A hash in the rules is no entry's, or more than one entry's.
+    """
+    made = time.time() if now is None else now
+    facts = collect(layout)
+    leases = LeaseTable(layout)
+    stale = StaleFinder(layout, pythonpath=pythonpath, machine=machine)
+    chooser = Chooser(facts, rules, leases, stale, now=made)
+    return _Planner(facts, rules, chooser, LeftoverFinder(facts, leases, now=made), made).plan()
+
+
+class _Planner:
+    """One making of a plan; holds what its steps share."""
+
+    def __init__(
+        self, facts: CacheFacts, rules: Rules, chooser: Chooser, leftovers: LeftoverFinder, made: float
+    ) -> None:
+        self._facts = facts
+        self._rules = rules
+        self._chooser = chooser
+        self._leftovers = leftovers
+        self._made = made
+        self._base = f"{facts.layout.base}/"
+        self._ledger = Ledger()
+        self._entries: list[PlannedEntry] = []
+        self._files: list[PlannedFile] = []
+        self._notes: list[str] = []
+        self._planned_units: set[str] = set()
+        self._shares = Counter(name for entry in facts.entries.values() for name in entry.artifacts)
+        self._units_of: dict[str, list[str]] = {}
+        if rules.for_entries and not rules.keep_units:
+            self._index_units()
+
+    def plan(self) -> Plan:
+        rules = self._rules
+        if rules.for_leftovers:
+            self._add_files(self._leftovers.find())
+        chosen = self._chooser.chosen()
+        for hash_ in sorted(chosen, key=lambda hash_: (self._chooser.last_seen(self._facts.entries[hash_]), hash_)):
+            self._add_entry(self._facts.entries[hash_], chosen[hash_])
+        size = None if rules.max_bytes is None else disk_usage(str(self._facts.layout.base))
+        if rules.max_bytes is not None and size is not None:
+            self._make_room(size, rules.max_bytes)
+        if rules.units:
+            gone = frozenset(entry.hash for entry in self._entries)
+            whole = [item for item in self._leftovers.unshared_units(gone) if item[0][-64:] not in self._planned_units]
+            self._add_files(whole)
+        if not self._facts.readable and (rules.units or (rules.for_entries and not rules.keep_units)):
+            self._notes.append("Parts of the cache cannot be read, so units that may be shared with them stay.")
+        return Plan(
+            root=self._facts.layout.root,
+            rules=rules,
+            entries=tuple(self._with_substitutes()),
+            files=tuple(self._files),
+            kept=tuple(self._chooser.kept),
+            size_bytes=size,
+            notes=tuple(self._notes),
+            made=self._made,
+        )
+
+    def _add_files(self, found: Iterable[Leftover]) -> None:
+        for path, kind in found:
+            _, frees = self._ledger.take(self._base + path)
+            self._files.append(PlannedFile(path=path, kind=kind, frees_bytes=frees))
+
+    def _add_entry(self, entry: EntryFacts, reasons: tuple[Reason, ...]) -> None:
+        size, frees = self._ledger.take(self._base + entry.hash)
+        units: list[str] = []
+        for name in entry.artifacts:
+            self._shares[name] -= 1
+            if not self._shares[name] and self._facts.readable:
+                units += [key for key in self._units_of.get(name, ()) if key not in self._planned_units]
+        for key in units:
+            frees += self._ledger.take(f"{self._base}units/{key[:2]}/{key}")[1]
+        self._planned_units.update(units)
+        self._entries.append(
+            PlannedEntry(
+                hash=entry.hash,
+                names=tuple(rank.name for rank in entry.ranks),
+                model=entry.model,
+                created=entry.created,
+                last_used=self._chooser.last_used(entry),
+                size_bytes=size,
+                frees_bytes=frees,
+                units=tuple(units),
+                reasons=reasons,
+                lookup=unique(digest for rank in entry.ranks for digest in rank.lookup),
+            )
+        )
+
+    def _make_room(self, size: int, most: int) -> None:
+        """Add the entries used longest ago until what stays is no more than `most`."""
+        reason = (Reason(rule="max_size", sentence="the cache is too large, and it was used longest ago"),)
+        planned = {entry.hash for entry in self._entries}
+        stays = {kept.hash for kept in self._chooser.kept if kept.why != "cannot_tell"}
+        for entry in self._chooser.by_last_use():
+            if size - self._ledger.freed_bytes <= most:
+                return
+            if entry.hash not in planned and entry.hash not in stays and self._chooser.may_go(entry, reason):
+                self._add_entry(entry, reason)
+        left = size - self._ledger.freed_bytes
+        if left > most:
+            self._notes.append(
+                f"The cache will still take {left} bytes, more than the {most} asked for: the rest is in use, is kept "
+                "by a rule, or has other names on this disk."
+            )
+
+    def _index_units(self) -> None:
+        for key, files in self._facts.units.items():
+            for name in files:
+                if name != UNIT_FILE and name in self._shares:
+                    self._units_of.setdefault(name, []).append(key)
+
+    def _with_substitutes(self) -> list[PlannedEntry]:
+        """The planned entries, each with the entries that stay and that the same cheap facts lead to."""
+        gone = {entry.hash for entry in self._entries}
+        staying: dict[str, list[str]] = {}
+        for hash_, entry in self._facts.entries.items():
+            if hash_ not in gone:
+                for digest in {digest for rank in entry.ranks for digest in rank.lookup}:
+                    staying.setdefault(digest, []).append(hash_)
+        return [
+            replace(entry, instead=unique(h for digest in entry.lookup for h in staying.get(digest, ()))[:_MOST_NAMED])
+            for entry in self._entries
+        ]
