@@ -162,7 +162,7 @@ def _merge(layout: CacheLayout, unpacked: Unpacked, content: EntryContent, *, re
         if whole is None:
             raise CacheError(f"{unpacked.layout.root} was removed. Import again.", path=unpacked.layout.root)
         merging = _Merging(manifest, whole.files, objects, replacing=replacing)
-        if before is not None and merging(before)[0].to_json() == before.manifest.to_json():
+        if before is not None and _is_intact(layout, before) and _is_same(merging(before)[0], before.manifest):
             continue
         writer.update(merging)
         added += merging.rows_added
@@ -170,6 +170,17 @@ def _merge(layout: CacheLayout, unpacked: Unpacked, content: EntryContent, *, re
     if _is_whole(layout, unpacked, content):
         _add_signature(layout.entry_dir(content.hash), unpacked)
     return Installed(hash=content.hash, outcome="merged" if changed else "same", rows_added=added)
+
+
+def _is_intact(layout: CacheLayout, entry: Entry) -> bool:
+    try:
+        return read_entry(layout, entry.name, files=entry.manifest.files) is not None
+    except CacheCorruptError:
+        return False
+
+
+def _is_same(one: Manifest, other: Manifest) -> bool:
+    return bool(one.to_json() == other.to_json())
 
 
 class _Merging:
@@ -207,8 +218,9 @@ class _Merging:
         merged = base.with_rows(kept, ours.fallbacks)
         known = {row.identity for row in kept}
         self.rows_added = sum(row.identity not in known for row in merged.rows)
-        new = {name: data for name, data in self._files.items() if name not in ours.files}
-        named = {**{name: theirs.files[name] for name in new}, **ours.files}
+        named = {**theirs.files, **ours.files}
+        # The writer leaves alone what is intact.
+        new = {name: data for name, data in self._files.items() if named[name] == theirs.files[name]}
         return replace(merged, files=named), new
 
 
