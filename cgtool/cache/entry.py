@@ -42,6 +42,7 @@ from cgtool.cache.files import (
 )
 from cgtool.cache.key import Key, write_key
 from cgtool.cache.layout import PLAN_FILE, CacheLayout, RankName
+from cgtool.cache.leases import hold_writing
 from cgtool.cache.lock import FileLock
 from cgtool.cache.lookup import LookupStore
 from cgtool.cache.manifest import FileRecord, Manifest, ManifestRow, read_manifest
@@ -142,6 +143,8 @@ class EntryWriter:
         self._on_wait = on_wait
         self.name = RankName(hash=key.hash, rank=rank, prefix=prefix)
         self.objects = ObjectStore(layout.entry_dir(self.name.hash))
+        # From here on artifacts are put in place that no manifest names yet: prune must leave them alone.
+        self._lease = hold_writing(layout, self.name.hash)
 
     def publish(self, manifest: Manifest, files: Mapping[str, bytes]) -> Manifest:
         """Publish a whole entry; the artifacts of its rows must be in `objects` by now.
@@ -217,6 +220,9 @@ class EntryWriter:
             self._check(manifest)
             self._commit(manifest, files, entry)
             self._settle(exclusive=lock.is_held)
+        from cgtool.cache.prune.trash import sweep_trash  # a load does without
+
+        sweep_trash(self._layout)
         return manifest
 
     def _current(self) -> Entry | None:
