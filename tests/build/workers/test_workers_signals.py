@@ -22,7 +22,7 @@ def warming(tmp_path, cache_root):
     """A `cgtool warm` of two pieces that are in the compiler's hands, with a mark that all its compilers carry."""
     config = json.dumps({"mark": str(tmp_path)})
     command = [sys.executable, "-m", "cgtool", "warm", f"{MODEL}:build", "--jobs", "2", "--no-proof"]
-    command += ["--cache-dir", str(cache_root), "--inductor-config", config]
+    command += ["--adaptor", "inductor_standalone", "--cache-dir", str(cache_root), "--inductor-config", config]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -43,11 +43,11 @@ def test_no_process_outlives_a_warm_that_was_ended(warming, tmp_path, cache_root
     workers = workers_of(compilers)
     assert len(compilers) == len(workers) == 2
     warming.send_signal(signum)
-    assert warming.wait(timeout=30) == code
+    assert warming.wait(timeout=180) == code  # other work may keep the machine busy
     if signum != signal.SIGKILL:  # it ends them before it ends itself
         assert not [pid for pid in (*compilers, *workers) if is_alive(pid)]
-    wait_until(lambda: not processes_with(str(tmp_path)), secs=30)
-    wait_until(lambda: not [pid for pid in (*compilers, *workers) if is_alive(pid)], secs=30)
+    wait_until(lambda: not processes_with(str(tmp_path)), secs=180)
+    wait_until(lambda: not [pid for pid in (*compilers, *workers) if is_alive(pid)], secs=180)
     assert list(cache_root.rglob("unit.json")) == []
     if signum == signal.SIGINT:
         assert "The cache holds what was finished" in warming.stderr.read()
