@@ -57,6 +57,44 @@ def run(*arguments: object, cwd: Path | None = None, env: Mapping[str, str] | No
     return Ran(code=done.returncode, out=done.stdout, err=done.stderr)
 
 
+#: Runs the command as many times as it is asked, each in a fork of a process that has imported the start of `warm`.
+_FORKS = """
+import json, os, sys, tempfile
+import cgtool.cli.warm
+from cgtool.cli.main import main
+
+answers = []
+for cwd, changes, arguments in json.load(sys.stdin):
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        child = os.fork()
+        if child == 0:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            os.chdir(cwd)
+            os.environ.update(changes)
+            sys.exit(main(arguments))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        texts = [(file.seek(0), file.read().decode())[1] for file in (out, err)]
+    answers.append([code, *texts])
+json.dump(answers, sys.stdout)
+"""
+
+
+def run_many(runs: list[tuple[Path, Mapping[str, str], list[str]]]) -> list[Ran]:
+    """Run `cgtool` to its end once for each (working directory, changes of the environment, arguments)."""
+    done = subprocess.run(
+        [sys.executable, "-c", _FORKS],
+        input=json.dumps([(str(cwd), changes, arguments) for cwd, changes, arguments in runs]),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=500,
+    )
+    return [Ran(code=code, out=out, err=err) for code, out, err in json.loads(done.stdout)]
+
+
 def _graph(target: str, width: int) -> PieceGraph:
     hidden = TensorMeta(dtype="float32", shape=("s0", width), stride=(width, 1), device="cpu")
     return PieceGraph(

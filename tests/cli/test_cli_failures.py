@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
-from cli_harness import COMMAND, environment, lay_entry, run
+from cli_harness import COMMAND, environment, lay_entry, run, run_many
 
 from cgtool import errors
 from cgtool.cli import failures
@@ -97,25 +97,41 @@ USAGE = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "sentence"), USAGE.values(), ids=USAGE)
-def test_wrong_usage_is_exit_code_2_and_a_sentence(tmp_path, arguments, sentence):
-    ran = run(*arguments, cwd=tmp_path, env={"CGTOOL_CACHE_DIR": str(tmp_path / "cache")})
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory):
+    """What each wrong usage answers to people and to programs, and the folder that it was said in."""
+    folders = {(name, way): tmp_path_factory.mktemp("wrong") for name in USAGE for way in ("people", "programs")}
+    runs = [
+        (folder, {"CGTOOL_CACHE_DIR": str(folder / "cache")}, USAGE[name][0] + ["--json"] * (way == "programs"))
+        for (name, way), folder in folders.items()
+    ]
+    return {at: (ran, folders[at]) for at, ran in zip(folders, run_many(runs), strict=True)}
+
+
+def test_a_process_of_its_own_says_what_a_fork_says(tmp_path, wrong):
+    ran, _ = wrong["no model", "programs"]
+    assert run(*USAGE["no model"][0], "--json", cwd=tmp_path) == ran
+
+
+@pytest.mark.parametrize("name", USAGE)
+def test_wrong_usage_is_exit_code_2_and_a_sentence(wrong, name):
+    ran, folder = wrong[name, "people"]
     assert ran.code == 2
     assert ran.out == ""
     assert ran.err.startswith("Error: ")
-    assert sentence in ran.err
+    assert USAGE[name][1] in ran.err
     assert "Traceback" not in ran.err
-    assert list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize(("arguments", "sentence"), USAGE.values(), ids=USAGE)
-def test_wrong_usage_for_programs_is_one_document(tmp_path, arguments, sentence):
-    ran = run(*arguments, "--json", cwd=tmp_path)
+@pytest.mark.parametrize("name", USAGE)
+def test_wrong_usage_for_programs_is_one_document(wrong, name):
+    ran, _ = wrong[name, "programs"]
     assert ran.code == 2
     assert ran.report["schema"] == 1
     error = ran.report["error"]
     assert list(error) == ERROR_KEYS
-    assert sentence in error["message"]
+    assert USAGE[name][1] in error["message"]
     assert error["exit_code"] == 2
 
 
