@@ -7,7 +7,7 @@ from functools import cached_property
 
 from cgtool.cache.compare.graphs import piece_differences
 from cgtool.cache.compare.guards import call_differences, changed_functions, guard_differences
-from cgtool.cache.compare.keys import GUARDS_FOLLOW, differing_factors, factor_differences
+from cgtool.cache.compare.keys import factor_differences, leads
 from cgtool.cache.compare.records import Difference, located
 from cgtool.cache.compare.rows import (
     artifact_differences,
@@ -18,7 +18,7 @@ from cgtool.cache.compare.rows import (
 from cgtool.cache.compare.traced import LineChanges, TracedLine, between_graphs, traced_lines
 from cgtool.cache.entry import Entry, read_entry
 from cgtool.cache.files import read_bytes
-from cgtool.cache.key import Key, read_key
+from cgtool.cache.key import Key, differences, read_key
 from cgtool.cache.layout import GRAPH_FILE, PLAN_FILE, CacheLayout, RankName, short
 from cgtool.cache.manifest import Manifest
 from cgtool.errors import CacheCorruptError, CacheError
@@ -123,7 +123,22 @@ def compare_entries(old: EntrySide, new: EntrySide) -> list[Difference]:
         of_guards, of_rank = _compare_rank(old, new, place)
         guards += located(of_guards, where)
         rest += located(of_rank, where)
-    return [*_in_order(factors, guards, differing_factors(old.key, new.key)), *rest]
+    found = [*_in_order(factors, guards), *rest]
+    return found if found or old.hash == new.hash else _only_in_order(old.key, new.key)
+
+
+def _only_in_order(old: Key, new: Key) -> list[Difference]:
+    """Return the difference of two keys whose guards are the same and stand in another order."""
+    return [
+        Difference(
+            what="factor",
+            path=difference.path,
+            old=difference.old,
+            new=difference.new,
+            sentence=f"{difference.sentence}, in nothing but their order",
+        )
+        for difference in differences(old, new)
+    ]
 
 
 def _lines(module: str, old: EntrySide, new: EntrySide) -> LineChanges:
@@ -136,11 +151,9 @@ def _lines(module: str, old: EntrySide, new: EntrySide) -> LineChanges:
     return LineChanges(sentence=said, detail=changes.detail)
 
 
-def _in_order(
-    factors: Sequence[Difference], guards: Sequence[Difference], differing: frozenset[str]
-) -> list[Difference]:
-    """Return factors and guards together: guards lead where nothing differs that they would follow from."""
-    if differing & GUARDS_FOLLOW:
+def _in_order(factors: Sequence[Difference], guards: Sequence[Difference]) -> list[Difference]:
+    """Return factors and guards together: guards lead where no factor differs that they would follow from."""
+    if any(leads(factor) for factor in factors):
         return [*factors, *guards]
     return [*guards, *factors]
 
@@ -197,10 +210,11 @@ def _compare_plans(old: Plan, new: Plan) -> tuple[list[Difference], list[Differe
         if was != now:
             said = f"{path} was {was} and is {now} now"
             guards.append(Difference(what="guard", path=path, old=was, new=now, sentence=said))
-    olds, news = _by_name(old), _by_name(new)
-    for name in [name for name in olds if name in news]:
-        guards += call_differences(olds[name], news[name], name)
-        pieces += piece_differences(old, new, (olds[name], news[name]), name)
+    news = _by_name(new)
+    pairs = [(name, variant, news[name]) for name, variant in _by_name(old).items() if name in news]
+    guards += call_differences(pairs)
+    for name, before, after in pairs:
+        pieces += piece_differences(old, new, (before, after), name)
     return guards, pieces
 
 

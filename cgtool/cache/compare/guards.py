@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from cgtool.cache.compare.records import Difference, together
 from cgtool.cache.compare.words import changed_words, source_words, tensor_words, value_words
 from cgtool.digests import canonical_json
 from cgtool.pieces import Json
 from cgtool.plan import Guard, GuardTable, Plan, Variant
+from cgtool.records import replace
 
 #: What tells most first. A value or a class that changed is what somebody changed; code that changed is next, because
 #: functions that were traced before are not looked at any more where another took their place.
@@ -45,8 +46,11 @@ def guard_differences(old: Plan, new: Plan) -> list[Difference]:
         for place in before
         if place in after and before[place].keys() != after[place].keys()
     ]
-    found = together(sorted((pair for pair in changed), key=_telling))
-    return [*found, *_alone(before, after, gone=True), *_alone(after, before, gone=False)]
+    changed += [_set_on_object(guard, after) for guard in _now_set(before, after)]
+    changed += [_no_more_set(guard, before) for guard in _now_set(after, before)]
+    found = together(sorted(changed, key=_telling))
+    told = {difference.path for difference in found}
+    return [*found, *_alone(before, after, told, gone=True), *_alone(after, before, told, gone=False)]
 
 
 def _guards_of(plan: Plan) -> dict[tuple[str, str], dict[bytes, Guard]]:
@@ -91,18 +95,49 @@ def _only(one: Mapping[bytes, Guard], other: Mapping[bytes, Guard]) -> list[Guar
     return [guard for spelled, guard in one.items() if spelled not in other]
 
 
-def _telling(difference: Difference) -> tuple[int, int, int]:
+def _telling(difference: Difference) -> tuple[int, int, int, int]:
     source, _, kind = difference.path.rpartition(" ")
     word = kind.partition(":")[0]
     rank = _KINDS.index(word) if word in _KINDS else len(_KINDS)
-    # What is of the model itself tells more than what the model reaches in a module of torch.
+    # What is of the model itself tells more than what the model reaches in a module of torch, and a plain value more
+    # than the function that closes over it.
     of_torch = source.startswith(("global:torch", "module:torch", "global:builtins"))
-    return int(of_torch), rank, source.count(".") + source.count("[") + source.count("|")
+    is_function = isinstance(difference.old, list) and difference.old[:1] == ["function"]
+    return int(of_torch), rank, int(is_function), source.count(".") + source.count("[") + source.count("|")
 
 
-def _alone(here: _Guards, there: _Guards, *, gone: bool) -> list[Difference]:
+def _now_set(here: _Guards, there: _Guards) -> list[Guard]:
+    """Return guards that something is not set on an object itself, of which the other side looks at what is set."""
+    found = []
+    for (source, kind), spelled in here.items():
+        word, _, name = kind.partition(":")
+        if word == "absent" and (source, kind) not in there and (f"{source}.{name}", "value") in there:
+            found += [guard for guard in spelled.values() if guard.expected is True]
+    return found
+
+
+def _set_on_object(guard: Guard, after: _Guards) -> Difference:
+    source = f"{guard.source}.{guard.kind.partition(':')[2]}"
+    now = next(iter(after[source, "value"].values())).expected
+    said = f"{source_words(source)} is set on the object itself now, to {value_words('value', now)}, and was not before"
+    return Difference(what="guard", path=f"{source} value", old=None, new=now, sentence=said)
+
+
+def _no_more_set(guard: Guard, before: _Guards) -> Difference:
+    source = f"{guard.source}.{guard.kind.partition(':')[2]}"
+    was = next(iter(before[source, "value"].values())).expected
+    said = f"{source_words(source)} was set on the object itself, to {value_words('value', was)}, and is not now"
+    return Difference(what="guard", path=f"{source} value", old=was, new=None, sentence=said)
+
+
+def _alone(here: _Guards, there: _Guards, told: Collection[str], *, gone: bool) -> list[Difference]:
     """Return one difference for all that only one side looks at."""
-    guards = [guard for place, spelled in here.items() if place not in there for guard in spelled.values()]
+    guards = [
+        guard
+        for (source, kind), spelled in here.items()
+        if (source, kind) not in there and f"{source} {kind}" not in told
+        for guard in spelled.values()
+    ]
     if not guards:
         return []
     guards.sort(key=_own_first)
@@ -127,44 +162,57 @@ def _own_first(guard: Guard) -> tuple[bool, bool, int]:
 
 def _said(guard: Guard) -> str:
     word, _, argument = guard.kind.partition(":")
-    name = source_words(guard.source) + (f" ({word} {argument})" if argument else "")
-    return name if word == "code" else f"{name}: {value_words(word, guard.expected)}"
+    name = source_words(guard.source)
+    if word == "code":
+        return f"the code of {name}"
+    if word == "absent":
+        return f"whether {name}.{argument} is set on the object itself"
+    return f"{name}{f' ({word} {argument})' if argument else ''}: {value_words(word, guard.expected)}"
 
 
-def call_differences(old: Variant, new: Variant, name: str) -> list[Difference]:
-    """Return how two variants differ in what a call must bring: sizes, their relations, tensors, the output's form.
+def call_differences(pairs: Sequence[tuple[str, Variant, Variant]]) -> list[Difference]:
+    """Return how variants differ in what a call must bring: sizes, their relations, tensors, the output's form.
 
     Args:
-        old: The first side's.
-        new: The second side's, of the same name.
-        name: What the variant is called.
+        pairs: Each variant that both sides have: what it is called, the first side's, the second's.
     """
-    sizes = _spans(old), _spans(new)
-    tensors = _tensors(old), _tensors(new)
-    found = [*_members(name, "size", *sizes), *_members(name, "tensor", *tensors)]
+    groups: dict[tuple[str, str], tuple[Difference, list[str]]] = {}
+    for name, old, new in pairs:
+        for difference in _of_call(old, new):
+            key = difference.path, difference.sentence
+            groups.setdefault(key, (difference, []))[1].append(name)
+    return together(
+        difference
+        if len(names) == len(pairs)
+        else replace(difference, sentence=f"{difference.sentence} (in {', '.join(names)})")
+        for difference, names in groups.values()
+    )
+
+
+def _of_call(old: Variant, new: Variant) -> Iterator[Difference]:
+    yield from _members("size", _spans(old), _spans(new))
+    yield from _members("tensor", _tensors(old), _tensors(new))
     for relation in sorted(set(old.relations) ^ set(new.relations)):
         has, had = relation in new.relations, relation in old.relations
         verb = "is asked of the sizes now" if has else "was asked of the sizes and is not now"
-        found.append(_difference(f"{name}/relations", had or None, has or None, f"{name}: {relation} {verb}"))
+        yield _difference("relations", relation if had else None, relation if has else None, f"{relation} {verb}")
     if canonical_json(old.output) != canonical_json(new.output):
-        said = f"{name}: what the model returns is put together in another way"
-        found.append(_difference(f"{name}/output", old.output, new.output, said))
-    return found
+        yield _difference("output", old.output, new.output, "what the model returns is put together in another way")
 
 
-def _members(name: str, what: str, old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[Difference]:
+def _members(what: str, old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[Difference]:
     for member in [*old, *(member for member in new if member not in old)]:
         before, after = old.get(member), new.get(member)
         if before == after:
             continue
-        said = source_words(member)
+        said = f"the {what} {source_words(member)}"
         if before is None:
-            sentence = f"{name}: the {what} {said} is {after} now and was not there before"
+            sentence = f"{said} is {after} now and was not there before"
         elif after is None:
-            sentence = f"{name}: the {what} {said} was {before} and is gone now"
+            sentence = f"{said} was {before} and is gone now"
         else:
-            sentence = f"{name}: the {what} {said} was {before} and is {after} now"
-        yield _difference(f"{name}/{member}", before, after, sentence)
+            sentence = f"{said} was {before} and is {after} now"
+        yield _difference(member, before, after, sentence)
 
 
 def _difference(path: str, old: Json, new: Json, sentence: str) -> Difference:
@@ -182,8 +230,7 @@ def _spans(variant: Variant) -> dict[str, str]:
 
 
 def _tensors(variant: Variant) -> dict[str, str]:
-    inputs: Sequence[tuple[str, str]] = [(item.source, tensor_words(item.meta)) for item in variant.inputs]
-    return dict(inputs)
+    return {item.source: tensor_words(item.meta) for item in variant.inputs}
 
 
 def changed_functions(differences: Iterable[Difference], module: str) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from cgtool.cache.compare.records import Difference, together
@@ -15,8 +16,10 @@ Lines = Callable[[str], LineChanges]
 
 #: Factors that have no place of their own in `FACTOR_ORDER`, and beside which they tell as much.
 _BESIDE = {"ops": "sources", "precision": "target", "inductor_environment": "inductor"}
-#: What "guards" follows from: where one of these differs, guards differ because of it.
-GUARDS_FOLLOW = frozenset({"sources", "ops", "model", "state", "calls", "torch", "python"})
+#: Where one of these differs, guards differ because of it.
+_GUARDS_FOLLOW = frozenset({"sources", "ops", "model", "state", "calls", "torch", "python"})
+#: What a trace came through.
+_TRACED = frozenset({"sources", "ops"})
 _VARIABLES = "inductor_environment"
 
 
@@ -33,10 +36,13 @@ def factor_differences(old: Key, new: Key, lines: Lines) -> list[Difference]:
     return together(_described(difference, lines) for difference in found)
 
 
-def differing_factors(old: Key, new: Key) -> frozenset[str]:
-    """Return the names of the factors whose values differ."""
-    olds, news = ({factor.name: factor.hash for factor in key.factors} for key in (old, new))
-    return frozenset(name for name in olds.keys() | news.keys() if olds.get(name) != news.get(name))
+def leads(difference: Difference) -> bool:
+    """Return whether guards that differ do so because of a factor's difference.
+
+    A file or an op that only one side's trace came through does not: it follows itself from what the guards tell.
+    """
+    factor = re.split(r"[.\[]", difference.path, maxsplit=1)[0]
+    return factor in _GUARDS_FOLLOW and not (factor in _TRACED and None in (difference.old, difference.new))
 
 
 def _telling(factor: str) -> tuple[int, str]:

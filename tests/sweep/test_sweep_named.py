@@ -1,0 +1,144 @@
+"""Whatever was changed, `why` names it in its first reason and `diff` of the two entries in its first difference."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import sweep_subject as subject
+import torch
+from test_sweep_changes import CHANGES, CONFIGS, EAGER
+
+from cgtool.build.pipeline import warm
+from cgtool.cache.compare.entries import EntrySide, compare_entries
+from cgtool.cache.layout import CacheLayout
+from cgtool.commands.why import why_spec
+from cgtool.config import CompilationConfig
+from cgtool.errors import TraceError
+from cgtool.guards import environment
+from cgtool.model import ModelSpec
+
+pytestmark = pytest.mark.torch
+
+#: One of each kind: a constant, a tensor, code, an op. The others take minutes: each is traced anew.
+SAMPLE = {
+    "a constant on a submodule",
+    "a weight untied",
+    "a method on an instance",
+    "a fake implementation inside a piece",
+}
+#: There is no entry of such a model: it is refused when it is traced.
+REFUSED = {
+    "training",
+    "a parameter's shape",
+    "a parameter's device",
+    "a hook on the model",
+    "a pre-hook on the model",
+    "a hook on a submodule",
+    "a pre-hook on a submodule",
+    "a hook with keywords",
+    "__call__ of the model",
+    "forward on the model",
+}
+#: Where two entries know it more exactly than a live model does.
+OWN_WORDS = {
+    "a closure": r"closure.*cell_contents was 0\.75 and is 0\.5",
+    "a closed-over variable": r"closure.*cell_contents was 0\.75 and is 0\.5",
+    "a plain tensor's shape": r"table\[1\] was float32\[8\].* and is float32\[1\]",
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> EntrySide:
+    return warmed(subject.build(), tmp_path_factory.mktemp("named"), EAGER)
+
+
+def warmed(spec: ModelSpec, folder: Path, config: CompilationConfig) -> EntrySide:
+    with torch.no_grad():
+        result = warm(spec, config=config, cache_dir=folder)
+    return EntrySide(CacheLayout(root=folder), result.hash)
+
+
+def first_reason(spec: ModelSpec, base: EntrySide, config: CompilationConfig = EAGER) -> str:
+    with torch.no_grad():
+        report = why_spec(spec, config=config, cache_dir=base.layout.root)
+    assert report.nearest is not None
+    assert report.nearest.name.hash == base.hash
+    return report.reasons[0].sentence
+
+
+def first_difference(base: EntrySide, other: EntrySide) -> str:
+    return compare_entries(EntrySide(base.layout, base.hash), other)[0].sentence
+
+
+def slow_unless(names, sample):
+    return [pytest.param(name, marks=() if name in sample else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", slow_unless(CHANGES, SAMPLE))
+def test_what_changed_is_named_first(name, base, tmp_path, monkeypatch):
+    change, words = CHANGES[name]
+    spec = subject.build()
+    change(spec.module, monkeypatch)
+    reason = first_reason(spec, base)
+    assert re.search(words, reason), reason
+    if name in REFUSED:
+        with pytest.raises(TraceError):
+            warmed(spec, tmp_path, EAGER)
+        return
+    difference = first_difference(base, warmed(spec, tmp_path, EAGER))
+    assert re.search(OWN_WORDS.get(name, words), difference), difference
+
+
+@pytest.mark.parametrize("name", slow_unless(CONFIGS, {"splitting_ops"}))
+def test_a_field_of_the_configuration_is_named_first(name, base, tmp_path):
+    fields, words = CONFIGS[name]
+    config = CompilationConfig(**{"adaptor": "eager", **fields})
+    reason = first_reason(subject.build(), base, config)
+    assert re.search(words, reason), reason
+    difference = first_difference(base, warmed(subject.build(), tmp_path, config))
+    assert re.search(words, difference), difference
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("_torch_build", {"version": "9.9.9", "version_git": "0", "with_cuda": None}, r"torch\.version .*9\.9\.9"),
+        ("_triton", "9.9.9", r"triton.*9\.9\.9"),
+        ("compiler_version", "g++ 99.1", r"compiler.*99\.1"),
+        ("_cpu", {"machine": "riscv", "capability": "DEFAULT", "instructions": None}, r"target\.cpu"),
+        ("_accelerators", ["sm_90 x132"], r"target\.accelerators"),
+    ],
+)
+def test_a_part_of_the_environment_is_named_first(change, base, tmp_path, monkeypatch):
+    factor, value, words = change
+    monkeypatch.setattr(environment, factor, lambda: value)
+    reason = first_reason(subject.build(), base)
+    assert re.search(words, reason), reason
+    difference = first_difference(base, warmed(subject.build(), tmp_path, EAGER))
+    assert re.search(words, difference), difference
+
+
+@pytest.mark.slow
+def test_a_variable_of_the_environment_is_named_first(base, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
+    assert "TORCHINDUCTOR_MAX_AUTOTUNE" in first_reason(subject.build(), base)
+    difference = first_difference(base, warmed(subject.build(), tmp_path, EAGER))
+    assert difference == ('the environment variable TORCHINDUCTOR_MAX_AUTOTUNE is "1" now and was not there before')
+
+
+def test_the_same_model_hits_and_its_entry_equals_itself(base, tmp_path):
+    with torch.no_grad():
+        report = why_spec(subject.build(), config=EAGER, cache_dir=base.layout.root)
+    assert report.hit
+    assert report.entry is not None
+    assert (report.entry.name.hash, report.entry.model) == (base.hash, "Subject")
+    assert (report.nearest, report.reasons, report.run) == (None, (), "")
+    shutil.copytree(base.layout.root, tmp_path / "copy")
+    assert compare_entries(base, EntrySide(CacheLayout(root=tmp_path / "copy"), base.hash)) == []
