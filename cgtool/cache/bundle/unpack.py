@@ -17,6 +17,7 @@ from typing import IO
 
 from cgtool.cache import signatures
 from cgtool.cache.bundle.content import EntryContent, check_entry
+from cgtool.cache.bundle.flushing import Flusher
 from cgtool.cache.bundle.index import Index, Member, parse_index
 from cgtool.cache.bundle.limits import Limits
 from cgtool.cache.bundle.names import names_of_folders
@@ -121,16 +122,17 @@ def _write_all(bundle: OpenBundle, index: Index, folder: Path, *, signed: bool) 
             (folder / name).mkdir()
         except OSError as error:
             raise cache_error(error, folder / name) from error
-    for member, body in bundle.members(index):
-        actual = _write(folder / member.path, member, body)
-        if actual != member.sha256:
-            reason = "tampered" if signed else "digest_mismatch"
-            why = "was changed after it was signed" if signed else "differs from its digest"
-            raise refused(reason, why, member=member.path, expected=member.sha256, actual=actual)
+    with Flusher() as flusher:
+        for member, body in bundle.members(index):
+            actual = _write(folder / member.path, member, body, flusher)
+            if actual != member.sha256:
+                reason = "tampered" if signed else "digest_mismatch"
+                why = "was changed after it was signed" if signed else "differs from its digest"
+                raise refused(reason, why, member=member.path, expected=member.sha256, actual=actual)
 
 
-def _write(path: Path, member: Member, body: Iterable[bytes]) -> str:
-    """Write a new file, whole and flushed to the disk, and return the digest of what was written."""
+def _write(path: Path, member: Member, body: Iterable[bytes], flusher: Flusher) -> str:
+    """Write a new file whole, which `flusher` flushes to the disk, and return the digest of what was written."""
     digest = hashlib.sha256()
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, member.place.mode)
@@ -142,9 +144,8 @@ def _write(path: Path, member: Member, body: Iterable[bytes]) -> str:
             view = memoryview(chunk)
             while view:
                 view = view[_written(descriptor, view, path, member) :]
-        _flush(descriptor, path)
     finally:
-        os.close(descriptor)
+        flusher.close(descriptor, path)
     return digest.hexdigest()
 
 
@@ -154,10 +155,3 @@ def _written(descriptor: int, view: memoryview, path: Path, member: Member) -> i
         return os.write(descriptor, view)
     except OSError as error:
         raise cache_error(error, path, needed_bytes=member.size_bytes) from error
-
-
-def _flush(descriptor: int, path: Path) -> None:
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        raise cache_error(error, path) from error

@@ -1,0 +1,249 @@
+"""Export and import killed before any change of the file system, on full, read-only and forbidden disks."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from bundle_maker import lay_entry, make_keys, tree
+from cache_samples import run_dying_at
+
+from cgtool.cache.bundle.choose import Choice
+from cgtool.cache.entry import read_entry
+from cgtool.cache.key import read_key
+from cgtool.cache.layout import CacheLayout
+from cgtool.commands.export import ExportOptions, export
+from cgtool.commands.import_ import ImportOptions, import_bundle
+from cgtool.errors import CacheError
+
+#: What may lie in a cache after a kill and is no part of it.
+LEFTOVER = re.compile(r"(^|/)\.[^/]+\.(tmp|next)(/|$)|^torch_compile_cache/(state|lookup)(/|$)|^CACHEDIR.TAG$")
+
+
+def view(root: Path) -> dict[str, object]:
+    """What readers make of a cache: each rank's rows, the bytes of its files and artifacts, and who signed it."""
+    layout = CacheLayout(root=root)
+    found: dict[str, object] = {}
+    for hash_ in layout.hashes():
+        for name in layout.rank_names(hash_):
+            entry = read_entry(layout, name, files=())
+            if entry is None:
+                continue
+            assert read_key(layout, hash_) is not None
+            entry = read_entry(layout, name, files=entry.manifest.files)
+            artifacts = tuple(entry.artifact(row) for row in entry.manifest.rows)
+            found[name.flat] = (
+                tuple(row.to_json()["shape"] for row in entry.manifest.rows),
+                dict(entry.files),
+                artifacts,
+            )
+    return found
+
+
+@pytest.fixture
+def memory(tmp_path) -> Iterator[Path]:
+    """A folder in memory where there is one: hundreds of imports would wait for a disk."""
+    shared = Path("/dev/shm")
+    if not os.access(shared, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=shared, prefix="cgtool-test-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def bundle(tmp_path) -> bytes:
+    lay_entry(tmp_path / "source", shapes=("general", 8))
+    lay_entry(tmp_path / "source", shapes=("general", 8), rank=1)
+    lay_entry(tmp_path / "source", seed=1)
+    make_keys(tmp_path / "keys", "k")
+    out = io.BytesIO()
+    choice = Choice(everything=True)
+    export(ExportOptions(dest=out, cache_dir=tmp_path / "source", choice=choice, sign=(tmp_path / "keys/k.pem",)))
+    return out.getvalue()
+
+
+def imported(bundle: bytes, root: Path) -> None:
+    import_bundle(ImportOptions(source=io.BytesIO(bundle), cache_dir=root, trust=True, any_machine=True))
+
+
+def killed_everywhere(
+    start: Path, work: Path, action: Callable[[Path], None], check: Callable[[Path, int], None]
+) -> int:
+    """Run `action` on copies of a cache, killed before its first, second, ... change, until one comes to its end."""
+    for step in range(1, 2000):
+        root = work / str(step)
+        if start.exists():
+            shutil.copytree(start, root)
+        done = not run_dying_at(step, lambda root=root: action(root))
+        check(root, step)
+        shutil.rmtree(root, ignore_errors=True)
+        if done:
+            return step
+    raise AssertionError
+
+
+@pytest.mark.parametrize("there", ["nothing", "other shapes", "the same"])
+def test_killed_before_any_change_an_import_leaves_each_entry_as_before_or_as_after(memory, bundle, there):
+    start = memory / "start"
+    if there != "nothing":
+        lay_entry(start, shapes=("general", 8) if there == "the same" else ("general", 16))
+        lay_entry(start, seed=5)
+    before, after_root = view(start), memory / "after"
+    if start.exists():
+        shutil.copytree(start, after_root)
+    imported(bundle, after_root)
+    after = view(after_root)
+    assert after != before
+
+    def check(root: Path, step: int) -> None:
+        found = view(root)
+        assert before.keys() <= found.keys()
+        for name, seen in found.items():
+            assert seen in (before.get(name), after.get(name))
+        if step % 4 == 1:  # needs no help
+            imported(bundle, root)
+            assert view(root) == after
+
+    steps = killed_everywhere(start, memory / "work", lambda root: imported(bundle, root), check)
+    assert steps > 30
+
+
+def test_what_a_killed_import_left_is_removed_by_the_next_once_it_is_old(tmp_path, bundle):
+    root = tmp_path / "cache"
+    assert run_dying_at(12, lambda: imported(bundle, root))
+    base = root / "torch_compile_cache"
+    left = [path for path in base.iterdir() if path.name.startswith(".import.")]
+    assert len(left) == 1
+    imported(bundle, root)
+    assert left[0].exists()  # young: its maker may be about to lock it
+    os.utime(left[0], (1, 1))
+    imported(bundle, root)
+    assert not left[0].exists()
+    assert not [
+        name
+        for name in tree(root)
+        if LEFTOVER.search(name) and "/state" not in name and "/lookup" not in name and name != "CACHEDIR.TAG"
+    ]
+
+
+def test_killed_before_any_change_an_export_leaves_the_old_file_or_the_new_one(tmp_path):
+    lay_entry(tmp_path / "cache")
+    start = tmp_path / "start"
+    start.mkdir()
+    (start / "out.tar.zst").write_text("old")
+    new = io.BytesIO()
+    export(ExportOptions(dest=new, cache_dir=tmp_path / "cache"))
+
+    def check(folder: Path, step: int) -> None:
+        assert (folder / "out.tar.zst").read_bytes() in (b"old", new.getvalue())
+
+    def action(folder: Path) -> None:
+        export(ExportOptions(dest=folder / "out.tar.zst", cache_dir=tmp_path / "cache"))
+
+    assert killed_everywhere(start, tmp_path / "work", action, check) >= 3
+
+
+def test_killed_before_any_change_an_export_leaves_no_folder_or_a_whole_one(tmp_path):
+    lay_entry(tmp_path / "cache")
+    start = tmp_path / "start"
+    start.mkdir()
+    export(ExportOptions(dest=tmp_path / "whole", cache_dir=tmp_path / "cache", folder=True))
+
+    def check(folder: Path, step: int) -> None:
+        if (folder / "layer").exists():
+            assert tree(folder / "layer") == tree(tmp_path / "whole")
+
+    def action(folder: Path) -> None:
+        export(ExportOptions(dest=folder / "layer", cache_dir=tmp_path / "cache", folder=True))
+
+    assert killed_everywhere(start, tmp_path / "work", action, check) > 15
+
+
+def in_namespace(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run Python where it may mount things of its own."""
+    command = ["unshare", "-r", "-m", sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def can_mount() -> bool:
+    probe = ["unshare", "-r", "-m", "mount", "-t", "tmpfs", "none", "/mnt"]
+    return (
+        shutil.which("unshare") is not None and subprocess.run(probe, capture_output=True, check=False).returncode == 0
+    )
+
+
+needs_mount = pytest.mark.skipif(not can_mount(), reason="no mounts may be made here")
+
+#: Mounts a small disk at argv[1], lays an entry on it, fills it up or makes it read-only, imports argv[2], and tells.
+ON_A_BAD_DISK = """
+import pathlib, subprocess, sys
+sys.path[:0] = {path!r}
+from bundle_maker import lay_entry, tree
+from cgtool.commands.import_ import ImportOptions, import_bundle
+from cgtool.commands.export import ExportOptions, export
+from cgtool.errors import CacheError
+disk, bundle, how = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "none", disk], check=True)
+lay_entry(disk / "cache", seed=7)
+if how == "read-only":
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+elif how != "room":
+    try:
+        (disk / "ballast").write_bytes(bytes(10**6))
+    except OSError:
+        pass
+    with open(disk / "ballast", "r+b") as ballast:
+        ballast.truncate((disk / "ballast").stat().st_size - int(how))
+for action in (
+    lambda: import_bundle(ImportOptions(source=bundle, cache_dir=disk / "cache", trust=True, any_machine=True)),
+    lambda: export(ExportOptions(dest=disk / "out.tar.zst", cache_dir=bundle.parent / "source")),
+    lambda: export(ExportOptions(dest=disk / "layer", cache_dir=bundle.parent / "source", folder=True)),
+):
+    before = tree(disk)
+    try:
+        action()
+        print("done")
+    except CacheError as error:
+        print(error)
+        assert tree(disk) == before, tree(disk).keys() ^ before.keys()
+"""
+
+
+@needs_mount
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [("0", "the disk is full"), ("20000", "the disk is full"), ("read-only", "it is on a read-only file system")],
+)
+def test_a_full_or_read_only_disk_is_a_sentence_and_nothing_is_half(tmp_path, how, sentence):
+    lay_entry(tmp_path / "source", native_bytes=60_000, shapes=("general", 8, 16, 32))
+    bundle = tmp_path / "bundle.tar.zst"
+    export(ExportOptions(dest=bundle, cache_dir=tmp_path / "source"))
+    (tmp_path / "disk").mkdir()
+    script = ON_A_BAD_DISK.format(path=[path for path in sys.path if path])
+    ran = in_namespace(script, tmp_path / "disk", bundle, how)
+    assert ran.returncode == 0, ran.stderr
+    lines = ran.stdout.splitlines()
+    assert len(lines) == 3
+    assert sentence in lines[0]
+    assert sentence in lines[2]
+    assert sentence in lines[1] or (how == "20000" and lines[1] == "done")  # it packs well
+
+
+def test_a_folder_that_may_not_be_written_is_a_sentence(tmp_path, bundle):
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    root = tmp_path / "cache"
+    lay_entry(root, seed=7)
+    (root / "torch_compile_cache").chmod(0o555)
+    with pytest.raises(CacheError, match="permission denied"):
+        imported(bundle, root)
+    (root / "torch_compile_cache").chmod(0o755)
