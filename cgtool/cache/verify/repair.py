@@ -127,7 +127,7 @@ def _artifact(layout: CacheLayout, findings: EntryFindings, problem: Problem) ->
         data = _intact(source, digest)
         if data is None:
             continue
-        if path.is_dir():
+        if not path.is_file():  # a pipe in its place would be waited for
             _clear(layout, path)
         ObjectStore(layout.entry_dir(findings.hash)).link_from(source, digest, kind)
         yield Repair(path=path, action="linked", sentence=f"{path} was taken from {source}, which is intact.")
@@ -206,7 +206,7 @@ def _intact(path: Path, digest: str) -> bytes | None:
 
 
 def _write(layout: CacheLayout, path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    if path.is_dir():
+    if not path.is_file():
         _clear(layout, path)
     write_atomic(path, data, mode=mode)
 

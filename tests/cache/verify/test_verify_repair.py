@@ -1,0 +1,215 @@
+"""Mending without a compiler: from units, other entries and other ranks; what cannot be mended is set aside."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cache_samples import publish, run_dying_at
+from verify_samples import HASH, NATIVE, Flip, lay
+
+from cgtool.cache.entry import read_entry
+from cgtool.cache.files import sealed_json
+from cgtool.cache.layout import CacheLayout, RankName
+from cgtool.cache.verify.digests import verify_entries, verify_entry
+from cgtool.cache.verify.findings import UnitFindings
+from cgtool.cache.verify.hashing import hashing
+from cgtool.cache.verify.repair import Repair, repair_entry, repair_units
+from cgtool.cache.verify.units import verify_units
+from cgtool.digests import sha256_hex
+
+RANK = RankName(hash=HASH, rank=0, prefix="backbone")
+
+
+def mend(layout: CacheLayout) -> list[str]:
+    return [repair.action for repair in mended(layout)]
+
+
+def mended(layout: CacheLayout) -> list[Repair]:
+    return list(repair_entry(layout, verify_entry(layout, HASH)))
+
+
+def units_of(layout: CacheLayout) -> UnitFindings:
+    with hashing() as hasher:
+        return verify_units(layout, hasher)
+
+
+def artifact(layout: CacheLayout, data: bytes = NATIVE) -> Path:
+    return layout.entry_dir(HASH) / "artifacts" / f"{sha256_hex(data)}.eager"
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    path.unlink(missing_ok=True)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("what", ["corrupt", "missing", "folder", "fifo"])
+def test_an_artifact_comes_back_from_its_unit(cache_root: Path, what: str) -> None:
+    layout = lay(cache_root)
+    path = artifact(layout)
+    path.unlink()
+    if what == "corrupt":
+        path.write_bytes(b"x")
+    elif what == "folder":
+        path.mkdir()
+    elif what == "fifo":
+        os.mkfifo(path)
+    assert mend(layout) == ["linked"]
+    assert verify_entry(layout, HASH).problems == ()
+    assert path.read_bytes() == NATIVE
+
+
+def test_an_artifact_comes_back_from_another_entry(cache_root: Path) -> None:
+    layout = lay(cache_root)
+    publish(cache_root, "8", level=1)
+    path = artifact(layout, b"8")
+    replace_file(path, b"9")
+    assert mend(layout) == ["linked"]
+    assert verify_entry(layout, HASH).problems == ()
+
+
+def test_an_artifact_that_is_nowhere_else_is_left_to_the_compiler(cache_root: Path) -> None:
+    layout = lay(cache_root)
+    path = artifact(layout, b"rank 0")
+    replace_file(path, b"x")
+    assert mend(layout) == []
+    assert path.read_bytes() == b"x"
+
+
+def test_a_flip_that_the_unit_shares_is_mended_by_neither_and_forgotten_in_the_unit(cache_root: Path) -> None:
+    layout = lay(cache_root)
+    Flip(path=artifact(layout), at=3, bit=1).do()
+    assert mend(layout) == []
+    assert [repair.action for repair in repair_units(layout, units_of(layout))] == ["removed"]
+    assert units_of(layout).problems == ()
+
+
+def test_a_corrupt_orphan_is_removed(cache_root: Path) -> None:
+    layout = lay(cache_root)
+    path = layout.entry_dir(HASH) / "artifacts" / f"{'0' * 64}.eager"
+    path.write_bytes(b"x")
+    assert mend(layout) == ["removed"]
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("name", ["key.json", "manifest.json"])
+def test_a_record_that_is_only_spelled_otherwise_is_written_again(cache_root: Path, name: str) -> None:
+    layout = lay(cache_root)
+    path = layout.key_file(HASH) if name == "key.json" else layout.manifest_file(RANK)
+    good = path.read_bytes()
+    path.write_bytes(good.replace(b"\n", b"\n "))
+    assert mend(layout) == ["rewritten"]
+    assert path.read_bytes() == good
+
+
+def test_a_plan_comes_back_from_a_rank_that_has_the_same(cache_root: Path) -> None:
+    layout = lay(cache_root)
+    twin = RankName(hash=HASH, rank=1, prefix="backbone")
+    from cache_samples import files_of, manifest_of, put_row, writer
+
+    to = writer(cache_root, rank=1)
+    to.publish(manifest_of(to, (put_row(to, data=NATIVE),)), files_of("rank 0"))
+    replace_file(layout.rank_dir(RANK) / "plan.json", b"x")
+    assert mend(layout) == ["rewritten"]
+    assert verify_entry(layout, HASH).problems == ()
+    assert (layout.rank_dir(RANK) / "plan.json").read_bytes() == (layout.rank_dir(twin) / "plan.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "plan.json"])
+def test_a_rank_that_cannot_be_made_again_is_set_aside_and_the_others_stay(cache_root: Path, name: str) -> None:
+    layout = lay(cache_root)
+    replace_file(layout.rank_dir(RANK) / name, b"x")
+    (repair,) = mended(layout)
+    assert repair.action == "set_aside"
+    assert repair.sentence.endswith("Warm the model again.")
+    found = verify_entry(layout, HASH)
+    assert found.problems == ()
+    assert [manifest.rank for manifest in found.manifests] == [1]
+    assert read_entry(layout, RANK) is None
+
+
+def test_an_entry_without_its_key_is_set_aside_and_can_be_published_again(cache_root: Path) -> None:
+    layout = lay(cache_root)
+    layout.key_file(HASH).unlink()
+    assert mend(layout) == ["set_aside"]
+    assert layout.hashes() == []
+    lay(cache_root)
+    assert verify_entry(layout, HASH).problems == ()
+
+
+def test_what_a_newer_version_wrote_is_left_alone(cache_root: Path) -> None:
+    layout = lay(cache_root)
+    data = sealed_json({"any": 1}, schema=99)
+    layout.manifest_file(RANK).write_bytes(data)
+    assert mend(layout) == ["not_repaired"]
+    assert layout.manifest_file(RANK).read_bytes() == data
+
+
+def test_a_units_artifact_comes_back_from_an_entry(cache_root: Path) -> None:
+    layout = lay(cache_root)
+    path = next(layout.units_dir.rglob("*.eager"))
+    replace_file(path, b"x")
+    assert [repair.action for repair in repair_units(layout, units_of(layout))] == ["linked"]
+    assert units_of(layout).problems == ()
+    assert path.read_bytes() == NATIVE
+
+
+def test_a_units_torn_record_is_removed(cache_root: Path) -> None:
+    layout = lay(cache_root)
+    next(layout.units_dir.rglob("unit.json")).write_bytes(b"{")
+    assert [repair.action for repair in repair_units(layout, units_of(layout))] == ["removed"]
+    assert units_of(layout).problems == ()
+
+
+def damage_unit_and_link(layout: CacheLayout) -> None:
+    replace_file(next(layout.units_dir.rglob("*.eager")), b"x")
+
+
+def damage_artifact(layout: CacheLayout) -> None:
+    replace_file(artifact(layout), b"x")
+
+
+def damage_key(layout: CacheLayout) -> None:
+    replace_file(layout.key_file(HASH), b"x")
+
+
+def damage_manifest(layout: CacheLayout) -> None:
+    replace_file(layout.manifest_file(RANK), b"x")
+
+
+@pytest.mark.parametrize("damage", [damage_unit_and_link, damage_artifact, damage_key, damage_manifest])
+def test_killed_before_any_change_a_repair_leaves_what_the_next_one_mends(
+    cache_root: Path, tmp_path: Path, damage: Callable[[CacheLayout], None]
+) -> None:
+    lay(cache_root)
+    publish(cache_root, "other", level=1)
+    damage(CacheLayout(root=cache_root))
+    steps = 0
+    while True:
+        root = tmp_path / f"killed-{steps}"
+        shutil.copytree(cache_root, root)
+        layout = CacheLayout(root=root)
+        before = names_of(layout)
+
+        def repair(layout: CacheLayout = layout) -> None:
+            list(repair_entry(layout, verify_entry(layout, HASH)))
+            list(repair_units(layout, units_of(layout)))
+
+        killed = run_dying_at(steps + 1, repair)
+        assert names_of(layout) <= before  # nothing new is wrong
+        repair()
+        assert names_of(layout) == set()
+        if not killed:
+            break
+        steps += 1
+    assert steps >= 2
+
+
+def names_of(layout: CacheLayout) -> set[str]:
+    with hashing() as hasher:
+        entries = [problem for found in verify_entries(layout, layout.hashes(), hasher) for problem in found.problems]
+        units = verify_units(layout, hasher).problems
+    return {str(problem.path.relative_to(layout.root)) for problem in [*entries, *units]}
