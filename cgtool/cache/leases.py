@@ -38,6 +38,7 @@ except ImportError:  # Windows, where stamps serve
 else:
     _HAS_FLOCK = True
 
+_CANNOT_MAKE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
 _BUSY = frozenset({errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES})
 #: A prune holds the exclusive lock for as long as a rename takes; who finds it so tries again this often.
 _TRIES = 10
@@ -296,16 +297,26 @@ def _stamped(path: str) -> Lease | None:
 
 def _claim(stack: contextlib.ExitStack, path: str, *, make: bool = True, folder: bool = False) -> bool:
     """Take an exclusive lock until the stack ends; True also where there is nothing to lock, or nothing locks."""
-    flags = os.O_RDONLY if folder else os.O_RDWR | (os.O_CREAT if make else 0)
     try:
-        descriptor = os.open(path, flags | _CLOEXEC, RECORD_MODE)
+        descriptor = _open_to_claim(path, make=make, folder=folder)
     except (FileNotFoundError, NotADirectoryError):
         return True  # its folder is not there, so nobody holds it
     except OSError as error:
-        # A lease that cannot be made (a full disk, say) is held by nobody; one that cannot be opened may be.
-        return error.errno in (errno.ENOSPC, errno.EDQUOT) and not os.path.exists(path)  # noqa: PTH110 - a str
+        # One that cannot be made (a full disk, a read-only one) is held by nobody; one that cannot be opened may be.
+        return error.errno in _CANNOT_MAKE and not os.path.exists(path)  # noqa: PTH110 - a str
     stack.callback(os.close, descriptor)
     return not _HAS_FLOCK or _take(descriptor)
+
+
+def _open_to_claim(path: str, *, make: bool, folder: bool) -> int:
+    if not folder:
+        try:
+            return os.open(path, os.O_RDWR | (os.O_CREAT if make else 0) | _CLOEXEC, RECORD_MODE)
+        except OSError as error:
+            # Another user's file, or one of a read-only disk, may be locked all the same.
+            if error.errno not in (errno.EACCES, errno.EROFS) or not os.path.exists(path):  # noqa: PTH110 - a str
+                raise
+    return os.open(path, os.O_RDONLY | _CLOEXEC)
 
 
 def _take(descriptor: int) -> bool:

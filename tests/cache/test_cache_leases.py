@@ -193,7 +193,7 @@ def test_a_read_only_cache_is_held_by_its_folder(cache_root, layout, read_only):
     read_only(cache_root)
     lease = hold(layout, name)
     assert lease is not None
-    assert not (layout.state_dir / "leases").exists()
+    assert not (layout.state_dir / "leases" / name.flat).exists()
     assert in_use(layout, name)
     with claimed(layout, name.hash) as mine:
         assert not mine
@@ -250,7 +250,7 @@ def test_a_stamp_goes_as_it_is_released(cache_root, layout, no_locks):
 def test_a_stamp_of_another_machine_counts_for_thirty_days(cache_root, layout):
     name = publish(cache_root)
     stamp = layout.state_dir / "leases" / f"{name.flat}~{'0' * 16}~1~5"
-    stamp.parent.mkdir()
+    stamp.parent.mkdir(exist_ok=True)
     stamp.touch()
     assert in_use(layout, name)
     old = time.time() - 31 * 86400
@@ -261,7 +261,7 @@ def test_a_stamp_of_another_machine_counts_for_thirty_days(cache_root, layout):
 def test_a_torn_stamp_counts_for_nothing(cache_root, layout):
     name = publish(cache_root)
     folder = layout.state_dir / "leases"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     for text in (f"{name.flat}~", f"{name.flat}~a~b~c~d", f"{name.hash}~x"):
         (folder / text).touch()
     assert not in_use(layout, name)

@@ -70,6 +70,7 @@ class _Execution:
         self._ledger = Ledger()
         self._aside: list[str] = []
         self._removed: list[PlannedEntry] = []
+        self._unfinished_gone: list[str] = []
         self._removed_files = 0
         self._kept: list[Kept] = []
         self._failed: list[Failed] = []
@@ -88,6 +89,8 @@ class _Execution:
             flush(self._layout, self._layout.base)
         for entry in self._removed:
             self._forget(entry)
+        for hash_ in self._unfinished_gone:
+            remove_idle(self._layout, hash_)
         for path in self._aside:
             self._delete(path)
         return Outcome(
@@ -191,7 +194,11 @@ class _Execution:
             finished = any(self._layout.manifest_file(name).exists() for name in names)
             if not mine or finished or not rests(path, DAY_SECS, time.time()):
                 return False
-            return self._put_aside(path)
+            if not self._put_aside(path):
+                return False
+            if below == hash_:
+                self._unfinished_gone.append(hash_)
+            return True
 
     def _unit(self, below: str) -> bool:
         path = self._base + below
@@ -215,7 +222,7 @@ class _Execution:
         rank = rest.removeprefix("rank_").replace("-", "/", 1)
         if Path(f"{self._base}{hash_}/{f'rank_{rank}' if rest else ''}").exists():
             return False
-        return self._try(path, _unlink) if folder == "used" else remove_if_idle(path)
+        return self._try(path, _unlink if folder == "used" else _remove_idle)
 
     def _put_aside(self, path: str) -> bool:
         try:
@@ -241,9 +248,12 @@ class _Execution:
             function(path)
         except CacheError as error:
             self._fail(path, error)
-            self._lost_bytes += frees
-            return False
-        return True
+        except BlockingIOError:  # it is held by now, so that it is no leftover
+            pass
+        else:
+            return True
+        self._lost_bytes += frees
+        return False
 
     def _keep(self, entry: PlannedEntry, why: str, sentence: str) -> None:
         self._kept.append(Kept(hash=entry.hash, model=entry.model, why=why, sentence=sentence))
@@ -254,6 +264,11 @@ class _Execution:
 
 def _unlink(path: str) -> None:
     remove(Path(path))
+
+
+def _remove_idle(path: str) -> None:
+    if not remove_if_idle(path):
+        raise BlockingIOError
 
 
 def _mtime(path: Path) -> float:

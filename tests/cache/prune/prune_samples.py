@@ -1,0 +1,171 @@
+"""Caches to prune, and what other processes do to them. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from cgtool.cache.entry import EntryWriter, read_entry
+from cgtool.cache.key import Factor, Key
+from cgtool.cache.layout import CacheLayout, RankName
+from cgtool.cache.manifest import Manifest, ManifestRow, VariantCounts
+from cgtool.cache.prune.collect import names_in
+from cgtool.cache.units import UnitRecord, UnitStore, new_record
+from cgtool.digests import digest_of
+
+DAY = 86400.0
+MODELS = ("Llama", "Qwen")
+
+
+def lay(
+    root: Path,
+    number: int,
+    *,
+    model: str = "Toy",
+    created: str = "2026-01-01T00:00:00.000Z",
+    pieces: tuple[str, ...] = ("own",),
+    used: float | None = None,
+    rank: int = 0,
+    factors: tuple[Factor, ...] = (),
+    facts: str | None = None,
+) -> RankName:
+    """Publish an entry whose artifacts are units of the cache; equal pieces of two entries are one unit.
+
+    Args:
+        number: Which entry; another one has another hash.
+        pieces: What each artifact says; "own" is said by this entry alone.
+        used: When it was loaded last, seconds since the epoch.
+        facts: The digest of cheap facts that leads to it; None gives the model's.
+    """
+    layout = CacheLayout(root=root)
+    key = Key.of([Factor(name="config", value=number), *factors])
+    writer = EntryWriter(layout, key, rank=rank, prefix="backbone")
+    units = UnitStore(layout)
+    rows = []
+    for index, text in enumerate(pieces):
+        data = f"{text} {number if text == 'own' else ''}".encode() * 100
+        unit = digest_of(data.decode())
+        record = units.find(unit) or put_unit(units, unit, data)
+        units.link_into(writer.objects, unit, record)
+        rows.append(
+            ManifestRow(
+                variant=0,
+                shape="general",
+                piece_index=index,
+                adaptor="eager",
+                digest=record.digest,
+                kind="eager",
+                size_bytes=record.size_bytes,
+                compile_secs=1.0,
+                kernels=1,
+            )
+        )
+    manifest = Manifest(
+        hash=key.hash,
+        rank=rank,
+        prefix="backbone",
+        model=model,
+        level=3,
+        adaptor="eager",
+        splitting_ops=(),
+        variants=(VariantCounts(name="default", pieces=9, splitting_pieces=0, unique_pieces=9),),
+        rows=tuple(rows),
+        created=created,
+        lookup=(facts_of(model) if facts is None else facts,),
+    )
+    writer.publish(manifest, {"plan.json": b"{}", "computation_graph.py": b"#\n", "transformed_code.py": b"##\n"})
+    if used is not None:
+        path = layout.used_file(writer.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b".")
+        os.utime(path, (used, used))
+    return writer.name
+
+
+def put_unit(units: UnitStore, key: str, data: bytes) -> UnitRecord:
+    with units.lock(key):
+        return units.put(key, data, new_record(data, kind="eager", compile_secs=1.0, kernels=1))
+
+
+def facts_of(model: str) -> str:
+    return digest_of(["facts", model])
+
+
+def is_whole(root: Path, name: RankName) -> bool:
+    """Whether an entry is there; one of which a part is missing is an error."""
+    layout = CacheLayout(root=root)
+    entry = read_entry(layout, name, files=("plan.json", "computation_graph.py", "transformed_code.py"))
+    if entry is None:
+        return False
+    for row in entry.manifest.rows:
+        entry.artifact(row)
+    if not layout.key_file(name.hash).exists():
+        raise AssertionError("an entry without its key")
+    return True
+
+
+def units_in(root: Path) -> set[str]:
+    base = CacheLayout(root=root).units_dir
+    return {key for shard in names_in(str(base)) for key in names_in(str(base / shard))}
+
+
+def files_in(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir()}
+
+
+def rest(path: Path, secs: float) -> None:
+    """Make a file or folder look unchanged for so long."""
+    at = path.lstat().st_mtime - secs
+    os.utime(path, (at, at), follow_symlinks=False)
+
+
+def run_dying_at(step: int, action: Callable[[], object]) -> bool:
+    """Run `action` in a fork that kills itself before its `step`-th change of the file system.
+
+    Counts every rename, unlink, rmdir, mkdir, link, fsync and open for writing.
+
+    Returns:
+        Whether it was killed; False when it came to its end first.
+    """
+    child = os.fork()
+    if child == 0:
+        _die_before(step)
+        try:
+            action()
+        except BaseException as error:  # noqa: BLE001 - nothing may run on as the parent's twin
+            sys.stderr.write(repr(error))
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        return True
+    if os.WEXITSTATUS(status) != 0:
+        raise AssertionError(f"step {step} failed")
+    return False
+
+
+def _die_before(step: int) -> None:
+    changes = {"os.mkdir", "os.rename", "os.remove", "os.link", "os.rmdir"}
+    left = [step]
+
+    def count() -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def hook(event: str, arguments: tuple[object, ...]) -> None:
+        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if event in changes or writes:
+            count()
+
+    flush = os.fsync
+
+    def counted_fsync(descriptor: int) -> None:
+        count()
+        flush(descriptor)
+
+    os.fsync = counted_fsync
+    sys.addaudithook(hook)
