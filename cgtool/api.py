@@ -58,7 +58,8 @@ def load(
         CacheMissError: No entry fits; `reasons` says why, the most telling first.
         CacheCorruptError: What the entry holds differs from its digests.
         CacheSchemaError: The cache was written by another version of cgtool.
-        ArtifactError: An artifact cannot be opened here.
+        ArtifactError: An artifact cannot be opened here. One that no call has chosen yet is opened by the first that
+            does, which raises this then.
         GuardError: A tensor of the model is of another make than when it was compiled.
     """
     if config is not None and _compiles_nothing(config):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,10 +15,10 @@ from cgtool.guards.sources import Roots, words
 from cgtool.guards.table import failures_of
 from cgtool.plan import Guard, GuardTable, Input, Plan, Variant
 from cgtool.plan_tables import Graphs
-from cgtool.runtime.accept import AcceptWriter, check_symbols
+from cgtool.runtime.accept import Accept, AcceptWriter, check_symbols
 from cgtool.runtime.dispatch import Boxed, PiecewiseBackend, ShapeTable
 from cgtool.runtime.pieces import hole_value, piece_function, piece_maker
-from cgtool.runtime.program import build_program, check_steps, compiled_steps
+from cgtool.runtime.program import Program, build_program, check_steps, compiled_steps
 from cgtool.runtime.template import template_needs
 from cgtool.runtime.weights import StructureChangedError, Weights, is_weight
 
@@ -29,7 +30,8 @@ class LoadedModel:
 
     A call is checked against each variant's guards in the order of the plan, and the first that accepts runs. Values of
     parameters and buffers are read at every call; see `cgtool.runtime.weights` for what may change after load. Several
-    threads may call one object at once.
+    threads may call one object at once. A variant's functions are written when a call first comes to it, those of the
+    first variant at once.
 
     Args:
         module: The live model, whose guards were checked by the loader.
@@ -62,6 +64,7 @@ class LoadedModel:
         self._opened = dict(opened)
         self._eager: dict[str, Boxed] = {}
         self._makers: dict[int, Callable[..., Boxed]] = {}
+        self._lock = threading.RLock()
         self._variants = self._serve()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +74,8 @@ class LoadedModel:
             TypeError: The call does not fit the model's method.
             GuardError: No variant serves this call, the model is in training mode, gradients are needed, or the model
                 changed since it was compiled.
-            ArtifactError: An op returned something else than its fake implementation promised.
+            ArtifactError: An op returned something else than its fake implementation promised, or what this call needs
+                first cannot be opened here.
         """
         values = self._bind(*args, **kwargs)
         if self.module.training:
@@ -95,13 +99,15 @@ class LoadedModel:
         """Return whether some variant's guards accept this call; nothing is run."""
         values = self._bind(*args, **kwargs)
         for served in self._variants:
-            accepted = served.accept(*values)
+            accepted = served.ready().accept(*values)
             if accepted is not None and served.table.choose(accepted[1]) is not None:
                 return True
         return False
 
     def _run(self, values: tuple[Any, ...]) -> Any:
         for served in self._variants:
+            if not served.is_ready:
+                served.ready()
             accepted = served.accept(*values)
             if accepted is None:
                 continue
@@ -133,7 +139,9 @@ class LoadedModel:
 
     def _serve(self) -> list[_Served]:
         shared: dict[Any, Weights] = {}
-        return [self._served(index, shared) for index in range(len(self.plan.variants))]
+        variants = [self._served(index, shared) for index in range(len(self.plan.variants))]
+        variants[0].ready()
+        return variants
 
     def _refuse_gradients(
         self, served: _Served, tensors: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], *, needs_grad: bool
@@ -172,17 +180,32 @@ class LoadedModel:
 
     def _served(self, index: int, shared: dict[Any, Weights]) -> _Served:
         variant = self.plan.variants[index]
-        symbols = check_symbols(variant)
         weights = [i for i, item in enumerate(variant.inputs) if is_weight(item)]
         calls = sorted(set(range(len(variant.inputs))).difference(weights))
-        call_inputs = [variant.inputs[i] for i in calls]
-        weight_inputs = tuple(variant.inputs[i] for i in weights)
+        weight_inputs = tuple([variant.inputs[i] for i in weights])
+        served = _Served(
+            variant=variant,
+            call_inputs=[variant.inputs[i] for i in calls],
+            weight_inputs=weight_inputs,
+            # Not later: they hold what the module tree is now, whose guards were checked.
+            weights=self._bound(variant, weight_inputs, shared),
+            write=lambda: self._write(index, served, calls, weights),
+            lock=self._lock,
+        )
+        return served
+
+    def _write(
+        self, index: int, served: _Served, calls: Sequence[int], weights: Sequence[int]
+    ) -> tuple[Accept, ShapeTable, Program]:
+        """Return a variant's functions: what accepts a call, what opens and chooses its pieces, what runs them."""
+        variant = served.variant
+        symbols = check_symbols(variant)
         known = {item.source for item in variant.inputs}
         _, sources = template_needs(variant.output, symbols)
         passed = [source for source in sources if source not in known]
         writer = AcceptWriter(
             variant,
-            call_inputs,
+            served.call_inputs,
             passed=passed,
             names=self._signature.names,
             module=self.module,
@@ -200,15 +223,8 @@ class LoadedModel:
             passed=passed,
             eager=self._eager,
         )
-        return _Served(
-            variant=variant,
-            call_inputs=call_inputs,
-            weight_inputs=weight_inputs,
-            accept=writer.function(),
-            table=ShapeTable(symbols, [_piece(self._opened, index, step.piece) for step in compiled_steps(variant)]),
-            weights=self._bound(variant, weight_inputs, shared),
-            program=program,
-        )
+        pieces = [_piece(self._opened, index, step.piece) for step in compiled_steps(variant)]
+        return writer.function(), ShapeTable(symbols, pieces), program
 
     def _open_eager(self, variant: Variant) -> None:
         """Write the functions of the pieces that are never compiled, each graph, and each shape of graphs, once."""
@@ -226,7 +242,8 @@ class LoadedModel:
 
     def _bound(self, variant: Variant, inputs: tuple[Input, ...], shared: dict[Any, Weights]) -> Weights:
         same = tuple(_guards_of_identity(variant.model_guards))
-        key = (inputs, tuple((guard.source, guard.kind, guard.expected) for guard in same))
+        # The plan holds an input once, however many variants have it: its place in memory tells it from others.
+        key = (*map(id, inputs), *((guard.source, guard.kind, guard.expected) for guard in same))
         if key not in shared:
             shared[key] = Weights(self.module, self._signature.method, inputs, same, self._device_index)
         return shared[key]
@@ -237,7 +254,16 @@ class NoVariantError(Exception):
 
 
 class _Served:
-    """One variant, ready to serve."""
+    """One variant; `accept`, `table` and `program` are there once it is ready to serve.
+
+    Args:
+        variant: The variant.
+        call_inputs: Those of its inputs that come with a call.
+        weight_inputs: Those that come from the model.
+        weights: The latter, bound.
+        write: Returns its functions.
+        lock: Held while they are written: variants share what they are made of.
+    """
 
     def __init__(
         self,
@@ -245,18 +271,33 @@ class _Served:
         variant: Variant,
         call_inputs: Sequence[Input],
         weight_inputs: Sequence[Input],
-        accept: Any,
-        table: ShapeTable,
         weights: Weights,
-        program: Any,
+        write: Callable[[], tuple[Accept, ShapeTable, Program]],
+        lock: threading.RLock,
     ) -> None:
         self.variant = variant
         self.call_inputs = call_inputs
         self.weight_inputs = weight_inputs
-        self.accept = accept
-        self.table = table
         self.weights = weights
-        self.program = program
+        self.is_ready = False
+        self.accept: Accept
+        self.table: ShapeTable
+        self.program: Program
+        self._write = write
+        self._lock = lock
+
+    def ready(self) -> _Served:
+        """Return the variant with its functions, which are written now if they were not.
+
+        Raises:
+            ArtifactError: The plan holds something outside its grammar, or a piece cannot be opened or is not there.
+            SourceError: An object on the way to what a guard speaks of is gone.
+        """
+        with self._lock:
+            if not self.is_ready:
+                self.accept, self.table, self.program = self._write()
+                self.is_ready = True
+        return self
 
     def uncovered(self) -> str:
         return f"the sizes of this call were not compiled, which has {self.table.covered()}"

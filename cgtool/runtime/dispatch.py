@@ -6,6 +6,7 @@ variant: `ShapeTable` turns the values of its symbols into one tuple with a func
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from typing import Any
@@ -24,6 +25,27 @@ Ranges = Mapping[str, tuple[int, int | None]]
 _MAX_REMEMBERED = 65536
 
 
+class Unopened:
+    """A function that is opened when it is first wanted; two threads that want it at once get one function.
+
+    Args:
+        open_now: Opens it. What this raises is raised to each who wants the function.
+    """
+
+    def __init__(self, open_now: Callable[[], Boxed]) -> None:
+        self._open_now = open_now
+        self._lock = threading.Lock()
+        self._function: Boxed | None = None
+
+    def opened(self) -> Boxed:
+        """Return the function."""
+        with self._lock:
+            if self._function is None:
+                self._function = self._open_now()
+                del self._open_now  # and with it the bytes that it was opened from
+            return self._function
+
+
 @dataclass(frozen=True, kw_only=True)
 class PiecewiseBackend:
     """The opened functions of one piece of one variant.
@@ -35,15 +57,16 @@ class PiecewiseBackend:
         guards: What the compiler relied on for a size or a range, over the variant's symbols, by function. Those of the
             general shape are relations of the variant.
 
-    Each function is boxed: it takes a list of tensors, which it may empty, and returns a list or tuple.
+    Each function is boxed: it takes a list of tensors, which it may empty, and returns a list or tuple. One that is not
+    opened yet is opened when it is first chosen.
     """
 
-    general: Boxed | None
-    sizes: Mapping[SizeKey, Boxed] = field(default_factory=dict)
-    ranges: Sequence[tuple[Ranges, Boxed]] = ()
-    guards: Mapping[Boxed, Sequence[str]] = field(default_factory=dict)
+    general: Boxed | Unopened | None
+    sizes: Mapping[SizeKey, Boxed | Unopened] = field(default_factory=dict)
+    ranges: Sequence[tuple[Ranges, Boxed | Unopened]] = ()
+    guards: Mapping[Boxed | Unopened, Sequence[str]] = field(default_factory=dict)
 
-    def choose(self, values: Mapping[str, int]) -> Boxed | None:
+    def choose(self, values: Mapping[str, int]) -> Boxed | Unopened | None:
         """Return the function for these values of the variant's symbols, or None when none was compiled for them."""
         fitting = [
             key
@@ -65,7 +88,7 @@ class PiecewiseBackend:
         found |= {symbol for ranges, _ in self.ranges for symbol in ranges}
         return found.union(*(symbols_of(text) for texts in self.guards.values() for text in texts))
 
-    def _holds(self, function: Boxed, values: Mapping[str, int]) -> bool:
+    def _holds(self, function: Boxed | Unopened, values: Mapping[str, int]) -> bool:
         return all(evaluate(text, values) for text in self.guards.get(function, ()))
 
 
@@ -109,7 +132,9 @@ class ShapeTable:
         named = dict(zip(self._symbols, values, strict=False))
         chosen = [piece.choose(named) for piece in self._pieces]
         functions = [function for function in chosen if function is not None]
-        return tuple(functions) if len(functions) == len(chosen) else None
+        if len(functions) < len(chosen):
+            return None
+        return tuple([function.opened() if isinstance(function, Unopened) else function for function in functions])
 
     def covered(self) -> str:
         """Say which sizes were compiled, for an error's sentence."""

@@ -1,10 +1,13 @@
 """Opening an entry: its artifacts become functions, and its plan a callable.
 
-An artifact's bytes are matched to their digest before anything is opened, and what was matched is what is opened.
+The bytes of all artifacts are read and matched to their digests at load, and what was matched is what is opened: when
+a call first chooses it, so that a start pays for what it uses. Those of the first variant are opened at load where they
+serve all of its sizes, so that a machine which cannot open any says so as it starts.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,9 +19,9 @@ from cgtool.pieces import AOT_INDUCTOR, EAGER, PieceGraph
 from cgtool.plan import Plan, Step, Variant
 from cgtool.records import replace
 from cgtool.runtime.call import LoadedModel, first_index
-from cgtool.runtime.dispatch import Boxed, PiecewiseBackend
+from cgtool.runtime.dispatch import Boxed, PiecewiseBackend, Unopened
 from cgtool.runtime.find import Found
-from cgtool.runtime.packages import Packages
+from cgtool.runtime.packages import open_package
 from cgtool.runtime.pieces import piece_function
 from cgtool.runtime.shapes import ShapeSpec, base_shape, graph_at, spec_of
 
@@ -37,46 +40,55 @@ def open_entry(found: Found, module: Any, opener: Opener) -> LoadedModel:
 
     Raises:
         CacheCorruptError: An artifact's bytes differ from their digest.
-        ArtifactError: An artifact cannot be opened here, or a piece has none.
+        ArtifactError: An artifact cannot be opened here, or a piece has none. A call raises it too, where it is the
+            first to choose an artifact.
         GuardError: A tensor of the model is of another make than when it was compiled.
     """
-    opened: dict[tuple[str, str, str, str], Boxed] = {}
-    pieces: dict[tuple[int, int], list[tuple[ManifestRow, ShapeSpec, Boxed]]] = {}
+    opened: dict[tuple[str, str, str, str], Unopened] = {}
+    pieces: dict[tuple[int, int], list[tuple[ManifestRow, ShapeSpec, Unopened]]] = {}
     plan, manifest = found.plan, found.entry.manifest
     size_dim = manifest.size_dim
     index = first_index(module, plan)
     steps = [{step.piece: step for step in variant.steps} for variant in plan.variants]
-    with Packages(device_index=index) as packages:
-        for row in manifest.rows:
-            variant = plan.variants[row.variant]
-            spec = spec_of(variant, row.shape, size_dim)
-            step = steps[row.variant].get(row.piece_index)
-            if step is None:
-                msg = f"The manifest names piece {row.piece_index}, which its plan has not. Warm the model again."
-                raise ArtifactError(msg, path=found.entry.name.hash)
-            # What the graph at this shape is made from: its own identity would have to be computed for each row.
-            key = row.digest, step.graph, repr(row.shape), repr(step.symbols)
-            if key not in opened:
-                graph = graph_at(plan.graphs[step.graph], step, spec)
-                data = found.entry.artifact(row)
-                opened[key] = _open(row.adaptor, data, graph, packages, opener)
-            pieces.setdefault((row.variant, row.piece_index), []).append((row, spec, opened[key]))
+    for row in manifest.rows:
+        variant = plan.variants[row.variant]
+        spec = spec_of(variant, row.shape, size_dim)
+        step = steps[row.variant].get(row.piece_index)
+        if step is None:
+            msg = f"The manifest names piece {row.piece_index}, which its plan has not. Warm the model again."
+            raise ArtifactError(msg, path=found.entry.name.hash)
+        # What the graph at this shape is made from: its own identity would have to be computed for each row.
+        key = row.digest, step.graph, repr(row.shape), repr(step.symbols)
+        if key not in opened:
+            data = found.entry.artifact(row)
+            graph = functools.partial(_graph_at, plan, step, spec)
+            opened[key] = Unopened(functools.partial(_open, row.adaptor, data, graph, index, opener))
+        pieces.setdefault((row.variant, row.piece_index), []).append((row, spec, opened[key]))
     backends = {name: _backend(rows, plan.variants[name[0]], steps[name[0]][name[1]]) for name, rows in pieces.items()}
     return LoadedModel(module, _with_added_guards(plan, pieces), backends)
 
 
-def _open(adaptor: str, data: bytes, graph: PieceGraph, packages: Packages, opener: Opener) -> Boxed:
+def _graph_at(plan: Plan, step: Step, spec: ShapeSpec) -> PieceGraph:
+    return graph_at(plan.graphs[step.graph], step, spec)
+
+
+def _open(
+    adaptor: str, data: bytes, make_graph: Callable[[], PieceGraph], device_index: int | None, opener: Opener
+) -> Boxed:
+    graph = make_graph()
     if adaptor == EAGER:
-        return piece_function(graph, device_index=packages.device_index)
-    return packages.open(data, graph) if adaptor == AOT_INDUCTOR else opener(adaptor, data, graph)
+        return piece_function(graph, device_index=device_index)
+    if adaptor == AOT_INDUCTOR:
+        return open_package(data, graph, device_index=device_index)
+    return opener(adaptor, data, graph)
 
 
-def _backend(rows: list[tuple[ManifestRow, ShapeSpec, Boxed]], variant: Variant, step: Step) -> PiecewiseBackend:
+def _backend(rows: list[tuple[ManifestRow, ShapeSpec, Unopened]], variant: Variant, step: Step) -> PiecewiseBackend:
     base: Shape = base_shape(variant)
     general = next((function for row, _, function in rows if row.shape in (GENERAL, base)), None)
     sizes = {tuple(sorted(spec.sizes.items())): function for _, spec, function in rows if spec.sizes}
     ranges = [(dict(spec.ranges), function) for _, spec, function in rows if spec.ranges]
-    guards = {
+    guards: dict[Boxed | Unopened, tuple[str, ...]] = {
         function: tuple(rename(text, step.symbols) for text in row.guards)
         for row, spec, function in rows
         if (spec.sizes or spec.ranges) and row.guards

@@ -17,6 +17,7 @@ from cgtool.graph.expressions import rename
 from cgtool.graph.metas import dtype_of
 from cgtool.pieces import Dim, PieceGraph, TensorMeta
 from cgtool.plan import Step, Variant
+from cgtool.plan_tables import Graphs
 from cgtool.runtime.accept import strides_matter
 from cgtool.runtime.dispatch import Boxed
 from cgtool.runtime.generate import Code, expression, malformed, tuple_source
@@ -66,9 +67,9 @@ def check_steps(variant: Variant, graphs: Mapping[str, PieceGraph], symbols: tup
         ArtifactError: A step does not.
     """
     for step in variant.steps:
-        graph = graphs.get(step.graph) if type(step.graph) is str else None
-        if graph is None:
+        if type(step.graph) is not str or step.graph not in graphs:
             raise malformed("graph of the plan", step.graph)
+        graph = _face(graphs, step.graph)
         if len(graph.inputs) != len(step.inputs) or not len(graph.outputs) == len(graph.results) == len(step.outputs):
             raise malformed("step", repr(step))
         if type(step.piece) is not int or {symbol.name for symbol in graph.symbols} - set(step.symbols):
@@ -77,6 +78,11 @@ def check_steps(variant: Variant, graphs: Mapping[str, PieceGraph], symbols: tup
             if type(symbol) is not str or type(text) is not str:
                 raise malformed("step", repr(step))
             expression(text, symbols)
+
+
+def _face(graphs: Mapping[str, PieceGraph], identity: str) -> PieceGraph:
+    """Return a graph with the inputs, outputs, symbols and ops of the one of that identity; constants may differ."""
+    return graphs.face_of(identity) if isinstance(graphs, Graphs) else graphs[identity]
 
 
 class _Writer:
@@ -93,6 +99,8 @@ class _Writer:
         #: line → (step, how many outputs it has): where a piece that returns another number of tensors is noticed
         self.unpacked: dict[int, tuple[Step, int]] = {}
         self.num_compiled = 0
+        #: By the id of a graph, which the plan keeps alive.
+        self.repairers: dict[int, Callable[..., torch.Tensor]] = {}
 
     def function(self, call_inputs: Sequence[int], weights: Sequence[int], passed: Sequence[str]) -> Program:
         code = self.code
@@ -148,7 +156,7 @@ class _Writer:
 
     def _step(self, step: Step, dying: Sequence[int]) -> None:
         code = self.code
-        graph = self.graphs[step.graph]
+        graph = _face(self.graphs, step.graph)
         code.add(f"args = [{', '.join(self._local(value) for value in step.inputs)}]")
         # The list is then the only one that holds them, and the piece empties it: memory is free as soon as it can be.
         self._forget(value for value in dict.fromkeys(step.inputs) if value in dying)
@@ -173,7 +181,9 @@ class _Writer:
         shape = tuple_source(self._size(size, step) for size in meta.shape)
         stride = tuple_source(self._size(size, step) for size in meta.stride)
         dtype = code.constant(dtype_of(meta.dtype))
-        repair = code.constant(_repairer(graph))
+        if id(graph) not in self.repairers:
+            self.repairers[id(graph)] = _repairer(graph)
+        repair = code.constant(self.repairers[id(graph)])
         test = f"{name}.stride() != {stride} or {name}.shape != {shape} or {name}.dtype is not {dtype}"
         code.add(f"if {test}: {name} = {repair}({name}, {dtype}, {shape}, {stride})")
 
@@ -228,13 +238,12 @@ def _refuse_count(
 
 
 def _repairer(graph: PieceGraph) -> Callable[..., torch.Tensor]:
-    ops = ", ".join(op_names(graph))
-
     def repair(value: Any, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
         """Return `value` with the promised strides, which compiled pieces rely on without looking."""
         if value.dtype is not dtype or tuple(value.shape) != shape:
             have = f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
             want = f"{str(dtype).removeprefix('torch.')} of shape {shape}"
+            ops = ", ".join(op_names(graph))
             msg = f"{ops} returned a tensor of {have}, and its fake implementation promised {want}: make the two agree."
             raise ArtifactError(msg, path=ops, expected=want, actual=have)
         if not strides_matter(value, stride):

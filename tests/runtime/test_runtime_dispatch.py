@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import hand_plans as hand
 import pytest
 import torch
 
-from cgtool.errors import GuardError
+from cgtool.errors import ArtifactError, GuardError
 from cgtool.runtime.call import LoadedModel
-from cgtool.runtime.dispatch import PiecewiseBackend, ShapeTable
+from cgtool.runtime.dispatch import PiecewiseBackend, ShapeTable, Unopened
 from cgtool.runtime.pieces import piece_function
 
 pytestmark = pytest.mark.torch
@@ -84,3 +87,56 @@ def test_a_variant_without_the_size_leaves_the_call_to_the_next():
         loaded(torch.randn(8, hand.WIDTH))
         loaded(torch.randn(7, hand.WIDTH))
     assert used == [0, 0, 1, 1]
+
+
+def test_a_function_is_opened_once_and_only_when_it_is_chosen():
+    opened = []
+
+    def later(name):
+        return Unopened(lambda: opened.append(name) or named(name))
+
+    table = ShapeTable(["s0"], [PiecewiseBackend(general=later("general"), sizes={(("s0", 8),): later("8")})])
+    assert opened == []
+    assert [function([]) for function in table.choose((8,))] == [["8"]]
+    assert opened == ["8"]
+    assert [table.choose((size,))[0]([]) for size in (3, 4, 8)] == [["general"], ["general"], ["8"]]
+    assert opened == ["8", "general"]
+
+
+def test_what_cannot_be_opened_says_so_each_time_it_is_wanted():
+    def refuse():
+        raise ArtifactError("Torch could not open a package: no room.")
+
+    table = ShapeTable(["s0"], [PiecewiseBackend(general=Unopened(refuse), sizes={(("s0", 8),): named("8")})])
+    for _ in range(2):
+        with pytest.raises(ArtifactError, match="could not open a package: no room"):
+            table.choose((3,))
+    assert table.choose((8,)) is not None
+
+
+def test_threads_that_want_a_function_at_once_get_one():
+    def slowly():
+        time.sleep(0.1)
+        return named("one")
+
+    function = Unopened(slowly)
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: function.opened(), range(4)))
+    assert found == [found[0]] * 4
+
+
+def test_a_later_variant_is_opened_by_the_call_that_comes_to_it():
+    model = hand.Model()
+    plan = hand.plan(hand.variant(), hand.one())
+    opened = []
+
+    def later(key, backend):
+        return PiecewiseBackend(general=Unopened(lambda: opened.append(key[0]) or backend.general))
+
+    loaded = LoadedModel(model, plan, {key: later(key, backend) for key, backend in hand.opened(plan).items()})
+    with torch.no_grad():
+        assert set(opened) == {0}
+        for rows, expected in ((3, {0}), (1, {0, 1})):
+            x = torch.randn(rows, hand.WIDTH)
+            assert torch.equal(loaded(x), model(x))
+            assert set(opened) == expected
