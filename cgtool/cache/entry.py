@@ -43,7 +43,6 @@ from cgtool.cache.files import (
 from cgtool.cache.key import Key, write_key
 from cgtool.cache.layout import PLAN_FILE, CacheLayout, RankName
 from cgtool.cache.leases import hold_writing
-from cgtool.cache.lock import FileLock
 from cgtool.cache.lookup import LookupStore
 from cgtool.cache.manifest import FileRecord, Manifest, ManifestRow, read_manifest
 from cgtool.cache.objects import ObjectStore
@@ -209,6 +208,8 @@ class EntryWriter:
             CacheSchemaError: A newer version of cgtool wrote what is there.
             CacheError: It cannot be written, or an artifact is not in place.
         """
+        from cgtool.cache.lock import FileLock  # who reads needs none
+
         ensure_root(self._layout.root)
         with FileLock(self._layout.entry_lock(self.name), on_wait=self._on_wait) as lock:
             write_key(self._layout, self._key)

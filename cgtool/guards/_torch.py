@@ -12,7 +12,6 @@ from torch._C import _functorch  # the stack of transforms; torch.func shows no 
 from torch._library import simple_registry
 from torch._library.custom_ops import OPDEFS
 from torch.utils._config_module import _UNSET_SENTINEL as _UNSET  # where a setting has no value of some origin
-from torch.utils._device import DeviceContext  # what torch.set_default_device enters
 
 
 def any_autocast_enabled() -> bool:
@@ -37,12 +36,18 @@ def _modes() -> list[Any]:
 
 def torch_function_modes() -> list[Any]:
     """Return the active torch function modes, outermost first, without those that only choose a default device."""
-    return [mode for mode in _modes() if not isinstance(mode, DeviceContext)]
+    return [mode for mode in _modes() if not _chooses_a_device(mode)]
 
 
 def default_device_of_modes() -> torch.device | None:
     """Return the device that the innermost active default-device mode chose, or None."""
-    return next((mode.device for mode in reversed(_modes()) if isinstance(mode, DeviceContext)), None)
+    return next((mode.device for mode in reversed(_modes()) if _chooses_a_device(mode)), None)
+
+
+def _chooses_a_device(mode: Any) -> bool:
+    from torch.utils._device import DeviceContext  # what torch.set_default_device enters; a start has no modes
+
+    return isinstance(mode, DeviceContext)
 
 
 def num_torch_dispatch_modes() -> int:

@@ -7,6 +7,7 @@ strange: `check` then has the last word, and the words.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -39,6 +40,9 @@ def failures_of(guards: Iterable[Sequence[Guard]], roots: Roots) -> list[Failure
         if not _Checker(texts, roots).holds(groups.values()):
             slow.update({(g.source, g.kind, repr(g.expected)): g for g in GuardTable(texts, groups.values())})
     return check(slow.values(), roots)
+
+
+_hooks_of = operator.itemgetter(*HOOKS)
 
 
 class _Checker:
@@ -120,7 +124,7 @@ class _Checker:
     def hooks(self, values: Sequence[Any], _argument: str, expected: Json) -> bool:
         if expected != 0 or not all(isinstance(value, nn.Module) for value in values):
             return self._all_described("hooks", values, expected)
-        return not any(vars(value)[name] for value in values for name in HOOKS)
+        return not any(any(_hooks_of(vars(value))) for value in values)
 
 
 _QUICK: dict[str, Callable[[_Checker, list[Any], str, Json], bool]] = {

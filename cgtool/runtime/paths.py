@@ -130,17 +130,20 @@ class Places:
     def place(self, text: str) -> tuple[dict[str, Any], str] | None:
         """Return what the function `place` returns."""
         owner, _, key = text.rpartition(".")
-        if "[" in text or "|" in text or (base := self._at(owner)) is None:
+        if "[" in text or "|" in text or (base := self.module(owner)) is None:
             return place(self._module, text)
         for holder in (base._parameters, base._buffers, vars(base)):  # noqa: SLF001 - read as torch's own walks do
             if key in holder:
                 return holder, key
         return None
 
-    def _at(self, text: str) -> nn.Module | None:
+    def module(self, text: str) -> nn.Module | None:
+        """Return the submodule that `text` names by attributes alone, or None where it names something else."""
+        if text not in self._found and ("[" in text or "|" in text):
+            self._found[text] = None
         if text not in self._found:
             owner, _, name = text.rpartition(".")
-            base = self._at(owner) if owner else None
+            base = self.module(owner) if owner else None
             child = None if base is None else base._modules.get(name)  # noqa: SLF001 - as above
             self._found[text] = child if isinstance(child, nn.Module) else None
         return self._found[text]

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from cgtool.cache.shapes import GENERAL, Shape
 from cgtool.graph.expressions import evaluate, symbols_of
-from cgtool.graph.specialise import restrict, specialise
 from cgtool.pieces import PieceGraph
 from cgtool.plan import Step, Variant
 from cgtool.records import dataclass
@@ -52,6 +51,10 @@ def base_shape(variant: Variant) -> Shape:
 
 def graph_at(graph: PieceGraph, step: Step, spec: ShapeSpec) -> PieceGraph:
     """Return a piece's graph with its own symbols at the sizes, or within the ranges, of the variant's."""
+    if not spec.sizes and not spec.ranges:
+        return graph
+    from cgtool.graph.specialise import restrict, specialise  # most starts know one shape, the general one
+
     if spec.sizes:
         known = {
             symbol: evaluate(text, dict(spec.sizes))
@@ -59,6 +62,4 @@ def graph_at(graph: PieceGraph, step: Step, spec: ShapeSpec) -> PieceGraph:
             if set(symbols_of(text)) <= set(spec.sizes)
         }
         return specialise(graph, known)
-    if spec.ranges:
-        return restrict(graph, {s: spec.ranges[text] for s, text in step.symbols.items() if text in spec.ranges})
-    return graph
+    return restrict(graph, {s: spec.ranges[text] for s, text in step.symbols.items() if text in spec.ranges})

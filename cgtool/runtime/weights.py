@@ -37,6 +37,9 @@ from cgtool.runtime.paths import Places, Reader
 _ADVICE = "Put it back as it was, or warm again with the model as it is now."
 
 
+_INT = frozenset({int})
+
+
 class StructureChangedError(Exception):
     """The module tree is not the one that was bound; raised and caught within the runtime."""
 
@@ -68,8 +71,8 @@ class Weights:
         self._makes = [(item.meta.dtype, item.meta.device) for item in self._inputs]
         self._children = _child_dicts(module)
         self._children_then = [dict(children) for children in self._children]
-        self._same = _same_check(module, method, same)
         known = Places(module)
+        self._same = _same_check(module, method, same, known)
         places = [known.place(item.source) or (_Live(module, method, item.source), "") for item in self._inputs]
         self._holders: list[Any] = [holder for holder, _ in places]
         self._keys = [key for _, key in places]
@@ -154,12 +157,20 @@ class _Live:
         return self._function()
 
 
-def _same_check(module: nn.Module, method: Any, same: Iterable[Guard]) -> Callable[[], bool]:
-    """Return a function that says whether what was one object still is, and what was two still are."""
+def _same_check(module: nn.Module, method: Any, same: Iterable[Guard], known: Places) -> Callable[[], bool]:
+    """Return a function that says whether what was one object still is, and what was two still are.
+
+    Of submodules that is settled now: `Weights` sees by itself whether the module tree changed.
+    """
     code = Code("same")
     reader = Reader(code, module, method)
     for guard in same:
         other = guard.kind.removeprefix("same:")
+        modules = known.module(guard.source), known.module(other)
+        if None not in modules:
+            if (modules[0] is modules[1]) is not guard.expected:
+                return _never
+            continue
         if not parse_source(guard.source).is_call and not parse_source(other).is_call:
             word = "is not" if guard.expected else "is"
             code.add(f"if {reader.read(guard.source)} {word} {reader.read(other)}: return False")
@@ -171,11 +182,14 @@ def _nothing_to_check() -> bool:
     return True
 
 
+def _never() -> bool:
+    return False
+
+
 def is_weight(item: Input) -> bool:
     """Return whether an input belongs to the model and has one shape for all calls."""
-    return not item.source.startswith(("arg:", "state:")) and all(
-        type(d) is int for d in (*item.meta.shape, *item.meta.stride)
-    )
+    meta = item.meta
+    return not item.source.startswith(("arg:", "state:")) and _INT.issuperset(map(type, (*meta.shape, *meta.stride)))
 
 
 def make_problem(tensor: Any, meta: TensorMeta, device_index: int | None) -> str | None:
