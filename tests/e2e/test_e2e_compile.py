@@ -1,9 +1,13 @@
-"""`cgtool.compile` in the place of `torch.compile`, with Inductor: examples, signatures, outputs, configurations."""
+"""`cgtool.compile` in the place of `torch.compile`, with Inductor: examples, signatures, outputs, configurations.
+
+The first compile is done in workers, as is the default, and others in this process, which has imported Inductor once.
+"""
 
 from __future__ import annotations
 
 import copy
 import itertools
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,12 +27,25 @@ pytestmark = pytest.mark.torch
 
 HERE = Path(__file__).parent
 BATCH = {"x": {0: "batch"}}
+#: Makes code that is right for its own sizes alone, as the default does, in half the time.
+QUICK = "inductor_standalone"
 
 
 @pytest.fixture(autouse=True)
 def no_grad():
     with torch.no_grad():
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_workers(monkeypatch):
+    monkeypatch.setenv("CGTOOL_JOBS", "0")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """For what is not about what the default compiles."""
+    monkeypatch.setenv("CGTOOL_ADAPTOR", QUICK)
 
 
 def shapes(root):
@@ -54,6 +71,37 @@ def nested(tmp_path_factory):
         return root, module, cgtool.compile(module, example_args=(models.x_of(),), dynamic=BATCH, cache_dir=root)
 
 
+@pytest.fixture(scope="module")
+def signature(tmp_path_factory):
+    """The cache of a model that was compiled for an example by position."""
+    root, module = tmp_path_factory.mktemp("signature") / "cache", models.Signature().eval()
+    config = CompilationConfig(jobs=0)
+    with torch.no_grad():
+        cgtool.compile(module, example_args=(models.x_of(),), dynamic=BATCH, config=config, cache_dir=root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory):
+    """A cache with all that two dimensions need for the general shape, by the compiler that is quickest."""
+    root, spec = tmp_path_factory.mktemp("pieces") / "cache", models.attention()
+    with torch.no_grad():
+        cgtool.compile(
+            spec.module,
+            example_args=spec.calls[0].args,
+            dynamic=spec.dynamic,
+            config=CompilationConfig(adaptor=QUICK),
+            cache_dir=root,
+        )
+    return root
+
+
+def with_units(root, source):
+    """Give a cache that is not there yet what another compiled, and no entry."""
+    shutil.copytree(source / "torch_compile_cache" / "units", root / "torch_compile_cache" / "units")
+    return root
+
+
 def test_outputs_of_nested_containers_come_back_as_they_were(nested):
     _, module, run = nested
     for batch in range(1, 20):
@@ -68,9 +116,10 @@ def test_what_an_output_holds_twice_is_one_tensor(nested):
 
 
 @pytest.mark.parametrize("spelled", ["by position", "by name", "with its defaults"])
-def test_a_second_compile_loads_however_the_example_is_spelled(tmp_path_factory, spelled):
-    root, module = tmp_path_factory.getbasetemp() / "spelled", models.Signature().eval()
+def test_a_second_compile_loads_however_the_example_is_spelled(signature, spelled):
+    root, module = signature, models.Signature().eval()
     x = models.x_of()
+    before = files(root)
     args, kwargs = {
         "by position": ((x,), {}),
         "by name": ((), {"x": x}),
@@ -78,9 +127,6 @@ def test_a_second_compile_loads_however_the_example_is_spelled(tmp_path_factory,
     }[spelled]
     run = cgtool.compile(module, example_args=args, example_kwargs=kwargs, dynamic=BATCH, cache_dir=root)
     same(run, module, models.x_of(7))
-    before = files(root)
-    run = cgtool.compile(models.Signature().eval(), example_args=(x,), dynamic=BATCH, cache_dir=root)
-    same(run, module, models.x_of(8))
     assert files(root) == before
     assert inspect(root)["variants"] == 2  # and one entry, whatever came first
     assert units(root) == 2
@@ -96,10 +142,8 @@ def test_new_weights_are_used_from_the_next_call(nested):
     same(run, module, models.x_of(4))
 
 
-def test_a_fresh_process_loads_what_was_compiled_for_the_same_model(tmp_path):
-    root, model = tmp_path / "cache", f"{HERE / 'e2e_models.py'}:nested"
-    spec = models.nested()
-    cgtool.compile(spec.module, example_args=spec.calls[0].args, dynamic=spec.dynamic, cache_dir=root)
+def test_a_fresh_process_loads_what_was_compiled_for_the_same_model(nested):
+    root, model = nested[0], f"{HERE / 'e2e_models.py'}:nested"
     calls = [{"batch": n} for n in range(1, 10)]
     report = compare(model, root, calls)
     assert (report["calls"], report["failures"]) == (9, [])
@@ -114,7 +158,7 @@ def test_what_dynamo_named_for_one_process_is_found_in_the_next(tmp_path):
     assert compare(model, root, [{"batch": n} for n in (1, 2, 5)])["failures"] == []
 
 
-def test_without_an_example_the_first_call_is_one(tmp_path):
+def test_without_an_example_the_first_call_is_one(tmp_path, quick):
     root, module = tmp_path / "cache", models.Signature().eval()
     run = cgtool.compile(module, dynamic=BATCH, cache_dir=root)
     assert not root.exists()
@@ -129,7 +173,7 @@ def test_without_an_example_the_first_call_is_one(tmp_path):
     assert files(root) == before  # nothing compiles behind a request
 
 
-def test_without_dynamic_dimensions_other_sizes_are_refused(tmp_path):
+def test_without_dynamic_dimensions_other_sizes_are_refused(tmp_path, quick):
     module = models.Signature().eval()
     run = cgtool.compile(module, example_args=(models.x_of(4),), cache_dir=tmp_path / "cache")
     same(run, module, models.x_of(4))
@@ -137,9 +181,9 @@ def test_without_dynamic_dimensions_other_sizes_are_refused(tmp_path):
         run(models.x_of(5))
 
 
-def test_defaults_and_keywords_are_the_models_own(tmp_path):
-    root, module = tmp_path / "cache", models.Signature().eval()
-    run = cgtool.compile(module, example_args=(models.x_of(4),), dynamic=BATCH, cache_dir=root)
+def test_defaults_and_keywords_are_the_models_own(signature):
+    module = models.Signature().eval()
+    run = cgtool.compile(module, example_args=(models.x_of(4),), dynamic=BATCH, cache_dir=signature)
     for batch in (1, 2, 6):
         x = models.x_of(batch)
         expected = module(x)
@@ -159,7 +203,7 @@ def test_defaults_and_keywords_are_the_models_own(tmp_path):
             run(*args, **kwargs)
 
 
-def test_containers_of_tensors_are_arguments(tmp_path):
+def test_containers_of_tensors_are_arguments(tmp_path, quick):
     module = models.Gathered().eval()
 
     def arguments(rows):
@@ -200,10 +244,11 @@ def test_writes_into_buffers_and_arguments_and_returned_arguments(tmp_path):
 
 def test_the_cache_switched_off_compiles_and_leaves_nothing(tmp_path, monkeypatch):
     root, module = tmp_path / "cache", models.Signature().eval()
-    off = CompilationConfig(disable_cache=True)
+    off = CompilationConfig(disable_cache=True, jobs=0)
     run = cgtool.compile(module, example_args=(models.x_of(),), dynamic=BATCH, config=off, cache_dir=root)
     same(run, module, models.x_of(5))
     assert not root.exists()
+    monkeypatch.setenv("CGTOOL_ADAPTOR", "eager")
     monkeypatch.setenv("CGTOOL_DISABLE_CACHE", "1")
     run = cgtool.compile(module, example_args=(models.x_of(),), dynamic=BATCH, cache_dir=root)
     same(run, module, models.x_of(5))
@@ -228,49 +273,50 @@ def test_level_0_is_the_model_itself(tmp_path):
 LEVELS = {1: ("eager", 1, 0, 1), 2: ("aot_inductor", 1, 0, 1), 3: ("aot_inductor", 5, 2, 3)}
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_levels_1_to_3(tmp_path, level):
-    root, spec, config = tmp_path / "cache", models.attention(), CompilationConfig(level=level)
+def check_level(root, level, by, **fields):
+    spec, config = models.attention(), CompilationConfig(level=level, jobs=0, **fields)
     run = cgtool.compile(
         spec.module, example_args=spec.calls[0].args, dynamic=spec.dynamic, config=config, cache_dir=root
     )
     for batch, seq in itertools.product((1, 2, 5), (1, 2, 9)):
         same(run, spec.module, models.attention_x(batch, seq))
     entry = inspect(root)
-    adaptor, pieces, splitting, unique = LEVELS[level]
-    assert (entry["level"], entry["adaptor"], entry["variants"]) == (level, adaptor, 4)
+    _, pieces, splitting, unique = LEVELS[level]
+    assert (entry["level"], entry["adaptor"], entry["variants"]) == (level, by, 4)
     assert (entry["pieces"], entry["splitting_pieces"], entry["unique_pieces"]) == (pieces, splitting, unique)
     loaded = cgtool.load(spec.module, config=config, cache_dir=root)
     same(loaded, spec.module, models.attention_x(3, 4))
-    other = CompilationConfig(level=5 - level if level != 1 else 3)
+    other = CompilationConfig(level=5 - level if level != 1 else 3, **fields)
     with pytest.raises(cgtool.CacheMissError, match="level"):
         cgtool.load(spec.module, config=other, cache_dir=root)
 
 
+@pytest.mark.parametrize("level", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_levels_1_to_3(tmp_path, level):
+    check_level(tmp_path / "cache", level, LEVELS[level][0])
+
+
+def test_level_3_with_the_compiler_that_is_quickest(tmp_path, pieces):
+    check_level(with_units(tmp_path / "cache", pieces), 3, QUICK, adaptor=QUICK)
+
+
 CONFIGS = {
-    "mappings of both dimensions": (
-        {"compile_sizes": [{"batch": 2, "seq": 8}, {"batch": 1, "seq": 8}]},
-        {"{'batch': 2, 'seq': 8}", "{'batch': 1, 'seq': 8}"},
+    "mappings of both dimensions, of one, and an integer of size_dim": (
+        {"compile_sizes": [{"batch": 2, "seq": 8}, {"batch": 1, "seq": 8}, {"seq": 9}, 4], "size_dim": "seq"},
+        {"{'batch': 2, 'seq': 8}", "{'batch': 1, 'seq': 8}", "{'seq': 9}", "{'seq': 4}"},
     ),
-    "a mapping of one dimension": ({"compile_sizes": [{"seq": 8}]}, {"{'seq': 8}"}),
-    "integers of size_dim": ({"compile_sizes": [4, 8], "size_dim": "seq"}, {"{'seq': 4}", "{'seq': 8}"}),
-    "ranges of size_dim": (
-        {"compile_ranges": [[2, 7], [8, 32]], "size_dim": "seq"},
-        {"[2, 7]", "[8, 32]"},
-    ),
-    "a size within a range": (
-        {"compile_sizes": [{"batch": 2, "seq": 8}], "compile_ranges": [[8, 32]], "size_dim": "seq"},
-        {"{'batch': 2, 'seq': 8}", "[8, 32]"},
+    "ranges of size_dim, and a size within one": (
+        {"compile_sizes": [{"batch": 2, "seq": 8}], "compile_ranges": [[2, 7], [8, 32]], "size_dim": "seq"},
+        {"{'batch': 2, 'seq': 8}", "[2, 7]", "[8, 32]"},
     ),
 }
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_sizes_and_ranges_of_two_dimensions(tmp_path, name):
-    """With the compiler that is quickest and makes code that is right for its own sizes alone."""
+def test_sizes_and_ranges_of_two_dimensions(tmp_path, pieces, name):
     fields, added = CONFIGS[name]
-    root, spec = tmp_path / "cache", models.attention()
-    config = CompilationConfig(adaptor="inductor_standalone", **fields)
+    root, spec = with_units(tmp_path / "cache", pieces), models.attention()
+    config = CompilationConfig(adaptor=QUICK, jobs=0, **fields)
     run = cgtool.compile(
         spec.module, example_args=spec.calls[0].args, dynamic=spec.dynamic, config=config, cache_dir=root
     )
@@ -294,7 +340,7 @@ def test_an_integer_size_of_two_dimensions_needs_size_dim(tmp_path):
     assert list(root.rglob("manifest.json")) == []
 
 
-def test_bounds_of_a_dimension_are_kept(tmp_path):
+def test_bounds_of_a_dimension_are_kept(tmp_path, quick):
     root, module = tmp_path / "cache", models.Signature().eval()
     run = cgtool.compile(module, example_args=(models.x_of(4),), dynamic={"x": {0: ("batch", 2, 16)}}, cache_dir=root)
     assert inspect(root)["variants"] == 1

@@ -27,10 +27,10 @@ def digests(report):
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory):
+def four(tmp_path_factory, sized_cache):
     """A cache in which four layers were warmed, and what that run said."""
-    root = tmp_path_factory.mktemp("four") / "cache"
-    return root, warm(LLAMA, root, *SIZES)
+    warmed = sized_cache("tiny_llama")
+    return warmed.copy(tmp_path_factory.mktemp("four") / "cache"), warmed.report
 
 
 @pytest.fixture(scope="module")

@@ -10,14 +10,21 @@ from e2e_harness import FIXTURES, LLAMA, REPO, cgtool, compare, environment, ins
 pytestmark = pytest.mark.torch
 
 SIZES = ("--compile-sizes", "1,8")
-#: Makes an import raise; found by Python at its start through PYTHONPATH.
+#: Makes an import raise, and not a look at whether a module is there; found by Python at its start through PYTHONPATH.
 POISON = """
+import importlib.machinery
 import sys
 
 class Forbid:
     def find_spec(self, name, path=None, target=None):
         if any(name == one or name.startswith(one + ".") for one in {names!r}):
-            raise RuntimeError("the import of " + name + " is forbidden here")
+            return importlib.machinery.ModuleSpec(name, self)
+
+    def create_module(self, spec):
+        raise RuntimeError("the import of " + spec.name + " is forbidden here")
+
+    def exec_module(self, module):
+        pass
 
 sys.meta_path.insert(0, Forbid())
 """
@@ -46,10 +53,10 @@ def poisoned(folder, names):
 
 
 @pytest.fixture(scope="module")
-def warmed(tmp_path_factory):
-    root = tmp_path_factory.mktemp("warmed") / "cache"
-    assert warm(LLAMA, root, *SIZES)["compiled"] == 9
-    return root
+def warmed(tmp_path_factory, sized_cache):
+    warmed = sized_cache("tiny_llama")
+    assert warmed.report["compiled"] == 9
+    return warmed.copy(tmp_path_factory.mktemp("warmed") / "cache")
 
 
 def test_a_second_warm_traces_nothing_compiles_nothing_and_writes_nothing(warmed):
@@ -110,10 +117,11 @@ def test_so_does_a_warm_from_a_copy_with_everything_elsewhere(warmed, tmp_path):
     assert (report["calls"], report["failures"]) == (3, [])
 
 
-def test_nothing_of_this_machine_is_in_the_cache(warmed, tmp_path):
+def test_nothing_of_this_machine_is_in_the_cache(warmed, sized_cache, tmp_path):
     """No path of the model, of cgtool, of the cache or of a home is in any file."""
     inspect(warmed)
-    names = [str(REPO).encode(), str(warmed).encode(), str(tmp_path.parent).encode()]
+    made_in = sized_cache("tiny_llama").root
+    names = [str(path).encode() for path in (REPO, warmed, made_in, tmp_path.parent)]
     said = [
         (path.name, name) for path in warmed.rglob("*") if path.is_file() for name in names if name in path.read_bytes()
     ]

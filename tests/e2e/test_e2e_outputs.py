@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from e2e_harness import FIXTURES, LLAMA, compare, counts, warm
+from e2e_harness import FIXTURES, LLAMA, SIZES, compare, counts, warm
 
 pytestmark = pytest.mark.torch
 
@@ -21,17 +21,34 @@ def check(model, root, calls, **options):
     return report
 
 
-#: The default, and what serves a piece that it does not take; one of them where many sizes make two take long.
+#: The default, and what serves a piece that it does not take.
 ADAPTORS = ("aot_inductor", pytest.param("inductor_standalone", marks=pytest.mark.slow))
-OF_MANY_SIZES = ("inductor_standalone", pytest.param("aot_inductor", marks=pytest.mark.slow))
 FIXTURE_CALLS = {"tiny_llama": TOKENS, "tiny_moe": TOKENS, "tiny_encoder": GRID, "tiny_vision": IMAGES}
 
 
 def warmed(model, root, adaptor, *arguments):
     """Warm with an adaptor, from which no piece may fall back."""
-    report = warm(model, root, "--adaptor", adaptor, *arguments)
+    return unfallen(warm(model, root, "--adaptor", adaptor, *arguments), adaptor)
+
+
+def unfallen(report, adaptor):
+    """A report, after it was seen that every artifact of it is the adaptor's."""
     assert {artifact["adaptor"] for artifact in report["artifacts"]} == {adaptor}
     return report
+
+
+@pytest.fixture
+def sized(sized_cache):
+    """Return a function that warms a fixture for its sizes: the default once in a session, and copied from there."""
+
+    def made(name, root, adaptor):
+        if adaptor != "aot_inductor":
+            return warmed(f"{FIXTURES / name}.py:build", root, adaptor, "--compile-sizes", SIZES[name])
+        shared = sized_cache(name)
+        shared.copy(root)
+        return unfallen(shared.report, adaptor)
+
+    return made
 
 
 @pytest.mark.parametrize("name", FIXTURE_CALLS)
@@ -42,9 +59,9 @@ def test_a_fixture_as_native_code_at_every_size(aot_cache, name):
 
 
 @pytest.mark.parametrize("adaptor", [*ADAPTORS, "inductor", "eager"])
-def test_llama_with_each_adaptor(tmp_path, adaptor):
+def test_llama_with_each_adaptor(tmp_path, sized, adaptor):
     root = tmp_path / "cache"
-    report = warmed(LLAMA, root, adaptor, "--compile-sizes", "1,8")
+    report = sized("tiny_llama", root, adaptor)
     assert (*counts(report), report["compiled"]) == (9, 4, 3, 9, 9)
     checked = check(LLAMA, root, TOKENS)
     assert (checked["imported"] == []) == (adaptor in {"aot_inductor", "eager"})
@@ -53,28 +70,28 @@ def test_llama_with_each_adaptor(tmp_path, adaptor):
 
 
 @pytest.mark.parametrize("adaptor", ADAPTORS)
-def test_mixture_of_experts(tmp_path, adaptor):
+def test_mixture_of_experts(tmp_path, sized, adaptor):
     root = tmp_path / "cache"
-    report = warmed(MOE, root, adaptor, "--compile-sizes", "1,8")
+    report = sized("tiny_moe", root, adaptor)
     assert (*counts(report), report["compiled"]) == (5, 2, 3, 9, 9)
     check(MOE, root, TOKENS)
 
 
-@pytest.mark.parametrize("adaptor", OF_MANY_SIZES)
-def test_encoder_over_batch_and_sequence(tmp_path, adaptor):
+@pytest.mark.parametrize("adaptor", ADAPTORS)
+def test_encoder_over_batch_and_sequence(tmp_path, sized, adaptor):
     """Two dynamic dimensions: one variant for both, one for each that is 1, one for both."""
     root = tmp_path / "cache"
-    report = warmed(ENCODER, root, adaptor, "--compile-sizes", "batch=4:seq=16")
+    report = sized("tiny_encoder", root, adaptor)
     assert report["variants"] == 4
     assert counts(report)[:3] == (5, 2, 3)
     assert len(report["artifacts"]) == report["compiled"] == 5 * 3
     check(ENCODER, root, GRID)
 
 
-@pytest.mark.parametrize("adaptor", OF_MANY_SIZES)
-def test_vision_over_batch(tmp_path, adaptor):
+@pytest.mark.parametrize("adaptor", ADAPTORS)
+def test_vision_over_batch(tmp_path, sized, adaptor):
     root = tmp_path / "cache"
-    report = warmed(VISION, root, adaptor, "--compile-sizes", "1,4")
+    report = sized("tiny_vision", root, adaptor)
     assert counts(report)[:3] == (5, 2, 3)
     assert len(report["artifacts"]) == report["compiled"] == 9
     check(VISION, root, IMAGES)

@@ -25,10 +25,14 @@ QUICK = ("--adaptor", "inductor_standalone")
 
 
 def start(root, *arguments, layers=2, sizes="1,8"):
+    """Start a warm of the decoder in a process group of its own."""
+    return start_model(root, LLAMA, "--arg", f"num_layers={layers}", "--compile-sizes", sizes, *arguments)
+
+
+def start_model(root, *arguments):
     """Start a warm in a process group of its own."""
-    model = (LLAMA, "--arg", f"num_layers={layers}", "--compile-sizes", sizes)
     return subprocess.Popen(
-        [sys.executable, "-m", "cgtool", "warm", *model, "--cache-dir", root, "--json", *arguments],
+        [sys.executable, "-m", "cgtool", "warm", *arguments, "--cache-dir", root, "--json"],
         env=environment({"PYTHONUNBUFFERED": "1"}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -71,9 +75,10 @@ def check_goes_on(root: Path, *arguments: str):
     return stored
 
 
-def test_four_processes_on_an_empty_cache_compile_each_piece_once(tmp_path):
+@pytest.mark.parametrize("adaptor", [QUICK, pytest.param(("--adaptor", "aot_inductor"), marks=pytest.mark.slow)])
+def test_four_processes_on_an_empty_cache_compile_each_piece_once(tmp_path, adaptor):
     root = tmp_path / "cache"
-    processes = [start(root, "--quiet") for _ in range(4)]
+    processes = [start(root, "--quiet", *adaptor) for _ in range(4)]
     reports = []
     for process in processes:
         out, err = process.communicate(timeout=500)
@@ -83,7 +88,7 @@ def test_four_processes_on_an_empty_cache_compile_each_piece_once(tmp_path):
     assert all(report["compiled"] + report["reused"] == UNITS for report in reports)
     assert len({report["hash"] for report in reports}) == 1
     assert units(root) == UNITS
-    check_whole(root)
+    check_whole(root, *adaptor)
 
 
 def test_four_ranks_and_two_models_share_what_is_equal(tmp_path):
@@ -108,13 +113,17 @@ def test_four_ranks_and_two_models_share_what_is_equal(tmp_path):
 
 
 def test_a_kill_between_two_compiles_loses_at_most_one(tmp_path):
-    root = tmp_path / "cache"
-    process = start(root)
-    wait_for(process, "compile 4/")
+    """With the default, and one piece in each of two variants: the C++ compiler is at work on the second."""
+    root, model = tmp_path / "cache", f"{Path(__file__).with_name('e2e_models.py')}:nested"
+    process = start_model(root, model, "--jobs", "1")
+    wait_for(process, "compile 1/")
     kill(process)
-    stored = check_goes_on(root)
-    assert 4 <= stored < UNITS
-    check_whole(root)
+    assert units(root) == 1
+    report = warm(model, root)
+    assert (report["compiled"], report["reused"], units(root)) == (1, 1, 2)
+    assert {artifact["adaptor"] for artifact in report["artifacts"]} == {"aot_inductor"}
+    assert inspect(root)["hash"] == report["hash"]
+    assert compare(model, root, [{"batch": n} for n in (1, 2, 5)])["failures"] == []
 
 
 def test_a_kill_of_one_of_two_leaves_the_other_to_finish(tmp_path):
