@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cgtool.cache.layout import CacheLayout, resolve_root
 from cgtool.cache.state import StateStore
+from cgtool.cache.trust import TrustPolicy
 from cgtool.errors import CacheMissError
 from cgtool.garbage import uncollected
 from cgtool.model import DynamicDims, ExampleCall, ModelSpec
@@ -38,6 +39,7 @@ def load(
     cache_dir: Path | str | None = None,
     prefix: str = "backbone",
     rank: int | None = None,
+    trusted_keys: Sequence[Path | str] = (),
 ) -> Callable[..., Any]:
     """Return a callable that runs `module` from what was compiled for it; nothing is traced.
 
@@ -50,12 +52,15 @@ def load(
         cache_dir: The cache's root; None takes the configuration's, `CGTOOL_CACHE_DIR` or the user's own.
         prefix: Which compiled part of the model.
         rank: Which process of a model-parallel group; None takes the environment's word.
+        trusted_keys: Files and folders of public keys, one of which must have signed the entry; none takes the
+            configuration's and `CGTOOL_TRUSTED_KEYS`.
 
     Returns:
         A callable that takes what the model's method takes and returns what it returns.
 
     Raises:
         CacheMissError: No entry fits; `reasons` says why, the most telling first.
+        RefusedError: An entry fits, and is not signed as it must be, or others own it or may write to it.
         CacheCorruptError: What the entry holds differs from its digests.
         CacheSchemaError: The cache was written by another version of cgtool.
         ArtifactError: An artifact cannot be opened here. One that no call has chosen yet is opened by the first that
@@ -72,7 +77,18 @@ def load(
         raise CacheMissError(msg, reasons=("the cache is switched off",))
     wanted_dir = cache_dir if cache_dir is not None else (config.cache_dir or None) if config is not None else None
     with uncollected():
-        return _load_from(module, config, CacheLayout(root=resolve_root(wanted_dir)), prefix, rank)
+        layout = CacheLayout(root=resolve_root(wanted_dir))
+        return _load_from(module, config, layout, prefix, rank=rank, trust=_trust(config, trusted_keys))
+
+
+def _trust(config: CompilationConfig | None, keys: Sequence[Path | str] = ()) -> TrustPolicy:
+    """Return what an entry must be: what is asked for in one place cannot be taken back in another."""
+    env = environment()
+    configured = () if config is None else tuple(config.trusted_keys)
+    return TrustPolicy(
+        trusted_keys=tuple(keys) or configured or env.trusted_keys,
+        allow_shared=env.allow_shared_cache or (config is not None and config.allow_shared_cache),
+    )
 
 
 def _compiles_nothing(config: CompilationConfig) -> bool:
@@ -80,11 +96,17 @@ def _compiles_nothing(config: CompilationConfig) -> bool:
 
 
 def _load_from(
-    module: Any, config: CompilationConfig | None, layout: CacheLayout, prefix: str, rank: int | None
+    module: Any,
+    config: CompilationConfig | None,
+    layout: CacheLayout,
+    prefix: str,
+    *,
+    rank: int | None,
+    trust: TrustPolicy,
 ) -> LoadedModel:
     rank = environment().rank if rank is None else rank
     fields = None if config is None else config.leveled().key_fields()
-    finder = Finder(layout, module, facts_of(module), config=fields, rank=rank, prefix=prefix)
+    finder = Finder(layout, module, facts_of(module), config=fields, rank=rank, prefix=prefix, trust=trust)
     found = finder.find()
     loaded = open_entry(found, module, _open_artifact)
     StateStore(layout).record_hit(found.entry.name)
@@ -176,7 +198,8 @@ class _Maker:
         return loaded
 
     def _load(self, root: Path) -> LoadedModel:
-        return _load_from(self.module, self._config, CacheLayout(root=root), self._prefix, None)
+        layout, trust = CacheLayout(root=root), _trust(self._config)
+        return _load_from(self.module, self._config, layout, self._prefix, rank=None, trust=trust)
 
 
 class _OnFirstCall:

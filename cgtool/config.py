@@ -92,6 +92,11 @@ class CompilationConfig:
             Kind: runtime.
         debug_dump_path: A folder that gets `computation_graph.py` and `transformed_code.py` of each model that is
             traced, for people. Empty (default) means none. Kind: runtime.
+        trusted_keys: Files and folders of public keys (Ed25519, PEM or OpenSSH): load takes only what one of them
+            signed, and that is as it was signed. Empty (default) means CGTOOL_TRUSTED_KEYS, else asks for no signature;
+            `compile` then loads nothing that it compiled itself. Kind: runtime.
+        allow_shared_cache: Load from a cache that another user owns or others may write to, too; False by default.
+            The variable CGTOOL_ALLOW_SHARED_CACHE says the same for a whole process. Kind: runtime.
 
     Raises:
         ConfigError: A field cannot hold its value, or two fields contradict each other.
@@ -117,6 +122,8 @@ class CompilationConfig:
     proof: bool = True
     cache_dir: str = ""
     debug_dump_path: str = ""
+    trusted_keys: Sequence[str] = ()
+    allow_shared_cache: bool = False
 
     def __post_init__(self) -> None:
         for name in FIELDS:

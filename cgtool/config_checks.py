@@ -238,3 +238,11 @@ def check_path(value: Any) -> str:
     if not isinstance(text, str) or "\0" in text:
         raise WrongValueError("it is a path of text without a zero byte")
     return text
+
+
+def check_paths(value: Any) -> tuple[str, ...]:
+    """Return paths as texts; none of them is empty."""
+    paths = tuple(check_path(item) for item in _items([] if value is None else value, "paths"))
+    if not all(paths):
+        raise WrongValueError("it is a list of paths, none of which is empty")
+    return paths

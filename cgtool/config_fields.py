@@ -59,6 +59,8 @@ FIELDS: dict[str, FieldSpec] = {
     "proof": FieldSpec(kind="runtime", check=checks.check_bool, parse=text.parse_bool),
     "cache_dir": FieldSpec(kind="runtime", check=checks.check_path, parse=str),
     "debug_dump_path": FieldSpec(kind="runtime", check=checks.check_path, parse=str),
+    "trusted_keys": FieldSpec(kind="runtime", check=checks.check_paths, parse=text.parse_list(str)),
+    "allow_shared_cache": FieldSpec(kind="runtime", check=checks.check_bool, parse=text.parse_bool),
 }
 
 

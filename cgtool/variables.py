@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from cgtool.errors import ConfigError
 from cgtool.records import dataclass
@@ -25,6 +26,8 @@ class Environment:
         code_variables: The variables of torch, Inductor, Dynamo and triton that may change code, by name.
         rank: RANK, else LOCAL_RANK, else 0: this process's place in its model-parallel group.
         shell: SHELL, the user's own shell; None where it is unset or empty.
+        trusted_keys: CGTOOL_TRUSTED_KEYS, paths with commas between; none where it is unset or empty.
+        allow_shared_cache: CGTOOL_ALLOW_SHARED_CACHE; False where it is unset or empty.
     """
 
     cache_dir: str | None
@@ -34,6 +37,8 @@ class Environment:
     code_variables: Mapping[str, str]
     rank: int
     shell: str | None
+    trusted_keys: tuple[str, ...]
+    allow_shared_cache: bool
 
 
 #: A variable with one of these prefixes is taken to change code, unless it is known not to.
@@ -79,12 +84,12 @@ def environment(source: Mapping[str, str] | None = None) -> Environment:
         source: Where to read; None means this process's environment.
 
     Raises:
-        ConfigError: A rank is no whole number, or CGTOOL_DISABLE_CACHE is no bool.
+        ConfigError: A rank is no whole number, a bool is none, or CGTOOL_TRUSTED_KEYS are no paths.
     """
     values = os.environ if source is None else source
     return Environment(
         cache_dir=values.get("CGTOOL_CACHE_DIR") or None,
-        disable_cache=bool(values.get("CGTOOL_DISABLE_CACHE")) and _disable_cache(values["CGTOOL_DISABLE_CACHE"]),
+        disable_cache=bool(_field(values, "disable_cache", otherwise=False)),
         variables={name: values[name] for name in sorted(values) if name.startswith("CGTOOL_")},
         cxx=values.get("CXX"),
         code_variables={
@@ -94,6 +99,8 @@ def environment(source: Mapping[str, str] | None = None) -> Environment:
         },
         rank=_rank(values, "RANK", _rank(values, "LOCAL_RANK", 0)),
         shell=values.get("SHELL") or None,
+        trusted_keys=_field(values, "trusted_keys", otherwise=()),
+        allow_shared_cache=bool(_field(values, "allow_shared_cache", otherwise=False)),
     )
 
 
@@ -108,14 +115,19 @@ def child_variables(changes: Mapping[str, str], *, without: str = "") -> dict[st
     return {**kept, **changes}
 
 
-def _disable_cache(text: str) -> bool:
+def _field(values: Mapping[str, str], field: str, *, otherwise: Any) -> Any:
+    """Return the field of a configuration that a variable gives, as every process reads it, with or without one."""
+    variable = f"CGTOOL_{field.upper()}"
+    text = values.get(variable)
+    if not text:
+        return otherwise
     from cgtool.config_fields import parse_field  # only for who sets the variable
 
     try:
-        return bool(parse_field("disable_cache", text))
+        return parse_field(field, text)
     except ConfigError as error:
-        message = f"The variable CGTOOL_DISABLE_CACHE is {text!r}: {error.expected}."
-        raise ConfigError(message, path="CGTOOL_DISABLE_CACHE", expected=error.expected, actual=text) from error
+        message = f"The variable {variable} is {text!r}: {error.expected}."
+        raise ConfigError(message, path=variable, expected=error.expected, actual=text) from error
 
 
 def _rank(values: Mapping[str, str], name: str, default: int) -> int:

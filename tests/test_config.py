@@ -46,6 +46,8 @@ KINDS = {
     "proof": "runtime",
     "cache_dir": "runtime",
     "debug_dump_path": "runtime",
+    "trusted_keys": "runtime",
+    "allow_shared_cache": "runtime",
 }
 
 #: For each field a value that is not its default, in the form in which the record holds it.
@@ -70,6 +72,8 @@ OTHERS = {
     "proof": False,
     "cache_dir": "/x",
     "debug_dump_path": "/y",
+    "trusted_keys": ("/k", "keys"),
+    "allow_shared_cache": True,
 }
 
 
@@ -189,6 +193,8 @@ def test_equal_configurations_have_equal_hashes():
         ("cuda_graph_sizes", [8, 8], "named twice"),
         ("cache_dir", 3, "a path"),
         ("cache_dir", "a\0b", "zero byte"),
+        ("trusted_keys", "key.pub", "a list of paths"),
+        ("trusted_keys", ["key.pub", ""], "none of which is empty"),
     ],
 )
 def test_a_wrong_value_is_a_sentence_that_names_the_field(name, value, says):
@@ -420,6 +426,7 @@ def test_an_empty_environment_gives_defaults():
     found = environment({"CGTOOL_CACHE_DIR": "", "CGTOOL_DISABLE_CACHE": "", "CXX": "", "RANK": ""})
     assert (found.cache_dir, found.disable_cache, found.cxx, found.rank) == (None, False, "", 0)
     assert found.code_variables == {}
+    assert (found.trusted_keys, found.allow_shared_cache) == ((), False)
 
 
 @pytest.mark.parametrize(
@@ -435,11 +442,18 @@ def test_the_global_rank_goes_before_the_local_one(variables, rank):
         ({"RANK": "-1"}, "variable RANK is '-1'"),
         ({"LOCAL_RANK": "one"}, "variable LOCAL_RANK is 'one'"),
         ({"CGTOOL_DISABLE_CACHE": "perhaps"}, "variable CGTOOL_DISABLE_CACHE is 'perhaps'"),
+        ({"CGTOOL_ALLOW_SHARED_CACHE": "perhaps"}, "variable CGTOOL_ALLOW_SHARED_CACHE is 'perhaps'"),
+        ({"CGTOOL_TRUSTED_KEYS": "{}"}, "variable CGTOOL_TRUSTED_KEYS is '{}'"),
     ],
 )
 def test_a_variable_that_cannot_be_read_is_named(variables, says):
     with pytest.raises(ConfigError, match=says):
         environment(variables)
+
+
+def test_variables_say_whom_to_trust():
+    found = environment({"CGTOOL_TRUSTED_KEYS": "/etc/keys, ours.pub", "CGTOOL_ALLOW_SHARED_CACHE": "yes"})
+    assert (found.trusted_keys, found.allow_shared_cache) == (("/etc/keys", "ours.pub"), True)
 
 
 @pytest.mark.parametrize(("text", "off"), [("1", True), ("0", False), ("yes", True), ("FALSE", False)])

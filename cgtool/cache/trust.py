@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cgtool.cache.entry import Entry, read_entry
 from cgtool.cache.files import parse_sealed, read_bytes
 from cgtool.cache.key import SCHEMA as KEY_SCHEMA
 from cgtool.cache.key import Key
@@ -42,7 +43,6 @@ from cgtool.errors import CacheError, RefusedError
 from cgtool.records import dataclass
 
 if TYPE_CHECKING:
-    from cgtool.cache.entry import Entry
     from cgtool.cache.signatures import PublicKeys
 
 _SHARE = (
@@ -65,25 +65,34 @@ class TrustPolicy:
     trusted_keys: Sequence[Path | str] = ()
     allow_shared: bool = False
 
-    def check(self, layout: CacheLayout, entry: Entry, key: Key) -> None:
-        """Check an entry that was read and of which nothing was used yet.
+    def check(self, layout: CacheLayout, name: RankName, key: Key) -> Entry | None:
+        """Check an entry of which nothing was used yet.
 
         Args:
             layout: Where the cache lies.
-            entry: The entry as it was read.
+            name: Which entry.
             key: Its key as it was read.
+
+        Returns:
+            The entry as it was matched to a signature: the one to be used. None where no signature is asked for.
 
         Raises:
             RefusedError: foreign_owner, writable_by_others, unsigned, untrusted_key, wrong_signature or changed.
             UsageError: There is no key where `trusted_keys` says.
-            CacheError: What was signed cannot be read.
+            CacheCorruptError: The entry is torn, or its bytes differ from its digests.
+            CacheSchemaError: Another version of cgtool wrote it.
+            CacheError: It cannot be read.
         """
         if self.trusted_keys:
             from cgtool.cache.signatures import load_public_keys  # tens of milliseconds, and only under this policy
 
-            check_signed(layout, entry, key, load_public_keys(self.trusted_keys))
-        elif not self.allow_shared:
-            check_owner(layout, entry.name)
+            entry = read_entry(layout, name)
+            if entry is not None:
+                check_signed(layout, entry, key, load_public_keys(self.trusted_keys))
+            return entry
+        if not self.allow_shared:
+            check_owner(layout, name)
+        return None
 
 
 def check_owner(layout: CacheLayout, name: RankName) -> None:
@@ -124,7 +133,7 @@ def _foreign(path: str, owner: int) -> RefusedError:
 def _writable(path: str, mode: int) -> RefusedError:
     who = "everyone" if mode & stat.S_IWOTH else "its group"
     message = (
-        f"{path} can be written to by {who}, who could have put any code there. Take that right away, or: {_SHARE}"
+        f"{path} can be written to by {who}, who could have put any code there. Take that right away. {_SHARE}"
     )
     return RefusedError(
         message, reason="writable_by_others", path=path, expected="no write for others", actual=f"{mode & 0o7777:04o}"

@@ -23,8 +23,8 @@ from cgtool.errors import ConfigError
 #: Fields whose flag is not the field's own name.
 FLAGS = {"disable_cache": "--no-cache", "proof": "--no-proof", "inductor_compile_config": "--inductor-config"}
 
-#: Fields that hold a path: in a file it is relative to the file's folder.
-_PATHS = frozenset({"cache_dir", "debug_dump_path"})
+#: Fields that hold a path, or several: in a file it is relative to the file's folder.
+_PATHS = frozenset({"cache_dir", "debug_dump_path", "trusted_keys"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,10 +127,15 @@ def _table(path: Path) -> Mapping[str, Any] | None:
 def _from_file(path: Path) -> Iterator[_Said]:
     prefix = "" if path.name == "cgtool.toml" else "tool.cgtool."
     for name, raw in (_table(path) or {}).items():
-        is_path = name in _PATHS and isinstance(raw, str) and raw
-        value = str(path.parent / Path(raw).expanduser()) if is_path else raw
+        value = _below(path.parent, raw) if name in _PATHS else raw
         origin = f"{path}, key {prefix}{name}"
         yield _Said(field=name, value=value, origin=origin, key=name, known={field: field for field in FIELDS})
+
+
+def _below(folder: Path, raw: Any) -> Any:
+    if isinstance(raw, list):
+        return [_below(folder, item) for item in raw]
+    return str(folder / Path(raw).expanduser()) if isinstance(raw, str) and raw else raw
 
 
 def _from_variables(env: Environment) -> Iterator[_Said]:

@@ -21,7 +21,8 @@ from cgtool.cache.entry import Entry, read_entry
 from cgtool.cache.key import FactorDifference, Key, difference_between, read_key, sentences
 from cgtool.cache.layout import PLAN_FILE, CacheLayout, RankName, short
 from cgtool.cache.lookup import LookupStore
-from cgtool.errors import CacheError, CacheMissError, CacheSchemaError, CgtoolError
+from cgtool.cache.trust import TrustPolicy
+from cgtool.errors import CacheError, CacheMissError, CacheSchemaError, CgtoolError, RefusedError
 from cgtool.guards.files import sources_now
 from cgtool.guards.ops import op_digest
 from cgtool.guards.sources import Roots
@@ -63,6 +64,7 @@ class Finder:
         rank: Which process of a model-parallel group.
         prefix: Which compiled part of the model.
         exact_config: Whether splitting ops that `config` leaves open must have been left open by the entry too.
+        trust: What an entry must be before anything of it is used; None asks nothing, for who uses nothing of it.
     """
 
     def __init__(
@@ -75,7 +77,10 @@ class Finder:
         rank: int,
         prefix: str,
         exact_config: bool = False,
+        trust: TrustPolicy | None = None,
     ) -> None:
+        self._trust = trust
+        self._refused: RefusedError | None = None
         self._exact_config = exact_config
         self._other_schema: CacheSchemaError | None = None
         self._layout = layout
@@ -93,6 +98,7 @@ class Finder:
 
         Raises:
             CacheMissError: There is none; its reasons say why, those of the nearest entry.
+            RefusedError: There is one that may not be trusted, and none that may.
             CacheSchemaError: What is there was written by another version of cgtool.
             CacheError: The cache cannot be read.
         """
@@ -111,6 +117,8 @@ class Finder:
                 refused.append((hash_, reasons))
         if fitting:
             return _newest(fitting)
+        if self._refused is not None:
+            raise self._refused
         if self._other_schema is not None:
             raise self._other_schema
         raise self._miss(refused)
@@ -122,12 +130,16 @@ class Finder:
             key = read_key(self._layout, hash_)
             if key is None or not self._layout.manifest_file(name).exists():
                 return None, ()
+            trusted = None if self._trust is None else self._trust.check(self._layout, name, key)
             if self._differs(key):
                 return None, self._differences(key)
-            entry = read_entry(self._layout, name)
+            entry = trusted or read_entry(self._layout, name)
             if entry is None:
                 return None, ()
             plan = parse_plan(entry.files[PLAN_FILE], path=self._layout.rank_dir(name) / PLAN_FILE)
+        except RefusedError as error:
+            self._refused = error
+            return None, (str(error),)
         except CacheSchemaError as error:
             self._other_schema = error  # told only when no entry of this version serves
             return None, (str(error),)

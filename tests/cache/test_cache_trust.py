@@ -13,12 +13,14 @@ from bundle_maker import lay_entry, make_keys, sealed
 from cgtool.cache import trust
 from cgtool.cache.bundle.choose import Choice
 from cgtool.cache.entry import EntryWriter, read_entry
-from cgtool.cache.key import read_key
+from cgtool.cache.key import Factor, Key, read_key
 from cgtool.cache.layout import CacheLayout, RankName
+from cgtool.cache.signatures import load_public_keys
 from cgtool.cache.trust import TrustPolicy
 from cgtool.commands.export import ExportOptions, export
 from cgtool.commands.import_ import ImportOptions, import_bundle
 from cgtool.errors import RefusedError, UsageError
+from cgtool.records import replace
 
 OTHER_USER = 54321
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
@@ -26,8 +28,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give fi
 
 def check(root: Path, hash_: str, **policy: object) -> None:
     layout = CacheLayout(root=root)
-    entry = read_entry(layout, RankName(hash=hash_, rank=0, prefix="backbone"))
-    TrustPolicy(**policy).check(layout, entry, read_key(layout, hash_))
+    TrustPolicy(**policy).check(layout, RankName(hash=hash_, rank=0, prefix="backbone"), read_key(layout, hash_))
 
 
 def reason(root: Path, hash_: str, **policy: object) -> str:
@@ -185,12 +186,14 @@ def test_what_was_read_before_the_check_must_be_what_was_signed(signed):
     root, hash_, key = signed
     layout = CacheLayout(root=root)
     entry = read_entry(layout, RankName(hash=hash_, rank=0, prefix="backbone"))
-    other = type(entry)(**{**vars(entry), "manifest": entry.manifest.with_rows([])})
-    TrustPolicy(trusted_keys=[key]).check(layout, entry, read_key(layout, hash_))
-    fewer = type(other.manifest)(**{**vars(other.manifest), "rows": other.manifest.rows[1:]})
-    changed = type(entry)(**{**vars(entry), "manifest": fewer})
+    keys, own = load_public_keys([key]), read_key(layout, hash_)
+    assert trust.check_signed(layout, entry, own, keys) in keys
+    fewer = replace(entry.manifest, rows=entry.manifest.rows[1:])
     with pytest.raises(RefusedError) as refusal:
-        TrustPolicy(trusted_keys=[key]).check(layout, changed, read_key(layout, hash_))
+        trust.check_signed(layout, replace(entry, manifest=fewer), own, keys)
+    assert refusal.value.reason == "changed"
+    with pytest.raises(RefusedError) as refusal:
+        trust.check_signed(layout, entry, Key.of([Factor(name="model", value=7)]), keys)
     assert refusal.value.reason == "changed"
 
 
