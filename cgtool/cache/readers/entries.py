@@ -10,6 +10,7 @@ from cgtool.cache.readers.binary import native_target, pickle_protocol, read_str
 from cgtool.cache.readers.literals import MOST_BYTES, parse_json
 from cgtool.cache.readers.records import ForeignArtifact, ForeignEntry
 from cgtool.cache.readers.tree import File, Tree, created_of, size_of, used_of
+from cgtool.cache.readers.words import shown
 from cgtool.errors import CacheError
 
 _HEAD_BYTES = 64
@@ -110,7 +111,7 @@ def binary_artifact(
         if structure.header == "mega_cache":
             problems.append("is a mega-cache and no compiled artifact")
         if None not in (key, structure.key) and key != structure.key:
-            problems.append(f"the index names the key {key}, and the file holds {structure.key}")
+            problems.append(f"the index names the key {shown(key)}, and the file holds {shown(structure.key)}")
         if not structure.checked:
             problems.append("its checksum was not compared, for it is too large to read now")
     artifact = ForeignArtifact(

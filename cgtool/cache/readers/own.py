@@ -15,6 +15,8 @@ from cgtool.errors import CacheError
 _OWN_FOLDERS = ("units", "lookup", "state")
 _MARK = b"a cache of cgtool"
 _TAG_BYTES = 512
+#: Kinds of artifacts that torch unpickles: those of the adaptors "inductor" and "inductor_standalone".
+_PICKLES = ("mega", "aot")
 
 
 def is_own(path: Path) -> bool:
@@ -90,6 +92,6 @@ def _artifact(artifact: ArtifactListing, file: str | None, entry: EntryListing, 
         prefix=entry.prefix,
         shape=artifact.shape,
         piece_index=piece,
-        holds_pickle="pickle" in (file or ""),
+        holds_pickle=(file or "").partition(".")[2] in _PICKLES,
         problems=() if file is not None else ("the manifest names it and it is missing",),
     )

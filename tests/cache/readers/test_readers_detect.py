@@ -1,0 +1,109 @@
+"""Which system wrote a folder, where several might have, and cgtool's own cache in the readers' words."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from cache_samples import files_of, manifest_of, put_row, writer
+from readers_samples import SCALE, entry_of, unpack
+
+from cgtool.cache.files import ensure_root
+from cgtool.cache.readers.detect import detect, read_cache
+from cgtool.cache.readers.literals import parse_json
+from cgtool.errors import CacheError
+
+
+def test_a_folder_that_is_missing_empty_or_a_strangers_is_no_cache(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "strange" / "ab").mkdir(parents=True)
+    (tmp_path / "strange" / "ab" / "note.txt").write_text("hello")
+    for path in (tmp_path / "missing", tmp_path / "empty", tmp_path / "strange", tmp_path / ("x" * 300)):
+        assert detect(path) is None
+        with pytest.raises(CacheError, match="is no cache that cgtool knows") as caught:
+            read_cache(path)
+        assert caught.value.path == path
+
+
+@pytest.mark.parametrize("inner", ["", "torch_compile_cache"])
+def test_cgtools_own_cache_is_told_by_its_keys_and_its_tag(cache_root, inner):
+    ensure_root(cache_root)
+    assert detect(cache_root) == "cgtool"
+    to = writer(cache_root)
+    rows = (put_row(to), put_row(to, piece=1, shape=8, data=b"other"))
+    to.publish(manifest_of(to, rows), files_of("one"))
+    (cache_root / "CACHEDIR.TAG").unlink()
+    path = cache_root / inner if inner else cache_root
+    assert detect(path) == "cgtool"
+    cache = read_cache(path)
+    (entry,) = cache.entries
+    assert (cache.system, cache.root) == ("cgtool", cache_root / "torch_compile_cache")
+    assert (entry.name, entry.ranks, entry.prefixes) == (to.name.hash, ("0",), ("backbone",))
+    assert (entry.deletable, entry.why_not) == (False, "its ranks share artifacts; use cgtool prune")
+    assert [(row.shape, row.piece_index, row.size_bytes, row.what) for row in entry.artifacts] == [
+        ("general", 0, 4, "eager"),
+        (8, 1, 5, "eager"),
+    ]
+    assert cache.size_bytes == entry.size_bytes + (entry.path.parents[1] / "key.json").stat().st_size
+
+
+def test_torchs_folder_may_hold_tritons_and_each_kernel_is_an_entry(tmp_path):
+    path = unpack("torch_inductor", tmp_path)
+    shutil.copytree(unpack("triton", tmp_path), path / "triton" / "0")
+    assert detect(path) == "torch_inductor"
+    cache = read_cache(path)
+    assert cache.version == "triton 3.9.0"
+    kernel = entry_of(cache, f"triton/0/{SCALE}")
+    assert (kernel.kind, kernel.deletable, kernel.path) == ("kernel", True, path / "triton" / "0" / SCALE)
+    assert cache.size_bytes == 379_262 + 69_191 == sum(entry.size_bytes for entry in cache.entries)
+
+
+def test_generated_code_alone_is_torchs(tmp_path):
+    path = unpack("torch_inductor", tmp_path)
+    shutil.rmtree(path / "fxgraph")
+    shutil.rmtree(path / "aotautograd")
+    assert detect(path) == "torch_inductor"
+
+
+def test_tritons_cache_is_found_from_the_folder_above_it(tmp_path):
+    path = unpack("triton", tmp_path)
+    path.rename(tmp_path / "cache")
+    assert detect(tmp_path) == "triton"
+    assert read_cache(tmp_path).root == tmp_path / "cache"
+
+
+def test_a_launcher_of_tritons_is_no_kernel(tmp_path):
+    path = unpack("triton", tmp_path)
+    launcher = path / ("A" * 52)
+    launcher.mkdir()
+    (launcher / "__triton_launcher.cpython-311-x86_64-linux-gnu.so").write_bytes(
+        b"\x7fELF\x02\x01\x01" + bytes(11) + b"\xb7\0"
+    )
+    entry = entry_of(read_cache(path), "A" * 52)
+    (artifact,) = entry.artifacts
+    assert (entry.kind, list(entry.all_problems())) == ("launcher", [])
+    assert (artifact.what, artifact.target) == ("native_code", "aarch64")
+
+
+def test_what_a_stranger_put_beside_tritons_kernels_is_not_deletable(tmp_path):
+    path = unpack("triton", tmp_path)
+    (path / "note.txt").write_text("hello")
+    (path / "other").mkdir()
+    (path / "other" / "x").write_text("12")
+    other = entry_of(read_cache(path), "other files")
+    assert (other.kind, other.size_bytes, other.deletable) == ("other", 7, False)
+
+
+def test_an_atom_cache_and_a_vllm_cache_are_told_apart_by_ranks_alone(tmp_path):
+    path = unpack("atom", tmp_path) / "torch_compile_cache"
+    assert detect(path) == "atom"
+    for rank in path.glob("*/rank_*"):
+        rank.rename(rank.with_name(f"{rank.name}_0"))
+    assert detect(path) == "vllm"
+    assert [entry.ranks for entry in read_cache(path).entries] == [("0_0",), ("0_0", "1_0")]
+
+
+def test_metadata_of_a_kernel_is_given_as_it_was_written(tmp_path):
+    path = unpack("triton", tmp_path)
+    entry = entry_of(read_cache(path), SCALE)
+    assert entry.factors == parse_json((path / SCALE / "scale.json").read_bytes())
