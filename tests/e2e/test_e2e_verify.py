@@ -1,0 +1,267 @@
+"""`verify` beside the real thing: what load refuses it never promises, what it mends runs, what it opens opens."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from e2e_harness import LLAMA, cgtool
+from hold_harness import fixture_spec
+
+import cgtool as package
+from cgtool.cache.entry import EntryWriter, read_entry
+from cgtool.cache.key import Factor, Key, read_key
+from cgtool.cache.layout import RANK_FILES, CacheLayout, RankName
+from cgtool.cache.machine import this_machine
+from cgtool.cache.manifest import Manifest
+from cgtool.cache.packages import Package, pack, unpack
+from cgtool.cache.verify.digests import verify_entry
+from cgtool.cache.verify.verdict import verdict
+from cgtool.commands.verify import VerifyOptions, verify
+from cgtool.config import CompilationConfig
+from cgtool.errors import CacheCorruptError, CacheMissError
+
+pytestmark = pytest.mark.torch
+
+EAGER = CompilationConfig(adaptor="eager", jobs=0)
+INPUT = torch.arange(8.0).reshape(2, 4)
+
+
+class Doubler(torch.nn.Module):
+    """A model of one piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((4,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight + 1
+
+
+def compiled(root: Path) -> torch.Tensor:
+    with torch.no_grad():
+        return package.compile(Doubler().eval(), example_args=(INPUT,), config=EAGER, cache_dir=root)(INPUT)
+
+
+@pytest.fixture(scope="module")
+def eager_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("eager") / "cache"
+    compiled(root)
+    return root
+
+
+@pytest.fixture
+def root(eager_cache: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(eager_cache, tmp_path / "cache"))
+
+
+def only_name(root: Path) -> RankName:
+    layout = CacheLayout(root=root)
+    (hash_,) = layout.hashes()
+    (name,) = layout.rank_names(hash_)
+    return name
+
+
+def rekeyed(
+    root: Path,
+    target: Path,
+    change: Callable[[dict[str, Any]], None],
+    rows: Callable[[Manifest], Manifest] = lambda m: m,
+) -> RankName:
+    """Publish an entry in another cache under changed factors."""
+    layout, name = CacheLayout(root=root), only_name(root)
+    key, entry = read_key(layout, name.hash), read_entry(layout, name, files=RANK_FILES)
+    factors = {factor.name: factor.value for factor in key.factors}
+    change(factors)
+    new = Key.of(Factor(name=factor, value=value) for factor, value in factors.items())
+    writer = EntryWriter(CacheLayout(root=target), new, rank=0, prefix=name.prefix)
+    for row in entry.manifest.rows:
+        writer.objects.put(entry.artifact(row), row.kind)
+    manifest = rows(replace(entry.manifest, hash=new.hash))
+    writer.publish(manifest, entry.files)
+    return writer.name
+
+
+def setter(*path: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(factors: dict[str, Any]) -> None:
+        inner = factors
+        for part in path[:-1]:
+            inner = inner[part]
+        inner[path[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda _: None, id="nothing"),
+        pytest.param(setter("torch", "version", value="2.0.0"), id="torch"),
+        pytest.param(setter("torch", "version_git", value="00"), id="torch revision"),
+        pytest.param(setter("torch", "with_cuda", value="11.0"), id="cuda"),
+        pytest.param(setter("triton", value="1.0"), id="triton"),
+        pytest.param(setter("python", value="cpython 2.7"), id="python"),
+        pytest.param(setter("compiler", value="tcc"), id="compiler"),
+        pytest.param(setter("compiler", value=None), id="no compiler then"),
+        pytest.param(setter("target", "cpu", "machine", value="vax"), id="processor"),
+        pytest.param(setter("target", "cpu", "capability", value="MMX"), id="capability"),
+        pytest.param(setter("target", "cpu", "instructions", value="0" * 64), id="instructions"),
+        pytest.param(setter("target", "accelerators", value=["sm_10 x1"]), id="accelerators"),
+        pytest.param(setter("inductor_environment", value={"TORCHINDUCTOR_X": "1"}), id="variable"),
+        pytest.param(setter("moon", value="full"), id="a factor of the future"),
+    ],
+)
+def test_the_verdict_promises_a_load_exactly_where_load_hits(
+    eager_cache: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
+    name = rekeyed(eager_cache, tmp_path, change)
+    said = verdict(read_key(CacheLayout(root=tmp_path), name.hash), this_machine())
+    try:
+        package.load(Doubler().eval(), cache_dir=tmp_path)
+        hit = True
+    except CacheMissError:
+        hit = False
+    assert (said.level == "optimal") is hit
+    assert (said.level == "unsupported") is not hit
+
+
+def test_without_a_compiler_the_verdict_and_load_agree(eager_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent/c++")
+    key = read_key(CacheLayout(root=eager_cache), only_name(eager_cache).hash)
+    assert verdict(key, this_machine()).level == "optimal"
+    package.load(Doubler().eval(), cache_dir=eager_cache)
+
+
+def test_a_process_that_must_set_precision_is_told_so(eager_cache: Path, tmp_path: Path) -> None:
+    name = rekeyed(eager_cache, tmp_path, setter("precision", "float32_matmul", value="high"))
+    said = verdict(read_key(CacheLayout(root=tmp_path), name.hash), this_machine())
+    assert said.level == "loads"
+    with pytest.raises(CacheMissError, match="float32_matmul"):
+        package.load(Doubler().eval(), cache_dir=tmp_path)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        package.load(Doubler().eval(), cache_dir=tmp_path)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def flip(path: Path, draw: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    at = draw.randrange(len(data))
+    data[at] ^= 1 << draw.randrange(8)
+    path.unlink()
+    path.write_bytes(data)
+
+
+def loaded_files(root: Path) -> list[Path]:
+    """The files that a load reads."""
+    layout, name = CacheLayout(root=root), only_name(root)
+    folder = layout.rank_dir(name)
+    artifacts = sorted((layout.entry_dir(name.hash) / "artifacts").iterdir())
+    return [layout.key_file(name.hash), folder / "manifest.json", folder / "plan.json", artifacts[0]]
+
+
+@pytest.mark.parametrize("which", range(4), ids=["key", "manifest", "plan", "artifact"])
+def test_after_a_flip_load_refuses_and_compile_mends(root: Path, which: int) -> None:
+    path = loaded_files(root)[which]
+    flip(path, random.Random(which))
+    with pytest.raises((CacheCorruptError, CacheMissError)):
+        package.load(Doubler().eval(), cache_dir=root)
+    with torch.no_grad():
+        assert torch.equal(compiled(root), Doubler()(INPUT))
+    assert verify_entry(CacheLayout(root=root), only_name(root).hash).problems == ()
+    package.load(Doubler().eval(), cache_dir=root)
+
+
+def test_a_damaged_artifact_that_nothing_else_has_is_compiled_from_the_plan(root: Path) -> None:
+    path = loaded_files(root)[3]
+    path.unlink()
+    for unit in (root / "torch_compile_cache" / "units").rglob(path.name):
+        unit.unlink()
+    report = verify(VerifyOptions(cache_dir=root, repair=True))
+    assert report.ok
+    assert [repair.action for repair in report.entries[0].repairs] == ["compiled"]
+    assert path.exists()
+    package.load(Doubler().eval(), cache_dir=root)
+
+
+def test_a_hole_is_found_and_compiled(eager_cache: Path, tmp_path: Path) -> None:
+    rekeyed(eager_cache, tmp_path, lambda _: None, rows=lambda manifest: replace(manifest, rows=()))
+    found = verify(VerifyOptions(cache_dir=tmp_path))
+    assert [(hole.piece_index, hole.shape) for hole in found.entries[0].holes] == [(0, "general")]
+    assert not found.ok
+    assert verify(VerifyOptions(cache_dir=tmp_path, repair=True)).ok
+    package.load(Doubler().eval(), cache_dir=tmp_path)
+
+
+def test_an_entry_of_another_machine_is_not_compiled_for_here(eager_cache: Path, tmp_path: Path) -> None:
+    name = rekeyed(eager_cache, tmp_path, setter("torch", "version", value="2.0.0"))
+    artifact = next((CacheLayout(root=tmp_path).entry_dir(name.hash) / "artifacts").iterdir())
+    artifact.unlink()
+    report = verify(VerifyOptions(cache_dir=tmp_path, repair=True))
+    assert not report.ok
+    assert [repair.action for repair in report.entries[0].repairs] == ["not_repaired"]
+    assert not artifact.exists()
+
+
+def test_load_opens_every_artifact_and_calls_the_model_where_nothing_compiles(sized_cache: Any) -> None:
+    cache = sized_cache("tiny_llama")
+    ran = cgtool("verify", "--cache-dir", cache.root, "--load", "--model", LLAMA, "--json")
+    load = ran.report["load"]
+    (entry,) = load["entries"]
+    assert entry["opened"] == len({artifact["digest"] for artifact in cache.report["artifacts"]})
+    assert entry["problems"] == []
+    assert load["model"] == {"hash": cache.report["hash"], "called": True, "sentence": ""}
+    assert load["compiled"] == []
+
+
+def test_flips_in_real_packages_are_never_opened(sized_cache: Any, tmp_path: Path) -> None:
+    root = sized_cache("tiny_llama").copy(tmp_path / "cache")
+    spec = fixture_spec("tiny_llama")
+    draw = random.Random(5)
+    for path in loaded_files(root):
+        intact = path.read_bytes()
+        flip(path, draw)
+        with pytest.raises((CacheCorruptError, CacheMissError)):
+            package.load(spec.module, cache_dir=root)
+        path.unlink()
+        path.write_bytes(intact)
+    package.load(spec.module, cache_dir=root)
+
+
+CRASHES = """
+#include <signal.h>
+__attribute__((constructor)) static void crash() { raise(SIGSEGV); }
+"""
+
+
+def test_an_artifact_that_kills_its_process_is_named(sized_cache: Any, tmp_path: Path) -> None:
+    root = sized_cache("tiny_llama").root
+    (tmp_path / "crash.cpp").write_text(CRASHES)
+    library = tmp_path / "crash.so"
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", library, tmp_path / "crash.cpp"], check=True)
+    whole = read_entry(CacheLayout(root=root), only_name(root))
+    row = whole.manifest.rows[-1]
+    metadata = unpack(whole.artifact(row)).metadata
+    data = pack(Package(native=library.read_bytes(), metadata=metadata))
+
+    def with_crash(manifest: Manifest) -> Manifest:
+        digest = EntryWriter(CacheLayout(root=tmp_path / "cache"), key, rank=0, prefix="backbone").objects.put(
+            data, "pt2"
+        )
+        crashing = replace(row, digest=digest, size_bytes=len(data))
+        return replace(manifest, rows=(*manifest.rows[:-1], crashing))
+
+    key = read_key(CacheLayout(root=root), only_name(root).hash)
+    rekeyed(root, tmp_path / "cache", lambda _: None, rows=with_crash)
+    ran = cgtool("verify", "--cache-dir", tmp_path / "cache", "--load")
+    assert ran.code == 3
+    assert "was ended by SIGSEGV. Warm the model again here." in ran.out
