@@ -33,10 +33,10 @@ from cgtool.cache.layout import (
 from cgtool.cache.listing import CacheListing, EntryListing, entry_listing
 from cgtool.cache.manifest import parse_manifest
 from cgtool.cache.rows import ArtifactListing
-from cgtool.cache.state import StateStore
+from cgtool.cache.state import StateStore, Usage
 from cgtool.errors import CacheError
 
-__all__ = ["ArtifactListing", "CacheListing", "EntryListing", "list_entry", "scan"]
+__all__ = ["ArtifactListing", "CacheListing", "EntryListing", "list_entry", "scan", "with_artifacts"]
 
 _OWN_FOLDERS = frozenset({"units", "lookup", "state"})
 _UNIT_RECORDS = frozenset({UNIT_FILE, "lock"})
@@ -73,6 +73,18 @@ def list_entry(layout: CacheLayout, name: RankName) -> EntryListing | None:
         return None
     parse_manifest(data, path=path, name=name)
     return entry_listing(data, path=path, name=name, usage=StateStore(layout).usage(name))
+
+
+def with_artifacts(layout: CacheLayout, entry: EntryListing) -> EntryListing:
+    """Return an entry that was listed without its artifacts with them; as it is where its manifest is gone by now."""
+    name = RankName(hash=entry.hash, rank=entry.rank, prefix=entry.prefix)
+    path = layout.manifest_file(name)
+    usage = Usage(hits=entry.hits, last_used=entry.last_used)
+    try:
+        data = read_bytes(path)
+        return entry if data is None else entry_listing(data, path=path, name=name, usage=usage)
+    except CacheError:
+        return entry
 
 
 class _Scan:

@@ -1,10 +1,11 @@
-"""`cgtool inspect cache` and `cgtool inspect graph`: parse, look, print.
+"""`cgtool inspect`, and its commands `cache` and `graph`: parse, look, print.
 
 Must not import torch; the commands themselves load as they run.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -12,19 +13,27 @@ import click
 from cgtool.cli import failures
 from cgtool.cli.lazy import LazyGroup
 from cgtool.cli.options import cache_dir_option, cache_folder, talk_options
+from cgtool.errors import UsageError
 
 if TYPE_CHECKING:
     from cgtool.cli.output import Output
 
 COMMANDS = {
     "cache": ("cgtool.cli.inspect:inspect_cache", "List the cache's entries and what they hold."),
-    "graph": ("cgtool.cli.inspect:inspect_graph", "Show the pieces of one entry as a table."),
+    "entry": ("cgtool.cli.inspect_one:inspect_entry", "Show what one entry is compiled for, and where holes are."),
+    "artifact": (
+        "cgtool.cli.inspect_one:inspect_artifact",
+        "Show what one artifact holds, and which pieces it serves.",
+    ),
+    "graph": ("cgtool.cli.inspect:inspect_graph", "Show the pieces of one entry as a table or a picture."),
+    "key": ("cgtool.cli.inspect_one:inspect_key", "Show every factor of an entry's key."),
 }
 
 EXAMPLES = """\b
 Examples:
   cgtool inspect cache
-  cgtool inspect graph 3f9a
+  cgtool inspect entry 3f9a
+  cgtool inspect artifact 3f9a/2
 """
 
 CACHE_EXAMPLES = """\b
@@ -39,7 +48,7 @@ GRAPH_EXAMPLES = """\b
 Examples:
   cgtool inspect graph
   cgtool inspect graph 3f9a --variant 1
-  cgtool inspect graph 3f9a --rank 0 --prefix backbone --json
+  cgtool inspect graph 3f9a --svg pieces.svg
 """
 
 
@@ -47,7 +56,10 @@ Examples:
     cls=LazyGroup, table=COMMANDS, epilog=EXAMPLES, short_help="Look into the cache: its entries, or the pieces of one."
 )
 def inspect() -> None:
-    """Look into the cache: its entries, or the pieces of one. Runs no code of a model and needs no torch."""
+    """Look into the cache: its entries, or the pieces, artifacts and key of one.
+
+    Runs no code of a model or of an artifact, and needs no torch.
+    """
 
 
 @click.command("cache", epilog=CACHE_EXAMPLES, short_help="List the cache's entries and what they hold.")
@@ -98,21 +110,22 @@ def inspect_cache(
         filters=filters,
         sort=sort,
         limit=limit,
-        artifacts=output.as_json,
     )
     report = run(asked)
     if output.as_json:
-        output.json(report.to_json())
+        output.json_of_many(report.to_json(), "entries", report.entries_json())
     else:
         show_cache(output, report)
     return failures.DONE
 
 
-@click.command("graph", epilog=GRAPH_EXAMPLES, short_help="Show the pieces of one entry as a table.")
+@click.command("graph", epilog=GRAPH_EXAMPLES, short_help="Show the pieces of one entry as a table or a picture.")
 @click.argument("entry", required=False, metavar="[ENTRY]")
 @click.option("--variant", metavar="NAME|N", help="Which variant: its number or its name. Default: the first.")
 @click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Which rank of the entry.")
 @click.option("--prefix", metavar="NAME", help="Which compiled part of the model.")
+@click.option("--svg", metavar="FILE", help="Draw the pieces into a picture that needs no network.")
+@click.option("--html", metavar="FILE", help="The same as a page.")
 @cache_dir_option
 @talk_options
 def inspect_graph(
@@ -122,6 +135,8 @@ def inspect_graph(
     variant: str | None,
     rank: int | None,
     prefix: str | None,
+    svg: str | None,
+    html: str | None,
     cache_dir: str | None,
 ) -> int:
     """Show the pieces of ENTRY, the beginning of a hash that `inspect cache` lists.
@@ -129,6 +144,7 @@ def inspect_graph(
     A cache with one entry needs no ENTRY. Pieces of the same identity are compiled once.
     """
     # The table needs rich, which `--help` does without.
+    from cgtool.cli.picture import html_of, svg_of
     from cgtool.cli.tables import show_graph
     from cgtool.commands.inspect_graph import GraphOptions
     from cgtool.commands.inspect_graph import inspect_graph as run
@@ -141,8 +157,24 @@ def inspect_graph(
         cache_dir=cache_folder(cache_dir),
     )
     report = run(asked)
+    for file, draw in ((svg, svg_of), (html, html_of)):
+        if file is not None:
+            write_picture(Path(file), draw(report))
+            output.note(f"Wrote {file}")
     if output.as_json:
         output.json(report.to_json())
     else:
         show_graph(output, report)
     return failures.DONE
+
+
+def write_picture(path: Path, text: str) -> None:
+    """Write a picture.
+
+    Raises:
+        UsageError: The file cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} could not be written: {error.strerror}. Name another file.", path=path) from error

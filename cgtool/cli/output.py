@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 from cgtool.cli.text import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from rich.console import Console, RenderableType
 
@@ -60,6 +60,26 @@ class Output:
     def json(self, document: dict[str, Any]) -> None:
         """Print a report for programs: indented, ASCII only, so that no terminal obeys what is in it."""
         _write(sys.stdout, json.dumps(document, indent=2, ensure_ascii=True, allow_nan=False) + "\n")
+
+    def json_of_many(self, document: dict[str, Any], name: str, items: Iterable[Any]) -> None:
+        """Print a report whose field `name` is a long list: an item a line, each made as it is printed.
+
+        Args:
+            document: The report, with anything for `name`, which keeps its place.
+            name: Which field.
+            items: What it holds.
+        """
+        for number, (field, value) in enumerate(document.items()):
+            _write(sys.stdout, ("{" if number == 0 else ",") + f"\n  {json.dumps(field)}: ")
+            if field != name:
+                _write(sys.stdout, json.dumps(value, ensure_ascii=True, allow_nan=False))
+                continue
+            ends = "[\n    "
+            for item in items:
+                _write(sys.stdout, ends + json.dumps(item, ensure_ascii=True, allow_nan=False))
+                ends = ",\n    "
+            _write(sys.stdout, "[]" if ends.startswith("[") else "\n  ]")
+        _write(sys.stdout, "\n}\n")
 
     def show(self, renderable: RenderableType) -> None:
         """Print a table or a line of a report for people on stdout."""

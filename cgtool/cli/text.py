@@ -20,6 +20,8 @@ def plain(text: object, *, lines: bool = False) -> str:
         Printable text: control characters, bidirectional marks and lone surrogates are spelled as in Python's source.
     """
     source = str(text)
+    if source.isprintable():  # nearly all are, and a listing has thousands
+        return source
     if lines:
         source = source.replace("\r\n", "\n").replace("\t", "    ")
     return "".join(char if char.isprintable() or (lines and char == "\n") else _escaped(char) for char in source)

@@ -13,15 +13,15 @@ filters (all of them, and not only those that `limit` leaves)::
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cgtool.cache.filters import parse_filter, parse_order
-from cgtool.cache.layout import resolve_root
+from cgtool.cache.layout import CacheLayout, resolve_root
 from cgtool.cache.listing import CacheListing
-from cgtool.cache.scan import scan
+from cgtool.cache.scan import scan, with_artifacts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +33,12 @@ class CacheOptions:
         filters: All of which an entry must pass, see `cgtool.cache.filters`.
         sort: A field, or one with ":asc" or ":desc"; None is by hash, rank and prefix.
         limit: How many entries to show at most; None for all.
-        artifacts: Whether to list each entry's artifacts.
     """
 
     path: Path | None = None
     filters: Sequence[str] = ()
     sort: str | None = None
     limit: int | None = None
-    artifacts: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +63,14 @@ class CacheReport:
     saved_secs: float
     now: float
 
+    def entries_json(self) -> Iterator[dict[str, Any]]:
+        """Yield the entries of the document, each with its artifacts as its manifest has them at this moment."""
+        layout = CacheLayout(root=self.listing.root)
+        for entry in self.listing.entries:
+            yield dict(with_artifacts(layout, entry).to_json())
+
     def to_json(self) -> dict[str, Any]:
-        """Return the document that `inspect cache --json` prints."""
+        """Return the document that `inspect cache --json` prints, with no artifacts: those of many entries are much."""
         return {
             **self.listing.to_json(),
             "num_entries": self.num_entries,
@@ -96,7 +100,7 @@ def inspect_cache(options: CacheOptions) -> CacheReport:
     root = resolve_root(options.path)
     # Another system's cache is told from ours by looking at `root`, and would be read here by its own reader.
     # A cache that was named must be there; the default one may wait for its first warm.
-    listing = scan(root, missing_ok=options.path is None, artifacts=options.artifacts)
+    listing = scan(root, missing_ok=options.path is None, artifacts=False)
     matching = [entry for entry in listing.entries if all(test(entry) for test in passes)]
     shown = matching if order is None else order(matching)
     return CacheReport(

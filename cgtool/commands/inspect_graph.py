@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from cgtool.cache.entry import read_entry
-from cgtool.cache.layout import GRAPH_FILE, PLAN_FILE, SHORT_DIGITS, CacheLayout, RankName, resolve_root, short
+from cgtool.cache.layout import GRAPH_FILE, PLAN_FILE, CacheLayout, RankName, resolve_root, short
 from cgtool.cache.manifest import ManifestRow
 from cgtool.cache.shapes import shape_to_json
+from cgtool.commands.selection import one_name
 from cgtool.errors import CacheError, UsageError
 from cgtool.pieces import PieceGraph, TensorMeta
 from cgtool.plan import Plan, Step, parse_plan
@@ -161,7 +162,7 @@ def inspect_graph(options: GraphOptions) -> GraphReport:
     """
     root = resolve_root(options.cache_dir)
     layout = CacheLayout(root=root)
-    name = _one_name(layout, options)
+    name = one_name(layout, options.entry, rank=options.rank, prefix=options.prefix)
     entry = read_entry(layout, name)
     if entry is None:
         message = f"Entry {short(name.hash)} is gone. Look again with: cgtool inspect cache"
@@ -181,39 +182,6 @@ def inspect_graph(options: GraphOptions) -> GraphReport:
         pieces=tuple(_piece(step, plan.graphs[step.graph], rows) for step in plan.variants[number].steps),
         code_path=layout.rank_dir(name) / GRAPH_FILE,
     )
-
-
-def _one_name(layout: CacheLayout, options: GraphOptions) -> RankName:
-    there = [name for hash_ in layout.hashes() for name in layout.rank_names(hash_) if _is_published(layout, name)]
-    fitting = [
-        name
-        for name in there
-        if name.hash.startswith((options.entry or "").lower())
-        and options.rank in (None, name.rank)
-        and options.prefix in (None, name.prefix)
-    ]
-    if len(fitting) == 1:
-        return fitting[0]
-    if not there:
-        message = f"The cache at {layout.root} holds no entry. Fill it with: cgtool warm MODEL"
-        raise CacheError(message, path=layout.root)
-    listed = "\n".join(f"  {_words(name, fitting or there)}" for name in fitting or there)
-    what = "Several entries fit" if fitting else "No entry fits"
-    advice = "Name one of these by its hash, and by --rank and --prefix where the hash is the same"
-    raise UsageError(f"{what}. {advice}:\n{listed}", path=layout.root, actual=options.entry)
-
-
-def _is_published(layout: CacheLayout, name: RankName) -> bool:
-    return layout.manifest_file(name).is_file()
-
-
-def _words(name: RankName, among: Sequence[RankName]) -> str:
-    """The shortest beginning of the hash that tells it from the others, ten digits or more."""
-    others = {other.hash for other in among} - {name.hash}
-    digits = SHORT_DIGITS
-    while any(other.startswith(name.hash[:digits]) for other in others):
-        digits += 1
-    return f"{name.hash[:digits]} --rank {name.rank} --prefix {name.prefix}"
 
 
 def _one_variant(plan: Plan, wanted: str | None) -> int:

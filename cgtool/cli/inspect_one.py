@@ -1,0 +1,127 @@
+"""`cgtool inspect entry`, `artifact` and `key`: parse, look, print.
+
+Must not import torch; the commands themselves load as they run.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from cgtool.cli import failures
+from cgtool.cli.options import cache_dir_option, cache_folder, talk_options
+
+if TYPE_CHECKING:
+    from cgtool.cli.output import Output
+
+ENTRY_EXAMPLES = """\b
+Examples:
+  cgtool inspect entry
+  cgtool inspect entry 3f9a
+  cgtool inspect entry 3f9a --json | jq '.holes'
+"""
+
+ARTIFACT_EXAMPLES = """\b
+Examples:
+  cgtool inspect artifact 78e124d6
+  cgtool inspect artifact 3f9a/2 --shape 8
+  cgtool inspect artifact 3f9a/2 --shape general --json | jq '.kernels'
+"""
+
+KEY_EXAMPLES = """\b
+Examples:
+  cgtool inspect key
+  cgtool inspect key 3f9a --json | jq '.factors[] | select(.name == "torch")'
+"""
+
+
+@click.command("entry", epilog=ENTRY_EXAMPLES, short_help="Show what one entry is compiled for, and where holes are.")
+@click.argument("entry", required=False, metavar="[HASH]")
+@cache_dir_option
+@talk_options
+def inspect_entry(*, output: Output, entry: str | None, cache_dir: str | None) -> int:
+    """Show what the entry HASH is compiled for: each piece, for each shape, on each rank.
+
+    HASH is the beginning of a hash that `inspect cache` lists; a cache with one entry needs none. A hole is a shape
+    that one piece lacks and another piece, or another rank, has. Proved is an artifact that was run and compared with
+    its piece before it was stored.
+    """
+    # The table needs rich, which `--help` does without.
+    from cgtool.cli.inspect_one_tables import show_entry
+    from cgtool.commands.inspect_entry import inspect_entry as run
+
+    report = run(entry, cache_dir=cache_folder(cache_dir))
+    if output.as_json:
+        output.json(report.to_json())
+    else:
+        show_entry(output, report)
+    return failures.DONE
+
+
+@click.command(
+    "artifact", epilog=ARTIFACT_EXAMPLES, short_help="Show what one artifact holds, and which pieces it serves."
+)
+@click.argument("artifact", metavar="DIGEST|HASH/PIECE")
+@click.option("--shape", metavar="SHAPE", help="Of a piece: for which shape, such as general, 8, 1-16 or batch=4.")
+@click.option("--variant", type=click.IntRange(min=0), metavar="N", help="Of a piece: which variant.")
+@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Of a piece: which rank.")
+@click.option("--prefix", metavar="NAME", help="Of a piece: which compiled part of the model.")
+@cache_dir_option
+@talk_options
+def inspect_artifact(
+    *,
+    output: Output,
+    artifact: str,
+    shape: str | None,
+    variant: int | None,
+    rank: int | None,
+    prefix: str | None,
+    cache_dir: str | None,
+) -> int:
+    """Show what an artifact holds: kernels, generated code, what it was compiled for and with, and what it serves.
+
+    Name it by the beginning of its digest, or by the beginning of an entry's hash and a piece: 3f9a/2. It is read as
+    data: nothing of it is unpickled or executed. Packages of aot_inductor hold no sources. Registers and shared memory
+    are those of CUDA kernels that lie in the package as files of their own.
+    """
+    # The tables need rich, which `--help` does without.
+    from cgtool.cli.inspect_one_tables import show_artifact
+    from cgtool.commands.inspect_artifact import ArtifactOptions
+    from cgtool.commands.inspect_artifact import inspect_artifact as run
+
+    asked = ArtifactOptions(
+        artifact=artifact,
+        shape=shape,
+        variant=variant,
+        rank=rank,
+        prefix=prefix,
+        cache_dir=cache_folder(cache_dir),
+    )
+    report = run(asked)
+    if output.as_json:
+        output.json(report.to_json())
+    else:
+        show_artifact(output, report)
+    return failures.DONE
+
+
+@click.command("key", epilog=KEY_EXAMPLES, short_help="Show every factor of an entry's key.")
+@click.argument("entry", required=False, metavar="[HASH]")
+@cache_dir_option
+@talk_options
+def inspect_key(*, output: Output, entry: str | None, cache_dir: str | None) -> int:
+    """Show every factor of the key of the entry HASH, with its value, those that tell most about a miss first.
+
+    HASH is the beginning of a hash that `inspect cache` lists; a cache with one entry needs none.
+    """
+    # The lines need rich, which `--help` does without.
+    from cgtool.cli.inspect_one_tables import show_key
+    from cgtool.commands.inspect_key import inspect_key as run
+
+    report = run(entry, cache_dir=cache_folder(cache_dir))
+    if output.as_json:
+        output.json(report.to_json())
+    else:
+        show_key(output, report)
+    return failures.DONE

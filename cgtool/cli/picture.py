@@ -1,0 +1,136 @@
+"""The picture of `inspect graph --svg` and `--html`: the pieces of a variant in order, in one file without network.
+
+Must not import torch. Every text goes through `plain`, is cut and escaped; the page's Content-Security-Policy forbids
+it to load or run anything. Pieces of one identity have one colour; what is split at has none and a dashed outline.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from cgtool.cache.layout import short
+from cgtool.cache.shapes import shape_words
+from cgtool.cli.text import count_text, cut, plain
+
+if TYPE_CHECKING:
+    from cgtool.commands.inspect_graph import GraphReport, PieceRow
+    from cgtool.pieces import TensorMeta
+
+_WIDTH, _BOX, _GAP, _LEFT, _LINE, _HEAD = 760, 74, 18, 20, 19, 58
+#: Hues lie apart by the golden angle, so that any number of neighbours differ.
+_GOLDEN_ANGLE = 137.508
+_FEW_OPS, _FEW_SHAPES, _FEW_TENSORS = 4, 8, 4
+_MOST_CHARACTERS = 96
+
+_STYLE = """
+svg { color-scheme: light dark; --ink: #1b1f24; --soft: #57606a; --line: #8c959f; --page: #fff; }
+@media (prefers-color-scheme: dark) { svg { --ink: #e6edf3; --soft: #9da7b1; --line: #6e7681; --page: #0d1117; } }
+.page { fill: var(--page); } text { font: 14px system-ui, sans-serif; fill: var(--ink); }
+.title { font-size: 17px; font-weight: 600; } .soft { fill: var(--soft); font-size: 13px; }
+.name { font-weight: 600; } .arrow { stroke: var(--line); stroke-width: 1.5; }
+.split { fill: none; stroke: var(--line); stroke-dasharray: 6 4; stroke-width: 1.5; }
+.piece { fill-opacity: .22; stroke-width: 1.5; }
+"""
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ margin: 1.5rem auto; padding: 0 1rem; max-width: 50rem; background: #fff; }}
+@media (prefers-color-scheme: dark) {{ body {{ background: #0d1117; }} }}
+svg {{ width: 100%; height: auto; }}
+</style>
+</head>
+<body>
+{picture}</body>
+</html>
+"""
+
+
+def html_of(report: GraphReport) -> str:
+    """Return a page with the picture of a variant's pieces."""
+    return _PAGE.format(title=_safe(_title(report)), picture=svg_of(report))
+
+
+def svg_of(report: GraphReport) -> str:
+    """Return the picture of a variant's pieces as SVG."""
+    colours = _colours(report)
+    height = _HEAD + len(report.pieces) * (_BOX + _GAP) + _GAP
+    unique = len(colours)
+    splitting = sum(piece.splitting for piece in report.pieces)
+    facts = (
+        f"{report.variants[report.variant].describe()}: {count_text(len(report.pieces), 'piece')}, {splitting} "
+        f"splitting, {unique} unique"
+    )
+    size = f'viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
+        f"<title>{_safe(_title(report))}</title><style>{_STYLE}</style>",
+        f'<rect class="page" width="{_WIDTH}" height="{height}"/>',
+        _text(_LEFT, 26, _title(report), "title"),
+        _text(_LEFT, 47, facts, "soft"),
+    ]
+    for number, piece in enumerate(report.pieces):
+        top = _HEAD + number * (_BOX + _GAP)
+        if number:
+            middle = _WIDTH // 2
+            parts.append(f'<line class="arrow" x1="{middle}" x2="{middle}" y1="{top - _GAP}" y2="{top}"/>')
+        parts.append(_box(piece, top, colours.get(piece.identity)))
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def _box(piece: PieceRow, top: int, colour: str | None) -> str:
+    look = 'class="split"'
+    if colour is not None and not piece.splitting:
+        look = f'class="piece" fill="{colour}" stroke="{colour}"'
+    name = f"piece {piece.index}" if piece.index >= 0 else "sizes"
+    what = "splitting" if piece.splitting else "compiled"
+    shapes = _few([shape_words(shape) for shape in piece.shapes], _FEW_SHAPES) or "nothing yet"
+    runs = "as it stands" if piece.splitting else f"for {shapes}"
+    first = f"{name} · {what} {runs}"
+    tensors = f"{_tensors(piece.inputs)} → {_tensors(piece.outputs)}"
+    ops = _few([op.removeprefix("torch.ops.") for op in piece.ops], _FEW_OPS)
+    lines = [
+        _text(_LEFT + 14, top + 22, first, "name"),
+        _text(_LEFT + 14, top + 22 + _LINE, f"{short(piece.identity)} · {count_text(piece.num_ops, 'op')}: {ops}", ""),
+        _text(_LEFT + 14, top + 22 + 2 * _LINE, tensors, "soft"),
+    ]
+    box = f'<rect {look} x="{_LEFT}" y="{top}" width="{_WIDTH - 2 * _LEFT}" height="{_BOX}" rx="7"/>'
+    return f"<g>{box}{''.join(lines)}</g>"
+
+
+def _colours(report: GraphReport) -> dict[str, str]:
+    """Return identity → colour of the pieces that are compiled, in order of first appearance."""
+    identities = dict.fromkeys(piece.identity for piece in report.pieces if not piece.splitting and piece.index >= 0)
+    return {
+        identity: f"hsl({round(210 + number * _GOLDEN_ANGLE) % 360}, 65%, 50%)"
+        for number, identity in enumerate(identities)
+    }
+
+
+def _tensors(tensors: tuple[TensorMeta, ...]) -> str:
+    words = [f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]" for tensor in tensors]
+    return _few(words, _FEW_TENSORS) or "nothing"
+
+
+def _few(words: list[str], most: int) -> str:
+    return ", ".join(words if len(words) <= most + 1 else [*words[:most], f"… ({len(words)})"])
+
+
+def _title(report: GraphReport) -> str:
+    return f"{cut(plain(report.model))} {short(report.name.hash)} rank {report.name.rank} {report.name.prefix}"
+
+
+def _text(x: int, y: int, words: str, kind: str) -> str:
+    look = f' class="{kind}"' if kind else ""
+    return f'<text x="{x}" y="{y}"{look}>{_safe(words)}</text>'
+
+
+def _safe(words: str) -> str:
+    return escape(cut(plain(words), _MOST_CHARACTERS))
