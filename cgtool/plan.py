@@ -35,8 +35,8 @@ from cgtool.records import dataclass
 
 SCHEMA = 2
 
-#: More values than a plan can have.
-_MAX_VALUES = 2**31
+#: More values than a plan can have, and not more than fit the memory: a run of them is a few bytes of a file.
+_MAX_VALUES = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,7 +340,7 @@ def parse_plan(data: bytes, *, path: Path) -> Plan:
         document = json.loads(data)
         schema = document["schema"]
         plan = Plan.from_json(document) if schema == SCHEMA else None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         message = f"{path} is no plan ({error}). Warm the model again."
         raise CacheCorruptError(message, path=path) from error
     if plan is None:

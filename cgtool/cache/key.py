@@ -179,7 +179,7 @@ def read_key(layout: CacheLayout, hash_: str) -> Key | None:
 def _parse(data: Json, path: Path, hash_: str) -> Key:
     try:
         key = Key.of(Factor(name=name, value=factor["value"]) for name, factor in data["factors"].items())
-    except (KeyError, TypeError, AttributeError) as error:
+    except (LookupError, ValueError, TypeError, AttributeError) as error:
         raise corrupt(path, f"a field is wrong: {error}") from error
     if key.hash != hash_:
         raise corrupt(path, "its factors do not give the hash of its folder", expected=hash_, actual=key.hash)

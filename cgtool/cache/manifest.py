@@ -339,7 +339,7 @@ def parse_manifest(data: bytes, *, path: Path, name: RankName) -> Manifest:
     record = parse_sealed(data, path=path, schema=SCHEMA)
     try:
         manifest = Manifest.from_json(record)
-    except (CacheError, KeyError, TypeError, AttributeError) as error:
+    except (CacheError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise corrupt(path, f"a field is wrong: {error}") from error
     if manifest.name != name:
         raise corrupt(path, "it is the manifest of another folder", expected=name.flat, actual=manifest.name.flat)
