@@ -11,7 +11,7 @@ What a field takes for a value:
   with';
 - a number (`rank`, `pieces`, `unique`, `artifacts`, `hits`);
 - bytes (`size`, `unshared`): a number and B, KB, MB, GB, TB (thousands) or KiB, MiB, GiB, TiB (1024; K, M, G, T too);
-- seconds (`compile_secs`, `saved_secs`): a number, or one with a unit: s, min, h, d, w;
+- seconds (`artifact_secs`, `saved_secs`): a number, or one with a unit: s, min, h, d, w;
 - a time (`created`, `last_used`): how long ago, `last_used>30d` being 'more than 30 days ago'; or a date or moment as
   ISO 8601 has it, `created>=2026-01-31` being 'on that day or later'; or `never`, with = and != alone.
 
@@ -74,7 +74,7 @@ _FIELDS = {
     "artifacts": _Field(get=lambda entry: entry.num_artifacts, kind="number"),
     "size": _Field(get=lambda entry: entry.size_bytes, kind="bytes"),
     "unshared": _Field(get=lambda entry: entry.unshared_bytes, kind="bytes"),
-    "compile_secs": _Field(get=lambda entry: entry.compile_secs, kind="seconds"),
+    "artifact_secs": _Field(get=lambda entry: entry.artifact_secs, kind="seconds"),
     "saved_secs": _Field(get=lambda entry: entry.saved_secs, kind="seconds"),
     "hits": _Field(get=lambda entry: entry.hits, kind="number"),
     "created": _Field(get=lambda entry: _moment(entry.created), kind="time"),

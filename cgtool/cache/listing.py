@@ -7,7 +7,7 @@ An entry's figures:
 
 - `size_bytes`: what shipping it alone takes: each different artifact once, and the files of its rank;
 - `unshared_bytes`: the same, with the artifact counted for every piece and shape that it serves;
-- `compile_secs`: how long its different artifacts took to compile, each once;
+- `artifact_secs`: how long its different artifacts took to compile, each once;
 - `saved_secs`: `hits` times that: the seconds of compiling that the processes which loaded it did without.
 """
 
@@ -63,7 +63,7 @@ class EntryListing:
     shapes: tuple[Shape, ...]
     size_bytes: int
     unshared_bytes: int
-    compile_secs: float
+    artifact_secs: float
     saved_secs: float
     created: str
     last_used: str | None
@@ -95,7 +95,7 @@ class EntryListing:
             "last_used": self.last_used,
             "shapes": [shape_to_json(shape) for shape in self.shapes],
             "unshared_bytes": self.unshared_bytes,
-            "compile_secs": self.compile_secs,
+            "artifact_secs": self.artifact_secs,
             "saved_secs": self.saved_secs,
             "hits": self.hits,
         }
@@ -145,7 +145,7 @@ def _listing(
         raise CacheError("it is the manifest of another folder", expected=name.flat)
     first = expect(record["variants"], lambda value: isinstance(value, list) and bool(value), "at least one variant")[0]
     own_bytes = num_bytes + sum(count(of["size_bytes"]) for of in record["files"].values())
-    compile_secs = round(sum(rows.secs.values()), 3)
+    artifact_secs = round(sum(rows.secs.values()), 3)
     return EntryListing(
         hash=name.hash,
         rank=name.rank,
@@ -163,8 +163,8 @@ def _listing(
         shapes=tuple(sorted(rows.shapes, key=shape_order)),
         size_bytes=own_bytes + sum(rows.sizes.values()),
         unshared_bytes=own_bytes + rows.unshared_bytes,
-        compile_secs=compile_secs,
-        saved_secs=round(usage.hits * compile_secs, 3),
+        artifact_secs=artifact_secs,
+        saved_secs=round(usage.hits * artifact_secs, 3),
         created=text(record["created"]),
         last_used=usage.last_used,
         hits=usage.hits,

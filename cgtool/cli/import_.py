@@ -22,7 +22,7 @@ Examples:
   cgtool import llama.tar.zst --trust
   cgtool import release.tar.zst --require-signature release.pub
   cgtool import layer/cache --require-signature /etc/cgtool/keys --cache-dir /var/cache/models
-  curl -s https://example.org/llama.tar.zst | cgtool import - --require-signature release.pub
+  cgtool import - --require-signature release.pub < release.tar.zst
 """
 
 _GIB = 2**30

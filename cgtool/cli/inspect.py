@@ -93,7 +93,7 @@ def inspect_cache(
     that entries share count once. Saved is hits times the seconds that its different artifacts took to compile.
 
     Fields of --filter and --sort: hash, model, rank, prefix, adaptor, pieces, unique, artifacts, size, unshared,
-    compile_secs, saved_secs, hits, created, last_used. Operators: = != > >= < <= and ~ for 'contains'. A time is an
+    artifact_secs, saved_secs, hits, created, last_used. Operators: = != > >= < <= and ~ for 'contains'. A time is an
     age (30d, 12h: last_used>30d is more than 30 days ago) or a date (created>=2026-01-31), or never; an entry that
     was never used is as old as it was created.
     """

@@ -58,7 +58,7 @@ def test_an_entry_is_listed_with_exactly_the_promised_fields(cache_root):
         "size_bytes": files + 3,
         "shapes": ["general"],
         "unshared_bytes": files + 3,
-        "compile_secs": 1.5,
+        "artifact_secs": 1.5,
         "saved_secs": 1.5,
         "hits": 1,
     }
@@ -135,7 +135,7 @@ def test_each_entry_says_what_it_is_compiled_for_and_what_its_hits_saved(cache_r
     for artifacts in (True, False):
         (entry,) = scan(cache_root, artifacts=artifacts).entries
         assert entry.shapes == ("general", (2, 4), 8)
-        assert (entry.num_artifacts, entry.hits, entry.compile_secs, entry.saved_secs) == (2, 3, 3.0, 9.0)
+        assert (entry.num_artifacts, entry.hits, entry.artifact_secs, entry.saved_secs) == (2, 3, 3.0, 9.0)
         assert entry.unshared_bytes - entry.size_bytes == 3 * len(b"one")
         assert len(entry.artifacts) == (3 if artifacts else 0)
 

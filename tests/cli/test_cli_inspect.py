@@ -27,7 +27,7 @@ ENTRY_KEYS = [
     "last_used",
     "shapes",
     "unshared_bytes",
-    "compile_secs",
+    "artifact_secs",
     "saved_secs",
     "hits",
 ]
