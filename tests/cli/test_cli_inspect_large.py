@@ -1,0 +1,139 @@
+"""`inspect cache` on 10,000 artifacts: filters, orders, and bounds that leave room for a busy machine."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cli_harness import COMMAND, Ran, environment, run_many
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "cache"))
+from cache_maker import MODELS, make_cache
+
+ENTRIES = 200
+#: Ten times what it takes where nothing else runs.
+MOST_SECS = 5.0
+MOST_MIB = 150
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("large")
+    make_cache(root, entries=ENTRIES, artifacts_per_entry=50, layers=8)
+    return root
+
+
+@pytest.fixture(scope="module")
+def ran(root: Path) -> dict[str, Ran]:
+    runs = {
+        "all": [],
+        "json": ["--json"],
+        "filtered": ["--filter", "model~llama", "--filter", "last_used>30d", "--json"],
+        "sorted": ["--sort", "created", "--limit", "3", "--json"],
+        "limited": ["--filter", "model=GPT-2", "--sort", "hits:asc", "--limit", "2"],
+        "none": ["--filter", "size>1TB"],
+        "limit zero": ["--limit", "0"],
+        "wrong filter": ["--filter", "siez>1GB", "--json"],
+        "wrong order": ["--sort", "siez"],
+        "wrong limit": ["--limit", "-1"],
+    }
+    answers = run_many([(root, {}, ["inspect", "cache", str(root), *arguments]) for arguments in runs.values()])
+    return dict(zip(runs, answers, strict=True))
+
+
+def test_every_entry_is_a_line_of_one_width(ran):
+    lines = ran["all"].out.splitlines()
+    assert (ran["all"].code, ran["all"].err) == (0, "")
+    assert lines[0].split() == [
+        *("hash", "model", "rank", "prefix", "adaptor", "shapes", "pieces", "unique", "artifacts", "size", "unshared"),
+        *("saved", "created", "used", "hits"),
+    ]
+    assert len(lines) == ENTRIES + 2
+    hits = lines[0].index("hits")
+    assert {len(line) for line in lines[1:-1]} == {len(lines[0])}
+    assert {line[hits - 2 : hits] for line in lines[1:-1]} == {"  "}
+    assert lines[-1].startswith(f"{ENTRIES} entries in ")
+    assert "; hits saved " in lines[-1]
+
+
+def test_json_holds_every_artifact(ran):
+    report = ran["json"].report
+    assert len(report["entries"]) == report["num_entries"] == report["matching"] == ENTRIES
+    assert {len(entry["artifacts"]) for entry in report["entries"]} == {50}
+    one = report["entries"][0]
+    assert one["unshared_bytes"] - one["size_bytes"] == (90 - 50) * 256
+    assert one["artifact_secs"] == pytest.approx(sum(artifact["compile_secs"] for artifact in one["artifacts"]))
+    assert report["unshared_bytes"] == sum(entry["unshared_bytes"] for entry in report["entries"])
+    assert report["saved_secs"] == pytest.approx(sum(entry["saved_secs"] for entry in report["entries"]))
+    assert report["matching_bytes"] < report["size_bytes"]  # the keys, which no rank owns
+
+
+def test_filters_are_all_to_be_passed(ran):
+    report = ran["filtered"].report
+    # entry i of n was created n - i days ago, every third never used and the others half a day later
+    wanted = [i for i in range(ENTRIES) if i % len(MODELS) == 0 and ENTRIES - i - (0.5 if i % 3 else 0) > 30]
+    assert {entry["model"] for entry in report["entries"]} == {"Llama-3.1-8B"}
+    assert report["matching"] == len(report["entries"]) == len(wanted)
+    assert report["num_entries"] == ENTRIES
+    assert report["matching_bytes"] == sum(entry["size_bytes"] for entry in report["entries"])
+
+
+def test_orders_and_limits_leave_the_first(ran):
+    report = ran["sorted"].report
+    created = [entry["created"] for entry in report["entries"]]
+    assert len(created) == 3
+    assert created == sorted(created, reverse=True)
+    assert (report["matching"], report["num_entries"]) == (ENTRIES, ENTRIES)
+    lines = ran["limited"].out.splitlines()
+    assert len(lines) == 4
+    assert [line.split()[1] for line in lines[1:3]] == ["GPT-2", "GPT-2"]
+    assert [line.split()[-1] for line in lines[1:3]] == ["0", "0"]
+    assert lines[3].startswith(f"2 shown of {ENTRIES // 5} of {ENTRIES} entries in ")
+
+
+def test_a_filter_that_nothing_passes_shows_the_sum_alone(ran, root):
+    assert ran["none"].code == 0
+    assert ran["none"].out.startswith(f"0 of {ENTRIES} entries in {root}, 0 B of ")
+    assert ran["limit zero"].out.startswith(f"0 shown of {ENTRIES} entries in {root}, ")
+    assert ran["none"].out.count("\n") == ran["limit zero"].out.count("\n") == 1
+
+
+def test_a_wrong_filter_order_or_limit_is_wrong_usage(ran):
+    assert ran["wrong filter"].code == ran["wrong order"].code == ran["wrong limit"].code == 2
+    error = ran["wrong filter"].report["error"]
+    assert (error["type"], error["actual"]) == ("UsageError", "siez>1GB")
+    assert error["message"].startswith("'siez>1GB' names no field. Use one of: hash, model, ")
+    assert ran["wrong order"].err.startswith("Error: 'siez' names no field to sort by. Use one of: hash, model, ")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--filter", "model~llama"], ["--json"]], ids=["all", "filtered", "json"])
+def test_it_takes_little_time_and_memory(root, arguments):
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        [*COMMAND, "inspect", "cache", str(root), *arguments], stdout=subprocess.DEVNULL, env=environment()
+    )
+    _, status, usage = _wait(process)
+    secs = time.perf_counter() - start
+    assert status == 0
+    assert min(secs, usage.ru_utime + usage.ru_stime) < MOST_SECS
+    assert usage.ru_maxrss / 1024 < MOST_MIB
+
+
+def _wait(process: subprocess.Popen[bytes]) -> tuple[int, int, resource.struct_rusage]:
+    answer = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(answer[1])
+    return answer
+
+
+def test_a_scan_imports_no_torch_and_no_table(root):
+    code = (
+        "import sys; from pathlib import Path; from cgtool.cache.scan import scan; "
+        f"scan(Path({str(root)!r})); print([name for name in ('torch', 'rich', 'click') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment())
+    assert done.stdout == "[]\n"
