@@ -22,6 +22,7 @@ from cgtool.cache.layout import (
     ARTIFACTS,
     KEY_FILE,
     MANIFEST_FILE,
+    SIGNATURES,
     UNIT_FILE,
     CacheLayout,
     RankName,
@@ -130,6 +131,8 @@ class _Scan:
                     self.own_bytes += _stat_size(child)
                 elif child.name == ARTIFACTS:
                     self._artifacts(hash_, child.path)
+                elif child.name == SIGNATURES:
+                    self.own_bytes += sum(map(_stat_size, _listed(child.path)))
                 elif rank is not None:
                     ranks.append((rank, child.path))
                 elif not is_temporary(child.name):

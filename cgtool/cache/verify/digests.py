@@ -25,6 +25,7 @@ from cgtool.cache.layout import (
     KEY_FILE,
     MANIFEST_FILE,
     PLAN_FILE,
+    SIGNATURES,
     CacheLayout,
     RankName,
     is_prefix,
@@ -186,7 +187,7 @@ class EntryCheck:
             if parse_rank_folder(name) is not None:
                 strangers = [path / child for child in sorted(_names(path)) if not is_prefix(child)]
             else:
-                strangers = [] if name in (KEY_FILE, ARTIFACTS) else [path]
+                strangers = [] if name in (KEY_FILE, ARTIFACTS, SIGNATURES) else [path]
             self._notes += [note for at in strangers if (note := stray(at)) is not None]
 
     def finish(self) -> EntryFindings:

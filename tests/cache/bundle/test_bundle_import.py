@@ -16,7 +16,9 @@ from cgtool.cache.entry import EntryWriter, read_entry
 from cgtool.cache.key import read_key
 from cgtool.cache.layout import CacheLayout, RankName
 from cgtool.cache.lookup import LookupStore
+from cgtool.cache.scan import scan
 from cgtool.cache.signatures import load_private_key, sign
+from cgtool.cache.verify.digests import verify_entry
 from cgtool.commands.export import ExportOptions, export
 from cgtool.commands.import_ import ImportOptions, ImportReport, import_bundle
 from cgtool.errors import CacheError, RefusedError, UsageError
@@ -389,3 +391,12 @@ def test_the_report_says_what_became_of_each_entry(tmp_path):
         ],
         "warnings": [],
     }
+
+
+def test_inspect_and_verify_know_what_import_leaves(tmp_path, keys):
+    hash_ = lay_entry(tmp_path / "a")
+    imported(signed_forge(tmp_path / "a", hash_, keys / "ours.pem").bytes(), tmp_path / "b", any_machine=True)
+    listing = scan(tmp_path / "b")
+    assert (len(listing.entries), listing.warnings) == (1, ())
+    findings = verify_entry(CacheLayout(root=tmp_path / "b"), hash_)
+    assert (findings.problems, findings.notes) == ((), ())
