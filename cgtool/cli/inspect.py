@@ -42,6 +42,7 @@ Examples:
   cgtool inspect cache /var/cache/models --sort size --limit 10
   cgtool inspect cache --filter "last_used>30d" --filter "model~llama"
   cgtool inspect cache --json | jq '.entries[].hash'
+  cgtool inspect cache ~/.cache/vllm
 """
 
 GRAPH_EXAMPLES = """\b
@@ -96,8 +97,13 @@ def inspect_cache(
     artifact_secs, saved_secs, hits, created, last_used. Operators: = != > >= < <= and ~ for 'contains'. A time is an
     age (30d, 12h: last_used>30d is more than 30 days ago) or a date (created>=2026-01-31), or never; an entry that
     was never used is as old as it was created.
+
+    PATH may also be what another system wrote, which is told by looking: a cache of vLLM, ATOM, torch (the folder that
+    TORCHINDUCTOR_CACHE_DIR names) or Triton, or a mega-cache file. Nothing of it is unpickled or executed. What is
+    missing, torn or moved is named, and --filter and --sort take hash, prefix, artifacts, size, created, last_used.
     """
     # The table needs rich, which `--help` does without.
+    from cgtool.cli.foreign_tables import show_foreign
     from cgtool.cli.inspect_tables import show_cache
     from cgtool.commands.inspect_cache import CacheOptions
     from cgtool.commands.inspect_cache import inspect_cache as run
@@ -111,6 +117,8 @@ def inspect_cache(
         sort=sort,
         limit=limit,
     )
+    if show_foreign(output, asked):
+        return failures.DONE
     report = run(asked)
     if output.as_json:
         output.json_of_many(report.to_json(), "entries", report.entries_json())
