@@ -17,7 +17,6 @@ from cgtool.cudagraph_mode import CUDAGraphMode, default_capture_sizes
 from cgtool.errors import ConfigError
 from cgtool.pieces import AOT_INDUCTOR, EAGER, Json
 from cgtool.records import dataclass
-from cgtool.variables import Environment, child_variables, environment
 
 __all__ = [
     "ADAPTORS",
@@ -29,10 +28,7 @@ __all__ = [
     "CompilationConfig",
     "CompilationLevel",
     "CompileSize",
-    "Environment",
     "FieldKind",
-    "child_variables",
-    "environment",
     "resolve_capture_sizes",
     "resolve_compile_sizes",
     "resolve_cudagraph_mode",

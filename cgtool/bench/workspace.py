@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from cgtool.bench.request import SCHEMA, read_document, write_document
-from cgtool.config import child_variables
 from cgtool.digests import digest_of
 from cgtool.errors import UsageError
+from cgtool.variables import child_variables
 
 _ABOUT = "bench.json"
 _PREPARED = "prepared.json"

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 
 from cgtool.build import _torch
-from cgtool.config import environment
 from cgtool.digests import digest_of
 from cgtool.errors import ConfigError
 from cgtool.guards.environment import compiler_version, environment_factors, plain
 from cgtool.pieces import Json
+from cgtool.variables import environment
 
 #: Options that name places, or say how hard to work, and change no code.
 _NOT_CODE = ("cutlass_dir", "cache", "path", "dir", "compile_threads", "worker", "_debug", "trace", "log")

@@ -28,7 +28,7 @@ from cgtool.cache.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout, r
 from cgtool.cache.manifest import Manifest
 from cgtool.cache.objects import ObjectStore
 from cgtool.cache.shapes import shape_words
-from cgtool.config import AOT_INDUCTOR, EAGER, CompilationConfig, CompilationLevel, environment
+from cgtool.config import AOT_INDUCTOR, EAGER, CompilationConfig, CompilationLevel
 from cgtool.digests import canonical_json, digest_of
 from cgtool.errors import CacheCorruptError, CacheMissError, ModelError, UsageError
 from cgtool.events import Event, OnEvent, ignore
@@ -38,6 +38,7 @@ from cgtool.runtime.call import first_index
 from cgtool.runtime.facts import Facts, facts_of
 from cgtool.runtime.find import Finder, Found
 from cgtool.runtime.text import plan_text
+from cgtool.variables import environment
 
 if TYPE_CHECKING:
     from cgtool.build.stitch import Stitched

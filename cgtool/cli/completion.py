@@ -53,13 +53,10 @@ _SHELLS: tuple[Shell, ...] = ("bash", "zsh", "fish")
 
 def _script(shell: Shell) -> str:
     """Return click's own script: it calls cgtool with _CGTOOL_COMPLETE set and reads what may follow."""
-    from click.shell_completion import get_completion_class
+    from click.shell_completion import BashComplete, FishComplete, ZshComplete
 
     from cgtool.cli.main import cgtool
 
-    complete = get_completion_class(shell)
-    if complete is None:
-        message = f"click completes nothing in {shell}. Install a newer click."
-        raise click.UsageError(message)
-    maker = complete(cgtool, {}, "cgtool", "_CGTOOL_COMPLETE")
+    kinds = {"bash": BashComplete, "zsh": ZshComplete, "fish": FishComplete}
+    maker = kinds[shell](cgtool, {}, "cgtool", "_CGTOOL_COMPLETE")
     return maker.source_template % maker.source_vars() + "\n"

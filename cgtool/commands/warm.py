@@ -16,10 +16,11 @@ from typing import Any, Literal
 from cgtool.cache.layout import CacheLayout, RankName, resolve_root
 from cgtool.cache.scan import list_entry
 from cgtool.commands.start import load_call, start_line
-from cgtool.config import CompilationConfig, environment
+from cgtool.config import CompilationConfig
 from cgtool.errors import CacheMissError, UsageError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.model import ModelSpec
+from cgtool.variables import environment
 
 SCHEMA = 1
 

@@ -23,11 +23,12 @@ from cgtool.cache.key import difference_between
 from cgtool.cache.layout import CacheLayout, RankName, resolve_root
 from cgtool.cache.manifest import read_manifest
 from cgtool.cache.state import StateStore
-from cgtool.config import CompilationConfig, environment
+from cgtool.config import CompilationConfig
 from cgtool.errors import CacheError, CacheMissError, UsageError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.guards.files import sources_now
 from cgtool.model import ModelSpec
+from cgtool.variables import environment
 
 SCHEMA = 1
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from cgtool.cli.settings import find_file, load_settings
-from cgtool.config import CompilationConfig, environment
+from cgtool.config import CompilationConfig
 from cgtool.errors import ConfigError
+from cgtool.variables import environment
 
 
 @pytest.fixture
