@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from cgtool.cache.layout import short
 from cgtool.cli.columns import show_rows
 from cgtool.cli.inspect_tables import ago_text
-from cgtool.cli.text import count_text, cut, size_text
+from cgtool.cli.text import count_text, cut, plain, size_text
 
 if TYPE_CHECKING:
     from cgtool.cache.prune.records import Kept, PlannedEntry
@@ -95,7 +95,7 @@ def show_stats(output: Output, report: StatsReport) -> None:
 
 def _show_kept(output: Output, kept: tuple[Kept, ...]) -> None:
     for item in kept[:_MOST]:
-        output.note(f"Stays: {short(item.hash)} {cut(item.model)}: {item.sentence}.", style="dim")
+        output.note(f"Stays: {short(item.hash)} {cut(plain(item.model))}: {plain(item.sentence)}.", style="dim")
     if len(kept) > _MOST:
         output.note(f"Stays: {len(kept) - _MOST} more, which --json shows.", style="dim")
 
@@ -112,7 +112,7 @@ def _row(entry: PlannedEntry, now: float) -> tuple[str, ...]:
 
 
 def _models(entries: list[PlannedEntry]) -> str:
-    counts = Counter(entry.model or short(entry.hash) for entry in entries)
-    named = [cut(model) + (f" ({count} entries)" if count > 1 else "") for model, count in counts.most_common(_MOST)]
+    counts = Counter(cut(plain(entry.model)) or short(entry.hash) for entry in entries)
+    named = [model + (f" ({count} entries)" if count > 1 else "") for model, count in counts.most_common(_MOST)]
     rest = len(counts) - len(named)
     return ", ".join(named) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,226 @@
+"""`prune`, run as a user runs it, on a cache that is laid down without a compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from cli_harness import COMMAND, environment, lay_entry, run
+
+from cgtool.cache.layout import CacheLayout, RankName
+from cgtool.cache.leases import hold
+from cgtool.cache.prune.record import count_miss
+
+PLAN_KEYS = [
+    "schema",
+    "root",
+    "rules",
+    "entries",
+    "files",
+    "kept",
+    "misses",
+    "size_bytes",
+    "frees_bytes",
+    "notes",
+    "outcome",
+]
+
+
+def hashes(root):
+    return set(CacheLayout(root=root).hashes())
+
+
+def run_on_terminal(*arguments, answer):
+    """Run `cgtool` on a terminal, type an answer (or interrupt it), and return (exit code, all that was shown)."""
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, *map(str, arguments)],
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        env=environment(TERM="dumb"),
+    )
+    os.close(follower)
+    shown = b""
+    deadline = time.time() + 60
+    while b"[y/N]" not in shown and process.poll() is None:
+        assert time.time() < deadline
+        shown += os.read(leader, 65536)
+    if answer:
+        os.write(leader, answer.encode())
+    else:
+        process.send_signal(signal.SIGINT)
+    try:
+        while True:
+            shown += os.read(leader, 65536)
+    except OSError:  # the other end is closed
+        pass
+    os.close(leader)
+    return process.wait(timeout=60), shown.decode()
+
+
+def test_a_dry_run_shows_the_plan_and_changes_nothing(tmp_path):
+    hash_ = lay_entry(tmp_path, model="Tiny\x1b[31m\nModel")
+    ran = run("prune", "--keep-last", "0", "--dry-run", "--cache-dir", tmp_path)
+    assert (ran.code, ran.err) == (0, "")
+    lines = ran.out.splitlines()
+    assert lines[0].split() == ["hash", "model", "used", "size", "comes", "free", "why"]
+    assert lines[1].startswith(f"{hash_[:10]}  Tiny\\x1b[31m\\nModel  never")
+    assert lines[1].endswith("it is not among the last 0 of its model")
+    assert lines[2] == "These will miss, until they are warmed again: Tiny\\x1b[31m\\nModel."
+    assert lines[3].startswith(f"1 entry of {tmp_path} would go; ")
+    assert len(lines) == 4
+    assert hashes(tmp_path) == {hash_}
+
+
+def test_yes_does_it_and_json_tells_the_plan_and_the_outcome(tmp_path):
+    kept, gone = lay_entry(tmp_path, seed=1), lay_entry(tmp_path, seed=2)
+    ran = run("prune", "--entry", gone[:8], "--yes", "--json", "--cache-dir", tmp_path)
+    assert (ran.code, ran.err) == (0, "")
+    assert list(ran.report) == PLAN_KEYS
+    assert ran.report["schema"] == 1
+    assert [entry["hash"] for entry in ran.report["entries"]] == [gone]
+    assert ran.report["misses"] == [{"model": "TinyModel", "hash": gone}]
+    outcome = ran.report["outcome"]
+    assert list(outcome) == ["removed", "removed_files", "freed_bytes", "kept", "failed"]
+    assert (outcome["removed"], outcome["removed_files"], outcome["kept"], outcome["failed"]) == ([gone], 0, [], [])
+    assert outcome["freed_bytes"] == ran.report["frees_bytes"] > 3000
+    assert hashes(tmp_path) == {kept}
+
+
+def test_in_a_pipe_it_asks_for_a_yes_and_removes_nothing(tmp_path):
+    hash_ = lay_entry(tmp_path)
+    ran = run("prune", "--keep-last", "0", "--cache-dir", tmp_path)
+    assert (ran.code, ran.out) == (2, "")
+    assert "There is nobody to ask, for this is no terminal: give --yes" in ran.err
+    ran = run("prune", "--keep-last", "0", "--json", "--cache-dir", tmp_path)
+    assert (ran.code, ran.report["error"]["exit_code"]) == (2, 2)
+    assert hashes(tmp_path) == {hash_}
+
+
+@pytest.mark.parametrize(("answer", "left"), [("y\n", 0), ("n\n", 1), ("\n", 1)])
+def test_on_a_terminal_it_asks_first(tmp_path, answer, left):
+    lay_entry(tmp_path)
+    code, shown = run_on_terminal("prune", "--keep-last", "0", "--cache-dir", tmp_path, answer=answer)
+    assert code == 0
+    assert "come free." in shown
+    assert ("Nothing was removed." in shown) == bool(left)
+    assert ("Removed 1 entry" in shown) == (not left)
+    assert len(hashes(tmp_path)) == left
+
+
+def test_ctrl_c_at_the_question_removes_nothing(tmp_path):
+    hash_ = lay_entry(tmp_path)
+    code, _ = run_on_terminal("prune", "--keep-last", "0", "--cache-dir", tmp_path, answer="")
+    assert code == 130
+    assert hashes(tmp_path) == {hash_}
+
+
+def test_an_entry_in_use_stays_and_is_listed(tmp_path):
+    hash_ = lay_entry(tmp_path)
+    lease = hold(CacheLayout(root=tmp_path), RankName(hash=hash_, rank=0, prefix="backbone"))
+    ran = run("prune", "--keep-last", "0", "--yes", "--cache-dir", tmp_path)
+    assert (ran.code, ran.out) == (0, f"Nothing to remove in {tmp_path}.\n")
+    assert ran.err == f"Stays: {hash_[:10]} TinyModel: a live process uses it.\n"
+    lease.release()
+
+
+def test_misses_of_what_was_pruned_are_shown(tmp_path):
+    hash_ = lay_entry(tmp_path)
+    facts = "ab" * 32
+    layout = CacheLayout(root=tmp_path)
+    from cgtool.cache.prune.record import PrunedEntry, note_pruned
+
+    told = PrunedEntry(hash="cd" * 32, model="Gone", when="2026-01-01T00:00:00.000Z", why="it was named")
+    note_pruned(layout, {facts: [told]})
+    count_miss(layout, facts)
+    ran = run("prune", "--stats", "--cache-dir", tmp_path)
+    assert ran.code == 0
+    assert ran.out.splitlines()[1].split()[:2] == ["cdcdcdcdcd", "Gone"]
+    assert ran.out.splitlines()[-1] == "1 miss that a prune caused."
+    report = run("prune", "--stats", "--json", "--cache-dir", tmp_path).report
+    assert list(report) == ["schema", "root", "misses", "pruned"]
+    assert (report["schema"], report["misses"]) == (1, 1)
+    assert report["pruned"][0]["entries"] == [told.to_json()]
+    assert hashes(tmp_path) == {hash_}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--older-than", "30"), "'30' is not an age such as 30d, 12h or 90min."),
+        (("--older-than", "-1d"), "'-1d' is not an age"),
+        (("--max-size", "10XB"), "'10XB' is not a size such as 10GB or 512MiB."),
+        (("--entry", "../x"), "'../x' is not the beginning of a hash"),
+        (("--entry", "abc", "--dry-run"), "No entry's hash begins with 'abc'."),
+        (("--keep-last", "-1"), "-1 is not in the range"),
+    ],
+)
+def test_wrong_usage_is_said(tmp_path, options, said):
+    ran = run("prune", *options, "--cache-dir", tmp_path)
+    assert ran.code == 2
+    assert said in ran.err
+
+
+@pytest.mark.parametrize(
+    ("text", "secs"), [("30d", 2592000.0), ("1.5h", 5400.0), ("90min", 5400.0), ("2w", 1209600.0), ("10s", 10.0)]
+)
+def test_ages_are_read(text, secs):
+    from cgtool.cli.prune import _age
+
+    assert _age(None, None, text) == secs
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("10GB", 10**10), ("1GiB", 2**30), ("2K", 2048), ("0", 0), ("512 MiB", 2**29), ("1.5kb", 1500)]
+)
+def test_sizes_are_read(text, size):
+    from cgtool.cli.prune import _size
+
+    assert _size(None, None, text) == size
+
+
+def test_a_folder_that_is_not_there_fails(tmp_path):
+    ran = run("prune", "--dry-run", "--cache-dir", tmp_path / "nowhere")
+    assert ran.code == 1
+    assert ran.err == f"Error: {tmp_path}/nowhere does not exist. Name the folder of a cache.\n"
+    (tmp_path / "file").touch()
+    ran = run("prune", "--dry-run", "--cache-dir", tmp_path / "file")
+    assert (ran.code, ran.err) == (
+        1,
+        f"Error: {tmp_path}/file is a file and not a cache folder. Name the folder of a cache.\n",
+    )
+
+
+def test_the_default_cache_may_wait_for_its_first_warm(tmp_path):
+    ran = run("prune", "--yes", env={"HOME": str(tmp_path)})
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.startswith("Nothing to remove in ")
+
+
+def test_it_loads_no_torch(tmp_path):
+    lay_entry(tmp_path)
+    program = (
+        "import sys; from cgtool.cli.main import main\n"
+        f"code = main(['prune', '--stale', '--orphans', '--yes', '--cache-dir', {str(tmp_path)!r}])\n"
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_json_is_json_whatever_the_model_is_called(tmp_path):
+    lay_entry(tmp_path, model="\x07" * 10_000)
+    ran = run("prune", "--keep-last", "0", "--dry-run", "--json", "--cache-dir", tmp_path)
+    assert json.loads(ran.out)["entries"][0]["model"] == "\x07" * 10_000
+    ran = run("prune", "--keep-last", "0", "--dry-run", "--cache-dir", tmp_path)
+    assert "\x07" not in ran.out
+    assert max(map(len, ran.out.splitlines())) < 300
