@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cache_samples import publish, sample_key, writer
+from cache_samples import no_flock, publish, sample_key, writer
 from verify_samples import HASH, NATIVE, Flip, entry_files, flips, lay
 
 from cgtool.cache.entry import read_entry
@@ -169,6 +169,38 @@ def test_a_socket_in_the_place_of_an_artifact_is_named(cache_root: Path, monkeyp
     layout = lay(cache_root)
     name = break_artifact(layout, as_socket)
     assert kinds(layout) == [("unreadable", name)]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to become somebody else")
+@pytest.mark.parametrize("at", ["artifact", "key.json", "artifacts", "rank_0"])
+def test_what_a_user_may_not_read_is_named(cache_root: Path, at: str) -> None:
+    layout = lay(cache_root)
+    folder = layout.entry_dir(HASH)
+    path = folder / "artifacts" / f"{sha256_hex(NATIVE)}.eager" if at == "artifact" else folder / at
+    path.chmod(0)
+    for above in (*cache_root.parents, cache_root):
+        if not above.stat().st_mode & 0o001:
+            above.chmod(0o755)
+    os.seteuid(65534)
+    try:
+        problems = verify_entry(layout, HASH).problems
+    finally:
+        os.seteuid(0)
+    assert problems
+    assert problems[0].path.is_relative_to(path) or path.is_relative_to(problems[0].path)
+    assert problems[0].kind in ("unreadable", "missing")
+    assert "ermission denied" in " ".join(problem.sentence for problem in problems)
+
+
+def test_a_read_only_cache_is_checked_without_a_lock_or_a_stamp(
+    cache_root: Path, read_only: Callable[[Path], Path]
+) -> None:
+    layout = lay(cache_root)
+    read_only(cache_root)
+    with no_flock():
+        assert verify_entry(layout, HASH).problems == ()
+        with hashing() as hasher:
+            assert verify_units(layout, hasher).problems == ()
 
 
 def test_an_endless_file_is_read_no_further_than_it_should_be_long(cache_root: Path) -> None:

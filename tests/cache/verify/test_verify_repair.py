@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cache_samples import publish, run_dying_at
+from cache_samples import no_flock, publish, run_dying_at
 from verify_samples import HASH, NATIVE, Flip, lay
 
 from cgtool.cache.entry import read_entry
@@ -20,6 +21,7 @@ from cgtool.cache.verify.hashing import hashing
 from cgtool.cache.verify.repair import Repair, repair_entry, repair_units
 from cgtool.cache.verify.units import verify_units
 from cgtool.digests import sha256_hex
+from cgtool.errors import CacheError
 
 RANK = RankName(hash=HASH, rank=0, prefix="backbone")
 
@@ -162,6 +164,41 @@ def test_a_units_torn_record_is_removed(cache_root: Path) -> None:
     next(layout.units_dir.rglob("unit.json")).write_bytes(b"{")
     assert [repair.action for repair in repair_units(layout, units_of(layout))] == ["removed"]
     assert units_of(layout).problems == ()
+
+
+def test_where_locks_do_not_work_everything_is_mended_all_the_same(cache_root: Path) -> None:
+    layout = lay(cache_root)
+    replace_file(artifact(layout), b"x")
+    replace_file(layout.manifest_file(RANK), b"x")
+    with no_flock():
+        assert sorted(mend(layout)) == ["linked", "set_aside"]
+    assert verify_entry(layout, HASH).problems == ()
+
+
+def test_a_read_only_cache_says_that_it_cannot_be_mended_and_stays_as_it_was(
+    cache_root: Path, read_only: Callable[[Path], Path]
+) -> None:
+    layout = lay(cache_root)
+    replace_file(artifact(layout), b"x")
+    read_only(cache_root)
+    with pytest.raises(CacheError, match="read-only file system"):
+        mend(layout)
+    assert [problem.path for problem in verify_entry(layout, HASH).problems] == [artifact(layout)]
+
+
+def test_on_a_full_disk_a_repair_leaves_the_damage_and_says_so(small_disk: Path) -> None:
+    layout = lay(small_disk / "cache")
+    publish(small_disk / "cache", "8", level=1)
+    path = artifact(layout, b"8")
+    replace_file(path, b"9")
+    with (small_disk / "ballast").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(512)):
+            pass
+    with pytest.raises(CacheError, match="disk is full"):
+        mend(layout)
+    assert [problem.path for problem in verify_entry(layout, HASH).problems] == [path]
+    (small_disk / "ballast").unlink()
+    assert mend(layout) == ["linked"]
 
 
 def damage_unit_and_link(layout: CacheLayout) -> None:

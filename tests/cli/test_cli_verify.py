@@ -1,0 +1,193 @@
+"""`cgtool verify` as a user meets it: words, exit codes and JSON, for caches that are whole, damaged and strange."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from cli_harness import COMMAND, environment, lay_entry, run
+
+from cgtool.cache.files import sealed_json
+from cgtool.cache.layout import CacheLayout, short
+
+
+def spoil(root: Path) -> Path:
+    """Damage the first artifact, keeping its size."""
+    path = min(root.rglob("artifacts/*"))
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    return path
+
+
+def test_a_whole_cache_is_verified_in_a_table_and_in_json(cache_root: Path) -> None:
+    hash_ = lay_entry(cache_root)
+    ran = run("verify", "--cache-dir", cache_root)
+    assert (ran.code, ran.err) == (3, "")  # this entry's variants are not all compiled
+    first, second = ran.out.splitlines()[:2]
+    assert first.split() == ["hash", "model", "files", "size", "problems", "verdict"]
+    assert second.split()[:3] == [short(hash_), "TinyModel", "8"]
+    report = run("verify", hash_[:12], "--cache-dir", cache_root, "--json").report
+    assert set(report) == {"schema", "root", "entries", "units", "load", "files", "size_bytes", "secs", "ok"}
+    (entry,) = report["entries"]
+    decode = [
+        {"rank": 0, "prefix": "backbone", "variant": 1, "piece_index": piece, "shape": {"num_tokens": 1}}
+        for piece in (0, 2, 4)
+    ]
+    assert entry == {
+        "hash": hash_,
+        "models": ["TinyModel"],
+        "verdict": {"level": "optimal", "reasons": []},
+        "problems": [],
+        "notes": [],
+        "holes": decode,
+        "missing_ranks": [],
+        "unknown_pieces": 0,
+        "repairs": [],
+    }
+    assert (report["schema"], report["root"], report["units"], report["load"]) == (1, str(cache_root), None, None)
+    assert (report["files"], report["ok"]) == (8, False)
+
+
+def test_a_damaged_artifact_is_named_with_exit_code_3(cache_root: Path) -> None:
+    lay_entry(cache_root)
+    path = spoil(cache_root)
+    ran = run("verify", cache_root)
+    assert ran.code == 3
+    assert f"{path} is corrupt: its digest is" in ran.out
+    assert "Mend it with `cgtool verify --repair`" in ran.out
+    report = run("verify", cache_root, "--json")
+    (problem,) = report.report["entries"][0]["problems"]
+    assert (report.code, problem["kind"]) == (3, "digest")
+    assert problem["path"] == str(path.relative_to(cache_root))
+
+
+def test_ranks_of_the_world_that_are_missing_are_named(cache_root: Path) -> None:
+    hash_ = lay_entry(cache_root, rank=1)
+    missing = run("verify", cache_root, "--json").report["entries"][0]["missing_ranks"]
+    assert missing == [["backbone", 0]]
+    ran = run("verify", cache_root, "--world-size", 2)
+    assert f"{short(hash_)} is unsupported here:\n  - Rank 0 is missing of a world of 2" in ran.out
+
+
+def test_a_strangers_model_name_does_no_harm_on_a_terminal(cache_root: Path) -> None:
+    lay_entry(cache_root, model="\x1b]0;owned\x07\n[red]" + "x" * 10_000)
+    ran = run("verify", cache_root)
+    assert "\x1b" not in ran.out
+    assert "\x07" not in ran.out
+    assert r"\x1b]0;owned\x07\n[red]" in ran.out
+    assert max(map(len, ran.out.splitlines())) < 300
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "words"),
+    [
+        pytest.param("/nowhere/at/all", 1, "/nowhere/at/all does not exist", id="missing path"),
+        pytest.param(__file__, 1, "is a file and not a cache folder", id="a file"),
+        pytest.param("abcdef", 2, "No entry begins with abcdef", id="unknown hash"),
+    ],
+)
+def test_what_is_no_cache_is_said_in_a_sentence(cache_root: Path, target: str, code: int, words: str) -> None:
+    lay_entry(cache_root)
+    option = ["--cache-dir", cache_root] * (target == "abcdef")
+    ran = run("verify", target, *option)
+    assert (ran.code, ran.out) == (code, "")
+    assert words in ran.err
+
+
+def test_options_that_contradict_each_other_are_wrong_usage(cache_root: Path) -> None:
+    lay_entry(cache_root)
+    for arguments in (("--model", "m:f"), ("--arg", "a=1", "--load"), (cache_root, cache_root), ("--world-size", 0)):
+        ran = run("verify", *arguments)
+        assert ran.code == 2, arguments
+        assert ran.err.startswith("Error: "), ran.err
+
+
+def test_an_empty_default_cache_has_nothing_to_verify(tmp_path: Path) -> None:
+    ran = run("verify", env={"HOME": str(tmp_path)})
+    assert ran.code == 0
+    assert "nothing to verify" in ran.out
+
+
+def test_torn_newer_and_unreadable_records_are_named_each_with_its_kind(cache_root: Path) -> None:
+    layout = CacheLayout(root=cache_root)
+    torn, newer, foreign = (lay_entry(cache_root, seed=seed) for seed in (1, 2, 3))
+    (layout.entry_dir(torn) / "rank_0/backbone/manifest.json").write_bytes(b'{"schema": 2,')
+    (layout.entry_dir(newer) / "rank_0/backbone/manifest.json").write_bytes(sealed_json({}, schema=99))
+    key = layout.key_file(foreign)
+    key.unlink()
+    key.symlink_to("/proc/self/mem")  # the kernel answers a read of it with EIO
+    report = run("verify", cache_root, "--json").report
+    kinds = {entry["hash"]: [problem["kind"] for problem in entry["problems"]] for entry in report["entries"]}
+    assert kinds == {torn: ["corrupt"], newer: ["schema"], foreign: ["unreadable"]}
+
+
+def test_repair_of_what_is_left_alone_elsewhere_says_so_and_is_clean_afterwards(cache_root: Path) -> None:
+    hash_ = lay_entry(cache_root, seed=1)
+    lay_entry(cache_root, seed=2)
+    CacheLayout(root=cache_root).key_file(hash_).write_bytes(b"{}")
+    ran = run("verify", cache_root, "--repair", "--json")
+    entries = {entry["hash"]: entry for entry in ran.report["entries"]}
+    (repair,) = entries[hash_]["repairs"]
+    assert repair["action"] == "set_aside"
+    assert repair["sentence"].endswith("Warm the model again.")
+    assert CacheLayout(root=cache_root).hashes() == [other for other in entries if other != hash_]
+
+
+def test_ctrl_c_ends_a_check_at_once_with_130(cache_root: Path) -> None:
+    lay_entry(cache_root)
+    with min(cache_root.rglob("plan.json")).open("r+b") as file:
+        file.truncate(1 << 38)
+    manifest = min(cache_root.rglob("manifest.json"))
+    record = json.loads(manifest.read_bytes())
+    record["files"]["plan.json"]["size_bytes"] = 1 << 38  # a file that takes minutes to read
+    del record["digest"], record["cgtool"]
+    manifest.write_bytes(sealed_json({k: v for k, v in record.items() if k != "schema"}, schema=record["schema"]))
+    process = subprocess.Popen(
+        [*COMMAND, "verify", str(cache_root)], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and not _reads(process.pid, "plan.json"):
+        time.sleep(0.05)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, b"")
+    assert time.monotonic() - began < 10
+
+
+def _reads(pid: int, name: str) -> bool:
+    folder = Path(f"/proc/{pid}/fd")
+    try:
+        return any(link.readlink().name == name for link in folder.iterdir())
+    except OSError:
+        return False
+
+
+def test_progress_shows_on_a_terminal_and_not_in_a_pipe(cache_root: Path) -> None:
+    lay_entry(cache_root)
+    assert run("verify", cache_root).err == ""
+    parent, child = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "verify", str(cache_root)], env=environment(TERM="xterm"), stdout=subprocess.DEVNULL, stderr=child
+    )
+    os.close(child)
+    shown = b""
+    while select.select([parent], [], [], 60)[0]:
+        try:
+            more = os.read(parent, 4096)
+        except OSError:
+            break
+        if not more:
+            break
+        shown += more
+    assert process.wait(60) == 3
+    os.close(parent)
+    assert b"verify" in shown
