@@ -16,7 +16,6 @@ from cgtool.config import (
     CompilationConfig,
     CompilationLevel,
     CUDAGraphMode,
-    environment,
     resolve_capture_sizes,
     resolve_compile_sizes,
     resolve_cudagraph_mode,
@@ -24,6 +23,7 @@ from cgtool.config import (
 from cgtool.config_fields import FIELDS, parse_field
 from cgtool.digests import canonical_json
 from cgtool.errors import ConfigError
+from cgtool.variables import environment
 
 KINDS = {
     "level": "key",
