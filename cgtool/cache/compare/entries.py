@@ -124,7 +124,9 @@ def compare_entries(old: EntrySide, new: EntrySide) -> list[Difference]:
         guards += located(of_guards, where)
         rest += located(of_rank, where)
     found = [*_in_order(factors, guards), *rest]
-    return found if found or old.hash == new.hash else _only_in_order(old.key, new.key)
+    if old.hash != new.hash and all(difference.what == "entry" for difference in found):
+        return [*_only_in_order(old.key, new.key), *found]
+    return found
 
 
 def _only_in_order(old: Key, new: Key) -> list[Difference]:

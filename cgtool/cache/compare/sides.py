@@ -49,8 +49,8 @@ def open_side(text: str, cache_dir: Path | None = None) -> Iterator[Side]:
         CacheError: A folder cannot be read.
         RefusedError: The bundle is not whole.
     """
-    path = Path(text).expanduser()
-    if _exists(path):
+    path = _path(text)
+    if text and _exists(path):
         if path.is_dir():
             yield _folder(path.absolute())
             return
@@ -60,8 +60,8 @@ def open_side(text: str, cache_dir: Path | None = None) -> Iterator[Side]:
             yield _bundle(CacheLayout(root=root))
             return
     root_text, colon, beginning = text.rpartition(":")
-    if colon and _BEGINNING.fullmatch(beginning) and _exists(Path(root_text).expanduser()):
-        yield _entry(CacheLayout(root=resolve_root(root_text)), beginning)
+    if colon and root_text and _BEGINNING.fullmatch(beginning) and _exists(_path(root_text)):
+        yield _entry(CacheLayout(root=resolve_root(_path(root_text))), beginning)
     elif _BEGINNING.fullmatch(text):
         yield _entry(CacheLayout(root=resolve_root(cache_dir)), text)
     else:
@@ -69,6 +69,13 @@ def open_side(text: str, cache_dir: Path | None = None) -> Iterator[Side]:
             f"There is no {text!r:.200}. Name a cache's folder, an entry by its hash or as ROOT:HASH, or a bundle.",
             actual=text,
         )
+
+
+def _path(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # the home of a user who is not there
+        return Path(text)
 
 
 def _exists(path: Path) -> bool:

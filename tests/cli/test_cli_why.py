@@ -1,0 +1,152 @@
+"""`cgtool why` as a user runs it: a hit, misses with the guilty thing first, the line that mends them, its JSON."""
+
+from __future__ import annotations
+
+import io
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_harness import environment, run
+
+from cgtool.cache.layout import RankName
+from cgtool.cli.diff_words import show_why
+from cgtool.cli.output import Output
+from cgtool.commands.why import EntryFacts, Reason, WhyReport, _reasons
+
+SAMPLE = Path(__file__).with_name("cli_sample_model.py")
+NO_DYNAMO = (
+    "import sys; from cgtool.cli.main import main; code = main(sys.argv[1:]); "
+    "sys.exit(99 if {'torch._dynamo', 'torch._inductor'} & set(sys.modules) else code)"
+)
+
+
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory):
+    """A model's folder, in which it was warmed, and the hash of its entry."""
+    folder = tmp_path_factory.mktemp("why")
+    (folder / "sample.py").write_text(SAMPLE.read_text())
+    ran = run("warm", folder / "sample.py:build", "--adaptor", "eager", "--cache-dir", folder / "cache", "-q")
+    assert ran.code == 0, ran.err
+    (hash_,) = [path.name for path in (folder / "cache" / "torch_compile_cache").glob("?" * 64)]
+    return folder, hash_
+
+
+def files(folder):
+    return sorted((str(path), path.stat().st_mtime_ns) for path in (folder / "cache").rglob("*"))
+
+
+@pytest.mark.torch
+def test_a_hit_says_which_entry_writes_nothing_and_needs_no_dynamo(warmed):
+    folder, hash_ = warmed
+    before = files(folder)
+    # A fake mode of torch imports Dynamo's settings by itself; a model with real weights needs none.
+    asked = (f"{folder}/sample.py:build", "--adaptor", "eager", "--cache-dir", f"{folder}/cache", "--weights", "real")
+    command = [sys.executable, "-c", NO_DYNAMO, "why", *asked, "--quiet"]
+    done = subprocess.run(command, env=environment(), check=False, timeout=300, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{folder}/sample.py:build hits: Sample {hash_[:10]} (rank 0 backbone, made 20")
+    assert done.stdout.endswith(f", never used) in {folder}/cache serves it.\n")
+    assert files(folder) == before
+
+
+@pytest.mark.torch
+def test_an_edited_line_is_named_with_the_line_that_mends_it(warmed, tmp_path):
+    folder, hash_ = warmed
+    text = (folder / "sample.py").read_text()
+    line = next(number for number, code in enumerate(text.splitlines(), start=1) if "unsqueeze(0)" in code)
+    (tmp_path / "sample.py").write_text(text.replace("self.first(x).unsqueeze(0)", "self.first(x + 1).unsqueeze(0)"))
+    arguments = (f"{tmp_path}/sample.py:build", "--adaptor", "eager", "--cache-dir", f"{folder}/cache")
+    ran = run("why", *arguments, "--json")
+    assert ran.code == 3
+    report = ran.report
+    assert list(report) == ["schema", "root", "hit", "entry", "nearest", "reasons", "run"]
+    assert (report["schema"], report["root"], report["hit"], report["entry"]) == (1, f"{folder}/cache", False, None)
+    assert list(report["nearest"]) == ["hash", "rank", "prefix", "model", "created", "last_used", "hits"]
+    assert (report["nearest"]["hash"], report["nearest"]["model"], report["nearest"]["hits"]) == (hash_, "Sample", 0)
+    was, now = ("hidden = self.first(x).unsqueeze(0)", "hidden = self.first(x + 1).unsqueeze(0)")
+    assert report["reasons"] == [
+        {
+            "sentence": f"sources.sample has changed: sample.py, line {line}, in forward: `{was}` is `{now}` now",
+            "detail": [f"- sample.py:{line}, in forward: {was}", f"+ sample.py:{line}: {now}"],
+        }
+    ]
+    assert shlex.split(report["run"]) == ["cgtool", "warm", *arguments]
+
+
+@pytest.mark.torch
+def test_a_size_that_was_not_compiled_is_named(warmed):
+    folder, hash_ = warmed
+    asked = (
+        f"{folder}/sample.py:build",
+        "--adaptor",
+        "eager",
+        "--cache-dir",
+        f"{folder}/cache",
+        "--compile-sizes",
+        "8",
+    )
+    ran = run("why", *asked, "--quiet")
+    assert (ran.code, ran.err) == (3, "")
+    lines = ran.out.splitlines()
+    assert lines[0].startswith(f"{asked[0]} misses. The nearest is Sample {hash_[:10]} (rank 0 backbone, made 20")
+    assert lines[1:] == [
+        "  - 2 artifacts are missing, for the shape 8",
+        "To make it hit, run:",
+        f"  cgtool warm {' '.join(asked)}",
+    ]
+
+
+def test_a_cache_that_is_switched_off_is_wrong_usage():
+    ran = run("why", f"{SAMPLE}:build", env={"CGTOOL_DISABLE_CACHE": "1"})
+    assert ran.code == 2
+    assert "The cache is switched off" in ran.err
+
+
+def test_the_adaptor_is_one_reason_and_layers_that_say_the_same_are_another():
+    sentences = (
+        'config.adaptor was "eager" and is "aot_inductor" now',
+        "config.use_inductor was false and is true now",
+        "layers.0.eps was 1e-06 when this was compiled and is 1e-05 now.",
+        "layers.1.eps was 1e-06 when this was compiled and is 1e-05 now.",
+        "layers.2.eps was 0.5 when this was compiled and is 1e-05 now.",
+    )
+    assert [reason.to_json() for reason in _reasons(sentences, None)] == [
+        {"sentence": sentences[0], "detail": []},
+        {"sentence": f"{sentences[2]} (and 1 more like it)", "detail": [sentences[3]]},
+        {"sentence": sentences[4], "detail": []},
+    ]
+
+
+def shown(report, monkeypatch, *, everything=False):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stream)
+    show_why(Output(), report, "m.py:build", everything=everything)
+    return stream.getvalue().splitlines()
+
+
+def test_a_model_that_was_never_warmed_has_no_nearest_entry(monkeypatch):
+    reasons = (Reason(sentence="nothing has been warmed for this model"),)
+    report = WhyReport(root="/cache", entry=None, nearest=None, reasons=reasons, run="cgtool warm m.py:build")
+    assert shown(report, monkeypatch) == [
+        "m.py:build misses: /cache holds no entry of it.",
+        "To make it hit, run:",
+        "  cgtool warm m.py:build",
+    ]
+
+
+def test_what_a_stranger_wrote_is_quoted_and_has_an_end(monkeypatch):
+    name = RankName(hash="a" * 64, rank=0, prefix="backbone")
+    nearest = EntryFacts(name=name, model="E\x1b[2Jvil\n", created="2026\x07", last_used=None, hits=0)
+    reasons = tuple(Reason(sentence="\x1b" * 5000, detail=("- \u202e",) * 20) for _ in range(20))
+    report = WhyReport(root="/cache", entry=None, nearest=nearest, reasons=reasons)
+    lines = shown(report, monkeypatch)
+    assert lines[0].startswith(
+        "m.py:build misses. The nearest is E\\x1b[2Jvil\\n aaaaaaaaaa (rank 0 backbone, made 2026\\x07"
+    )
+    assert all(line.isprintable() and len(line) < 500 for line in lines)
+    assert len(lines) == 1 + 12 * (1 + 12 + 1) + 1
+    assert lines[-1] == "  and 8 more, which --all and --json show"
+    assert len(shown(report, monkeypatch, everything=True)) == 1 + 20 * 21
