@@ -123,7 +123,7 @@ def _call(layout: CacheLayout, spec: Any, request: dict[str, Any], names: list[R
     """Load the model and call it once; where no entry was named, the one that serves it is opened too."""
     import torch
 
-    import cgtool
+    from cgtool.api import load
     from cgtool.runtime.facts import facts_of
     from cgtool.runtime.find import Finder
     from cgtool.variables import environment
@@ -142,7 +142,7 @@ def _call(layout: CacheLayout, spec: Any, request: dict[str, Any], names: list[R
             sentence = f"The model is served by entry {short(found.hash)}, and {known} was to be proved."
             say({"model": _parts(found), "called": False, "sentence": sentence})
             return
-        loaded = cgtool.load(spec.module, cache_dir=layout.root, prefix=prefix, rank=as_rank)
+        loaded = load(spec.module, cache_dir=layout.root, prefix=prefix, rank=as_rank)
         (call, *_) = spec.calls
         with torch.no_grad():
             loaded(*call.args, **call.kwargs)
