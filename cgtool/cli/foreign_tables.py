@@ -40,7 +40,7 @@ _COLUMNS: tuple[tuple[int, _Column], ...] = (
     (0, ("entry", lambda entry, _: cut(plain(entry.name), 24))),
     (0, ("kind", lambda entry, _: entry.kind)),
     (0, ("ranks", lambda entry, _: " ".join(entry.ranks) or "-")),
-    (115, ("prefixes", lambda entry, _: " ".join(entry.prefixes) or "-")),
+    (90, ("holds", lambda entry, _: _held_by(entry))),
     (115, ("shapes", lambda entry, _: _shapes_of(entry.artifacts))),
     (0, (">artifacts", lambda entry, _: len(entry.artifacts))),
     (0, (">size", lambda entry, _: size_text(entry.size_bytes))),
@@ -108,6 +108,13 @@ def _show_artifacts(output: Output, artifacts: Iterable[ForeignArtifact]) -> Non
         for artifact in artifacts
     )
     show_rows(output, headings, rows)
+
+
+def _held_by(entry: ForeignEntry) -> str:
+    """The prefixes of a model, or the name and the target of a kernel."""
+    facts = entry.factors if entry.kind == "kernel" and isinstance(entry.factors, dict) else {}
+    targets = {artifact.target for artifact in entry.artifacts if artifact.what == "kernel_binary" and artifact.target}
+    return " ".join([*entry.prefixes, *([str(facts["name"])] if "name" in facts else []), *sorted(targets)]) or "-"
 
 
 def _shapes_of(artifacts: Iterable[ForeignArtifact]) -> str:

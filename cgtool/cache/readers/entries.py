@@ -15,6 +15,11 @@ from cgtool.errors import CacheError
 
 _HEAD_BYTES = 64
 _ELF_ENDINGS = (".so", ".o")
+#: Text that a compiler or a person reads, and code that only a driver loads.
+_PLAIN_ENDINGS = (
+    *(".py", ".cpp", ".h", ".hpp", ".json", ".best_config", ".lock"),
+    *(".ptx", ".amdgcn", ".llir", ".ttgir", ".ttir", ".source", ".spvasm", ".gluon", ".cubin", ".hsaco", ".spv"),
+)
 
 
 def made_entry(
@@ -66,11 +71,17 @@ def pickle_artifact(tree: Tree, file: File, what: str, *, top: str = "", **rest:
 
 
 def plain_artifact(tree: Tree, file: File, what: str, *, top: str = "", **rest: Any) -> ForeignArtifact:
-    """Return the artifact of a file that is no pickle by its name; its beginning says whether it is one after all."""
+    """Return the artifact of a file that is no pickle by its name.
+
+    A cache has thousands of files, so only native code and what has no known ending is opened, for its beginning.
+    """
     problems: list[str] = []
-    head = _head(tree, file, problems)
-    if "target" not in rest:
-        rest["target"] = native_target(head)
+    if file.name.endswith(_PLAIN_ENDINGS):
+        head = b""
+        problems += ["zero bytes"] * (file.size_bytes == 0)
+    else:
+        head = _head(tree, file, problems)
+        rest.setdefault("target", native_target(head))
     if file.name.endswith(_ELF_ENDINGS) and head and not head.startswith(b"\x7fELF"):
         problems.append("is no native code, by its beginning")
     return ForeignArtifact(

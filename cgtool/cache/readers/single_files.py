@@ -48,7 +48,7 @@ def read_file(path: Path) -> ForeignCache:
         entries=entries,
         size_bytes=size_of(files),
         warnings=tuple(warnings),
-        deletion="The file may be removed whole: whoever loads it finds nothing in it and compiles.",
+        deletion="The file may be removed whole; a program that loads it by its name must then do without.",
     )
 
 

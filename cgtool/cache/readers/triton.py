@@ -166,7 +166,7 @@ def _group_problems(tree: Tree, folder: str) -> list[str]:
         if elsewhere:
             problems.append(
                 f"{shown(name)} names files under {shown(min(elsewhere))}, where it does not lie now: it was moved, "
-                "and Triton will compile it again"
+                "and Triton opens them there or compiles again"
             )
     return problems
 

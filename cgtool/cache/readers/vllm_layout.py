@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,9 +138,11 @@ def _is_hash_folder(path: Path) -> bool:
 def _folders(path: Path) -> Iterator[Path]:
     """The folders right in a folder, sorted, links and what cannot be listed left out."""
     try:
-        yield from sorted(child for child in path.iterdir() if child.is_dir() and not child.is_symlink())
+        with os.scandir(path) as found:
+            names = sorted(child.name for child in found if child.is_dir(follow_symlinks=False))
     except OSError:
         return
+    yield from map(path.joinpath, names)
 
 
 def _names(path: Path) -> set[str]:
