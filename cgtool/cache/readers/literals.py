@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -69,7 +70,7 @@ def parse_json(data: bytes) -> Any:
     """
     text = _text_of(data)
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise NotLiteralError(f"it is no whole JSON ({shown(error)})") from error
     if _is_deep(value):
@@ -124,6 +125,13 @@ def _tokens(text: str) -> Iterator[re.Match[str]]:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{shown(text)} is no number that can be written again")
+    return value
 
 
 def _is_deep(value: Any) -> bool:

@@ -33,9 +33,16 @@ def is_own(path: Path) -> bool:
         names = [child.name for child in layout.base.iterdir()]
     except OSError:
         return False
-    if any(is_hash(name) and (layout.base / name / KEY_FILE).is_file() for name in names):
+    if any(is_hash(name) and _is_file(layout.base / name / KEY_FILE) for name in names):
         return True
     return len(set(names) & set(_OWN_FOLDERS)) > 1
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # in a folder that may not be read
+        return False
 
 
 def read_own(path: Path) -> ForeignCache:

@@ -13,14 +13,15 @@ from cgtool.cache.layout import CACHE_FOLDER
 from cgtool.cache.readers.entries import made_entry, pickle_artifact, read_json
 from cgtool.cache.readers.records import ForeignArtifact, ForeignCache, ForeignEntry
 from cgtool.cache.readers.tree import Tree, join, size_of
-from cgtool.cache.readers.vllm_index import INDEX_FILE
 from cgtool.cache.readers.vllm_layout import (
     AOT_FOLDER,
     AOT_MODEL,
     FACTORS_FILE,
+    PART_FILES,
     RANK,
     SHARED_FOLDERS,
     Place,
+    artifact_name,
     find_places,
     system_of,
 )
@@ -152,9 +153,14 @@ class _Reader:
 
     def _prefixes(self, rank_folder: str) -> list[str]:
         """The prefixes of a rank, with "" for what lies right in its folder."""
-        names = [name for name in self.tree.folders(rank_folder) if name not in SHARED_FOLDERS]
-        here = {INDEX_FILE, AOT_MODEL, FACTORS_FILE} & set(self.tree.names(rank_folder))
-        return ["", *names] if here or not names else names
+        names = [name for name in self.tree.folders(rank_folder) if self._is_part(join(rank_folder, name))]
+        return ["", *names] if self._is_part(rank_folder) or not names else names
+
+    def _is_part(self, folder: str) -> bool:
+        names = self.tree.names(folder)
+        if not PART_FILES.isdisjoint(names):
+            return True
+        return any(artifact_name(name) for name in (*names, *self.tree.folders(folder)))
 
     def _model(self, folder: str, top: str, rank: str) -> list[ForeignArtifact]:
         file = self.tree.files.get(join(folder, AOT_MODEL))

@@ -34,6 +34,8 @@ GRAPH_FILE = "computation_graph.py"
 CODE_FILE = "transformed_code.py"
 SHARED_FOLDERS = ("inductor_cache", "triton_cache")
 _RECORDS = frozenset({INDEX_FILE, FACTORS_FILE})
+#: One of these is in the folder of each compiled part.
+PART_FILES = _RECORDS | {GRAPH_FILE, CODE_FILE, AOT_MODEL}
 
 RANK = re.compile(r"rank_([0-9]{1,7}(?:_[0-9]{1,7})?)")
 _ARTIFACT = re.compile(

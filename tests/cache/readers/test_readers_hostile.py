@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from readers_samples import AOT, FX_KEY, HASH, PIECES, RANK, SAMPLES, SCALE, artifact_of, entry_of, unpack
 
-from cgtool.cache.readers import binary
+from cgtool.cache.readers import binary, tree
 from cgtool.cache.readers.detect import detect, read_cache
 from cgtool.cache.readers.tree import MOST_DEPTH
 
@@ -226,6 +226,19 @@ def test_a_loop_of_links_is_no_cache(tmp_path):
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     assert detect(loop) is None
+
+
+def test_a_stranger_folder_of_a_rank_is_no_part_of_the_model(vllm):
+    (vllm / RANK / "__pycache__").mkdir()
+    (vllm / RANK / "__pycache__" / "x.pyc").write_bytes(b"12")
+    entry = entry_of(read_cache(vllm), "1572951577")
+    assert (entry.prefixes, entry.size_bytes) == (("backbone",), 1_126_002)
+
+
+def test_more_files_than_any_cache_has_are_left(vllm, monkeypatch):
+    monkeypatch.setattr(tree, "MOST_FILES", 5)
+    cache = read_cache(vllm)
+    assert cache.warnings == (f"{vllm / 'torch_compile_cache'} has more than 5 files; the rest was not looked at.",)
 
 
 def test_a_pipe_is_not_opened(vllm):
