@@ -15,6 +15,7 @@ from cgtool.cli.text import count_text, plain
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cgtool.cache.prune.record import Pruned
     from cgtool.cli.output import Output
     from cgtool.commands.diff import DiffReport
     from cgtool.commands.why import EntryFacts, WhyReport
@@ -70,9 +71,17 @@ def show_why(output: Output, report: WhyReport, model: str, *, everything: bool)
         show_lines(output, reason.detail, everything=everything)
     if len(shown) < len(report.reasons):
         output.line(f"  and {len(report.reasons) - len(shown)} more, which --all and --json show")
+    if report.pruned is not None:
+        output.line(_pruned_words(report.pruned))
     if report.run:
         output.line("To make it hit, run:")
         output.line(f"  {one_line(report.run)}", whole=True)
+
+
+def _pruned_words(pruned: Pruned) -> str:
+    last = pruned.entries[-1]
+    missed = "" if pruned.misses == 0 else f"; it was missed {count_text(pruned.misses, 'time')} since"
+    return f"Entry {short(last.hash)} of this model was pruned {one_line(last.when)} ({one_line(last.why)}){missed}."
 
 
 def _entry_words(entry: EntryFacts) -> str:

@@ -22,6 +22,7 @@ from cgtool.cache.compare.traced import in_file_now
 from cgtool.cache.key import difference_between
 from cgtool.cache.layout import CacheLayout, RankName, resolve_root
 from cgtool.cache.manifest import read_manifest
+from cgtool.cache.prune.record import Pruned, pruned
 from cgtool.cache.state import StateStore
 from cgtool.config import CompilationConfig
 from cgtool.errors import CacheError, CacheMissError, UsageError
@@ -125,6 +126,7 @@ class WhyReport:
         nearest: Of a miss, the entry that needs the fewest changes; None where there is none of this model.
         reasons: Why `nearest` does not serve it, the guilty first; empty for a hit.
         run: The shell line that mends a miss; "" for a hit, and where the model was given as an object.
+        pruned: Of a miss, entries of this very model that prunes removed; None where they removed none.
     """
 
     root: str
@@ -132,6 +134,7 @@ class WhyReport:
     nearest: EntryFacts | None
     reasons: tuple[Reason, ...]
     run: str = ""
+    pruned: Pruned | None = None
 
     @property
     def hit(self) -> bool:
@@ -148,6 +151,7 @@ class WhyReport:
             "nearest": None if self.nearest is None else self.nearest.to_json(),
             "reasons": [reason.to_json() for reason in self.reasons],
             "run": self.run,
+            "pruned": None if self.pruned is None else self.pruned.to_json(),
         }
 
 
@@ -192,6 +196,7 @@ def why_spec(
     """
     # Imports torch: seconds that `--help` and wrong usage need not wait for.
     from cgtool.build.pipeline import warm
+    from cgtool.runtime.facts import facts_of
 
     layout = CacheLayout(root=resolve_root(cache_dir if cache_dir is not None else config.cache_dir or None))
     place = environment().rank if rank is None else rank
@@ -204,6 +209,7 @@ def why_spec(
             entry=None,
             nearest=None if nearest is None else _facts(layout, nearest),
             reasons=_reasons(miss.reasons or (str(miss),), EntrySide(layout, nearest.hash) if nearest else None),
+            pruned=pruned(layout, facts_of(spec.module).lookup),
         )
     entry = _facts(layout, RankName(hash=result.hash, rank=result.rank, prefix=result.prefix))
     return WhyReport(root=str(layout.root), entry=entry, nearest=None, reasons=())

@@ -12,6 +12,7 @@ import pytest
 from cli_harness import environment, run
 
 from cgtool.cache.layout import RankName
+from cgtool.cache.prune.record import Pruned, PrunedEntry
 from cgtool.cli.diff_words import show_why
 from cgtool.cli.output import Output
 from cgtool.commands.why import EntryFacts, Reason, WhyReport, _reasons
@@ -62,7 +63,7 @@ def test_an_edited_line_is_named_with_the_line_that_mends_it(warmed, tmp_path):
     ran = run("why", *arguments, "--json")
     assert ran.code == 3
     report = ran.report
-    assert list(report) == ["schema", "root", "hit", "entry", "nearest", "reasons", "run"]
+    assert list(report) == ["schema", "root", "hit", "entry", "nearest", "reasons", "run", "pruned"]
     assert (report["schema"], report["root"], report["hit"], report["entry"]) == (1, f"{folder}/cache", False, None)
     assert list(report["nearest"]) == ["hash", "rank", "prefix", "model", "created", "last_used", "hits"]
     assert (report["nearest"]["hash"], report["nearest"]["model"], report["nearest"]["hits"]) == (hash_, "Sample", 0)
@@ -73,6 +74,7 @@ def test_an_edited_line_is_named_with_the_line_that_mends_it(warmed, tmp_path):
             "detail": [f"- sample.py:{line}, in forward: {was}", f"+ sample.py:{line}: {now}"],
         }
     ]
+    assert report["pruned"] is None
     assert shlex.split(report["run"]) == ["cgtool", "warm", *arguments]
 
 
@@ -135,6 +137,17 @@ def test_a_model_that_was_never_warmed_has_no_nearest_entry(monkeypatch):
         "To make it hit, run:",
         "  cgtool warm m.py:build",
     ]
+
+
+def test_an_entry_that_was_pruned_is_told_of(monkeypatch):
+    entry = PrunedEntry(hash="b" * 64, model="M", when="2026-01-31T12:00:00Z", why="not used for 31 days\x1b")
+    gone = Pruned(lookup="c" * 64, entries=(entry,), misses=2, last_missed=1.0)
+    report = WhyReport(root="/cache", entry=None, nearest=None, reasons=(), run="cgtool warm m", pruned=gone)
+    assert shown(report, monkeypatch)[1] == (
+        "Entry bbbbbbbbbb of this model was pruned 2026-01-31T12:00:00Z (not used for 31 days\\x1b); it was missed 2 "
+        "times since."
+    )
+    assert report.to_json()["pruned"] == gone.to_json()
 
 
 def test_what_a_stranger_wrote_is_quoted_and_has_an_end(monkeypatch):

@@ -17,11 +17,13 @@ from test_sweep_changes import CHANGES, CONFIGS, EAGER
 from cgtool.build.pipeline import warm
 from cgtool.cache.compare.entries import EntrySide, compare_entries
 from cgtool.cache.layout import CacheLayout
+from cgtool.cache.prune.record import PrunedEntry, note_pruned
 from cgtool.commands.why import why_spec
 from cgtool.config import CompilationConfig
 from cgtool.errors import TraceError
 from cgtool.guards import environment
 from cgtool.model import ModelSpec
+from cgtool.runtime.facts import facts_of
 
 pytestmark = pytest.mark.torch
 
@@ -142,3 +144,18 @@ def test_the_same_model_hits_and_its_entry_equals_itself(base, tmp_path):
     assert (report.nearest, report.reasons, report.run) == (None, (), "")
     shutil.copytree(base.layout.root, tmp_path / "copy")
     assert compare_entries(base, EntrySide(CacheLayout(root=tmp_path / "copy"), base.hash)) == []
+
+
+def test_a_model_whose_entry_was_pruned_misses_with_the_record_of_it(base, tmp_path):
+    layout = CacheLayout(root=tmp_path / "copy")
+    shutil.copytree(base.layout.root, layout.root)
+    spec = subject.build()
+    lookup = facts_of(spec.module).lookup
+    entry = PrunedEntry(hash=base.hash, model="Subject", when="2026-01-31T12:00:00Z", why="not used for 31 days")
+    note_pruned(layout, {lookup: [entry]})
+    assert why_spec(spec, config=EAGER, cache_dir=layout.root).pruned is None  # it is there
+    shutil.rmtree(layout.entry_dir(base.hash))
+    report = why_spec(spec, config=EAGER, cache_dir=layout.root)
+    assert (report.hit, report.nearest) == (False, None)
+    assert report.pruned is not None
+    assert report.pruned.entries == (entry,)

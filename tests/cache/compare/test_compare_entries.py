@@ -117,6 +117,11 @@ def test_what_changed_otherwise_in_another_layer_is_told_too(tmp_path):
     ]
 
 
+def test_a_field_of_the_configuration_leads_the_form_of_the_output_that_follows_from_it(tmp_path):
+    new = {"factors": {"config": {"level": 2, "adaptor": "eager"}}, "plan": plan_of(output=["v", 0])}
+    assert [difference.path for difference in compare(tmp_path, new=new)] == ["config.level", "output"]
+
+
 def test_another_python_leads_the_code_digests_that_follow_from_it(tmp_path):
     code = Guard(source="global:toy:Toy.forward", kind="code", expected="d" * 64)
     new = {"factors": {"python": "cpython 3.12"}, "plan": plan_of(model_guards=guards(code))}
