@@ -80,7 +80,9 @@ def remove_tree(path: str) -> Iterator[CacheError]:
         for name in folders:
             inner = f"{above}/{name}"
             yield from _removed(os.unlink if os.path.islink(inner) else os.rmdir, inner)  # noqa: PTH114 - as above
-    yield from (cache_error(error, Path(error.filename), doing="removed") for error in unlisted)
+    for error in unlisted:
+        if not isinstance(error, FileNotFoundError):
+            yield cache_error(error, Path(error.filename), doing="removed")
     yield from _removed(os.rmdir, path)
 
 
