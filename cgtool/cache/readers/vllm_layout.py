@@ -22,7 +22,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from cgtool.cache.layout import CACHE_FOLDER
+from cgtool.cache.layout import CACHE_FOLDER, MANIFEST_FILE
 from cgtool.cache.readers.vllm_index import INDEX_FILE
 from cgtool.cache.shapes import GENERAL, Shape
 from cgtool.records import dataclass
@@ -123,14 +123,19 @@ def _rank_text(name: str) -> str:
 
 def _is_prefix_folder(path: Path) -> bool:
     names = _names(path)
-    return bool(_RECORDS & names) or any(map(artifact_name, names))
+    return _is_foreign(names) and (bool(_RECORDS & names) or any(map(artifact_name, names)))
+
+
+def _is_foreign(names: set[str]) -> bool:
+    """Whether cgtool did not write a part's folder: an entry of its own has folders of the same names."""
+    return MANIFEST_FILE not in names
 
 
 def _is_rank_folder(path: Path) -> bool:
-    names = _names(path)
-    if AOT_MODEL in names or GRAPH_FILE in names or _is_prefix_folder(path):
-        return True
-    return any(_is_prefix_folder(child) or GRAPH_FILE in _names(child) for child in _folders(path))
+    return any(
+        _is_foreign(names) and (not PART_FILES.isdisjoint(names) or any(map(artifact_name, names)))
+        for names in map(_names, (path, *_folders(path)))
+    )
 
 
 def _is_hash_folder(path: Path) -> bool:

@@ -35,6 +35,8 @@ def test_cgtools_own_cache_is_told_by_its_keys_and_its_tag(cache_root, inner):
     (cache_root / "CACHEDIR.TAG").unlink()
     path = cache_root / inner if inner else cache_root
     assert detect(path) == "cgtool"
+    rank = cache_root / "torch_compile_cache" / to.name.hash / "rank_0"
+    assert [detect(part) for part in (rank.parent, rank, rank / "backbone")] == [None] * 3
     cache = read_cache(path)
     (entry,) = cache.entries
     assert (cache.system, cache.root) == ("cgtool", cache_root / "torch_compile_cache")
