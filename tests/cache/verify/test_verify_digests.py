@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cache_samples import no_flock, publish, sample_key, writer
+from cache_samples import no_flock, publish, publish_times, sample_key, writer
 from verify_samples import HASH, NATIVE, Flip, entry_files, flips, lay
 
 from cgtool.cache.entry import read_entry
@@ -323,26 +324,54 @@ def test_leftovers_among_units_are_noted(cache_root: Path) -> None:
     ]
 
 
-def test_a_check_beside_a_writer_and_a_pruner_finds_nothing_wrong(cache_root: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        pytest.param(lambda root, name: publish(root, "two"), ["two"], id="published anew"),
+        pytest.param(lambda root, name: shutil.rmtree(CacheLayout(root=root).entry_dir(name.hash)), [], id="pruned"),
+    ],
+)
+def test_what_changes_while_it_is_read_is_looked_at_again(
+    cache_root: Path, change: Callable[[Path, RankName], object], seen: list[str]
+) -> None:
     layout = CacheLayout(root=cache_root)
-    stop = threading.Event()
+    name = publish(cache_root, "one")
+    with hashing(1) as hasher:
+        records_are_read = threading.Event()
+        hasher._pool.submit(records_are_read.wait)  # keeps the one thread from reading files
 
-    def churn() -> None:
-        while not stop.is_set():
-            for text in ("one", "two"):
-                publish(cache_root, text)
-            shutil.rmtree(layout.entry_dir(publish(cache_root, "gone", level=1).hash))
+        def hashes() -> Iterator[str]:
+            yield name.hash
+            change(cache_root, name)
+            records_are_read.set()
 
-    thread = threading.Thread(target=churn)
-    thread.start()
+        found = list(verify_entries(layout, hashes(), hasher))
+    assert [manifest.model for findings in found for manifest in findings.manifests] == seen
+    assert [findings.problems for findings in found] == [()] * len(seen)
+
+
+def test_a_check_beside_a_writer_and_a_pruner_finds_nothing_wrong(cache_root: Path, tmp_path: Path) -> None:
+    layout = CacheLayout(root=cache_root)
+    started = tmp_path / "started"
+    process = multiprocessing.get_context("fork").Process(target=_churn, args=(cache_root, started))
+    process.start()
     try:
-        with hashing() as hasher:
-            for _ in range(60):
+        while not started.exists():
+            pass
+        with hashing(1) as hasher:
+            for _ in range(100):
                 for found in verify_entries(layout, layout.hashes(), hasher):
                     assert found.problems == (), found
     finally:
-        stop.set()
-        thread.join()
+        process.kill()
+        process.join()
+
+
+def _churn(root: Path, started: Path) -> None:
+    while True:
+        publish_times(root, ("one", "two"), 1)
+        shutil.rmtree(CacheLayout(root=root).entry_dir(publish(root, "gone", level=1).hash))
+        started.touch()
 
 
 def test_a_stopped_hasher_leaves_a_big_file_alone(tmp_path: Path) -> None:
