@@ -129,9 +129,12 @@ def _metadata(tree: Tree, folder: str, problems: list[str]) -> Json:
 def _target_text(metadata: Any) -> str | None:
     """What a kernel runs on, such as "cuda:90" or "hip:gfx942"."""
     target = metadata.get("target") if isinstance(metadata, dict) else None
-    if not isinstance(target, dict):
+    if isinstance(target, list):  # as older versions wrote it
+        backend, architecture, *_ = [*target, None, None]
+    elif isinstance(target, dict):
+        backend, architecture = target.get("backend"), target.get("arch")
+    else:
         return None
-    backend, architecture = target.get("backend"), target.get("arch")
     said = isinstance(backend, str) and type(architecture) in (str, int)
     return f"{backend}:{architecture}"[:80] if said else None
 

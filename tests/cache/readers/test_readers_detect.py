@@ -105,6 +105,23 @@ def test_an_atom_cache_and_a_vllm_cache_are_told_apart_by_ranks_alone(tmp_path):
     assert [entry.ranks for entry in read_cache(path).entries] == [("0_0",), ("0_0", "1_0")]
 
 
+@pytest.mark.parametrize(
+    ("target", "shown"),
+    [
+        pytest.param('["cuda", 80, 32]', "cuda:80", id="as older versions wrote it"),
+        pytest.param('{"backend": "xpu", "arch": "pvc"}', "xpu:pvc", id="another backend"),
+        pytest.param("[]", None, id="nothing"),
+        pytest.param("80", None, id="a number"),
+        pytest.param('{"backend": 1, "arch": true}', None, id="of other types"),
+    ],
+)
+def test_a_kernels_target_is_what_its_metadata_says(tmp_path, target, shown):
+    path = unpack("triton", tmp_path)
+    (path / SCALE / "scale.json").write_text(f'{{"name": "scale", "target": {target}}}')
+    entry = entry_of(read_cache(path), SCALE)
+    assert {row.target for row in entry.artifacts if row.what == "kernel_binary"} == {shown}
+
+
 def test_metadata_of_a_kernel_is_given_as_it_was_written(tmp_path):
     path = unpack("triton", tmp_path)
     entry = entry_of(read_cache(path), SCALE)
