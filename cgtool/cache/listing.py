@@ -181,7 +181,7 @@ class CacheListing:
         entries: By hash, rank and prefix.
         size_bytes: What all of the cache takes on the disk, a file of several names once: its entries and what units
             hold beside them, without the units' own records.
-        files: (Entry's hash, artifact's file name) → (which file of the disk that is, its bytes).
+        files: Entry's hash → artifact's file name → which file of the disk that is.
         warnings: What was skipped, and why.
     """
 
@@ -189,7 +189,7 @@ class CacheListing:
     entries: tuple[EntryListing, ...]
     size_bytes: int
     warnings: tuple[str, ...]
-    files: Mapping[str, Mapping[str, tuple[int, int]]] = field(default_factory=dict, repr=False)
+    files: Mapping[str, Mapping[str, int]] = field(default_factory=dict, repr=False)
 
     def bytes_of(self, entries: Iterable[EntryListing]) -> int:
         """Return what some of the entries take on the disk, files that they share once."""
@@ -198,7 +198,7 @@ class CacheListing:
         for entry in entries:
             total += entry.own_bytes
             here = self.files.get(entry.hash, {})
-            held.update(here[name] for name in entry.artifact_files if name in here)
+            held.update([(here[name], size) for name, size in entry.artifact_files.items() if name in here])
         return total + sum(held.values())
 
     def to_json(self) -> Json:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,11 +20,11 @@ from cgtool.errors import CacheError
 from cgtool.pieces import Json
 
 _HEAD, _END = b'\n "rows": [\n', b"\n ],"
-_ROW_START = b"\n  {\n"
+_ROW_START = "\n  {\n"
 _ROW = re.compile(
-    rb'\n   "shape": ([^\n\[{]+|[\[{][^\]}]*[\]}]),\n   "piece_index": \d+,\n   "adaptor": "[^"\\\n]*",'
-    rb'\n   "artifact": "([^"\\\n]*)",\n   "kind": "([^"\\\n]*)",\n   "size_bytes": (\d{1,18}),'
-    rb'\n   "compile_secs": (\d{1,12}(?:\.\d{1,20})?(?:e-\d{1,3})?),\n'
+    r'\n   "shape": ([^\n\[{]+|[\[{][^\]}]*[\]}]),\n   "piece_index": \d+,\n   "adaptor": "[^"\\\n]*",'
+    r'\n   "artifact": "([^"\\\n]*)",\n   "kind": "([^"\\\n]*)",\n   "size_bytes": (\d{1,18}),'
+    r'\n   "compile_secs": (\d{1,12}(?:\.\d{1,20})?(?:e-\d{1,3})?),\n'
 )
 
 
@@ -97,27 +96,30 @@ def quick_rows(data: bytes) -> RowFigures | None:
     end = data.find(_END, start)
     if start < 0 or end < 0:
         return None
-    rows = data[start:end]
-    found = Counter(_ROW.findall(rows))
-    if found.total() != rows.count(_ROW_START):
-        return None
-    sizes: dict[str, int] = {}
-    secs: dict[str, float] = {}
-    unshared = 0
     try:
-        for (_, digest, kind, num_bytes, took), times in found.items():
-            file = f"{digest.decode('ascii')}.{kind.decode('ascii')}"
-            sizes[file] = size = int(num_bytes)
-            secs[file] = float(took)
-            unshared += times * size
-        shapes = tuple([_shape(shape) for shape in {shape for shape, *_ in found}])
+        rows = data[start:end].decode("ascii")
+    except UnicodeDecodeError:
+        return None
+    found = _ROW.findall(rows)
+    if not found or len(found) != rows.count(_ROW_START):
+        return None
+    shapes, digests, kinds, sizes, secs = zip(*found, strict=True)
+    files = [f"{digest}.{kind}" for digest, kind in zip(digests, kinds, strict=True)]
+    num_bytes = list(map(int, sizes))
+    try:
+        known = tuple(map(_shape, set(shapes)))
     except (CacheError, ValueError):  # JSON says better what is wrong
         return None
-    return RowFigures(sizes=sizes, secs=secs, shapes=shapes, unshared_bytes=unshared)
+    return RowFigures(
+        sizes=dict(zip(files, num_bytes, strict=True)),
+        secs=dict(zip(files, map(float, secs), strict=True)),
+        shapes=known,
+        unshared_bytes=sum(num_bytes),
+    )
 
 
 @lru_cache(maxsize=4096)
-def _shape(spelled: bytes) -> Shape:
+def _shape(spelled: str) -> Shape:
     return shape_from_json(json.loads(spelled))
 
 

@@ -6,15 +6,15 @@ once, for a cache may hold 100,000 artifacts. JSON, of which `cgtool.cache.listi
 
     {"schema": 1, "root": str, "entries": [entry...], "size_bytes": int, "warnings": [str...]}
 
-Units are counted without opening their folders where that can be: an artifact of an entry that has one more name than
-entries give it is held by a unit, and where there are as many of those as there are units, no unit holds anything else.
+The bytes of an artifact that a manifest names are taken from there, and which of them are one file of the disk from the
+inodes that a folder lists with its names; so nothing is asked of the disk for each artifact. What units hold that no
+entry does is found by looking into their folders. In a large cache that is left out where nothing hints at it: where
+there are no more units than artifacts, and none of a sample of those is a file of one name.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 from cgtool.cache.files import cache_error, is_temporary, read_bytes
@@ -22,6 +22,7 @@ from cgtool.cache.layout import (
     ARTIFACTS,
     KEY_FILE,
     MANIFEST_FILE,
+    RANK_FILES,
     SIGNATURES,
     UNIT_FILE,
     CacheLayout,
@@ -34,15 +35,17 @@ from cgtool.cache.layout import (
 from cgtool.cache.listing import CacheListing, EntryListing, entry_listing
 from cgtool.cache.manifest import parse_manifest
 from cgtool.cache.rows import ArtifactListing
-from cgtool.cache.state import StateStore, Usage
+from cgtool.cache.state import StateStore, Usage, timestamp
 from cgtool.errors import CacheError
 
 __all__ = ["ArtifactListing", "CacheListing", "EntryListing", "list_entry", "scan", "with_artifacts"]
 
 _OWN_FOLDERS = frozenset({"units", "lookup", "state"})
+#: Files of a rank folder whose sizes its manifest says.
+_NAMED_FILES = frozenset({MANIFEST_FILE, *RANK_FILES})
 _UNIT_RECORDS = frozenset({UNIT_FILE, "lock"})
-#: One number for a device and an inode on it.
-_DEVICE = 1 << 64
+#: So many units are looked into in any case, and so many artifacts are asked how many names they have.
+_FEW_UNITS, _SAMPLE = 5000, 100
 
 
 def scan(root: Path, *, missing_ok: bool = False, artifacts: bool = True) -> CacheListing:
@@ -91,15 +94,16 @@ def with_artifacts(layout: CacheLayout, entry: EntryListing) -> EntryListing:
 class _Scan:
     def __init__(self, layout: CacheLayout, *, artifacts: bool) -> None:
         self.layout = layout
-        self.state = StateStore(layout)
+        self.used = str(layout.state_dir / "used")
         self.with_artifacts = artifacts
         self.entries: list[EntryListing] = []
         self.warnings: list[str] = []
         self.foreign: list[str] = []
-        #: hash → artifact's file name → (which file of the disk, bytes)
-        self.files: dict[str, dict[str, tuple[int, int]]] = {}
-        #: file of the disk → how many names it has
-        self.names: dict[int, int] = {}
+        #: hash → artifact's file name → which file of the disk that is
+        self.files: dict[str, dict[str, int]] = {}
+        #: file of the disk → bytes
+        self.sizes: dict[int, int] = {}
+        self.sample: list[str] = []
         self.own_bytes = 0
 
     def listing(self) -> CacheListing:
@@ -109,10 +113,11 @@ class _Scan:
                 self._entry(child.name, child.path)
             elif child.name not in _OWN_FOLDERS and not is_temporary(child.name):
                 self.foreign.append(f"{child.path} is not part of the cache and was skipped.")
+        self._units(str(self.layout.units_dir))
         return CacheListing(
             root=self.layout.root,
             entries=tuple(self.entries),
-            size_bytes=self.own_bytes + self._artifact_bytes(),
+            size_bytes=self.own_bytes + sum(self.sizes.values()),
             warnings=(*self.foreign, *self.warnings),
             files=self.files,
         )
@@ -123,6 +128,7 @@ class _Scan:
         has_key = False
         ranks: list[tuple[int, str]] = []
         strangers: list[str] = []
+        artifacts: list[os.DirEntry[str]] = []
         try:
             for child in _listed(folder):
                 rank = parse_rank_folder(child.name)
@@ -130,7 +136,8 @@ class _Scan:
                     has_key = True
                     self.own_bytes += _stat_size(child)
                 elif child.name == ARTIFACTS:
-                    self._artifacts(hash_, child.path)
+                    artifacts = _listed(child.path, in_order=False)
+                    self.files[hash_] = {artifact.name: artifact.inode() for artifact in artifacts}
                 elif child.name == SIGNATURES:
                     self.own_bytes += sum(map(_stat_size, _listed(child.path)))
                 elif rank is not None:
@@ -143,67 +150,72 @@ class _Scan:
                         self._rank(RankName(hash=hash_, rank=rank, prefix=child.name), child.path)
         except CacheError as error:
             self.warnings.append(str(error))
+        self._artifacts(artifacts, self.entries[before:])
         if strangers:
             self.foreign.append(f"{folder} holds {', '.join(strangers[:3])}, which cgtool did not write and skipped.")
         if len(self.entries) > before and not has_key:
             self.warnings.append(f"Entry {short(hash_)} has no {KEY_FILE} and cannot be loaded: warm the model again.")
 
-    def _artifacts(self, hash_: str, folder: str) -> None:
-        here = self.files[hash_] = {}
-        for name, status in _files(folder):
-            identity = status.st_dev * _DEVICE + status.st_ino
-            here[name] = identity, status.st_size
-            self.names[identity] = status.st_nlink
+    def _artifacts(self, found: list[os.DirEntry[str]], entries: list[EntryListing]) -> None:
+        """Count an entry's artifacts: named ones as its manifests say, others as the disk says."""
+        named = {name: size for entry in entries for name, size in entry.artifact_files.items()}
+        for artifact in found:
+            size = named.get(artifact.name)
+            self.sizes[artifact.inode()] = _stat_size(artifact) if size is None else size
+        if found and len(self.sample) < _SAMPLE:
+            self.sample.append(found[0].path)
 
     def _rank(self, name: RankName, folder: str) -> None:
-        path = os.path.join(folder, MANIFEST_FILE)  # noqa: PTH118 - one of thousands
-        self.own_bytes += sum(map(_stat_size, _listed(folder)))
+        path = f"{folder}/{MANIFEST_FILE}"
+        found = _listed(folder, in_order=False)
         try:
             data = _read(path)
             if data is None:  # a warm that has not come to its end, or never will
-                return
-            entry = entry_listing(
-                data, path=Path(path), name=name, usage=self.state.usage(name), artifacts=self.with_artifacts
-            )
+                entry = None
+            else:
+                entry = entry_listing(
+                    data, path=Path(path), name=name, usage=self._usage(name), artifacts=self.with_artifacts
+                )
         except CacheError as error:
             self.warnings.append(str(error))
+            entry = None
+        if entry is None:
+            self.own_bytes += sum(map(_stat_size, found))
             return
+        self.own_bytes += entry.own_bytes
+        self.own_bytes += sum([_stat_size(child) for child in found if child.name not in _NAMED_FILES])
         there = self.files.get(name.hash, {})
-        missing = [file for file, size in entry.artifact_files.items() if there.get(file, (0, None))[1] != size]
+        missing = [file for file in entry.artifact_files if file not in there]
         if missing:
             self.warnings.append(
                 f"Entry {short(name.hash)} (rank {name.rank}, {name.prefix}) names {len(missing)} artifacts that are "
-                f"missing or of another size, the first {short(missing[0])}: warm the model again."
+                f"missing, the first {short(missing[0])}: warm the model again."
             )
         self.entries.append(entry)
 
-    def _artifact_bytes(self) -> int:
-        """The bytes of all artifacts, those of entries and those that only units hold, each file once."""
-        named = Counter(identity for here in self.files.values() for identity, _ in here.values())
-        sizes = {identity: size for here in self.files.values() for identity, size in here.values()}
-        in_units = sum(self.names[identity] > times for identity, times in named.items())
-        units = str(self.layout.units_dir)
-        folders = [unit.path for group in _listed(units) for unit in _listed(group.path, in_order=False)]
-        if len(folders) > in_units:
-            sizes.update(found for unit in folders for found in _unit_files(unit))
-        return sum(sizes.values())
-
-
-def _unit_files(folder: str) -> list[tuple[int, int]]:
-    return [
-        (status.st_dev * _DEVICE + status.st_ino, status.st_size)
-        for name, status in _files(folder)
-        if name not in _UNIT_RECORDS
-    ]
-
-
-def _files(folder: str) -> Iterator[tuple[str, os.stat_result]]:
-    """What is in a folder, in no order, without what is removed meanwhile."""
-    for child in _listed(folder, in_order=False):
+    def _usage(self, name: RankName) -> Usage:
         try:
-            yield child.name, child.stat(follow_symlinks=False)
+            status = os.stat(f"{self.used}/{name.flat}")  # noqa: PTH116 - one of thousands
         except OSError:
-            continue
+            return Usage()
+        return Usage(hits=status.st_size, last_used=timestamp(status.st_mtime))
+
+    def _units(self, folder: str) -> None:
+        """Count what units hold and entries do not."""
+        groups = [group.path for group in _listed(folder, in_order=False)]
+        units = [f"{group}/{unit.name}" for group in groups for unit in _listed(group, in_order=False)]
+        if len(units) <= _FEW_UNITS or len(units) > len(self.sizes) or any(map(_has_one_name, self.sample)):
+            for unit in units:
+                for child in _listed(unit, in_order=False):
+                    if child.name not in _UNIT_RECORDS and child.inode() not in self.sizes:
+                        self.sizes[child.inode()] = _stat_size(child)
+
+
+def _has_one_name(path: str) -> bool:
+    try:
+        return os.lstat(path).st_nlink == 1
+    except OSError:
+        return False
 
 
 def _listed(folder: str, *, in_order: bool = True) -> list[os.DirEntry[str]]:

@@ -90,7 +90,7 @@ class _Maker:
         self.random = random.Random(seed)
         self.plans: dict[int, bytes] = {}
         ensure_root(layout.root)
-        for folder in ("lookup/indexed", "state/used", "state/locks"):
+        for folder in ("lookup/indexed", "state/used", "state/locks", "state/leases"):
             (layout.base / folder).mkdir(parents=True, exist_ok=True)
 
     def units(self, entry: int, count: int) -> Iterator[_Unit]:
@@ -168,6 +168,7 @@ class _Maker:
             (self.layout.lookup_dir / digest / name.hash).touch()
         _write(str(self.layout.lookup_dir / "indexed" / name.flat), b"")
         _write(str(self.layout.entry_lock(name)), b"")
+        (self.layout.state_dir / "leases" / name.hash).touch()
         return name
 
     def _bytes(self) -> bytes:

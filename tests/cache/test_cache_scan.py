@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from cache_maker import make_cache
 from cache_samples import UNIT, add_sizes, files_of, manifest_of, publish, put_row, writer
 
+from cgtool.cache import scan as scan_module
 from cgtool.cache.layout import CacheLayout
 from cgtool.cache.scan import list_entry, scan
 from cgtool.cache.state import StateStore
@@ -229,3 +232,24 @@ def test_a_read_only_cache_is_listed(cache_root, read_only):
     read_only(cache_root)
     assert len(scan(cache_root).entries) == 1
     assert os.statvfs(cache_root).f_flag & os.ST_RDONLY
+
+
+def test_a_large_cache_looks_into_units_only_where_something_hints_at_more(cache_root, monkeypatch):
+    monkeypatch.setattr("cgtool.cache.scan._FEW_UNITS", 0)  # as with 100,000 units
+    layout = CacheLayout(root=cache_root)
+    make_cache(cache_root, entries=2, artifacts_per_entry=4, artifact_bytes=1000)
+    looked_into = []
+    listed = scan_module._listed
+    monkeypatch.setattr(
+        scan_module, "_listed", lambda folder, **how: (looked_into.append(folder), listed(folder, **how))[1]
+    )
+    before = scan(cache_root).size_bytes
+    assert not [folder for folder in looked_into if folder.count("/units/") and len(Path(folder).name) == 64]
+    UnitStore(layout).put(UNIT, bytes(50_000), new_record(bytes(50_000), kind="eager", compile_secs=1, kernels=1))
+    assert scan(cache_root).size_bytes == before + 50_000  # there are more units than artifacts
+    shutil.rmtree(layout.unit_dir(UNIT))
+    for artifact in layout.base.glob("*/artifacts/*"):
+        data = artifact.read_bytes()
+        artifact.unlink()
+        artifact.write_bytes(data)
+    assert scan(cache_root).size_bytes == before + 8 * 1000  # copies have one name each
