@@ -25,7 +25,9 @@ from cgtool.cache.coverage import Hole, PlannedVariant, entry_coverage, planned
 from cgtool.cache.layout import KEY_FILE, PLAN_FILE, CacheLayout, RankName
 from cgtool.cache.machine import Machine
 from cgtool.cache.manifest import Manifest
+from cgtool.cache.objects import ObjectStore
 from cgtool.cache.verify.findings import EntryFindings, UnitFindings
+from cgtool.cache.verify.native import glibc_of_entry
 from cgtool.cache.verify.repair import Repair
 from cgtool.cache.verify.verdict import Verdict, verdict, without_key
 from cgtool.commands.verify_load import LoadProof
@@ -174,7 +176,8 @@ def judged(
         why = f"its {KEY_FILE} is damaged or missing" if damaged else "it was never finished"
         said = without_key(why=f"{why}. Warm the model again")
     else:
-        said = verdict(findings.key, machine, world_size=world_size, ranks=ranks)
+        needed = glibc_of_entry(_artifacts(layout, manifests))
+        said = verdict(findings.key, machine, world_size=world_size, ranks=ranks, glibc_needed=needed)
     coverage = entry_coverage(manifests)
     if coverage.unknown:
         names = {manifest.name for manifest in manifests}
@@ -199,6 +202,14 @@ def gone(entry: EntryReport, *, repairs: Iterable[Repair]) -> EntryReport:
         hash=entry.findings.hash, key=None, manifests=(), problems=(), notes=(), num_files=0, size_bytes=0
     )
     return EntryReport(findings=findings, verdict=without_key(why="it was set aside"), repairs=tuple(repairs))
+
+
+def _artifacts(layout: CacheLayout, manifests: Iterable[Manifest]) -> set[Path]:
+    return {
+        ObjectStore(layout.entry_dir(manifest.hash)).path(row.digest, row.kind)
+        for manifest in manifests
+        for row in manifest.rows
+    }
 
 
 def _planned(layout: CacheLayout, name: RankName) -> Sequence[PlannedVariant] | None:
