@@ -178,13 +178,19 @@ def index_of(files: Mapping[str, bytes], **changes: object) -> bytes:
         }
         for name, data in sorted(files.items())
     ]
-    return sealed({"schema": 1, "cgtool": "1.0", "members": members, **changes})
+    return sealed_index({"schema": 1, "cgtool": "1.0", "members": members, **changes})
 
 
 def sealed(body: Mapping[str, object]) -> bytes:
     """JSON as cgtool seals it."""
     kept = {name: value for name, value in body.items() if name != "digest"}
     return (json.dumps({**kept, "digest": digest_of(kept)}, indent=1) + "\n").encode()
+
+
+def sealed_index(body: Mapping[str, object]) -> bytes:
+    """JSON as an index is spelled."""
+    kept = {name: value for name, value in body.items() if name != "digest"}
+    return canonical_json({**kept, "digest": digest_of(kept)}) + b"\n"
 
 
 def archive(files: list[File], *, end: bytes = bytes(1024)) -> bytes:

@@ -76,7 +76,7 @@ class ExportReport:
             "size_bytes": index.size_bytes,
             "written_bytes": self.written_bytes,
             "members": len(index.members),
-            "sha256_of_index": sha256_hex(index.to_bytes()),
+            "sha256_of_index": sha256_hex(self.contents.index_bytes),
             "signed_by": list(self.signed_by),
             "entries": [
                 {"hash": m.hash, "rank": m.rank, "prefix": m.prefix, "model": m.model, "rows": len(m.rows)}

@@ -1,6 +1,6 @@
 """`bundle.json`: every member of a bundle with its digest and size. Must not import torch.
 
-Grammar; the text is that of `Index.to_bytes` to the byte, and what is spelled otherwise is refused::
+Grammar; the text is canonical JSON (`cgtool.digests`) and a line end, and what is spelled otherwise is refused::
 
     index  = {"schema": 1, "cgtool": version, "members": [member...], "digest": sha256 of the rest's canonical JSON}
     member = {"path": name, "sha256": digest, "size_bytes": int, "mode": "0444" | "0644"}
@@ -17,8 +17,9 @@ from cgtool import __version__
 from cgtool.cache.bundle.limits import MAX_RECORD_BYTES, Limits
 from cgtool.cache.bundle.names import INDEX_FILE, Place, check_distinct, place_of
 from cgtool.cache.bundle.refusals import refused
-from cgtool.cache.layout import is_hash
-from cgtool.digests import digest_of
+from cgtool.cache.files import ARTIFACT_MODE, RECORD_MODE
+from cgtool.cache.layout import ARTIFACTS, is_hash
+from cgtool.digests import canonical_json, digest_of
 from cgtool.pieces import Json
 from cgtool.records import dataclass
 
@@ -47,9 +48,14 @@ class Member:
         """Where it belongs in a cache."""
         return place_of(self.path)
 
+    @property
+    def mode(self) -> int:
+        """The permissions that the cache gives such a file."""
+        return ARTIFACT_MODE if self.path.split("/")[2:3] == [ARTIFACTS] else RECORD_MODE
+
     def to_json(self) -> Json:
         """Return the member as JSON."""
-        mode = f"{self.place.mode:04o}"
+        mode = f"{self.mode:04o}"
         return {"path": self.path, "sha256": self.sha256, "size_bytes": self.size_bytes, "mode": mode}
 
 
@@ -80,7 +86,7 @@ class Index:
         members = [member.to_json() for member in self.members]
         body: dict[str, Json] = {"schema": SCHEMA, "cgtool": self.cgtool, "members": members}
         body["digest"] = digest_of(body)
-        return (json.dumps(body, indent=1, ensure_ascii=True, allow_nan=False) + "\n").encode("ascii")
+        return canonical_json(body) + b"\n"
 
 
 def parse_index(data: bytes, *, limits: Limits) -> Index:

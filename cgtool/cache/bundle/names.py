@@ -16,7 +16,6 @@ import unicodedata
 from collections.abc import Iterable
 
 from cgtool.cache.bundle.refusals import refused
-from cgtool.cache.files import ARTIFACT_MODE, RECORD_MODE
 from cgtool.cache.layout import (
     ARTIFACTS,
     CACHE_FOLDER,
@@ -56,11 +55,6 @@ class Place:
     prefix: str = ""
     file: str
     kind: str = ""
-
-    @property
-    def mode(self) -> int:
-        """The permissions that the cache gives such a file."""
-        return ARTIFACT_MODE if self.kind else RECORD_MODE
 
 
 def place_of(name: str) -> Place:

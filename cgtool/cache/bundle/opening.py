@@ -121,7 +121,7 @@ class Archive:
                     expected=member.size_bytes,
                     actual=header.size_bytes,
                 )
-            self._tar.check(header, member.place.mode)
+            self._tar.check(header, member.mode)
             yield member, self._tar.body()
             header = self._tar.next()
         if header is not None:

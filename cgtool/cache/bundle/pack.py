@@ -23,7 +23,7 @@ from cgtool.cache.entry import read_entry
 from cgtool.cache.files import RECORD_MODE, cache_error, corrupt, read_bytes, sync_folder
 from cgtool.cache.key import read_key
 from cgtool.cache.layout import CACHE_FOLDER, MANIFEST_FILE, SIGNATURES, CacheLayout, RankName
-from cgtool.cache.manifest import Manifest
+from cgtool.cache.manifest import Manifest, parse_manifest
 from cgtool.digests import sha256_hex
 from cgtool.errors import CacheError, UsageError
 from cgtool.records import dataclass
@@ -60,15 +60,14 @@ class Contents:
     Args:
         contents: Of each member, in order.
         manifests: As they will stand in the bundle.
+        index: Of all members.
+        index_bytes: The text of it.
     """
 
     contents: tuple[Content, ...]
     manifests: tuple[Manifest, ...]
-
-    @property
-    def index(self) -> Index:
-        """The index of it."""
-        return Index(members=tuple(content.member for content in self.contents))
+    index: Index
+    index_bytes: bytes
 
 
 def gather(layout: CacheLayout, names: Iterable[RankName], choice: Choice) -> Contents:
@@ -101,7 +100,9 @@ def gather(layout: CacheLayout, names: Iterable[RankName], choice: Choice) -> Co
         manifests.append(manifest)
     for path in found:
         header_bytes(path, 0, 0)  # says so of a name that is too long before anything is written
-    return Contents(contents=tuple(found[path] for path in sorted(found)), manifests=tuple(manifests))
+    contents = tuple(found[path] for path in sorted(found))
+    index = Index(members=tuple(content.member for content in contents))
+    return Contents(contents=contents, manifests=tuple(manifests), index=index, index_bytes=index.to_bytes())
 
 
 def _add(found: dict[str, Content], path: str, data: bytes) -> None:
@@ -123,11 +124,14 @@ def _rank(layout: CacheLayout, name: RankName, choice: Choice) -> tuple[Manifest
         raise CacheError(f"{path} is gone. Look again with: cgtool inspect cache", path=path)
     manifest = trimmed(entry.manifest, choice)
     whole = read_entry(layout, name, files=manifest.files)
-    if whole is None or whole.manifest != entry.manifest:
+    data = manifest.to_bytes() if manifest is not entry.manifest else None
+    if data is None and whole is not None:
+        # What stays as it is stays as its writer spelled it: that may have been another version.
+        path = layout.manifest_file(name)
+        data = read_bytes(path) or b""
+        whole = whole if parse_manifest(data, path=path, name=name) == whole.manifest else None
+    if data is None or whole is None or whole.manifest != entry.manifest:
         raise CacheError(f"{layout.rank_dir(name)} kept changing while it was read. Try again.", path=name.flat)
-    data = manifest.to_bytes()
-    if manifest == entry.manifest:  # as its writer spelled it: that may have been another version
-        data = read_bytes(layout.manifest_file(name)) or data
     return manifest, {MANIFEST_FILE: data, **whole.files}
 
 
@@ -170,13 +174,13 @@ def write_archive(
     import zstandard  # milliseconds, and only for who writes a bundle
 
     packer: Any = zstandard.ZstdCompressor(level=level, threads=-1, write_checksum=True, write_content_size=False)
-    index = contents.index.to_bytes()
+    index = contents.index_bytes
     out = packer.stream_writer(stream, closefd=False)
     for name, data in _heads(index, keys).items():
         out.write(header_bytes(name, len(data), RECORD_MODE) + data + padding(len(data)))
     for content in contents.contents:
         member = content.member
-        out.write(header_bytes(member.path, member.size_bytes, member.place.mode))
+        out.write(header_bytes(member.path, member.size_bytes, member.mode))
         for chunk in content.chunks():
             out.write(chunk)
         out.write(padding(member.size_bytes))
@@ -207,7 +211,7 @@ def write_folder(folder: Path, contents: Contents, *, keys: Sequence[Ed25519Priv
         CacheError: An entry cannot be read or is not whole, or the folder cannot be written.
     """
     check_free(folder)
-    index = contents.index.to_bytes()
+    index = contents.index_bytes
     heads = _heads(index, keys)
     if keys:
         for hash_ in contents.index.hashes:
@@ -221,7 +225,7 @@ def write_folder(folder: Path, contents: Contents, *, keys: Sequence[Ed25519Priv
                 (temporary / name).mkdir()
             num_bytes = sum(_write(temporary / name, [data], RECORD_MODE) for name, data in heads.items())
             for content in contents.contents:
-                num_bytes += _write(temporary / content.member.path, content.chunks(), content.member.place.mode)
+                num_bytes += _write(temporary / content.member.path, content.chunks(), content.member.mode)
             _settle(temporary)
             temporary.replace(folder)
         except OSError as error:

@@ -135,7 +135,7 @@ def _write(path: Path, member: Member, body: Iterable[bytes], flusher: Flusher) 
     """Write a new file whole, which `flusher` flushes to the disk, and return the digest of what was written."""
     digest = hashlib.sha256()
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, member.place.mode)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, member.mode)
     except OSError as error:
         raise cache_error(error, path, needed_bytes=member.size_bytes) from error
     try:

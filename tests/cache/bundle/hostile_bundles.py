@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 
-from bundle_maker import File, Forge, archive, index_of, opened, package, packed, sealed
+from bundle_maker import File, Forge, archive, index_of, opened, package, packed, sealed_index
 
 from cgtool.cache.packages import Package, pack
 from cgtool.digests import sha256_hex
@@ -50,7 +50,7 @@ def _index(edit: Callable[[dict], object]) -> Callable[[Forge], bytes]:
     def make(forge: Forge) -> bytes:
         record = json.loads(index_of(forge.files))
         edit(record)
-        return forge.bytes(index=sealed(record))
+        return forge.bytes(index=sealed_index(record))
 
     return make
 
@@ -115,7 +115,9 @@ def _twice(forge: Forge) -> bytes:
     record = json.loads(index_of(forge.files))
     row = next(member for member in record["members"] if member["path"] == name)
     record["members"].insert(record["members"].index(row), row)
-    return forge.bytes(index=sealed(record), change=lambda ms: [m for m in ms for _ in range(1 + (m.name == name))])
+    return forge.bytes(
+        index=sealed_index(record), change=lambda ms: [m for m in ms for _ in range(1 + (m.name == name))]
+    )
 
 
 def _other_bytes(forge: Forge) -> bytes:
@@ -262,7 +264,7 @@ CORPUS = {
     "an index with another field": ("bad_index", _index(lambda r: r.update(run="me"))),
     "an index spelled otherwise": (
         "bad_index",
-        lambda forge: forge.bytes(index=index_of(forge.files).replace(b"\n ", b"\n  ")),
+        lambda forge: forge.bytes(index=index_of(forge.files).replace(b",", b", ", 1)),
     ),
     "an index out of order": ("bad_index", _index(lambda r: r["members"].reverse())),
     "an index of nothing": ("bad_index", lambda forge: Forge(files={}).bytes()),
