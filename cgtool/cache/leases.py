@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import time
 import weakref
@@ -28,7 +27,6 @@ from pathlib import Path
 
 from cgtool.cache.files import RECORD_MODE
 from cgtool.cache.layout import CacheLayout, RankName, check_hash
-from cgtool.digests import sha256_hex
 from cgtool.errors import CacheError
 
 try:
@@ -45,7 +43,6 @@ _TRIES = 10
 _PAUSE_SECS = 0.002
 #: A writer would do minutes of work for nothing without its lease, so it waits longer.
 _WRITER_TRIES = 500
-_FOREIGN_STAMP_SECS = 30 * 86400.0
 _SEPARATOR = "~"
 _CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 
@@ -110,6 +107,18 @@ def hold(layout: CacheLayout, name: RankName) -> Lease | None:
     return lease
 
 
+def keep(layout: CacheLayout, name: RankName) -> bool:
+    """Hold an entry that was found, and return whether it is still there: from here on prune leaves it alone.
+
+    Args:
+        layout: Where the cache lies.
+        name: What was found.
+    """
+    hold(layout, name)
+    folder = f"{layout.root}/torch_compile_cache/{name.hash}/rank_{name.rank}/{name.prefix}"
+    return os.path.exists(f"{folder}/manifest.json")  # noqa: PTH110 - on the way of a load
+
+
 def hold_writing(layout: CacheLayout, hash_: str) -> Lease | None:
     """Say that this process is writing an entry, until the lease is released or nobody refers to it.
 
@@ -154,7 +163,7 @@ class LeaseTable:
         """
         wanted = None if names is None else {hash_, *(name.flat for name in names)}
         stamps = [text for text in self._stamps.get(hash_, ()) if wanted is None or _owner(text) in wanted]
-        if any(_stamp_lives(_path(self._layout, text)) for text in stamps):
+        if any(_lives(_path(self._layout, text)) for text in stamps):
             return True
         files = [text for text in self._files.get(hash_, ()) if wanted is None or text in wanted]
         if any(_is_locked(_path(self._layout, text)) for text in files):
@@ -186,7 +195,7 @@ def claimed(layout: CacheLayout, hash_: str, *, loaders: bool = True) -> Iterato
         if loaders:
             taken = taken and _claim(stack, str(layout.entry_dir(hash_)), folder=True)
         owners, stamps = _leases_of(layout, hash_, loaders=loaders)
-        taken = taken and not any(_stamp_lives(path) for path in stamps)
+        taken = taken and not any(_lives(path) for path in stamps)
         yield taken and all(_claim(stack, _path(layout, text)) for text in sorted(owners - {hash_}))
 
 
@@ -225,7 +234,7 @@ def remove_if_idle(path: str | Path) -> bool:
     Whoever waits for the lock meanwhile finds that its file is gone, and takes the lock of a new one.
     """
     text = str(path)
-    if _owner(Path(text).name) != Path(text).name and _stamp_lives(text):
+    if _owner(Path(text).name) != Path(text).name and _lives(text):
         return False
     with locked(text) as mine, contextlib.suppress(OSError):
         if mine:
@@ -287,7 +296,9 @@ def _lease_of_folder(entry: str) -> Lease | None:
 
 
 def _stamped(path: str) -> Lease | None:
-    stamp = f"{path}{_SEPARATOR}{_machine()}{_SEPARATOR}{os.getpid()}{_SEPARATOR}{_started(os.getpid())}"
+    from cgtool.cache.stamps import stamp_path  # nearly all file systems do without
+
+    stamp = stamp_path(path)
     try:
         os.close(os.open(stamp, os.O_WRONLY | os.O_CREAT | _CLOEXEC, RECORD_MODE))
     except OSError:
@@ -343,43 +354,10 @@ def _is_locked(path: str) -> bool:
         os.close(descriptor)
 
 
-def _stamp_lives(path: str) -> bool:
-    """Whether the process of a stamp lives, as far as this machine can tell."""
-    try:
-        _, machine, pid, start = Path(path).name.split(_SEPARATOR)
-        if machine == _machine():
-            return _started(int(pid)) == start
-        return time.time() - os.stat(path).st_mtime < _FOREIGN_STAMP_SECS  # noqa: PTH116 - a str
-    except (ValueError, OSError):
-        return False
+def _lives(stamp: str) -> bool:
+    from cgtool.cache.stamps import stamp_lives  # nearly all file systems do without
 
-
-@functools.cache
-def _machine() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        boot = ""
-    return sha256_hex(f"{os.uname().nodename if hasattr(os, 'uname') else ''} {boot}".encode())[:16]
-
-
-def _started(pid: int) -> str:
-    """A process's start in clock ticks since the boot; "0" for a live one that cannot be asked, "" for a dead one."""
-    try:
-        # The second field is the program's name in brackets, which may hold anything.
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return _is_alive(pid)
-
-
-def _is_alive(pid: int) -> str:
-    try:
-        os.kill(pid, 0)
-    except PermissionError:
-        return "0"
-    except (OSError, OverflowError):
-        return ""
-    return "0"
+    return stamp_lives(stamp)
 
 
 def _owner(text: str) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 from cgtool.cache.entry import Entry, read_entry
 from cgtool.cache.key import FactorDifference, Key, difference_between, read_key, sentences
 from cgtool.cache.layout import PLAN_FILE, CacheLayout, RankName, short
+from cgtool.cache.leases import keep
 from cgtool.cache.lookup import LookupStore
 from cgtool.cache.trust import TrustPolicy
 from cgtool.errors import CacheError, CacheMissError, CacheSchemaError, CgtoolError, RefusedError
@@ -116,7 +117,9 @@ class Finder:
             elif reasons:
                 refused.append((hash_, reasons))
         if fitting:
-            return _newest(fitting)
+            found = _newest(fitting)
+            # From here on prune leaves it alone, unless one was quicker.
+            return found if keep(self._layout, found.entry.name) else self.find(accept)
         if self._refused is not None:
             raise self._refused
         if self._other_schema is not None:
@@ -199,6 +202,10 @@ class Finder:
         return tuple(tensor_differences(roots, filter(is_weight, others)))
 
     def _miss(self, refused: list[tuple[str, tuple[str, ...]]]) -> CacheMissError:
+        # Kept off the way of a hit.
+        from cgtool.cache.prune.record import count_miss
+
+        pruned = count_miss(self._layout, self._facts.lookup)
         if not refused:
             refused = self._others()
         if not refused:
@@ -206,7 +213,8 @@ class Finder:
                 f"There is nothing for this model in {self._layout.root} (rank {self._rank}, prefix {self._prefix!r}). "
                 "Warm it first: `cgtool warm MODEL`, or call cgtool.compile."
             )
-            return CacheMissError(msg, reasons=("nothing has been warmed for this model",), path=self._layout.root)
+            reason = "nothing has been warmed for this model" if pruned is None else pruned.sentence
+            return CacheMissError(msg, reasons=(reason,), path=self._layout.root)
         hash_, reasons = min(refused, key=lambda pair: len(pair[1]))
         shown = "\n  ".join(reasons[:_MAX_REASONS])
         msg = (

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from cgtool.cache.checks import text
 from cgtool.cache.files import corrupt, read_sealed, sealed_json, touch, write_atomic
-from cgtool.cache.layout import CacheLayout, check_hash, is_hash
+from cgtool.cache.layout import CacheLayout, check_hash, is_hash, short
 from cgtool.errors import CacheError
 from cgtool.pieces import Json
 from cgtool.records import dataclass
@@ -68,6 +68,12 @@ class Pruned:
     entries: tuple[PrunedEntry, ...]
     misses: int
     last_missed: float | None
+
+    @property
+    def sentence(self) -> str:
+        """Which entry was removed last, when and why: a reason of a miss."""
+        last = self.entries[-1]
+        return f"entry {short(last.hash)} was pruned on {last.when[:10]}: {last.why}"
 
     def to_json(self) -> Json:
         """Return the record as JSON."""

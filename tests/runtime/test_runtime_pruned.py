@@ -1,0 +1,110 @@
+"""A load and a prune: what is loaded stays, what goes meanwhile is a miss in a sentence, such misses are counted."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+import cgtool  # noqa: E402
+from cgtool import CompilationConfig, ExampleCall, ModelSpec  # noqa: E402
+from cgtool.build.pipeline import warm  # noqa: E402
+from cgtool.cache import leases  # noqa: E402
+from cgtool.cache.layout import CacheLayout  # noqa: E402
+from cgtool.cache.prune.execute import carry_out  # noqa: E402
+from cgtool.cache.prune.plan import make_plan  # noqa: E402
+from cgtool.cache.prune.record import all_pruned  # noqa: E402
+from cgtool.cache.prune.records import Rules  # noqa: E402
+from cgtool.errors import CacheMissError  # noqa: E402
+from cgtool.runtime import find as find_module  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.tanh(self.layer(x))
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def model():
+    return Model().eval()
+
+
+@pytest.fixture
+def let_go():
+    """Return what ends this process's hold on entries, as its end would."""
+
+    def end():
+        for lease in leases._held.values():
+            lease.release()
+        leases._held.clear()
+
+    yield end
+    end()
+
+
+def warmed(model, root):
+    call = ExampleCall(args=(torch.rand(3, 4),))
+    spec = ModelSpec(module=model, calls=[call], dynamic={"x": {0: "n"}})
+    return warm(spec, config=CompilationConfig(adaptor="eager"), cache_dir=root)
+
+
+def prune(root):
+    return carry_out(make_plan(CacheLayout(root=root), Rules(keep_last=0)))
+
+
+def test_a_loaded_entry_stays_until_the_process_ends(model, cache_root, let_go):
+    hash_ = warmed(model, cache_root).hash
+    let_go()
+    loaded = cgtool.load(model, cache_dir=cache_root)
+    plan = make_plan(CacheLayout(root=cache_root), Rules(keep_last=0))
+    assert (plan.entries, [kept.why for kept in plan.kept]) == ((), ["in_use"])
+    let_go()
+    assert prune(cache_root).removed == (hash_,)
+    x = torch.rand(2, 4)
+    torch.testing.assert_close(loaded(x), model(x))  # what was opened serves on
+
+
+def test_what_goes_between_being_found_and_being_held_is_a_miss(model, cache_root, let_go, monkeypatch):
+    warmed(model, cache_root)
+    let_go()
+    keep = find_module.keep
+
+    def late(layout, name):
+        prune(cache_root)
+        return keep(layout, name)
+
+    monkeypatch.setattr(find_module, "keep", late)
+    with pytest.raises(CacheMissError) as caught:
+        cgtool.load(model, cache_dir=cache_root)
+    assert "was pruned on" in caught.value.reasons[0]
+
+
+def test_a_miss_that_a_prune_caused_is_counted_and_says_so(model, cache_root, let_go):
+    hash_ = warmed(model, cache_root).hash
+    let_go()
+    prune(cache_root)
+    for _ in range(2):
+        with pytest.raises(CacheMissError) as caught:
+            cgtool.load(model, cache_dir=cache_root)
+        (reason,) = caught.value.reasons
+        assert reason.startswith(f"entry {hash_[:10]} was pruned on ")
+        assert reason.endswith(": it is not among the last 0 of its model")
+    (record,) = all_pruned(CacheLayout(root=cache_root))
+    assert record.misses == 2
+    warmed(model, cache_root)
+    cgtool.load(model, cache_dir=cache_root)
+    assert all_pruned(CacheLayout(root=cache_root)) == ()
