@@ -1,0 +1,121 @@
+"""A real entry is exported, imported by another user at another place without a compiler, and loaded there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+import subprocess
+import sys
+
+import pytest
+from bundle_maker import make_keys
+from e2e_harness import FIXTURES, REPO, cgtool
+
+pytestmark = pytest.mark.torch
+
+LOADS = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import cgtool, tiny_llama, torch
+spec = tiny_llama.build()
+words = {}
+try:
+    model = cgtool.load(spec.module, cache_dir=sys.argv[2], trusted_keys=sys.argv[3:])
+    with torch.no_grad():
+        args = spec.calls[0].args
+        words["close"] = torch.allclose(model(*args), spec.module(*args), rtol=1e-4, atol=1e-4)
+except cgtool.errors.RefusedError as error:
+    words["reason"] = error.reason
+words["imported"] = sorted({"torch._dynamo", "torch._inductor", "cryptography"} & set(sys.modules))
+print(json.dumps(words))
+"""
+
+
+@pytest.fixture(scope="module")
+def bundle(sized_cache, tmp_path_factory):
+    """A folder with a signed bundle of a small model, its cache, and keys."""
+    folder = tmp_path_factory.mktemp("bundle")
+    make_keys(folder / "keys", "ours", "theirs")
+    root = sized_cache("tiny_llama").copy(folder / "cache")
+    done = cgtool("export", folder / "model.tar.zst", "--cache-dir", root, "--sign", folder / "keys/ours.pem")
+    assert done.code == 0, done.err
+    return folder
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    """Runs commands as nobody's machine would: another home, no variables, and no compiler that works."""
+    poison = tmp_path / "poison"
+    poison.mkdir()
+    for name in ("cc", "gcc", "g++", "c++", "clang", "clang++", "ld", "nvcc", "ptxas"):
+        (poison / name).write_text('#!/bin/sh\necho "$*" >> "$HOME/compiled"\nexit 1\n')
+        (poison / name).chmod(0o755)
+    home = tmp_path / "home of another"
+    home.mkdir()
+    wrapper = ["unshare", "-r"] if _may_unshare() else []
+
+    def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+        variables = {"HOME": str(home), "PATH": str(poison), "PYTHONPATH": str(REPO), "USER": "another"}
+        line = [shutil.which("env"), "-i", *(f"{name}={value}" for name, value in variables.items())]
+        done = subprocess.run(
+            [*wrapper, *line, sys.executable, *map(str, arguments)],
+            cwd=home,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+        asked = (home / "compiled").read_text().splitlines() if (home / "compiled").exists() else []
+        assert set(asked) <= {"--version"}, "a compiler was called"
+        return done
+
+    return command
+
+
+def _may_unshare() -> bool:
+    return (
+        shutil.which("unshare") is not None and subprocess.run(["unshare", "-r", "true"], check=False).returncode == 0
+    )
+
+
+def test_an_entry_is_imported_by_another_user_at_another_root_without_a_compiler_and_loads(bundle, elsewhere, tmp_path):
+    root = tmp_path / "another" / "root"
+    public = bundle / "keys/ours.pub"
+    done = elsewhere(
+        "-m", "cgtool", "import", bundle / "model.tar.zst", "--require-signature", public, "--cache-dir", root, "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [entry["outcome"] for entry in report["entries"]] == ["new"]
+    assert report["entries"][0]["verdict"] in ("optimal", "loads")
+    plain = elsewhere("-c", LOADS, FIXTURES, root)
+    assert json.loads(plain.stdout) == {"close": True, "imported": []}, plain.stderr
+    signed = elsewhere("-c", LOADS, FIXTURES, root, public)
+    assert json.loads(signed.stdout) == {"close": True, "imported": ["cryptography"]}, signed.stderr
+    other = elsewhere("-c", LOADS, FIXTURES, root, bundle / "keys/theirs.pub")
+    assert json.loads(other.stdout)["reason"] == "untrusted_key", other.stderr
+    root.chmod(root.stat().st_mode | stat.S_IWOTH)
+    shared = elsewhere("-c", LOADS, FIXTURES, root)
+    assert json.loads(shared.stdout)["reason"] == "writable_by_others", shared.stderr
+
+
+def test_a_changed_byte_of_an_artifact_is_never_opened(bundle, elsewhere, tmp_path):
+    shutil.copytree(bundle / "cache", tmp_path / "root")
+    for path in (tmp_path / "root/torch_compile_cache").glob("*/artifacts/*"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.chmod(0o644)
+        path.write_bytes(data)
+    done = elsewhere("-c", LOADS, FIXTURES, tmp_path / "root")
+    assert done.returncode == 1
+    assert "its bytes differ from its digest" in done.stderr
+
+
+def test_two_exports_of_a_real_entry_give_one_archive(bundle, tmp_path):
+    shutil.copytree(bundle / "cache", tmp_path / "copy")
+    again = tmp_path / "again.tar.zst"
+    key = bundle / "keys/ours.pem"
+    done = cgtool("export", again, "--cache-dir", tmp_path / "copy", "--sign", key)
+    assert done.code == 0, done.err
+    assert again.read_bytes() == (bundle / "model.tar.zst").read_bytes()
