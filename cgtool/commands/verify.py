@@ -79,6 +79,8 @@ def verify(options: VerifyOptions, on_event: OnEvent = ignore) -> VerifyReport:
         for findings in verify_entries(layout, wanted, hasher):
             entries.append(judged(layout, findings, machine, world_size=options.world_size))
             on_event(Event(phase="verify", message=short(findings.hash), done=len(entries), total=len(wanted)))
+        if hashes is None:
+            on_event(Event(phase="verify", message="units"))
         units = verify_units(layout, hasher) if hashes is None else None
     unit_repairs: tuple[Repair, ...] = ()
     if options.repair:

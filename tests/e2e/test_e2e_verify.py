@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,10 @@ from cgtool.cache.verify.verdict import verdict
 from cgtool.commands.verify import VerifyOptions, verify
 from cgtool.config import CompilationConfig
 from cgtool.errors import CacheCorruptError, CacheMissError
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "cache"))
+
+from cache_samples import run_dying_at
 
 pytestmark = pytest.mark.torch
 
@@ -143,6 +148,8 @@ def test_a_process_that_must_set_precision_is_told_so(eager_cache: Path, tmp_pat
     name = rekeyed(eager_cache, tmp_path, setter("precision", "float32_matmul", value="high"))
     said = verdict(read_key(CacheLayout(root=tmp_path), name.hash), this_machine())
     assert said.level == "loads"
+    assert verify(VerifyOptions(cache_dir=tmp_path)).ok
+    assert not verify(VerifyOptions(cache_dir=tmp_path, strict=True)).ok
     with pytest.raises(CacheMissError, match="float32_matmul"):
         package.load(Doubler().eval(), cache_dir=tmp_path)
     before = torch.get_float32_matmul_precision()
@@ -191,6 +198,27 @@ def test_a_damaged_artifact_that_nothing_else_has_is_compiled_from_the_plan(root
     assert [repair.action for repair in report.entries[0].repairs] == ["compiled"]
     assert path.exists()
     package.load(Doubler().eval(), cache_dir=root)
+
+
+def test_killed_before_any_change_a_repair_that_compiles_leaves_the_cache_as_before_or_mended(
+    root: Path, tmp_path: Path
+) -> None:
+    path = loaded_files(root)[3]
+    path.unlink()
+    for unit in (root / "torch_compile_cache" / "units").rglob(path.name):
+        unit.unlink()
+    steps = 0
+    killed = True
+    while killed:
+        copy = Path(shutil.copytree(root, tmp_path / f"killed-{steps}"))
+        killed = run_dying_at(steps + 1, lambda copy=copy: verify(VerifyOptions(cache_dir=copy, repair=True)))
+        entry = only_name(copy).hash
+        wrong = [problem.path.name for problem in verify_entry(CacheLayout(root=copy), entry).problems]
+        assert wrong in ([path.name], [])
+        assert verify(VerifyOptions(cache_dir=copy, repair=True)).ok
+        shutil.rmtree(copy)
+        steps += 1
+    assert steps > 5
 
 
 def test_a_hole_is_found_and_compiled(eager_cache: Path, tmp_path: Path) -> None:
