@@ -21,7 +21,8 @@ _WIDTH, _BOX, _GAP, _LEFT, _LINE, _HEAD = 760, 74, 18, 20, 19, 58
 #: Hues lie apart by the golden angle, so that any number of neighbours differ.
 _GOLDEN_ANGLE = 137.508
 _FEW_OPS, _FEW_SHAPES, _FEW_TENSORS = 4, 8, 4
-_MOST_CHARACTERS = 96
+#: What fits the width, of text in the usual size and of the title.
+_MOST_CHARACTERS, _MOST_OF_MODEL = 90, 36
 
 _STYLE = """
 svg { color-scheme: light dark; --ink: #1b1f24; --soft: #57606a; --line: #8c959f; --page: #fff; }
@@ -124,7 +125,8 @@ def _few(words: list[str], most: int) -> str:
 
 
 def _title(report: GraphReport) -> str:
-    return f"{cut(plain(report.model))} {short(report.name.hash)} rank {report.name.rank} {report.name.prefix}"
+    name = report.name
+    return f"{cut(plain(report.model), _MOST_OF_MODEL)} {short(name.hash)} rank {name.rank} {name.prefix}"
 
 
 def _text(x: int, y: int, words: str, kind: str) -> str:
