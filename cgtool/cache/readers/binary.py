@@ -66,7 +66,7 @@ class Member:
     def words(self) -> str:
         """Return it in a few words."""
         holds = "" if self.protocol is None else f", pickle protocol {self.protocol}"
-        return f"{shown(self.kind)} {shown(self.key)} ({self.size_bytes} bytes{holds})"
+        return f"{shown(f'{self.kind} {self.key}'.rstrip())} ({self.size_bytes} bytes{holds})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,6 +75,38 @@ def test_artifacts_that_changed_places_are_named_by_their_keys(vllm):
     )
 
 
+def test_a_row_that_names_the_artifact_of_another_piece_is_named(vllm):
+    index = (vllm / INDEX).read_text()
+    (vllm / INDEX).write_text(index.replace("((8, 8), 0, ", "((8, 8), 3, "))
+    piece = _piece(read_cache(vllm))
+    assert (piece.piece_index, piece.problems) == (3, ("its name says another shape or piece than the index does",))
+
+
+def test_bytes_after_an_artifacts_end_are_named(vllm):
+    path = vllm / PIECES / ARTIFACT
+    path.write_bytes(_sealed(path.read_bytes()[4:], b"tail"))
+    assert _piece(read_cache(vllm)).problems == ("4 bytes follow its end",)
+
+
+def test_an_artifact_that_holds_no_mega_cache_is_named(vllm):
+    header = _bytes(b"CacheCompiledArtifact") + _bytes(bytes(32)) + KEY
+    path = vllm / PIECES / ARTIFACT
+    for inside in (b"", b"1234", b"1234" + _number(2)):
+        path.write_bytes(_sealed(header, _bytes(inside)))
+        (problem,) = _piece(read_cache(vllm)).problems
+        assert problem in (
+            "it holds no mega-cache of a known version",
+            "it ends too early: 8 bytes should follow, and 0 do",
+        )
+
+
+def test_an_artifact_of_torchs_other_form_is_described(vllm):
+    path = vllm / PIECES / "artifact_compile_range_9_9_subgraph_0"
+    path.write_bytes(_sealed(_bytes(b"AOTCompiledArtifact"), _bytes(bytes(32)), _bytes(BOMB)))
+    piece = _piece(read_cache(vllm), path.name)
+    assert (piece.holds_pickle, piece.members) == (True, (f"callable ({len(BOMB)} bytes, pickle protocol 4)",))
+
+
 def test_an_artifact_that_no_row_names_is_listed_with_what_its_name_says(vllm):
     folder = vllm / PIECES
     shutil.copy(folder / ARTIFACT, folder / "artifact_compile_range_1_16_subgraph_7")
