@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from cgtool.cache.compare.records import ALSO
 from cgtool.cache.layout import short
 from cgtool.cli.text import count_text, plain
 
@@ -99,10 +100,10 @@ def show_lines(output: Output, lines: Sequence[str], *, everything: bool) -> Non
         lines: What is printed, indented.
         everything: Leave nothing out.
     """
-    shown = lines if everything else lines[:MOST_LINES]
+    shown = lines if everything else [line for line in lines if not line.startswith(ALSO)][:MOST_LINES]
     for line in shown:
         output.show(Text(f"          {one_line(line)}", style=_STYLES.get(line[:1], "dim")))
-    if len(shown) < len(lines):
+    if len(shown) < len(lines) and len(shown) == MOST_LINES:
         output.show(Text(f"          and {count_text(len(lines) - len(shown), 'line')} more", style="dim"))
 
 

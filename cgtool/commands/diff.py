@@ -16,7 +16,6 @@ from cgtool.cache.compare.here import machine_differences
 from cgtool.cache.compare.records import Difference
 from cgtool.cache.compare.sides import Side, open_side
 from cgtool.cache.layout import CacheLayout, short
-from cgtool.cache.machine import this_machine
 from cgtool.errors import UsageError
 
 SCHEMA = 1
@@ -93,6 +92,8 @@ def diff(options: DiffOptions) -> DiffReport:
 
 
 def _with_machine(entry: EntrySide, text: str) -> DiffReport:
+    from cgtool.cache.machine import this_machine  # costs more to load than two entries to compare
+
     found = machine_differences(entry.key, this_machine())
     return DiffReport(old=_label(entry, text), new="this machine", differences=tuple(found))
 

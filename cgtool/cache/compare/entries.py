@@ -21,6 +21,7 @@ from cgtool.cache.files import read_bytes
 from cgtool.cache.key import Key, differences, read_key
 from cgtool.cache.layout import GRAPH_FILE, PLAN_FILE, CacheLayout, RankName, short
 from cgtool.cache.manifest import Manifest
+from cgtool.digests import sha256_hex
 from cgtool.errors import CacheCorruptError, CacheError
 from cgtool.plan import Plan, Variant, parse_plan
 
@@ -93,10 +94,13 @@ class EntrySide:
         if name is None:
             return ()
         try:
-            entry = read_entry(self.layout, name, files=(GRAPH_FILE,))
+            record = self._entry(name).manifest.files.get(GRAPH_FILE)
+            data = read_bytes(self.layout.rank_dir(name) / GRAPH_FILE)
         except CacheError:
             return ()  # for people only: what is damaged is for `verify` to say
-        return () if entry is None else traced_lines(entry.files[GRAPH_FILE].decode(errors="replace"))
+        if data is None or record is None or sha256_hex(data) != record.sha256:
+            return ()
+        return traced_lines(data.decode(errors="replace"))
 
     def _entry(self, name: RankName) -> Entry:
         if name not in self._entries:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from cgtool.cache.compare.keys import factor_differences
 from cgtool.cache.compare.records import Difference
 from cgtool.cache.compare.traced import LineChanges
 from cgtool.cache.key import Factor, Key
-from cgtool.cache.machine import Machine
 from cgtool.pieces import Json
+
+if TYPE_CHECKING:
+    from cgtool.cache.machine import Machine  # costs more to load than two entries to compare
 
 #: Where the machine's None means that only torch could say, or that a machine without one serves all the same.
 _UNKNOWN = frozenset({"compiler"})

@@ -11,6 +11,9 @@ from cgtool.records import dataclass, replace
 
 What = Literal["factor", "source", "guard", "piece", "artifact", "coverage", "fallback", "entry"]
 
+#: Begins a line of `detail` that names where else the same was found.
+ALSO = "also: "
+
 _NUMBER = re.compile(r"\d+")
 
 
@@ -67,7 +70,7 @@ def _told_once(group: Sequence[Difference]) -> Difference:
     return replace(
         first,
         sentence=f"{first.sentence} (and so {named})",
-        detail=(*first.detail, *(f"also: {other.path}" for other in others)),
+        detail=(*first.detail, *(f"{ALSO}{other.path}" for other in others)),
     )
 
 

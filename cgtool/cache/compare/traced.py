@@ -57,11 +57,11 @@ def traced_lines(graph: str) -> tuple[TracedLine, ...]:
     Args:
         graph: The text of `computation_graph.py`.
     """
-    found = {
-        TracedLine(file=match["file"], line=int(match["line"]), function=match["function"], code=match["code"]): None
-        for match in _COMMENT.finditer(graph)
-    }
-    return tuple(found)
+    # Every layer quotes the same lines: records are made of what is left of thousands.
+    found = dict.fromkeys(_COMMENT.findall(graph))
+    return tuple(
+        TracedLine(file=file, line=int(line), function=function, code=code) for file, line, function, code in found
+    )
 
 
 def file_name(module: str, lines: Iterable[TracedLine]) -> str:

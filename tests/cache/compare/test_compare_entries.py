@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -266,3 +267,21 @@ def test_a_newer_schema_is_an_error_that_names_it(tmp_path):
     path.write_text(path.read_text().replace('"schema": 1', '"schema": 99').replace('"schema":1', '"schema":99'))
     with pytest.raises(CacheSchemaError, match="99"):
         compare_entries(old, new)
+
+
+def test_eighty_layers_are_compared_in_a_part_of_a_second(tmp_path):
+    def model(value):
+        graphs = [graph for i in range(80) for graph in (piece(eps="1e-06" if i else value), ATTENTION)]
+        own = tuple(
+            Guard(source=f"self.layers.{layer}.part{part}.eps", kind="value", expected=["f", value])
+            for layer in range(80)
+            for part in range(40)
+        )
+        text = GRAPH_TEXT * 800
+        return {"plan": plan_of(graphs, model_guards=own), "graph_text": text, "factors": {"sources": {"toy": value}}}
+
+    old, new = lay(tmp_path / "old", **model("1e-06")), lay(tmp_path / "new", **model("1e-05"))
+    began = time.process_time()
+    found = compare_entries(old, new)
+    assert time.process_time() - began < 0.5
+    assert [difference.what for difference in found] == ["source", "guard", "piece"]
