@@ -30,6 +30,7 @@ Examples:
   cgtool prune --stale --orphans --units
   cgtool prune --entry 3f9a
   cgtool prune --stats
+  cgtool prune --cache-dir ~/.cache/vllm/torch_compile_cache --older-than 60d
 """
 
 _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
@@ -59,7 +60,7 @@ def _amount(text: str, units: dict[str, Any], what: str, ctx: click.Context, par
 
 def _hashes(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> tuple[str, ...]:
     for text in texts:
-        if re.fullmatch(r"[0-9a-f]{1,64}", text) is None:
+        if re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text) is None:  # other systems' names are not hexadecimal
             message = f"{text!r} is not the beginning of a hash, which `cgtool inspect cache` lists."
             raise click.BadParameter(message, ctx=ctx, param=param)
     return texts
@@ -105,6 +106,9 @@ def prune(*, output: Output, cache_dir: str | None, **options: Any) -> int:
 
     An entry that was never used is as old as it is. A file with several names comes free with the last of them, so an
     entry's compiled units go with it where no other entry shares them.
+
+    --cache-dir may also name a cache of vLLM, ATOM, torch's Inductor or Triton: by age, size and name whole entries go
+    where nothing else needs them, and it is said where that is not so.
     """
     # Rich and the command itself: what `--help` does without.
     from cgtool.cli.prune_tables import show_outcome, show_plan, show_stats

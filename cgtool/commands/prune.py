@@ -9,12 +9,14 @@ from typing import Any
 
 from cgtool.cache.layout import CacheLayout, resolve_root
 from cgtool.cache.prune.execute import carry_out
+from cgtool.cache.prune.foreign import carry_out_foreign, is_foreign, make_foreign_plan
 from cgtool.cache.prune.plan import make_plan
 from cgtool.cache.prune.record import Pruned, all_pruned
 from cgtool.cache.prune.records import Outcome, Plan, Rules
 from cgtool.errors import CacheError
 
 SCHEMA = 1
+OWN = "cgtool"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +93,11 @@ def plan_prune(options: PruneOptions) -> PruneReport:
         CacheError: There is no such folder, or it cannot be listed.
         UsageError: A hash that was asked for is no entry's, or more than one entry's.
     """
-    layout = CacheLayout(root=_root(options.cache_dir))
-    plan = make_plan(layout, options.rules, pythonpath=options.pythonpath)
+    root = _root(options.cache_dir)
+    if is_foreign(root):
+        plan = make_foreign_plan(root, options.rules)
+    else:
+        plan = make_plan(CacheLayout(root=root), options.rules, pythonpath=options.pythonpath)
     return PruneReport(plan=plan, outcome=None, now=time.time())
 
 
@@ -105,7 +110,8 @@ def prune(planned: PruneReport) -> PruneReport:
     Returns:
         The plan and what came of it; what could not be removed is told there.
     """
-    return PruneReport(plan=planned.plan, outcome=carry_out(planned.plan), now=time.time())
+    carried_out = carry_out if planned.plan.system == OWN else carry_out_foreign
+    return PruneReport(plan=planned.plan, outcome=carried_out(planned.plan), now=time.time())
 
 
 def prune_stats(cache_dir: Path | None) -> StatsReport:

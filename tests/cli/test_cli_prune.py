@@ -19,6 +19,7 @@ from cgtool.cache.prune.record import count_miss
 
 PLAN_KEYS = [
     "schema",
+    "system",
     "root",
     "rules",
     "entries",

@@ -96,8 +96,7 @@ class Chooser:
             return
         age = self._now - self.last_seen(entry)
         if rules.older_than_secs is not None and age > rules.older_than_secs:
-            what = "made and never used" if self.last_used(entry) is None else "used last"
-            yield Reason(rule="older_than", sentence=f"it was {what} {_ago(age)}")
+            yield age_reason(age, used=self.last_used(entry) is not None)
         if rules.stale:
             yield from self._stale_reasons(entry)
         alone = rules.older_than_secs is None and rules.max_bytes is None and not rules.stale and not rules.entries
@@ -144,6 +143,11 @@ class Chooser:
 
     def _keep(self, entry: EntryFacts, why: str, sentence: str) -> None:
         self.kept.append(Kept(hash=entry.hash, model=entry.model, why=why, sentence=sentence))
+
+
+def age_reason(age: float, *, used: bool) -> Reason:
+    """Return the reason of an entry that was not used for `age` seconds, or never."""
+    return Reason(rule="older_than", sentence=f"it was {'used last' if used else 'made and never used'} {_ago(age)}")
 
 
 def _ago(secs: float) -> str:

@@ -90,6 +90,7 @@ class PlannedEntry:
         reasons: Why.
         lookup: The digests of cheap facts that lead to it.
         instead: Other entries that the same cheap facts lead to: they may serve instead.
+        path: Where it lies, for an entry of another system; "" for cgtool's own.
     """
 
     hash: str
@@ -103,6 +104,7 @@ class PlannedEntry:
     reasons: tuple[Reason, ...]
     lookup: tuple[str, ...]
     instead: tuple[str, ...] = ()
+    path: str = ""
 
     def to_json(self) -> Json:
         """Return the entry as JSON."""
@@ -146,7 +148,7 @@ class Kept:
     Args:
         hash: Its hash.
         model: What people call the model.
-        why: "in_use", "keep_last", "cannot_tell", "unreadable", "newer_schema" or "used_meanwhile".
+        why: "in_use", "keep_last", "cannot_tell", "newer_schema", "used_meanwhile" or "shared".
         sentence: For people.
     """
 
@@ -173,6 +175,7 @@ class Plan:
         size_bytes: What the cache takes on the disk before; None where no rule asked for it.
         notes: What else the user should know.
         made: When the plan was made, seconds since the epoch.
+        system: Which system wrote the cache.
     """
 
     root: Path
@@ -183,6 +186,7 @@ class Plan:
     size_bytes: int | None
     notes: tuple[str, ...]
     made: float
+    system: str = "cgtool"
 
     @property
     def frees_bytes(self) -> int:
@@ -198,6 +202,7 @@ class Plan:
         """Return the plan as JSON."""
         return {
             "schema": SCHEMA,
+            "system": self.system,
             "root": str(self.root),
             "rules": self.rules.to_json(),
             "entries": [entry.to_json() for entry in self.entries],

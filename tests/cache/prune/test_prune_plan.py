@@ -418,6 +418,7 @@ def test_json_has_the_promised_fields(cache_root):
     report = plan_of(cache_root, older_than_secs=DAY, orphans=True).to_json()
     assert list(report) == [
         "schema",
+        "system",
         "root",
         "rules",
         "entries",
