@@ -21,6 +21,7 @@ Examples:
   cgtool verify
   cgtool verify 3f9a --world-size 8
   cgtool verify /mnt/shared/cache --strict
+  cgtool verify llama.tar.zst
   cgtool verify --repair
   cgtool verify 3f9a --load
   cgtool verify --load --model fixtures/tiny_llama.py:build --arg num_layers=4
@@ -66,8 +67,9 @@ Examples:
 def verify(*, output: Output, targets: tuple[str, ...], **options: Any) -> int:
     """Read every file of the cache, match it to its digest, and judge whether this machine loads it.
 
-    HASH is the beginning of a hash that `inspect cache` lists; PATH is a cache, or one entry's folder. Without either,
-    all of the cache is checked. Without --load and --repair nothing is executed and nothing is changed.
+    HASH is the beginning of a hash that `inspect cache` lists; PATH is a cache, one entry's folder, or a bundle, which
+    is looked at before it is imported. Without either, all of the cache is checked. Without --load and --repair nothing
+    is executed and nothing is changed.
 
     Each entry is optimal, or loads though compiling it again is advised, or is unsupported here. Exit code 3: a file is
     damaged, something is missing, or an entry is unsupported (with --strict: not optimal).

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cgtool.cache.bundle.unpack import unpacked
 from cgtool.cache.layout import CACHE_FOLDER, CacheLayout, is_hash, resolve_root, short
 from cgtool.cache.machine import Machine, this_machine
 from cgtool.cache.verify.digests import verify_entries, verify_entry
@@ -35,7 +36,7 @@ class VerifyOptions:
     """What the user asked of `verify`.
 
     Args:
-        targets: Beginnings of hashes, or one path: of a cache, or of an entry. Empty: the whole cache.
+        targets: Beginnings of hashes, or one path: of a cache, an entry or a bundle. Empty: the whole cache.
         cache_dir: The cache's root; None means the user's own.
         names_cache: Whether the user named that root with an option.
         strict: Whether an entry that loads and is not optimal fails the check.
@@ -67,10 +68,16 @@ def verify(options: VerifyOptions, on_event: OnEvent = ignore) -> VerifyReport:
         on_event: Told of each entry as it goes.
 
     Raises:
-        UsageError: A target fits no entry or several.
+        UsageError: A target fits no entry or several; or a bundle is to be loaded or mended.
+        RefusedError: A bundle is not whole, or not what its index says.
         CacheError: There is no such cache, or it cannot be listed; with `options.repair`, or be written.
     """
     began = time.perf_counter()
+    bundle = _bundle(options)
+    if bundle is not None:
+        with unpacked(bundle) as root:
+            inner = replace(options, targets=(), cache_dir=root, names_cache=True)
+            return replace(verify(inner, on_event), root=bundle, units=None)
     layout, hashes = _chosen(options)
     machine = this_machine()
     entries: list[EntryReport] = []
@@ -166,11 +173,22 @@ def _chosen(options: VerifyOptions) -> tuple[CacheLayout, list[str] | None]:
     return layout, [_one(target.lower(), hashes, layout) for target in dict.fromkeys(options.targets)] or None
 
 
+def _bundle(options: VerifyOptions) -> Path | None:
+    """Return the bundle that is to be checked, if it is one: a stranger's, so nothing of it is opened."""
+    if len(options.targets) != 1 or not Path(options.targets[0]).expanduser().is_file():
+        return None
+    path = Path(options.targets[0]).expanduser().absolute()
+    if options.load or options.repair or options.names_cache:
+        msg = f"{path} is a bundle: it is only looked at. Import it first (`cgtool import`), then load or mend it."
+        raise UsageError(msg, path=path)
+    return path
+
+
 def _existing(layout: CacheLayout, *, named: Path) -> CacheLayout:
     if named.is_dir():
         return layout
-    what = "is a file and not a cache folder" if named.exists() else "does not exist"
-    raise CacheError(f"{named} {what}. Name the folder of a cache or of one entry.", path=named)
+    msg = f"{named} does not exist. Name the folder of a cache or of one entry, or a bundle."
+    raise CacheError(msg, path=named)
 
 
 def _one(beginning: str, hashes: Sequence[str], layout: CacheLayout) -> str:

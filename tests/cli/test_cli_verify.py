@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from bundle_maker import lay_entry as lay_whole
 from cli_harness import COMMAND, environment, lay_entry, run
 
 from cgtool.cache.files import sealed_json
@@ -90,7 +91,7 @@ def test_a_strangers_model_name_does_no_harm_on_a_terminal(cache_root: Path) -> 
     ("target", "code", "words"),
     [
         pytest.param("/nowhere/at/all", 1, "/nowhere/at/all does not exist", id="missing path"),
-        pytest.param(__file__, 1, "is a file and not a cache folder", id="a file"),
+        pytest.param(__file__, 3, "Name a file that cgtool export wrote", id="a file that is no bundle"),
         pytest.param("abcdef", 2, "No entry begins with abcdef", id="unknown hash"),
     ],
 )
@@ -100,6 +101,24 @@ def test_what_is_no_cache_is_said_in_a_sentence(cache_root: Path, target: str, c
     ran = run("verify", target, *option)
     assert (ran.code, ran.out) == (code, "")
     assert words in ran.err
+
+
+def test_a_bundle_is_judged_before_it_is_imported(tmp_path: Path) -> None:
+    hash_ = lay_whole(tmp_path / "cache")
+    bundle = tmp_path / "one.tar.zst"
+    assert run("export", bundle, "--cache-dir", tmp_path / "cache").code == 0
+    ran = run("verify", bundle, "--json")
+    (entry,) = ran.report["entries"]
+    assert (entry["hash"], entry["problems"]) == (hash_, [])
+    assert entry["verdict"] == {"level": "optimal", "reasons": []}
+    assert (ran.report["root"], ran.report["units"]) == (str(bundle), None)
+    assert run("verify", bundle, "--repair").code == 2
+    data = bytearray(bundle.read_bytes())
+    data[len(data) // 2] ^= 1
+    bundle.write_bytes(data)
+    ran = run("verify", bundle, "--json")
+    assert ran.code == 3
+    assert ran.report["error"]["reason"]
 
 
 def test_options_that_contradict_each_other_are_wrong_usage(cache_root: Path) -> None:
@@ -129,16 +148,16 @@ def test_torn_newer_and_unreadable_records_are_named_each_with_its_kind(cache_ro
     assert kinds == {torn: ["corrupt"], newer: ["schema"], foreign: ["unreadable"]}
 
 
-def test_repair_of_what_is_left_alone_elsewhere_says_so_and_is_clean_afterwards(cache_root: Path) -> None:
+def test_an_entry_that_cannot_be_mended_is_set_aside_and_the_others_stay(cache_root: Path) -> None:
     hash_ = lay_entry(cache_root, seed=1)
-    lay_entry(cache_root, seed=2)
+    other = lay_entry(cache_root, seed=2)
     CacheLayout(root=cache_root).key_file(hash_).write_bytes(b"{}")
-    ran = run("verify", cache_root, "--repair", "--json")
-    entries = {entry["hash"]: entry for entry in ran.report["entries"]}
-    (repair,) = entries[hash_]["repairs"]
-    assert repair["action"] == "set_aside"
+    ran = run("verify", hash_[:12], "--cache-dir", cache_root, "--repair", "--json")
+    (entry,) = ran.report["entries"]
+    (repair,) = entry["repairs"]
+    assert (ran.code, repair["action"]) == (0, "set_aside")
     assert repair["sentence"].endswith("Warm the model again.")
-    assert CacheLayout(root=cache_root).hashes() == [other for other in entries if other != hash_]
+    assert CacheLayout(root=cache_root).hashes() == [other]
 
 
 def test_ctrl_c_ends_a_check_at_once_with_130(cache_root: Path) -> None:
