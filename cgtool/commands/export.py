@@ -21,11 +21,14 @@ from cgtool.cache.bundle.choose import Choice, chosen_names
 from cgtool.cache.bundle.pack import Contents, check_free, gather, write_archive, write_folder
 from cgtool.cache.files import cache_error, sync_folder
 from cgtool.cache.layout import CacheLayout, resolve_root
+from cgtool.cache.leases import hold
 from cgtool.digests import sha256_hex
 from cgtool.errors import UsageError
 
 SCHEMA = 1
 DEFAULT_LEVEL = 3
+#: Each lease is an open file.
+_MOST_HELD = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,14 +100,11 @@ def export(options: ExportOptions) -> ExportReport:
     layout = CacheLayout(root=resolve_root(options.cache_dir))
     if isinstance(options.dest, Path) and options.folder:
         check_free(options.dest)
-    contents = gather(layout, chosen_names(layout, options.choice), options.choice)
-    if not isinstance(options.dest, Path):
-        written = write_archive(options.dest, contents, keys=keys, level=options.level)
-        options.dest.flush()
-    elif options.folder:
-        written = write_folder(options.dest, contents, keys=keys)
-    else:
-        written = _write_file(options.dest, contents, keys=keys, level=options.level)
+    names = chosen_names(layout, options.choice)
+    for name in names[:_MOST_HELD]:  # until this process ends: prune leaves alone what is being read
+        hold(layout, name)
+    contents = gather(layout, names, options.choice)
+    written = _write(options, contents, keys)
     return ExportReport(
         root=layout.root,
         dest=str(options.dest) if isinstance(options.dest, Path) else "-",
@@ -113,6 +113,16 @@ def export(options: ExportOptions) -> ExportReport:
         contents=contents,
         signed_by=tuple(sorted(signatures.key_id(key.public_key()) for key in keys)),
     )
+
+
+def _write(options: ExportOptions, contents: Contents, keys: list[Any]) -> int:
+    if not isinstance(options.dest, Path):
+        written = write_archive(options.dest, contents, keys=keys, level=options.level)
+        options.dest.flush()
+        return written
+    if options.folder:
+        return write_folder(options.dest, contents, keys=keys)
+    return _write_file(options.dest, contents, keys=keys, level=options.level)
 
 
 def _write_file(dest: Path, contents: Contents, *, keys: list[Any], level: int) -> int:

@@ -28,6 +28,7 @@ from cgtool.cache.files import (
 )
 from cgtool.cache.key import read_key
 from cgtool.cache.layout import KEY_FILE, MANIFEST_FILE, PLAN_FILE, SIGNATURES, CacheLayout, RankName, short
+from cgtool.cache.leases import hold_writing
 from cgtool.cache.lookup import LookupStore
 from cgtool.cache.manifest import Manifest
 from cgtool.cache.objects import ObjectStore
@@ -113,7 +114,17 @@ def install(layout: CacheLayout, unpacked: Unpacked, *, replacing: bool) -> tupl
     ensure_folder(layout.base)
     for content in unpacked.entries:
         _add_signature(unpacked.layout.entry_dir(content.hash), unpacked)
-    return tuple(_install(layout, unpacked, content, replacing=replacing) for content in unpacked.entries)
+    return tuple(_install_held(layout, unpacked, content, replacing=replacing) for content in unpacked.entries)
+
+
+def _install_held(layout: CacheLayout, unpacked: Unpacked, content: EntryContent, *, replacing: bool) -> Installed:
+    """Put one entry in place while prune leaves it alone: artifacts come before the manifests that name them."""
+    lease = hold_writing(layout, content.hash)
+    try:
+        return _install(layout, unpacked, content, replacing=replacing)
+    finally:
+        if lease is not None:
+            lease.release()
 
 
 def _install(layout: CacheLayout, unpacked: Unpacked, content: EntryContent, *, replacing: bool) -> Installed:
