@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cgtool.cache.layout import RankName, short
+from cgtool.cache.layout import RankName
 from cgtool.variables import child_variables
 
 #: What compiles, or is asked by what compiles.
@@ -39,7 +39,7 @@ _BOOT = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
     "from cgtool.commands.verify_child import main; main(int(sys.argv[2]))"
 )
-_LAST_LINES = 3
+_LAST_LINES, _LAST_BYTES = 3, 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,7 +298,9 @@ class _Place:
                 raise
             finally:
                 code = process.wait()
-        last = words.read_text(encoding="utf-8", errors="replace").splitlines()
+        with words.open("rb") as said:
+            said.seek(max(0, words.stat().st_size - _LAST_BYTES))
+            last = said.read().decode("utf-8", errors="replace").splitlines()
         return code, tuple(line for line in last if line.strip())[-_LAST_LINES:]
 
     def _talk(self, process: subprocess.Popen[bytes], request: dict[str, Any], lines: Any, take: Any) -> None:
@@ -331,8 +333,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def words_of(opened: Opened) -> str:
-    """Return what people read of a rank and prefix that was opened."""
-    return f"{short(opened.name.hash)} rank {opened.name.rank} {opened.name.prefix}"

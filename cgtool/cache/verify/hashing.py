@@ -51,7 +51,7 @@ class Hasher:
     """
 
     def __init__(self, jobs: int | None = None) -> None:
-        self._pool = ThreadPoolExecutor(jobs or min(len(os.sched_getaffinity(0)), _MAX_JOBS), "cgtool-hash")
+        self._pool = ThreadPoolExecutor(jobs or min(_num_cores(), _MAX_JOBS), "cgtool-hash")
         self._shared: dict[tuple[int, int], Future[Hashed]] = {}
         self._stop = threading.Event()
         self._local = threading.local()
@@ -106,14 +106,20 @@ class Hasher:
         if buffer is None:
             buffer = self._local.buffer = memoryview(bytearray(_BUFFER_BYTES))
         digest, total = hashlib.sha256(), 0
+        file = os.fdopen(descriptor, "rb", buffering=0, closefd=False)
         while not self._stop.is_set() and (limit is None or total <= limit):
             wanted = _BUFFER_BYTES if limit is None else min(_BUFFER_BYTES, limit + 1 - total)
-            count = os.readv(descriptor, [buffer[:wanted]])
+            count = file.readinto(buffer[:wanted])
             if not count:
                 break
             digest.update(buffer[:count])
             total += count
         return Hashed(digest=digest.hexdigest(), size_bytes=total)
+
+
+def _num_cores() -> int:
+    """Return how many cores this process may use; where the system does not say, how many there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextlib.contextmanager
