@@ -61,10 +61,10 @@ def read_torch_inductor(path: Path) -> ForeignCache:
     """
     warnings: list[str] = []
     tree = Tree(path, warnings)
-    entries = [*_graphs(tree), *_autograd_graphs(tree)]
+    graphs = [*_graphs(tree), *_autograd_graphs(tree)]
     kernels = _kernels(tree)
-    code, rest = _code(tree)
-    entries += [*kernels, *code]
+    entries = [*graphs, *kernels, *_code(tree)]
+    rest = _rest(tree, {entry.path.relative_to(path).as_posix() for entry in (*graphs, *kernels)})
     if rest:
         why = "it belongs to no one graph; the whole cache may be removed when no process uses it"
         entries.append(made_entry("other files", "other", path, rest, (), deletable=False, why_not=why))
@@ -88,12 +88,15 @@ def _graphs(tree: Tree) -> list[ForeignEntry]:
         _graph(tree, join(join(FX_FOLDER, group), key), key, "graph", "compiled_graph")
         for group in tree.folders(FX_FOLDER)
         for key in tree.folders(join(FX_FOLDER, group))
+        if not key.startswith(".")  # being written or removed
     ]
 
 
 def _autograd_graphs(tree: Tree) -> list[ForeignEntry]:
     return [
-        _graph(tree, join(AOT_FOLDER, key), key, "autograd_graph", "autograd_graph") for key in tree.folders(AOT_FOLDER)
+        _graph(tree, join(AOT_FOLDER, key), key, "autograd_graph", "autograd_graph")
+        for key in tree.folders(AOT_FOLDER)
+        if not key.startswith(".")
     ]
 
 
@@ -109,27 +112,29 @@ def _kernels(tree: Tree) -> list[ForeignEntry]:
         kernel_entry(tree, join(join(TRITON_FOLDER, device), group), name=f"{TRITON_FOLDER}/{device}/{group}")
         for device in tree.folders(TRITON_FOLDER)
         for group in tree.folders(join(TRITON_FOLDER, device))
+        if not group.startswith(".")
     ]
 
 
-def _code(tree: Tree) -> tuple[list[ForeignEntry], list[File]]:
-    """The generated code as one entry, if there is any, and the files that are of no entry."""
-    code: list[File] = []
-    rest = [tree.files[name] for name in tree.names()]
-    for folder in tree.folders():
-        if _CODE_FOLDER.fullmatch(folder):
-            code += tree.under(folder)
-        elif folder not in (FX_FOLDER, AOT_FOLDER, TRITON_FOLDER):
-            rest += tree.under(folder)
-    for folder in (FX_FOLDER, AOT_FOLDER, TRITON_FOLDER):
-        rest += [tree.files[join(folder, name)] for name in tree.names(folder)]
-    if not code:
-        return [], rest
+def _code(tree: Tree) -> list[ForeignEntry]:
+    """The generated code as one entry, if there is any."""
+    code = [file for folder in tree.folders() if _CODE_FOLDER.fullmatch(folder) for file in tree.under(folder)]
     artifacts = [_code_artifact(tree, file) for file in code if not _is_temporary(file)]
     entry = made_entry(
         "generated code", "generated_code", tree.top, code, artifacts, deletable=False, why_not=_SHARED_CODE
     )
-    return [entry], rest
+    return [entry] if code else []
+
+
+def _rest(tree: Tree, claimed: set[str]) -> list[File]:
+    """The files that are neither generated code nor in one of the claimed folders, which lie two or three deep."""
+    rest = []
+    for path, file in tree.files.items():
+        parts = path.split("/")
+        is_code = len(parts) > 1 and _CODE_FOLDER.fullmatch(parts[0])
+        if not is_code and not any("/".join(parts[:depth]) in claimed for depth in (2, 3)):
+            rest.append(file)
+    return rest
 
 
 def _code_artifact(tree: Tree, file: File) -> ForeignArtifact:

@@ -143,10 +143,12 @@ def _is_hash_folder(path: Path) -> bool:
 
 
 def _folders(path: Path) -> Iterator[Path]:
-    """The folders right in a folder, sorted, links and what cannot be listed left out."""
+    """The folders right in a folder, sorted; links, hidden ones and what cannot be listed are left out."""
     try:
         with os.scandir(path) as found:
-            names = sorted(child.name for child in found if child.is_dir(follow_symlinks=False))
+            names = sorted(
+                child.name for child in found if child.is_dir(follow_symlinks=False) and child.name[0] != "."
+            )
     except OSError:
         return
     yield from map(path.joinpath, names)

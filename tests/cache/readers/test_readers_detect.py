@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from cache_samples import files_of, manifest_of, put_row, writer
-from readers_samples import SCALE, entry_of, unpack
+from cache_samples import files_of, manifest_of, publish, put_row, writer
+from readers_samples import HASH, SCALE, entry_of, unpack
 
 from cgtool.cache.files import ensure_root
 from cgtool.cache.readers.detect import detect, read_cache
@@ -49,6 +49,13 @@ def test_cgtools_own_cache_is_told_by_its_keys_and_its_tag(cache_root, inner):
     assert cache.size_bytes == entry.size_bytes + (entry.path.parents[1] / "key.json").stat().st_size
 
 
+def test_an_entry_that_was_copied_alone_is_told_by_its_key(cache_root, tmp_path):
+    name = publish(cache_root)
+    shutil.copytree(cache_root / "torch_compile_cache" / name.hash, tmp_path / "torch_compile_cache" / name.hash)
+    assert detect(tmp_path) == "cgtool"
+    assert [entry.name for entry in read_cache(tmp_path).entries] == [name.hash]
+
+
 def test_torchs_folder_may_hold_tritons_and_each_kernel_is_an_entry(tmp_path):
     path = unpack("torch_inductor", tmp_path)
     shutil.copytree(unpack("triton", tmp_path), path / "triton" / "0")
@@ -58,6 +65,25 @@ def test_torchs_folder_may_hold_tritons_and_each_kernel_is_an_entry(tmp_path):
     kernel = entry_of(cache, f"triton/0/{SCALE}")
     assert (kernel.kind, kernel.deletable, kernel.path) == ("kernel", True, path / "triton" / "0" / SCALE)
     assert cache.size_bytes == 379_262 + 69_191 == sum(entry.size_bytes for entry in cache.entries)
+
+
+def test_folders_that_are_being_removed_are_no_entries(tmp_path):
+    torch = unpack("torch_inductor", tmp_path)
+    hidden = ".key.12.ab.cgtool-pruned"
+    for folder in ("fxgraph/3q", "aotautograd"):
+        (child,) = (torch / folder).iterdir()
+        child.rename(child.with_name(hidden))
+    cache = read_cache(torch)
+    assert [(entry.name, entry.size_bytes) for entry in cache.entries] == [
+        ("generated code", 212_180),
+        ("other files", 88_498 + 78_584),
+    ]
+    vllm = unpack("vllm", tmp_path)
+    (vllm / HASH).rename((vllm / HASH).with_name(hidden))
+    assert [(entry.name, entry.kind) for entry in read_cache(vllm).entries][:2] == [
+        (hidden, "other"),
+        ("2e78731c30", "model"),
+    ]
 
 
 @pytest.mark.parametrize("kept", ["fxgraph", "aotautograd", "5l"])

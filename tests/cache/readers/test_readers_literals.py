@@ -19,6 +19,7 @@ from cgtool.cache.readers.literals import (
     parse_literal,
 )
 from cgtool.cache.readers.vllm_index import IndexRow, parse_index
+from cgtool.cache.readers.words import shown
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**17), 10**17) | st.text(st.characters(exclude_categories=["Cs"])),
@@ -71,6 +72,11 @@ def test_anything_else_is_refused_with_what_is_wrong(text, words, tmp_path, monk
     assert words in str(caught.value)
     assert len(str(caught.value)) < 300
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_strangers_text_is_shown_on_one_line_and_cut_in_its_middle():
+    assert shown("a\x1b[2J\nb\u202e") == "a\\x1b[2J\\nb\\u202e"
+    assert shown(f"<{'x' * 10_000}>") == f"<{'x' * 199}…{'x' * 199}>"
 
 
 def test_bytes_that_are_no_text_are_refused():
