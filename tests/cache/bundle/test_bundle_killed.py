@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from bundle_maker import lay_entry, make_keys, tree
-from cache_samples import run_dying_at
+from cache_samples import no_flock, run_dying_at
 
 from cgtool.cache.bundle.choose import Choice
 from cgtool.cache.entry import read_entry
@@ -247,3 +247,32 @@ def test_a_folder_that_may_not_be_written_is_a_sentence(tmp_path, bundle):
     with pytest.raises(CacheError, match="permission denied"):
         imported(bundle, root)
     (root / "torch_compile_cache").chmod(0o755)
+
+
+def test_many_imports_of_one_bundle_at_a_time_give_one_cache(memory, bundle):
+    root = memory / "storm"
+    lay_entry(root, shapes=("general", 16))
+    children = []
+    for _ in range(6):
+        child = os.fork()
+        if child == 0:
+            try:
+                imported(bundle, root)
+            except BaseException:  # noqa: BLE001 - nothing may run on as the parent's twin
+                os._exit(1)
+            os._exit(0)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 6
+    alone = memory / "alone"
+    lay_entry(alone, shapes=("general", 16))
+    imported(bundle, alone)
+    assert view(root) == view(alone)
+    assert not list((root / "torch_compile_cache").glob(".import.*"))
+
+
+def test_where_locks_do_not_work_an_import_does(memory, bundle):
+    lay_entry(memory / "cache", shapes=("general", 16))
+    with no_flock():
+        imported(bundle, memory / "cache")
+    imported(bundle, memory / "other")
+    assert view(memory / "other").keys() == view(memory / "cache").keys()

@@ -1,0 +1,129 @@
+"""Load under a policy: what is signed is taken, what is not is refused before anything of it is used."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+
+import pytest
+from bundle_maker import make_keys
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+import cgtool  # noqa: E402
+from cgtool import CompilationConfig, ExampleCall, ModelSpec  # noqa: E402
+from cgtool.build.pipeline import warm  # noqa: E402
+from cgtool.commands.export import ExportOptions, export  # noqa: E402
+from cgtool.commands.import_ import ImportOptions, import_bundle  # noqa: E402
+from cgtool.errors import CacheMissError, RefusedError  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+class Model(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x):
+        return torch.tanh(self.layer(x))
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def model():
+    return Model().eval()
+
+
+def fill(root, level):
+    spec = ModelSpec(module=Model().eval(), calls=[ExampleCall(args=(torch.rand(3, 4),))], dynamic={"x": {0: "n"}})
+    return warm(spec, config=CompilationConfig(adaptor="eager", level=level, proof=False), cache_dir=root).hash
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A cache of two entries that serve the model, the older one of which was imported signed; and the keys."""
+    folder = tmp_path_factory.mktemp("made")
+    make_keys(folder / "keys", "ours", "theirs")
+    with torch.no_grad():
+        signed = fill(folder / "source", 3)
+        bundle = folder / "signed.tar.zst"
+        export(ExportOptions(dest=bundle, cache_dir=folder / "source", sign=(folder / "keys/ours.pem",)))
+        import_bundle(ImportOptions(source=bundle, cache_dir=folder / "cache", trust=True, any_machine=True))
+        unsigned = fill(folder / "cache", 2)
+    return folder, signed, unsigned
+
+
+@pytest.fixture
+def root(made, tmp_path):
+    shutil.copytree(made[0] / "cache", tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def ours(made):
+    return made[0] / "keys/ours.pub"
+
+
+def agrees(model, **options):
+    loaded = cgtool.load(model, **options)
+    x = torch.rand(5, 4)
+    torch.testing.assert_close(loaded(x), model(x))
+
+
+def refusal(model, **options):
+    with pytest.raises(RefusedError) as refused:
+        cgtool.load(model, **options)
+    return refused.value.reason
+
+
+def test_of_two_that_fit_the_signed_one_is_taken(model, root, ours, made):
+    plan = root / "torch_compile_cache" / made[2] / "rank_0/backbone/plan.json"
+    agrees(model, cache_dir=root, trusted_keys=[ours])
+    plan.write_bytes(b"torn")  # of the other one nothing is used, and nothing is said
+    agrees(model, cache_dir=root, trusted_keys=[ours])
+
+
+def test_where_none_is_signed_load_says_so_and_parses_nothing(model, root, ours, made):
+    shutil.rmtree(root / "torch_compile_cache" / made[1] / "signatures")
+    assert refusal(model, cache_dir=root, trusted_keys=[ours]) == "unsigned"
+    agrees(model, cache_dir=root)
+
+
+def test_the_configuration_and_the_variable_ask_as_well(model, root, made, monkeypatch):
+    theirs = str(made[0] / "keys/theirs.pub")
+    config = CompilationConfig(adaptor="eager", level=3, trusted_keys=[theirs])
+    assert refusal(model, cache_dir=root, config=config) == "untrusted_key"
+    monkeypatch.setenv("CGTOOL_TRUSTED_KEYS", theirs)
+    assert refusal(model, cache_dir=root) == "untrusted_key"
+    assert refusal(model, cache_dir=root, config=CompilationConfig(adaptor="eager", level=3)) == "untrusted_key"
+    agrees(model, cache_dir=root, trusted_keys=[made[0] / "keys/ours.pub"])
+
+
+def test_a_cache_that_others_may_write_to_is_refused_unless_the_policy_permits_it(model, root, monkeypatch):
+    root.chmod(root.stat().st_mode | stat.S_IWOTH)
+    assert refusal(model, cache_dir=root) == "writable_by_others"
+    agrees(model, cache_dir=root, config=CompilationConfig(adaptor="eager", level=3, allow_shared_cache=True))
+    monkeypatch.setenv("CGTOOL_ALLOW_SHARED_CACHE", "1")
+    agrees(model, cache_dir=root)
+
+
+def test_a_model_that_nothing_serves_is_a_miss_as_ever(root, ours):
+    with pytest.raises(CacheMissError):
+        cgtool.load(Model(width=5).eval(), cache_dir=root, trusted_keys=[ours])
+
+
+def test_what_compile_made_is_refused_once_others_may_write_to_it(model, tmp_path):
+    compiled = cgtool.compile(
+        model, example_args=(torch.rand(3, 4),), config=CompilationConfig(adaptor="eager"), cache_dir=tmp_path / "own"
+    )
+    torch.testing.assert_close(compiled(torch.ones(3, 4)), model(torch.ones(3, 4)))
+    (tmp_path / "own/torch_compile_cache").chmod(0o777)
+    assert refusal(model, cache_dir=tmp_path / "own") == "writable_by_others"
