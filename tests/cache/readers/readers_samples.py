@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 import tarfile
+import zlib
 from pathlib import Path
 
 from cgtool.cache.readers.records import ForeignArtifact, ForeignCache, ForeignEntry
@@ -45,3 +47,24 @@ def entry_of(cache: ForeignCache, name: str) -> ForeignEntry:
 def artifact_of(entry: ForeignEntry, path: str) -> ForeignArtifact:
     (artifact,) = [artifact for artifact in entry.artifacts if artifact.path == path]
     return artifact
+
+
+#: Unpickling this makes a file.
+BOMB = b"\x80\x04cposix\nsystem\n(S'touch HARM'\ntR."
+
+
+def sealed(*parts: bytes) -> bytes:
+    rest = b"".join(parts)
+    return zlib.crc32(rest).to_bytes(4, "big") + rest
+
+
+def number(value: int) -> bytes:
+    return struct.pack(">Q", value)
+
+
+def field(data: bytes) -> bytes:
+    return number(len(data)) + data
+
+
+KIND = field(b"aW5kdWN0b3I=")
+KEY = field(b"Zm9v")
