@@ -24,6 +24,7 @@ from cgtool.cache.manifest import Manifest
 from cgtool.digests import sha256_hex
 from cgtool.errors import CacheCorruptError, CacheError
 from cgtool.plan import Plan, Variant, parse_plan
+from cgtool.records import replace
 
 
 class EntrySide:
@@ -154,7 +155,7 @@ def _lines(module: str, old: EntrySide, new: EntrySide) -> LineChanges:
     shared = next((place for place in old.names if place in new.names), None)
     functions = changed_functions(guard_differences(old.plan(shared), new.plan(shared)), module) if shared else ()
     said = f"the code of {', '.join(functions)}" if functions else ""
-    return LineChanges(sentence=said, detail=changes.detail)
+    return replace(changes, sentence=said)
 
 
 def _in_order(factors: Sequence[Difference], guards: Sequence[Difference]) -> list[Difference]:
@@ -231,5 +232,8 @@ def _by_name(plan: Plan) -> dict[str, Variant]:
 def _file(name: str, old: object, new: object) -> Difference:
     """Return the difference of a file of a rank folder in which nothing else was found to differ."""
     digests = [getattr(side, "sha256", None) for side in (old, new)]
-    said = f"{name} differs, in nothing that another line would name"
+    if None in digests:
+        said = f"{name} is only in the {'first' if digests[1] is None else 'second'}"
+    else:
+        said = f"{name} differs, in nothing that another line would name"
     return Difference(what="entry", path=name, old=digests[0], new=digests[1], sentence=said)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cgtool.cache.compare.keys import factor_differences
 from cgtool.cache.compare.records import Difference
-from cgtool.cache.compare.traced import LineChanges
+from cgtool.cache.compare.traced import NOTHING_KNOWN
 from cgtool.cache.key import Factor, Key
 from cgtool.pieces import Json
 
@@ -33,7 +33,7 @@ def machine_differences(key: Key, machine: Machine) -> list[Difference]:
         if any(factor.name == name for factor in key.factors) and not (value is None and name in _UNKNOWN):
             stored.append(Factor(name=name, value=was))
             now.append(Factor(name=name, value=_known(was, value) if name == "target" else value))
-    return factor_differences(Key.of(stored), Key.of(now), lambda _: LineChanges(sentence="", detail=()))
+    return factor_differences(Key.of(stored), Key.of(now), lambda _: NOTHING_KNOWN)
 
 
 def _known(stored: Json, value: Json) -> Json:

@@ -73,8 +73,7 @@ def with_lines(difference: Difference, changes: LineChanges) -> Difference:
     if changes.sentence:
         sentence = f"{difference.path} has changed: {changes.sentence}"
     else:
-        sentence = (
-            f"{difference.path} has changed (its digest was {old} and is {new} now), in no line that a trace shows: "
-            "a comment, or code that leaves no operation behind"
-        )
+        sentence = f"{difference.path} has changed (its digest was {old} and is {new} now)"
+        if changes.known:
+            sentence += ", in no line that a trace shows: a comment, or code that leaves no operation behind"
     return replace(difference, sentence=sentence, detail=changes.detail)

@@ -45,10 +45,16 @@ class LineChanges:
     Args:
         sentence: The first change: "tiny_llama.py, line 82, in forward: `a` is `b` now"; "" where none is known.
         detail: All changes, as a diff.
+        known: Whether there were lines to compare: an entry that was shipped without its debug files has none.
     """
 
     sentence: str
     detail: tuple[str, ...]
+    known: bool = True
+
+
+#: Of entries whose lines are not there.
+NOTHING_KNOWN = LineChanges(sentence="", detail=(), known=False)
 
 
 def traced_lines(graph: str) -> tuple[TracedLine, ...]:
@@ -73,6 +79,8 @@ def file_name(module: str, lines: Iterable[TracedLine]) -> str:
 
 def between_graphs(module: str, old: Sequence[TracedLine], new: Sequence[TracedLine]) -> LineChanges:
     """Return what changed among the traced lines of a module's file between two entries."""
+    if not old or not new:
+        return NOTHING_KNOWN
     name = file_name(module, (*old, *new))
     before, after = _in_file(name, old), _in_file(name, new)
     texts = (
@@ -93,6 +101,8 @@ def in_file_now(module: str, traced: Sequence[TracedLine], text: str) -> LineCha
         traced: The lines of an entry.
         text: The file as it is now.
     """
+    if not traced:
+        return NOTHING_KNOWN
     then = _in_file(file_name(module, traced), traced)
     now = [line.strip() for line in text.splitlines()]
     gone = [line for line in then if line.code not in now]

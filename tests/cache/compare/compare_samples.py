@@ -117,8 +117,8 @@ def row(to: EntryWriter, index: int, *, shape: Shape = "general", data: bytes = 
         shape=shape,
         piece_index=index,
         adaptor="eager",
-        digest=to.objects.put(data, "eager"),
-        kind="eager",
+        digest=to.objects.put(data, "json"),
+        kind="json",
         size_bytes=len(data),
         compile_secs=1.0,
         kernels=1,
@@ -134,7 +134,7 @@ def lay(
     shapes: tuple[Shape, ...] = ("general",),
     data: bytes = b"code",
     fallbacks: tuple[Fallback, ...] = (),
-    graph_text: str = GRAPH_TEXT,
+    graph_text: str | None = GRAPH_TEXT,
     model: str = "Toy",
     rank: int = 0,
     prefix: str = "backbone",
@@ -160,6 +160,8 @@ def lay(
         ),
         fallbacks=fallbacks,
     )
-    files = {PLAN_FILE: canonical_json(plan.to_json()), GRAPH_FILE: graph_text.encode(), CODE_FILE: b"# code\n"}
+    files = {PLAN_FILE: canonical_json(plan.to_json())}
+    if graph_text is not None:
+        files |= {GRAPH_FILE: graph_text.encode(), CODE_FILE: b"# code\n"}
     to.publish(manifest, files)
     return EntrySide(layout, to.name.hash)

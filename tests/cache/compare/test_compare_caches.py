@@ -7,13 +7,15 @@ import shutil
 import pytest
 from compare_samples import lay
 
+from cgtool.cache.bundle.choose import Choice
 from cgtool.cache.compare.caches import compare_caches
 from cgtool.cache.compare.here import machine_differences
 from cgtool.cache.compare.sides import Side, open_side
 from cgtool.cache.key import Factor, Key
 from cgtool.cache.layout import KEY_FILE, CacheLayout
 from cgtool.cache.machine import Machine
-from cgtool.errors import CacheError, UsageError
+from cgtool.commands.export import ExportOptions, export
+from cgtool.errors import CacheError, RefusedError, UsageError
 
 
 def caches(tmp_path):
@@ -79,6 +81,27 @@ def test_sides_are_named_by_folder_by_entry_and_by_the_beginning_of_a_hash(tmp_p
     exact = Side(layout=entry.layout, hash=entry.hash)
     assert side(folder / entry.hash) == exact
     assert side(f"{tmp_path}:{entry.hash[:4]}") == side(entry.hash[:4].upper(), tmp_path) == exact
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_bundle_is_its_entry_or_a_cache_of_its_entries_and_is_gone_afterwards(tmp_path, folder):
+    entries = [lay(tmp_path / "cache", factors={"triton": version}) for version in ("3.4.0", "3.5.0")]
+    hashes = [entry.hash for entry in entries]
+    for name, chosen in (("one", hashes[:1]), ("both", hashes)):
+        choice = Choice(hashes=tuple(chosen))
+        export(ExportOptions(dest=tmp_path / name, choice=choice, cache_dir=tmp_path / "cache", folder=folder))
+    with open_side(str(tmp_path / "one")) as one, open_side(str(tmp_path / "both")) as both:
+        assert one.hash == (None if folder else hashes[0])
+        assert (both.hash, both.layout.hashes()) == (None, sorted(hashes))
+        assert compare_caches(both.layout, entries[0].layout) == []
+        root = one.layout.root
+    assert root.exists() == folder
+
+
+def test_a_file_that_is_no_bundle_is_refused(tmp_path):
+    (tmp_path / "file").write_text("no bundle")
+    with pytest.raises(RefusedError):
+        side(tmp_path / "file")
 
 
 def test_a_beginning_of_several_hashes_lists_them(tmp_path):

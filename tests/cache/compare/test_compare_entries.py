@@ -96,6 +96,16 @@ def test_of_a_file_in_which_nothing_traced_changed_that_is_said(tmp_path):
     )
 
 
+def test_where_an_entry_was_shipped_without_its_graph_no_line_is_claimed(tmp_path):
+    new = {"factors": {"sources": {"toy": "c" * 64}}, "graph_text": None}
+    first, *files = compare(tmp_path, new=new)
+    assert first.sentence == "sources.toy has changed (its digest was aaaaaaaaaa and is cccccccccc now)"
+    assert told(files) == [
+        ("entry", "computation_graph.py is only in the first"),
+        ("entry", "transformed_code.py is only in the first"),
+    ]
+
+
 def test_a_guard_leads_what_follows_from_it(tmp_path):
     plan = plan_of([piece(eps="1e-05"), ATTENTION, piece()], model_guards=guards(eps(0)))
     found = compare(tmp_path, new={"plan": plan, "data": b"other"})
