@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from cli_harness import COMMAND, Ran, environment, run_many
 
+from cgtool.cache.layout import CacheLayout
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "cache"))
 from cache_maker import MODELS, make_cache
 
@@ -137,3 +139,33 @@ def test_a_scan_imports_no_torch_and_no_table(root):
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment())
     assert done.stdout == "[]\n"
+
+
+def test_an_entry_without_holes_says_so_and_one_with_a_torn_rank_does_not(tmp_path):
+    names = make_cache(tmp_path, entries=1, artifacts_per_entry=6, ranks=2)
+    runs = [(tmp_path, {}, ["inspect", "entry", "--cache-dir", str(tmp_path), *more]) for more in ([], ["--json"])]
+    text, as_json = run_many(runs)
+    assert text.out.endswith(
+        "shape    rank 0, 1 pieces 0-8 by 2\n"
+        "general  proved\n"
+        "8        proved\n"
+        "\n"
+        "6 artifacts for 20 rows, 1.5 KiB\n"
+        "No holes: every piece has every shape.\n"
+    )
+    assert as_json.report["complete"] is True
+    manifest = CacheLayout(root=tmp_path).manifest_file(names[1])
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    text, as_json = run_many(runs)
+    assert "No holes" not in text.out
+    assert (as_json.report["complete"], as_json.report["holes"]) == (False, [])
+    assert len(as_json.report["warnings"]) == 1
+
+
+@pytest.mark.parametrize("what", [["entry"], ["key"], ["graph"], ["artifact", "ab"]], ids=lambda what: what[0])
+def test_a_folder_that_is_none_or_holds_no_entry_is_a_sentence(tmp_path, what):
+    (tmp_path / "file").touch()
+    for folder in ("nowhere", "file", "."):
+        (ran,) = run_many([(tmp_path, {}, ["inspect", *what, "--cache-dir", folder])])
+        assert (ran.code, ran.out) == (1, "")
+        assert ran.err.endswith(" holds no entry. Fill it with: cgtool warm MODEL\n")
