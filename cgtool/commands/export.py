@@ -18,8 +18,8 @@ from typing import IO, Any
 
 from cgtool.cache import signatures
 from cgtool.cache.bundle.choose import Choice, chosen_names
-from cgtool.cache.bundle.pack import Contents, check_free, gather, write_archive, write_folder
-from cgtool.cache.files import cache_error, sync_folder
+from cgtool.cache.bundle.pack import Contents, check_free, destination_error, gather, write_archive, write_folder
+from cgtool.cache.files import sync_folder
 from cgtool.cache.layout import CacheLayout, resolve_root
 from cgtool.cache.leases import hold
 from cgtool.digests import sha256_hex
@@ -137,7 +137,7 @@ def _write_file(dest: Path, contents: Contents, *, keys: list[Any], level: int) 
             os.fsync(stream.fileno())
         temporary.replace(dest)
     except OSError as error:
-        raise cache_error(error, dest) from error
+        raise destination_error(error, dest) from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()

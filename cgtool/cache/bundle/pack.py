@@ -6,6 +6,7 @@ sizes, modes and bytes enter. Each byte is matched to its digest as it is writte
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import secrets
@@ -229,11 +230,28 @@ def write_folder(folder: Path, contents: Contents, *, keys: Sequence[Ed25519Priv
             _settle(temporary)
             temporary.replace(folder)
         except OSError as error:
-            raise cache_error(error, folder) from error
+            raise destination_error(error, folder) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     sync_folder(folder.parent)
     return num_bytes
+
+
+_WORDS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota is used up",
+    errno.EROFS: "it is on a read-only file system",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "permission denied",
+    errno.ENOENT: "there is no such folder",
+    errno.ENOTDIR: "a part of this path is a file and not a folder",
+}
+
+
+def destination_error(error: OSError, path: Path) -> CacheError:
+    """Return the sentence for a place that a bundle cannot be written to."""
+    words = _WORDS.get(error.errno or 0, error.strerror or str(error))
+    return CacheError(f"{path} could not be written: {words}. Make room there, or name another place.", path=path)
 
 
 def check_free(folder: Path) -> None:

@@ -1,6 +1,19 @@
 """The words in which a bundle is refused. Must not import torch.
 
 Each refusal has a stable reason for programs; it names the member that it is about, cut where a stranger made it long.
+The reasons, which `cgtool import --json` prints::
+
+    not_trusted unsigned untrusted_key wrong_signature tampered bad_signature_file            who made it
+    not_a_bundle unknown_schema bad_index bad_compression bad_header truncated trailing_data  what it is
+    parent_path absolute_name strange_name outside_layout unknown_kind                        names
+    duplicate_member case_collision unicode_collision
+    link device fifo folder_member sparse pax_header strange_type                             types
+    too_large bomb size_mismatch digest_mismatch                                              sizes and bytes
+    missing_member unlisted_member missing_artifact unnamed_artifact                          what is there
+    corrupt_key corrupt_manifest corrupt_plan strange_package pickle                          what is in it
+    unsupported other_plan other_schema_here                                                  what is here
+
+Load adds (`cgtool.cache.trust`): foreign_owner writable_by_others changed.
 """
 
 from __future__ import annotations
