@@ -293,3 +293,32 @@ def test_an_artifact_that_kills_its_process_is_named(sized_cache: Any, tmp_path:
     ran = cgtool("verify", "--cache-dir", tmp_path / "cache", "--load")
     assert ran.code == 3
     assert "was ended by SIGSEGV. Warm the model again here." in ran.out
+
+
+ASKS_A_COMPILER = """
+import subprocess
+
+import torch
+
+
+class Adder(torch.nn.Module):
+    def forward(self, x):
+        return x + 1
+
+
+def build():
+    subprocess.run(["g++", "nothing.cpp"], check=False, capture_output=True)
+    return Adder().eval(), (torch.zeros(4),)
+"""
+
+
+def test_a_compiler_that_is_tried_fails_and_is_told_of(tmp_path: Path) -> None:
+    model = tmp_path / "asks.py"
+    model.write_text(ASKS_A_COMPILER)
+    root = tmp_path / "cache"
+    assert cgtool("warm", f"{model}:build", "--adaptor", "eager", "--cache-dir", root).code == 0
+    ran = cgtool("verify", "--cache-dir", root, "--load", "--model", f"{model}:build")
+    assert ran.code == 3
+    assert "the model was loaded and called once where nothing can be compiled" in ran.out
+    assert "It tried to compile:\n  - g++ nothing.cpp" in ran.out
+    assert ran.out.splitlines()[-1].startswith("Not verified: the load")
