@@ -110,6 +110,7 @@ def test_what_a_stranger_wrote_does_no_harm_on_a_terminal_or_in_json(tmp_path):
     (path / SCALE / "__grp__scale.json").write_text('{"child_paths": {"\\u001b[2J\\u202e%s": "/x"}}' % ("x" * 10_000))
     (path / SCALE / "scale.json").write_text('{"name": "\\u001b[2J\\u202e[bold]%s"}' % ("x" * 10_000))
     (path / "a\x1b[2Jb").write_text("1")
+    (path / SCALE / "x\nError: y.so").touch()
     table, document = run_many(
         [(tmp_path, {"COLUMNS": "120"}, ["inspect", "cache", str(path), *rest]) for rest in ([], ["--json"])]
     )
@@ -117,6 +118,8 @@ def test_what_a_stranger_wrote_does_no_harm_on_a_terminal_or_in_json(tmp_path):
     for said in (table.out, table.err, document.out, document.err):
         assert "\x1b[2J" not in said
         assert "\u202e" not in said
+    assert "Error:" in table.err
+    assert not any(line.startswith("Error:") for line in table.err.splitlines())
     assert max(map(len, table.out.splitlines())) < 400
     assert len(table.err) < 5_000
     assert r"\x1b[2J\u202e[bold]xxx" in table.out
