@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 
 class Ledger:
@@ -23,13 +23,34 @@ class Ledger:
         before, size = self.freed_bytes, 0
         for status in _files(path):
             size += status.st_size
-            names = 1
-            if status.st_nlink > 1:
-                inode = status.st_dev, status.st_ino
-                names = self._names[inode] = self._names.get(inode, 0) + 1
-            if names >= status.st_nlink:
-                self.freed_bytes += status.st_size
+            self._count(status)
         return size, self.freed_bytes - before
+
+    def take_files(self, folder: str, names: Iterable[str]) -> int:
+        """Count files of a folder as gone, whose names are known: quicker than to list a hundred thousand folders.
+
+        Returns:
+            What comes free with them, in bytes.
+        """
+        before = self.freed_bytes
+        for name in names:
+            try:
+                status = os.lstat(f"{folder}/{name}")
+            except OSError:  # gone meanwhile
+                continue
+            if status.st_nlink == 1:
+                self.freed_bytes += status.st_size
+            else:
+                self._count(status)
+        return self.freed_bytes - before
+
+    def _count(self, status: os.stat_result) -> None:
+        names = 1
+        if status.st_nlink > 1:
+            inode = status.st_dev, status.st_ino
+            names = self._names[inode] = self._names.get(inode, 0) + 1
+        if names >= status.st_nlink:
+            self.freed_bytes += status.st_size
 
 
 def disk_usage(path: str) -> int:

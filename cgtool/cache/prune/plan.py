@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from cgtool.cache.layout import UNIT_FILE, CacheLayout
+from cgtool.cache.layout import CacheLayout
 from cgtool.cache.leases import LeaseTable
 from cgtool.cache.machine import Machine
 from cgtool.cache.prune.choose import Chooser
@@ -18,6 +18,7 @@ from cgtool.cache.prune.ledger import Ledger, disk_usage
 from cgtool.cache.prune.leftovers import Leftover, LeftoverFinder
 from cgtool.cache.prune.records import Plan, PlannedEntry, PlannedFile, Reason, Rules, unique
 from cgtool.cache.prune.stale import StaleFinder
+from cgtool.garbage import uncollected
 from cgtool.records import replace
 
 #: Entries that may serve instead of one that goes are named up to so many.
@@ -50,7 +51,8 @@ def make_plan(
     leases = LeaseTable(layout)
     stale = StaleFinder(layout, pythonpath=pythonpath, machine=machine)
     chooser = Chooser(facts, rules, leases, stale, now=made)
-    return _Planner(facts, rules, chooser, LeftoverFinder(facts, leases, now=made), made).plan()
+    with uncollected():  # hundreds of thousands of names, none of which is garbage
+        return _Planner(facts, rules, chooser, LeftoverFinder(facts, leases, now=made), made).plan()
 
 
 class _Planner:
@@ -70,6 +72,7 @@ class _Planner:
         self._files: list[PlannedFile] = []
         self._notes: list[str] = []
         self._planned_units: set[str] = set()
+        self._readable = facts.readable
         self._shares = Counter(name for entry in facts.entries.values() for name in entry.artifacts)
         self._units_of: dict[str, list[str]] = {}
         if rules.for_entries and not rules.keep_units:
@@ -89,7 +92,7 @@ class _Planner:
             gone = frozenset(entry.hash for entry in self._entries)
             whole = [item for item in self._leftovers.unshared_units(gone) if item[0][-64:] not in self._planned_units]
             self._add_files(whole)
-        if not self._facts.readable and (rules.units or (rules.for_entries and not rules.keep_units)):
+        if not self._readable and (rules.units or (rules.for_entries and not rules.keep_units)):
             self._notes.append("Parts of the cache cannot be read, so units that may be shared with them stay.")
         return Plan(
             root=self._facts.layout.root,
@@ -112,10 +115,11 @@ class _Planner:
         units: list[str] = []
         for name in entry.artifacts:
             self._shares[name] -= 1
-            if not self._shares[name] and self._facts.readable:
+            if not self._shares[name] and self._readable:
                 units += [key for key in self._units_of.get(name, ()) if key not in self._planned_units]
         for key in units:
-            frees += self._ledger.take(f"{self._base}units/{key[:2]}/{key}")[1]
+            files = [name for name in self._facts.units[key] if name != "lock"]  # which is empty
+            frees += self._ledger.take_files(f"{self._base}units/{key[:2]}/{key}", files)
         self._planned_units.update(units)
         self._entries.append(
             PlannedEntry(
@@ -152,7 +156,7 @@ class _Planner:
     def _index_units(self) -> None:
         for key, files in self._facts.units.items():
             for name in files:
-                if name != UNIT_FILE and name in self._shares:
+                if name in self._shares:
                     self._units_of.setdefault(name, []).append(key)
 
     def _with_substitutes(self) -> list[PlannedEntry]:
