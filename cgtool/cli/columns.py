@@ -31,11 +31,19 @@ def show_rows(output: Output, columns: Sequence[str], rows: Iterable[Sequence[ob
         columns: Headings; one that begins with ">" is of figures, which end at one column.
         rows: As many cells each.
     """
-    cells = [[cut(plain(cell)) for cell in row] for row in rows]
+    known: dict[str, str] = {}  # most cells stand in many rows
+    cells = [[_shown(str(cell), known) for cell in row] for row in rows]
     if output.stdout.is_terminal and len(cells) <= MOST_DRAWN:
         output.show(_drawn(columns, cells))
         return
     output.line("\n".join(_lines(columns, cells)), whole=True)
+
+
+def _shown(cell: str, known: dict[str, str]) -> str:
+    shown = known.get(cell)
+    if shown is None:
+        shown = known[cell] = cut(plain(cell))
+    return shown
 
 
 def _drawn(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -52,12 +60,14 @@ def _drawn(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 def _lines(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     whole = [[column.removeprefix(">") for column in columns], *rows]
-    widths = [max(map(_width, column)) for column in zip(*whole, strict=True)]
+    widths = [max(map(_width, set(column))) for column in zip(*whole, strict=True)]
     right = [column.startswith(">") for column in columns]
     return [_GAP.join(map(_padded, row, widths, right)).rstrip() for row in whole]
 
 
 def _padded(cell: str, width: int, right: bool) -> str:
+    if cell.isascii():
+        return cell.rjust(width) if right else cell.ljust(width)
     space = " " * (width - _width(cell))
     return space + cell if right else cell + space
 

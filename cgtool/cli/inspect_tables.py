@@ -82,8 +82,9 @@ def _total(report: CacheReport) -> str:
 
 def shapes_text(shapes: Sequence[Shape]) -> str:
     """Return shapes for people: "general, 8", "general, 8, 16, 24, … (9)"."""
-    words = [shape_words(shape) for shape in shapes]
-    return ", ".join(words if len(words) <= _FEW_SHAPES + 1 else [*words[:_FEW_SHAPES], f"… ({len(words)})"])
+    few = len(shapes) <= _FEW_SHAPES + 1
+    words = [shape_words(shape) for shape in (shapes if few else shapes[:_FEW_SHAPES])]
+    return ", ".join(words if few else [*words, f"… ({len(shapes)})"])
 
 
 def ago_text(stamp: Any, now: float) -> str:

@@ -24,7 +24,8 @@ def plain(text: object, *, lines: bool = False) -> str:
         return source
     if lines:
         source = source.replace("\r\n", "\n").replace("\t", "    ")
-    return "".join(char if char.isprintable() or (lines and char == "\n") else _escaped(char) for char in source)
+        return "\n".join(map(plain, source.split("\n")))
+    return "".join(char if char.isprintable() else _escaped(char) for char in source)
 
 
 def cut(text: str, most: int = 60) -> str:

@@ -1,0 +1,36 @@
+"""Long tables in a pipe: columns of one width, whatever stands in a cell."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from cgtool.cli.columns import show_rows
+from cgtool.cli.output import Output
+
+
+def shown(capsys: pytest.CaptureFixture[str], columns: tuple[str, ...], *rows: tuple[object, ...]) -> list[str]:
+    show_rows(Output(), columns, rows)
+    sys.stdout.flush()
+    return capsys.readouterr().out.splitlines()
+
+
+def test_figures_end_and_words_begin_at_one_column(capsys):
+    lines = shown(capsys, ("name", ">size", "used"), ("a", 1, "now"), ("longer", 12345, "never"))
+    assert lines == ["name     size  used", "a           1  now", "longer  12345  never"]
+
+
+def test_wide_characters_take_their_two_columns(capsys):
+    lines = shown(capsys, ("name", ">n"), ("模型", 1), ("abcd", 2), (">模", "模"))
+    assert lines == ["name   n", "模型   1", "abcd   2", ">模   模"]
+
+
+def test_a_cell_is_one_line_of_printable_text_and_is_cut(capsys):
+    lines = shown(capsys, ("name", "x"), ("a\nb\x1b[2J\u202e", 1), ("y" * 10_000, 2), ("[bold]z[/]", 3))
+    assert [line.split()[0] for line in lines] == ["name", "a\\nb\\x1b[2J\\u202e", "y" * 59 + "…", "[bold]z[/]"]
+    assert {len(line) for line in lines} == {63}
+
+
+def test_a_table_without_rows_is_its_headings(capsys):
+    assert shown(capsys, ("name", ">size")) == ["name  size"]
