@@ -16,6 +16,8 @@ The tree under a cache root::
       lookup/indexed/<hash>-rank_<i>-<prefix>    empty files
       state/used/<hash>-rank_<i>-<prefix>        one byte a hit
       state/locks/<hash>-rank_<i>-<prefix>       empty files
+      state/leases/...                           who uses what: cgtool.cache.leases
+      state/trash/... state/pruned/...           what prunes removed: cgtool.cache.prune
 
 Names are matched to this grammar before they become paths, so that no record can point outside of the root.
 """
