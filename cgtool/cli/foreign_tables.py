@@ -11,7 +11,6 @@ from cgtool.cache.shapes import shape_order
 from cgtool.cli.columns import show_rows
 from cgtool.cli.inspect_tables import ago_text, shapes_text
 from cgtool.cli.text import count_text, cut, plain, size_text
-from cgtool.commands.inspect_foreign import inspect_foreign
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -67,6 +66,8 @@ def show_foreign(output: Output, asked: CacheOptions) -> bool:
     """
     if asked.path is None:
         return False
+    from cgtool.commands.inspect_foreign import inspect_foreign  # not for the default cache, which is cgtool's
+
     report = inspect_foreign(asked.path, filters=asked.filters, sort=asked.sort, limit=asked.limit)
     if report is None:
         return False

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from cgtool.cache.filters import parse_filter, parse_order
 from cgtool.cache.listing import EntryListing
-from cgtool.cache.readers.detect import detect, read_cache
+from cgtool.cache.readers.own import is_own
 from cgtool.cache.readers.records import ForeignCache, ForeignEntry
 from cgtool.errors import UsageError
 
@@ -76,7 +76,13 @@ def inspect_foreign(
         UsageError: A filter or the order is outside of its grammar, or names a field that such entries lack.
         CacheError: The cache went away while it was read.
     """
-    if detect(path) in (None, "cgtool"):
+    path = path.expanduser().absolute()
+    if is_own(path):
+        return None
+    # The readers of all other systems, which cgtool's own cache does without.
+    from cgtool.cache.readers.detect import detect, read_cache
+
+    if detect(path) is None:
         return None
     now = time.time()
     passes = [parse_filter(_checked(expression), now=now) for expression in filters]

@@ -89,6 +89,9 @@ def test_each_sample_is_one_table_and_one_json_document(samples):
 
 
 def test_entries_are_filtered_sorted_and_limited(samples):
+    home = str(samples["triton"].parent)
+    (tilde,) = run_many([(Path("/"), {"HOME": home}, ["inspect", "cache", "~/triton", "--json"])])
+    assert tilde.report["root"] == str(samples["triton"])
     small, largest, wrong, strange = _inspect(
         samples,
         ("triton", "--json", "--filter", "size<21KB"),
