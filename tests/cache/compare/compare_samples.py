@@ -110,7 +110,9 @@ def plan_of(graphs: list[PieceGraph] | None = None, **changes: object) -> Plan:
     )
 
 
-def row(to: EntryWriter, index: int, *, shape: Shape = "general", data: bytes = b"code") -> ManifestRow:
+def row(
+    to: EntryWriter, index: int, *, shape: Shape = "general", data: bytes = b"code", proved: bool = True
+) -> ManifestRow:
     """A row whose artifact is in place."""
     return ManifestRow(
         variant=0,
@@ -122,7 +124,7 @@ def row(to: EntryWriter, index: int, *, shape: Shape = "general", data: bytes = 
         size_bytes=len(data),
         compile_secs=1.0,
         kernels=1,
-        proved=True,
+        proved=proved,
     )
 
 
@@ -133,6 +135,7 @@ def lay(
     plan: Plan | None = None,
     shapes: tuple[Shape, ...] = ("general",),
     data: bytes = b"code",
+    proved: bool = True,
     fallbacks: tuple[Fallback, ...] = (),
     graph_text: str | None = GRAPH_TEXT,
     model: str = "Toy",
@@ -156,7 +159,10 @@ def lay(
         splitting_ops=("toy::attention",),
         variants=(VariantCounts(name="default", pieces=len(steps), splitting_pieces=1, unique_pieces=1),),
         rows=tuple(
-            row(to, step.piece, shape=shape, data=data) for shape in shapes for step in steps if not step.splitting
+            row(to, step.piece, shape=shape, data=data, proved=proved)
+            for shape in shapes
+            for step in steps
+            if not step.splitting
         ),
         fallbacks=fallbacks,
     )

@@ -80,7 +80,7 @@ def test_sides_are_named_by_folder_by_entry_and_by_the_beginning_of_a_hash(tmp_p
     assert side(tmp_path) == side(folder) == Side(layout=entry.layout, hash=None)
     exact = Side(layout=entry.layout, hash=entry.hash)
     assert side(folder / entry.hash) == exact
-    assert side(f"{tmp_path}:{entry.hash[:4]}") == side(entry.hash[:4].upper(), tmp_path) == exact
+    assert side(f"{tmp_path}:{entry.hash[:4]}") == side(entry.hash[:30].upper(), tmp_path) == exact
 
 
 @pytest.mark.parametrize("folder", [False, True])

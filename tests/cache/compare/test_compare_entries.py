@@ -243,6 +243,25 @@ def test_an_artifact_of_other_bytes_is_named_with_digest_and_size(tmp_path):
     )
 
 
+def test_an_artifact_that_was_not_proved_is_no_equal_one(tmp_path):
+    (found,) = compare(tmp_path, new={"proved": False})
+    assert found.sentence == ("the artifact of pieces 0, 2 of default for general by eager was proved and is not now")
+
+
+def test_pieces_are_compared_place_by_place_where_there_are_as_many(tmp_path):
+    old, new = plan_of([piece(), ATTENTION, piece("torch.cos")]), plan_of([piece("torch.cos"), ATTENTION, piece()])
+    found = compare(tmp_path, old={"plan": old}, new={"plan": new})
+    assert [difference.path for difference in found] == ["default/piece 0", "default/piece 2"]
+    assert all(difference.old and difference.new for difference in found)
+
+
+def test_an_op_tells_before_a_field_of_the_configuration(tmp_path):
+    new = {"factors": {"ops": {"toy::attention": "1" * 64}, "config": {"level": 2, "adaptor": "eager"}}}
+    old = {"factors": {"ops": {"toy::attention": "0" * 64}}}
+    paths = [difference.path for difference in compare(tmp_path, old=old, new=new)]
+    assert paths == ["ops.toy::attention", "config.level"]
+
+
 def test_a_fallback_is_named_with_its_reason(tmp_path):
     fallback = Fallback(variant=0, piece_index=2, shape="general", adaptor="eager", reason="g++ crashed")
     (found,) = compare(tmp_path, new={"fallbacks": (fallback,)})

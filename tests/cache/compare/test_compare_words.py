@@ -63,6 +63,9 @@ def test_words_are_those_of_the_runtime():
         pytest.param(
             "same:self.d", True, False, "a.b and d are two objects now and were otherwise before", id="same"
         ),
+        pytest.param(
+            "apart:self.d", True, False, "a.b and d are one object now and were otherwise before", id="apart"
+        ),
         pytest.param("hooks", 0, 1, "a.b was with no hooks and is with 1 hooks now", id="hooks"),
         pytest.param("empty", True, False, "a.b was empty and is not empty now", id="empty"),
         pytest.param(
