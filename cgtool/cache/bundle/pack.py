@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from cgtool.cache import signatures
+from cgtool.cache.bundle.ahead import ahead
 from cgtool.cache.bundle.choose import Choice, trimmed
 from cgtool.cache.bundle.index import Index, Member
 from cgtool.cache.bundle.names import INDEX_FILE, SIGNATURE_FILE, names_of_folders
@@ -175,19 +176,23 @@ def write_archive(
     import zstandard  # milliseconds, and only for who writes a bundle
 
     packer: Any = zstandard.ZstdCompressor(level=level, threads=-1, write_checksum=True, write_content_size=False)
-    index = contents.index_bytes
     out = packer.stream_writer(stream, closefd=False)
-    for name, data in _heads(index, keys).items():
-        out.write(header_bytes(name, len(data), RECORD_MODE) + data + padding(len(data)))
-    for content in contents.contents:
-        member = content.member
-        out.write(header_bytes(member.path, member.size_bytes, member.mode))
-        for chunk in content.chunks():
-            out.write(chunk)
-        out.write(padding(member.size_bytes))
-    out.write(END)
+    for chunk in ahead(_archive(contents, keys)):
+        out.write(chunk)
     out.close()  # ends the frame: one that failed stays torn, and nobody takes it for whole
     return int(out.tell())
+
+
+def _archive(contents: Contents, keys: Sequence[Ed25519PrivateKey]) -> Iterator[bytes]:
+    """Yield the archive as it is before it is packed."""
+    for name, data in _heads(contents.index_bytes, keys).items():
+        yield header_bytes(name, len(data), RECORD_MODE) + data + padding(len(data))
+    for content in contents.contents:
+        member = content.member
+        yield header_bytes(member.path, member.size_bytes, member.mode)
+        yield from content.chunks()
+        yield padding(member.size_bytes)
+    yield END
 
 
 def _heads(index: bytes, keys: Sequence[Ed25519PrivateKey]) -> dict[str, bytes]:
