@@ -157,7 +157,7 @@ class LeftoverFinder:
             for name in sorted(_listed(f"{state}/{folder}")):
                 flat = name.partition("~")[0]
                 gone = flat not in self._facts.entries if is_hash(flat) else _is_flat(flat) and flat not in known
-                if gone and not self._leases.is_written(flat[:64]):
+                if gone and not self._leases.is_used(flat[:64]):
                     yield f"state/{folder}/{name}", "state"
         yield from self._temporaries("state/pruned/", _listed(f"{state}/pruned"))
         for name in forgotten(self._layout, self._now):

@@ -459,3 +459,12 @@ def test_json_has_the_promised_fields(cache_root):
     ]
     assert read_key(CacheLayout(root=cache_root), name.hash) is not None
     assert facts_of("Toy") in {path.name for path in CacheLayout(root=cache_root).lookup_dir.iterdir()}
+
+
+def test_a_lease_that_a_live_process_holds_is_no_leftover_though_its_entry_is_gone(cache_root):
+    lay(cache_root, 1)
+    layout = CacheLayout(root=cache_root)
+    lease = hold_writing(layout, "e" * 64)
+    assert plan_of(cache_root, now=time.time()).is_empty
+    lease.release()
+    assert kinds(plan_of(cache_root, now=time.time())) == [("state", "e" * 64)]
