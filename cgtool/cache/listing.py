@@ -24,7 +24,15 @@ from cgtool.cache.fallbacks import Fallback
 from cgtool.cache.files import corrupt, parse_sealed
 from cgtool.cache.layout import RankName
 from cgtool.cache.manifest import SCHEMA as MANIFEST_SCHEMA
-from cgtool.cache.rows import ArtifactListing, RowFigures, figures_of, listed_artifacts, quick_rows, without_rows
+from cgtool.cache.rows import (
+    ArtifactListing,
+    RowFigures,
+    figures_of,
+    file_bytes,
+    listed_artifacts,
+    quick_rows,
+    without_rows,
+)
 from cgtool.cache.shapes import Shape, shape_order, shape_to_json
 from cgtool.cache.state import Usage
 from cgtool.errors import CacheError
@@ -144,7 +152,7 @@ def _listing(
     if (record["hash"], record["rank"], record["prefix"]) != (name.hash, name.rank, name.prefix):
         raise CacheError("it is the manifest of another folder", expected=name.flat)
     first = expect(record["variants"], lambda value: isinstance(value, list) and bool(value), "at least one variant")[0]
-    own_bytes = num_bytes + sum(count(of["size_bytes"]) for of in record["files"].values())
+    own_bytes = num_bytes + sum(file_bytes(of["size_bytes"]) for of in record["files"].values())
     artifact_secs = round(sum(rows.secs.values()), 3)
     return EntryListing(
         hash=name.hash,

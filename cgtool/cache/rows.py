@@ -7,7 +7,6 @@ and read by a pattern, four times as quick as JSON. What is not of that form is 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from cgtool.errors import CacheError
 from cgtool.pieces import Json
 
 _HEAD, _END = b'\n "rows": [\n', b"\n ],"
+_MOST_BYTES, _MOST_SECS = 2**63, 1e12
 _ROW_START = "\n  {\n"
 _ROW = re.compile(
     r'\n   "shape": ([^\n\[{]+|[\[{][^\]}]*[\]}]),\n   "piece_index": \d+,\n   "adaptor": "[^"\\\n]*",'
@@ -83,7 +83,7 @@ def figures_of(rows: Iterable[Mapping[str, Any]]) -> RowFigures:
     unshared = 0
     for row in rows:
         file = f"{text(row['artifact'])}.{text(row['kind'])}"
-        sizes[file] = count(row["size_bytes"])
+        sizes[file] = file_bytes(row["size_bytes"])
         secs[file] = _duration(row["compile_secs"])
         unshared += sizes[file]
         shapes[json.dumps(row["shape"])] = shape_from_json(row["shape"])
@@ -105,16 +105,16 @@ def quick_rows(data: bytes) -> RowFigures | None:
         return None
     shapes, digests, kinds, sizes, secs = zip(*found, strict=True)
     files = [f"{digest}.{kind}" for digest, kind in zip(digests, kinds, strict=True)]
-    num_bytes = list(map(int, sizes))
+    bytes_of_rows = list(map(int, sizes))
     try:
         known = tuple(map(_shape, set(shapes)))
     except (CacheError, ValueError):  # JSON says better what is wrong
         return None
     return RowFigures(
-        sizes=dict(zip(files, num_bytes, strict=True)),
+        sizes=dict(zip(files, bytes_of_rows, strict=True)),
         secs=dict(zip(files, map(float, secs), strict=True)),
         shapes=known,
-        unshared_bytes=sum(num_bytes),
+        unshared_bytes=sum(bytes_of_rows),
     )
 
 
@@ -145,7 +145,7 @@ def listed_artifacts(rows: Iterable[Mapping[str, Any]]) -> tuple[ArtifactListing
             shape=shape_from_json(group[0]["shape"]),
             adaptor=word(group[0]["adaptor"]),
             digest=text(group[0]["artifact"]),
-            size_bytes=count(group[0]["size_bytes"]),
+            size_bytes=file_bytes(group[0]["size_bytes"]),
             compile_secs=max(_duration(row["compile_secs"]) for row in group),
             proved=all(row["proved"] is True for row in group),
         )
@@ -154,9 +154,18 @@ def listed_artifacts(rows: Iterable[Mapping[str, Any]]) -> tuple[ArtifactListing
     return tuple(sorted(listed, key=lambda item: (shape_order(item.shape), item.piece_index, item.adaptor)))
 
 
+def file_bytes(value: Any) -> int:
+    """Return `value` if it is the size of a file.
+
+    Raises:
+        CacheError: It is not.
+    """
+    return int(expect(count(value), lambda size: size < _MOST_BYTES, "a size that a file can have"))
+
+
 def _duration(value: Any) -> float:
     return float(expect(value, _is_duration, "a number of seconds"))
 
 
 def _is_duration(value: Any) -> bool:
-    return type(value) in (int, float) and value >= 0 and math.isfinite(value)
+    return type(value) in (int, float) and 0 <= value < _MOST_SECS

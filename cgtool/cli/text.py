@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+_ABSURD_BYTES = 1 << 70
+
 
 def plain(text: object, *, lines: bool = False) -> str:
     """Return `str(text)` with everything that a terminal would obey spelled out as an escape.
@@ -39,6 +41,8 @@ def _escaped(char: str) -> str:
 
 def size_text(num_bytes: int) -> str:
     """Return a size for people, in binary units: "512 B", "1.5 MiB"."""
+    if num_bytes >= _ABSURD_BYTES:  # a stranger's manifest says what it likes, and no float holds it
+        return "1 ZiB or more"
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:  # noqa: PLR2004  the binary thousand

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from cache_samples import sample_key
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from cgtool.cache.layout import RankName
 from cgtool.cache.listing import entry_listing
-from cgtool.cache.manifest import Manifest, ManifestRow, VariantCounts
+from cgtool.cache.manifest import FileRecord, Manifest, ManifestRow, VariantCounts
 from cgtool.cache.rows import RowFigures, figures_of, quick_rows, without_rows
 from cgtool.cache.state import Usage
 from cgtool.errors import CacheCorruptError, CacheSchemaError
@@ -111,6 +112,9 @@ def test_json_that_is_laid_out_in_another_way_is_left_to_json():
     [
         pytest.param('"size_bytes": 7', '"size_bytes": -7', id="negative size"),
         pytest.param('"size_bytes": 7', '"size_bytes": true', id="no number"),
+        pytest.param('"size_bytes": 7', f'"size_bytes": {10**400}', id="more than a disk"),
+        pytest.param('"size_bytes": 9', f'"size_bytes": {2**63}', id="more than a file"),
+        pytest.param('"compile_secs": 1.5', f'"compile_secs": {10**400}', id="more than ever"),
         pytest.param('"compile_secs": 1.5', '"compile_secs": NaN', id="not a number"),
         pytest.param('"compile_secs": 1.5', '"compile_secs": 1e999', id="infinite"),
         pytest.param('"shape": "general"', '"shape": "all"', id="shape"),
@@ -123,7 +127,8 @@ def test_json_that_is_laid_out_in_another_way_is_left_to_json():
 )
 @pytest.mark.parametrize("artifacts", [True, False])
 def test_a_field_outside_of_the_grammar_is_a_corrupt_manifest(tmp_path, old, new, artifacts):
-    data = manifest([row()]).to_bytes().decode()
+    files = {"plan.json": FileRecord(sha256="ab" * 32, size_bytes=9)}
+    data = replace(manifest([row()]), files=files).to_bytes().decode()
     assert old in data
     with pytest.raises(CacheCorruptError, match=f"{tmp_path} is corrupt: a field is wrong"):
         entry_listing(data.replace(old, new).encode(), path=tmp_path, name=NAME, usage=Usage(), artifacts=artifacts)

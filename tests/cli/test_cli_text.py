@@ -47,7 +47,15 @@ def test_long_text_is_cut_and_says_so(given, shown):
 
 @pytest.mark.parametrize(
     ("count", "shown"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (5 << 40, "5.0 TiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (3 << 30, "3.0 GiB"),
+        (5 << 40, "5.0 TiB"),
+        (10**400, "1 ZiB or more"),
+    ],
 )
 def test_sizes(count, shown):
     assert text.size_text(count) == shown
