@@ -11,7 +11,7 @@ from typing import Literal
 
 from cgtool.records import dataclass
 
-Phase = Literal["model", "trace", "split", "compile", "store", "hit", "note", "prepare", "start", "verify"]
+Phase = Literal["model", "trace", "split", "compile", "store", "hit", "note", "prepare", "start", "verify", "prune"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Event:
     Args:
         phase: Which stage speaks; "model" is the user's factory at work, "hit" says that the cache
             already holds it, "note" is advice for the user; "prepare" and "start" are what a bench does, "verify" reads
-            what is there.
+            what is there, "prune" reads it and removes.
         message: A short sentence or name, plain text: it may hold whatever a model's author wrote.
         done: How many units of the phase are finished; None where nothing is counted.
         total: How many there will be; None where nothing is counted.

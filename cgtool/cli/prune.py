@@ -111,6 +111,7 @@ def prune(*, output: Output, cache_dir: str | None, **options: Any) -> int:
     where nothing else needs them, and it is said where that is not so.
     """
     # Rich and the command itself: what `--help` does without.
+    from cgtool.cli.progress import reporting
     from cgtool.cli.prune_tables import show_outcome, show_plan, show_stats
     from cgtool.commands.prune import PruneOptions, plan_prune, prune_stats
     from cgtool.commands.prune import prune as run
@@ -127,11 +128,13 @@ def prune(*, output: Output, cache_dir: str | None, **options: Any) -> int:
     if asks:
         _check_terminal(output)
     asked = PruneOptions(rules=_rules(options), cache_dir=folder, pythonpath=options["pythonpath"])
-    report = plan_prune(asked)
+    with reporting(output) as on_event:
+        report = plan_prune(asked, on_event)
     if not output.as_json:
         show_plan(output, report, dry_run=options["dry_run"])
     if not options["dry_run"] and (not asks or _agreed(output, report)):
-        report = run(report)
+        with reporting(output) as on_event:
+            report = run(report, on_event)
         if not output.as_json:
             show_outcome(output, report)
     if output.as_json:

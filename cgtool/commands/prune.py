@@ -14,6 +14,7 @@ from cgtool.cache.prune.plan import make_plan
 from cgtool.cache.prune.record import Pruned, all_pruned
 from cgtool.cache.prune.records import Outcome, Plan, Rules
 from cgtool.errors import CacheError
+from cgtool.events import Event, OnEvent, ignore
 
 SCHEMA = 1
 OWN = "cgtool"
@@ -83,17 +84,19 @@ class StatsReport:
         }
 
 
-def plan_prune(options: PruneOptions) -> PruneReport:
+def plan_prune(options: PruneOptions, on_event: OnEvent = ignore) -> PruneReport:
     """Return what a prune would do; changes nothing.
 
     Args:
         options: What the user asked for.
+        on_event: Told that the cache is being read.
 
     Raises:
         CacheError: There is no such folder, or it cannot be listed.
         UsageError: A hash that was asked for is no entry's, or more than one entry's.
     """
     root = _root(options.cache_dir)
+    on_event(Event(phase="prune", message="reading the cache"))
     if is_foreign(root):
         plan = make_foreign_plan(root, options.rules)
     else:
@@ -101,17 +104,19 @@ def plan_prune(options: PruneOptions) -> PruneReport:
     return PruneReport(plan=plan, outcome=None, now=time.time())
 
 
-def prune(planned: PruneReport) -> PruneReport:
+def prune(planned: PruneReport, on_event: OnEvent = ignore) -> PruneReport:
     """Do what a plan says, as far as that is still so.
 
     Args:
         planned: What `plan_prune` returned.
+        on_event: Told of each folder as it goes.
 
     Returns:
         The plan and what came of it; what could not be removed is told there.
     """
-    carried_out = carry_out if planned.plan.system == OWN else carry_out_foreign
-    return PruneReport(plan=planned.plan, outcome=carried_out(planned.plan), now=time.time())
+    plan = planned.plan
+    outcome = carry_out(plan, on_event) if plan.system == OWN else carry_out_foreign(plan)
+    return PruneReport(plan=plan, outcome=outcome, now=time.time())
 
 
 def prune_stats(cache_dir: Path | None) -> StatsReport:

@@ -41,6 +41,7 @@ from cgtool.cache.prune.records import Failed, Kept, Outcome, Plan, PlannedEntry
 from cgtool.cache.prune.trash import flush, put_aside, remove_tree
 from cgtool.cache.state import timestamp
 from cgtool.errors import CacheError
+from cgtool.events import Event, OnEvent, ignore
 
 _log = logging.getLogger(__name__)
 
@@ -48,23 +49,25 @@ _log = logging.getLogger(__name__)
 _BY_USE = frozenset({"older_than", "max_size", "keep_last"})
 
 
-def carry_out(plan: Plan) -> Outcome:
+def carry_out(plan: Plan, on_event: OnEvent = ignore) -> Outcome:
     """Remove what a plan names, as far as that is still so.
 
     Args:
         plan: What goes.
+        on_event: Told of each folder as it goes.
 
     Returns:
         What is gone, and what is not and why. What cannot be removed is an item of it and no exception.
     """
-    return _Execution(plan).run()
+    return _Execution(plan, on_event).run()
 
 
 class _Execution:
     """One carrying out of a plan; holds what its steps share."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, on_event: OnEvent) -> None:
         self._plan = plan
+        self._on_event = on_event
         self._layout = CacheLayout(root=plan.root)
         self._base = f"{self._layout.base}/"
         self._ledger = Ledger()
@@ -91,7 +94,8 @@ class _Execution:
             self._forget(entry)
         for hash_ in self._unfinished_gone:
             remove_idle(self._layout, hash_)
-        for path in self._aside:
+        for done, path in enumerate(self._aside):
+            self._on_event(Event(phase="prune", message="removing", done=done, total=len(self._aside)))
             self._delete(path)
         return Outcome(
             removed=tuple(entry.hash for entry in self._removed),
