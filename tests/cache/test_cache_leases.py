@@ -177,6 +177,24 @@ def test_whoever_locked_a_file_that_was_removed_meanwhile_locks_a_new_one(cache_
     assert path.exists()
 
 
+def test_a_file_that_is_removed_between_opening_and_locking_is_made_again(cache_root, layout, monkeypatch):
+    name = publish(cache_root)
+    path = layout.state_dir / "leases" / name.flat
+    opened, tries = leases._open, []
+
+    def racing(text):
+        descriptor = opened(text)
+        tries.append(text)
+        if len(tries) == 1:
+            path.unlink()
+        return descriptor
+
+    monkeypatch.setattr(leases, "_open", racing)
+    assert hold(layout, name).is_current
+    assert path.exists()
+    assert len(tries) == 2
+
+
 def test_a_lease_that_is_held_is_not_removed(cache_root, layout):
     name = publish(cache_root)
     lease = hold(layout, name)

@@ -281,6 +281,28 @@ def _copy(source, target):
     subprocess.run(["cp", "-a", str(source), str(target)], check=True)
 
 
+def test_a_rename_is_flushed_before_anything_is_deleted(cache_root, monkeypatch):
+    name = lay(cache_root, 1)
+    layout = CacheLayout(root=cache_root)
+    done = []
+    flush, unlink = os.fsync, os.unlink
+
+    def flushed(descriptor):
+        done.append(("flush", str(Path(f"/proc/self/fd/{descriptor}").readlink())))
+        flush(descriptor)
+
+    def unlinked(path, *, dir_fd=None):
+        done.append(("unlink", str(path)))
+        unlink(path, dir_fd=dir_fd)
+
+    plan = plan_of(cache_root, entries=(name.hash,))
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "unlink", unlinked)
+    carry_out(plan)
+    first = next(index for index, (what, path) in enumerate(done) if what == "unlink" and "/trash/" in path)
+    assert {("flush", str(layout.base)), ("flush", str(layout.state_dir / "trash"))} <= set(done[:first])
+
+
 def test_a_warm_after_a_killed_prune_sweeps_the_trash(cache_root):
     names = [lay(cache_root, number) for number in (1, 2)]
     layout = CacheLayout(root=cache_root)
