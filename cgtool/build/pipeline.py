@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from cgtool.build.adaptors import get_adaptor
 from cgtool.build.compile_work import Compiled, compile_work, row_name, unique
+from cgtool.build.damage import broken_rows, damaged_texts, incomplete
 from cgtool.build.managers import Managers
 from cgtool.build.proof import Prover
 from cgtool.build.records import calls_of, counts_of, fallbacks_of, notes_of, unproved_notes, without_sizes
@@ -27,10 +28,9 @@ from cgtool.cache.key import Factor, Key
 from cgtool.cache.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout, resolve_root, short
 from cgtool.cache.manifest import Manifest
 from cgtool.cache.objects import ObjectStore
-from cgtool.cache.shapes import shape_words
 from cgtool.config import AOT_INDUCTOR, EAGER, CompilationConfig, CompilationLevel
 from cgtool.digests import canonical_json, digest_of
-from cgtool.errors import CacheCorruptError, CacheMissError, ModelError, UsageError
+from cgtool.errors import CacheMissError, ModelError, UsageError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.model import ModelSpec
 from cgtool.plan import Plan
@@ -143,13 +143,15 @@ class _Warm:
             if check:
                 raise
             return self._fresh(facts, miss.reasons)
+        if not check and (damaged := damaged_texts(self._layout, found)):
+            return self._fresh(facts, damaged)  # its units are there: only the trace is made again
         work = _wanted_of(found, found.entry.manifest, self._config)
         rows = [(w, found.entry.manifest.row(**row_name(w))) for w in work]
         missing = [w for w, row in rows if row is None]
-        broken = _broken_rows(found, work)
+        broken = broken_rows(found, work)
         unproved = [w for w, row in rows if row is not None and row.needs_proof and self._config.proof and not check]
         if check and (missing or broken):
-            raise _incomplete(missing, broken, self._layout, nearest=found.entry.name.hash)
+            raise incomplete(missing, broken, self._layout, nearest=found.entry.name.hash)
         if not missing and not broken and not unproved:
             return self._hit(found, work)
         return self._complete(found, missing, broken, unproved)
@@ -236,7 +238,7 @@ class _Warm:
             compiled=done.compiled,
             reused=max(0, len(everything) - done.compiled),
             compile_secs=done.secs,
-            reasons=_incomplete(missing, broken, self._layout, unproved=len(list(unique(unproved)))).reasons,
+            reasons=incomplete(missing, broken, self._layout, unproved=len(list(unique(unproved)))).reasons,
             notes=unproved_notes(done.unproved),
         )
 
@@ -350,41 +352,6 @@ def _wanted_of(found: Found, manifest: Manifest, config: CompilationConfig) -> t
         eager_pieces={index: frozenset(pieces) for index, pieces in eager.items()},
         fallbacks={fallback.place: fallback.adaptor for fallback in fallbacks},
     )
-
-
-def _broken_rows(found: Found, work: Iterable[Work]) -> list[Work]:
-    """Return the work of `found` whose artifacts are gone or differ from their digests."""
-    broken, seen = [], {}
-    for item in work:
-        row = found.entry.manifest.row(**row_name(item))
-        if row is None:
-            continue
-        if row.digest not in seen:
-            try:
-                found.entry.artifact(row)
-                seen[row.digest] = True
-            except CacheCorruptError:
-                seen[row.digest] = False
-        if not seen[row.digest]:
-            broken.append(item)
-    return broken
-
-
-def _incomplete(
-    missing: list[Work], broken: list[Work], layout: CacheLayout, *, unproved: int = 0, nearest: str | None = None
-) -> CacheMissError:
-    shapes = list(dict.fromkeys(shape_words(work.shape) for work in missing))
-    count = len(list(unique(missing)))
-    named = f"{'shape' if len(shapes) == 1 else 'shapes'} {', '.join(shapes)}"
-    said = "1 artifact is missing" if count == 1 else f"{count} artifacts are missing"
-    reasons = [f"{said}, for the {named}"] if missing else []
-    reasons += [f"the artifact of piece {work.piece_index} is damaged" for work in broken]
-    if unproved:
-        reasons.append(
-            "1 artifact was not proved yet" if unproved == 1 else f"{unproved} artifacts were not proved yet"
-        )
-    msg = f"The entry is incomplete: {'; '.join(reasons)}. Warm the model again to add what is missing."
-    return CacheMissError(msg, reasons=tuple(reasons), path=layout.root, nearest=nearest)
 
 
 def _split_words(stitched: Stitched) -> str:

@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -39,6 +40,8 @@ RECORD_MODE = 0o644
 _TEMPORARY_SUFFIX = ".tmp"
 #: A temporary file that has not grown for so long belongs to a process that is gone.
 _ABANDONED_SECS = 3600.0
+#: Without waiting for a writer of what is a pipe.
+_READ = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 #: Someone may remove the folder between making it and writing into it; more than a few times is no accident.
 _ATTEMPTS = 5
 #: More than a file system keeps beside the names of files, so that a full disk shows.
@@ -253,14 +256,22 @@ def read_bytes(path: Path) -> bytes | None:
     """Return a file's bytes, or None when there is no such file.
 
     Raises:
+        CacheCorruptError: Something else than a file is there: a pipe would hold the reader up for ever.
         CacheError: It is there and cannot be read.
     """
     try:
-        return path.read_bytes()
+        with open(path, "rb", buffering=0, opener=_opened) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise corrupt(path, "it is no file")
+            return file.read()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise cache_error(error, path, doing="read") from error
+
+
+def _opened(path: str, _: int) -> int:
+    return os.open(path, _READ)
 
 
 def sealed_json(record: Mapping[str, Json], *, schema: int) -> bytes:

@@ -201,3 +201,15 @@ def test_the_cache_imports_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "15 []\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_in_a_files_place_is_corrupt_and_holds_nobody_up(tmp_path):
+    os.mkfifo(tmp_path / "plan.json")
+    with pytest.raises(CacheCorruptError, match="it is no file"):
+        files.read_bytes(tmp_path / "plan.json")
+
+
+def test_a_folder_in_a_files_place_is_a_sentence(tmp_path):
+    with pytest.raises(CacheError, match="could not be read"):
+        files.read_bytes(tmp_path)

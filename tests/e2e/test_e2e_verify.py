@@ -188,6 +188,16 @@ def test_after_a_flip_load_refuses_and_compile_mends(root: Path, which: int) -> 
     package.load(Doubler().eval(), cache_dir=root)
 
 
+@pytest.mark.parametrize("name", ["computation_graph.py", "transformed_code.py"])
+def test_after_a_flip_in_what_people_read_compile_mends(root: Path, name: str) -> None:
+    """Nothing runs from these files, so load serves; who may compile makes them again."""
+    flip(CacheLayout(root=root).rank_dir(only_name(root)) / name, random.Random(7))
+    package.load(Doubler().eval(), cache_dir=root)
+    with torch.no_grad():
+        assert torch.equal(compiled(root), Doubler()(INPUT))
+    assert verify_entry(CacheLayout(root=root), only_name(root).hash).problems == ()
+
+
 def test_a_damaged_artifact_that_nothing_else_has_is_compiled_from_the_plan(root: Path) -> None:
     path = loaded_files(root)[3]
     path.unlink()
