@@ -175,7 +175,8 @@ def write_archive(
     """
     import zstandard  # milliseconds, and only for who writes a bundle
 
-    packer: Any = zstandard.ZstdCompressor(level=level, threads=-1, write_checksum=True, write_content_size=False)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else -1
+    packer: Any = zstandard.ZstdCompressor(level=level, threads=cores, write_checksum=True, write_content_size=False)
     out = packer.stream_writer(stream, closefd=False)
     for chunk in ahead(_archive(contents, keys)):
         out.write(chunk)

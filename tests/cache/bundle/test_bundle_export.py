@@ -198,9 +198,12 @@ def test_a_file_is_replaced_whole(tmp_path):
     lay_entry(tmp_path / "cache")
     dest = tmp_path / "out.tar.zst"
     dest.write_text("old")
+    reader = tmp_path / "reader"
+    reader.hardlink_to(dest)
     report = export(ExportOptions(dest=dest, cache_dir=tmp_path / "cache"))
     assert dest.stat().st_size == report.written_bytes
     assert dest.read_bytes() == exported(tmp_path / "cache")
+    assert reader.read_text() == "old"
     with pytest.raises(UsageError, match=r"is a folder\. Name a file such as"):
         export(ExportOptions(dest=tmp_path, cache_dir=tmp_path / "cache"))
 
