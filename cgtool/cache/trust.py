@@ -132,9 +132,7 @@ def _foreign(path: str, owner: int) -> RefusedError:
 
 def _writable(path: str, mode: int) -> RefusedError:
     who = "everyone" if mode & stat.S_IWOTH else "its group"
-    message = (
-        f"{path} can be written to by {who}, who could have put any code there. Take that right away. {_SHARE}"
-    )
+    message = f"{path} can be written to by {who}, who could have put any code there. Take that right away. {_SHARE}"
     return RefusedError(
         message, reason="writable_by_others", path=path, expected="no write for others", actual=f"{mode & 0o7777:04o}"
     )
