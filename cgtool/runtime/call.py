@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from cgtool.guards.table import failures_of
 from cgtool.plan import Guard, GuardTable, Input, Plan, Variant
 from cgtool.plan_tables import Graphs
 from cgtool.runtime.accept import Accept, AcceptWriter, check_symbols
-from cgtool.runtime.dispatch import Boxed, PiecewiseBackend, ShapeTable
+from cgtool.runtime.dispatch import Boxed, ForkedLock, PiecewiseBackend, ShapeTable
 from cgtool.runtime.pieces import hole_value, piece_function, piece_maker
 from cgtool.runtime.program import Program, build_program, check_steps, compiled_steps
 from cgtool.runtime.template import template_needs
@@ -64,7 +63,7 @@ class LoadedModel:
         self._opened = dict(opened)
         self._eager: dict[str, Boxed] = {}
         self._makers: dict[int, Callable[..., Boxed]] = {}
-        self._lock = threading.RLock()
+        self._lock = ForkedLock()
         self._variants = self._serve()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -273,7 +272,7 @@ class _Served:
         weight_inputs: Sequence[Input],
         weights: Weights,
         write: Callable[[], tuple[Accept, ShapeTable, Program]],
-        lock: threading.RLock,
+        lock: ForkedLock,
     ) -> None:
         self.variant = variant
         self.call_inputs = call_inputs

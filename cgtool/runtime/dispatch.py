@@ -6,7 +6,9 @@ variant: `ShapeTable` turns the values of its symbols into one tuple with a func
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from typing import Any
@@ -25,6 +27,36 @@ Ranges = Mapping[str, tuple[int, int | None]]
 _MAX_REMEMBERED = 65536
 
 
+class ForkedLock:
+    """A lock that one thread may take again, and that a child of `fork` finds free: who held it is not there."""
+
+    def __init__(self) -> None:
+        self.renew()
+        _locks.add(self)
+
+    def renew(self) -> None:
+        """Forget who holds it."""
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+_locks: weakref.WeakSet[ForkedLock] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    for lock in _locks:
+        lock.renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)
+
+
 class Unopened:
     """A function that is opened when it is first wanted; two threads that want it at once get one function.
 
@@ -34,7 +66,7 @@ class Unopened:
 
     def __init__(self, open_now: Callable[[], Boxed]) -> None:
         self._open_now = open_now
-        self._lock = threading.Lock()
+        self._lock = ForkedLock()
         self._function: Boxed | None = None
 
     def opened(self) -> Boxed:

@@ -168,7 +168,8 @@ def _new_folder(parent: str) -> Path:
 
 def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    _folders.pop(folder, None)
+    if not folder.exists():  # else no descriptor was left to list it with: it goes as the process ends
+        _folders.pop(folder, None)
 
 
 @atexit.register

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -123,6 +126,31 @@ def test_threads_that_want_a_function_at_once_get_one():
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda _: function.opened(), range(4)))
     assert found == [found[0]] * 4
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_in_the_midst_of_an_opening_does_not_hold_the_child_up():
+    parent, begun, go_on = os.getpid(), threading.Event(), threading.Event()
+
+    def in_parent_slowly():
+        if os.getpid() == parent:
+            begun.set()
+            go_on.wait(30)
+        return named("one")
+
+    function = Unopened(in_parent_slowly)
+    thread = threading.Thread(target=function.opened)
+    thread.start()
+    begun.wait(30)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # a child that waits for ever is ended, and does not exit with 7
+        os._exit(7 if function.opened()([]) == ["one"] else 1)
+    _, status = os.waitpid(child, 0)
+    go_on.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(status) == 7
 
 
 def test_a_later_variant_is_opened_by_the_call_that_comes_to_it():
