@@ -269,7 +269,8 @@ class _Warm:
         return Prover(timeout_secs=self._config.compile_timeout, device_index=first_index(self._spec.module, plan))
 
     def _key(self, facts: Facts, stitched: Stitched) -> Key:
-        guards = [[g.to_json() for g in v.model_guards] for v in stitched.plan.variants]
+        # in one order: Dynamo's depends on what was traced before in this process
+        guards = [sorted((g.to_json() for g in v.model_guards), key=canonical_json) for v in stitched.plan.variants]
         factors = {
             **facts.factors,
             "config": self._config.key_fields(),
