@@ -43,7 +43,7 @@ class Managers:
         prover: Prover | None = None,
     ) -> None:
         self._layout = layout
-        self._units = UnitStore(layout)
+        self._units = UnitStore(layout, allow_shared=config.allow_shared_cache or None)
         self._config = config
         self._on_event = on_event
         self._pool = pool

@@ -15,9 +15,10 @@ plan and for each artifact. An entry that was merged or changed since is no long
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ from cgtool.cache.layout import (
     MANIFEST_FILE,
     PLAN_FILE,
     SIGNATURES,
+    UNIT_FILE,
     CacheLayout,
     RankName,
     is_hash,
@@ -102,27 +104,57 @@ def check_owner(layout: CacheLayout, name: RankName) -> None:
         RefusedError: foreign_owner or writable_by_others.
         CacheError: A file cannot be looked at.
     """
-    if not hasattr(os, "geteuid"):
-        return  # Windows, where none of this says who may write
-    user = os.geteuid()
     entry = f"{layout.root}/{CACHE_FOLDER}/{name.hash}"
     rank = f"{entry}/rank_{name.rank}"
     folder = f"{rank}/{name.prefix}"
     folders = (str(layout.root), f"{layout.root}/{CACHE_FOLDER}", entry, f"{entry}/{ARTIFACTS}", rank, folder)
-    for path in (*folders, f"{entry}/{KEY_FILE}", f"{folder}/{MANIFEST_FILE}", f"{folder}/{PLAN_FILE}"):
+    check_paths((*folders, f"{entry}/{KEY_FILE}", f"{folder}/{MANIFEST_FILE}", f"{folder}/{PLAN_FILE}"))
+
+
+def check_unit_owner(layout: CacheLayout, key: str) -> None:
+    """Check that only this user and root could have written a unit's record, whose digest vouches for its artifact.
+
+    Raises:
+        RefusedError: foreign_owner or writable_by_others.
+        CacheError: A file cannot be looked at, or `key` is no key.
+    """
+    folder = layout.unit_dir(key)
+    check_paths(map(str, (layout.root, layout.base, layout.units_dir, folder.parent, folder, folder / UNIT_FILE)))
+
+
+def check_paths(paths: Iterable[str]) -> None:
+    """Check that files and folders belong to this user or root, and that nobody else may write to them.
+
+    Args:
+        paths: Which; what is missing passes, as an entry without artifacts or a plan that is being published.
+
+    Raises:
+        RefusedError: foreign_owner or writable_by_others.
+        CacheError: One cannot be looked at.
+    """
+    if not hasattr(os, "geteuid"):
+        return  # Windows, where none of this says who may write
+    user = os.geteuid()
+    for path in paths:
         try:
             status = os.stat(path)  # noqa: PTH116 - nine of them in each start
         except FileNotFoundError:
-            continue  # an entry without artifacts, or a plan that is being published
+            continue
         except OSError as error:
-            raise CacheError(
-                f"{path} cannot be looked at: {error.strerror}. Check its permissions.", path=path
-            ) from error
-        if status.st_uid not in (user, 0):
-            raise _foreign(path, status.st_uid)
-        mode = status.st_mode
-        if mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _is_private(status.st_gid, user)):
-            raise _writable(path, mode)
+            raise _unseen(path, error) from error
+        _check_status(path, status, user)
+
+
+def _check_status(path: str, status: os.stat_result, user: int) -> None:
+    if status.st_uid not in (user, 0):
+        raise _foreign(path, status.st_uid)
+    mode = status.st_mode
+    if mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _is_private(path, status.st_gid, user)):
+        raise _writable(path, mode)
+
+
+def _unseen(path: str, error: OSError) -> CacheError:
+    return CacheError(f"{path} cannot be looked at: {error.strerror}. Check its permissions.", path=path)
 
 
 def _foreign(path: str, owner: int) -> RefusedError:
@@ -138,8 +170,12 @@ def _writable(path: str, mode: int) -> RefusedError:
     )
 
 
-def _is_private(group: int, user: int) -> bool:
-    """Whether a group is the user's own, as systems make one for each user whose files are group-writable then."""
+def _is_private(path: str, group: int, user: int) -> bool:
+    """Whether what a group may write is the user's own all the same.
+
+    Systems make a group for each user, whose files are group-writable then. Where a file has an ACL, the mode's bits of
+    the group are the most that anyone whom it names may do, and not the group's.
+    """
     import grp  # asks the system's user database, and only where a group may write
     import pwd
 
@@ -147,7 +183,18 @@ def _is_private(group: int, user: int) -> bool:
         found, me = grp.getgrgid(group), pwd.getpwuid(user)
     except KeyError:
         return False
-    return found.gr_name == me.pw_name and me.pw_gid == group and set(found.gr_mem) <= {me.pw_name}
+    own = found.gr_name == me.pw_name and me.pw_gid == group and set(found.gr_mem) <= {me.pw_name}
+    return own and not _has_acl(path)
+
+
+def _has_acl(path: str) -> bool:
+    if not hasattr(os, "getxattr"):
+        return False  # not Linux
+    try:
+        os.getxattr(path, "system.posix_acl_access")
+    except OSError as error:
+        return error.errno not in (errno.ENODATA, errno.ENOTSUP, errno.EOPNOTSUPP)
+    return True
 
 
 def check_signed(layout: CacheLayout, entry: Entry, key: Key, keys: PublicKeys) -> str:

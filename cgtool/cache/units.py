@@ -7,6 +7,9 @@ folder `units/<key[:2]>/<key>/` holds the bytes as `<sha256>.<kind>` and then, w
      "compile_secs": float, "kernels": int, "guards": [str...], "proved": bool, "proof_gap": str,
      "created": str, "digest": ...}
 
+A unit that another user owns or may write to is none, unless the policy says so (`cgtool.cache.trust`): what is taken
+from it into an entry of ours would be believed there.
+
 A folder without an intact `unit.json`, or whose artifact is missing or differs from its digest, holds no unit. The lock
 beside them saves double work: N processes that ask for one unit compile it once. Without working locks two processes
 may both compile it, and the last `unit.json` wins; the bytes of both stay right, for they lie under their own digests.
@@ -35,10 +38,12 @@ from cgtool.cache.layout import UNIT_FILE, CacheLayout, check_hash, check_kind
 from cgtool.cache.lock import FileLock
 from cgtool.cache.objects import ObjectStore
 from cgtool.cache.state import timestamp
+from cgtool.cache.trust import check_unit_owner
 from cgtool.digests import sha256_hex
-from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
+from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError, RefusedError
 from cgtool.pieces import Json
 from cgtool.records import dataclass
+from cgtool.variables import environment
 
 _log = logging.getLogger(__name__)
 
@@ -116,10 +121,13 @@ class UnitStore:
 
     Args:
         layout: Where the cache lies.
+        allow_shared: Whether others may own units or write to them; None takes the environment's word.
     """
 
-    def __init__(self, layout: CacheLayout) -> None:
+    def __init__(self, layout: CacheLayout, *, allow_shared: bool | None = None) -> None:
         self._layout = layout
+        self._allow_shared = environment().allow_shared_cache if allow_shared is None else allow_shared
+        self._told = False
 
     def lock(self, key: str, *, on_wait: Callable[[], None] | None = None) -> FileLock:
         """Return the lock of a unit, to be held around `find` and `put`.
@@ -131,12 +139,18 @@ class UnitStore:
         return FileLock(self._layout.unit_dir(key) / "lock", on_wait=on_wait)
 
     def find(self, key: str) -> UnitRecord | None:
-        """Return a unit's record, or None when there is no intact one; what is corrupt is logged.
+        """Return a unit's record, or None when there is no intact one that only we may write; the others are logged.
 
         Raises:
             CacheError: It is there and cannot be read.
         """
         folder = self._layout.unit_dir(key)
+        if not self._allow_shared:
+            try:
+                check_unit_owner(self._layout, key)
+            except RefusedError as error:
+                self._tell(error)
+                return None
         try:
             return _read(folder, key)
         except CacheCorruptError as error:
@@ -144,6 +158,11 @@ class UnitStore:
         except CacheSchemaError as error:
             _log.info("%s It is compiled again.", error)
         return None
+
+    def _tell(self, error: RefusedError) -> None:
+        if not self._told:  # what holds for one holds for thousands
+            self._told = True
+            _log.warning("%s Units that others could have written are compiled again.", error)
 
     def put(self, key: str, data: bytes, record: UnitRecord) -> UnitRecord:
         """Store a unit, replacing one that is corrupt or older.

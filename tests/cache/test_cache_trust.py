@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import time
 from pathlib import Path
 
@@ -102,10 +103,25 @@ def test_another_user_loads_what_root_owns(tmp_path):
 def test_a_private_group_may_write(tmp_path):
     root = tmp_path / "cache"
     hash_ = lay_entry(root)
-    if not trust._is_private(os.getegid(), os.geteuid()):
+    if not trust._is_private(str(root), os.getegid(), os.geteuid()):
         pytest.skip("this user has no group of its own")
     root.chmod(0o775)
     check(root, hash_)
+
+
+def test_what_an_acl_lets_another_user_write_is_refused_though_the_group_is_private(tmp_path):
+    root = tmp_path / "cache"
+    hash_ = lay_entry(root)
+    if not trust._is_private(str(root), os.getegid(), os.geteuid()):
+        pytest.skip("this user has no group of its own")
+    everyone = 0xFFFFFFFF  # the entries for the owner, a user, the owning group, the mask and all others
+    entries = [(1, 7, everyone), (2, 7, OTHER_USER), (4, 5, everyone), (0x10, 7, everyone), (0x20, 5, everyone)]
+    acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+    try:
+        os.setxattr(root / "torch_compile_cache" / hash_ / "rank_0", "system.posix_acl_access", acl)
+    except OSError:
+        pytest.skip("this file system has no ACLs")
+    assert reason(root, hash_) == "writable_by_others"
 
 
 def test_a_look_at_owners_takes_a_third_of_a_millisecond_at_most(tmp_path):

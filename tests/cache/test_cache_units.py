@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from dataclasses import replace
 
 import pytest
@@ -63,6 +64,40 @@ def test_a_damaged_unit_is_absent_logged_and_replaced(units, layout, caplog, whi
     assert ("is corrupt" in caplog.text) == ((which, harm) != ("record", "remove"))
     units.put(UNIT, DATA, RECORD)
     assert units.find(UNIT) == RECORD
+
+
+UNIT_PLACES = (
+    "",
+    "torch_compile_cache",
+    "torch_compile_cache/units",
+    f"torch_compile_cache/units/{UNIT[:2]}",
+    f"torch_compile_cache/units/{UNIT[:2]}/{UNIT}",
+    f"torch_compile_cache/units/{UNIT[:2]}/{UNIT}/unit.json",
+)
+
+
+@pytest.mark.parametrize("place", UNIT_PLACES)
+@pytest.mark.parametrize("how", ["everyone may write", "another user owns it"])
+def test_a_unit_that_others_could_have_written_is_absent_and_told_of_once(units, layout, caplog, place, how):
+    units.put(UNIT, DATA, RECORD)
+    path = layout.root / place
+    if how == "everyone may write":
+        path.chmod(0o777)
+    elif os.geteuid() == 0:
+        os.chown(path, 54321, -1)
+    else:
+        pytest.skip("only root may give files away")
+    assert units.find(UNIT) is None
+    assert units.find(UNIT) is None
+    assert caplog.text.count("could have put any code there") == 1
+    assert UnitStore(layout, allow_shared=True).find(UNIT) == RECORD
+
+
+def test_the_environment_says_whether_units_of_others_are_taken(units, layout, monkeypatch):
+    units.put(UNIT, DATA, RECORD)
+    layout.units_dir.chmod(0o777)
+    monkeypatch.setenv("CGTOOL_ALLOW_SHARED_CACHE", "1")
+    assert UnitStore(layout).find(UNIT) == RECORD
 
 
 def test_a_unit_of_a_newer_schema_is_absent(units, layout):
