@@ -55,8 +55,9 @@ def run_on_terminal(*arguments, answer):
         shown += os.read(leader, 65536)
     if answer:
         os.write(leader, answer.encode())
-    else:
+    while not answer and process.poll() is None:  # one that comes just before the read waits for the next
         process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
     try:
         while True:
             shown += os.read(leader, 65536)
