@@ -6,6 +6,7 @@ compile = hit → load, or else miss → warm → load
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -104,6 +105,8 @@ def _load_from(
     rank: int | None,
     trust: TrustPolicy,
 ) -> LoadedModel:
+    # Resolved once: whoever may turn a link on the way could show one folder to the policy and another to the reader.
+    layout = CacheLayout(root=Path(os.path.realpath(layout.root)))
     rank = environment().rank if rank is None else rank
     fields = None if config is None else config.leveled().key_fields()
     finder = Finder(layout, module, facts_of(module), config=fields, rank=rank, prefix=prefix, trust=trust)

@@ -2,7 +2,9 @@
 
 An artifact is native code, so whoever can write to a cache can run code in each process that loads from it. Without
 trusted keys, everything on the way to an entry must belong to this user or to root, and nobody else may write to it;
-artifacts themselves need no look, since their bytes are matched to digests that the manifest names.
+artifacts themselves need no look, since their bytes are matched to digests that the manifest names. The way begins at
+the file system's root, for whoever may rename a folder above the cache can put another in its place; in a sticky one
+(/tmp) others cannot. So the cache's root must have been resolved, and what is read is read through that very path.
 
 With trusted keys, an entry must be as it was signed, wherever it lies. Import leaves beside it what was signed::
 
@@ -71,7 +73,7 @@ class TrustPolicy:
         """Check an entry of which nothing was used yet.
 
         Args:
-            layout: Where the cache lies.
+            layout: Where the cache lies; its root as `os.path.realpath` gives it.
             name: Which entry.
             key: Its key as it was read.
 
@@ -108,6 +110,7 @@ def check_owner(layout: CacheLayout, name: RankName) -> None:
     rank = f"{entry}/rank_{name.rank}"
     folder = f"{rank}/{name.prefix}"
     folders = (str(layout.root), f"{layout.root}/{CACHE_FOLDER}", entry, f"{entry}/{ARTIFACTS}", rank, folder)
+    check_way(layout.root)
     check_paths((*folders, f"{entry}/{KEY_FILE}", f"{folder}/{MANIFEST_FILE}", f"{folder}/{PLAN_FILE}"))
 
 
@@ -119,7 +122,37 @@ def check_unit_owner(layout: CacheLayout, key: str) -> None:
         CacheError: A file cannot be looked at, or `key` is no key.
     """
     folder = layout.unit_dir(key)
+    check_way(layout.root)
     check_paths(map(str, (layout.root, layout.base, layout.units_dir, folder.parent, folder, folder / UNIT_FILE)))
+
+
+def check_way(root: Path) -> None:
+    """Check that nobody else can put another folder in the place of a cache root, or of one above it.
+
+    Args:
+        root: The cache root, resolved.
+
+    Raises:
+        RefusedError: foreign_owner or writable_by_others.
+        CacheError: A folder cannot be looked at, or is a link by now.
+    """
+    if not hasattr(os, "geteuid"):
+        return
+    user = os.geteuid()
+    for above in (root, *root.parents):
+        path = str(above)
+        try:
+            status = os.lstat(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise _unseen(path, error) from error
+        if stat.S_ISLNK(status.st_mode):
+            raise CacheError(f"{path} is a link, where a folder was. Name the cache by its own path.", path=path)
+        if above == root:
+            continue  # what is asked of it is asked of all that lies in it
+        # In a sticky folder only the owner of a file may rename it.
+        _check_status(path, status, user, may_write=bool(status.st_mode & stat.S_ISVTX))
 
 
 def check_paths(paths: Iterable[str]) -> None:
@@ -145,10 +178,10 @@ def check_paths(paths: Iterable[str]) -> None:
         _check_status(path, status, user)
 
 
-def _check_status(path: str, status: os.stat_result, user: int) -> None:
+def _check_status(path: str, status: os.stat_result, user: int, *, may_write: bool = False) -> None:
     if status.st_uid not in (user, 0):
         raise _foreign(path, status.st_uid)
-    mode = status.st_mode
+    mode = 0 if may_write else status.st_mode
     if mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _is_private(path, status.st_gid, user)):
         raise _writable(path, mode)
 

@@ -18,6 +18,7 @@ may both compile it, and the last `unit.json` wins; the bytes of both stay right
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import field
 from pathlib import Path
@@ -125,7 +126,8 @@ class UnitStore:
     """
 
     def __init__(self, layout: CacheLayout, *, allow_shared: bool | None = None) -> None:
-        self._layout = layout
+        # Through links that others may turn, another folder could be read than the one that was looked at.
+        self._layout = CacheLayout(root=Path(os.path.realpath(layout.root)))
         self._allow_shared = environment().allow_shared_cache if allow_shared is None else allow_shared
         self._told = False
 

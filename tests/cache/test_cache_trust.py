@@ -20,7 +20,7 @@ from cgtool.cache.signatures import load_public_keys
 from cgtool.cache.trust import TrustPolicy
 from cgtool.commands.export import ExportOptions, export
 from cgtool.commands.import_ import ImportOptions, import_bundle
-from cgtool.errors import RefusedError, UsageError
+from cgtool.errors import CacheError, RefusedError, UsageError
 from cgtool.records import replace
 
 OTHER_USER = 54321
@@ -98,6 +98,33 @@ def test_another_user_loads_what_root_owns(tmp_path):
             os._exit(1)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("right", [0o002, 0o020], ids=["everyone", "the group"])
+def test_a_folder_above_the_cache_in_which_others_may_put_another_is_refused_unless_it_is_sticky(tmp_path, right):
+    above = tmp_path / "above"
+    hash_ = lay_entry(above / "between" / "cache")
+    os.chown(above, -1, OTHER_USER) if os.geteuid() == 0 else None
+    above.chmod(0o755 | right)
+    assert reason(above / "between" / "cache", hash_) == "writable_by_others"
+    check(above / "between" / "cache", hash_, allow_shared=True)
+    above.chmod(0o1755 | right)
+    check(above / "between" / "cache", hash_)
+
+
+@needs_root
+def test_a_folder_above_the_cache_that_another_user_owns_is_refused(tmp_path):
+    hash_ = lay_entry(tmp_path / "above" / "cache")
+    os.chown(tmp_path / "above", OTHER_USER, -1)
+    (tmp_path / "above").chmod(0o1755)  # its owner may rename in it all the same
+    assert reason(tmp_path / "above" / "cache", hash_) == "foreign_owner"
+
+
+def test_a_root_that_became_a_link_since_it_was_resolved_is_not_followed(tmp_path):
+    hash_ = lay_entry(tmp_path / "cache")
+    (tmp_path / "link").symlink_to(tmp_path / "cache")
+    with pytest.raises(CacheError, match="is a link, where a folder was"):
+        check(tmp_path / "link", hash_)
 
 
 def test_a_private_group_may_write(tmp_path):

@@ -127,3 +127,11 @@ def test_what_compile_made_is_refused_once_others_may_write_to_it(model, tmp_pat
     torch.testing.assert_close(compiled(torch.ones(3, 4)), model(torch.ones(3, 4)))
     (tmp_path / "own/torch_compile_cache").chmod(0o777)
     assert refusal(model, cache_dir=tmp_path / "own") == "writable_by_others"
+
+
+def test_a_cache_that_is_named_by_a_link_is_read_where_the_link_led(model, root, tmp_path):
+    (tmp_path / "link").symlink_to(root)
+    agrees(model, cache_dir=tmp_path / "link")
+    root.chmod(0o777)
+    with pytest.raises(RefusedError, match=f"^{root} can be written to"):
+        cgtool.load(model, cache_dir=tmp_path / "link")
