@@ -12,7 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from cgtool.cache.bundle.index import Member
-from cgtool.cache.bundle.limits import MAX_PACKAGE_BYTES, MAX_PLAN_CHARACTERS, MAX_PLAN_NUMBERS
+from cgtool.cache.bundle.limits import (
+    MAX_PACKAGE_BYTES,
+    MAX_PLAN_CHARACTERS,
+    MAX_PLAN_NUMBERS,
+    MAX_PLAN_VALUES,
+    MAX_RECORD_VALUES,
+    check_values,
+)
 from cgtool.cache.bundle.names import PACKAGE_KIND, PICKLE_KINDS
 from cgtool.cache.bundle.refusals import refused
 from cgtool.cache.key import Key, read_key
@@ -73,6 +80,7 @@ def check_entry(layout: CacheLayout, hash_: str, members: Iterable[Member]) -> E
     if key_name not in there:
         raise refused("missing_member", "is missing", member=key_name)
     with _believing(key_name, "corrupt_key"):
+        check_values((layout.root / key_name).read_bytes(), member=key_name, most=MAX_RECORD_VALUES)
         key = read_key(layout, hash_)
     if key is None:
         raise refused("missing_member", "is missing", member=key_name)
@@ -105,7 +113,9 @@ def _check_rank(layout: CacheLayout, name: RankName, there: Mapping[str, Member]
             raise refused("missing_member", "is missing", member=needed)
     path = layout.root / manifest_name
     with _believing(manifest_name, "corrupt_manifest"):
-        manifest = parse_manifest(path.read_bytes(), path=path, name=name)
+        data = path.read_bytes()
+        check_values(data, member=manifest_name, most=MAX_RECORD_VALUES)
+        manifest = parse_manifest(data, path=path, name=name)
     for file, record in manifest.files.items():
         member = there.get(f"{folder}/{file}")
         if member is None:
@@ -122,6 +132,7 @@ def _check_rank(layout: CacheLayout, name: RankName, there: Mapping[str, Member]
 def _check_plan(path: Path, name: str, manifest: Manifest) -> None:
     with _believing(name, "corrupt_plan"):
         data = path.read_bytes()
+        check_values(data, member=name, most=MAX_PLAN_VALUES)
         _check_growth(json.loads(data), name)
         plan = parse_plan(data, path=path)
         steps = [{step.piece for step in variant.steps} for variant in plan.variants]
@@ -205,3 +216,5 @@ def _believing(member: str, reason: str) -> Iterator[None]:
         raise refused(reason, "is not as cgtool writes it", member=member, actual=str(error)[:500]) from error
     except RecursionError as error:
         raise refused(reason, "is nested without end", member=member) from error
+    except MemoryError as error:
+        raise refused("too_large", "needs more memory than there is", member=member) from error

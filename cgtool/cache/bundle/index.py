@@ -14,11 +14,18 @@ import json
 from typing import Any
 
 from cgtool import __version__
-from cgtool.cache.bundle.limits import MAX_RECORD_BYTES, Limits
+from cgtool.cache.bundle.limits import (
+    MAX_PLAN_BYTES,
+    MAX_RECORD_BYTES,
+    MAX_RECORD_VALUES,
+    MAX_TEXT_BYTES,
+    Limits,
+    check_values,
+)
 from cgtool.cache.bundle.names import INDEX_FILE, Place, check_distinct, place_of
 from cgtool.cache.bundle.refusals import refused
 from cgtool.cache.files import ARTIFACT_MODE, RECORD_MODE
-from cgtool.cache.layout import ARTIFACTS, is_hash
+from cgtool.cache.layout import ARTIFACTS, KEY_FILE, MANIFEST_FILE, PLAN_FILE, is_hash
 from cgtool.digests import canonical_json, digest_of
 from cgtool.pieces import Json
 from cgtool.records import dataclass
@@ -27,6 +34,7 @@ SCHEMA = 1
 
 #: The longest a version may be.
 _VERSION_CHARACTERS = 64
+_MAX_BYTES = {KEY_FILE: MAX_RECORD_BYTES, MANIFEST_FILE: MAX_RECORD_BYTES, PLAN_FILE: MAX_PLAN_BYTES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +105,13 @@ def parse_index(data: bytes, *, limits: Limits) -> Index:
         limits: How much it may promise.
 
     Raises:
-        RefusedError: not_a_bundle, unknown_schema, bad_index, too_large, or what is wrong with a name.
+        RefusedError: not_a_bundle, unknown_schema, bad_index, too_large, bomb, or what is wrong with a name.
     """
+    check_values(data, member=INDEX_FILE, most=MAX_RECORD_VALUES)
     try:
         record = json.loads(data)
+    except MemoryError as error:
+        raise refused("too_large", "needs more memory than there is", member=INDEX_FILE) from error
     except (ValueError, RecursionError) as error:
         raise refused("bad_index", "is no JSON", member=INDEX_FILE, actual=type(error).__name__) from error
     if not isinstance(record, dict) or type(record.get("schema")) is not int:
@@ -165,7 +176,7 @@ def _check(member: Member) -> None:
             expected=place.file.partition(".")[0],
             actual=member.sha256,
         )
-    if not place.kind and member.size_bytes > MAX_RECORD_BYTES:
-        raise refused(
-            "too_large", f"promises {member.size_bytes} bytes of text", member=member.path, actual=member.size_bytes
-        )
+    most = _MAX_BYTES.get(place.file, MAX_TEXT_BYTES)
+    if not place.kind and member.size_bytes > most:
+        why = f"promises {member.size_bytes} bytes of text"
+        raise refused("too_large", why, member=member.path, expected=most, actual=member.size_bytes)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 import tarfile
 
 import pytest
@@ -83,6 +85,44 @@ def test_more_members_than_allowed_are_refused(genuine):
     with pytest.raises(RefusedError) as refusal:
         parse_index(index_of(genuine.files), limits=Limits(max_members=3))
     assert refusal.value.reason == "too_large"
+
+
+def _values(count: int) -> bytes:
+    return b'{"schema":1,"x":[' + b"{}," * (count // 2) + b"0]}"
+
+
+def _refusal_of(bundle: bytes, folder) -> RefusedError:
+    with pytest.raises(RefusedError) as refusal:
+        import_bundle(ImportOptions(source=io.BytesIO(bundle), cache_dir=folder, trust=True, max_ratio=1e9))
+    assert not folder.exists()
+    return refusal.value
+
+
+@pytest.mark.parametrize(("end", "most"), [("/key.json", 2_000_000), ("/manifest.json", 2_000_000)])
+def test_a_record_of_more_values_than_any_has_is_refused_before_it_is_parsed(tmp_path, genuine, end, most):
+    refusal = _refusal_of(genuine.with_file(genuine.name(end), _values(most)).bytes(), tmp_path / "cache")
+    assert (refusal.reason, refusal.path, refusal.expected) == ("bomb", genuine.name(end), most)
+
+
+def test_a_plan_of_more_values_than_any_has_is_refused_before_it_is_parsed(tmp_path, genuine):
+    refusal = _refusal_of(genuine.with_plan(_values(4_000_000)).bytes(), tmp_path / "cache")
+    assert (refusal.reason, refusal.path) == ("bomb", genuine.name("/plan.json"))
+
+
+def test_an_index_of_more_values_or_bytes_than_any_has_is_refused_before_it_is_parsed(tmp_path, genuine):
+    assert _refusal_of(genuine.bytes(index=_values(2_000_000)), tmp_path / "cache").reason == "bomb"
+    assert _refusal_of(genuine.bytes(index=b" " * (2**25 + 1)), tmp_path / "cache").reason == "too_large"
+
+
+def test_what_needs_more_memory_than_there_is_is_refused(genuine):
+    code = (
+        "import resource, sys; from cgtool.cache.bundle.index import parse_index, Limits;"
+        "data = sys.stdin.buffer.read();"
+        "now = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize() + 2**24;"
+        "resource.setrlimit(resource.RLIMIT_AS, (now, now)); parse_index(data, limits=Limits())"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], input=_values(1_900_000), capture_output=True, check=False)
+    assert b"RefusedError: The member 'bundle.json' of the bundle needs more memory" in ran.stderr
 
 
 def test_without_trust_nothing_is_read(tmp_path):
