@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from cgtool.cache.bundle.content import EntryContent
+from cgtool.cache.bundle.place import check_no_links
 from cgtool.cache.bundle.unpack import Unpacked
 from cgtool.cache.entry import Entry, EntryWriter, read_entry
 from cgtool.cache.files import (
@@ -27,7 +28,16 @@ from cgtool.cache.files import (
     write_atomic,
 )
 from cgtool.cache.key import read_key
-from cgtool.cache.layout import KEY_FILE, MANIFEST_FILE, PLAN_FILE, SIGNATURES, CacheLayout, RankName, short
+from cgtool.cache.layout import (
+    ARTIFACTS,
+    KEY_FILE,
+    MANIFEST_FILE,
+    PLAN_FILE,
+    SIGNATURES,
+    CacheLayout,
+    RankName,
+    short,
+)
 from cgtool.cache.leases import hold_writing
 from cgtool.cache.lookup import LookupStore
 from cgtool.cache.manifest import Manifest
@@ -58,10 +68,12 @@ def check_fits(layout: CacheLayout, unpacked: Unpacked, *, replacing: bool) -> N
     """Check that a bundle can be merged with what is there, before anything changes.
 
     Raises:
-        RefusedError: other_plan: an entry of the same hash has another plan; newer_cache: a newer cgtool wrote it.
+        RefusedError: link_here: a folder to be written to is a link; other_plan: an entry of the same hash has another
+            plan; other_schema_here: another version of cgtool wrote it.
         CacheError: The cache cannot be read.
     """
     for content in unpacked.entries:
+        check_no_links(_written_to(layout, content))
         try:
             read_key(layout, content.hash)
         except CacheCorruptError:
@@ -70,6 +82,15 @@ def check_fits(layout: CacheLayout, unpacked: Unpacked, *, replacing: bool) -> N
             raise _newer(content.hash, error) from error
         for manifest in content.manifests:
             _check_plan(_current(layout, manifest.name), manifest, replacing=replacing)
+
+
+def _written_to(layout: CacheLayout, content: EntryContent) -> Iterator[Path]:
+    """Yield every folder that taking in an entry may write to."""
+    entry = layout.entry_dir(content.hash)
+    yield from (layout.lookup_dir, layout.state_dir, entry, entry / ARTIFACTS, entry / SIGNATURES)
+    for manifest in content.manifests:
+        folder = layout.rank_dir(manifest.name)
+        yield from (folder.parent, folder)
 
 
 def _current(layout: CacheLayout, name: RankName) -> Entry | None:

@@ -12,11 +12,12 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from cgtool.cache.files import cache_error, sync_folder
 from cgtool.cache.layout import CacheLayout
+from cgtool.errors import RefusedError
 
 try:
     import fcntl
@@ -37,8 +38,10 @@ def unpacking_folder(layout: CacheLayout) -> Iterator[Path]:
     """Yield a new folder beside the entries of a cache; what was made for it is gone afterwards, unless it holds more.
 
     Raises:
+        RefusedError: link_here: the folder of the entries is a link.
         CacheError: It cannot be made: read-only, full, no permission.
     """
+    check_no_links([layout.base])
     made = _make(layout.base)
     folder = layout.base / f".import.{os.getpid()}.{secrets.token_hex(6)}.tmp"
     try:
@@ -55,6 +58,24 @@ def unpacking_folder(layout: CacheLayout) -> Iterator[Path]:
         for above in made:
             with contextlib.suppress(OSError):  # something is in it by now
                 above.rmdir()
+
+
+def check_no_links(folders: Iterable[Path]) -> None:
+    """Check that folders of a cache are no links, through which an import would write elsewhere.
+
+    Args:
+        folders: Which; one that is missing passes.
+
+    Raises:
+        RefusedError: link_here.
+    """
+    for folder in folders:
+        if folder.is_symlink():
+            message = (
+                f"{folder} is a link, and an import writes nowhere but into the cache. Nothing was changed. Put what "
+                "it leads to in its place, or name another cache with --cache-dir."
+            )
+            raise RefusedError(message, reason="link_here", path=folder)
 
 
 def abandoned(layout: CacheLayout) -> list[Path]:

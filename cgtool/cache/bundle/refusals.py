@@ -11,7 +11,7 @@ The reasons, which `cgtool import --json` prints::
     too_large bomb size_mismatch digest_mismatch                                              sizes and bytes
     missing_member unlisted_member missing_artifact unnamed_artifact                          what is there
     corrupt_key corrupt_manifest corrupt_plan strange_package pickle                          what is in it
-    unsupported other_plan other_schema_here                                                  what is here
+    unsupported other_plan other_schema_here link_here                                        what is here
 
 Load adds (`cgtool.cache.trust`): foreign_owner writable_by_others changed.
 """

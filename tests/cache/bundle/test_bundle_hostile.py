@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -123,6 +124,36 @@ def test_what_needs_more_memory_than_there_is_is_refused(genuine):
     )
     ran = subprocess.run([sys.executable, "-c", code], input=_values(1_900_000), capture_output=True, check=False)
     assert b"RefusedError: The member 'bundle.json' of the bundle needs more memory" in ran.stderr
+
+
+@pytest.mark.parametrize("is_dangling", [False, True])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "",
+        "lookup",
+        "state",
+        "{hash}",
+        "{hash}/artifacts",
+        "{hash}/signatures",
+        "{hash}/rank_0",
+        "{hash}/rank_0/backbone",
+    ],
+)
+def test_an_import_writes_through_no_link_that_lies_in_the_cache(tmp_path, genuine, place, is_dangling):
+    hash_ = lay_entry(tmp_path / "cache")
+    link = tmp_path / "cache/torch_compile_cache" / place.format(hash=hash_)
+    shutil.rmtree(link, ignore_errors=True)
+    link.symlink_to(tmp_path / "outside")
+    if not is_dangling:
+        (tmp_path / "outside").mkdir()
+    before = tree(tmp_path)
+    with pytest.raises(RefusedError, match=f"^{link} is a link") as refusal:
+        import_bundle(ImportOptions(source=io.BytesIO(genuine.bytes()), cache_dir=tmp_path / "cache", trust=True))
+    assert refusal.value.reason == "link_here"
+    assert tree(tmp_path) == before
+    assert link.is_symlink()
+    assert is_dangling or not list((tmp_path / "outside").iterdir())
 
 
 def test_without_trust_nothing_is_read(tmp_path):
