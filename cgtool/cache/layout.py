@@ -24,6 +24,7 @@ Names are matched to this grammar before they become paths, so that no record ca
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -217,18 +218,22 @@ class CacheLayout:
         return sorted(name for name in _listed(self.base) if is_hash(name))
 
     def rank_names(self, hash_: str) -> Iterator[RankName]:
-        """Yield every rank and prefix folder of an entry, by rank and prefix; a folder may lack its manifest yet."""
+        """Yield every rank and prefix folder of an entry, by rank and prefix; a folder may lack its manifest yet.
+
+        A link is none: what is behind it is not the entry's, and must not be removed with it.
+        """
         entry = self.entry_dir(hash_)
-        ranks = sorted(rank for name in _listed(entry) if (rank := parse_rank_folder(name)) is not None)
+        ranks = sorted(rank for name in _listed(entry, links=False) if (rank := parse_rank_folder(name)) is not None)
         for rank in ranks:
-            for prefix in sorted(name for name in _listed(entry / f"rank_{rank}") if is_prefix(name)):
+            for prefix in sorted(name for name in _listed(entry / f"rank_{rank}", links=False) if is_prefix(name)):
                 yield RankName(hash=hash_, rank=rank, prefix=prefix)
 
 
-def _listed(folder: Path) -> list[str]:
-    """Names in a folder; a folder that is missing, or was removed meanwhile, has none."""
+def _listed(folder: Path, *, links: bool = True) -> list[str]:
+    """Names in a folder, with those of links or without; one that is missing, or was removed meanwhile, has none."""
     try:
-        return [entry.name for entry in folder.iterdir()]
+        with os.scandir(folder) as found:
+            return [entry.name for entry in found if links or not entry.is_symlink()]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:

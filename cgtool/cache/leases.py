@@ -223,7 +223,10 @@ def locked(path: str) -> Iterator[bool]:
 
 def remove_idle(layout: CacheLayout, hash_: str) -> None:
     """Remove the files of leases that nobody holds, of an entry that is gone. Never raises on account of the disk."""
-    for text in _listed(layout.state_dir / "leases"):
+    folder = layout.state_dir / "leases"
+    if folder.is_symlink() or folder.parent.is_symlink():
+        return  # what is behind a link is not the cache's
+    for text in _listed(folder):
         if text[:64] == hash_:
             remove_if_idle(_path(layout, text))
 

@@ -3,15 +3,16 @@
 Prune looks at 100,000 artifacts before it says anything, so manifests are not parsed whole here: their first fields are
 (`_head`), and digests are searched for in the rest. What is made of that is only ever a suspicion: before an artifact
 is removed, its entry's manifests are read and checked whole (`cgtool.cache.prune.leftovers`). What cannot be read makes
-its entry `readable = False`, and then nothing is concluded from what seems to be missing there.
+its entry `readable = False`, and then nothing is concluded from what seems to be missing there. So is an entry with a
+link in place of a folder: nobody follows it here, for what is behind it is not the cache's to remove.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ class EntryFacts:
         artifacts: The names in its folder of artifacts.
         files: The names in its own folder.
         readable: Whether all of it could be listed and read.
+        is_link: Whether its folder is a link; then what is in it is not for removal one by one.
     """
 
     hash: str
@@ -72,6 +74,7 @@ class EntryFacts:
     artifacts: tuple[str, ...]
     files: tuple[str, ...]
     readable: bool
+    is_link: bool = False
 
     @property
     def model(self) -> str:
@@ -125,7 +128,7 @@ def collect(layout: CacheLayout) -> CacheFacts:
         CacheError: The cache folder itself cannot be listed.
     """
     try:
-        names = names_in(str(layout.base))
+        names = names_in(str(layout.base), follow=True)
     except OSError as error:
         raise CacheError(
             f"The folder {layout.base} could not be listed: {error.strerror}. Check its permissions.", path=layout.base
@@ -142,45 +145,72 @@ def collect(layout: CacheLayout) -> CacheFacts:
     )
 
 
-def names_in(folder: str) -> list[str]:
+def names_in(folder: str, *, follow: bool = False) -> list[str]:
     """Return the names in a folder; none where it is not there.
 
+    Args:
+        folder: Its path, without "/" at the end.
+        follow: Whether it may be a link.
+
     Raises:
-        OSError: It cannot be listed.
+        OSError: It cannot be listed, or is a link.
     """
+    if not follow and _is_link(folder):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), folder)
     try:
         return os.listdir(folder)  # noqa: PTH208 - names alone, of a hundred thousand folders
     except (FileNotFoundError, NotADirectoryError):
         return []
 
 
+def _is_link(path: str) -> bool:
+    return os.path.islink(path)  # noqa: PTH114 - a str, a hundred thousand times
+
+
 def _entry(layout: CacheLayout, hash_: str) -> EntryFacts:
     folder = f"{layout.base}/{hash_}"
+    is_link = _is_link(folder)
     ranks: list[RankFacts] = []
     artifacts: list[str] = []
     files: list[str] = []
-    readable = True
+    readable = not is_link
     try:
-        files = names_in(folder)
-        artifacts = names_in(f"{folder}/{ARTIFACTS}")
-        for name in _rank_names(hash_, folder, files):
-            rank, whole = _rank(name, f"{folder}/rank_{name.rank}/{name.prefix}")
-            ranks.append(rank)
+        files = names_in(folder, follow=True)
+        for rank in sorted(rank for file in files if (rank := parse_rank_folder(file)) is not None):
+            whole = _ranks(hash_, rank, f"{folder}/rank_{rank}", ranks)
             readable = readable and whole
+        artifacts = names_in(f"{folder}/{ARTIFACTS}")
     except OSError:
         readable = False
-    return EntryFacts(hash=hash_, ranks=tuple(ranks), artifacts=tuple(artifacts), files=tuple(files), readable=readable)
+    return EntryFacts(
+        hash=hash_,
+        ranks=tuple(ranks),
+        artifacts=tuple(artifacts),
+        files=tuple(files),
+        readable=readable,
+        is_link=is_link,
+    )
 
 
-def _rank_names(hash_: str, folder: str, files: list[str]) -> Iterator[RankName]:
-    for rank in sorted(rank for file in files if (rank := parse_rank_folder(file)) is not None):
-        for prefix in sorted(filter(is_prefix, names_in(f"{folder}/rank_{rank}"))):
-            yield RankName(hash=hash_, rank=rank, prefix=prefix)
+def _ranks(hash_: str, rank: int, folder: str, found: list[RankFacts]) -> bool:
+    """Add the facts of all prefixes of a rank, and return whether they are all there is to know."""
+    if _is_link(folder):
+        return False
+    readable = True
+    for prefix in sorted(filter(is_prefix, names_in(folder))):
+        inner = f"{folder}/{prefix}"
+        if _is_link(inner):
+            readable = False
+            continue
+        facts, whole = _rank(RankName(hash=hash_, rank=rank, prefix=prefix), inner)
+        found.append(facts)
+        readable = readable and whole
+    return readable
 
 
 def _rank(name: RankName, folder: str) -> tuple[RankFacts, bool]:
     """The facts of a rank, and whether they are all there is to know."""
-    files = tuple(names_in(folder))
+    files = tuple(names_in(folder, follow=True))
     if MANIFEST_FILE not in files:
         return RankFacts(name=name, has_manifest=False, files=files), True
     try:
@@ -235,11 +265,11 @@ def _units(layout: CacheLayout) -> tuple[dict[str, list[str]], bool]:
     except OSError:
         return {}, False
     for shard in shards:
-        above = f"{base}/{shard}/"
+        above = f"{base}/{shard}"
         try:
             for key in names_in(above):
                 if key[:2] == shard and is_hash(key):
-                    units[key] = names_in(above + key)
+                    units[key] = names_in(f"{above}/{key}")
         except OSError:
             readable = False
     return units, readable

@@ -38,7 +38,7 @@ from cgtool.cache.prune.leftovers import (
 )
 from cgtool.cache.prune.record import PrunedEntry, note_pruned
 from cgtool.cache.prune.records import Failed, Kept, Outcome, Plan, PlannedEntry
-from cgtool.cache.prune.trash import flush, put_aside, remove_tree
+from cgtool.cache.prune.trash import check_inside, flush, is_inside, put_aside, remove_tree
 from cgtool.cache.state import timestamp
 from cgtool.errors import CacheError
 from cgtool.events import Event, OnEvent, ignore
@@ -146,7 +146,7 @@ class _Execution:
             self._try(f"{lookup}/{digest}/{entry.hash}", _unlink)
         for name in entry.names:
             self._try(f"{state}/used/{name.flat}", _unlink)
-            remove_if_idle(f"{state}/locks/{name.flat}")
+            self._try(f"{state}/locks/{name.flat}", _remove_idle)
         remove_idle(self._layout, entry.hash)
 
     def _leftovers(self) -> None:
@@ -212,7 +212,8 @@ class _Execution:
     def _lookup(self, below: str, path: str) -> bool:
         if below.count("/") == 1:
             with contextlib.suppress(OSError):
-                os.rmdir(path)  # noqa: PTH106 - paths are str all over prune
+                if is_inside(self._layout, path):
+                    os.rmdir(path)  # noqa: PTH106 - paths are str all over prune
             return not os.path.exists(path)  # noqa: PTH110 - as above
         gone = not self._layout.entry_dir(below.rsplit("/", 1)[1][:64]).exists()
         return gone and self._try(path, _unlink)
@@ -239,16 +240,23 @@ class _Execution:
         return aside is not None
 
     def _delete(self, path: str) -> bool:
+        try:
+            check_inside(self._layout, path)
+        except CacheError as error:
+            self._fail(path, error)
+            return False
         _, frees = self._ledger.take(path)
         errors = list(remove_tree(path))
-        for error in errors:
-            self._fail(str(error.path), error)
+        for failed in errors:
+            self._fail(str(failed.path), failed)
         self._lost_bytes += frees if errors else 0
         return not errors
 
     def _try(self, path: str, function: Callable[[str], None]) -> bool:
-        _, frees = self._ledger.take(path)
+        frees = 0
         try:
+            check_inside(self._layout, path)
+            _, frees = self._ledger.take(path)
             function(path)
         except CacheError as error:
             self._fail(path, error)

@@ -57,7 +57,7 @@ def disk_usage(path: str) -> int:
     """Return what all files under a folder take, in bytes, each file once however many names it has."""
     seen: set[tuple[int, int]] = set()
     total = 0
-    for status in _files(path):
+    for status in _files(path, follow=True):
         if status.st_nlink > 1:
             inode = status.st_dev, status.st_ino
             if inode in seen:
@@ -67,9 +67,12 @@ def disk_usage(path: str) -> int:
     return total
 
 
-def _files(path: str) -> Iterator[os.stat_result]:
-    """The status of a file, or of every file under a folder."""
+def _files(path: str, *, follow: bool = False) -> Iterator[os.stat_result]:
+    """The status of a file or link, or of every file under a folder; `follow` goes through a link in its place."""
     folders = [path]
+    if not follow and os.path.islink(path):  # noqa: PTH114 - paths are str all over prune
+        yield from _file(path)
+        return
     while folders:
         folder = folders.pop()
         try:

@@ -57,10 +57,12 @@ class LeftoverFinder:
         self._layout = facts.layout
         self._base = f"{facts.layout.base}/"
         self._now = time.time() if now is None else now
+        #: What is behind a link is no leftover of this cache.
+        self._has_state = not facts.layout.state_dir.is_symlink()
 
     def find(self) -> Iterator[Leftover]:
         """Yield leftovers, but units that are whole."""
-        for name in sorted(_listed(str(trash_dir(self._layout)))):
+        for name in sorted(_listed(str(trash_dir(self._layout)))) if self._has_state else ():
             yield f"state/trash/{name}", "trash"
         yield from self._temporaries("", self._facts.strays)
         for entry in self._facts.entries.values():
@@ -70,7 +72,8 @@ class LeftoverFinder:
             if len(others) != 1 or others[0][0] == "." or UNIT_FILE not in files:  # nearly all are as they should be
                 yield from self._of_unit(f"units/{key[:2]}/{key}", key, files)
         yield from self._of_lookup()
-        yield from self._of_state()
+        if self._has_state:
+            yield from self._of_state()
 
     def unshared_units(self, gone: frozenset[str] = frozenset()) -> Iterator[Leftover]:
         """Yield the units that no entry shares; none where it is not known what every entry shares.
@@ -96,6 +99,8 @@ class LeftoverFinder:
 
     def _of_entry(self, entry: EntryFacts) -> Iterator[Leftover]:
         hash_ = entry.hash
+        if entry.is_link:
+            return
         if entry.readable and not entry.is_finished:
             places = [hash_, f"{hash_}/{ARTIFACTS}", *(_folder(rank.name) for rank in entry.ranks)]
             if all(self._rests(place, DAY_SECS) for place in places) and not self._leases.is_written(hash_):

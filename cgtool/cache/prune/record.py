@@ -191,7 +191,7 @@ def _entry(data: Json, path: Path) -> PrunedEntry:
 
 def _names(layout: CacheLayout) -> list[str]:
     try:
-        return sorted(os.listdir(_folder(layout)))  # noqa: PTH208 - names alone
+        return [] if _folder(layout).is_symlink() else sorted(os.listdir(_folder(layout)))  # noqa: PTH208 - names alone
     except OSError:
         return []
 

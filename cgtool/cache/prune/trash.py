@@ -2,8 +2,10 @@
 
     state/trash/<name>-<token>       what `put_aside` was given; deleted by the same prune, or by the next prune or warm
 
-Must not import torch. On a disk so full that no trash can be made, a folder is renamed where it lies to the name of a
-temporary file, which nobody reads and every sweep removes.
+Must not import torch. On a disk so full that no trash can be made, or where a link leads out of the cache in its
+place, a folder is renamed where it lies to the name of a temporary file, which nobody reads and every sweep removes.
+
+Nothing behind a link is removed: who could lay one into the cache could have anyone's files deleted through it.
 """
 
 from __future__ import annotations
@@ -19,12 +21,41 @@ from cgtool.cache.files import cache_error, sync_folder
 from cgtool.cache.layout import CacheLayout
 from cgtool.errors import CacheError
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+#: A full disk, and a link in place of the trash.
+_NO_TRASH = frozenset({errno.ENOSPC, errno.EDQUOT, errno.ELOOP})
 
 
 def trash_dir(layout: CacheLayout) -> Path:
     """Return where the trash lies."""
     return layout.state_dir / "trash"
+
+
+def is_inside(layout: CacheLayout, path: str) -> bool:
+    """Return whether a path lies in the cache folder itself, so that no link between leads to anything else.
+
+    Args:
+        layout: Where the cache lies; its folder may be a link.
+        path: Below `layout.base`; its own last name may be a link, too.
+    """
+    above, name = os.path.split(os.path.relpath(path, layout.base))
+    if name in (os.curdir, os.pardir) or f"{above}{os.sep}".startswith(f"{os.pardir}{os.sep}"):
+        return False
+    base = os.path.realpath(layout.base)
+    return os.path.realpath(f"{layout.base}/{above}") == os.path.normpath(f"{base}/{above}")
+
+
+def check_inside(layout: CacheLayout, path: str) -> None:
+    """Refuse to remove what lies behind a link.
+
+    Raises:
+        CacheError: It does.
+    """
+    if not is_inside(layout, path):
+        raise CacheError(
+            f"{path} was not removed: a link in place of a folder leads there, out of its place in the cache. Remove "
+            "the link, or what is behind it, yourself.",
+            path=path,
+        )
 
 
 def put_aside(layout: CacheLayout, path: str) -> str | None:
@@ -38,16 +69,19 @@ def put_aside(layout: CacheLayout, path: str) -> str | None:
         Its path now, for `remove_tree`, once the rename is flushed (`flush`); None where it was gone already.
 
     Raises:
-        CacheError: It cannot be renamed, and is as it was.
+        CacheError: It cannot be renamed, or lies behind a link, and is as it was.
     """
+    check_inside(layout, path)
     name, token = os.path.basename(path), secrets.token_hex(6)  # noqa: PTH119 - paths are str all over prune
     target = f"{trash_dir(layout)}/{name}-{token}"
     try:
         try:
+            if not is_inside(layout, target):
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))  # noqa: TRY301 - as where there is no room
             trash_dir(layout).mkdir(parents=True, exist_ok=True)
             os.rename(path, target)  # noqa: PTH104 - as above
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in _NO_TRASH:
                 raise
             target = f"{os.path.dirname(path)}/.{name}.{os.getpid()}.{token}.tmp"  # noqa: PTH120 - as above
             os.rename(path, target)  # noqa: PTH104 - as above
@@ -100,5 +134,7 @@ def sweep_trash(layout: CacheLayout) -> None:
     """Delete what a killed prune left in the trash; costs one look where there is none, and never raises."""
     with contextlib.suppress(OSError):
         for name in os.listdir(trash_dir(layout)):  # noqa: PTH208 - names alone
+            if not is_inside(layout, f"{trash_dir(layout)}/{name}"):
+                return
             for _ in remove_tree(f"{trash_dir(layout)}/{name}"):
                 pass

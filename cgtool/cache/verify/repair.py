@@ -10,7 +10,7 @@
 
 Setting aside is one rename into the trash, which the next prune or warm empties; everything else is a file written
 whole, or removed. So whenever this process dies, each file is as it was or mended, and the next repair goes on. What a
-newer cgtool wrote is left alone.
+newer cgtool wrote is left alone, and so is what lies behind a link in place of a folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cgtool.cache.layout import ARTIFACTS, KEY_FILE, MANIFEST_FILE, PLAN_FILE, U
 from cgtool.cache.lock import FileLock
 from cgtool.cache.manifest import Manifest
 from cgtool.cache.objects import ObjectStore
-from cgtool.cache.prune.trash import flush, put_aside
+from cgtool.cache.prune.trash import flush, is_inside, put_aside
 from cgtool.cache.verify.findings import EntryFindings, Problem, UnitFindings
 from cgtool.digests import sha256_hex
 from cgtool.errors import CacheError
@@ -79,7 +79,9 @@ def repair_entry(layout: CacheLayout, findings: EntryFindings) -> Iterator[Repai
         yield _set_aside(layout, layout.entry_dir(findings.hash), of_key[0].path, names)
         return
     for problem in problems:
-        if problem.path.parent.name == ARTIFACTS:
+        if not is_inside(layout, str(problem.path)):
+            yield _behind_link(problem)
+        elif problem.path.parent.name == ARTIFACTS:
             yield from _artifact(layout, findings, problem)
         elif problem.kind == "spelling":
             yield _respelled(problem.path)
@@ -102,6 +104,9 @@ def repair_units(layout: CacheLayout, findings: UnitFindings) -> Iterator[Repair
         if problem.kind == "schema":
             yield Repair(path=path, action="not_repaired", sentence=problem.sentence)
             continue
+        if not is_inside(layout, str(path)):
+            yield _behind_link(problem)
+            continue
         with FileLock(path.parent / "lock"):
             if problem.kind == "spelling":
                 yield _respelled(path)
@@ -114,6 +119,13 @@ def repair_units(layout: CacheLayout, findings: UnitFindings) -> Iterator[Repair
             remove(path.parent / UNIT_FILE)
             _clear(layout, path)
             yield Repair(path=path, action="removed", sentence=f"{path} was removed: it is compiled when asked for.")
+
+
+def _behind_link(problem: Problem) -> Repair:
+    sentence = (
+        f"{problem.path} is behind a link in place of a folder of the cache, and is left as it is. Remove the link."
+    )
+    return Repair(path=problem.path, action="not_repaired", sentence=sentence)
 
 
 def _artifact(layout: CacheLayout, findings: EntryFindings, problem: Problem) -> Iterator[Repair]:

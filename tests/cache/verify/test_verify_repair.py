@@ -250,3 +250,29 @@ def names_of(layout: CacheLayout) -> set[str]:
         entries = [problem for found in verify_entries(layout, layout.hashes(), hasher) for problem in found.problems]
         units = verify_units(layout, hasher).problems
     return {str(problem.path.relative_to(layout.root)) for problem in [*entries, *units]}
+
+
+@pytest.mark.parametrize("what", ["artifacts", "rank_0", "entry"])
+def test_nothing_behind_a_link_is_mended(cache_root: Path, tmp_path: Path, what: str) -> None:
+    layout = lay(cache_root)
+    folder = layout.entry_dir(HASH) if what == "entry" else layout.entry_dir(HASH) / what
+    replace_file(artifact(layout), b"other")
+    replace_file(layout.entry_dir(HASH) / "artifacts" / f"{'a' * 64}.eager", b"an orphan")
+    replace_file(layout.rank_dir(RANK) / "plan.json", b"x")
+    folder.rename(tmp_path / "outside")
+    folder.symlink_to(tmp_path / "outside")
+    before = {path: path.read_bytes() for path in (tmp_path / "outside").rglob("*") if path.is_file()}
+    mended(layout)
+    assert {path: path.read_bytes() for path in (tmp_path / "outside").rglob("*") if path.is_file()} == before
+
+
+def test_no_unit_behind_a_link_is_mended(cache_root: Path, tmp_path: Path) -> None:
+    layout = lay(cache_root)
+    unit = next(layout.units_dir.glob("*/*"))
+    replace_file(unit / f"{sha256_hex(NATIVE)}.eager", b"other")
+    unit.parent.rename(tmp_path / "outside")
+    unit.parent.symlink_to(tmp_path / "outside")
+    before = sorted((path, path.read_bytes()) for path in (tmp_path / "outside").rglob("*") if path.is_file())
+    assert [repair.action for repair in repair_units(layout, units_of(layout))] in ([], ["not_repaired"])
+    after = sorted((path, path.read_bytes()) for path in (tmp_path / "outside").rglob("*") if path.is_file())
+    assert after == before
