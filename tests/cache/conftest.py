@@ -25,7 +25,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 512 KiB."""
     folder = tmp_path / "small"
     folder.mkdir()
-    _mount("-t", "tmpfs", "-o", "size=512k", "tmpfs", str(folder))
+    _mount("-t", "tmpfs", "-o", "size=512k,mode=755", "tmpfs", str(folder))
     yield folder
     _unmount(folder)
 
