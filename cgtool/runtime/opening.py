@@ -45,6 +45,7 @@ def open_entry(found: Found, module: Any, opener: Opener) -> LoadedModel:
         GuardError: A tensor of the model is of another make than when it was compiled.
     """
     opened: dict[tuple[str, str, str, str], Unopened] = {}
+    read: dict[str, bytes] = {}  # graphs that differ in sizes alone may share an artifact
     pieces: dict[tuple[int, int], list[tuple[ManifestRow, ShapeSpec, Unopened]]] = {}
     plan, manifest = found.plan, found.entry.manifest
     size_dim = manifest.size_dim
@@ -60,9 +61,10 @@ def open_entry(found: Found, module: Any, opener: Opener) -> LoadedModel:
         # What the graph at this shape is made from: its own identity would have to be computed for each row.
         key = row.digest, step.graph, repr(row.shape), repr(step.symbols)
         if key not in opened:
-            data = found.entry.artifact(row)
+            if row.digest not in read:
+                read[row.digest] = found.entry.artifact(row)
             graph = functools.partial(_graph_at, plan, step, spec)
-            opened[key] = Unopened(functools.partial(_open, row.adaptor, data, graph, index, opener))
+            opened[key] = Unopened(functools.partial(_open, row.adaptor, read[row.digest], graph, index, opener))
         pieces.setdefault((row.variant, row.piece_index), []).append((row, spec, opened[key]))
     backends = {name: _backend(rows, plan.variants[name[0]], steps[name[0]][name[1]]) for name, rows in pieces.items()}
     return LoadedModel(module, _with_added_guards(plan, pieces), backends)
