@@ -20,7 +20,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,6 +53,8 @@ _SHARE = (
     "Move what you trust with cgtool export and import, sign it and set CGTOOL_TRUSTED_KEYS, or believe whoever can "
     "write there with CGTOOL_ALLOW_SHARED_CACHE=1."
 )
+#: More bundles than one entry comes in; whoever can write there could lay down millions.
+_MOST_SIGNATURES = 64
 #: A refusal that tells more than those before it.
 _TELLING = ("unsigned", "untrusted_key", "wrong_signature", "changed")
 
@@ -251,8 +253,10 @@ def check_signed(layout: CacheLayout, entry: Entry, key: Key, keys: PublicKeys) 
         "load without trusted keys."
     )
     refusal = RefusedError(message, reason="unsigned", path=layout.entry_dir(entry.name.hash))
-    for index, signed in _signatures(layout, entry.name.hash):
+    for path, index, signed in _signatures(layout, entry.name.hash):
         try:
+            if sha256_hex(index) != path.stem:
+                raise _changed(entry, path)
             signer = signatures.check(index, signed, keys, what=what)
             _check_digests(layout, entry, key, index)
         except RefusedError as error:
@@ -263,21 +267,32 @@ def check_signed(layout: CacheLayout, entry: Entry, key: Key, keys: PublicKeys) 
     raise refusal
 
 
-def _signatures(layout: CacheLayout, hash_: str) -> list[tuple[bytes, bytes]]:
-    """Return what was signed, and the signatures, as import left them."""
+def _signatures(layout: CacheLayout, hash_: str) -> Iterator[tuple[Path, bytes, bytes]]:
+    """Yield the file of what was signed, its bytes, and the signatures, as import left them; one pair at a time."""
+    from cgtool.cache.bundle.limits import MAX_SIGNATURE_BYTES, Limits
+
     folder = layout.entry_dir(hash_) / SIGNATURES
     try:
         stems = sorted(path.stem for path in folder.iterdir() if path.suffix == ".json" and is_hash(path.stem))
     except (FileNotFoundError, NotADirectoryError):
-        return []
+        return
     except OSError as error:
         raise CacheError(f"{folder} cannot be listed: {error.strerror}. Check its permissions.", path=folder) from error
-    found = []
-    for stem in stems:
-        index, signed = read_bytes(folder / f"{stem}.json"), read_bytes(folder / f"{stem}.sig")
+    for stem in stems[:_MOST_SIGNATURES]:
+        path = folder / f"{stem}.json"
+        index = _bounded(path, Limits().max_index_bytes)
+        signed = _bounded(path.with_suffix(".sig"), MAX_SIGNATURE_BYTES)
         if index is not None and signed is not None:
-            found.append((index, signed))
-    return found
+            yield path, index, signed
+
+
+def _bounded(path: Path, most: int) -> bytes | None:
+    """Return a file's bytes; None where it is none, or larger than import writes it."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return read_bytes(path) if stat.S_ISREG(status.st_mode) and status.st_size <= most else None
 
 
 def _check_digests(layout: CacheLayout, entry: Entry, key: Key, index: bytes) -> None:

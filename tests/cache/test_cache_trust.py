@@ -20,6 +20,7 @@ from cgtool.cache.signatures import load_public_keys
 from cgtool.cache.trust import TrustPolicy
 from cgtool.commands.export import ExportOptions, export
 from cgtool.commands.import_ import ImportOptions, import_bundle
+from cgtool.digests import sha256_hex
 from cgtool.errors import CacheError, RefusedError, UsageError
 from cgtool.records import replace
 
@@ -193,10 +194,12 @@ def test_what_a_key_signed_that_is_not_trusted_is_refused(signed, tmp_path):
     assert reason(root, hash_, trusted_keys=[tmp_path / "keys/theirs.pub"]) == "untrusted_key"
 
 
-@pytest.mark.parametrize("end", [".json", ".sig"])
-def test_a_signature_over_something_else_is_refused(signed, end):
+@pytest.mark.parametrize(
+    ("end", "why"), [(".json", "changed"), (".json renamed", "wrong_signature"), (".sig", "wrong_signature")]
+)
+def test_a_signature_over_something_else_is_refused(signed, end, why):
     root, hash_, key = signed
-    path = next((root / "torch_compile_cache" / hash_ / "signatures").glob(f"*{end}"))
+    path = next((root / "torch_compile_cache" / hash_ / "signatures").glob(f"*{end.split()[0]}"))
     data = path.read_bytes()
     if end == ".sig":
         record = json.loads(data)
@@ -204,7 +207,37 @@ def test_a_signature_over_something_else_is_refused(signed, end):
         path.write_bytes(json.dumps(record).encode())
     else:
         path.write_bytes(data.replace(b'"mode"', b'"Mode"', 1))
-    assert reason(root, hash_, trusted_keys=[key]) == "wrong_signature"
+    if end == ".json renamed":
+        stem = sha256_hex(path.read_bytes())
+        for each in (path, path.with_suffix(".sig")):
+            each.rename(each.with_stem(stem))
+    assert reason(root, hash_, trusted_keys=[key]) == why
+
+
+@pytest.mark.parametrize("what", ["a pipe", "gigabytes", "a folder"])
+def test_what_lies_beside_a_signature_and_is_none_is_passed_over(signed, what):
+    root, hash_, key = signed
+    path = root / "torch_compile_cache" / hash_ / "signatures" / ("0" * 64 + ".json")
+    path.with_suffix(".sig").write_bytes(b"{}")
+    if what == "a pipe":
+        os.mkfifo(path)
+    elif what == "a folder":
+        path.mkdir()
+    else:
+        path.touch()
+        os.truncate(path, 2**40)
+    check(root, hash_, trusted_keys=[key])
+
+
+def test_of_more_signatures_than_an_entry_comes_with_the_rest_is_not_read(signed):
+    root, hash_, key = signed
+    folder = root / "torch_compile_cache" / hash_ / "signatures"
+    for number in range(64):
+        for end in (".json", ".sig"):
+            (folder / f"{number:064x}{end}").write_bytes(b"{}")
+    assert reason(root, hash_, trusted_keys=[key]) == "changed"
+    (folder / f"{0:064x}.json").unlink()
+    check(root, hash_, trusted_keys=[key])
 
 
 def test_a_manifest_that_was_merged_is_no_longer_signed(signed):

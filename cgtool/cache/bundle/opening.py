@@ -24,6 +24,8 @@ from cgtool.cache.layout import CACHE_FOLDER, SIGNATURES, is_hash
 from cgtool.errors import CacheError
 
 _NOT_A_BUNDLE = "Name a file or a folder that cgtool export wrote."
+_NO_FILE = "Name a file or a folder that cgtool export wrote, or - to read a pipe as standard input."
+_READ = os.O_RDONLY | os.O_CLOEXEC
 #: What lies beside the members in a folder that served as a cache: it is left alone.
 _OF_A_CACHE = frozenset({"units", "lookup", "state"})
 
@@ -67,9 +69,10 @@ def opened(source: Path | IO[bytes], limits: Limits) -> Iterator[OpenBundle]:
             with _folder(source) as descriptor:
                 yield Folder(descriptor, limits)
         else:
-            with source.open("rb") as stream:
+            # Without waiting for a writer of what is a pipe.
+            with open(source, "rb", opener=lambda path, _: os.open(path, _READ | os.O_NONBLOCK)) as stream:
                 if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-                    raise refused("not_a_bundle", "is no file", advice=_NOT_A_BUNDLE)
+                    raise refused("not_a_bundle", "is neither a file nor a folder", advice=_NO_FILE)
                 yield Archive(stream, limits)
     except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
         if error.filename != str(source):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
 
 import pytest
 from bundle_maker import Forge, index_of, lay_entry, tree
@@ -154,6 +156,18 @@ def test_an_import_writes_through_no_link_that_lies_in_the_cache(tmp_path, genui
     assert tree(tmp_path) == before
     assert link.is_symlink()
     assert is_dangling or not list((tmp_path / "outside").iterdir())
+
+
+@pytest.mark.parametrize("how", ["a pipe", "a device"])
+def test_a_source_that_is_no_file_is_refused_and_not_waited_for(tmp_path, how):
+    source = tmp_path / "pipe" if how == "a pipe" else Path("/dev/zero")
+    if how == "a pipe":
+        os.mkfifo(source)
+    with pytest.raises(
+        RefusedError, match=r"neither a file nor a folder\. Name a file .* or - to read a pipe"
+    ) as refusal:
+        import_bundle(ImportOptions(source=source, cache_dir=tmp_path / "cache", trust=True))
+    assert refusal.value.reason == "not_a_bundle"
 
 
 def test_without_trust_nothing_is_read(tmp_path):
