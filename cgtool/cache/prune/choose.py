@@ -116,10 +116,10 @@ class Chooser:
         """The entries that `keep_last` protects."""
         if self._rules.keep_last is None:
             return frozenset()
-        models: dict[str, list[EntryFacts]] = {}
+        models: dict[tuple[str, ...], list[EntryFacts]] = {}
         for entry in self._facts.entries.values():
             if entry.is_finished:
-                models.setdefault(entry.model, []).append(entry)
+                models.setdefault(_model_of(entry), []).append(entry)
         kept: set[str] = set()
         for entries in models.values():
             entries.sort(key=self.last_seen, reverse=True)
@@ -143,6 +143,12 @@ class Chooser:
 
     def _keep(self, entry: EntryFacts, why: str, sentence: str) -> None:
         self.kept.append(Kept(hash=entry.hash, model=entry.model, why=why, sentence=sentence))
+
+
+def _model_of(entry: EntryFacts) -> tuple[str, ...]:
+    """What the entries of one model share: two models may be called the same, and then none may push the other out."""
+    digests = next((rank.lookup for rank in entry.ranks if rank.lookup), ())  # of the factors "model" and "state"
+    return tuple(sorted(digests)) or (entry.hash,)
 
 
 def age_reason(age: float, *, used: bool) -> Reason:

@@ -22,7 +22,8 @@ class Rules:
         stale: Entries that cannot serve on this machine any more.
         orphans: What nothing names any more, and what dead processes left.
         units: With orphans: compiled units that no entry shares, too.
-        keep_last: How many entries of each model stay, those used last; alone, it has the others go.
+        keep_last: How many entries of each model stay, those used last; alone, it has the others go. One model is what
+            the same cheap facts lead to, whatever it is called.
         entries: Hashes of entries.
         keep_units: Leave the units of removed entries, from which a later warm links what it needs.
     """

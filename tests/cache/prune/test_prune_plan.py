@@ -171,6 +171,14 @@ def test_keep_last_alone_has_the_others_go(cache_root):
     assert rules_of(plan_of(cache_root, keep_last=2)) == {names[2].hash: ["keep_last"]}
 
 
+def test_two_models_of_one_name_do_not_push_each_other_out(cache_root):
+    small, large = facts_of("small"), facts_of("large")
+    old = lay(cache_root, 1, facts=small, used=NOW - 3 * DAY)
+    lay(cache_root, 2, facts=small, used=NOW - 2 * DAY)
+    lay(cache_root, 3, facts=large, used=NOW - 4 * DAY)
+    assert gone(plan_of(cache_root, keep_last=1)) == {old.hash}
+
+
 def test_rules_add_up(cache_root):
     old = lay(cache_root, 1, used=NOW - 90 * DAY)
     named = lay(cache_root, 2, used=NOW)
