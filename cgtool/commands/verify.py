@@ -7,15 +7,17 @@ without torch: only the child that `--load` starts, and what `--repair` compiles
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from cgtool.cache.bundle.unpack import unpacked
 from cgtool.cache.layout import CACHE_FOLDER, CacheLayout, is_hash, resolve_root, short
-from cgtool.cache.machine import Machine, this_machine
+from cgtool.cache.machine import this_machine
+from cgtool.cache.trust import TrustPolicy
 from cgtool.cache.verify.digests import verify_entries, verify_entry
-from cgtool.cache.verify.findings import UnitFindings
+from cgtool.cache.verify.findings import EntryFindings, UnitFindings
 from cgtool.cache.verify.hashing import hashing
 from cgtool.cache.verify.repair import Repair, repair_entry, repair_units
 from cgtool.cache.verify.units import verify_units
@@ -24,6 +26,7 @@ from cgtool.commands.verify_repair import compile_again, rewrite_texts
 from cgtool.commands.verify_report import EntryReport, VerifyReport, gone, judged
 from cgtool.errors import CacheError, UsageError
 from cgtool.events import Event, OnEvent, ignore
+from cgtool.variables import environment
 
 #: What is set right shows what else is wrong: a spelling, then an artifact, then an orphan that its successor leaves.
 _ROUNDS = 5
@@ -72,26 +75,33 @@ def verify(options: VerifyOptions, on_event: OnEvent = ignore) -> VerifyReport:
         RefusedError: A bundle is not whole, or not what its index says.
         CacheError: There is no such cache, or it cannot be listed; with `options.repair`, or be written.
     """
-    began = time.perf_counter()
     bundle = _bundle(options)
     if bundle is not None:
         with unpacked(bundle) as root:
             inner = replace(options, targets=(), cache_dir=root, names_cache=True)
-            return replace(verify(inner, on_event), root=bundle, units=None)
+            return replace(_verified(inner, on_event, policy=None), root=bundle, units=None)
+    env = environment()
+    policy = TrustPolicy(trusted_keys=env.trusted_keys, allow_shared=env.allow_shared_cache)
+    return _verified(options, on_event, policy=policy)
+
+
+def _verified(options: VerifyOptions, on_event: OnEvent, *, policy: TrustPolicy | None) -> VerifyReport:
+    """Verify what is no bundle, or was one: load asks nothing of that, for it must be imported first."""
+    began = time.perf_counter()
     layout, hashes = _chosen(options)
-    machine = this_machine()
+    judge = partial(judged, layout, machine=this_machine(), world_size=options.world_size, policy=policy)
     entries: list[EntryReport] = []
     wanted = layout.hashes() if hashes is None else hashes
     with hashing(options.jobs) as hasher:
         for findings in verify_entries(layout, wanted, hasher):
-            entries.append(judged(layout, findings, machine, world_size=options.world_size))
+            entries.append(judge(findings))
             on_event(Event(phase="verify", message=short(findings.hash), done=len(entries), total=len(wanted)))
         if hashes is None:
             on_event(Event(phase="verify", message="units"))
         units = verify_units(layout, hasher) if hashes is None else None
     unit_repairs: tuple[Repair, ...] = ()
     if options.repair:
-        entries = [_repaired(layout, entry, machine, options, on_event) for entry in entries]
+        entries = [_repaired(layout, entry, judge, options, on_event) for entry in entries]
         entries = [entry for entry in entries if entry.repairs or layout.entry_dir(entry.findings.hash).exists()]
         if units is not None and units.problems:
             units, unit_repairs = _repaired_units(layout, options)
@@ -107,7 +117,11 @@ def verify(options: VerifyOptions, on_event: OnEvent = ignore) -> VerifyReport:
 
 
 def _repaired(
-    layout: CacheLayout, entry: EntryReport, machine: Machine, options: VerifyOptions, on_event: OnEvent
+    layout: CacheLayout,
+    entry: EntryReport,
+    judge: Callable[[EntryFindings], EntryReport],
+    options: VerifyOptions,
+    on_event: OnEvent,
 ) -> EntryReport:
     """Mend an entry in rounds, since what one round mends shows what is left, and return how it is then."""
     done: list[Repair] = []
@@ -122,8 +136,7 @@ def _repaired(
         done += [repair for repair in repairs if repair not in done]
         if not layout.entry_dir(entry.findings.hash).exists():
             return gone(entry, repairs=done)
-        findings = verify_entry(layout, entry.findings.hash, jobs=options.jobs)
-        entry = judged(layout, findings, machine, world_size=options.world_size)
+        entry = judge(verify_entry(layout, entry.findings.hash, jobs=options.jobs))
         if not any(repair.action != "not_repaired" for repair in repairs):
             break
     return replace(entry, repairs=tuple(done))

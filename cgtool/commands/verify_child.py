@@ -1,7 +1,8 @@
 """The child of `verify --load`: opens artifacts with torch alone, loads a model and calls it once.
 
 It is started with nothing that compiles within reach (`cgtool.commands.verify_load` says how, and what is said between
-the two). An artifact's bytes are matched to their digest first, and what was matched is what is opened.
+the two). Nothing is opened that load would not believe. An artifact's bytes are matched to their digest first, and what
+was matched is what is opened.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cgtool.cache.entry import Entry, read_entry
+from cgtool.cache.key import read_key
 from cgtool.cache.layout import PLAN_FILE, CacheLayout, RankName, short
+from cgtool.cache.trust import TrustPolicy
 from cgtool.config import AOT_INDUCTOR, EAGER
 from cgtool.errors import CgtoolError
 from cgtool.plan import parse_plan
+from cgtool.variables import environment
 
 if TYPE_CHECKING:
     from cgtool.pieces import PieceGraph
@@ -30,7 +34,7 @@ def main(answers: int) -> None:
         answers: The descriptor.
     """
     request = json.load(sys.stdin)
-    layout = CacheLayout(root=Path(request["root"]))
+    layout = CacheLayout(root=Path(os.path.realpath(request["root"])))
     names = [RankName(hash=name[0], rank=name[1], prefix=name[2]) for name in request["names"]]
 
     def say(line: dict[str, Any]) -> None:
@@ -64,7 +68,8 @@ def _open_all(layout: CacheLayout, name: RankName, say: Any) -> None:
     """Open every artifact of a rank and prefix, each for every graph that it serves."""
     opened, problems = 0, []
     try:
-        entry = read_entry(layout, name)
+        key = read_key(layout, name.hash)
+        entry = None if key is None else _policy().check(layout, name, key) or read_entry(layout, name)
         if entry is None:
             problems.append(["", f"There is no entry {name.flat} any more."])
         else:
@@ -72,6 +77,11 @@ def _open_all(layout: CacheLayout, name: RankName, say: Any) -> None:
     except CgtoolError as error:
         problems.append(["", str(error)])
     say({"done": [name.hash, name.rank, name.prefix], "opened": opened, "problems": problems})
+
+
+def _policy() -> TrustPolicy:
+    env = environment()
+    return TrustPolicy(trusted_keys=env.trusted_keys, allow_shared=env.allow_shared_cache)
 
 
 def _open_entry(layout: CacheLayout, name: RankName, entry: Entry, say: Any) -> tuple[int, list[list[str]]]:
@@ -126,14 +136,13 @@ def _call(layout: CacheLayout, spec: Any, request: dict[str, Any], names: list[R
     from cgtool.api import load
     from cgtool.runtime.facts import facts_of
     from cgtool.runtime.find import Finder
-    from cgtool.variables import environment
 
     prefix = request["model"]["prefix"] or spec.prefix
     as_rank = environment().rank if request["rank"] is None else request["rank"]
     found: RankName | None = None
     try:
         facts = facts_of(spec.module)
-        finder = Finder(layout, spec.module, facts, config=None, rank=as_rank, prefix=prefix)
+        finder = Finder(layout, spec.module, facts, config=None, rank=as_rank, prefix=prefix, trust=_policy())
         found = finder.find().entry.name
         if not names:
             _open_all(layout, found, say)

@@ -16,22 +16,25 @@ Prints nothing. Importable without torch. As JSON::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cgtool.cache.coverage import Hole, PlannedVariant, entry_coverage, planned
+from cgtool.cache.key import Key
 from cgtool.cache.layout import KEY_FILE, PLAN_FILE, CacheLayout, RankName
 from cgtool.cache.machine import Machine
 from cgtool.cache.manifest import Manifest
 from cgtool.cache.objects import ObjectStore
+from cgtool.cache.trust import TrustPolicy
 from cgtool.cache.verify.findings import EntryFindings, UnitFindings
 from cgtool.cache.verify.native import glibc_of_entry
 from cgtool.cache.verify.repair import Repair
 from cgtool.cache.verify.verdict import Verdict, verdict, without_key
 from cgtool.commands.verify_load import LoadProof
-from cgtool.errors import CgtoolError
+from cgtool.errors import CacheError, CgtoolError, RefusedError
 from cgtool.plan import parse_plan
 
 SCHEMA = 1
@@ -159,7 +162,12 @@ class VerifyReport:
 
 
 def judged(
-    layout: CacheLayout, findings: EntryFindings, machine: Machine, *, world_size: int | None = None
+    layout: CacheLayout,
+    findings: EntryFindings,
+    machine: Machine,
+    *,
+    world_size: int | None = None,
+    policy: TrustPolicy | None = None,
 ) -> EntryReport:
     """Return what is to be said of an entry whose files were read.
 
@@ -168,6 +176,7 @@ def judged(
         findings: What reading them gave.
         machine: Where it is to be loaded.
         world_size: How many ranks it must have; None: as many as its greatest.
+        policy: What load asks of it; None asks nothing, for what must be imported first.
     """
     manifests = findings.manifests
     ranks = {manifest.rank for manifest in manifests}
@@ -178,6 +187,9 @@ def judged(
     else:
         needed = glibc_of_entry(_artifacts(layout, manifests))
         said = verdict(findings.key, machine, world_size=world_size, ranks=ranks, glibc_needed=needed)
+        against = () if policy is None else tuple(_refusals(layout, findings.key, manifests, policy))
+        if against:
+            said = Verdict(level="unsupported", reasons=(*against, *said.reasons))
     coverage = entry_coverage(manifests)
     if coverage.unknown:
         names = {manifest.name for manifest in manifests}
@@ -189,6 +201,22 @@ def judged(
         missing_ranks=_missing_ranks(manifests, world_size),
         unknown_pieces=sum(unknown.count for unknown in coverage.unknown),
     )
+
+
+def _refusals(layout: CacheLayout, key: Key, manifests: Iterable[Manifest], policy: TrustPolicy) -> Iterator[str]:
+    """Yield, each once, why load would not believe what was found."""
+    resolved = CacheLayout(root=Path(os.path.realpath(layout.root)))
+    told = set()
+    for manifest in manifests:
+        try:
+            policy.check(resolved, manifest.name, key)
+        except RefusedError as error:
+            why = f"Load refuses it ({error.reason}): {str(error).rstrip('.')}"
+            if why not in told:
+                told.add(why)
+                yield why
+        except CacheError:  # it is among the problems
+            continue
 
 
 def gone(entry: EntryReport, *, repairs: Iterable[Repair]) -> EntryReport:

@@ -16,7 +16,8 @@ from bundle_maker import lay_entry as lay_whole
 from cli_harness import COMMAND, environment, lay_entry, run
 
 from cgtool.cache.files import sealed_json
-from cgtool.cache.layout import CacheLayout, short
+from cgtool.cache.layout import CacheLayout, RankName, short
+from cgtool.commands import verify_child
 
 
 def spoil(root: Path) -> Path:
@@ -55,6 +56,29 @@ def test_a_whole_cache_is_verified_in_a_table_and_in_json(cache_root: Path) -> N
     }
     assert (report["schema"], report["root"], report["units"], report["load"]) == (1, str(cache_root), None, None)
     assert (report["files"], report["ok"]) == (8, False)
+
+
+def test_what_load_refuses_because_others_may_write_it_is_not_called_optimal_and_not_opened(cache_root: Path) -> None:
+    hash_ = lay_whole(cache_root)
+    before = run("verify", hash_[:12], "--cache-dir", cache_root, "--json").report["entries"][0]["verdict"]
+    (cache_root / "torch_compile_cache" / hash_ / "rank_0").chmod(0o777)
+    ran = run("verify", hash_[:12], "--cache-dir", cache_root, "--load", "--json")
+    said = ran.report["entries"][0]["verdict"]
+    assert (ran.code, said["level"], ran.report["load"]["entries"]) == (3, "unsupported", [])
+    assert said["reasons"][0].startswith(f"Load refuses it (writable_by_others): {cache_root}")
+    assert said["reasons"][1:] == before["reasons"]
+    shared = run("verify", hash_[:12], "--cache-dir", cache_root, "--json", env={"CGTOOL_ALLOW_SHARED_CACHE": "1"})
+    assert shared.report["entries"][0]["verdict"] == before
+
+
+def test_the_process_that_opens_asks_what_load_asks_before_it_opens_anything(cache_root: Path) -> None:
+    name = RankName(hash=lay_whole(cache_root), rank=0, prefix="backbone")
+    (cache_root / "torch_compile_cache").chmod(0o777)
+    said: list[dict] = []
+    verify_child._open_all(CacheLayout(root=cache_root), name, said.append)
+    (done,) = said
+    assert (done["opened"], done["problems"][0][0]) == (0, "")
+    assert done["problems"][0][1].startswith(f"{cache_root}/torch_compile_cache can be written to by everyone")
 
 
 def test_a_damaged_artifact_is_named_with_exit_code_3(cache_root: Path) -> None:
