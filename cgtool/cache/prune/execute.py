@@ -6,8 +6,9 @@ An entry goes in this order::
     2. under the entry's claim (`cgtool.cache.leases`), and if nobody used or changed it since the plan was made:
        rename it into the trash. From here on it is gone, whole, for everyone who has not opened its files
     3. flush the rename to the disk
-    4. remove the marks of the lookup, the one that says "taken in" first: until it is gone, a copy of the entry that
-       somebody puts back would not be taken in again; then stamps and locks
+    4. under the claim again, and unless the entry is back by now (warmed again, say): remove the marks of the lookup,
+       the one that says "taken in" first and last: while it is there, an entry that somebody puts back is not taken in
+       again, and would be found by nobody; then stamps and locks
     5. delete what lies in the trash
 
 Killed before 2 it is as before; killed after 2 as after, and the next prune or warm deletes the rest. Marks that are
@@ -139,15 +140,20 @@ class _Execution:
         return bool(set(names) - set(entry.names)) or any(_mtime(file) > self._plan.made for file in files)
 
     def _forget(self, entry: PlannedEntry) -> None:
+        with claimed(self._layout, entry.hash) as mine:
+            if not mine or self._layout.entry_dir(entry.hash).exists():
+                return  # its marks are in use again, or the next prune's to remove
+            self._forget_claimed(entry)
+        remove_idle(self._layout, entry.hash)
+
+    def _forget_claimed(self, entry: PlannedEntry) -> None:
         lookup, state = self._base + "lookup", self._base + "state"
-        for name in entry.names:
-            self._try(f"{lookup}/indexed/{name.flat}", _unlink)
-        for digest in entry.lookup:
-            self._try(f"{lookup}/{digest}/{entry.hash}", _unlink)
+        taken_in = [f"{lookup}/indexed/{name.flat}" for name in entry.names]
+        for path in (*taken_in, *(f"{lookup}/{digest}/{entry.hash}" for digest in entry.lookup), *taken_in):
+            self._try(path, _unlink)
         for name in entry.names:
             self._try(f"{state}/used/{name.flat}", _unlink)
             self._try(f"{state}/locks/{name.flat}", _remove_idle)
-        remove_idle(self._layout, entry.hash)
 
     def _leftovers(self) -> None:
         for file in self._plan.files:

@@ -20,6 +20,7 @@ from cgtool.cache.layout import CacheLayout
 from cgtool.cache.leases import hold, hold_writing
 from cgtool.cache.lookup import LookupStore
 from cgtool.cache.objects import ObjectStore
+from cgtool.cache.prune import execute
 from cgtool.cache.prune.execute import carry_out
 from cgtool.cache.prune.ledger import disk_usage
 from cgtool.cache.prune.plan import make_plan
@@ -105,6 +106,48 @@ def test_an_entry_that_was_written_again_after_the_plan_stays(cache_root):
     outcome = carry_out(plan)
     assert outcome.removed == ()
     assert [kept.why for kept in outcome.kept] == ["used_meanwhile"]
+
+
+def test_an_entry_that_is_warmed_again_while_the_old_one_is_removed_is_found(cache_root, monkeypatch):
+    name = lay(cache_root, 1, model="A")
+    layout = CacheLayout(root=cache_root)
+    monkeypatch.setattr(execute, "flush", lambda *_: lay(cache_root, 1, model="A"))
+    outcome = prune(cache_root, entries=(name.hash,))
+    assert outcome.removed == (name.hash,)
+    assert is_whole(cache_root, name)
+    marks = (layout.lookup_dir / facts_of("A") / name.hash, layout.lookup_dir / "indexed" / name.flat)
+    assert [mark.exists() for mark in marks] == [True, True]
+
+
+def test_an_entry_that_is_put_back_while_its_marks_go_is_found(cache_root, tmp_path, monkeypatch):
+    """By hand, which no lease tells of: it is taken in while the marks of the old one are removed."""
+    name = lay(cache_root, 1, model="A")
+    layout = CacheLayout(root=cache_root)
+    shutil.copytree(layout.entry_dir(name.hash), tmp_path / "copy")
+    removed = execute._unlink
+
+    def unlink(path):
+        removed(path)
+        if "/indexed/" in path and (tmp_path / "copy").exists():
+            shutil.move(tmp_path / "copy", layout.entry_dir(name.hash))
+            assert LookupStore(layout).candidates(facts_of("A")) == (name.hash,)
+
+    monkeypatch.setattr(execute, "_unlink", unlink)
+    assert prune(cache_root, entries=(name.hash,)).removed == (name.hash,)
+    assert LookupStore(layout).candidates(facts_of("A")) == (name.hash,)
+
+
+def test_the_marks_of_an_entry_that_somebody_writes_again_stay(cache_root, monkeypatch):
+    name = lay(cache_root, 1, model="A")
+    layout = CacheLayout(root=cache_root)
+    held = []
+    monkeypatch.setattr(execute, "flush", lambda *_: held.append(hold_writing(layout, name.hash)))
+    assert prune(cache_root, entries=(name.hash,)).removed == (name.hash,)
+    assert (layout.lookup_dir / facts_of("A") / name.hash).exists()
+    held.pop().release()
+    assert {file.kind for file in plan_of(cache_root).files} == {"lookup", "state"}
+    prune(cache_root)
+    assert not [path for path in files_in(cache_root) if name.hash in path]
 
 
 def test_leftovers_go_and_what_is_named_stays(cache_root):
