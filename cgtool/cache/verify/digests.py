@@ -4,6 +4,7 @@
     manifest.json    its own seal, and the names of its folders
     plan.json, …     the size and digest that the manifest gives, under either of their two names
     artifacts/       the digest in their own name; the size that each manifest gives; all that manifests name are there
+    signatures/      the digest in an index's own name, and signatures beside it
     units/           unit.json's own seal and folder; its artifact's size and digest
 
 A check may run while others write: what is found wrong is looked at once more before it is told.
@@ -142,6 +143,12 @@ class EntryCheck:
         elif not self._manifests and not self._problems:
             self._notes.append(unfinished(self._folder))
         self._begin_artifacts()
+        if os.path.lexists(self._folder / SIGNATURES):
+            from cgtool.cache.verify.signed import check_signatures  # what few entries have
+
+            problems, notes = check_signatures(self._folder / SIGNATURES)
+            self._problems += problems
+            self._notes += notes
         self._strangers()
 
     def _rank(self, name: RankName) -> None:
