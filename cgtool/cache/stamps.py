@@ -1,7 +1,8 @@
 """Stamps of processes: what stands for a lock where flock does not work. Must not import torch.
 
-A stamp is an empty file, `<what it holds>~<machine>~<pid>~<start>`: 16 digits of the digest of the host's name and its
-boot id, the process, and its start in clock ticks since the boot. See `cgtool.cache.leases`.
+A stamp is an empty file, `<what it holds>~<machine>~<pid>~<start>`: 16 digits of the digest of the host's name, its
+boot id and the namespace of process ids (containers of one host do not see each other's), the process, and its start in
+clock ticks since the boot. See `cgtool.cache.leases`.
 """
 
 from __future__ import annotations
@@ -38,10 +39,15 @@ def stamp_lives(path: str) -> bool:
 @functools.cache
 def _machine() -> str:
     try:
+        processes = os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - a str
+    except OSError:
+        processes = ""
+    try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         boot = ""
-    return sha256_hex(f"{os.uname().nodename if hasattr(os, 'uname') else ''} {boot}".encode())[:16]
+    host = os.uname().nodename if hasattr(os, "uname") else ""
+    return sha256_hex(f"{host} {boot} {processes}".encode())[:16]
 
 
 def _started(pid: int) -> str:
