@@ -6,10 +6,11 @@ In `state/leases`, empty files that are locked (flock) and never written::
     <hash>                                 shared by each process that is writing any rank of the entry
     <either>~<machine>~<pid>~<start>       a stamp instead of a lock, where flock does not work (ENOLCK and the like)
 
-`machine` is 16 digits of the digest of the host's name and its boot id, `start` the process's start in clock ticks
-since the boot: so a stamp of a dead process is told from one of a live process that got its number. Of another machine
-nothing can be asked: its stamps count for 30 days. Where `state/` cannot be written to, the folder of the entry itself
-is locked. The kernel lets go of a lock as its process ends, however that happens.
+`machine` is 16 digits of the digest of the host's name, its boot id and the namespace of process ids, `start` the
+process's start in clock ticks since the boot: so a stamp of a dead process is told from one of a live process that got
+its number. Of another machine or container nothing can be asked: its stamps count for 30 days. Where `state/`
+cannot be written to, the folder of the entry itself is locked. The kernel lets go of a lock as its process ends,
+however that happens.
 
 Prune takes the exclusive lock without waiting, moves the entry away under it, and removes the lease's file: whoever got
 a lock on a file that is no longer there takes the lock of the new one.
@@ -38,11 +39,10 @@ else:
 
 _CANNOT_MAKE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
 _BUSY = frozenset({errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES})
-#: A prune holds the exclusive lock for as long as a rename takes; who finds it so tries again this often.
-_TRIES = 10
+#: A prune holds the exclusive lock for as long as a rename takes, which may be long on a slow disk: whoever finds it so
+#: tries again this often, a second in all.
+_TRIES = 500
 _PAUSE_SECS = 0.002
-#: A writer would do minutes of work for nothing without its lease, so it waits longer.
-_WRITER_TRIES = 500
 _SEPARATOR = "~"
 _CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 
@@ -97,11 +97,18 @@ def hold(layout: CacheLayout, name: RankName) -> Lease | None:
     Returns:
         The lease; None where none can be had (a read-only cache without flock, or prune is removing the entry).
     """
+    with contextlib.suppress(BlockingIOError):
+        return _hold(layout, name)
+    return None
+
+
+def _hold(layout: CacheLayout, name: RankName) -> Lease | None:
+    """As `hold`; a BlockingIOError where a prune is removing the entry, and has been for a second."""
     path = f"{layout.root}/torch_compile_cache/state/leases/{name.flat}"
     held = _held.get(path)
     if held is not None and held.is_current:
         return held
-    lease = _lease(path, f"{layout.root}/torch_compile_cache/{name.hash}", tries=_TRIES)
+    lease = _lease(path, f"{layout.root}/torch_compile_cache/{name.hash}")
     if lease is not None:
         _held[path] = lease
     return lease
@@ -110,11 +117,16 @@ def hold(layout: CacheLayout, name: RankName) -> Lease | None:
 def keep(layout: CacheLayout, name: RankName) -> bool:
     """Hold an entry that was found, and return whether it is still there: from here on prune leaves it alone.
 
+    Waits while prune removes the entry; one that it removes for longer than a second counts as gone.
+
     Args:
         layout: Where the cache lies.
         name: What was found.
     """
-    hold(layout, name)
+    try:
+        _hold(layout, name)
+    except BlockingIOError:
+        return False
     folder = f"{layout.root}/torch_compile_cache/{name.hash}/rank_{name.rank}/{name.prefix}"
     return os.path.exists(f"{folder}/manifest.json")  # noqa: PTH110 - on the way of a load
 
@@ -131,7 +143,9 @@ def hold_writing(layout: CacheLayout, hash_: str) -> Lease | None:
     Raises:
         CacheError: It is no hash.
     """
-    return _lease(_path(layout, check_hash(hash_)), str(layout.entry_dir(hash_)), tries=_WRITER_TRIES)
+    with contextlib.suppress(BlockingIOError):
+        return _lease(_path(layout, check_hash(hash_)), str(layout.entry_dir(hash_)))
+    return None
 
 
 def in_use(layout: CacheLayout, name: RankName) -> bool:
@@ -246,12 +260,18 @@ def remove_if_idle(path: str | Path) -> bool:
     return False
 
 
-def _lease(path: str, entry: str, *, tries: int) -> Lease | None:
-    for attempt in range(tries):
+def _lease(path: str, entry: str) -> Lease | None:
+    """The lease; None where none can be had, BlockingIOError where the exclusive lock is held, and goes on being so."""
+    for attempt in range(_TRIES):
+        if attempt:
+            time.sleep(_PAUSE_SECS)
         try:
             descriptor = _open(path)
         except OSError:
-            return _lease_of_folder(entry)
+            try:
+                return _lease_of_folder(entry)
+            except BlockingIOError:
+                continue
         try:
             if not _HAS_FLOCK:
                 raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))  # noqa: TRY301 - as where there is no flock
@@ -267,9 +287,7 @@ def _lease(path: str, entry: str, *, tries: int) -> Lease | None:
             raise
         else:
             os.close(descriptor)
-        if attempt < tries - 1:
-            time.sleep(_PAUSE_SECS)
-    return None
+    raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), path)
 
 
 def _open(path: str) -> int:
@@ -283,7 +301,7 @@ def _open(path: str) -> int:
 
 
 def _lease_of_folder(entry: str) -> Lease | None:
-    """Lock the entry's own folder, which takes no leave to write."""
+    """Lock the entry's own folder, which takes no leave to write; BlockingIOError where the exclusive lock is held."""
     try:
         descriptor = os.open(entry, os.O_RDONLY | _CLOEXEC)
     except OSError:
@@ -292,6 +310,9 @@ def _lease_of_folder(entry: str) -> Lease | None:
         if _HAS_FLOCK:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return Lease(descriptor=descriptor)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
     except OSError:
         pass
     os.close(descriptor)

@@ -83,6 +83,7 @@ class Finder:
         self._trust = trust
         self._refused: RefusedError | None = None
         self._exact_config = exact_config
+        self._gone: set[str] = set()
         self._other_schema: CacheSchemaError | None = None
         self._layout = layout
         self._module = module
@@ -118,8 +119,10 @@ class Finder:
                 refused.append((hash_, reasons))
         if fitting:
             found = _newest(fitting)
-            # From here on prune leaves it alone, unless one was quicker.
-            return found if keep(self._layout, found.entry.name) else self.find(accept)
+            if keep(self._layout, found.entry.name):
+                return found  # from here on prune leaves it alone
+            self._gone.add(found.entry.name.hash)  # one was quicker
+            return self.find(accept)
         if self._refused is not None:
             raise self._refused
         if self._other_schema is not None:
@@ -129,6 +132,8 @@ class Finder:
     def _look(self, hash_: str) -> tuple[Found | None, tuple[str, ...]]:
         """Return the entry, or why it does not serve; (None, ()) when it has nothing for this rank and prefix."""
         name = RankName(hash=hash_, rank=self._rank, prefix=self._prefix)
+        if hash_ in self._gone:
+            return None, ()
         try:
             key = read_key(self._layout, hash_)
             if key is None or not self._layout.manifest_file(name).exists():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import multiprocessing
@@ -7,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from cache_samples import publish
 
 from cgtool.cache import leases
 from cgtool.cache.layout import CacheLayout, RankName
-from cgtool.cache.leases import LeaseTable, claimed, hold, hold_writing, in_use, remove_idle, remove_if_idle
+from cgtool.cache.leases import LeaseTable, claimed, hold, hold_writing, in_use, keep, remove_idle, remove_if_idle
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -137,12 +139,34 @@ def test_a_claim_for_leftovers_asks_writers_alone(cache_root, layout):
     writing.release()
 
 
-def test_a_load_during_a_claim_goes_on_without_a_lease(cache_root, layout):
+def test_what_prune_goes_on_removing_counts_as_gone(cache_root, layout):
     name = publish(cache_root)
     with claimed(layout, name.hash):
         start = time.perf_counter()
-        assert hold(layout, name) is None
-        assert time.perf_counter() - start < 1
+        assert not keep(layout, name)
+        assert time.perf_counter() - start > 0.9
+    assert keep(layout, name)
+
+
+def test_a_load_waits_until_the_claim_is_over(cache_root, layout):
+    name = publish(cache_root)
+    stack = contextlib.ExitStack()
+    assert stack.enter_context(claimed(layout, name.hash))
+    timer = threading.Timer(0.2, stack.close)
+    timer.start()
+    assert keep(layout, name)
+    timer.join()
+    assert in_use(layout, name)
+
+
+def test_what_prune_goes_on_removing_of_a_read_only_cache_counts_as_gone(cache_root, layout, tmp_path, read_only):
+    name = publish(cache_root)
+    readers = tmp_path / "readers"
+    readers.symlink_to(cache_root)
+    read_only(cache_root)
+    with claimed(layout, name.hash) as mine:
+        assert mine
+        assert not keep(CacheLayout(root=readers), name)
 
 
 def test_a_writer_waits_until_the_claim_is_over(cache_root, layout):
@@ -274,6 +298,30 @@ def test_a_stamp_of_another_machine_counts_for_thirty_days(cache_root, layout):
     old = time.time() - 31 * 86400
     os.utime(stamp, (old, old))
     assert not in_use(layout, name)
+
+
+def test_a_stamp_of_another_container_on_this_host_is_another_machines(cache_root, layout, no_locks):
+    name = publish(cache_root)
+    program = (
+        "import fcntl, os, sys; from pathlib import Path; from cgtool.cache.layout import CacheLayout, RankName\n"
+        "def refuse(*_): raise OSError(37, 'no locks')\n"
+        "fcntl.flock = refuse\n"
+        "from cgtool.cache.leases import hold\n"
+        "hold(CacheLayout(root=Path(sys.argv[1])), RankName(hash=sys.argv[2], rank=0, prefix='backbone'))\n"
+        "print('held', flush=True); sys.stdin.read(); os._exit(0)"
+    )
+    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", program, str(cache_root), name.hash]
+    try:
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    except FileNotFoundError:
+        pytest.skip("needs unshare")
+    with child:
+        if child.stdout.readline() != b"held\n":
+            pytest.skip("needs the right to make a namespace")
+        assert in_use(layout, name)
+        with claimed(layout, name.hash) as mine:
+            assert not mine
+        child.stdin.close()
 
 
 def test_a_torn_stamp_counts_for_nothing(cache_root, layout):

@@ -66,6 +66,16 @@ def prune(root):
     return carry_out(make_plan(CacheLayout(root=root), Rules(keep_last=0)))
 
 
+def test_what_prune_goes_on_removing_during_a_load_is_a_miss(model, cache_root, let_go):
+    hash_ = warmed(model, cache_root).hash
+    let_go()
+    with leases.claimed(CacheLayout(root=cache_root), hash_) as mine:
+        assert mine
+        with pytest.raises(CacheMissError):
+            cgtool.load(model, cache_dir=cache_root)
+    cgtool.load(model, cache_dir=cache_root)
+
+
 def test_a_loaded_entry_stays_until_the_process_ends(model, cache_root, let_go):
     hash_ = warmed(model, cache_root).hash
     let_go()
