@@ -103,7 +103,7 @@ def from_runs(runs: Json, limit: int) -> list[int]:
             numbers.append(run)
             continue
         first, step, count = run
-        if count > limit:
+        if not type(first) is type(step) is type(count) is int or count > limit:
             raise _no_number(run)
         numbers.extend([first + step * i for i in range(count)])
     if numbers and not (min(numbers) >= 0 and max(numbers) < limit):

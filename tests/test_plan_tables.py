@@ -26,7 +26,21 @@ def test_a_run_of_layers_is_short():
 
 @pytest.mark.parametrize(
     "runs",
-    [[41], [-1], [[0, 1, 42]], [[40, 1, 2]], [[3, -2, 4]], ["1"], [[1, 2]], [True, None], [[0, 0, 10**12]], [0.5]],
+    [
+        [41],
+        [-1],
+        [[0, 1, 42]],
+        [[40, 1, 2]],
+        [[3, -2, 4]],
+        ["1"],
+        [[1, 2]],
+        [True, None],
+        [[0, 0, 10**12]],
+        [0.5],
+        [[0.5, 0.25, 2]],
+        [[0, 1.0, 2]],
+        [[0, 1, True]],
+    ],
 )
 def test_runs_that_count_past_the_table_are_refused(runs):
     with pytest.raises((ValueError, TypeError)):

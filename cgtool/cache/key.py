@@ -172,8 +172,11 @@ def read_key(layout: CacheLayout, hash_: str) -> Key | None:
         CacheError: It cannot be read.
     """
     path = layout.key_file(check_hash(hash_))
-    data = read_sealed(path, schema=SCHEMA)
-    return None if data is None else _parse(data, path, hash_)
+    try:
+        data = read_sealed(path, schema=SCHEMA)
+        return None if data is None else _parse(data, path, hash_)
+    except RecursionError as error:  # of reading it, or of what is made of it: its seal, its hash
+        raise corrupt(path, "it is nested without end") from error
 
 
 def _parse(data: Json, path: Path, hash_: str) -> Key:

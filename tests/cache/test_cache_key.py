@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from cgtool.cache.key import FACTOR_ORDER, Factor, Key, combine, differences, read_key, sentences, write_key
 from cgtool.cache.layout import CacheLayout
+from cgtool.digests import digest_of
 from cgtool.errors import CacheCorruptError
 
 JSON = st.recursive(
@@ -178,3 +180,21 @@ def test_a_key_in_the_folder_of_another_is_corrupt(cache_root):
     layout.entry_dir(key.hash).rename(layout.entry_dir("ab" * 32))
     with pytest.raises(CacheCorruptError, match="do not give the hash of its folder"):
         read_key(layout, "ab" * 32)
+
+
+def test_a_key_that_is_nested_without_end_is_corrupt(cache_root):
+    layout = CacheLayout(root=cache_root)
+    key = key_of({"model": "toy"})
+    write_key(layout, key)
+    for depth in range(800, 1000):  # each reader of JSON gives up at another
+        nested = "[" * depth + "]" * depth
+        deep = f'{{"schema": 1, "hash": "{key.hash}", "factors": {{"model": {{"value": {nested}}}}}'
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(10**5)
+        try:
+            seal = digest_of(json.loads(deep + "}"))
+        finally:
+            sys.setrecursionlimit(limit)
+        layout.key_file(key.hash).write_text(f'{deep}, "digest": "{seal}"}}')
+        with pytest.raises(CacheCorruptError):
+            read_key(layout, key.hash)
