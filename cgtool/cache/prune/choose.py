@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 
 from cgtool.cache.layout import short
 from cgtool.cache.leases import LeaseTable
-from cgtool.cache.prune.collect import CacheFacts, EntryFacts
+from cgtool.cache.prune.collect import CacheFacts, EntryFacts, stamps_in
 from cgtool.cache.prune.leftovers import DAY_SECS, HOUR_SECS
 from cgtool.cache.prune.records import Kept, Reason, Rules
 from cgtool.cache.prune.stale import StaleFinder
-from cgtool.cache.state import StateStore
 from cgtool.errors import UsageError
 
 #: Modules that cannot be found are named up to so many.
@@ -44,7 +43,7 @@ class Chooser:
         self._leases = leases
         self._stale = stale
         self._now = time.time() if now is None else now
-        self._stamps = StateStore(facts.layout).last_used()
+        self.stamps = stamps_in(facts.layout)
         self._named = {self._entry_named(text) for text in rules.entries}
         self._last = self._last_of_models()
         self.kept: list[Kept] = []
@@ -79,14 +78,14 @@ class Chooser:
 
     def last_used(self, entry: EntryFacts) -> float | None:
         """Return when an entry was loaded last, seconds since the epoch; None for never."""
-        stamps = [self._stamps.get(rank.name.flat) for rank in entry.ranks]
-        return max((stamp for stamp in stamps if stamp is not None), default=None)
+        stamps = [self.stamps.get(rank.name.flat) for rank in entry.ranks]
+        return max((stamp[0] / 1e9 for stamp in stamps if stamp is not None), default=None)
 
     def last_seen(self, entry: EntryFacts) -> float:
-        """Return when an entry was loaded last, or made where it never was; now where neither is known."""
+        """Return when an entry was loaded last, or made where it never was; now where that is not known, or to come."""
         used = self.last_used(entry)
         known = used if used is not None else entry.created
-        return self._now if known is None else known
+        return self._now if known is None else min(known, self._now)
 
     def _reasons(self, entry: EntryFacts) -> Iterator[Reason]:
         rules = self._rules

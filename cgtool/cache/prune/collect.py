@@ -9,6 +9,7 @@ link in place of a folder: nobody follows it here, for what is behind it is not 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -31,6 +32,10 @@ _HASHES = re.compile(rb"[0-9a-f]{64}")
 _AFTER_HEAD = b'\n "splitting_ops"'
 
 
+#: When a file was written, in nanoseconds since the epoch, and its size in bytes.
+Status = tuple[int, int]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
     """One rank and prefix.
@@ -44,6 +49,7 @@ class RankFacts:
         digests: Of the artifacts that the manifest seems to name.
         lookup: The digests of cheap facts that seem to lead here.
         files: The names in its folder.
+        manifest_status: When the manifest was written, in ns since the epoch, and its size; None where there is none.
     """
 
     name: RankName
@@ -54,6 +60,7 @@ class RankFacts:
     digests: frozenset[str] = frozenset()
     lookup: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
+    manifest_status: Status | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +174,26 @@ def _is_link(path: str) -> bool:
     return os.path.islink(path)  # noqa: PTH114 - a str, a hundred thousand times
 
 
+def status_of(path: str | Path) -> Status | None:
+    """Return what tells whether a file was written since; None where there is none."""
+    try:
+        found = os.stat(path)  # noqa: PTH116 - a hundred thousand times
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+def stamps_in(layout: CacheLayout) -> dict[str, Status]:
+    """Return the stamps of loads, by `RankName.flat`; none where they cannot be read."""
+    found: dict[str, Status] = {}
+    with contextlib.suppress(OSError), os.scandir(layout.state_dir / "used") as stamps:
+        for stamp in stamps:
+            with contextlib.suppress(OSError):
+                status = stamp.stat()
+                found[stamp.name] = status.st_mtime_ns, status.st_size
+    return found
+
+
 def _entry(layout: CacheLayout, hash_: str) -> EntryFacts:
     folder = f"{layout.base}/{hash_}"
     is_link = _is_link(folder)
@@ -213,12 +240,13 @@ def _rank(name: RankName, folder: str) -> tuple[RankFacts, bool]:
     files = tuple(names_in(folder, follow=True))
     if MANIFEST_FILE not in files:
         return RankFacts(name=name, has_manifest=False, files=files), True
+    before = status_of(f"{folder}/{MANIFEST_FILE}")  # what is written after that is news
     try:
         data = Path(f"{folder}/{MANIFEST_FILE}").read_bytes()
     except FileNotFoundError:  # removed just now
         return RankFacts(name=name, has_manifest=False, files=files), False
     except OSError:
-        return RankFacts(name=name, has_manifest=True, files=files), False
+        return RankFacts(name=name, has_manifest=True, files=files, manifest_status=before), False
     head = _head(data)
     lookup = _LOOKUP.search(data)
     schema = head.get("schema")
@@ -231,6 +259,7 @@ def _rank(name: RankName, folder: str) -> tuple[RankFacts, bool]:
         digests=frozenset(digest.decode() for digest in _DIGEST.findall(data)),
         lookup=() if lookup is None else tuple(text.decode() for text in _HASHES.findall(lookup[1])),
         files=files,
+        manifest_status=before,
     )
     return facts, schema == SCHEMA
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from cgtool.cache.files import remove
 from cgtool.cache.layout import ARTIFACTS, CacheLayout, RankName, parse_rank_folder
 from cgtool.cache.leases import claimed, locked, remove_idle, remove_if_idle
+from cgtool.cache.prune.collect import status_of
 from cgtool.cache.prune.ledger import Ledger
 from cgtool.cache.prune.leftovers import (
     DAY_SECS,
@@ -46,6 +47,8 @@ from cgtool.events import Event, OnEvent, ignore
 
 _log = logging.getLogger(__name__)
 
+#: What no file that was planned is.
+_NEW = (-1, -1)
 #: Rules that speak of when an entry was used: one that is used between plan and deed stays.
 _BY_USE = frozenset({"older_than", "max_size", "keep_last"})
 
@@ -129,15 +132,17 @@ class _Execution:
                 self._removed.append(entry)
 
     def _changed(self, entry: PlannedEntry) -> bool:
-        """Whether an entry was loaded or written since the plan was made."""
+        """Whether an entry was loaded or written since the plan was made, whatever the clocks say."""
         by_use = all(reason.rule in _BY_USE for reason in entry.reasons)
         try:
             names = list(self._layout.rank_names(entry.hash))
         except CacheError:
             return True
-        files = [self._layout.manifest_file(name) for name in names]
-        files += [self._layout.used_file(name) for name in names] if by_use else []
-        return bool(set(names) - set(entry.names)) or any(_mtime(file) > self._plan.made for file in files)
+        manifests = {name.flat: status_of(self._layout.manifest_file(name)) for name in names}
+        stamps = {name.flat: status_of(self._layout.used_file(name)) for name in names} if by_use else {}
+        return any(entry.manifests.get(flat, _NEW) != status for flat, status in manifests.items()) or any(
+            entry.stamps.get(flat) != status for flat, status in stamps.items()
+        )
 
     def _forget(self, entry: PlannedEntry) -> None:
         with claimed(self._layout, entry.hash) as mine:
@@ -287,10 +292,3 @@ def _unlink(path: str) -> None:
 def _remove_idle(path: str) -> None:
     if not remove_if_idle(path):
         raise BlockingIOError
-
-
-def _mtime(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0

@@ -133,6 +133,8 @@ class _Planner:
                 units=tuple(units),
                 reasons=reasons,
                 lookup=unique(digest for rank in entry.ranks for digest in rank.lookup),
+                manifests={rank.name.flat: rank.manifest_status for rank in entry.ranks},
+                stamps={rank.name.flat: self._chooser.stamps.get(rank.name.flat) for rank in entry.ranks},
             )
         )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import field
 from pathlib import Path
 
 from cgtool.cache.layout import RankName
@@ -92,6 +93,8 @@ class PlannedEntry:
         lookup: The digests of cheap facts that lead to it.
         instead: Other entries that the same cheap facts lead to: they may serve instead.
         path: Where it lies, for an entry of another system; "" for cgtool's own.
+        manifests: What tells whether manifests were written since, by `RankName.flat`: their time in ns, and size.
+        stamps: The same of the stamps of loads.
     """
 
     hash: str
@@ -106,6 +109,8 @@ class PlannedEntry:
     lookup: tuple[str, ...]
     instead: tuple[str, ...] = ()
     path: str = ""
+    manifests: Mapping[str, tuple[int, int] | None] = field(default_factory=dict, hash=False)
+    stamps: Mapping[str, tuple[int, int] | None] = field(default_factory=dict, hash=False)
 
     def to_json(self) -> Json:
         """Return the entry as JSON."""

@@ -108,6 +108,25 @@ def test_an_entry_that_was_written_again_after_the_plan_stays(cache_root):
     assert [kept.why for kept in outcome.kept] == ["used_meanwhile"]
 
 
+def test_files_of_times_to_come_are_pruned_as_any(cache_root):
+    names = [lay(cache_root, number, used=time.time() + DAY) for number in (1, 2)]
+    layout = CacheLayout(root=cache_root)
+    for name in names:
+        os.utime(layout.manifest_file(name), (time.time() + DAY,) * 2)
+    assert prune(cache_root, entries=(names[0].hash,)).removed == (names[0].hash,)
+    assert prune(cache_root, max_bytes=0).removed == (names[1].hash,)
+
+
+def test_a_load_that_leaves_the_time_as_it_was_keeps_an_entry(cache_root):
+    name = lay(cache_root, 1, used=1e9)
+    plan = plan_of(cache_root, older_than_secs=DAY)
+    stamp = CacheLayout(root=cache_root).used_file(name)
+    stamp.write_bytes(b"..")
+    os.utime(stamp, (1e9, 1e9))
+    outcome = carry_out(plan)
+    assert (outcome.removed, [kept.why for kept in outcome.kept]) == ((), ["used_meanwhile"])
+
+
 def test_an_entry_that_is_warmed_again_while_the_old_one_is_removed_is_found(cache_root, monkeypatch):
     name = lay(cache_root, 1, model="A")
     layout = CacheLayout(root=cache_root)
