@@ -5,6 +5,7 @@ Must not import torch; the command itself loads as it runs.
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,13 @@ Examples:
 _GIB = 2**30
 
 
+def _number(_: click.Context, option: click.Parameter, value: float) -> float:
+    """Return a limit; what no size can be compared to, or be, is wrong usage."""
+    if math.isnan(value) or (option.name == "max_size" and math.isinf(value)):
+        raise click.BadParameter(f"{value} is no number to compare a size with. Give a number.")
+    return value
+
+
 @click.command("import", epilog=EXAMPLES, short_help="Take entries from a bundle into the cache, once all was checked.")
 @click.argument("source", type=click.Path(), metavar="SRC")
 @click.option("--trust", is_flag=True, help="Take native code that nobody signed: it runs in your process.")
@@ -43,6 +51,7 @@ _GIB = 2**30
 @click.option(
     "--max-size",
     type=click.FloatRange(min=0, min_open=True),
+    callback=_number,
     default=64,
     show_default=True,
     metavar="GIB",
@@ -51,6 +60,7 @@ _GIB = 2**30
 @click.option(
     "--max-ratio",
     type=click.FloatRange(min=1),
+    callback=_number,
     default=250,
     show_default=True,
     metavar="N",

@@ -104,6 +104,9 @@ def test_a_model_with_a_name_of_control_characters_does_no_harm(tmp_path):
         (("export", "x", "--shape", "9-2"), "is no shape."),
         (("export", "x", "--level", "20"), "20 is not in the range 1<=x<=19."),
         (("import", "x", "--max-size", "0"), "0.0 is not in the range x>0."),
+        (("import", "x", "--max-size", "inf"), "inf is no number to compare a size with."),
+        (("import", "x", "--max-size", "nan"), "nan is no number to compare a size with."),
+        (("import", "x", "--max-ratio", "nan"), "nan is no number to compare a size with."),
     ],
 )
 def test_what_has_no_meaning_is_an_error_of_usage(tmp_path, arguments, sentence):

@@ -82,6 +82,8 @@ class OneFrame:
         last, kind, size = number & 1, number >> 1 & 3, number >> 3
         if kind == _RESERVED:
             raise refused("bad_compression", "is packed in a way that zstd does not know")
+        if not size and not last:  # any number of them would come to nothing
+            raise refused("bad_compression", "holds an empty block that is not the last")
         body = self._exactly(1 if kind == _RLE else size)
         if not last:
             return head + body

@@ -26,6 +26,8 @@ from cgtool.errors import CacheError
 _NOT_A_BUNDLE = "Name a file or a folder that cgtool export wrote."
 _NO_FILE = "Name a file or a folder that cgtool export wrote, or - to read a pipe as standard input."
 _READ = os.O_RDONLY | os.O_CLOEXEC
+#: The slashes in the longest names that the grammar of `cgtool.cache.bundle.names` knows: those are files.
+_DEEPEST = 4
 #: What lies beside the members in a folder that served as a cache: it is left alone.
 _OF_A_CACHE = frozenset({"units", "lookup", "state"})
 
@@ -272,6 +274,8 @@ def _below(above: int, entry: os.DirEntry[str], name: str) -> Iterator[str]:
         return
     if name.count("/") == 2 and entry.name == SIGNATURES:  # noqa: PLR2004 - in the entry's own folder
         return  # what load checks: import writes its own
+    if name.count("/") >= _DEEPEST:
+        raise refused("outside_layout", "is a folder where a bundle has none", member=name)
     with _folder(entry.name, above=above) as descriptor:
         for child in _listed(descriptor, name):
             yield from _below(descriptor, child, f"{name}/{child.name}")

@@ -14,6 +14,7 @@ import pytest
 from bundle_maker import Forge, index_of, lay_entry, tree
 from hostile_bundles import CORPUS, EVIL, replacing
 
+from cgtool.cache.bundle.frames import OneFrame
 from cgtool.cache.bundle.index import parse_index
 from cgtool.cache.bundle.limits import Limits
 from cgtool.cache.packages import Package, pack
@@ -168,6 +169,29 @@ def test_a_source_that_is_no_file_is_refused_and_not_waited_for(tmp_path, how):
     ) as refusal:
         import_bundle(ImportOptions(source=source, cache_dir=tmp_path / "cache", trust=True))
     assert refusal.value.reason == "not_a_bundle"
+
+
+def test_an_empty_block_before_the_last_is_refused(genuine):
+    frame = genuine.bytes()
+    head = frame[:6] if not frame[4] & 0x20 else frame[:5]
+    stream = io.BytesIO(head + b"\0\0\0" * 10**6)
+    with pytest.raises(RefusedError, match="empty block that is not the last") as refusal:
+        OneFrame(stream).check_end()
+    assert refusal.value.reason == "bad_compression"
+    assert stream.tell() < 100
+
+
+def test_a_folder_that_is_deeper_than_any_name_is_refused_where_the_names_end(tmp_path, genuine):
+    lay_folder = tmp_path / "folder"
+    for name, data in {**genuine.files, "bundle.json": index_of(genuine.files)}.items():
+        (lay_folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (lay_folder / name).write_bytes(data)
+    deep = (lay_folder / genuine.name("/plan.json")).parent / "a"
+    deep.mkdir()
+    (deep / "b").write_bytes(b"")
+    with pytest.raises(RefusedError, match="is a folder where a bundle has none") as refusal:
+        import_bundle(ImportOptions(source=lay_folder, cache_dir=tmp_path / "cache", trust=True))
+    assert (refusal.value.reason, refusal.value.path) == ("outside_layout", str(deep.relative_to(lay_folder)))
 
 
 def test_without_trust_nothing_is_read(tmp_path):
