@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 
@@ -43,6 +44,16 @@ class Ledger:
             else:
                 self._count(status)
         return self.freed_bytes - before
+
+    def would_free(self, paths: Iterable[str]) -> bool:
+        """Return whether any byte would come free with files, or folders with all in them, and count nothing."""
+        names = Counter[tuple[int, int]]()
+        for status in (status for path in paths for status in _files(path)):
+            inode = status.st_dev, status.st_ino
+            names[inode] += 1
+            if status.st_size and names[inode] + self._names.get(inode, 0) >= status.st_nlink:
+                return True
+        return False
 
     def _count(self, status: os.stat_result) -> None:
         names = 1

@@ -85,13 +85,11 @@ class _Planner:
         chosen = self._chooser.chosen()
         for hash_ in sorted(chosen, key=lambda hash_: (self._chooser.last_seen(self._facts.entries[hash_]), hash_)):
             self._add_entry(self._facts.entries[hash_], chosen[hash_])
+        self._add_unshared_units()
         size = None if rules.max_bytes is None else disk_usage(str(self._facts.layout.base))
         if rules.max_bytes is not None and size is not None:
             self._make_room(size, rules.max_bytes)
-        if rules.units:
-            gone = frozenset(entry.hash for entry in self._entries)
-            whole = [item for item in self._leftovers.unshared_units(gone) if item[0][-64:] not in self._planned_units]
-            self._add_files(whole)
+            self._add_unshared_units()
         if not self._readable and (rules.units or (rules.for_entries and not rules.keep_units)):
             self._notes.append("Parts of the cache cannot be read, so units that may be shared with them stay.")
         return Plan(
@@ -110,13 +108,25 @@ class _Planner:
             _, frees = self._ledger.take(self._base + path)
             self._files.append(PlannedFile(path=path, kind=kind, frees_bytes=frees))
 
+    def _add_unshared_units(self) -> None:
+        """Add the units that no entry shares which stays, where that was asked for: ahead of entries that make room."""
+        if self._rules.units:
+            gone = frozenset(entry.hash for entry in self._entries)
+            whole = [item for item in self._leftovers.unshared_units(gone) if item[0][-64:] not in self._planned_units]
+            self._planned_units.update(path[-64:] for path, _ in whole)
+            self._add_files(whole)
+
+    def _units_with(self, entry: EntryFacts) -> tuple[str, ...]:
+        """The keys of the units that go with an entry, for no other shares them that stays."""
+        last = [name for name in entry.artifacts if self._shares[name] == 1] if self._readable else []
+        found = unique(key for name in last for key in self._units_of.get(name, ()))
+        return tuple(key for key in found if key not in self._planned_units)
+
     def _add_entry(self, entry: EntryFacts, reasons: tuple[Reason, ...]) -> None:
         size, frees = self._ledger.take(self._base + entry.hash)
-        units: list[str] = []
+        units = self._units_with(entry)
         for name in entry.artifacts:
             self._shares[name] -= 1
-            if not self._shares[name] and self._readable:
-                units += [key for key in self._units_of.get(name, ()) if key not in self._planned_units]
         for key in units:
             files = [name for name in self._facts.units[key] if name != "lock"]  # which is empty
             frees += self._ledger.take_files(f"{self._base}units/{key[:2]}/{key}", files)
@@ -130,7 +140,7 @@ class _Planner:
                 last_used=self._chooser.last_used(entry),
                 size_bytes=size,
                 frees_bytes=frees,
-                units=tuple(units),
+                units=units,
                 reasons=reasons,
                 lookup=unique(digest for rank in entry.ranks for digest in rank.lookup),
                 manifests={rank.name.flat: rank.manifest_status for rank in entry.ranks},
@@ -146,7 +156,9 @@ class _Planner:
         for entry in self._chooser.by_last_use():
             if size - self._ledger.freed_bytes <= most:
                 return
-            if entry.hash not in planned and entry.hash not in stays and self._chooser.may_go(entry, reason):
+            if entry.hash in planned or entry.hash in stays or not self._frees(entry):
+                continue
+            if self._chooser.may_go(entry, reason):
                 self._add_entry(entry, reason)
         left = size - self._ledger.freed_bytes
         if left > most:
@@ -154,6 +166,11 @@ class _Planner:
                 f"The cache will still take {left} bytes, more than the {most} asked for: the rest is in use, is kept "
                 "by a rule, or has other names on this disk."
             )
+
+    def _frees(self, entry: EntryFacts) -> bool:
+        """Whether any byte comes free with an entry: all its files may have other names on this disk."""
+        units = (f"{self._base}units/{key[:2]}/{key}" for key in self._units_with(entry))
+        return self._ledger.would_free([self._base + entry.hash, *units])
 
     def _index_units(self) -> None:
         for key, files in self._facts.units.items():

@@ -7,7 +7,7 @@ import time
 from datetime import UTC, datetime
 
 import pytest
-from prune_samples import DAY, facts_of, files_in, lay, rest, units_in
+from prune_samples import DAY, facts_of, files_in, lay, put_unit, rest, units_in
 
 from cgtool.cache.key import Factor, read_key
 from cgtool.cache.layout import CacheLayout
@@ -17,6 +17,7 @@ from cgtool.cache.prune.ledger import disk_usage
 from cgtool.cache.prune.plan import make_plan
 from cgtool.cache.prune.records import Rules
 from cgtool.cache.prune.stale import find_source
+from cgtool.cache.units import UnitStore
 from cgtool.digests import sha256_hex
 from cgtool.errors import UsageError
 
@@ -94,6 +95,38 @@ def test_the_size_is_reached_by_what_was_used_longest_ago(cache_root):
     two = plan_of(cache_root, max_bytes=size - one.frees_bytes - 1)
     assert [entry.hash for entry in two.entries] == [names[2].hash, names[1].hash]
     assert plan_of(cache_root, max_bytes=size).is_empty
+
+
+def test_units_that_nobody_shares_make_room_ahead_of_entries(cache_root):
+    name = lay(cache_root, 1, pieces=("own", "more"))
+    layout = CacheLayout(root=cache_root)
+    unit = put_unit(UnitStore(layout), "a" * 64, b"x" * 5000)
+    rest(layout.unit_dir("a" * 64), DAY)
+    size = disk_usage(str(layout.base))
+    plan = make_plan(layout, Rules(max_bytes=size - unit.size_bytes, units=True))
+    assert (gone(plan), [file.kind for file in plan.files]) == (set(), ["unit"])
+    everything = make_plan(layout, Rules(max_bytes=0, units=True))
+    assert gone(everything) == {name.hash}
+    assert everything.frees_bytes == size - sum(
+        path.stat().st_size
+        for folder in ("state", "lookup")
+        for path in (layout.base / folder).rglob("*")
+        if path.is_file()
+    )
+
+
+@pytest.mark.parametrize("keep_units", [False, True])
+def test_what_frees_nothing_makes_no_room(cache_root, tmp_path, keep_units):
+    linked = lay(cache_root, 1, used=NOW - 9 * DAY)
+    other = lay(cache_root, 2, used=NOW - DAY)
+    layout = CacheLayout(root=cache_root)
+    kept = sorted(path for path in layout.entry_dir(linked.hash).rglob("*") if path.is_file())
+    if not keep_units:
+        kept += sorted(path for path in layout.units_dir.rglob("unit.json"))
+    for number, path in enumerate(kept):
+        os.link(path, tmp_path / str(number))
+    size = disk_usage(str(layout.base))
+    assert gone(plan_of(cache_root, max_bytes=size - 1, keep_units=keep_units)) == {other.hash}
 
 
 def test_a_size_that_cannot_be_reached_is_said(cache_root):
