@@ -8,6 +8,7 @@ Must not import torch; the command itself loads as it runs. Grammar of amounts, 
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,10 @@ def _amount(text: str, units: dict[str, Any], what: str, ctx: click.Context, par
     match = _AMOUNT.fullmatch(text.strip())
     if match is None or match[2].lower() not in units:
         raise click.BadParameter(f"{text!r} is not {what}.", ctx=ctx, param=param)
-    return float(match[1]) * float(units[match[2].lower()])
+    amount = float(match[1]) * float(units[match[2].lower()])
+    if not math.isfinite(amount):
+        raise click.BadParameter(f"{text[:20]!r}… is more than can be counted. Give less.", ctx=ctx, param=param)
+    return amount
 
 
 def _hashes(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> tuple[str, ...]:

@@ -159,6 +159,8 @@ def test_misses_of_what_was_pruned_are_shown(tmp_path):
         (("--older-than", "30"), "'30' is not an age such as 30d, 12h or 90min."),
         (("--older-than", "-1d"), "'-1d' is not an age"),
         (("--max-size", "10XB"), "'10XB' is not a size such as 10GB or 512MiB."),
+        (("--max-size", "9" * 400), "'99999999999999999999'… is more than can be counted."),
+        (("--older-than", f"{'9' * 308}w"), "'99999999999999999999'… is more than can be counted."),
         (("--entry", "../x"), "'../x' is not the beginning of a hash"),
         (("--entry", "abc", "--dry-run"), "No entry's hash begins with 'abc'."),
         (("--keep-last", "-1"), "-1 is not in the range"),

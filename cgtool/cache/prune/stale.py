@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -53,7 +54,7 @@ class StaleFinder:
 
     def __init__(self, layout: CacheLayout, *, pythonpath: Sequence[str] = (), machine: Machine | None = None) -> None:
         self._layout = layout
-        self._path = [*pythonpath, *sys.path]
+        self._path = [*pythonpath, *_importable()]
         self._machine = machine
         self._digests: dict[str, str | None] = {}
 
@@ -103,6 +104,15 @@ class StaleFinder:
             except OSError:
                 self._digests[module] = None
         return self._digests[module]
+
+
+def _importable() -> list[str]:
+    """`sys.path` without the current folder: what lies in it by chance is not what a model was traced from."""
+    # `python -m` puts it first by its name; a second time it is there because somebody asked for it.
+    first = 0
+    with contextlib.suppress(OSError):  # the current folder may be gone
+        first = int("-m" in sys.orig_argv and sys.path[:1] == [os.getcwd()])  # noqa: PTH109 - a str
+    return [folder for folder in sys.path[first:] if folder]
 
 
 def find_source(module: str, path: Sequence[str]) -> str | None:

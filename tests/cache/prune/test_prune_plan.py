@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from datetime import UTC, datetime
 
@@ -302,6 +303,19 @@ def test_an_edited_source_makes_an_entry_stale_and_one_that_is_not_found_does_no
     (kept,) = plan.kept
     assert (kept.hash, kept.why) == (unknown.hash, "cannot_tell")
     assert "the module nowhere_at_all cannot be found from here" in kept.sentence
+
+
+@pytest.mark.parametrize("first", ["", "by name"])
+def test_a_module_in_the_current_folder_is_not_the_models(cache_root, tmp_path, monkeypatch, first):
+    (tmp_path / "chance_model.py").write_text("another")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [first and str(tmp_path), *sys.path])
+    monkeypatch.setattr(sys, "orig_argv", ["python", *(["-m"] if first else []), "cgtool"])
+    lay(cache_root, 1, factors=(Factor(name="sources", value={"chance_model": "0" * 64}),))
+    plan = plan_of(cache_root, stale=True)
+    assert (gone(plan), [kept.why for kept in plan.kept]) == (set(), ["cannot_tell"])
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])  # where somebody asked for it
+    assert len(gone(plan_of(cache_root, stale=True))) == 1
 
 
 def test_an_older_version_of_cgtool_makes_an_entry_stale(cache_root):
