@@ -18,6 +18,7 @@ from cgtool.cache.entry import read_entry
 from cgtool.cache.files import sealed_json
 from cgtool.cache.key import read_key
 from cgtool.cache.layout import CacheLayout, RankName
+from cgtool.cache.prune.trash import put_aside
 from cgtool.cache.verify.digests import verify_entries, verify_entry
 from cgtool.cache.verify.hashing import Hasher, hashing
 from cgtool.cache.verify.sealed import is_spelled
@@ -370,7 +371,11 @@ def test_a_check_beside_a_writer_and_a_pruner_finds_nothing_wrong(cache_root: Pa
 def _churn(root: Path, started: Path) -> None:
     while True:
         publish_times(root, ("one", "two"), 1)
-        shutil.rmtree(CacheLayout(root=root).entry_dir(publish(root, "gone", level=1).hash))
+        layout = CacheLayout(root=root)
+        # as prune does it: away by one rename, and only then piece by piece
+        aside = put_aside(layout, str(layout.entry_dir(publish(root, "gone", level=1).hash)))
+        if aside is not None:
+            shutil.rmtree(aside)
         started.touch()
 
 
