@@ -20,6 +20,7 @@ from typing import Any
 from cgtool.bench.machine import uses_cuda
 from cgtool.bench.request import Request, write_document
 from cgtool.bench.starters import Load, starter_of
+from cgtool.errors import CgtoolError
 from cgtool.events import ignore
 from cgtool.model import ModelSpec
 
@@ -62,6 +63,8 @@ class Child:
         except BaseException as error:  # noqa: BLE001  whatever ends a start is what the report says of it
             traceback.print_exc()
             self.answer["error"] = one_line(error)
+            if isinstance(error, CgtoolError):
+                self.answer["sentence"] = str(error)  # made for people, and says what to do
             self.answer["failed_in"] = self._phase
         write_document(Path(self._request.answer), self.answer)
         return 1 if "error" in self.answer else 0

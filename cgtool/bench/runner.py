@@ -112,6 +112,8 @@ class Runner:
         with self._workspace.start() as caches:
             answer = self._process(self._request(WAYS[BASE], caches, write_reference=True), caches)
         self._event("start", "eager, whose outputs the others are compared with", secs=answer["process_secs"])
+        if answer.get("failed_in") == "build" and "sentence" in answer:
+            raise ModelError(answer["sentence"], path=self._settings.model.text)  # as `warm` would say it
         if "error" in answer:
             log = "".join(f"\n  {line}" for line in answer["log"])
             message = f"The model does not run eagerly: {answer['error']}{log}\nMend the model or its arguments first."

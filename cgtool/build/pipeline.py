@@ -138,7 +138,7 @@ class _Warm:
         if retrace:
             return self._fresh(facts, ("no variant serves the example",))
         try:
-            found = self._finder(facts).find(self._lacks_calls)
+            found = self._finder(facts, only_asks=check).find(self._lacks_calls)
         except CacheMissError as miss:
             if check:
                 raise
@@ -156,7 +156,7 @@ class _Warm:
             return self._hit(found, work)
         return self._complete(found, missing, broken, unproved)
 
-    def _finder(self, facts: Facts) -> Finder:
+    def _finder(self, facts: Facts, *, only_asks: bool) -> Finder:
         return Finder(
             self._layout,
             self._spec.module,
@@ -165,6 +165,7 @@ class _Warm:
             rank=self._rank,
             prefix=self._spec.prefix,
             exact_config=True,
+            only_asks=only_asks,
         )
 
     def _lacks_calls(self, found: Found) -> tuple[str, ...]:

@@ -66,6 +66,7 @@ class Finder:
         prefix: Which compiled part of the model.
         exact_config: Whether splitting ops that `config` leaves open must have been left open by the entry too.
         trust: What an entry must be before anything of it is used; None asks nothing, for who uses nothing of it.
+        only_asks: Whether nothing will be used of what is found: then nothing is held, and no miss is counted.
     """
 
     def __init__(
@@ -79,8 +80,10 @@ class Finder:
         prefix: str,
         exact_config: bool = False,
         trust: TrustPolicy | None = None,
+        only_asks: bool = False,
     ) -> None:
         self._trust = trust
+        self._only_asks = only_asks
         self._refused: RefusedError | None = None
         self._exact_config = exact_config
         self._gone: set[str] = set()
@@ -119,7 +122,7 @@ class Finder:
                 refused.append((hash_, reasons))
         if fitting:
             found = _newest(fitting)
-            if keep(self._layout, found.entry.name):
+            if self._only_asks or keep(self._layout, found.entry.name):
                 return found  # from here on prune leaves it alone
             self._gone.add(found.entry.name.hash)  # one was quicker
             return self.find(accept)
@@ -208,9 +211,9 @@ class Finder:
 
     def _miss(self, refused: list[tuple[str, tuple[str, ...]]]) -> CacheMissError:
         # Kept off the way of a hit.
-        from cgtool.cache.prune.record import count_miss
+        from cgtool.cache.prune import record
 
-        pruned = count_miss(self._layout, self._facts.lookup)
+        pruned = (record.pruned if self._only_asks else record.count_miss)(self._layout, self._facts.lookup)
         if not refused:
             refused = self._others()
         if not refused:

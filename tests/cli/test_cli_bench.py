@@ -213,6 +213,16 @@ def test_a_model_that_does_not_even_run_eagerly_ends_the_bench_with_what_killed_
     assert "The model does not run eagerly: ended by SIGSEGV" in ran.err
 
 
+def test_a_model_that_is_not_there_is_told_as_warm_tells_it(tmp_path):
+    asked = f"{tmp_path}/nothing.py:build"
+    ran = bench(asked, "--ways", "eager", tmp=tmp_path / "tmp")
+    assert ran.code == run("warm", asked, "--cache-dir", tmp_path / "cache").code
+    assert "Traceback" not in ran.err
+    (said,) = (line for line in ran.err.splitlines() if line.startswith("Error: "))
+    what_to_do = "MODEL is path/to/file.py:factory: name the file that defines the factory."
+    assert said == f"Error: {tmp_path}/nothing.py does not exist. {what_to_do}"
+
+
 def test_a_folder_that_is_kept_is_used_again_and_only_for_the_same(tmp_path):
     keep = tmp_path / "keep"
     arguments = ["--ways", "cgtool/eager", "--tokens", "", "--keep", keep, "--json", "--warm-ups", "0"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,8 @@ from pathlib import Path
 import pytest
 from cli_harness import environment, run
 
-from cgtool.cache.layout import RankName
-from cgtool.cache.prune.record import Pruned, PrunedEntry
+from cgtool.cache.layout import CacheLayout, RankName
+from cgtool.cache.prune.record import Pruned, PrunedEntry, all_pruned
 from cgtool.cli.diff_words import show_why
 from cgtool.cli.output import Output
 from cgtool.commands.why import EntryFacts, Reason, WhyReport, _reasons
@@ -36,13 +37,13 @@ def warmed(tmp_path_factory):
 
 
 def files(folder):
-    return sorted((str(path), path.stat().st_mtime_ns) for path in (folder / "cache").rglob("*"))
+    return sorted((str(path), path.stat().st_mtime_ns) for path in folder.rglob("*"))
 
 
 @pytest.mark.torch
 def test_a_hit_says_which_entry_writes_nothing_and_needs_no_dynamo(warmed):
     folder, hash_ = warmed
-    before = files(folder)
+    before = files(folder / "cache")
     # A fake mode of torch imports Dynamo's settings by itself; a model with real weights needs none.
     asked = (f"{folder}/sample.py:build", "--adaptor", "eager", "--cache-dir", f"{folder}/cache", "--weights", "real")
     command = [sys.executable, "-c", NO_DYNAMO, "why", *asked, "--quiet"]
@@ -50,7 +51,24 @@ def test_a_hit_says_which_entry_writes_nothing_and_needs_no_dynamo(warmed):
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"{folder}/sample.py:build hits: Sample {hash_[:10]} (rank 0 backbone, made 20")
     assert done.stdout.endswith(f", never used) in {folder}/cache serves it.\n")
-    assert files(folder) == before
+    assert files(folder / "cache") == before
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("asking", [("why",), ("warm", "--check")])
+def test_who_only_asks_does_not_count_as_one_that_missed_what_was_pruned(warmed, tmp_path, asking):
+    folder, _ = warmed
+    asked = (*asking, f"{folder}/sample.py:build", "--adaptor", "eager", "--cache-dir", tmp_path)
+    shutil.copytree(folder / "cache", tmp_path, dirs_exist_ok=True)
+    assert run("prune", "--cache-dir", tmp_path, "--max-size", "0", "--yes").code == 0
+    (record,) = all_pruned(CacheLayout(root=tmp_path))
+    before = files(tmp_path)
+    ran = run(*asked)
+    assert ran.code == 3
+    assert f"ntry {record.entries[0].hash[:10]} " in ran.out
+    assert "was pruned " in ran.out
+    assert files(tmp_path) == before
+    assert all_pruned(CacheLayout(root=tmp_path))[0].misses == 0
 
 
 @pytest.mark.torch
