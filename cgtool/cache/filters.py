@@ -147,10 +147,9 @@ def _text_predicate(field: _Field, sign: str, value: str) -> Predicate:
     wanted = value.casefold()
     if sign == "~":
         return lambda entry: wanted in str(field.get(entry)).casefold()
-    same: Callable[[str], bool] = lambda found: found == value  # noqa: E731 - the other of two
-    if field.kind == "hash":
-        same = lambda found: found.startswith(wanted)  # noqa: E731
-    return lambda entry: same(str(field.get(entry))) == (sign == "=")
+    if field.kind == "hash":  # any beginning of one names it
+        return lambda entry: str(field.get(entry)).startswith(wanted) == (sign == "=")
+    return lambda entry: (str(field.get(entry)) == value) == (sign == "=")
 
 
 def _time_predicate(field: _Field, expression: str, sign: str, value: str, now: float) -> Predicate:

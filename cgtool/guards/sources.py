@@ -231,7 +231,7 @@ def find_module(name: str) -> ModuleType:
         return main
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except Exception as error:  # a module runs any code as it is imported
         msg = f"The module {name} was imported when this was compiled and cannot be imported now ({error})."
         raise SourceError(msg, path=name) from error
 

@@ -157,7 +157,7 @@ def _child(base: Any, accessor: Accessor) -> nn.Module | None:
         return base._modules.get(str(accessor.key))  # noqa: SLF001 - read as torch's own named_modules does
     if accessor.word == "item" and isinstance(base, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         with contextlib.suppress(IndexError, KeyError, TypeError):
-            found = base[accessor.key]  # type: ignore[index]
+            found = base[accessor.key]  # type: ignore[index]  # a wrong key is suppressed
             return found if isinstance(found, nn.Module) else None
     return None
 

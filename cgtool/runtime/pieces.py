@@ -65,7 +65,7 @@ def hole_value(data: Json) -> int | float | str:
     if type(data) is dict and list(data) in (["s"], ["f"]):
         value = decode_value(data, _no_reference)
         if type(value) in (str, float):
-            return value  # type: ignore[no-any-return]
+            return value  # type: ignore[no-any-return]  # `in` narrows nothing
     raise malformed("constant", data)
 
 

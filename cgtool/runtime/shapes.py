@@ -35,7 +35,7 @@ def spec_of(variant: Variant, shape: Shape, size_dim: str | None) -> ShapeSpec:
         name = size_dim if size_dim in variant.dims else next(iter(variant.dims))
         ranges = {symbol: (max(shape[0], 2), shape[1]) for symbol in variant.dims[name]}
         return ShapeSpec(shape=shape, sizes={}, ranges=ranges, max_autotune=False)
-    by_name = {next(iter(variant.dims)): shape} if isinstance(shape, int) else dict(shape)  # type: ignore[arg-type]
+    by_name = {next(iter(variant.dims)): shape} if isinstance(shape, int) else dict(shape)  # type: ignore[arg-type]  # pairs
     sizes = {symbol: by_name[name] for name in variant.dims if name in by_name for symbol in variant.dims[name]}
     return ShapeSpec(shape=shape, sizes=sizes, ranges={}, max_autotune=True)
 

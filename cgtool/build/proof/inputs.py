@@ -190,7 +190,7 @@ def _ranges(graph: PieceGraph, layout: Sequence[_View], device_index: int | None
             index_ranges(graph, _constant_inputs(graph, layout, ranges, device_index), ranges)
         except OutOfRangeError:
             continue
-        except Exception as error:
+        except Exception as error:  # whatever an op says to values that it does not take
             if failure is not None:
                 raise
             failure = error

@@ -153,7 +153,7 @@ class _Prover:
                 drawn = draw(self._graph, sizes, device_index=self._device_index, style=style)
                 inputs = drawn.copy()
                 outputs = list(function(inputs.tensors()))
-            except Exception as error:
+            except Exception as error:  # whatever the user's ops say to drawn values
                 if _is_out_of_memory(error):
                     raise
                 failure = failure or error
@@ -186,7 +186,7 @@ class _Prover:
         try:
             with _default_dtype(torch.float64):
                 outputs = list(piece_function(wide, device_index=self._device_index)(list(tensors)))
-        except Exception as error:
+        except Exception as error:  # an op that has no float64, say
             if _is_out_of_memory(error):
                 raise
             return None
@@ -197,7 +197,7 @@ class _Prover:
         try:
             found = list(run(list(inputs)))
             self._synchronise()
-        except Exception as error:
+        except Exception as error:  # whatever it is, it is what the user would meet
             if _is_out_of_memory(error):
                 raise
             what = f"fails where the piece runs: {type(error).__name__}: {_first_line(error)}"

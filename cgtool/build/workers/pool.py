@@ -101,8 +101,11 @@ class WorkerPool:
                 if isinstance(error, OSError):
                     raise _disk_error(error) from error
                 raise
-            except BaseException:  # what the unit or `on_start` raised is no fault of the worker
+            except (CompileError, StaysHereError):  # an answer like another
                 self._give_back(worker)
+                raise
+            except BaseException:  # an interrupt, say: the worker may still owe an answer, which the next would get
+                self._drop(worker)
                 raise
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
