@@ -54,14 +54,20 @@ def torch_facts() -> dict[str, Any]:
 
 
 def weights_digest(module: Any) -> str:
-    """Return a digest of sums over all parameters and buffers: equal where the weights are; imports torch."""
+    """Return a digest of sums over all parameters and buffers: equal where the weights are; imports torch.
+
+    The sums are of whole numbers, the weights' bits: those of floats depend on how many threads took part.
+    """
     import torch
 
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     digest = hashlib.sha256()
     with torch.no_grad():
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            values = tensor.detach().double() if not tensor.is_complex() else torch.view_as_real(tensor).double()
-            digest.update(f"{name} {tuple(tensor.shape)} {values.sum().item()} {values.abs().sum().item()}".encode())
+            values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+            bits = values.contiguous().view(kinds[values.element_size()]).reshape(-1)
+            sums = [part.sum(dtype=torch.int64).item() for part in (bits, bits[::2])]
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {sums}".encode())
     return digest.hexdigest()[:16]
 
 

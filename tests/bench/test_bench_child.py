@@ -11,6 +11,7 @@ import torch
 from cgtool.bench import outputs
 from cgtool.bench.child import one_line
 from cgtool.bench.inputs import dimension_of, resized
+from cgtool.bench.machine import weights_digest
 from cgtool.errors import CacheMissError, UsageError
 from cgtool.model import ExampleCall, ModelSpec
 
@@ -125,3 +126,21 @@ def test_every_other_difference_is_a_problem(kept, output, words):
     problem = outputs.compare(kept, "one", output).problem
     assert problem is not None
     assert re.search(words, problem)
+
+
+def test_weights_have_one_digest_however_many_threads_sum_them():
+    torch.manual_seed(0)
+    module = torch.nn.Linear(700, 700)
+    for number, dtype in enumerate((torch.bfloat16, torch.complex64, torch.bool, torch.float8_e4m3fn, torch.int64)):
+        module.register_buffer(f"buffer{number}", (torch.randn(4, 3) * 3).to(dtype).t())
+    module.register_buffer("nothing", torch.empty(0))
+    before = torch.get_num_threads()
+    digests = set()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        digests.add(weights_digest(module))
+    torch.set_num_threads(before)
+    assert len(digests) == 1
+    with torch.no_grad():
+        module.weight[3, 4] *= 1.0000001
+    assert weights_digest(module) not in digests
