@@ -11,7 +11,9 @@ A candidate is a hint: whether it is a hit is for its factors and guards to say.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from cgtool.cache.files import remove, touch
 from cgtool.cache.layout import CacheLayout, RankName, check_hash, is_hash
@@ -56,6 +58,19 @@ class LookupStore:
             CacheError: It cannot be removed.
         """
         remove(self._layout.lookup_dir / "indexed" / name.flat)
+
+    def lost(self, manifest: Manifest) -> tuple[Path, ...]:
+        """Return the marks that should lead to a manifest and are gone, while the mark that it was taken in is there.
+
+        No load finds such an entry. Without that last mark the next load takes it in, and nothing is lost.
+
+        Args:
+            manifest: Of the entry.
+        """
+        if not os.path.lexists(self._layout.lookup_dir / "indexed" / manifest.name.flat):
+            return ()
+        marks = (self._layout.lookup_dir / check_hash(digest) / manifest.hash for digest in manifest.lookup)
+        return tuple(mark for mark in marks if not os.path.lexists(mark))
 
     def candidates(self, digest: str) -> tuple[str, ...]:
         """Return the hashes of the entries that a digest of cheap facts may mean, sorted.

@@ -6,6 +6,7 @@
     artifacts/       the digest in their own name; the size that each manifest gives; all that manifests name are there
     signatures/      the digest in an index's own name, and signatures beside it
     units/           unit.json's own seal and folder; its artifact's size and digest
+    lookup/          where the mark says that a manifest was taken in: a mark for each of its digests
 
 A check may run while others write: what is found wrong is looked at once more before it is told.
 """
@@ -32,6 +33,7 @@ from cgtool.cache.layout import (
     is_prefix,
     parse_rank_folder,
 )
+from cgtool.cache.lookup import LookupStore
 from cgtool.cache.manifest import Manifest, read_manifest
 from cgtool.cache.verify import findings as found
 from cgtool.cache.verify.findings import EntryFindings, Note, Problem
@@ -203,6 +205,8 @@ class EntryCheck:
         for name, file, manifest, future in self._rank_files:
             self._problems += self._of_rank_file(name, file, manifest, future.result())
         self._problems += self._of_artifacts()
+        lost = {mark for manifest in self._manifests for mark in LookupStore(self._layout).lost(manifest)}
+        self._problems += map(found.lost_mark, lost)
         return EntryFindings(
             hash=self.hash,
             key=self._key,

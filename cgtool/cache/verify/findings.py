@@ -14,7 +14,9 @@ from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
 from cgtool.pieces import Json
 from cgtool.records import dataclass
 
-ProblemKind = Literal["missing", "size", "digest", "corrupt", "spelling", "schema", "unreadable", "not_a_file"]
+ProblemKind = Literal[
+    "missing", "size", "digest", "corrupt", "spelling", "schema", "unreadable", "not_a_file", "lookup"
+]
 NoteKind = Literal["orphan", "temporary", "foreign", "unfinished"]
 
 _REMEDY = "Mend it with `cgtool verify --repair`, or warm the model again."
@@ -107,6 +109,12 @@ def of_error(path: Path, error: CacheError) -> Problem:
 def missing(path: Path, who: str) -> Problem:
     """Return the problem of a file that `who` names and that is not there."""
     return Problem(path=path, kind="missing", sentence=f"{path} is missing: {who} names it. {_REMEDY}")
+
+
+def lost_mark(path: Path) -> Problem:
+    """Return the problem of a mark of the lookup that is gone, without which no load finds its entry."""
+    sentence = f"{path} is missing: without it load passes the entry over. {_REMEDY}"
+    return Problem(path=path, kind="lookup", sentence=sentence)
 
 
 def wrong_size(path: Path, *, expected: int, actual: int) -> Problem:

@@ -6,6 +6,7 @@
     plan.json, …             taken from another rank that has the same bytes
     a manifest, plan.json    set aside with its rank's folder, where no other copy is there: the model is warmed again
     key.json                 set aside with the entry: its factors are nowhere else
+    a mark of the lookup     made again, from the digests in the manifest
     a unit                   its artifact taken from an entry, or else the unit forgotten: it is compiled when asked for
 
 Setting aside is one rename into the trash, which the next prune or warm empties; everything else is a file written
@@ -25,6 +26,7 @@ from typing import Literal
 from cgtool.cache.files import read_bytes, remove, write_atomic
 from cgtool.cache.layout import ARTIFACTS, KEY_FILE, MANIFEST_FILE, PLAN_FILE, UNIT_FILE, CacheLayout, RankName
 from cgtool.cache.lock import FileLock
+from cgtool.cache.lookup import LookupStore
 from cgtool.cache.manifest import Manifest
 from cgtool.cache.objects import ObjectStore
 from cgtool.cache.prune.trash import flush, is_inside, put_aside
@@ -81,6 +83,8 @@ def repair_entry(layout: CacheLayout, findings: EntryFindings) -> Iterator[Repai
     for problem in problems:
         if not is_inside(layout, str(problem.path)):
             yield _behind_link(problem)
+        elif problem.kind == "lookup":
+            yield _marked(layout, problem.path)
         elif problem.path.parent.name == ARTIFACTS:
             yield from _artifact(layout, findings, problem)
         elif problem.kind == "spelling":
@@ -190,6 +194,14 @@ def _respelled(path: Path) -> Repair:
     spelled = (json.dumps(record, indent=1, ensure_ascii=True, allow_nan=False) + "\n").encode("ascii")
     write_atomic(path, spelled)
     return Repair(path=path, action="rewritten", sentence=f"{path} was written again as cgtool spells it.")
+
+
+def _marked(layout: CacheLayout, mark: Path) -> Repair:
+    """Make a mark of the lookup again; what is in the place of its folder goes out of the way."""
+    if not mark.parent.is_dir():
+        remove(mark.parent)
+    LookupStore(layout).add(mark.parent.name, mark.name)
+    return Repair(path=mark, action="rewritten", sentence=f"{mark} was made again: load finds the entry.")
 
 
 def _set_aside(layout: CacheLayout, folder: Path, broken: Path, names: Iterable[RankName]) -> Repair:

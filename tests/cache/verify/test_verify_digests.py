@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cache_samples import no_flock, publish, publish_times, sample_key, writer
+from cache_samples import FACTS, no_flock, publish, publish_times, sample_key, writer
 from verify_samples import HASH, NATIVE, Flip, entry_files, flips, lay
 
 from cgtool.cache.entry import read_entry
 from cgtool.cache.files import sealed_json
 from cgtool.cache.key import read_key
 from cgtool.cache.layout import CacheLayout, RankName
+from cgtool.cache.lookup import LookupStore
 from cgtool.cache.prune.trash import put_aside
 from cgtool.cache.verify.digests import verify_entries, verify_entry
 from cgtool.cache.verify.hashing import Hasher, hashing
@@ -88,6 +89,24 @@ def test_a_flip_that_keeps_a_records_meaning_is_named(cache_root: Path) -> None:
     flip.do()
     assert rb"mod\u00E8le" in path.read_bytes()
     assert kinds(layout) == [("spelling", "manifest.json")]
+
+
+def test_a_mark_without_which_load_passes_the_entry_over_is_named_once(cache_root: Path) -> None:
+    layout = lay(cache_root)
+    assert HASH in LookupStore(layout).candidates(FACTS)
+    (layout.lookup_dir / FACTS / HASH).unlink()
+    assert LookupStore(layout).candidates(FACTS) == ()
+    assert kinds(layout) == [("lookup", HASH)]  # both ranks name it
+    (problem,) = verify_entry(layout, HASH).problems
+    assert problem.path == layout.lookup_dir / FACTS / HASH
+    assert problem.sentence.startswith(f"{problem.path} is missing: without it load passes the entry over.")
+
+
+def test_an_entry_that_the_next_load_takes_in_has_no_problem(cache_root: Path) -> None:
+    layout = lay(cache_root)
+    shutil.rmtree(layout.lookup_dir)  # as in a copy of the entry alone
+    assert kinds(layout) == []
+    assert LookupStore(layout).candidates(FACTS) == (HASH,)
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cache_samples import no_flock, publish, run_dying_at
+from cache_samples import FACTS, no_flock, publish, run_dying_at
 from verify_samples import HASH, NATIVE, Flip, lay
 
 from cgtool.cache.entry import read_entry
 from cgtool.cache.files import sealed_json
 from cgtool.cache.layout import CacheLayout, RankName
+from cgtool.cache.lookup import LookupStore
 from cgtool.cache.verify.digests import verify_entries, verify_entry
 from cgtool.cache.verify.findings import UnitFindings
 from cgtool.cache.verify.hashing import hashing
@@ -71,6 +72,31 @@ def test_an_artifact_comes_back_from_another_entry(cache_root: Path) -> None:
     replace_file(path, b"9")
     assert mend(layout) == ["linked"]
     assert verify_entry(layout, HASH).problems == ()
+
+
+@pytest.mark.parametrize("what", ["no mark", "no folder", "file for a folder"])
+def test_a_lost_mark_of_the_lookup_is_made_again_and_load_finds_the_entry(cache_root: Path, what: str) -> None:
+    layout = lay(cache_root)
+    folder = layout.lookup_dir / FACTS
+    (folder / HASH).unlink()
+    if what != "no mark":
+        folder.rmdir()
+    if what == "file for a folder":
+        folder.write_bytes(b"")
+    assert LookupStore(layout).candidates(FACTS) == ()
+    assert mend(layout) == ["rewritten"]
+    assert verify_entry(layout, HASH).problems == ()
+    assert LookupStore(layout).candidates(FACTS) == (HASH,)
+
+
+def test_a_mark_behind_a_link_is_left_alone(cache_root: Path, tmp_path: Path) -> None:
+    layout = lay(cache_root)
+    folder = layout.lookup_dir / FACTS
+    shutil.rmtree(folder)
+    (tmp_path / "elsewhere").mkdir()
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert mend(layout) == ["not_repaired"]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_an_artifact_that_is_nowhere_else_is_left_to_the_compiler(cache_root: Path) -> None:
