@@ -296,9 +296,19 @@ def _units(layout: CacheLayout) -> tuple[dict[str, list[str]], bool]:
     for shard in shards:
         above = f"{base}/{shard}"
         try:
-            for key in names_in(above):
-                if key[:2] == shard and is_hash(key):
-                    units[key] = names_in(f"{above}/{key}")
+            for key, is_link in _items(above):
+                if is_link:
+                    readable = False
+                elif key[:2] == shard and is_hash(key):
+                    units[key] = names_in(f"{above}/{key}", follow=True)  # for it is none
         except OSError:
             readable = False
     return units, readable
+
+
+def _items(folder: str) -> list[tuple[str, bool]]:
+    """The names in a folder, and whether each is a link; an OSError where it cannot be listed, or is a link itself."""
+    if _is_link(folder):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), folder)
+    with os.scandir(folder) as found:
+        return [(item.name, item.is_symlink()) for item in found]
