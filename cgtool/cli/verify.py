@@ -31,7 +31,7 @@ Examples:
 
 @click.command(epilog=EXAMPLES, short_help="Check every file of the cache, and whether this machine can load it.")
 @click.argument("targets", nargs=-1, metavar="[HASH...|PATH]")
-@click.option("--strict", is_flag=True, help="Fail where an entry loads and compiling it again is advised, too.")
+@click.option("--strict", is_flag=True, help="Fail where any entry is not optimal here.")
 @click.option(
     "--world-size",
     type=click.IntRange(min=1),
@@ -72,7 +72,9 @@ def verify(*, output: Output, targets: tuple[str, ...], **options: Any) -> int:
     is executed and nothing is changed.
 
     Each entry is optimal, or loads though compiling it again is advised, or is unsupported here. Exit code 3: a file is
-    damaged, something is missing, or an entry is unsupported (with --strict: not optimal).
+    damaged, something is missing, or load refuses an entry for who may write to it or for want of a signature. A
+    verdict alone gives 3 where HASH, an entry's folder or a bundle was named and is unsupported, where a cache holds no
+    entry that is supported, and with --strict: entries for other machines are no failure of a cache.
     """
     # Rich and the command itself: what `--help` does without.
     from cgtool.cli.progress import reporting

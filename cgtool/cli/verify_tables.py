@@ -137,13 +137,15 @@ def _show_lines(output: Output, lines: Sequence[str]) -> None:
 def _summary(report: VerifyReport) -> str:
     read = f"{count_text(report.num_files, 'file')}, {size_text(report.size_bytes)}, {secs_text(report.secs)}"
     if not report.ok:
-        bad = sum(not entry.is_ok(strict=report.strict) for entry in report.entries)
+        bad = len(report.failed)
         units = len(report.units.problems) if report.units is not None else 0
         parts = [f"{count_text(bad, 'entry', 'entries')} of {len(report.entries)}"] * bool(bad)
         parts += [count_text(units, "file of units", "files of units")] * bool(units)
         parts += ["the load"] * bool(report.load is not None and not report.load.ok)
         return f"Not verified: {' and '.join(parts)} (read {read})"
-    return f"Verified {count_text(len(report.entries), 'entry', 'entries')} in {report.root} ({read})"
+    others = sum(entry.verdict.level == "unsupported" and not entry.is_unfinished for entry in report.entries)
+    more = f"; {others} of them {'is' if others == 1 else 'are'} for other machines" if others else ""
+    return f"Verified {count_text(len(report.entries), 'entry', 'entries')} in {report.root} ({read}){more}"
 
 
 def _name(text: str) -> str:

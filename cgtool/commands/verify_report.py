@@ -6,18 +6,22 @@ Prints nothing. Importable without torch. As JSON::
      "size_bytes": int, "secs": float, "ok": bool}
     entry   = {"hash": str, "models": [str...], "verdict": {"level": word, "reasons": [str...]},
                "problems": [problem...], "notes": [note...], "holes": [hole...], "missing_ranks": [[prefix, int]...],
-               "unknown_pieces": int, "repairs": [repair...]}
+               "unknown_pieces": int, "repairs": [repair...], "refused": bool}
     units   = {"problems": [problem...], "notes": [note...], "repairs": [repair...], "files": int}
     load    = {"entries": [{"hash", "rank", "prefix", "opened": int, "problems": [problem...]}...],
                "model": {"hash": str | null, "called": bool, "sentence": str} | null, "compiled": [command...]}
     problem, note = {"path": str below the root, "kind": word, "sentence": str}
     repair  = {"path": str below the root, "action": word, "sentence": str}
+
+The check says no where anything is damaged, missing or refused. A verdict alone makes it say no where an entry was
+named (or a bundle, which `import` takes whole or not at all), where no entry is supported here, and under `--strict`: a
+cache that many machines fill holds entries of others, and that is no failure of it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +36,7 @@ from cgtool.cache.trust import TrustPolicy
 from cgtool.cache.verify.findings import EntryFindings, UnitFindings
 from cgtool.cache.verify.native import glibc_of_entry
 from cgtool.cache.verify.repair import Repair
-from cgtool.cache.verify.verdict import Verdict, verdict, without_key
+from cgtool.cache.verify.verdict import Level, Verdict, verdict, without_key
 from cgtool.commands.verify_load import LoadProof
 from cgtool.errors import CacheError, CgtoolError, RefusedError
 from cgtool.plan import parse_plan
@@ -51,6 +55,7 @@ class EntryReport:
         missing_ranks: (prefix, rank) of each rank that should be there.
         unknown_pieces: How many compiled pieces are missing that cannot be named.
         repairs: What was done about it before this was found.
+        refused: Whether load would not believe it: for who may write to it, or for want of a signature.
     """
 
     findings: EntryFindings
@@ -59,6 +64,7 @@ class EntryReport:
     missing_ranks: tuple[tuple[str, int], ...] = ()
     unknown_pieces: int = 0
     repairs: tuple[Repair, ...] = ()
+    refused: bool = False
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -70,14 +76,13 @@ class EntryReport:
         """Whether every file is what it was and nothing is missing."""
         return not (self.findings.problems or self.holes or self.missing_ranks or self.unknown_pieces)
 
-    def is_ok(self, *, strict: bool) -> bool:
+    def is_ok(self, levels: Collection[Level]) -> bool:
         """Return whether the check says yes.
 
         Args:
-            strict: Whether only "optimal" will do.
+            levels: The verdicts that will do.
         """
-        fits = self.verdict.level == "optimal" or (self.verdict.level == "loads" and not strict)
-        return self.is_whole and (fits or self.is_unfinished)
+        return self.is_whole and not self.refused and (self.verdict.level in levels or self.is_unfinished)
 
     @property
     def is_unfinished(self) -> bool:
@@ -96,6 +101,7 @@ class EntryReport:
             "missing_ranks": [list(place) for place in self.missing_ranks],
             "unknown_pieces": self.unknown_pieces,
             "repairs": [repair.to_json(root) for repair in self.repairs],
+            "refused": self.refused,
         }
 
 
@@ -124,9 +130,16 @@ class VerifyReport:
     @property
     def ok(self) -> bool:
         """Whether the check says yes."""
-        entries = all(entry.is_ok(strict=self.strict) for entry in self.entries)
         units = self.units is None or not self.units.problems
-        return entries and units and (self.load is None or self.load.ok)
+        return not self.failed and units and (self.load is None or self.load.ok)
+
+    @property
+    def failed(self) -> tuple[EntryReport, ...]:
+        """The entries on account of which the check says no."""
+        levels: tuple[Level, ...] = ("optimal",) if self.strict else ("optimal", "loads")
+        if not self.strict and self.units is not None and any(entry.verdict.level in levels for entry in self.entries):
+            levels = (*levels, "unsupported")
+        return tuple(entry for entry in self.entries if not entry.is_ok(levels))
 
     @property
     def num_files(self) -> int:
@@ -180,6 +193,7 @@ def judged(
     """
     manifests = findings.manifests
     ranks = {manifest.rank for manifest in manifests}
+    against: tuple[str, ...] = ()
     if findings.key is None:
         damaged = any(problem.path.name == KEY_FILE for problem in findings.problems)
         why = f"its {KEY_FILE} is damaged or missing" if damaged else "it was never finished"
@@ -200,6 +214,7 @@ def judged(
         holes=coverage.holes,
         missing_ranks=_missing_ranks(manifests, world_size),
         unknown_pieces=sum(unknown.count for unknown in coverage.unknown),
+        refused=bool(against),
     )
 
 

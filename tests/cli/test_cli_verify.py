@@ -53,6 +53,7 @@ def test_a_whole_cache_is_verified_in_a_table_and_in_json(cache_root: Path) -> N
         "missing_ranks": [],
         "unknown_pieces": 0,
         "repairs": [],
+        "refused": False,
     }
     assert (report["schema"], report["root"], report["units"], report["load"]) == (1, str(cache_root), None, None)
     assert (report["files"], report["ok"]) == (8, False)
@@ -69,6 +70,38 @@ def test_what_load_refuses_because_others_may_write_it_is_not_called_optimal_and
     assert said["reasons"][1:] == before["reasons"]
     shared = run("verify", hash_[:12], "--cache-dir", cache_root, "--json", env={"CGTOOL_ALLOW_SHARED_CACHE": "1"})
     assert shared.report["entries"][0]["verdict"] == before
+
+
+def test_one_entry_that_load_refuses_fails_the_check_of_a_cache_with_others(cache_root: Path) -> None:
+    refused, fine = lay_whole(cache_root, seed=1), lay_whole(cache_root, seed=2)
+    (cache_root / "torch_compile_cache" / refused / "rank_0").chmod(0o777)
+    ran = run("verify", cache_root, "--json")
+    assert ran.code == 3
+    assert {entry["hash"]: entry["refused"] for entry in ran.report["entries"]} == {refused: True, fine: False}
+
+
+def test_an_entry_of_another_machine_fails_the_check_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    """A cache that many machines fill is whole, whatever this one supports of it."""
+    cache, alone, bundle = tmp_path / "cache", tmp_path / "alone", tmp_path / "both.tar.zst"
+    other = {"torch": {"version": "1.0.0"}}
+    here, there = lay_whole(cache), lay_whole(cache, factors=other)
+    lay_whole(alone, factors=other)
+    table, named = run("verify", cache), run("verify", there[:12], "--cache-dir", cache)
+    assert run("export", bundle, "--all", "--cache-dir", cache).code == 0
+    report = run("verify", cache, "--json").report
+    assert {entry["hash"]: entry["verdict"]["level"] for entry in report["entries"]} == {
+        here: "optimal",
+        there: "unsupported",
+    }
+    assert (table.code, report["ok"]) == (0, True)
+    assert f"{short(there)} is unsupported here:\n  - " in table.out
+    assert table.out.splitlines()[-1].startswith(f"Verified 2 entries in {cache} (")
+    assert table.out.splitlines()[-1].endswith("; 1 of them is for other machines")
+    assert (named.code, named.out.splitlines()[-1][:32]) == (3, "Not verified: 1 entry of 1 (read")
+    folder = CacheLayout(root=cache).entry_dir(there)
+    asked = [(folder,), (cache, "--strict"), (alone,), (bundle,)]
+    assert [run("verify", *arguments).code for arguments in asked] == [3, 3, 3, 3]
+    assert run("verify", here[:12], "--cache-dir", cache, "--strict").code == 0
 
 
 def test_the_process_that_opens_asks_what_load_asks_before_it_opens_anything(cache_root: Path) -> None:
