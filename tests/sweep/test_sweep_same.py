@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ import torch
 from torch import nn
 
 import cgtool
+from cgtool.build import stitch as stitch_module
 from cgtool.build.pipeline import warm
+from cgtool.cache.layout import CacheLayout
 from cgtool.config import CompilationConfig
 
 pytestmark = pytest.mark.torch
@@ -53,6 +56,20 @@ def python(*arguments: str, cwd: Path, path: tuple[Path, ...] = (ROOT, HERE), **
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def test_the_order_in_which_dynamo_names_its_guards_makes_no_other_entry(same_root, tmp_path, monkeypatch):
+    def turned(*arguments):
+        found = stitch_module.stitch_as_it_is(*arguments)
+        variants = [replace(v, model_guards=v.model_guards[::-1]) for v in found.plan.variants]
+        assert any(len(variant.model_guards) > 1 for variant in variants)
+        return replace(found, plan=replace(found.plan, variants=tuple(variants)))
+
+    monkeypatch.setattr(stitch_module, "stitch_as_it_is", stitch_module.stitch, raising=False)
+    monkeypatch.setattr(stitch_module, "stitch", turned)
+    with torch.no_grad():
+        result = warm(subject.build(), config=CompilationConfig(adaptor="eager"), cache_dir=tmp_path)
+    assert CacheLayout(root=same_root).hashes() == [result.hash]
 
 
 PROCESSES = {
