@@ -103,8 +103,14 @@ def key_id(key: Ed25519PublicKey) -> str:
 
 
 def sign(data: bytes, keys: Iterable[Ed25519PrivateKey]) -> bytes:
-    """Return the text of the `bundle.sig` in which each of `keys` signs `data`."""
+    """Return the text of the `bundle.sig` in which each of `keys` signs `data`.
+
+    Raises:
+        UsageError: There are more keys than a reader takes.
+    """
     signed = {key_id(key.public_key()): key.sign(data) for key in keys}
+    if len(signed) > _MOST_SIGNATURES:
+        raise UsageError(f"{len(signed)} keys are too many: sign with at most {_MOST_SIGNATURES}.", actual=len(signed))
     rows = [
         {"key": name, "signature": base64.b64encode(signature).decode("ascii")}
         for name, signature in sorted(signed.items())

@@ -195,3 +195,10 @@ def test_keys_of_openssh_are_read(tmp_path):
     )
     signed = sign(DATA, [load_private_key(tmp_path / "id")])
     assert check(DATA, signed, load_public_keys([tmp_path / "id.pub"]), what="It")
+
+
+def test_more_signatures_than_a_reader_takes_are_not_made():
+    keys = [ed25519.Ed25519PrivateKey.generate() for _ in range(65)]
+    assert len(parse_signatures(sign(DATA, keys[:64]))) == 64
+    with pytest.raises(UsageError, match="65 keys are too many: sign with at most 64"):
+        sign(DATA, keys)

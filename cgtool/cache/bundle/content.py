@@ -13,7 +13,6 @@ from pathlib import Path
 
 from cgtool.cache.bundle.index import Member
 from cgtool.cache.bundle.limits import (
-    MAX_PACKAGE_BYTES,
     MAX_PLAN_CHARACTERS,
     MAX_PLAN_NUMBERS,
     MAX_PLAN_VALUES,
@@ -80,7 +79,7 @@ def check_entry(layout: CacheLayout, hash_: str, members: Iterable[Member]) -> E
     if key_name not in there:
         raise refused("missing_member", "is missing", member=key_name)
     with _believing(key_name, "corrupt_key"):
-        check_values((layout.root / key_name).read_bytes(), member=key_name, most=MAX_RECORD_VALUES)
+        check_growth((layout.root / key_name).read_bytes(), key_name)
         key = read_key(layout, hash_)
     if key is None:
         raise refused("missing_member", "is missing", member=key_name)
@@ -114,7 +113,7 @@ def _check_rank(layout: CacheLayout, name: RankName, there: Mapping[str, Member]
     path = layout.root / manifest_name
     with _believing(manifest_name, "corrupt_manifest"):
         data = path.read_bytes()
-        check_values(data, member=manifest_name, most=MAX_RECORD_VALUES)
+        check_growth(data, manifest_name)
         manifest = parse_manifest(data, path=path, name=name)
     for file, record in manifest.files.items():
         member = there.get(f"{folder}/{file}")
@@ -132,8 +131,7 @@ def _check_rank(layout: CacheLayout, name: RankName, there: Mapping[str, Member]
 def _check_plan(path: Path, name: str, manifest: Manifest) -> None:
     with _believing(name, "corrupt_plan"):
         data = path.read_bytes()
-        check_values(data, member=name, most=MAX_PLAN_VALUES)
-        _check_growth(json.loads(data), name)
+        check_growth(data, name)
         plan = parse_plan(data, path=path)
         steps = [{step.piece for step in variant.steps} for variant in plan.variants]
     _check_rows(plan, steps, manifest, name)
@@ -153,7 +151,26 @@ def _check_rows(plan: Plan, steps: list[set[int]], manifest: Manifest, name: str
             raise refused("corrupt_plan", "lacks a piece that its manifest names", member=name, actual=row.piece_index)
 
 
-def _check_growth(document: Json, name: str) -> None:
+def check_growth(data: bytes, name: str) -> None:
+    """Check what a record comes to, before it is parsed.
+
+    Args:
+        data: Its bytes.
+        name: The member that it is; a text that nobody parses passes.
+
+    Raises:
+        RefusedError: bomb; or corrupt_plan for what is no plan.
+    """
+    file = name.rpartition("/")[2]
+    if file == PLAN_FILE:
+        check_values(data, member=name, most=MAX_PLAN_VALUES)
+        with _believing(name, "corrupt_plan"):
+            _check_runs(json.loads(data), name)
+    elif file in (KEY_FILE, MANIFEST_FILE):
+        check_values(data, member=name, most=MAX_RECORD_VALUES)
+
+
+def _check_runs(document: Json, name: str) -> None:
     """Check what a plan's runs and texts come to, before they are made: a few bytes may promise gigabytes."""
     texts = document["texts"]
     lengths: list[int] = []
@@ -194,10 +211,8 @@ def check_package(path: Path, member: Member) -> None:
     """Check that a package holds native code, kernels and metadata of ours, and nothing else.
 
     Raises:
-        RefusedError: strange_package or too_large.
+        RefusedError: strange_package.
     """
-    if member.size_bytes > MAX_PACKAGE_BYTES:
-        raise refused("too_large", "is a package of more than 4 GiB", member=member.path, actual=member.size_bytes)
     try:
         unpack(path.read_bytes(), vouched=True)
     except ArtifactError as error:

@@ -11,10 +11,13 @@ Members are sorted by path, and do not count bundle.json and bundle.sig. Names a
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterable
 from typing import Any
 
 from cgtool import __version__
 from cgtool.cache.bundle.limits import (
+    MAX_PACKAGE_BYTES,
     MAX_PLAN_BYTES,
     MAX_RECORD_BYTES,
     MAX_RECORD_VALUES,
@@ -22,7 +25,7 @@ from cgtool.cache.bundle.limits import (
     Limits,
     check_values,
 )
-from cgtool.cache.bundle.names import INDEX_FILE, Place, check_distinct, place_of
+from cgtool.cache.bundle.names import INDEX_FILE, PACKAGE_KIND, Place, check_distinct, place_of
 from cgtool.cache.bundle.refusals import refused
 from cgtool.cache.files import ARTIFACT_MODE, RECORD_MODE
 from cgtool.cache.layout import ARTIFACTS, KEY_FILE, MANIFEST_FILE, PLAN_FILE, is_hash
@@ -121,14 +124,10 @@ def parse_index(data: bytes, *, limits: Limits) -> Index:
     writer, members = record.get("cgtool"), record.get("members")
     if not isinstance(members, list) or not _is_version(writer):
         raise refused("bad_index", "lacks a field", member=INDEX_FILE)
-    if len(members) > limits.max_members:
-        why = f"promises {len(members)} members"
-        raise refused("too_large", why, member=INDEX_FILE, expected=limits.max_members, actual=len(members))
+    check_number(len(members), limits)
     index = Index(members=tuple(map(_member, members)), cgtool=str(writer))
+    check_members(index.members)
     names = [member.path for member in index.members]
-    check_distinct(names)
-    for member in index.members:
-        _check(member)
     if names != sorted(names):
         raise refused("bad_index", "does not name the members in order", member=INDEX_FILE)
     if index.size_bytes > limits.max_bytes:
@@ -142,6 +141,29 @@ def parse_index(data: bytes, *, limits: Limits) -> Index:
     if index.to_bytes() != data:
         raise refused("bad_index", "is not spelled as an index is, or differs from its digest", member=INDEX_FILE)
     return index
+
+
+def check_number(count: int, limits: Limits) -> None:
+    """Check how many members there are.
+
+    Raises:
+        RefusedError: too_large.
+    """
+    if count > limits.max_members:
+        why = f"promises {count} members"
+        raise refused("too_large", why, member=INDEX_FILE, expected=limits.max_members, actual=count)
+
+
+def check_members(members: Iterable[Member]) -> None:
+    """Check names, digests and sizes, each for itself and the names together.
+
+    Raises:
+        RefusedError: too_large, bad_index, digest_mismatch, or what is wrong with a name.
+    """
+    members = tuple(members)
+    check_distinct(member.path for member in members)
+    for member in members:
+        _check(member)
 
 
 def _unknown_schema(record: dict[str, Any]) -> Exception:
@@ -176,7 +198,10 @@ def _check(member: Member) -> None:
             expected=place.file.partition(".")[0],
             actual=member.sha256,
         )
-    most = _MAX_BYTES.get(place.file, MAX_TEXT_BYTES)
-    if not place.kind and member.size_bytes > most:
-        why = f"promises {member.size_bytes} bytes of text"
+    if place.kind:
+        most = MAX_PACKAGE_BYTES if place.kind == PACKAGE_KIND else sys.maxsize
+    else:
+        most = _MAX_BYTES.get(place.file, MAX_TEXT_BYTES)
+    if member.size_bytes > most:
+        why = f"promises {member.size_bytes} bytes, and {most} are allowed"
         raise refused("too_large", why, member=member.path, expected=most, actual=member.size_bytes)

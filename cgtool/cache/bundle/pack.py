@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 from cgtool.cache import signatures
 from cgtool.cache.bundle.ahead import ahead
 from cgtool.cache.bundle.choose import Choice, trimmed
+from cgtool.cache.bundle.importable import check_importable
 from cgtool.cache.bundle.index import Index, Member
 from cgtool.cache.bundle.names import INDEX_FILE, SIGNATURE_FILE, names_of_folders
 from cgtool.cache.bundle.tar import CHUNK_BYTES, END, header_bytes, padding
@@ -84,7 +85,7 @@ def gather(layout: CacheLayout, names: Iterable[RankName], choice: Choice) -> Co
         UsageError: No row has one of the shapes.
         CacheCorruptError: Something of an entry is missing or not as its digest says.
         CacheSchemaError: Another version of cgtool wrote it.
-        CacheError: It cannot be read.
+        CacheError: It cannot be read, or `import` would refuse it.
     """
     found: dict[str, Content] = {}
     manifests = []
@@ -100,11 +101,11 @@ def gather(layout: CacheLayout, names: Iterable[RankName], choice: Choice) -> Co
             member = Member(path=path, sha256=row.digest, size_bytes=row.size_bytes)
             found[path] = Content(member=member, file=layout.root / path)
         manifests.append(manifest)
-    for path in found:
-        header_bytes(path, 0, 0)  # says so of a name that is too long before anything is written
     contents = tuple(found[path] for path in sorted(found))
     index = Index(members=tuple(content.member for content in contents))
-    return Contents(contents=contents, manifests=tuple(manifests), index=index, index_bytes=index.to_bytes())
+    index_bytes = index.to_bytes()
+    check_importable(index, index_bytes, {path: content.data for path, content in found.items() if content.data})
+    return Contents(contents=contents, manifests=tuple(manifests), index=index, index_bytes=index_bytes)
 
 
 def _add(found: dict[str, Content], path: str, data: bytes) -> None:

@@ -31,6 +31,11 @@ def shown(name: str) -> str:
     return repr(name if len(name) <= _SHOWN_CHARACTERS else f"{name[:_SHOWN_CHARACTERS]}…")
 
 
+def without_advice(error: RefusedError) -> str:
+    """Return what is wrong, without what whoever imports can do about it."""
+    return str(error).removesuffix(f" {_ADVICE}")
+
+
 def refused(
     reason: str, why: str, *, member: str | None = None, expected: Any = None, actual: Any = None, advice: str = _ADVICE
 ) -> RefusedError:
