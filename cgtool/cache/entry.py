@@ -16,8 +16,10 @@ A writer, under the rank's lock:
 A reader takes `<name>` if its bytes match the manifest's digest, or else the `.next` of that digest; if neither is
 there the manifest has been replaced meanwhile, and it starts over. Killed before 3, the entry is as before; killed
 after 3, it is as after, and the next writer does 4. A `.next` that no manifest names was left by a killed writer, and
-is removed. Where locks do not work, 4 copies and removes nothing that is not old, so that writers cannot take files
-from each other; rows of two simultaneous writers may then be lost, which costs a compile and never a wrong answer.
+is removed. Where a folder can be neither renamed nor removed at once, an entry is withdrawn in the other order: 4, then
+3, and then the rest. Where locks do not work, 4 copies and removes nothing that is not old, so that writers cannot take
+files from each other; rows of two simultaneous writers may then be lost, which costs a compile and never a wrong
+answer.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from cgtool.cache.files import (
     ensure_root,
     is_newer,
     read_bytes,
+    remove,
     sweep,
     sync_folder,
     write_atomic,
@@ -115,6 +118,29 @@ def read_entry(layout: CacheLayout, name: RankName, *, files: Iterable[str] = (P
             raise _broken(folder, manifest, next(file for file in wanted if file not in complete))
         earlier = manifest
     raise CacheError(f"{folder} kept changing while it was read. Try again.", path=folder)
+
+
+def withdraw(layout: CacheLayout, name: RankName) -> None:
+    """Take a manifest away, and leave a rank folder as of a writer that was killed before 3; nobody may write to it.
+
+    Args:
+        layout: Where the cache lies.
+        name: Which rank and prefix.
+
+    Raises:
+        CacheError: It cannot be taken away.
+    """
+    folder = layout.rank_dir(name)
+    with contextlib.suppress(CacheCorruptError, CacheSchemaError):  # whatever it names, nobody reads that
+        manifest = read_manifest(layout, name)
+        record = None if manifest is None else manifest.files.get(PLAN_FILE)
+        if record is not None:
+            data = read_bytes(folder / PLAN_FILE)
+            if data is not None and sha256_hex(data) == record.sha256:
+                write_atomic(_next(folder, PLAN_FILE, record.sha256), data)
+            remove(folder / PLAN_FILE)
+    remove(layout.manifest_file(name))
+    sync_folder(folder)
 
 
 class EntryWriter:

@@ -5,6 +5,10 @@
 Must not import torch. On a disk so full that no trash can be made, or where a link leads out of the cache in its
 place, a folder is renamed where it lies to the name of a temporary file, which nobody reads and every sweep removes.
 
+A folder that lies in the lower layer of an overlay file system cannot be renamed at all (EXDEV). It is emptied where it
+lies, and its manifests go first, that of the last rank before that of the first: killed in between, each rank is as
+before or gone, and what is left is an entry that no warm came to the end of. No room comes free by that.
+
 Nothing behind a link is removed: who could lay one into the cache could have anyone's files deleted through it.
 """
 
@@ -17,10 +21,12 @@ import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cgtool.cache.files import cache_error, sync_folder
-from cgtool.cache.layout import CacheLayout
+from cgtool.cache.entry import withdraw
+from cgtool.cache.files import cache_error, remove, sync_folder
+from cgtool.cache.layout import UNIT_FILE, CacheLayout, is_hash
 from cgtool.errors import CacheError
 
+_LOCK = "lock"
 #: A full disk, and a link in place of the trash.
 _NO_TRASH = frozenset({errno.ENOSPC, errno.EDQUOT, errno.ELOOP})
 
@@ -63,7 +69,7 @@ def put_aside(layout: CacheLayout, path: str) -> str | None:
 
     Args:
         layout: Where the cache lies.
-        path: The folder.
+        path: The folder; nobody else may write to it meanwhile.
 
     Returns:
         Its path now, for `remove_tree`, once the rename is flushed (`flush`); None where it was gone already.
@@ -81,6 +87,10 @@ def put_aside(layout: CacheLayout, path: str) -> str | None:
             trash_dir(layout).mkdir(parents=True, exist_ok=True)
             os.rename(path, target)  # noqa: PTH104 - as above
         except OSError as error:
+            if error.errno == errno.EXDEV:
+                _empty(layout, path)
+                os.mkdir(target)  # noqa: PTH102 - as above; what stands for it
+                return target
             if error.errno not in _NO_TRASH:
                 raise
             target = f"{os.path.dirname(path)}/.{name}.{os.getpid()}.{token}.tmp"  # noqa: PTH120 - as above
@@ -90,6 +100,22 @@ def put_aside(layout: CacheLayout, path: str) -> str | None:
     except OSError as error:
         raise cache_error(error, Path(path), doing="removed") from error
     return target
+
+
+def _empty(layout: CacheLayout, path: str) -> None:
+    """Remove a folder that cannot be renamed: first what readers start from, and the rest once that is flushed.
+
+    Raises:
+        CacheError: It cannot be removed whole.
+    """
+    name = os.path.basename(path)  # noqa: PTH119 - paths are str all over prune
+    ranks = list(layout.rank_names(name)) if path == f"{layout.base}/{name}" and is_hash(name) else []
+    for rank in reversed(ranks):
+        withdraw(layout, rank)
+    remove(Path(path) / UNIT_FILE)
+    sync_folder(Path(path))
+    for error in remove_tree(path):
+        raise error
 
 
 def flush(layout: CacheLayout, *folders: Path) -> None:
@@ -109,11 +135,11 @@ def remove_tree(path: str) -> Iterator[CacheError]:
         return
     unlisted: list[OSError] = []
     for above, folders, files in os.walk(path, topdown=False, onerror=unlisted.append):
-        for name in files:
-            yield from _removed(os.unlink, f"{above}/{name}")
         for name in folders:
             inner = f"{above}/{name}"
             yield from _removed(os.unlink if os.path.islink(inner) else os.rmdir, inner)  # noqa: PTH114 - as above
+        for name in sorted(files, key=_LOCK.__eq__):  # whoever removes a unit where it lies holds it to the last
+            yield from _removed(os.unlink, f"{above}/{name}")
     for error in unlisted:
         if not isinstance(error, FileNotFoundError):
             yield cache_error(error, Path(error.filename), doing="removed")

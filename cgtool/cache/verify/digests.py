@@ -139,8 +139,9 @@ class EntryCheck:
             names = []
         for name in names:
             self._rank(name)
-        has_key = os.path.lexists(self._layout.key_file(self.hash))
-        if self._key is None and not has_key and (self._manifests or not os.path.lexists(self._folder / ARTIFACTS)):
+        there = _names(self._folder)
+        begun = ARTIFACTS in there or (not there and self._folder.is_dir())
+        if self._key is None and KEY_FILE not in there and (self._manifests or not begun):
             self._problems.append(found.missing(self._layout.key_file(self.hash), "every entry"))
         elif not self._manifests and not self._problems:
             self._notes.append(unfinished(self._folder))
