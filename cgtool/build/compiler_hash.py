@@ -9,7 +9,8 @@ import torch
 from cgtool.build import _torch
 from cgtool.digests import digest_of
 from cgtool.errors import ConfigError
-from cgtool.guards.environment import compiler_version, environment_factors, plain
+from cgtool.guards.environment import environment_factors, plain
+from cgtool.host import compiler_version
 from cgtool.pieces import Json
 from cgtool.variables import environment
 

@@ -16,30 +16,18 @@ import importlib.util
 import os
 import platform
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 
+from cgtool import host
 from cgtool.digests import digest_of
 from cgtool.pieces import Json
 from cgtool.records import dataclass
 from cgtool.variables import environment
 
-_COMPILER = "g++"
-_COMPILER_SECS = 20.0
-_TRITONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm", "pytorch-triton-xpu")
 #: What torch's own version.py assigns, by our names.
 _BUILD = {"version": "__version__", "version_git": "git_version", "with_cuda": "cuda", "with_hip": "hip"}
 _ASSIGNED = r"^{}\s*(?::[^=\n]*)?=\s*(?:None|'([^'\n]*)'|\"([^\"\n]*)\")\s*$"
-#: Flags of /proc/cpuinfo that name instructions, as the key's factor picks them.
-_INSTRUCTIONS = re.compile(
-    r"(sse|ssse|avx|amx|fma|bmi|f16c|popcnt|abm|lzcnt|aes|vaes|sha|gfni|pclmulqdq|vpclmulqdq|movbe|adx|rdrnd|rdseed|cx16"
-    r"|xsave|movdiri|movdir64b|clwb|clflushopt|serialize|asimd|sve|sme|neon|fp16|fphp|bf16|i8mm|atomics|dotprod|crc32"
-    r"|fcma|jscvt|lrcpc|vsx|altivec).*\Z"
-)
 _AVX512 = frozenset({"avx512vl", "avx512bw", "avx512dq", "fma"})
 _AVX2 = frozenset({"avx2", "fma"})
 #: The variable with which a user takes vector instructions away from torch, and what torch calls the rest.
@@ -125,15 +113,15 @@ class Machine:
 def this_machine() -> Machine:
     """Return what this machine is. Starts the C++ compiler once, to ask for its version."""
     build = _torch_build()
-    flags = _cpu_flags()
+    flags = host.cpu_flags()
     driver = _nvidia() if build is not None and build["with_cuda"] else None
     variables = environment().code_variables
     return Machine(
         torch=build,
-        triton=_triton(),
-        python=f"{sys.implementation.name} {sys.version_info.major}.{sys.version_info.minor}",
+        triton=host.triton_version(),
+        python=host.python_name(),
         python_version=platform.python_version(),
-        compiler=_compiler(),
+        compiler=host.compiler_version(),
         machine=platform.machine(),
         capability=_capability(flags, variables.get(_CAPABILITY)),
         instructions=digest_of(flags) if flags else None,
@@ -171,44 +159,6 @@ def _torch_build() -> dict[str, str | None] | None:
         return parse_build(Path(spec.origin).with_name("version.py").read_text(encoding="utf-8"))
     except (ImportError, ValueError, OSError):
         return None
-
-
-def _triton() -> str | None:
-    for name in _TRITONS:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return metadata.version(name)
-    return None
-
-
-def _compiler() -> str | None:
-    program, *_ = (environment().cxx or "").split() or [_COMPILER]
-    found = shutil.which(program)
-    if found is None:
-        return None
-    try:
-        done = subprocess.run(  # noqa: S603 - the compiler that torch itself would run
-            [found, "--version"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            check=False,
-            timeout=_COMPILER_SECS,
-            encoding="utf-8",
-            errors="replace",
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    lines = done.stdout.strip().splitlines()
-    # GCC begins with the name that it was called by
-    return re.sub(r"^\S+ (?=\()", "", lines[0]) if done.returncode == 0 and lines else None
-
-
-def _cpu_flags() -> list[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    match = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    return sorted(flag for flag in match.group(1).split() if _INSTRUCTIONS.match(flag)) if match else []
 
 
 def _capability(flags: list[str], forced: str | None) -> str | None:

@@ -1,42 +1,22 @@
 """What of this machine and process decides compiled code, as named factors. Torch alone: no Inductor, no Dynamo.
 
 A factor is the same in a process that imported Inductor and in one that did not, wherever things are installed, and for
-every index of a device. The first version of a compiler is asked of it once per process, and again only when its file
-changed.
+every index of a device.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import platform
-import re
-import shutil
-import subprocess
-import sys
-import threading
 from functools import lru_cache
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from cgtool import host
 from cgtool.digests import digest_of
 from cgtool.guards import _torch as private
 from cgtool.pieces import Json
 from cgtool.variables import environment
-
-#: What Inductor takes on Linux where CXX says nothing.
-_COMPILER = "g++"
-_COMPILER_SECS = 20.0
-#: How flags of /proc/cpuinfo that name instructions begin; the others speak of power, mitigations and virtual machines.
-_INSTRUCTIONS = (
-    *("sse", "ssse", "avx", "amx", "fma", "bmi", "f16c", "popcnt", "abm", "lzcnt", "aes", "vaes", "sha", "gfni"),
-    *("pclmulqdq", "vpclmulqdq", "movbe", "adx", "rdrnd", "rdseed", "cx16", "xsave", "movdiri", "movdir64b", "clwb"),
-    *("clflushopt", "serialize", "asimd", "sve", "sme", "neon", "fp16", "fphp", "bf16", "i8mm", "atomics", "dotprod"),
-    *("crc32", "fcma", "jscvt", "lrcpc", "vsx", "altivec"),
-)
 
 
 def environment_factors() -> dict[str, Json]:
@@ -53,7 +33,7 @@ def environment_factors() -> dict[str, Json]:
         inductor: settings of Inductor that were changed in this process.
     """
     factors = factors_but_compiler()
-    return {name: compiler_version() if name == "compiler" else factors[name] for name in _NAMES}
+    return {name: host.compiler_version() if name == "compiler" else factors[name] for name in _NAMES}
 
 
 _NAMES = ("torch", "triton", "python", "compiler", "target", "precision", "inductor_environment", "inductor")
@@ -63,105 +43,13 @@ def factors_but_compiler() -> dict[str, Json]:
     """Return the factors of `environment_factors` that no other process is asked for."""
     return {
         "torch": _torch_build(),
-        "triton": _triton(),
-        "python": f"{sys.implementation.name} {sys.version_info.major}.{sys.version_info.minor}",
+        "triton": host.triton_version(),
+        "python": host.python_name(),
         "target": {"cpu": _cpu(), "accelerators": _accelerators()},
         "precision": _precision(),
         "inductor_environment": dict(environment().code_variables),
         "inductor": {name: plain(value) for name, value in sorted(private.changed_inductor_settings().items())},
     }
-
-
-#: Path, modification time and size of a compiler.
-_Compiler = tuple[str, int, int]
-
-
-def ask_compiler() -> None:
-    """Ask the C++ compiler for its version without waiting for the answer, which `compiler_version` returns."""
-    compiler = _compiler()
-    if compiler is not None:
-        _question(compiler)
-
-
-def compiler_version() -> str | None:
-    """Return what the C++ compiler that torch would call says it is, or None where there is none that works."""
-    compiler = _compiler()
-    return None if compiler is None else _question(compiler).answer()
-
-
-class _Question:
-    """A compiler that is asked for its version; several threads may wait for the answer.
-
-    Args:
-        program: The path of the compiler.
-    """
-
-    def __init__(self, program: str) -> None:
-        self._program = program
-        self._lock = threading.Lock()
-        self._process = _start(program)
-        self._is_answered = False
-        self._answer: str | None = None
-
-    def answer(self) -> str | None:
-        """Return what it says; waits until it has."""
-        with self._lock:
-            if not self._is_answered:
-                process, self._process = self._process or _start(self._program), None  # anew where that was broken off
-                self._answer = None if process is None else _said_by(process)
-                self._is_answered = True
-            return self._answer
-
-
-_questions: dict[_Compiler, _Question] = {}
-_lock = threading.Lock()
-
-
-def _question(compiler: _Compiler) -> _Question:
-    with _lock:
-        if compiler not in _questions:
-            _questions[compiler] = _Question(compiler[0])
-        return _questions[compiler]
-
-
-def _compiler() -> _Compiler | None:
-    program, *_ = (environment().cxx or "").split() or [_COMPILER]
-    found = shutil.which(program)
-    if found is None:
-        return None
-    try:
-        stat = os.stat(found)  # noqa: PTH116 - a path costs more than the look
-    except OSError:
-        return None
-    return found, stat.st_mtime_ns, stat.st_size
-
-
-def _start(program: str) -> subprocess.Popen[str] | None:
-    try:
-        return subprocess.Popen(  # noqa: S603 - the compiler that torch itself would run
-            [program, "--version"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            encoding="utf-8",
-            errors="replace",
-        )
-    except OSError:
-        return None
-
-
-def _said_by(process: subprocess.Popen[str]) -> str | None:
-    with process:
-        try:
-            answer, _ = process.communicate(timeout=_COMPILER_SECS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return None
-    lines = answer.strip().splitlines()
-    if process.returncode != 0 or not lines:
-        return None  # what cannot say its version compiles nothing
-    # GCC begins with the name that it was called by: c++, g++ and x86_64-linux-gnu-g++ are one compiler
-    return re.sub(r"^\S+ (?=\()", "", lines[0])
 
 
 @lru_cache(maxsize=1)
@@ -176,36 +64,14 @@ def _torch_build() -> Json:
 
 
 @lru_cache(maxsize=1)
-def _triton() -> str | None:
-    if importlib.util.find_spec("triton") is None:  # the module of all its packages, quicker to look for than they are
-        return None
-    for name in ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm", "pytorch-triton-xpu"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-@lru_cache(maxsize=1)
 def _cpu() -> Json:
     machine = platform.machine()
-    flags = _cpu_flags()
+    flags = host.cpu_flags()
     return {
         "machine": machine,
         "capability": torch.backends.cpu.get_cpu_capability(),
         "instructions": digest_of(flags) if flags else None,
     }
-
-
-def _cpu_flags() -> list[str]:
-    """Return the instruction sets of the first CPU; [] where the system does not say."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    match = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    return sorted(flag for flag in match.group(1).split() if flag.startswith(_INSTRUCTIONS)) if match else []
 
 
 def _accelerators() -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from cgtool import host
 from cgtool.digests import digest_of
 from cgtool.guards import environment
 from cgtool.guards.names import qualified_name
@@ -32,7 +33,7 @@ class Facts:
     @property
     def compiler(self) -> str | None:
         """What the C++ compiler says of itself, or None where none works; waits for it."""
-        return environment.compiler_version()
+        return host.compiler_version()
 
     @property
     def factors(self) -> dict[str, Json]:
@@ -42,7 +43,7 @@ class Facts:
 
 def facts_of(module: torch.nn.Module) -> Facts:
     """Return the facts of `module` as it is now."""
-    environment.ask_compiler()  # it answers while the model is looked at
+    host.ask_compiler()  # it answers while the model is looked at
     model = {"class": qualified_name(type(module))}
     state = state_of(module)
     return Facts(

@@ -12,7 +12,7 @@ import sys
 import pytest
 from hold_harness import CHILD, NAMES, Bare, warm_model
 
-from cgtool.guards.environment import compiler_version
+from cgtool.host import compiler_version
 
 pytestmark = pytest.mark.torch
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812 - what everyone calls it
 from torch import nn
 
 import cgtool
+from cgtool import host
 from cgtool.build.pipeline import warm
 from cgtool.cache import key as cache_key
 from cgtool.config import CompilationConfig
@@ -265,21 +266,25 @@ def test_a_key_field_of_the_configuration_is_a_miss(name, warm_root):
 
 
 @pytest.mark.parametrize(
-    ("factor", "value", "words"),
+    ("asked", "value", "words"),
     [
         (
-            "_torch_build",
+            (environment, "_torch_build"),
             {"version": "9.9.9", "version_git": "0", "with_cuda": None, "with_hip": None},
             r"torch\.version .*9\.9\.9",
         ),
-        ("_triton", "9.9.9", r"triton.*9\.9\.9"),
-        ("compiler_version", "g++ 99.1", r"compiler.*99\.1"),
-        ("_cpu", {"machine": "riscv", "capability": "DEFAULT", "instructions": None}, r"target.*riscv|target\.cpu"),
-        ("_accelerators", ["sm_90 x132"], r"target\.accelerators"),
+        ((host, "triton_version"), "9.9.9", r"triton.*9\.9\.9"),
+        ((host, "compiler_version"), "g++ 99.1", r"compiler.*99\.1"),
+        (
+            (environment, "_cpu"),
+            {"machine": "riscv", "capability": "DEFAULT", "instructions": None},
+            r"target.*riscv|target\.cpu",
+        ),
+        ((environment, "_accelerators"), ["sm_90 x132"], r"target\.accelerators"),
     ],
 )
-def test_another_environment_is_a_miss(factor, value, words, warm_root, monkeypatch):
-    monkeypatch.setattr(environment, factor, lambda: value)
+def test_another_environment_is_a_miss(asked, value, words, warm_root, monkeypatch):
+    monkeypatch.setattr(*asked, lambda: value)
     assert re.search(words, first_reason(subject.build().module, warm_root))
 
 

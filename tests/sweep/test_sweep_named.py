@@ -14,6 +14,7 @@ import sweep_subject as subject
 import torch
 from test_sweep_changes import CHANGES, CONFIGS, EAGER
 
+from cgtool import host
 from cgtool.build.pipeline import warm
 from cgtool.cache.compare.entries import EntrySide, compare_entries
 from cgtool.cache.layout import CacheLayout
@@ -111,16 +112,24 @@ def test_a_field_of_the_configuration_is_named_first(name, base, tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        ("_torch_build", {"version": "9.9.9", "version_git": "0", "with_cuda": None}, r"torch\.version .*9\.9\.9"),
-        ("_triton", "9.9.9", r"triton.*9\.9\.9"),
-        ("compiler_version", "g++ 99.1", r"compiler.*99\.1"),
-        ("_cpu", {"machine": "riscv", "capability": "DEFAULT", "instructions": None}, r"target\.cpu"),
-        ("_accelerators", ["sm_90 x132"], r"target\.accelerators"),
+        (
+            (environment, "_torch_build"),
+            {"version": "9.9.9", "version_git": "0", "with_cuda": None},
+            r"torch\.version .*9\.9\.9",
+        ),
+        ((host, "triton_version"), "9.9.9", r"triton.*9\.9\.9"),
+        ((host, "compiler_version"), "g++ 99.1", r"compiler.*99\.1"),
+        (
+            (environment, "_cpu"),
+            {"machine": "riscv", "capability": "DEFAULT", "instructions": None},
+            r"target\.cpu",
+        ),
+        ((environment, "_accelerators"), ["sm_90 x132"], r"target\.accelerators"),
     ],
 )
 def test_a_part_of_the_environment_is_named_first(change, base, tmp_path, monkeypatch):
-    factor, value, words = change
-    monkeypatch.setattr(environment, factor, lambda: value)
+    asked, value, words = change
+    monkeypatch.setattr(*asked, lambda: value)
     reason = first_reason(subject.build(), base)
     assert re.search(words, reason), reason
     difference = first_difference(base, warmed(subject.build(), tmp_path, EAGER))

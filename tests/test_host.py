@@ -1,0 +1,73 @@
+"""What a machine says of itself: a compiler is asked once, and of a processor its instructions count."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from cgtool import host
+
+
+def compiler_at(folder, line, name="g++"):
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(f'#!/bin/sh\necho run >> "{folder}/runs"\necho "{line}"\necho more\n')
+    path.chmod(0o755)
+    return path
+
+
+def test_a_compiler_is_its_version_and_not_its_path(tmp_path, monkeypatch):
+    here = compiler_at(tmp_path / "a", "g++ (Debian 12.2.0) 12.2.0")
+    there = compiler_at(tmp_path / "b", "c++ (Debian 12.2.0) 12.2.0", name="c++")
+    newer = compiler_at(tmp_path / "c", "x86_64-linux-gnu-g++ (Debian 13.1.0) 13.1.0")
+    found = []
+    for path in (here, there, newer, tmp_path / "nowhere"):
+        monkeypatch.setenv("CXX", str(path))
+        found.append(host.compiler_version())
+    assert found == ["(Debian 12.2.0) 12.2.0", "(Debian 12.2.0) 12.2.0", "(Debian 13.1.0) 13.1.0", None]
+
+
+def test_a_compiler_is_asked_once_until_it_changes(tmp_path, monkeypatch):
+    path = compiler_at(tmp_path / "a", "clang version 14.0.6")
+    monkeypatch.setenv("CXX", str(path))
+    for _ in range(3):
+        assert host.compiler_version() == "clang version 14.0.6"
+    assert (path.parent / "runs").read_text().count("run") == 1
+    compiler_at(tmp_path / "a", "clang version 15.0.0.1")
+    assert host.compiler_version() == "clang version 15.0.0.1"
+
+
+def test_threads_that_ask_a_compiler_at_once_get_one_answer_of_one_run(tmp_path, monkeypatch):
+    path = compiler_at(tmp_path / "a", "clang version 14.0.6")
+    path.write_text(path.read_text().replace("echo more", "sleep 0.2"))
+    monkeypatch.setenv("CXX", str(path))
+
+    def ask(_):
+        host.ask_compiler()
+        return host.compiler_version()
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(ask, range(8))) == ["clang version 14.0.6"] * 8
+    assert (path.parent / "runs").read_text().count("run") == 1
+
+
+def test_flags_that_are_no_instructions_do_not_enter(tmp_path, monkeypatch):
+    flags = ("ibpb", "avx512f", "hypervisor", "constant_tsc", "amx_tile", "md_clear", "vmx")
+    assert [flag for flag in flags if flag.startswith(host._INSTRUCTIONS)] == ["avx512f", "amx_tile"]
+
+
+def test_a_compiler_that_fails_or_babbles_is_none(tmp_path, monkeypatch):
+    for index, text in enumerate(("echo 'g++ (Debian 12.2.0) 12.2.0'; exit 1", "exit 0", "kill -9 $$")):
+        path = tmp_path / f"g++{index}"
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("CXX", str(path))
+        assert host.compiler_version() is None
+    path.write_text("#!/bin/sh\nprintf 'g++ (\\377) 1'\n")
+    assert host.compiler_version() == "(\N{REPLACEMENT CHARACTER}) 1"
+
+
+def test_a_blank_name_of_a_compiler_is_no_name(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    expected = host.compiler_version()
+    monkeypatch.setenv("CXX", " ")
+    assert host.compiler_version() == expected
