@@ -92,7 +92,7 @@ def inspect_cache(options: CacheOptions) -> CacheReport:
 
     Raises:
         UsageError: A filter or the order is outside of its grammar.
-        CacheError: `path` is no folder, or cannot be listed.
+        CacheError: `path` is no folder, cannot be listed, or holds other things than a cache.
     """
     now = time.time()
     passes = [parse_filter(expression, now=now) for expression in options.filters]
@@ -101,6 +101,10 @@ def inspect_cache(options: CacheOptions) -> CacheReport:
     # Another system's cache is told from ours by looking at `root`, and would be read here by its own reader.
     # A cache that was named must be there; the default one may wait for its first warm.
     listing = scan(root, missing_ok=options.path is None, artifacts=False)
+    if not listing.entries:
+        from cgtool.cache.readers.detect import check_known  # the readers of all systems, for what holds no entry
+
+        check_known(root)
     matching = [entry for entry in listing.entries if all(test(entry) for test in passes)]
     shown = matching if order is None else order(matching)
     return CacheReport(

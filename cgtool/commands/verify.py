@@ -73,7 +73,7 @@ def verify(options: VerifyOptions, on_event: OnEvent = ignore) -> VerifyReport:
     Raises:
         UsageError: A target fits no entry or several; or a bundle is to be loaded or mended.
         RefusedError: A bundle is not whole, or not what its index says.
-        CacheError: There is no such cache, or it cannot be listed; with `options.repair`, or be written.
+        CacheError: There is no such cache, it is none, or it cannot be listed; with `options.repair`, or be written.
     """
     bundle = _bundle(options)
     if bundle is not None:
@@ -92,6 +92,10 @@ def _verified(options: VerifyOptions, on_event: OnEvent, *, policy: TrustPolicy 
     judge = partial(judged, layout, machine=this_machine(), world_size=options.world_size, policy=policy)
     entries: list[EntryReport] = []
     wanted = layout.hashes() if hashes is None else hashes
+    if not wanted:
+        from cgtool.cache.readers.detect import check_known  # the readers of all systems, for what holds no entry
+
+        check_known(layout.root)
     with hashing(options.jobs) as hasher:
         for findings in verify_entries(layout, wanted, hasher):
             entries.append(judge(findings))

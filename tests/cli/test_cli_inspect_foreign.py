@@ -143,6 +143,26 @@ def test_cgtools_own_cache_and_what_no_one_knows_go_the_usual_way(tmp_path):
     assert "does not exist" in missing.report["error"]["message"]
 
 
+def test_a_folder_of_other_things_is_no_cache_and_an_empty_one_is_an_empty_cache(tmp_path):
+    home, empty, begun = (tmp_path / name for name in ("home\x1b[2J", "empty", "begun"))
+    (home / "Documents").mkdir(parents=True)
+    (home / ".profile").write_text("export A=1\n")
+    empty.mkdir()
+    (begun / "torch_compile_cache").mkdir(parents=True)
+    asked = [["inspect", "cache", str(path), "--json"] for path in (home, empty, begun)]
+    by_variable = {"CGTOOL_CACHE_DIR": str(home)}
+    runs = [*((tmp_path, {}, arguments) for arguments in [*asked, ["inspect", "cache", str(home)]])]
+    runs += [(tmp_path, by_variable, ["inspect", "cache"]), (tmp_path, {}, ["verify", str(home)])]
+    document, of_empty, of_begun, *plain = run_many(runs)
+    said = (
+        f"{tmp_path}/home\\x1b[2J is no cache that cgtool knows: none of its own, of vLLM, ATOM, torch's Inductor or "
+        "Triton, and no mega-cache file. Name the cache's folder or file."
+    )
+    assert (document.code, document.report["error"]["message"]) == (1, said)
+    assert [(ran.code, ran.out, ran.err) for ran in plain] == [(1, "", f"Error: {said}\n")] * 3
+    assert [(ran.code, ran.report["entries"]) for ran in (of_empty, of_begun)] == [(0, []), (0, [])]
+
+
 def test_the_help_names_the_systems():
     ran = run("inspect", "cache", "--help")
     assert ran.code == 0

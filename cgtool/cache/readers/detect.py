@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cgtool.cache.layout import CacheLayout
 from cgtool.cache.readers.own import is_own, read_own
 from cgtool.cache.readers.records import ForeignCache
 from cgtool.cache.readers.single_files import detect_file, read_file
@@ -60,13 +61,35 @@ def read_cache(path: Path) -> ForeignCache:
     path = path.absolute()
     system = detect(path)
     if system is None:
-        raise CacheError(
-            f"{shown(path)} is no cache that cgtool knows: none of its own, of vLLM, ATOM, torch's Inductor or Triton, "
-            "and no mega-cache file. Name the cache's folder or file.",
-            path=path,
-            expected=SYSTEMS,
-        )
+        raise _unknown(path)
     return _READERS[system](path)
+
+
+def check_known(root: Path) -> None:
+    """Check that a folder without entries is one that cgtool may fill, and not a folder of other things.
+
+    Args:
+        root: A cache's root, as `resolve_root` gives it; it may be missing.
+
+    Raises:
+        CacheError: Something is in it, and no known system wrote it; or it cannot be listed.
+    """
+    try:
+        holds_others = root.is_dir() and not CacheLayout(root=root).base.is_dir() and any(root.iterdir())
+    except OSError as error:
+        message = f"{shown(root)} could not be listed: {error.strerror}. Check its permissions."
+        raise CacheError(message, path=root) from error
+    if holds_others and detect(root) is None:
+        raise _unknown(root)
+
+
+def _unknown(path: Path) -> CacheError:
+    return CacheError(
+        f"{shown(path)} is no cache that cgtool knows: none of its own, of vLLM, ATOM, torch's Inductor or Triton, "
+        "and no mega-cache file. Name the cache's folder or file.",
+        path=path,
+        expected=SYSTEMS,
+    )
 
 
 def _detect_folder(path: Path) -> str | None:
