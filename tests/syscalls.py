@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -31,17 +31,23 @@ CHANGES = (
 #: Calls that also look at it.
 ALL = f"{CHANGES},openat,read,pread64,newfstatat,statx,getdents64,mmap"
 
+_FLUSHES = ("fsync", "fdatasync")
+#: A call that failed, or a file that is opened as it lies there.
+_IDLE = re.compile(r"= -1 E[A-Z]+ \([^)]*\)$|^AT_FDCWD(?!.*\bO_CREAT\b).*\bO_(RDONLY|RDWR|WRONLY)\b")
 _LINE = re.compile(r"^(?P<pid>\d+) +(?P<name>\w+)\((?P<arguments>.*)$")
 _PR_SET_PTRACER = 0x59616D61
 _ATTACH_SECS = 20.0
+#: It once failed to attach for no reason that it told.
+_ATTEMPTS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One system call: the `nth` of its name in its thread, from 1 on."""
+    """One system call: the `nth` of its name in its thread, from 1 on, and whether it changed what others see."""
 
     name: str
     nth: int
+    changed: bool = field(default=True, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +82,8 @@ def calls_of(action: Callable[[], object], *, names: str = CHANGES, under: Path 
     for match in filter(None, map(_LINE.match, text.splitlines())):
         seen[match["pid"], match["name"]] += 1
         if under is None or str(under) in match["arguments"]:
-            found[Call(name=match["name"], nth=seen[match["pid"], match["name"]])] = None
+            changed = match["name"] not in _FLUSHES and not _IDLE.search(match["arguments"])
+            found[Call(name=match["name"], nth=seen[match["pid"], match["name"]], changed=changed)] = None
     return list(found)
 
 
@@ -90,6 +97,54 @@ def killed_at(call: Call, action: Callable[[], object]) -> bool:
     if ended.code not in (0, -signal.SIGKILL):
         raise AssertionError(f"{call}: ended with {ended.code}: {ended.said}")
     return ended.was_killed
+
+
+def each_call(
+    start: Path, work: Path, action: Callable[[], object], *, names: str = ALL, stride: int = 1
+) -> Iterator[Call]:
+    """Yield each system call by which an action touches a folder, before each of which the folder is as at the start.
+
+    Args:
+        start: A folder as it is before the action; it may be missing.
+        work: Where the copy of it is that the action works on.
+        action: What is run.
+        names: The calls that count, as strace names them.
+        stride: 1 yields all of them, 7 every seventh.
+    """
+    _copy(start, work)
+    for call in calls_of(action, names=names, under=work)[::stride]:
+        _copy(start, work)
+        yield call
+
+
+def each_kill(start: Path, work: Path, action: Callable[[], object], *, stride: int = 1) -> Iterator[Call]:
+    """Yield each system call by which an action changes a folder, when the action has been killed at it.
+
+    Of calls between which nothing changes on the disk (the later one failed, or flushed) it is killed at the first.
+
+    Args:
+        start: A folder as it is before the action; it may be missing.
+        work: Where the copy of it is that the action works on.
+        action: What is run.
+        stride: 1 yields all of them, 7 every seventh.
+    """
+    _copy(start, work)
+    calls = calls_of(action, names=f"{CHANGES},openat", under=work)
+    after_change = [
+        call for before, call in zip([None, *calls], calls, strict=False) if before is None or before.changed
+    ]
+    for call in after_change[::stride]:
+        _copy(start, work)
+        if not killed_at(call, action):
+            raise AssertionError(f"{call} was not made again")
+        yield call
+
+
+def _copy(start: Path, work: Path) -> None:
+    """Copy a folder with the links between its files."""
+    shutil.rmtree(work, ignore_errors=True)
+    if start.exists():
+        subprocess.run(["cp", "-a", start, work], check=True)
 
 
 def failed_at(call: Call, error: str, action: Callable[[], object], *, lasting: bool = False) -> Ended:
@@ -113,39 +168,36 @@ def _run(action: Callable[[], object], options: list[str]) -> Ended:
     strace = shutil.which("strace")
     if strace is None:
         pytest.skip("there is no strace")
-    with tempfile.TemporaryFile() as words:
-        child, go = _forked(action, words.fileno())
-        tracer = subprocess.Popen(
-            [strace, "-f", "-q", *options, "-p", str(child)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-        )
-        try:
-            if not _is_attached(child, tracer):
-                tracer.kill()
-                pytest.skip(f"nothing may be traced here: {_said(tracer)}")
+    said = ""
+    for _ in range(_ATTEMPTS):
+        with tempfile.TemporaryFile() as words:
+            code, said = _traced(action, [strace, "-f", "-q", *options], words.fileno())
+            if code is not None:
+                words.seek(0)
+                return Ended(code=code, said=words.read().decode(errors="replace"))
+    if "not permitted" in said:
+        pytest.skip(f"nothing may be traced here: {said}")
+    raise AssertionError(f"strace could not be attached: {said}")
+
+
+def _traced(action: Callable[[], object], tracer: list[str], words: int) -> tuple[int | None, str]:
+    """Run an action under strace and return how it ended; None, and why, where strace could not be attached."""
+    child, go = _forked(action, words)
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen([*tracer, "-p", str(child)], stdin=quiet, stdout=quiet, stderr=subprocess.PIPE)
+    status = None
+    try:
+        if _is_attached(child, process):
             os.write(go, b"!")
             _, status = os.waitpid(child, 0)
-        except BaseException:
+    finally:
+        os.close(go)
+        if status is None:
             os.kill(child, signal.SIGKILL)
+            process.kill()
             os.waitpid(child, 0)
-            raise
-        finally:
-            os.close(go)
-            _said(tracer)
-        words.seek(0)
-        return Ended(code=os.waitstatus_to_exitcode(status), said=words.read().decode(errors="replace"))
-
-
-def _said(tracer: subprocess.Popen[bytes]) -> str:
-    """Wait for the end of strace and return what it complained of, the first time."""
-    tracer.wait()
-    stream = tracer.stderr
-    if stream is None or stream.closed:
-        return ""
-    with stream:
-        return stream.read().decode(errors="replace").strip()
+        _, said = process.communicate()
+    return None if status is None else os.waitstatus_to_exitcode(status), said.decode(errors="replace").strip()
 
 
 def _forked(action: Callable[[], object], words: int) -> tuple[int, int]:

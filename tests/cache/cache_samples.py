@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -158,43 +157,6 @@ def hold_lock(path: Path, held: Path) -> None:
     with lock_module.FileLock(path):
         held.touch()
         time.sleep(60)
-
-
-def run_dying_at(step: int, action: Callable[[], None]) -> bool:
-    """Run `action` in a fork that kills itself before its `step`-th change of the file system.
-
-    Returns:
-        Whether it was killed; False when it came to its end first.
-    """
-    child = os.fork()
-    if child == 0:
-        _die_before(step)
-        try:
-            action()
-        except BaseException as error:  # noqa: BLE001 - nothing may run on as the parent's twin
-            sys.stderr.write(repr(error))
-            os._exit(1)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        return True
-    if os.WEXITSTATUS(status) != 0:
-        raise AssertionError(f"step {step} failed")
-    return False
-
-
-def _die_before(step: int) -> None:
-    changes = {"os.mkdir", "os.rename", "os.remove", "os.link"}
-    left = [step]
-
-    def hook(event: str, arguments: tuple[object, ...]) -> None:
-        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-        if event in changes or writes:
-            left[0] -= 1
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
 
 
 def with_shape(row: ManifestRow, shape: Shape) -> ManifestRow:

@@ -21,11 +21,11 @@ from cache_samples import (
     publish_times,
     put_row,
     read_whole,
-    run_dying_at,
     sample_key,
     without_locks,
     writer,
 )
+from syscalls import each_kill
 
 from cgtool.cache import entry as entry_module
 from cgtool.cache.entry import read_entry
@@ -240,41 +240,42 @@ def test_without_locks_the_entry_of_the_last_writer_is_whole(cache_root):
     assert leftovers(cache_root) == []
 
 
-def _killed_at_every_step(root: Path, before: str | None, action) -> int:
-    """Kill `action` before each of its changes, from the same start each time, and return how many there were."""
+def _killed_at_every_call(root: Path, action) -> list[str | None]:
+    """Kill `action` at each of its system calls, from the same start each time; return what the entry said then."""
     start = root.with_name("start")
-    shutil.copytree(root, start) if root.exists() else start.mkdir()
-    to = writer(root)
-    step = 1
-    while True:
-        shutil.rmtree(root, ignore_errors=True)
-        shutil.copytree(start, root)
-        killed = run_dying_at(step, action)
-        after = read_whole(root, to.name)
-        assert after in ({before, "two"} if killed else {"two"}), f"step {step}"
-        if after is not None:
-            assert LookupStore(CacheLayout(root=root)).candidates(FACTS) == (to.name.hash,), f"step {step}"
+    if root.exists():
+        root.rename(start)
+    to = RankName(hash=sample_key().hash, rank=0, prefix="backbone")
+    found = []
+    for call in each_kill(start, root, action):
+        found.append(read_whole(root, to))
+        if found[-1] is not None:
+            assert LookupStore(CacheLayout(root=root)).candidates(FACTS) == (to.hash,), call
         action()
-        assert read_whole(root, to.name) == "two", f"step {step}"
-        assert LookupStore(CacheLayout(root=root)).candidates(FACTS) == (to.name.hash,)
-        assert [name for name in leftovers(root) if name.endswith(".next")] == [], f"step {step}"
-        if not killed:
-            return step - 1
-        step += 1
+        assert read_whole(root, to) == "two", call
+        assert LookupStore(CacheLayout(root=root)).candidates(FACTS) == (to.hash,)
+        assert [name for name in leftovers(root) if name.endswith(".next")] == [], call
+    return found
 
 
-def test_a_first_publish_killed_at_any_step_leaves_nothing_or_all(cache_root):
-    assert _killed_at_every_step(cache_root, None, lambda: publish(cache_root, "two")) > 15
+def test_a_first_publish_killed_at_any_call_leaves_nothing_or_all(cache_root):
+    found = _killed_at_every_call(cache_root, lambda: publish(cache_root, "two"))
+    assert set(found) == {None, "two"}
+    assert len(found) > 30
 
 
-def test_a_replacing_publish_killed_at_any_step_leaves_the_old_or_the_new(cache_root):
+def test_a_replacing_publish_killed_at_any_call_leaves_the_old_or_the_new(cache_root):
     publish(cache_root, "one")
-    assert _killed_at_every_step(cache_root, "one", lambda: publish(cache_root, "two")) > 8
+    found = _killed_at_every_call(cache_root, lambda: publish(cache_root, "two"))
+    assert set(found) == {"one", "two"}
+    assert len(found) > 15
 
 
-def test_adding_a_row_killed_at_any_step_leaves_the_entry_readable(cache_root):
+def test_adding_a_row_killed_at_any_call_leaves_the_entry_readable(cache_root):
     publish(cache_root, "two")
-    assert _killed_at_every_step(cache_root, "two", lambda: add_sizes(cache_root, (8,))) > 3
+    found = _killed_at_every_call(cache_root, lambda: add_sizes(cache_root, (8,)))
+    assert set(found) == {"two"}
+    assert len(found) > 10
 
 
 def test_facts_that_changed_lead_to_the_entry_wherever_its_writer_was_killed(cache_root):
@@ -286,14 +287,10 @@ def test_facts_that_changed_lead_to_the_entry_wherever_its_writer_was_killed(cac
         to = writer(cache_root)
         to.publish(replace(manifest_of(to, (put_row(to),)), lookup=(facts,)), files_of("two"))
 
-    step, killed, found = 1, True, []
-    while killed:
-        shutil.rmtree(cache_root, ignore_errors=True)
-        shutil.copytree(start, cache_root)
-        killed = run_dying_at(step, action)
+    found = []
+    for _ in each_kill(start, cache_root, action):
         is_new = facts in read_entry(layout, name).manifest.lookup
         found.append((is_new, LookupStore(layout).candidates(facts) == (name.hash,)))
-        step += 1
     assert (True, False) not in found
     assert {(False, False), (True, True)} <= set(found)
 

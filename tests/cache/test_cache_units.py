@@ -5,7 +5,8 @@ import os
 from dataclasses import replace
 
 import pytest
-from cache_samples import UNIT, compile_unit, publish, run_dying_at, without_locks
+from cache_samples import UNIT, compile_unit, publish, without_locks
+from syscalls import each_kill
 
 from cgtool.cache.layout import CacheLayout
 from cgtool.cache.objects import ObjectStore
@@ -169,13 +170,18 @@ def test_after_a_holder_was_killed_while_it_compiled_the_next_one_compiles(cache
     assert units.find(UNIT) is not None
 
 
-def test_a_put_killed_at_any_step_leaves_no_unit_or_a_whole_one(cache_root, units):
-    step = 1
-    while run_dying_at(step, lambda: units.put(UNIT, DATA, RECORD)):
-        assert units.find(UNIT) in {None, RECORD}
-        step += 1
-    assert step > 8
-    assert units.find(UNIT) == RECORD
+def test_a_put_killed_at_any_call_leaves_no_unit_or_a_whole_one(cache_root, units):
+    def put():
+        units.put(UNIT, DATA, RECORD)
+
+    found = []
+    for _ in each_kill(cache_root.with_name("nothing"), cache_root, put):
+        found.append(units.find(UNIT))
+        put()
+        assert units.find(UNIT) == RECORD
+    assert [record for record in found if record not in (None, RECORD)] == []
+    assert {record is None for record in found} == {True, False}
+    assert len(found) > 10
 
 
 def test_a_replaced_unit_with_other_bytes_is_the_new_one(units):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 from e2e_harness import LLAMA, cgtool
 from hold_harness import fixture_spec
+from syscalls import each_kill
 
 import cgtool as package
 from cgtool.cache.entry import EntryWriter, read_entry
@@ -28,10 +29,6 @@ from cgtool.cache.verify.verdict import verdict
 from cgtool.commands.verify import VerifyOptions, verify
 from cgtool.config import CompilationConfig
 from cgtool.errors import CacheCorruptError, CacheMissError
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "cache"))
-
-from cache_samples import run_dying_at
 
 pytestmark = pytest.mark.torch
 
@@ -210,25 +207,22 @@ def test_a_damaged_artifact_that_nothing_else_has_is_compiled_from_the_plan(root
     package.load(Doubler().eval(), cache_dir=root)
 
 
-def test_killed_before_any_change_a_repair_that_compiles_leaves_the_cache_as_before_or_mended(
+def test_killed_at_any_call_a_repair_that_compiles_leaves_the_cache_as_before_or_mended(
     root: Path, tmp_path: Path
 ) -> None:
     path = loaded_files(root)[3]
     path.unlink()
     for unit in (root / "torch_compile_cache" / "units").rglob(path.name):
         unit.unlink()
-    steps = 0
-    killed = True
-    while killed:
-        copy = Path(shutil.copytree(root, tmp_path / f"killed-{steps}"))
-        killed = run_dying_at(steps + 1, lambda copy=copy: verify(VerifyOptions(cache_dir=copy, repair=True)))
-        entry = only_name(copy).hash
-        wrong = [problem.path.name for problem in verify_entry(CacheLayout(root=copy), entry).problems]
-        assert wrong in ([path.name], [])
-        assert verify(VerifyOptions(cache_dir=copy, repair=True)).ok
-        shutil.rmtree(copy)
-        steps += 1
-    assert steps > 5
+    copy = tmp_path / "killed"
+    repair = partial(verify, VerifyOptions(cache_dir=copy, repair=True))
+    found, entry = [], only_name(root).hash
+    for _ in each_kill(root, copy, repair):
+        found.append([problem.path.name for problem in verify_entry(CacheLayout(root=copy), entry).problems])
+        assert repair().ok
+    assert [wrong for wrong in found if wrong not in ([path.name], [])] == []
+    assert {len(wrong) for wrong in found} == {0, 1}
+    assert len(found) > 10
 
 
 def test_a_hole_is_found_and_compiled(eager_cache: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Export and import killed before any change of the file system, on full, read-only and forbidden disks."""
+"""Export and import killed at any system call that changes a file, on full, read-only and forbidden disks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 from bundle_maker import lay_entry, make_keys, tree
-from cache_samples import no_flock, run_dying_at
+from cache_samples import no_flock
+from syscalls import Call, each_kill, killed_at
 
 from cgtool.cache.bundle.choose import Choice
 from cgtool.cache.entry import read_entry
@@ -76,23 +77,19 @@ def imported(bundle: bytes, root: Path) -> None:
 
 
 def killed_everywhere(
-    start: Path, work: Path, action: Callable[[Path], None], check: Callable[[Path, int], None]
+    start: Path, work: Path, action: Callable[[Path], None], check: Callable[[Path], None], *, stride: int = 1
 ) -> int:
-    """Run `action` on copies of a cache, killed before its first, second, ... change, until one comes to its end."""
-    for step in range(1, 2000):
-        root = work / str(step)
-        if start.exists():
-            shutil.copytree(start, root)
-        done = not run_dying_at(step, lambda root=root: action(root))
-        check(root, step)
-        shutil.rmtree(root, ignore_errors=True)
-        if done:
-            return step
-    raise AssertionError
+    """Run `action` on copies of a folder, killed at each of its system calls; return how many there were."""
+    count = 0
+    for _ in each_kill(start, work, lambda: action(work), stride=stride):
+        check(work)
+        count += 1
+    return count
 
 
 @pytest.mark.parametrize("there", ["nothing", "other shapes", "the same"])
-def test_killed_before_any_change_an_import_leaves_each_entry_as_before_or_as_after(memory, bundle, there):
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_killed_at_any_call_an_import_leaves_each_entry_as_before_or_as_after(memory, bundle, there, stride):
     start = memory / "start"
     if there != "nothing":
         lay_entry(start, shapes=("general", 8) if there == "the same" else ("general", 16))
@@ -104,22 +101,22 @@ def test_killed_before_any_change_an_import_leaves_each_entry_as_before_or_as_af
     after = view(after_root)
     assert after != before
 
-    def check(root: Path, step: int) -> None:
+    def check(root: Path) -> None:
         found = view(root)
         assert before.keys() <= found.keys()
         for name, seen in found.items():
             assert seen in (before.get(name), after.get(name))
-        if step % 4 == 1:  # needs no help
-            imported(bundle, root)
-            assert view(root) == after
+        imported(bundle, root)  # needs no help
+        assert view(root) == after
 
-    steps = killed_everywhere(start, memory / "work", lambda root: imported(bundle, root), check)
-    assert steps > 30
+    count = killed_everywhere(start, memory / "work", lambda root: imported(bundle, root), check, stride=stride)
+    assert count * stride > 70
 
 
 def test_what_a_killed_import_left_is_removed_by_the_next_once_it_is_old(tmp_path, bundle):
     root = tmp_path / "cache"
-    assert run_dying_at(12, lambda: imported(bundle, root))
+    lay_entry(root, seed=7)
+    assert killed_at(Call(name="rename", nth=1), lambda: imported(bundle, root))
     base = root / "torch_compile_cache"
     left = [path for path in base.iterdir() if path.name.startswith(".import.")]
     assert len(left) == 1
@@ -135,7 +132,7 @@ def test_what_a_killed_import_left_is_removed_by_the_next_once_it_is_old(tmp_pat
     ]
 
 
-def test_killed_before_any_change_an_export_leaves_the_old_file_or_the_new_one(tmp_path):
+def test_killed_at_any_call_an_export_leaves_the_old_file_or_the_new_one(tmp_path):
     lay_entry(tmp_path / "cache")
     start = tmp_path / "start"
     start.mkdir()
@@ -143,7 +140,7 @@ def test_killed_before_any_change_an_export_leaves_the_old_file_or_the_new_one(t
     new = io.BytesIO()
     export(ExportOptions(dest=new, cache_dir=tmp_path / "cache"))
 
-    def check(folder: Path, step: int) -> None:
+    def check(folder: Path) -> None:
         assert (folder / "out.tar.zst").read_bytes() in (b"old", new.getvalue())
 
     def action(folder: Path) -> None:
@@ -152,13 +149,13 @@ def test_killed_before_any_change_an_export_leaves_the_old_file_or_the_new_one(t
     assert killed_everywhere(start, tmp_path / "work", action, check) >= 3
 
 
-def test_killed_before_any_change_an_export_leaves_no_folder_or_a_whole_one(tmp_path):
+def test_killed_at_any_call_an_export_leaves_no_folder_or_a_whole_one(tmp_path):
     lay_entry(tmp_path / "cache")
     start = tmp_path / "start"
     start.mkdir()
     export(ExportOptions(dest=tmp_path / "whole", cache_dir=tmp_path / "cache", folder=True))
 
-    def check(folder: Path, step: int) -> None:
+    def check(folder: Path) -> None:
         if (folder / "layer").exists():
             assert tree(folder / "layer") == tree(tmp_path / "whole")
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from cgtool.cache.entry import EntryWriter, read_entry
@@ -120,52 +117,3 @@ def rest(path: Path, secs: float) -> None:
     """Make a file or folder look unchanged for so long."""
     at = path.lstat().st_mtime - secs
     os.utime(path, (at, at), follow_symlinks=False)
-
-
-def run_dying_at(step: int, action: Callable[[], object]) -> bool:
-    """Run `action` in a fork that kills itself before its `step`-th change of the file system.
-
-    Counts every rename, unlink, rmdir, mkdir, link, fsync and open for writing.
-
-    Returns:
-        Whether it was killed; False when it came to its end first.
-    """
-    child = os.fork()
-    if child == 0:
-        _die_before(step)
-        try:
-            action()
-        except BaseException as error:  # noqa: BLE001 - nothing may run on as the parent's twin
-            sys.stderr.write(repr(error))
-            os._exit(1)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        return True
-    if os.WEXITSTATUS(status) != 0:
-        raise AssertionError(f"step {step} failed")
-    return False
-
-
-def _die_before(step: int) -> None:
-    changes = {"os.mkdir", "os.rename", "os.remove", "os.link", "os.rmdir"}
-    left = [step]
-
-    def count() -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def hook(event: str, arguments: tuple[object, ...]) -> None:
-        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-        if event in changes or writes:
-            count()
-
-    flush = os.fsync
-
-    def counted_fsync(descriptor: int) -> None:
-        count()
-        flush(descriptor)
-
-    os.fsync = counted_fsync
-    sys.addaudithook(hook)

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from prune_samples import DAY, facts_of, files_in, is_whole, lay, put_unit, rest, run_dying_at, units_in
+from prune_samples import DAY, facts_of, files_in, is_whole, lay, put_unit, rest, units_in
+from syscalls import Call, each_kill, killed_at
 
 from cgtool.cache.entry import EntryWriter
 from cgtool.cache.key import read_key
@@ -308,26 +309,20 @@ def test_a_kill_at_any_instant_leaves_it_as_before_or_as_after(tmp_path):
     _copy(template, after)
     prune(after, **rules)
     final = {path for path in files_in(after) if "/pruned/" not in path}
-    step, seen = 0, set()
-    while True:
-        step += 1
-        root = tmp_path / f"step{step}"
-        _copy(template, root)
-        killed = run_dying_at(step, lambda root=root: prune(root, **rules))
+    seen = []
+    root = tmp_path / "root"
+    for call in each_kill(template, root, lambda: prune(root, **rules)):
         there = check_sane(root, names)
-        seen.add(len(there))
-        if not killed:
-            break
+        seen.append(len(there))
         rest_all(root)
         # The next command needs no help: the same prune ends where an undisturbed one does.
         left = tuple(name.hash for name in names[:2] if name.hash in there)
         outcome = prune(root, entries=left, orphans=True, units=True)
         assert outcome.failed == ()
-        assert {path for path in files_in(root) if "/pruned/" not in path} == final, step
+        assert {path for path in files_in(root) if "/pruned/" not in path} == final, call
         assert is_whole(root, kept)
-        shutil.rmtree(root)
-    assert seen == {1, 2, 3}
-    assert step > 40
+    assert set(seen) == {1, 2, 3}
+    assert len(seen) > 40
 
 
 def rest_all(root):
@@ -368,13 +363,8 @@ def test_a_rename_is_flushed_before_anything_is_deleted(cache_root, monkeypatch)
 def test_a_warm_after_a_killed_prune_sweeps_the_trash(cache_root):
     names = [lay(cache_root, number) for number in (1, 2)]
     layout = CacheLayout(root=cache_root)
-    step = 0
-    while True:
-        step += 1
-        killed = run_dying_at(step, lambda: prune(cache_root, entries=(names[0].hash,)))
-        assert killed
-        if list(layout.state_dir.glob("trash/*")):
-            break
+    assert killed_at(Call(name="rmdir", nth=1), lambda: prune(cache_root, entries=(names[0].hash,)))
+    assert list(layout.state_dir.glob("trash/*"))
     lay(cache_root, 3)
     assert list(layout.state_dir.glob("trash/*")) == []
     assert is_whole(cache_root, names[1])

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cache_samples import FACTS, no_flock, publish, run_dying_at
+from cache_samples import FACTS, no_flock, publish
+from syscalls import each_kill
 from verify_samples import HASH, NATIVE, Flip, lay
 
 from cgtool.cache.entry import read_entry
@@ -244,31 +245,26 @@ def damage_manifest(layout: CacheLayout) -> None:
 
 
 @pytest.mark.parametrize("damage", [damage_unit_and_link, damage_artifact, damage_key, damage_manifest])
-def test_killed_before_any_change_a_repair_leaves_what_the_next_one_mends(
+def test_killed_at_any_call_a_repair_leaves_what_the_next_one_mends(
     cache_root: Path, tmp_path: Path, damage: Callable[[CacheLayout], None]
 ) -> None:
     lay(cache_root)
     publish(cache_root, "other", level=1)
     damage(CacheLayout(root=cache_root))
-    steps = 0
-    while True:
-        root = tmp_path / f"killed-{steps}"
-        shutil.copytree(cache_root, root)
-        layout = CacheLayout(root=root)
-        before = names_of(layout)
+    before = names_of(CacheLayout(root=cache_root))
+    layout = CacheLayout(root=tmp_path / "killed")
 
-        def repair(layout: CacheLayout = layout) -> None:
-            list(repair_entry(layout, verify_entry(layout, HASH)))
-            list(repair_units(layout, units_of(layout)))
+    def repair() -> None:
+        list(repair_entry(layout, verify_entry(layout, HASH)))
+        list(repair_units(layout, units_of(layout)))
 
-        killed = run_dying_at(steps + 1, repair)
-        assert names_of(layout) <= before  # nothing new is wrong
+    left = []
+    for call in each_kill(cache_root, layout.root, repair):
+        left.append(names_of(layout))
+        assert left[-1] <= before, call  # nothing new is wrong
         repair()
-        assert names_of(layout) == set()
-        if not killed:
-            break
-        steps += 1
-    assert steps >= 2
+        assert names_of(layout) == set(), call
+    assert len(left) >= 2
 
 
 def names_of(layout: CacheLayout) -> set[str]:
