@@ -30,11 +30,12 @@ from typing import Any
 from cgtool.errors import GuardError
 from cgtool.guards import state
 from cgtool.guards.code import code_digest
-from cgtool.guards.literals import NoRuleError, encode_literal, spell
+from cgtool.guards.literals import NoRuleError, encode_literal
 from cgtool.guards.names import qualified_name
-from cgtool.guards.sources import Roots, parse_source, words
+from cgtool.guards.sources import Roots, parse_source
 from cgtool.plan import Guard
 from cgtool.records import dataclass
+from cgtool.words import source_words, spell
 
 Json = Any
 
@@ -134,7 +135,8 @@ def _looked_at(guard: Guard, roots: Roots) -> Json:
         raise
     except Exception as error:  # None has no shape, a number has no length
         now = qualified_name(type(roots.resolve(guard.source)))
-        msg = f"{words(guard.source)} is of type {now} now, and was of another make when this was compiled ({error})."
+        name = source_words(guard.source)
+        msg = f"{name} is of type {now} now, and was of another make when this was compiled ({error})."
         raise GuardError(msg, actual=now) from error
 
 
@@ -168,7 +170,7 @@ def same(one: Json, other: Json) -> bool:
 
 def sentence(guard: Guard, actual: Json) -> str:
     """Say what a guard expected and what is there now: 'layers.0.eps was 1e-06 when this was compiled ...'."""
-    name = words(guard.source)
+    name = source_words(guard.source)
     word, _, argument = guard.kind.partition(":")
     if word == "hasattr":
         return f"{name} {_had(was=guard.expected)} an attribute {argument} when this was compiled; now it is otherwise."
@@ -179,11 +181,11 @@ def sentence(guard: Guard, actual: Json) -> str:
     if word == "empty":
         return f"{name} was {'empty' if guard.expected else 'not empty'} when this was compiled; now it is otherwise."
     if word == "same":
-        other = words(argument)
+        other = source_words(argument)
         return f"{name} and {other} were {'one object' if guard.expected else 'two objects'} when this was compiled."
     if word == "apart":
         had = "memory of their own" if guard.expected else "one memory"
-        return f"{name} and {words(argument)} had {had} when this was compiled, and one of them is written to."
+        return f"{name} and {source_words(argument)} had {had} when this was compiled, and one of them is written to."
     if word == "hooks":
         return f"{name} had {guard.expected or 'no'} hooks when this was compiled and has {actual} now."
     if word == "requires_grad":

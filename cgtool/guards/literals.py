@@ -116,26 +116,3 @@ def _builtin_name(value: Any) -> str:
         return f"{canonical_module_name(owner.__module__)}:{owner.__qualname__}.{value.__name__}"
     module = getattr(value, "__module__", None) or (owner.__name__ if isinstance(owner, types.ModuleType) else "")
     return f"{module}:{value.__name__}"
-
-
-def spell(literal: Json) -> str:
-    """Return an encoded literal as a person would write it."""
-    if literal is None or isinstance(literal, (bool, int)):
-        return str(literal)
-    if isinstance(literal, str):
-        return repr(literal)
-    tag, *rest = literal
-    if tag in {"t", "l", "size", "set", "frozenset"}:
-        inner = ", ".join(map(spell, rest))
-        return {"t": f"({inner})", "l": f"[{inner}]", "size": f"Size({inner})"}.get(tag, f"{{{inner}}}")
-    if tag == "d":
-        return "{" + ", ".join(f"{spell(key)}: {spell(item)}" for key, item in rest) + "}"
-    if tag == "function":
-        return f"{rest[0]} (code {rest[1][:8]})" if rest[1] else str(rest[0])
-    if tag == "enum":
-        return f"{rest[0]}.{rest[1]}"
-    if tag == "slice":
-        return ":".join("" if part is None else spell(part) for part in rest)
-    if tag == "range":
-        return f"range({rest[0]}, {rest[1]}, {rest[2]})"
-    return " ".join(map(str, rest)) or "..."

@@ -33,6 +33,7 @@ from typing import Any
 
 from cgtool.errors import GuardError
 from cgtool.records import dataclass
+from cgtool.words import source_words
 
 _MODULE = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _ROOT = re.compile(
@@ -161,8 +162,9 @@ class Roots:
         try:
             return apply_accessor(base, source.accessors[-1])
         except Exception as error:  # a property of the user's fails in any way it likes
-            msg = f"{words(source)} was there when this was compiled and is gone now ({type(error).__name__}: {error})."
-            raise SourceError(msg, path=words(source)) from error
+            name = source_words(source.text)
+            msg = f"{name} was there when this was compiled and is gone now ({type(error).__name__}: {error})."
+            raise SourceError(msg, path=name) from error
 
     def _root(self, source: Source) -> Any:
         if source.root == "self":
@@ -175,15 +177,15 @@ class Roots:
             return self._free(source)
         if source.root == "arg" and self.arguments is not None and source.names[0] in self.arguments:
             return self.arguments[source.names[0]]
-        msg = f"{words(source)} can only be looked at during a call."
-        raise SourceError(msg, path=words(source))
+        msg = f"{source_words(source.text)} can only be looked at during a call."
+        raise SourceError(msg, path=source_words(source.text))
 
     def _global(self, source: Source) -> Any:
         owner, name = source.names
         module = find_module(owner)
         if name not in vars(module):
-            msg = f"{words(source)} was there when this was compiled and is gone now."
-            raise SourceError(msg, path=words(source))
+            msg = f"{source_words(source.text)} was there when this was compiled and is gone now."
+            raise SourceError(msg, path=source_words(source.text))
         return vars(module)[name]
 
     def _free(self, source: Source) -> Any:
@@ -195,8 +197,8 @@ class Roots:
                 return cell.cell_contents
             except ValueError:
                 pass
-        msg = f"{words(source)} was there when this was compiled and is gone now."
-        raise SourceError(msg, path=words(source))
+        msg = f"{source_words(source.text)} was there when this was compiled and is gone now."
+        raise SourceError(msg, path=source_words(source.text))
 
 
 def apply_accessor(base: Any, accessor: Accessor) -> Any:
@@ -248,13 +250,3 @@ def canonical_module_name(name: str) -> str:
     if not path:
         return name
     return re.sub(r"\.py$", "", str(path).replace("\\", "/").rsplit("/", 1)[-1])
-
-
-def words(source: Source | str) -> str:
-    """Return the source as a person would write it: 'layers.0.eps', 'input_ids', 'tiny_llama.SCALE'."""
-    text = source if isinstance(source, str) else source.text
-    if text == "self":
-        return "the model"
-    text = re.sub(r"^(self\.|arg:|free:|module:|state:)", "", text)
-    text = re.sub(r"^global:([^:]+):", r"\1.", text)
-    return text.replace("|type", "'s type")

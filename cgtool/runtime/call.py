@@ -10,7 +10,7 @@ from torch import nn
 
 from cgtool.errors import ArtifactError, GuardError
 from cgtool.guards.signature import CallSignature
-from cgtool.guards.sources import Roots, words
+from cgtool.guards.sources import Roots
 from cgtool.guards.table import failures_of
 from cgtool.plan import Guard, GuardTable, Input, Plan, Variant
 from cgtool.plan_tables import Graphs
@@ -20,6 +20,7 @@ from cgtool.runtime.pieces import hole_value, piece_function, piece_maker
 from cgtool.runtime.program import Program, build_program, check_steps, compiled_steps
 from cgtool.runtime.template import template_needs
 from cgtool.runtime.weights import StructureChangedError, Weights, is_weight
+from cgtool.words import source_words
 
 _INFERENCE = "Compiled entries are for inference"
 
@@ -132,7 +133,8 @@ class LoadedModel:
             more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
             said = failures[0].sentence.rstrip(".") + more
             msg = f"{said}. Put it back as it was, or warm again with the model as it is now."
-            raise GuardError(msg, path=words(failures[0].guard.source), actual=tuple(f.sentence for f in failures))
+            path = source_words(failures[0].guard.source)
+            raise GuardError(msg, path=path, actual=tuple(failure.sentence for failure in failures))
         # Replaced as a whole: a call that runs meanwhile keeps what it began with.
         self._variants = self._serve()
 
@@ -154,7 +156,7 @@ class LoadedModel:
         raise GuardError(msg, path=name)
 
     def _spoken(self, source: str) -> str:
-        return self._signature.spoken(source) if source.startswith("arg:") else words(source)
+        return self._signature.spoken(source) if source.startswith("arg:") else source_words(source)
 
     def _refusal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: tuple[Any, ...]) -> Exception:
         # Nobody who calls the model rightly needs the words for it.

@@ -10,14 +10,14 @@ from cgtool.errors import ArtifactError, CgtoolError, GuardError
 from cgtool.graph.expressions import evaluate
 from cgtool.guards import state
 from cgtool.guards.kinds import check
-from cgtool.guards.literals import spell
 from cgtool.guards.signature import CallSignature
-from cgtool.guards.sources import Roots, SourceError, parse_source, words
+from cgtool.guards.sources import Roots, SourceError, parse_source
 from cgtool.pieces import Dim, SymbolRange
 from cgtool.plan import Guard, Input, Variant
 from cgtool.records import dataclass
 from cgtool.runtime.accept import ALIGNMENT, Binding, find_bindings, needs_alignment, strides_matter
 from cgtool.runtime.weights import make_problem
+from cgtool.words import source_words, spell
 
 
 class Explainer:
@@ -77,16 +77,16 @@ class Explainer:
             passed = _passed(guard, actual)
             if passed:
                 return passed
-        if guard.kind == "value" and words(guard.source) not in sentence:
+        if guard.kind == "value" and source_words(guard.source) not in sentence:
             # What is there now has no spelling as data, so its type must do.
             kind = type(roots.resolve(guard.source)).__qualname__
             return [
                 f"{self._name(guard.source)} was {spell(guard.expected)} when this was compiled and is a {kind} now"
             ]
-        return [sentence.replace(words(guard.source), self._name(guard.source)).rstrip(".")]
+        return [sentence.replace(source_words(guard.source), self._name(guard.source)).rstrip(".")]
 
     def _name(self, source: str) -> str:
-        return self._signature.spoken(source) if source.startswith("arg:") else words(source)
+        return self._signature.spoken(source) if source.startswith("arg:") else source_words(source)
 
     def _tensors(self, roots: Roots) -> tuple[dict[int, Any], list[str]]:
         """Return the tensors that are of the right make, by index, and what is wrong with the others."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cgtool.cache.layout import short
-from cgtool.guards.sources import words
 from cgtool.pieces import Node, PieceGraph, TensorMeta
 from cgtool.plan import Plan, Step
+from cgtool.words import source_words
 
 _HEADER = '''"""The stitched programs of this entry, for people: what runs, in which order, on which tensors.
 
@@ -33,7 +33,7 @@ def _variant(plan: Plan, index: int) -> Iterator[str]:
     for relation in variant.relations:
         yield f"    # holds: {relation}"
     for number, given in enumerate(variant.inputs):
-        name = words(given.source)
+        name = source_words(given.source)
         owner = "self." if given.source.startswith("self.") else "call."
         yield f"    v{number} = {owner}{name}  # {_tensor(given.meta)}"
     for step in variant.steps:

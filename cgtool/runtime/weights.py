@@ -26,13 +26,14 @@ from torch import nn
 
 from cgtool.errors import GuardError
 from cgtool.graph.metas import device_of, dtype_of, dtype_text
-from cgtool.guards.sources import Roots, SourceError, parse_source, words
+from cgtool.guards.sources import Roots, SourceError, parse_source
 from cgtool.pieces import TensorMeta
 from cgtool.plan import Guard, Input
 from cgtool.runtime import _torch as private
 from cgtool.runtime.accept import ALIGNMENT, ANYWHERE
 from cgtool.runtime.generate import Code
 from cgtool.runtime.paths import Places, Reader
+from cgtool.words import source_words
 
 _ADVICE = "Put it back as it was, or warm again with the model as it is now."
 
@@ -110,8 +111,8 @@ class Weights:
                 problem = make_problem(tensor, item.meta, self._device_index) or _shape_problem(tensor, item.meta)
             if problem is not None:
                 raise GuardError(
-                    f"{words(item.source)} {problem}. {_ADVICE}",
-                    path=words(item.source),
+                    f"{source_words(item.source)} {problem}. {_ADVICE}",
+                    path=source_words(item.source),
                     expected=item.meta.to_json(),
                     actual=repr(type(tensor)),
                 )
@@ -245,7 +246,7 @@ def tensor_differences(roots: Roots, inputs: Iterable[Input]) -> Iterator[str]:
         inputs: Inputs that belong to the model.
     """
     for item in {item.source: item for item in inputs}.values():
-        name = words(item.source)
+        name = source_words(item.source)
         try:
             tensor = roots.resolve(item.source)
         except SourceError as error:

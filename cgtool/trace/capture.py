@@ -15,7 +15,7 @@ from cgtool.errors import TraceError
 from cgtool.guards.kinds import check, describe
 from cgtool.guards.literals import encode_literal
 from cgtool.guards.signature import CallSignature
-from cgtool.guards.sources import Roots, words
+from cgtool.guards.sources import Roots
 from cgtool.guards.state import STATE_NAMES, current
 from cgtool.pieces import Json
 from cgtool.plan import Guard
@@ -27,6 +27,7 @@ from cgtool.trace.guards import GuardRecorder, compact, module_frame, split_guar
 from cgtool.trace.outputs import MarkedSizes, TemplateReader, mark_outputs
 from cgtool.trace.questions import question_guards
 from cgtool.trace.sources import Frame, source_text
+from cgtool.words import source_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ def _refuse_surroundings(roots: Roots) -> None:
     for failure in check(_ALWAYS, roots):
         why = _AROUND.get(failure.guard.source, "hooks for all modules are registered; remove them")
         msg = f"Compiled code runs the model's method alone, and a call of this model does more: {why}."
-        raise TraceError(msg, path=words(failure.guard.source), actual=failure.actual)
+        raise TraceError(msg, path=source_words(failure.guard.source), actual=failure.actual)
 
 
 class _Capture:
@@ -292,7 +293,7 @@ def _name_of(variable: Any, frame: Frame) -> str:
 def _refuse_side_effects(changed: list[str]) -> None:
     lasting = [text for text in changed if text and not text.startswith("arg:kwargs")]
     if lasting:
-        names = ", ".join(words(text) for text in lasting[:4])
+        names = ", ".join(source_words(text) for text in lasting[:4])
         msg = (
             f"The model changes {names} while it runs, and a compiled graph would not. Keep state in buffers that are "
             "written in place (`self.count.add_(1)`), or return it."
@@ -303,7 +304,7 @@ def _refuse_side_effects(changed: list[str]) -> None:
 def _refuse_subclasses(inputs: Mapping[str, Any]) -> None:
     for source, value in inputs.items():
         if private.is_traceable_wrapper_subclass(value):
-            name = words(source)
+            name = source_words(source)
             msg = (
                 f"{name} is a {type(value).__name__}, a tensor subclass that an artifact cannot take. "
                 "Unwrap it into plain tensors before the model is warmed."

@@ -17,9 +17,9 @@ from typing import Any
 from cgtool.errors import TraceError
 from cgtool.guards.kinds import describe
 from cgtool.guards.literals import NoRuleError, encode_literal
-from cgtool.guards.sources import words
 from cgtool.plan import Guard
 from cgtool.trace.sources import Frame, UnknownSourceError, source_text
+from cgtool.words import source_words
 
 #: Guards that something else in the plan implies, and what.
 _IMPLIED = {
@@ -135,7 +135,7 @@ class GuardRecorder:
             self._with_argument(text, entry)
             return
         if entry.guard_type not in _KINDS:
-            msg = f"cgtool has no rule for this kind of guard ({words(text)})."
+            msg = f"cgtool has no rule for this kind of guard ({source_words(text)})."
             raise NoRuleError(msg, actual=entry.guard_type)
         self._keep(text, _KINDS[entry.guard_type], entry)
 
@@ -153,7 +153,7 @@ class GuardRecorder:
         if value is None and isinstance(create, functools.partial) and create.args:
             value = create.args[-1]
         if value is None:
-            msg = f"cgtool cannot tell what this guard looks for ({words(text)})."
+            msg = f"cgtool cannot tell what this guard looks for ({source_words(text)})."
             raise NoRuleError(msg, actual=entry.guard_type)
         if word == "contains":
             kind = f"contains:{json.dumps(encode_literal(value))}"
@@ -176,7 +176,7 @@ class GuardRecorder:
         create = entry.orig_guard.create_fn
         other = create.keywords.get("source_b") if isinstance(create, functools.partial) else None
         if other is None:
-            msg = f"cgtool cannot tell which other object this guard speaks of ({words(text)})."
+            msg = f"cgtool cannot tell which other object this guard speaks of ({source_words(text)})."
             raise NoRuleError(msg, actual=entry.guard_type)
         self._add(text, f"same:{source_text(other, self.frame())}", expected=True)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from cgtool.cache.compare.records import Difference, together
-from cgtool.cache.compare.words import changed_words, source_words, tensor_words, value_words
+from cgtool.cache.compare.words import changed_words, tensor_words, value_words
 from cgtool.digests import canonical_json
 from cgtool.pieces import Json
 from cgtool.plan import Guard, GuardTable, Plan, Variant
 from cgtool.records import replace
+from cgtool.words import source_words
 
 #: What tells most first. A value or a class that changed is what somebody changed; code that changed is next, because
 #: functions that were traced before are not looked at any more where another took their place.

@@ -1,57 +1,25 @@
-"""How what a plan says is said to people: sources, and values as data. No torch here.
+"""How what two plans say is said to people: guards and tensors. No torch here.
 
-`cgtool.guards` says the same things of live objects, and needs torch for it; a test holds the two equal. The grammar of
-sources and of literals stands in `cgtool.guards.sources` and `cgtool.guards.literals`.
+`cgtool.guards.kinds` says the same things of a plan and a live object, and needs torch for it.
 """
 
 from __future__ import annotations
 
 import json
-import re
 
 from cgtool.pieces import Json, TensorMeta
 from cgtool.plan import Guard
+from cgtool.words import source_words, spell
 
 _TEXT_CHARACTERS = 200
-
-
-def source_words(text: str) -> str:
-    """Return a source as a person would write it: "layers.0.eps", "input_ids", "tiny_llama.SCALE"."""
-    if text == "self":
-        return "the model"
-    text = re.sub(r"^(self\.|arg:|free:|module:|state:)", "", text)
-    text = re.sub(r"^global:([^:]+):", r"\1.", text)
-    return text.replace("|type", "'s type")
 
 
 def literal_words(literal: Json) -> str:
     """Return a value that is written as data as a person would write it; as JSON where it is outside of the grammar."""
     try:
-        return _literal(literal)
+        return spell(literal)
     except (ValueError, TypeError, IndexError):
         return json.dumps(literal)
-
-
-def _literal(literal: Json) -> str:
-    if literal is None or isinstance(literal, (bool, int)):
-        return str(literal)
-    if isinstance(literal, str):
-        return repr(literal)
-    tag, *rest = literal
-    if tag in {"t", "l", "size", "set", "frozenset"}:
-        inner = ", ".join(map(_literal, rest))
-        return {"t": f"({inner})", "l": f"[{inner}]", "size": f"Size({inner})"}.get(tag, f"{{{inner}}}")
-    if tag == "d":
-        return "{" + ", ".join(f"{_literal(key)}: {_literal(item)}" for key, item in rest) + "}"
-    if tag == "function":
-        return f"{rest[0]} (code {rest[1][:8]})" if rest[1] else str(rest[0])
-    if tag == "enum":
-        return f"{rest[0]}.{rest[1]}"
-    if tag == "slice":
-        return ":".join("" if part is None else _literal(part) for part in rest)
-    if tag == "range":
-        return f"range({rest[0]}, {rest[1]}, {rest[2]})"
-    return " ".join(map(str, rest)) or "..."
 
 
 def tensor_words(meta: TensorMeta) -> str:
