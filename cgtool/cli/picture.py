@@ -67,7 +67,7 @@ def svg_of(report: GraphReport) -> str:
     splitting = sum(piece.splitting for piece in report.pieces)
     facts = (
         f"{report.variants[report.variant].describe()}: {count_text(len(report.pieces), 'piece')}, {splitting} "
-        f"splitting, {unique} unique"
+        f"splitting, {unique} unique, one colour each"
     )
     size = f'viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}"'
     parts = [
