@@ -65,15 +65,19 @@ def contents_of(data: bytes, kind: str) -> Contents:
         return _of_package(data)
     if kind in ("aot", "mega"):
         texts = generated_sources(data)
-        names = dict.fromkeys(name for text in texts for name in _KERNEL.findall(text))
         return Contents(
             size_bytes=len(data),
-            kernels=tuple(Kernel(name=name) for name in names),
+            kernels=named_kernels(*texts),
             target=_mega_head(data) if kind == "mega" else {},
             sources=tuple(Source(language="python", text=text) for text in texts),
         )
     sources = (Source(language="json", text=_spaced(data)),) if kind == "json" else ()
     return Contents(size_bytes=len(data), target={}, sources=sources)
+
+
+def named_kernels(*texts: str) -> tuple[Kernel, ...]:
+    """Return the kernels that modules which Inductor wrote name, each once, in order."""
+    return tuple(Kernel(name=name) for name in dict.fromkeys(name for text in texts for name in _KERNEL.findall(text)))
 
 
 def _of_package(data: bytes) -> Contents:

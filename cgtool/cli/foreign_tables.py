@@ -80,20 +80,21 @@ def show_foreign(output: Output, asked: CacheOptions) -> bool:
 
 def _show(output: Output, report: ForeignReport) -> None:
     cache = report.cache
-    _notes(output, cache.warnings, "Warning")
+    show_notes(output, cache.warnings, "Warning")
     columns = [column for width, column in _COLUMNS if output.stdout.width >= width]
     if report.shown:
         rows = ([cell(entry, report.now) for _, cell in columns] for entry in report.shown)
         show_rows(output, [heading for heading, _ in columns], rows)
     if len(report.shown) == 1 and report.shown[0].artifacts:
-        _show_artifacts(output, report.shown[0].artifacts)
+        show_artifacts(output, report.shown[0].artifacts)
     problems = [f"{entry.name}: {problem}" for entry in report.shown for problem in entry.all_problems()]
-    _notes(output, problems, "Problem")
+    show_notes(output, problems, "Problem")
     output.line(_total(report))
     output.line(cache.deletion, style="dim")
 
 
-def _show_artifacts(output: Output, artifacts: Iterable[ForeignArtifact]) -> None:
+def show_artifacts(output: Output, artifacts: Iterable[ForeignArtifact]) -> None:
+    """Print a table of artifacts."""
     headings = ["artifact", "what", "rank", "shape", ">piece", "target", ">size", "pickle"]
     rows = (
         [
@@ -123,7 +124,8 @@ def _shapes_of(artifacts: Iterable[ForeignArtifact]) -> str:
     return shapes_text([shapes[order] for order in sorted(shapes)]) or "-"
 
 
-def _notes(output: Output, sentences: Iterable[str], word: str) -> None:
+def show_notes(output: Output, sentences: Iterable[str], word: str) -> None:
+    """Print what is to be noted, beside the output: some of it."""
     listed = list(sentences)
     for sentence in listed[:_MOST_SAID]:
         output.note(f"{word}: {cut(plain(sentence), _MOST_LETTERS)}", style="yellow")

@@ -150,10 +150,15 @@ def inspect_graph(
     """Show the pieces of ENTRY, the beginning of a hash that `inspect cache` lists.
 
     A cache with one entry needs no ENTRY. Pieces of the same identity are compiled once.
+
+    --cache-dir may name a cache of another system. vLLM and ATOM write the whole graph of a part as a text, which is
+    shown; no other system holds pieces of a graph.
     """
     # The table needs rich, which `--help` does without.
+    from cgtool.cli.foreign_one_tables import show_foreign_graph
     from cgtool.cli.picture import html_of, svg_of
     from cgtool.cli.tables import show_graph
+    from cgtool.commands.inspect_foreign_artifact import inspect_foreign_graph
     from cgtool.commands.inspect_graph import GraphOptions
     from cgtool.commands.inspect_graph import inspect_graph as run
 
@@ -164,6 +169,16 @@ def inspect_graph(
         prefix=prefix,
         cache_dir=cache_folder(cache_dir),
     )
+    foreign = inspect_foreign_graph(asked)
+    if foreign is not None:
+        if svg is not None or html is not None:
+            message = "Entries of other systems hold no pieces to draw. Leave --svg and --html out to read the graph."
+            raise click.UsageError(message)
+        if output.as_json:
+            output.json(foreign.to_json())
+        else:
+            show_foreign_graph(output, foreign)
+        return failures.DONE
     report = run(asked)
     for file, draw in ((svg, svg_of), (html, html_of)):
         if file is not None:

@@ -5,7 +5,7 @@ Must not import torch; the commands themselves load as they run.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import click
 
@@ -13,13 +13,23 @@ from cgtool.cli import failures
 from cgtool.cli.options import cache_dir_option, cache_folder, talk_options
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cgtool.cli.output import Output
+
+
+class _HasJson(Protocol):
+    def to_json(self) -> dict[str, Any]: ...
+
+
+_Report = TypeVar("_Report", bound=_HasJson)
 
 ENTRY_EXAMPLES = """\b
 Examples:
   cgtool inspect entry
   cgtool inspect entry 3f9a
   cgtool inspect entry 3f9a --json | jq '.holes'
+  cgtool inspect entry 1572 --cache-dir ~/.cache/vllm
 """
 
 ARTIFACT_EXAMPLES = """\b
@@ -27,12 +37,14 @@ Examples:
   cgtool inspect artifact 78e124d6
   cgtool inspect artifact 3f9a/2 --shape 8
   cgtool inspect artifact 3f9a/2 --shape general --json | jq '.kernels'
+  cgtool inspect artifact add_one.cubin --cache-dir ~/.triton/cache
 """
 
 KEY_EXAMPLES = """\b
 Examples:
   cgtool inspect key
   cgtool inspect key 3f9a --json | jq '.factors[] | select(.name == "torch")'
+  cgtool inspect key 1572 --cache-dir ~/.cache/vllm
 """
 
 
@@ -46,16 +58,22 @@ def inspect_entry(*, output: Output, entry: str | None, cache_dir: str | None) -
     HASH is the beginning of a hash that `inspect cache` lists; a cache with one entry needs none. A hole is a shape
     that one piece lacks and another piece, or another rank, has. Proved is an artifact that was run and compared with
     its piece before it was stored.
+
+    --cache-dir may name a cache of another system, as PATH of `inspect cache` may: then HASH is the beginning of an
+    entry's name there, and what such a cache does not record is said in a sentence.
     """
     # The table needs rich, which `--help` does without.
+    from cgtool.cli.foreign_one_tables import show_foreign_entry
     from cgtool.cli.inspect_one_tables import show_entry
     from cgtool.commands.inspect_entry import inspect_entry as run
+    from cgtool.commands.inspect_foreign_entry import inspect_foreign_entry
 
-    report = run(entry, cache_dir=cache_folder(cache_dir))
-    if output.as_json:
-        output.json(report.to_json())
+    folder = cache_folder(cache_dir)
+    foreign = inspect_foreign_entry(entry, cache_dir=folder)
+    if foreign is not None:
+        _print(output, foreign, show_foreign_entry)
     else:
-        show_entry(output, report)
+        _print(output, run(entry, cache_dir=folder), show_entry)
     return failures.DONE
 
 
@@ -84,11 +102,17 @@ def inspect_artifact(
     Name it by the beginning of its digest, or by the beginning of an entry's hash and a piece: 3f9a/2. It is read as
     data: nothing of it is unpickled or executed. Packages of aot_inductor hold no sources. Registers and shared memory
     are those of CUDA kernels that lie in the package as files of their own.
+
+    --cache-dir may name a cache of another system. Then name a file by the beginning of its name or of its path below
+    the entry, or by an entry and a piece or a path: 1572/0. Of a kernel of Triton's, what its metadata says is shown;
+    of what holds code that Inductor generated, that code, though it lies in a pickle.
     """
     # The tables need rich, which `--help` does without.
+    from cgtool.cli.foreign_one_tables import show_foreign_artifact
     from cgtool.cli.inspect_one_tables import show_artifact
     from cgtool.commands.inspect_artifact import ArtifactOptions
     from cgtool.commands.inspect_artifact import inspect_artifact as run
+    from cgtool.commands.inspect_foreign_artifact import inspect_foreign_artifact
 
     asked = ArtifactOptions(
         artifact=artifact,
@@ -98,11 +122,11 @@ def inspect_artifact(
         prefix=prefix,
         cache_dir=cache_folder(cache_dir),
     )
-    report = run(asked)
-    if output.as_json:
-        output.json(report.to_json())
+    foreign = inspect_foreign_artifact(asked)
+    if foreign is not None:
+        _print(output, foreign, show_foreign_artifact)
     else:
-        show_artifact(output, report)
+        _print(output, run(asked), show_artifact)
     return failures.DONE
 
 
@@ -114,14 +138,27 @@ def inspect_key(*, output: Output, entry: str | None, cache_dir: str | None) -> 
     """Show every factor of the key of the entry HASH, with its value, those that tell most about a miss first.
 
     HASH is the beginning of a hash that `inspect cache` lists; a cache with one entry needs none.
+
+    --cache-dir may name a cache of another system: what that wrote of the key is shown (cache_key_factors.json of vLLM,
+    the options of a Triton kernel), and what it did not write is said in a sentence.
     """
     # The lines need rich, which `--help` does without.
+    from cgtool.cli.foreign_one_tables import show_foreign_key
     from cgtool.cli.inspect_one_tables import show_key
+    from cgtool.commands.inspect_foreign_entry import inspect_foreign_key
     from cgtool.commands.inspect_key import inspect_key as run
 
-    report = run(entry, cache_dir=cache_folder(cache_dir))
+    folder = cache_folder(cache_dir)
+    foreign = inspect_foreign_key(entry, cache_dir=folder)
+    if foreign is not None:
+        _print(output, foreign, show_foreign_key)
+    else:
+        _print(output, run(entry, cache_dir=folder), show_key)
+    return failures.DONE
+
+
+def _print(output: Output, report: _Report, show: Callable[[Output, _Report], None]) -> None:
     if output.as_json:
         output.json(report.to_json())
     else:
-        show_key(output, report)
-    return failures.DONE
+        show(output, report)

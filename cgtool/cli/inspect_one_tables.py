@@ -18,10 +18,12 @@ from cgtool.commands.inspect_key import leaves
 
 if TYPE_CHECKING:
     from cgtool.cache.coverage import Place
+    from cgtool.cache.elf import Kernel
     from cgtool.cache.manifest import ManifestRow
     from cgtool.cli.output import Output
     from cgtool.commands.inspect_artifact import ArtifactReport
     from cgtool.commands.inspect_entry import EntryReport
+    from cgtool.commands.inspect_foreign_entry import ForeignKeyReport
     from cgtool.commands.inspect_key import KeyReport
 
 #: How many holes, fallbacks, uses or guards people are shown; programs get all.
@@ -114,7 +116,7 @@ def _remarks(report: EntryReport) -> Iterator[str]:
         f"{count_text(one.count, 'piece')} of variant {one.variant} without artifacts (rank {one.rank}, {one.prefix})"
         for one in coverage.unknown
     ]
-    yield from _listed("Holes, which warming the model again fills:", holes)
+    yield from listed("Holes, which warming the model again fills:", holes)
     if not holes and not report.warnings:
         yield "No holes: every piece has every shape."
     fallbacks = [
@@ -123,22 +125,23 @@ def _remarks(report: EntryReport) -> Iterator[str]:
         for manifest in report.manifests
         for fallback in manifest.fallbacks
     ]
-    yield from _listed("Served by another adaptor:", fallbacks)
+    yield from listed("Served by another adaptor:", fallbacks)
     gaps: dict[str, int] = {}
     for row in rows:
         if row.proof_gap:
             gaps[row.proof_gap] = gaps.get(row.proof_gap, 0) + 1
-    yield from _listed("Not proved:", [f"{count_text(times, 'row')}: {gap}" for gap, times in gaps.items()])
+    yield from listed("Not proved:", [f"{count_text(times, 'row')}: {gap}" for gap, times in gaps.items()])
 
 
-def show_key(output: Output, report: KeyReport) -> None:
+def show_key(output: Output, report: KeyReport | ForeignKeyReport) -> None:
     """Print every factor and the leaves of its value."""
-    output.line(f"{report.hash}", style="bold", whole=True)
+    output.line(cut(plain(report.hash), _MOST_CHARACTERS), style="bold", whole=True)
     lines: list[str] = []
     for factor in report.factors:
         lines.append(f"{_one_line(factor.name)}  ({short(factor.hash)})")
         lines += [f"  {_leaf(path, value)}" for path, value in leaves(factor.value)]
-    output.line("\n".join(lines), whole=True)
+    if lines:
+        output.line("\n".join(lines), whole=True)
 
 
 def show_artifact(output: Output, report: ArtifactReport) -> None:
@@ -150,23 +153,28 @@ def show_artifact(output: Output, report: ArtifactReport) -> None:
     count = _UNKNOWN if report.num_kernels is None else str(report.num_kernels)
     proved = any(use.row.proved for use in report.uses)
     output.line(f"{size_text(contents.size_bytes)}, {count} kernels, {'proved' if proved else 'not proved'}")
-    _show_facts(output, "Target", report.target)
-    _show_facts(output, "Compiler", report.compiler)
+    show_facts(output, "Target", report.target)
+    show_facts(output, "Compiler", report.compiler)
     if contents.members:
         output.line()
         show_rows(output, ("member", ">size"), [(name, size_text(size)) for name, size in contents.members])
-    if contents.kernels:
-        output.line()
-        rows = [
-            (one.name, _figure(one.registers), _figure(one.shared_bytes), _figure(one.constant_bytes))
-            for one in contents.kernels
-        ]
-        show_rows(output, ("kernel", ">registers", ">shared bytes", ">constant bytes"), rows)
+    show_kernels(output, contents.kernels)
     for line in _uses(report):
         output.line(line)
     for source in contents.sources:
         output.line()
-        _show_source(output, source.text, source.language)
+        show_source(output, source.text, source.language)
+
+
+def show_kernels(output: Output, kernels: Sequence[Kernel]) -> None:
+    """Print a table of kernels, if there are any."""
+    if kernels:
+        output.line()
+        rows = [
+            (one.name, _figure(one.registers), _figure(one.shared_bytes), _figure(one.constant_bytes))
+            for one in kernels
+        ]
+        show_rows(output, ("kernel", ">registers", ">shared bytes", ">constant bytes"), rows)
 
 
 def _uses(report: ArtifactReport) -> Iterator[str]:
@@ -182,11 +190,12 @@ def _uses(report: ArtifactReport) -> Iterator[str]:
         for (where, variant, shape), pieces in places.items()
     ]
     yield ""
-    yield from _listed("Serves:", served) if served else ["No manifest names it."]
-    yield from _listed("Relies on:", guards)
+    yield from listed("Serves:", served) if served else ["No manifest names it."]
+    yield from listed("Relies on:", guards)
 
 
-def _show_facts(output: Output, title: str, facts: Mapping[str, Any]) -> None:
+def show_facts(output: Output, title: str, facts: Mapping[str, Any]) -> None:
+    """Print the leaves of some facts below a title; "unknown" where there are none."""
     if not facts:
         output.line(f"{title}: {_UNKNOWN}")
         return
@@ -194,7 +203,8 @@ def _show_facts(output: Output, title: str, facts: Mapping[str, Any]) -> None:
     output.line("\n".join([f"{title}:", *lines]), whole=True)
 
 
-def _show_source(output: Output, text: str, language: str) -> None:
+def show_source(output: Output, text: str, language: str) -> None:
+    """Print text that a stranger wrote: highlighted on a terminal, else as it is, without what a terminal obeys."""
     shown = plain(text, lines=True)
     if output.stdout.is_terminal:
         from rich.syntax import Syntax  # pygments, which a pipe does without
@@ -204,7 +214,8 @@ def _show_source(output: Output, text: str, language: str) -> None:
         output.line(shown, whole=True)
 
 
-def _listed(title: str, lines: Iterable[str]) -> Iterator[str]:
+def listed(title: str, lines: Iterable[str]) -> Iterator[str]:
+    """Yield a title and some of the lines below it; nothing where there are none."""
     given = list(lines)
     if given:
         yield title

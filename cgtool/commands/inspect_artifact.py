@@ -127,15 +127,7 @@ class ArtifactReport:
             "size_bytes": self.contents.size_bytes,
             "uses": [use.to_json() for use in self.uses],
             "num_kernels": self.num_kernels,
-            "kernels": [
-                {
-                    "name": kernel.name,
-                    "registers": kernel.registers,
-                    "shared_bytes": kernel.shared_bytes,
-                    "constant_bytes": kernel.constant_bytes,
-                }
-                for kernel in self.contents.kernels
-            ],
+            "kernels": [kernel.to_json() for kernel in self.contents.kernels],
             "target": self.target,
             "compiler": self.compiler,
             "members": [{"name": name, "size_bytes": size} for name, size in self.contents.members],

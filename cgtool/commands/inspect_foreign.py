@@ -76,18 +76,12 @@ def inspect_foreign(
         UsageError: A filter or the order is outside of its grammar, or names a field that such entries lack.
         CacheError: The cache went away while it was read.
     """
-    path = path.expanduser().absolute()
-    if is_own(path):
-        return None
-    # The readers of all other systems, which cgtool's own cache does without.
-    from cgtool.cache.readers.detect import detect, read_cache
-
-    if detect(path) is None:
-        return None
     now = time.time()
+    cache = read_foreign(path)
+    if cache is None:
+        return None
     passes = [parse_filter(_checked(expression), now=now) for expression in filters]
     order = None if sort is None else parse_order(_checked(sort))
-    cache = read_cache(path)
     facts = [_facts_of(entry) for entry in cache.entries]
     matching = [fact for fact in facts if all(test(fact) for test in passes)]
     in_order = matching if order is None else order(matching)
@@ -99,6 +93,27 @@ def inspect_foreign(
         num_problems=sum(1 for entry in entries for _ in entry.all_problems()),
         now=now,
     )
+
+
+def read_foreign(path: Path | None) -> ForeignCache | None:
+    """Return what another system's cache holds.
+
+    Args:
+        path: A folder or a file; None means the cache that `warm` fills, which is cgtool's.
+
+    Returns:
+        The cache; None where cgtool wrote what lies there, or no known system did.
+
+    Raises:
+        CacheError: The cache went away while it was read.
+    """
+    path = None if path is None else path.expanduser().absolute()
+    if path is None or is_own(path):
+        return None
+    # The readers of all other systems, which cgtool's own cache does without.
+    from cgtool.cache.readers.detect import detect, read_cache
+
+    return None if detect(path) is None else read_cache(path)
 
 
 def _checked(expression: str) -> str:

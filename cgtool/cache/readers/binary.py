@@ -56,12 +56,14 @@ class Member:
         key: What it is looked up by.
         size_bytes: The length of its content.
         protocol: The pickle protocol of its content; None if it does not begin as a pickle does.
+        start: Where its content begins in the file.
     """
 
     kind: str
     key: str
     size_bytes: int
     protocol: int | None
+    start: int
 
     def words(self) -> str:
         """Return it in a few words."""
@@ -160,7 +162,7 @@ def _artifact(fields: _Fields, *, checked: bool) -> Structure:
         members = _members(inner)
     else:
         protocol = pickle_protocol(fields.peek(start, min(length, 2)))
-        members = (Member(kind="callable", key="", size_bytes=length, protocol=protocol),)
+        members = (Member(kind="callable", key="", size_bytes=length, protocol=protocol, start=start),)
     return Structure(header=header.decode("ascii"), torch_key=torch_key, key=key, members=members, checked=checked)
 
 
@@ -174,7 +176,7 @@ def _members(fields: _Fields) -> tuple[Member, ...]:
             key = fields.text()
             start, length = fields.span()
             protocol = pickle_protocol(fields.peek(start, min(length, 2)))
-            members.append(Member(kind=kind, key=key, size_bytes=length, protocol=protocol))
+            members.append(Member(kind=kind, key=key, size_bytes=length, protocol=protocol, start=start))
     return tuple(members)
 
 
