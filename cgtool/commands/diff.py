@@ -1,6 +1,7 @@
 """`diff`: what differs between two caches, entries or bundles, or between an entry and this machine.
 
-Owns what the user asked (`DiffOptions`) and what was found (`DiffReport`). Prints nothing; importable without torch.
+Owns what the user asked (`DiffOptions`) and what was found (`DiffReport`); what other systems wrote is compared by
+`cgtool.commands.diff_foreign`, to the same records. Prints nothing; importable without torch.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from cgtool.cache.compare.here import machine_differences
 from cgtool.cache.compare.records import Difference
 from cgtool.cache.compare.sides import Side, open_side
 from cgtool.cache.layout import CacheLayout, short
+from cgtool.commands.diff_foreign import foreign_differences
 from cgtool.errors import UsageError
 
 SCHEMA = 1
@@ -83,6 +85,9 @@ def diff(options: DiffOptions) -> DiffReport:
     if options.here == (options.new is not None):
         message = "Name two sides, A and B, or one entry and --here."
         raise UsageError(message)
+    foreign = foreign_differences(options.old, options.new, cache_dir=options.cache_dir)
+    if foreign is not None:
+        return DiffReport(old=options.old, new=options.new or "", differences=tuple(foreign))
     with contextlib.ExitStack() as stack:
         old = stack.enter_context(open_side(options.old, options.cache_dir))
         if options.new is None:

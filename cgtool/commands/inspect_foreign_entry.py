@@ -161,13 +161,7 @@ def inspect_foreign_key(entry: str | None, *, cache_dir: Path | None) -> Foreign
     if cache is None:
         return None
     found = one_entry(cache, entry)
-    return ForeignKeyReport(cache=cache, hash=found.name, factors=factors_of(found))
-
-
-def factors_of(entry: ForeignEntry) -> tuple[Factor, ...]:
-    """Return what the system wrote of an entry's key, as factors; none where it wrote nothing."""
-    said = entry.factors if isinstance(entry.factors, dict) else {} if entry.factors is None else {"": entry.factors}
-    return tuple(Factor(name=name, value=value) for name, value in said.items())
+    return ForeignKeyReport(cache=cache, hash=found.name, factors=found.key_factors)
 
 
 def one_entry(cache: ForeignCache, beginning: str | None) -> ForeignEntry:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from cgtool.cache.key import Factor
 from cgtool.cache.shapes import Shape, shape_to_json
 from cgtool.pieces import Json
 from cgtool.records import dataclass
@@ -108,6 +109,12 @@ class ForeignEntry:
     problems: tuple[str, ...] = ()
     deletable: bool = True
     why_not: str = ""
+
+    @property
+    def key_factors(self) -> tuple[Factor, ...]:
+        """What the system wrote of the key, as factors; none where it wrote nothing."""
+        said = self.factors if isinstance(self.factors, dict) else {} if self.factors is None else {"": self.factors}
+        return tuple(Factor(name=name, value=value) for name, value in said.items())
 
     def all_problems(self) -> Iterator[str]:
         """Yield its problems and those of its artifacts, which are named."""

@@ -1,0 +1,119 @@
+"""`cgtool diff` of two caches or entries of another system, on the samples of fixtures/caches."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+from cli_harness import REPO, lay_entry, run, run_many
+
+from cgtool.commands.diff import DiffOptions, diff
+from cgtool.errors import UsageError
+
+BACKBONE = "torch_compile_cache/1572951577/rank_0_0/backbone"
+SCALE = "GH3I6RWKZUZXIUPED6PSHIIXCCFXMBSHBB577KUBWIVR7HYUXOYQ"
+SYSTEMS = ("vllm", "vllm-old", "atom", "torch_inductor", "triton", "mega_cache", "compiled_artifact")
+
+
+def _unpack(name: str, folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    with tarfile.open(REPO / "fixtures" / "caches" / f"{name}.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder / name
+
+
+def both(name: str, tmp_path: Path) -> tuple[Path, Path]:
+    return _unpack(name, tmp_path / "a"), _unpack(name, tmp_path / "b")
+
+
+def found(old: object, new: object, **rest) -> list[tuple[str, str, str]]:
+    report = diff(DiffOptions(old=str(old), new=str(new), **rest))
+    return [(one.what, one.path, one.sentence) for one in report.differences]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_copy_of_a_cache_is_equal_to_it(tmp_path, name):
+    assert found(*both(name, tmp_path)) == []
+
+
+def test_the_factor_and_the_artifacts_of_vllms_that_differ_are_named(tmp_path):
+    old, new = both("vllm", tmp_path)
+    factors = new / BACKBONE / "cache_key_factors.json"
+    changed = {**json.loads(factors.read_text()), "config_hash": "other", "env": {"VLLM_X": 1}}
+    factors.write_text(json.dumps(changed))
+    flip(new / BACKBONE / "artifact_compile_range_8_8_subgraph_0")
+    (new / BACKBONE / "artifact_compile_range_8_8_subgraph_1").unlink()
+    piece = "rank_0_0/backbone/artifact_compile_range_8_8_subgraph"
+    label = "entry 1572951577: "
+    expected = [
+        ("factor", "config_hash", 'config_hash was "cfg" and is "other" now'),
+        ("factor", "env.VLLM_X", "env.VLLM_X is 1 now and was not there before"),
+        ("artifact", f"{piece}_0", f"compiled_artifact {piece}_0 (piece 0 for 8) has other bytes, 175866 as before"),
+        (
+            "artifact",
+            f"{piece}_1",
+            f"compiled_artifact {piece}_1 (piece 1 for 8) is missing or cannot be read in the second",
+        ),
+    ]
+    assert found(old, new) == [(what, label + path, label + said) for what, path, said in expected]
+    assert found(f"{old}:1572", f"{new}:1572") == expected
+    assert found("1572", f"{new}:1572", cache_dir=old) == expected
+    assert found(f"{old}:1572", new) == expected
+
+
+def test_entries_that_only_one_side_has_are_named_and_one_of_a_kind_is_compared(tmp_path):
+    old, new = both("triton", tmp_path)
+    shutil.rmtree(old / SCALE)
+    assert found(old, new) == [("entry", SCALE, f"entry {SCALE} is only in the second")]
+    assert found(new, old) == [("entry", SCALE, f"entry {SCALE} is only in the first")]
+    (new / SCALE).rename(new / f"{SCALE[:-1]}A")
+    old = _unpack("triton", tmp_path / "c")
+    (moved,) = found(old, new)
+    assert moved[2] == f"entry {SCALE} is only in the first, and {SCALE[:-1]}A only in the second"
+
+
+def test_a_member_of_a_file_is_compared_whatever_the_file_is_called(tmp_path):
+    old, new = both("compiled_artifact", tmp_path)
+    assert found(old, new.rename(new.with_name("renamed"))) == []
+    flip(new.with_name("renamed"))
+    *_, (what, _, said) = found(old, new.with_name("renamed"))
+    assert (what, said.endswith(" as before")) == ("artifact", True)
+
+
+def test_sides_that_are_not_of_one_kind_are_wrong_usage(tmp_path):
+    vllm, triton = _unpack("vllm", tmp_path), _unpack("triton", tmp_path)
+    lay_entry(tmp_path / "own")
+    for other in (triton, tmp_path / "own"):
+        with pytest.raises(UsageError, match="is compared with what the same system wrote alone"):
+            diff(DiffOptions(old=str(vllm), new=str(other)))
+    with pytest.raises(UsageError, match="is compared with what the same system wrote alone"):
+        diff(DiffOptions(old=str(vllm), here=True))
+    with pytest.raises(UsageError, match="Several entries fit"):
+        diff(DiffOptions(old=f"{vllm}:", new=f"{vllm}:1572"))
+
+
+def test_the_command_says_it_in_words_and_in_json_and_with_its_exit_code(tmp_path):
+    old, new = both("triton", tmp_path)
+    harm = "\x1b[2J\u202e" + "x" * 10_000
+    metadata = json.loads((new / SCALE / "scale.json").read_text())
+    (new / SCALE / "scale.json").write_text(json.dumps({**metadata, "arch": harm}))
+    text, document = run_many([(tmp_path, {}, ["diff", str(old), str(new), *rest]) for rest in ([], ["--json"])])
+    assert (text.code, document.code) == (3, 3)
+    assert f'  factor  entry {SCALE}: arch was "sm90" and is ' in text.out
+    assert not {"\x1b", "\u202e"} & set(text.out)
+    assert max(map(len, text.out.splitlines())) < 600
+    report = document.report
+    assert list(report) == ["schema", "equal", "differences"]
+    assert list(report["differences"][0]) == ["what", "path", "old", "new", "sentence", "detail"]
+    assert [one["path"].rpartition(" ")[2] for one in report["differences"]] == ["arch", "scale.json"]
+    assert (report["differences"][0]["old"], report["differences"][0]["new"]) == ("sm90", harm)
+    assert run("diff", old, old).code == 0
