@@ -6,11 +6,8 @@ In `state/leases`, empty files that are locked (flock) and never written::
     <hash>                                 shared by each process that is writing any rank of the entry
     <either>~<machine>~<pid>~<start>       a stamp instead of a lock, where flock does not work (ENOLCK and the like)
 
-`machine` is 16 digits of the digest of the host's name, its boot id and the namespace of process ids, `start` the
-process's start in clock ticks since the boot: so a stamp of a dead process is told from one of a live process that got
-its number. Of another machine or container nothing can be asked: its stamps count for 30 days. Where `state/`
-cannot be written to, the folder of the entry itself is locked. The kernel lets go of a lock as its process ends,
-however that happens.
+Of stamps see `cgtool.cache.stamps`. Where `state/` cannot be written to, the folder of the entry itself is locked. The
+kernel lets go of a lock as its process ends, however that happens.
 
 Prune takes the exclusive lock without waiting, moves the entry away under it, and removes the lease's file: whoever got
 a lock on a file that is no longer there takes the lock of the new one.
@@ -39,10 +36,11 @@ else:
 
 _CANNOT_MAKE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
 _BUSY = frozenset({errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES})
-#: A prune holds the exclusive lock for as long as a rename takes, which may be long on a slow disk: whoever finds it so
-#: tries again this often, a second in all.
+#: A prune holds the exclusive lock for as long as a rename takes, which may be long on a slow disk: whoever loads tries
+#: again this often, a second in all, and who writes sixty times that.
 _TRIES = 500
 _PAUSE_SECS = 0.002
+_WAITS = 60
 _SEPARATOR = "~"
 _CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 
@@ -88,22 +86,18 @@ _held: dict[str, Lease] = {}
 
 
 def hold(layout: CacheLayout, name: RankName) -> Lease | None:
-    """Say that this process uses an entry, until it ends. Never raises on account of the disk.
+    """Say that this process uses an entry, until it ends. Waits for a second while prune removes the entry.
 
     Args:
         layout: Where the cache lies.
         name: What was found.
 
     Returns:
-        The lease; None where none can be had (a read-only cache without flock, or prune is removing the entry).
+        The lease; None where none can be had: a read-only cache without flock, say.
+
+    Raises:
+        BlockingIOError: Prune goes on removing it.
     """
-    with contextlib.suppress(BlockingIOError):
-        return _hold(layout, name)
-    return None
-
-
-def _hold(layout: CacheLayout, name: RankName) -> Lease | None:
-    """As `hold`; a BlockingIOError where a prune is removing the entry, and has been for a second."""
     path = f"{layout.root}/torch_compile_cache/state/leases/{name.flat}"
     held = _held.get(path)
     if held is not None and held.is_current:
@@ -117,24 +111,26 @@ def _hold(layout: CacheLayout, name: RankName) -> Lease | None:
 def keep(layout: CacheLayout, name: RankName) -> bool:
     """Hold an entry that was found, and return whether it is still there: from here on prune leaves it alone.
 
-    Waits while prune removes the entry; one that it removes for longer than a second counts as gone.
-
     Args:
         layout: Where the cache lies.
         name: What was found.
     """
     try:
-        _hold(layout, name)
+        lease = hold(layout, name)
     except BlockingIOError:
         return False
     folder = f"{layout.root}/torch_compile_cache/{name.hash}/rank_{name.rank}/{name.prefix}"
-    return os.path.exists(f"{folder}/manifest.json")  # noqa: PTH110 - on the way of a load
+    if os.path.exists(f"{folder}/manifest.json"):  # noqa: PTH110 - on the way of a load
+        return True
+    if lease is not None:  # who warms it again meanwhile is not us
+        lease.release()
+    return False
 
 
 def hold_writing(layout: CacheLayout, hash_: str) -> Lease | None:
     """Say that this process is writing an entry, until the lease is released or nobody refers to it.
 
-    Waits while prune removes the entry. Never raises on account of the disk.
+    Waits while prune removes the entry, for up to a minute. Never raises on account of the disk.
 
     Args:
         layout: Where the cache lies.
@@ -143,8 +139,9 @@ def hold_writing(layout: CacheLayout, hash_: str) -> Lease | None:
     Raises:
         CacheError: It is no hash.
     """
-    with contextlib.suppress(BlockingIOError):
-        return _lease(_path(layout, check_hash(hash_)), str(layout.entry_dir(hash_)))
+    for _ in range(_WAITS):
+        with contextlib.suppress(BlockingIOError):
+            return _lease(_path(layout, check_hash(hash_)), str(layout.entry_dir(hash_)))
     return None
 
 
@@ -205,12 +202,17 @@ def claimed(layout: CacheLayout, hash_: str, *, loaders: bool = True) -> Iterato
         (layout.state_dir / "leases").mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         # Its writers first: then no rank can be added while the others are claimed.
-        taken = _claim(stack, _path(layout, hash_))
+        mine = _claim(stack, _path(layout, hash_))
+        if mine is None:
+            from cgtool.cache.stamps import claiming  # nearly all file systems do without
+
+            stack.enter_context(claiming(_path(layout, hash_)))
+        taken = mine is not False
         if loaders:
-            taken = taken and _claim(stack, str(layout.entry_dir(hash_)), folder=True)
+            taken = taken and _claim(stack, str(layout.entry_dir(hash_)), to_read=True) is not False
         owners, stamps = _leases_of(layout, hash_, loaders=loaders)
         taken = taken and not any(_lives(path) for path in stamps)
-        yield taken and all(_claim(stack, _path(layout, text)) for text in sorted(owners - {hash_}))
+        yield taken and all(_claim(stack, _path(layout, text)) is not False for text in sorted(owners - {hash_}))
 
 
 def _leases_of(layout: CacheLayout, hash_: str, *, loaders: bool) -> tuple[set[str], list[str]]:
@@ -232,13 +234,13 @@ def locked(path: str) -> Iterator[bool]:
         Whether nobody else holds it; True also where there is no such file, or nothing locks.
     """
     with contextlib.ExitStack() as stack:
-        yield _claim(stack, path, make=False)
+        yield _claim(stack, path, make=False) is not False
 
 
 def remove_idle(layout: CacheLayout, hash_: str) -> None:
     """Remove the files of leases that nobody holds, of an entry that is gone. Never raises on account of the disk."""
     folder = layout.state_dir / "leases"
-    if folder.is_symlink() or folder.parent.is_symlink():
+    if os.path.islink(folder) or os.path.islink(folder.parent):  # noqa: PTH114 - Path's raises
         return  # what is behind a link is not the cache's
     for text in _listed(folder):
         if text[:64] == hash_:
@@ -281,7 +283,8 @@ def _lease(path: str, entry: str) -> Lease | None:
         except OSError as error:
             os.close(descriptor)
             if error.errno not in _BUSY:
-                return _stamped(path)
+                with contextlib.suppress(BlockingIOError):
+                    return _stamped(path)
         except BaseException:
             os.close(descriptor)
             raise
@@ -320,31 +323,34 @@ def _lease_of_folder(entry: str) -> Lease | None:
 
 
 def _stamped(path: str) -> Lease | None:
-    from cgtool.cache.stamps import stamp_path  # nearly all file systems do without
+    """A stamp; None where none can be made, BlockingIOError where a prune has claimed the entry."""
+    from cgtool.cache.stamps import is_claimed, stamp  # nearly all file systems do without
 
-    stamp = stamp_path(path)
     try:
-        os.close(os.open(stamp, os.O_WRONLY | os.O_CREAT | _CLOEXEC, RECORD_MODE))
+        lease = Lease(stamp=stamp(path))
     except OSError:
         return None
-    return Lease(stamp=stamp)
+    if is_claimed(path):
+        lease.release()
+        raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), path)
+    return lease
 
 
-def _claim(stack: contextlib.ExitStack, path: str, *, make: bool = True, folder: bool = False) -> bool:
-    """Take an exclusive lock until the stack ends; True also where there is nothing to lock, or nothing locks."""
+def _claim(stack: contextlib.ExitStack, path: str, *, make: bool = True, to_read: bool = False) -> bool | None:
+    """Take an exclusive lock until the stack ends; None where there is nothing to lock, or nothing locks."""
     try:
-        descriptor = _open_to_claim(path, make=make, folder=folder)
+        descriptor = _open_to_claim(path, make=make, to_read=to_read)
     except (FileNotFoundError, NotADirectoryError):
-        return True  # its folder is not there, so nobody holds it
+        return None  # its folder is not there, so nobody holds it
     except OSError as error:
         # One that cannot be made (a full disk, a read-only one) is held by nobody; one that cannot be opened may be.
-        return error.errno in _CANNOT_MAKE and not os.path.exists(path)  # noqa: PTH110 - a str
+        return None if error.errno in _CANNOT_MAKE and not os.path.exists(path) else False  # noqa: PTH110 - a str
     stack.callback(os.close, descriptor)
-    return not _HAS_FLOCK or _take(descriptor)
+    return _take(descriptor) if _HAS_FLOCK else None
 
 
-def _open_to_claim(path: str, *, make: bool, folder: bool) -> int:
-    if not folder:
+def _open_to_claim(path: str, *, make: bool, to_read: bool) -> int:
+    if not to_read:
         try:
             return os.open(path, os.O_RDWR | (os.O_CREAT if make else 0) | _CLOEXEC, RECORD_MODE)
         except OSError as error:
@@ -354,28 +360,19 @@ def _open_to_claim(path: str, *, make: bool, folder: bool) -> int:
     return os.open(path, os.O_RDONLY | _CLOEXEC)
 
 
-def _take(descriptor: int) -> bool:
+def _take(descriptor: int) -> bool | None:
+    """Take the exclusive lock; False where someone else holds it, None where nothing locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno not in _BUSY
+        return False if error.errno in _BUSY else None
     return True
 
 
 def _is_locked(path: str) -> bool:
     """Whether someone holds a lock; True where it cannot be asked for."""
-    if not _HAS_FLOCK:
-        return False
-    try:
-        descriptor = os.open(path, os.O_RDONLY | _CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        return True
-    try:
-        return not _take(descriptor)
-    finally:
-        os.close(descriptor)
+    with contextlib.ExitStack() as stack:
+        return _claim(stack, path, to_read=True) is False
 
 
 def _lives(stamp: str) -> bool:

@@ -20,8 +20,8 @@ from cgtool.cache import signatures
 from cgtool.cache.bundle.choose import Choice, chosen_names
 from cgtool.cache.bundle.pack import Contents, check_free, destination_error, gather, write_archive, write_folder
 from cgtool.cache.files import sync_folder
-from cgtool.cache.layout import CacheLayout, resolve_root
-from cgtool.cache.leases import hold
+from cgtool.cache.layout import CacheLayout, RankName, resolve_root
+from cgtool.cache.leases import keep
 from cgtool.digests import sha256_hex
 from cgtool.errors import UsageError
 
@@ -100,10 +100,7 @@ def export(options: ExportOptions) -> ExportReport:
     layout = CacheLayout(root=resolve_root(options.cache_dir))
     if isinstance(options.dest, Path) and options.folder:
         check_free(options.dest)
-    names = chosen_names(layout, options.choice)
-    for name in names[:_MOST_HELD]:  # until this process ends: prune leaves alone what is being read
-        hold(layout, name)
-    contents = gather(layout, names, options.choice)
+    contents = gather(layout, _held_names(layout, options.choice), options.choice)
     written = _write(options, contents, keys)
     return ExportReport(
         root=layout.root,
@@ -113,6 +110,15 @@ def export(options: ExportOptions) -> ExportReport:
         contents=contents,
         signed_by=tuple(sorted(signatures.key_id(key.public_key()) for key in keys)),
     )
+
+
+def _held_names(layout: CacheLayout, choice: Choice) -> tuple[RankName, ...]:
+    """Choose, and hold what was chosen until this process ends: prune leaves alone what is being read."""
+    while True:
+        names = chosen_names(layout, choice)
+        if names and all(keep(layout, name) for name in names[:_MOST_HELD]):
+            return names
+        # A prune was quicker with one of them: chosen by its hash it is missed now, and else it is not meant any more.
 
 
 def _write(options: ExportOptions, contents: Contents, keys: list[Any]) -> int:

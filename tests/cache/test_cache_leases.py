@@ -148,6 +148,16 @@ def test_what_prune_goes_on_removing_counts_as_gone(cache_root, layout):
     assert keep(layout, name)
 
 
+def test_what_is_gone_before_it_is_held_is_held_by_nobody(cache_root, layout):
+    name = publish(cache_root)
+    layout.manifest_file(name).unlink()
+    assert not keep(layout, name)
+    publish(cache_root)  # another process's, say
+    assert not in_use(layout, name)
+    assert keep(layout, name)
+    assert in_use(layout, name)
+
+
 def test_a_load_waits_until_the_claim_is_over(cache_root, layout):
     name = publish(cache_root)
     stack = contextlib.ExitStack()
@@ -271,6 +281,27 @@ def test_without_locks_a_stamp_holds_an_entry_until_its_process_dies(cache_root,
         assert mine
     assert remove_if_idle(stamp)
     assert not stamp.exists()
+
+
+def test_without_locks_nobody_can_stamp_what_is_claimed_and_nobody_claim_what_is_stamped(cache_root, layout, no_locks):
+    name = publish(cache_root)
+    with claimed(layout, name.hash) as mine:
+        assert mine
+        assert not keep(layout, name)
+        assert not in_use(layout, name)
+    assert list((layout.state_dir / "claims").iterdir()) == []
+    assert keep(layout, name)
+    with claimed(layout, name.hash) as mine:
+        assert not mine
+
+
+def test_without_locks_a_claim_of_a_dead_process_keeps_nobody_out(cache_root, layout, no_locks):
+    name = publish(cache_root)
+    (layout.state_dir / "claims").mkdir()
+    with claimed(layout, name.hash):
+        (stamp,) = (layout.state_dir / "claims").iterdir()
+    stamp.with_name(f"{stamp.name}9").touch()
+    assert keep(layout, name)
 
 
 def test_a_stamp_of_a_process_that_got_a_dead_ones_number_does_not_count(cache_root, layout, no_locks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import stat
@@ -13,6 +14,11 @@ from bundle_maker import make_keys
 from e2e_harness import FIXTURES, REPO, cgtool
 
 pytestmark = pytest.mark.torch
+
+#: Lets a command run with another's number, and with a torch that cannot be written to.
+MOUNTS = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec unshare --map-user=4242 --map-group=4242 "$@"'
+TORCH = importlib.util.find_spec("torch").submodule_search_locations[0]
+ANOTHER = ["unshare", "-r", "-m", "sh", "-c", MOUNTS, TORCH]
 
 LOADS = """
 import json, sys
@@ -45,7 +51,7 @@ def bundle(sized_cache, tmp_path_factory):
 
 @pytest.fixture
 def elsewhere(tmp_path):
-    """Runs commands as nobody's machine would: another home, no variables, and no compiler that works."""
+    """Runs commands as another's machine would: another home and user, torch read-only, no compiler that works."""
     poison = tmp_path / "poison"
     poison.mkdir()
     for name in ("cc", "gcc", "g++", "c++", "clang", "clang++", "ld", "nvcc", "ptxas"):
@@ -53,7 +59,7 @@ def elsewhere(tmp_path):
         (poison / name).chmod(0o755)
     home = tmp_path / "home of another"
     home.mkdir()
-    wrapper = ["unshare", "-r"] if _may_unshare() else []
+    wrapper = ANOTHER if _may_be_another() else []
 
     def command(*arguments: object) -> subprocess.CompletedProcess[str]:
         variables = {"HOME": str(home), "PATH": str(poison), "PYTHONPATH": str(REPO), "USER": "another"}
@@ -73,15 +79,14 @@ def elsewhere(tmp_path):
     return command
 
 
-def _may_unshare() -> bool:
-    return (
-        shutil.which("unshare") is not None and subprocess.run(["unshare", "-r", "true"], check=False).returncode == 0
-    )
+def _may_be_another() -> bool:
+    return shutil.which("unshare") is not None and subprocess.run([*ANOTHER, "true"], check=False).returncode == 0
 
 
-def test_an_entry_is_imported_by_another_user_at_another_root_without_a_compiler_and_loads(bundle, elsewhere, tmp_path):
-    root = tmp_path / "another" / "root"
-    public = bundle / "keys/ours.pub"
+@pytest.fixture
+def imported(bundle, elsewhere, tmp_path):
+    """The root of a cache that another took the bundle into."""
+    root, public = tmp_path / "another" / "root", bundle / "keys/ours.pub"
     done = elsewhere(
         "-m", "cgtool", "import", bundle / "model.tar.zst", "--require-signature", public, "--cache-dir", root, "--json"
     )
@@ -89,6 +94,11 @@ def test_an_entry_is_imported_by_another_user_at_another_root_without_a_compiler
     report = json.loads(done.stdout)
     assert [entry["outcome"] for entry in report["entries"]] == ["new"]
     assert report["entries"][0]["verdict"] in ("optimal", "loads")
+    return root
+
+
+def test_an_entry_is_imported_by_another_user_at_another_root_without_a_compiler_and_loads(bundle, elsewhere, imported):
+    root, public = imported, bundle / "keys/ours.pub"
     plain = elsewhere("-c", LOADS, FIXTURES, root)
     assert json.loads(plain.stdout) == {"close": True, "imported": []}, plain.stderr
     signed = elsewhere("-c", LOADS, FIXTURES, root, public)
@@ -98,6 +108,18 @@ def test_an_entry_is_imported_by_another_user_at_another_root_without_a_compiler
     root.chmod(root.stat().st_mode | stat.S_IWOTH)
     shared = elsewhere("-c", LOADS, FIXTURES, root)
     assert json.loads(shared.stdout)["reason"] == "writable_by_others", shared.stderr
+
+
+def test_an_entry_that_another_imported_is_proved_to_load_there_by_verify(bundle, elsewhere, imported):
+    model = ("--model", f"{FIXTURES / 'tiny_llama.py'}:build")
+    done = elsewhere("-m", "cgtool", "verify", "--load", *model, "--cache-dir", imported, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    artifacts = {path.name for path in imported.rglob("artifacts/*")}
+    assert [(rank["opened"], rank["problems"]) for rank in report["load"]["entries"]] == [(len(artifacts), [])]
+    assert report["load"]["model"] == {"hash": report["entries"][0]["hash"], "called": True, "sentence": ""}
+    assert report["load"]["compiled"] == []
+    assert report["ok"]
 
 
 def test_a_changed_byte_of_an_artifact_is_never_opened(bundle, elsewhere, tmp_path):

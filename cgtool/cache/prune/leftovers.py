@@ -158,7 +158,7 @@ class LeftoverFinder:
     def _of_state(self) -> Iterator[Leftover]:
         state = f"{self._base}state"
         known = {rank.name.flat for entry in self._facts.entries.values() for rank in entry.ranks}
-        for folder in ("used", "locks", "leases"):
+        for folder in ("used", "locks", "leases", "claims"):
             for name in sorted(_listed(f"{state}/{folder}")):
                 flat = name.partition("~")[0]
                 gone = flat not in self._facts.entries if is_hash(flat) else _is_flat(flat) and flat not in known

@@ -1,0 +1,258 @@
+"""Warms, loads, prunes, checks, exports and imports on one cache at once: nothing fails, and nothing in use goes."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bundle_maker import lay_entry
+
+from cgtool.cache import leases
+from cgtool.cache.bundle.choose import Choice
+from cgtool.cache.layout import CacheLayout, RankName
+from cgtool.cache.lookup import LookupStore
+from cgtool.cache.prune.records import Rules
+from cgtool.cache.state import StateStore
+from cgtool.commands.export import ExportOptions, export
+from cgtool.commands.import_ import ImportOptions, import_bundle
+from cgtool.commands.prune import PruneOptions, plan_prune
+from cgtool.commands.prune import prune as carry_out
+from cgtool.commands.verify import VerifyOptions, verify
+from cgtool.errors import CacheCorruptError, CacheError, CacheMissError
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "cache" / "prune"))
+
+from prune_samples import facts_of, is_whole, lay
+
+pytestmark = pytest.mark.torch
+
+SPAWN = multiprocessing.get_context("spawn")
+MODEL = Path(__file__).with_name("e2e_models.py")
+#: Factories there.
+MODELS = ("attention", "nested", "asking")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storm:
+    """What all processes share.
+
+    Args:
+        root: The cache.
+        bundle: What is imported.
+        folder: Where each process writes what came of it.
+        entries: How many made entries there are: so few that all meet at each, so many that not all are always in use.
+        secs: For how long they go on.
+        seed: Of what they choose.
+    """
+
+    root: Path
+    bundle: Path
+    folder: Path
+    entries: int
+    secs: float
+    seed: int
+
+    @functools.cached_property
+    def layout(self) -> CacheLayout:
+        return CacheLayout(root=self.root)
+
+
+def write(storm: Storm, chance: random.Random) -> str:
+    """Publish entries as a warm does, of units that others share, and of artifacts of their own."""
+    number, rank = chance.randrange(storm.entries), chance.randrange(2)
+    if chance.random() < 0.3:
+        lay_entry(storm.root, seed=number, rank=rank, shapes=chance.choice([("general",), ("general", 8)]))
+        return "published"
+    while True:
+        try:
+            lay(storm.root, number, model=f"M{number}", pieces=("own", "both"), rank=rank)
+        except CacheCorruptError as error:  # a unit went between the look and the link: it is compiled again
+            if "units" not in str(error.path):
+                raise
+        else:
+            return "published"
+
+
+def read(storm: Storm, chance: random.Random) -> str:
+    """Look an entry up, hold it as a load does, and use it for a while, in which it stays."""
+    for hash_ in LookupStore(storm.layout).candidates(facts_of(f"M{chance.randrange(storm.entries)}")):
+        name = RankName(hash=hash_, rank=chance.randrange(2), prefix="backbone")
+        if leases.keep(storm.layout, name):
+            StateStore(storm.layout).record_hit(name)
+            return use(storm, name, chance)
+    return "missed"
+
+
+def use(storm: Storm, name: RankName, chance: random.Random) -> str:
+    """Look whether an entry that this process holds stays whole, and let it go."""
+    for _ in range(chance.randrange(1, 5)):
+        if not is_whole(storm.root, name):
+            raise AssertionError(f"{name.flat} was in use and is gone")
+        time.sleep(chance.random() / 20)
+    let_go()
+    return "used"
+
+
+def let_go() -> None:
+    """Hold nothing any more, as if this process had ended."""
+    for lease in leases._held.values():
+        lease.release()
+    leases._held.clear()
+
+
+def prune(storm: Storm, chance: random.Random) -> str:
+    rules = chance.choice([Rules(keep_last=0, orphans=True), Rules(units=True), Rules(max_bytes=30_000), Rules()])
+    outcome = carry_out(plan_prune(PruneOptions(rules=rules, cache_dir=storm.root))).outcome
+    time.sleep(chance.random() / 4)  # or nothing would be there long enough to be used
+    if outcome.failed:
+        raise AssertionError(outcome.failed)
+    return "removed" if outcome.removed else "found nothing"
+
+
+def check(storm: Storm, chance: random.Random) -> str:
+    report = verify(VerifyOptions(cache_dir=storm.root, jobs=1))
+    problems = [problem for entry in report.entries for problem in entry.findings.problems]
+    if problems or report.units.problems:
+        raise AssertionError((problems, report.units.problems))
+    return "looked"
+
+
+def ship(storm: Storm, chance: random.Random) -> str:
+    dest = storm.folder / f"{chance.random()}.tar.zst"
+    choice = Choice(everything=True, filters=("model~Toy",))  # others have no packages
+    try:
+        export(ExportOptions(dest=dest, cache_dir=storm.root, choice=choice))
+    except CacheError as error:
+        if "holds no entry" not in str(error):
+            raise
+        return "found nothing"
+    finally:
+        let_go()
+    dest.unlink()
+    return "exported"
+
+
+def take_in(storm: Storm, chance: random.Random) -> str:
+    options = ImportOptions(source=storm.bundle, cache_dir=storm.root, trust=True, any_machine=True)
+    report = import_bundle(options)
+    return report.entries[0].installed.outcome
+
+
+def warm(storm: Storm, chance: random.Random) -> str:
+    from cgtool.commands.warm import WarmOptions
+    from cgtool.commands.warm import warm as warm_model
+    from cgtool.config import CompilationConfig
+
+    config, name = CompilationConfig(adaptor="eager", jobs=0), chance.choice(MODELS)
+    report = warm_model(WarmOptions(model=f"{MODEL}:{name}", config=config, cache_dir=storm.root, rank=0))
+    let_go()
+    return "hit" if report.hit else "compiled"
+
+
+def load(storm: Storm, chance: random.Random) -> str:
+    import e2e_models
+    import torch
+    from e2e_compare import difference
+
+    import cgtool
+
+    spec = getattr(e2e_models, chance.choice(MODELS))()
+    try:
+        model = cgtool.load(spec.module, cache_dir=storm.root)
+    except CacheMissError:
+        return "missed"
+    (call, *_) = spec.calls
+    with torch.no_grad():
+        difference(model(*call.args, **call.kwargs), spec.module(*call.args, **call.kwargs))
+    (held,) = (path for path, lease in leases._held.items() if lease.is_current)
+    return use(storm, RankName(hash=Path(held).name[:64], rank=0, prefix=spec.prefix), chance)
+
+
+#: What the processes do, and what comes of it in the end wherever all goes well.
+KINDS: dict[Callable[[Storm, random.Random], str], str] = {
+    write: "published",
+    read: "used",
+    prune: "removed",
+    check: "looked",
+    ship: "exported",
+    take_in: "new",
+    warm: "compiled",
+    load: "used",
+}
+
+
+def go_on(kind: int, number: int, storm: Storm, ready: Barrier, well: Any) -> None:
+    """One process of the storm: do the same again and again until the time is up and each kind went well once."""
+    report, (do, wanted) = "", list(KINDS.items())[kind]
+    try:
+        chance = random.Random(f"{storm.seed} {number}")
+        if do in (warm, load):  # which take seconds to import what they need
+            do(storm, chance)
+        ready.wait()
+        until = time.monotonic() + storm.secs
+        while multiprocessing.parent_process().is_alive() and (time.monotonic() < until or not all(well)):
+            if do(storm, chance) == wanted:
+                well[kind] = True
+    except BaseException:  # noqa: BLE001 - told by who started this
+        report = f"{do.__name__}: {traceback.format_exc()}"
+        well[:] = [True] * len(well)  # all may end
+        ready.abort()
+    (storm.folder / str(number)).write_text(report)
+
+
+@pytest.mark.parametrize(
+    ("processes", "secs"),
+    [
+        pytest.param((1, 1, 1, 1, 1, 1, 1, 1), 6.0, id="8 processes"),
+        pytest.param((6, 6, 4, 3, 3, 4, 3, 3), 60.0, marks=pytest.mark.slow, id="32 processes for a minute"),
+    ],
+)
+def test_a_storm_of_all_kinds_of_work_on_one_cache(tmp_path, processes, secs):
+    storm = Storm(
+        root=tmp_path / "cache",
+        bundle=tmp_path / "bundle.tar.zst",
+        folder=tmp_path / "reports",
+        entries=sum(processes) // 2,
+        secs=secs,
+        seed=time.time_ns(),
+    )
+    storm.folder.mkdir()
+    for seed in range(storm.entries):
+        lay_entry(tmp_path / "source", seed=seed, shapes=("general", 8 + seed))
+    export(ExportOptions(dest=storm.bundle, cache_dir=tmp_path / "source", choice=Choice(everything=True)))
+    let_go()
+    lay_entry(storm.root)
+    kinds = [kind for kind, count in enumerate(processes) for _ in range(count)]
+    ready, well = SPAWN.Barrier(len(kinds)), SPAWN.Array("b", len(KINDS))
+    children = [SPAWN.Process(target=go_on, args=(kind, n, storm, ready, well)) for n, kind in enumerate(kinds)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0] * len(kinds)
+    reports = [(storm.folder / str(number)).read_text() for number in range(len(kinds))]
+    if any(reports):
+        pytest.fail("\n".join([f"seed {storm.seed}", *filter(None, reports)]))
+    check_calm(storm)
+
+
+def check_calm(storm: Storm) -> None:
+    """All is whole, and what is left of the storm is nobody's and goes."""
+    check(storm, random.Random())
+    layout = storm.layout
+    assert [path for path in storm.root.rglob(".*") if not path.is_dir()] == []
+    assert list(layout.base.glob(".import.*")) == []
+    rules = Rules(keep_last=0, units=True)
+    outcome = carry_out(plan_prune(PruneOptions(rules=rules, cache_dir=storm.root))).outcome
+    assert (outcome.kept, outcome.failed, layout.hashes()) == ((), (), [])
+    assert list((layout.state_dir / "trash").iterdir()) == []
