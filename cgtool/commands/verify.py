@@ -93,9 +93,7 @@ def _verified(options: VerifyOptions, on_event: OnEvent, *, policy: TrustPolicy 
     entries: list[EntryReport] = []
     wanted = layout.hashes() if hashes is None else hashes
     if not wanted:
-        from cgtool.cache.readers.detect import check_known  # the readers of all systems, for what holds no entry
-
-        check_known(layout.root)
+        _check_own(layout.root)
     with hashing(options.jobs) as hasher:
         for findings in verify_entries(layout, wanted, hasher):
             entries.append(judge(findings))
@@ -118,6 +116,17 @@ def _verified(options: VerifyOptions, on_event: OnEvent, *, policy: TrustPolicy 
         strict=options.strict,
         secs=time.perf_counter() - began,
     )
+
+
+def _check_own(root: Path) -> None:
+    """Check that a cache without entries is cgtool's, which may be empty, and nothing else."""
+    from cgtool.cache.readers.detect import check_known, detect  # the readers of all systems, for what holds no entry
+
+    check_known(root)
+    system = detect(root)
+    if system not in (None, "cgtool"):
+        message = f"{root} holds a cache of another system ({system}). Look into it with: cgtool inspect cache {root}"
+        raise CacheError(message, path=root, actual=system)
 
 
 def _repaired(

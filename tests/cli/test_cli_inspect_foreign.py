@@ -143,6 +143,13 @@ def test_cgtools_own_cache_and_what_no_one_knows_go_the_usual_way(tmp_path):
     assert "does not exist" in missing.report["error"]["message"]
 
 
+def test_verify_says_of_another_systems_cache_that_it_is_one(samples):
+    (ran,) = run_many([(Path("/"), {"COLUMNS": "400"}, ["verify", str(samples["vllm"] / "torch_compile_cache")])])
+    root = samples["vllm"]
+    said = f"Error: {root} holds a cache of another system (vllm). Look into it with: cgtool inspect cache {root}\n"
+    assert (ran.code, ran.out, ran.err) == (1, "", said)
+
+
 def test_a_folder_of_other_things_is_no_cache_and_an_empty_one_is_an_empty_cache(tmp_path):
     home, empty, begun = (tmp_path / name for name in ("home\x1b[2J", "empty", "begun"))
     (home / "Documents").mkdir(parents=True)
