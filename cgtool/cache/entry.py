@@ -41,6 +41,7 @@ from cgtool.cache.files import (
     remove,
     sweep,
     sync_folder,
+    telling,
     write_atomic,
 )
 from cgtool.cache.key import Key, write_key
@@ -294,7 +295,9 @@ class EntryWriter:
         folder = self._layout.rank_dir(self.name)
         manifest = read_manifest(self._layout, self.name)
         named = {} if manifest is None else {name: record.sha256 for name, record in manifest.files.items()}
-        for path in list(folder.iterdir()):
+        with telling(folder):
+            paths = list(folder.iterdir())
+        for path in paths:
             match = _NEXT.fullmatch(path.name)
             if match is None:
                 continue

@@ -78,6 +78,23 @@ def cache_error(error: OSError, path: Path, *, needed_bytes: int | None = None, 
     return CacheError(text, path=path)
 
 
+@contextlib.contextmanager
+def telling(path: Path, *, doing: str = "read") -> Iterator[None]:
+    """Say of each error of the operating system in the block what `cache_error` says of it.
+
+    Args:
+        path: The file or folder that the block is about.
+        doing: "written", "read" or "removed".
+
+    Raises:
+        CacheError: In place of an `OSError`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise cache_error(error, path, doing=doing) from error
+
+
 def _full_disk(error: OSError, path: Path, needed_bytes: int | None, elsewhere: str) -> CacheError:
     what = "quota is used up" if error.errno == errno.EDQUOT else "disk is full"
     needed = "" if needed_bytes is None else f", {needed_bytes} bytes were needed"
@@ -123,7 +140,9 @@ def ensure_root(root: Path) -> None:
         CacheError: It cannot be made.
     """
     tag = root / "CACHEDIR.TAG"
-    if not tag.exists():
+    with telling(tag):
+        is_there = tag.exists()
+    if not is_there:
         ensure_folder(root)
         write_atomic(tag, _SIGNATURE.encode("ascii"))
 

@@ -10,12 +10,13 @@ A candidate is a hint: whether it is a hit is for its factors and guards to say.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from cgtool.cache.files import remove, touch
+from cgtool.cache.files import remove, telling, touch
 from cgtool.cache.layout import CacheLayout, RankName, check_hash, is_hash
 from cgtool.cache.manifest import Manifest, read_manifest
 from cgtool.errors import CacheError
@@ -75,20 +76,20 @@ class LookupStore:
     def candidates(self, digest: str) -> tuple[str, ...]:
         """Return the hashes of the entries that a digest of cheap facts may mean, sorted.
 
-        Never raises on account of a lookup that is missing, torn or read-only.
+        Never raises on account of a lookup that is missing, torn or read-only; one that cannot be read is no miss.
 
         Args:
             digest: Of the cheap facts, 64 hexadecimal digits.
 
         Raises:
-            CacheError: The cache folder cannot be listed.
+            CacheError: The cache folder or the lookup cannot be listed.
         """
         found = {manifest.hash for manifest in self._newcomers() if digest in manifest.lookup}
-        try:
-            names = [path.name for path in (self._layout.lookup_dir / check_hash(digest)).iterdir()]
-        except OSError:
-            names = []
-        found.update(name for name in names if is_hash(name) and self._layout.key_file(name).exists())
+        folder = self._layout.lookup_dir / check_hash(digest)
+        # One that cannot be listed is no miss: the model would be compiled again, whatever the disk has.
+        with telling(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            names = [path.name for path in folder.iterdir()]
+            found.update(name for name in names if is_hash(name) and self._layout.key_file(name).exists())
         return tuple(sorted(found))
 
     def _newcomers(self) -> Iterator[Manifest]:

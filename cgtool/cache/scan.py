@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from cgtool.cache.files import cache_error, is_temporary, read_bytes
+from cgtool.cache.files import cache_error, is_temporary, read_bytes, telling
 from cgtool.cache.layout import (
     ARTIFACTS,
     KEY_FILE,
@@ -59,8 +59,10 @@ def scan(root: Path, *, missing_ok: bool = False, artifacts: bool = True) -> Cac
     Raises:
         CacheError: There is no such folder, or it cannot be listed.
     """
-    if not root.is_dir() and not (missing_ok and not root.exists()):
-        what = "is a file and not a cache folder" if root.exists() else "does not exist"
+    with telling(root):
+        is_folder, is_there = root.is_dir(), root.exists()
+    if not is_folder and not (missing_ok and not is_there):
+        what = "is a file and not a cache folder" if is_there else "does not exist"
         raise CacheError(f"{root} {what}. Name the folder of a cache, or warm a model to make one.", path=root)
     return _Scan(CacheLayout(root=root), artifacts=artifacts).listing()
 

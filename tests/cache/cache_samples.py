@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cgtool.cache import lock as lock_module
 from cgtool.cache.entry import Entry, EntryWriter, read_entry
-from cgtool.cache.key import Factor, Key
+from cgtool.cache.key import Factor, Key, read_key
 from cgtool.cache.layout import CacheLayout, RankName
 from cgtool.cache.manifest import Manifest, ManifestRow, VariantCounts
 from cgtool.cache.shapes import Shape
@@ -92,6 +92,27 @@ def text_of(entry: Entry) -> str:
     if dict(entry.files) != files_of(text) or artifacts != [text.encode()]:
         raise AssertionError(f"a mixture: {text}, {entry.files}, {artifacts}")
     return text
+
+
+def view(root: Path) -> dict[str, object]:
+    """What readers make of a cache: each rank's rows, the bytes of its files and artifacts, and who signed it."""
+    layout = CacheLayout(root=root)
+    found: dict[str, object] = {}
+    for hash_ in layout.hashes():
+        for name in layout.rank_names(hash_):
+            entry = read_entry(layout, name, files=())
+            if entry is None:
+                continue
+            if read_key(layout, hash_) is None:
+                raise AssertionError(f"{name} has no key")
+            entry = read_entry(layout, name, files=entry.manifest.files)
+            artifacts = tuple(entry.artifact(row) for row in entry.manifest.rows)
+            found[name.flat] = (
+                tuple(row.to_json()["shape"] for row in entry.manifest.rows),
+                dict(entry.files),
+                artifacts,
+            )
+    return found
 
 
 def leftovers(root: Path) -> list[str]:

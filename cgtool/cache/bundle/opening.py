@@ -76,9 +76,7 @@ def opened(source: Path | IO[bytes], limits: Limits) -> Iterator[OpenBundle]:
                 if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
                     raise refused("not_a_bundle", "is neither a file nor a folder", advice=_NO_FILE)
                 yield Archive(stream, limits)
-    except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
-        if error.filename != str(source):
-            raise
+    except OSError as error:
         raise cache_error(error, source, doing="read") from error
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from cgtool.cache.files import cache_error, sync_folder
+from cgtool.cache.files import cache_error, sync_folder, telling
 from cgtool.cache.layout import CacheLayout
 from cgtool.errors import RefusedError
 
@@ -68,9 +68,12 @@ def check_no_links(folders: Iterable[Path]) -> None:
 
     Raises:
         RefusedError: link_here.
+        CacheError: One cannot be looked at.
     """
     for folder in folders:
-        if folder.is_symlink():
+        with telling(folder):
+            is_link = folder.is_symlink()
+        if is_link:
             message = (
                 f"{folder} is a link, and an import writes nowhere but into the cache. Nothing was changed. Put what "
                 "it leads to in its place, or name another cache with --cache-dir."
@@ -108,7 +111,8 @@ def _make(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with telling(folder):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):
             if _HAS_FLOCK:

@@ -23,7 +23,7 @@ from cgtool.cache.bundle.limits import Limits
 from cgtool.cache.bundle.names import names_of_folders
 from cgtool.cache.bundle.opening import OpenBundle, opened
 from cgtool.cache.bundle.refusals import refused
-from cgtool.cache.files import cache_error
+from cgtool.cache.files import cache_error, telling
 from cgtool.cache.layout import CACHE_FOLDER, CacheLayout
 from cgtool.records import dataclass
 
@@ -90,7 +90,8 @@ def unpack(
     grouped: dict[str, list[Member]] = {}
     for member in index.members:
         grouped.setdefault(member.place.hash, []).append(member)
-    entries = tuple(check_entry(layout, hash_, members) for hash_, members in grouped.items())
+    with telling(folder):
+        entries = tuple(check_entry(layout, hash_, members) for hash_, members in grouped.items())
     return Unpacked(**{**vars(found), "entries": entries})
 
 

@@ -14,39 +14,16 @@ from pathlib import Path
 
 import pytest
 from bundle_maker import lay_entry, make_keys, tree
-from cache_samples import no_flock
+from cache_samples import no_flock, view
 from syscalls import Call, each_kill, killed_at
 
 from cgtool.cache.bundle.choose import Choice
-from cgtool.cache.entry import read_entry
-from cgtool.cache.key import read_key
-from cgtool.cache.layout import CacheLayout
 from cgtool.commands.export import ExportOptions, export
 from cgtool.commands.import_ import ImportOptions, import_bundle
 from cgtool.errors import CacheError
 
 #: What may lie in a cache after a kill and is no part of it.
 LEFTOVER = re.compile(r"(^|/)\.[^/]+\.(tmp|next)(/|$)|^torch_compile_cache/(state|lookup)(/|$)|^CACHEDIR.TAG$")
-
-
-def view(root: Path) -> dict[str, object]:
-    """What readers make of a cache: each rank's rows, the bytes of its files and artifacts, and who signed it."""
-    layout = CacheLayout(root=root)
-    found: dict[str, object] = {}
-    for hash_ in layout.hashes():
-        for name in layout.rank_names(hash_):
-            entry = read_entry(layout, name, files=())
-            if entry is None:
-                continue
-            assert read_key(layout, hash_) is not None
-            entry = read_entry(layout, name, files=entry.manifest.files)
-            artifacts = tuple(entry.artifact(row) for row in entry.manifest.rows)
-            found[name.flat] = (
-                tuple(row.to_json()["shape"] for row in entry.manifest.rows),
-                dict(entry.files),
-                artifacts,
-            )
-    return found
 
 
 @pytest.fixture

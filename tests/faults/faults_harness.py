@@ -1,0 +1,165 @@
+"""What is done to a cache while its disk fails: each action, the cache that it begins with, and what must hold then.
+
+Everything lies in one folder: `cache`, a `bundle` to import, and what is exported. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from bundle_maker import LOOKUP, lay_entry, tree
+from cache_samples import view
+from prune_samples import DAY, lay
+
+from cgtool.cache.bundle.choose import Choice
+from cgtool.cache.entry import read_entry
+from cgtool.cache.key import read_key
+from cgtool.cache.layout import CacheLayout
+from cgtool.cache.leases import hold
+from cgtool.cache.lookup import LookupStore
+from cgtool.cache.prune.records import Rules
+from cgtool.cache.state import StateStore
+from cgtool.cache.trust import TrustPolicy
+from cgtool.cache.verify.digests import verify_entries
+from cgtool.cache.verify.hashing import hashing
+from cgtool.cache.verify.units import verify_units
+from cgtool.cli.failures import failure_of
+from cgtool.commands.export import ExportOptions, export
+from cgtool.commands.import_ import ImportOptions, import_bundle
+from cgtool.commands.inspect_cache import CacheOptions, inspect_cache
+from cgtool.commands.inspect_entry import inspect_entry
+from cgtool.commands.inspect_key import inspect_key
+from cgtool.commands.prune import PruneOptions, plan_prune, prune
+from cgtool.commands.verify import VerifyOptions, verify
+from cgtool.errors import CacheError, CgtoolError
+
+#: Exit code of a process in which an action raised what is documented.
+TOLD = 3
+#: The entry that is looked up; the others are those of numbers.
+LOOKED_UP = 7
+
+
+def lay_all(folder: Path) -> None:
+    """Lay what every action begins with."""
+    cache = folder / "cache"
+    for number in (1, 2):
+        lay(cache, number, pieces=("own", "both"), used=1e9)
+    lay_entry(cache, seed=LOOKED_UP)
+    lay_entry(folder / "other", seed=LOOKED_UP, shapes=("general", 16))
+    lay_entry(folder / "other", seed=8)
+    export(ExportOptions(dest=folder / "bundle", cache_dir=folder / "other", choice=Choice(everything=True)))
+    (folder / "out").write_text("old")
+
+
+def publish(folder: Path) -> None:
+    """Publish a new entry with a unit of its own and one that is there, and another entry anew."""
+    lay(folder / "cache", 3, pieces=("own", "both"))
+    lay_entry(folder / "cache", seed=LOOKED_UP, say="2")
+
+
+def prune_two(folder: Path) -> None:
+    rules = Rules(older_than_secs=DAY, orphans=True, units=True)
+    outcome = prune(plan_prune(PruneOptions(rules=rules, cache_dir=folder / "cache"))).outcome
+    if outcome.failed:
+        raise CacheError(" ".join(item.sentence for item in outcome.failed))
+
+
+def import_all(folder: Path) -> None:
+    import_bundle(ImportOptions(source=folder / "bundle", cache_dir=folder / "cache", trust=True, any_machine=True))
+
+
+def export_file(folder: Path) -> None:
+    export(ExportOptions(dest=folder / "out", cache_dir=folder / "other", choice=Choice(everything=True)))
+
+
+def export_folder(folder: Path) -> None:
+    shutil.rmtree(folder / "layer", ignore_errors=True)  # that of the time before
+    export(
+        ExportOptions(dest=folder / "layer", cache_dir=folder / "other", folder=True, choice=Choice(everything=True))
+    )
+
+
+def verify_all(folder: Path) -> None:
+    report = verify(VerifyOptions(cache_dir=folder / "cache", jobs=1))
+    wrong = [problem.sentence for entry in report.entries for problem in entry.findings.problems]
+    wrong += [problem.sentence for problem in report.units.problems]
+    if wrong:
+        raise CacheError(" ".join(wrong))
+    if len(report.entries) != 3:
+        raise AssertionError(report)
+
+
+def inspect_all(folder: Path) -> None:
+    report = inspect_cache(CacheOptions(path=folder / "cache"))
+    if report.listing.warnings:
+        raise CacheError(" ".join(report.listing.warnings))
+    if report.num_entries != 3:
+        raise AssertionError(report)
+    list(report.entries_json())
+    for entry in report.listing.entries:
+        inspect_entry(entry.hash, cache_dir=folder / "cache").to_json()
+        inspect_key(entry.hash, cache_dir=folder / "cache").to_json()
+
+
+def look_up(folder: Path) -> None:
+    """What a load does with a cache."""
+    layout = CacheLayout(root=folder / "cache")
+    hash_ = LookupStore(layout).candidates(LOOKUP)[0]
+    (name,) = layout.rank_names(hash_)
+    TrustPolicy().check(layout, name, read_key(layout, hash_))
+    entry = read_entry(layout, name)
+    hold(layout, name)
+    for row in entry.manifest.rows:
+        entry.artifact(row)
+    StateStore(layout).record_hit(name)
+
+
+ACTIONS: dict[str, Callable[[Path], None]] = {
+    "publish": publish,
+    "prune": prune_two,
+    "import": import_all,
+    "export": export_file,
+    "export-folder": export_folder,
+    "verify": verify_all,
+    "inspect": inspect_all,
+    "look-up": look_up,
+}
+#: Those whose errors of the operating system nobody but the command sees.
+AT_THE_COMMAND = (prune_two, verify_all, inspect_all)
+
+
+def state(folder: Path) -> dict[str, object]:
+    """What readers make of everything in the folder."""
+    found = dict(view(folder / "cache"))
+    if (folder / "layer").exists():
+        found["layer"] = tree(folder / "layer")
+    found["out"] = (folder / "out").read_bytes()
+    return found
+
+
+def wrong_in(folder: Path) -> list[str]:
+    """What `verify` finds wrong."""
+    layout = CacheLayout(root=folder / "cache")
+    with hashing() as hasher:
+        found = [p for entry in verify_entries(layout, layout.hashes(), hasher) for p in entry.problems]
+        return [problem.sentence for problem in (*found, *verify_units(layout, hasher).problems)]
+
+
+def told(action: Callable[[Path], None], folder: Path) -> None:
+    """Run an action; end with TOLD and the sentence where it raises what is documented.
+
+    Of an error of the operating system that names its file the command says that sentence.
+    """
+    try:
+        action(folder)
+    except CgtoolError as error:
+        sys.stderr.write(str(error))
+        raise SystemExit(TOLD) from error
+    except OSError as error:
+        if error.filename is None or action not in AT_THE_COMMAND:
+            raise
+        sys.stderr.write(failure_of(error).message)
+        raise SystemExit(TOLD) from error

@@ -1,0 +1,80 @@
+"""Each system call by which an action touches its files fails once: it is a sentence, nothing is lost, nothing half."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+from functools import partial
+from pathlib import Path
+
+import pytest
+from faults_harness import ACTIONS, TOLD, lay_all, state, told, wrong_in
+from syscalls import ALL, CHANGES, Call, calls_of, copy_anew, ended_of, failed_at
+
+#: How many faults of an action are looked at where not all are.
+SAMPLE = 6
+
+
+def errors_of(call: Call) -> tuple[str, ...]:
+    if call.name == "openat":
+        return ("EIO", "ENOSPC", "EACCES", "EROFS", "EMFILE")
+    return ("EIO", "ENOSPC", "EACCES", "EROFS") if call.name in CHANGES.split(",") else ("EIO",)
+
+
+def half(before: dict[str, object], after: dict[str, object], now: dict[str, object]) -> list[str]:
+    """What is neither as before nor as after."""
+    return [part for part in {*before, *after, *now} if now.get(part) not in (before.get(part), after.get(part))]
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+@pytest.mark.parametrize("sample", [SAMPLE, pytest.param(None, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_a_call_that_fails_is_a_sentence_and_nothing_is_lost_or_half(tmp_path: Path, name: str, sample: int) -> None:
+    start, work, action = tmp_path / "start", tmp_path / "work", ACTIONS[name]
+    lay_all(start)
+    copy_anew(start, work)
+    faults = [(call, e) for call in calls_of(lambda: action(work), names=ALL, under=work) for e in errors_of(call)]
+    before, after = state(start), state(work)
+    assert wrong_in(work) == []
+    seen = set()
+    for call, error in faults if sample is None else random.Random(name).sample(faults, sample):
+        where = f"{error} at {call}"
+        copy_anew(start, work)
+        ended = failed_at(call, error, partial(told, action, work))
+        assert ended.code in (0, TOLD), f"{where}: {ended.said}"
+        if ended.code == TOLD:
+            assert str(work) in ended.said, where
+            assert ended.said.endswith("."), where
+        seen.add(ended.code)
+        assert half(before, after, state(work)) == [], where
+        assert wrong_in(work) == [], where
+        action(work)
+        assert state(work) == after, where
+        assert wrong_in(work) == [], where
+    assert TOLD in seen
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+def test_with_no_descriptor_left_it_is_a_sentence_and_with_some_it_is_done(tmp_path: Path, name: str) -> None:
+    start, work, action = tmp_path / "start", tmp_path / "work", ACTIONS[name]
+    lay_all(start)
+    copy_anew(start, work)
+    before = state(start)
+    action(work)
+    after = state(work)
+    ends = []
+
+    def starved(spare: int) -> None:
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + spare, free + spare))
+        told(action, work)
+
+    for spare in (0, 3, 99):
+        copy_anew(start, work)
+        ended = ended_of(partial(starved, spare))
+        assert ended.code in (0, TOLD), ended.said
+        assert half(before, after, state(work)) == []
+        assert wrong_in(work) == []
+        ends.append(ended.code)
+    assert (ends[0], ends[-1]) == (TOLD, 0)
