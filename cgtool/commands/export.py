@@ -116,7 +116,7 @@ def _held_names(layout: CacheLayout, choice: Choice) -> tuple[RankName, ...]:
     """Choose, and hold what was chosen until this process ends: prune leaves alone what is being read."""
     while True:
         names = chosen_names(layout, choice)
-        if names and all(keep(layout, name) for name in names[:_MOST_HELD]):
+        if all(keep(layout, name) for name in names[:_MOST_HELD]):
             return names
         # A prune was quicker with one of them: chosen by its hash it is missed now, and else it is not meant any more.
 

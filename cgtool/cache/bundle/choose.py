@@ -42,7 +42,7 @@ def chosen_names(layout: CacheLayout, choice: Choice) -> tuple[RankName, ...]:
 
     Raises:
         UsageError: A hash or a rank is not there, or nothing says which of several models is meant.
-        CacheError: The cache is empty, or a manifest cannot be read or trusted.
+        CacheError: The cache is empty, an entry is not finished, or a manifest cannot be read or trusted.
     """
     there = layout.hashes()
     if choice.hashes:
@@ -59,6 +59,10 @@ def chosen_names(layout: CacheLayout, choice: Choice) -> tuple[RankName, ...]:
             f"The cache at {layout.root} {what}. See what is there with: cgtool inspect cache", path=layout.root
         )
     names = [name for hash_ in hashes for name in layout.rank_names(hash_) if layout.manifest_file(name).is_file()]
+    unfinished = sorted(set(hashes) - {name.hash for name in names})
+    if unfinished:
+        message = f"Entry {short(unfinished[0])} is not finished: no warm of it came to its end. Warm the model again."
+        raise CacheError(message, path=layout.entry_dir(unfinished[0]))
     kept = [name for name in names if not choice.ranks or name.rank in choice.ranks]
     missing = sorted(set(choice.ranks) - {name.rank for name in kept})
     if missing:

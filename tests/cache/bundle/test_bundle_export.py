@@ -130,6 +130,13 @@ def test_an_empty_cache_and_filters_that_let_nothing_through_say_so(tmp_path):
         exported(tmp_path, filters=("model~nothing",))
 
 
+def test_an_entry_that_no_warm_finished_is_not_exported(tmp_path):
+    hash_ = lay_entry(tmp_path)
+    CacheLayout(root=tmp_path).manifest_file(RankName(hash=hash_, rank=0, prefix="backbone")).unlink()
+    with pytest.raises(CacheError, match=f"Entry {hash_[:10]} is not finished"):
+        exported(tmp_path, hashes=(hash_[:10],))
+
+
 def test_a_rank_is_chosen_with_its_own_artifacts(tmp_path):
     hash_ = lay_entry(tmp_path)
     lay_entry(tmp_path, rank=1)
