@@ -60,7 +60,7 @@ def chosen_names(layout: CacheLayout, choice: Choice) -> tuple[RankName, ...]:
         )
     names = [name for hash_ in hashes for name in layout.rank_names(hash_) if layout.manifest_file(name).is_file()]
     unfinished = sorted(set(hashes) - {name.hash for name in names})
-    if unfinished:
+    if unfinished and choice.hashes:  # any other was pruned meanwhile, and is not meant any more
         message = f"Entry {short(unfinished[0])} is not finished: no warm of it came to its end. Warm the model again."
         raise CacheError(message, path=layout.entry_dir(unfinished[0]))
     kept = [name for name in names if not choice.ranks or name.rank in choice.ranks]

@@ -34,6 +34,9 @@ from cgtool.records import dataclass
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+#: How often an entry is looked at again that writers change meanwhile.
+_ATTEMPTS = 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
@@ -121,6 +124,15 @@ def _key(layout: CacheLayout, hash_: str) -> bytes:
 
 
 def _rank(layout: CacheLayout, name: RankName, choice: Choice) -> tuple[Manifest, dict[str, bytes]]:
+    for _ in range(_ATTEMPTS):
+        found = _rank_at_once(layout, name, choice)
+        if found is not None:
+            return found
+    raise CacheError(f"{layout.rank_dir(name)} kept changing while it was read. Try again.", path=name.flat)
+
+
+def _rank_at_once(layout: CacheLayout, name: RankName, choice: Choice) -> tuple[Manifest, dict[str, bytes]] | None:
+    """The manifest and files of one moment; None where a writer was at work meanwhile."""
     entry = read_entry(layout, name, files=())
     if entry is None:
         path = layout.rank_dir(name)
@@ -134,7 +146,7 @@ def _rank(layout: CacheLayout, name: RankName, choice: Choice) -> tuple[Manifest
         data = read_bytes(path) or b""
         whole = whole if parse_manifest(data, path=path, name=name) == whole.manifest else None
     if data is None or whole is None or whole.manifest != entry.manifest:
-        raise CacheError(f"{layout.rank_dir(name)} kept changing while it was read. Try again.", path=name.flat)
+        return None
     return manifest, {MANIFEST_FILE: data, **whole.files}
 
 

@@ -98,11 +98,20 @@ def _settled(layout: CacheLayout, hash_: str, first: EntryFindings, hasher: Hash
     for _ in range(_ATTEMPTS):
         if not last.problems:
             break
+        folder = _inode(layout.entry_dir(hash_))
         again = EntryCheck(layout, hash_, hasher, fresh=True).finish()
-        if again.problems == last.problems:
+        if again.problems == last.problems and folder == _inode(layout.entry_dir(hash_)):
             break
         last = again
     return last
+
+
+def _inode(folder: Path) -> int | None:
+    """What tells a folder from one that was put in its place meanwhile; None where there is none."""
+    try:
+        return os.stat(folder).st_ino  # noqa: PTH116 - beside the calls of os around it
+    except OSError:
+        return None
 
 
 class EntryCheck:
