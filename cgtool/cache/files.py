@@ -248,6 +248,12 @@ def remove(path: Path) -> None:
         raise cache_error(error, path, doing="removed") from error
 
 
+def discard(folder: Path) -> None:
+    """Remove a folder with all that is in it, as far as that can be done; never raises on account of the disk."""
+    with contextlib.suppress(OSError):  # rmtree ignores not all errors
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def sweep(folder: Path, *, older_than_secs: float = _ABANDONED_SECS) -> int:
     """Remove temporary files that killed processes left in a folder; never raises.
 

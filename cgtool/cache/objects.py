@@ -6,11 +6,12 @@ pieces, sizes and ranks are one file, and where the file system allows it one fi
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
 
-from cgtool.cache.files import ARTIFACT_MODE, corrupt, ensure_folder, read_bytes, sync_folder, write_atomic
+from cgtool.cache.files import ARTIFACT_MODE, corrupt, ensure_folder, read_bytes, sync_folder, telling, write_atomic
 from cgtool.cache.layout import ARTIFACTS, check_hash, check_kind
 from cgtool.digests import sha256_hex
 
@@ -32,11 +33,15 @@ class ObjectStore:
         return self.folder / f"{check_hash(digest)}.{check_kind(kind)}"
 
     def size(self, digest: str, kind: str) -> int | None:
-        """Return an artifact's size in bytes without reading it, or None when it is absent."""
-        try:
-            return self.path(digest, kind).stat().st_size
-        except OSError:
-            return None
+        """Return an artifact's size in bytes without reading it, or None when it is absent.
+
+        Raises:
+            CacheError: It cannot be looked at. To call it absent would have a writer drop the rows that name it.
+        """
+        path = self.path(digest, kind)
+        with telling(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return path.stat().st_size
+        return None
 
     def put(self, data: bytes, kind: str) -> str:
         """Store an artifact and return its digest; an intact one that is there already is kept.

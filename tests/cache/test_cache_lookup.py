@@ -80,3 +80,12 @@ def test_a_read_only_cache_without_a_lookup_is_searched_all_the_same(cache_root,
 def test_a_digest_outside_of_the_grammar_is_refused(layout):
     with pytest.raises(CacheError, match="cannot be a hash"):
         LookupStore(layout).add("../x", "ab" * 32)
+
+
+def test_a_lookup_that_cannot_be_listed_is_no_miss(cache_root, layout):
+    publish(cache_root)
+    folder = layout.lookup_dir / FACTS
+    shutil.rmtree(folder)
+    folder.symlink_to(folder)
+    with pytest.raises(CacheError, match=FACTS):
+        LookupStore(layout).candidates(FACTS)

@@ -103,3 +103,12 @@ def test_an_owner_can_remove_what_was_written(objects):
     assert path.stat().st_mode & 0o222 == 0
     os.unlink(path)  # noqa: PTH108 - what rm does
     assert not path.exists()
+
+
+def test_an_artifact_that_cannot_be_looked_at_is_not_called_absent(objects):
+    path = objects.path(objects.put(b"code", "pt2"), "pt2")
+    path.unlink()
+    assert objects.size(sha256_hex(b"code"), "pt2") is None
+    path.symlink_to(path)
+    with pytest.raises(CacheError, match=path.name):
+        objects.size(sha256_hex(b"code"), "pt2")

@@ -128,7 +128,7 @@ ACTIONS: dict[str, Callable[[Path], None]] = {
     "look-up": look_up,
 }
 #: Those whose errors of the operating system nobody but the command sees.
-AT_THE_COMMAND = (prune_two, verify_all, inspect_all)
+AT_THE_COMMAND = (prune_two, export_file, export_folder, verify_all, inspect_all)
 
 
 def state(folder: Path) -> dict[str, object]:

@@ -25,6 +25,7 @@ from cgtool.cache.files import (
     ensure_root,
     read_bytes,
     sync_folder,
+    telling,
     write_atomic,
 )
 from cgtool.cache.key import read_key
@@ -151,7 +152,9 @@ def _install_held(layout: CacheLayout, unpacked: Unpacked, content: EntryContent
 def _install(layout: CacheLayout, unpacked: Unpacked, content: EntryContent, *, replacing: bool) -> Installed:
     source, target = unpacked.layout.entry_dir(content.hash), layout.entry_dir(content.hash)
     names = [manifest.name for manifest in content.manifests]
-    if not target.exists():
+    with telling(target):
+        is_new = not target.exists()
+    if is_new:
         lookup = LookupStore(layout)
         for name in names:  # what was pruned may have left its mark
             lookup.forget(name)

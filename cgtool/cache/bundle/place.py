@@ -10,12 +10,11 @@ import contextlib
 import os
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from cgtool.cache.files import cache_error, sync_folder, telling
+from cgtool.cache.files import cache_error, discard, sync_folder, telling
 from cgtool.cache.layout import CacheLayout
 from cgtool.errors import RefusedError
 
@@ -46,7 +45,7 @@ def unpacking_folder(layout: CacheLayout) -> Iterator[Path]:
     folder = layout.base / f".import.{os.getpid()}.{secrets.token_hex(6)}.tmp"
     try:
         for leftover in abandoned(layout):
-            shutil.rmtree(leftover, ignore_errors=True)
+            discard(leftover)
         try:
             folder.mkdir(mode=0o700)
         except OSError as error:
@@ -54,7 +53,7 @@ def unpacking_folder(layout: CacheLayout) -> Iterator[Path]:
         with _held(folder):
             yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        discard(folder)
         for above in made:
             with contextlib.suppress(OSError):  # something is in it by now
                 above.rmdir()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from cgtool.cache.bundle.limits import Limits
 from cgtool.cache.bundle.names import names_of_folders
 from cgtool.cache.bundle.opening import OpenBundle, opened
 from cgtool.cache.bundle.refusals import refused
-from cgtool.cache.files import cache_error, telling
+from cgtool.cache.files import cache_error, discard, telling
 from cgtool.cache.layout import CACHE_FOLDER, CacheLayout
 from cgtool.records import dataclass
 
@@ -114,7 +113,7 @@ def unpacked(source: Path | IO[bytes], *, limits: Limits | None = None) -> Itera
         unpack(source, folder, limits=limits)
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        discard(folder)
 
 
 def _write_all(bundle: OpenBundle, index: Index, folder: Path, *, signed: bool) -> None:
