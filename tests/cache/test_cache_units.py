@@ -177,6 +177,7 @@ def test_a_put_killed_at_any_call_leaves_no_unit_or_a_whole_one(cache_root, unit
     found = []
     for _ in each_kill(cache_root.with_name("nothing"), cache_root, put):
         found.append(units.find(UNIT))
+        assert found[-1] is None or units.data(UNIT, RECORD) == DATA
         put()
         assert units.find(UNIT) == RECORD
     assert [record for record in found if record not in (None, RECORD)] == []
