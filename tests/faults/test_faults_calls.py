@@ -33,9 +33,11 @@ def test_a_call_that_fails_is_a_sentence_and_nothing_is_lost_or_half(tmp_path: P
     start, work, action = tmp_path / "start", tmp_path / "work", ACTIONS[name]
     lay_all(start)
     copy_anew(start, work)
-    faults = [(call, e) for call in calls_of(lambda: action(work), names=ALL, under=work) for e in errors_of(call)]
+    action(work)  # what it imports is imported from here on: the calls of that would be counted
     before, after = state(start), state(work)
     assert wrong_in(work) == []
+    copy_anew(start, work)
+    faults = [(call, e) for call in calls_of(lambda: action(work), names=ALL, under=work) for e in errors_of(call)]
     seen = set()
     for call, error in faults if sample is None else random.Random(name).sample(faults, sample):
         where = f"{error} at {call}"
@@ -51,7 +53,7 @@ def test_a_call_that_fails_is_a_sentence_and_nothing_is_lost_or_half(tmp_path: P
         action(work)
         assert state(work) == after, where
         assert wrong_in(work) == [], where
-    assert TOLD in seen
+    assert TOLD in seen or sample is not None
 
 
 @pytest.mark.parametrize("name", ACTIONS)
