@@ -207,8 +207,8 @@ def go_on(kind: int, number: int, storm: Storm, ready: Barrier, well: Any) -> No
         fcntl.flock = no_flock
     try:
         chance = random.Random(f"{storm.seed} {number}")
-        if do in (warm, load):  # which take seconds to import what they need
-            do(storm, chance)
+        if do in (warm, load) and do(storm, chance) == wanted:  # which take seconds to import what they need
+            well[kind] = True
         ready.wait()
         until = time.monotonic() + storm.secs
         while multiprocessing.parent_process().is_alive() and (time.monotonic() < until or not all(well)):
