@@ -53,16 +53,16 @@ def chosen_names(layout: CacheLayout, choice: Choice) -> tuple[RankName, ...]:
             hashes = _filtered(layout, hashes, choice.filters)
         elif not choice.everything:
             _check_one_model(layout, hashes)
-    if not hashes:
-        what = "holds no entry that these filters let through" if choice.filters else "holds no entry"
-        raise CacheError(
-            f"The cache at {layout.root} {what}. See what is there with: cgtool inspect cache", path=layout.root
-        )
     names = [name for hash_ in hashes for name in layout.rank_names(hash_) if layout.manifest_file(name).is_file()]
     unfinished = sorted(set(hashes) - {name.hash for name in names})
     if unfinished and choice.hashes:  # any other was pruned meanwhile, and is not meant any more
         message = f"Entry {short(unfinished[0])} is not finished: no warm of it came to its end. Warm the model again."
         raise CacheError(message, path=layout.entry_dir(unfinished[0]))
+    if not names:
+        what = "holds no entry that these filters let through" if choice.filters else "holds no entry"
+        raise CacheError(
+            f"The cache at {layout.root} {what}. See what is there with: cgtool inspect cache", path=layout.root
+        )
     kept = [name for name in names if not choice.ranks or name.rank in choice.ranks]
     missing = sorted(set(choice.ranks) - {name.rank for name in kept})
     if missing:
