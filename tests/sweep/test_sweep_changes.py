@@ -289,20 +289,9 @@ def test_another_environment_is_a_miss(asked, value, words, warm_root, monkeypat
 
 
 def test_another_python_is_a_miss(warm_root, monkeypatch):
-    monkeypatch.setattr("sys.version_info", (3, 99, 0, "final", 0))
     # every digest of code differs too; the version is what a person understands
-    monkeypatch.setattr(
-        environment,
-        "sys",
-        type(
-            "Sys",
-            (),
-            {
-                "implementation": __import__("sys").implementation,
-                "version_info": type("V", (), {"major": 3, "minor": 99}),
-            },
-        ),
-    )
+    monkeypatch.setattr("sys.version_info", (3, 99, 0, "final", 0))
+    monkeypatch.setattr(host, "python_name", lambda: "cpython 3.99")
     assert re.search(r"python.*3\.99", first_reason(subject.build().module, warm_root))
 
 
