@@ -120,11 +120,15 @@ def keep(layout: CacheLayout, name: RankName) -> bool:
     except BlockingIOError:
         return False
     folder = f"{layout.root}/torch_compile_cache/{name.hash}/rank_{name.rank}/{name.prefix}"
-    if os.path.exists(f"{folder}/manifest.json"):  # noqa: PTH110 - on the way of a load
+    try:
+        os.stat(f"{folder}/manifest.json")  # noqa: PTH116 - on the way of a load
+    except (FileNotFoundError, NotADirectoryError):
+        if lease is not None:  # who warms it again meanwhile is not us
+            lease.release()
+        return False
+    except OSError:  # it was read just now: what ails the disk is not that it is gone
         return True
-    if lease is not None:  # who warms it again meanwhile is not us
-        lease.release()
-    return False
+    return True
 
 
 def hold_writing(layout: CacheLayout, hash_: str) -> Lease | None:

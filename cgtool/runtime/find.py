@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cgtool.cache.entry import Entry, read_entry
+from cgtool.cache.files import telling
 from cgtool.cache.key import FactorDifference, Key, difference_between, read_key, sentences
 from cgtool.cache.layout import PLAN_FILE, CacheLayout, RankName, short
 from cgtool.cache.leases import keep
@@ -139,8 +140,9 @@ class Finder:
             return None, ()
         try:
             key = read_key(self._layout, hash_)
-            if key is None or not self._layout.manifest_file(name).exists():
-                return None, ()
+            with telling(self._layout.manifest_file(name)):
+                if key is None or not self._layout.manifest_file(name).exists():
+                    return None, ()
             trusted = None if self._trust is None else self._trust.check(self._layout, name, key)
             if self._differs(key):
                 return None, self._differences(key)
