@@ -76,7 +76,7 @@ def read_native(data: bytes) -> NativeCode:
     """Return what a file of native code says of itself; nothing where it is no ELF file or a torn one."""
     try:
         return _read(data)
-    except (struct.error, IndexError, ValueError, UnicodeDecodeError):
+    except (struct.error, IndexError, OverflowError, ValueError):
         return NativeCode()
 
 
