@@ -103,7 +103,7 @@ def _usage(error: Any) -> Failure:
 def _interrupted(error: Any) -> Failure:  # noqa: ARG001  a row's signature
     return Failure(
         type="Interrupted",
-        message="Interrupted. The cache holds what was finished; the same command goes on from there.",
+        message="Interrupted. What was finished is kept and nothing is half done: run the same command again.",
         exit_code=INTERRUPTED,
     )
 
@@ -111,7 +111,7 @@ def _interrupted(error: Any) -> Failure:  # noqa: ARG001  a row's signature
 def _terminated(error: Any) -> Failure:
     return Failure(
         type="Terminated",
-        message=f"Ended by {error}. The cache holds what was finished; the same command goes on from there.",
+        message=f"Ended by {error}. What was finished is kept and nothing is half done: run the same command again.",
         exit_code=128 + error.signum,
     )
 

@@ -23,12 +23,14 @@ from cgtool.cache.files import sync_folder
 from cgtool.cache.layout import CacheLayout, RankName, resolve_root
 from cgtool.cache.leases import keep
 from cgtool.digests import sha256_hex
-from cgtool.errors import UsageError
+from cgtool.errors import CacheError, UsageError
 
 SCHEMA = 1
 DEFAULT_LEVEL = 3
 #: Each lease is an open file.
 _MOST_HELD = 256
+#: What a prune holds for so many seconds longer and does not remove, it has been stopped with.
+_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +115,22 @@ def export(options: ExportOptions) -> ExportReport:
 
 
 def _held_names(layout: CacheLayout, choice: Choice) -> tuple[RankName, ...]:
-    """Choose, and hold what was chosen until this process ends: prune leaves alone what is being read."""
-    while True:
+    """Choose, and hold what was chosen until this process ends: prune leaves alone what is being read.
+
+    Raises:
+        CacheError: Prune goes on removing what is chosen, or has stopped in the midst of it.
+    """
+    before: tuple[RankName, ...] = ()
+    times = 0
+    while times < _ATTEMPTS:
         names = chosen_names(layout, choice)
         if all(keep(layout, name) for name in names[:_MOST_HELD]):
             return names
         # A prune was quicker with one of them: chosen by its hash it is missed now, and else it is not meant any more.
+        times = times + 1 if names == before else 0
+        before = names
+    message = f"Another process is removing what was chosen from {layout.root}. Wait for its end, and try again."
+    raise CacheError(message, path=layout.root)
 
 
 def _write(options: ExportOptions, contents: Contents, keys: list[Any]) -> int:

@@ -43,7 +43,7 @@ def test_while_the_model_is_built(tmp_path, number, code, kind):
     assert returned == code
     assert out == ""
     assert "Traceback" not in err
-    assert "The cache holds what was finished; the same command goes on from there." in err
+    assert "What was finished is kept and nothing is half done: run the same command again." in err
     assert list(tmp_path.iterdir()) == []
 
 

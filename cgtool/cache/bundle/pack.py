@@ -256,6 +256,7 @@ def write_folder(folder: Path, contents: Contents, *, keys: Sequence[Ed25519Priv
     return num_bytes
 
 
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _WORDS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the quota is used up",
@@ -270,7 +271,8 @@ _WORDS = {
 def destination_error(error: OSError, path: Path) -> CacheError:
     """Return the sentence for a place that a bundle cannot be written to."""
     words = _WORDS.get(error.errno or 0, error.strerror or str(error))
-    return CacheError(f"{path} could not be written: {words}. Make room there, or name another place.", path=path)
+    advice = "Make room there, or name another place." if error.errno in _FULL else "Name another place."
+    return CacheError(f"{path} could not be written: {words}. {advice}", path=path)
 
 
 def check_free(folder: Path) -> None:

@@ -17,6 +17,7 @@ from bundle_maker import ADAPTORS, Forge, archive, lay_entry, make_keys, opened,
 from cgtool.cache.bundle.choose import Choice
 from cgtool.cache.bundle.tar import header_bytes
 from cgtool.cache.layout import CacheLayout, RankName
+from cgtool.cache.leases import claimed
 from cgtool.cache.manifest import parse_manifest
 from cgtool.commands.export import ExportOptions, export
 from cgtool.errors import CacheCorruptError, CacheError, UsageError
@@ -247,10 +248,21 @@ def test_a_place_that_cannot_be_written_is_a_sentence(tmp_path):
     lay_entry(tmp_path / "cache")
     (tmp_path / "file").write_text("")
     for dest in (tmp_path / "absent/out.tar.zst", tmp_path / "file/out.tar.zst"):
-        with pytest.raises(CacheError, match="could not be written"):
+        with pytest.raises(CacheError, match=r"could not be written: [^.]+\. Name another place\."):
             export(ExportOptions(dest=dest, cache_dir=tmp_path / "cache"))
     with pytest.raises(CacheError, match="could not be written"):
         export(ExportOptions(dest=tmp_path / "file/layer", cache_dir=tmp_path / "cache", folder=True))
+
+
+def test_an_entry_that_a_prune_holds_and_does_not_remove_is_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr("cgtool.cache.leases._PAUSE_SECS", 0)
+    hash_ = lay_entry(tmp_path / "cache")
+    with claimed(CacheLayout(root=tmp_path / "cache"), hash_) as mine:
+        assert mine
+        with pytest.raises(CacheError, match=r"Another process is removing what was chosen from .* Wait for its end"):
+            export(ExportOptions(dest=tmp_path / "out.tar.zst", cache_dir=tmp_path / "cache"))
+    assert not (tmp_path / "out.tar.zst").exists()
+    export(ExportOptions(dest=tmp_path / "out.tar.zst", cache_dir=tmp_path / "cache"))
 
 
 def test_the_report_says_what_was_written(tmp_path):
