@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from cgtool import __version__
+from cgtool.cache.descriptors import opened
 from cgtool.cache.layout import CACHE_FOLDER
 from cgtool.digests import canonical_json, digest_of
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
@@ -285,18 +286,14 @@ def read_bytes(path: Path) -> bytes | None:
         CacheError: It is there and cannot be read.
     """
     try:
-        with open(path, "rb", buffering=0, opener=_opened) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        with opened(os.open, path, _READ) as descriptor, open(descriptor, "rb", buffering=0, closefd=False) as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise corrupt(path, "it is no file")
             return file.read()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise cache_error(error, path, doing="read") from error
-
-
-def _opened(path: str, _: int) -> int:
-    return os.open(path, _READ)
 
 
 def sealed_json(record: Mapping[str, Json], *, schema: int) -> bytes:

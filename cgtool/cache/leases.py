@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from cgtool.cache.descriptors import made
 from cgtool.cache.files import RECORD_MODE
 from cgtool.cache.layout import CacheLayout, RankName, check_hash
 from cgtool.errors import CacheError
@@ -49,13 +50,23 @@ class Lease:
     """A hold on an entry, until it is released or the process ends.
 
     Args:
-        descriptor: The locked file; None where a stamp serves.
         stamp: The stamp's path; None where a lock serves.
     """
 
-    def __init__(self, *, descriptor: int | None = None, stamp: str | None = None) -> None:
-        self.descriptor = descriptor
-        self._finalizer = weakref.finalize(self, _let_go, descriptor, stamp, os.getpid())
+    def __init__(self, *, stamp: str | None = None) -> None:
+        self._files: list[int] = []  # one, or none
+        self._finalizer = weakref.finalize(self, _let_go, self._files, stamp, os.getpid())
+
+    def open(self, path: str, flags: int) -> None:
+        """Open the file or folder that is to be locked. Raises OSError where that cannot be done."""
+        self._files.extend(made(os.open, path, flags | _CLOEXEC, RECORD_MODE))
+
+    def lock(self) -> bool:
+        """Return whether what is locked now is still there. Raises OSError: BlockingIOError where another holds it."""
+        if not _HAS_FLOCK:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        fcntl.flock(self._files[0], fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return os.fstat(self._files[0]).st_nlink > 0
 
     @property
     def is_current(self) -> bool:
@@ -63,7 +74,7 @@ class Lease:
         if not self._finalizer.alive:
             return False
         try:
-            return self.descriptor is None or os.fstat(self.descriptor).st_nlink > 0
+            return not self._files or os.fstat(self._files[0]).st_nlink > 0
         except OSError:
             return False
 
@@ -72,9 +83,9 @@ class Lease:
         self._finalizer()
 
 
-def _let_go(descriptor: int | None, stamp: str | None, owner: int) -> None:
+def _let_go(files: list[int], stamp: str | None, owner: int) -> None:
     with contextlib.suppress(OSError):
-        if descriptor is not None:
+        for descriptor in files:
             os.close(descriptor)
     if stamp is not None and os.getpid() == owner:
         with contextlib.suppress(OSError):
@@ -271,59 +282,46 @@ def _lease(path: str, entry: str) -> Lease | None:
     for attempt in range(_TRIES):
         if attempt:
             time.sleep(_PAUSE_SECS)
+        lease = Lease()
         try:
-            descriptor = _open(path)
+            _open(lease, path)
         except OSError:
             try:
                 return _lease_of_folder(entry)
             except BlockingIOError:
                 continue
         try:
-            if not _HAS_FLOCK:
-                raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))  # noqa: TRY301 - as where there is no flock
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            if os.fstat(descriptor).st_nlink > 0:
-                return Lease(descriptor=descriptor)
+            if lease.lock():
+                return lease
         except OSError as error:
-            os.close(descriptor)
             if error.errno not in _BUSY:
                 with contextlib.suppress(BlockingIOError):
                     return _stamped(path)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        else:
-            os.close(descriptor)
+        lease.release()
     raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), path)
 
 
-def _open(path: str) -> int:
+def _open(lease: Lease, path: str) -> None:
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | _CLOEXEC, RECORD_MODE)
+        lease.open(path, os.O_RDWR | os.O_CREAT)
     except FileNotFoundError:
         os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120 - a str on the way of a load
-        return os.open(path, os.O_RDWR | os.O_CREAT | _CLOEXEC, RECORD_MODE)
+        lease.open(path, os.O_RDWR | os.O_CREAT)
     except PermissionError:
-        return os.open(path, os.O_RDONLY | _CLOEXEC)  # another user's, which may be locked all the same
+        lease.open(path, os.O_RDONLY)  # another user's, which may be locked all the same
 
 
 def _lease_of_folder(entry: str) -> Lease | None:
     """Lock the entry's own folder, which takes no leave to write; BlockingIOError where the exclusive lock is held."""
+    lease = Lease()
     try:
-        descriptor = os.open(entry, os.O_RDONLY | _CLOEXEC)
-    except OSError:
-        return None
-    try:
-        if _HAS_FLOCK:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return Lease(descriptor=descriptor)
+        lease.open(entry, os.O_RDONLY)
+        lease.lock()
     except BlockingIOError:
-        os.close(descriptor)
         raise
     except OSError:
-        pass
-    os.close(descriptor)
-    return None
+        return None
+    return lease
 
 
 def _stamped(path: str) -> Lease | None:

@@ -10,6 +10,7 @@ import contextlib
 import os
 from datetime import UTC, datetime
 
+from cgtool.cache.descriptors import opened
 from cgtool.cache.files import RECORD_MODE
 from cgtool.cache.layout import CacheLayout, RankName
 from cgtool.records import dataclass
@@ -77,8 +78,6 @@ def timestamp(seconds: float | None = None) -> str:
 
 
 def _append(path: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), RECORD_MODE)
-    try:
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
+    with opened(os.open, path, flags, RECORD_MODE) as descriptor:
         os.write(descriptor, b".")
-    finally:
-        os.close(descriptor)

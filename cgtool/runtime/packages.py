@@ -23,6 +23,7 @@ from typing import Any, Self
 
 import torch
 
+from cgtool.cache.descriptors import opened
 from cgtool.cache.packages import NATIVE_FILE, Package, archive_with_source, unpack
 from cgtool.errors import ArtifactError, NoRoomError
 from cgtool.graph.constants import constants_of
@@ -167,7 +168,12 @@ def _new_folder(parent: str) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        # Not rmtree: Ctrl-C may have it keep a descriptor, or fail with another error.
+        for base, _, names in os.walk(folder, topdown=False):
+            for name in names:
+                os.unlink(os.path.join(base, name))  # noqa: PTH108, PTH118 - as os.walk gives them
+            os.rmdir(base)  # noqa: PTH106
     if not folder.exists():  # else no descriptor was left to list it with: it goes as the process ends
         _folders.pop(folder, None)
 
@@ -209,22 +215,20 @@ def _remove_unpacked() -> None:
 @contextlib.contextmanager
 def _in_memory(data: bytes) -> Iterator[str | None]:
     """Yield a path that leads to these bytes in memory, or None where the system keeps code out of memory files."""
-    descriptor = _memory_file()
-    if descriptor is None:
-        yield None
-        return
-    try:
+    with contextlib.ExitStack() as stack:
+        descriptor = _memory_file(stack)
+        if descriptor is None:
+            yield None
+            return
         with open(descriptor, "wb", closefd=False) as file:
             file.write(data)
         yield f"/proc/self/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
 
 
-def _memory_file() -> int | None:
+def _memory_file(stack: contextlib.ExitStack) -> int | None:
     for flags in (os.MFD_CLOEXEC | _MFD_EXEC, os.MFD_CLOEXEC):
         try:
-            return os.memfd_create("cgtool-package", flags)
+            return stack.enter_context(opened(os.memfd_create, "cgtool-package", flags))
         except OSError as error:
             _log.debug("No memory file with flags %#x: %s", flags, error)
     return None

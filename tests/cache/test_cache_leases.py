@@ -216,12 +216,11 @@ def test_a_file_that_is_removed_between_opening_and_locking_is_made_again(cache_
     path = layout.state_dir / "leases" / name.flat
     opened, tries = leases._open, []
 
-    def racing(text):
-        descriptor = opened(text)
+    def racing(lease, text):
+        opened(lease, text)
         tries.append(text)
         if len(tries) == 1:
             path.unlink()
-        return descriptor
 
     monkeypatch.setattr(leases, "_open", racing)
     assert hold(layout, name).is_current

@@ -221,7 +221,7 @@ def test_packages_of_equal_names_are_not_mixed():
 
 
 def test_packages_of_equal_names_are_not_mixed_without_memory_files(folder, monkeypatch):
-    monkeypatch.setattr(packages, "_memory_file", lambda: None)
+    monkeypatch.setattr(packages, "_memory_file", lambda _: None)
     data = {name: data_of(name) for name in NAMES}
     for turn in range(60):
         name = NAMES[turn % 2]

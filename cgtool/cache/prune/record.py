@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from cgtool.cache.checks import text
+from cgtool.cache.descriptors import opened
 from cgtool.cache.files import corrupt, read_sealed, sealed_json, touch, write_atomic
 from cgtool.cache.layout import CacheLayout, check_hash, is_hash, short
 from cgtool.errors import CacheError
@@ -113,18 +114,14 @@ def count_miss(layout: CacheLayout, digest: str) -> Pruned | None:
     Returns:
         What prunes removed of it; None where they removed nothing.
     """
+    flags = os.O_WRONLY | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
     try:
-        flags = os.O_WRONLY | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
-        descriptor = os.open(f"{_folder(layout)}/{digest}.missed", flags)
+        with opened(os.open, f"{_folder(layout)}/{digest}.missed", flags) as descriptor:
+            os.write(descriptor, b".")
     except FileNotFoundError:
         return None
     except OSError:  # a read-only cache: not counted, and told all the same
-        return pruned(layout, digest)
-    with contextlib.suppress(OSError):
-        try:
-            os.write(descriptor, b".")
-        finally:
-            os.close(descriptor)
+        pass
     return pruned(layout, digest)
 
 
