@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from cgtool.cache.layout import CacheLayout
+from cgtool.cache.layout import CacheLayout, short
 from cgtool.cache.leases import LeaseTable
 from cgtool.cache.machine import Machine
 from cgtool.cache.prune.choose import Chooser
@@ -92,6 +92,7 @@ class _Planner:
             self._add_unshared_units()
         if not self._readable and (rules.units or (rules.for_entries and not rules.keep_units)):
             self._notes.append("Parts of the cache cannot be read, so units that may be shared with them stay.")
+        self._note_unseen()
         return Plan(
             root=self._facts.layout.root,
             rules=rules,
@@ -102,6 +103,16 @@ class _Planner:
             notes=tuple(self._notes),
             made=self._made,
         )
+
+    def _note_unseen(self) -> None:
+        """Name what no rule could look at: an entry whose folder cannot be listed would stay, and nobody would know."""
+        entries = self._facts.entries.values()
+        unseen = sorted(entry.hash for entry in entries if not (entry.readable or entry.is_link or entry.is_finished))
+        if self._rules.for_entries and unseen:
+            more = f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
+            self._notes.append(
+                f"Left alone, as it cannot be looked into: entry {short(unseen[0])}{more}. Check permissions and links."
+            )
 
     def _add_files(self, found: Iterable[Leftover]) -> None:
         for path, kind in found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from datetime import UTC, datetime
@@ -11,7 +12,7 @@ import pytest
 from prune_samples import DAY, facts_of, files_in, lay, put_unit, rest, units_in
 
 from cgtool.cache.key import Factor, read_key
-from cgtool.cache.layout import CacheLayout
+from cgtool.cache.layout import CacheLayout, short
 from cgtool.cache.leases import hold, hold_writing
 from cgtool.cache.machine import Machine
 from cgtool.cache.prune.ledger import disk_usage
@@ -344,6 +345,19 @@ def test_a_torn_manifest_keeps_everyones_units(cache_root):
     assert plan.entries[0].units == ()
     assert [file for file in plan.files if file.kind == "unit"] == []
     assert "units that may be shared with them stay" in plan.notes[0]
+
+
+def test_entries_that_cannot_be_listed_are_named(cache_root):
+    layout = CacheLayout(root=cache_root)
+    names = sorted((lay(cache_root, number) for number in (1, 2, 3)), key=lambda name: name.hash)
+    for name in names[:2]:
+        rank = layout.rank_dir(name).parent
+        shutil.move(rank, cache_root / name.hash)
+        rank.symlink_to(cache_root / name.hash)
+    plan = plan_of(cache_root, older_than_secs=0)
+    assert gone(plan) == {names[2].hash}
+    assert plan.notes[-1].startswith("Left alone, as it cannot be looked into: entry ")
+    assert f" {short(names[0].hash)} and 1 more." in plan.notes[-1]
 
 
 def test_sources_are_found_without_importing_what_is_above_them(tmp_path):
