@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.cells import cell_len
-from rich.table import Table
-from rich.text import Text
 
 from cgtool.cli.text import cut, plain
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from cgtool.cli.output import Output
 
 #: More rows than this are not drawn by rich, which measures each of them several times.
@@ -47,6 +46,10 @@ def _shown(cell: str, known: dict[str, str]) -> str:
 
 
 def _drawn(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for column in columns:
         if column.startswith(">"):

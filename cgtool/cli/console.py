@@ -5,10 +5,12 @@ Must not import torch. Loads rich, so `cgtool.cli.output` imports it when someth
 
 from __future__ import annotations
 
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 #: Wider than any table: where nobody looks at a terminal, nothing is cut or wrapped.
 PIPE_WIDTH = 100_000
@@ -35,6 +37,8 @@ def console_of(stream: TextIO) -> Console:
 
 def draw(console: Console, renderable: RenderableType) -> str:
     """Return what a table or a line looks like where no terminal shows it: no box, no spaces at the ends of lines."""
+    from rich.table import Table  # which most commands do without: they write lines
+
     if isinstance(renderable, Table):
         renderable.box = None
         renderable.padding = (0, 2, 0, 0)
