@@ -1,7 +1,8 @@
 """Real system calls of a real process: counted, failed, and died at, one after the other, by strace.
 
 The process is a fork of this one, so what it needs is imported already. It waits until strace is attached to it, and
-strace counts the calls of each name in each thread from there on.
+strace counts the calls of each name in each thread from there on. What is done to a call of the first thread is done to
+that thread alone: a call of another one has it done to the call of that number in each thread and process.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ _IDLE = re.compile(r"= -1 E[A-Z]+ \([^)]*\)$|^AT_FDCWD(?!.*\bO_CREAT\b).*\bO_(RD
 _LINE = re.compile(r"^(?P<pid>\d+) +(?P<name>\w+)\((?P<arguments>.*)$")
 _PR_SET_PTRACER = 0x59616D61
 _ATTACH_SECS = 20.0
+#: SIGALRM ends what hangs.
+_MOST_SECS = 120
 #: It once failed to attach for no reason that it told.
 _ATTEMPTS = 2
 
@@ -48,6 +51,7 @@ class Call:
 
     name: str
     nth: int
+    is_first_thread: bool = True
     text: str = field(default="", compare=False)
 
     @property
@@ -60,6 +64,7 @@ class Call:
 class Ended:
     """How a process ended: its exit code, or minus the signal that ended it, and what it wrote to standard error."""
 
+    pid: int
     code: int
     said: str
 
@@ -77,7 +82,8 @@ def ended_of(action: Callable[[], object]) -> Ended:
         os.close(go)
         _, status = os.waitpid(child, 0)
         words.seek(0)
-        return Ended(code=os.waitstatus_to_exitcode(status), said=words.read().decode(errors="replace"))
+        code = os.waitstatus_to_exitcode(status)
+        return Ended(pid=child, code=code, said=words.read().decode(errors="replace"))
 
 
 def calls_of(action: Callable[[], object], *, names: str = CHANGES, under: Path | None = None) -> list[Call]:
@@ -90,16 +96,17 @@ def calls_of(action: Callable[[], object], *, names: str = CHANGES, under: Path 
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        ended = _run(action, ["-y", "-s", "4096", "-o", str(log), "-e", f"trace={names}"])
+        ended = _run(action, ["-f", "-y", "-s", "4096", "-o", str(log), "-e", f"trace={names}"])
         if ended.code != 0:
             raise AssertionError(f"ended with {ended.code}: {ended.said}")
         text = log.read_text(errors="replace")
-    seen: Counter[tuple[str, str]] = Counter()
+    seen: Counter[tuple[int, str]] = Counter()
     found: dict[Call, None] = {}
     for match in filter(None, map(_LINE.match, text.splitlines())):
-        seen[match["pid"], match["name"]] += 1
-        if under is None or str(under) in match["arguments"]:
-            found[Call(name=match["name"], nth=seen[match["pid"], match["name"]], text=match["arguments"])] = None
+        pid, name, text = int(match["pid"]), match["name"], match["arguments"]
+        seen[pid, name] += 1
+        if under is None or str(under) in text:
+            found[Call(name=name, nth=seen[pid, name], is_first_thread=pid == ended.pid, text=text)] = None
     return list(found)
 
 
@@ -109,7 +116,7 @@ def killed_at(call: Call, action: Callable[[], object]) -> bool:
     Returns:
         Whether it was killed; False where it came to its end without making the call.
     """
-    ended = _run(action, ["-o", "/dev/null", *_inject(call, "signal=KILL", call.nth)])
+    ended = _run(action, _inject(call, "signal=KILL"))
     if ended.code not in (0, -signal.SIGKILL):
         raise AssertionError(f"{call}: ended with {ended.code}: {ended.said}")
     return ended.was_killed
@@ -145,21 +152,24 @@ def copy_anew(start: Path, work: Path) -> None:
         subprocess.run(["cp", "-a", start, work], check=True)
 
 
-def failed_at(call: Call, error: str, action: Callable[[], object], *, lasting: bool = False) -> Ended:
+def failed_at(call: Call, error: str, action: Callable[[], object]) -> Ended:
     """Run an action in a fork in which a call fails.
 
     Args:
         call: The call.
         error: How, such as "EIO".
         action: What is run; an exception that it raises ends the fork with 1 and is printed.
-        lasting: Whether all later calls of that name fail too.
     """
-    when = f"{call.nth}+" if lasting else call.nth
-    return _run(action, ["-o", "/dev/null", *_inject(call, f"error={error}", when)])
+    with tempfile.NamedTemporaryFile("r") as log:
+        ended = _run(action, _inject(call, f"error={error}", log=log.name))
+        if "(INJECTED)" not in log.read():
+            raise AssertionError(f"{call} was not made again")
+    return ended
 
 
-def _inject(call: Call, what: str, when: object) -> list[str]:
-    return ["-e", f"trace={call.name}", "-e", f"inject={call.name}:{what}:when={when}"]
+def _inject(call: Call, what: str, *, log: str = "/dev/null") -> list[str]:
+    inject = ["-o", log, "-e", f"trace={call.name}", "-e", f"inject={call.name}:{what}:when={call.nth}"]
+    return inject if call.is_first_thread else ["-f", *inject]
 
 
 def _run(action: Callable[[], object], options: list[str]) -> Ended:
@@ -169,17 +179,17 @@ def _run(action: Callable[[], object], options: list[str]) -> Ended:
     said = ""
     for _ in range(_ATTEMPTS):
         with tempfile.TemporaryFile() as words:
-            code, said = _traced(action, [strace, "-f", "-q", *options], words.fileno())
+            child, code, said = _traced(action, [strace, "-q", *options], words.fileno())
             if code is not None:
                 words.seek(0)
-                return Ended(code=code, said=words.read().decode(errors="replace"))
+                return Ended(pid=child, code=code, said=words.read().decode(errors="replace"))
     if "not permitted" in said:
         pytest.skip(f"nothing may be traced here: {said}")
     raise AssertionError(f"strace could not be attached: {said}")
 
 
-def _traced(action: Callable[[], object], tracer: list[str], words: int) -> tuple[int | None, str]:
-    """Run an action under strace and return how it ended; None, and why, where strace could not be attached."""
+def _traced(action: Callable[[], object], tracer: list[str], words: int) -> tuple[int, int | None, str]:
+    """Run an action under strace; return its process, how it ended or None, and why strace could not be attached."""
     child, go = _forked(action, words)
     quiet = subprocess.DEVNULL
     process = subprocess.Popen([*tracer, "-p", str(child)], stdin=quiet, stdout=quiet, stderr=subprocess.PIPE)
@@ -195,7 +205,8 @@ def _traced(action: Callable[[], object], tracer: list[str], words: int) -> tupl
             process.kill()
             os.waitpid(child, 0)
         _, said = process.communicate()
-    return None if status is None else os.waitstatus_to_exitcode(status), said.decode(errors="replace").strip()
+    code = None if status is None else os.waitstatus_to_exitcode(status)
+    return child, code, said.decode(errors="replace").strip()
 
 
 def _forked(action: Callable[[], object], words: int) -> tuple[int, int]:
@@ -210,6 +221,8 @@ def _forked(action: Callable[[], object], words: int) -> tuple[int, int]:
         os.close(ready)
         return child, go
     try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_MOST_SECS)
         ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)
         os.close(go)
         os.dup2(words, 2)

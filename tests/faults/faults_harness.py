@@ -1,6 +1,6 @@
 """What is done to a cache while its disk fails: each action, the cache that it begins with, and what must hold then.
 
-Everything lies in one folder: `cache`, a `bundle` to import, and what is exported. Imports no torch.
+Everything lies in one folder: `cache`, a `bundle` to import, and what is exported; or a `damaged` cache. No torch here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prune_samples import DAY, lay
 from cgtool.cache.bundle.choose import Choice
 from cgtool.cache.entry import read_entry
 from cgtool.cache.key import read_key
-from cgtool.cache.layout import CacheLayout
+from cgtool.cache.layout import ARTIFACTS, GRAPH_FILE, PLAN_FILE, UNIT_FILE, CacheLayout
 from cgtool.cache.leases import hold
 from cgtool.cache.lookup import LookupStore
 from cgtool.cache.prune.records import Rules
@@ -42,16 +42,43 @@ TOLD = 3
 LOOKED_UP = 7
 
 
-def lay_all(folder: Path) -> None:
-    """Lay what every action begins with."""
+def lay_start(folder: Path, name: str) -> None:
+    """Lay what an action begins with."""
+    folder.mkdir()
+    (folder / "out").write_text("old")
+    if name == "repair":
+        lay_damaged(CacheLayout(root=folder / "damaged"))
+        return
     cache = folder / "cache"
     for number in (1, 2):
         lay(cache, number, pieces=("own", "both"), used=1e9)
     lay_entry(cache, seed=LOOKED_UP)
+    (name,) = CacheLayout(root=cache).rank_names(LookupStore(CacheLayout(root=cache)).candidates(LOOKUP)[0])
+    StateStore(CacheLayout(root=cache)).record_hit(name)
     lay_entry(folder / "other", seed=LOOKED_UP, shapes=("general", 16))
     lay_entry(folder / "other", seed=8)
     export(ExportOptions(dest=folder / "bundle", cache_dir=folder / "other", choice=Choice(everything=True)))
-    (folder / "out").write_text("old")
+
+
+def lay_damaged(layout: CacheLayout) -> None:
+    """Lay a cache in which each kind of file is damaged, all of which is mended without a compiler."""
+    pieces = ("own", "both", "forgotten")
+    name, _, headless = (lay(layout.root, 1, rank=rank, pieces=pieces) for rank in range(3))
+    keyless = lay(layout.root, 2, pieces=("both",))
+    own, both, forgotten = (row.digest for row in read_entry(layout, name).manifest.rows)
+    for path in (
+        layout.entry_dir(name.hash) / ARTIFACTS / f"{own}.eager",
+        layout.entry_dir(name.hash) / ARTIFACTS / f"{'0' * 64}.eager",
+        layout.rank_dir(name) / PLAN_FILE,
+        layout.rank_dir(name) / GRAPH_FILE,
+        layout.manifest_file(headless),
+        layout.key_file(keyless.hash),
+        next(layout.units_dir.glob(f"*/*/{both}.eager")),
+        next(layout.units_dir.glob(f"*/*/{forgotten}.eager")).with_name(UNIT_FILE),
+    ):
+        path.unlink(missing_ok=True)  # what was linked to it stays as it is
+        path.write_bytes(b"x")
+    next(layout.lookup_dir.glob(f"*/{name.hash}")).unlink()
 
 
 def publish(folder: Path) -> None:
@@ -92,6 +119,14 @@ def verify_all(folder: Path) -> None:
         raise AssertionError(report)
 
 
+def repair(folder: Path) -> None:
+    report = verify(VerifyOptions(cache_dir=folder / "damaged", jobs=1, repair=True))
+    left = [problem.sentence for entry in report.entries for problem in entry.findings.problems]
+    left += [problem.sentence for problem in report.units.problems]
+    if left:
+        raise CacheError(" ".join(left))
+
+
 def inspect_all(folder: Path) -> None:
     report = inspect_cache(CacheOptions(path=folder / "cache"))
     if report.listing.warnings:
@@ -124,11 +159,12 @@ ACTIONS: dict[str, Callable[[Path], None]] = {
     "export": export_file,
     "export-folder": export_folder,
     "verify": verify_all,
+    "repair": repair,
     "inspect": inspect_all,
     "look-up": look_up,
 }
 #: Those whose errors of the operating system nobody but the command sees.
-AT_THE_COMMAND = (prune_two, export_file, export_folder, verify_all, inspect_all)
+AT_THE_COMMAND = (prune_two, export_file, export_folder, verify_all, repair, inspect_all)
 
 
 def state(folder: Path) -> dict[str, object]:
@@ -137,7 +173,9 @@ def state(folder: Path) -> dict[str, object]:
     if (folder / "layer").exists():
         found["layer"] = tree(folder / "layer")
     found["out"] = (folder / "out").read_bytes()
-    return found
+    # `view` reads no damaged cache. What its owner said of it, and what nobody opens, is no part of it.
+    kept = {name: what for name, what in tree(folder / "damaged").items() if "/state" not in name and "/." not in name}
+    return {**found, **kept}
 
 
 def wrong_in(folder: Path) -> list[str]:

@@ -11,7 +11,8 @@
 
 Setting aside is one rename into the trash, which the next prune or warm empties; everything else is a file written
 whole, or removed. So whenever this process dies, each file is as it was or mended, and the next repair goes on. What a
-newer cgtool wrote is left alone, and so is what lies behind a link in place of a folder.
+newer cgtool wrote is left alone, and so is what the system does not let be read, which may be as good as ever, and what
+lies behind a link in place of a folder.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from cgtool.records import dataclass
 Action = Literal["linked", "rewritten", "removed", "set_aside", "compiled", "not_repaired"]
 
 _WARM = "Warm the model again."
+#: Of what was found so nobody knows whether it is damaged.
+_UNKNOWN = ("schema", "unreadable")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +74,9 @@ def repair_entry(layout: CacheLayout, findings: EntryFindings) -> Iterator[Repai
     Raises:
         CacheError: The cache cannot be written.
     """
-    problems = [problem for problem in findings.problems if problem.kind != "schema"]
+    problems = [problem for problem in findings.problems if problem.kind not in _UNKNOWN]
     for problem in findings.problems:
-        if problem.kind == "schema":
+        if problem.kind in _UNKNOWN:
             yield Repair(path=problem.path, action="not_repaired", sentence=problem.sentence)
     of_key = [problem for problem in problems if problem.path.name == KEY_FILE]
     if any(problem.kind != "spelling" for problem in of_key):
@@ -105,7 +108,7 @@ def repair_units(layout: CacheLayout, findings: UnitFindings) -> Iterator[Repair
     """
     for problem in findings.problems:
         path = problem.path
-        if problem.kind == "schema":
+        if problem.kind in _UNKNOWN:
             yield Repair(path=path, action="not_repaired", sentence=problem.sentence)
             continue
         if not is_inside(layout, str(path)):

@@ -177,6 +177,18 @@ def test_what_a_newer_version_wrote_is_left_alone(cache_root: Path) -> None:
     assert layout.manifest_file(RANK).read_bytes() == data
 
 
+@pytest.mark.parametrize("name", ["key.json", "manifest.json", "plan.json", "unit.json"])
+def test_what_the_system_does_not_let_be_read_is_left_as_it_is(cache_root: Path, name: str) -> None:
+    layout = lay(cache_root)
+    path = next(layout.base.rglob(name))
+    path.unlink()
+    path.symlink_to("/proc/self/mem")  # reading its first byte is an I/O error
+    (repair,) = [*mended(layout), *repair_units(layout, units_of(layout))]
+    assert (repair.action, repair.path) == ("not_repaired", path)
+    assert f"{path} could not be read: Input/output error" in repair.sentence
+    assert path.is_symlink()
+
+
 def test_a_units_artifact_comes_back_from_an_entry(cache_root: Path) -> None:
     layout = lay(cache_root)
     path = next(layout.units_dir.rglob("*.eager"))
