@@ -10,6 +10,9 @@ import hashlib
 import json
 from typing import Any
 
+#: Made once: `json.dumps` makes an encoder for each call that asks for anything of its own.
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
 
 def canonical_json(value: Any) -> bytes:
     """Return the one JSON spelling of `value`, as ASCII bytes.
@@ -18,7 +21,7 @@ def canonical_json(value: Any) -> bytes:
         TypeError: `value` holds something that JSON has no word for.
         ValueError: `value` holds a NaN or an infinity.
     """
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
+    return _ENCODER.encode(value).encode("ascii")
 
 
 def sha256_hex(data: bytes) -> str:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from cgtool import __version__
-from cgtool.cache.descriptors import opened
+from cgtool.cache.descriptors import made
 from cgtool.cache.layout import CACHE_FOLDER
 from cgtool.digests import canonical_json, digest_of
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
@@ -54,7 +54,9 @@ _SIGNATURE = (
 )
 
 
-def cache_error(error: OSError, path: Path, *, needed_bytes: int | None = None, doing: str = "written") -> CacheError:
+def cache_error(
+    error: OSError, path: Path | str, *, needed_bytes: int | None = None, doing: str = "written"
+) -> CacheError:
     """Return the sentence for an error of the operating system.
 
     Args:
@@ -65,7 +67,7 @@ def cache_error(error: OSError, path: Path, *, needed_bytes: int | None = None, 
     """
     elsewhere = "choose another folder with --cache-dir or CGTOOL_CACHE_DIR"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return _full_disk(error, path, needed_bytes, elsewhere)
+        return _full_disk(error, Path(path), needed_bytes, elsewhere)
     if error.errno == errno.EROFS:
         text = f"{path} could not be {doing}: it is on a read-only file system. Make it writable or {elsewhere}."
     elif error.errno in (errno.EACCES, errno.EPERM):
@@ -130,8 +132,8 @@ def ensure_folder(folder: Path) -> None:
         raise CacheError(f"{folder} is a file, and a folder is needed there. Remove it.", path=folder) from error
     except OSError as error:
         raise cache_error(error, folder, needed_bytes=None) from error
-    for made in reversed(missing):
-        sync_folder(made.parent)
+    for new in reversed(missing):
+        sync_folder(new.parent)
 
 
 def ensure_root(root: Path) -> None:
@@ -278,7 +280,7 @@ def is_temporary(name: str) -> bool:
     return name.startswith(".") and name.endswith(_TEMPORARY_SUFFIX)
 
 
-def read_bytes(path: Path) -> bytes | None:
+def read_bytes(path: Path | str) -> bytes | None:
     """Return a file's bytes, or None when there is no such file.
 
     Raises:
@@ -286,14 +288,27 @@ def read_bytes(path: Path) -> bytes | None:
         CacheError: It is there and cannot be read.
     """
     try:
-        with opened(os.open, path, _READ) as descriptor, open(descriptor, "rb", buffering=0, closefd=False) as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        [descriptor] = made(os.open, path, _READ)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                os.read(descriptor, 0)  # of a folder, which has words of its own
                 raise corrupt(path, "it is no file")
-            return file.read()
+            return _read_all(descriptor, status.st_size)
+        finally:
+            os.close(descriptor)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise cache_error(error, path, doing="read") from error
+
+
+def _read_all(descriptor: int, size: int) -> bytes:
+    """Read a file whose size was asked for just now, and which another may lengthen or shorten meanwhile."""
+    parts = [os.read(descriptor, size + 1)]
+    while len(parts[-1]) > 0 and sum(map(len, parts)) != size:
+        parts.append(os.read(descriptor, size + 1))
+    return b"".join(parts) if len(parts) > 1 else parts[0]
 
 
 def sealed_json(record: Mapping[str, Json], *, schema: int) -> bytes:
@@ -322,7 +337,7 @@ def read_sealed(path: Path, *, schema: int) -> dict[str, Any] | None:
     return parse_sealed(data, path=path, schema=schema)
 
 
-def parse_sealed(data: bytes, *, path: Path, schema: int) -> dict[str, Any]:
+def parse_sealed(data: bytes, *, path: Path | str, schema: int) -> dict[str, Any]:
     """Return the record in the text of a sealed JSON file.
 
     Raises:
@@ -340,6 +355,8 @@ def parse_sealed(data: bytes, *, path: Path, schema: int) -> dict[str, Any]:
     stored = record.pop("digest", None)
     try:
         actual = digest_of(record)
+    except RecursionError as error:
+        raise corrupt(path, "it is nested without end") from error
     except ValueError as error:
         raise corrupt(path, "it holds a number that is none", actual=str(error)) from error
     if stored != actual:
@@ -347,13 +364,13 @@ def parse_sealed(data: bytes, *, path: Path, schema: int) -> dict[str, Any]:
     return record
 
 
-def corrupt(path: Path, why: str, *, expected: Any = None, actual: Any = None) -> CacheCorruptError:
+def corrupt(path: Path | str, why: str, *, expected: Any = None, actual: Any = None) -> CacheCorruptError:
     """Return the sentence for a file whose content cannot be trusted."""
     text = f"{path} is corrupt: {why}. Warm the model again to replace it, or remove the file."
     return CacheCorruptError(text, path=path, expected=expected, actual=actual)
 
 
-def _other_schema(path: Path, record: Mapping[str, Any], schema: int) -> CacheSchemaError:
+def _other_schema(path: Path | str, record: Mapping[str, Any], schema: int) -> CacheSchemaError:
     found = record["schema"]
     writer = record.get("cgtool", "unknown")
     if found > schema:

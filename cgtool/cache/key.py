@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cgtool.cache.files import corrupt, is_newer, read_sealed, same_json, sealed_json, write_atomic
+from cgtool.cache.files import corrupt, is_newer, parse_sealed, read_bytes, same_json, sealed_json, write_atomic
 from cgtool.cache.layout import CacheLayout, check_hash, short
 from cgtool.digests import canonical_json, digest_of
 from cgtool.errors import CacheCorruptError, CacheSchemaError
@@ -172,16 +172,22 @@ def read_key(layout: CacheLayout, hash_: str) -> Key | None:
         CacheError: It cannot be read.
     """
     path = layout.key_file(check_hash(hash_))
+    data = read_bytes(path)
+    return None if data is None else parse_key(data, path=path, hash_=hash_)
+
+
+def parse_key(data: bytes, *, path: Path, hash_: str) -> Key:
+    """Return the key in the bytes of a file.
+
+    Raises:
+        CacheCorruptError: They are torn, or they are not the key of `hash_`.
+        CacheSchemaError: Another version of cgtool wrote them.
+    """
     try:
-        data = read_sealed(path, schema=SCHEMA)
-        return None if data is None else _parse(data, path, hash_)
+        record = parse_sealed(data, path=path, schema=SCHEMA)
+        key = Key.of(Factor(name=name, value=factor["value"]) for name, factor in record["factors"].items())
     except RecursionError as error:  # of reading it, or of what is made of it: its seal, its hash
         raise corrupt(path, "it is nested without end") from error
-
-
-def _parse(data: Json, path: Path, hash_: str) -> Key:
-    try:
-        key = Key.of(Factor(name=name, value=factor["value"]) for name, factor in data["factors"].items())
     except (LookupError, ValueError, TypeError, AttributeError) as error:
         raise corrupt(path, f"a field is wrong: {error}") from error
     if key.hash != hash_:

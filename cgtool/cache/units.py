@@ -29,8 +29,8 @@ from cgtool.cache.files import (
     cache_error,
     corrupt,
     ensure_root,
+    parse_sealed,
     read_bytes,
-    read_sealed,
     sealed_json,
     sweep,
     write_atomic,
@@ -252,17 +252,33 @@ def new_record(
     )
 
 
-def _read(folder: Path, key: str) -> UnitRecord | None:
-    path = folder / UNIT_FILE
-    data = read_sealed(path, schema=SCHEMA)
-    if data is None:
-        return None
-    if data.get("key") != key:
-        raise corrupt(path, "it belongs to another unit", expected=key, actual=data.get("key"))
+def parse_unit(data: bytes, *, path: Path | str, key: str) -> UnitRecord:
+    """Return the record in the bytes of a `unit.json`.
+
+    Args:
+        data: The bytes.
+        path: The file, for errors.
+        key: Of the unit.
+
+    Raises:
+        CacheCorruptError: They are torn, break the grammar, or are another unit's.
+        CacheSchemaError: Another version of cgtool wrote them.
+    """
+    record = parse_sealed(data, path=path, schema=SCHEMA)
+    if record.get("key") != key:
+        raise corrupt(path, "it belongs to another unit", expected=key, actual=record.get("key"))
     try:
-        record = UnitRecord.from_json(data)
+        return UnitRecord.from_json(record)
     except (CacheError, KeyError) as error:
         raise corrupt(path, f"a field is wrong: {error}") from error
+
+
+def _read(folder: Path, key: str) -> UnitRecord | None:
+    path = folder / UNIT_FILE
+    data = read_bytes(path)
+    if data is None:
+        return None
+    record = parse_unit(data, path=path, key=key)
     _check_bytes(folder / f"{record.digest}.{record.kind}", record.digest)
     return record
 

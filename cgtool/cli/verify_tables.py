@@ -7,27 +7,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
 from cgtool.cache.layout import short
 from cgtool.cache.shapes import shape_words
-from cgtool.cli.text import count_text, plain, secs_text, size_text
+from cgtool.cli.columns import show_rows
+from cgtool.cli.text import count_text, secs_text, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cgtool.cache.verify.findings import Problem
     from cgtool.cache.verify.repair import Repair
+    from cgtool.cache.verify.verdict import Level
     from cgtool.cli.output import Output
     from cgtool.commands.verify_load import LoadProof
     from cgtool.commands.verify_report import EntryReport, VerifyReport
 
 _COLORS = {"optimal": "green", "loads": "yellow", "unsupported": "red"}
+#: What is said of one entry, and of several.
+_WORDS = {
+    "loads": ("loads, and compiling again is advised", "load, and compiling again is advised"),
+    "unsupported": ("is unsupported here", "are unsupported here"),
+}
 #: A stranger may give a model a name of any length, and a damaged disk has no end of problems.
 _NAME_CHARACTERS = 60
 _MOST_LINES = 20
+_MOST_NAMED = 8
 
 
 def show_verify(output: Output, report: VerifyReport) -> None:
@@ -35,13 +39,8 @@ def show_verify(output: Output, report: VerifyReport) -> None:
     if not report.entries and (report.units is None or not report.units.num_files):
         output.line(f"The cache at {report.root} is empty: nothing to verify.")
         return
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for column in ("hash", "model", "files", "size", "problems", "verdict"):
-        number = column in ("files", "size", "problems")
-        table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
-    for entry in report.entries:
-        table.add_row(*_cells(entry))
-    output.show(table)
+    show_rows(output, ("hash", "model", ">files", ">size", ">problems", "verdict"), map(_cells, report.entries))
+    _show_verdicts(output, report.entries)
     for entry in report.entries:
         _show_repairs(output, entry.repairs)
         _show_entry(output, entry)
@@ -59,27 +58,33 @@ def show_verify(output: Output, report: VerifyReport) -> None:
     output.line(_summary(report), style="bold")
 
 
-def _cells(entry: EntryReport) -> tuple[Text, ...]:
-    findings, level = entry.findings, entry.verdict.level
+def _cells(entry: EntryReport) -> tuple[object, ...]:
+    findings = entry.findings
     wrong = len(findings.problems) + len(entry.holes) + len(entry.missing_ranks) + bool(entry.unknown_pieces)
-    level_words = "unfinished" if entry.is_unfinished else level
-    return (
-        Text(short(findings.hash), "cyan"),
-        Text(plain(_name(", ".join(entry.models)))),
-        Text(str(findings.num_files)),
-        Text(size_text(findings.size_bytes)),
-        Text(str(wrong), "red" if wrong else ""),
-        Text(level_words, "dim" if entry.is_unfinished else _COLORS[level]),
-    )
+    verdict = "unfinished" if entry.is_unfinished else entry.verdict.level
+    size = size_text(findings.size_bytes)
+    return short(findings.hash), _name(", ".join(entry.models)), findings.num_files, size, wrong, verdict
+
+
+def _show_verdicts(output: Output, entries: Sequence[EntryReport]) -> None:
+    """Print each verdict once, with all entries that have it: thousands may come from one machine."""
+    alike: dict[tuple[Level, tuple[str, ...]], list[str]] = {}
+    for entry in entries:
+        if entry.verdict.reasons and not entry.is_unfinished:
+            alike.setdefault((entry.verdict.level, entry.verdict.reasons), []).append(short(entry.findings.hash))
+    for (level, reasons), hashes in alike.items():
+        output.line(f"{_named(hashes)} {_WORDS[level][len(hashes) > 1]}:", style=_COLORS[level])
+        for reason in reasons:
+            output.line(f"  - {reason}")
+
+
+def _named(hashes: Sequence[str]) -> str:
+    named = ", ".join(hashes[:_MOST_NAMED])
+    return named if len(hashes) <= _MOST_NAMED else f"{named} and {len(hashes) - _MOST_NAMED} more"
 
 
 def _show_entry(output: Output, entry: EntryReport) -> None:
     hash_ = short(entry.findings.hash)
-    if entry.verdict.reasons and not entry.is_unfinished:
-        words = {"loads": "loads, and compiling again is advised", "unsupported": "is unsupported here"}
-        output.line(f"{hash_} {words[entry.verdict.level]}:", style=_COLORS[entry.verdict.level])
-        for reason in entry.verdict.reasons:
-            output.line(f"  - {reason}")
     _show_problems(output, hash_, entry.findings.problems)
     missing = [
         f"piece {hole.piece_index} of variant {hole.variant}, rank {hole.rank} {hole.prefix}, has nothing for the "

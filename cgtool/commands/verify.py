@@ -6,6 +6,7 @@ without torch: only the child that `--load` starts, and what `--repair` compiles
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +17,10 @@ from cgtool.cache.bundle.unpack import unpacked
 from cgtool.cache.layout import CACHE_FOLDER, CacheLayout, is_hash, resolve_root, short
 from cgtool.cache.machine import this_machine
 from cgtool.cache.trust import TrustPolicy
+from cgtool.cache.verify.beside import beside
 from cgtool.cache.verify.digests import verify_entries, verify_entry
 from cgtool.cache.verify.findings import EntryFindings, UnitFindings
-from cgtool.cache.verify.hashing import hashing
+from cgtool.cache.verify.hashing import hashing, num_cores
 from cgtool.cache.verify.repair import Repair, repair_entry, repair_units
 from cgtool.cache.verify.units import verify_units
 from cgtool.commands.verify_load import LoadProof, ModelChoice, prove_load
@@ -26,6 +28,7 @@ from cgtool.commands.verify_repair import compile_again, rewrite_texts
 from cgtool.commands.verify_report import EntryReport, VerifyReport, gone, judged
 from cgtool.errors import CacheError, UsageError
 from cgtool.events import Event, OnEvent, ignore
+from cgtool.garbage import uncollected
 from cgtool.variables import environment
 
 #: What is set right shows what else is wrong: a spelling, then an artifact, then an orphan that its successor leaves.
@@ -94,13 +97,17 @@ def _verified(options: VerifyOptions, on_event: OnEvent, *, policy: TrustPolicy 
     wanted = layout.hashes() if hashes is None else hashes
     if not wanted:
         _check_own(layout.root)
-    with hashing(options.jobs) as hasher:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(uncollected())
+        hasher = stack.enter_context(hashing(options.jobs))
+        children = stack.enter_context(beside(layout, options.jobs or num_cores())) if hashes is None else None
         for findings in verify_entries(layout, wanted, hasher):
             entries.append(judge(findings))
             on_event(Event(phase="verify", message=short(findings.hash), done=len(entries), total=len(wanted)))
-        if hashes is None:
+        units = None
+        if children is not None:
             on_event(Event(phase="verify", message="units"))
-        units = verify_units(layout, hasher) if hashes is None else None
+            units = verify_units(layout, hasher, children.seen_in)
     unit_repairs: tuple[Repair, ...] = ()
     if options.repair:
         entries = [_repaired(layout, entry, judge, options, on_event) for entry in entries]

@@ -28,10 +28,9 @@ from typing import Any
 
 from cgtool.cache.coverage import Hole, PlannedVariant, entry_coverage, planned
 from cgtool.cache.key import Key
-from cgtool.cache.layout import KEY_FILE, PLAN_FILE, CacheLayout, RankName
+from cgtool.cache.layout import ARTIFACTS, KEY_FILE, PLAN_FILE, CacheLayout, RankName
 from cgtool.cache.machine import Machine
 from cgtool.cache.manifest import Manifest
-from cgtool.cache.objects import ObjectStore
 from cgtool.cache.trust import TrustPolicy
 from cgtool.cache.verify.findings import EntryFindings, UnitFindings
 from cgtool.cache.verify.native import glibc_of_entry
@@ -247,10 +246,11 @@ def gone(entry: EntryReport, *, repairs: Iterable[Repair]) -> EntryReport:
     return EntryReport(findings=findings, verdict=without_key(why="it was set aside"), repairs=tuple(repairs))
 
 
-def _artifacts(layout: CacheLayout, manifests: Iterable[Manifest]) -> set[Path]:
+def _artifacts(layout: CacheLayout, manifests: Iterable[Manifest]) -> set[str]:
     return {
-        ObjectStore(layout.entry_dir(manifest.hash)).path(row.digest, row.kind)
+        f"{folder}/{row.digest}.{row.kind}"
         for manifest in manifests
+        for folder in [layout.entry_dir(manifest.hash) / ARTIFACTS]
         for row in manifest.rows
     }
 

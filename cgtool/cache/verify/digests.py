@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cgtool.cache.files import is_temporary
-from cgtool.cache.key import read_key
+from cgtool.cache.key import parse_key
 from cgtool.cache.layout import (
     ARTIFACTS,
     KEY_FILE,
@@ -34,10 +34,10 @@ from cgtool.cache.layout import (
     parse_rank_folder,
 )
 from cgtool.cache.lookup import LookupStore
-from cgtool.cache.manifest import Manifest, read_manifest
+from cgtool.cache.manifest import Manifest, parse_manifest
 from cgtool.cache.verify import findings as found
 from cgtool.cache.verify.findings import EntryFindings, Note, Problem
-from cgtool.cache.verify.hashing import Hashed, Hasher, hashing
+from cgtool.cache.verify.hashing import Done, Hashed, Hasher, hashing
 from cgtool.cache.verify.sealed import read_record
 from cgtool.cache.verify.strays import next_name, orphan, stray, unfinished
 from cgtool.errors import CacheError
@@ -133,11 +133,12 @@ class EntryCheck:
         self._problems: list[Problem] = []
         self._notes: list[Note] = []
         self._manifests: list[Manifest] = []
-        self._rank_files: list[tuple[RankName, str, Manifest, Future[Hashed]]] = []
-        self._artifacts: dict[str, Future[Hashed]] = {}
+        self._rank_files: list[tuple[RankName, str, Manifest, Future[Hashed] | Done]] = []
+        self._artifacts: dict[str, Future[Hashed] | Done] = {}
         self._num_records = 0
         self._record_bytes = 0
-        self._key = self._record(layout.key_file(hash_), lambda: read_key(layout, hash_))
+        path = layout.key_file(hash_)
+        self._key = self._record(path, lambda data: parse_key(data, path=path, hash_=hash_))
         self._begin()
 
     def _begin(self) -> None:
@@ -165,7 +166,7 @@ class EntryCheck:
 
     def _rank(self, name: RankName) -> None:
         path = self._layout.manifest_file(name)
-        manifest = self._record(path, lambda: read_manifest(self._layout, name))
+        manifest = self._record(path, lambda data: parse_manifest(data, path=path, name=name))
         folder = self._layout.rank_dir(name)
         listed = _names(folder)
         if manifest is None:
@@ -175,7 +176,7 @@ class EntryCheck:
             return
         self._manifests.append(manifest)
         for file, record in manifest.files.items():
-            self._rank_files.append((name, file, manifest, self._read(folder / file, record.size_bytes)))
+            self._rank_files.append((name, file, manifest, self._read(f"{folder}/{file}", record.size_bytes)))
         if PLAN_FILE not in manifest.files:
             self._problems.append(found.missing(folder / PLAN_FILE, "every entry"))
         named = {next_name(file, record.sha256) for file, record in manifest.files.items()}
@@ -196,7 +197,7 @@ class EntryCheck:
             there = []
         for name in there:
             if _ARTIFACT.fullmatch(name):
-                self._artifacts[name] = self._read(folder / name, sizes.get(name))
+                self._artifacts[name] = self._read(f"{folder}/{name}", sizes.get(name))
             elif (note := stray(folder / name)) is not None:
                 self._notes.append(note)
 
@@ -235,7 +236,7 @@ class EntryCheck:
             return []
         # It may be in the midst of being published, under its other name.
         other = path.with_name(next_name(file, record.sha256))
-        hashed = self._read(other, record.size_bytes).result()
+        hashed = self._read(str(other), record.size_bytes).result()
         return problems if matched(other, hashed, digest=record.sha256, size=record.size_bytes, who="") else []
 
     def _of_artifacts(self) -> list[Problem]:
@@ -244,11 +245,14 @@ class EntryCheck:
         for row in (row for manifest in self._manifests for row in manifest.rows):
             named.setdefault(_file(row.digest, row.kind), set()).add(row.size_bytes)
         for name in sorted(named.keys() | self._artifacts.keys()):
-            path = self._folder / ARTIFACTS / name
             hashed = self._artifacts[name].result() if name in self._artifacts else Hashed(is_missing=True)
+            sizes = named.get(name, {hashed.size_bytes})
+            if hashed.digest == name[:64] and sizes == {hashed.size_bytes} and name in named:
+                continue  # as nearly all are
+            path = self._folder / ARTIFACTS / name
             wrong = [
                 problem
-                for size in sorted(named.get(name, {None}), key=str)
+                for size in sorted(sizes)
                 for problem in matched(path, hashed, digest=name[:64], size=size, who="a manifest")
             ]
             problems += wrong[:1]
@@ -261,11 +265,11 @@ class EntryCheck:
         """Whether all manifests could be read: only then is it known what none of them names."""
         return bool(self._manifests) and not any(problem.path.name == MANIFEST_FILE for problem in self._problems)
 
-    def _read(self, path: Path, limit: int | None) -> Future[Hashed]:
+    def _read(self, path: str, limit: int | None) -> Future[Hashed] | Done:
         return self._hasher.submit(path, limit=limit, fresh=self._fresh)
 
-    def _record(self, path: Path, read: Callable[[], _Record | None]) -> _Record | None:
-        record, problem, size = read_record(path, read)
+    def _record(self, path: Path, parse: Callable[[bytes], _Record]) -> _Record | None:
+        record, problem, size = read_record(path, parse)
         self._num_records += record is not None or problem is not None
         self._record_bytes += size
         self._problems += [] if problem is None else [problem]

@@ -1,5 +1,7 @@
 """SHA-256 of many files at a time, in threads: hashlib and the system's calls leave Python's lock. No torch.
 
+A small file is read at once, by whoever asks for it: handing it to a thread would take longer than that.
+
 Files that are one on the disk (hard links) are read once. A file is read no further than it should be long, so that
 what a stranger put there cannot be endless; what is no ordinary file is not read at all.
 """
@@ -14,18 +16,19 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from cgtool.cache.files import cache_error
 from cgtool.errors import CacheError
-from cgtool.records import dataclass
 
 _BUFFER_BYTES = 1 << 20
+#: What is no longer than this is read at once.
+_SMALL_BYTES = 1 << 16
 _MAX_JOBS = 16
 _FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hashed:
+class Hashed(NamedTuple):
     """What reading a file gave.
 
     Args:
@@ -43,6 +46,23 @@ class Hashed:
     is_file: bool = True
 
 
+class Done:
+    """What was read already, where a `Future` would stand for what is being read.
+
+    Args:
+        hashed: What reading it gave.
+    """
+
+    __slots__ = ("_hashed",)
+
+    def __init__(self, hashed: Hashed) -> None:
+        self._hashed = hashed
+
+    def result(self) -> Hashed:
+        """Return what reading it gave."""
+        return self._hashed
+
+
 class Hasher:
     """Reads files in threads.
 
@@ -51,39 +71,39 @@ class Hasher:
     """
 
     def __init__(self, jobs: int | None = None) -> None:
-        self._pool = ThreadPoolExecutor(jobs or min(_num_cores(), _MAX_JOBS), "cgtool-hash")
-        self._shared: dict[tuple[int, int], Future[Hashed]] = {}
+        self._pool = ThreadPoolExecutor(jobs or min(num_cores(), _MAX_JOBS), "cgtool-hash")
+        self._shared: dict[tuple[int, int], Future[Hashed] | Done] = {}
         self._stop = threading.Event()
-        self._local = threading.local()
 
-    def submit(self, path: Path, *, limit: int | None = None, fresh: bool = False) -> Future[Hashed]:
-        """Begin to read a file.
+    def submit(self, path: str, *, limit: int | None = None, fresh: bool = False) -> Future[Hashed] | Done:
+        """Begin to read a file; a small one is read when this returns.
 
         Args:
             path: The file.
             limit: How many bytes it should have; None: any number.
             fresh: Read it even if it was read before under another name.
         """
-        identity = self._identity(path)
-        if identity is None:
-            return self._pool.submit(self._hash, str(path), limit)
+        try:
+            status = os.stat(path)  # noqa: PTH116 - asked of each file, and pathlib's way takes twice as long
+        except OSError:
+            return Done(self._hash(path, limit))
+        if status.st_nlink == 1 or not stat.S_ISREG(status.st_mode):
+            return self._begun(path, status.st_size, limit)
+        identity = status.st_dev, status.st_ino  # what a file with several names is known by
         found = self._shared.get(identity)
         if found is None or fresh:
-            found = self._shared[identity] = self._pool.submit(self._hash, str(path), limit)
+            found = self._shared[identity] = self._begun(path, status.st_size, limit)
         return found
+
+    def _begun(self, path: str, size: int, limit: int | None) -> Future[Hashed] | Done:
+        if size <= _SMALL_BYTES:
+            return Done(self._hash(path, limit))
+        return self._pool.submit(self._hash, path, limit)
 
     def close(self) -> None:
         """Stop what still runs, and wait until it has."""
         self._stop.set()
         self._pool.shutdown(cancel_futures=True)
-
-    def _identity(self, path: Path) -> tuple[int, int] | None:
-        """Return what a file with several names is known by."""
-        with contextlib.suppress(OSError):
-            status = os.stat(path)  # noqa: PTH116 - asked of each file, and pathlib's way takes twice as long
-            if status.st_nlink > 1 and stat.S_ISREG(status.st_mode):
-                return status.st_dev, status.st_ino
-        return None
 
     def _hash(self, path: str, limit: int | None) -> Hashed:
         try:
@@ -102,22 +122,17 @@ class Hasher:
             os.close(descriptor)
 
     def _read(self, descriptor: int, limit: int | None) -> Hashed:
-        buffer = getattr(self._local, "buffer", None)
-        if buffer is None:
-            buffer = self._local.buffer = memoryview(bytearray(_BUFFER_BYTES))
         digest, total = hashlib.sha256(), 0
-        file = os.fdopen(descriptor, "rb", buffering=0, closefd=False)
         while not self._stop.is_set() and (limit is None or total <= limit):
-            wanted = _BUFFER_BYTES if limit is None else min(_BUFFER_BYTES, limit + 1 - total)
-            count = file.readinto(buffer[:wanted])
-            if not count:
+            data = os.read(descriptor, _BUFFER_BYTES if limit is None else min(_BUFFER_BYTES, limit + 1 - total))
+            if not data:
                 break
-            digest.update(buffer[:count])
-            total += count
+            digest.update(data)
+            total += len(data)
         return Hashed(digest=digest.hexdigest(), size_bytes=total)
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
     """Return how many cores this process may use; where the system does not say, how many there are."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -6,6 +6,7 @@ A record must be spelled as cgtool spells it: "\u00E9" means what "\u00e9" does,
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,38 +18,36 @@ from cgtool.cache.verify.findings import Problem
 from cgtool.errors import CacheError
 
 _INDENT = re.compile(rb"\n *")
+_ENCODER = json.JSONEncoder(separators=(",", ": "), ensure_ascii=True, allow_nan=False)
 
 _Record = TypeVar("_Record")
 
 
-def read_record(path: Path, read: Callable[[], _Record | None]) -> tuple[_Record | None, Problem | None, int]:
+def read_record(path: Path | str, parse: Callable[[bytes], _Record]) -> tuple[_Record | None, Problem | None, int]:
     """Read a sealed record, and check how it is spelled.
 
     Args:
         path: Its file.
-        read: Reads it; None means that there is none.
+        parse: Returns what its bytes say, or raises `CacheError`.
 
     Returns:
         The record, or None; what is wrong, or None; how many bytes it has.
     """
     try:
-        if path.exists() and not path.is_file():
-            return None, found.no_file(path), 0
-        record = read()
-        data = None if record is None else read_bytes(path)
+        data = read_bytes(path)
+        if data is None:
+            return None, None, 0
+        record = parse(data)
     except CacheError as error:
-        return None, found.of_error(path, error), 0
-    except OSError as error:
-        return None, found.of_error(path, CacheError(f"{path} could not be read: {error.strerror}.")), 0
-    if data is None:
-        return record, None, 0
-    return record, None if is_spelled(data) else found.wrong_spelling(path), len(data)
+        strange = os.path.exists(path) and not os.path.isfile(path)  # noqa: PTH110, PTH113 - Path's raise
+        return None, found.no_file(Path(path)) if strange else found.of_error(Path(path), error), 0
+    return record, None if is_spelled(data) else found.wrong_spelling(Path(path)), len(data)
 
 
 def is_spelled(data: bytes) -> bool:
     """Return whether a sealed record has the very bytes that cgtool writes for what it says."""
     try:
-        text = json.dumps(json.loads(data), separators=(",", ": "), ensure_ascii=True, allow_nan=False)
+        text = _ENCODER.encode(json.loads(data))
     except ValueError:
         return False
     # Empty lists and objects have no lines of their own; within strings a line's end is spelled \n.

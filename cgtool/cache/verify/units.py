@@ -1,57 +1,83 @@
-"""Reading every unit and matching it to its record. Must not import torch; writes nothing."""
+"""Reading every unit and matching it to its record. Must not import torch; writes nothing.
+
+A look at a unit's folder reads its record and lists its files: work of Python's own, which other processes can do
+(`cgtool.cache.verify.beside`). Its artifact is read with those of the entries, as most are files of theirs.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
-from cgtool.cache.files import corrupt, read_sealed
 from cgtool.cache.layout import UNIT_FILE, CacheLayout, is_hash
-from cgtool.cache.units import SCHEMA, UnitRecord
+from cgtool.cache.units import parse_unit
 from cgtool.cache.verify.digests import matched
 from cgtool.cache.verify.findings import Note, Problem, UnitFindings
-from cgtool.cache.verify.hashing import Hashed, Hasher
+from cgtool.cache.verify.hashing import Done, Hashed, Hasher
 from cgtool.cache.verify.sealed import read_record
 from cgtool.cache.verify.strays import orphan, stray, unfinished
-from cgtool.errors import CacheError
+from cgtool.records import dataclass
 
 _ARTIFACT = re.compile(r"[0-9a-f]{64}\.[a-z][a-z0-9_.]*")
 _LOCK = "lock"
 _AHEAD = 256
 
 
-def verify_units(layout: CacheLayout, hasher: Hasher) -> UnitFindings:
-    """Read and match every unit of a cache.
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What looking into a unit's folder gave, its artifact not read.
 
     Args:
-        layout: Where the cache lies.
-        hasher: What reads the artifacts; those that an entry shares, and that it has read, are not read again.
+        name: The artifact's file name, which begins with its digest; "" where no intact record names one.
+        size_bytes: How many bytes it must have.
+        record_bytes: How many bytes were read of the record.
+        num_records: How many records were read: one or none.
+        problems: What is wrong with the record.
+        notes: What is in nobody's way.
     """
-    problems: list[Problem] = []
-    notes: list[Note] = []
-    num_files = size_bytes = 0
-    begun: list[UnitCheck] = []
 
-    def end(check: UnitCheck) -> None:
-        nonlocal num_files, size_bytes
-        wrong = check.finish()
-        if wrong and check.folder.exists():  # a writer or a pruner may be at work
-            wrong = UnitCheck(check.folder, check.key, hasher, fresh=True).finish()
-        problems.extend(wrong if check.folder.exists() else ())
-        notes.extend(check.notes)
-        num_files += check.num_files
-        size_bytes += check.size_bytes
+    name: str = ""
+    size_bytes: int = 0
+    record_bytes: int = 0
+    num_records: int = 0
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[Note, ...] = ()
 
-    for folder in _folders(layout, notes):
-        begun.append(UnitCheck(folder, folder.name, hasher))
-        if len(begun) > _AHEAD:
-            end(begun.pop(0))
-    for check in begun:
-        end(check)
-    return UnitFindings(problems=tuple(problems), notes=tuple(notes), num_files=num_files, size_bytes=size_bytes)
+
+def look(folder: str, key: str) -> Seen:
+    """Read a unit's record, and list what lies beside it.
+
+    Args:
+        folder: The unit's folder.
+        key: The unit's key.
+    """
+    path = f"{folder}/{UNIT_FILE}"
+    record, problem, num_bytes = read_record(path, lambda data: parse_unit(data, path=path, key=key))
+    name = "" if record is None else f"{record.digest}.{record.kind}"
+    others = sorted(other for other in _listed(folder) if other not in (UNIT_FILE, _LOCK, name))
+    return Seen(
+        name=name,
+        size_bytes=0 if record is None else record.size_bytes,
+        record_bytes=num_bytes,
+        num_records=int(record is not None or problem is not None),
+        problems=() if problem is None else (problem,),
+        notes=tuple(_strays(folder, others, begun=record is None and problem is None)) if others else (),
+    )
+
+
+def _strays(folder: str, others: list[str], *, begun: bool) -> Iterator[Note]:
+    if begun and any(_ARTIFACT.fullmatch(name) for name in others):
+        yield unfinished(Path(folder))
+        return
+    for name in others:
+        path = Path(folder, name)
+        note = orphan(path) if _ARTIFACT.fullmatch(name) else stray(path)
+        if note is not None:
+            yield note
 
 
 class UnitCheck:
@@ -61,69 +87,117 @@ class UnitCheck:
         folder: The unit's folder.
         key: The unit's key.
         hasher: What reads its artifact.
-        fresh: Read also what `hasher` has read before.
+        seen: What looking into its folder gave; None: looked at now, and read whatever `hasher` has read before.
     """
 
-    def __init__(self, folder: Path, key: str, hasher: Hasher, *, fresh: bool = False) -> None:
+    def __init__(self, folder: str, key: str, hasher: Hasher, seen: Seen | None = None) -> None:
         self.folder = folder
         self.key = key
-        self.notes: list[Note] = []
-        path = folder / UNIT_FILE
-        self._record, problem, self.size_bytes = read_record(path, lambda: _read(path, key))
-        self._problems = [] if problem is None else [problem]
-        self.num_files = int(self._record is not None or problem is not None)
-        self._artifact: tuple[Path, Future[Hashed]] | None = None
-        if self._record is not None:
-            at = folder / f"{self._record.digest}.{self._record.kind}"
-            self._artifact = at, hasher.submit(at, limit=self._record.size_bytes, fresh=fresh)
-        self._strays()
+        self.seen = look(folder, key) if seen is None else seen
+        self.artifact_bytes = 0
+        self._read: Future[Hashed] | Done | None = None
+        if self.seen.name:
+            path = f"{folder}/{self.seen.name}"
+            self._read = hasher.submit(path, limit=self.seen.size_bytes, fresh=seen is None)
 
-    def _strays(self) -> None:
-        named = {UNIT_FILE, _LOCK} | ({self._artifact[0].name} if self._artifact is not None else set())
-        others = sorted(set(_listed(self.folder)) - named)
-        if self._record is None and not self._problems and any(_ARTIFACT.fullmatch(name) for name in others):
-            self.notes.append(unfinished(self.folder))
-            return
-        for name in others:
-            path = self.folder / name
-            note = orphan(path) if _ARTIFACT.fullmatch(name) else stray(path)
-            self.notes += [] if note is None else [note]
-
-    def finish(self) -> list[Problem]:
+    def finish(self) -> tuple[Problem, ...]:
         """Wait for what was begun, and return what is wrong."""
-        if self._record is None or self._artifact is None:
-            return self._problems
-        path, future = self._artifact
-        hashed = future.result()
-        self.num_files += 1
-        self.size_bytes += hashed.size_bytes
-        wanted, size = self._record.digest, self._record.size_bytes
-        return self._problems + matched(path, hashed, digest=wanted, size=size, who=f"the {UNIT_FILE} beside it")
+        if self._read is None:
+            return self.seen.problems
+        hashed = self._read.result()
+        self.artifact_bytes = hashed.size_bytes
+        digest, size = self.seen.name[:64], self.seen.size_bytes
+        if hashed.digest == digest and hashed.size_bytes == size:
+            return self.seen.problems
+        wrong = matched(
+            Path(self.folder, self.seen.name), hashed, digest=digest, size=size, who=f"the {UNIT_FILE} beside it"
+        )
+        return (*self.seen.problems, *wrong)
 
 
-def _read(path: Path, key: str) -> UnitRecord | None:
-    data = read_sealed(path, schema=SCHEMA)
-    if data is None:
-        return None
-    if data.get("key") != key:
-        raise corrupt(path, "it belongs to another unit", expected=key, actual=data.get("key"))
-    try:
-        return UnitRecord.from_json(data)
-    except (CacheError, KeyError) as error:
-        raise corrupt(path, f"a field is wrong: {error}") from error
+def verify_units(
+    layout: CacheLayout, hasher: Hasher, seen_in: Callable[[str], Mapping[str, Seen]] = lambda _: {}
+) -> UnitFindings:
+    """Read and match every unit of a cache.
+
+    Args:
+        layout: Where the cache lies.
+        hasher: What reads the artifacts; those that an entry shares, and that it has read, are not read again.
+        seen_in: Units that were looked into already, by their keys, of the folder above them; the rest is looked into.
+    """
+    return _UnitsCheck(layout, hasher, seen_in).run()
 
 
-def _folders(layout: CacheLayout, notes: list[Note]) -> Iterator[Path]:
-    for above in sorted(_listed(layout.units_dir)):
-        for name in sorted(_listed(layout.units_dir / above)):
-            path = layout.units_dir / above / name
-            if is_hash(name) and name.startswith(above):
-                yield path
-            elif (note := stray(path)) is not None:
-                notes.append(note)
+class _UnitsCheck:
+    """Reads all units of a cache and adds up what is found."""
+
+    def __init__(self, layout: CacheLayout, hasher: Hasher, seen_in: Callable[[str], Mapping[str, Seen]]) -> None:
+        self._base = str(layout.units_dir)
+        self._hasher = hasher
+        self._seen_in = seen_in
+        self._begun: deque[UnitCheck] = deque()
+        self._problems: list[Problem] = []
+        self._notes: list[Note] = []
+        self._num_files = 0
+        self._size_bytes = 0
+
+    def run(self) -> UnitFindings:
+        for above in units_above(self._base):
+            seen = self._seen_in(above)
+            for name in sorted(_listed(f"{self._base}/{above}")):
+                folder = f"{self._base}/{above}/{name}"
+                if is_unit(name, above):
+                    self._begin(folder, name, seen.get(name) or look(folder, name))
+                elif (note := stray(Path(folder))) is not None:
+                    self._notes.append(note)
+        while self._begun:
+            self._end(self._begun.popleft())
+        return UnitFindings(
+            problems=tuple(self._problems),
+            notes=tuple(self._notes),
+            num_files=self._num_files,
+            size_bytes=self._size_bytes,
+        )
+
+    def _begin(self, folder: str, key: str, seen: Seen) -> None:
+        self._begun.append(UnitCheck(folder, key, self._hasher, seen))
+        if len(self._begun) > _AHEAD:
+            self._end(self._begun.popleft())
+
+    def _end(self, check: UnitCheck) -> None:
+        wrong = check.finish()
+        if wrong and os.path.exists(check.folder):  # noqa: PTH110 - a writer or a pruner may be at work
+            wrong = UnitCheck(check.folder, check.key, self._hasher).finish()
+        if wrong and os.path.exists(check.folder):  # noqa: PTH110
+            self._problems += wrong
+        self._notes += check.seen.notes
+        self._num_files += check.seen.num_records + bool(check.seen.name)
+        self._size_bytes += check.seen.record_bytes + check.artifact_bytes
 
 
-def _listed(folder: Path) -> list[str]:
+def units_above(base: str) -> list[str]:
+    """Return the names of the folders that units lie in, in order."""
+    return sorted(_listed(base))
+
+
+def is_unit(name: str, above: str) -> bool:
+    """Return whether a folder's name is that of a unit, and it lies where it belongs."""
+    return is_hash(name) and name.startswith(above)
+
+
+def sound_units(base: str, above: str) -> dict[str, Seen]:
+    """Return the units of a folder, by their keys, of which a look finds nothing to say.
+
+    Args:
+        base: The folder `units`.
+        above: Which folder in it.
+    """
+    folder = f"{base}/{above}"
+    seen = {name: look(f"{folder}/{name}", name) for name in sorted(_listed(folder)) if is_unit(name, above)}
+    return {name: one for name, one in seen.items() if one.name and not one.problems and not one.notes}
+
+
+def _listed(folder: str) -> list[str]:
     try:
         return os.listdir(folder)  # noqa: PTH208 - names are all that is wanted
     except OSError:

@@ -352,8 +352,9 @@ def test_leftovers_among_units_are_noted(cache_root: Path) -> None:
     ],
 )
 def test_what_changes_while_it_is_read_is_looked_at_again(
-    cache_root: Path, change: Callable[[Path, RankName], object], seen: list[str]
+    cache_root: Path, change: Callable[[Path, RankName], object], seen: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("cgtool.cache.verify.hashing._SMALL_BYTES", -1)
     layout = CacheLayout(root=cache_root)
     name = publish(cache_root, "one")
     with hashing(1) as hasher:
