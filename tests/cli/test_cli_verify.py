@@ -104,6 +104,15 @@ def test_an_entry_of_another_machine_fails_the_check_only_where_it_is_asked_for(
     assert run("verify", here[:12], "--cache-dir", cache, "--strict").code == 0
 
 
+def test_entries_that_are_unsupported_for_the_same_reasons_are_named_together(tmp_path: Path) -> None:
+    other = {"torch": {"version": "1.0.0"}}
+    hashes = sorted(lay_whole(tmp_path, factors={**other, "source": number}) for number in range(10))
+    out = run("verify", tmp_path).out
+    named = ", ".join(short(hash_) for hash_ in hashes[:8])
+    assert f"\n{named} and 2 more are unsupported here:\n  - torch.version was " in out
+    assert out.count("unsupported here") == 1
+
+
 def test_the_process_that_opens_asks_what_load_asks_before_it_opens_anything(cache_root: Path) -> None:
     name = RankName(hash=lay_whole(cache_root), rank=0, prefix="backbone")
     (cache_root / "torch_compile_cache").chmod(0o777)
