@@ -45,6 +45,19 @@ def test_a_copy_of_a_cache_is_equal_to_it(tmp_path, name):
     assert found(*both(name, tmp_path)) == []
 
 
+def test_mega_caches_that_are_torn_are_equal_only_if_their_bytes_are(tmp_path):
+    files = [next(path for path in (side, *side.rglob("*")) if path.is_file()) for side in both("mega_cache", tmp_path)]
+    whole = files[0].read_bytes()
+    files[0].write_bytes(whole[:-100])
+    what, _, said = found(*files)[0]
+    assert (what, said.rsplit(": ", 1)[-1].split(" ", 2)[2]) == ("entry", "cannot be read in the first")
+    files[1].write_bytes(whole[:-100])
+    assert found(*files) == []
+    files[1].write_bytes(whole[:-101])
+    ((what, _, said),) = found(*files)
+    assert said.endswith("cannot be read in either, and has other bytes")
+
+
 def test_the_factor_and_the_artifacts_of_vllms_that_differ_are_named(tmp_path):
     old, new = both("vllm", tmp_path)
     factors = new / BACKBONE / "cache_key_factors.json"

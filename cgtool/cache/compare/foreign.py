@@ -47,6 +47,7 @@ def compare_foreign_entries(old: ForeignEntry, new: ForeignEntry) -> list[Differ
 
 def _artifacts(old: ForeignEntry, new: ForeignEntry) -> Iterator[Difference]:
     old_digests, new_digests = digests_of(old), digests_of(new)
+    yield from _torn(old, old_digests.get(""), new_digests.get(""))
     olds, news = ({_place(entry, one): one for one in entry.artifacts} for entry in (old, new))
     for place in [*olds, *(place for place in news if place not in olds)]:
         one, other = olds.get(place), news.get(place)
@@ -65,6 +66,16 @@ def _artifacts(old: ForeignEntry, new: ForeignEntry) -> Iterator[Difference]:
             said = f"has other bytes, {one.size_bytes} as before"
         sentence = f"{_words(artifact)} {said}"
         yield Difference(what="artifact", path=artifact.path, old=first, new=second, sentence=sentence)
+
+
+def _torn(entry: ForeignEntry, first: str | None, second: str | None) -> Iterator[Difference]:
+    """Yield what is to be said of a file that cannot be read on a side, of which a digest of the whole file tells."""
+    if first == second:
+        return
+    said = "cannot be read in the second" if first is None else "cannot be read in the first"
+    if first is not None and second is not None:
+        said = "cannot be read in either, and has other bytes"
+    yield Difference(what="entry", path=entry.name, old=first, new=second, sentence=f"entry {shown(entry.name)} {said}")
 
 
 def _is_same(artifact: ForeignArtifact, first: str | None, second: str | None) -> bool:

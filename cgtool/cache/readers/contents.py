@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import PurePosixPath
 from typing import BinaryIO
@@ -57,7 +58,7 @@ def foreign_contents(entry: ForeignEntry, artifact: ForeignArtifact) -> Contents
 def digests_of(entry: ForeignEntry) -> dict[str, str]:
     """Return the SHA-256 of the bytes of each artifact, by its path; of a folder with the names in it.
 
-    One that is missing or cannot be read has none.
+    One that is missing or cannot be read has none. A mega-cache that is torn has one, by the path "": the file's.
 
     Args:
         entry: The entry, as a reader found it just now.
@@ -66,7 +67,12 @@ def digests_of(entry: ForeignEntry) -> dict[str, str]:
     found: dict[str, str] = {}
     if entry.kind == "mega_cache":
         with contextlib.suppress(CacheError, OSError), tree.opened("") as stream:
-            for member in read_structure(stream).members:
+            try:
+                members = read_structure(stream).members
+            except CacheError:
+                stream.seek(0)
+                return {"": _digest(stream, sys.maxsize)}
+            for member in members:
                 stream.seek(member.start)
                 found[f"{member.kind}/{member.key}"] = _digest(stream, member.size_bytes)
         return found
