@@ -82,11 +82,11 @@ def cache_error(
 
 
 @contextlib.contextmanager
-def telling(path: Path, *, doing: str = "read") -> Iterator[None]:
+def telling(path: Path | None = None, *, doing: str = "read") -> Iterator[None]:
     """Say of each error of the operating system in the block what `cache_error` says of it.
 
     Args:
-        path: The file or folder that the block is about.
+        path: The file or folder that the block is about; None: that which the error names, if it names one.
         doing: "written", "read" or "removed".
 
     Raises:
@@ -95,7 +95,10 @@ def telling(path: Path, *, doing: str = "read") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise cache_error(error, path, doing=doing) from error
+        named = error.filename if path is None else path
+        if not isinstance(named, (str, bytes, os.PathLike)):
+            raise
+        raise cache_error(error, Path(os.fsdecode(named)), doing=doing) from error
 
 
 def _full_disk(error: OSError, path: Path, needed_bytes: int | None, elsewhere: str) -> CacheError:

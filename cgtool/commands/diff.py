@@ -16,6 +16,7 @@ from cgtool.cache.compare.entries import EntrySide, compare_entries
 from cgtool.cache.compare.here import machine_differences
 from cgtool.cache.compare.records import Difference
 from cgtool.cache.compare.sides import Side, open_side
+from cgtool.cache.files import telling
 from cgtool.cache.layout import CacheLayout, short
 from cgtool.commands.diff_foreign import foreign_differences
 from cgtool.errors import UsageError
@@ -68,6 +69,7 @@ class DiffReport:
         }
 
 
+@telling()
 def diff(options: DiffOptions) -> DiffReport:
     """Compare two sides.
 

@@ -19,7 +19,7 @@ from typing import IO, Any
 from cgtool.cache import signatures
 from cgtool.cache.bundle.choose import Choice, chosen_names
 from cgtool.cache.bundle.pack import Contents, check_free, destination_error, gather, write_archive, write_folder
-from cgtool.cache.files import sync_folder
+from cgtool.cache.files import sync_folder, telling
 from cgtool.cache.layout import CacheLayout, RankName, resolve_root
 from cgtool.cache.leases import keep
 from cgtool.digests import sha256_hex
@@ -90,6 +90,7 @@ class ExportReport:
         }
 
 
+@telling()
 def export(options: ExportOptions) -> ExportReport:
     """Write chosen entries as a bundle; what is at the destination is replaced whole or not at all.
 

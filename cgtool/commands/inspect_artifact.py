@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cgtool.cache.contents import Contents, contents_of
+from cgtool.cache.files import telling
 from cgtool.cache.key import read_key
 from cgtool.cache.layout import ARTIFACTS, CacheLayout, RankName, resolve_root, short
 from cgtool.cache.manifest import ManifestRow, read_manifest
@@ -136,6 +137,7 @@ class ArtifactReport:
         }
 
 
+@telling()
 def inspect_artifact(options: ArtifactOptions) -> ArtifactReport:
     """Show what an artifact holds.
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from cgtool.cache.coverage import Coverage, PlannedVariant, entry_coverage, planned
 from cgtool.cache.entry import read_entry
+from cgtool.cache.files import telling
 from cgtool.cache.layout import PLAN_FILE, CacheLayout, RankName, resolve_root, short
 from cgtool.cache.manifest import Manifest, ManifestRow, read_manifest
 from cgtool.cache.shapes import shape_order, shape_to_json
@@ -90,6 +91,7 @@ class EntryReport:
         }
 
 
+@telling()
 def inspect_entry(entry: str | None = None, *, cache_dir: Path | None = None) -> EntryReport:
     """Show what an entry is compiled for, on all its ranks.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cgtool.cache.entry import read_entry
+from cgtool.cache.files import telling
 from cgtool.cache.layout import GRAPH_FILE, PLAN_FILE, CacheLayout, RankName, resolve_root, short
 from cgtool.cache.manifest import ManifestRow
 from cgtool.cache.shapes import shape_to_json
@@ -147,6 +148,7 @@ class GraphReport:
         }
 
 
+@telling()
 def inspect_graph(options: GraphOptions) -> GraphReport:
     """Show the pieces of one variant of an entry.
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cgtool.cache.files import telling
 from cgtool.cache.key import FACTOR_ORDER, Factor, read_key
 from cgtool.cache.layout import CacheLayout, resolve_root, short
 from cgtool.commands.selection import one_hash
@@ -38,6 +39,7 @@ class KeyReport:
         }
 
 
+@telling()
 def inspect_key(entry: str | None = None, *, cache_dir: Path | None = None) -> KeyReport:
     """Show the factors of an entry's key.
 

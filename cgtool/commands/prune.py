@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cgtool.cache.files import telling
 from cgtool.cache.layout import CacheLayout, resolve_root
 from cgtool.cache.prune.execute import carry_out
 from cgtool.cache.prune.foreign import carry_out_foreign, is_foreign, make_foreign_plan
@@ -84,6 +85,7 @@ class StatsReport:
         }
 
 
+@telling()
 def plan_prune(options: PruneOptions, on_event: OnEvent = ignore) -> PruneReport:
     """Return what a prune would do; changes nothing.
 
@@ -119,6 +121,7 @@ def prune(planned: PruneReport, on_event: OnEvent = ignore) -> PruneReport:
     return PruneReport(plan=plan, outcome=outcome, now=time.time())
 
 
+@telling()
 def prune_stats(cache_dir: Path | None) -> StatsReport:
     """Return what earlier prunes removed and how often that was missed.
 

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from cgtool.cache.bundle.unpack import unpacked
+from cgtool.cache.files import telling
 from cgtool.cache.layout import CACHE_FOLDER, CacheLayout, is_hash, resolve_root, short
 from cgtool.cache.machine import this_machine
 from cgtool.cache.trust import TrustPolicy
@@ -66,6 +67,7 @@ class VerifyOptions:
     rank: int | None = None
 
 
+@telling()
 def verify(options: VerifyOptions, on_event: OnEvent = ignore) -> VerifyReport:
     """Read and match every file of a cache, and judge whether this machine loads its entries.
 

@@ -26,7 +26,6 @@ from cgtool.cache.trust import TrustPolicy
 from cgtool.cache.verify.digests import verify_entries
 from cgtool.cache.verify.hashing import hashing
 from cgtool.cache.verify.units import verify_units
-from cgtool.cli.failures import failure_of
 from cgtool.commands.export import ExportOptions, export
 from cgtool.commands.import_ import ImportOptions, import_bundle
 from cgtool.commands.inspect_cache import CacheOptions, inspect_cache
@@ -163,8 +162,6 @@ ACTIONS: dict[str, Callable[[Path], None]] = {
     "inspect": inspect_all,
     "look-up": look_up,
 }
-#: Those whose errors of the operating system nobody but the command sees.
-AT_THE_COMMAND = (prune_two, export_file, export_folder, verify_all, repair, inspect_all)
 
 
 def state(folder: Path) -> dict[str, object]:
@@ -187,17 +184,9 @@ def wrong_in(folder: Path) -> list[str]:
 
 
 def told(action: Callable[[Path], None], folder: Path) -> None:
-    """Run an action; end with TOLD and the sentence where it raises what is documented.
-
-    Of an error of the operating system that names its file the command says that sentence.
-    """
+    """Run an action; end with TOLD and the sentence where it raises what is documented."""
     try:
         action(folder)
     except CgtoolError as error:
         sys.stderr.write(str(error))
-        raise SystemExit(TOLD) from error
-    except OSError as error:
-        if error.filename is None or action not in AT_THE_COMMAND:
-            raise
-        sys.stderr.write(failure_of(error).message)
         raise SystemExit(TOLD) from error

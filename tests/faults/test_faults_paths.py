@@ -1,0 +1,69 @@
+"""What cannot even be looked at is a sentence for who calls a command's function, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from faults_harness import lay_start
+
+from cgtool.cache.bundle.choose import Choice
+from cgtool.cache.prune.records import Rules
+from cgtool.commands.diff import DiffOptions, diff
+from cgtool.commands.export import ExportOptions, export
+from cgtool.commands.import_ import ImportOptions, import_bundle
+from cgtool.commands.inspect_artifact import ArtifactOptions, inspect_artifact
+from cgtool.commands.inspect_cache import CacheOptions, inspect_cache
+from cgtool.commands.inspect_entry import inspect_entry
+from cgtool.commands.inspect_graph import GraphOptions, inspect_graph
+from cgtool.commands.inspect_key import inspect_key
+from cgtool.commands.prune import PruneOptions, plan_prune, prune_stats
+from cgtool.commands.verify import VerifyOptions, verify
+from cgtool.errors import CacheError
+
+EVERYTHING = Choice(everything=True)
+COMMANDS: dict[str, Callable[[Path, Path], object]] = {
+    "verify a cache": lambda _, path: verify(VerifyOptions(cache_dir=path)),
+    "verify a path": lambda _, path: verify(VerifyOptions(targets=(str(path),))),
+    "prune": lambda _, path: plan_prune(PruneOptions(rules=Rules(), cache_dir=path)),
+    "prune --stats": lambda _, path: prune_stats(path),
+    "export from": lambda there, path: export(ExportOptions(dest=there / "out", cache_dir=path, choice=EVERYTHING)),
+    "export to": lambda there, path: export(ExportOptions(dest=path, cache_dir=there / "other", choice=EVERYTHING)),
+    "export to a folder": lambda there, path: export(
+        ExportOptions(dest=path, cache_dir=there / "other", choice=EVERYTHING, folder=True)
+    ),
+    "import from": lambda there, path: import_bundle(
+        ImportOptions(source=path, cache_dir=there / "cache", trust=True, any_machine=True)
+    ),
+    "import to": lambda there, path: import_bundle(
+        ImportOptions(source=there / "bundle", cache_dir=path, trust=True, any_machine=True)
+    ),
+    "inspect cache": lambda _, path: inspect_cache(CacheOptions(path=path)),
+    "inspect entry": lambda _, path: inspect_entry(cache_dir=path),
+    "inspect key": lambda _, path: inspect_key(cache_dir=path),
+    "inspect graph": lambda _, path: inspect_graph(GraphOptions(cache_dir=path)),
+    "diff": lambda there, path: diff(DiffOptions(old=str(path), new=str(there / "other"))),
+    "inspect artifact": lambda _, path: inspect_artifact(ArtifactOptions(artifact="0" * 10, cache_dir=path)),
+}
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"diff"}))  # that takes it for what is not there
+def test_a_name_too_long_is_a_sentence_and_no_error_of_the_system(tmp_path: Path, command: str) -> None:
+    lay_start(tmp_path / "start", command)
+    path = tmp_path / ("x" * 300)
+    with pytest.raises(CacheError, match=r"xxx.* could not be .*: File name too long\. Check .*\."):
+        COMMANDS[command](tmp_path / "start", path)
+
+
+@pytest.mark.parametrize(
+    "command", ["inspect artifact", "inspect entry", "inspect key", "inspect graph", "export from", "diff"]
+)
+def test_a_manifest_that_cannot_be_looked_at_is_a_sentence(tmp_path: Path, command: str) -> None:
+    lay_start(tmp_path / "start", command)
+    cache = tmp_path / "start" / "cache"
+    manifest = next(cache.rglob("manifest.json"))
+    manifest.unlink()
+    manifest.symlink_to("x" * 300)
+    with pytest.raises(CacheError, match=rf"{manifest} could not be read: File name too long\. Check .*\."):
+        COMMANDS[command](tmp_path / "start", cache)
