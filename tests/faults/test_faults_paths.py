@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
-from faults_harness import lay_start
+from faults_harness import lay_start, prune_two, told
+from syscalls import calls_of, copy_anew, failed_at
 
 from cgtool.cache.bundle.choose import Choice
+from cgtool.cache.layout import CacheLayout
 from cgtool.cache.prune.records import Rules
 from cgtool.commands.diff import DiffOptions, diff
 from cgtool.commands.export import ExportOptions, export
@@ -67,3 +71,15 @@ def test_a_manifest_that_cannot_be_looked_at_is_a_sentence(tmp_path: Path, comma
     manifest.symlink_to("x" * 300)
     with pytest.raises(CacheError, match=rf"{manifest} could not be read: File name too long\. Check .*\."):
         COMMANDS[command](tmp_path / "start", cache)
+
+
+def test_a_prune_that_cannot_look_for_an_entry_that_it_removed_goes_on(tmp_path: Path) -> None:
+    start, work = tmp_path / "start", tmp_path / "work"
+    lay_start(start, "prune")
+    copy_anew(start, work)
+    calls = calls_of(partial(prune_two, work), names="newfstatat", under=work)
+    gone = [call for call in calls if re.search(r'/[0-9a-f]{64}", .* ENOENT', call.text)]
+    copy_anew(start, work)
+    ended = failed_at(gone[-1], "EIO", partial(told, prune_two, work))
+    assert ended.code == 0, ended.said
+    assert len(CacheLayout(root=work / "cache").hashes()) == 1

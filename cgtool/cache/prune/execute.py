@@ -146,7 +146,7 @@ class _Execution:
 
     def _forget(self, entry: PlannedEntry) -> None:
         with claimed(self._layout, entry.hash) as mine:
-            if not mine or self._layout.entry_dir(entry.hash).exists():
+            if not mine or _may_exist(self._layout.entry_dir(entry.hash)):
                 return  # its marks are in use again, or the next prune's to remove
             self._forget_claimed(entry)
         remove_idle(self._layout, entry.hash)
@@ -164,8 +164,10 @@ class _Execution:
         for file in self._plan.files:
             path = self._base + file.path
             remover = self._removers().get(file.kind)
-            if remover is not None and remover(file.path, path):
-                self._removed_files += 1
+            try:
+                self._removed_files += remover is not None and remover(file.path, path)
+            except CacheError as error:
+                self._fail(path, error)
 
     def _removers(self) -> dict[str, Callable[[str, str], bool]]:
         return {
@@ -206,7 +208,7 @@ class _Execution:
             names = [
                 name for name in self._layout.rank_names(hash_) if str(self._layout.rank_dir(name)).startswith(path)
             ]
-            finished = any(self._layout.manifest_file(name).exists() for name in names)
+            finished = any(_may_exist(self._layout.manifest_file(name)) for name in names)
             if not mine or finished or not rests(path, DAY_SECS, time.time()):
                 return False
             if not self._put_aside(path):
@@ -225,9 +227,9 @@ class _Execution:
             with contextlib.suppress(OSError):
                 if is_inside(self._layout, path):
                     os.rmdir(path)  # noqa: PTH106 - paths are str all over prune
-            return not os.path.exists(path)  # noqa: PTH110 - as above
-        gone = not self._layout.entry_dir(below.rsplit("/", 1)[1][:64]).exists()
-        return gone and self._try(path, _unlink)
+            return not _may_exist(path)
+        entry = self._layout.entry_dir(below.rsplit("/", 1)[1][:64])
+        return not _may_exist(entry) and self._try(path, _unlink)
 
     def _state(self, below: str, path: str) -> bool:
         _, folder, name = below.split("/")
@@ -236,7 +238,7 @@ class _Execution:
         flat = name.partition("~")[0]
         hash_, _, rest = flat.partition("-")
         rank = rest.removeprefix("rank_").replace("-", "/", 1)
-        if Path(f"{self._base}{hash_}/{f'rank_{rank}' if rest else ''}").exists():
+        if _may_exist(f"{self._base}{hash_}/{f'rank_{rank}' if rest else ''}"):
             return False
         return self._try(path, _unlink if folder == "used" else _remove_idle)
 
@@ -283,6 +285,15 @@ class _Execution:
 
     def _fail(self, path: str, error: CacheError) -> None:
         self._failed.append(Failed(path=path, sentence=str(error)))
+
+
+def _may_exist(path: Path | str) -> bool:
+    """Whether a file or folder is there; what cannot be looked at is taken to be."""
+    try:
+        os.stat(path)  # noqa: PTH116 - paths are str all over prune
+    except OSError as error:
+        return not isinstance(error, (FileNotFoundError, NotADirectoryError))
+    return True
 
 
 def _unlink(path: str) -> None:
