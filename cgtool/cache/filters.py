@@ -23,12 +23,12 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from cgtool.cache.listing import EntryListing
 from cgtool.errors import UsageError
+from cgtool.records import dataclass
 
 _EXPRESSION = re.compile(r"\s*([A-Za-z_]+)\s*(!=|>=|<=|=|>|<|~)\s*(.*?)\s*\Z", re.DOTALL)
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\Z")

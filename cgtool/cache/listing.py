@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,11 @@ from cgtool.cache.rows import (
     quick_rows,
     without_rows,
 )
-from cgtool.cache.shapes import Shape, shape_order, shape_to_json
+from cgtool.cache.shapes import Shape, shape_to_json
 from cgtool.cache.state import Usage
 from cgtool.errors import CacheError
 from cgtool.pieces import Json
+from cgtool.records import dataclass
 
 SCHEMA = 1
 
@@ -109,7 +110,9 @@ class EntryListing:
         }
 
 
-def entry_listing(data: bytes, *, path: Path, name: RankName, usage: Usage, artifacts: bool = True) -> EntryListing:
+def entry_listing(
+    data: bytes, *, path: Path | str, name: RankName, usage: Usage, artifacts: bool = True
+) -> EntryListing:
     """Return the listing of an entry.
 
     Args:
@@ -168,7 +171,7 @@ def _listing(
         artifacts=artifacts,
         num_artifacts=len(rows.sizes),
         fallbacks=tuple(Fallback.from_json(item) for item in record["fallbacks"]),
-        shapes=tuple(sorted(rows.shapes, key=shape_order)),
+        shapes=rows.shapes,
         size_bytes=own_bytes + sum(rows.sizes.values()),
         unshared_bytes=own_bytes + rows.unshared_bytes,
         artifact_secs=artifact_secs,

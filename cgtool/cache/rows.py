@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +16,7 @@ from cgtool.cache.checks import count, expect, text, word
 from cgtool.cache.shapes import Shape, shape_from_json, shape_order, shape_to_json
 from cgtool.errors import CacheError
 from cgtool.pieces import Json
+from cgtool.records import dataclass
 
 _HEAD, _END = b'\n "rows": [\n', b"\n ],"
 _MOST_BYTES, _MOST_SECS = 2**63, 1e12
@@ -24,7 +24,7 @@ _ROW_START = "\n  {\n"
 _ROW = re.compile(
     r'\n   "shape": ([^\n\[{]+|[\[{][^\]}]*[\]}]),\n   "piece_index": \d+,\n   "adaptor": "[^"\\\n]*",'
     r'\n   "artifact": "([^"\\\n]*)",\n   "kind": "([^"\\\n]*)",\n   "size_bytes": (\d{1,18}),'
-    r'\n   "compile_secs": (\d{1,12}(?:\.\d{1,20})?(?:e-\d{1,3})?),\n'
+    r'\n   "compile_secs": (\d{1,12}(?:\.\d{1,20})?(?:e-\d{1,3})?),\n[^}]*'
 )
 
 
@@ -60,7 +60,7 @@ class RowFigures:
     Args:
         sizes: Artifact's file name → its bytes.
         secs: Artifact's file name → how long it took to compile.
-        shapes: What the rows are for, in no order.
+        shapes: What the rows are for, in order.
         unshared_bytes: The bytes of each row's artifact, counted for itself.
     """
 
@@ -87,7 +87,8 @@ def figures_of(rows: Iterable[Mapping[str, Any]]) -> RowFigures:
         secs[file] = _duration(row["compile_secs"])
         unshared += sizes[file]
         shapes[json.dumps(row["shape"])] = shape_from_json(row["shape"])
-    return RowFigures(sizes=sizes, secs=secs, shapes=tuple(shapes.values()), unshared_bytes=unshared)
+    in_order = tuple(sorted(shapes.values(), key=shape_order))
+    return RowFigures(sizes=sizes, secs=secs, shapes=in_order, unshared_bytes=unshared)
 
 
 def quick_rows(data: bytes) -> RowFigures | None:
@@ -107,20 +108,20 @@ def quick_rows(data: bytes) -> RowFigures | None:
     files = [f"{digest}.{kind}" for digest, kind in zip(digests, kinds, strict=True)]
     bytes_of_rows = list(map(int, sizes))
     try:
-        known = tuple(map(_shape, set(shapes)))
+        in_order = _shapes(frozenset(shapes))
     except (CacheError, ValueError):  # JSON says better what is wrong
         return None
     return RowFigures(
         sizes=dict(zip(files, bytes_of_rows, strict=True)),
         secs=dict(zip(files, map(float, secs), strict=True)),
-        shapes=known,
+        shapes=in_order,
         unshared_bytes=sum(bytes_of_rows),
     )
 
 
-@lru_cache(maxsize=4096)
-def _shape(spelled: str) -> Shape:
-    return shape_from_json(json.loads(spelled))
+@lru_cache(maxsize=16)  # the entries of a cache are for the same few sets of shapes
+def _shapes(spelled: frozenset[str]) -> tuple[Shape, ...]:
+    return tuple(sorted([shape_from_json(json.loads(text)) for text in spelled], key=shape_order))
 
 
 def without_rows(data: bytes) -> bytes:

@@ -15,6 +15,7 @@ there are no more units than artifacts, and none of a sample of those is a file 
 from __future__ import annotations
 
 import os
+from operator import attrgetter
 from pathlib import Path
 
 from cgtool.cache.files import cache_error, is_temporary, read_bytes, telling
@@ -37,6 +38,7 @@ from cgtool.cache.manifest import parse_manifest
 from cgtool.cache.rows import ArtifactListing
 from cgtool.cache.state import StateStore, Usage, timestamp
 from cgtool.errors import CacheError
+from cgtool.garbage import uncollected
 
 __all__ = ["ArtifactListing", "CacheListing", "EntryListing", "list_entry", "scan", "with_artifacts"]
 
@@ -46,6 +48,7 @@ _NAMED_FILES = frozenset({MANIFEST_FILE, *RANK_FILES})
 _UNIT_RECORDS = frozenset({UNIT_FILE, "lock"})
 #: So many units are looked into in any case, and so many artifacts are asked how many names they have.
 _FEW_UNITS, _SAMPLE = 5000, 100
+_NAME = attrgetter("name")
 
 
 def scan(root: Path, *, missing_ok: bool = False, artifacts: bool = True) -> CacheListing:
@@ -64,7 +67,8 @@ def scan(root: Path, *, missing_ok: bool = False, artifacts: bool = True) -> Cac
     if not is_folder and not (missing_ok and not is_there):
         what = "is a file and not a cache folder" if is_there else "does not exist"
         raise CacheError(f"{root} {what}. Name the folder of a cache, or warm a model to make one.", path=root)
-    return _Scan(CacheLayout(root=root), artifacts=artifacts).listing()
+    with uncollected():  # a hundred thousand names, none of which is garbage
+        return _Scan(CacheLayout(root=root), artifacts=artifacts).listing()
 
 
 def list_entry(layout: CacheLayout, name: RankName) -> EntryListing | None:
@@ -130,7 +134,7 @@ class _Scan:
         has_key = False
         ranks: list[tuple[int, str]] = []
         strangers: list[str] = []
-        artifacts: list[os.DirEntry[str]] = []
+        artifacts: dict[str, int] = {}
         try:
             for child in _listed(folder):
                 rank = parse_rank_folder(child.name)
@@ -138,8 +142,8 @@ class _Scan:
                     has_key = True
                     self.own_bytes += _stat_size(child)
                 elif child.name == ARTIFACTS:
-                    artifacts = _listed(child.path, in_order=False)
-                    self.files[hash_] = {artifact.name: artifact.inode() for artifact in artifacts}
+                    artifacts = {found.name: found.inode() for found in _listed(child.path, in_order=False)}
+                    self.files[hash_] = artifacts
                 elif child.name == SIGNATURES:
                     self.own_bytes += sum(map(_stat_size, _listed(child.path)))
                 elif rank is not None:
@@ -149,25 +153,23 @@ class _Scan:
             for rank, path in sorted(ranks):
                 for child in _listed(path):
                     if is_prefix(child.name):
-                        self._rank(RankName(hash=hash_, rank=rank, prefix=child.name), child.path)
+                        self._rank(RankName(hash=hash_, rank=rank, prefix=child.name), child.path, artifacts)
         except CacheError as error:
             self.warnings.append(str(error))
-        self._artifacts(artifacts, self.entries[before:])
+        self._unnamed(f"{folder}/{ARTIFACTS}", artifacts, self.entries[before:])
         if strangers:
             self.foreign.append(f"{folder} holds {', '.join(strangers[:3])}, which cgtool did not write and skipped.")
         if len(self.entries) > before and not has_key:
             self.warnings.append(f"Entry {short(hash_)} has no {KEY_FILE} and cannot be loaded: warm the model again.")
 
-    def _artifacts(self, found: list[os.DirEntry[str]], entries: list[EntryListing]) -> None:
-        """Count an entry's artifacts: named ones as its manifests say, others as the disk says."""
-        named = {name: size for entry in entries for name, size in entry.artifact_files.items()}
-        for artifact in found:
-            size = named.get(artifact.name)
-            self.sizes[artifact.inode()] = _stat_size(artifact) if size is None else size
+    def _unnamed(self, folder: str, found: dict[str, int], entries: list[EntryListing]) -> None:
+        """Count an entry's artifacts that no manifest names as the disk says."""
+        for name in found.keys() - set().union(*(entry.artifact_files for entry in entries)):
+            self.sizes[found[name]] = _size(f"{folder}/{name}")
         if found and len(self.sample) < _SAMPLE:
-            self.sample.append(found[0].path)
+            self.sample.append(f"{folder}/{next(iter(found))}")
 
-    def _rank(self, name: RankName, folder: str) -> None:
+    def _rank(self, name: RankName, folder: str, artifacts: dict[str, int]) -> None:
         path = f"{folder}/{MANIFEST_FILE}"
         found = _listed(folder, in_order=False)
         try:
@@ -176,7 +178,7 @@ class _Scan:
                 entry = None
             else:
                 entry = entry_listing(
-                    data, path=Path(path), name=name, usage=self._usage(name), artifacts=self.with_artifacts
+                    data, path=path, name=name, usage=self._usage(name), artifacts=self.with_artifacts
                 )
         except CacheError as error:
             self.warnings.append(str(error))
@@ -186,9 +188,9 @@ class _Scan:
             return
         self.own_bytes += entry.own_bytes
         self.own_bytes += sum([_stat_size(child) for child in found if child.name not in _NAMED_FILES])
-        there = self.files.get(name.hash, {})
-        missing = [file for file in entry.artifact_files if file not in there]
-        if missing:
+        named = entry.artifact_files.items()
+        self.sizes.update([(artifacts[file], size) for file, size in named if file in artifacts])
+        if missing := [file for file in entry.artifact_files if file not in artifacts]:
             self.warnings.append(
                 f"Entry {short(name.hash)} (rank {name.rank}, {name.prefix}) names {len(missing)} artifacts that are "
                 f"missing, the first {short(missing[0])}: warm the model again."
@@ -204,10 +206,10 @@ class _Scan:
 
     def _units(self, folder: str) -> None:
         """Count what units hold and entries do not."""
-        groups = [group.path for group in _listed(folder, in_order=False)]
-        units = [f"{group}/{unit.name}" for group in groups for unit in _listed(group, in_order=False)]
-        if len(units) <= _FEW_UNITS or len(units) > len(self.sizes) or any(map(_has_one_name, self.sample)):
-            for unit in units:
+        groups = {f"{folder}/{group}": _names(f"{folder}/{group}") for group in _names(folder)}
+        count = sum(map(len, groups.values()))
+        if count <= _FEW_UNITS or count > len(self.sizes) or any(map(_has_one_name, self.sample)):
+            for unit in (f"{group}/{name}" for group, names in groups.items() for name in names):
                 for child in _listed(unit, in_order=False):
                     if child.name not in _UNIT_RECORDS and child.inode() not in self.sizes:
                         self.sizes[child.inode()] = _stat_size(child)
@@ -224,11 +226,28 @@ def _listed(folder: str, *, in_order: bool = True) -> list[os.DirEntry[str]]:
     """What is in a folder, by name; one that is missing, was removed meanwhile or is a file holds nothing."""
     try:
         with os.scandir(folder) as found:
-            return sorted(found, key=lambda child: child.name) if in_order else list(found)
+            return sorted(found, key=_NAME) if in_order else list(found)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise cache_error(error, Path(folder), doing="read") from error
+
+
+def _names(folder: str) -> list[str]:
+    """The names of what `_listed` lists, in no order."""
+    try:
+        return os.listdir(folder)  # noqa: PTH208 - names alone, of a hundred thousand folders
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise cache_error(error, Path(folder), doing="read") from error
+
+
+def _size(path: str) -> int:
+    try:
+        return os.lstat(path).st_size
+    except OSError:
+        return 0
 
 
 def _stat_size(child: os.DirEntry[str]) -> int:

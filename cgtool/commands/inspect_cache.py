@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from cgtool.cache.filters import parse_filter, parse_order
 from cgtool.cache.layout import CacheLayout, resolve_root
 from cgtool.cache.listing import CacheListing
 from cgtool.cache.scan import scan, with_artifacts
+from cgtool.records import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ from cgtool.cache.files import is_temporary
 from cgtool.cache.layout import ARTIFACTS, MANIFEST_FILE, CacheLayout, RankName, is_hash, is_prefix, parse_rank_folder
 from cgtool.cache.manifest import SCHEMA
 from cgtool.errors import CacheError
-from cgtool.garbage import uncollected
 from cgtool.records import dataclass
 
 _DIGEST = re.compile(rb'"artifact": ?"([0-9a-f]{64})"')
@@ -140,9 +139,8 @@ def collect(layout: CacheLayout) -> CacheFacts:
         raise CacheError(
             f"The folder {layout.base} could not be listed: {error.strerror}. Check its permissions.", path=layout.base
         ) from error
-    with uncollected():  # a hundred thousand lists, none of which is garbage
-        units, units_readable = _units(layout)
-        entries = {name: _entry(layout, name) for name in sorted(names) if is_hash(name)}
+    units, units_readable = _units(layout)
+    entries = {name: _entry(layout, name) for name in sorted(names) if is_hash(name)}
     return CacheFacts(
         layout=layout,
         entries=entries,

@@ -47,11 +47,11 @@ def make_plan(
         UsageError: A hash in the rules is no entry's, or more than one entry's.
     """
     made = time.time() if now is None else now
-    facts = collect(layout)
-    leases = LeaseTable(layout)
-    stale = StaleFinder(layout, pythonpath=pythonpath, machine=machine)
-    chooser = Chooser(facts, rules, leases, stale, now=made)
     with uncollected():  # hundreds of thousands of names, none of which is garbage
+        facts = collect(layout)
+        leases = LeaseTable(layout)
+        stale = StaleFinder(layout, pythonpath=pythonpath, machine=machine)
+        chooser = Chooser(facts, rules, leases, stale, now=made)
         return _Planner(facts, rules, chooser, LeftoverFinder(facts, leases, now=made), made).plan()
 
 
