@@ -151,14 +151,15 @@ def look_up(folder: Path) -> None:
     StateStore(layout).record_hit(name)
 
 
+#: Those that write come first: of a sample four that follow each other have four errors of a kind of call.
 ACTIONS: dict[str, Callable[[Path], None]] = {
     "publish": publish,
     "prune": prune_two,
     "import": import_all,
-    "export": export_file,
-    "export-folder": export_folder,
-    "verify": verify_all,
     "repair": repair,
+    "export-folder": export_folder,
+    "export": export_file,
+    "verify": verify_all,
     "inspect": inspect_all,
     "look-up": look_up,
 }

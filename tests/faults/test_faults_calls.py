@@ -30,10 +30,13 @@ def errors_of(call: Call) -> tuple[str, ...]:
     return ("EIO", "EACCES") if call.name in ("newfstatat", "statx") else ("EIO",)
 
 
-def one_of_each(faults: list[Fault], *, seed: str) -> list[Fault]:
-    """Return a fault of each kind of call; of another seed another one with, at best, another error."""
-    chosen = {call.name: (call, error) for call, error in random.Random(seed).sample(faults, len(faults))}
-    return list(chosen.values())
+def one_of_each(faults: list[Fault], *, turn: int) -> list[Fault]:
+    """Return a fault of each kind of call; its error changes from turn to turn."""
+    kinds: dict[tuple[str, tuple[str, ...]], list[Call]] = {}
+    for call, _ in faults:
+        kinds.setdefault((call.name, errors_of(call)), []).append(call)
+    draw = random.Random(turn)
+    return [(draw.choice(calls), errors[turn % len(errors)]) for (_, errors), calls in kinds.items()]
 
 
 def half(before: dict[str, object], after: dict[str, object], now: dict[str, object]) -> list[str]:
@@ -53,7 +56,7 @@ def test_a_call_that_fails_is_a_sentence_and_nothing_is_lost_or_half(tmp_path: P
     copy_anew(start, work)
     faults = [(call, e) for call in calls_of(lambda: action(work), names=ALL, under=work) for e in errors_of(call)]
     seen = set()
-    for call, error in faults if every else one_of_each(faults, seed=name):
+    for call, error in faults if every else one_of_each(faults, turn=[*ACTIONS].index(name)):
         where = f"{error} at {call}"
         copy_anew(start, work)
         ended = failed_at(call, error, partial(told, action, work))
