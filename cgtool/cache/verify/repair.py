@@ -33,7 +33,7 @@ from cgtool.cache.objects import ObjectStore
 from cgtool.cache.prune.trash import flush, is_inside, put_aside
 from cgtool.cache.verify.findings import EntryFindings, Problem, UnitFindings
 from cgtool.digests import sha256_hex
-from cgtool.errors import CacheError
+from cgtool.errors import CacheCorruptError, CacheError
 from cgtool.pieces import Json
 from cgtool.records import dataclass
 
@@ -118,7 +118,11 @@ def repair_units(layout: CacheLayout, findings: UnitFindings) -> Iterator[Repair
             if problem.kind == "spelling":
                 yield _respelled(path)
                 continue
-            data = None if path.name == UNIT_FILE else _copy(_entries(layout, path.name), path.name[:64])
+            try:
+                data = None if path.name == UNIT_FILE else _copy(_entries(layout, path.name), path.name[:64])
+            except CacheError as error:
+                yield _left_alone(path, error)
+                continue
             if data is not None:
                 _write(layout, path, data, mode=0o444)
                 yield Repair(path=path, action="linked", sentence=f"{path} was taken from an entry that has it.")
@@ -143,9 +147,11 @@ def _artifact(layout: CacheLayout, findings: EntryFindings, problem: Problem) ->
         yield Repair(path=path, action="removed", sentence=f"{path} was removed: no manifest names it.")
         return
     for source in _elsewhere(layout, path):
-        data = _intact(source, digest)
-        if data is None:
-            continue
+        try:
+            if _intact(source, digest) is None:
+                continue
+        except CacheError:
+            continue  # another one, or the compiler, does as well
         if not path.is_file():  # a pipe in its place would be waited for
             _clear(layout, path)
         ObjectStore(layout.entry_dir(findings.hash)).link_from(source, digest, kind)
@@ -175,7 +181,11 @@ def _rank_file(layout: CacheLayout, findings: EntryFindings, problem: Problem) -
     manifest = next((m for m in findings.manifests if m.name == name), None)
     if manifest is not None and path.name != MANIFEST_FILE and (wanted := _digest(manifest, path.name)) is not None:
         others = (layout.rank_dir(other.name) / path.name for other in findings.manifests)
-        data = _copy(others, wanted)
+        try:
+            data = _copy(others, wanted)
+        except CacheError as error:
+            yield _left_alone(path, error)
+            return
         if data is not None:
             _write(layout, path, data)
             yield Repair(path=path, action="rewritten", sentence=f"{path} was taken from another rank.")
@@ -219,15 +229,35 @@ def _set_aside(layout: CacheLayout, folder: Path, broken: Path, names: Iterable[
     return Repair(path=broken, action="set_aside", sentence=sentence)
 
 
+def _left_alone(path: Path, error: CacheError) -> Repair:
+    sentence = f"{path} is left as it is, for what it can be mended from could not be read. {error}"
+    return Repair(path=path, action="not_repaired", sentence=sentence)
+
+
 def _copy(places: Iterable[Path], digest: str) -> bytes | None:
-    """Return the bytes of the first of several files that holds what it should."""
-    return next((data for place in places if (data := _intact(place, digest)) is not None), None)
+    """Return the bytes of the first of several files that holds what it should.
+
+    Raises:
+        CacheError: None does, and one could not be read: it may be the one.
+    """
+    unread: CacheError | None = None
+    for place in places:
+        try:
+            data = _intact(place, digest)
+        except CacheError as error:
+            unread = error
+            continue
+        if data is not None:
+            return data
+    if unread is not None:
+        raise unread
+    return None
 
 
 def _intact(path: Path, digest: str) -> bytes | None:
     try:
-        data = read_bytes(path) if path.is_file() else None
-    except CacheError:
+        data = read_bytes(path)
+    except CacheCorruptError:  # it is no file
         return None
     return data if data is not None and sha256_hex(data) == digest else None
 

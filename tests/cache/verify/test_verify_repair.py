@@ -189,6 +189,23 @@ def test_what_the_system_does_not_let_be_read_is_left_as_it_is(cache_root: Path,
     assert path.is_symlink()
 
 
+def test_what_may_be_mended_from_a_copy_that_cannot_be_read_is_left_as_it_is(cache_root: Path) -> None:
+    layout = lay(cache_root)
+    units = next(layout.units_dir.rglob("*.eager"))
+    plan = layout.rank_dir(RANK) / "plan.json"
+    twin = plan.parent.parent.parent / "rank_1" / "backbone" / "plan.json"
+    for path in (units, plan):
+        replace_file(path, b"x")
+    for copy in (artifact(layout), twin):
+        copy.unlink()
+        copy.symlink_to("/proc/self/mem")
+    done = {repair.path: repair for repair in [*mended(layout), *repair_units(layout, units_of(layout))]}
+    assert {done[path].action for path in (units, plan)} == {"not_repaired"}
+    assert f"{artifact(layout)} could not be read" in done[units].sentence
+    assert f"{twin} could not be read" in done[plan].sentence
+    assert units.read_bytes() == plan.read_bytes() == b"x"
+
+
 def test_a_units_artifact_comes_back_from_an_entry(cache_root: Path) -> None:
     layout = lay(cache_root)
     path = next(layout.units_dir.rglob("*.eager"))
