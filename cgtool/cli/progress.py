@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Self
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Column
 from rich.text import Text
 
 from cgtool.cli.text import plain, secs_text
@@ -61,6 +59,10 @@ class _LiveProgress:
     """Finished things scroll up one line each; what runs now is the last line, with a bar where things are counted."""
 
     def __init__(self, console: Console) -> None:
+        # What a pipe does without.
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.table import Column
+
         self._console = console
         self._progress = Progress(
             SpinnerColumn(),

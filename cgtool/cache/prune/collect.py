@@ -19,12 +19,22 @@ from pathlib import Path
 from typing import Any
 
 from cgtool.cache.files import is_temporary
-from cgtool.cache.layout import ARTIFACTS, MANIFEST_FILE, CacheLayout, RankName, is_hash, is_prefix, parse_rank_folder
+from cgtool.cache.layout import (
+    ARTIFACTS,
+    MANIFEST_FILE,
+    UNIT_FILE,
+    CacheLayout,
+    RankName,
+    is_hash,
+    is_prefix,
+    parse_rank_folder,
+)
 from cgtool.cache.manifest import SCHEMA
 from cgtool.errors import CacheError
 from cgtool.records import dataclass
 
-_DIGEST = re.compile(rb'"artifact": ?"([0-9a-f]{64})"')
+_UNIT_FILES = frozenset({UNIT_FILE, "lock"})
+_BEFORE_DIGEST = '"artifact": "'
 _LOOKUP = re.compile(rb'"lookup": ?\[([^\]]*)\]')
 _HASHES = re.compile(rb"[0-9a-f]{64}")
 #: The first field that the head of a manifest does without; a line like this cannot be inside of a JSON string.
@@ -110,7 +120,7 @@ class CacheFacts:
     Args:
         layout: Where it lies.
         entries: By hash, in order.
-        units: The names in each unit's folder, by key.
+        units: The names in each unit's folder, by key; where that was asked for of those alone that are not `is_whole`.
         units_readable: Whether all units could be listed.
         strays: Names in the cache folder of what is being written, or was when its writer died.
     """
@@ -127,8 +137,12 @@ class CacheFacts:
         return self.units_readable and all(entry.readable for entry in self.entries.values())
 
 
-def collect(layout: CacheLayout) -> CacheFacts:
+def collect(layout: CacheLayout, *, whole_units: bool = True) -> CacheFacts:
     """Return what a cache holds; an entry that cannot be read is marked and never an error.
+
+    Args:
+        layout: Where it lies.
+        whole_units: Whether units that are as they should be are of interest: nearly all of a hundred thousand.
 
     Raises:
         CacheError: The cache folder itself cannot be listed.
@@ -139,7 +153,7 @@ def collect(layout: CacheLayout) -> CacheFacts:
         raise CacheError(
             f"The folder {layout.base} could not be listed: {error.strerror}. Check its permissions.", path=layout.base
         ) from error
-    units, units_readable = _units(layout)
+    units, units_readable = _units(layout, whole=whole_units)
     entries = {name: _entry(layout, name) for name in sorted(names) if is_hash(name)}
     return CacheFacts(
         layout=layout,
@@ -240,13 +254,15 @@ def _rank(name: RankName, folder: str) -> tuple[RankFacts, bool]:
         return RankFacts(name=name, has_manifest=False, files=files), True
     before = status_of(f"{folder}/{MANIFEST_FILE}")  # what is written after that is news
     try:
-        data = Path(f"{folder}/{MANIFEST_FILE}").read_bytes()
+        with open(f"{folder}/{MANIFEST_FILE}", "rb", buffering=0) as stream:  # noqa: PTH123 - one of thousands
+            data = stream.read()
     except FileNotFoundError:  # removed just now
         return RankFacts(name=name, has_manifest=False, files=files), False
     except OSError:
         return RankFacts(name=name, has_manifest=True, files=files, manifest_status=before), False
     head = _head(data)
-    lookup = _LOOKUP.search(data)
+    lookup = _LOOKUP.search(data, max(data.find(b'"lookup"'), 0))  # found ten times as quickly as by the pattern
+    _, *rows = data.decode("ascii", "replace").split(_BEFORE_DIGEST)
     schema = head.get("schema")
     facts = RankFacts(
         name=name,
@@ -254,7 +270,7 @@ def _rank(name: RankName, folder: str) -> tuple[RankFacts, bool]:
         model=head["model"] if isinstance(head.get("model"), str) else "",
         created=_epoch(head.get("created")),
         schema=schema if type(schema) is int else None,
-        digests=frozenset(digest.decode() for digest in _DIGEST.findall(data)),
+        digests=frozenset([row[:64] for row in rows]),
         lookup=() if lookup is None else tuple(text.decode() for text in _HASHES.findall(lookup[1])),
         files=files,
         manifest_status=before,
@@ -282,8 +298,14 @@ def _epoch(text: Any) -> float | None:
         return None
 
 
-def _units(layout: CacheLayout) -> tuple[dict[str, list[str]], bool]:
-    """The names in each unit's folder, and whether all could be listed."""
+def is_whole(files: list[str]) -> bool:
+    """Return whether a unit's folder holds its record and one artifact, and beside them a lock at most."""
+    others = [name for name in files if name not in _UNIT_FILES]
+    return len(others) == 1 and others[0][0] != "." and UNIT_FILE in files
+
+
+def _units(layout: CacheLayout, *, whole: bool) -> tuple[dict[str, list[str]], bool]:
+    """The names in each unit's folder, but of whole units only where they are wanted, and whether all were listed."""
     base = f"{layout.base}/units"
     units: dict[str, list[str]] = {}
     readable = True
@@ -294,19 +316,18 @@ def _units(layout: CacheLayout) -> tuple[dict[str, list[str]], bool]:
     for shard in shards:
         above = f"{base}/{shard}"
         try:
-            for key, is_link in _items(above):
-                if is_link:
+            if _is_link(above):
+                readable = False
+                continue
+            with os.scandir(above) as found:
+                items = list(found)
+            for item in items:
+                if item.is_symlink():
                     readable = False
-                elif key[:2] == shard and is_hash(key):
-                    units[key] = names_in(f"{above}/{key}", follow=True)  # for it is none
+                elif item.name.startswith(shard):
+                    files = names_in(item.path, follow=True)  # for it is none
+                    if (whole or not is_whole(files)) and is_hash(item.name):
+                        units[item.name] = files
         except OSError:
             readable = False
     return units, readable
-
-
-def _items(folder: str) -> list[tuple[str, bool]]:
-    """The names in a folder, and whether each is a link; an OSError where it cannot be listed, or is a link itself."""
-    if _is_link(folder):
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), folder)
-    with os.scandir(folder) as found:
-        return [(item.name, item.is_symlink()) for item in found]

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cgtool.cache.files import cache_error, sync_folder
 from cgtool.cache.prune.choose import age_reason
@@ -24,9 +25,10 @@ from cgtool.cache.prune.ledger import Ledger
 from cgtool.cache.prune.leftovers import HOUR_SECS
 from cgtool.cache.prune.records import Failed, Kept, Outcome, Plan, PlannedEntry, PlannedFile, Reason, Rules
 from cgtool.cache.prune.trash import remove_tree
-from cgtool.cache.readers.detect import detect, read_cache
-from cgtool.cache.readers.records import ForeignCache, ForeignEntry
 from cgtool.errors import UsageError
+
+if TYPE_CHECKING:
+    from cgtool.cache.readers.records import ForeignCache, ForeignEntry
 
 _SUFFIX = ".cgtool-pruned"
 #: So deep below a cache's root entries lie, and so leftovers of pruning them.
@@ -35,7 +37,11 @@ _DEPTHS = ("", "*/", "*/*/")
 
 def is_foreign(root: Path) -> bool:
     """Return whether another system than cgtool wrote the cache in a folder."""
-    return not (root / "CACHEDIR.TAG").exists() and detect(root) not in (None, "cgtool")
+    if (root / "CACHEDIR.TAG").exists():
+        return False
+    from cgtool.cache.readers.detect import detect  # the readers of all systems
+
+    return detect(root) not in (None, "cgtool")
 
 
 def make_foreign_plan(root: Path, rules: Rules, *, now: float | None = None) -> Plan:
@@ -50,6 +56,8 @@ def make_foreign_plan(root: Path, rules: Rules, *, now: float | None = None) -> 
         CacheError: No known system wrote it.
         UsageError: A rule has no meaning there, or a name is no entry's.
     """
+    from cgtool.cache.readers.detect import read_cache
+
     cache = read_cache(root)
     wrong = [
         word

@@ -25,7 +25,7 @@ from cgtool.cache.files import is_temporary, read_sealed
 from cgtool.cache.layout import ARTIFACTS, UNIT_FILE, CacheLayout, RankName, is_hash
 from cgtool.cache.leases import LeaseTable
 from cgtool.cache.manifest import Manifest, read_manifest
-from cgtool.cache.prune.collect import CacheFacts, EntryFacts, RankFacts, names_in
+from cgtool.cache.prune.collect import CacheFacts, EntryFacts, RankFacts, is_whole, names_in
 from cgtool.cache.prune.record import forgotten
 from cgtool.cache.prune.trash import trash_dir
 from cgtool.cache.units import SCHEMA as UNIT_SCHEMA
@@ -36,7 +36,6 @@ Leftover = tuple[str, str]
 
 MINUTE_SECS, HOUR_SECS, DAY_SECS = 60.0, 3600.0, 86400.0
 
-_UNIT_FILES = frozenset({UNIT_FILE, "lock"})
 _WRITER = re.compile(r"\..*\.(?P<pid>[0-9]{1,10})\.[0-9a-f]+\.tmp")
 _NEXT = re.compile(r"\.(?P<name>.+)\.(?P<digest>[0-9a-f]{64})\.next")
 _FLAT = re.compile(r"(?P<hash>[0-9a-f]{64})-rank_(?P<rank>0|[1-9][0-9]*)-(?P<prefix>[^~]+)")
@@ -68,8 +67,7 @@ class LeftoverFinder:
         for entry in self._facts.entries.values():
             yield from self._of_entry(entry)
         for key, files in self._facts.units.items():
-            others = [name for name in files if name not in _UNIT_FILES]
-            if len(others) != 1 or others[0][0] == "." or UNIT_FILE not in files:  # nearly all are as they should be
+            if not is_whole(files):
                 yield from self._of_unit(f"units/{key[:2]}/{key}", key, files)
         yield from self._of_lookup()
         if self._has_state:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from cgtool.cache.layout import CacheLayout, short
 from cgtool.cache.leases import LeaseTable
-from cgtool.cache.machine import Machine
 from cgtool.cache.prune.choose import Chooser
 from cgtool.cache.prune.collect import CacheFacts, EntryFacts, collect
 from cgtool.cache.prune.ledger import Ledger, disk_usage
@@ -20,6 +20,9 @@ from cgtool.cache.prune.records import Plan, PlannedEntry, PlannedFile, Reason, 
 from cgtool.cache.prune.stale import StaleFinder
 from cgtool.garbage import uncollected
 from cgtool.records import replace
+
+if TYPE_CHECKING:
+    from cgtool.cache.machine import Machine
 
 #: Entries that may serve instead of one that goes are named up to so many.
 _MOST_NAMED = 3
@@ -48,7 +51,7 @@ def make_plan(
     """
     made = time.time() if now is None else now
     with uncollected():  # hundreds of thousands of names, none of which is garbage
-        facts = collect(layout)
+        facts = collect(layout, whole_units=rules.units or rules.for_entries)
         leases = LeaseTable(layout)
         stale = StaleFinder(layout, pythonpath=pythonpath, machine=machine)
         chooser = Chooser(facts, rules, leases, stale, now=made)
@@ -73,8 +76,11 @@ class _Planner:
         self._notes: list[str] = []
         self._planned_units: set[str] = set()
         self._readable = facts.readable
-        self._shares = Counter(name for entry in facts.entries.values() for name in entry.artifacts)
+        self._shares = Counter[str]()
         self._units_of: dict[str, list[str]] = {}
+        if rules.for_entries:
+            for entry in facts.entries.values():
+                self._shares.update(entry.artifacts)
         if rules.for_entries and not rules.keep_units:
             self._index_units()
 

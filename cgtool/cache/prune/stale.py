@@ -15,17 +15,19 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cgtool.cache.key import Key, difference_between, read_key, sentences
 from cgtool.cache.layout import CacheLayout
-from cgtool.cache.machine import Machine, this_machine
 from cgtool.cache.prune.collect import EntryFacts
 from cgtool.cache.prune.records import unique
 from cgtool.digests import sha256_hex
 from cgtool.errors import CacheError, CacheSchemaError
 from cgtool.pieces import Json
 from cgtool.records import dataclass
+
+if TYPE_CHECKING:
+    from cgtool.cache.machine import Machine
 
 _FACTORS = ("torch", "triton", "python", "target")
 
@@ -60,6 +62,8 @@ class StaleFinder:
 
     @functools.cached_property
     def _factors(self) -> dict[str, Json]:
+        from cgtool.cache.machine import this_machine  # which only `stale` asks
+
         return (self._machine or this_machine()).factors
 
     def of(self, entry: EntryFacts) -> Staleness:
