@@ -11,6 +11,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 #: How often an entry is looked at again that writers change meanwhile.
 _ATTEMPTS = 20
+#: One artifact of so many shows how long packing takes: few bundles hold more than some of those, and most hold none.
+_SAMPLED = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,21 +136,17 @@ def _rank(layout: CacheLayout, name: RankName, choice: Choice) -> tuple[Manifest
 
 def _rank_at_once(layout: CacheLayout, name: RankName, choice: Choice) -> tuple[Manifest, dict[str, bytes]] | None:
     """The manifest and files of one moment; None where a writer was at work meanwhile."""
-    entry = read_entry(layout, name, files=())
-    if entry is None:
-        path = layout.rank_dir(name)
-        raise CacheError(f"{path} is gone. Look again with: cgtool inspect cache", path=path)
-    manifest = trimmed(entry.manifest, choice)
-    whole = read_entry(layout, name, files=manifest.files)
-    data = manifest.to_bytes() if manifest is not entry.manifest else None
-    if data is None and whole is not None:
-        # What stays as it is stays as its writer spelled it: that may have been another version.
-        path = layout.manifest_file(name)
-        data = read_bytes(path) or b""
-        whole = whole if parse_manifest(data, path=path, name=name) == whole.manifest else None
-    if data is None or whole is None or whole.manifest != entry.manifest:
+    path = layout.manifest_file(name)
+    data = read_bytes(path)
+    if data is None:
+        raise CacheError(f"{path.parent} is gone. Look again with: cgtool inspect cache", path=path.parent)
+    whole = parse_manifest(data, path=path, name=name)
+    manifest = trimmed(whole, choice)
+    entry = read_entry(layout, name, files=manifest.files)
+    if entry is None or entry.manifest != whole:
         return None
-    return manifest, {MANIFEST_FILE: data, **whole.files}
+    # What stays as it is stays as its writer spelled it: that may have been another version.
+    return manifest, {MANIFEST_FILE: data if manifest is whole else manifest.to_bytes(), **entry.files}
 
 
 def _read_file(path: Path, member: Member) -> Iterator[bytes]:
@@ -188,8 +187,8 @@ def write_archive(
     """
     import zstandard  # milliseconds, and only for who writes a bundle
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else -1
-    packer: Any = zstandard.ZstdCompressor(level=level, threads=cores, write_checksum=True, write_content_size=False)
+    threads = packing_threads(contents, level)
+    packer: Any = zstandard.ZstdCompressor(level=level, threads=threads, write_checksum=True, write_content_size=False)
     out = packer.stream_writer(stream, closefd=False)
     for chunk in ahead(_archive(contents, keys)):
         out.write(chunk)
@@ -197,16 +196,49 @@ def write_archive(
     return int(out.tell())
 
 
+def packing_threads(contents: Contents, level: int) -> int:
+    """Return how many threads zstd is to have of its own: none where packing is quicker than reading and hashing.
+
+    They would wait for bytes there, and packing with them takes up to twice as much of the processor's time in all.
+
+    Args:
+        contents: What is to be packed; a few artifacts are tried.
+        level: How hard zstd tries, 1 to 19.
+
+    Returns:
+        0, or one for each core; -1 for zstd to count those.
+
+    Raises:
+        CacheError: One that was tried cannot be read, or is missing or too long.
+    """
+    import zstandard
+
+    packer: Any = zstandard.ZstdCompressor(level=level)
+    artifacts = [content for content in contents.contents if content.file is not None]
+    ahead_secs = packing_secs = 0.0
+    for content in artifacts[_SAMPLED - 1 :: _SAMPLED]:
+        begin = time.thread_time()
+        chunk = next(content.chunks(), b"")
+        middle = time.thread_time()
+        packer.compress(chunk)
+        ahead_secs += middle - begin
+        packing_secs += time.thread_time() - middle
+    if packing_secs < ahead_secs:
+        return 0
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else -1
+
+
 def _archive(contents: Contents, keys: Sequence[Ed25519PrivateKey]) -> Iterator[bytes]:
     """Yield the archive as it is before it is packed."""
     for name, data in _heads(contents.index_bytes, keys).items():
         yield header_bytes(name, len(data), RECORD_MODE) + data + padding(len(data))
+    between = b""  # what fills up a body goes along with the next header: each chunk passes from thread to thread
     for content in contents.contents:
         member = content.member
-        yield header_bytes(member.path, member.size_bytes, member.mode)
+        yield between + header_bytes(member.path, member.size_bytes, member.mode)
         yield from content.chunks()
-        yield padding(member.size_bytes)
-    yield END
+        between = padding(member.size_bytes)
+    yield between + END
 
 
 def _heads(index: bytes, keys: Sequence[Ed25519PrivateKey]) -> dict[str, bytes]:

@@ -15,12 +15,17 @@ import pytest
 from bundle_maker import ADAPTORS, Forge, archive, lay_entry, make_keys, opened, tree
 
 from cgtool.cache.bundle.choose import Choice
+from cgtool.cache.bundle.index import Index, Member
+from cgtool.cache.bundle.pack import Content, Contents, gather, packing_threads, write_archive
 from cgtool.cache.bundle.tar import header_bytes
+from cgtool.cache.entry import read_entry
 from cgtool.cache.layout import CacheLayout, RankName
 from cgtool.cache.leases import claimed
 from cgtool.cache.manifest import parse_manifest
 from cgtool.commands.export import ExportOptions, export
-from cgtool.errors import CacheCorruptError, CacheError, UsageError
+from cgtool.commands.import_ import ImportOptions, import_bundle
+from cgtool.digests import sha256_hex
+from cgtool.errors import CacheCorruptError, CacheError, RefusedError, UsageError
 
 
 def exported(root, **choice) -> bytes:
@@ -200,6 +205,60 @@ def test_an_artifact_of_another_size_is_not_shipped(tmp_path, change):
         path.write_bytes(data[:-1] if change == "shorter" else data + b"x" * 2**21)
     with pytest.raises(CacheCorruptError, match=path.name):
         exported(tmp_path)
+
+
+def test_an_entry_that_is_published_anew_while_it_is_read_is_read_again(tmp_path, monkeypatch):
+    lay_entry(tmp_path, shapes=(8,))
+
+    def published_first(*args, **options):
+        monkeypatch.undo()
+        lay_entry(tmp_path)
+        return read_entry(*args, **options)
+
+    monkeypatch.setattr("cgtool.cache.bundle.pack.read_entry", published_first)
+    assert [row.shape for row in manifest_in(exported(tmp_path)).rows] == ["general", "general", 8, 8]
+
+
+@pytest.mark.parametrize("change", ["other", "shorter", "longer", "missing"])
+def test_an_artifact_that_changes_after_the_index_was_made_leaves_a_stream_that_import_refuses(tmp_path, change):
+    hash_ = lay_entry(tmp_path / "cache")
+    layout = CacheLayout(root=tmp_path / "cache")
+    contents = gather(layout, [RankName(hash=hash_, rank=0, prefix="backbone")], Choice())
+    path = max((layout.entry_dir(hash_) / "artifacts").iterdir())
+    data = path.read_bytes()
+    path.unlink()
+    changed = {"other": bytes(len(data)), "shorter": data[:-1], "longer": data + b"x"}
+    if change in changed:
+        path.write_bytes(changed[change])
+    out = io.BytesIO()
+    with pytest.raises(CacheCorruptError, match=path.name):
+        write_archive(out, contents)
+    with pytest.raises(RefusedError) as refusal:
+        import_bundle(ImportOptions(source=io.BytesIO(out.getvalue()), cache_dir=tmp_path / "there", trust=True))
+    assert refusal.value.reason in {"truncated", "not_a_bundle"}  # by how much zstd had given out
+    assert not (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize(
+    ("level", "data", "threads"),
+    [
+        pytest.param(3, bytes(2**20), False, id="zeros"),
+        pytest.param(19, b"".join(b"%d " % number**2 for number in range(2**12)), True, id="numbers"),
+    ],
+)
+def test_threads_pack_only_where_packing_takes_longer_than_hashing(tmp_path, level, data, threads):
+    path = tmp_path / "artifact"
+    path.write_bytes(data)
+    digest = sha256_hex(data)
+    members = [Member(path=f"{number:03}/{digest}.pt2", sha256=digest, size_bytes=len(data)) for number in range(128)]
+    index = Index(members=tuple(members))
+    contents = Contents(
+        contents=tuple(Content(member=member, file=path) for member in members),
+        manifests=(),
+        index=index,
+        index_bytes=index.to_bytes(),
+    )
+    assert bool(packing_threads(contents, level)) == threads
 
 
 def test_a_file_is_replaced_whole(tmp_path):
