@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from cgtool.cache.files import write_atomic
+from cgtool.cache.files import telling, write_atomic
 from cgtool.errors import UsageError
 from cgtool.variables import environment
 
@@ -54,6 +54,7 @@ class CompletionReport:
         }
 
 
+@telling(doing="written")
 def completion(script_of: dict[Shell, str], *, shell: Shell | None, install: bool = False) -> CompletionReport:
     """Return a shell's script, and put it where the shell finds it if that is asked for.
 

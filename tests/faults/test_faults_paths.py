@@ -14,6 +14,7 @@ from syscalls import calls_of, copy_anew, failed_at
 from cgtool.cache.bundle.choose import Choice
 from cgtool.cache.layout import CacheLayout
 from cgtool.cache.prune.records import Rules
+from cgtool.commands.completion import completion
 from cgtool.commands.diff import DiffOptions, diff
 from cgtool.commands.export import ExportOptions, export
 from cgtool.commands.import_ import ImportOptions, import_bundle
@@ -83,3 +84,10 @@ def test_a_prune_that_cannot_look_for_an_entry_that_it_removed_goes_on(tmp_path:
     ended = failed_at(gone[-1], "EIO", partial(told, prune_two, work))
     assert ended.code == 0, ended.said
     assert len(CacheLayout(root=work / "cache").hashes()) == 1
+
+
+def test_a_start_up_file_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".zshrc").symlink_to("x" * 300)
+    with pytest.raises(CacheError, match=r"could not be written: File name too long\. Check .*\."):
+        completion({"zsh": "# a script\n"}, shell="zsh", install=True)
