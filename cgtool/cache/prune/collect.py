@@ -147,14 +147,15 @@ def collect(layout: CacheLayout, *, whole_units: bool = True) -> CacheFacts:
     Raises:
         CacheError: The cache folder itself cannot be listed.
     """
+    base = str(layout.base)
     try:
-        names = names_in(str(layout.base), follow=True)
+        names = names_in(base, follow=True)
     except OSError as error:
         raise CacheError(
             f"The folder {layout.base} could not be listed: {error.strerror}. Check its permissions.", path=layout.base
         ) from error
     units, units_readable = _units(layout, whole=whole_units)
-    entries = {name: _entry(layout, name) for name in sorted(names) if is_hash(name)}
+    entries = {name: _entry(f"{base}/{name}", name) for name in sorted(names) if is_hash(name)}
     return CacheFacts(
         layout=layout,
         entries=entries,
@@ -206,8 +207,7 @@ def stamps_in(layout: CacheLayout) -> dict[str, Status]:
     return found
 
 
-def _entry(layout: CacheLayout, hash_: str) -> EntryFacts:
-    folder = f"{layout.base}/{hash_}"
+def _entry(folder: str, hash_: str) -> EntryFacts:
     is_link = _is_link(folder)
     ranks: list[RankFacts] = []
     artifacts: list[str] = []
@@ -300,8 +300,8 @@ def _epoch(text: Any) -> float | None:
 
 def is_whole(files: list[str]) -> bool:
     """Return whether a unit's folder holds its record and one artifact, and beside them a lock at most."""
-    others = [name for name in files if name not in _UNIT_FILES]
-    return len(others) == 1 and others[0][0] != "." and UNIT_FILE in files
+    others = set(files) - _UNIT_FILES
+    return UNIT_FILE in files and len(others) == 1 and not others.pop().startswith(".")
 
 
 def _units(layout: CacheLayout, *, whole: bool) -> tuple[dict[str, list[str]], bool]:
