@@ -18,6 +18,7 @@ from cgtool.cache.key import SCHEMA as KEY_SCHEMA
 from cgtool.cache.key import Factor, Key
 from cgtool.cache.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, UNIT_FILE, CacheLayout, RankName
 from cgtool.cache.manifest import FileRecord, Manifest, ManifestRow, VariantCounts
+from cgtool.cache.packages import Package, pack
 from cgtool.cache.shapes import Shape
 from cgtool.cache.state import timestamp
 from cgtool.cache.units import SCHEMA as UNIT_SCHEMA
@@ -44,6 +45,7 @@ def make_cache(
     ranks: int = 1,
     shared: int = 0,
     now: float | None = None,
+    library: bytes = b"",
 ) -> tuple[RankName, ...]:
     """Lay a cache and return the names of its ranks, the newest entry last.
 
@@ -51,15 +53,17 @@ def make_cache(
         root: The cache root; what is there already stays.
         entries: How many entries; they take turns through `MODELS`.
         artifacts_per_entry: How many different artifacts each of them has.
-        artifact_bytes: The size of each; it compresses about as native code does.
+        artifact_bytes: The size of each, or of the native code in each.
         seed: Another one gives other keys, names and bytes.
         layers: Of each model: there is one compiled piece more.
         ranks: How many ranks each entry has; they share all artifacts.
         shared: How many artifacts an entry takes over from the one before it.
         now: The moment to count back from: entry i of n was created n - i days ago, every third was never used, and
             the others were used i % 7 + 1 times, the last time half a day after they were created.
+        library: Native code, of which each artifact is a package with another part. Without it artifacts are noise,
+            which serves all that does not open them; import and load do.
     """
-    maker = _Maker(CacheLayout(root=root), artifact_bytes=artifact_bytes, seed=seed)
+    maker = _Maker(CacheLayout(root=root), artifact_bytes=artifact_bytes, seed=seed, library=library)
     at = time.time() if now is None else now
     names: list[RankName] = []
     before: list[_Unit] = []
@@ -83,10 +87,11 @@ class _Unit:
 
 
 class _Maker:
-    def __init__(self, layout: CacheLayout, *, artifact_bytes: int, seed: int) -> None:
+    def __init__(self, layout: CacheLayout, *, artifact_bytes: int, seed: int, library: bytes) -> None:
         self.layout = layout
         self.artifact_bytes = artifact_bytes
         self.seed = seed
+        self.library = library
         self.random = random.Random(seed)
         self.plans: dict[int, bytes] = {}
         ensure_root(layout.root)
@@ -172,6 +177,10 @@ class _Maker:
         return name
 
     def _bytes(self) -> bytes:
+        if self.library:
+            start = self.random.randrange(len(self.library) - self.artifact_bytes)
+            native = b"\x7fELF" + self.library[start : start + self.artifact_bytes - 4]
+            return pack(Package(native=native, metadata={"AOTI_DEVICE_KEY": "cpu"}))
         part = self.random.randbytes(self.artifact_bytes // 3 + 1)
         return (part * 3)[: self.artifact_bytes]
 

@@ -216,7 +216,8 @@ def check_package(path: Path, member: Member) -> None:
     try:
         unpack(path.read_bytes(), vouched=True)
     except ArtifactError as error:
-        raise refused("strange_package", f"is no package of cgtool's: {error}", member=member.path) from error
+        what = str(error).rpartition(". ")[0]  # whoever imports cannot warm it again
+        raise refused("strange_package", f"is no package of cgtool's: {what}", member=member.path) from error
 
 
 @contextlib.contextmanager

@@ -39,6 +39,8 @@ def test_a_hostile_bundle_is_refused_for_its_reason_and_changes_nothing(tmp_path
         import_bundle(ImportOptions(source=bundle, cache_dir=target, trust=True))
     assert refusal.value.reason == reason
     assert refusal.value.exit_code == 3
+    assert ".. " not in str(refusal.value)
+    assert "Warm" not in str(refusal.value)  # whoever imports has a bundle, and perhaps no model
     assert tree(tmp_path) == before
 
 
