@@ -40,7 +40,7 @@ _LINE = re.compile(r"^(?P<pid>\d+) +(?P<name>\w+)\((?P<arguments>.*)$")
 _PR_SET_PTRACER = 0x59616D61
 _ATTACH_SECS = 20.0
 #: SIGALRM ends what hangs.
-_MOST_SECS = 120
+_MOST_SECS = 600
 #: It once failed to attach for no reason that it told.
 _ATTEMPTS = 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import resource
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,9 @@ Fault = tuple[Call, str]
 def errors_of(call: Call) -> tuple[str, ...]:
     """The errors that a call can give."""
     if call.name == "openat":
-        of_making = ("ENOSPC", "EROFS") if "O_CREAT" in call.text else ()
-        return ("EIO", "EACCES", "EMFILE", *of_making)
+        of_writing = ("EROFS",) if re.search("O_CREAT|O_RDWR|O_WRONLY", call.text) else ()
+        of_making = ("ENOSPC",) if "O_CREAT" in call.text else ()
+        return ("EIO", "EACCES", "EMFILE", *of_writing, *of_making)
     if call.name in BYTES:
         return ("EIO", "ENOSPC")
     if call.name in CHANGES.split(","):
