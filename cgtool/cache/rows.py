@@ -24,7 +24,7 @@ _ROW_START = "\n  {\n"
 _ROW = re.compile(
     r'\n   "shape": ([^\n\[{]+|[\[{][^\]}]*[\]}]),\n   "piece_index": \d+,\n   "adaptor": "[^"\\\n]*",'
     r'\n   "artifact": "([^"\\\n]*)",\n   "kind": "([^"\\\n]*)",\n   "size_bytes": (\d{1,18}),'
-    r'\n   "compile_secs": (\d{1,12}(?:\.\d{1,20})?(?:e-\d{1,3})?),\n[^}]*'
+    r'\n   "compile_secs": (\d{1,12}(?:\.\d{1,20})?(?:e-\d{1,3})?),\n'
 )
 
 
