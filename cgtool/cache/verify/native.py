@@ -13,7 +13,9 @@ Source: the Linux Standard Base, "Symbol Versioning".
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import os
 import re
 import struct
 from collections.abc import Iterable, Iterator
@@ -27,6 +29,8 @@ _GLIBC = re.compile(rb"GLIBC_(\d+\.\d+)(?:\.\d+)?\0")
 #: What a stranger's library may claim to have, at most: a loop of records has an end.
 _MOST_RECORDS = 4096
 _KIND = ".pt2"
+_SMALL_BYTES = 1 << 16
+_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 #: How many artifacts of an entry are looked into: those of one entry were made by one compiler.
 _MOST_ARTIFACTS = 64
 
@@ -49,10 +53,7 @@ def glibc_needed(path: str | Path) -> str | None:
         path: The package, or a library as it is.
     """
     try:
-        with (
-            open(path, "rb", buffering=0) as file,  # noqa: PTH123 - asked of each artifact, and Path's takes twice as long
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-        ):
+        with _content(path) as data:
             start = data.find(_MAGIC)
             versions = [] if start < 0 else list(_versions(data, start))
     except (OSError, ValueError, OverflowError, struct.error, IndexError):  # gone, empty, torn: the digests tell
@@ -60,7 +61,21 @@ def glibc_needed(path: str | Path) -> str | None:
     return max(versions, key=version_pair, default=None)
 
 
-def _versions(data: mmap.mmap, start: int) -> Iterator[str]:
+@contextlib.contextmanager
+def _content(path: str | Path) -> Iterator[bytes | mmap.mmap]:
+    descriptor = os.open(path, _FLAGS)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size <= _SMALL_BYTES:  # asked of each artifact of a cache, and quicker than to map it
+            yield os.read(descriptor, size)
+            return
+        with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
+            yield data
+    finally:
+        os.close(descriptor)
+
+
+def _versions(data: bytes | mmap.mmap, start: int) -> Iterator[str]:
     (table,) = struct.unpack_from("<Q", data, start + 40)
     size, count = struct.unpack_from("<HH", data, start + 58)
     headers = [start + table + size * number for number in range(count)]
@@ -73,7 +88,7 @@ def _versions(data: mmap.mmap, start: int) -> Iterator[str]:
             yield from _needed(data, start + offset, start + names)
 
 
-def _needed(data: mmap.mmap, at: int, names: int) -> Iterator[str]:
+def _needed(data: bytes | mmap.mmap, at: int, names: int) -> Iterator[str]:
     left = _MOST_RECORDS
     more = True
     while more and left > 0:
