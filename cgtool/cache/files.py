@@ -297,13 +297,14 @@ def read_bytes(path: Path | str) -> bytes | None:
             if not stat.S_ISREG(status.st_mode):
                 os.read(descriptor, 0)  # of a folder, which has words of its own
                 raise corrupt(path, "it is no file")
-            return _read_all(descriptor, status.st_size)
+            data = _read_all(descriptor, status.st_size)
         finally:
-            os.close(descriptor)
+            os.close(descriptor)  # no call of Python's own ends between the block and this
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise cache_error(error, path, doing="read") from error
+    return data
 
 
 def _read_all(descriptor: int, size: int) -> bytes:
