@@ -23,7 +23,7 @@ from typing import Any, Self
 
 import torch
 
-from cgtool.cache.descriptors import opened
+from cgtool.cache.descriptors import made
 from cgtool.cache.packages import NATIVE_FILE, Package, archive_with_source, unpack
 from cgtool.errors import ArtifactError, NoRoomError
 from cgtool.graph.constants import constants_of
@@ -215,23 +215,20 @@ def _remove_unpacked() -> None:
 @contextlib.contextmanager
 def _in_memory(data: bytes) -> Iterator[str | None]:
     """Yield a path that leads to these bytes in memory, or None where the system keeps code out of memory files."""
-    with contextlib.ExitStack() as stack:
-        descriptor = _memory_file(stack)
-        if descriptor is None:
-            yield None
-            return
-        with open(descriptor, "wb", closefd=False) as file:
-            file.write(data)
-        yield f"/proc/self/fd/{descriptor}"
-
-
-def _memory_file(stack: contextlib.ExitStack) -> int | None:
     for flags in (os.MFD_CLOEXEC | _MFD_EXEC, os.MFD_CLOEXEC):
         try:
-            return stack.enter_context(opened(os.memfd_create, "cgtool-package", flags))
+            [descriptor] = made(os.memfd_create, "cgtool-package", flags)
         except OSError as error:
             _log.debug("No memory file with flags %#x: %s", flags, error)
-    return None
+            continue
+        try:
+            with open(descriptor, "wb", closefd=False) as file:
+                file.write(data)
+            yield f"/proc/self/fd/{descriptor}"
+        finally:
+            os.close(descriptor)
+        return
+    yield None
 
 
 def _placed(tensor: torch.Tensor, device_index: int | None) -> torch.Tensor:

@@ -117,11 +117,16 @@ def test_a_few_hundred_bytes_lie_on_a_disk_while_a_package_is_opened(folder, mon
     assert list(folder.iterdir()) == []
 
 
-def test_without_memory_files_the_code_lies_in_a_private_folder(folder, monkeypatch):
+@pytest.fixture
+def no_memory_files(monkeypatch):
     def refuse(*_):
         raise PermissionError(1, "no memory files here")
 
     monkeypatch.setattr(os, "memfd_create", refuse)
+
+
+@pytest.mark.usefixtures("no_memory_files")
+def test_without_memory_files_the_code_lies_in_a_private_folder(folder):
     runs = {name: open_package(data_of(name), CASES[name].piece) for name in NAMES}
     assert list(folder.iterdir()) == []
     assert all(is_right(run, name) for name, run in runs.items())
@@ -220,8 +225,8 @@ def test_packages_of_equal_names_are_not_mixed():
     assert all(is_right(run, name, rows=8) for name, run in kept)
 
 
-def test_packages_of_equal_names_are_not_mixed_without_memory_files(folder, monkeypatch):
-    monkeypatch.setattr(packages, "_memory_file", lambda _: None)
+@pytest.mark.usefixtures("no_memory_files")
+def test_packages_of_equal_names_are_not_mixed_without_memory_files(folder):
     data = {name: data_of(name) for name in NAMES}
     for turn in range(60):
         name = NAMES[turn % 2]
