@@ -9,42 +9,107 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cgtool.adaptor_registry import register_adaptor
     from cgtool.api import compile, load  # noqa: A004  the name that a user of torch.compile looks for
+    from cgtool.compiler.adaptors.interface import CompiledPiece, CompilerInterface
     from cgtool.config import CompilationConfig, CompilationLevel, CUDAGraphMode
-    from cgtool.errors import CacheMissError, CgtoolError, GuardError
+    from cgtool.counters import counters
+    from cgtool.decorator import support_torch_compile
+    from cgtool.errors import CacheMissError, CgtoolError, GraphError, GuardError
     from cgtool.model import ExampleCall, ModelSpec
     from cgtool.runtime.custom_ops import direct_register_custom_op
+    from cgtool.serving.batch import BatchLimits, Request
+    from cgtool.serving.capture import capture_cudagraphs
+    from cgtool.serving.check import check_model
+    from cgtool.serving.dispatcher import CudagraphDispatcher
+    from cgtool.serving.forward_context import (
+        BatchDescriptor,
+        Context,
+        DPMetadata,
+        ForwardContext,
+        get_forward_context,
+        reset_forward_context,
+        set_forward_context,
+    )
+    from cgtool.serving.model import GraphedModel
+    from cgtool.serving.modes import AttentionCGSupport
+    from cgtool.serving.runner import ModelRunner
+    from cgtool.serving.wrapper import CUDAGraphWrapper
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionCGSupport",
+    "BatchDescriptor",
+    "BatchLimits",
     "CUDAGraphMode",
+    "CUDAGraphWrapper",
     "CacheMissError",
     "CgtoolError",
     "CompilationConfig",
     "CompilationLevel",
+    "CompiledPiece",
+    "CompilerInterface",
+    "Context",
+    "CudagraphDispatcher",
+    "DPMetadata",
     "ExampleCall",
+    "ForwardContext",
+    "GraphError",
+    "GraphedModel",
     "GuardError",
+    "ModelRunner",
     "ModelSpec",
+    "Request",
     "__version__",
+    "capture_cudagraphs",
+    "check_model",
     "compile",
+    "counters",
     "direct_register_custom_op",
+    "get_forward_context",
     "load",
+    "register_adaptor",
+    "reset_forward_context",
+    "set_forward_context",
+    "support_torch_compile",
 ]
 
 #: Where each public name lives.
 _HOMES = {
+    "AttentionCGSupport": "cgtool.serving.modes",
+    "BatchDescriptor": "cgtool.serving.forward_context",
     "CUDAGraphMode": "cgtool.config",
+    "CUDAGraphWrapper": "cgtool.serving.wrapper",
     "CacheMissError": "cgtool.errors",
     "CgtoolError": "cgtool.errors",
     "CompilationConfig": "cgtool.config",
     "CompilationLevel": "cgtool.config",
+    "CompiledPiece": "cgtool.compiler.adaptors.interface",
+    "CompilerInterface": "cgtool.compiler.adaptors.interface",
+    "Context": "cgtool.serving.forward_context",
+    "CudagraphDispatcher": "cgtool.serving.dispatcher",
+    "DPMetadata": "cgtool.serving.forward_context",
     "ExampleCall": "cgtool.model",
+    "ForwardContext": "cgtool.serving.forward_context",
+    "GraphedModel": "cgtool.serving.model",
+    "GraphError": "cgtool.errors",
     "GuardError": "cgtool.errors",
+    "BatchLimits": "cgtool.serving.batch",
+    "ModelRunner": "cgtool.serving.runner",
     "ModelSpec": "cgtool.model",
+    "Request": "cgtool.serving.batch",
+    "capture_cudagraphs": "cgtool.serving.capture",
+    "check_model": "cgtool.serving.check",
     "compile": "cgtool.api",
+    "counters": "cgtool.counters",
     "direct_register_custom_op": "cgtool.runtime.custom_ops",
+    "get_forward_context": "cgtool.serving.forward_context",
     "load": "cgtool.api",
+    "register_adaptor": "cgtool.adaptor_registry",
+    "reset_forward_context": "cgtool.serving.forward_context",
+    "set_forward_context": "cgtool.serving.forward_context",
+    "support_torch_compile": "cgtool.decorator",
 }
 
 

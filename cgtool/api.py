@@ -6,28 +6,29 @@ compile = hit → load, or else miss → warm → load
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cgtool.cache.layout import CacheLayout, resolve_root
-from cgtool.cache.state import StateStore
-from cgtool.cache.trust import TrustPolicy
 from cgtool.errors import CacheMissError
 from cgtool.garbage import uncollected
 from cgtool.model import DynamicDims, ExampleCall, ModelSpec
-from cgtool.pieces import PieceGraph
+from cgtool.plan.pieces import PieceGraph
+from cgtool.runtime.as_module import AsModule
 from cgtool.runtime.call import LoadedModel
 from cgtool.runtime.dispatch import Boxed
-from cgtool.runtime.facts import facts_of
+from cgtool.runtime.factors import Live
 from cgtool.runtime.find import Finder
 from cgtool.runtime.opening import open_entry
+from cgtool.store.layout import CacheLayout, resolve_root
+from cgtool.store.state import StateStore
+from cgtool.store.trust import TrustPolicy
 from cgtool.variables import environment
 
 if TYPE_CHECKING:
+    from cgtool.compiler.pipeline import WarmResult
     from cgtool.config import CompilationConfig
 
 _log = logging.getLogger(__name__)
@@ -79,17 +80,7 @@ def load(
     wanted_dir = cache_dir if cache_dir is not None else (config.cache_dir or None) if config is not None else None
     with uncollected():
         layout = CacheLayout(root=resolve_root(wanted_dir))
-        return _load_from(module, config, layout, prefix, rank=rank, trust=_trust(config, trusted_keys))
-
-
-def _trust(config: CompilationConfig | None, keys: Sequence[Path | str] = ()) -> TrustPolicy:
-    """Return what an entry must be: what is asked for in one place cannot be taken back in another."""
-    env = environment()
-    configured = () if config is None else tuple(config.trusted_keys)
-    return TrustPolicy(
-        trusted_keys=tuple(keys) or configured or env.trusted_keys,
-        allow_shared=env.allow_shared_cache or (config is not None and config.allow_shared_cache),
-    )
+        return _load_from(module, config, layout, prefix, rank=rank, trust=TrustPolicy.of(config, trusted_keys))
 
 
 def _compiles_nothing(config: CompilationConfig) -> bool:
@@ -104,21 +95,21 @@ def _load_from(
     *,
     rank: int | None,
     trust: TrustPolicy,
+    hash_: str | None = None,
 ) -> LoadedModel:
-    # Resolved once: whoever may turn a link on the way could show one folder to the policy and another to the reader.
-    layout = CacheLayout(root=Path(os.path.realpath(layout.root)))
     rank = environment().rank if rank is None else rank
     fields = None if config is None else config.leveled().key_fields()
-    finder = Finder(layout, module, facts_of(module), config=fields, rank=rank, prefix=prefix, trust=trust)
-    found = finder.find()
-    loaded = open_entry(found, module, _open_artifact)
+    finder = Finder(layout, module, Live.of(module, config=fields), rank=rank, prefix=prefix, trust=trust)
+    found = finder.find() if hash_ is None else finder.at(hash_)
+    recheck_calls = config is not None and config.recheck == "call"
+    loaded = open_entry(found, module, _open_artifact, recheck_calls=recheck_calls)
     StateStore(layout).record_hit(found.entry.name)
     return loaded
 
 
 def _open_artifact(adaptor: str, data: bytes, graph: PieceGraph) -> Boxed:
     # Inductor's own artifacts need Inductor: seconds to import, and only for an entry that holds them.
-    from cgtool.build.adaptors import get_adaptor
+    from cgtool.compiler.adaptors import get_adaptor
 
     return get_adaptor(adaptor).load(data, graph)
 
@@ -185,30 +176,32 @@ class _Maker:
     def make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LoadedModel:
         """Load the model, warming it for this example first where the cache does not serve it."""
         # A program that only loads needs none of it; Dynamo itself is imported where something has to be traced.
-        from cgtool.build.pipeline import warm
+        from cgtool.compiler.pipeline import warm
 
         call = ExampleCall(args=args, kwargs=kwargs)
         spec = ModelSpec(module=self.module, calls=(call,), dynamic=self._dynamic, prefix=self._prefix)
         if self._config.disable_cache or environment().disable_cache:
             with tempfile.TemporaryDirectory(prefix="cgtool-") as folder:
-                warm(spec, config=self._config, cache_dir=folder)
-                return self._load(Path(folder))
-        warm(spec, config=self._config, cache_dir=self._cache_dir)
-        loaded = self._load(resolve_root(self._cache_dir))
-        if not loaded.serves(args, kwargs):
-            warm(spec, config=self._config, cache_dir=self._cache_dir, retrace=True)
-            loaded = self._load(resolve_root(self._cache_dir))
-        return loaded
+                return self._load(warm(spec, config=self._config, cache_dir=folder))
+        refusing: list[str] = []
+        while True:
+            result = warm(spec, config=self._config, cache_dir=self._cache_dir, without=refusing)
+            loaded = self._load(result)
+            # An entry for other sizes may fit all that is known before a call. The next warm looks past it.
+            if loaded.serves(args, kwargs) or result.hash in refusing:
+                return loaded
+            refusing.append(result.hash)
 
-    def _load(self, root: Path) -> LoadedModel:
-        layout, trust = CacheLayout(root=root), _trust(self._config)
-        return _load_from(self.module, self._config, layout, self._prefix, rank=None, trust=trust)
+    def _load(self, result: WarmResult) -> LoadedModel:
+        layout, trust = CacheLayout(root=result.root), TrustPolicy.of(self._config)
+        return _load_from(self.module, self._config, layout, self._prefix, rank=None, trust=trust, hash_=result.hash)
 
 
-class _OnFirstCall:
+class _OnFirstCall(AsModule):
     """A model that is compiled when it is first called, for that call's arguments."""
 
     def __init__(self, maker: _Maker) -> None:
+        self.module = maker.module
         self._maker = maker
         self._loaded: LoadedModel | None = None
         self._lock = threading.Lock()
@@ -220,3 +213,8 @@ class _OnFirstCall:
                     _log.info("Compiling %s for its first call.", type(self._maker.module).__name__)
                     self._loaded = self._maker.make(args, kwargs)
         return self._loaded(*args, **kwargs)
+
+    def recheck(self) -> None:
+        """Do what `LoadedModel.recheck` does; before the first call there is nothing to check."""
+        if self._loaded is not None:
+            self._loaded.recheck()

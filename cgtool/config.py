@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
-from cgtool.config_checks import ADAPTORS, CAPTURE_SIZES, CompilationLevel
+from cgtool.adaptor_registry import ADAPTORS
+from cgtool.config_checks import CAPTURE_SIZES, CompilationLevel
 from cgtool.config_fields import FIELDS, FieldKind, check_field, check_name, conflicts, parse_field
 from cgtool.cudagraph_mode import CUDAGraphMode, default_capture_sizes
 from cgtool.errors import ConfigError
-from cgtool.pieces import AOT_INDUCTOR, EAGER, Json
+from cgtool.plan.pieces import AOT_INDUCTOR, EAGER, Json
 from cgtool.records import dataclass
 
 __all__ = [
@@ -31,7 +32,6 @@ __all__ = [
     "FieldKind",
     "resolve_capture_sizes",
     "resolve_compile_sizes",
-    "resolve_cudagraph_mode",
 ]
 
 #: One concrete size: of the one dynamic dimension (or of `size_dim`), or of several dimensions by name.
@@ -54,8 +54,8 @@ class CompilationConfig:
         use_inductor: Whether Inductor compiles the pieces; True by default. False chooses the adaptor `eager`.
             Kind: key.
         adaptor: What compiles a piece: `aot_inductor` (default; a piece that it does not take goes to
-            `inductor_standalone`, and what no compiler takes to `eager`), `inductor_standalone`, `inductor` or `eager`.
-            Kind: key.
+            `inductor_standalone`, and what no compiler takes to `eager`), `inductor_standalone`, `inductor`, `eager`,
+            or one that others bring (`register_adaptor`, or an entry point of the group `cgtool.adaptors`). Kind: key.
         inductor_compile_config: Inductor's options by name, as JSON values, over those that cgtool sets; empty by
             default. Kind: key.
         compile_sizes: Sizes that get an artifact of their own, fully static and tuned: positive integers (of
@@ -66,8 +66,10 @@ class CompilationConfig:
         size_dim: Which dynamic dimension the integers of `compile_sizes` and `compile_ranges` speak of. None (default)
             is enough where only one is dynamic. Kind: coverage.
         use_cudagraph: Whether CUDA graphs may be captured; True by default. Kind: runtime.
-        cudagraph_mode: What is captured. None (default) means PIECEWISE at level 3 and NONE below; halves that need
-            pieces where there are none are dropped (`resolve_cudagraph_mode`). Kind: runtime.
+        full_cuda_graph: An older way to say `cudagraph_mode`: true is FULL, false is PIECEWISE. None (default) says
+            nothing. Kind: runtime.
+        cudagraph_mode: What is captured. None (default) means FULL_AND_PIECEWISE, or what comes nearest to it for the
+            model and its attention. Kind: runtime.
         cudagraph_capture_sizes: Sizes to capture, in sequences of a batch. None (default) means those that
             `cuda_graph_sizes` gives. Kind: runtime.
         cuda_graph_sizes: One value N: capture 1, 2, 4, 8 and every multiple of 16 up to N sequences. Several values:
@@ -84,10 +86,12 @@ class CompilationConfig:
             ended. None (default) is no limit. Kind: runtime.
         proof: Run each artifact on random inputs, in a process of its own, and compare it with the piece run eagerly
             before the cache names it; True by default. Kind: runtime.
+        recheck: When a loaded model looks at its live objects again: "load" (default) as it is loaded and where
+            `recheck()` is called, "call" at each call too. Kind: runtime.
         cache_dir: The cache's root folder. Empty (default) means CGTOOL_CACHE_DIR, else the user's cache folder.
             Kind: runtime.
-        debug_dump_path: A folder that gets `computation_graph.py` and `transformed_code.py` of each model that is
-            traced, for people. Empty (default) means none. Kind: runtime.
+        debug_dump_path: A folder that gets graph, program and generated code of each model that is warmed, for people,
+            by entry, rank and prefix; on a hit, too. Empty (default) means none. Kind: runtime.
         trusted_keys: Files and folders of public keys (Ed25519, PEM or OpenSSH): load takes only what one of them
             signed, and that is as it was signed. Empty (default) means CGTOOL_TRUSTED_KEYS, else asks for no signature;
             `compile` then loads nothing that it compiled itself. Kind: runtime.
@@ -107,6 +111,7 @@ class CompilationConfig:
     compile_ranges: Sequence[Sequence[int]] = ()
     size_dim: str | None = None
     use_cudagraph: bool = True
+    full_cuda_graph: bool | None = None
     cudagraph_mode: CUDAGraphMode | None = None
     cudagraph_capture_sizes: Sequence[int] | None = None
     cuda_graph_sizes: Sequence[int] = (512,)
@@ -116,6 +121,7 @@ class CompilationConfig:
     jobs: int | None = None
     compile_timeout: float | None = None
     proof: bool = True
+    recheck: str = "load"
     cache_dir: str = ""
     debug_dump_path: str = ""
     trusted_keys: Sequence[str] = ()
@@ -134,6 +140,15 @@ class CompilationConfig:
     def effective_level(self) -> CompilationLevel:
         """The level that holds once `enforce_eager` has had its say."""
         return CompilationLevel.NO_COMPILATION if self.enforce_eager else CompilationLevel(self.level)
+
+    @property
+    def asked_cudagraph_mode(self) -> CUDAGraphMode:
+        """What the fields on CUDA graphs ask for together; `cgtool.serving.modes` fits it to a model."""
+        if not self.use_cudagraph or self.enforce_eager:
+            return CUDAGraphMode.NONE
+        if self.full_cuda_graph is not None:
+            return CUDAGraphMode.FULL if self.full_cuda_graph else CUDAGraphMode.PIECEWISE
+        return self.cudagraph_mode or CUDAGraphMode.FULL_AND_PIECEWISE
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> CompilationConfig:
@@ -195,19 +210,6 @@ def _to_json(value: Any) -> Json:
     if isinstance(value, Mapping):
         return {name: _to_json(item) for name, item in value.items()}
     return [_to_json(item) for item in value] if isinstance(value, (tuple, list)) else value
-
-
-def resolve_cudagraph_mode(config: CompilationConfig) -> CUDAGraphMode:
-    """Return what is captured under `config`: its own mode or the level's, without what needs pieces and has none."""
-    if not config.use_cudagraph or config.enforce_eager:
-        return CUDAGraphMode.NONE
-    split = config.level == CompilationLevel.PIECEWISE
-    mode = config.cudagraph_mode
-    if mode is None:
-        mode = CUDAGraphMode.PIECEWISE if split else CUDAGraphMode.NONE
-    if split and config.splitting_ops == () and mode is CUDAGraphMode.FULL_AND_PIECEWISE:
-        return CUDAGraphMode.FULL  # one piece: its graph is the full one, for every batch
-    return mode if split and config.splitting_ops != () else mode.without_piecewise()
 
 
 def resolve_capture_sizes(config: CompilationConfig) -> tuple[int, ...]:

@@ -15,14 +15,14 @@ from enum import IntEnum
 from itertools import pairwise
 from typing import Any
 
+from cgtool.adaptor_registry import adaptor_names, is_adaptor
 from cgtool.cudagraph_mode import CUDAGraphMode
 from cgtool.digests import canonical_json
-from cgtool.pieces import AOT_INDUCTOR, EAGER
 
+#: When a loaded model looks at its live objects.
+RECHECKS = ("load", "call")
 #: In `compile_sizes`: every size that is captured as a CUDA graph.
 CAPTURE_SIZES = "cudagraph_capture_sizes"
-#: All adaptors, the default first.
-ADAPTORS = (AOT_INDUCTOR, "inductor_standalone", "inductor", EAGER)
 
 _OP_NAME = re.compile(r"[A-Za-z_]\w*(?:(?:::|\.)\w+)+", re.ASCII)
 
@@ -58,6 +58,11 @@ def check_bool(value: Any) -> bool:
     if not isinstance(value, bool):
         raise WrongValueError("it is true or false")
     return value
+
+
+def check_optional_bool(value: Any) -> bool | None:
+    """Return a bool; None stays None."""
+    return None if value is None else check_bool(value)
 
 
 def check_level(value: Any) -> CompilationLevel:
@@ -182,10 +187,19 @@ def check_dim(value: Any) -> str | None:
 
 def check_adaptor(value: Any) -> str:
     """Return the name of an adaptor; empty means that `use_inductor` chooses."""
-    if not isinstance(value, str) or value not in {*ADAPTORS, ""}:
-        message = f"adaptors are {', '.join(ADAPTORS)}; the nearest is {nearest(str(value), ADAPTORS)}"
+    if not isinstance(value, str) or (value and not is_adaptor(value)):
+        names = adaptor_names()
+        message = f"adaptors are {', '.join(names)}; the nearest is {nearest(str(value), names)}"
         raise WrongValueError(message)
     return value
+
+
+def check_recheck(value: Any) -> str:
+    """Return when the live model is looked at again."""
+    if value not in RECHECKS:
+        message = f"it is {' or '.join(map(repr, RECHECKS))}"
+        raise WrongValueError(message)
+    return str(value)
 
 
 def check_json_mapping(value: Any) -> dict[str, Any]:

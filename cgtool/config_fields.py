@@ -13,7 +13,7 @@ from cgtool import config_checks as checks
 from cgtool import config_text as text
 from cgtool.cudagraph_mode import CUDAGraphMode
 from cgtool.errors import ConfigError
-from cgtool.pieces import EAGER
+from cgtool.plan.pieces import EAGER
 from cgtool.records import dataclass
 
 FieldKind = Literal["key", "coverage", "runtime"]
@@ -44,6 +44,7 @@ FIELDS: dict[str, FieldSpec] = {
     "compile_ranges": FieldSpec(kind="coverage", check=checks.check_ranges, parse=text.parse_list(text.parse_range)),
     "size_dim": FieldSpec(kind="coverage", check=checks.check_dim, parse=text.parse_optional),
     "use_cudagraph": FieldSpec(kind="runtime", check=checks.check_bool, parse=text.parse_bool),
+    "full_cuda_graph": FieldSpec(kind="runtime", check=checks.check_optional_bool, parse=text.parse_optional_bool),
     "cudagraph_mode": FieldSpec(kind="runtime", check=checks.check_mode, parse=text.parse_mode),
     "cudagraph_capture_sizes": FieldSpec(
         kind="runtime", check=checks.check_capture_sizes, parse=text.parse_list(text.parse_int)
@@ -57,6 +58,7 @@ FIELDS: dict[str, FieldSpec] = {
     "jobs": FieldSpec(kind="runtime", check=checks.check_jobs, parse=text.parse_optional),
     "compile_timeout": FieldSpec(kind="runtime", check=checks.check_secs, parse=text.parse_secs),
     "proof": FieldSpec(kind="runtime", check=checks.check_bool, parse=text.parse_bool),
+    "recheck": FieldSpec(kind="runtime", check=checks.check_recheck, parse=str.strip),
     "cache_dir": FieldSpec(kind="runtime", check=checks.check_path, parse=str),
     "debug_dump_path": FieldSpec(kind="runtime", check=checks.check_path, parse=str),
     "trusted_keys": FieldSpec(kind="runtime", check=checks.check_paths, parse=text.parse_list(str)),
@@ -125,6 +127,11 @@ def conflicts(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]
         yield (
             ("use_cudagraph", "cudagraph_mode"),
             f"use_cudagraph is off and cudagraph_mode is {mode.name}: turn it on, or leave cudagraph_mode out.",
+        )
+    if values["full_cuda_graph"] is not None and (mode is not None or not values["use_cudagraph"]):
+        yield (
+            ("full_cuda_graph", "cudagraph_mode", "use_cudagraph"),
+            "leave full_cuda_graph out: it is an older way to say cudagraph_mode, and other fields say something, too.",
         )
     if not values["use_cudagraph"] and checks.CAPTURE_SIZES in (values["compile_sizes"] or ()):
         yield (

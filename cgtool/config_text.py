@@ -31,6 +31,11 @@ def parse_bool(text: str) -> bool:
     return _BOOLS[text.strip().lower()]
 
 
+def parse_optional_bool(text: str) -> bool | None:
+    """Return the bool that a word spells; no word, or `none`, is None."""
+    return None if text.strip().lower() in {"", "none"} else parse_bool(text)
+
+
 def parse_json(text: str) -> Any:
     """Return the JSON value in `text`.
 

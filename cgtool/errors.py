@@ -130,6 +130,10 @@ class GuardError(CgtoolError):
     """A call was refused because every variant's guards refuse it."""
 
 
+class GraphError(CgtoolError):
+    """A CUDA graph cannot be captured, or may not be replayed for this call."""
+
+
 class ArtifactError(CgtoolError):
     """An artifact could not be opened, or gave something else than its piece promises."""
 

@@ -11,7 +11,9 @@ from typing import Literal
 
 from cgtool.records import dataclass
 
-Phase = Literal["model", "trace", "split", "compile", "store", "hit", "note", "prepare", "start", "verify", "prune"]
+Phase = Literal[
+    "model", "trace", "split", "compile", "store", "hit", "note", "prepare", "start", "verify", "prune", "capture"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,7 @@ class Event:
     Args:
         phase: Which stage speaks; "model" is the user's factory at work, "hit" says that the cache
             already holds it, "note" is advice for the user; "prepare" and "start" are what a bench does, "verify" reads
-            what is there, "prune" reads it and removes.
+            what is there, "prune" reads it and removes, "capture" captures CUDA graphs.
         message: A short sentence or name, plain text: it may hold whatever a model's author wrote.
         done: How many units of the phase are finished; None where nothing is counted.
         total: How many there will be; None where nothing is counted.

@@ -1,11 +1,12 @@
 """What this machine and this Python are, as far as both worlds ask: those with torch and those without. No torch.
 
-`cgtool.guards.environment` makes factors of it with torch, and `cgtool.cache.machine` without. A compiler is asked for
+`cgtool.guards.environment` makes factors of it with torch, and `cgtool.store.machine` without. A compiler is asked for
 its version once per process, and again only when its file changed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import re
@@ -17,7 +18,13 @@ from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 
+from cgtool import __version__
 from cgtool.variables import environment
+
+#: What of cgtool decides which graph, guards and plan a model gives, and what a plan means as it is loaded.
+_DECIDING = ("graph", "guards", "plan", "runtime", "split", "trace")
+#: Where installers put packages, whose files then stay as their version has them.
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 #: What Inductor takes on Linux where CXX says nothing.
 _COMPILER = "g++"
@@ -47,6 +54,28 @@ def triton_version() -> str | None:
         except metadata.PackageNotFoundError:
             continue
     return None
+
+
+def cgtool_build() -> dict[str, str | None]:
+    """Return cgtool's version and, where it runs from a checkout, the digest of the code that decides what is built."""
+    return {"version": __version__, "source": _own_source()}
+
+
+@lru_cache(maxsize=1)
+def _own_source() -> str | None:
+    package = Path(__file__).parent
+    if package.parent.name in _INSTALLED:
+        return None
+    digest = hashlib.sha256()
+    for folder in _DECIDING:
+        with os.scandir(package / folder) as found:
+            paths = sorted(entry.path for entry in found if entry.name.endswith(".py"))
+        for path in paths:
+            with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - a fifth of the time of Path's
+                data = file.readall()
+            digest.update(f"{folder}/{os.path.basename(path)} {len(data)}\n".encode())  # noqa: PTH119 - a str
+            digest.update(data)
+    return digest.hexdigest()
 
 
 def cpu_flags() -> list[str]:

@@ -17,6 +17,16 @@ from typing import Final
 
 from cgtool.errors import UsageError
 
+#: Namespaces of ops that come with torch: its version stands for them.
+TORCH_NAMESPACES: Final = frozenset(
+    {
+        *("aten", "prim", "prims", "debugprims", "rngprims", "higher_order", "inductor", "profiler", "static_runtime"),
+        *("quantized", "quantized_decomposed", "_quantized", "sparse", "xnnpack", "prepacked", "streams"),
+        *("mkl", "mkldnn", "mkldnn_prepacked", "onednn", "symm_mem", "_inductor_test", "cuda", "export"),
+        *("_native", "_test", "debug_mode_ops", "inductor_prims", "onnx", "quantization"),
+        *("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "fsdp"),
+    }
+)
 #: Attention ops, and ops that live by attention's metadata (state-space mixers, KV-cache writes, sparse indexers), as
 #: they are named where they come from. Those that the graph at hand does not have are passed over.
 KNOWN_ATTENTION_OPS: Final[tuple[str, ...]] = (
@@ -52,6 +62,9 @@ KNOWN_ATTENTION_OPS: Final[tuple[str, ...]] = (
     "vllm::kda_attention",
     "vllm::sparse_attn_indexer",
     "vllm::rocm_aiter_sparse_attn_indexer",
+    # TensorRT-LLM
+    "trtllm::attn_custom_op_inplace",
+    "trtllm::mla_custom_op_inplace",
     # sglang
     "sglang::unified_attention_with_output",
     # flash-attention 2 and 3
@@ -90,3 +103,8 @@ def registered_splitting_ops() -> tuple[str, ...]:
     """Return the registered names, in the order in which they were first registered."""
     with _lock:
         return tuple(_registered)
+
+
+def is_torchs_own(name: str) -> bool:
+    """Return whether the op `ns::op` comes with torch itself."""
+    return name.partition("::")[0] in TORCH_NAMESPACES

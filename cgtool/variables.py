@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cgtool.errors import ConfigError
@@ -26,7 +26,7 @@ class Environment:
         code_variables: The variables of torch, Inductor, Dynamo and triton that may change code, by name.
         rank: RANK, else LOCAL_RANK, else 0: this process's place in its model-parallel group.
         shell: SHELL, the user's own shell; None where it is unset or empty.
-        trusted_keys: CGTOOL_TRUSTED_KEYS, paths with commas between; none where it is unset or empty.
+        trusted_keys: CGTOOL_TRUSTED_KEYS, paths with commas between; none where it is unset.
         allow_shared_cache: CGTOOL_ALLOW_SHARED_CACHE; False where it is unset or empty.
     """
 
@@ -104,6 +104,16 @@ def environment(source: Mapping[str, str] | None = None) -> Environment:
     )
 
 
+def variables_now(names: Iterable[str]) -> dict[str, str | None]:
+    """Return {variable: its value in this process}, None where it is unset."""
+    values = {name: os.environ.get(name) for name in names}
+    # Bytes that are no UTF-8 come as halves of characters, for which a file of UTF-8 has no place.
+    return {
+        name: None if value is None else value.encode("utf-8", "xmlcharrefreplace").decode("utf-8")
+        for name, value in values.items()
+    }
+
+
 def child_variables(changes: Mapping[str, str], *, without: str = "") -> dict[str, str]:
     """Return the environment of a process that is started from this one.
 
@@ -119,6 +129,9 @@ def _field(values: Mapping[str, str], field: str, *, otherwise: Any) -> Any:
     """Return the field of a configuration that a variable gives, as every process reads it, with or without one."""
     variable = f"CGTOOL_{field.upper()}"
     text = values.get(variable)
+    if text is not None and field == "trusted_keys" and not text.strip(" \t,"):
+        message = f"The variable {variable} is set and names no key. Name files or folders of keys, or unset it."
+        raise ConfigError(message, path=variable, expected="paths of public keys", actual=text)
     if not text:
         return otherwise
     from cgtool.config_fields import parse_field  # only for who sets the variable

@@ -11,15 +11,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import zstandard
+from cache_samples import sealed
 
-from cgtool.cache.entry import EntryWriter
-from cgtool.cache.key import Factor, Key
-from cgtool.cache.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout
-from cgtool.cache.manifest import Manifest, ManifestRow, Shape, VariantCounts
-from cgtool.cache.packages import Package, pack
-from cgtool.digests import canonical_json, digest_of, sha256_hex
-from cgtool.pieces import Node, PieceGraph, SymbolRange, TensorMeta
-from cgtool.plan import Plan, Step, Variant
+from cgtool.digests import sha256_hex
+from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
+from cgtool.plan.records import Plan, Step, Variant, encode_plan
+from cgtool.plan.shapes import parse_shape
+from cgtool.store.entry import EntryWriter
+from cgtool.store.key import Factor, Key
+from cgtool.store.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout
+from cgtool.store.origin import Origin, with_origin
+from cgtool.store.packages import Package, pack
+from cgtool.store.records import Artifact, Manifest, Row, VariantCounts
 
 ADAPTORS = {"pt2": "aot_inductor", "json": "eager", "aot": "inductor_standalone", "mega": "inductor"}
 LOOKUP = "cd" * 32
@@ -33,7 +36,7 @@ def lay_entry(
     rank: int = 0,
     prefix: str = "backbone",
     kind: str = "pt2",
-    shapes: tuple[Shape, ...] = ("general", 8),
+    shapes: tuple[str, ...] = ("general", "n=8"),
     say: str = "",
     native_bytes: int = 2000,
     factors: Mapping[str, object] | None = None,
@@ -67,7 +70,7 @@ def lay_entry(
         created="2026-01-31T12:00:00.123Z",
     )
     files = {
-        PLAN_FILE: canonical_json(_plan(say).to_json()),
+        PLAN_FILE: encode_plan(_plan(say)),
         GRAPH_FILE: b"# the graph\n",
         CODE_FILE: b"# the code\n",
     }
@@ -81,19 +84,20 @@ def package(text: str = "", *, native_bytes: int = 2000) -> bytes:
     return pack(Package(native=native.ljust(native_bytes, b"\x90"), metadata={"AOTI_DEVICE_KEY": "cpu"}))
 
 
-def _row(writer: EntryWriter, *, kind: str, shape: Shape, piece: int, data: str, native_bytes: int) -> ManifestRow:
+def _row(writer: EntryWriter, *, kind: str, shape: str, piece: int, data: str, native_bytes: int) -> Row:
     text = f"{data} {shape} {piece}"
-    body = package(text, native_bytes=native_bytes) if kind == "pt2" else text.encode()
-    return ManifestRow(
+    body = package(text, native_bytes=native_bytes) if kind == "pt2" else json.dumps(text).encode()
+    [variant] = _plan("").variants
+    [graph] = [step.graph for step in variant.steps if step.piece == piece]
+    body = with_origin(body, kind, Origin(piece=graph, shape=parse_shape(shape)))
+    return Row(
         variant=0,
-        shape=shape,
+        shape=parse_shape(shape),
         piece_index=piece,
         adaptor=ADAPTORS[kind],
-        digest=writer.objects.put(body, kind),
-        kind=kind,
-        size_bytes=len(body),
-        compile_secs=1.5,
-        kernels=2,
+        artifact=Artifact(
+            digest=writer.objects.put(body, kind), kind=kind, size_bytes=len(body), compile_secs=1.5, kernels=2
+        ),
     )
 
 
@@ -174,23 +178,10 @@ def index_of(files: Mapping[str, bytes], **changes: object) -> bytes:
             "path": name,
             "sha256": sha256_hex(data),
             "size_bytes": len(data),
-            "mode": "0444" if "/artifacts/" in name else "0644",
         }
         for name, data in sorted(files.items())
     ]
-    return sealed_index({"schema": 1, "cgtool": "1.0", "members": members, **changes})
-
-
-def sealed(body: Mapping[str, object]) -> bytes:
-    """JSON as cgtool seals it."""
-    kept = {name: value for name, value in body.items() if name != "digest"}
-    return (json.dumps({**kept, "digest": digest_of(kept)}, indent=1) + "\n").encode()
-
-
-def sealed_index(body: Mapping[str, object]) -> bytes:
-    """JSON as an index is spelled."""
-    kept = {name: value for name, value in body.items() if name != "digest"}
-    return canonical_json({**kept, "digest": digest_of(kept)}) + b"\n"
+    return sealed({"record": "bundle-2", "cgtool": "1.0", "members": members, **changes})
 
 
 def archive(files: list[File], *, end: bytes = bytes(1024)) -> bytes:
@@ -293,8 +284,8 @@ class Forge:
 
         def edit(manifest: dict[str, object]) -> None:
             for row in manifest["rows"]:
-                if row["artifact"] == old:
-                    row.update(artifact=new, size_bytes=len(data))
+                if row["artifact"]["digest"] == old:
+                    row["artifact"].update(digest=new, size_bytes=len(data))
 
         return changed.edited("/manifest.json", edit)
 

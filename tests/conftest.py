@@ -1,10 +1,11 @@
-"""What every test shares: a home of its own, one folder for compiled kernels, and a cache root."""
+"""What every test shares: a home of its own, one folder for compiled kernels, a cache root, and disks with a flaw."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,40 @@ def isolated_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def cache_root(tmp_path: Path) -> Path:
     """Where a test's cache goes; the folder does not exist yet."""
     return tmp_path / "cache"
+
+
+def _mount(*arguments: str) -> None:
+    try:
+        subprocess.run(["mount", *arguments], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs the right to mount")
+
+
+def _unmount(path: Path) -> None:
+    subprocess.run(["umount", "--lazy", str(path)], check=True, capture_output=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 512 KiB; skipped where this process may not mount."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    _mount("-t", "tmpfs", "-o", "size=512k,mode=755", "tmpfs", str(folder))
+    yield folder
+    _unmount(folder)
+
+
+@pytest.fixture
+def read_only() -> Iterator[Callable[[Path], Path]]:
+    """Makes a folder read-only for everyone, root too; skipped where this process may not mount."""
+    mounted = []
+
+    def make(folder: Path) -> Path:
+        _mount("--bind", str(folder), str(folder))
+        mounted.append(folder)
+        _mount("-o", "remount,ro,bind", str(folder))
+        return folder
+
+    yield make
+    for folder in mounted:
+        _unmount(folder)

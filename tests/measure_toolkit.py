@@ -22,7 +22,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent / "cache"), str(Path(__file__).parents[1])]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from cache_maker import make_cache  # noqa: E402 - where the tests keep it
 
 _CGTOOL = (sys.executable, "-m", "cgtool")

@@ -18,7 +18,6 @@ from cgtool.config import (
     CUDAGraphMode,
     resolve_capture_sizes,
     resolve_compile_sizes,
-    resolve_cudagraph_mode,
 )
 from cgtool.config_fields import FIELDS, parse_field
 from cgtool.digests import canonical_json
@@ -35,6 +34,7 @@ KINDS = {
     "compile_ranges": "coverage",
     "size_dim": "coverage",
     "use_cudagraph": "runtime",
+    "full_cuda_graph": "runtime",
     "cudagraph_mode": "runtime",
     "cudagraph_capture_sizes": "runtime",
     "cuda_graph_sizes": "runtime",
@@ -46,6 +46,7 @@ KINDS = {
     "proof": "runtime",
     "cache_dir": "runtime",
     "debug_dump_path": "runtime",
+    "recheck": "runtime",
     "trusted_keys": "runtime",
     "allow_shared_cache": "runtime",
 }
@@ -61,6 +62,7 @@ OTHERS = {
     "compile_ranges": ((1, 16), (17, 64)),
     "size_dim": "num_tokens",
     "use_cudagraph": False,
+    "full_cuda_graph": True,
     "cudagraph_mode": CUDAGraphMode.FULL,
     "cudagraph_capture_sizes": (1, 2),
     "cuda_graph_sizes": (4, 8),
@@ -72,6 +74,7 @@ OTHERS = {
     "proof": False,
     "cache_dir": "/x",
     "debug_dump_path": "/y",
+    "recheck": "call",
     "trusted_keys": ("/k", "keys"),
     "allow_shared_cache": True,
 }
@@ -268,25 +271,7 @@ def test_the_word_in_compile_sizes_becomes_the_captured_sizes():
 def test_enforce_eager_overrules_the_level():
     config = CompilationConfig(enforce_eager=True)
     assert config.effective_level is CompilationLevel.NO_COMPILATION
-    assert resolve_cudagraph_mode(config) is CUDAGraphMode.NONE
-
-
-@pytest.mark.parametrize(
-    ("fields", "mode"),
-    [
-        ({}, "PIECEWISE"),
-        ({"level": 2}, "NONE"),
-        ({"level": 2, "cudagraph_mode": "FULL_AND_PIECEWISE"}, "FULL_DECODE_ONLY"),
-        ({"level": 0, "cudagraph_mode": "FULL"}, "FULL"),
-        ({"splitting_ops": [], "cudagraph_mode": "PIECEWISE"}, "NONE"),
-        ({"splitting_ops": [], "cudagraph_mode": "FULL_AND_PIECEWISE"}, "FULL"),
-        ({"splitting_ops": ["a::b"], "cudagraph_mode": "FULL_AND_PIECEWISE"}, "FULL_AND_PIECEWISE"),
-        ({"use_cudagraph": False}, "NONE"),
-        ({"cudagraph_mode": "NONE"}, "NONE"),
-    ],
-)
-def test_a_mode_without_pieces_loses_its_piecewise_half(fields, mode):
-    assert resolve_cudagraph_mode(CompilationConfig(**fields)).name == mode
+    assert config.asked_cudagraph_mode is CUDAGraphMode.NONE
 
 
 @pytest.mark.parametrize(
@@ -303,6 +288,8 @@ def test_a_mode_without_pieces_loses_its_piecewise_half(fields, mode):
         ("level", " 2 ", CompilationLevel.DYNAMO_ONCE),
         ("level", "piecewise", CompilationLevel.PIECEWISE),
         ("use_cudagraph", "Off", False),
+        ("full_cuda_graph", "on", True),
+        ("full_cuda_graph", "", None),
         ("enforce_eager", "1", True),
         ("cudagraph_mode", "none", CUDAGraphMode.NONE),
         ("cudagraph_mode", "", None),
@@ -443,6 +430,10 @@ def test_the_global_rank_goes_before_the_local_one(variables, rank):
         ({"LOCAL_RANK": "one"}, "variable LOCAL_RANK is 'one'"),
         ({"CGTOOL_DISABLE_CACHE": "perhaps"}, "variable CGTOOL_DISABLE_CACHE is 'perhaps'"),
         ({"CGTOOL_ALLOW_SHARED_CACHE": "perhaps"}, "variable CGTOOL_ALLOW_SHARED_CACHE is 'perhaps'"),
+        *(
+            ({"CGTOOL_TRUSTED_KEYS": blank}, "CGTOOL_TRUSTED_KEYS is set and names no key")
+            for blank in ("", " ", ", ,")
+        ),
         ({"CGTOOL_TRUSTED_KEYS": "{}"}, "variable CGTOOL_TRUSTED_KEYS is '{}'"),
     ],
 )

@@ -36,6 +36,7 @@ def test_what_names_no_op_is_refused(name):
         "aiter::unified_attention_with_output",
         "aiter::mla_attention",
         "vllm::unified_attention_with_output",
+        "trtllm::attn_custom_op_inplace",
     ],
 )
 def test_attention_of_the_field_is_known(name):

@@ -2,72 +2,39 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from cgtool.digests import canonical_json
-from cgtool.pieces import Node, PieceGraph, TensorMeta
-from cgtool.plan_tables import Graphs, Texts, TextTable, from_runs, to_runs, write_graphs
+from cgtool.errors import ArtifactError
+from cgtool.plan.grammar import decode, encode
+from cgtool.plan.pieces import Node, PieceGraph, TensorMeta, put_together
+from cgtool.plan.tables import GraphRows, Graphs, TextRows, Texts, TextTable, graph_rows
 
 ROWS = TensorMeta(dtype="float32", shape=("s0", 4), stride=(4, 1), device="cpu")
-
-
-@given(st.lists(st.integers(0, 40)))
-def test_numbers_in_runs_are_the_same_numbers(numbers):
-    assert from_runs(json.loads(json.dumps(to_runs(numbers))), 41) == numbers
-
-
-def test_a_run_of_layers_is_short():
-    assert to_runs(range(17, 737, 9)) == [[17, 9, 80]]
-
-
-@pytest.mark.parametrize(
-    "runs",
-    [
-        [41],
-        [-1],
-        [[0, 1, 42]],
-        [[40, 1, 2]],
-        [[3, -2, 4]],
-        ["1"],
-        [[1, 2]],
-        [True, None],
-        [[0, 0, 10**12]],
-        [0.5],
-        [[0.5, 0.25, 2]],
-        [[0, 1.0, 2]],
-        [[0, 1, True]],
-    ],
-)
-def test_runs_that_count_past_the_table_are_refused(runs):
-    with pytest.raises((ValueError, TypeError)):
-        from_runs(runs, 41)
 
 
 @given(st.lists(st.text(alphabet="ab.[]|", min_size=1)))
 def test_texts_are_read_as_they_were_written(texts):
     table = TextTable()
     numbers = [table.number(text) for text in texts]
-    read = Texts(json.loads(canonical_json(table.to_json())))
+    read = Texts(decode(encode(table.rows()), TextRows))
     assert [read.whole[number] for number in numbers] == texts
 
 
 @pytest.mark.parametrize(
-    "table",
-    [
-        {"parents": [0], "ends": ["a"]},
-        {"parents": [-1, 2, 0], "ends": ["a", "b", "c"]},
-        {"parents": [-1], "ends": [1]},
-        {"parents": [-1], "ends": []},
-        {"parents": ["0"], "ends": ["a"]},
-    ],
+    ("parents", "ends"),
+    [((0,), ("a",)), ((-1, 2, 0), ("a", "b", "c")), ((-2,), ("a",)), ((-1,), ())],
 )
-def test_texts_that_lean_on_nothing_are_refused(table):
+def test_texts_that_lean_on_nothing_are_refused(parents, ends):
     with pytest.raises(ValueError, match=r"text|zip"):
-        Texts(table)
+        Texts(TextRows(parents=parents, ends=ends))
+
+
+def test_texts_that_grow_without_end_are_refused():
+    with pytest.raises(ValueError, match="characters"):
+        Texts(TextRows(parents=(-1, *range(9_999)), ends=("a" * 10_000,) * 10_000))
 
 
 def graph(*nodes):
@@ -98,20 +65,32 @@ GRAPHS = [
 
 def test_graphs_are_read_as_they_were_written():
     given_ = {one.identity(): one for one in GRAPHS}
-    data = json.loads(canonical_json(write_graphs(given_)))
-    read = Graphs(data)
-    assert set(read) == set(given_)
-    assert {identity: one.identity() for identity, one in read.items()} == {identity: identity for identity in given_}
-    # Three calls of attention are one shape; what decides how a line reads, an attribute or a dimension, is no hole.
-    assert len(data["shapes"]) == len(GRAPHS) - 3
-    shapes = {read.shape_of(GRAPHS[index].identity())[0] for index in range(3)}
-    assert len(shapes) == 1
-    assert read.shape_of(GRAPHS[1].identity())[2] == ({"s": "layers.1"}, {"f": "0.5"})
-    assert read.shape_of(GRAPHS[5].identity())[2] == ()
+    rows = decode(encode(graph_rows(given_)), GraphRows)
+    read = Graphs(rows)
+    assert len(read) == len(GRAPHS)
+    assert dict(read) == given_
+    # Three calls of attention have one frame; what decides how a line reads, an attribute or a dimension, is no hole.
+    assert len(rows.frames) == len(GRAPHS) - 3
+    assert len({read.parts_of(GRAPHS[index].identity())[0] for index in range(3)}) == 1
+    assert read.parts_of(GRAPHS[1].identity())[2] == ({"s": "layers.1"}, 3, {"f": "0.5"})
+    assert read.parts_of(GRAPHS[5].identity())[2] == ()
 
 
-def test_a_graph_of_no_shape_is_refused():
-    data = write_graphs({one.identity(): one for one in GRAPHS[:2]})
-    data["members"][1][1] = 5
-    with pytest.raises(ValueError, match="has no shape"):
-        Graphs(data)
+def test_graphs_that_are_not_what_they_are_called_are_refused():
+    rows = graph_rows({one.identity(): one for one in GRAPHS[:2]})
+    first, second = rows.members
+    for members, why in (
+        ((first, replace(second, frame=5)), "has no frame"),
+        ((first, first), "twice"),
+        ((first, replace(second, constants=first.constants)), "was changed"),
+        ((first, replace(second, constants=())), "was changed"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            Graphs(replace(rows, members=members))
+    with pytest.raises(ValueError, match="was changed"):
+        Graphs(replace(rows, frames=(replace(rows.frames[0], aliases=((0, 0),)),)))
+
+
+def test_a_hole_without_a_constant_is_refused():
+    with pytest.raises(ArtifactError, match="hole 3"):
+        put_together(graph(Node(kind="function", target="f", args=("%0", {"hole": 3}), kwargs={})), (1, 2, 3))

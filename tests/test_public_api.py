@@ -14,7 +14,7 @@ import pytest
 import cgtool
 
 LIGHT = ["CUDAGraphMode", "CacheMissError", "CgtoolError", "CompilationConfig", "CompilationLevel", "ExampleCall"]
-LIGHT += ["GuardError", "ModelSpec"]
+LIGHT += ["GuardError", "ModelSpec", "register_adaptor"]
 SIGNATURES = {
     "load": {"module", "config", "cache_dir", "prefix", "rank"},
     "compile": {"module", "example_args", "example_kwargs", "dynamic", "config", "cache_dir", "prefix"},

@@ -122,14 +122,14 @@ def bench(*, output: Output, **options: Any) -> int:
     eager's. A way that fails is shown with its error, and the others go on.
     """
     # Rich and the command itself: what `--help` does without.
-    from cgtool.bench.request import ModelText
-    from cgtool.bench.runner import Settings
-    from cgtool.bench.ways import parse_starts, parse_ways
     from cgtool.cli.bench_tables import show_bench
     from cgtool.cli.progress import reporting
     from cgtool.cli.settings import load_settings
-    from cgtool.commands.bench import BenchOptions
-    from cgtool.commands.bench import bench as run
+    from cgtool.toolkit.bench.command import BenchOptions
+    from cgtool.toolkit.bench.command import bench as run
+    from cgtool.toolkit.bench.request import ModelText
+    from cgtool.toolkit.bench.runner import Settings
+    from cgtool.toolkit.bench.ways import parse_starts, parse_ways
 
     flags = {name: options[name] for name in CONFIG_FIELDS}
     config = load_settings(compilation_config=options["compilation_config"], flags=flags).config

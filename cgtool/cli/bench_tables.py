@@ -9,12 +9,12 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from cgtool.bench import words
 from cgtool.cli.text import plain, secs_text
+from cgtool.toolkit.bench import words
 
 if TYPE_CHECKING:
-    from cgtool.bench.report import BenchReport
     from cgtool.cli.output import Output
+    from cgtool.toolkit.bench.report import BenchReport
 
 #: Columns of a terminal from which the tables hold more; a pipe is always wide.
 _MEDIUM_COLUMNS, _FULL_COLUMNS = 110, 165

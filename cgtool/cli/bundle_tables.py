@@ -11,13 +11,13 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from cgtool.cache.layout import short
 from cgtool.cli.text import count_text, plain, size_text
+from cgtool.store.layout import short
 
 if TYPE_CHECKING:
     from cgtool.cli.output import Output
-    from cgtool.commands.export import ExportReport
-    from cgtool.commands.import_ import ImportReport
+    from cgtool.toolkit.bundle.export import ExportReport
+    from cgtool.toolkit.bundle.import_ import ImportReport
 
 #: A stranger may give a model a name of any length.
 _NAME_CHARACTERS = 80
@@ -56,7 +56,7 @@ def show_import(output: Output, report: ImportReport) -> None:
                 manifest.rank,
                 manifest.prefix,
                 entry.installed.outcome,
-                len({row.digest for row in manifest.rows}),
+                len({row.artifact.digest for row in manifest.rows}),
                 size_text(entry.size_bytes),
             )
             table.add_row(*map(_text, cells))

@@ -14,7 +14,7 @@ from cgtool.cli.options import talk_options
 
 if TYPE_CHECKING:
     from cgtool.cli.output import Output
-    from cgtool.commands.completion import Shell
+    from cgtool.toolkit.completion import Shell
 
 EXAMPLES = """\b
 Examples:
@@ -34,7 +34,7 @@ def completion(*, output: Output, shell: Shell | None, install: bool) -> int:
     Without SHELL it is the one that the variable SHELL names. `--install` writes one file into this user's folders;
     for zsh also a marked block at the end of ~/.zshrc. New shells complete then.
     """
-    from cgtool.commands.completion import completion as run
+    from cgtool.toolkit.completion import completion as run
 
     report = run({name: _script(name) for name in ([shell] if shell else _SHELLS)}, shell=shell, install=install)
     if output.as_json:

@@ -44,8 +44,8 @@ def diff(*, output: Output, old: str, new: str | None, here: bool, everything: b
     """
     # The command and rich: what `--help` does without.
     from cgtool.cli.diff_words import show_diff
-    from cgtool.commands.diff import DiffOptions
-    from cgtool.commands.diff import diff as run
+    from cgtool.toolkit.diff.run import DiffOptions
+    from cgtool.toolkit.diff.run import diff as run
 
     report = run(DiffOptions(old=old, new=new, here=here, cache_dir=cache_folder(cache_dir)))
     if output.as_json:

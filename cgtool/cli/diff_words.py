@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from cgtool.cache.compare.records import ALSO
-from cgtool.cache.layout import short
 from cgtool.cli.text import count_text, plain
+from cgtool.store.layout import short
+from cgtool.toolkit.diff.records import ALSO
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cgtool.cache.prune.record import Pruned
     from cgtool.cli.output import Output
-    from cgtool.commands.diff import DiffReport
-    from cgtool.commands.why import EntryFacts, WhyReport
+    from cgtool.store.pruned import Pruned
+    from cgtool.toolkit.diff.run import DiffReport
+    from cgtool.toolkit.why import EntryFacts, WhyReport
 
 #: What is shown of a report unless all of it was asked for; programs get all.
 MOST_DIFFERENCES = 12

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cgtool.cli import failures
-from cgtool.cli.options import cache_dir_option, cache_folder, talk_options
+from cgtool.cli.options import cache_dir_option, cache_folder, read_shapes, talk_options
 
 if TYPE_CHECKING:
-    from cgtool.cache.shapes import Shape
     from cgtool.cli.output import Output
 
 EXAMPLES = """\b
@@ -46,9 +45,9 @@ Examples:
     "--shape",
     "shapes",
     multiple=True,
-    callback=lambda ctx, param, texts: tuple(_shape(ctx, param, text) for text in texts),
+    callback=read_shapes,
     metavar="SHAPE",
-    help="Only artifacts for this shape: general, 8, 2-64 or batch=4:seq=128. Repeatable.",
+    help="Only artifacts for this shape: general, 8, 2-64 or batch=4:seq=2-64. Repeatable.",
 )
 @click.option("--no-debug", is_flag=True, help="Without computation_graph.py and transformed_code.py.")
 @click.option("--folder", is_flag=True, help="Write a folder, which serves as a cache as it stands, and no file.")
@@ -71,10 +70,10 @@ def export(*, output: Output, dest: str, **options: Any) -> int:
     model. The same entries give the same archive, byte for byte before it is packed. DEST appears whole or not at all.
     """
     # Rich and the command itself: what `--help` does without.
-    from cgtool.cache.bundle.choose import Choice
     from cgtool.cli.bundle_tables import show_export
-    from cgtool.commands.export import ExportOptions
-    from cgtool.commands.export import export as run
+    from cgtool.toolkit.bundle.choose import Choice
+    from cgtool.toolkit.bundle.export import ExportOptions
+    from cgtool.toolkit.bundle.export import export as run
 
     _check(dest, options, output)
     choice = Choice(
@@ -117,28 +116,3 @@ def _check(dest: str, options: dict[str, Any], output: Output) -> None:
     if sys.stdout.isatty():
         message = "A bundle is no text for a terminal. Redirect the output, or name a file."
         raise click.UsageError(message)
-
-
-def _shape(ctx: click.Context, param: click.Parameter, text: str) -> Shape:
-    """Read a shape as `inspect` shows it.
-
-    Raises:
-        click.BadParameter: It is none.
-    """
-    from cgtool.config_checks import WrongValueError, check_ranges, check_sizes
-    from cgtool.config_text import parse_range, parse_size
-
-    if text == "general":
-        return text
-    try:
-        if "-" in text and "=" not in text:
-            return check_ranges([parse_range(text)])[0]
-        size = parse_size(text)
-        if size == 0:  # a variant may be fixed at it
-            return 0
-        if not isinstance(size, str):  # a word may be one of the configuration's, and is no shape
-            return (check_sizes([size]) or ())[0]  # type: ignore[no-any-return]  # checked just now
-    except WrongValueError:
-        pass
-    message = f"{text[:80]!r} is no shape. Give general, a size (8), a range (2-64) or batch=4:seq=128."
-    raise click.BadParameter(message, ctx=ctx, param=param)

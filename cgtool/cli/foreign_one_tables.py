@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from cgtool.cache.shapes import shape_order, shape_text, shape_words
 from cgtool.cli.foreign_tables import show_artifacts, show_notes
 from cgtool.cli.inspect_one_tables import listed, show_facts, show_kernels, show_key, show_source
 from cgtool.cli.text import count_text, cut, indices_text, plain, size_text
+from cgtool.plan.shapes import shape_order, shape_text
 
 if TYPE_CHECKING:
-    from cgtool.cache.shapes import Shape
     from cgtool.cli.output import Output
-    from cgtool.commands.inspect_foreign_artifact import ForeignArtifactReport, ForeignGraphReport
-    from cgtool.commands.inspect_foreign_entry import ForeignEntryReport, ForeignKeyReport
+    from cgtool.plan.shapes import Shape
+    from cgtool.toolkit.foreign.inspect_artifact import ForeignArtifactReport, ForeignGraphReport
+    from cgtool.toolkit.foreign.inspect_entry import ForeignEntryReport, ForeignKeyReport
 
 _MOST_LETTERS = 200
 
@@ -48,7 +48,7 @@ def _coverage(report: ForeignEntryReport) -> Iterator[str]:
             pieces.setdefault(place, {})[shape_text(one.shape)] = one.shape
     groups: dict[tuple[str, str, str], list[int]] = {}
     for (rank, prefix, piece), shapes in sorted(pieces.items()):
-        words = ", ".join(shape_words(shape) for shape in sorted(shapes.values(), key=shape_order))
+        words = ", ".join(shape_text(shape) for shape in sorted(shapes.values(), key=shape_order))
         groups.setdefault((rank, prefix, words), []).append(piece)
     yield from listed(
         "Compiled:",
@@ -60,7 +60,7 @@ def _coverage(report: ForeignEntryReport) -> Iterator[str]:
     yield from listed(
         "Holes:",
         [
-            f"{_place(hole.rank, hole.prefix)}piece {hole.piece_index} for {shape_words(hole.shape)}"
+            f"{_place(hole.rank, hole.prefix)}piece {hole.piece_index} for {shape_text(hole.shape)}"
             for hole in report.holes
         ],
     )
@@ -83,7 +83,7 @@ def show_foreign_artifact(output: Output, report: ForeignArtifactReport) -> None
     output.line(_short(f"{report.entry.name}/{artifact.path}"), style="bold", whole=True)
     parts = [artifact.what, size_text(artifact.size_bytes)]
     parts += [f"piece {artifact.piece_index}"] * (artifact.piece_index is not None)
-    parts += [f"for {shape_words(artifact.shape)}"] if artifact.shape is not None else []
+    parts += [f"for {shape_text(artifact.shape)}"] if artifact.shape is not None else []
     parts += [f"rank {artifact.rank}"] * bool(artifact.rank) + [artifact.prefix] * bool(artifact.prefix)
     parts += [f"for {artifact.target}"] * bool(artifact.target)
     parts += ["loading it unpickles"] * artifact.holds_pickle

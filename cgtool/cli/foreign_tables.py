@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cgtool.cache.shapes import shape_order
 from cgtool.cli.columns import show_rows
 from cgtool.cli.inspect_tables import ago_text, shapes_text
 from cgtool.cli.text import count_text, cut, plain, size_text
+from cgtool.plan.shapes import shape_order, shape_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from cgtool.cache.readers.records import ForeignArtifact, ForeignEntry
     from cgtool.cli.output import Output
-    from cgtool.commands.inspect_cache import CacheOptions
-    from cgtool.commands.inspect_foreign import ForeignReport
+    from cgtool.toolkit.foreign.inspect_cache import ForeignReport
+    from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignEntry
+    from cgtool.toolkit.inspect.cache import CacheOptions
 
 #: How many problems and warnings people are shown; programs get all.
 _MOST_SAID = 20
@@ -66,7 +66,7 @@ def show_foreign(output: Output, asked: CacheOptions) -> bool:
     """
     if asked.path is None:
         return False
-    from cgtool.commands.inspect_foreign import inspect_foreign  # not for the default cache, which is cgtool's
+    from cgtool.toolkit.foreign.inspect_cache import inspect_foreign  # not for the default cache, which is cgtool's
 
     report = inspect_foreign(asked.path, filters=asked.filters, sort=asked.sort, limit=asked.limit)
     if report is None:
@@ -120,8 +120,8 @@ def _held_by(entry: ForeignEntry) -> str:
 
 
 def _shapes_of(artifacts: Iterable[ForeignArtifact]) -> str:
-    shapes = {shape_order(artifact.shape): artifact.shape for artifact in artifacts if artifact.shape is not None}
-    return shapes_text([shapes[order] for order in sorted(shapes)]) or "-"
+    shapes = {shape_text(artifact.shape): artifact.shape for artifact in artifacts if artifact.shape is not None}
+    return shapes_text(sorted(shapes.values(), key=shape_order)) or "-"
 
 
 def show_notes(output: Output, sentences: Iterable[str], word: str) -> None:

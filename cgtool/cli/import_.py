@@ -77,7 +77,7 @@ def import_(*, output: Output, source: str, **options: Any) -> int:
     """
     # Rich and the command itself: what `--help` does without.
     from cgtool.cli.bundle_tables import show_import
-    from cgtool.commands.import_ import ImportOptions, import_bundle
+    from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
 
     report = import_bundle(
         ImportOptions(

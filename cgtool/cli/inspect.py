@@ -105,8 +105,8 @@ def inspect_cache(
     # The table needs rich, which `--help` does without.
     from cgtool.cli.foreign_tables import show_foreign
     from cgtool.cli.inspect_tables import show_cache
-    from cgtool.commands.inspect_cache import CacheOptions
-    from cgtool.commands.inspect_cache import inspect_cache as run
+    from cgtool.toolkit.inspect.cache import CacheOptions
+    from cgtool.toolkit.inspect.cache import inspect_cache as run
 
     if path is not None and cache_dir is not None:
         message = "PATH and --cache-dir name the same thing. Give one of them."
@@ -158,9 +158,9 @@ def inspect_graph(
     from cgtool.cli.foreign_one_tables import show_foreign_graph
     from cgtool.cli.picture import html_of, svg_of
     from cgtool.cli.tables import show_graph
-    from cgtool.commands.inspect_foreign_artifact import inspect_foreign_graph
-    from cgtool.commands.inspect_graph import GraphOptions
-    from cgtool.commands.inspect_graph import inspect_graph as run
+    from cgtool.toolkit.foreign.inspect_artifact import inspect_foreign_graph
+    from cgtool.toolkit.inspect.graph import GraphOptions
+    from cgtool.toolkit.inspect.graph import inspect_graph as run
 
     asked = GraphOptions(
         entry=entry,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import click
 
 from cgtool.cli import failures
-from cgtool.cli.options import cache_dir_option, cache_folder, talk_options
+from cgtool.cli.options import cache_dir_option, cache_folder, read_shapes, talk_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,8 +65,8 @@ def inspect_entry(*, output: Output, entry: str | None, cache_dir: str | None) -
     # The table needs rich, which `--help` does without.
     from cgtool.cli.foreign_one_tables import show_foreign_entry
     from cgtool.cli.inspect_one_tables import show_entry
-    from cgtool.commands.inspect_entry import inspect_entry as run
-    from cgtool.commands.inspect_foreign_entry import inspect_foreign_entry
+    from cgtool.toolkit.foreign.inspect_entry import inspect_foreign_entry
+    from cgtool.toolkit.inspect.entry import inspect_entry as run
 
     folder = cache_folder(cache_dir)
     foreign = inspect_foreign_entry(entry, cache_dir=folder)
@@ -81,7 +81,12 @@ def inspect_entry(*, output: Output, entry: str | None, cache_dir: str | None) -
     "artifact", epilog=ARTIFACT_EXAMPLES, short_help="Show what one artifact holds, and which pieces it serves."
 )
 @click.argument("artifact", metavar="DIGEST|HASH/PIECE")
-@click.option("--shape", metavar="SHAPE", help="Of a piece: for which shape, such as general, 8, 1-16 or batch=4.")
+@click.option(
+    "--shape",
+    metavar="SHAPE",
+    callback=read_shapes,
+    help="Of a piece: for which shape, such as general, 8, 2-16 or batch=4:seq=2-64.",
+)
 @click.option("--variant", type=click.IntRange(min=0), metavar="N", help="Of a piece: which variant.")
 @click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Of a piece: which rank.")
 @click.option("--prefix", metavar="NAME", help="Of a piece: which compiled part of the model.")
@@ -100,8 +105,9 @@ def inspect_artifact(
     """Show what an artifact holds: kernels, generated code, what it was compiled for and with, and what it serves.
 
     Name it by the beginning of its digest, or by the beginning of an entry's hash and a piece: 3f9a/2. It is read as
-    data: nothing of it is unpickled or executed. Packages of aot_inductor hold no sources. Registers and shared memory
-    are those of CUDA kernels that lie in the package as files of their own.
+    data: nothing of it is unpickled or executed. Packages of aot_inductor hold no sources: what the compiler wrote is
+    shown from beside the plan, where it was kept. Registers and shared memory are those of CUDA kernels that lie in
+    the package as files of their own.
 
     --cache-dir may name a cache of another system. Then name a file by the beginning of its name or of its path below
     the entry, or by an entry and a piece or a path: 1572/0. Of a kernel of Triton's, what its metadata says is shown;
@@ -110,9 +116,9 @@ def inspect_artifact(
     # The tables need rich, which `--help` does without.
     from cgtool.cli.foreign_one_tables import show_foreign_artifact
     from cgtool.cli.inspect_one_tables import show_artifact
-    from cgtool.commands.inspect_artifact import ArtifactOptions
-    from cgtool.commands.inspect_artifact import inspect_artifact as run
-    from cgtool.commands.inspect_foreign_artifact import inspect_foreign_artifact
+    from cgtool.toolkit.foreign.inspect_artifact import inspect_foreign_artifact
+    from cgtool.toolkit.inspect.artifact import ArtifactOptions
+    from cgtool.toolkit.inspect.artifact import inspect_artifact as run
 
     asked = ArtifactOptions(
         artifact=artifact,
@@ -145,8 +151,8 @@ def inspect_key(*, output: Output, entry: str | None, cache_dir: str | None) -> 
     # The lines need rich, which `--help` does without.
     from cgtool.cli.foreign_one_tables import show_foreign_key
     from cgtool.cli.inspect_one_tables import show_key
-    from cgtool.commands.inspect_foreign_entry import inspect_foreign_key
-    from cgtool.commands.inspect_key import inspect_key as run
+    from cgtool.toolkit.foreign.inspect_entry import inspect_foreign_key
+    from cgtool.toolkit.inspect.key import inspect_key as run
 
     folder = cache_folder(cache_dir)
     foreign = inspect_foreign_key(entry, cache_dir=folder)

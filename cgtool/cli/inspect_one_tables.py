@@ -9,22 +9,22 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cgtool.cache.layout import short
-from cgtool.cache.shapes import shape_text, shape_words
 from cgtool.cli.columns import show_rows
 from cgtool.cli.text import count_text, cut, indices_text, plain, size_text
-from cgtool.commands.inspect_entry import place_name
-from cgtool.commands.inspect_key import leaves
+from cgtool.plan.shapes import shape_text
+from cgtool.store.layout import short
+from cgtool.toolkit.inspect.entry import place_name
+from cgtool.toolkit.inspect.key import leaves
 
 if TYPE_CHECKING:
-    from cgtool.cache.coverage import Place
-    from cgtool.cache.elf import Kernel
-    from cgtool.cache.manifest import ManifestRow
     from cgtool.cli.output import Output
-    from cgtool.commands.inspect_artifact import ArtifactReport
-    from cgtool.commands.inspect_entry import EntryReport
-    from cgtool.commands.inspect_foreign_entry import ForeignKeyReport
-    from cgtool.commands.inspect_key import KeyReport
+    from cgtool.store.elf import Kernel
+    from cgtool.store.records import Row
+    from cgtool.toolkit.coverage import Place
+    from cgtool.toolkit.foreign.inspect_entry import ForeignKeyReport
+    from cgtool.toolkit.inspect.artifact import ArtifactReport
+    from cgtool.toolkit.inspect.entry import EntryReport
+    from cgtool.toolkit.inspect.key import KeyReport
 
 #: How many holes, fallbacks, uses or guards people are shown; programs get all.
 _MOST_LINES = 20
@@ -80,7 +80,7 @@ def _coverage_table(
             groups.setdefault(tuple(sorted(pieces)), []).append(rank)
         headings.append("; ".join(_heading(pieces, ranks, several=several) for pieces, ranks in groups.items()))
     rows = [
-        [shape_words(shape), *(cells[at] for cells in shown)]
+        [shape_text(shape), *(cells[at] for cells in shown)]
         for at, shape in enumerate(texts.values())
         if any(cells[at] for cells in shown)
     ]
@@ -92,23 +92,23 @@ def _heading(pieces: Sequence[int], ranks: Sequence[int], *, several: bool) -> s
     return f"{where}{'piece' if len(pieces) == 1 else 'pieces'} {indices_text(pieces)}"
 
 
-def _cell(row: ManifestRow | None, adaptor: str, *, served: bool) -> str:
+def _cell(row: Row | None, adaptor: str, *, served: bool) -> str:
     if row is None:
         return "as it stands" if served else ""
-    words = "proved" if row.proved else "not proved"
+    words = "proved" if row.artifact.proved else "not proved"
     other = "" if row.adaptor == adaptor else f" ({row.adaptor})"
-    return f"{words}{other}" + (f", {count_text(len(row.guards), 'guard')}" if row.guards else "")
+    return f"{words}{other}" + (f", {count_text(len(row.artifact.guards), 'guard')}" if row.artifact.guards else "")
 
 
 def _remarks(report: EntryReport) -> Iterator[str]:
     """Yield what stands below the tables: sums, holes, fallbacks, what is not proved."""
     coverage = report.coverage
     rows = [row for found in report.rows.values() for row in found]
-    sizes = {row.digest: row.size_bytes for row in rows}
+    sizes = {row.artifact.digest: row.artifact.size_bytes for row in rows}
     yield ""
     yield f"{count_text(len(sizes), 'artifact')} for {count_text(len(rows), 'row')}, {size_text(sum(sizes.values()))}"
     holes = [
-        f"piece {hole.piece_index} for {shape_words(hole.shape)} (variant {hole.variant}, rank {hole.rank}, "
+        f"piece {hole.piece_index} for {shape_text(hole.shape)} (variant {hole.variant}, rank {hole.rank}, "
         f"{hole.prefix})"
         for hole in coverage.holes
     ]
@@ -120,7 +120,7 @@ def _remarks(report: EntryReport) -> Iterator[str]:
     if not holes and not report.warnings:
         yield "No holes: every piece has every shape."
     fallbacks = [
-        f"piece {fallback.piece_index} for {shape_words(fallback.shape)} (variant {fallback.variant}, rank "
+        f"piece {fallback.piece_index} for {shape_text(fallback.shape)} (variant {fallback.variant}, rank "
         f"{manifest.rank}, {manifest.prefix}) by {fallback.adaptor}: {fallback.reason}"
         for manifest in report.manifests
         for fallback in manifest.fallbacks
@@ -128,8 +128,8 @@ def _remarks(report: EntryReport) -> Iterator[str]:
     yield from listed("Served by another adaptor:", fallbacks)
     gaps: dict[str, int] = {}
     for row in rows:
-        if row.proof_gap:
-            gaps[row.proof_gap] = gaps.get(row.proof_gap, 0) + 1
+        if row.artifact.proof_gap:
+            gaps[row.artifact.proof_gap] = gaps.get(row.artifact.proof_gap, 0) + 1
     yield from listed("Not proved:", [f"{count_text(times, 'row')}: {gap}" for gap, times in gaps.items()])
 
 
@@ -151,7 +151,7 @@ def show_artifact(output: Output, report: ArtifactReport) -> None:
     contents = report.contents
     output.line(f"{report.digest}.{report.kind}", style="bold", whole=True)
     count = _UNKNOWN if report.num_kernels is None else str(report.num_kernels)
-    proved = any(use.row.proved for use in report.uses)
+    proved = any(use.row.artifact.proved for use in report.uses)
     output.line(f"{size_text(contents.size_bytes)}, {count} kernels, {'proved' if proved else 'not proved'}")
     show_facts(output, "Target", report.target)
     show_facts(output, "Compiler", report.compiler)
@@ -182,9 +182,9 @@ def _uses(report: ArtifactReport) -> Iterator[str]:
     guards: dict[str, None] = {}
     for use in report.uses:
         row, name = use.row, use.name
-        where = f"{short(name.hash)} rank {name.rank} {name.prefix}", f"variant {row.variant}", shape_words(row.shape)
+        where = f"{short(name.hash)} rank {name.rank} {name.prefix}", f"variant {row.variant}", shape_text(row.shape)
         places.setdefault(where, []).append(row.piece_index)
-        guards.update(dict.fromkeys(row.guards))
+        guards.update(dict.fromkeys(row.artifact.guards))
     served = [
         f"{where}, {variant}, {'piece' if len(pieces) == 1 else 'pieces'} {indices_text(pieces)} for {shape}"
         for (where, variant, shape), pieces in places.items()

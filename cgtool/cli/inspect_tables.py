@@ -8,18 +8,18 @@ from __future__ import annotations
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from cgtool.cache.layout import short
-from cgtool.cache.shapes import shape_words
 from cgtool.cli.columns import show_rows
 from cgtool.cli.text import count_text, secs_text, size_text
+from cgtool.plan.shapes import shape_text
+from cgtool.store.layout import short
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from cgtool.cache.listing import EntryListing
-    from cgtool.cache.shapes import Shape
     from cgtool.cli.output import Output
-    from cgtool.commands.inspect_cache import CacheReport
+    from cgtool.plan.shapes import Shape
+    from cgtool.toolkit.inspect.cache import CacheReport
+    from cgtool.toolkit.listing import EntryListing
 
 #: How many shapes a cell names.
 _FEW_SHAPES = 4
@@ -29,21 +29,21 @@ _MOST_WARNINGS = 20
 #: Heading, and what stands below it; the columns of terminals that are as wide as this, a pipe being wider than any.
 _Column = tuple[str, "Callable[[EntryListing, float], object]"]
 _COLUMNS: tuple[tuple[int, _Column], ...] = (
-    (0, ("hash", lambda entry, _: short(entry.hash))),
-    (0, ("model", lambda entry, _: entry.model)),
-    (0, (">rank", lambda entry, _: entry.rank)),
-    (0, ("prefix", lambda entry, _: entry.prefix)),
-    (115, ("adaptor", lambda entry, _: entry.adaptor)),
+    (0, ("hash", lambda entry, _: short(entry.manifest.hash))),
+    (0, ("model", lambda entry, _: entry.manifest.model)),
+    (0, (">rank", lambda entry, _: entry.manifest.rank)),
+    (0, ("prefix", lambda entry, _: entry.manifest.prefix)),
+    (115, ("adaptor", lambda entry, _: entry.manifest.adaptor)),
     (150, ("shapes", lambda entry, _: shapes_text(entry.shapes))),
-    (0, (">pieces", lambda entry, _: entry.pieces)),
-    (0, (">unique", lambda entry, _: entry.unique_pieces)),
-    (115, (">artifacts", lambda entry, _: entry.num_artifacts)),
+    (0, (">pieces", lambda entry, _: entry.manifest.variants[0].pieces)),
+    (0, (">unique", lambda entry, _: entry.manifest.variants[0].unique_pieces)),
+    (115, (">artifacts", lambda entry, _: len(entry.artifact_files))),
     (0, (">size", lambda entry, _: size_text(entry.size_bytes))),
     (115, (">unshared", lambda entry, _: size_text(entry.unshared_bytes))),
     (150, (">saved", lambda entry, _: secs_text(entry.saved_secs))),
-    (150, ("created", lambda entry, now: ago_text(entry.created, now))),
-    (0, ("used", lambda entry, now: ago_text(entry.last_used, now))),
-    (115, (">hits", lambda entry, _: entry.hits)),
+    (150, ("created", lambda entry, now: ago_text(entry.manifest.created, now))),
+    (0, ("used", lambda entry, now: ago_text(entry.usage.last_used, now))),
+    (115, (">hits", lambda entry, _: entry.usage.hits)),
 )
 
 
@@ -83,7 +83,7 @@ def _total(report: CacheReport) -> str:
 def shapes_text(shapes: Sequence[Shape]) -> str:
     """Return shapes for people: "general, 8", "general, 8, 16, 24, … (9)"."""
     few = len(shapes) <= _FEW_SHAPES + 1
-    words = [shape_words(shape) for shape in (shapes if few else shapes[:_FEW_SHAPES])]
+    words = [shape_text(shape) for shape in (shapes if few else shapes[:_FEW_SHAPES])]
     return ", ".join(words if few else [*words, f"… ({len(shapes)})"])
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import textwrap
+from collections.abc import Iterator
+from types import ModuleType
 
 from cgtool.cli.roff import escaped, literal
 
@@ -18,7 +20,8 @@ A cache of cgtool is a folder. Everything in it is named by a digest, is written
 fixed place: an entry may be copied to any other cache, user or machine. What follows is the grammar of every file, as
 it stands at the head of the module that writes it.
 
-Records are JSON with a schema version. A record of another schema is refused, with the version that wrote it.
+Records are JSON; the tag of a record names its kind and the version of its grammar, and its types stand in its class. A
+record of another version is refused, with the version that wrote it.
 """
 
 _TRUST = """\
@@ -36,22 +39,24 @@ Nothing is executed before its digest matched; under a signature policy, before 
 
 #: What each section is about, and the module whose head says it.
 _SECTIONS = (
-    ("THE TREE", "cgtool.cache.layout"),
-    ("HOW FILES ARE WRITTEN", "cgtool.cache.files"),
-    ("KEY", "cgtool.cache.key"),
-    ("MANIFEST", "cgtool.cache.manifest"),
-    ("PLAN", "cgtool.plan"),
-    ("TABLES OF A PLAN", "cgtool.plan_tables"),
-    ("PUBLISHING AN ENTRY", "cgtool.cache.entry"),
-    ("PACKAGES", "cgtool.cache.packages"),
-    ("UNITS", "cgtool.cache.units"),
-    ("LOOKUP", "cgtool.cache.lookup"),
-    ("STAMPS", "cgtool.cache.state"),
-    ("LEASES", "cgtool.cache.leases"),
-    ("PRUNING", "cgtool.cache.prune"),
-    ("BUNDLES", "cgtool.cache.bundle"),
-    ("INDEX OF A BUNDLE", "cgtool.cache.bundle.index"),
-    ("SIGNATURES", "cgtool.cache.signatures"),
+    ("THE TREE", "cgtool.store.layout"),
+    ("HOW FILES ARE WRITTEN", "cgtool.store.files"),
+    ("KEY", "cgtool.store.key"),
+    ("MANIFESTS AND ARTIFACTS", "cgtool.store.records"),
+    ("SEALS", "cgtool.store.sealing"),
+    ("SHAPES", "cgtool.plan.shapes"),
+    ("PLAN", "cgtool.plan.records"),
+    ("TABLES OF A PLAN", "cgtool.plan.tables"),
+    ("PUBLISHING AN ENTRY", "cgtool.store.entry"),
+    ("PACKAGES", "cgtool.store.packages"),
+    ("UNITS", "cgtool.store.units"),
+    ("LOOKUP", "cgtool.store.lookup"),
+    ("STAMPS", "cgtool.store.state"),
+    ("LEASES", "cgtool.store.leases"),
+    ("PRUNING", "cgtool.toolkit.prune"),
+    ("BUNDLES", "cgtool.toolkit.bundle"),
+    ("INDEX OF A BUNDLE", "cgtool.store.bundle_index"),
+    ("SIGNATURES", "cgtool.store.signatures"),
 )
 
 
@@ -70,7 +75,8 @@ def page() -> str:
     ]
     for title, name in _SECTIONS:
         lines.append(f".SH {title}")
-        lines += head(importlib.import_module(name).__doc__ or "")
+        module = importlib.import_module(name)
+        lines += [*head(module.__doc__ or ""), *_records(module)]
     lines += [".SH SEE ALSO", ".BR cgtool (1)"]
     return "\n".join(lines) + "\n"
 
@@ -85,6 +91,19 @@ def head(text: str) -> list[str]:
             words = " ".join(block.split()).replace("Must not import torch.", "").replace("::", ":").strip()
             lines += [".PP", escaped(words)] if words else []
     return lines
+
+
+def _records(module: ModuleType) -> Iterator[str]:
+    """Yield what a module's records are, and their fields as the docstrings of their classes say them."""
+    from cgtool.plan.grammar import Record  # what other pages do without
+
+    for name, record in vars(module).items():
+        if isinstance(record, type) and issubclass(record, Record) and record.__module__ == module.__name__:
+            said, _, rest = inspect.cleandoc(record.__doc__ or "").partition("\n\nArgs:\n")
+            fields, _, _ = rest.partition("\n\n")
+            yield from (".PP", escaped(f"{name}: {' '.join(said.split())}"))
+            if fields:
+                yield from (".RS 4", ".nf", *literal(textwrap.dedent(fields)), ".fi", ".RE")
 
 
 def _paragraphs(text: str) -> list[str]:

@@ -39,6 +39,23 @@ def talk_options(function: Callable[..., int | None]) -> Callable[..., int | Non
     return command
 
 
+def read_shapes(ctx: click.Context, param: click.Parameter, given: Any) -> Any:
+    """Return the texts of shapes that were given, once each is known to be one.
+
+    Raises:
+        click.BadParameter: One is none.
+    """
+    from cgtool.plan.shapes import parse_shape  # msgspec, which `--help` does without
+
+    for text in (given,) if isinstance(given, str) else given or ():
+        try:
+            parse_shape(text)
+        except ValueError as error:
+            message = f"{text[:80]!r} is no shape. Give general, a size (8), a range (2-64) or batch=4:seq=2-64."
+            raise click.BadParameter(message, ctx=ctx, param=param) from error
+    return given
+
+
 def _together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
     """Return one decorator for all of these, shown by `--help` in the order in which they are given."""
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from cgtool.cache.layout import short
-from cgtool.cache.shapes import shape_words
 from cgtool.cli.text import count_text, cut, plain
+from cgtool.plan.shapes import shape_text
+from cgtool.store.layout import short
 
 if TYPE_CHECKING:
-    from cgtool.commands.inspect_graph import GraphReport, PieceRow
-    from cgtool.pieces import TensorMeta
+    from cgtool.plan.pieces import TensorMeta
+    from cgtool.toolkit.inspect.graph import GraphReport, PieceRow
 
 _WIDTH, _BOX, _GAP, _LEFT, _LINE, _HEAD = 760, 74, 18, 20, 19, 58
 #: Hues lie apart by the golden angle, so that any number of neighbours differ.
@@ -92,7 +92,7 @@ def _box(piece: PieceRow, top: int, colour: str | None) -> str:
         look = f'class="piece" fill="{colour}" stroke="{colour}"'
     name = f"piece {piece.index}" if piece.index >= 0 else "sizes"
     what = "splitting" if piece.splitting else "compiled"
-    shapes = _few([shape_words(shape) for shape in piece.shapes], _FEW_SHAPES) or "nothing yet"
+    shapes = _few([shape_text(shape) for shape in piece.shapes], _FEW_SHAPES) or "nothing yet"
     runs = "as it stands" if piece.splitting else f"for {shapes}"
     first = f"{name} · {what} {runs}"
     tensors = f"{_tensors(piece.inputs)} → {_tensors(piece.outputs)}"

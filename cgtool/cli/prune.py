@@ -19,9 +19,9 @@ from cgtool.cli import failures
 from cgtool.cli.options import cache_dir_option, cache_folder, talk_options
 
 if TYPE_CHECKING:
-    from cgtool.cache.prune.records import Rules
     from cgtool.cli.output import Output
-    from cgtool.commands.prune import PruneReport
+    from cgtool.toolkit.prune.records import Rules
+    from cgtool.toolkit.prune.run import PruneReport
 
 EXAMPLES = """\b
 Examples:
@@ -117,8 +117,8 @@ def prune(*, output: Output, cache_dir: str | None, **options: Any) -> int:
     # Rich and the command itself: what `--help` does without.
     from cgtool.cli.progress import reporting
     from cgtool.cli.prune_tables import show_outcome, show_plan, show_stats
-    from cgtool.commands.prune import PruneOptions, plan_prune, prune_stats
-    from cgtool.commands.prune import prune as run
+    from cgtool.toolkit.prune.run import PruneOptions, plan_prune, prune_stats
+    from cgtool.toolkit.prune.run import prune as run
 
     folder = cache_folder(cache_dir)
     if options["stats"]:
@@ -147,7 +147,7 @@ def prune(*, output: Output, cache_dir: str | None, **options: Any) -> int:
 
 
 def _rules(options: dict[str, Any]) -> Rules:
-    from cgtool.cache.prune.records import Rules
+    from cgtool.toolkit.prune.records import Rules
 
     return Rules(
         older_than_secs=options["older_than"],

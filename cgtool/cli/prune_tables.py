@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from cgtool.cache.layout import short
 from cgtool.cli.columns import show_rows
 from cgtool.cli.inspect_tables import ago_text
 from cgtool.cli.text import count_text, cut, plain, size_text
+from cgtool.store.layout import short
 
 if TYPE_CHECKING:
-    from cgtool.cache.prune.records import Kept, PlannedEntry
     from cgtool.cli.output import Output
-    from cgtool.commands.prune import PruneReport, StatsReport
+    from cgtool.toolkit.prune.records import Kept, PlannedEntry
+    from cgtool.toolkit.prune.run import PruneReport, StatsReport
 
 #: Lines of one kind that people are shown; `--json` has all.
 _MOST = 20

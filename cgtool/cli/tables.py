@@ -11,17 +11,17 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from cgtool.cache.layout import short
-from cgtool.cache.shapes import shape_words
 from cgtool.cli.text import count_text, indices_text, plain, secs_text, size_text
+from cgtool.plan.shapes import shape_text
+from cgtool.store.layout import short
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from cgtool.cli.output import Output
-    from cgtool.commands.inspect_graph import GraphReport, PieceRow
-    from cgtool.commands.warm import WarmReport
-    from cgtool.pieces import TensorMeta
+    from cgtool.plan.pieces import TensorMeta
+    from cgtool.toolkit.inspect.graph import GraphReport, PieceRow
+    from cgtool.toolkit.warm import WarmReport
 
 #: How many reasons people are shown; programs get all.
 MOST_REASONS = 8
@@ -111,7 +111,7 @@ def _artifacts_table(entry: Mapping[str, Any]) -> Table:
     for artifact in entry["artifacts"]:
         table.add_row(
             _text(indices_text(artifact["piece_index"])),
-            _text(shape_words(artifact["shape"])),
+            _text(shape_text(artifact["shape"])),
             _text(len(artifact["piece_index"])),
             _text(short(artifact["digest"]), "cyan"),
             _text(f"{artifact['compile_secs']:.2f}"),
@@ -129,7 +129,7 @@ def _piece_cells(row: PieceRow, *, between: str, twin: int | None) -> tuple[Text
         _text(row.num_ops),
         _text(_tensors_text(row.inputs, between) if twin is None else f"as piece {twin}"),
         _text(_tensors_text(row.outputs, between) if twin is None else ""),
-        _text(", ".join(shape_words(shape) for shape in row.shapes) or ("-" if row.splitting else "nothing")),
+        _text(", ".join(shape_text(shape) for shape in row.shapes) or ("-" if row.splitting else "nothing")),
     )
 
 

@@ -14,7 +14,7 @@ from cgtool.cli.options import cache_dir_option, cache_folder, talk_options
 
 if TYPE_CHECKING:
     from cgtool.cli.output import Output
-    from cgtool.commands.verify_load import ModelChoice
+    from cgtool.toolkit.verify.load import ModelChoice
 
 EXAMPLES = """\b
 Examples:
@@ -79,8 +79,8 @@ def verify(*, output: Output, targets: tuple[str, ...], **options: Any) -> int:
     # Rich and the command itself: what `--help` does without.
     from cgtool.cli.progress import reporting
     from cgtool.cli.verify_tables import show_verify
-    from cgtool.commands.verify import VerifyOptions
-    from cgtool.commands.verify import verify as run
+    from cgtool.toolkit.verify.run import VerifyOptions
+    from cgtool.toolkit.verify.run import verify as run
 
     model = _model(options)
     asked = VerifyOptions(
@@ -105,7 +105,7 @@ def verify(*, output: Output, targets: tuple[str, ...], **options: Any) -> int:
 
 
 def _model(options: dict[str, Any]) -> ModelChoice | None:
-    from cgtool.commands.verify_load import ModelChoice  # kept out of `--help`
+    from cgtool.toolkit.verify.load import ModelChoice  # kept out of `--help`
 
     names = ("factory_args", "device", "dtype", "pythonpath", "prefix")
     if options["model"] is None:

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cgtool.cache.layout import short
-from cgtool.cache.shapes import shape_words
 from cgtool.cli.columns import show_rows
 from cgtool.cli.text import count_text, secs_text, size_text
+from cgtool.plan.shapes import shape_text
+from cgtool.store.layout import short
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cgtool.cache.verify.findings import Problem
-    from cgtool.cache.verify.repair import Repair
-    from cgtool.cache.verify.verdict import Level
     from cgtool.cli.output import Output
-    from cgtool.commands.verify_load import LoadProof
-    from cgtool.commands.verify_report import EntryReport, VerifyReport
+    from cgtool.toolkit.verify.findings import Problem
+    from cgtool.toolkit.verify.load import LoadProof
+    from cgtool.toolkit.verify.repair import Repair
+    from cgtool.toolkit.verify.report import EntryReport, VerifyReport
+    from cgtool.toolkit.verify.verdict import Level
 
 _COLORS = {"optimal": "green", "loads": "yellow", "unsupported": "red"}
 #: What is said of one entry, and of several.
@@ -88,7 +88,7 @@ def _show_entry(output: Output, entry: EntryReport) -> None:
     _show_problems(output, hash_, entry.findings.problems)
     missing = [
         f"piece {hole.piece_index} of variant {hole.variant}, rank {hole.rank} {hole.prefix}, has nothing for the "
-        f"shape {shape_words(hole.shape)}"
+        f"shape {shape_text(hole.shape)}"
         for hole in entry.holes
     ]
     missing += [f"rank {rank} of {prefix} is missing" for prefix, rank in entry.missing_ranks]
@@ -111,7 +111,7 @@ def _show_load(output: Output, proof: LoadProof) -> None:
         words = f"{short(opened.name.hash)} rank {opened.name.rank} {opened.name.prefix}"
         count = count_text(opened.opened, "artifact")
         output.line(f"{words}: {count} opened where nothing can be compiled", style="green" if opened.ok else "red")
-        _show_lines(output, [_cut(f"{file[:10]} {sentence}".strip()) for file, sentence in opened.problems])
+        _show_lines(output, [_cut(f"{one.file[:10]} {one.sentence}".strip()) for one in opened.problems])
     if proof.model is None:
         output.note(
             "Note: artifacts were opened and not run. Name a model with --model to load and call it.", style="dim"

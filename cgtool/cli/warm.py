@@ -40,7 +40,7 @@ Examples:
 
 
 #: Options that are fields of the configuration.
-_FIELDS = (*CONFIG_FIELDS, "cache_dir", "level", "adaptor", "jobs", "compile_timeout")
+_FIELDS = (*CONFIG_FIELDS, "cache_dir", "level", "adaptor", "jobs", "compile_timeout", "debug_dump_path")
 
 
 @click.command(epilog=EXAMPLES, short_help="Compile a model into the cache before it is served.")
@@ -67,6 +67,12 @@ _FIELDS = (*CONFIG_FIELDS, "cache_dir", "level", "adaptor", "jobs", "compile_tim
 )
 @click.option("--no-proof", is_flag=True, help="Store artifacts without running them once and comparing their results.")
 @click.option(
+    "--dump",
+    "debug_dump_path",
+    metavar="DIR",
+    help="Write the model's graph, program and generated code into this folder, for people; on a hit, too.",
+)
+@click.option(
     "--rank", type=click.IntRange(min=0), metavar="N", help="Place in a model-parallel group. Default: RANK, else 0."
 )
 @click.option("--prefix", metavar="NAME", help="Which compiled part of the model this is. Default: the factory's word.")
@@ -87,8 +93,8 @@ def warm(*, output: Output, **options: Any) -> int:
     from cgtool.cli.progress import reporting
     from cgtool.cli.settings import load_settings
     from cgtool.cli.tables import show_check, show_warm
-    from cgtool.commands.warm import WarmOptions
-    from cgtool.commands.warm import warm as run
+    from cgtool.toolkit.warm import WarmOptions
+    from cgtool.toolkit.warm import warm as run
 
     flags = {name: options[name] for name in _FIELDS}
     flags["disable_cache"] = options["no_cache"] or None

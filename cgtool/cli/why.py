@@ -79,8 +79,8 @@ def why(ctx: click.Context, /, *, output: Output, everything: bool, **options: A
     from cgtool.cli.diff_words import show_why
     from cgtool.cli.progress import reporting
     from cgtool.cli.settings import load_settings
-    from cgtool.commands.why import WhyOptions
-    from cgtool.commands.why import why as run
+    from cgtool.toolkit.why import WhyOptions
+    from cgtool.toolkit.why import why as run
 
     flags = {name: options[name] for name in _FIELDS}
     config = load_settings(compilation_config=options["compilation_config"], flags=flags).config

@@ -21,6 +21,16 @@ def is_builtin_of_torch(name: str, fn: object) -> bool:
     return getattr(VARIABLE_FUNCTIONS, name, None) is fn
 
 
+def argument_types(name: str) -> list[str] | None:
+    """Return the types of the arguments of all overloads of the op `ns::name`, or None where there is no such op.
+
+    Overloads for named dimensions (`mean.names_dim`, until torch 2.12) are left out: their schemas have strings, too.
+    """
+    found = torch._C._jit_get_schemas_for_operator(name)
+    schemas = [schema for schema in found if "name" not in schema.overload_name.lower()]
+    return [str(argument.type) for schema in schemas for argument in schema.arguments] if schemas else None
+
+
 def op_name(op: Any) -> str:
     """Return `namespace.name.overload` of an overload, `namespace.name` of a packet."""
     return str(op)
@@ -38,6 +48,7 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
+    "argument_types",
     "is_builtin_of_torch",
     "op_name",
     "share_storage",

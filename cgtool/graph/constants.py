@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cgtool.graph.values import decode_value
-from cgtool.pieces import Json, PieceGraph
+from cgtool.plan.pieces import Json, PieceGraph
 
 
 def constants_of(graph: PieceGraph) -> list[torch.Tensor]:

@@ -2,10 +2,11 @@
 
 Grammar, a subset of Python::
 
-    expr = name | int | -expr | expr (+ - * // % **) expr | Max(expr, ...) | Min(expr, ...)
+    expr = name | int | -expr | expr (+ - * // % ** & | ^) expr | Max(expr, ...) | Min(expr, ...)
          | expr (== != < <= > >=) expr | expr (and or) expr | not expr | (expr)
 
-Every expression that reaches generated code passes `check_expression` first. Must not import torch or sympy.
+An expression is evaluated as Python, here and in generated code alike, with `FUNCTIONS` for what it calls. Every
+expression that reaches generated code passes `check_expression` first. Must not import torch or sympy.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import ast
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 from cgtool.errors import ArtifactError
 
-_BINARY = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
+_BINARY = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.BitAnd, ast.BitOr, ast.BitXor)
 _COMPARE = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _SYMBOL = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z")
-_CALLS = {"Max": "max", "Min": "min"}
+#: What an expression may call: the Python of an expression needs these names in its namespace.
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {"Max": max, "Min": min}
 #: Larger powers only burn time: no size needs them.
 MAX_EXPONENT = 16
 
@@ -46,16 +49,12 @@ def symbols_of(text: str) -> tuple[str, ...]:
 
 
 def python_source(text: str) -> str:
-    """Return `text` as Python over plain integers: `Max` and `Min` become `max` and `min`.
+    """Return `text` as Python on one line, without comments; its namespace must hold `FUNCTIONS`.
 
     Raises:
         ArtifactError: `text` is outside the grammar.
     """
-    tree = ast.parse(ast.unparse(_parsed(text)[0]), mode="eval")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            node.func.id = _CALLS[node.func.id]
-    return ast.unparse(tree)
+    return ast.unparse(_parsed(text)[0])
 
 
 def evaluate(text: str | int, values: Mapping[str, int]) -> int:
@@ -126,7 +125,7 @@ def _check(node: ast.expr, text: str, names: dict[str, None]) -> None:
             operands = (left, right)
         case ast.BoolOp(values=values):
             operands = values
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _CALLS and args:
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS and len(args) > 1:
             operands = args
         case _:
             raise _malformed(text, f"{ast.unparse(node)[:80]} is outside the grammar")
@@ -140,8 +139,8 @@ def _is_small_exponent(node: ast.expr) -> bool:
 
 @lru_cache(maxsize=65536)
 def _compiled(text: str) -> Callable[[Mapping[str, int]], int]:
-    code = compile(python_source(text), "<expression>", "eval")
-    space = {"__builtins__": {"max": max, "min": min}}
+    code = compile(_parsed(text)[0], "<expression>", "eval")
+    space = {"__builtins__": {}, **FUNCTIONS}
     return lambda values: eval(code, space, dict(values))  # noqa: S307 - arithmetic only
 
 

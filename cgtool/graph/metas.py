@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cgtool.errors import ArtifactError
-from cgtool.pieces import Dim, TensorMeta
+from cgtool.plan.pieces import Dim, TensorMeta
 
 _DEVICE = re.compile(r"([a-z]+)(?::([+-][0-9]{1,3}))?\Z")
 

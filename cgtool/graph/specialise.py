@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from msgspec.structs import replace
+
 from cgtool.errors import UsageError
 from cgtool.graph.expressions import evaluate, rename, symbols_of
-from cgtool.pieces import Dim, PieceGraph, SymbolRange, TensorMeta
-from cgtool.records import replace
+from cgtool.plan.pieces import Dim, PieceGraph, SymbolRange, TensorMeta
 
 
 def specialise(graph: PieceGraph, values: Mapping[str, int]) -> PieceGraph:

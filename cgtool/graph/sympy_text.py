@@ -32,6 +32,11 @@ _DIVISIONS: dict[type, str] = {
     torch_sympy.PythonMod: "%",
     sympy.Mod: "%",
 }
+_BITWISE: dict[type, str] = {
+    torch_sympy.BitwiseFn_bitwise_and: "&",
+    torch_sympy.BitwiseFn_bitwise_or: "|",
+    torch_sympy.BitwiseFn_bitwise_xor: "^",
+}
 _EXTREMES: dict[type, str] = {
     sympy.Max: "Max",
     sympy.Min: "Min",
@@ -72,9 +77,33 @@ def _text(expr: Any, names: Mapping[str, str]) -> str:
     if kind in _DIVISIONS:
         left, right = expr.args
         return f"{_inner(left, names)} {_DIVISIONS[kind]} {_inner(right, names)}"
+    if kind in _BITWISE:
+        return f" {_BITWISE[kind]} ".join(sorted(_inner(arg, names) for arg in expr.args))
     if kind in _EXTREMES:
         return f"{_EXTREMES[kind]}({', '.join(sorted(_text(arg, names) for arg in expr.args))})"
     raise _unknown(expr, f"{kind.__name__} has no word in a plan")
+
+
+def _rounded(expr: Any, names: Mapping[str, str]) -> str:
+    # True division of sizes is exact enough below 2**53 that rounding its result is a division of integers.
+    [number] = expr.args
+    if isinstance(number, torch_sympy.IntTrueDiv):
+        dividend, divisor = number.args
+        if isinstance(expr, torch_sympy.CeilToInt):
+            return f"-({_inner(-dividend, names)} // {_inner(divisor, names)})"
+        if isinstance(expr, torch_sympy.FloorToInt) or (dividend.is_nonnegative and divisor.is_positive):
+            return f"{_inner(dividend, names)} // {_inner(divisor, names)}"
+    raise _unknown(expr, f"{type(expr).__name__} has no word in a plan")
+
+
+def _absolute(expr: Any, names: Mapping[str, str]) -> str:
+    [number] = expr.args
+    return f"Max({', '.join(sorted((_text(number, names), _text(-number, names))))})"
+
+
+def _modular_indexing(expr: Any, names: Mapping[str, str]) -> str:
+    base, divisor, modulus = (_inner(arg, names) for arg in expr.args)
+    return f"({base} // {divisor}) % {modulus}"
 
 
 def _power(expr: Any, names: Mapping[str, str]) -> str:
@@ -149,6 +178,11 @@ _WRITERS: dict[type, Callable[[Any, Mapping[str, str]], str]] = {
     sympy.Add: _sum,
     sympy.Mul: _product,
     sympy.Pow: _power,
+    sympy.Abs: _absolute,
+    torch_sympy.CeilToInt: _rounded,
+    torch_sympy.FloorToInt: _rounded,
+    torch_sympy.TruncToInt: _rounded,
+    torch_sympy.ModularIndexing: _modular_indexing,
 }
 
 

@@ -1,9 +1,10 @@
 """Names of the functions and methods that a piece calls, and back. Owns which of them a piece may call at all.
 
 Grammar: `ident(.ident)*` with one of the roots torch, _operator, math, builtins. A plan from a stranger is code, so a
-name resolves only to what computes on tensors and numbers: overloads and packets of `torch.ops`, ATen's bindings,
-`torch.nn.functional` and `torch.functional`, methods of tensors, arithmetic. Whatever opens files, loads code or calls
-its argument does not resolve.
+name resolves only to what is listed here: ATen's ops without arguments that are strings, under any of their names
+(`torch.ops.aten.mm`, `torch.mm`, the method `mm`), a written list of those with, custom ops that this process has
+registered, the functions of `torch.nn.functional` and `torch.functional`, arithmetic. What opens files, loads code or
+calls its argument is in no list.
 
 Must not import torch._dynamo, torch._inductor or sympy.
 """
@@ -16,7 +17,7 @@ import operator
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from types import ModuleType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -29,13 +30,36 @@ import torch.special
 
 from cgtool.errors import ArtifactError, SplitError
 from cgtool.graph import _torch
+from cgtool.ops import is_torchs_own
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*\Z")
 _BUILTINS = frozenset({"abs", "bool", "divmod", "float", "getattr", "int", "len", "max", "min", "pow", "round", "sum"})
-#: These call or look into what they are given.
-_OPERATOR_DENIED = frozenset({"attrgetter", "call", "itemgetter", "methodcaller", "length_hint"})
-#: These read files of the machine.
-_TORCH_DENIED = frozenset({"from_file"})
+_IN_PLACE = ("add", "and", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor")
+_OPERATORS = frozenset(
+    {*_IN_PLACE, *(f"i{name}" for name in _IN_PLACE), "and_", "or_"}
+    | {"abs", "concat", "contains", "eq", "ge", "getitem", "gt", "index", "inv", "invert", "is_", "is_not", "le", "lt"}
+    | {"ne", "neg", "not_", "pos", "setitem", "truth"}
+)
+#: ATen ops that take a string and do no more with it than compute: how to round, where to pad, which norm. All others
+#: that take one are refused, for it may name a file (`from_file`, `save`). TorchScript's overloads for strings make
+#: plain ops such as `add` two of a name.
+_WITH_STRINGS = frozenset(
+    {"_assert_async", "_assert_scalar", "_convolution_mode", "_functional_assert_async", "_functional_assert_scalar"}
+    | {"_linalg_eigh", "_linalg_svd", "_mixed_dtypes_linear", "_sparse_mm", "_sparse_semi_structured_linear"}
+    | {"add", "any", "conv1d", "conv2d", "conv3d", "copy", "count", "div", "div_", "divide", "divide_", "einsum", "eq"}
+    | {"ge", "gelu", "gelu_", "gt", "index", "index_reduce", "index_reduce_", "le", "len", "lt", "meshgrid"}
+    | {"nanquantile", "ne", "pad", "pad_sequence", "quantile", "scatter", "scatter_", "scatter_reduce"}
+    | {"scatter_reduce_", "searchsorted", "segment_reduce", "slice", "sort", "split", "stft"}
+    | {f"fft_{inverse}{kind}fft{dims}" for inverse in ("", "i") for kind in ("", "r", "h") for dims in ("", "2", "n")}
+    | {
+        f"linalg_{name}"
+        for name in ("cond", "eigh", "eigvalsh", "lstsq", "matrix_norm", "norm", "qr", "svd", "svdvals")
+    }
+)
+#: Namespaces of torch's own ops that a piece may call, beside custom ops: where an op's strings name a reduction or a
+#: group of processes, in the last ones, all of them.
+_COMPUTING = frozenset({"aten", "prims", "quantized", "quantized_decomposed"})
+_COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
 #: Functions written in Python that Dynamo leaves in its graphs, beside all of torch.functional and nn.functional.
 PYTHON_FUNCTIONS = frozenset(
     {
@@ -53,35 +77,39 @@ PYTHON_FUNCTIONS = frozenset(
         "torch.sym_sum",
     }
 )
-_PYTHON_MODULES = frozenset({"torch.functional", "torch.nn.functional"})
-_BUILTIN_MODULES: dict[str, Any] = {
-    "torch._C._nn": _torch.NATIVE_NN,
-    "torch.fft": torch.fft,
-    "torch.linalg": torch.linalg,
-    "torch.nn.functional": torch.nn.functional,
-    "torch.special": torch.special,
+#: Modules of functions, and what ATen puts before the name of the op that is behind one.
+_MODULES: dict[str, tuple[Any, str]] = {
+    "torch._C._nn": (_torch.NATIVE_NN, ""),
+    "torch.fft": (torch.fft, "fft_"),
+    "torch.functional": (torch.functional, ""),
+    "torch.linalg": (torch.linalg, "linalg_"),
+    "torch.nn.functional": (torch.nn.functional, ""),
+    "torch.special": (torch.special, "special_"),
 }
-_METHODS_DENIED = frozenset(
-    {"apply_", "backward", "map2_", "map_", "numpy", "register_hook", "register_post_accumulate_grad_hook"}
-    | {"share_memory_", "storage", "untyped_storage", "set_", "resize_as_sparse_", "module_load", "reinforce"}
+_WRITTEN_IN_PYTHON = frozenset({"torch.functional", "torch.nn.functional"})
+#: Methods of tensors that are no ATen ops.
+_METHODS = frozenset(
+    {
+        "bfloat16",
+        "bool",
+        "byte",
+        "cdouble",
+        "cfloat",
+        "char",
+        "cpu",
+        "cuda",
+        "dim_order",
+        "double",
+        "float",
+        "half",
+        "int",
+    }
+    | {"long", "ndimension", "nelement", "new", "new_tensor", "short", "to_sparse_coo", "tolist", "type", "unique"}
 )
-_ARITHMETIC = (
-    "add",
-    "and",
-    "floordiv",
-    "lshift",
-    "matmul",
-    "mod",
-    "mul",
-    "or",
-    "pow",
-    "rshift",
-    "sub",
-    "truediv",
-    "xor",
-)
+#: ATen ops that are methods, too, and work on what a tensor is beyond its values.
+_METHODS_DENIED = frozenset({"backward", "resize_as_sparse_", "set_"})
 _METHODS_DUNDER = frozenset(
-    {f"__{prefix}{name}__" for prefix in ("", "i", "r") for name in _ARITHMETIC}
+    {f"__{prefix}{name}__" for prefix in ("", "i", "r") for name in _IN_PLACE}
     | {f"__{name}__" for name in ("abs", "eq", "ge", "getitem", "gt", "invert", "le", "lt", "ne", "neg", "setitem")}
     | {f"__{name}__" for name in ("bool", "float", "index", "int", "len")}
 )
@@ -126,7 +154,7 @@ def _candidates(fn: Any) -> list[str]:
     found = [f"{module}.{short}"] if module else []
     if short:
         found += [f"torch.{short}", f"_operator.{short}", f"math.{short}", f"builtins.{short}", f"torch.Tensor.{short}"]
-    found += [f"{where}.{name}" for where, space in _BUILTIN_MODULES.items() for name in _names_of(space, fn)]
+    found += [f"{where}.{name}" for where, (space, _) in _MODULES.items() for name in _names_of(space, fn)]
     return found
 
 
@@ -144,7 +172,7 @@ def _resolved(name: str) -> Callable[..., Any]:
         fn = getattr(builtins, rest)
     elif root == "math" and not rest.startswith("_"):
         fn = getattr(math, rest, None)
-    elif root == "_operator" and not rest.startswith("_") and rest not in _OPERATOR_DENIED:
+    elif root == "_operator" and rest in _OPERATORS:
         fn = getattr(operator, rest, None)
     elif name.startswith("torch.ops."):
         fn = _resolve_op(name)
@@ -160,13 +188,24 @@ def _resolved(name: str) -> Callable[..., Any]:
 
 
 def _resolve_op(name: str) -> Any:
-    parts = name.split(".")[2:]
-    if len(parts) not in (2, 3) or any(part.startswith("__") for part in parts[:1]):
+    namespace, *parts = name.split(".")[2:]
+    if len(parts) not in (1, 2) or namespace.startswith("__"):
         return None
-    found: Any = torch.ops
+    is_free = namespace in _COLLECTIVES or not is_torchs_own(f"{namespace}::")
+    if not is_free and not (namespace in _COMPUTING and _only_computes(namespace, parts[0])):
+        return None
+    found: Any = getattr(torch.ops, namespace)
     for part in parts:
         found = getattr(found, part, None)
     return found if isinstance(found, _torch.OpOverload | _torch.OpOverloadPacket) else None
+
+
+def _only_computes(namespace: str, name: str) -> bool:
+    """Return whether an op of torch's own is there and takes no string that could name a file."""
+    if namespace == "aten" and name in _WITH_STRINGS:
+        return True
+    types = _torch.argument_types(f"{namespace}::{name}")
+    return types is not None and not any("str" in text for text in types)
 
 
 def _resolve_torch(name: str) -> Any:
@@ -180,18 +219,14 @@ def _resolve_torch(name: str) -> Any:
         return found
     if module == "torch":
         fn = getattr(torch, last, None)
-        return fn if last not in _TORCH_DENIED and _torch.is_builtin_of_torch(last, fn) else None
-    if module in _BUILTIN_MODULES or module in _PYTHON_MODULES:
-        space = _BUILTIN_MODULES.get(module) or getattr(torch, "functional")  # noqa: B009 - mypy: a module attribute
-        fn = None if last.startswith("_") else getattr(space, last, None)
-        return fn if _computes(module, fn) else None
-    return None
-
-
-def _computes(module: str, fn: Any) -> bool:
-    if fn is None or isinstance(fn, type | ModuleType):
-        return False
-    return not hasattr(fn, "__code__") or fn.__module__ in (module, *_PYTHON_MODULES)
+        return fn if _torch.is_builtin_of_torch(last, fn) and _only_computes("aten", last) else None
+    if module not in _MODULES or last.startswith("_"):
+        return None
+    space, prefix = _MODULES[module]
+    fn = getattr(space, last, None)
+    if isinstance(fn, FunctionType):
+        return fn if module in _WRITTEN_IN_PYTHON and fn.__module__ in _WRITTEN_IN_PYTHON else None
+    return fn if isinstance(fn, BuiltinFunctionType) and _only_computes("aten", f"{prefix}{last}") else None
 
 
 def resolve_target(name: str) -> Callable[..., Any]:
@@ -208,9 +243,11 @@ def resolve_target(name: str) -> Callable[..., Any]:
 
 def is_method(name: str) -> bool:
     """Return whether a "method" node may call `name` on a tensor."""
+    if not callable(getattr(torch.Tensor, name, None)):
+        return False
     if name.startswith("_"):
         return name in _METHODS_DUNDER
-    return name not in _METHODS_DENIED and callable(getattr(torch.Tensor, name, None))
+    return name in _METHODS or (name not in _METHODS_DENIED and _only_computes("aten", name))
 
 
 def check_method(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Arguments of a node as JSON, and back; the grammar of `value` is in `cgtool.pieces`.
+"""Arguments of a node as JSON, and back; the grammar of `value` is in `cgtool.plan.pieces`.
 
 What has no word in the grammar is an error when it is written, never a guess. Must not import torch._dynamo,
 torch._inductor or sympy.
@@ -18,7 +18,7 @@ from torch import fx
 
 from cgtool.errors import ArtifactError, SplitError
 from cgtool.graph.metas import device_of, device_text, dtype_of, dtype_text
-from cgtool.pieces import Json
+from cgtool.plan.pieces import Json
 
 _REF = re.compile(r"%(0|[1-9][0-9]*)\Z")
 _LAYOUTS = {str(v).removeprefix("torch."): v for v in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
@@ -51,7 +51,7 @@ _SYMBOLIC = (fx.Node, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def encode_value(value: Any, ref: Callable[[Any], Json]) -> Json:
-    """Return `value` in the grammar of `cgtool.pieces`.
+    """Return `value` in the grammar of `cgtool.plan.pieces`.
 
     Args:
         value: An argument of an FX node.

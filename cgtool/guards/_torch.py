@@ -1,33 +1,28 @@
-"""The private names of torch that guards need, each read in 2.13.0 and unchanged since 2.11."""
+"""The private names of torch that guards need, each read in 2.13.0 and unchanged since 2.11 but where it is said."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import sys
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
-from torch._C import _functorch  # the stack of transforms; torch.func shows no public way to ask
 from torch._library import simple_registry
 from torch._library.custom_ops import OPDEFS
 from torch.utils._config_module import _UNSET_SENTINEL as _UNSET  # where a setting has no value of some origin
 
-
-def any_autocast_enabled() -> bool:
-    """Return whether autocast is on for any device type."""
-    return bool(torch._C._is_any_autocast_enabled())
+#: Whether autocast is on for any device type; called at each call of a model, and so without a function around it.
+any_autocast_enabled = torch._C._is_any_autocast_enabled
+#: How many torch function modes are active, a default device's included; likewise.
+num_torch_function_modes = torch._C._len_torch_function_stack
 
 
 @functools.cache
 def autocast_device_types() -> tuple[str, ...]:
     """Return every device type that autocast knows, whether or not this build of torch has it."""
     return tuple(torch._C._autocast_supported_devices())
-
-
-def num_torch_function_modes() -> int:
-    """Return how many torch function modes are active, a default device's included."""
-    return int(torch._C._len_torch_function_stack())
 
 
 def _modes() -> list[Any]:
@@ -50,15 +45,114 @@ def _chooses_a_device(mode: Any) -> bool:
     return isinstance(mode, DeviceContext)
 
 
-def num_torch_dispatch_modes() -> int:
-    """Return how many torch dispatch modes are active, fake tensors' included."""
-    # Infra modes (fake, proxy, functional) stand in slots of their own beside the user's stack.
-    return int(torch._C._len_torch_dispatch_stack())
+def _float32_matmul_precision() -> str:
+    try:
+        return torch._C._get_float32_matmul_precision()
+    except RuntimeError:  # torch's word for backends that were set apart from each other by their fp32_precision
+        return "mixed"
 
 
-def in_functorch() -> bool:
-    """Return whether a functorch transform is active."""
-    return _functorch.peek_interpreter_stack() is not None
+class Setting(NamedTuple):
+    """A setting of torch that one call reads.
+
+    Args:
+        words: What people call it: the setter that they know.
+        function: What reads it.
+        arguments: What that is called with.
+    """
+
+    words: str
+    function: Callable[..., Any]
+    arguments: tuple[str, ...]
+
+
+def _settings(rows: Iterable[tuple[str, ...]]) -> dict[str, Setting]:
+    """Return {name: setting} for the getters that this torch has."""
+    found = {}
+    for name, words, getter, *arguments in rows:
+        function = getattr(torch._C, getter, None)
+        if function is not None:
+            found[name] = Setting(words, function, tuple(arguments))
+    return found
+
+
+_FP32 = "_get_fp32_precision_getter"
+_MATMUL = "torch.backends.cuda.matmul."
+_MKLDNN = "torch.backends.mkldnn."
+_OLD_MATMUL = " (torch.set_float32_matmul_precision)"
+_OLD_CUDNN = " (torch.backends.cudnn.allow_tf32)"
+
+#: By the name that a plan has for them, as read in 2.13.0; what this torch has no getter for is left out.
+SETTINGS: dict[str, Setting] = {
+    "float32_matmul_precision": Setting("the float32 matmul precision", _float32_matmul_precision, ()),
+    **_settings(
+        [
+            ("fp32_precision", "torch.backends.fp32_precision", _FP32, "generic", "all"),
+            ("cuda_fp32_precision", "torch.backends.cudnn.fp32_precision", _FP32, "cuda", "all"),
+            ("cuda_fp32_precision_matmul", f"{_MATMUL}fp32_precision{_OLD_MATMUL}", _FP32, "cuda", "matmul"),
+            (
+                "cuda_fp32_precision_conv",
+                f"torch.backends.cudnn.conv.fp32_precision{_OLD_CUDNN}",
+                _FP32,
+                "cuda",
+                "conv",
+            ),
+            ("cuda_fp32_precision_rnn", f"torch.backends.cudnn.rnn.fp32_precision{_OLD_CUDNN}", _FP32, "cuda", "rnn"),
+            ("mkldnn_fp32_precision", "torch.backends.mkldnn.fp32_precision", _FP32, "mkldnn", "all"),
+            ("mkldnn_fp32_precision_matmul", f"{_MKLDNN}matmul.fp32_precision{_OLD_MATMUL}", _FP32, "mkldnn", "matmul"),
+            ("mkldnn_fp32_precision_conv", f"{_MKLDNN}conv.fp32_precision", _FP32, "mkldnn", "conv"),
+            ("mkldnn_fp32_precision_rnn", f"{_MKLDNN}rnn.fp32_precision", _FP32, "mkldnn", "rnn"),
+            # a pair in 2.13: the reduction, and whether it may be split; one answer in older torch
+            (
+                "cuda_fp16_reduction",
+                f"{_MATMUL}allow_fp16_reduced_precision_reduction",
+                "_get_cublas_allow_fp16_reduced_precision_reduction",
+            ),
+            (
+                "cuda_bf16_reduction",
+                f"{_MATMUL}allow_bf16_reduced_precision_reduction",
+                "_get_cublas_allow_bf16_reduced_precision_reduction",
+            ),
+            ("cuda_fp16_accumulation", f"{_MATMUL}allow_fp16_accumulation", "_get_cublas_allow_fp16_accumulation"),
+            ("mkldnn_enabled", "torch.backends.mkldnn.enabled", "_get_mkldnn_enabled"),
+            ("deterministic", "torch.use_deterministic_algorithms", "_get_deterministic_algorithms"),
+            (
+                "deterministic_warn_only",
+                "warn_only of torch.use_deterministic_algorithms",
+                "_get_deterministic_algorithms_warn_only",
+            ),
+            (
+                "fill_uninitialized",
+                "torch.utils.deterministic.fill_uninitialized_memory",
+                "_get_deterministic_fill_uninitialized_memory",
+            ),
+            ("default_dtype", "torch's default dtype", "get_default_dtype"),
+            ("default_tensor_type", "the device of torch.set_default_tensor_type", "_get_default_device"),
+            # `with torch.autocast("cpu")` takes it, whether autocast is on now or not
+            ("autocast_dtype_cpu", "torch.get_autocast_dtype('cpu')", "get_autocast_dtype", "cpu"),
+            ("autocast_dtype_cuda", "torch.get_autocast_dtype('cuda')", "get_autocast_dtype", "cuda"),
+            ("autocast_cache", "torch.set_autocast_cache_enabled", "is_autocast_cache_enabled"),
+            # Infra modes (fake, proxy, functional) stand in slots of their own beside the user's stack.
+            ("torch_dispatch_mode", "the number of active torch dispatch modes", "_len_torch_dispatch_stack"),
+            ("functorch", "a functorch transform", "_are_functorch_transforms_active"),
+            ("grad_mode", "grad mode", "is_grad_enabled"),
+            ("inference_mode", "inference mode", "is_inference_mode_enabled"),
+            ("num_threads", "torch.get_num_threads()", "get_num_threads"),
+            ("sdp_flash", "torch.backends.cuda.enable_flash_sdp", "_get_flash_sdp_enabled"),
+            ("sdp_mem_efficient", "torch.backends.cuda.enable_mem_efficient_sdp", "_get_mem_efficient_sdp_enabled"),
+            ("sdp_math", "torch.backends.cuda.enable_math_sdp", "_get_math_sdp_enabled"),
+            (
+                "sdp_math_reduction",
+                "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp",
+                "_get_math_sdp_allow_fp16_bf16_reduction",
+            ),
+            ("sdp_cudnn", "torch.backends.cuda.enable_cudnn_sdp", "_get_cudnn_sdp_enabled"),
+            ("sdp_fa3", "the use of FlashAttention 3", "_get_fa3_sdp_enabled"),
+            ("sdp_overrideable", "the use of an overridden attention kernel", "_get_overrideable_sdp_enabled"),
+            ("sdp_priority", "the order of torch.nn.attention.sdpa_kernel", "_get_sdp_priority_order"),
+        ]
+    ),
+}
 
 
 def changed_inductor_settings() -> dict[str, Any]:
@@ -81,6 +175,17 @@ def changed_inductor_settings() -> dict[str, Any]:
         if type(values[name]) is not type(start) or values[name] != start:
             found[name] = values[name]
     return found
+
+
+def is_fake(value: Any) -> bool:
+    """Return whether a value is a fake tensor; asks nothing of torch's fake tensors where none was imported."""
+    fakes: Any = sys.modules.get("torch._subclasses.fake_tensor")
+    return fakes is not None and isinstance(value, fakes.FakeTensor)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a view of another one."""
+    return tensor._is_view()
 
 
 def find_op(name: str) -> Any:

@@ -18,12 +18,15 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from cgtool.digests import canonical_json, digest_of
+from cgtool.digests import canonical_json, digest_of, sha256_hex
 from cgtool.guards.sources import canonical_module_name
-from cgtool.pieces import Json
+from cgtool.plan.pieces import Json
 
 #: Types of torch whose text is their value and holds no address.
 _TORCH_CONSTANTS = frozenset({"dtype", "device", "layout", "memory_format", "Size", "OpOverload", "OpOverloadPacket"})
+
+#: Types of constants in code whose `repr` is their value.
+_AS_REPR = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def code_digest(code: types.CodeType | object, *, follow_globals: bool = False) -> str:
@@ -40,6 +43,12 @@ def code_digest(code: types.CodeType | object, *, follow_globals: bool = False) 
     Returns:
         The digest. Objects other than constants in closures, defaults and globals enter by the name of their type.
     """
+    if isinstance(code, types.CodeType):
+        return _digest_of_code(code)
+    if type(code) is types.FunctionType and not (
+        follow_globals or code.__defaults__ or code.__kwdefaults__ or code.__closure__
+    ):
+        return _digest_of_bare_function(code.__code__)
     return digest_of(_Describer(follow_globals=follow_globals).describe(code))
 
 
@@ -58,13 +67,19 @@ class _Describer:
         if isinstance(value, (float, complex, bytes, range, slice, types.EllipsisType)):
             return [type(value).__name__, repr(value)]
         if isinstance(value, types.CodeType):
-            return self._code(value)
+            return ["code", _digest_of_code(value)]
         if isinstance(value, types.FunctionType):
             return self._function(value)
         if isinstance(value, types.MethodType):
             return ["method", _type_name(value.__self__), self.describe(value.__func__)]
         if isinstance(value, functools.partial):
             return ["partial", *map(self.describe, (value.func, value.args, value.keywords))]
+        if isinstance(value, (staticmethod, classmethod)):
+            return [type(value).__name__, self.describe(value.__func__)]
+        if isinstance(value, property):
+            return ["property", *map(self.describe, (value.fget, value.fset, value.fdel))]
+        if isinstance(value, functools.cached_property):
+            return ["cached_property", self.describe(value.func)]
         if isinstance(value, (types.ModuleType, type)) or inspect.isroutine(value):
             return ["named", _object_name(value)]
         if isinstance(value, (tuple, list, dict, set, frozenset)):
@@ -104,7 +119,7 @@ class _Describer:
         self._seen[id(function)] = len(self._seen)
         described = [
             "function",
-            self._code(function.__code__),
+            _digest_of_code(function.__code__),
             self.describe(function.__defaults__),
             self.describe(function.__kwdefaults__),
             [self._cell(cell) for cell in function.__closure__ or ()],
@@ -124,15 +139,32 @@ class _Describer:
             return ["named", _object_name(value)]
         return self.describe(value)
 
-    def _code(self, code: types.CodeType) -> Json:
-        return [
-            "code",
-            code.co_code.hex(),
-            code.co_exceptiontable.hex(),
-            [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags],
-            [list(names) for names in (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)],
-            [self.describe(constant) for constant in code.co_consts],
-        ]
+
+@functools.lru_cache(maxsize=16384)
+def _digest_of_code(code: types.CodeType) -> str:
+    """Return the digest of a code object; kept, because a load and each `recheck()` meet the same ones many times."""
+    counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
+    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
+    constants = ",".join([repr(c) if type(c) in _AS_REPR else _constant_text(c) for c in code.co_consts])
+    text = f"{counts}{names}{constants}\0{code.co_exceptiontable.hex()}\0".encode("utf-8", "surrogatepass")
+    return sha256_hex(text + code.co_code)
+
+
+@functools.lru_cache(maxsize=16384)
+def _digest_of_bare_function(code: types.CodeType) -> str:
+    """Return the digest of a function that is its code alone; most are, and a load meets hundreds."""
+    return digest_of(["function", _digest_of_code(code)])
+
+
+def _constant_text(constant: Any) -> str:
+    """Return a constant that Python's compiler put into code as text, the members of a set in one order."""
+    if isinstance(constant, types.CodeType):
+        return _digest_of_code(constant)
+    if isinstance(constant, tuple):
+        return f"({','.join(map(_constant_text, constant))})"
+    if isinstance(constant, frozenset):
+        return f"{{{','.join(sorted(map(_constant_text, constant)))}}}"
+    return repr(constant)
 
 
 def _globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

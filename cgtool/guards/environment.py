@@ -15,7 +15,8 @@ import torch
 from cgtool import host
 from cgtool.digests import digest_of
 from cgtool.guards import _torch as private
-from cgtool.pieces import Json
+from cgtool.guards import state
+from cgtool.plan.pieces import Json
 from cgtool.variables import environment
 
 
@@ -89,11 +90,13 @@ def _accelerators() -> list[str]:
 
 def _precision() -> Json:
     return {
-        "float32_matmul": torch.get_float32_matmul_precision(),
+        "float32_matmul": state.current("float32_matmul_precision"),
+        "fp32": {name: state.current(name) for name in state.FP32_NAMES},
         "fp16_reduced": plain(torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction),
         "bf16_reduced": plain(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction),
-        "cudnn_tf32": bool(torch.backends.cudnn.allow_tf32),
+        "fp16_accumulated": plain(torch.backends.cuda.matmul.allow_fp16_accumulation),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "filled": state.current("fill_uninitialized"),
     }
 
 

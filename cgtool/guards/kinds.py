@@ -4,18 +4,27 @@ A guard is (source, kind, expected) and holds when `describe(kind, resolve(sourc
 writes a guard and checks it, so the two cannot drift apart. Kinds::
 
     value              the object as a literal (see `literals.py`)
-    type               its class, by qualified name
+    digest             the digest of the object as a literal, for one that would be long
+    type               its class, by qualified name; a fake tensor's is that of the tensor it stands for
+    class:<json>       the definition of a class, see `definitions.py`; those of its containers that count are named
+    named:<json>       which of these names are attributes of the object itself, or globals of the module
+    registered:<json>  which of these classes are registered with an ABC, or with one that inherits from it
+    attributes         the names of all its own attributes, in order
     length             [class, number of elements]
     keys               the keys of a dict, in order
     empty              whether it has no elements
     hooks              how many hooks a module has
     contains:<json>    whether that key is in it
+    named_keys:<json>  which of these keys are in it
     hasattr:<name>     whether it has the attribute
     absent:<name>      whether its instance dict has no such name
     tensor             [class, dtype, shape, stride, device type]
     same:<source>      whether it is the very object that another source names
+    distinct:<digest>  whether no other source with this very kind names the same object
     apart:<source>     whether two tensors share no memory
-    requires_grad      whether a tensor requires grad
+    requires_grad, is_leaf, has_grad, is_view, is_inference
+                       what a tensor answers to these questions
+    steps_of_one       the strides of a tensor's dimensions of size one; null for one that follows from the others
     code               the digest of a function's code
     ops                what the compiler believes of a custom op, see `ops.py`
     state              global state of torch, see `state.py`
@@ -23,22 +32,32 @@ writes a guard and checks it, so the two cannot drift apart. Kinds::
 
 from __future__ import annotations
 
+import abc
+import functools
 import json
 from collections.abc import Callable, Iterable
+from types import MemberDescriptorType, ModuleType
 from typing import Any
 
+import torch
+
+from cgtool.digests import digest_of
 from cgtool.errors import GuardError
+from cgtool.guards import _torch as private
 from cgtool.guards import state
 from cgtool.guards.code import code_digest
+from cgtool.guards.definitions import define, registered
 from cgtool.guards.literals import NoRuleError, encode_literal
 from cgtool.guards.names import qualified_name
-from cgtool.guards.sources import Roots, parse_source
-from cgtool.plan import Guard
+from cgtool.guards.sources import NotImportedError, Roots, parse_source
+from cgtool.plan.records import Guard
 from cgtool.records import dataclass
-from cgtool.words import source_words, spell
+from cgtool.words import definition_words, names_words, source_words, spell
 
 Json = Any
 
+#: Where a module keeps what `setattr` does not put into its own dict.
+PARTS = ("_parameters", "_buffers", "_modules")
 #: Where a module keeps its hooks.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -76,26 +95,101 @@ def _tensor(value: Any) -> Json:
     ]
 
 
+def _steps_of_one(tensor: Any) -> Json:
+    found, natural = [], 1
+    for size, step in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if size == 1:
+            found.append(None if step == natural else step)
+        natural = step * size
+    return found[::-1]
+
+
 def _contains(value: Any, key: str) -> Json:
     return _plain_key(json.loads(key)) in value
+
+
+def own_attributes(value: Any) -> list[str]:
+    """Return the names of what an object itself holds, in order: attributes, slots, and the parts of an `nn.Module`."""
+    if isinstance(value, ModuleType):  # what is imported beside it sooner or later is not its own
+        inside = f"{value.__name__}."
+        return [
+            name
+            for name, held in list(vars(value).items())
+            if not (isinstance(held, ModuleType) and held.__name__.startswith(inside))
+        ]
+    found = list(getattr(value, "__dict__", ()))
+    if isinstance(value, torch.nn.Module):
+        return found + [name for part in PARTS for name in vars(value)[part]]
+    return found + [name for name in _slots(type(value)) if hasattr(value, name)]
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    return tuple(
+        name
+        for owner in cls.__mro__
+        if owner.__module__ != "builtins" and "__slots__" in vars(owner)
+        for name, member in vars(owner).items()
+        if isinstance(member, MemberDescriptorType)
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def names_of(argument: str) -> frozenset[str]:
+    """Return the names that a kind such as `named:<json>` asks for."""
+    return frozenset(json.loads(argument))
+
+
+def _named(value: Any, argument: str) -> Json:
+    return sorted(names_of(argument).intersection(own_attributes(value)))
+
+
+def _named_keys(value: Any, argument: str) -> Json:
+    return sorted(names_of(argument).intersection(value))
+
+
+def _registered(value: type, argument: str) -> Json:
+    found: set[str] = set()
+    waiting: list[Any] = [value]
+    while waiting:
+        abstract = waiting.pop()
+        found.update(map(qualified_name, registered(abstract)))
+        waiting.extend(heir for heir in abstract.__subclasses__() if isinstance(heir, abc.ABCMeta))
+    return sorted(names_of(argument).intersection(found))
 
 
 def _plain_key(key: Json) -> Any:
     return tuple(map(_plain_key, key[1:])) if isinstance(key, list) and key[:1] == ["t"] else key
 
 
+def _type(value: Any) -> Json:
+    if private.is_fake(value):
+        return qualified_name(torch.nn.Parameter if isinstance(value, torch.nn.Parameter) else torch.Tensor)
+    return qualified_name(type(value))
+
+
 _PLAIN: dict[str, Callable[[Any], Json]] = {
     "value": encode_literal,
-    "type": lambda value: qualified_name(type(value)),
+    "digest": lambda value: digest_of(encode_literal(value)),
+    "attributes": own_attributes,
+    "type": _type,
     "length": _length,
     "keys": lambda value: [encode_literal(key) for key in value],
     "empty": lambda value: len(value) == 0,
     "hooks": lambda module: sum(len(vars(module).get(name) or ()) for name in HOOKS),
     "tensor": _tensor,
     "requires_grad": lambda tensor: tensor.requires_grad,
+    "is_leaf": lambda tensor: tensor.is_leaf,
+    "has_grad": lambda tensor: tensor.is_leaf and tensor.grad is not None,
+    "is_view": private.is_view,
+    "is_inference": lambda tensor: tensor.is_inference(),
+    "steps_of_one": _steps_of_one,
     "code": lambda value: code_digest(getattr(getattr(value, "__func__", value), "__code__", value)),
 }
 _WITH_ARGUMENT: dict[str, Callable[[Any, str], Json]] = {
+    "class": lambda value, argument: define(value, names_of(argument)),
+    "named": _named,
+    "named_keys": _named_keys,
+    "registered": _registered,
     "contains": _contains,
     "hasattr": hasattr,
     "absent": lambda value, name: name not in getattr(value, "__dict__", {}),
@@ -131,8 +225,17 @@ def evaluate(guard: Guard, roots: Roots) -> Json:
 def _looked_at(guard: Guard, roots: Roots) -> Json:
     try:
         return evaluate(guard, roots)
-    except (GuardError, NoRuleError):
+    except GuardError:
         raise
+    except NoRuleError as error:
+        now = qualified_name(type(roots.resolve(guard.source)))
+        name = source_words(guard.source)
+        try:
+            was = _say(guard.kind, guard.expected)
+        except (LookupError, TypeError):  # no kind sees what it expects: the plan was changed
+            was = str(guard.expected)[:80]
+        msg = f"{name} was {was} when this was compiled and is of type {now} now."
+        raise GuardError(msg, actual=now) from error
     except Exception as error:  # None has no shape, a number has no length
         now = qualified_name(type(roots.resolve(guard.source)))
         name = source_words(guard.source)
@@ -148,10 +251,20 @@ def are_apart(one: Any, other: Any) -> bool:
 def check(guards: Iterable[Guard], roots: Roots) -> list[Failure]:
     """Return the guards that do not hold now, in order; an empty list means that all hold."""
     failures: list[Failure] = []
+    seen: dict[tuple[str, int], Guard] = {}
     for guard in guards:
         try:
+            if guard.kind.startswith("distinct:"):
+                first = seen.setdefault((guard.kind, id(roots.resolve(guard.source))), guard)
+                if first is not guard:
+                    both = f"{source_words(first.source)} and {source_words(guard.source)}"
+                    said = f"{both} were two objects when this was compiled and are one now."
+                    failures.append(Failure(guard=guard, actual=False, sentence=said))
+                continue
             actual = _looked_at(guard, roots)
-        except (GuardError, NoRuleError) as error:
+        except NotImportedError:
+            continue
+        except GuardError as error:
             failures.append(Failure(guard=guard, actual=None, sentence=str(error)))
             continue
         if not same(actual, guard.expected):
@@ -171,6 +284,13 @@ def same(one: Json, other: Json) -> bool:
 def sentence(guard: Guard, actual: Json) -> str:
     """Say what a guard expected and what is there now: 'layers.0.eps was 1e-06 when this was compiled ...'."""
     name = source_words(guard.source)
+    try:
+        return _sentence(guard, name, actual)
+    except (AttributeError, LookupError, TypeError, ValueError):  # no kind sees what it expects: the plan was changed
+        return f"{name} was {str(guard.expected)[:80]} when this was compiled, which cannot be."
+
+
+def _sentence(guard: Guard, name: str, actual: Json) -> str:
     word, _, argument = guard.kind.partition(":")
     if word == "hasattr":
         return f"{name} {_had(was=guard.expected)} an attribute {argument} when this was compiled; now it is otherwise."
@@ -188,12 +308,27 @@ def sentence(guard: Guard, actual: Json) -> str:
         return f"{name} and {source_words(argument)} had {had} when this was compiled, and one of them is written to."
     if word == "hooks":
         return f"{name} had {guard.expected or 'no'} hooks when this was compiled and has {actual} now."
-    if word == "requires_grad":
-        did = "required" if guard.expected else "did not require"
-        return f"{name} {did} grad when this was compiled; now it is otherwise."
+    if word in _QUESTIONS:
+        return f"{name} {_QUESTIONS[word][not guard.expected]} when this was compiled; now it is otherwise."
+    if word == "class":
+        return f"{definition_words(guard.expected, actual)}."
+    if word in {"named", "named_keys", "attributes", "registered"}:
+        return f"{names_words(name, word, guard.expected, actual)}."
+    if word == "digest":
+        return f"{name} is not what it was when this was compiled."
     if word == "code":
         return f"The code of {name} is not what was compiled."
     return f"{name} was {_say(word, guard.expected)} when this was compiled and is {_say(word, actual)} now."
+
+
+#: How a tensor's answers are said: yes and no.
+_QUESTIONS = {
+    "requires_grad": ("required grad", "did not require grad"),
+    "is_leaf": ("was a leaf", "was not a leaf"),
+    "has_grad": ("had a grad", "had no grad"),
+    "is_view": ("was a view", "was not a view"),
+    "is_inference": ("was an inference tensor", "was not an inference tensor"),
+}
 
 
 def _had(*, was: bool) -> str:
@@ -205,6 +340,8 @@ def _say(word: str, data: Json) -> str:
         return f"of type {data}"
     if word == "length":
         return f"of type {data[0]} with {data[1]} elements"
+    if word == "steps_of_one":
+        return f"a tensor whose dimensions of size one have the strides {['natural' if s is None else s for s in data]}"
     if word == "keys":
         return "a dict with the keys " + ", ".join(map(spell, data))
     if word == "tensor":

@@ -12,21 +12,7 @@ from cgtool.errors import SplitError
 from cgtool.guards import _torch as private
 from cgtool.guards.code import code_digest
 
-#: Namespaces of ops that come with torch: its version stands for them.
-TORCH_NAMESPACES = frozenset(
-    {
-        *("aten", "prim", "prims", "debugprims", "rngprims", "higher_order", "inductor", "profiler", "static_runtime"),
-        *("quantized", "quantized_decomposed", "_quantized", "sparse", "xnnpack", "prepacked", "streams"),
-        *("mkl", "mkldnn", "mkldnn_prepacked", "onednn", "symm_mem", "_inductor_test", "cuda", "export"),
-        *("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "fsdp"),
-    }
-)
 _KEYS = ("Meta", "CompositeImplicitAutograd", "CompositeExplicitAutograd")
-
-
-def is_torchs_own(name: str) -> bool:
-    """Return whether the op `ns::op` comes with torch itself."""
-    return name.partition("::")[0] in TORCH_NAMESPACES
 
 
 def is_composite(name: str) -> bool:

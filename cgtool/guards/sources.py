@@ -22,7 +22,6 @@ of torch (see `state.py`) and has no accessors.
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import re
 import sys
@@ -50,6 +49,10 @@ _ACCESSOR = re.compile(
 
 class SourceError(GuardError):
     """A source is malformed, or the object that it names is gone."""
+
+
+class NotImportedError(SourceError):
+    """A source leads into a module that this process has not imported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,21 +224,18 @@ def apply_accessor(base: Any, accessor: Accessor) -> Any:
 
 
 def find_module(name: str) -> ModuleType:
-    """Return the module of that name, importing it when it is not yet; the running script answers to its own name.
+    """Return the imported module of that name; the running script answers to its own name.
 
     Raises:
-        SourceError: There is no such module here.
+        NotImportedError: This process has not imported it. Nothing is imported because a plan names it.
     """
     if name in sys.modules:
         return sys.modules[name]
     main = sys.modules.get("__main__")
     if main is not None and canonical_module_name("__main__") == name:
         return main
-    try:
-        return importlib.import_module(name)
-    except Exception as error:  # a module runs any code as it is imported
-        msg = f"The module {name} was imported when this was compiled and cannot be imported now ({error})."
-        raise SourceError(msg, path=name) from error
+    msg = f"The module {name} was imported when this was compiled and is not now."
+    raise NotImportedError(msg, path=name)
 
 
 def canonical_module_name(name: str) -> str:

@@ -1,51 +1,36 @@
 """Global state of torch that compiled code was made under, by name, as data: what the source `state:<name>` speaks of.
 
-Owns the list of names and what each is now. Grad mode is looked at only where a model asks for it: entries are for
-inference, and a call that needs gradients is refused whatever was traced; `inference_mode` and `no_grad` share one
-entry.
+Owns which names there are, when each matters and what it is now; `cgtool.guards.setters` says of every setter of torch
+which name sees it, or why none has to. Most names are settings that one call of torch reads: what people call them
+stands in `cgtool.guards._torch`. The others::
 
-==========================  ==================================================================================
-autocast                    {} or {device type: dtype} of the types that are on
-float32_matmul_precision    "highest", "high" or "medium"
-deterministic               whether deterministic algorithms are asked for
-default_dtype               "float32"
-default_device              None, or the type that `torch.set_default_device` or `with device` chose
-torch_function_mode         names of the active modes, outermost first; a default device is not one
-torch_dispatch_mode         how many dispatch modes are active
-functorch                   whether a transform (vmap, grad) is active
-grad_mode                   whether gradients are recorded
-==========================  ==================================================================================
+    autocast               {} or {device type: dtype} of the types that are on
+    default_device         None, or the type that `torch.set_default_device` or `with device` chose
+    torch_function_mode    names of the active modes, outermost first; a default device is not one
+    recursion_limit        how deep Python may call
+
+Entries are for inference, so `no_grad` and `inference_mode` share one. Each call looks at the names that matter to its
+model: those of `STATE_NAMES` always, others where traced code asks for them or a compiled piece is made by them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from cgtool.errors import GuardError
 from cgtool.guards import _torch as private
-from cgtool.pieces import Json
-
-_WORDS = {
-    "autocast": "autocast",
-    "float32_matmul_precision": "the float32 matmul precision",
-    "deterministic": "torch.use_deterministic_algorithms",
-    "default_dtype": "torch's default dtype",
-    "default_device": "torch's default device",
-    "torch_function_mode": "the list of active torch function modes",
-    "torch_dispatch_mode": "the number of active torch dispatch modes",
-    "functorch": "a functorch transform",
-    "grad_mode": "grad mode",
-}
+from cgtool.plan.pieces import Json, PieceGraph
 
 
 def _autocast() -> Json:
     if not private.any_autocast_enabled():
         return {}
     on = [kind for kind in private.autocast_device_types() if torch.is_autocast_enabled(kind)]
-    return {kind: str(torch.get_autocast_dtype(kind)).removeprefix("torch.") for kind in on}
+    return {kind: _as_json(torch.get_autocast_dtype(kind)) for kind in on}
 
 
 def _default_device() -> Json:
@@ -61,54 +46,151 @@ def _torch_function_mode() -> Json:
     return [f"{type(mode).__module__}:{type(mode).__qualname__}" for mode in private.torch_function_modes()]
 
 
-_CURRENT: dict[str, Callable[[], Json]] = {
-    "autocast": _autocast,
-    "float32_matmul_precision": torch.get_float32_matmul_precision,
-    "deterministic": torch.are_deterministic_algorithms_enabled,
-    "default_dtype": lambda: str(torch.get_default_dtype()).removeprefix("torch."),
-    "default_device": _default_device,
-    "torch_function_mode": _torch_function_mode,
-    "torch_dispatch_mode": private.num_torch_dispatch_modes,
-    "functorch": private.in_functorch,
-    "grad_mode": torch.is_grad_enabled,
+#: What takes more than one call: name → what people call it, and what reads it.
+_COMPUTED: dict[str, tuple[str, Callable[[], Json]]] = {
+    "autocast": ("autocast", _autocast),
+    "default_device": ("torch's default device", _default_device),
+    "torch_function_mode": ("the list of active torch function modes", _torch_function_mode),
+    "recursion_limit": ("Python's recursion limit", sys.getrecursionlimit),
+}
+#: What is inactive as a rule: name → its value then, and the one call that gives `False` or 0 then.
+_IDLE: dict[str, tuple[Json, Callable[[], Any]]] = {
+    "autocast": ({}, private.any_autocast_enabled),
+    "default_device": (None, private.num_torch_function_modes),
+    "torch_function_mode": ([], private.num_torch_function_modes),
+}
+#: An fp32_precision that nobody set is that of IEEE; setting it so changes nothing.
+_UNSET, _IEEE = "none", "ieee"
+#: The precision of float32 in every backend and op.
+FP32_NAMES: tuple[str, ...] = tuple(name for name in private.SETTINGS if "fp32_precision" in name)
+#: The names that matter to every model, in the order in which the tracer writes them down.
+STATE_NAMES: tuple[str, ...] = (
+    "autocast",
+    "autocast_cache",
+    "default_device",
+    "default_tensor_type",
+    "default_dtype",
+    "torch_function_mode",
+    "torch_dispatch_mode",
+    "functorch",
+    "deterministic",
+    "deterministic_warn_only",
+    "fill_uninitialized",
+    "mkldnn_enabled",
+    "mkldnn_fp32_precision",
+    "mkldnn_fp32_precision_matmul",
+)
+_AUTOCAST_DTYPES = ("autocast_dtype_cpu", "autocast_dtype_cuda")
+#: By which names code asks, and for what.
+_ASKED: dict[str, tuple[str, ...]] = {
+    "is_grad_enabled": ("grad_mode",),
+    "is_inference_mode_enabled": ("inference_mode",),
+    "getrecursionlimit": ("recursion_limit",),
+    "get_num_threads": ("num_threads",),
+    "get_autocast_dtype": _AUTOCAST_DTYPES,
+    "get_autocast_cpu_dtype": _AUTOCAST_DTYPES,
+    "get_autocast_gpu_dtype": _AUTOCAST_DTYPES,
+    "get_float32_matmul_precision": ("float32_matmul_precision", *FP32_NAMES),
+    "allow_tf32": ("float32_matmul_precision", *FP32_NAMES),
+    "fp32_precision": FP32_NAMES,
+    "allow_fp16_reduced_precision_reduction": ("cuda_fp16_reduction",),
+    "allow_bf16_reduced_precision_reduction": ("cuda_bf16_reduction",),
+    "allow_fp16_accumulation": ("cuda_fp16_accumulation",),
+    "flash_sdp_enabled": ("sdp_flash",),
+    "mem_efficient_sdp_enabled": ("sdp_mem_efficient",),
+    "math_sdp_enabled": ("sdp_math",),
+    "cudnn_sdp_enabled": ("sdp_cudnn",),
+    "fp16_bf16_reduction_math_sdp_allowed": ("sdp_math_reduction",),
+}
+#: How the names begin of what pieces are made by, and the words in the names of their ops or devices that tell.
+_CHOSEN: dict[str, tuple[str, ...]] = {
+    "sdp_": ("scaled_dot_product", "multi_head_attention", "_transformer_encoder_layer_fwd"),
+    "autocast_dtype_": ("_enter_autocast",),
+    "cuda_": ("device cuda",),
 }
 
-#: The names that matter to every model, in the order in which the tracer writes them down.
-STATE_NAMES: tuple[str, ...] = tuple(name for name in _CURRENT if name != "grad_mode")
+
+def names_for_code(words: Iterable[str]) -> list[str]:
+    """Return which further state matters where traced code holds these words as names."""
+    asked = dict.fromkeys(name for word in sorted(words) for name in _ASKED.get(word, ()))
+    return [name for name in asked if name not in STATE_NAMES]
+
+
+def names_for_pieces(graphs: Iterable[PieceGraph]) -> list[str]:
+    """Return which further state matters to compiled pieces."""
+    has: set[str] = set()
+    for graph in graphs:
+        has.update(str(node.target) for node in graph.nodes)
+        has.update(f"device {meta.device}" for meta in (*graph.inputs, *graph.results))
+    begins = tuple(begin for begin, words in _CHOSEN.items() if any(word in name for word in words for name in has))
+    return [name for name in private.SETTINGS if name.startswith(begins)]
 
 
 def current(name: str) -> Json:
     """Return the named state as it is now, as JSON data.
 
     Raises:
-        GuardError: There is no such state; `name` is not one of `STATE_NAMES`.
+        GuardError: There is no such state.
     """
-    return reader(name)()
-
-
-def reader(name: str) -> Callable[[], Json]:
-    """Return the function that reads the named state.
-
-    Raises:
-        GuardError: There is no such state; `name` is not one of `STATE_NAMES`.
-    """
-    if name not in _CURRENT:
+    if name in private.SETTINGS:
+        setting = private.SETTINGS[name]
+        return _as_json(setting.function(*setting.arguments))
+    if name not in _COMPUTED:
         msg = (
             f"The plan names a state {name!r} that this version of cgtool does not know; warm again with this version."
         )
         raise GuardError(msg, path=f"state:{name}", expected=list(STATE_NAMES), actual=name)
-    return _CURRENT[name]
+    return _COMPUTED[name][1]()
+
+
+def condition(name: str, expected: Json, constant: Callable[[Any], str]) -> str:
+    """Return the Python of a condition that the named state is as expected; each call of a model evaluates all of them.
+
+    Args:
+        name: The state.
+        expected: What it was.
+        constant: Gives a value a name in the namespace of the condition.
+
+    Raises:
+        GuardError: There is no such state.
+    """
+    if name in private.SETTINGS:
+        setting = private.SETTINGS[name]
+        arguments = ", ".join(map(constant, setting.arguments))
+        now = f"{constant(setting.function)}({arguments})"
+        if expected == _IEEE:
+            return f"{now} in {constant((_IEEE, _UNSET))}"
+        return f"{now} == {constant(_as_raw(expected, like=setting.function(*setting.arguments)))}"
+    current(name)
+    holds = f"{constant(_COMPUTED[name][1])}() == {constant(expected)}"
+    idle, is_active = _IDLE.get(name, (None, None))
+    return f"(not {constant(is_active)}() or {holds})" if is_active is not None and expected == idle else holds
 
 
 def explain_state(name: str, expected: Json, actual: Json) -> str:
     """Return a sentence that says what the state was when compiled, what it is, and what to do about it."""
-    what = _WORDS.get(name, name)
     if name == "autocast":
         return f"autocast is {_autocast_words(actual)} and was {_autocast_words(expected)} when this was compiled"
     if name == "functorch":
         return "a functorch transform (vmap, grad) is active, and compiled code cannot be transformed"
+    what = private.SETTINGS[name].words if name in private.SETTINGS else _COMPUTED[name][0]
     return f"{what} is {actual!r} and was {expected!r} when this was compiled"
 
 
 def _autocast_words(value: Any) -> str:
     return ", ".join(f"on for {kind} with {dtype}" for kind, dtype in sorted(value.items())) if value else "off"
+
+
+def _as_json(value: Any) -> Json:
+    if type(value) is str and value == _UNSET:
+        return _IEEE
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _as_raw(expected: Json, *, like: Any) -> Any:
+    """Return what a setting's own getter gives where it is as expected; `like` is what it gives now."""
+    if isinstance(like, torch.dtype) and type(expected) is str:
+        return getattr(torch, expected, None)
+    return tuple(expected) if isinstance(like, tuple) and type(expected) is list else expected

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-from cgtool.guards.kinds import HOOKS, Failure, check, describe, same
+from cgtool.guards.kinds import HOOKS, Failure, check, describe, names_of, same
 from cgtool.guards.names import qualified_name
 from cgtool.guards.sources import Accessor, Roots, apply_accessor, parse_accessor
-from cgtool.pieces import Json
-from cgtool.plan import Guard, GuardGroup, GuardTable
-from cgtool.plan_tables import Texts
+from cgtool.plan.pieces import Json
+from cgtool.plan.records import Guard, GuardGroup, GuardTable
+from cgtool.plan.tables import Texts
 
 
 def failures_of(guards: Iterable[Sequence[Guard]], roots: Roots) -> list[Failure]:
@@ -37,11 +38,14 @@ def failures_of(guards: Iterable[Sequence[Guard]], roots: Roots) -> list[Failure
         else:
             slow.update({(g.source, g.kind, repr(g.expected)): g for g in of_variant})
     for texts, groups in tables.values():
-        if not _Checker(texts, roots).holds(groups.values()):
-            slow.update({(g.source, g.kind, repr(g.expected)): g for g in GuardTable(texts, groups.values())})
-    return check(slow.values(), roots)
+        doubtful = _Checker(texts, roots).doubtful(groups.values())
+        slow.update({(g.source, g.kind, repr(g.expected)): g for g in GuardTable(texts, doubtful)})
+    # That an object or a class is another one tells more than what follows from it.
+    return sorted(check(slow.values(), roots), key=lambda failure: failure.guard.kind.partition(":")[0] not in _TELLING)
 
 
+#: Kinds of guards whose failures are told first.
+_TELLING = ("class", "type")
 _hooks_of = operator.itemgetter(*HOOKS)
 
 
@@ -56,10 +60,13 @@ class _Checker:
         self._described: dict[tuple[str, int], Json] = {}
         self._class_names: dict[type, str] = {}
 
-    def holds(self, groups: Iterable[GuardGroup]) -> bool:
-        """Return whether all of `groups` hold beyond doubt."""
+    def doubtful(self, groups: Iterable[GuardGroup]) -> list[GuardGroup]:
+        """Return those of `groups` that do not hold beyond doubt."""
+        return [group for group in groups if not self._holds(group)]
+
+    def _holds(self, group: GuardGroup) -> bool:
         try:
-            return all(self._group_holds(group) for group in groups)
+            return self._group_holds(group)
         except Exception:  # noqa: BLE001 - an object that cannot be looked at, for whatever reason, is the slow way's to explain
             return False
 
@@ -121,6 +128,24 @@ class _Checker:
     def absent(self, values: Iterable[Any], name: str, expected: Json) -> bool:
         return all((name not in value.__dict__) is expected for value in values)
 
+    def distinct(self, values: Sequence[Any], _argument: str, _expected: Json) -> bool:
+        return len(set(map(id, values))) == len(values)
+
+    def named(self, values: Sequence[Any], argument: str, expected: Json) -> bool:
+        names, present = names_of(argument), frozenset(expected)
+        known: set[tuple[str, ...]] = set()
+        for value in values:
+            if isinstance(value, ModuleType):
+                return self._all_described(f"named:{argument}", values, expected)
+            own = value.__dict__
+            held = (*own,)
+            if isinstance(value, nn.Module):
+                held = (*own, *own["_parameters"], *own["_buffers"], *own["_modules"])
+            if held not in known and names.intersection(held) != present:
+                return False
+            known.add(held)
+        return True
+
     def hooks(self, values: Sequence[Any], _argument: str, expected: Json) -> bool:
         if expected != 0 or not all(isinstance(value, nn.Module) for value in values):
             return self._all_described("hooks", values, expected)
@@ -132,4 +157,6 @@ _QUICK: dict[str, Callable[[_Checker, list[Any], str, Json], bool]] = {
     "value": _Checker.values,
     "absent": _Checker.absent,
     "hooks": _Checker.hooks,
+    "distinct": _Checker.distinct,
+    "named": _Checker.named,
 }

@@ -37,7 +37,8 @@ def build(path: Path, arguments: dict[str, Any], *, fake: bool, dtype: torch.dty
         dtype: Of the weights; what the config says when None.
 
     Returns:
-        The model; text models are called with `input_ids`, vision models with `pixel_values`, all by name.
+        The model; text models are called with `input_ids`, vision models with `pixel_values`, models of two towers
+        with both, all by name.
 
     Raises:
         ModelError: transformers or the config is missing, or the model cannot be built from it.
@@ -186,16 +187,24 @@ def _example(
             msg = f"{type(module).__name__} takes images and no attention_mask. Leave --arg attention_mask out."
             raise UsageError(msg, path=path, actual=sorted(options))
         return {"pixel_values": _pixels(module, config, path, device)}, {"pixel_values": {0: "batch"}}
-    limit = getattr(config, "max_position_embeddings", None)
+    text = config.get_text_config()  # of two towers, the one that takes words
+    if not isinstance(getattr(text, "vocab_size", None), int):
+        msg = f"The config of {path} has no vocab_size to make an example of input_ids from. Write a factory."
+        raise ModelError(msg, path=path, expected="vocab_size")
+    limit = getattr(text, "max_position_embeddings", None)
     seq = min(_SEQ, limit) if isinstance(limit, int) else _SEQ
-    ids = torch.arange(_BATCH * seq, dtype=torch.int64, device=device).view(_BATCH, seq) % config.vocab_size
+    ids = torch.arange(_BATCH * seq, dtype=torch.int64, device=device).view(_BATCH, seq) % text.vocab_size
     dims = {0: "batch", 1: ("seq", 1, limit if isinstance(limit, int) else None)}
     kwargs: dict[str, Any] = {"input_ids": ids}
     dynamic: dict[str, Any] = {"input_ids": dims}
     if _flag(options, "attention_mask"):
         kwargs["attention_mask"] = torch.ones((_BATCH, seq), dtype=torch.int64, device=device)
         dynamic["attention_mask"] = dims
-    if "use_cache" in inspect.signature(module.forward).parameters:
+    takes = inspect.signature(module.forward).parameters
+    if "pixel_values" in takes and hasattr(config, "vision_config"):
+        kwargs["pixel_values"] = _pixels(module, config.vision_config, path, device)
+        dynamic["pixel_values"] = {0: "images"}
+    if "use_cache" in takes:
         # A cache object is no tensor: it would be an output that a plan cannot describe.
         kwargs["use_cache"] = False
     return kwargs, dynamic

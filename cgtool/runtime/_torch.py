@@ -26,6 +26,18 @@ def tensors_unchanged(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     return check
 
 
+def call_instead(cls: type[torch.nn.Module], call: Callable[..., Any]) -> None:
+    """Make `call` what instances of a class run when they are called, as `Module.compile()` does for one of them."""
+    of_class: Any = cls
+    of_class._compiled_call_impl = call
+
+
+def eager_call(module: torch.nn.Module) -> Callable[..., Any]:
+    """Return what calls a module with its hooks and runs nothing in place of its forward."""
+    call: Callable[..., Any] = module._call_impl
+    return call
+
+
 def opens_folders() -> bool:
     """Return whether torch's loader of packages opens a folder in the layout of an archive: from 2.13."""
     return TorchVersion(torch.__version__) >= TorchVersion("2.13")

@@ -21,8 +21,8 @@ from cgtool.guards import state
 from cgtool.guards.kinds import are_apart, describe
 from cgtool.guards.names import find_qualified, qualified_name
 from cgtool.guards.sources import parse_source
-from cgtool.pieces import Dim, Json, TensorMeta
-from cgtool.plan import Guard, Input, Variant
+from cgtool.plan.pieces import Dim, Json, TensorMeta
+from cgtool.plan.records import Guard, Input, Variant
 from cgtool.records import dataclass
 from cgtool.runtime.generate import Code, expression, malformed, tuple_source
 from cgtool.runtime.paths import Reader
@@ -37,20 +37,18 @@ _SCALED = re.compile(r"(?:([1-9][0-9]*) ?\* ?(s[0-9]+)|(s[0-9]+) ?\* ?([1-9][0-9
 ALIGNMENT = 16
 #: Devices whose kernels read memory wherever it begins: Inductor's C++ loads vectors unaligned.
 ANYWHERE = frozenset({"cpu", "meta"})
-_ACCESS = (AttributeError, KeyError, IndexError, TypeError, ValueError, CgtoolError)
+_ACCESS = (AttributeError, KeyError, IndexError, TypeError, ValueError, ZeroDivisionError, CgtoolError)
 
 
 def check_symbols(variant: Variant) -> tuple[str, ...]:
     """Return the variant's symbols.
 
     Raises:
-        ArtifactError: A name is not of the form s<n>, or a bound is no integer.
+        ArtifactError: A name is not of the form s<n>.
     """
     for symbol in variant.symbols:
-        if type(symbol.name) is not str or not _SYMBOL.match(symbol.name):
+        if not _SYMBOL.match(symbol.name):
             raise malformed("symbol", symbol.name)
-        if type(symbol.min) is not int or not (symbol.max is None or type(symbol.max) is int):
-            raise malformed("range of sizes", symbol.to_json())
     return tuple(symbol.name for symbol in variant.symbols)
 
 
@@ -143,8 +141,13 @@ class AcceptWriter:
         code.add("try:")
         code.depth += 1
         guards = sorted(self._variant.call_guards, key=lambda guard: not guard.source.startswith("state:"))
+        distinct = [guard.source for guard in guards if guard.kind.startswith("distinct:")]
         for guard in guards:
-            code.add(f"if not ({self._condition(guard)}): return None")
+            if not guard.kind.startswith("distinct:"):
+                code.add(f"if not ({self._condition(guard)}): return None")
+        if distinct:
+            objects = [f"{code.constant(id)}({self._reader.read(source)})" for source in distinct]
+            code.add(f"if {code.constant(len)}({{{', '.join(objects)}}}) != {len(distinct)}: return None")
         for index, item in enumerate(self._inputs):
             self._tensor(index, item)
         self._sizes()
@@ -216,7 +219,7 @@ class AcceptWriter:
         code = self._code
         source = parse_source(guard.source)
         if source.root == "state":
-            return f"{code.constant(state.reader(source.names[0]))}() == {code.constant(guard.expected)}"
+            return state.condition(source.names[0], guard.expected, code.constant)
         value = self._reader.read(guard.source)
         if guard.kind.startswith("same:"):
             return f"({value} is {self._reader.read(guard.kind.removeprefix('same:'))}) is {bool(guard.expected)}"
@@ -239,7 +242,7 @@ def _quick_condition(code: Code, guard: Guard, value: str) -> str | None:
         same_type = f"{code.constant(type)}({value}) is {code.constant(type(expected))}"
         return f"{same_type} and {value} == {code.constant(expected)}"
     if kind == "type":
-        found = _known_class(expected)
+        found = known_class(expected)
         return None if found is None else f"{code.constant(type)}({value}) is {code.constant(found)}"
     if kind == "keys" and all(type(key) is str for key in expected):
         return f"[*{value}] == {code.constant(list(expected))}"
@@ -248,7 +251,8 @@ def _quick_condition(code: Code, guard: Guard, value: str) -> str | None:
     return None
 
 
-def _known_class(name: Json) -> type | None:
+def known_class(name: Json) -> type | None:
+    """Return the class of that qualified name, or None where none is imported."""
     # A class of a call's argument is there already: nothing is imported because a plan names it.
     if str(name).partition(":")[0] not in sys.modules:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,20 +13,24 @@ from cgtool.errors import ArtifactError, GuardError
 from cgtool.guards.signature import CallSignature
 from cgtool.guards.sources import Roots
 from cgtool.guards.table import failures_of
-from cgtool.plan import Guard, GuardTable, Input, Plan, Variant
-from cgtool.plan_tables import Graphs
+from cgtool.plan.records import Guard, GuardTable, Input, Plan, Variant
+from cgtool.plan.tables import Graphs
 from cgtool.runtime.accept import Accept, AcceptWriter, check_symbols
+from cgtool.runtime.as_module import AsModule
 from cgtool.runtime.dispatch import Boxed, ForkedLock, PiecewiseBackend, ShapeTable
 from cgtool.runtime.pieces import hole_value, piece_function, piece_maker
 from cgtool.runtime.program import Program, build_program, check_steps, compiled_steps
 from cgtool.runtime.template import template_needs
 from cgtool.runtime.weights import StructureChangedError, Weights, is_weight
+from cgtool.runtime.wrapping import WrapPiece, pieces_of
+from cgtool.store.key import difference_between
+from cgtool.variables import variables_now
 from cgtool.words import source_words
 
 _INFERENCE = "Compiled entries are for inference"
 
 
-class LoadedModel:
+class LoadedModel(AsModule):
     """A model that runs from compiled pieces: takes what its method takes, returns what it returns.
 
     A call is checked against each variant's guards in the order of the plan, and the first that accepts runs. Values of
@@ -38,6 +43,8 @@ class LoadedModel:
         plan: The plan.
         opened: (variant index, piece index) → the functions of that piece; splitting pieces have none.
         device_index: What a device without an index means; None: where the model's own tensors are.
+        variables: The variables of the environment that the model reads, as they were when it was compiled.
+        recheck_calls: Whether each call checks all that `recheck` does.
 
     Raises:
         ArtifactError: The plan holds something outside its grammar, or a piece was not opened.
@@ -52,6 +59,8 @@ class LoadedModel:
         opened: Mapping[tuple[int, int], PiecewiseBackend],
         *,
         device_index: int | None = None,
+        variables: Mapping[str, str | None] = MappingProxyType({}),
+        recheck_calls: bool = False,
     ) -> None:
         self.module = module
         self.plan = plan
@@ -62,9 +71,12 @@ class LoadedModel:
         self._bind = self._signature.binder
         self._device_index = first_index(module, plan) if device_index is None else device_index
         self._opened = dict(opened)
+        self._environment = dict(variables)
+        self._recheck_calls = recheck_calls
         self._eager: dict[str, Boxed] = {}
         self._makers: dict[int, Callable[..., Boxed]] = {}
         self._lock = ForkedLock()
+        self._wrap: WrapPiece | None = None
         self._variants = self._serve()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -81,6 +93,8 @@ class LoadedModel:
         if self.module.training:
             msg = f"The model is in training mode. {_INFERENCE}: call model.eval() first."
             raise GuardError(msg, path="training", expected=False, actual=True)
+        if self._recheck_calls:
+            self._check_live()
         try:
             return self._run(values)
         except StructureChangedError:
@@ -127,16 +141,43 @@ class LoadedModel:
         Raises:
             GuardError: Some fact that the model was compiled with no longer holds; the message names it.
         """
-        roots = Roots(self.module, self._signature.method)
-        failures = failures_of((variant.model_guards for variant in self.plan.variants), roots)
-        if failures:
-            more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
-            said = failures[0].sentence.rstrip(".") + more
-            msg = f"{said}. Put it back as it was, or warm again with the model as it is now."
-            path = source_words(failures[0].guard.source)
-            raise GuardError(msg, path=path, actual=tuple(failure.sentence for failure in failures))
+        self._check_live()
         # Replaced as a whole: a call that runs meanwhile keeps what it began with.
         self._variants = self._serve()
+
+    def open_all(self) -> None:
+        """Open every artifact and write every variant's functions now, so that no call waits for them.
+
+        Raises:
+            ArtifactError: One cannot be opened here.
+        """
+        for backend in self._opened.values():
+            backend.open_all()
+        for served in self._variants:
+            served.ready()
+
+    def wrap_pieces(self, wrap: WrapPiece) -> None:
+        """Call what `wrap` returns in place of the function of each compiled piece, from now on.
+
+        Args:
+            wrap: Is called once for each function of each piece, when a call first needs it.
+        """
+        self._wrap = wrap
+        self._variants = self._serve()
+
+    def _check_live(self) -> None:
+        """Check the live objects that the plan speaks of, and the variables of the environment."""
+        roots = Roots(self.module, self._signature.method)
+        failures = failures_of((variant.model_guards for variant in self.plan.variants), roots)
+        said = [(source_words(failure.guard.source), failure.sentence) for failure in failures]
+        if self._environment != (now := variables_now(self._environment)):
+            differing = difference_between("variables", self._environment, now)
+            said += [(difference.path, difference.sentence) for difference in differing]
+        if said:
+            path, first = said[0]
+            more = f" (and {len(said) - 1} more)" if len(said) > 1 else ""
+            msg = f"{first.rstrip('.')}{more}. Put it back as it was, or warm again with the model as it is now."
+            raise GuardError(msg, path=path, actual=tuple(sentence for _, sentence in said))
 
     def _serve(self) -> list[_Served]:
         shared: dict[Any, Weights] = {}
@@ -225,10 +266,17 @@ class LoadedModel:
             eager=self._eager,
         )
         pieces = [_piece(self._opened, index, step.piece) for step in compiled_steps(variant)]
-        return writer.function(), ShapeTable(symbols, pieces), program
+        return writer.function(), self._table(variant, symbols, pieces), program
+
+    def _table(self, variant: Variant, symbols: tuple[str, ...], backends: Sequence[PiecewiseBackend]) -> ShapeTable:
+        wrap = self._wrap
+        if wrap is None:
+            return ShapeTable(symbols, backends)
+        pieces = pieces_of(variant, self.plan.graphs)
+        return ShapeTable(symbols, backends, lambda position, function: wrap(pieces[position], function))
 
     def _open_eager(self, variant: Variant) -> None:
-        """Write the functions of the pieces that are never compiled, each graph, and each shape of graphs, once."""
+        """Write the functions of the pieces that are never compiled, each graph, and each frame, once."""
         graphs = self.plan.graphs
         for step in variant.steps:
             if not (step.splitting or step.piece < 0) or step.graph in self._eager:
@@ -236,10 +284,10 @@ class LoadedModel:
             if not isinstance(graphs, Graphs):
                 self._eager[step.graph] = piece_function(graphs[step.graph], device_index=self._device_index)
                 continue
-            number, shape, values = graphs.shape_of(step.graph)
+            number, frame, constants = graphs.parts_of(step.graph)
             if number not in self._makers:
-                self._makers[number] = piece_maker(shape, num_holes=len(values), device_index=self._device_index)
-            self._eager[step.graph] = self._makers[number](*map(hole_value, values))
+                self._makers[number] = piece_maker(frame, num_holes=len(constants), device_index=self._device_index)
+            self._eager[step.graph] = self._makers[number](*map(hole_value, constants))
 
     def _bound(self, variant: Variant, inputs: tuple[Input, ...], shared: dict[Any, Weights]) -> Weights:
         same = tuple(_guards_of_identity(variant.model_guards))

@@ -1,27 +1,26 @@
 """Which compiled function of a piece serves a call: by its sizes. Must not import torch.
 
-A concrete size wins over a range, a range over the general shape. The decision is made once per call for the whole
-variant: `ShapeTable` turns the values of its symbols into one tuple with a function for every piece.
+A concrete size wins over a range, a range over the general shape: `cgtool.plan.shapes` has the order. The decision is
+made once per call for the whole variant: `ShapeTable` turns the values of its symbols into one tuple with a function
+for every piece.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field
 from typing import Any
 
+from cgtool.counters import count
 from cgtool.graph.expressions import evaluate, symbols_of
+from cgtool.plan.shapes import Shape, shape_order, shape_text
 from cgtool.records import dataclass
+from cgtool.runtime.shapes import Bounds
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
-
-#: ((symbol of the variant, size), ...), sorted
-SizeKey = tuple[tuple[str, int], ...]
-#: symbol of the variant → (smallest, largest), inclusive; None is no limit
-Ranges = Mapping[str, tuple[int, int | None]]
 
 #: Decisions that are remembered; more different sizes than this are decided anew each time.
 _MAX_REMEMBERED = 65536
@@ -74,59 +73,67 @@ class Unopened:
         with self._lock:
             if self._function is None:
                 self._function = self._open_now()
+                count("opens")
                 del self._open_now  # and with it the bytes that it was opened from
             return self._function
 
 
 @dataclass(frozen=True, kw_only=True)
-class PiecewiseBackend:
-    """The opened functions of one piece of one variant.
+class Choice:
+    """A function that serves some sizes of a piece.
 
     Args:
-        general: Serves every size that the variant's symbols allow; None where only sizes or ranges were compiled.
-        sizes: By concrete sizes of the variant's symbols; a key may leave symbols open.
-        ranges: By inclusive ranges, in order of preference.
-        guards: What the compiler relied on for a size or a range, over the variant's symbols, by function. Those of the
-            general shape are relations of the variant.
+        shape: Which sizes, in the names of dimensions: for an error's sentence.
+        bounds: The same by the variant's symbols, inclusive.
+        guards: What the compiler relied on, over the variant's symbols.
+        function: Serves them.
+    """
+
+    shape: Shape
+    bounds: Bounds
+    guards: Sequence[str] = ()
+    function: Boxed | Unopened
+
+    def fits(self, values: Mapping[str, int]) -> bool:
+        """Return whether it serves these values of the variant's symbols."""
+        within = all(symbol in values and low <= values[symbol] <= high for symbol, (low, high) in self.bounds.items())
+        return within and all(evaluate(text, values) for text in self.guards)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PiecewiseBackend:
+    """The functions of one piece of one variant.
+
+    Args:
+        general: Serves every size that the variant's symbols allow; None where only sizes or ranges were compiled. What
+            its compiler relied on are relations of the variant.
+        choices: Those for sizes and ranges, the one to be preferred first.
 
     Each function is boxed: it takes a list of tensors, which it may empty, and returns a list or tuple. One that is not
     opened yet is opened when it is first chosen.
     """
 
     general: Boxed | Unopened | None
-    sizes: Mapping[SizeKey, Boxed | Unopened] = field(default_factory=dict)
-    ranges: Sequence[tuple[Ranges, Boxed | Unopened]] = ()
-    guards: Mapping[Boxed | Unopened, Sequence[str]] = field(default_factory=dict)
+    choices: Sequence[Choice] = ()
 
     def choose(self, values: Mapping[str, int]) -> Boxed | Unopened | None:
         """Return the function for these values of the variant's symbols, or None when none was compiled for them."""
-        fitting = [
-            key
-            for key, function in self.sizes.items()
-            if all(values.get(symbol) == size for symbol, size in key) and self._holds(function, values)
-        ]
-        if fitting:
-            # Of two that fit, the one that fixes more was compiled for exactly this.
-            return self.sizes[max(fitting, key=len)]
-        for ranges, function in self.ranges:
-            within = all(_within(values.get(symbol), bounds) for symbol, bounds in ranges.items())
-            if within and self._holds(function, values):
-                return function
-        return self.general
+        return next((choice.function for choice in self.choices if choice.fits(values)), self.general)
+
+    def open_all(self) -> None:
+        """Open every function that is not open yet."""
+        for function in (self.general, *(choice.function for choice in self.choices)):
+            if isinstance(function, Unopened):
+                function.opened()
 
     def symbols(self) -> set[str]:
         """Return the symbols that the choice depends on."""
-        found = {symbol for key in self.sizes for symbol, _ in key}
-        found |= {symbol for ranges, _ in self.ranges for symbol in ranges}
-        return found.union(*(symbols_of(text) for texts in self.guards.values() for text in texts))
-
-    def _holds(self, function: Boxed | Unopened, values: Mapping[str, int]) -> bool:
-        return all(evaluate(text, values) for text in self.guards.get(function, ()))
+        found = {symbol for choice in self.choices for symbol in choice.bounds}
+        return found.union(*(symbols_of(text) for choice in self.choices for text in choice.guards))
 
 
-def _within(value: int | None, bounds: tuple[int, int | None]) -> bool:
-    low, high = bounds
-    return value is not None and low <= value and (high is None or value <= high)
+def _as_it_is(_position: int, function: Boxed) -> Boxed:
+    return function
 
 
 class ShapeTable:
@@ -135,11 +142,18 @@ class ShapeTable:
     Args:
         symbols: The variant's symbols, in the order in which `choose` gets their values.
         pieces: The backends in the order of the steps.
+        wrap: Takes a position among the pieces and a function chosen there, returns what is called in its place.
     """
 
-    def __init__(self, symbols: Sequence[str], pieces: Iterable[PiecewiseBackend]) -> None:
+    def __init__(
+        self,
+        symbols: Sequence[str],
+        pieces: Iterable[PiecewiseBackend],
+        wrap: Callable[[int, Boxed], Boxed] = _as_it_is,
+    ) -> None:
         self._symbols = tuple(symbols)
         self._pieces = tuple(pieces)
+        self._wrap = functools.cache(wrap)
         deciding = set[str]().union(*(piece.symbols() for piece in self._pieces))
         self._deciding = tuple(i for i, symbol in enumerate(self._symbols) if symbol in deciding)
         self._general = None if deciding else self._decide(())
@@ -166,14 +180,10 @@ class ShapeTable:
         functions = [function for function in chosen if function is not None]
         if len(functions) < len(chosen):
             return None
-        return tuple([function.opened() if isinstance(function, Unopened) else function for function in functions])
+        opened = [function.opened() if isinstance(function, Unopened) else function for function in functions]
+        return tuple([self._wrap(position, function) for position, function in enumerate(opened)])
 
     def covered(self) -> str:
         """Say which sizes were compiled, for an error's sentence."""
-        sizes = {" and ".join(str(size) for _, size in key) for piece in self._pieces for key in piece.sizes}
-        spans = {
-            " and ".join(f"{low} to {high if high is not None else 'any'}" for low, high in ranges.values())
-            for piece in self._pieces
-            for ranges, _ in piece.ranges
-        }
-        return ", ".join(sorted(sizes, key=lambda text: (len(text), text)) + sorted(spans)) or "none"
+        shapes = [choice.shape for piece in self._pieces for choice in piece.choices]
+        return ", ".join(dict.fromkeys(map(shape_text, sorted(shapes, key=shape_order)))) or "none"

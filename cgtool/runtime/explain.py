@@ -9,13 +9,13 @@ from typing import Any
 from cgtool.errors import ArtifactError, CgtoolError, GuardError
 from cgtool.graph.expressions import evaluate
 from cgtool.guards import state
-from cgtool.guards.kinds import check
+from cgtool.guards.kinds import Failure, check
 from cgtool.guards.signature import CallSignature
 from cgtool.guards.sources import Roots, SourceError, parse_source
-from cgtool.pieces import Dim, SymbolRange
-from cgtool.plan import Guard, Input, Variant
+from cgtool.plan.pieces import Dim, SymbolRange
+from cgtool.plan.records import Guard, Input, Variant
 from cgtool.records import dataclass
-from cgtool.runtime.accept import ALIGNMENT, Binding, find_bindings, needs_alignment, strides_matter
+from cgtool.runtime.accept import ALIGNMENT, Binding, find_bindings, known_class, needs_alignment, strides_matter
 from cgtool.runtime.weights import make_problem
 from cgtool.words import source_words, spell
 
@@ -63,11 +63,21 @@ class Explainer:
 
     def _failed(self, roots: Roots) -> list[Any]:
         try:
-            return check(self.variant.call_guards, roots)
+            return check(self.variant.call_guards, roots) or self._of_another_class(roots)
         except CgtoolError:
             raise
         except Exception as error:  # noqa: BLE001 - a guard that cannot even be looked at does not hold, whatever the reason
             return [_Unreadable(error)]
+
+    def _of_another_class(self, roots: Roots) -> list[Failure]:
+        """Return the arguments whose class is not the one that goes by its name."""
+        found = []
+        for guard in self.variant.call_guards:
+            wanted = known_class(guard.expected) if guard.kind == "type" else None
+            if wanted is not None and type(roots.resolve(guard.source)) is not wanted:
+                said = f"{source_words(guard.source)} is of a class that is not {guard.expected}, whose name it has"
+                found.append(Failure(guard=guard, actual=guard.expected, sentence=said))
+        return found
 
     def _guard(self, guard: Guard, actual: Any, sentence: str, roots: Roots) -> list[str]:
         source = parse_source(guard.source)

@@ -12,35 +12,26 @@ can make nothing else of the model, and what was compiled elsewhere is what it i
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from cgtool.cache.entry import Entry, read_entry
-from cgtool.cache.files import telling
-from cgtool.cache.key import FactorDifference, Key, difference_between, read_key, sentences
-from cgtool.cache.layout import PLAN_FILE, CacheLayout, RankName, short
-from cgtool.cache.leases import keep
-from cgtool.cache.lookup import LookupStore
-from cgtool.cache.trust import TrustPolicy
-from cgtool.errors import CacheError, CacheMissError, CacheSchemaError, CgtoolError, RefusedError
-from cgtool.guards.files import sources_now
-from cgtool.guards.ops import op_digest
+from cgtool import host
+from cgtool.errors import CacheError, CacheMissError, CacheSchemaError, RefusedError
 from cgtool.guards.sources import Roots
 from cgtool.guards.table import failures_of
-from cgtool.pieces import Json
-from cgtool.plan import Plan, parse_plan
+from cgtool.plan.records import Plan, parse_plan
 from cgtool.records import dataclass
-from cgtool.runtime.facts import Facts
+from cgtool.runtime.factors import Live, differences_now
 from cgtool.runtime.weights import is_weight, tensor_differences
+from cgtool.store.entry import Entry
+from cgtool.store.key import Key, parse_key
+from cgtool.store.layout import PLAN_FILE, CacheLayout, RankName, short
+from cgtool.store.leases import keep
+from cgtool.store.lookup import LookupStore
+from cgtool.store.trust import TELLING, Records, TrustPolicy
 
-_log = logging.getLogger(__name__)
-
-#: Factors that are compared as they stand; "guards" and "calls" come of the trace and are checked through the plan.
-_FROM_TRACE = frozenset({"guards", "calls", "sources", "ops", "config"})
-#: Compared where there is one.
-_COMPILER = "compiler"
 #: How many reasons a miss tells, and how many other entries it looks at to find the nearest.
 _MAX_REASONS = 12
 _MAX_LOOKED_AT = 256
@@ -61,12 +52,10 @@ class Finder:
     Args:
         layout: Where the cache lies.
         module: The live model.
-        facts: Its facts.
-        config: Key fields that the entry must have been compiled with; None takes any.
+        live: What a key says of it and of this process.
         rank: Which process of a model-parallel group.
         prefix: Which compiled part of the model.
-        exact_config: Whether splitting ops that `config` leaves open must have been left open by the entry too.
-        trust: What an entry must be before anything of it is used; None asks nothing, for who uses nothing of it.
+        trust: What an entry must be before anything of it is interpreted.
         only_asks: Whether nothing will be used of what is found: then nothing is held, and no miss is counted.
     """
 
@@ -74,30 +63,26 @@ class Finder:
         self,
         layout: CacheLayout,
         module: Any,
-        facts: Facts,
+        live: Live,
         *,
-        config: Mapping[str, Json] | None,
         rank: int,
         prefix: str,
-        exact_config: bool = False,
-        trust: TrustPolicy | None = None,
+        trust: TrustPolicy,
         only_asks: bool = False,
     ) -> None:
         self._trust = trust
         self._only_asks = only_asks
-        self._refused: RefusedError | None = None
-        self._exact_config = exact_config
-        self._gone: set[str] = set()
+        self._untrusted: list[RefusedError] = []
         self._other_schema: CacheSchemaError | None = None
-        self._layout = layout
+        # Resolved once: whoever may turn a link could show one folder to the policy and another to the reader.
+        self._layout = CacheLayout(root=Path(os.path.realpath(layout.root)))
         self._module = module
-        self._facts = facts
-        self._config = config
+        self._live = live
         self._rank = rank
         self._prefix = prefix
 
     def find(self, accept: Callable[[Found], tuple[str, ...]] = lambda _: ()) -> Found:
-        """Return the newest entry that serves the model.
+        """Return the entry that serves the model; of several, the one that was published or completed last.
 
         Args:
             accept: Asked of each entry that fits; sentences that it returns turn it away.
@@ -108,50 +93,48 @@ class Finder:
             CacheSchemaError: What is there was written by another version of cgtool.
             CacheError: The cache cannot be read.
         """
-        fitting: list[Found] = []
         refused: list[tuple[str, tuple[str, ...]]] = []
         try:
-            looked = [(hash_, *self._look(hash_)) for hash_ in LookupStore(self._layout).candidates(self._facts.lookup)]
+            for hash_ in LookupStore(self._layout).candidates(self._live.lookup):
+                found, reasons = self._look(hash_)
+                if found is not None:
+                    reasons = accept(found)
+                    # From here on prune leaves it alone, unless it was quicker.
+                    if not reasons and (self._only_asks or keep(self._layout, found.entry.name)):
+                        return found
+                if reasons:
+                    refused.append((hash_, reasons))
         finally:
-            _ = self._compiler_now  # whoever was asked is waited for
-        for hash_, found, reasons in looked:
-            if found is not None and not reasons:
-                reasons = accept(found)  # noqa: PLW2901 - what it says is the reason from here on
-            if found is not None and not reasons:
-                fitting.append(found)
-            elif reasons:
-                refused.append((hash_, reasons))
-        if fitting:
-            found = _newest(fitting)
-            if self._only_asks or keep(self._layout, found.entry.name):
-                return found  # from here on prune leaves it alone
-            self._gone.add(found.entry.name.hash)  # one was quicker
-            return self.find(accept)
-        if self._refused is not None:
-            raise self._refused
-        if self._other_schema is not None:
-            raise self._other_schema
-        raise self._miss(refused)
+            host.compiler_version()  # it was asked, and is waited for
+        raise self._failure(refused)
+
+    def at(self, hash_: str) -> Found:
+        """Return one entry, which serves the model.
+
+        Raises:
+            CacheMissError: It does not, or it is gone; and as `find`.
+        """
+        found, reasons = self._look(hash_)
+        if found is not None and keep(self._layout, found.entry.name):
+            return found
+        raise self._failure([(hash_, reasons or ("it was removed meanwhile",))])
 
     def _look(self, hash_: str) -> tuple[Found | None, tuple[str, ...]]:
         """Return the entry, or why it does not serve; (None, ()) when it has nothing for this rank and prefix."""
         name = RankName(hash=hash_, rank=self._rank, prefix=self._prefix)
-        if hash_ in self._gone:
-            return None, ()
         try:
-            key = read_key(self._layout, hash_)
-            with telling(self._layout.manifest_file(name)):
-                if key is None or not self._layout.manifest_file(name).exists():
-                    return None, ()
-            trusted = None if self._trust is None else self._trust.check(self._layout, name, key)
-            if self._differs(key):
-                return None, self._differences(key)
-            entry = trusted or read_entry(self._layout, name)
+            records = self._trust.read(self._layout, name)
+            if records is None:
+                return None, ()
+            key = self._key(hash_, records)
+            if differences_now(key, self._live, when="first"):
+                return None, differences_now(key, self._live)
+            entry = self._trust.entry(self._layout, name, records)
             if entry is None:
                 return None, ()
             plan = parse_plan(entry.files[PLAN_FILE], path=self._layout.rank_dir(name) / PLAN_FILE)
         except RefusedError as error:
-            self._refused = error
+            self._untrusted.append(error)
             return None, (str(error),)
         except CacheSchemaError as error:
             self._other_schema = error  # told only when no entry of this version serves
@@ -159,43 +142,11 @@ class Finder:
         except CacheError as error:
             return None, (str(error),)
         # By now the compiler has had time to answer.
-        return Found(entry=entry, key=key, plan=plan), self._guards(plan) or sentences(self._compiler(key))
+        reasons = self._guards(plan) or differences_now(key, self._live, when="last")
+        return (None, reasons) if reasons else (Found(entry=entry, key=key, plan=plan), ())
 
-    def _differs(self, key: Key) -> bool:
-        """Return whether the entry's factors differ from this process in anything but the compiler."""
-        return bool(self._but_compiler(key))
-
-    def _differences(self, key: Key) -> tuple[str, ...]:
-        """Return what differs between the entry's factors and this process, the most telling first."""
-        return sentences(self._but_compiler(key) + self._compiler(key))
-
-    def _but_compiler(self, key: Key) -> list[FactorDifference]:
-        found: list[FactorDifference] = []
-        sources, ops = key.value("sources") or {}, key.value("ops") or {}
-        found += difference_between("sources", sources, sources_now(sources))
-        found += difference_between("ops", ops, _ops_now(ops))
-        if self._config is not None:
-            found += difference_between("config", *self._asked(key.value("config") or {}, self._config))
-        for factor in key.factors:
-            now = self._facts.known.get(factor.name)
-            if factor.name not in _FROM_TRACE and factor.name != _COMPILER and not _equal(factor.value, now):
-                found += difference_between(factor.name, factor.value, now)
-        return found
-
-    def _compiler(self, key: Key) -> list[FactorDifference]:
-        now = self._compiler_now
-        named = any(factor.name == _COMPILER for factor in key.factors)
-        return [] if now is None or not named else list(difference_between(_COMPILER, key.value(_COMPILER), now))
-
-    @functools.cached_property
-    def _compiler_now(self) -> str | None:
-        return self._facts.compiler
-
-    def _asked(self, stored: Mapping[str, Json], asked: Mapping[str, Json]) -> tuple[Json, Json]:
-        """Return both sides of the configuration; splitting ops that were not asked for need not be compared."""
-        left_out = {"splitting_ops"} if asked.get("splitting_ops") is None and not self._exact_config else set()
-        kept, wanted = ({n: v for n, v in side.items() if n not in left_out} for side in (stored, asked))
-        return kept, wanted
+    def _key(self, hash_: str, records: Records) -> Key:
+        return parse_key(records.key, path=self._layout.key_file(hash_), hash_=hash_)
 
     def _guards(self, plan: Plan) -> tuple[str, ...]:
         method = getattr(self._module, plan.method, None)
@@ -206,16 +157,26 @@ class Finder:
         if failures:
             return tuple(failure.sentence for failure in failures)
         # Parameters and buffers are among the facts; what is left is tensors that lie about as plain attributes.
-        known = self._facts.known["state"]["tensors"]
+        known = self._live.known["state"]["tensors"]
         inputs = {item.source: item for variant in plan.variants for item in variant.inputs}
         others = [item for source, item in inputs.items() if source[5:] not in known or source[:5] != "self."]
         return tuple(tensor_differences(roots, filter(is_weight, others)))
 
+    def _failure(self, refused: list[tuple[str, tuple[str, ...]]]) -> Exception:
+        """Return why nothing serves: an entry that may not be trusted tells more than one of another version."""
+        if self._untrusted:
+            return max(
+                self._untrusted, key=lambda error: TELLING.index(error.reason) if error.reason in TELLING else -1
+            )
+        if self._other_schema is not None:
+            return self._other_schema
+        return self._miss(refused)
+
     def _miss(self, refused: list[tuple[str, tuple[str, ...]]]) -> CacheMissError:
         # Kept off the way of a hit.
-        from cgtool.cache.prune import record
+        from cgtool.store import pruned as record
 
-        pruned = (record.pruned if self._only_asks else record.count_miss)(self._layout, self._facts.lookup)
+        pruned = (record.pruned if self._only_asks else record.count_miss)(self._layout, self._live.lookup)
         if not refused:
             refused = self._others()
         if not refused:
@@ -234,7 +195,7 @@ class Finder:
         return CacheMissError(msg, reasons=reasons[:_MAX_REASONS], path=self._layout.root, nearest=hash_)
 
     def _advice(self) -> str:
-        tensors = self._facts.known["state"]["tensors"]
+        tensors = self._live.known["state"]["tensors"]
         if any(" meta" in spelled for spelled in tensors.values()):
             return (
                 "Tensors on the meta device have no memory: give them some (module.to_empty(device=...), then "
@@ -248,41 +209,12 @@ class Finder:
         for hash_ in self._layout.hashes()[:_MAX_LOOKED_AT]:
             name = RankName(hash=hash_, rank=self._rank, prefix=self._prefix)
             try:
-                key = read_key(self._layout, hash_)
-            except CacheError:
+                records = self._trust.read(self._layout, name)
+                key = None if records is None else self._key(hash_, records)
+            except (CacheError, RefusedError):
                 continue
-            if key is None or not self._layout.manifest_file(name).exists():
+            if key is None:
                 continue
-            if key.value("model") == self._facts.known["model"]:
-                found.append((hash_, self._differences(key)))
+            if key.value("model") == self._live.known["model"]:
+                found.append((hash_, differences_now(key, self._live)))
         return [(hash_, reasons) for hash_, reasons in found if reasons]
-
-
-def _equal(one: Json, other: Json) -> bool:
-    """Return whether two values are equal as data: to compare two digests of a big factor costs milliseconds."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(value, other[name]) for name, value in one.items())
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return bool(one == other)
-
-
-def _ops_now(ops: Mapping[str, str]) -> dict[str, Json]:
-    now: dict[str, Json] = {}
-    for name in ops:
-        try:
-            now[name] = op_digest(name)
-        except CgtoolError:
-            now[name] = None
-    return now
-
-
-def _newest(fitting: list[Found]) -> Found:
-    ordered = sorted(fitting, key=lambda found: found.entry.manifest.created, reverse=True)
-    if len(ordered) > 1:
-        others = ", ".join(short(found.entry.name.hash) for found in ordered[1:])
-        taken = short(ordered[0].entry.name.hash)
-        _log.info("%d entries serve this model; the newest, %s, is taken (also: %s).", len(ordered), taken, others)
-    return ordered[0]

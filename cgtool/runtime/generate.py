@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from cgtool.errors import ArtifactError
-from cgtool.graph.expressions import check_expression, python_source
+from cgtool.graph.expressions import FUNCTIONS, check_expression, python_source
 
 _INDENT = "    "
 
@@ -31,7 +31,7 @@ class Code:
         self.label = label
         self.depth = 1
         self._lines: list[str] = []
-        self._names: dict[str, Any] = {"__builtins__": {"__import__": builtins.__import__}}
+        self._names: dict[str, Any] = {"__builtins__": {"__import__": builtins.__import__}, **FUNCTIONS}
         self._known: dict[int, str] = {}
 
     def add(self, line: str) -> None:

@@ -11,25 +11,28 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cgtool.cache.manifest import ManifestRow
-from cgtool.cache.shapes import GENERAL, Shape
+from msgspec.structs import replace
+
 from cgtool.errors import ArtifactError
 from cgtool.graph.expressions import rename
-from cgtool.pieces import AOT_INDUCTOR, EAGER, PieceGraph
-from cgtool.plan import Plan, Step, Variant
-from cgtool.records import replace
+from cgtool.plan.pieces import AOT_INDUCTOR, EAGER, PieceGraph
+from cgtool.plan.records import Plan
+from cgtool.plan.shapes import dispatch_order
+from cgtool.records import dataclass
 from cgtool.runtime.call import LoadedModel, first_index
-from cgtool.runtime.dispatch import Boxed, PiecewiseBackend, Unopened
+from cgtool.runtime.dispatch import Boxed, Choice, PiecewiseBackend, Unopened
 from cgtool.runtime.find import Found
 from cgtool.runtime.packages import open_package
 from cgtool.runtime.pieces import piece_function
-from cgtool.runtime.shapes import ShapeSpec, base_shape, graph_at, spec_of
+from cgtool.runtime.shapes import Bounds, graph_at, symbol_bounds
+from cgtool.store.origin import code_of
+from cgtool.store.records import Row
 
 #: Makes a function from an artifact: (adaptor, bytes, the piece's graph at the artifact's shape).
 Opener = Callable[[str, bytes, PieceGraph], Boxed]
 
 
-def open_entry(found: Found, module: Any, opener: Opener) -> LoadedModel:
+def open_entry(found: Found, module: Any, opener: Opener, *, recheck_calls: bool = False) -> LoadedModel:
     """Return the callable that serves `module` from an entry that was found for it.
 
     Args:
@@ -37,6 +40,7 @@ def open_entry(found: Found, module: Any, opener: Opener) -> LoadedModel:
         module: The live model.
         opener: Opens one artifact of an adaptor that needs more than torch; those of `aot_inductor` and `eager` are
             opened here.
+        recheck_calls: Whether each call looks at all live objects, as `recheck` does.
 
     Raises:
         CacheCorruptError: An artifact's bytes differ from their digest.
@@ -46,32 +50,49 @@ def open_entry(found: Found, module: Any, opener: Opener) -> LoadedModel:
     """
     opened: dict[tuple[str, str, str, str], Unopened] = {}
     read: dict[str, bytes] = {}  # graphs that differ in sizes alone may share an artifact
-    pieces: dict[tuple[int, int], list[tuple[ManifestRow, ShapeSpec, Unopened]]] = {}
+    pieces: dict[tuple[int, int], list[_Opened]] = {}
     plan, manifest = found.plan, found.entry.manifest
-    size_dim = manifest.size_dim
     index = first_index(module, plan)
     steps = [{step.piece: step for step in variant.steps} for variant in plan.variants]
-    for row in manifest.rows:
-        variant = plan.variants[row.variant]
-        spec = spec_of(variant, row.shape, size_dim)
-        step = steps[row.variant].get(row.piece_index)
+    for row in sorted(manifest.rows, key=lambda row: (dispatch_order(row.shape), not row.tuned)):
+        step = steps[row.variant].get(row.piece_index) if row.variant < len(steps) else None
         if step is None:
-            msg = f"The manifest names piece {row.piece_index}, which its plan has not. Warm the model again."
+            msg = (
+                f"The manifest names piece {row.piece_index} of variant {row.variant}, which its plan has not. "
+                "Warm the model again."
+            )
             raise ArtifactError(msg, path=found.entry.name.hash)
+        bounds = symbol_bounds(plan.variants[row.variant], row.shape)
+        digest = row.artifact.digest
         # What the graph at this shape is made from: its own identity would have to be computed for each row.
-        key = row.digest, step.graph, repr(row.shape), repr(step.symbols)
+        key = digest, step.graph, repr(row.shape), repr(step.symbols)
         if key not in opened:
-            if row.digest not in read:
-                read[row.digest] = found.entry.artifact(row)
-            graph = functools.partial(_graph_at, plan, step, spec)
-            opened[key] = Unopened(functools.partial(_open, row.adaptor, read[row.digest], graph, index, opener))
-        pieces.setdefault((row.variant, row.piece_index), []).append((row, spec, opened[key]))
-    backends = {name: _backend(rows, plan.variants[name[0]], steps[name[0]][name[1]]) for name, rows in pieces.items()}
-    return LoadedModel(module, _with_added_guards(plan, pieces), backends)
+            if digest not in read:
+                read[digest] = found.entry.artifact(row.artifact)
+            code = code_of(read[digest], row, step.graph)
+            graph = functools.partial(graph_at, plan.graphs[step.graph], step, bounds)
+            opened[key] = Unopened(functools.partial(_open, row.adaptor, code, graph, index, opener))
+        guards = tuple(rename(text, step.symbols) for text in row.artifact.guards)
+        place = row.variant, row.piece_index
+        pieces.setdefault(place, []).append(_Opened(row=row, bounds=bounds, guards=guards, function=opened[key]))
+    backends = {place: _backend(rows) for place, rows in pieces.items()}
+    return LoadedModel(
+        module,
+        _with_added_guards(plan, pieces),
+        backends,
+        variables=found.key.value("variables"),
+        recheck_calls=recheck_calls,
+    )
 
 
-def _graph_at(plan: Plan, step: Step, spec: ShapeSpec) -> PieceGraph:
-    return graph_at(plan.graphs[step.graph], step, spec)
+@dataclass(frozen=True, kw_only=True)
+class _Opened:
+    """A row, what it means for its variant's symbols, and its function."""
+
+    row: Row
+    bounds: Bounds
+    guards: tuple[str, ...]
+    function: Unopened
 
 
 def _open(
@@ -85,29 +106,27 @@ def _open(
     return opener(adaptor, data, graph)
 
 
-def _backend(rows: list[tuple[ManifestRow, ShapeSpec, Unopened]], variant: Variant, step: Step) -> PiecewiseBackend:
-    base: Shape = base_shape(variant)
-    general = next((function for row, _, function in rows if row.shape in (GENERAL, base)), None)
-    sizes = {tuple(sorted(spec.sizes.items())): function for _, spec, function in rows if spec.sizes}
-    ranges = [(dict(spec.ranges), function) for _, spec, function in rows if spec.ranges]
-    guards: dict[Boxed | Unopened, tuple[str, ...]] = {
-        function: tuple(rename(text, step.symbols) for text in row.guards)
-        for row, spec, function in rows
-        if (spec.sizes or spec.ranges) and row.guards
-    }
-    return PiecewiseBackend(general=general, sizes=sizes, ranges=ranges, guards=guards)
+def _backend(rows: list[_Opened]) -> PiecewiseBackend:
+    return PiecewiseBackend(
+        general=next((one.function for one in rows if not one.bounds), None),
+        choices=[
+            Choice(shape=one.row.shape, bounds=one.bounds, guards=one.guards, function=one.function)
+            for one in rows
+            if one.bounds
+        ],
+    )
 
 
-def _with_added_guards(plan: Plan, pieces: Mapping[tuple[int, int], list[Any]]) -> Plan:
+def _with_added_guards(plan: Plan, pieces: Mapping[tuple[int, int], list[_Opened]]) -> Plan:
     """Return the plan with what the compiler relied on for the general shape among its variants' relations."""
-    variants = []
-    if not any(row.guards for rows in pieces.values() for row, _, _ in rows):
+    if not any(one.guards for rows in pieces.values() for one in rows):
         return plan
+    variants = []
     for index, variant in enumerate(plan.variants):
         added: dict[str, None] = dict.fromkeys(variant.relations)
         for step in variant.steps:
-            for row, spec, _ in pieces.get((index, step.piece), ()):
-                if not spec.sizes and not spec.ranges:
-                    added.update(dict.fromkeys(rename(text, step.symbols) for text in row.guards))
+            general = next((one for one in pieces.get((index, step.piece), ()) if not one.bounds), None)
+            if general is not None:
+                added.update(dict.fromkeys(general.guards))
         variants.append(replace(variant, relations=tuple(added)))
     return replace(plan, variants=tuple(variants))

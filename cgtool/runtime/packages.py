@@ -3,7 +3,8 @@
 torch's loader opens paths. It is given a private folder whose native code is a link to a file that lies in memory and
 holds the very bytes whose digest was checked. So nothing is unpacked to a disk: a full, tiny or noexec temporary folder
 serves, and the folder is gone when the package is open. A torch that opens no folders (before 2.13) unpacks the package
-itself, into /tmp; that is removed too as soon as the package is open.
+itself, into /tmp; that is removed too as soon as the package is open. What a killed process left of its folder is
+removed by the next that makes one there.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ from typing import Any, Self
 
 import torch
 
-from cgtool.cache.descriptors import made
-from cgtool.cache.packages import NATIVE_FILE, Package, archive_with_source, unpack
 from cgtool.errors import ArtifactError, NoRoomError
 from cgtool.graph.constants import constants_of
 from cgtool.graph.metas import device_of
-from cgtool.pieces import PieceGraph
+from cgtool.plan.pieces import PieceGraph
 from cgtool.runtime import _torch as private
-from cgtool.runtime.dispatch import Boxed
+from cgtool.runtime.dispatch import Boxed, ForkedLock
 from cgtool.runtime.views import OUTPUTS, with_views
+from cgtool.store.descriptors import made
+from cgtool.store.files import FILE_LIMIT
+from cgtool.store.holding import hold, is_abandoned
+from cgtool.store.packages import NATIVE_FILE, Package, archive_with_source, unpack
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +47,8 @@ _UNPACKED = re.compile(rf" (/tmp/(?:aotinductor_)?[A-Za-z0-9]{{6}})/piece/{_INNE
 _MORE_FILES = "Close files that this process holds open, or let it open more: `ulimit -n`."
 #: Where a private folder is made, the first that takes it: some hundred bytes are needed. None is the system's own.
 _PARENTS = ("/dev/shm", None, "/tmp", "/var/tmp")  # noqa: S108 - private folders are made within
+#: Held while torch unpacks: what one thread's opening adds to those folders is then its own.
+_unpacking = ForkedLock()
 #: Numbers the packages of this process: the system's linker takes two libraries of one path for one.
 _numbers = itertools.count()
 
@@ -151,46 +156,65 @@ def _with_constants(run: Boxed, constants: list[torch.Tensor]) -> Boxed:
     return with_constants
 
 
-#: Folders that are there, and the process that made each. Ctrl-C may fall into the midst of making or removing one:
-#: then it goes as the process ends.
-_folders: dict[Path, int] = {}
+_NAME = re.compile(r"cgtool-[0-9a-f]{16}")
+#: Folders that are there, the process that made each, and the descriptor that holds it. Ctrl-C may fall into the midst
+#: of making or removing one: then it goes as the process ends.
+_folders: dict[Path, tuple[int, int | None]] = {}
 
 
 def _new_folder(parent: str) -> Path:
+    _sweep(parent)
     folder = Path(parent) / f"cgtool-{os.urandom(8).hex()}"
-    _folders[folder] = os.getpid()
+    _folders[folder] = os.getpid(), None
     try:
         folder.mkdir(mode=0o700)
     except OSError:
         del _folders[folder]  # not ours
         raise
+    with contextlib.suppress(OSError):  # without a lock on it, its youth protects it
+        _folders[folder] = os.getpid(), hold(folder)
     return folder
 
 
+def _sweep(parent: str) -> None:
+    """Remove what killed processes of this user left."""
+    with contextlib.suppress(OSError):
+        for name in filter(_NAME.fullmatch, os.listdir(parent)):  # noqa: PTH208 - names alone
+            folder = Path(parent, name)
+            if folder not in _folders and folder.lstat().st_uid == os.getuid() and is_abandoned(folder):
+                _remove(folder)
+
+
 def _remove(folder: Path) -> None:
+    process, descriptor = _folders.get(folder, (0, None))
+    if descriptor is not None:  # first: it may be the one that listing the folder lacks
+        os.close(descriptor)
+        _folders[folder] = process, None
     with contextlib.suppress(OSError):
         # Not rmtree: Ctrl-C may have it keep a descriptor, or fail with another error.
         for base, _, names in os.walk(folder, topdown=False):
             for name in names:
-                os.unlink(os.path.join(base, name))  # noqa: PTH108, PTH118 - as os.walk gives them
-            os.rmdir(base)  # noqa: PTH106
+                Path(base, name).unlink()
+            Path(base).rmdir()
     if not folder.exists():  # else no descriptor was left to list it with: it goes as the process ends
         _folders.pop(folder, None)
 
 
 @atexit.register
 def _remove_all() -> None:
-    for folder, process in list(_folders.items()):
+    for folder, (process, _) in list(_folders.items()):
         if process == os.getpid():  # a fork leaves alone what its parent uses
             _remove(folder)
 
 
 def _open_archive(package: Package, device_index: int | None) -> Any:
     data = archive_with_source(package)
-    with _in_memory(data) as path:
+    with _unpacking, _in_memory(data) as path:
+        before = _unpacked_folders()
         loader = _open_on_disk(data, device_index) if path is None else private.open_package(path, device_index)
-    if not package.kernels:
-        _remove_unpacked()
+        if not package.kernels:  # which torch reads when they first run; code that is mapped needs no file
+            for folder in _unpacked_folders() - before:
+                shutil.rmtree(folder, ignore_errors=True)
     return loader
 
 
@@ -204,12 +228,10 @@ def _open_on_disk(archive: bytes, device_index: int | None) -> Any:
         raise _no_room(error) from error
 
 
-def _remove_unpacked() -> None:
-    """Remove what torch unpacked and keeps for as long as a package is open: code that is mapped needs no file."""
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
-        match = _UNPACKED.search(line)
-        if match is not None:
-            shutil.rmtree(match[1], ignore_errors=True)
+def _unpacked_folders() -> set[str]:
+    """Return the folders into which torch unpacked the packages that are open."""
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    return {match[1] for line in lines if (match := _UNPACKED.search(line))}
 
 
 @contextlib.contextmanager
@@ -222,8 +244,11 @@ def _in_memory(data: bytes) -> Iterator[str | None]:
             _log.debug("No memory file with flags %#x: %s", flags, error)
             continue
         try:
-            with open(descriptor, "wb", closefd=False) as file:
-                file.write(data)
+            try:
+                with open(descriptor, "wb", closefd=False) as file:
+                    file.write(data)
+            except OSError as error:
+                raise _no_memory_file(error, len(data)) from error
             yield f"/proc/self/fd/{descriptor}"
         finally:
             os.close(descriptor)
@@ -246,6 +271,12 @@ def _no_room(error: OSError | None) -> NoRoomError:
         "folder that can be written.",
         actual=str(error),
     )
+
+
+def _no_memory_file(error: OSError, size_bytes: int) -> NoRoomError:
+    said = FILE_LIMIT if error.errno == errno.EFBIG else f"{error.strerror}. Free some memory"
+    msg = f"A package of {size_bytes} bytes cannot be opened from a file in memory: {said}."
+    return NoRoomError(msg, actual=str(error))
 
 
 def _cannot_open(error: RuntimeError) -> ArtifactError:

@@ -14,7 +14,7 @@ import torch
 from cgtool.graph.metas import device_of
 from cgtool.graph.targets import ATTRIBUTES, check_method, resolve_target
 from cgtool.graph.values import decode_value, refs_of
-from cgtool.pieces import Json, Node, PieceGraph
+from cgtool.plan.pieces import Json, Node, PieceGraph
 from cgtool.runtime.dispatch import Boxed
 from cgtool.runtime.generate import Code, check_identifier, malformed, tuple_source
 
@@ -44,8 +44,8 @@ def piece_maker(graph: PieceGraph, *, num_holes: int = 0, device_index: int | No
     """Return a function that makes the function of a piece, as `piece_function` does, from the values of its holes.
 
     Args:
-        graph: Any piece; `{"hole": n}` may stand in its arguments, see `cgtool.plan_tables`.
-        num_holes: How many values the pieces of this shape differ in.
+        graph: Any piece; `{"hole": n}` may stand in its arguments, see `cgtool.plan.pieces`.
+        num_holes: How many holes it has.
         device_index: As for `piece_function`.
 
     Raises:
@@ -156,18 +156,18 @@ class _Writer:
     def _call(self, node: Node) -> str:
         name = _text(node.target)
         if name == "builtins.getattr" and (node.kwargs or [a for a in node.args[1:] if not _is_attribute(a)]):
-            raise malformed("attribute of a tensor", node.to_json())
+            raise malformed("attribute of a tensor", node)
         return f"{self.code.constant(resolve_target(name))}({self._arguments(node.args, node.kwargs)})"
 
     def _size(self, node: Node) -> str:
         if len(node.args) != 2 or type(node.args[0]) is not str or type(node.args[1]) is not int or node.kwargs:  # noqa: PLR2004 - a tensor and a dimension
-            raise malformed("size", node.to_json())
+            raise malformed("size", node)
         return f"{self._local(node.args[0])}.size({node.args[1]})"
 
     def _method(self, node: Node) -> str:
         name = check_method(_text(node.target))
         if not node.args or type(node.args[0]) is not str:
-            raise malformed("call of a method", node.to_json())
+            raise malformed("call of a method", node)
         return f"{self._local(node.args[0])}.{name}({self._arguments(node.args[1:], node.kwargs)})"
 
     def _arguments(self, args: Iterable[Json], kwargs: dict[str, Json]) -> str:

@@ -15,9 +15,9 @@ import torch
 from cgtool.errors import ArtifactError
 from cgtool.graph.expressions import rename
 from cgtool.graph.metas import dtype_of
-from cgtool.pieces import Dim, PieceGraph, TensorMeta
-from cgtool.plan import Step, Variant
-from cgtool.plan_tables import Graphs
+from cgtool.plan.pieces import Dim, PieceGraph, TensorMeta
+from cgtool.plan.records import Step, Variant
+from cgtool.plan.tables import Graphs
 from cgtool.runtime.accept import strides_matter
 from cgtool.runtime.dispatch import Boxed
 from cgtool.runtime.generate import Code, expression, malformed, tuple_source
@@ -61,28 +61,43 @@ def compiled_steps(variant: Variant) -> list[Step]:
 
 
 def check_steps(variant: Variant, graphs: Mapping[str, PieceGraph], symbols: tuple[str, ...]) -> None:
-    """Check that each step fits its graph and speaks of the variant's symbols only.
+    """Check that each step fits its graph, takes tensors of its make, and speaks of the variant's symbols only.
+
+    Native code looks at no tensor that it is given: one of another make would be read past its end.
 
     Raises:
         ArtifactError: A step does not.
     """
+    metas = {value: item.meta for value, item in enumerate(variant.inputs)}
     for step in variant.steps:
-        if type(step.graph) is not str or step.graph not in graphs:
+        if step.graph not in graphs:
             raise malformed("graph of the plan", step.graph)
         graph = _face(graphs, step.graph)
         if len(graph.inputs) != len(step.inputs) or not len(graph.outputs) == len(graph.results) == len(step.outputs):
             raise malformed("step", repr(step))
-        if type(step.piece) is not int or {symbol.name for symbol in graph.symbols} - set(step.symbols):
+        if {symbol.name for symbol in graph.symbols} - set(step.symbols):
             raise malformed("step", repr(step))
-        for symbol, text in step.symbols.items():
-            if type(symbol) is not str or type(text) is not str:
-                raise malformed("step", repr(step))
+        for value, meta in zip(step.inputs, graph.inputs, strict=True):
+            if value not in metas or not _may_be(metas[value], meta):
+                raise malformed("input of a step", repr(step))
+        metas.update(zip(step.outputs, graph.results, strict=True))
+        for text in step.symbols.values():
             expression(text, symbols)
 
 
+def _may_be(one: TensorMeta, other: TensorMeta) -> bool:
+    """Return whether two records may be of one tensor, each over symbols of its own; strides are not looked at."""
+    if one is other:
+        return True
+    if (one.dtype, one.device, len(one.shape)) != (other.dtype, other.device, len(other.shape)):
+        return False
+    sizes = zip(one.shape, other.shape, strict=True)
+    return all(left == right or type(left) is type(right) is str for left, right in sizes)
+
+
 def _face(graphs: Mapping[str, PieceGraph], identity: str) -> PieceGraph:
-    """Return a graph with the inputs, outputs, symbols and ops of the one of that identity; constants may differ."""
-    return graphs.face_of(identity) if isinstance(graphs, Graphs) else graphs[identity]
+    """Return a graph with the inputs, outputs, symbols and ops of the one of that identity; it may lack constants."""
+    return graphs.parts_of(identity)[1] if isinstance(graphs, Graphs) else graphs[identity]
 
 
 class _Writer:

@@ -1,65 +1,48 @@
-"""What a shape of the manifest means for the symbols of a variant and of its pieces. Must not import torch."""
+"""What a shape means for the symbols of a variant and of its pieces. Must not import torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cgtool.cache.shapes import GENERAL, Shape
+from cgtool.errors import ArtifactError
 from cgtool.graph.expressions import evaluate, symbols_of
-from cgtool.pieces import PieceGraph
-from cgtool.plan import Step, Variant
-from cgtool.records import dataclass
+from cgtool.plan.pieces import PieceGraph
+from cgtool.plan.records import Step, Variant
+from cgtool.plan.shapes import Shape, shape_text
+
+#: Symbol of a variant → its smallest and its largest size, inclusive.
+Bounds = Mapping[str, tuple[int, int]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShapeSpec:
-    """One shape of one variant: sizes of its symbols, or ranges of them."""
+def symbol_bounds(variant: Variant, shape: Shape) -> Bounds:
+    """Return the bounds that a shape sets to the symbols of its variant; none where it serves all of the variant.
 
-    shape: Shape
-    sizes: Mapping[str, int]
-    ranges: Mapping[str, tuple[int, int | None]]
-    max_autotune: bool
-
-
-def spec_of(variant: Variant, shape: Shape, size_dim: str | None) -> ShapeSpec:
-    """Return the sizes of the variant's symbols that a shape of the manifest means.
-
-    Args:
-        variant: The variant.
-        shape: As the manifest writes it.
-        size_dim: The dimension that a range speaks of; None where the model has but one.
+    Raises:
+        ArtifactError: The shape names a dimension that the variant does not have.
     """
-    if shape in (GENERAL, base_shape(variant)):
-        return ShapeSpec(shape=shape, sizes={}, ranges={}, max_autotune=False)
-    if isinstance(shape, tuple):
-        name = size_dim if size_dim in variant.dims else next(iter(variant.dims))
-        ranges = {symbol: (max(shape[0], 2), shape[1]) for symbol in variant.dims[name]}
-        return ShapeSpec(shape=shape, sizes={}, ranges=ranges, max_autotune=False)
-    by_name = {next(iter(variant.dims)): shape} if isinstance(shape, int) else dict(shape)  # type: ignore[arg-type]  # pairs
-    sizes = {symbol: by_name[name] for name in variant.dims if name in by_name for symbol in variant.dims[name]}
-    return ShapeSpec(shape=shape, sizes=sizes, ranges={}, max_autotune=True)
+    bounds: dict[str, tuple[int, int]] = {}
+    for name, limits in shape.items():
+        if name in variant.fixed:
+            continue
+        if name not in variant.dims:
+            msg = f"The manifest names the shape {shape_text(shape)}, whose dimension {name} its plan does not have."
+            raise ArtifactError(f"{msg} Warm the model again.", expected=sorted(variant.dims), actual=name)
+        bounds.update(dict.fromkeys(variant.dims[name], limits))
+    return bounds
 
 
-def base_shape(variant: Variant) -> Shape:
-    """Return the shape that serves all of a variant: "general", or the sizes that it fixes."""
-    if not variant.fixed:
-        return GENERAL
-    if len(variant.fixed) == 1 and not variant.dims:
-        return next(iter(variant.fixed.values()))
-    return dict(variant.fixed)
-
-
-def graph_at(graph: PieceGraph, step: Step, spec: ShapeSpec) -> PieceGraph:
+def graph_at(graph: PieceGraph, step: Step, bounds: Bounds) -> PieceGraph:
     """Return a piece's graph with its own symbols at the sizes, or within the ranges, of the variant's."""
-    if not spec.sizes and not spec.ranges:
+    if not bounds:
         return graph
-    from cgtool.graph.specialise import restrict, specialise  # most starts know one shape, the general one
+    from cgtool.graph.specialise import restrict  # most starts know one shape, the general one
 
-    if spec.sizes:
-        known = {
-            symbol: evaluate(text, dict(spec.sizes))
-            for symbol, text in step.symbols.items()
-            if set(symbols_of(text)) <= set(spec.sizes)
-        }
-        return specialise(graph, known)
-    return restrict(graph, {s: spec.ranges[text] for s, text in step.symbols.items() if text in spec.ranges})
+    fixed = {symbol: low for symbol, (low, high) in bounds.items() if low == high}
+    own: dict[str, tuple[int, int | None]] = {}
+    for symbol, text in step.symbols.items():
+        if text in bounds:
+            own[symbol] = bounds[text]
+        elif set(symbols_of(text)) <= fixed.keys():
+            size = int(evaluate(text, fixed))
+            own[symbol] = size, size
+    return restrict(graph, own)

@@ -1,8 +1,8 @@
 """How the value that a model returns is put together again: the output template of a plan as Python source.
 
-Grammar of a template in `cgtool.plan`, of its literals in `cgtool.guards.literals`. A class is looked up by name and
-must be a container of fields: a dataclass, a named tuple, one of torch.return_types, or a subclass of dict. Anything
-else is refused, so that a plan cannot call what it likes.
+The grammar of a template is in `cgtool.plan.records`, that of literals in `cgtool.guards.literals`. A class is looked
+up by name and must be a container of fields: a dataclass, a named tuple, one of torch.return_types, or a subclass of
+dict. Anything else is refused, so that a plan cannot call what it likes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from cgtool.errors import ArtifactError, GuardError
 from cgtool.graph.metas import device_of, dtype_of
 from cgtool.guards.names import find_qualified
-from cgtool.pieces import Json
+from cgtool.plan.pieces import Json
 from cgtool.runtime.generate import Code, check_identifier, expression, malformed, tuple_source
 
 _QUALIFIED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*\Z", re.ASCII)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cgtool.cache.layout import short
-from cgtool.pieces import Node, PieceGraph, TensorMeta
-from cgtool.plan import Plan, Step
+from cgtool.plan.pieces import Node, PieceGraph, TensorMeta
+from cgtool.plan.records import Plan, Step
+from cgtool.store.layout import short
 from cgtool.words import source_words
 
 _HEADER = '''"""The stitched programs of this entry, for people: what runs, in which order, on which tensors.

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from cgtool.pieces import Json, PieceGraph
+from cgtool.plan.pieces import Json, PieceGraph
 from cgtool.runtime.dispatch import Boxed
 from cgtool.runtime.generate import Code, expression, malformed, tuple_source
 

@@ -27,8 +27,8 @@ from torch import nn
 from cgtool.errors import GuardError
 from cgtool.graph.metas import device_of, dtype_of, dtype_text
 from cgtool.guards.sources import Roots, SourceError, parse_source
-from cgtool.pieces import TensorMeta
-from cgtool.plan import Guard, Input
+from cgtool.plan.pieces import TensorMeta
+from cgtool.plan.records import Guard, Input
 from cgtool.runtime import _torch as private
 from cgtool.runtime.accept import ALIGNMENT, ANYWHERE
 from cgtool.runtime.generate import Code
@@ -113,7 +113,7 @@ class Weights:
                 raise GuardError(
                     f"{source_words(item.source)} {problem}. {_ADVICE}",
                     path=source_words(item.source),
-                    expected=item.meta.to_json(),
+                    expected=repr(item.meta),
                     actual=repr(type(tensor)),
                 )
         needs_grad = any(tensor.requires_grad for tensor in tensors)

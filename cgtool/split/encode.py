@@ -19,8 +19,9 @@ from cgtool.graph.metas import tensor_meta
 from cgtool.graph.sympy_text import expression_text
 from cgtool.graph.targets import check_method, target_name
 from cgtool.graph.values import encode_value
-from cgtool.guards.ops import is_torchs_own, op_digest
-from cgtool.pieces import Json, Node, PieceGraph
+from cgtool.guards.ops import op_digest
+from cgtool.ops import is_torchs_own
+from cgtool.plan.pieces import Json, Node, NodeKind, PieceGraph
 from cgtool.split import _torch as private
 from cgtool.split.nodes import Kind, cannot_split, constant_of, described, example
 from cgtool.split.program import Program
@@ -33,6 +34,9 @@ _BINARY = {
     ast.FloorDiv: "floordiv",
     ast.Mod: "mod",
     ast.Pow: "pow",
+    ast.BitAnd: "and_",
+    ast.BitOr: "or_",
+    ast.BitXor: "xor",
     ast.Eq: "eq",
     ast.NotEq: "ne",
     ast.Lt: "lt",
@@ -193,15 +197,17 @@ class _PieceWriter:
 
     def _call(self, node: fx.Node) -> str:
         if node.op == "call_method":
-            kind, target = "method", _method(str(node.target))
+            kind: NodeKind = "method"
+            target = _method(str(node.target))
         else:
-            kind, target = "function", target_name(node.target)  # type: ignore[arg-type]  # what a call_function calls
+            kind = "function"
+            target = target_name(node.target)  # type: ignore[arg-type]  # what a call_function calls
         args = tuple(encode_value(arg, self._ref) for arg in node.args)
         kwargs = {name: encode_value(node.kwargs[name], self._ref) for name in sorted(node.kwargs)}
         return self._append(kind, target, args, kwargs)
 
     def _append(
-        self, kind: str, target: str | None, args: Sequence[Json], kwargs: dict[str, Json] | None = None
+        self, kind: NodeKind, target: str | None, args: Sequence[Json], kwargs: dict[str, Json] | None = None
     ) -> str:
         self.nodes.append(Node(kind=kind, target=target, args=tuple(args), kwargs=kwargs or {}))
         return f"%{self._num_inputs + len(self.nodes) - 1}"

@@ -16,7 +16,7 @@ from torch import fx
 
 from cgtool.errors import SplitError
 from cgtool.graph.sympy_text import expression_text
-from cgtool.pieces import SymbolRange
+from cgtool.plan.pieces import SymbolRange
 from cgtool.split import _torch as private
 from cgtool.split.nodes import example
 

@@ -15,8 +15,8 @@ from torch import fx
 
 from cgtool.errors import SplitError
 from cgtool.graph.sympy_text import expression_text
-from cgtool.pieces import Json, PieceGraph
-from cgtool.plan import Step
+from cgtool.plan.pieces import Json, PieceGraph
+from cgtool.plan.records import Step
 from cgtool.split import _torch as private
 from cgtool.split.alias import Crossing, contested, hazards, view_chain
 from cgtool.split.encode import EncodedPiece, encode_piece, takes_of
@@ -32,7 +32,7 @@ class SplitResult:
 
     Args:
         graphs: identity → piece; equal pieces are one.
-        steps: The pieces in order; value ids as in `cgtool.plan`.
+        steps: The pieces in order; value ids as in `cgtool.plan.records`.
         symbol_names: Symbol of the trace → the variant's symbol, in order.
         num_inputs: Tensor placeholders: value ids 0 to num_inputs - 1.
         outputs: For each output of the graph: ["v", value id], ["expr", text] or ["const", value].

@@ -105,6 +105,17 @@ def written_attributes(output: Any, variable: Any) -> tuple[str, ...]:
     return tuple(output.side_effects.store_attr_mutations.get(variable) or ())
 
 
+def written_keys(variable: Any) -> tuple[str, ...]:
+    """Return the names that the call put into one of these objects; () where it is no dict of names."""
+    before = getattr(variable, "original_items", None)
+    if before is None:
+        return ()
+    # keys are wrapped in `items` alone, and a value that was only looked at is realized in place
+    items = [(getattr(key, "vt", key), value) for key, value in variable.items.items()]
+    written = [key for key, value in items if variable.is_new_item(before.get(key), value)]
+    return tuple(key.as_python_constant() for key in written if key.is_python_constant())
+
+
 def _is_restored(variable: Any, effects: Any) -> bool:
     """Return whether every attribute that the call wrote holds in the end what it held before."""
     writes = effects.store_attr_mutations.get(variable)

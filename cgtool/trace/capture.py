@@ -11,23 +11,29 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from cgtool.counters import count
 from cgtool.errors import TraceError
 from cgtool.guards.kinds import check, describe
-from cgtool.guards.literals import encode_literal
 from cgtool.guards.signature import CallSignature
 from cgtool.guards.sources import Roots
 from cgtool.guards.state import STATE_NAMES, current
-from cgtool.pieces import Json
-from cgtool.plan import Guard
+from cgtool.plan.pieces import Json
+from cgtool.plan.records import Guard
 from cgtool.trace import _torch as private
 from cgtool.trace.breaks import explained
-from cgtool.trace.classes import class_guards
-from cgtool.trace.files import function_guards, traced_sources
-from cgtool.trace.guards import GuardRecorder, compact, module_frame, split_guards
+from cgtool.trace.files import function_guards
+from cgtool.trace.guards import GuardRecorder, combined, module_frame, split_guards
 from cgtool.trace.outputs import MarkedSizes, TemplateReader, mark_outputs
 from cgtool.trace.questions import question_guards
-from cgtool.trace.sources import Frame, source_text
-from cgtool.words import source_words
+from cgtool.trace.refusals import (
+    ALWAYS,
+    refuse_identities,
+    refuse_side_effects,
+    refuse_subclasses,
+    refuse_surroundings,
+)
+from cgtool.trace.sources import MODULE_DICTS, Frame, source_text
+from cgtool.trace.touched import touched
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +46,9 @@ class Trace:
         dims: (name, source, dimension) of each dynamic dimension, where `source` is one of `input_sources`.
         model_guards: What must hold of the model and of globals.
         call_guards: What must hold of each call, sizes and tensors aside.
-        sources: {module: SHA-256} of the traced files.
+        codes: The code that the trace went through.
+        classes: The classes of the objects that it touched.
+        variables: The variables of the environment that Dynamo guarded.
         output: The template of what the method returned; graph outputs are `["out", position]`.
         shape_env: Dynamo's ShapeEnv: ranges of symbols and relations between them.
     """
@@ -50,35 +58,11 @@ class Trace:
     dims: tuple[tuple[str, str, int], ...]
     model_guards: tuple[Guard, ...]
     call_guards: tuple[Guard, ...]
-    sources: Mapping[str, str]
+    codes: tuple[types.CodeType, ...]
+    classes: tuple[type, ...]
+    variables: frozenset[str]
     output: Json
     shape_env: Any
-
-
-#: What holds of every model: its method is traced, and not the hooks around a call of it.
-_ALWAYS = (
-    Guard(source="self.training", kind="value", expected=False),
-    Guard(source="self", kind="hooks", expected=0),
-    Guard(source="self|type.__call__", kind="value", expected=encode_literal(torch.nn.Module.__call__)),
-    Guard(source="global:torch.nn.modules.module:_global_forward_hooks", kind="empty", expected=True),
-    Guard(source="global:torch.nn.modules.module:_global_forward_pre_hooks", kind="empty", expected=True),
-)
-
-
-#: The same in words, for a model of which it does not hold.
-_AROUND = {
-    "self.training": "the model is in training mode; call model.eval() first",
-    "self": "the model itself has hooks, which run around forward; put them on a submodule, or remove them",
-    "self|type.__call__": "the model's class has a __call__ of its own; move what it does into forward",
-}
-
-
-def _refuse_surroundings(roots: Roots) -> None:
-    """Refuse a model whose call does more than its method."""
-    for failure in check(_ALWAYS, roots):
-        why = _AROUND.get(failure.guard.source, "hooks for all modules are registered; remove them")
-        msg = f"Compiled code runs the model's method alone, and a call of this model does more: {why}."
-        raise TraceError(msg, path=source_words(failure.guard.source), actual=failure.actual)
 
 
 class _Capture:
@@ -147,8 +131,9 @@ def capture(
         GraphBreakError: The model holds something that Dynamo cannot trace.
         TraceError: Something that the graph rests on, or that it returns, cannot be kept as data.
     """
+    count("traces")
     module = getattr(method, "__self__", None)
-    _refuse_surroundings(Roots(module, method))
+    refuse_surroundings(Roots(module, method))
     for tensor, dim, _ in marked:
         private.mark_dynamic(tensor, dim)
     captured = _Capture(method, MarkedSizes([tensor for tensor, _, _ in marked]))
@@ -163,16 +148,20 @@ def capture(
     if graph_module is None:
         captured.current_frame()
         raise AssertionError
-    _refuse_side_effects(captured.changed)
-    _refuse_subclasses({**captured.inputs, **captured.others})
+    refuse_side_effects(captured.changed)
+    refuse_identities(captured.codes)
+    refuse_subclasses({**captured.inputs, **captured.others})
     _add_placeholders(graph_module, captured.others)
     sources = (*captured.inputs, *captured.others)
-    known = _known_tensors(sources, Roots(module, method, arguments))
-    asked = tuple(question_guards(captured.codes, sources, Roots(module, method, arguments)))
-    model_guards, call_guards = split_guards((*recorder.finish(), *captured.returned, *asked))
-    roots = Roots(module, method)
-    methods = class_guards(model_guards, roots, captured.codes)
-    model_guards = (*_ALWAYS, *_own_method(roots), *methods, *compact(model_guards), *function_guards(captured.codes))
+    roots = Roots(module, method, arguments)
+    known = _known_tensors(sources, roots)
+    guarded = (*recorder.finish(), *captured.returned)
+    seen = touched(captured.codes, (*(guard.source for guard in guarded), *sources), roots)
+    tensors = {source: roots.resolve(source) for source in sources}
+    asked = question_guards(captured.codes, seen.names, {**tensors, **seen.objects})
+    model_guards, call_guards = split_guards(combined((*guarded, *asked), seen.guards))
+    functions = function_guards(captured.codes)
+    model_guards = (*ALWAYS, *_own_method(Roots(module, method)), *model_guards, *functions)
     _check_at_once(model_guards, Roots(module, method))
     return Trace(
         graph_module=graph_module,
@@ -180,7 +169,9 @@ def capture(
         dims=_named_dims(marked, known),
         model_guards=model_guards,
         call_guards=(*state, *call_guards),
-        sources=traced_sources(captured.codes),
+        codes=tuple(captured.codes),
+        classes=seen.classes,
+        variables=frozenset(recorder.variables),
         output=TemplateReader(captured.outputs, known, captured.sizes).read(result),
         shape_env=captured.shape_env,
     )
@@ -276,7 +267,11 @@ def _changed(output: Any, frame: Frame) -> list[str]:
     found: list[str] = []
     for variable in private.modified_existing(output):
         name = _name_of(variable, frame)
-        found += [f"{name}.{attr}" for attr in private.written_attributes(output, variable)] or [name]
+        owner, _, last = name.rpartition(".")
+        if last in MODULE_DICTS:
+            found += [f"{owner}.{key}" for key in private.written_keys(variable)] or [name]
+        else:
+            found += [f"{name}.{attr}" for attr in private.written_attributes(output, variable)] or [name]
     return found
 
 
@@ -288,28 +283,6 @@ def _name_of(variable: Any, frame: Frame) -> str:
         return source_text(source, frame)
     except TraceError:
         return str(source.name)
-
-
-def _refuse_side_effects(changed: list[str]) -> None:
-    lasting = [text for text in changed if text and not text.startswith("arg:kwargs")]
-    if lasting:
-        names = ", ".join(source_words(text) for text in lasting[:4])
-        msg = (
-            f"The model changes {names} while it runs, and a compiled graph would not. Keep state in buffers that are "
-            "written in place (`self.count.add_(1)`), or return it."
-        )
-        raise TraceError(msg, path=names, actual=tuple(lasting))
-
-
-def _refuse_subclasses(inputs: Mapping[str, Any]) -> None:
-    for source, value in inputs.items():
-        if private.is_traceable_wrapper_subclass(value):
-            name = source_words(source)
-            msg = (
-                f"{name} is a {type(value).__name__}, a tensor subclass that an artifact cannot take. "
-                "Unwrap it into plain tensors before the model is warmed."
-            )
-            raise TraceError(msg, path=name, actual=type(value).__name__)
 
 
 def _check_at_once(guards: tuple[Guard, ...], roots: Roots) -> None:

@@ -1,4 +1,4 @@
-"""The code that a trace went through: files by module and digest, functions by qualified name and digest.
+"""The code that a trace rests on: files by module and digest, distributions by version, functions by name and digest.
 
 Files of torch and of the standard library are left out, because the versions of torch and of Python are factors of
 their own; their functions are not, because a program can replace them. Dynamo's own are: it traces them in the place of
@@ -9,40 +9,72 @@ loads would have to import Dynamo.
 from __future__ import annotations
 
 import os
-import sys
-import sysconfig
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from cgtool.digests import sha256_hex
 from cgtool.guards.code import code_digest
+from cgtool.guards.files import file_of
 from cgtool.guards.names import find_qualified
 from cgtool.guards.sources import SourceError, canonical_module_name
-from cgtool.plan import Guard
+from cgtool.plan.records import Guard
+from cgtool.trace.closure import closure_of, is_covered_by_versions, modules_by_file, parse
+from cgtool.trace.variables_read import variables_read
 
 _TRACER = "torch._dynamo"
 
 
-def traced_sources(codes: Iterable[types.CodeType]) -> dict[str, str]:
-    """Return {module: SHA-256 of its file} of the traced files that belong to the user."""
-    modules = _modules_by_file()
-    digests: dict[str, str] = {}
-    for filename in sorted({code.co_filename for code in codes}):
-        if is_covered_by_versions(filename):
-            continue
-        module = modules.get(os.path.realpath(filename))
-        if module is not None:
-            digests[module] = sha256_hex(Path(filename).read_bytes())
-    return digests
+@dataclass(frozen=True, kw_only=True)
+class UserCode:
+    """What the user wrote, as factors of a key.
+
+    Args:
+        sources: {module: SHA-256 of its file}; None for one that is imported and is not there.
+        distributions: {normalised name: version} of what it imports.
+        variables: The variables of the environment that it reads.
+    """
+
+    sources: Mapping[str, str | None]
+    distributions: Mapping[str, str]
+    variables: tuple[str, ...]
+
+
+def user_code(codes: Iterable[types.CodeType], classes: Iterable[type], variables: Iterable[str] = ()) -> UserCode:
+    """Return the user's code that a trace rests on.
+
+    Args:
+        codes: The code that the trace went through.
+        classes: The classes of the objects that it touched; those that they inherit from count with them.
+        variables: The variables of the environment that it is known to have read.
+
+    Raises:
+        TraceError: The code reads a variable of the environment whose name is computed.
+    """
+    modules = modules_by_file()
+    traced: dict[str, list[types.CodeType]] = {}
+    for code in codes:
+        module = modules.get(os.path.realpath(code.co_filename))
+        if module is not None and not is_covered_by_versions(code.co_filename):
+            traced.setdefault(module, []).append(code)
+    inherited = {canonical_module_name(str(base.__module__)) for kind in classes for base in kind.__mro__}
+    found = closure_of({*traced, *(name for name in inherited if file_of(name) is not None)})
+    trees = dict(found.trees)
+    for module in traced:  # one of an installed distribution is not followed, and read all the same
+        file = file_of(module)
+        if module not in trees and file is not None and (tree := parse(Path(file).read_bytes())) is not None:
+            trees[module] = tree
+    return UserCode(
+        sources=dict(sorted(found.digests.items())),
+        distributions=dict(sorted(found.distributions.items())),
+        variables=tuple(sorted({*variables, *variables_read(trees, traced)})),
+    )
 
 
 def function_guards(codes: Iterable[types.CodeType]) -> tuple[Guard, ...]:
     """Return a guard on the code of every traced function that can be found again by its qualified name."""
-    modules = _modules_by_file()
+    modules = modules_by_file()
     guards: dict[str, Guard] = {}
     for code in codes:
         module = modules.get(os.path.realpath(code.co_filename))
@@ -65,23 +97,3 @@ def _function_digest(name: str) -> str | None:
     found = getattr(found, "__func__", found)
     code = getattr(found, "__code__", None)
     return code_digest(code) if code is not None else None
-
-
-def _modules_by_file() -> dict[str, str]:
-    files: dict[str, str] = {}
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and file.endswith(".py"):
-            files.setdefault(os.path.realpath(file), canonical_module_name(name))
-    return files
-
-
-def is_covered_by_versions(filename: str) -> bool:
-    """Return whether a file is torch's or the standard library's, or none at all."""
-    if filename.startswith("<"):
-        return True
-    path = os.path.realpath(filename)
-    torch_root = str(Path(torch.__file__).resolve().parent) + os.sep
-    library = os.path.realpath(sysconfig.get_paths()["stdlib"]) + os.sep
-    in_site = f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path
-    return path.startswith(torch_root) or (path.startswith(library) and not in_site)

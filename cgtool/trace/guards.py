@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cgtool.errors import TraceError
-from cgtool.guards.kinds import describe
+from cgtool.guards.kinds import describe, names_of
 from cgtool.guards.literals import NoRuleError, encode_literal
-from cgtool.plan import Guard
-from cgtool.trace.sources import Frame, UnknownSourceError, source_text
+from cgtool.plan.records import Guard
+from cgtool.trace.sources import Frame, UnknownSourceError, source_text, variable_of
 from cgtool.words import source_words
 
 #: Guards that something else in the plan implies, and what.
@@ -91,6 +91,7 @@ class GuardRecorder:
     is_input: Callable[[str], bool]
     guards: dict[tuple[str, str], Guard] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    variables: set[str] = field(default_factory=set)
 
     def filter(self, entries: Sequence[Any]) -> list[bool]:
         """Record `entries`; keep every one for Dynamo's own use of this one call."""
@@ -122,6 +123,10 @@ class GuardRecorder:
             return
         if entry.guard_type == "HASATTR" and not isinstance(entry.orig_guard.create_fn, functools.partial):
             self._has_attribute(entry)
+            return
+        variable = variable_of(entry.orig_guard.originating_source)
+        if variable is not None:  # a factor of the key, whether it is set or not
+            self.variables.add(variable)
             return
         text = source_text(entry.orig_guard.originating_source, self.frame())
         if _TRACERS_OWN.match(text):
@@ -208,15 +213,27 @@ _HOOKS = (
 )
 
 
-def compact(guards: Sequence[Guard]) -> tuple[Guard, ...]:
-    """Return `guards` with the hook dicts of each module as one guard that all of them are empty."""
-    kept: dict[tuple[str, str], Guard] = {}
-    for guard in guards:
+def combined(recorded: Sequence[Guard], touched: Sequence[Guard]) -> tuple[Guard, ...]:
+    """Return Dynamo's guards and those on what it could have read, each fact once.
+
+    Definitions of classes come first, because they tell most. The hook dicts of each module become one guard that all
+    of them are empty, and a name that is absent is left out where all names are looked at.
+    """
+    kept = {(guard.source, guard.kind): guard for guard in touched if guard.kind.startswith("class:")}
+    named = {
+        guard.source: names_of(guard.kind.removeprefix("named:"))
+        for guard in touched
+        if guard.kind.startswith("named:")
+    }
+    for guard in recorded:
         owner, _, last = guard.source.rpartition(".")
+        word, _, name = guard.kind.partition(":")
         if guard.kind == "empty" and last in _HOOKS and guard.expected is True:
             kept.setdefault((owner, "hooks"), Guard(source=owner, kind="hooks", expected=0))
-        else:
+        elif not (word == "absent" and guard.expected is True and name in named.get(guard.source, ())):
             kept[guard.source, guard.kind] = guard
+    for guard in touched:
+        kept.setdefault((guard.source, guard.kind), guard)
     return tuple(kept.values())
 
 

@@ -1,4 +1,4 @@
-"""What the model returned, as a template that is filled again at load (the grammar stands in `cgtool.plan`).
+"""What the model returned, as a template that is filled again at load (the grammar stands in `cgtool.plan.records`).
 
 Dynamo rebuilds the output with bytecode that is not shipped, so the template is read off one call: each leaf is matched
 by identity with an output of the graph, an argument, or a tensor of the model. Sizes are matched by marks that stand in
@@ -20,7 +20,7 @@ import torch
 from cgtool.errors import TraceError
 from cgtool.guards.literals import NoRuleError, encode_literal
 from cgtool.guards.names import find_qualified, qualified_name
-from cgtool.pieces import Json, TensorMeta
+from cgtool.plan.pieces import Json, TensorMeta
 from cgtool.trace._torch import unset_fake_temporarily
 
 #: Where marks for sizes begin: far from any size that a model could compute.

@@ -12,7 +12,7 @@ import sympy
 
 from cgtool.errors import SplitError, TraceError
 from cgtool.graph.sympy_text import expression_text
-from cgtool.pieces import SymbolRange
+from cgtool.plan.pieces import SymbolRange
 from cgtool.trace import _torch as private
 
 

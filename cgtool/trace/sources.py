@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -18,7 +19,8 @@ _NAME = re.compile(r"[A-Za-z0-9_]+", re.ASCII)
 _IMPORT = "__import_"
 #: A global that Dynamo made for an object without a name in the frame: its id, and the number of the trace.
 _BY_ID = re.compile(r"_(\d+)_c\w+", re.ASCII)
-_MODULE_DICTS = {"_modules", "_parameters", "_buffers"}
+#: The dicts that hold what `nn.Module.__setattr__` is given, and that attributes of a module are looked up in.
+MODULE_DICTS = frozenset({"_modules", "_parameters", "_buffers"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,14 @@ def source_text(source: Any, frame: Frame) -> str:
             return spell(source, frame)
     msg = f"Dynamo's source {source.name!r} ({type(source).__name__}) has no words in a plan."
     raise UnknownSourceError(msg, actual=type(source).__name__)
+
+
+def variable_of(source: Any) -> str | None:
+    """Return the variable of the environment that a source names: `os.environ` keeps them by bytes, in `_data`."""
+    index, holder = getattr(source, "index", None), getattr(source, "base", None)
+    if isinstance(index, bytes) and getattr(holder, "member", None) == "_data":
+        return os.fsdecode(index)
+    return None
 
 
 def _local(source: Any, frame: Frame) -> str:
@@ -109,7 +119,7 @@ def _item(source: Any, frame: Frame) -> str:
     if base.startswith("module:"):
         return _attribute(base, str(index))
     head, _, last = base.rpartition(".")
-    if last in _MODULE_DICTS and isinstance(index, str) and _NAME.fullmatch(index) and not head.endswith(("]", "type")):
+    if last in MODULE_DICTS and isinstance(index, str) and _NAME.fullmatch(index) and not head.endswith(("]", "type")):
         return f"{head}.{index}"
     return f"{base}[{json.dumps(index)}]"
 

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cgtool.cache.entry import EntryWriter
-from cgtool.cache.key import Factor, Key
-from cgtool.cache.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout
-from cgtool.cache.manifest import Manifest, ManifestRow, VariantCounts
-from cgtool.digests import canonical_json
-from cgtool.pieces import Node, PieceGraph, SymbolRange, TensorMeta
-from cgtool.plan import Plan, Step, Variant
+from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
+from cgtool.plan.records import Plan, Step, Variant, encode_plan
+from cgtool.store.entry import EntryWriter
+from cgtool.store.key import Factor, Key
+from cgtool.store.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout
+from cgtool.store.records import Artifact, Manifest, Row, VariantCounts
 
 REPO = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "cgtool")
@@ -155,18 +154,14 @@ def lay_entry(root: Path, *, model: str = "TinyModel", seed: int = 0, prefix: st
     rows = []
     for index in (0, 2, 4):
         data = f"artifact {index} {seed}".encode() * 100
-        digest = writer.objects.put(data, "inductor")
+        digest = writer.objects.put(data, "aot")
         rows.append(
-            ManifestRow(
+            Row(
                 variant=0,
-                shape="general",
+                shape={},
                 piece_index=index,
                 adaptor="inductor_standalone",
-                digest=digest,
-                kind="inductor",
-                size_bytes=len(data),
-                compile_secs=1.25,
-                kernels=1,
+                artifact=Artifact(digest=digest, kind="aot", size_bytes=len(data), compile_secs=1.25, kernels=1),
             )
         )
     counts = [
@@ -183,7 +178,5 @@ def lay_entry(root: Path, *, model: str = "TinyModel", seed: int = 0, prefix: st
         variants=tuple(counts),
         rows=tuple(rows),
     )
-    writer.publish(
-        manifest, {PLAN_FILE: canonical_json(plan.to_json()), GRAPH_FILE: b"# graph\n", CODE_FILE: b"# code\n"}
-    )
+    writer.publish(manifest, {PLAN_FILE: encode_plan(plan), GRAPH_FILE: b"# graph\n", CODE_FILE: b"# code\n"})
     return key.hash

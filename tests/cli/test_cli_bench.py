@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cli_harness import COMMAND, REPO, environment, run
 
-from cgtool.bench.ways import WAYS
+from cgtool.toolkit.bench.ways import WAYS
 
 pytestmark = pytest.mark.torch
 
@@ -210,7 +210,7 @@ def test_a_model_that_does_not_even_run_eagerly_ends_the_bench_with_what_killed_
     ran = bench(f"{MODELS}:crashes", "--ways", "eager", "--json", tmp=tmp_path / "tmp")
     assert ran.code == 1
     assert ran.report["error"]["type"] == "ModelError"
-    assert "The model does not run eagerly: ended by SIGSEGV" in ran.err
+    assert "The model does not run eagerly: it crashed with SIGSEGV" in ran.err
 
 
 def test_a_model_that_is_not_there_is_told_as_warm_tells_it(tmp_path):

@@ -120,7 +120,7 @@ def test_what_has_no_meaning_is_an_error_of_usage(tmp_path, arguments, sentence)
     ("text", "rows"), [("general", 2), ("8", 2), ("2-64", 2), ("batch=4:seq=128", 2), ("0", 0)], ids=str
 )
 def test_shapes_are_spelled_as_inspect_shows_them(tmp_path, text, rows):
-    lay_entry(tmp_path / "a", shapes=("general", 8, (2, 64), {"batch": 4, "seq": 128}))
+    lay_entry(tmp_path / "a", shapes=("general", "n=8", "n=2-64", "batch=4:seq=128"))
     ran = run("export", tmp_path / "x.tar.zst", "--shape", text, "--cache-dir", tmp_path / "a", "--json")
     if rows:
         assert ran.report["entries"][0]["rows"] == rows

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
 
 import pytest
+from cache_samples import sealed
 from cli_harness import environment, lay_entry, run
 
 KEYS = ["what", "path", "old", "new", "sentence", "detail"]
@@ -131,10 +133,11 @@ def test_torn_and_newer_files_are_named(two):
     root, one, other = two
     manifest = root / "torch_compile_cache" / other / "rank_0" / "backbone" / "manifest.json"
     whole = manifest.read_text()
-    for text, kind in ((whole[:-9], "CacheCorruptError"), (whole.replace('"schema": 2', '"schema": 99'), "")):
-        manifest.write_text(text.replace('"schema":2', '"schema":99') if not kind else text)
+    newer = sealed({**json.loads(whole), "record": "manifest-99"}).decode()
+    for text, kind in ((whole[:-9], "CacheCorruptError"), (newer, "CacheSchemaError")):
+        manifest.write_text(text)
         error = run("diff", one, other, "--cache-dir", root, "--json").report["error"]
-        assert error["type"] == (kind or "CacheSchemaError")
+        assert error["type"] == kind
         assert error["path"] == str(manifest)
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from cli_harness import REPO, lay_entry, run, run_many
 
-from cgtool.commands.diff import DiffOptions, diff
 from cgtool.errors import UsageError
+from cgtool.toolkit.diff.run import DiffOptions, diff
 
 BACKBONE = "torch_compile_cache/1572951577/rank_0_0/backbone"
 SCALE = "GH3I6RWKZUZXIUPED6PSHIIXCCFXMBSHBB577KUBWIVR7HYUXOYQ"
@@ -70,11 +70,15 @@ def test_the_factor_and_the_artifacts_of_vllms_that_differ_are_named(tmp_path):
     expected = [
         ("factor", "config_hash", 'config_hash was "cfg" and is "other" now'),
         ("factor", "env.VLLM_X", "env.VLLM_X is 1 now and was not there before"),
-        ("artifact", f"{piece}_0", f"compiled_artifact {piece}_0 (piece 0 for 8) has other bytes, 175866 as before"),
+        (
+            "artifact",
+            f"{piece}_0",
+            f"compiled_artifact {piece}_0 (piece 0 for num_tokens=8) has other bytes, 175866 as before",
+        ),
         (
             "artifact",
             f"{piece}_1",
-            f"compiled_artifact {piece}_1 (piece 1 for 8) is missing or cannot be read in the second",
+            f"compiled_artifact {piece}_1 (piece 1 for num_tokens=8) is missing or cannot be read in the second",
         ),
     ]
     assert found(old, new) == [(what, label + path, label + said) for what, path, said in expected]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
+from cache_samples import resealed
 from cli_harness import lay_entry, run
 
-from cgtool.cache.layout import CacheLayout, RankName
+from cgtool.store.layout import CacheLayout, RankName
 
 ENTRY_KEYS = [
     "hash",
@@ -43,7 +42,10 @@ CACHE_KEYS = [
     "unshared_bytes",
     "saved_secs",
 ]
-ARTIFACT_KEYS = ["piece_index", "shape", "adaptor", "digest", "size_bytes", "compile_secs", "proved"]
+ARTIFACT_KEYS = [
+    *("piece_index", "shape", "adaptor", "tuned"),
+    *("digest", "kind", "size_bytes", "compile_secs", "kernels", "guards", "proved", "proof_gap"),
+]
 
 
 def test_json_of_a_cache_has_the_promised_fields(tmp_path):
@@ -52,7 +54,7 @@ def test_json_of_a_cache_has_the_promised_fields(tmp_path):
     assert (ran.code, ran.err) == (0, "")
     report = ran.report
     assert list(report) == CACHE_KEYS
-    assert report["schema"] == 1
+    assert report["schema"] == 2
     assert report["root"] == str(tmp_path)
     (entry,) = report["entries"]
     assert list(entry) == ENTRY_KEYS
@@ -126,9 +128,7 @@ def test_names_of_a_stranger_neither_colour_nor_move_the_terminal(tmp_path, argu
 def test_a_newer_schema_is_skipped_with_a_warning_by_cache_and_refused_by_graph(tmp_path):
     hash_ = lay_entry(tmp_path)
     manifest = CacheLayout(root=tmp_path).manifest_file(RankName(hash=hash_, rank=0, prefix="backbone"))
-    record = json.loads(manifest.read_text())
-    record["schema"] = 99
-    manifest.write_text(json.dumps(record))
+    manifest.write_bytes(resealed(manifest.read_bytes(), {"record": "manifest-99"}))
     listing = run("inspect", "cache", tmp_path)
     assert listing.code == 0
     assert f"Warning: {manifest} has schema 99" in listing.err
@@ -137,7 +137,7 @@ def test_a_newer_schema_is_skipped_with_a_warning_by_cache_and_refused_by_graph(
     error = graph.report["error"]
     assert error["type"] == "CacheSchemaError"
     assert error["path"] == str(manifest)
-    assert (error["expected"], error["actual"]) == (2, 99)
+    assert (error["expected"], error["actual"]) == (3, 99)
     assert "Update cgtool" in error["message"]
 
 

@@ -63,7 +63,16 @@ def test_each_sample_is_one_table_and_one_json_document(samples):
         "problems",
     ]
     assert all(lines[0].split() == heading for lines in rows.values())
-    assert rows["vllm"][1].split()[:8] == ["1572951577", "model", "0_0", "backbone", "1-2048,", "8", "6", "1.1"]
+    assert rows["vllm"][1].split()[:8] == [
+        "1572951577",
+        "model",
+        "0_0",
+        "backbone",
+        "num_tokens=1-2048,",
+        "num_tokens=8",
+        "6",
+        "1.1",
+    ]
     root = samples["vllm"] / "torch_compile_cache"
     total, deletion = rows["vllm"][-2:]
     assert total == f"vLLM's cache (ranges): 3 entries in {root}, 1.6 MiB on the disk; 1 problem"
@@ -85,7 +94,7 @@ def test_each_sample_is_one_table_and_one_json_document(samples):
         (1, "compiled_artifact", 1),
     ]
     assert [document["num_problems"] for document in documents] == [1, 2, 0, 3, 0, 0]
-    assert documents[0]["entries"][0]["artifacts"][0]["shape"] == [1, 2048]
+    assert documents[0]["entries"][0]["artifacts"][0]["shape"] == {"num_tokens": [1, 2048]}
 
 
 def test_entries_are_filtered_sorted_and_limited(samples):

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from cli_harness import REPO, run_many
 
-from cgtool.commands.inspect_artifact import ArtifactOptions
-from cgtool.commands.inspect_foreign_artifact import inspect_foreign_artifact
-from cgtool.commands.inspect_foreign_entry import inspect_foreign_entry, inspect_foreign_key
 from cgtool.errors import UsageError
+from cgtool.toolkit.foreign.inspect_artifact import inspect_foreign_artifact
+from cgtool.toolkit.foreign.inspect_entry import inspect_foreign_entry, inspect_foreign_key
+from cgtool.toolkit.inspect.artifact import ArtifactOptions
 
 SCALE = "GH3I6RWKZUZXIUPED6PSHIIXCCFXMBSHBB577KUBWIVR7HYUXOYQ"
 BACKBONE = "torch_compile_cache/1572951577/rank_0_0/backbone"
@@ -49,13 +49,13 @@ def test_an_entry_of_vllms_says_what_is_compiled_and_what_is_not_recorded(sample
     lines = text.out.splitlines()
     assert (text.code, lines[0]) == (0, "1572951577")
     assert lines[1] == "model, 6 artifacts, 1.1 MiB, rank 0_0, 1 part: backbone"
-    assert lines[2:4] == ["Compiled:", "  rank 0_0 backbone, pieces 0, 1, 4 for 1-2048, 8"]
+    assert lines[2:4] == ["Compiled:", "  rank 0_0 backbone, pieces 0, 1, 4 for num_tokens=1-2048, num_tokens=8"]
     assert lines[5].split() == ["artifact", "what", "rank", "shape", "piece", "target", "size", "pickle"]
     assert lines[-1].startswith("vLLM records no guards, no compile times and no uses")
     report = document.report
     assert list(report) == ["schema", "system", "version", "root", "entry", "shapes", "holes", "not_recorded"]
     assert (report["schema"], report["system"], report["version"]) == (1, "vllm", "ranges")
-    assert (report["shapes"], report["holes"]) == ([[1, 2048], 8], [])
+    assert (report["shapes"], report["holes"]) == ([{"num_tokens": [1, 2048]}, {"num_tokens": [8, 8]}], [])
     assert (report["entry"]["name"], len(report["entry"]["artifacts"])) == ("1572951577", 6)
     assert list(key.report) == ["schema", "system", "root", "entry", "factors", "not_recorded"]
     assert [(factor["name"], factor["value"]) for factor in key.report["factors"]] == [
@@ -72,10 +72,10 @@ def test_a_shape_that_one_piece_lacks_is_a_hole(tmp_path):
     (root / BACKBONE / "artifact_compile_range_8_8_subgraph_1").unlink()
     report = inspect_foreign_entry("1572", cache_dir=root)
     assert [hole.to_json() for hole in report.holes] == [
-        {"rank": "0_0", "prefix": "backbone", "piece_index": 1, "shape": 8}
+        {"rank": "0_0", "prefix": "backbone", "piece_index": 1, "shape": {"num_tokens": (8, 8)}}
     ]
     (text,) = inspected(("entry", "1572", "--cache-dir", root))
-    assert "Holes:\n  rank 0_0 backbone, piece 1 for 8\n" in text.out
+    assert "Holes:\n  rank 0_0 backbone, piece 1 for num_tokens=8\n" in text.out
 
 
 def test_an_entry_that_is_not_one_is_asked_for_again(samples):
@@ -156,7 +156,7 @@ def test_the_code_that_inductor_generated_is_shown_wherever_it_lies(samples, sam
 
 def test_a_piece_of_vllms_is_named_as_one_of_cgtools_is(samples):
     assert artifact(samples["vllm"], "1572/4", shape="8", rank=0).artifact.path.endswith("range_8_8_subgraph_4")
-    assert artifact(samples["vllm-old"], "1517/2").artifact.shape == "general"
+    assert artifact(samples["vllm-old"], "1517/2").artifact.shape == {}
     for options, what in (
         ({}, "Several artifacts fit"),
         ({"shape": "9"}, "No artifact fits"),

@@ -8,12 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from cache_maker import MODELS, make_cache
 from cli_harness import COMMAND, Ran, environment, run_many
 
-from cgtool.cache.layout import CacheLayout
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "cache"))
-from cache_maker import MODELS, make_cache
+from cgtool.store.layout import CacheLayout
 
 ENTRIES = 200
 MEASURE = """
@@ -131,7 +129,7 @@ def test_it_takes_little_time_and_memory(root, arguments):
 
 def test_a_scan_imports_no_torch_and_no_table(root):
     code = (
-        "import sys; from pathlib import Path; from cgtool.cache.scan import scan; "
+        "import sys; from pathlib import Path; from cgtool.toolkit.scan import scan; "
         f"scan(Path({str(root)!r})); print([name for name in ('torch', 'rich', 'click') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment())
@@ -143,9 +141,9 @@ def test_an_entry_without_holes_says_so_and_one_with_a_torn_rank_does_not(tmp_pa
     runs = [(tmp_path, {}, ["inspect", "entry", "--cache-dir", str(tmp_path), *more]) for more in ([], ["--json"])]
     text, as_json = run_many(runs)
     assert text.out.endswith(
-        "shape    rank 0, 1 pieces 0-8 by 2\n"
-        "general  proved\n"
-        "8        proved\n"
+        "shape         rank 0, 1 pieces 0-8 by 2\n"
+        "general       proved\n"
+        "num_tokens=8  proved\n"
         "\n"
         "6 artifacts for 20 rows, 1.5 KiB\n"
         "No holes: every piece has every shape.\n"

@@ -7,21 +7,20 @@ import os
 import pty
 import re
 import subprocess
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
 from cli_harness import COMMAND, Ran, environment, lay_entry, run_many
+from msgspec.structs import replace
 
-from cgtool.cache.entry import read_entry
-from cgtool.cache.fallbacks import Fallback
-from cgtool.cache.key import Factor, Key
-from cgtool.cache.layout import CacheLayout, RankName
-from cgtool.cache.manifest import Manifest
-from cgtool.cache.objects import ObjectStore
-from cgtool.digests import canonical_json, digest_of
+from cgtool.plan.shapes import of_sizes
+from cgtool.store.entry import read_entry
+from cgtool.store.key import Factor, Key
+from cgtool.store.layout import CacheLayout, RankName
+from cgtool.store.objects import ObjectStore
+from cgtool.store.records import Fallback, Manifest, Row
 
 EVIL = "[bold red]Evil\x1b[2J\u202e\n</text><script>alert(1)</script>[/]" + "x" * 10_000
 SVG = "{http://www.w3.org/2000/svg}"
@@ -46,12 +45,19 @@ def manifest_of(root: Path, hash_: str) -> Manifest:
     return entry.manifest
 
 
+def with_artifact(row: Row, **changes: object) -> Row:
+    return replace(row, artifact=replace(row.artifact, **changes))
+
+
 def test_an_entry_is_shown_by_shape_and_piece_with_its_holes(tmp_path):
     hash_ = lay_entry(tmp_path)
     rows = manifest_of(tmp_path, hash_).rows
-    proved = [replace(row, proved=True, guards=("s0 < 9", "s0 > 2")) for row in rows[:2]]
-    more = [replace(rows[0], shape=8), replace(rows[2], proof_gap="no inputs could be made")]
-    fallback = Fallback(variant=0, piece_index=2, shape="general", adaptor="inductor", reason="a\x1bb")
+    proved = [with_artifact(row, proved=True, guards=("s0 < 9", "s0 > 2")) for row in rows[:2]]
+    more = [
+        replace(rows[0], shape=of_sizes({"num_tokens": 8})),
+        with_artifact(rows[2], proof_gap="no inputs could be made"),
+    ]
+    fallback = Fallback(variant=0, piece_index=2, shape={}, adaptor="inductor", reason="a\x1bb")
     change(tmp_path, hash_, {"rows": (*proved, *more), "fallbacks": (fallback,)})
     text, as_json = inspect(tmp_path, ("entry",), ("entry", hash_[:6], "--json"))
     assert (text.code, text.err) == (0, "")
@@ -59,9 +65,9 @@ def test_an_entry_is_shown_by_shape_and_piece_with_its_holes(tmp_path):
         f"TinyModel {hash_[:10]}\n"
         "\n"
         "backbone, variant 0 (prefill): 5 pieces, 2 splitting, 3 unique, inductor_standalone\n"
-        "shape    piece 0           piece 2           piece 4\n"
-        "general  proved, 2 guards  proved, 2 guards  not proved\n"
-        "8        not proved        HOLE              HOLE\n"
+        "shape         piece 0           piece 2           piece 4\n"
+        "general       proved, 2 guards  proved, 2 guards  not proved\n"
+        "num_tokens=8  not proved        HOLE              HOLE\n"
         "\n"
         "backbone, variant 1 (decode, num_tokens=1): 5 pieces, 2 splitting, 3 unique, inductor_standalone\n"
         "shape         pieces 0-4 by 2\n"
@@ -69,8 +75,8 @@ def test_an_entry_is_shown_by_shape_and_piece_with_its_holes(tmp_path):
         "\n"
         "3 artifacts for 4 rows, 3.5 KiB\n"
         "Holes, which warming the model again fills:\n"
-        "  piece 2 for 8 (variant 0, rank 0, backbone)\n"
-        "  piece 4 for 8 (variant 0, rank 0, backbone)\n"
+        "  piece 2 for num_tokens=8 (variant 0, rank 0, backbone)\n"
+        "  piece 4 for num_tokens=8 (variant 0, rank 0, backbone)\n"
         "  piece 0 for num_tokens=1 (variant 1, rank 0, backbone)\n"
         "  piece 2 for num_tokens=1 (variant 1, rank 0, backbone)\n"
         "  piece 4 for num_tokens=1 (variant 1, rank 0, backbone)\n"
@@ -93,7 +99,11 @@ def test_an_entry_is_shown_by_shape_and_piece_with_its_holes(tmp_path):
         "fallbacks",
         "warnings",
     ]
-    assert (report["schema"], report["complete"], report["shapes"]) == (1, False, ["general", 8, {"num_tokens": 1}])
+    assert (report["schema"], report["complete"], report["shapes"]) == (
+        2,
+        False,
+        [{}, {"num_tokens": [1, 1]}, {"num_tokens": [8, 8]}],
+    )
     (rank,) = report["ranks"]
     assert list(rank) == ["rank", "prefix", "model", "level", "adaptor", "cgtool", "created", "variants"]
     assert rank["variants"][1] == {
@@ -114,25 +124,32 @@ def test_an_entry_is_shown_by_shape_and_piece_with_its_holes(tmp_path):
         "serves_all": False,
     }
     assert cells[0] == {
-        "shape": "general",
-        "artifact": rows[0].digest,
-        "kind": "inductor",
+        "shape": {},
         "adaptor": "inductor_standalone",
-        "size_bytes": rows[0].size_bytes,
+        "tuned": False,
+        "digest": rows[0].artifact.digest,
+        "kind": "aot",
+        "size_bytes": rows[0].artifact.size_bytes,
         "compile_secs": 1.25,
         "kernels": 1,
-        "guards": 2,
+        "guards": ["s0 < 9", "s0 > 2"],
         "proved": True,
         "proof_gap": "",
     }
-    assert report["holes"][0] == {"rank": 0, "prefix": "backbone", "variant": 0, "piece_index": 2, "shape": 8}
+    assert report["holes"][0] == {
+        "rank": 0,
+        "prefix": "backbone",
+        "variant": 0,
+        "piece_index": 2,
+        "shape": {"num_tokens": [8, 8]},
+    }
     assert report["fallbacks"] == [
         {
             "rank": 0,
             "prefix": "backbone",
             "variant": 0,
             "piece_index": 2,
-            "shape": "general",
+            "shape": {},
             "adaptor": "inductor",
             "reason": "a\x1bb",
         }
@@ -199,17 +216,17 @@ def test_every_factor_of_a_key_is_shown_with_its_value(tmp_path):
 def test_an_artifact_is_shown_by_digest_and_by_piece(tmp_path):
     hash_ = lay_entry(tmp_path)
     row = manifest_of(tmp_path, hash_).rows[1]
-    change(tmp_path, hash_, {"rows": (replace(row, guards=("s0 < 9",), proved=True),)})
+    change(tmp_path, hash_, {"rows": (with_artifact(row, guards=("s0 < 9",), proved=True),)})
     by_piece, by_digest, missing, unknown, ambiguous = inspect(
         tmp_path,
         ("artifact", f"{hash_[:8]}/2"),
-        ("artifact", row.digest[:12], "--json"),
+        ("artifact", row.artifact.digest[:12], "--json"),
         ("artifact", f"{hash_[:8]}/3"),
         ("artifact", "0" * 64),
         ("artifact", ""),
     )
     assert by_piece.out == (
-        f"{row.digest}.inductor\n"
+        f"{row.artifact.digest}.aot\n"
         "1.2 KiB, 1 kernels, proved\n"
         "Target: unknown\n"
         "Compiler: unknown\n"
@@ -222,9 +239,9 @@ def test_an_artifact_is_shown_by_digest_and_by_piece(tmp_path):
     assert by_digest.report == {
         "schema": 1,
         "root": str(tmp_path),
-        "digest": row.digest,
-        "kind": "inductor",
-        "size_bytes": row.size_bytes,
+        "digest": row.artifact.digest,
+        "kind": "aot",
+        "size_bytes": row.artifact.size_bytes,
         "uses": [
             {
                 "hash": hash_,
@@ -232,8 +249,9 @@ def test_an_artifact_is_shown_by_digest_and_by_piece(tmp_path):
                 "prefix": "backbone",
                 "variant": 0,
                 "piece_index": 2,
-                "shape": "general",
+                "shape": {},
                 "adaptor": "inductor_standalone",
+                "tuned": False,
                 "compile_secs": 1.25,
                 "kernels": 1,
                 "guards": ["s0 < 9"],
@@ -251,7 +269,7 @@ def test_an_artifact_is_shown_by_digest_and_by_piece(tmp_path):
     }
     assert missing.err == (
         "Error: No artifact of this entry fits. Name one of these by its digest, or by --shape, --variant, --rank and "
-        f"--prefix:\n  {row.digest[:10]}  piece 2, shape general, variant 0, rank 0, backbone\n"
+        f"--prefix:\n  {row.artifact.digest[:10]}  piece 2, shape general, variant 0, rank 0, backbone\n"
     )
     assert unknown.err == "Error: No artifact fits. cgtool inspect entry shows the digests of an entry.\n"
     assert {ran.code for ran in (missing, unknown, ambiguous)} == {2}
@@ -260,10 +278,10 @@ def test_an_artifact_is_shown_by_digest_and_by_piece(tmp_path):
 def test_an_artifact_whose_bytes_differ_is_refused(tmp_path):
     hash_ = lay_entry(tmp_path)
     row = manifest_of(tmp_path, hash_).rows[0]
-    path = ObjectStore(CacheLayout(root=tmp_path).entry_dir(hash_)).path(row.digest, row.kind)
+    path = ObjectStore(CacheLayout(root=tmp_path).entry_dir(hash_)).path(row.artifact.digest, row.artifact.kind)
     path.chmod(0o644)
     path.write_bytes(b"other")
-    ran = inspect(tmp_path, ("artifact", row.digest, "--json"))[0]
+    ran = inspect(tmp_path, ("artifact", row.artifact.digest, "--json"))[0]
     assert (ran.code, ran.report["error"]["type"]) == (1, "CacheCorruptError")
 
 
@@ -278,11 +296,10 @@ def test_the_target_and_the_compiler_come_from_the_key(tmp_path):
     ]
     key = Key.of(factors)
     layout.entry_dir(hash_).rename(layout.entry_dir(key.hash))
-    record = {"schema": 1, "cgtool": "0.1.0", **key.to_json()}
-    layout.key_file(key.hash).write_bytes(canonical_json({**record, "digest": digest_of(record)}))
+    layout.key_file(key.hash).write_bytes(key.to_bytes())
     manifest = layout.manifest_file(RankName(hash=key.hash, rank=0, prefix="backbone"))
     data = json.loads(manifest.read_text())
-    digest = data["rows"][0]["artifact"]
+    digest = data["rows"][0]["artifact"]["digest"]
     ran = inspect(tmp_path, ("artifact", digest))[0]
     assert ran.code == 0
     assert "Target:\n  cpu.machine: x86_64\\x1b[2J\nCompiler:\n  torch.version: 2.13.0\n  compiler: GCC 12\n" in ran.out
@@ -359,8 +376,8 @@ def test_a_picture_that_cannot_be_written_is_a_sentence(tmp_path):
 def test_names_of_a_stranger_are_escaped_and_cut(tmp_path, what):
     hash_ = lay_entry(tmp_path, model=EVIL)
     row = manifest_of(tmp_path, hash_).rows[0]
-    change(tmp_path, hash_, {"rows": (replace(row, guards=(EVIL,), proof_gap=EVIL),)})
-    arguments = {"artifact": (what, row.digest)}.get(what, (what,))
+    change(tmp_path, hash_, {"rows": (with_artifact(row, guards=(EVIL,), proof_gap=EVIL),)})
+    arguments = {"artifact": (what, row.artifact.digest)}.get(what, (what,))
     text, as_json = inspect(tmp_path, arguments, (*arguments, "--json"))
     assert text.code == as_json.code == 0
     assert text.out.replace("\n", "").isprintable()
@@ -376,7 +393,7 @@ def test_on_a_terminal_a_stranger_neither_colours_nor_moves_it(tmp_path):
     shown = {}
     for what in ("cache", "entry", "graph", "artifact"):
         ours, theirs = pty.openpty()
-        arguments = [what, row.digest] if what == "artifact" else [what]
+        arguments = [what, row.artifact.digest] if what == "artifact" else [what]
         process = subprocess.Popen(
             [*COMMAND, "inspect", *arguments, "--cache-dir", str(tmp_path)],
             stdout=theirs,

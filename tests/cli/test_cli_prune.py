@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 
+import msgspec
 import pytest
 from cli_harness import COMMAND, environment, lay_entry, run
 
-from cgtool.cache.layout import CacheLayout, RankName
-from cgtool.cache.leases import hold
-from cgtool.cache.prune.record import count_miss
+from cgtool.store.layout import CacheLayout, RankName
+from cgtool.store.leases import hold
+from cgtool.store.pruned import count_miss
 
 PLAN_KEYS = [
     "schema",
@@ -137,7 +138,7 @@ def test_misses_of_what_was_pruned_are_shown(tmp_path):
     hash_ = lay_entry(tmp_path)
     facts = "ab" * 32
     layout = CacheLayout(root=tmp_path)
-    from cgtool.cache.prune.record import PrunedEntry, note_pruned
+    from cgtool.store.pruned import PrunedEntry, note_pruned
 
     told = PrunedEntry(hash="cd" * 32, model="Gone", when="2026-01-01T00:00:00.000Z", why="it was named")
     note_pruned(layout, {facts: [told]})
@@ -149,7 +150,7 @@ def test_misses_of_what_was_pruned_are_shown(tmp_path):
     report = run("prune", "--stats", "--json", "--cache-dir", tmp_path).report
     assert list(report) == ["schema", "root", "misses", "pruned"]
     assert (report["schema"], report["misses"]) == (1, 1)
-    assert report["pruned"][0]["entries"] == [told.to_json()]
+    assert report["pruned"][0]["entries"] == [msgspec.to_builtins(told)]
     assert hashes(tmp_path) == {hash_}
 
 

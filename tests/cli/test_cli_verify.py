@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import select
@@ -13,11 +12,12 @@ from pathlib import Path
 
 import pytest
 from bundle_maker import lay_entry as lay_whole
+from cache_samples import resealed
 from cli_harness import COMMAND, environment, lay_entry, run
 
-from cgtool.cache.files import sealed_json
-from cgtool.cache.layout import CacheLayout, RankName, short
-from cgtool.commands import verify_child
+from cgtool.store.layout import CacheLayout, RankName, short
+from cgtool.toolkit.verify import child as verify_child
+from cgtool.toolkit.verify.load import Opened
 
 
 def spoil(root: Path) -> Path:
@@ -40,7 +40,7 @@ def test_a_whole_cache_is_verified_in_a_table_and_in_json(cache_root: Path) -> N
     assert set(report) == {"schema", "root", "entries", "units", "load", "files", "size_bytes", "secs", "ok"}
     (entry,) = report["entries"]
     decode = [
-        {"rank": 0, "prefix": "backbone", "variant": 1, "piece_index": piece, "shape": {"num_tokens": 1}}
+        {"rank": 0, "prefix": "backbone", "variant": 1, "piece_index": piece, "shape": {"num_tokens": [1, 1]}}
         for piece in (0, 2, 4)
     ]
     assert entry == {
@@ -116,11 +116,11 @@ def test_entries_that_are_unsupported_for_the_same_reasons_are_named_together(tm
 def test_the_process_that_opens_asks_what_load_asks_before_it_opens_anything(cache_root: Path) -> None:
     name = RankName(hash=lay_whole(cache_root), rank=0, prefix="backbone")
     (cache_root / "torch_compile_cache").chmod(0o777)
-    said: list[dict] = []
+    said: list[Opened] = []
     verify_child._open_all(CacheLayout(root=cache_root), name, said.append)
     (done,) = said
-    assert (done["opened"], done["problems"][0][0]) == (0, "")
-    assert done["problems"][0][1].startswith(f"{cache_root}/torch_compile_cache can be written to by everyone")
+    assert (done.opened, done.problems[0].file) == (0, "")
+    assert done.problems[0].sentence.startswith(f"{cache_root}/torch_compile_cache can be written to by everyone")
 
 
 def test_a_damaged_artifact_is_named_with_exit_code_3(cache_root: Path) -> None:
@@ -205,7 +205,8 @@ def test_torn_newer_and_unreadable_records_are_named_each_with_its_kind(cache_ro
     layout = CacheLayout(root=cache_root)
     torn, newer, foreign = (lay_entry(cache_root, seed=seed) for seed in (1, 2, 3))
     (layout.entry_dir(torn) / "rank_0/backbone/manifest.json").write_bytes(b'{"schema": 2,')
-    (layout.entry_dir(newer) / "rank_0/backbone/manifest.json").write_bytes(sealed_json({}, schema=99))
+    manifest = layout.entry_dir(newer) / "rank_0/backbone/manifest.json"
+    manifest.write_bytes(resealed(manifest.read_bytes(), {"record": "manifest-99"}))
     key = layout.key_file(foreign)
     key.unlink()
     key.symlink_to("/proc/self/mem")  # the kernel answers a read of it with EIO
@@ -231,10 +232,8 @@ def test_ctrl_c_ends_a_check_at_once_with_130(cache_root: Path) -> None:
     with min(cache_root.rglob("plan.json")).open("r+b") as file:
         file.truncate(1 << 38)
     manifest = min(cache_root.rglob("manifest.json"))
-    record = json.loads(manifest.read_bytes())
-    record["files"]["plan.json"]["size_bytes"] = 1 << 38  # a file that takes minutes to read
-    del record["digest"], record["cgtool"]
-    manifest.write_bytes(sealed_json({k: v for k, v in record.items() if k != "schema"}, schema=record["schema"]))
+    whole = {"sha256": "ab" * 32, "size_bytes": 1 << 38}  # a file that takes minutes to read
+    manifest.write_bytes(resealed(manifest.read_bytes(), lambda record: record["files"].update({"plan.json": whole})))
     process = subprocess.Popen(
         [*COMMAND, "verify", str(cache_root)], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from cli_harness import run
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "cache"))
 from cache_maker import make_cache
+from cli_harness import run
 
 ENTRIES, ARTIFACTS = 100, 50
 #: Ten times what it takes where nothing else runs.

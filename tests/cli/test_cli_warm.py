@@ -41,7 +41,12 @@ def test_the_first_warm_ends_with_a_table_and_the_line_that_starts_from_it(warme
     assert lines[0].startswith(f"Warmed {SAMPLE}:build: 4 compiled in ")
     assert "3 pieces, 1 splitting, 2 unique" in lines[1]
     assert lines[2].split() == ["pieces", "shape", "shared", "by", "artifact", "seconds", "size"]
-    assert [line.split()[:2] for line in lines[3:7]] == [["0", "general"], ["2", "general"], ["0", "1"], ["2", "1"]]
+    assert [line.split()[:2] for line in lines[3:7]] == [
+        ["0", "general"],
+        ["2", "general"],
+        ["0", "num_tokens=1"],
+        ["2", "num_tokens=1"],
+    ]
     assert lines[7:9] == [
         "Start from it in Python:",
         f"  import cgtool; model = cgtool.load(module, cache_dir='{root}')",
@@ -75,17 +80,26 @@ def test_progress_of_every_phase_goes_to_stderr_as_plain_lines(warmed):
     ]
     assert lines[3] == "split: 3 pieces, split at torch.nn.functional.scaled_dot_product_attention"
     named = [line.split(": ", 1)[1].rpartition(" (")[0] for line in lines[4:8]]
-    assert sorted(named) == ["piece 0 (general)", "piece 0 (size 1)", "piece 2 (general)", "piece 2 (size 1)"]
+    assert sorted(named) == [
+        "piece 0 (general)",
+        "piece 0 (num_tokens=1)",
+        "piece 2 (general)",
+        "piece 2 (num_tokens=1)",
+    ]
     assert lines[8] == "Compiled because: nothing has been warmed for this model"
     assert "\x1b" not in ran.err
 
 
-def test_what_was_traced_is_dumped_for_people_where_they_ask_for_it(warmed):
+def test_graph_and_program_are_dumped_for_people_by_entry_and_rank_and_on_a_hit_too(warmed):
     root, _, folder = warmed
     (entry,) = (root / "torch_compile_cache").glob("*/rank_0/backbone")
-    dumped = {path.name: path.read_bytes() for path in (folder / "dump").iterdir()}
-    names = ("computation_graph.py", "transformed_code.py")
-    assert dumped == {name: (entry / name).read_bytes() for name in names}
+    assert warm("build", root, "--dump", "again", "--json", cwd=folder).report["hit"]
+    for dump in (folder / "dump", folder / "again"):
+        place = dump / entry.relative_to(root / "torch_compile_cache")
+        assert [path for path in dump.rglob("*") if path.is_file() and path.parent != place] == []
+        assert {path.name: path.read_bytes() for path in place.iterdir()} == {
+            name: (entry / name).read_bytes() for name in ("computation_graph.py", "transformed_code.py")
+        }
 
 
 def test_a_second_warm_traces_and_compiles_nothing_and_reports_the_entry_of_inspect(warmed):
@@ -111,7 +125,7 @@ def test_inspect_graph_shows_what_was_warmed(warmed):
     root, _, _ = warmed
     report = run("inspect", "graph", "--cache-dir", root, "--json").report
     assert [piece["splitting"] for piece in report["pieces"]] == [False, True, False]
-    assert [piece["shapes"] for piece in report["pieces"]] == [["general"], [], ["general"]]
+    assert [piece["shapes"] for piece in report["pieces"]] == [[{}], [], [{}]]
     assert Path(report["computation_graph"]).is_file()
 
 
@@ -127,7 +141,9 @@ def test_check_of_a_warm_model_is_0_and_writes_nothing(warmed):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        pytest.param(["--compile-sizes", "16"], "2 artifacts are missing, for the shape 16", id="incomplete"),
+        pytest.param(
+            ["--compile-sizes", "16"], "2 artifacts are missing, for the shape num_tokens=16", id="incomplete"
+        ),
         pytest.param(["--arg", "width=16"], "first.weight", id="stale"),
     ],
 )

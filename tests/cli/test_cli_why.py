@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from cli_harness import environment, run
 
-from cgtool.cache.layout import CacheLayout, RankName
-from cgtool.cache.prune.record import Pruned, PrunedEntry, all_pruned
 from cgtool.cli.diff_words import show_why
 from cgtool.cli.output import Output
-from cgtool.commands.why import EntryFacts, Reason, WhyReport, _reasons
+from cgtool.store.layout import CacheLayout, RankName
+from cgtool.store.pruned import Pruned, PrunedEntry, all_pruned
+from cgtool.toolkit.why import EntryFacts, Reason, WhyReport, _reasons
 
 SAMPLE = Path(__file__).with_name("cli_sample_model.py")
 NO_DYNAMO = (
@@ -113,7 +113,7 @@ def test_a_size_that_was_not_compiled_is_named(warmed):
     lines = ran.out.splitlines()
     assert lines[0].startswith(f"{asked[0]} misses. The nearest is Sample {hash_[:10]} (rank 0 backbone, made 20")
     assert lines[1:] == [
-        "  - 2 artifacts are missing, for the shape 8",
+        "  - 2 artifacts are missing, for the shape num_tokens=8",
         "To make it hit, run:",
         f"  cgtool warm {' '.join(asked)}",
     ]

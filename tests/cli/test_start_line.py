@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from cgtool.commands.start import load_call, start_line
+from cgtool.toolkit.start import load_call, start_line
 
 
 def line(model="m.py:build", **changes):

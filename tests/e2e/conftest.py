@@ -14,7 +14,7 @@ import pytest
 from e2e_harness import FIXTURES, SIZES, warm
 from hold_harness import warm_fixture
 
-from cgtool.cache.lock import FileLock
+from cgtool.store.lock import FileLock
 
 
 @dataclass(frozen=True, kw_only=True)

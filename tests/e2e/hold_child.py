@@ -17,7 +17,7 @@ import torch
 
 import cgtool
 
-HEAVY = ("torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd", "sympy", "triton", "cgtool.build")
+HEAVY = ("torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd", "sympy", "triton", "cgtool.compiler")
 
 
 def heavy() -> list[str]:

@@ -66,7 +66,7 @@ def best(function, times=5):
 
 
 def warm(spec, folder):
-    from cgtool.build.pipeline import warm as warm_up
+    from cgtool.compiler.pipeline import warm as warm_up
     from cgtool.config import CompilationConfig
 
     warm_up(spec, config=CompilationConfig(adaptor="eager"), cache_dir=folder)

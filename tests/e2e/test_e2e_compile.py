@@ -22,6 +22,7 @@ from e2e_compare import difference  # noqa: E402
 import cgtool  # noqa: E402
 from cgtool import CompilationConfig  # noqa: E402
 from cgtool.errors import UsageError  # noqa: E402
+from cgtool.plan.shapes import shape_text  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -50,7 +51,7 @@ def quick(monkeypatch):
 
 def shapes(root):
     """The shapes that a cache's one entry has artifacts for."""
-    return {repr(artifact["shape"]) for artifact in inspect(root)["artifacts"]}
+    return {shape_text(artifact["shape"]) for artifact in inspect(root)["artifacts"]}
 
 
 def files(root):
@@ -303,11 +304,11 @@ def test_level_3_with_the_compiler_that_is_quickest(tmp_path, pieces):
 CONFIGS = {
     "mappings of both dimensions, of one, and an integer of size_dim": (
         {"compile_sizes": [{"batch": 2, "seq": 8}, {"batch": 1, "seq": 8}, {"seq": 9}, 4], "size_dim": "seq"},
-        {"{'batch': 2, 'seq': 8}", "{'batch': 1, 'seq': 8}", "{'seq': 9}", "{'seq': 4}"},
+        {"batch=2:seq=8", "batch=1:seq=8", "seq=9", "seq=4"},
     ),
     "ranges of size_dim, and a size within one": (
         {"compile_sizes": [{"batch": 2, "seq": 8}], "compile_ranges": [[2, 7], [8, 32]], "size_dim": "seq"},
-        {"{'batch': 2, 'seq': 8}", "[2, 7]", "[8, 32]"},
+        {"batch=2:seq=8", "seq=2-7", "seq=8-32", "batch=1:seq=2-7", "batch=1:seq=8-32"},
     ),
 }
 
@@ -322,7 +323,7 @@ def test_sizes_and_ranges_of_two_dimensions(tmp_path, pieces, name):
     )
     found = shapes(root)
     assert added <= found
-    assert found - added <= {"'general'", "{'batch': 1}", "{'seq': 1}", "{'batch': 1, 'seq': 1}"}
+    assert found - added <= {"general", "batch=1", "seq=1", "batch=1:seq=1"}
     for batch, seq in itertools.product((1, 2, 3), (1, 2, 4, 7, 8, 9, 32, 33)):
         same(run, spec.module, models.attention_x(batch, seq))
 

@@ -20,7 +20,7 @@ from e2e_compare import difference  # noqa: E402
 
 import cgtool  # noqa: E402
 from cgtool import CompilationConfig, ExampleCall, ModelSpec  # noqa: E402
-from cgtool.build.pipeline import warm  # noqa: E402
+from cgtool.compiler.pipeline import warm  # noqa: E402
 from cgtool.errors import CacheError, CacheMissError  # noqa: E402
 
 pytestmark = pytest.mark.torch

@@ -29,7 +29,7 @@ class Forbid:
 sys.meta_path.insert(0, Forbid())
 """
 #: What tracing, splitting and compiling cannot do without.
-TRACING = ("cgtool.build.stitch", "cgtool.trace", "cgtool.split", "torch._inductor.compile_fx")
+TRACING = ("cgtool.compiler.stitch", "cgtool.trace", "cgtool.split", "torch._inductor.compile_fx")
 COMPILER = (*TRACING, "torch._dynamo", "torch._inductor", "sympy", "triton")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cgtool.cache.layout import CacheLayout
+from cgtool.store.layout import CacheLayout
 
 REPO = Path(__file__).resolve().parents[2]
 BLOCKS = [

@@ -20,18 +20,18 @@ from typing import Any
 import pytest
 from bundle_maker import lay_entry
 
-from cgtool.cache import leases
-from cgtool.cache.bundle.choose import Choice
-from cgtool.cache.layout import CacheLayout, RankName
-from cgtool.cache.lookup import LookupStore
-from cgtool.cache.prune.records import Rules
-from cgtool.cache.state import StateStore
-from cgtool.commands.export import ExportOptions, export
-from cgtool.commands.import_ import ImportOptions, import_bundle
-from cgtool.commands.prune import PruneOptions, plan_prune
-from cgtool.commands.prune import prune as carry_out
-from cgtool.commands.verify import VerifyOptions, verify
 from cgtool.errors import CacheCorruptError, CacheError, CacheMissError
+from cgtool.store import leases
+from cgtool.store.layout import CacheLayout, RankName
+from cgtool.store.lookup import LookupStore
+from cgtool.store.state import StateStore
+from cgtool.toolkit.bundle.choose import Choice
+from cgtool.toolkit.bundle.export import ExportOptions, export
+from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
+from cgtool.toolkit.prune.records import Rules
+from cgtool.toolkit.prune.run import PruneOptions, plan_prune
+from cgtool.toolkit.prune.run import prune as carry_out
+from cgtool.toolkit.verify.run import VerifyOptions, verify
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cache" / "prune"))
 
@@ -154,9 +154,9 @@ def take_in(storm: Storm, chance: random.Random) -> str:
 
 
 def warm(storm: Storm, chance: random.Random) -> str:
-    from cgtool.commands.warm import WarmOptions
-    from cgtool.commands.warm import warm as warm_model
     from cgtool.config import CompilationConfig
+    from cgtool.toolkit.warm import WarmOptions
+    from cgtool.toolkit.warm import warm as warm_model
 
     config, name = CompilationConfig(adaptor="eager", jobs=0), chance.choice(MODELS)
     report = warm_model(WarmOptions(model=f"{MODEL}:{name}", config=config, cache_dir=storm.root, rank=0))
@@ -241,7 +241,7 @@ def test_a_storm_of_all_kinds_of_work_on_one_cache(tmp_path, processes, secs, lo
     )
     storm.folder.mkdir()
     for seed in range(storm.entries):
-        lay_entry(tmp_path / "source", seed=seed, shapes=("general", 8 + seed))
+        lay_entry(tmp_path / "source", seed=seed, shapes=("general", "n=8" + seed))
     export(ExportOptions(dest=storm.bundle, cache_dir=tmp_path / "source", choice=Choice(everything=True)))
     let_go()
     lay_entry(storm.root)

@@ -6,7 +6,6 @@ import random
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,22 @@ import pytest
 import torch
 from e2e_harness import LLAMA, cgtool
 from hold_harness import fixture_spec
+from msgspec.structs import replace
 from syscalls import each_kill
 
 import cgtool as package
-from cgtool.cache.entry import EntryWriter, read_entry
-from cgtool.cache.key import Factor, Key, read_key
-from cgtool.cache.layout import RANK_FILES, CacheLayout, RankName
-from cgtool.cache.machine import this_machine
-from cgtool.cache.manifest import Manifest
-from cgtool.cache.packages import Package, pack, unpack
-from cgtool.cache.verify.digests import verify_entry
-from cgtool.cache.verify.verdict import verdict
-from cgtool.commands.verify import VerifyOptions, verify
 from cgtool.config import CompilationConfig
 from cgtool.errors import CacheCorruptError, CacheMissError
+from cgtool.store.entry import EntryWriter, read_entry
+from cgtool.store.key import Factor, Key, read_key
+from cgtool.store.layout import RANK_FILES, CacheLayout, RankName
+from cgtool.store.machine import this_machine
+from cgtool.store.origin import parted, with_origin
+from cgtool.store.packages import Package, pack, unpack
+from cgtool.store.records import Manifest
+from cgtool.toolkit.verify.digests import verify_entry
+from cgtool.toolkit.verify.run import VerifyOptions, verify
+from cgtool.toolkit.verify.verdict import verdict
 
 pytestmark = pytest.mark.torch
 
@@ -85,7 +86,7 @@ def rekeyed(
     new = Key.of(Factor(name=factor, value=value) for factor, value in factors.items())
     writer = EntryWriter(CacheLayout(root=target), new, rank=0, prefix=name.prefix)
     for row in entry.manifest.rows:
-        writer.objects.put(entry.artifact(row), row.kind)
+        writer.objects.put(entry.artifact(row.artifact), row.artifact.kind)
     manifest = rows(replace(entry.manifest, hash=new.hash))
     writer.publish(manifest, entry.files)
     return writer.name
@@ -150,11 +151,13 @@ def test_a_process_that_must_set_precision_is_told_so(eager_cache: Path, tmp_pat
     with pytest.raises(CacheMissError, match="float32_matmul"):
         package.load(Doubler().eval(), cache_dir=tmp_path)
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("high")  # and with it, what each backend does, which the entry does not have
     try:
-        package.load(Doubler().eval(), cache_dir=tmp_path)
+        with pytest.raises(CacheMissError, match="fp32_precision_matmul") as missed:
+            package.load(Doubler().eval(), cache_dir=tmp_path)
     finally:
         torch.set_float32_matmul_precision(before)
+    assert not any("float32_matmul was" in reason for reason in missed.value.reasons)
 
 
 def flip(path: Path, draw: random.Random) -> None:
@@ -228,7 +231,7 @@ def test_killed_at_any_call_a_repair_that_compiles_leaves_the_cache_as_before_or
 def test_a_hole_is_found_and_compiled(eager_cache: Path, tmp_path: Path) -> None:
     rekeyed(eager_cache, tmp_path, lambda _: None, rows=lambda manifest: replace(manifest, rows=()))
     found = verify(VerifyOptions(cache_dir=tmp_path))
-    assert [(hole.piece_index, hole.shape) for hole in found.entries[0].holes] == [(0, "general")]
+    assert [(hole.piece_index, hole.shape) for hole in found.entries[0].holes] == [(0, {})]
     assert not found.ok
     assert verify(VerifyOptions(cache_dir=tmp_path, repair=True)).ok
     package.load(Doubler().eval(), cache_dir=tmp_path)
@@ -282,21 +285,22 @@ def test_an_artifact_that_kills_its_process_is_named(sized_cache: Any, tmp_path:
     subprocess.run(["g++", "-shared", "-fPIC", "-o", library, tmp_path / "crash.cpp"], check=True)
     whole = read_entry(CacheLayout(root=root), only_name(root))
     row = whole.manifest.rows[-1]
-    metadata = unpack(whole.artifact(row)).metadata
-    data = pack(Package(native=library.read_bytes(), metadata=metadata))
+    metadata = unpack(whole.artifact(row.artifact)).metadata
+    origin, _ = parted(whole.artifact(row.artifact), "pt2")
+    data = with_origin(pack(Package(native=library.read_bytes(), metadata=metadata)), "pt2", origin)
 
     def with_crash(manifest: Manifest) -> Manifest:
         digest = EntryWriter(CacheLayout(root=tmp_path / "cache"), key, rank=0, prefix="backbone").objects.put(
             data, "pt2"
         )
-        crashing = replace(row, digest=digest, size_bytes=len(data))
+        crashing = replace(row, artifact=replace(row.artifact, digest=digest, size_bytes=len(data)))
         return replace(manifest, rows=(*manifest.rows[:-1], crashing))
 
     key = read_key(CacheLayout(root=root), only_name(root).hash)
     rekeyed(root, tmp_path / "cache", lambda _: None, rows=with_crash)
     ran = cgtool("verify", "--cache-dir", tmp_path / "cache", "--load")
     assert ran.code == 3
-    assert "was ended by SIGSEGV. Warm the model again here." in ran.out
+    assert "crashed with SIGSEGV. Warm the model again here." in ran.out
 
 
 ASKS_A_COMPILER = """

@@ -14,26 +14,25 @@ from bundle_maker import LOOKUP, lay_entry, tree
 from cache_samples import view
 from prune_samples import DAY, lay
 
-from cgtool.cache.bundle.choose import Choice
-from cgtool.cache.entry import read_entry
-from cgtool.cache.key import read_key
-from cgtool.cache.layout import ARTIFACTS, GRAPH_FILE, PLAN_FILE, UNIT_FILE, CacheLayout
-from cgtool.cache.leases import hold
-from cgtool.cache.lookup import LookupStore
-from cgtool.cache.prune.records import Rules
-from cgtool.cache.state import StateStore
-from cgtool.cache.trust import TrustPolicy
-from cgtool.cache.verify.digests import verify_entries
-from cgtool.cache.verify.hashing import hashing
-from cgtool.cache.verify.units import verify_units
-from cgtool.commands.export import ExportOptions, export
-from cgtool.commands.import_ import ImportOptions, import_bundle
-from cgtool.commands.inspect_cache import CacheOptions, inspect_cache
-from cgtool.commands.inspect_entry import inspect_entry
-from cgtool.commands.inspect_key import inspect_key
-from cgtool.commands.prune import PruneOptions, plan_prune, prune
-from cgtool.commands.verify import VerifyOptions, verify
 from cgtool.errors import CacheError, CgtoolError
+from cgtool.store.entry import read_entry
+from cgtool.store.layout import ARTIFACTS, GRAPH_FILE, PLAN_FILE, UNIT_FILE, CacheLayout
+from cgtool.store.leases import hold
+from cgtool.store.lookup import LookupStore
+from cgtool.store.state import StateStore
+from cgtool.store.trust import TrustPolicy
+from cgtool.toolkit.bundle.choose import Choice
+from cgtool.toolkit.bundle.export import ExportOptions, export
+from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
+from cgtool.toolkit.inspect.cache import CacheOptions, inspect_cache
+from cgtool.toolkit.inspect.entry import inspect_entry
+from cgtool.toolkit.inspect.key import inspect_key
+from cgtool.toolkit.prune.records import Rules
+from cgtool.toolkit.prune.run import PruneOptions, plan_prune, prune
+from cgtool.toolkit.verify.digests import verify_entries
+from cgtool.toolkit.verify.hashing import hashing
+from cgtool.toolkit.verify.run import VerifyOptions, verify
+from cgtool.toolkit.verify.units import verify_units
 
 #: Exit code of a process in which an action raised what is documented.
 TOLD = 3
@@ -52,9 +51,9 @@ def lay_start(folder: Path, name: str) -> None:
     for number in (1, 2):
         lay(cache, number, pieces=("own", "both"), used=1e9)
     lay_entry(cache, seed=LOOKED_UP)
-    (name,) = CacheLayout(root=cache).rank_names(LookupStore(CacheLayout(root=cache)).candidates(LOOKUP)[0])
+    (name,) = CacheLayout(root=cache).rank_names(next(LookupStore(CacheLayout(root=cache)).candidates(LOOKUP)))
     StateStore(CacheLayout(root=cache)).record_hit(name)
-    lay_entry(folder / "other", seed=LOOKED_UP, shapes=("general", 16))
+    lay_entry(folder / "other", seed=LOOKED_UP, shapes=("general", "n=16"))
     lay_entry(folder / "other", seed=8)
     export(ExportOptions(dest=folder / "bundle", cache_dir=folder / "other", choice=Choice(everything=True)))
 
@@ -64,7 +63,7 @@ def lay_damaged(layout: CacheLayout) -> None:
     pieces = ("own", "both", "forgotten")
     name, _, headless = (lay(layout.root, 1, rank=rank, pieces=pieces) for rank in range(3))
     keyless = lay(layout.root, 2, pieces=("both",))
-    own, both, forgotten = (row.digest for row in read_entry(layout, name).manifest.rows)
+    own, both, forgotten = (row.artifact.digest for row in read_entry(layout, name).manifest.rows)
     for path in (
         layout.entry_dir(name.hash) / ARTIFACTS / f"{own}.eager",
         layout.entry_dir(name.hash) / ARTIFACTS / f"{'0' * 64}.eager",
@@ -134,20 +133,20 @@ def inspect_all(folder: Path) -> None:
         raise AssertionError(report)
     list(report.entries_json())
     for entry in report.listing.entries:
-        inspect_entry(entry.hash, cache_dir=folder / "cache").to_json()
-        inspect_key(entry.hash, cache_dir=folder / "cache").to_json()
+        inspect_entry(entry.manifest.hash, cache_dir=folder / "cache").to_json()
+        inspect_key(entry.manifest.hash, cache_dir=folder / "cache").to_json()
 
 
 def look_up(folder: Path) -> None:
     """What a load does with a cache."""
     layout = CacheLayout(root=folder / "cache")
-    hash_ = LookupStore(layout).candidates(LOOKUP)[0]
+    hash_ = next(LookupStore(layout).candidates(LOOKUP))
     (name,) = layout.rank_names(hash_)
-    TrustPolicy().check(layout, name, read_key(layout, hash_))
+    TrustPolicy().read(layout, name)
     entry = read_entry(layout, name)
     hold(layout, name)
     for row in entry.manifest.rows:
-        entry.artifact(row)
+        entry.artifact(row.artifact)
     StateStore(layout).record_hit(name)
 
 

@@ -11,21 +11,21 @@ import pytest
 from faults_harness import lay_start, prune_two, told
 from syscalls import calls_of, copy_anew, failed_at
 
-from cgtool.cache.bundle.choose import Choice
-from cgtool.cache.layout import CacheLayout
-from cgtool.cache.prune.records import Rules
-from cgtool.commands.completion import completion
-from cgtool.commands.diff import DiffOptions, diff
-from cgtool.commands.export import ExportOptions, export
-from cgtool.commands.import_ import ImportOptions, import_bundle
-from cgtool.commands.inspect_artifact import ArtifactOptions, inspect_artifact
-from cgtool.commands.inspect_cache import CacheOptions, inspect_cache
-from cgtool.commands.inspect_entry import inspect_entry
-from cgtool.commands.inspect_graph import GraphOptions, inspect_graph
-from cgtool.commands.inspect_key import inspect_key
-from cgtool.commands.prune import PruneOptions, plan_prune, prune_stats
-from cgtool.commands.verify import VerifyOptions, verify
 from cgtool.errors import CacheError
+from cgtool.store.layout import CacheLayout
+from cgtool.toolkit.bundle.choose import Choice
+from cgtool.toolkit.bundle.export import ExportOptions, export
+from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
+from cgtool.toolkit.completion import completion
+from cgtool.toolkit.diff.run import DiffOptions, diff
+from cgtool.toolkit.inspect.artifact import ArtifactOptions, inspect_artifact
+from cgtool.toolkit.inspect.cache import CacheOptions, inspect_cache
+from cgtool.toolkit.inspect.entry import inspect_entry
+from cgtool.toolkit.inspect.graph import GraphOptions, inspect_graph
+from cgtool.toolkit.inspect.key import inspect_key
+from cgtool.toolkit.prune.records import Rules
+from cgtool.toolkit.prune.run import PruneOptions, plan_prune, prune_stats
+from cgtool.toolkit.verify.run import VerifyOptions, verify
 
 EVERYTHING = Choice(everything=True)
 COMMANDS: dict[str, Callable[[Path, Path], object]] = {

@@ -12,7 +12,7 @@ from faults_harness import TOLD, told, wrong_in
 from syscalls import ALL, calls_of, each_kill, failed_at
 
 import cgtool as package
-from cgtool.build.pipeline import warm
+from cgtool.compiler.pipeline import warm
 from cgtool.config import CompilationConfig
 from cgtool.errors import CacheMissError
 from cgtool.model import ExampleCall, ModelSpec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -66,6 +67,20 @@ def test_where_things_are_changes_nothing_and_what_changes_code_is_named(tmp_pat
     plain = environment.environment_factors()
     variables = {**plain["inductor_environment"], "TORCHINDUCTOR_MAX_AUTOTUNE": "1"}
     assert found == {**plain, "inductor_environment": variables}
+
+
+@pytest.mark.parametrize("backend", ["", "cuda.matmul.", "cudnn.", "cudnn.conv.", "mkldnn.", "mkldnn.matmul."])
+def test_the_precision_of_each_backend_is_a_factor_however_they_differ(backend):
+    *path, last = f"{backend}fp32_precision".split(".")
+    owner = functools.reduce(getattr, path, torch.backends)
+    before, was = environment.environment_factors()["precision"], getattr(owner, last)
+    other = "ieee" if was == "tf32" else "tf32"
+    setattr(owner, last, other)
+    try:
+        assert environment.environment_factors()["precision"] != before
+    finally:
+        setattr(owner, last, was)
+    assert environment.environment_factors()["precision"] == before
 
 
 def test_precision_is_a_factor():

@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 from cgtool.errors import GuardError  # noqa: E402
 from cgtool.guards.kinds import are_apart, check, describe, evaluate, same  # noqa: E402
 from cgtool.guards.sources import Roots  # noqa: E402
-from cgtool.plan import Guard  # noqa: E402
+from cgtool.plan.records import Guard  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -9,7 +9,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from cgtool.errors import GuardError
+from cgtool.guards import _torch as private
 from cgtool.guards import state
+from cgtool.plan.pieces import Node, PieceGraph, TensorMeta
+from cgtool.runtime.generate import Code
 
 pytestmark = pytest.mark.torch
 
@@ -66,7 +69,7 @@ def everything():
     ("context", "name", "now"),
     [
         pytest.param(lambda: torch.autocast("cpu", torch.bfloat16), "autocast", {"cpu": "bfloat16"}, id="autocast"),
-        pytest.param(precision, "float32_matmul_precision", "high", id="precision"),
+        pytest.param(precision, "mkldnn_fp32_precision_matmul", "tf32", id="precision"),
         pytest.param(deterministic, "deterministic", True, id="deterministic"),
         pytest.param(default_dtype, "default_dtype", "bfloat16", id="dtype"),
         pytest.param(lambda: torch.device("meta"), "default_device", "meta", id="device"),
@@ -83,6 +86,60 @@ def test_a_change_is_seen_under_its_own_name_only(context, name, now):
     assert everything() == before
     sentence = state.explain_state(name, before[name], now)
     assert "compiled" in sentence
+
+
+NAMES = tuple({**private.SETTINGS, **dict.fromkeys(state.STATE_NAMES)})
+
+
+def conditions():
+    """Return {name: a function that looks at the condition which each call looks at}, for the state as it is now."""
+    found = {}
+    for name in NAMES:
+        code = Code("state")
+        code.add(f"return {state.condition(name, state.current(name), code.constant)}")
+        found[name] = code.define("holds")
+    return found
+
+
+@pytest.mark.parametrize(
+    "context", [contextlib.nullcontext, lambda: torch.autocast("cpu"), Mode, precision, default_dtype]
+)
+def test_what_a_call_looks_at_changes_where_the_state_does(context):
+    before, holds = {name: state.current(name) for name in NAMES}, conditions()
+    with context():
+        now = {name: state.current(name) for name in NAMES}
+        assert {name for name in NAMES if not holds[name]()} == {name for name in NAMES if now[name] != before[name]}
+        assert all(function() for function in conditions().values())
+    assert all(function() for function in holds.values())
+
+
+def test_the_usual_precision_is_one_whether_it_was_set_or_not():
+    holds = conditions()
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    try:
+        for value in ("ieee", "none"):
+            torch.backends.mkldnn.matmul.fp32_precision = value
+            assert state.current("mkldnn_fp32_precision_matmul") == "ieee"
+            assert holds["mkldnn_fp32_precision_matmul"]()
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        assert not holds["mkldnn_fp32_precision_matmul"]()
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before
+
+
+def test_compiled_attention_is_made_by_the_kernels_that_it_may_use():
+    def names(target, device="cpu"):
+        meta = TensorMeta(dtype="float32", shape=(2,), stride=(1,), device=device)
+        node = Node(kind="function", target=target, args=("%0",), kwargs={})
+        graph = PieceGraph(
+            symbols=(), facts=(), inputs=(meta,), aliases=(), nodes=(node,), outputs=("%1",), results=(meta,), ops={}
+        )
+        return state.names_for_pieces([graph])
+
+    assert names("torch.sin") == []
+    assert {"sdp_flash", "sdp_math", "sdp_priority"} <= set(names("torch._C._nn.scaled_dot_product_attention"))
+    assert names("torch.amp.autocast_mode._enter_autocast") == ["autocast_dtype_cpu", "autocast_dtype_cuda"]
+    assert {"cuda_fp32_precision_matmul", "cuda_bf16_reduction"} <= set(names("torch.sin", device="cuda"))
 
 
 def test_grad_and_inference_mode_are_no_state():

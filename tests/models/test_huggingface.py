@@ -142,6 +142,17 @@ def test_a_mask_comes_when_asked_for(write, name):
     assert spec.dynamic["attention_mask"] == spec.dynamic["input_ids"]
 
 
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_two_towers_take_words_and_images_of_their_own_number(write, name):
+    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = tower | _TOKENS | {"vocab_size": 128, "max_position_embeddings": 12}
+    folder = write(name, text_config=text, vision_config=tower | {"image_size": 32, "patch_size": 8})
+    spec = resolve_model(f"hf:{folder}")
+    shapes = {key: tuple(value.shape) for key, value in spec.calls[0].kwargs.items()}
+    assert shapes == {"input_ids": (2, 12), "pixel_values": (2, 3, 32, 32)}
+    assert spec.dynamic == {"input_ids": {0: "batch", 1: ("seq", 1, 12)}, "pixel_values": {0: "images"}}
+
+
 @pytest.mark.parametrize(
     ("name", "field"), [("llama", "num_hidden_layers"), ("gpt2", "n_layer"), ("gpt2", "num_hidden_layers")]
 )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 
-from cgtool.pieces import Node, PieceGraph, SymbolRange, TensorMeta
-from cgtool.plan import Guard, Input, Plan, Step, Variant
+from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
+from cgtool.plan.records import Guard, Input, Plan, Step, Variant
 from cgtool.runtime.dispatch import PiecewiseBackend
 from cgtool.runtime.pieces import piece_function
 

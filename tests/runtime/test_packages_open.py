@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 HERE = Path(__file__).parent
-BUILD = HERE.parent / "build"
-sys.path.insert(0, str(BUILD))
 
 import torch  # noqa: E402
 from aot_cases import CUSTOM_OPS  # noqa: E402
@@ -23,9 +23,11 @@ from aot_packages import package_of  # noqa: E402
 from piece_cases import CASES, inputs_of  # noqa: E402
 
 from cgtool.errors import ArtifactError  # noqa: E402
+from cgtool.records import replace  # noqa: E402
 from cgtool.runtime import packages  # noqa: E402
 from cgtool.runtime.packages import open_package  # noqa: E402
 from cgtool.runtime.pieces import piece_function  # noqa: E402
+from cgtool.store.packages import pack, unpack  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -84,7 +86,7 @@ def folder(tmp_path, monkeypatch):
 def in_a_process(before, *, source=CHILD, data=None, **changes):
     env = {**os.environ, "PYTHONPATH": str(HERE.parent.parent), **changes}
     return subprocess.run(
-        [*before, sys.executable, "-c", source, str(BUILD)],
+        [*before, sys.executable, "-c", source, str(HERE.parent)],
         input=data_of("two inputs") if data is None else data,
         capture_output=True,
         env=env,
@@ -171,6 +173,15 @@ def test_too_many_open_files_are_a_sentence():
     assert (last, done.returncode) == ("right", 0), done.stderr.decode()
     assert refused
     assert all("Too many open files" in line and "ulimit -n" in line for line in refused), refused
+
+
+@pytest.mark.parametrize("limit", [0, 4096, 65536])
+def test_a_package_larger_than_a_file_may_be_is_a_sentence(limit):
+    source = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n{CHILD}"
+    done = in_a_process([], source=source)
+    (said,) = done.stdout.decode().splitlines()
+    assert said.startswith("refused: A package of "), done.stderr
+    assert said.endswith("Raise the limit on the size of files (`ulimit -f`).")
 
 
 def mounted(script):
@@ -278,6 +289,81 @@ def test_several_threads_may_open_one_package():
     assert in_threads(work) == [True] * 8
 
 
+@pytest.fixture
+def before_2_13(monkeypatch):
+    """As where torch's loader opens archives alone, which it unpacks itself."""
+    monkeypatch.setattr(packages.private, "opens_folders", lambda: False)
+
+
+@pytest.mark.usefixtures("before_2_13")
+def test_what_torch_unpacked_for_one_thread_stays_while_another_opens(monkeypatch):
+    """A thread finds what torch unpacked for it, however many others are done with theirs meanwhile."""
+    data, calls = data_of("two inputs"), asked(8)
+    opened = packages.private.open_package
+    missing = []
+
+    def slow(path, device_index):
+        before = packages._unpacked_folders()
+        loader = opened(path, device_index)
+        time.sleep(0.02)
+        missing.extend(folder for folder in packages._unpacked_folders() - before if not Path(folder).exists())
+        return loader
+
+    monkeypatch.setattr(packages.private, "open_package", slow)
+
+    def work(index):
+        x, y = calls[index]
+        runs = [open_package(data, CASES["two inputs"].piece) for _ in range(4)]
+        return all(torch.allclose(run(list(x))[0], y, atol=1e-5) for run in runs)
+
+    assert in_threads(work) == [True] * 8
+    assert missing == []
+    assert not any(Path(folder).exists() for folder in packages._unpacked_folders())
+
+
+@pytest.mark.usefixtures("before_2_13")
+def test_kernels_that_torch_unpacked_stay_when_another_package_is_opened():
+    package = replace(unpack(data_of("two inputs")), kernels={"k.cubin": b"\x7fELF"})
+    before = packages._unpacked_folders()
+    first = open_package(pack(package), CASES["two inputs"].piece)
+    [kept] = packages._unpacked_folders() - before
+    second = open_package(data_of("two inputs"), CASES["two inputs"].piece)
+    try:
+        assert (Path(kept) / "piece/data/aotinductor/model/k.cubin").exists()
+        assert is_right(first, "two inputs")
+        assert is_right(second, "two inputs")
+    finally:
+        shutil.rmtree(kept)
+
+
+def test_what_a_killed_load_left_is_swept_by_the_next(folder):
+    source = (
+        "import os, signal\nfrom cgtool.runtime import _torch\n"
+        "_torch.open_package = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+    ) + CHILD
+    assert in_a_process([], source=source, TMPDIR=str(folder)).returncode == -9
+    [left] = folder.iterdir()
+    others = [folder / "cgtool-notes", folder / f"cgtool-{'0' * 16}.txt", folder / "else"]
+    for other in others:
+        other.mkdir()
+    open_package(data_of("two inputs"), CASES["two inputs"].piece)
+    assert left.exists()  # another process may have made it just now
+    for path in (left, *others):
+        os.utime(path, (0, 0))
+    open_package(data_of("two inputs"), CASES["two inputs"].piece)
+    assert sorted(folder.iterdir()) == sorted(others)
+
+
+def test_what_a_live_load_holds_is_left_alone(folder):
+    with packages.Packages() as live:
+        live.open(data_of("two inputs"), CASES["two inputs"].piece)
+        [held] = folder.iterdir()
+        os.utime(held, (0, 0))
+        packages._folders.pop(held)  # as it looks to another process
+        open_package(data_of("two inputs"), CASES["two inputs"].piece)
+        assert held.exists()
+
+
 def test_an_op_that_nothing_has_registered_is_a_sentence():
     name = "a custom op of several results"
     source = (
@@ -302,7 +388,7 @@ def test_torchs_own_loader_opens_a_package(tmp_path):
         "print(run(torch.ones(3, 8), torch.ones(8, 8)).shape)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", source, str(BUILD), str(path)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", source, str(HERE.parent), str(path)], capture_output=True, text=True, check=False
     )
     assert "outdated" not in done.stderr
     assert done.stdout.strip() == "torch.Size([3, 8])", done.stderr

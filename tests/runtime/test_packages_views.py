@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cgtool.errors import ArtifactError
-from cgtool.pieces import PieceGraph, SymbolRange, TensorMeta
+from cgtool.plan.pieces import PieceGraph, SymbolRange, TensorMeta
 from cgtool.runtime.views import with_views
 
 pytestmark = pytest.mark.torch

@@ -6,16 +6,16 @@ import functools
 import inspect
 import threading
 import time
-from dataclasses import replace
 
 import hand_plans as hand
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from cgtool.errors import ArtifactError, GuardError
-from cgtool.pieces import SymbolRange
-from cgtool.plan import Guard, Input
+from cgtool.plan.pieces import SymbolRange
+from cgtool.plan.records import Guard, Input
 from cgtool.runtime.call import LoadedModel
 
 pytestmark = pytest.mark.torch

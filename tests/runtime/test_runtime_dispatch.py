@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from cgtool.errors import ArtifactError, GuardError
+from cgtool.plan.shapes import dispatch_order, parse_shape, shape_text
 from cgtool.runtime.call import LoadedModel
-from cgtool.runtime.dispatch import PiecewiseBackend, ShapeTable, Unopened
+from cgtool.runtime.dispatch import Choice, PiecewiseBackend, ShapeTable, Unopened
 from cgtool.runtime.pieces import piece_function
 
 pytestmark = pytest.mark.torch
@@ -24,16 +25,29 @@ def named(name):
     return lambda _args: [name]
 
 
+def choices(functions):
+    """Choices by the text of their shapes, whose dimensions are symbols; the one to be preferred first."""
+    shapes = sorted(map(parse_shape, functions), key=dispatch_order)
+    return [Choice(shape=shape, bounds=shape, function=functions[shape_text(shape)]) for shape in shapes]
+
+
 BACKEND = PiecewiseBackend(
     general=named("general"),
-    sizes={(("s0", 8),): named("8"), (("s0", 8), ("s1", 2)): named("8x2")},
-    ranges=[({"s0": (4, 16)}, named("4-16")), ({"s0": (17, None)}, named("17-"))],
+    choices=choices({text: named(text) for text in ("s0=8", "s0=8:s1=2", "s0=4-16", "s0=17-99")}),
 )
 
 
 @pytest.mark.parametrize(
     ("sizes", "expected"),
-    [((3, 1), "general"), ((4, 1), "4-16"), ((16, 9), "4-16"), ((17, 9), "17-"), ((8, 1), "8"), ((8, 2), "8x2")],
+    [
+        ((3, 1), "general"),
+        ((4, 1), "s0=4-16"),
+        ((16, 9), "s0=4-16"),
+        ((17, 9), "s0=17-99"),
+        ((100, 9), "general"),
+        ((8, 1), "s0=8"),
+        ((8, 2), "s0=8:s1=2"),
+    ],
 )
 def test_the_most_specific_function_is_chosen(sizes, expected):
     table = ShapeTable(["s0", "s1"], [BACKEND, PiecewiseBackend(general=named("same"))])
@@ -51,15 +65,14 @@ def test_sizes_that_nothing_was_compiled_for_are_refused_in_words():
     plan = hand.plan()
     functions = {key: backend.general for key, backend in hand.opened(plan).items()}
     opened = {
-        key: PiecewiseBackend(general=None, sizes={(("s0", 8),): f}, ranges=[({"s0": (16, 32)}, f)])
-        for key, f in functions.items()
+        key: PiecewiseBackend(general=None, choices=choices({"s0=8": f, "s0=16-32": f})) for key, f in functions.items()
     }
     loaded = LoadedModel(model, plan, opened)
     with torch.no_grad():
         for rows in (8, 16, 32):
             x = torch.randn(rows, hand.WIDTH)
             assert torch.equal(loaded(x), model(x))
-        with pytest.raises(GuardError, match=r"sizes of this call were not compiled.*8, 16 to 32"):
+        with pytest.raises(GuardError, match=r"sizes of this call were not compiled.*s0=16-32, s0=8"):
             loaded(torch.randn(9, hand.WIDTH))
 
 
@@ -83,7 +96,9 @@ def test_a_variant_without_the_size_leaves_the_call_to_the_next():
             if not step.splitting:
                 f = noted(index, plan.graphs[step.graph])
                 opened[index, step.piece] = (
-                    PiecewiseBackend(general=f) if index else PiecewiseBackend(general=None, sizes={(("s0", 8),): f})
+                    PiecewiseBackend(general=f)
+                    if index
+                    else PiecewiseBackend(general=None, choices=choices({"s0=8": f}))
                 )
     loaded = LoadedModel(model, plan, opened)
     with torch.no_grad():
@@ -98,7 +113,7 @@ def test_a_function_is_opened_once_and_only_when_it_is_chosen():
     def later(name):
         return Unopened(lambda: opened.append(name) or named(name))
 
-    table = ShapeTable(["s0"], [PiecewiseBackend(general=later("general"), sizes={(("s0", 8),): later("8")})])
+    table = ShapeTable(["s0"], [PiecewiseBackend(general=later("general"), choices=choices({"s0=8": later("8")}))])
     assert opened == []
     assert [function([]) for function in table.choose((8,))] == [["8"]]
     assert opened == ["8"]
@@ -110,7 +125,7 @@ def test_what_cannot_be_opened_says_so_each_time_it_is_wanted():
     def refuse():
         raise ArtifactError("Torch could not open a package: no room.")
 
-    table = ShapeTable(["s0"], [PiecewiseBackend(general=Unopened(refuse), sizes={(("s0", 8),): named("8")})])
+    table = ShapeTable(["s0"], [PiecewiseBackend(general=Unopened(refuse), choices=choices({"s0=8": named("8")}))])
     for _ in range(2):
         with pytest.raises(ArtifactError, match="could not open a package: no room"):
             table.choose((3,))

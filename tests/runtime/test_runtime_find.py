@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import logging
+import os
 import shutil
+import sys
 from pathlib import Path
 
+import msgspec
 import pytest
+from cache_samples import resealed
 
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
 import cgtool  # noqa: E402
-from cgtool import CompilationConfig, ExampleCall, ModelSpec  # noqa: E402
-from cgtool.build.pipeline import warm  # noqa: E402
-from cgtool.cache.entry import EntryWriter, read_entry  # noqa: E402
-from cgtool.cache.files import sealed_json  # noqa: E402
-from cgtool.cache.key import read_key  # noqa: E402
-from cgtool.cache.layout import CacheLayout, RankName  # noqa: E402
+from cgtool import CompilationConfig, ExampleCall, ModelSpec, host  # noqa: E402
+from cgtool.compiler import stitch  # noqa: E402
+from cgtool.compiler.pipeline import warm  # noqa: E402
 from cgtool.digests import canonical_json  # noqa: E402
 from cgtool.errors import CacheCorruptError, CacheMissError, CacheSchemaError  # noqa: E402
+from cgtool.runtime.factors import FACTORS  # noqa: E402
+from cgtool.store.entry import EntryWriter, read_entry  # noqa: E402
+from cgtool.store.key import FACTOR_ORDER, Factor, Key, read_key  # noqa: E402
+from cgtool.store.layout import CacheLayout, RankName  # noqa: E402
+from cgtool.trace.capture import capture  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -132,9 +138,8 @@ def test_a_model_of_another_size_is_told_what_differs(cache):
 
 
 def newer(path):
-    record = json.loads(path.read_bytes())
-    record = {name: value for name, value in record.items() if name not in {"schema", "cgtool", "digest"}}
-    path.write_bytes(sealed_json(record, schema=99))
+    name = json.loads(path.read_bytes())["record"].partition("-")[0]
+    path.write_bytes(resealed(path.read_bytes(), {"record": f"{name}-99"}))
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "../../key.json"])
@@ -180,7 +185,8 @@ def test_a_plan_that_is_none_is_a_reason_and_no_crash(model, cache, warmed, chan
 
 def test_a_guard_of_an_unknown_kind_is_a_reason(model, cache, warmed):
     def change(data):
-        data["guards"].append(["nonsense", 1, [data["texts"]["ends"].index("self")]])
+        data["kinds"].append("nonsense")
+        data["guards"].append([len(data["kinds"]) - 1, 1, [data["texts"]["ends"].index("self")]])
         data["variants"][0]["model_guards"].append(len(data["guards"]) - 1)
 
     changed_plan(cache, warmed[1], change)
@@ -261,15 +267,110 @@ def test_compile_mends_a_damaged_artifact(model, cache):
     torch.testing.assert_close(loaded(x), model(x))
 
 
-def test_of_several_entries_the_newest_is_taken_and_the_others_are_named(model, tmp_path, caplog):
+def test_of_several_entries_the_one_that_was_published_last_is_taken(model, tmp_path):
     first = run(model, tmp_path)
     second = run(model, tmp_path, level=2)
-    with caplog.at_level(logging.INFO, logger="cgtool"):
-        agree(model, cache_dir=tmp_path)
-    (line,) = [r.getMessage() for r in caplog.records if "entries serve this model" in r.getMessage()]
-    assert line.startswith(f"2 entries serve this model; the newest, {second.hash[:10]}")
-    assert first.hash[:10] in line
     assert first.hash != second.hash
+    agree(model, cache_dir=tmp_path)
+    assert used(tmp_path) == [second.hash]
+    run(model, tmp_path, compile_sizes=[8])
+    agree(model, cache_dir=tmp_path)
+    assert used(tmp_path) == sorted([first.hash, second.hash])
+
+
+def used(root):
+    """The entries that were loaded."""
+    return sorted({path.name[:64] for path in (root / "torch_compile_cache/state/leases").glob("*-rank_0-backbone")})
+
+
+@contextlib.contextmanager
+def watched(root):
+    """Collect what is opened or listed below a folder while the block runs."""
+    seen, active = [], [True]
+
+    def hook(event, arguments):
+        if active and event in {"open", "os.listdir", "os.scandir"}:
+            seen.append(os.fsdecode(arguments[0]) if isinstance(arguments[0], str | bytes | os.PathLike) else "")
+
+    sys.addaudithook(hook)  # it cannot be removed, and hears nothing afterwards
+    try:
+        yield seen
+    finally:
+        active.clear()
+    seen[:] = [os.path.relpath(path, root) for path in seen if path.startswith(str(root))]
+
+
+def test_a_hit_reads_nothing_of_other_entries(model, cache, warmed):
+    base = cache / "torch_compile_cache"
+    agree(model, cache_dir=cache)  # which leaves a lease and a stamp
+    with watched(base) as alone:
+        agree(model, cache_dir=cache)
+    for number in range(30):
+        shutil.copytree(base / warmed[1], base / f"{number:064x}")
+    with watched(base) as among_others:
+        agree(model, cache_dir=cache)
+    assert sorted(among_others) == sorted(alone)
+    (digest,) = {path.name for path in (base / "lookup").iterdir()} - {"indexed"}
+    parts = {path.parts[:2] for path in map(Path, alone) if path.parts[0] != "state"}
+    assert parts == {("lookup", digest), *((warmed[1], name) for name in ("key.json", "artifacts", "rank_0"))}
+
+
+def patched_build(monkeypatch, **build):
+    monkeypatch.setattr(cgtool.host, "cgtool_build", lambda: {"version": "0.1.0", "source": "ab" * 32, **build})
+
+
+@pytest.mark.parametrize("build", [{"version": "9.9"}, {"source": "cd" * 32}], ids=["version", "source"])
+def test_another_cgtool_traces_again_and_compiles_nothing_again(model, tmp_path, monkeypatch, build):
+    patched_build(monkeypatch)
+    run(model, tmp_path)
+    agree(model, cache_dir=tmp_path)
+    patched_build(monkeypatch, **build)
+    with pytest.raises(CacheMissError, match=rf"cgtool\.{next(iter(build))} "):
+        cgtool.load(model, cache_dir=tmp_path)
+    with pytest.raises(CacheMissError, match=r"cgtool\."):
+        run(model, tmp_path, check=True)
+    again = run(model, tmp_path)
+    assert (again.hit, again.compiled) == (False, 0)
+    assert again.trace_secs > 0
+    agree(model, cache_dir=tmp_path)
+
+
+def test_the_build_of_a_checkout_tells_two_edits_apart():
+    build = host.cgtool_build()
+    assert build["version"] == cgtool.__version__
+    assert (build["source"] is None) == (Path(cgtool.__file__).parents[1].name in {"site-packages", "dist-packages"})
+
+
+def rekeyed(root, hash_, change):
+    """Lay an entry down again under the key that `change` makes of its own."""
+    layout = CacheLayout(root=root)
+    name = RankName(hash=hash_, rank=0, prefix="backbone")
+    entry = read_entry(layout, name)
+    key = Key.of(change(list(read_key(layout, hash_).factors)))
+    to = layout.entry_dir(key.hash)
+    shutil.copytree(layout.entry_dir(hash_), to)
+    for path in (to / "key.json", layout.manifest_file(RankName(hash=key.hash, rank=0, prefix="backbone"))):
+        path.unlink()
+    writer = EntryWriter(layout, key, rank=0, prefix="backbone")
+    writer.publish(msgspec.structs.replace(entry.manifest, hash=key.hash), entry.files)
+    shutil.rmtree(layout.entry_dir(hash_))
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_a_factor_that_a_key_lacks_is_a_miss(model, cache, warmed, name):
+    rekeyed(cache, warmed[1], lambda factors: [factor for factor in factors if factor.name != name])
+    with pytest.raises(CacheMissError, match=f"the factor {name} is missing from its key"):
+        cgtool.load(model, cache_dir=cache)
+
+
+def test_a_factor_that_cgtool_does_not_know_is_a_miss(model, cache, warmed):
+    rekeyed(cache, warmed[1], lambda factors: [*factors, Factor(name="weather", value="rain")])
+    with pytest.raises(CacheMissError, match="does not know the factor weather"):
+        cgtool.load(model, cache_dir=cache)
+
+
+def test_each_factor_has_its_place_in_the_order_of_reasons():
+    assert tuple(FACTORS) == FACTOR_ORDER
 
 
 def test_a_config_asks_for_its_own_entry_and_none_takes_any(model, tmp_path):
@@ -320,3 +421,33 @@ def test_a_copy_of_the_entry_alone_is_found(model, cache, warmed, tmp_path):
     agree(model, cache_dir=tmp_path / "shipped")
     result = run(model, tmp_path / "shipped")
     assert (result.hit, result.compiled) == (True, 0)
+
+
+class Doubling(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+class Choosing(nn.Module):
+    """Takes another way for a few tokens: one trace does not serve all sizes."""
+
+    def forward(self, x):
+        return x + 1 if x.shape[0] > 8 else x * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "dynamic"), [(Doubling, None), (Choosing, {"x": {0: "n"}})], ids=["static", "dynamic"]
+)
+def test_compile_finds_the_entry_that_takes_the_call(tmp_path, monkeypatch, kind, dynamic):
+    traced = []
+    monkeypatch.setattr(stitch, "capture", lambda *args: traced.append(args) or capture(*args))
+    module = kind().eval()
+    counts = []
+    for size in (4, 12, 4, 12, 4):
+        x = torch.rand(size, 8)
+        config = CompilationConfig(adaptor="eager")
+        loaded = cgtool.compile(module, example_args=(x,), dynamic=dynamic, config=config, cache_dir=tmp_path)
+        torch.testing.assert_close(loaded(x), module(x))
+        counts.append(len(traced))
+    assert 0 < counts[0] < counts[1]
+    assert counts[1:] == [counts[1]] * 4

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 import weakref
-from dataclasses import replace
 from typing import NamedTuple
 
 import hand_plans as hand
 import pytest
 import torch
+from msgspec.structs import replace
 
 from cgtool.errors import ArtifactError, CgtoolError
-from cgtool.pieces import Node, SymbolRange
-from cgtool.plan import Guard, Input, Step
+from cgtool.plan.pieces import Node, SymbolRange
+from cgtool.plan.records import Guard, Input, Step
 from cgtool.runtime.call import LoadedModel
 from cgtool.runtime.dispatch import PiecewiseBackend
 from cgtool.runtime.pieces import piece_function
@@ -247,7 +247,6 @@ def _steps(**changes):
         pytest.param({"steps": _steps(symbols={"s0": EVIL})}, id="step symbol"),
         pytest.param({"steps": _steps(symbols={})}, id="step without its symbol"),
         pytest.param({"steps": _steps(graph="nope")}, id="graph"),
-        pytest.param({"steps": _steps(piece="0")}, id="piece"),
         pytest.param({"output": EVIL}, id="template"),
         pytest.param({"output": ["v", 99]}, id="template value"),
         pytest.param({"output": ["v", "5; x"]}, id="template value text"),

@@ -10,15 +10,15 @@ from torch import nn  # noqa: E402
 
 import cgtool  # noqa: E402
 from cgtool import CompilationConfig, ExampleCall, ModelSpec  # noqa: E402
-from cgtool.build.pipeline import warm  # noqa: E402
-from cgtool.cache import leases  # noqa: E402
-from cgtool.cache.layout import CacheLayout  # noqa: E402
-from cgtool.cache.prune.execute import carry_out  # noqa: E402
-from cgtool.cache.prune.plan import make_plan  # noqa: E402
-from cgtool.cache.prune.record import all_pruned  # noqa: E402
-from cgtool.cache.prune.records import Rules  # noqa: E402
+from cgtool.compiler.pipeline import warm  # noqa: E402
 from cgtool.errors import CacheMissError  # noqa: E402
 from cgtool.runtime import find as find_module  # noqa: E402
+from cgtool.store import leases  # noqa: E402
+from cgtool.store.layout import CacheLayout  # noqa: E402
+from cgtool.store.pruned import all_pruned  # noqa: E402
+from cgtool.toolkit.prune.execute import carry_out  # noqa: E402
+from cgtool.toolkit.prune.plan import make_plan  # noqa: E402
+from cgtool.toolkit.prune.records import Rules  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -14,10 +14,13 @@ from torch import nn  # noqa: E402
 
 import cgtool  # noqa: E402
 from cgtool import CompilationConfig, ExampleCall, ModelSpec  # noqa: E402
-from cgtool.build.pipeline import warm  # noqa: E402
-from cgtool.commands.export import ExportOptions, export  # noqa: E402
-from cgtool.commands.import_ import ImportOptions, import_bundle  # noqa: E402
+from cgtool.compiler.pipeline import warm  # noqa: E402
 from cgtool.errors import CacheMissError, RefusedError  # noqa: E402
+from cgtool.store.layout import CacheLayout  # noqa: E402
+from cgtool.toolkit.bundle.export import ExportOptions, export  # noqa: E402
+from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle  # noqa: E402
+from cgtool.toolkit.verify.child import _open_all  # noqa: E402
+from cgtool.toolkit.why import why_spec  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -135,3 +138,70 @@ def test_a_cache_that_is_named_by_a_link_is_read_where_the_link_led(model, root,
     root.chmod(0o777)
     with pytest.raises(RefusedError, match=f"^{root} can be written to"):
         cgtool.load(model, cache_dir=tmp_path / "link")
+
+
+def spec(model):
+    return ModelSpec(module=model, calls=[ExampleCall(args=(torch.rand(3, 4),))], dynamic={"x": {0: "n"}})
+
+
+EAGER = CompilationConfig(adaptor="eager", proof=False)
+
+
+def _loads(root):
+    """What `verify --load` does in its process."""
+    said = []
+    for name in CacheLayout(root=root).rank_names(CacheLayout(root=root).hashes()[0]):
+        _open_all(CacheLayout(root=root), name, said.append)
+    ((problem,),) = (opened.problems for opened in said)
+    reason = "writable_by_others" if "can be written" in problem.sentence else "unsigned"
+    raise RefusedError(problem.sentence, reason=reason)
+
+
+VERBS = {
+    "load": lambda model, root: cgtool.load(model, cache_dir=root),
+    "compile": lambda model, root: cgtool.compile(
+        model, example_args=(torch.rand(3, 4),), dynamic={"x": {0: "n"}}, config=EAGER, cache_dir=root
+    ),
+    "warm": lambda model, root: warm(spec(model), config=EAGER, cache_dir=root),
+    "warm --check": lambda model, root: warm(spec(model), config=EAGER, cache_dir=root, check=True),
+    "why": lambda model, root: why_spec(spec(model), config=EAGER, cache_dir=root),
+    "verify --load": lambda _, root: _loads(root),
+}
+
+
+@pytest.fixture
+def own(tmp_path):
+    with torch.no_grad():
+        warm(spec(Model().eval()), config=EAGER, cache_dir=tmp_path / "own")
+    return tmp_path / "own"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_asks_the_owner_before_it_interprets_anything(model, own, verb):
+    (folder,) = own.glob("torch_compile_cache/*/rank_0")
+    for path in (folder.parent / "key.json", folder / "backbone/manifest.json", folder / "backbone/plan.json"):
+        path.write_bytes(b"not even JSON")
+    folder.chmod(0o777)
+    with pytest.raises(RefusedError, match=r"rank_0 can be written to by everyone.*--cache-dir") as refused:
+        VERBS[verb](model, own)
+    assert refused.value.reason == "writable_by_others"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_asks_for_a_signature_before_it_interprets_anything(model, own, ours, verb, monkeypatch):
+    for path in own.glob("torch_compile_cache/*/key.json"):
+        path.write_bytes(b"not even JSON")
+    monkeypatch.setenv("CGTOOL_TRUSTED_KEYS", str(ours))
+    with pytest.raises(RefusedError, match=r"not imported with a signature.*--cache-dir") as refused:
+        VERBS[verb](model, own)
+    assert refused.value.reason == "unsigned"
+
+
+def test_warm_adds_to_no_entry_that_is_refused(model, own):
+    """Of another rank, so that nothing is found; the key would lead into the same folder."""
+    (entry,) = own.glob("torch_compile_cache/" + "[0-9a-f]" * 64)
+    entry.chmod(0o777)
+    before = sorted(own.rglob("*"))
+    with pytest.raises(RefusedError, match="--cache-dir"):
+        warm(spec(model), config=EAGER, cache_dir=own, rank=1)
+    assert [path for path in sorted(own.rglob("*")) if path not in before and "state" not in path.parts] == []

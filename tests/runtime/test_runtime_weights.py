@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from cgtool.errors import GuardError
-from cgtool.plan import Guard, Input
+from cgtool.plan.records import Guard, Input
 from cgtool.runtime.call import LoadedModel
 
 pytestmark = pytest.mark.torch

@@ -13,13 +13,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import fx
 from torch.fx.experimental import _config as fx_config
 
 from cgtool.graph.expressions import evaluate
 from cgtool.graph.targets import resolve_target
 from cgtool.graph.values import decode_value
-from cgtool.pieces import PieceGraph, TensorMeta
+from cgtool.plan.grammar import decode
+from cgtool.plan.pieces import PieceGraph, TensorMeta
 from cgtool.split import SplitResult, split_graph
 
 # Dynamo's structured trace would be formatted for pytest's log capture, which costs more than the trace itself.
@@ -191,7 +193,7 @@ def run_split(
         for step in result.steps:
             graph = result.graphs[step.graph]
             if hostile:  # what shared memory in the trace need not do so any more
-                graph = PieceGraph.from_json({**graph.to_json(), "aliases": []})
+                graph = replace(graph, aliases=())
             own = {name: evaluate(text, symbols) for name, text in step.symbols.items()}
             inputs = [values[i] for i in step.inputs]
             compiled = not step.splitting and step.piece not in result.eager_pieces
@@ -227,7 +229,7 @@ def check_split(
     names = toy_ops_in(graph_module) if splitting_ops is AT_TOYS else splitting_ops
     result = split_graph(graph_module, splitting_ops=names)
     for identity, graph in result.graphs.items():
-        assert PieceGraph.from_json(graph.to_json()).identity() == identity
+        assert decode(graph.canonical(), PieceGraph).identity() == identity
     order = placeholder_order(graph_module, function, args)
     for inputs in (args, *others):
         for hostile in (False, True):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import cgtool
-from cgtool.build.pipeline import warm
+from cgtool.compiler.pipeline import warm
 from cgtool.config import CompilationConfig
 from cgtool.errors import GuardError
 from cgtool.model import ExampleCall, ModelSpec

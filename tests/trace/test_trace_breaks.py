@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from trace_harness import EAGER, agree, plan_of, served  # noqa: E402
 
-from cgtool.build.pipeline import warm  # noqa: E402
+from cgtool.compiler.pipeline import warm  # noqa: E402
 from cgtool.errors import GraphBreakError, SplitError, TraceError  # noqa: E402
 from cgtool.model import ExampleCall, ModelSpec  # noqa: E402
 
@@ -34,6 +34,7 @@ class Model(nn.Module):
         self.layer = nn.Linear(4, 4)
         self.count = 0
         self.history = []
+        self.register_buffer("ticks", torch.zeros(4))
         self.body = body
 
     def forward(self, x):
@@ -203,6 +204,16 @@ def keeps_a_tensor(model, y):
     return y
 
 
+def replaces_a_buffer(model, y):
+    model.ticks = model.ticks + 1
+    return y + model.ticks
+
+
+def replaces_a_buffer_in_place(model, y):
+    model.ticks += 1
+    return y + model.ticks
+
+
 def writes_a_global(model, y):
     SEEN.append(y.shape[0])
     return y
@@ -212,6 +223,8 @@ SIDE_EFFECTS = [
     (counts, r"changes count"),
     (remembers, r"changes history"),
     (keeps_a_tensor, r"changes last"),
+    (replaces_a_buffer, r"changes ticks while"),
+    (replaces_a_buffer_in_place, r"changes ticks while"),
     (writes_a_global, r"changes .*SEEN"),
 ]
 

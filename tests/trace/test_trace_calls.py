@@ -11,7 +11,7 @@ from trace_harness import EAGER, agree, plan_of, served, spec_of  # noqa: E402
 
 import cgtool  # noqa: E402
 from cgtool import ExampleCall  # noqa: E402
-from cgtool.build.pipeline import warm  # noqa: E402
+from cgtool.compiler.pipeline import warm  # noqa: E402
 from cgtool.errors import GuardError, ModelError, UsageError  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -189,3 +189,30 @@ GAIN = 2.0
 class UsesGlobal(nn.Module):
     def forward(self, x):
         return x * GAIN
+
+
+class Counting(nn.Module):
+    """Writes to a buffer, which is an inference tensor where the model was made under that mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(4))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return self.layer(x) + self.calls
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["called", "made and called"])
+def test_a_model_is_compiled_and_loaded_under_inference_mode(tmp_path, made):
+    with torch.inference_mode(mode=made):
+        model, eager = Counting().eval(), Counting().eval()
+        eager.load_state_dict(model.state_dict())
+    with torch.inference_mode():
+        x = torch.rand(3, 4)
+        compiled = cgtool.compile(model, config=EAGER, cache_dir=tmp_path)
+        torch.testing.assert_close(compiled(x), eager(x))
+        loaded = cgtool.load(model, cache_dir=tmp_path)
+        torch.testing.assert_close(loaded(x), eager(x))
+        assert loaded(x).is_inference()

@@ -18,8 +18,8 @@ from trace_harness import agree, plan_of, served  # noqa: E402
 import cgtool  # noqa: E402
 from cgtool.errors import CacheMissError, TraceError  # noqa: E402
 from cgtool.guards.sources import parse_source  # noqa: E402
-from cgtool.plan import Guard  # noqa: E402
-from cgtool.trace.guards import _IMPLIED, _KINDS, _WITH_ARGUMENT, GuardRecorder, compact, split_guards  # noqa: E402
+from cgtool.plan.records import Guard  # noqa: E402
+from cgtool.trace.guards import _IMPLIED, _KINDS, _WITH_ARGUMENT, GuardRecorder, combined, split_guards  # noqa: E402
 from cgtool.trace.sources import Frame  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -281,8 +281,8 @@ def test_guards_on_hooks_are_one_for_each_module():
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
     guards = [Guard(source=f"self.{m}.{n}", kind="empty", expected=True) for m in "ab" for n in names]
     other = Guard(source="self.a._forward_hooks", kind="empty", expected=False)
-    assert compact(guards) == tuple(Guard(source=f"self.{m}", kind="hooks", expected=0) for m in "ab")
-    assert compact([other]) == (other,)
+    assert combined(guards, ()) == tuple(Guard(source=f"self.{m}", kind="hooks", expected=0) for m in "ab")
+    assert combined([other], ()) == (other,)
 
 
 def test_guards_of_a_call_are_told_from_those_of_the_model():

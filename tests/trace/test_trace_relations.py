@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -73,6 +75,54 @@ def test_divisibility_is_a_relation(tmp_path):
         agree(loaded, model, torch.rand(rows, 4))
     with pytest.raises(GuardError, match="n"):
         loaded(torch.rand(6, 4))
+
+
+class Capped(nn.Module):
+    def forward(self, x):
+        return x[: min(x.shape[0], 5)] * 2
+
+
+class AtLeast(nn.Module):
+    def forward(self, x):
+        return torch.cat([x, x.new_zeros(max(x.shape[0], 5) - x.shape[0], 4)]) * 2
+
+
+class NextPowerOfTwo(nn.Module):
+    """Pads without int.bit_length(), which makes Dynamo take each size for a number of its own."""
+
+    def forward(self, x):
+        n = x.shape[0] - 1
+        for bits in (1, 2, 4, 8, 16, 32):
+            n |= n >> bits
+        return torch.cat([x, x.new_zeros(n + 1 - x.shape[0], 4)]) * 2
+
+
+class RoundedDown(nn.Module):
+    def forward(self, x):
+        return x.new_zeros((x.shape[0] & ~7) + 8, 4) + 1
+
+
+class Neighbour(nn.Module):
+    def forward(self, x):
+        return x.new_zeros(x.shape[0] ^ 1, 4) + x.shape[0]
+
+
+class RoundedUp(nn.Module):
+    def forward(self, x):
+        return x.new_zeros(math.ceil(x.shape[0] / 8) * 8, 4) + x.shape[0]
+
+
+class Distance(nn.Module):
+    def forward(self, x):
+        return x.new_zeros(abs(x.shape[0] - 100) + 2, 4) + 1
+
+
+@pytest.mark.parametrize("kind", [Capped, AtLeast, NextPowerOfTwo, RoundedDown, Neighbour, RoundedUp, Distance])
+def test_arithmetic_on_sizes_serves_every_size(tmp_path, kind):
+    model = kind()
+    loaded = served(tmp_path, model, torch.rand(11, 4), dynamic=N)
+    for rows in (1, 2, 4, 5, 6, 7, 8, 9, 16, 17, 200):
+        agree(loaded, model, torch.rand(rows, 4))
 
 
 class Added(nn.Module):

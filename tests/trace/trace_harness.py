@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 
 import cgtool
 from cgtool import CompilationConfig, ExampleCall, ModelSpec
-from cgtool.build.pipeline import warm
-from cgtool.build.stitch import stitch
+from cgtool.compiler.pipeline import warm
+from cgtool.compiler.stitch import stitch
 
 EAGER = CompilationConfig(adaptor="eager")
 

@@ -1,5 +1,0 @@
-"""The compilers that a piece can be given to, one module each, behind one interface."""
-
-from cgtool.build.adaptors.interface import CompiledPiece, CompilerInterface, PieceCallable, get_adaptor
-
-__all__ = ["CompiledPiece", "CompilerInterface", "PieceCallable", "get_adaptor"]

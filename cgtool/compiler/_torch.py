@@ -1,0 +1,367 @@
+"""Every private torch name that `cgtool.compiler` touches. Read in torch 2.13.0, written for 2.11 and newer.
+
+Inductor and Dynamo are imported inside functions: they take seconds, and the `eager` adaptor needs neither. Nothing
+here patches torch beyond torch's own `config.patch`, which ends with its `with` block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.compiler.config
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from cgtool.graph.targets import PYTHON_FUNCTIONS
+
+_log = logging.getLogger(__name__)
+
+#: What every compile needs, whatever the user's settings: results that can be saved, from this machine alone.
+_CACHING = {
+    "fx_graph_cache": True,
+    "fx_graph_remote_cache": False,
+    "autotune_remote_cache": False,
+    "bundled_autotune_remote_cache": False,
+    # what they do is decided by their arguments, which are part of the graph; torch's caches do not know that
+    "unsafe_marked_cacheable_functions": dict.fromkeys(sorted(PYTHON_FUNCTIONS), "cgtool"),
+}
+
+
+def new_fake_mode(*, from_two: bool) -> FakeTensorMode:
+    """Return a fake mode with a ShapeEnv of its own.
+
+    Args:
+        from_two: Whether every symbol is at least 2, so that torch may take sizes 0 and 1 for impossible.
+    """
+    shape_env = ShapeEnv(specialize_zero_one=from_two, duck_shape=False)
+    return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+
+
+def _shape_env(mode: FakeTensorMode) -> Any:
+    return mode.shape_env
+
+
+def new_symbol(mode: FakeTensorMode, name: str, *, hint: int, low: int, high: int | None) -> Any:
+    """Return a backed symbol of `mode`'s ShapeEnv; the name that torch gives it depends on `name` alone."""
+    from torch._dynamo.source import ConstantSource
+    from torch.utils._sympy.numbers import int_oo
+
+    shape_env = _shape_env(mode)
+    source = ConstantSource(name)
+    symbol = shape_env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    shape_env.constrain_symbol_range(symbol, compiler_min=low, compiler_max=int_oo if high is None else high)
+    return shape_env.create_symintnode(symbol, hint=hint, source=source)
+
+
+def symbol_of(size: torch.SymInt) -> Any:
+    """Return the sympy symbol behind `size`."""
+    return size.node.expr
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often `tensor`'s storage was written to."""
+    return int(tensor._version)
+
+
+def guard_exprs(mode: FakeTensorMode) -> list[Any]:
+    """Return what the ShapeEnv has taken for granted so far, as sympy expressions, in order."""
+    shape_env = _shape_env(mode)
+    asserts = [assertion for group in shape_env.deferred_runtime_asserts.values() for assertion in group]
+    return [guard.expr for guard in (*shape_env.guards, *asserts)]
+
+
+def python_dispatcher() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which composite ops are decomposed in Python, which takes symbolic sizes."""
+    return enable_python_dispatcher()
+
+
+def is_known(mode: FakeTensorMode, expr: Any) -> bool:
+    """Return whether the ShapeEnv's ranges, equalities and divisibilities alone make `expr` true."""
+    import sympy
+
+    shape_env = _shape_env(mode)
+    if shape_env._maybe_evaluate_static(expr) == sympy.true:
+        return True
+    # s % 4 == 0 says that s is 4 * t: with that, most of what follows from it is plain arithmetic
+    multiples = {}
+    for symbol in expr.free_symbols:
+        factor = math.lcm(*_divisors(shape_env, symbol))
+        if factor > 1:
+            multiples[symbol] = factor * sympy.Symbol(f"{symbol.name}_part", integer=True, positive=True)
+    return bool(multiples) and sympy.simplify(expr.xreplace(multiples)) == sympy.true
+
+
+def fixed_sizes(mode: FakeTensorMode) -> dict[str, int]:
+    """Return the symbols that the ShapeEnv has come to take for one size, by the names that torch gives them."""
+    shape_env = _shape_env(mode)
+    found = {}
+    for symbol, bounds in shape_env.var_to_range.items():
+        value = shape_env.replacements.get(symbol, bounds.lower if bounds.lower == bounds.upper else symbol)
+        if value.is_number:
+            found[str(symbol)] = int(value)
+    return found
+
+
+def _divisors(shape_env: Any, symbol: Any) -> list[int]:
+    """Return the numbers that the ShapeEnv's guards say divide `symbol`."""
+    import sympy
+    from torch.utils._sympy.functions import Mod
+
+    found = []
+    for guard in shape_env.guards:
+        if isinstance(guard.expr, sympy.Eq) and guard.expr.args[1] == 0 and isinstance(guard.expr.args[0], Mod):
+            dividend, divisor = guard.expr.args[0].args
+            if dividend == symbol and isinstance(divisor, sympy.Integer):
+                found.append(int(divisor))
+    return found
+
+
+class SeenOps(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]  # 2.11 to 2.15
+    """Remembers the ops that are called while it is active, once each, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self.ops: dict[Any, None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note `func` and call it."""
+        del types
+        self.ops[func] = None
+        return func(*args, **(kwargs or {}))
+
+
+def compile_tag(tag: str) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which torch's own caches know results of `tag` only."""
+    config: Any = torch.compiler.config
+    patched: contextlib.AbstractContextManager[Any] = config.patch(cache_key_tag=tag, force_disable_caches=False)
+    return patched
+
+
+@contextlib.contextmanager
+def compiling(tag: str) -> Iterator[None]:
+    """Set up what every compile and every load through `compile_fx` runs under.
+
+    Args:
+        tag: Enters the keys of torch's caches, so that what torch holds from elsewhere is never served.
+    """
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+
+    shape_config: Any = importlib.import_module("torch.fx.experimental._config")
+    with (
+        torch.no_grad(),
+        compile_tag(tag),
+        # where torch may choose between code for all sizes and faster code for some, it takes the one for all: else a
+        # piece would hold up to some size that follows from the example sizes, such as 8 * s0 <= 4096
+        shape_config.patch(backed_size_oblivious=True),
+        inductor_config.patch(_CACHING),
+        functorch_config.patch(
+            {"enable_autograd_cache": True, "enable_remote_autograd_cache": False, "strict_autograd_cache": True}
+        ),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def autotuning_seen() -> Iterator[list[dict[str, Any]]]:
+    """Yield a list that gets what autotuning tries while the block runs: an op's name, and each candidate's seconds."""
+    from torch._inductor import select_algorithm
+
+    seen: list[dict[str, Any]] = []
+
+    def note(timings: Mapping[Any, float], name: str, *_: Any) -> None:  # what follows differs from version to version
+        tried = sorted((milliseconds / 1e3, choice.name) for choice, milliseconds in timings.items())
+        seen.append({"op": name, "candidates": [{"name": name, "secs": secs} for secs, name in tried]})
+
+    select_algorithm.add_feedback_saver(note)
+    try:
+        yield seen
+    finally:
+        select_algorithm.clear_feedback_savers()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def standalone(module: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]) -> Any:
+    """Compile through `standalone_compile` into one self-contained callable."""
+    from torch._inductor.standalone_compile import standalone_compile
+
+    more: dict[str, Any] = {}
+    if "donate_graph_module" in inspect.signature(standalone_compile).parameters:  # from 2.13
+        more["donate_graph_module"] = True
+    return standalone_compile(
+        module,
+        list(inputs),
+        dynamic_shapes="from_graph",
+        options={"config_patches": dict(patches)},
+        aot=True,
+        **more,
+    )
+
+
+def forget_origin(artifact: Any) -> None:
+    """Blank what a standalone artifact says of this process: its environment in a repro script, its clock.
+
+    Nothing reads these when the artifact is loaded; they would carry variables and paths of this machine to others.
+    """
+    entry = artifact.inner_fn.compiled_fn.serialize()
+    for name in ("forward_time_taken_ns", "backward_time_taken_ns"):
+        if hasattr(entry, name):
+            setattr(entry, name, 0)
+    result: Any = getattr(entry.compiled_fw, "result", None)
+    for name in ("runnable_graph_str", "inductor_post_grad_graph_str"):
+        if hasattr(result, name):
+            setattr(result, name, "")
+    if hasattr(result, "_time_taken_ns"):
+        result._time_taken_ns = 0
+
+
+def load_standalone(path: str) -> Callable[..., Any]:
+    """Open what `standalone(...).save(path=..., format="binary")` wrote.
+
+    Raises:
+        AssertionError: It was written by another build of torch.
+    """
+    from torch._inductor.standalone_compile import CompiledArtifact
+
+    return CompiledArtifact.load(path=path, format="binary")
+
+
+def has_torch_key(data: bytes) -> bool:
+    """Return whether a standalone artifact was written by this very build of torch."""
+    from torch._inductor.codecache import torch_key
+    from torch.utils._appending_byte_serializer import BytesReader
+
+    reader = BytesReader(data)
+    reader.read_bytes()
+    return bool(reader.read_bytes() == torch_key())
+
+
+def run_compile_fx(
+    module: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any], mode: FakeTensorMode
+) -> tuple[Callable[..., Any], bytes | None]:
+    """Compile through `compile_fx` and return the callable, and what torch's caches gained as a mega-cache."""
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx
+    from torch.compiler._cache import CacheArtifactManager
+
+    with tracing(TracingContext(mode)), CacheArtifactManager.with_fresh_cache():
+        compiled: Any = compile_fx(module, list(inputs), config_patches=dict(patches))
+        saved = torch.compiler.save_cache_artifacts()
+    return compiled, None if saved is None else saved[0]
+
+
+def load_compile_fx(
+    data: bytes,
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    patches: Mapping[str, Any],
+    mode: FakeTensorMode,
+    refuse: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Open a mega-cache and take the callable out of it through `compile_fx`.
+
+    Args:
+        data: The mega-cache.
+        module: The graph that was compiled, rebuilt.
+        inputs: Its fake inputs.
+        patches: The options that it was compiled with.
+        mode: The fake mode of `inputs`.
+        refuse: Called in the compiler's place if the caches do not hold the graph.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx
+    from torch.compiler._cache import CacheArtifactManager
+
+    with tracing(TracingContext(mode)), CacheArtifactManager.with_fresh_cache():
+        torch.compiler.load_cache_artifacts(data)
+        loaded: Any = compile_fx(module, list(inputs), inner_compile=refuse, config_patches=dict(patches))
+    return loaded  # type: ignore[no-any-return]  # only a compile ahead of time gives files instead
+
+
+def compile_aot(module: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any], *, folder: str) -> list[str]:
+    """Compile through AOTInductor and return the paths of what it wrote into `folder`."""
+    from torch._inductor.compile_fx import compile_fx_aot
+
+    # torch notes the device and the target in the last one, which would stay set: its own dict, for this compile alone
+    metadata = dict(inductor_options()["aot_inductor.metadata"])
+    place = {"aot_inductor.package": True, "aot_inductor.output_path": folder, "aot_inductor.metadata": metadata}
+    with warnings.catch_warnings():
+        # torch deprecates its own class of tree specs, and copies some where a custom op is called
+        warnings.filterwarnings("ignore", category=FutureWarning, message="`isinstance.treespec")
+        files: Any = compile_fx_aot(module, list(inputs), config_patches={**patches, **place})
+    return [file for file in files if isinstance(file, str)]
+
+
+def bypass_errors() -> tuple[type[Exception], ...]:
+    """Return the errors with which torch's caches say that a graph cannot be saved."""
+    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+    from torch._inductor.codecache import BypassFxGraphCache
+
+    return (BypassAOTAutogradCache, BypassFxGraphCache)
+
+
+def num_generated_kernels() -> int:
+    """Return how many kernels Inductor generated in this process so far."""
+    from torch._inductor import metrics
+
+    return int(metrics.generated_kernel_count)
+
+
+def inductor_options() -> dict[str, Any]:
+    """Return every option of Inductor by its dotted name, as set now."""
+    import torch._inductor.config as inductor_config
+
+    return inductor_config.get_config_copy()
+
+
+def portable_options(patches: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of Inductor that may change code, with `patches` in force."""
+    import torch._inductor.config as inductor_config
+
+    with inductor_config.patch(dict(patches)):
+        return inductor_config.save_config_portable()
+
+
+def cpu_isa() -> str:
+    """Return the vector instruction set that Inductor writes C++ for, or "none"."""
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    return str(pick_vec_isa())
+
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "autotuning_seen",
+    "bypass_errors",
+    "compile_aot",
+    "compile_tag",
+    "compiling",
+    "cpu_isa",
+    "fixed_sizes",
+    "forget_origin",
+    "guard_exprs",
+    "has_torch_key",
+    "inductor_options",
+    "is_known",
+    "load_compile_fx",
+    "load_standalone",
+    "new_fake_mode",
+    "new_symbol",
+    "num_generated_kernels",
+    "portable_options",
+    "run_compile_fx",
+    "standalone",
+    "symbol_of",
+    "version_of",
+]

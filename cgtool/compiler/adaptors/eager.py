@@ -1,0 +1,61 @@
+"""The compiler that compiles nothing: a piece runs op by op, as Python generated from its graph.
+
+The artifact is the graph's canonical JSON, of kind "json". Must not import Dynamo or Inductor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import torch
+
+from cgtool.compiler.adaptors.interface import CompiledPiece, CompilerInterface, PieceCallable
+from cgtool.config import EAGER
+from cgtool.digests import digest_of
+from cgtool.errors import ArtifactError
+from cgtool.plan.grammar import decode
+from cgtool.plan.pieces import Json, PieceGraph
+from cgtool.runtime.pieces import piece_function
+
+
+class EagerAdaptor(CompilerInterface):
+    """Runs pieces with torch alone."""
+
+    name = EAGER
+    compiles = False
+
+    def compute_hash(
+        self,
+        options: Mapping[str, Json],  # noqa: ARG002 - they are Inductor's
+        *,
+        max_autotune: bool = False,  # noqa: ARG002 - nothing is tuned
+    ) -> str:
+        """Return a digest of torch's version: ops are torch's own, and no option changes them."""
+        return digest_of({"adaptor": self.name, "torch": torch.__version__})
+
+    def compile(
+        self,
+        graph: PieceGraph,
+        *,
+        options: Mapping[str, Json],  # noqa: ARG002 - they are Inductor's
+        max_autotune: bool = False,  # noqa: ARG002 - nothing is tuned
+    ) -> CompiledPiece:
+        """Write the graph down, once it is known to run from what was written."""
+        start = time.perf_counter()
+        piece_function(graph)
+        return CompiledPiece(artifact=graph.canonical(), kernels=0, compile_secs=time.perf_counter() - start)
+
+    def load(self, data: bytes, graph: PieceGraph) -> PieceCallable:
+        """Return the piece as Python."""
+        try:
+            found = decode(data, PieceGraph)
+        except ValueError as error:
+            raise ArtifactError(f"An eager artifact is torn: {error}. Warm again.", actual=str(error)) from error
+        if found != graph:
+            raise ArtifactError(
+                "An eager artifact holds another piece than its manifest says. Warm again.",
+                expected=graph.identity(),
+                actual=found.identity(),
+            )
+        return piece_function(found)

@@ -1,0 +1,132 @@
+"""What every compiler looks like to the rest of cgtool. Must not import Dynamo or Inductor.
+
+An adaptor turns a `PieceGraph` into bytes, and bytes into a callable. The bytes are all that `load` has: it opens no
+file, and it traces and compiles no graph.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from cgtool.adaptor_registry import adaptor_class, kind_of
+from cgtool.errors import ConfigError
+from cgtool.plan.pieces import Json, PieceGraph
+from cgtool.store.records import Artifact
+
+#: Takes the piece's inputs as a list, which it empties, and returns its outputs as a list, even of one.
+PieceCallable = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledPiece:
+    """What a compiler made of a piece.
+
+    Args:
+        artifact: The bytes that `load` takes.
+        kernels: How many kernels were generated.
+        compile_secs: How long it took, in seconds.
+        guards: Facts over the graph's symbols that the compiler relies on, beyond the graph's own ranges and facts.
+        sources: What the compiler wrote and the artifact does not hold, for people: name → text.
+    """
+
+    artifact: bytes
+    kernels: int
+    compile_secs: float
+    guards: tuple[str, ...] = ()
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def record(self, adaptor: str) -> Artifact:
+        """Return the artifact's record.
+
+        Args:
+            adaptor: The name of the adaptor that compiled it, which says of what kind it is.
+        """
+        return Artifact.of(
+            self.artifact,
+            kind=kind_of(adaptor),
+            compile_secs=self.compile_secs,
+            kernels=self.kernels,
+            guards=self.guards,
+        )
+
+
+class CompilerInterface(ABC):
+    """A compiler of pieces.
+
+    Attributes:
+        name: How configuration spells it.
+        compiles: Whether it makes code: that is done in worker processes, and proved before it is trusted.
+    """
+
+    name: str
+    compiles: bool = True
+
+    def initialize_cache(self, cache_dir: Path, *, disable_cache: bool = False, prefix: str = "") -> None:  # noqa: B027  most have no state
+        """Prepare for compiles into one cache; called once, before the first. Nothing to do for most compilers.
+
+        Args:
+            cache_dir: The cache's root.
+            disable_cache: Whether nothing is to be stored.
+            prefix: The compiled part of the model.
+        """
+
+    @abstractmethod
+    def compute_hash(self, options: Mapping[str, Json], *, max_autotune: bool = False) -> str:
+        """Return the SHA-256 of everything beside the graph that decides what `compile` gives.
+
+        Args:
+            options: The user's options for the compiler.
+            max_autotune: As for `compile`.
+
+        Raises:
+            ConfigError: An option is unknown, or one that cgtool keeps for itself.
+        """
+
+    @abstractmethod
+    def compile(self, graph: PieceGraph, *, options: Mapping[str, Json], max_autotune: bool = False) -> CompiledPiece:
+        """Compile a piece.
+
+        Args:
+            graph: The piece; without symbols it is compiled for one size.
+            options: The user's options for the compiler.
+            max_autotune: Whether the compiler may try variants of each kernel: for concrete sizes.
+
+        Raises:
+            CompileError: The compiler cannot compile the piece, or cannot save what it compiled.
+            ConfigError: An option is unknown, or one that cgtool keeps for itself.
+        """
+
+    @abstractmethod
+    def load(self, data: bytes, graph: PieceGraph) -> PieceCallable:
+        """Return a callable from an artifact's bytes, without tracing or compiling a graph.
+
+        Args:
+            data: What `compile` gave, in this process or in another.
+            graph: The piece that was compiled.
+
+        Raises:
+            ArtifactError: The bytes cannot be opened here.
+        """
+
+
+def get_adaptor(name: str) -> CompilerInterface:
+    """Return the adaptor that configuration calls `name`.
+
+    Raises:
+        ConfigError: There is none (the message names those there are), or what brings it brings something else.
+    """
+    # a compiler's module is loaded when it is asked for: `eager` needs nothing but torch
+    found = adaptor_class(name)
+    if not (isinstance(found, type) and issubclass(found, CompilerInterface) and getattr(found, "name", None) == name):
+        raise ConfigError(
+            f"The adaptor {name!r} is to be a CompilerInterface whose `name` is {name!r}, and what brings it gives "
+            f"{found!r}. Mend or remove it.",
+            path=name,
+            actual=repr(found),
+        )
+    return found()

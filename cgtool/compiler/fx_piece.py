@@ -1,0 +1,345 @@
+"""A piece's graph as an FX module with fake inputs: what a compiler takes. Owns the way from data to FX.
+
+Everything is rebuilt from the `PieceGraph` alone, under a fake mode and a ShapeEnv of its own: names, example sizes and
+the order of facts follow from the data, so that two processes hand the same module to the compiler.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from cgtool.compiler import _torch
+from cgtool.compiler.sizes import choose_hints
+from cgtool.errors import CompileError, SplitError
+from cgtool.graph.constants import constants_of, with_constants
+from cgtool.graph.expressions import check_expression
+from cgtool.graph.metas import device_of, dtype_of
+from cgtool.graph.sympy_text import expression_text
+from cgtool.graph.targets import ATTRIBUTES, check_method, resolve_target
+from cgtool.graph.values import decode_value
+from cgtool.plan.pieces import Dim, Node, PieceGraph, TensorMeta
+
+_METHOD_PREFIXES = ("torch.Tensor.", "torch._C.TensorBase.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RebuiltPiece:
+    """A piece as a compiler takes it.
+
+    Args:
+        module: The graph; its placeholders are the piece's inputs and then its constants, its output is a tuple.
+        inputs: Fake tensors, one for each placeholder.
+        mode: Their fake mode.
+        names: What torch calls the symbols → what the graph calls them.
+        num_facts: How many guards the graph's own facts made in the ShapeEnv.
+    """
+
+    module: fx.GraphModule
+    inputs: list[Any]
+    mode: _torch.FakeTensorMode
+    names: dict[str, str]
+    num_facts: int
+
+    def new_guards(self, graph: PieceGraph) -> tuple[str, ...]:
+        """Return what rebuilding and compiling took for granted beyond `graph`'s ranges and facts.
+
+        Raises:
+            CompileError: The compiler fixed a size, or relies on something that cannot be written down.
+        """
+        self._refuse_fixed_sizes(graph)
+        known = rebuild_symbols(graph)
+        found: dict[str, None] = {}
+        for expr in _torch.guard_exprs(self.mode)[self.num_facts :]:
+            # both environments name their symbols alike: the names follow from the graph's
+            if _torch.is_known(known.mode, expr):
+                continue
+            try:
+                text = expression_text(expr, self.names)
+            except SplitError as error:
+                msg = f"the compiler relies on {expr}, which a plan cannot say ({error}); the piece can run eagerly"
+                raise CompileError(msg, actual=str(expr)) from error
+            if text not in graph.facts:
+                found[text] = None
+        return tuple(found)
+
+    def _refuse_fixed_sizes(self, graph: PieceGraph) -> None:
+        fixed = _torch.fixed_sizes(self.mode)
+        for symbol in graph.symbols:
+            name = next((theirs for theirs, ours in self.names.items() if ours == symbol.name), None)
+            if name in fixed and symbol.min != symbol.max:
+                raise CompileError(
+                    f"the compiler fixed the size {symbol.name} to {fixed[name]}, so the result would serve that size "
+                    f"only; the piece runs eagerly instead, or make that dimension static",
+                    expected=f"{symbol.name} from {symbol.min} to {symbol.max or 'any'}",
+                    actual=fixed[name],
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RebuiltSymbols:
+    """A ShapeEnv that knows a graph's symbols, ranges and facts, and nothing else."""
+
+    mode: _torch.FakeTensorMode
+    sizes: dict[str, Any]
+    names: dict[str, str]
+    num_facts: int
+
+
+def rebuild_symbols(graph: PieceGraph) -> RebuiltSymbols:
+    """Return a fresh fake mode that knows `graph`'s symbols, ranges and facts.
+
+    Raises:
+        CompileError: No example sizes satisfy the facts.
+        ArtifactError: A fact is outside the grammar of expressions.
+    """
+    hints = choose_hints(graph)
+    mode = _torch.new_fake_mode(from_two=all(symbol.min > 1 for symbol in graph.symbols))
+    sizes: dict[str, Any] = {}
+    names = {}
+    for symbol in graph.symbols:
+        size = _torch.new_symbol(mode, symbol.name, hint=hints[symbol.name], low=symbol.min, high=symbol.max)
+        sizes[symbol.name] = size
+        if isinstance(size, torch.SymInt):
+            names[str(_torch.symbol_of(size))] = symbol.name
+    for fact in graph.facts:
+        if not bool(symbolic_value(fact, sizes)):
+            raise CompileError(f"'{fact}' is false for sizes {hints}; report this to cgtool's authors", actual=hints)
+    return RebuiltSymbols(mode=mode, sizes=sizes, names=names, num_facts=len(_torch.guard_exprs(mode)))
+
+
+def symbolic_value(text: Dim, sizes: dict[str, Any]) -> Any:
+    """Return the value of an expression where symbols are `sizes`: plain or symbolic integers.
+
+    Raises:
+        ArtifactError: `text` is outside the grammar of expressions.
+    """
+    if isinstance(text, int):
+        return text
+    check_expression(text, sizes)
+    code = compile(_Connectives().visit(ast.parse(text, mode="eval")), "<expression>", "eval")
+    return eval(code, {"__builtins__": {}, **_SYMBOLIC, **sizes})  # noqa: S307 - matched to the grammar above
+
+
+def _fold(pair: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    def folded(first: Any, *others: Any) -> Any:
+        for other in others:
+            first = pair(first, other)
+        return first
+
+    return folded
+
+
+#: What an expression calls where its symbols are symbolic, in place of `cgtool.graph.expressions.FUNCTIONS`.
+_SYMBOLIC = {
+    "Max": _fold(torch.sym_max),
+    "Min": _fold(torch.sym_min),
+    "and_": _fold(operator.and_),
+    "or_": _fold(operator.or_),
+    "not_": torch.sym_not,
+}
+
+
+class _Connectives(ast.NodeTransformer):
+    """Turns `and`, `or` and `not` into calls: as they stand, they ask each operand whether it is true.
+
+    The ShapeEnv would keep each answer as a fact of its own, and "s0 == 4 or s0 == 8" would fix s0.
+    """
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
+        return self._call("and_" if isinstance(node.op, ast.And) else "or_", node, node.values)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
+        return self._call("not_", node, [node.operand]) if isinstance(node.op, ast.Not) else self.generic_visit(node)
+
+    def _call(self, name: str, node: ast.expr, operands: list[ast.expr]) -> ast.AST:
+        call = ast.Call(func=ast.Name(id=name, ctx=ast.Load()), args=[self.visit(one) for one in operands], keywords=[])
+        return ast.fix_missing_locations(ast.copy_location(call, node))
+
+
+def rebuild(graph: PieceGraph) -> RebuiltPiece:
+    """Return `graph` as a compiler takes it.
+
+    Args:
+        graph: A piece; without symbols it is fully static.
+
+    Raises:
+        CompileError: The graph cannot be rebuilt: an op refuses its inputs, or writes to one of several that share
+            their storage.
+        ArtifactError: The graph names an op or a value that does not resolve.
+    """
+    symbols = rebuild_symbols(graph)
+    constants = constants_of(graph)
+    # As Dynamo does: torch 2.11's C++ composite ops cannot be called with symbolic sizes.
+    with torch.no_grad(), symbols.mode, _torch.python_dispatcher():
+        inputs = _inputs(graph, symbols.sizes)
+        versions = [_torch.version_of(fake) for fake in inputs]
+        fakes = [symbols.mode.from_tensor(constant, static_shapes=True) for constant in constants]
+        writer = _Writer([*inputs, *fakes], num_constants=len(fakes))
+        with _leaving_autocast():
+            for index, node in enumerate(graph.nodes):
+                writer.add(node, index)
+        writer.finish(graph.outputs)
+    written = {n for n, fake in enumerate(inputs) if _torch.version_of(fake) != versions[n]}
+    _refuse_shared_writes(graph, written)
+    return RebuiltPiece(
+        module=fx.GraphModule(torch.nn.Module(), writer.graph, class_name="Piece"),
+        inputs=writer.inputs,
+        mode=symbols.mode,
+        names=symbols.names,
+        num_facts=symbols.num_facts,
+    )
+
+
+def _inputs(graph: PieceGraph, sizes: dict[str, Any]) -> list[Any]:
+    inputs = [_empty(meta, sizes) for meta in graph.inputs]
+    for group in graph.aliases:
+        first = inputs[group[0]]
+        for position in group[1:]:
+            other = inputs[position]
+            # one storage, as the compiler sees it; where in it a tensor begins is not part of a piece
+            other.set_(first.untyped_storage(), 0, other.shape, other.stride())
+    return inputs
+
+
+def _empty(meta: TensorMeta, sizes: dict[str, Any]) -> Any:
+    return torch.empty_strided(
+        [symbolic_value(dim, sizes) for dim in meta.shape],
+        [symbolic_value(step, sizes) for step in meta.stride],
+        dtype=dtype_of(meta.dtype),
+        device=device_of(meta.device),
+    )
+
+
+class _Writer:
+    """Adds a piece's nodes to an FX graph, and runs each on fake values to know what it gives."""
+
+    def __init__(self, inputs: list[Any], num_constants: int) -> None:
+        self.graph = fx.Graph()
+        self.inputs = inputs
+        placeholders = [self._remember(self.graph.placeholder(f"in_{n}"), fake) for n, fake in enumerate(inputs)]
+        first = len(inputs) - num_constants
+        #: value number → the FX node, or the plain number that it folded to
+        self._values: list[Any] = placeholders[:first]
+        self._constants = iter(placeholders[first:])
+
+    def add(self, node: Node, index: int) -> None:
+        args = tuple(self._decode(arg) for arg in node.args)
+        kwargs = {name: self._decode(arg) for name, arg in node.kwargs.items()}
+        if node.kind == "size":
+            self._values.append(self._size(args[0], args[1]))
+            return
+        op, target, run = _call(node, args)
+        if not _holds_node((args, kwargs)):
+            value = run(*args, **kwargs)
+            if isinstance(value, int | float | bool):  # arithmetic on sizes that are fixed
+                self._values.append(value)
+                return
+        try:
+            value = run(*_fakes(args), **_fakes(kwargs))
+        except (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError) as error:
+            raise CompileError(
+                f"op {index} of the piece, {node.target}, could not be traced: {error}; the piece can run eagerly",
+                path=index,
+                actual=str(error),
+            ) from error
+        self._values.append(self._remember(self.graph.create_node(op, target, args, kwargs), value))
+
+    def finish(self, outputs: tuple[str, ...]) -> None:
+        """End the graph with its outputs; a piece without any gives its first value, for a compiler to hold on to."""
+        found = [self._lookup(ref) for ref in outputs]
+        plain = [ref for ref, node in zip(outputs, found, strict=True) if not _is_tensor(node)]
+        if plain:
+            raise CompileError(
+                f"output {plain[0]} of the piece is no tensor, and a compiled piece gives tensors only; it runs "
+                f"eagerly instead",
+                actual=plain[0],
+            )
+        self.graph.output(tuple(found or self._values[:1]))
+        self.graph.lint()
+
+    def _decode(self, data: Any) -> Any:
+        return with_constants(decode_value(data, self._lookup), lambda _: next(self._constants))
+
+    def _lookup(self, ref: str) -> Any:
+        number = int(ref.removeprefix("%"))
+        if number >= len(self._values):
+            raise CompileError(
+                f"the piece uses {ref} before it exists; the plan was changed or torn: warm again", actual=ref
+            )
+        return self._values[number]
+
+    def _size(self, tensor: fx.Node, dim: int) -> Any:
+        size = tensor.meta["example_value"].shape[dim]
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        return self._remember(self.graph.call_function(torch.ops.aten.sym_size.int, (tensor, dim)), size)
+
+    def _remember(self, node: fx.Node, value: Any) -> fx.Node:
+        node.meta["example_value"] = value
+        node.meta["val"] = value
+        return node
+
+
+def _call(node: Node, args: tuple[Any, ...]) -> tuple[str, Any, Callable[..., Any]]:
+    """Return FX's opcode and target for a node, and the function that runs it."""
+    name = node.target or ""
+    if node.kind == "method":
+        return "call_method", check_method(name), lambda owner, *rest, **more: getattr(owner, name)(*rest, **more)
+    target = resolve_target(name)
+    if name.startswith(_METHOD_PREFIXES):  # torch's caches know methods as methods only
+        return "call_method", name.rpartition(".")[2], target
+    if target is getattr and args[1:] not in [(name,) for name in ATTRIBUTES]:
+        raise CompileError(f"the piece reads {args[1:]} of a tensor; the plan was changed: warm again", actual=args[1:])
+    return "call_function", target, target
+
+
+def _is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta["example_value"], torch.Tensor)
+
+
+def _holds_node(value: Any) -> bool:
+    found: set[fx.Node] = set()
+
+    def note(node: fx.Node) -> fx.Node:
+        found.add(node)
+        return node
+
+    fx.node.map_arg(value, note)
+    return bool(found)
+
+
+def _fakes(value: Any) -> Any:
+    return fx.node.map_arg(value, lambda node: node.meta["example_value"])
+
+
+@contextlib.contextmanager
+def _leaving_autocast() -> Iterator[None]:
+    """Restore autocast if a piece fails between entering and leaving it."""
+    kinds = ("cpu", "cuda")
+    before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    try:
+        yield
+    finally:
+        for kind, enabled, dtype in before:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+
+
+def _refuse_shared_writes(graph: PieceGraph, written: set[int]) -> None:
+    """Refuse a write to an input that shares its storage: which elements both hold is not part of a piece."""
+    for group in graph.aliases:
+        position = next((position for position in group if position in written), None)
+        if position is not None:
+            raise CompileError(
+                f"the piece writes to input {position}, which shares its storage with inputs "
+                f"{[other for other in group if other != position]}; it runs eagerly instead",
+                path=position,
+            )

@@ -1,0 +1,100 @@
+"""What compilers write for people: kept beside a rank's plan, and dumped with its graph and program where one asks.
+
+    generated/<digest[:16]>/     in a rank's folder and in a dump, by the artifact's digest
+        wrapper.cpp, kernel.cpp  what AOTInductor wrote
+        module_0.py              what Inductor wrote otherwise
+        autotuning.json          [{"op": name, "candidates": [{"name": str, "secs": float}...]}...], the fastest first
+
+Nothing here is ever opened by a load, and no digest covers it. Must not import Dynamo or Inductor by itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from cgtool.compiler.adaptors.interface import CompiledPiece, CompilerInterface
+from cgtool.plan.pieces import Json, PieceGraph
+from cgtool.store.files import read_bytes, write_atomic
+from cgtool.store.generated import generated_dir, generated_sources, generated_texts
+from cgtool.store.layout import CODE_FILE, GRAPH_FILE, CacheLayout, RankName
+from cgtool.store.records import Artifact, Manifest
+
+#: Name → text.
+Texts = Mapping[str, str]
+
+
+def compile_piece(
+    adaptor: CompilerInterface, graph: PieceGraph, *, options: Mapping[str, Json], max_autotune: bool
+) -> tuple[CompiledPiece, Texts]:
+    """Compile a piece, as `CompilerInterface.compile` does, and return what the compiler wrote for it, too."""
+    from cgtool.compiler import _torch  # sympy and all that compiles, which a hit does without
+
+    seeing: Any = _torch.autotuning_seen() if max_autotune and adaptor.compiles else nullcontext([])
+    with seeing as tried:
+        piece = adaptor.compile(graph, options=options, max_autotune=max_autotune)
+    texts = dict(piece.sources)
+    if not texts:
+        texts |= {f"module_{number}.py": text for number, text in enumerate(generated_sources(piece.artifact))}
+    if tried:
+        texts["autotuning.json"] = json.dumps(tried, indent=1)
+    return piece, texts
+
+
+def keep_generated(layout: CacheLayout, manifest: Manifest, written: Mapping[str, Texts]) -> None:
+    """Keep what compilers wrote for a rank's artifacts; of those compiled earlier, what another entry kept.
+
+    Args:
+        layout: Where the cache lies.
+        manifest: The rank's.
+        written: Artifact digest → what was written for it now.
+
+    Raises:
+        CacheError: It cannot be written.
+    """
+    for artifact in _artifacts(manifest):
+        folder = generated_dir(layout, manifest.name, artifact.digest)
+        if not folder.is_dir():
+            _write(folder, written.get(artifact.digest) or generated_texts(layout, artifact.digest))
+
+
+def dump_traced(layout: CacheLayout, name: RankName, files: Mapping[str, bytes], folder: str) -> None:
+    """Write a rank's graph and program into a folder of the user's, by entry, rank and prefix.
+
+    Raises:
+        CacheError: They cannot be written.
+    """
+    for file in (GRAPH_FILE, CODE_FILE):
+        write_atomic(_dump_dir(layout, name, folder) / file, files[file])
+
+
+def dump_entry(layout: CacheLayout, manifest: Manifest, folder: str) -> None:
+    """Write a rank's graph, program and generated code into a folder of the user's.
+
+    Raises:
+        CacheError: They cannot be read or written.
+    """
+    read = {file: read_bytes(layout.rank_dir(manifest.name) / file) for file in (GRAPH_FILE, CODE_FILE)}
+    target = _dump_dir(layout, manifest.name, folder)
+    for file, data in read.items():
+        if data is not None:
+            write_atomic(target / file, data)
+    for artifact in _artifacts(manifest):
+        kept = generated_dir(layout, manifest.name, artifact.digest)
+        _write(target / kept.parent.name / kept.name, generated_texts(layout, artifact.digest))
+
+
+def _artifacts(manifest: Manifest) -> Iterable[Artifact]:
+    return {row.artifact.digest: row.artifact for row in manifest.rows}.values()
+
+
+def _write(folder: Path, texts: Texts) -> None:
+    for name, text in texts.items():
+        write_atomic(folder / name, text.encode())
+
+
+def _dump_dir(layout: CacheLayout, name: RankName, folder: str) -> Path:
+    return Path(folder).expanduser() / layout.rank_dir(name).relative_to(layout.base)

@@ -1,0 +1,390 @@
+"""The program of the child that proves: draw, run eagerly, run in float64, run the artifact, compare.
+
+Must not import torch._dynamo, torch._inductor or sympy; an adaptor that is not ours alone may.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from cgtool.child import Channel
+from cgtool.compiler.adaptors import get_adaptor
+from cgtool.compiler.proof import judge
+from cgtool.compiler.proof.inputs import STYLES, Drawn, draw, index_bound, writes_by_index
+from cgtool.compiler.proof.prover import Mismatch, NoRoom, ProofRecord, ProofRequest, Stage, StageName
+from cgtool.compiler.proof.reference import filled, lowest_dtype, takes_steps, widened
+from cgtool.compiler.sizes import Limits, Sizes, sizes_to_prove
+from cgtool.compiler.workers.request import apply_settings, import_providers
+from cgtool.config import AOT_INDUCTOR, EAGER
+from cgtool.errors import ArtifactError, CompileError, NoRoomError, ProofMismatchError
+from cgtool.plan.grammar import decode
+from cgtool.plan.pieces import PieceGraph
+from cgtool.runtime.dispatch import Boxed
+from cgtool.runtime.packages import open_package
+from cgtool.runtime.pieces import piece_function
+
+#: How often sizes that are too large for the piece or the memory are halved.
+_NUM_HALVINGS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Given:
+    """A piece that ran op by op.
+
+    Args:
+        drawn: Its inputs, untouched.
+        inputs: The inputs that eager ran on.
+        outputs: What eager gave.
+        undefined: For each output, where it holds memory that nothing wrote to; None where nothing is so.
+    """
+
+    drawn: Drawn
+    inputs: Drawn
+    outputs: list[torch.Tensor]
+    undefined: list[torch.Tensor | None]
+
+
+class _NotRunnableError(Exception):
+    """The piece itself cannot be run on any inputs that were tried."""
+
+
+class _NoMemoryError(Exception):
+    """The piece could not be run here and now, at the smallest size that was tried."""
+
+
+def main(channel: Channel) -> None:
+    """Prove artifacts until the parent lets go."""
+    for request, data in channel.requests(ProofRequest):
+        found = _answer(request, data, channel)
+        # what failed on an accelerator may have left its context unusable
+        spoiled = _on_accelerator(request.graph) and not (isinstance(found, ProofRecord) and found.proved)
+        channel.answer(found, last=spoiled)
+        if spoiled:
+            return
+
+
+def _answer(request: ProofRequest, data: bytes, channel: Channel) -> ProofRecord | Mismatch | NoRoom:
+    graph = request.graph
+    try:
+        import_providers(request.imports)
+        apply_settings(request.settings)
+        if _on_accelerator(graph) and request.device_index is not None:
+            torch.accelerator.set_device_index(request.device_index)
+        return prove_artifact(
+            data,
+            adaptor=request.adaptor,
+            graph=graph,
+            guards=request.guards,
+            device_index=request.device_index,
+            stage=lambda name: channel.note(Stage(name=name)),
+        )
+    except ProofMismatchError as error:
+        return Mismatch(sentence=str(error))
+    except NoRoomError as error:
+        return NoRoom(sentence=str(error))
+    except Exception as error:  # noqa: BLE001 - nothing was learnt of the artifact, and the record says so
+        traceback.print_exc()
+        words = " ".join(str(error).split()) or type(error).__name__
+        reason = f"not proved: {type(error).__name__}: {words}"
+        return ProofRecord(shapes=(), worst_error=0.0, secs=0.0, reason=reason, may_pass_later=True)
+
+
+def prove_artifact(
+    data: bytes,
+    *,
+    adaptor: str,
+    graph: PieceGraph,
+    guards: tuple[str, ...] = (),
+    device_index: int | None = None,
+    stage: Callable[[StageName], None] = lambda _: None,
+) -> ProofRecord:
+    """Run an artifact and its piece on the same inputs and compare what they give.
+
+    Args:
+        data: The artifact's bytes.
+        adaptor: What compiled it.
+        graph: The piece at the artifact's shape.
+        guards: What the compiler relies on beyond the graph's facts.
+        device_index: What a device without an index means; None is the current one.
+        stage: Told of each part of the work before it begins.
+
+    Returns:
+        What was proved, or why nothing was.
+
+    Raises:
+        ProofMismatchError: The artifact does not give what the piece gives.
+    """
+    started = time.perf_counter()
+    stage("open")
+    with torch.no_grad():
+        run = open_artifact(data, adaptor, graph, device_index)
+    proof = _Proof(run, graph, device_index, stage)
+    reason: Exception | None = None
+    try:
+        proof.at_the_ends(guards)
+    except (_NotRunnableError, _NoMemoryError) as error:
+        reason = error
+    return ProofRecord(
+        shapes=tuple(proof.shapes),
+        worst_error=proof.worst_error,
+        secs=time.perf_counter() - started,
+        reason=None if reason is None else f"not proved: {reason}",
+        may_pass_later=isinstance(reason, _NoMemoryError),
+    )
+
+
+def open_artifact(data: bytes, adaptor: str, graph: PieceGraph, device_index: int | None) -> Boxed:
+    """Return an artifact as a callable.
+
+    Raises:
+        NoRoomError: Nothing can be opened here, which says nothing of the artifact.
+        ProofMismatchError: It cannot be opened.
+    """
+    try:
+        if adaptor == EAGER:
+            return _open_eager(data, graph, device_index)
+        if adaptor == AOT_INDUCTOR:
+            return open_package(data, graph, device_index=device_index)
+        # what needs Inductor brings it along
+        return get_adaptor(adaptor).load(data, graph)
+    except NoRoomError:
+        raise
+    except ArtifactError as error:
+        raise ProofMismatchError(f"the artifact cannot be opened: {error}", actual=str(error)) from error
+
+
+class _Proof:
+    """One artifact and its piece, run at one size after the other.
+
+    Attributes:
+        shapes: Where they gave the same.
+        worst_error: The largest relative error so far.
+    """
+
+    def __init__(
+        self, run: Boxed, graph: PieceGraph, device_index: int | None, stage: Callable[[StageName], None]
+    ) -> None:
+        self._artifact = run
+        self._graph = graph
+        self._defined = filled(graph, 1.0)
+        self._device_index = device_index
+        self._stage = stage
+        self._steps = takes_steps(graph)
+        self._lowest = lowest_dtype(graph)
+        self.shapes: list[Sizes] = []
+        self.worst_error = 0.0
+
+    def at_the_ends(self, guards: tuple[str, ...]) -> None:
+        """Run at the smallest sizes and at the largest; where those are too large for the piece, at half of them."""
+        limits = _limits(self._graph)
+        for _ in range(_NUM_HALVINGS):
+            try:
+                wanted = sizes_to_prove(self._graph, guards, limits)
+            except CompileError as error:
+                raise _NotRunnableError(str(error)) from error
+            try:
+                for sizes in wanted:
+                    if sizes not in self.shapes:
+                        self._at(sizes)
+                        self.shapes.append(sizes)
+            except _NotRunnableError:
+                if not self.shapes:
+                    raise
+            except (MemoryError, RuntimeError) as error:
+                if not _is_out_of_memory(error):
+                    raise
+            else:
+                return
+            limits = limits.halved()
+        if not self.shapes:
+            msg = "there was not enough memory to run the piece"
+            raise _NoMemoryError(msg)
+
+    def _at(self, sizes: Sizes) -> None:
+        with torch.no_grad():
+            self._stage("eager")
+            with _one_thread():
+                given = self._given(sizes)
+                reference = self._reference(given)
+            self._synchronise()
+            self._stage("run")
+            inputs = given.drawn.tensors()
+            found = self._run(inputs, sizes)
+            self._stage("eager")
+            with _one_thread():
+                self._compare(found, inputs, given, reference, sizes)
+
+    def _given(self, sizes: Sizes) -> _Given:
+        """Run the piece op by op, on the first inputs that it takes and that give no NaN."""
+        function = piece_function(self._defined, device_index=self._device_index)
+        first: _Given | None = None
+        failure: Exception | None = None
+        for style in STYLES:
+            try:
+                drawn = draw(self._graph, sizes, device_index=self._device_index, style=style)
+                inputs = drawn.copy()
+                outputs = list(function(inputs.tensors()))
+            except Exception as error:  # whatever the user's ops say to drawn values
+                if _is_out_of_memory(error):
+                    raise
+                failure = failure or error
+                continue
+            given = _Given(drawn=drawn, inputs=inputs, outputs=outputs, undefined=self._undefined(drawn, outputs))
+            if not any(_has_nan(tensor) for tensor in outputs):
+                return given
+            first = first or given
+        if first is None:
+            msg = f"the piece does not run on seeded inputs ({type(failure).__name__}: {_first_line(failure)})"
+            raise _NotRunnableError(msg)
+        return first
+
+    def _undefined(self, drawn: Drawn, outputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Return where outputs depend on what uninitialised memory holds."""
+        if self._defined is self._graph:
+            return [None] * len(outputs)
+        other = piece_function(filled(self._graph, 0.0), device_index=self._device_index)
+        again = list(other(drawn.copy().tensors()))
+        differ = [(one != two) & ~(one.isnan() & two.isnan()) for one, two in zip(outputs, again, strict=True)]
+        return [place if bool(place.any()) else None for place in differ]
+
+    def _reference(self, given: _Given) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+        """Return outputs and inputs of the piece in float64; None where it does not run so, or is another one so."""
+        wide = widened(self._defined)
+        inputs = given.drawn.widened()
+        if wide is None or inputs is None:
+            return None
+        tensors = inputs.tensors()
+        try:
+            with _default_dtype(torch.float64):
+                outputs = list(piece_function(wide, device_index=self._device_index)(list(tensors)))
+        except Exception as error:  # an op that has no float64, say
+            if _is_out_of_memory(error):
+                raise
+            return None
+        pairs = zip(outputs, given.outputs, strict=True)
+        return (outputs, tensors) if all(_is_near(one, other) for one, other in pairs) else None
+
+    def _run(self, inputs: list[torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
+        try:
+            found = list(self._artifact(list(inputs)))
+            self._synchronise()
+        except Exception as error:  # whatever it is, it is what the user would meet
+            if _is_out_of_memory(error):
+                raise
+            what = f"fails where the piece runs: {type(error).__name__}: {_first_line(error)}"
+            raise judge.mismatch(what, sizes) from error
+        return found
+
+    def _compare(
+        self,
+        found: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        given: _Given,
+        reference: tuple[list[torch.Tensor], list[torch.Tensor]] | None,
+        sizes: Sizes,
+    ) -> None:
+        eager_inputs = given.inputs.tensors()
+        judge.check_metas(found, self._graph.results, sizes, self._device_index)
+        judge.check_overlaps(found, inputs, given.outputs, eager_inputs, sizes)
+        exact = reference or (given.outputs, eager_inputs)
+        tolerance = judge.tolerance_of(self._lowest, takes_steps=self._steps, has_reference=reference is not None)
+        rows: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        for n, row in enumerate(zip(found, given.outputs, exact[0], strict=True)):
+            places = given.undefined[n]
+            ours, theirs, wide = row if places is None else (tensor[~places] for tensor in row)
+            rows.append((f"gives output {n}: it", ours, theirs, wide))
+        for n, row in enumerate(zip(inputs, eager_inputs, exact[1], strict=True)):
+            if not _same_bytes(row[0], row[1]):  # most inputs are only read
+                rows.append((f"leaves input {n}: it", *row))
+        for label, ours, theirs, wide in rows:
+            error = judge.check_numbers(label, ours, theirs, wide, tolerance=tolerance, sizes=sizes)
+            self.worst_error = max(self.worst_error, error)
+
+    def _synchronise(self) -> None:
+        if _on_accelerator(self._graph) and torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+
+def _limits(graph: PieceGraph) -> Limits:
+    """Return limits under which a proof takes a fraction of a second."""
+    if not _on_accelerator(graph):
+        return Limits(num_bytes=1 << 20, num_flops=4e8)
+    # an accelerator does not survive an index that is out of range
+    num_places = index_bound(graph) if writes_by_index(graph) else None
+    return Limits(num_bytes=64 << 20, num_flops=2e11, num_places=num_places)
+
+
+def _on_accelerator(graph: PieceGraph) -> bool:
+    return any(meta.device != "cpu" for meta in graph.inputs)
+
+
+def _open_eager(data: bytes, graph: PieceGraph, device_index: int | None) -> Boxed:
+    try:
+        found = decode(data, PieceGraph)
+    except ValueError as error:
+        raise ArtifactError(f"An eager artifact is torn: {error}. Warm again.", actual=str(error)) from error
+    if found != graph:
+        raise ArtifactError("An eager artifact holds another piece than its manifest says. Warm again.")
+    return piece_function(found, device_index=device_index)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Run torch's ops in this thread alone: compilers fill the other cores, and an op would wait for each of them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _is_near(wide: torch.Tensor, narrow: torch.Tensor) -> bool:
+    """Return whether the piece in float64 is the same piece: it may look at its own precision."""
+    if wide.shape != narrow.shape:
+        return False
+    if not narrow.is_floating_point() or not narrow.numel():
+        return True
+    one, other = wide.double().reshape(-1), narrow.double().reshape(-1)
+    if not math.isfinite(float((one + other).sum())):
+        both = torch.isfinite(one) & torch.isfinite(other)
+        one, other = one[both], other[both]
+    return float((one - other).norm()) <= 0.5 * float(one.norm()) + 1e-6
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.is_floating_point() and one.dtype.itemsize == 1:  # torch compares few of the small floats
+        one, other = one.view(torch.uint8), other.view(torch.uint8)
+    return torch.equal(one, other)
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and bool(tensor.isnan().any())
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    text = str(error)
+    return (
+        isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in text or "out of memory" in text
+    )
+
+
+def _first_line(error: BaseException | None) -> str:
+    return (str(error).strip().splitlines() or [""])[0]

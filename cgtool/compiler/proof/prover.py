@@ -1,0 +1,215 @@
+"""The prover: has one child prove artifacts, and turns its answers and its deaths into records and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Literal, Self
+
+from cgtool.compiler.workers.request import Provider, Settings, torch_settings
+from cgtool.errors import ProofCrashError, ProofMismatchError
+from cgtool.plan.grammar import Record, Seconds
+from cgtool.plan.pieces import PieceGraph
+from cgtool.processes import ChildEndedError, Children, Ending, log_words
+
+StageName = Literal["open", "eager", "run"]
+
+_WHERE = {
+    "start": "as it started",
+    "open": "as it opened the artifact",
+    "run": "as it ran the artifact",
+    "eager": "as it ran the piece's ops one by one, which the artifact has no part in",
+}
+_STATIC = (
+    "The likely cause is a host compiler that links libstdc++ statically: try CXX=/usr/bin/g++, and warm again with an "
+    "empty TORCHINDUCTOR_CACHE_DIR."
+)
+_OUTSIDE = (
+    "The code reads or writes outside of its tensors: a miscompiled kernel, or a custom op whose fake implementation "
+    "gives other shapes or strides than its kernel. Compile without the op, or with adaptor 'eager'."
+)
+_ILLEGAL = (
+    "The artifact holds instructions that this processor does not have: it, or a kernel in torch's caches, was built "
+    "on or for another CPU. Warm again with an empty TORCHINDUCTOR_CACHE_DIR, on the kind of machine that serves."
+)
+_FULL = "The likely cause is a full disk or memory file system that the artifact lies on: free space."
+_OTHERWISE = "Read the lines below; --no-proof stores artifacts without running them."
+#: What likely ended the child, by the signal and by what it was at; "" is anything else.
+_CAUSES = {
+    ("SIGSEGV", "open"): _STATIC,
+    ("SIGABRT", "open"): _STATIC,
+    ("SIGSEGV", "run"): _OUTSIDE,
+    ("SIGBUS", "open"): _FULL,
+    ("SIGILL", ""): _ILLEGAL,
+    ("SIGKILL", ""): "Free some, or warm with fewer jobs (--jobs).",
+}
+
+
+class ProofRequest(Record, frozen=True, kw_only=True):
+    """An artifact to prove; its bytes go beside it.
+
+    Args:
+        adaptor: What compiled it.
+        graph: The piece at the artifact's shape.
+        guards: What the compiler relies on beyond the graph's facts.
+        imports: The modules that provide custom ops.
+        device_index: What a device without an index means; None is the current one.
+        settings: What decides what torch's ops give here, and so at load.
+    """
+
+    adaptor: str
+    graph: PieceGraph
+    guards: tuple[str, ...]
+    imports: tuple[Provider, ...]
+    device_index: int | None
+    settings: Settings
+
+
+class Stage(Record, frozen=True, kw_only=True):
+    """What the child begins with now."""
+
+    name: StageName
+
+
+class ProofRecord(Record, frozen=True, kw_only=True, tag="record"):
+    """What was tried, and how near the artifact came.
+
+    Args:
+        shapes: The sizes of the graph's symbols, once for each run.
+        worst_error: The largest relative error of a tensor against the same piece in float64, as a root of mean
+            squares; 0 where nothing is a float.
+        secs: How long it took, in seconds.
+        reason: Why nothing was proved, as a sentence; None where the artifact was proved.
+        may_pass_later: Whether that lies in this moment or process and not in the piece: too little memory, a module
+            that could not be imported, a fault of the proof itself.
+    """
+
+    shapes: tuple[dict[str, int], ...]
+    worst_error: float
+    secs: Seconds
+    reason: str | None = None
+    may_pass_later: bool = False
+
+    @property
+    def proved(self) -> bool:
+        """Whether the artifact ran and gave what it should."""
+        return self.reason is None
+
+
+class Mismatch(Record, frozen=True, kw_only=True, tag="mismatch"):
+    """The artifact does not give what the piece gives."""
+
+    sentence: str
+
+
+class NoRoom(Record, frozen=True, kw_only=True, tag="no_room"):
+    """Nothing can be opened on this machine."""
+
+    sentence: str
+
+
+class Prover:
+    """Proves artifacts in one child, which holds torch and cgtool's runtime.
+
+    Several threads may ask; they are served one at a time.
+
+    Args:
+        timeout_secs: How long one proof may take; None is no limit.
+        device_index: The device that pieces run on, where they run on an accelerator; None is the current one.
+    """
+
+    def __init__(self, *, timeout_secs: float | None, device_index: int | None = None) -> None:
+        self._timeout_secs = timeout_secs
+        self._device_index = device_index
+        self._children = Children("cgtool.compiler.proof.prove:main", limit=1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the child without waiting for it, so that it is ready when something is compiled.
+
+        Raises:
+            ClosedError: The prover was closed.
+        """
+        self._children.start(1)
+
+    def close(self) -> None:
+        """End the child for good; whoever waits for its answer is told that it is gone."""
+        self._children.close()
+
+    def prove(
+        self,
+        data: bytes,
+        *,
+        adaptor: str,
+        graph: PieceGraph,
+        guards: tuple[str, ...] = (),
+        imports: Iterable[Provider] = (),
+    ) -> ProofRecord:
+        """Run an artifact on seeded inputs and compare it with the piece, for the smallest and the largest shape.
+
+        Args:
+            data: The artifact's bytes.
+            adaptor: What compiled it.
+            graph: The piece, at the shape that it was compiled for.
+            guards: What the compiler relies on beyond the graph's facts.
+            imports: The modules that provide custom ops.
+
+        Returns:
+            What was proved; a record with a reason where the piece itself could not be run.
+
+        Raises:
+            ProofMismatchError: The artifact does not give what the piece gives.
+            ProofCrashError: The child died, did not end in time, or cannot open anything on this machine.
+            ClosedError: The prover was closed.
+        """
+        request = ProofRequest(
+            adaptor=adaptor,
+            graph=graph,
+            guards=guards,
+            imports=tuple(imports),
+            device_index=self._device_index,
+            settings=Settings(torch=torch_settings()),
+        )
+        stage = "start"
+
+        def note(now: Stage) -> None:
+            nonlocal stage
+            stage = now.name
+
+        try:
+            answer = self._children.ask(
+                request,
+                data,
+                answer=ProofRecord | Mismatch | NoRoom,
+                note=Stage,
+                on_note=note,
+                timeout_secs=self._timeout_secs,
+            )
+        except ChildEndedError as error:
+            raise _crash(error.ending, stage, adaptor) from None
+        found: ProofRecord | Mismatch | NoRoom = answer.record
+        if isinstance(found, Mismatch):
+            raise ProofMismatchError(found.sentence, expected=graph.identity(), actual=adaptor)
+        if isinstance(found, NoRoom):
+            raise ProofCrashError(f"An artifact could not be proved. {found.sentence}")
+        return found
+
+
+def _crash(ending: Ending, stage: str, adaptor: str) -> ProofCrashError:
+    name = ending.signal_name or ""
+    advice = _CAUSES.get((name, stage)) or _CAUSES.get((name, "")) or _OTHERWISE
+    if ending.code is None:
+        advice = f"Raise --compile-timeout if the machine is slow. {_OTHERWISE}"
+    return ProofCrashError(
+        f"The process that proves an artifact of adaptor '{adaptor}' {ending.how} {_WHERE[stage]}. "
+        f"{advice}{log_words(ending.log)}",
+        signal_name=ending.signal_name,
+        actual=ending.code,
+    )

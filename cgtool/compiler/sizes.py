@@ -1,0 +1,224 @@
+"""Sizes for the symbols of a piece: inside their ranges, true to its facts, the same in every process.
+
+A compiler looks at example sizes where it may choose, and takes equal ones for a hint that they belong together. So
+they are distinct and, where the facts allow, primes: a prime divides by nothing that a graph holds by chance. A proof
+runs a piece at the ends of what it serves: at the smallest sizes, and at the largest that are worth the time.
+
+Must not import torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+from msgspec import structs
+
+from cgtool.errors import CompileError
+from cgtool.graph.expressions import evaluate, symbols_of
+from cgtool.plan.pieces import PieceGraph, SymbolRange, TensorMeta
+
+Sizes = dict[str, int]
+
+_PRIMES = (67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163)
+#: Sizes that satisfy "divisible by" facts.
+_ROUND = tuple(factor * base for base in (64, 80, 96, 112, 60, 84, 90, 100) for factor in (1, 2, 3, 4, 8, 16, 32, 64))
+#: 0 and 1 are sizes that compilers make code of their own for: only where nothing else is allowed.
+_FIRST_USUAL = 2
+#: How many assignments are tried before giving up, for examples and for one attempt at an end of the ranges.
+_BUDGET, _END_BUDGET = 200_000, 5_000
+#: How many sizes next to an end are tried.
+_NEAR_END = 600
+#: No dimension is proved beyond it.
+_MOST = 1 << 20
+#: As large as this even where the estimate of the work is beyond its limit.
+_LEAST_LARGE = 19
+_ITEM_BYTES = {"64": 8, "32": 4, "16": 2, "8": 1, "128": 16}
+
+
+def choose_hints(graph: PieceGraph) -> Sizes:
+    """Return an example size for each symbol of `graph`.
+
+    Raises:
+        CompileError: No sizes inside the ranges were found that make every fact true.
+    """
+    found = _search(graph, _usual, budget=_BUDGET)
+    if found is None:
+        ranges = ", ".join(f"{s.name} from {s.min} to {s.max or 'any'}" for s in graph.symbols)
+        raise CompileError(
+            f"There are no example sizes for {ranges} that satisfy {', '.join(graph.facts)}. Narrow the dynamic "
+            "dimensions to sizes that the model accepts.",
+            expected=list(graph.facts),
+        )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much one run of a proof may take.
+
+    Args:
+        num_bytes: Of all inputs and results whose size a symbol decides.
+        num_flops: Of two for each element of a weight and each row, an estimate.
+        num_places: How long an integer input may be, whose elements must differ; None is no limit.
+    """
+
+    num_bytes: int
+    num_flops: float
+    num_places: int | None = None
+
+    def halved(self) -> Limits:
+        """Return half of these limits."""
+        return dataclasses.replace(self, num_bytes=self.num_bytes // 2, num_flops=self.num_flops / 2)
+
+    def hold(self, graph: PieceGraph, sizes: Sizes) -> bool:
+        """Return whether a run of `graph` at `sizes` stays within them."""
+        symbolic = [meta for meta in (*graph.inputs, *graph.results) if _is_symbolic(meta)]
+        if sum(_num_bytes(meta, sizes) for meta in symbolic) > self.num_bytes:
+            return False
+        if self.num_places is not None and any(
+            meta.shape and "int" in meta.dtype and evaluate(meta.shape[-1], sizes) > self.num_places
+            for meta in graph.inputs
+        ):
+            return False
+        if max(sizes.values()) <= _LEAST_LARGE:
+            return True
+        matrix = 2
+        weights = sum(_numel(m, {}) for m in graph.inputs if len(m.shape) >= matrix and not _is_symbolic(m))
+        rows = max((_num_rows(meta, sizes) for meta in graph.inputs if _is_symbolic(meta)), default=1)
+        return 2.0 * rows * weights <= self.num_flops
+
+
+def sizes_to_prove(graph: PieceGraph, guards: tuple[str, ...], limits: Limits) -> list[Sizes]:
+    """Return the sizes to run a piece at: the smallest, and the largest within some limits.
+
+    Args:
+        graph: The piece.
+        guards: Facts beyond the graph's own.
+        limits: What the largest may take; where they take more, others are found by halving.
+
+    Raises:
+        CompileError: No sizes satisfy the facts and the guards.
+    """
+    if not graph.symbols:
+        return [{}]
+    full = structs.replace(graph, facts=(*graph.facts, *guards))
+    smallest = _search(full, _from_below)
+    found = [] if smallest is None else [smallest]
+    if smallest is None or _is_empty(full, smallest):  # of empty tensors, everything is true
+        try:
+            found.append(choose_hints(full))
+        except CompileError:
+            if not found:
+                raise
+    if any(symbol.max for symbol in full.symbols):  # what has a limit is at it, and the rest is small
+        ends = _search(full, lambda symbol, chosen: (_from_above if symbol.max else _from_below)(symbol, chosen))
+        found += [ends] if ends is not None and limits.hold(full, ends) else []
+    largest = _largest(full, limits)
+    found += [largest] if largest is not None else []
+    return [sizes for index, sizes in enumerate(found) if sizes not in found[:index]]
+
+
+def _largest(graph: PieceGraph, limits: Limits) -> Sizes | None:
+    """Return the largest sizes within the limits, all of them halved until they are."""
+    most = min(_MOST, max(symbol.max or _MOST for symbol in graph.symbols))
+    while most:
+        # an odd size: the rest of a vector or a block is where code is wrong
+        sizes = _search(graph, partial(_from_above, most=most | 1))
+        if sizes is not None and limits.hold(graph, sizes):
+            return sizes
+        most //= 2
+    return None
+
+
+def _usual(symbol: SymbolRange, chosen: Sizes) -> Iterator[int]:
+    high = symbol.max
+    low = max(symbol.min, _FIRST_USUAL) if high is None or high >= _FIRST_USUAL else symbol.min
+    ends = (low, low + 1, low + 3, low + 7) if high is None else (high, high - 1, (low + high) // 2, low)
+    sizes = (size for size in (*_PRIMES, *_ROUND, *ends, *range(low, low + 512)) if size >= low)
+    yield from _distinct(sizes, chosen)
+
+
+def _from_below(symbol: SymbolRange, chosen: Sizes) -> Iterator[int]:  # noqa: ARG001  what `_search` calls
+    yield from range(symbol.min, symbol.min + _NEAR_END)
+
+
+def _from_above(symbol: SymbolRange, chosen: Sizes, most: int = _MOST) -> Iterator[int]:
+    high = max(symbol.min, most if symbol.max is None else min(symbol.max, most))
+    yield from _distinct(range(high, max(symbol.min, high - _NEAR_END) - 1, -1), chosen)
+
+
+def _distinct(sizes: Iterable[int], chosen: Sizes) -> Iterator[int]:
+    """Yield each size once; those that another symbol has come last, for equal ones could be taken for one another."""
+    yield from sorted(dict.fromkeys(sizes), key=lambda size: size in chosen.values())
+
+
+def _search(
+    graph: PieceGraph, candidates: Callable[[SymbolRange, Sizes], Iterator[int]], *, budget: int = _END_BUDGET
+) -> Sizes | None:
+    """Return the first sizes that make every fact true, depth first over the symbols in order.
+
+    A fact is checked as soon as its last symbol has a size.
+    """
+    order = {symbol.name: index for index, symbol in enumerate(graph.symbols)}
+    facts: list[list[str]] = [[] for _ in graph.symbols]
+    for fact in graph.facts:
+        used = [order[name] for name in symbols_of(fact) if name in order]
+        if used:
+            facts[max(used)].append(fact)
+
+    def extend(chosen: Sizes, index: int) -> Sizes | None:
+        nonlocal budget
+        if index == len(graph.symbols):
+            return chosen
+        symbol = graph.symbols[index]
+        for size in chain(_equal_to(symbol.name, chosen, facts[index]), candidates(symbol, chosen)):
+            budget -= 1
+            if budget < 0:
+                return None
+            now = {**chosen, symbol.name: size}
+            inside = size >= symbol.min and (symbol.max is None or size <= symbol.max)
+            if inside and all(evaluate(fact, now) for fact in facts[index]):
+                found = extend(now, index + 1)
+                if found is not None:
+                    return found
+        return None
+
+    return extend({}, 0)
+
+
+def _equal_to(name: str, chosen: Sizes, facts: list[str]) -> Iterator[int]:
+    """Yield what facts of the form "name == expression" say of `name` once other symbols are chosen."""
+    for fact in facts:
+        body = ast.parse(fact, mode="eval").body
+        if not (isinstance(body, ast.Compare) and isinstance(body.ops[0], ast.Eq)):
+            continue
+        for side, other in ((body.left, body.comparators[0]), (body.comparators[0], body.left)):
+            text = ast.unparse(other)
+            if isinstance(side, ast.Name) and side.id == name and all(s in chosen for s in symbols_of(text)):
+                yield int(evaluate(text, chosen))
+
+
+def _is_empty(graph: PieceGraph, sizes: Sizes) -> bool:
+    return any(evaluate(dim, sizes) == 0 for meta in graph.inputs for dim in meta.shape if not isinstance(dim, int))
+
+
+def _is_symbolic(meta: TensorMeta) -> bool:
+    return any(not isinstance(dim, int) for dim in meta.shape)
+
+
+def _num_rows(meta: TensorMeta, sizes: Sizes) -> int:
+    return math.prod(evaluate(dim, sizes) for dim in meta.shape if not isinstance(dim, int))
+
+
+def _numel(meta: TensorMeta, sizes: Mapping[str, int]) -> int:
+    return math.prod(evaluate(dim, sizes) for dim in meta.shape)
+
+
+def _num_bytes(meta: TensorMeta, sizes: Sizes) -> int:
+    return _numel(meta, sizes) * next((size for text, size in _ITEM_BYTES.items() if text in meta.dtype), 1)

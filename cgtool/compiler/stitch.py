@@ -1,0 +1,229 @@
+"""From traces to a plan: each trace is split, and its pieces, sources and guards become one variant."""
+
+from __future__ import annotations
+
+import time
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from cgtool.compiler.as_it_stands import why_as_it_stands
+from cgtool.errors import TraceError
+from cgtool.events import Event, OnEvent
+from cgtool.graph._torch import share_storage
+from cgtool.graph.metas import tensor_meta
+from cgtool.guards.names import qualified_name
+from cgtool.guards.signature import CallSignature
+from cgtool.guards.state import current, names_for_pieces
+from cgtool.model import ExampleCall, ModelSpec
+from cgtool.plan.pieces import PieceGraph, SymbolRange
+from cgtool.plan.records import Guard, Input, Plan, Variant
+from cgtool.split import SplitResult, graph_text, split_graph
+from cgtool.trace.capture import Trace, capture, slow_ops
+from cgtool.trace.examples import Dims, arguments_for, outer_arguments, unique_names, variants_of
+from cgtool.trace.files import UserCode, user_code
+from cgtool.trace.outputs import place_outputs
+from cgtool.trace.relations import relations_of_trace, symbols_of_trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stitched:
+    """A plan, and what else its traces gave.
+
+    Args:
+        plan: The stitched programs.
+        code: The user's code that the traces rest on.
+        ops: What the compiler believes of the custom ops in all pieces.
+        splitting_ops: The ops that were split at, by their canonical names.
+        eager_pieces: By variant, the pieces that must run as they stand, and why.
+        slow_ops: Custom ops that import Dynamo when they are first called.
+        computation_graph: `computation_graph.py`, for people.
+        trace_secs: Seconds that tracing and splitting took.
+    """
+
+    plan: Plan
+    code: UserCode
+    ops: Mapping[str, str]
+    splitting_ops: tuple[str, ...]
+    eager_pieces: Mapping[int, Mapping[int, str]]
+    slow_ops: tuple[str, ...]
+    computation_graph: str
+    trace_secs: float
+
+
+def stitch(spec: ModelSpec, splitting_ops: Sequence[str] | None, on_event: OnEvent) -> Stitched:
+    """Trace every variant of every example call of a model and split it.
+
+    Args:
+        spec: The model.
+        splitting_ops: Ops to split at; None takes the known ones, () splits nowhere.
+        on_event: Told of each trace.
+
+    Raises:
+        GraphBreakError: The model cannot be traced into one graph.
+        TraceError: What the graph rests on cannot be kept as data.
+        SplitError: A piece cannot be written down, or a splitting op is not in the graph.
+    """
+    started = time.perf_counter()
+    unique_names(spec.calls)
+    method = getattr(spec.module, spec.method)
+    if spec.module.training:
+        msg = "The model is in training mode, and an entry is for inference. Call model.eval() first."
+        raise TraceError(msg)
+    signature = CallSignature.of(method)
+    dims = Dims.of(spec.dynamic)
+    todo = [(call, fixed) for call in spec.calls for fixed in variants_of(_present(dims, call, signature))]
+    builder = _Builder(splitting_ops)
+    for index, (call, fixed) in enumerate(todo):
+        label = call.name + "".join(f", {name}={size}" for name, size in fixed.items())
+        begun = time.perf_counter()
+        on_event(Event(phase="trace", message=label, done=index, total=len(todo)))
+        arguments, marked = arguments_for(call, signature, dims, fixed)
+        trace = capture(method, signature, arguments, marked)
+        builder.add(call.name, fixed, dims, trace)
+        secs = time.perf_counter() - begun
+        on_event(Event(phase="trace", message=label, done=index + 1, total=len(todo), secs=secs))
+    return builder.finish(spec, time.perf_counter() - started)
+
+
+def _present(dims: Dims, call: ExampleCall, signature: CallSignature) -> Dims:
+    """Return the dimensions of the tensors that this example passes."""
+    given = outer_arguments(call, signature)
+    places = tuple(place for place in dims.places if given.get(place.parameter) is not None)
+    names = {place.name for place in places}
+    return Dims(by_name={n: d for n, d in dims.by_name.items() if n in names}, places=places)
+
+
+class _Builder:
+    """Collects variants into one plan."""
+
+    def __init__(self, splitting_ops: Sequence[str] | None) -> None:
+        self._asked = None if splitting_ops is None else tuple(splitting_ops)
+        self._variants: list[Variant] = []
+        self._graphs: dict[str, PieceGraph] = {}
+        self._codes: dict[types.CodeType, None] = {}
+        self._classes: dict[type, None] = {}
+        self._variables_read: set[str] = set()
+        self._matched: dict[str, None] = {}
+        self._eager: dict[int, Mapping[int, str]] = {}
+        self._reasons: dict[str, str | None] = {}
+        self._text = ""
+
+    def add(self, name: str, fixed: Mapping[str, int], dims: Dims, trace: Trace) -> None:
+        split = split_graph(trace.graph_module, splitting_ops=self._asked)
+        self._eager[len(self._variants)] = {**split.eager_pieces, **self._as_they_stand(split)}
+        self._variants.append(_variant(name, fixed, dims, trace, split))
+        self._graphs.update(split.graphs)
+        self._codes.update(dict.fromkeys(trace.codes))
+        self._classes.update(dict.fromkeys(trace.classes))
+        self._variables_read.update(trace.variables)
+        self._matched.update(dict.fromkeys(split.splitting_ops))
+        if not self._text:
+            self._text = graph_text(trace.graph_module, split.assignment)
+
+    def _as_they_stand(self, split: SplitResult) -> dict[int, str]:
+        """Return the pieces that could be compiled and may not be, and why."""
+        found: dict[int, str] = {}
+        for step in split.steps:
+            if step.splitting or step.piece < 0 or step.piece in split.eager_pieces:
+                continue
+            if step.graph not in self._reasons:
+                self._reasons[step.graph] = why_as_it_stands(split.graphs[step.graph])
+            reason = self._reasons[step.graph]
+            if reason is not None:
+                found[step.piece] = reason
+        return found
+
+    def finish(self, spec: ModelSpec, secs: float) -> Stitched:
+        used = {step.graph for variant in self._variants for step in variant.steps}
+        plan = Plan(
+            method=spec.method,
+            qualname=qualified_name(type(spec.module)),
+            variants=tuple(self._variants),
+            graphs={identity: graph for identity, graph in self._graphs.items() if identity in used},
+        )
+        ops = {name: digest for graph in plan.graphs.values() for name, digest in graph.ops.items()}
+        return Stitched(
+            plan=plan,
+            code=user_code(self._codes, self._classes, self._variables_read),
+            ops=dict(sorted(ops.items())),
+            splitting_ops=tuple(self._matched),
+            eager_pieces=self._eager,
+            slow_ops=slow_ops(_op_names(plan)),
+            computation_graph=self._text,
+            trace_secs=secs,
+        )
+
+
+def _variant(name: str, fixed: Mapping[str, int], dims: Dims, trace: Trace, split: SplitResult) -> Variant:
+    placeholders = [
+        node.meta["example_value"]
+        for node in trace.graph_module.graph.find_nodes(op="placeholder")
+        if hasattr(node.meta["example_value"], "stride")
+    ]
+    metas = [tensor_meta(value, split.symbol_names) for value in placeholders]
+    inputs = tuple(Input(source=s, meta=m) for s, m in zip(trace.input_sources, metas, strict=True))
+    by_source = {given.source: given.meta for given in inputs}
+    symbols = symbols_of_trace(trace.shape_env, split.symbol_names)
+    relations = relations_of_trace(trace.shape_env, split.symbol_names)
+    named: dict[str, dict[str, None]] = {}
+    for dim_name, source, dim in trace.dims:
+        named.setdefault(dim_name, {})[str(by_source[source].shape[dim])] = None
+    equal = [f"{first} == {other}" for first, *others in map(list, named.values()) for other in others]
+    known = {symbol.name for symbol in symbols}
+    return Variant(
+        name=name,
+        fixed=dict(fixed),
+        dims={dim: tuple(text for text in texts if text in known) for dim, texts in named.items()},
+        symbols=tuple(_bounded(symbol, named, dims) for symbol in symbols),
+        relations=(*relations, *equal),
+        inputs=inputs,
+        model_guards=trace.model_guards,
+        call_guards=(*trace.call_guards, *_state_of_pieces(split), *_apart(inputs, placeholders, split)),
+        steps=split.steps,
+        output=place_outputs(trace.output, split.outputs, by_source),
+    )
+
+
+def _state_of_pieces(split: SplitResult) -> Iterator[Guard]:
+    """Yield guards on what the compiled pieces are made by: which kernels attention may use, say."""
+    compiled = dict.fromkeys(step.graph for step in split.steps if not step.splitting and step.piece >= 0)
+    for name in names_for_pieces(split.graphs[identity] for identity in compiled):
+        yield Guard(source=f"state:{name}", kind="state", expected=current(name))
+
+
+def _apart(inputs: Sequence[Input], placeholders: Sequence[Any], split: SplitResult) -> Iterator[Guard]:
+    """Yield guards that an input which is written to shares memory with an argument just where it did in the trace.
+
+    Dynamo has such guards too, and does not show them to its filter. Tensors of the model among themselves are left
+    out: what of theirs is one tensor is a fact of the key.
+    """
+    for written in split.mutated_inputs:
+        for other, given in enumerate(inputs):
+            pair = (inputs[written].source, given.source)
+            if other == written or not any(source.startswith("arg:") for source in pair):
+                continue
+            if other in split.mutated_inputs and other < written:
+                continue  # the pair was taken the other way round
+            apart = not share_storage(placeholders[written], placeholders[other])
+            yield Guard(source=pair[0], kind=f"apart:{pair[1]}", expected=apart)
+
+
+def _bounded(symbol: SymbolRange, named: Mapping[str, Mapping[str, Any]], dims: Dims) -> SymbolRange:
+    """Return the symbol's range within what the user said of the dimensions that it carries."""
+    low, high = symbol.min, symbol.max
+    for name, texts in named.items():
+        if symbol.name in texts:
+            said = dims.by_name[name]
+            low = max(low, said.min)
+            high = said.max if high is None else high if said.max is None else min(high, said.max)
+    return msgspec.structs.replace(symbol, min=low, max=high)
+
+
+def _op_names(plan: Plan) -> tuple[str, ...]:
+    """Return the names of all ops that the plan's graphs call through `torch.ops`."""
+    targets = {str(node.target) for graph in plan.graphs.values() for node in graph.nodes}
+    return tuple(sorted(target.removeprefix("torch.ops.") for target in targets if target.startswith("torch.ops.")))

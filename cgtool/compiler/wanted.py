@@ -1,0 +1,197 @@
+"""Which artifacts a plan needs under a configuration: unique pieces by shapes, as data. Must not import torch.
+
+A variant that fixes dimensions is compiled once, for the sizes that it fixes; any other for the general shape, for each
+concrete size that it can take, and for each range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from cgtool.config import EAGER, CompilationConfig, resolve_compile_sizes
+from cgtool.errors import UsageError
+from cgtool.plan.pieces import PieceGraph
+from cgtool.plan.records import Plan, Variant
+from cgtool.plan.shapes import Shape, is_size, of_sizes, shape_text
+from cgtool.runtime.shapes import graph_at, symbol_bounds
+from cgtool.store.origin import Origin
+
+_OUTSIDE = "it is outside of what `dynamic` and the model's code allow. Leave it out, or widen `dynamic`."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One artifact that the plan needs.
+
+    Args:
+        variant: Which of the plan's variants.
+        piece_index: Which piece.
+        shape: For which sizes.
+        piece: The identity of the piece.
+        graph: The piece's graph at these sizes.
+        adaptor: The adaptor to compile it with.
+        tuned: Whether the compiler may take its time to find the fastest kernels.
+        is_base: Whether it serves every size of its variant, and not a concrete size or a range.
+    """
+
+    variant: int
+    piece_index: int
+    shape: Shape
+    piece: str
+    graph: PieceGraph
+    adaptor: str
+    tuned: bool
+    is_base: bool
+
+    @property
+    def origin(self) -> Origin:
+        """What the artifact says that it was compiled from."""
+        return Origin(piece=self.piece, shape=self.shape)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The variant and the piece."""
+        return self.variant, self.piece_index
+
+
+def wanted(
+    plan: Plan,
+    config: CompilationConfig,
+    *,
+    eager_pieces: Mapping[int, frozenset[int]],
+    fallbacks: Mapping[tuple[int, int, str], str] | None = None,
+) -> tuple[Work, ...]:
+    """Return every artifact that `plan` needs under `config`.
+
+    Args:
+        plan: The stitched programs.
+        config: Sizes, ranges and the adaptor.
+        eager_pieces: By variant, the pieces that must run as they stand.
+        fallbacks: (variant, piece, shape as text) → the adaptor that is known to serve it instead.
+
+    Raises:
+        UsageError: A size or a range fits no variant, or it is not clear which dimension it speaks of.
+    """
+    work: list[Work] = []
+    known = fallbacks or {}
+    asked = asked_shapes(plan, config)
+    for index, variant in enumerate(plan.variants):
+        as_it_stands = eager_pieces.get(index, frozenset())
+        base = of_sizes(variant.fixed)
+        for shape, tuned in shapes_of(variant, asked):
+            bounds = symbol_bounds(variant, shape)
+            for step in variant.steps:
+                if step.splitting or step.piece < 0:
+                    continue
+                eager = step.piece in as_it_stands
+                if eager and shape != base:
+                    continue
+                adaptor = known.get((index, step.piece, shape_text(shape)), config.adaptor)
+                work.append(
+                    Work(
+                        variant=index,
+                        piece_index=step.piece,
+                        shape=shape,
+                        piece=step.graph,
+                        graph=graph_at(plan.graphs[step.graph], step, bounds),
+                        adaptor=EAGER if eager else adaptor,
+                        tuned=tuned and not eager,
+                        is_base=shape == base,
+                    )
+                )
+    return tuple(work)
+
+
+def asked_shapes(plan: Plan, config: CompilationConfig) -> tuple[Shape, ...]:
+    """Return the sizes and ranges that the user asked for, each by the names of its dimensions.
+
+    Raises:
+        UsageError: A size or a range fits no variant, or it is not clear which dimension it speaks of.
+    """
+    names = dim_names(plan)
+    asked: dict[str, Shape] = {}
+    for size in resolve_compile_sizes(config):
+        shape = of_sizes(_named_size(size, names, config))
+        # Of the sizes that are captured, those that the model does not take are left out.
+        if size in (config.compile_sizes or ()):
+            _check_served(shape, plan, "compile_sizes")
+        asked[shape_text(shape)] = shape
+    if config.compile_ranges and not names:
+        msg = "compile_ranges speaks of sizes, and this model has no dynamic dimension. Leave it out."
+        raise UsageError(msg, path="compile_ranges")
+    for start, end in config.compile_ranges:
+        shape = {_the_dim(names, config, f"the range [{start}, {end}]"): (start, end)}
+        asked[shape_text(shape)] = shape
+        _check_served(shape, plan, "compile_ranges")
+    return tuple(asked.values())
+
+
+def shapes_of(variant: Variant, asked: Iterable[Shape]) -> Iterator[tuple[Shape, bool]]:
+    """Yield the shapes that one variant is compiled for, each with whether the compiler may tune it.
+
+    Args:
+        variant: The variant.
+        asked: What the user asked for.
+    """
+    base = of_sizes(variant.fixed)
+    yield base, base in asked and bool(base)
+    for shape in asked:
+        if shape != base and _serves(variant, shape):
+            yield {**base, **shape}, is_size(shape)
+
+
+def dim_names(plan: Plan) -> tuple[str, ...]:
+    """Return the names of all dynamic dimensions of the model, in order of first appearance."""
+    names = [name for variant in plan.variants for name in (*variant.dims, *variant.fixed)]
+    return tuple(dict.fromkeys(names))
+
+
+def _named_size(size: int | Mapping[str, int], names: tuple[str, ...], config: CompilationConfig) -> dict[str, int]:
+    if isinstance(size, int):
+        return {_the_dim(names, config, f"the compile size {size}"): size}
+    unknown = sorted(set(size) - set(names))
+    if unknown:
+        known = ", ".join(names) or "none"
+        msg = f"compile_sizes names the dimension {unknown[0]!r}; this model's dynamic dimensions are: {known}."
+        raise UsageError(msg, path="compile_sizes", expected=names, actual=dict(size))
+    return dict(size)
+
+
+def _the_dim(names: tuple[str, ...], config: CompilationConfig, what: str) -> str:
+    if not names:
+        msg = f"This model has no dynamic dimension, so {what} has no meaning. Leave it out, or name one in `dynamic`."
+        raise UsageError(msg, path="compile_sizes")
+    if len(names) == 1 and config.size_dim in (None, names[0]):
+        return names[0]
+    if config.size_dim in names:
+        return str(config.size_dim)
+    if config.size_dim is not None:
+        msg = f"size_dim is {config.size_dim!r}; this model's dynamic dimensions are: {', '.join(names)}."
+        raise UsageError(msg, path="size_dim", expected=names, actual=config.size_dim)
+    example = ", ".join(f'"{name}": 8' for name in names)
+    msg = (
+        f"This model has {len(names)} dynamic dimensions ({', '.join(names)}), so {what} does not say which it means. "
+        f"Name one with size_dim, or give a mapping: {{{example}}}."
+    )
+    raise UsageError(msg, path="size_dim", expected=names)
+
+
+def _serves(variant: Variant, shape: Shape) -> bool:
+    """Return whether calls of this shape belong to `variant`; a size names all dimensions that the variant fixes."""
+    for name, size in variant.fixed.items():
+        if shape.get(name, None if is_size(shape) else (size, size)) != (size, size):
+            return False
+    return all(name in variant.fixed or _allows(variant, name, *bounds) for name, bounds in shape.items())
+
+
+def _allows(variant: Variant, name: str, low: int, high: int) -> bool:
+    """Return whether `variant` takes some of the sizes from `low` to `high`."""
+    carried = [symbol for symbol in variant.symbols if symbol.name in variant.dims.get(name, ())]
+    return bool(carried) and all(s.min <= high and (s.max is None or low <= s.max) for s in carried)
+
+
+def _check_served(shape: Shape, plan: Plan, field: str) -> None:
+    if not any(_serves(variant, shape) for variant in plan.variants):
+        msg = f"No variant of this model takes {shape_text(shape)}: {_OUTSIDE}"
+        raise UsageError(msg, path=field, actual=shape_text(shape))

@@ -1,0 +1,333 @@
+"""A request to compile a piece in another process, and what must hold there before it means what it means here.
+
+That is the modules that register a piece's custom ops, imported by name or from their file, and what was changed of
+torch's global state. The compiler hash counts most of that state, too: a worker that could not take over a setting
+refuses its pieces. A module that is `__main__`, or that no file was read for, exists in one process only: a piece that
+needs it stays here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from cgtool.compiler.workers import _torch
+from cgtool.errors import CgtoolError, ModelError
+from cgtool.graph.metas import dtype_of
+from cgtool.guards import _torch as guards_private
+from cgtool.guards._torch import changed_inductor_settings
+from cgtool.guards.ops import op_digest
+from cgtool.guards.state import current
+from cgtool.plan.grammar import Count, Digest, Record
+from cgtool.plan.pieces import Json, PieceGraph
+from cgtool.runtime.custom_ops import provider_of
+from cgtool.store.records import Artifact
+
+#: Packages whose modules every worker has.
+_OURS = ("torch", "cgtool")
+
+
+class StaysHereError(CgtoolError):
+    """A piece cannot leave this process, or no worker takes it: here it may compile all the same."""
+
+
+class WorkerSetup(Record, frozen=True, kw_only=True):
+    """What all workers of a pool are told as they start.
+
+    Args:
+        threads: How many processes Inductor may use for one piece.
+        inductor: Whether to import Inductor before there is a unit.
+        native: Whether C++ code will be written for the CPU.
+        shared: A folder of theirs: what one of them found out of this machine, the others take.
+    """
+
+    threads: Count
+    inductor: bool
+    native: bool
+    shared: str
+
+
+class Provider(Record, frozen=True, kw_only=True):
+    """A module that registers custom ops or an adaptor.
+
+    Args:
+        module: Its name.
+        file: Its file, where an import statement does not find it: a script that the user named by its path.
+    """
+
+    module: str
+    file: str | None = None
+
+
+class Settings(Record, frozen=True, kw_only=True):
+    """What of global state decides what torch's ops and compilers give.
+
+    Args:
+        torch: torch's own, by the names of this module.
+        inductor: Options of Inductor that were changed; what the environment gave is the worker's own.
+    """
+
+    torch: dict[str, Any]
+    inductor: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class CompileRequest(Record, frozen=True, kw_only=True):
+    """One piece to compile.
+
+    Args:
+        graph: The piece, specialised or restricted to the shape.
+        adaptor: The adaptor's name.
+        options: The user's options for the compiler.
+        max_autotune: Whether the compiler may try variants of each kernel.
+        compiler: The adaptor's `compute_hash` where the request was made: a worker with another refuses the request.
+        imports: Modules to import first.
+        settings: What holds in the process that made the request.
+    """
+
+    graph: PieceGraph
+    adaptor: str
+    options: dict[str, Any]
+    max_autotune: bool
+    compiler: Digest
+    imports: tuple[Provider, ...]
+    settings: Settings
+
+
+class CompileReport(Record, frozen=True, kw_only=True):
+    """What a worker says of a request; the artifact's bytes go beside it.
+
+    Args:
+        status: "done"; "refused": it is not for that process, compile it elsewhere; "rejected": the compiler does not
+            take the piece; "failed": memory, disk or a bug.
+        artifact: What the piece compiled to, where that is done.
+        generated: What the compiler wrote for people, name → text.
+        reason: Why it is not done: a sentence.
+    """
+
+    status: Literal["done", "refused", "rejected", "failed"]
+    artifact: Artifact | None = None
+    generated: dict[str, str] = msgspec.field(default_factory=dict)
+    reason: str = ""
+
+
+# modules
+
+
+def imports_for(ops: Iterable[str], adaptor: object) -> tuple[Provider, ...]:
+    """Return the modules to import for a piece with these custom ops and an adaptor.
+
+    Raises:
+        StaysHereError: One of them is not to be found by another process.
+    """
+    names: dict[str, None] = {}
+    for op in ops:
+        found = dict.fromkeys(_modules_of(op))
+        if not found:
+            raise StaysHereError(f"no module is known to register the op {op}", path=op)
+        names.update(found)
+    names[type(adaptor).__module__] = None
+    return tuple(_provider(name) for name in names if name.partition(".")[0] not in _OURS)
+
+
+def import_providers(providers: Iterable[Provider]) -> None:
+    """Import each module once, in order.
+
+    Raises:
+        ModelError: A module is not here, or its code raised.
+    """
+    for provider in providers:
+        name = provider.module
+        if name in sys.modules:
+            continue
+        try:
+            if provider.file is None:
+                importlib.import_module(name)
+            else:
+                _import_file(name, Path(provider.file))
+        except Exception as error:  # the code of a user raises what it likes
+            raise ModelError(
+                f"{provider.file or name}, which provides custom ops of the model, could not be imported by a process "
+                f"that builds its pieces: {type(error).__name__}: {error}. Make it importable from a fresh process.",
+                path=provider.file or name,
+                actual=str(error),
+            ) from error
+
+
+def why_ops_differ(ops: dict[str, str]) -> str | None:
+    """Return why the custom ops here are not those that a piece was traced with, or None."""
+    for name, digest in ops.items():
+        if guards_private.find_op(name) is None:
+            return f"importing its modules registers no op {name}"
+        if op_digest(name) != digest:
+            return f"the op {name} has another schema or fake implementation in a fresh process"
+    return None
+
+
+def _modules_of(op: str) -> Iterator[str]:
+    """Yield the names of the modules that registered an op, as far as they can be known."""
+    provider = provider_of(op.partition(".")[0])
+    if provider is not None:
+        yield provider
+        return
+    found = guards_private.find_op(op)
+    if found is None:
+        return
+    files = {place.rpartition(":")[0] for place in _torch.places_of(op)}
+    written = [guards_private.fake_implementation(found), _torch.author_of(op)]
+    yield from (function.__module__ for function in written if getattr(function, "__module__", None))
+    for name, module in list(sys.modules.items()):
+        if getattr(module, "__file__", None) in files and name.partition(".")[0] not in _OURS:
+            yield name
+
+
+def _provider(name: str) -> Provider:
+    module = sys.modules.get(name)
+    if name == "__main__" or module is None:
+        raise StaysHereError(f"the module {name} exists in this process only", path=name)
+    file = getattr(module, "__file__", None)
+    if file is None:
+        raise StaysHereError(f"the module {name} was read from no file", path=name)
+    return Provider(module=name, file=None if _is_findable(name, file) else str(Path(file).resolve()))
+
+
+def _is_findable(name: str, file: str) -> bool:
+    """Return whether an import statement finds this very file by the name."""
+    finders: list[Any] = [*sys.meta_path]
+    path: Any = None
+    parent = name.rpartition(".")[0]
+    if parent:
+        path = getattr(sys.modules.get(parent), "__path__", None)
+        if path is None or not _is_findable(parent, getattr(sys.modules[parent], "__file__", None) or ""):
+            return False
+    for finder in finders:
+        spec = finder.find_spec(name, path) if hasattr(finder, "find_spec") else None
+        if spec is not None:
+            return spec.origin is not None and os.path.realpath(spec.origin) == os.path.realpath(file)
+    return False
+
+
+def _import_file(name: str, path: Path) -> None:
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        msg = f"{path} is no Python file"
+        raise ImportError(msg)
+    folder = str(path.parent)
+    if folder not in sys.path:  # as for a script: its neighbours can be imported
+        sys.path.insert(0, folder)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:  # whatever ended it: half a module is none
+        del sys.modules[name]
+        raise
+
+
+# settings
+
+
+def _set_matmul_precision(value: str) -> None:
+    if value != "mixed":  # else it is no setting: the backends' own precisions say it all
+        torch.set_float32_matmul_precision(value)
+
+
+#: name → (how to read it, how to set it). Values are JSON.
+_STATE: dict[str, tuple[Callable[[], Json], Callable[[Any], object]]] = {
+    "float32_matmul_precision": (lambda: current("float32_matmul_precision"), _set_matmul_precision),
+    "deterministic": (
+        lambda: [torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()],
+        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+    ),
+    "default_dtype": (
+        lambda: str(torch.get_default_dtype()).removeprefix("torch."),
+        lambda value: torch.set_default_dtype(dtype_of(value)),
+    ),
+    "default_device": (
+        lambda: str(torch.get_default_device()),
+        torch.set_default_device,
+    ),
+}
+#: Switches of torch.backends: dotted names, plain values. What is inherited comes before what inherits it.
+_BACKENDS = (
+    "fp32_precision",
+    "cudnn.fp32_precision",
+    "cudnn.conv.fp32_precision",
+    "cudnn.rnn.fp32_precision",
+    "cuda.matmul.fp32_precision",
+    "mkldnn.fp32_precision",
+    "mkldnn.matmul.fp32_precision",
+    "mkldnn.conv.fp32_precision",
+    "mkldnn.rnn.fp32_precision",
+    "cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "cudnn.benchmark",
+    "cudnn.deterministic",
+    "mkldnn.enabled",
+)
+
+
+def changed_settings() -> Settings:
+    """Return the settings of this process that a worker does not have by itself.
+
+    Raises:
+        StaysHereError: One of them is no JSON: a function, an object.
+    """
+    inductor = changed_inductor_settings()
+    for name, value in inductor.items():
+        _check(f"torch._inductor.config.{name}", value)
+    return Settings(torch=torch_settings(), inductor=inductor)
+
+
+def torch_settings() -> dict[str, Json]:
+    """Return what of torch's own state decides what its ops give in this process."""
+    return {name: read() for name, (read, _) in _STATE.items()} | {name: _get(name) for name in _BACKENDS}
+
+
+def apply_settings(settings: Settings) -> None:
+    """Make the settings of another process those of this one, for good: only a child that ends with its work does."""
+    if settings.inductor:
+        _torch.set_inductor_options(settings.inductor)
+    for name, value in settings.torch.items():
+        if name in _STATE:
+            read, write = _STATE[name]
+            if read() != value:
+                write(value)
+        elif name in _BACKENDS and _get(name) != value:
+            _set(name, value)
+
+
+def _check(name: str, value: Json) -> None:
+    try:
+        same = json.loads(json.dumps(value)) == value
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise StaysHereError(
+            f"the setting {name} is {value!r:.80}, which a file cannot hold; leave it at its default to compile in "
+            "worker processes",
+            path=name,
+        )
+
+
+def _get(name: str) -> Json:
+    value: Any = torch.backends
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value if isinstance(value, bool) else str(value)
+
+
+def _set(name: str, value: Json) -> None:
+    owner: Any = torch.backends
+    *path, last = name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    setattr(owner, last, value)

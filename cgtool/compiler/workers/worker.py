@@ -1,0 +1,114 @@
+"""A compile worker: the program of a child that compiles pieces, and what it says where it cannot."""
+
+from __future__ import annotations
+
+import errno
+import traceback
+from pathlib import Path
+
+from cgtool.child import Channel
+from cgtool.compiler.adaptors import get_adaptor
+from cgtool.compiler.generated import compile_piece
+from cgtool.compiler.workers import _torch
+from cgtool.compiler.workers.request import (
+    CompileReport,
+    CompileRequest,
+    WorkerSetup,
+    apply_settings,
+    import_providers,
+    why_ops_differ,
+)
+from cgtool.errors import CompileError, ModelError
+from cgtool.store.files import FILE_LIMIT
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+#: What compilers and libraries print when the machine, and not the piece, stops them.
+_SAID = {
+    "No space left on device": "disk",
+    "Disk quota exceeded": "disk",
+    "Killed signal terminated program": "memory",
+    "Cannot allocate memory": "memory",
+    "virtual memory exhausted": "memory",
+    "std::bad_alloc": "memory",
+    "File size limit exceeded": "file",
+    "File too large": "file",
+    "out of memory": "memory",
+    "can't allocate memory": "memory",
+}
+_ADVICE = {
+    "disk": "the disk is full. Free some space (the cache's disk and TMPDIR both count) and warm again",
+    "file": f"a file that it writes cannot be written: {FILE_LIMIT}",
+    "memory": "memory ran out. Use fewer workers (--jobs), or a machine with more memory",
+}
+_LINE_CHARS = 200
+
+
+def main(channel: Channel) -> None:
+    """Compile pieces until the parent lets go; whatever goes wrong is in the answer."""
+    _prepare(channel.setup(WorkerSetup))
+    for request, _ in channel.requests(CompileRequest):
+        channel.answer(*_answer(request))
+
+
+def _answer(request: CompileRequest) -> tuple[CompileReport, bytes]:
+    try:
+        return _compiled(request)
+    except BaseException as error:  # noqa: BLE001  a compiler fails in any way it likes: the report says how
+        traceback.print_exc()
+        fault = machine_fault(error)
+        reason = fault or str(error).strip() or type(error).__name__
+        rejected = isinstance(error, CompileError) and fault is None
+        return CompileReport(status="rejected" if rejected else "failed", reason=reason), b""
+
+
+def _compiled(request: CompileRequest) -> tuple[CompileReport, bytes]:
+    apply_settings(request.settings)
+    graph = request.graph
+    try:
+        import_providers(request.imports)
+    except ModelError as error:
+        return CompileReport(status="refused", reason=str(error)), b""
+    adaptor = get_adaptor(request.adaptor)
+    differ = why_ops_differ(graph.ops)
+    if differ is not None:
+        return CompileReport(status="refused", reason=differ), b""
+    if adaptor.compute_hash(request.options, max_autotune=request.max_autotune) != request.compiler:
+        reason = "the compiler, its settings or the target here are not those that the request was made for"
+        return CompileReport(status="refused", reason=reason), b""
+    piece, texts = compile_piece(adaptor, graph, options=request.options, max_autotune=request.max_autotune)
+    report = CompileReport(status="done", artifact=piece.record(adaptor.name), generated=dict(texts))
+    return report, piece.artifact
+
+
+def machine_fault(error: BaseException) -> str | None:
+    """Return what of the machine stopped a compile, or None where the compiler itself refused the piece.
+
+    Args:
+        error: What was raised; what it was raised from counts too.
+    """
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        if isinstance(found, OSError) and found.errno in _NO_SPACE:
+            return _ADVICE["disk"]
+        if isinstance(found, OSError) and found.errno == errno.EFBIG:
+            return _ADVICE["file"]
+        if isinstance(found, MemoryError) or (isinstance(found, OSError) and found.errno == errno.ENOMEM):
+            return _ADVICE["memory"]
+        for line in str(found).splitlines():
+            kind = next((kind for said, kind in _SAID.items() if said in line), None)
+            if kind is not None:
+                return f"{_ADVICE[kind]} ({line.strip()[:_LINE_CHARS]})"
+        found = found.__cause__ or found.__context__
+    return None
+
+
+def _prepare(setup: WorkerSetup) -> None:
+    """Import what compiles need before there is one: it counts for no unit's time."""
+    if setup.inductor:
+        _torch.import_inductor()
+        _torch.use_threads(setup.threads)
+        _torch.share_probes(Path(setup.shared))
+        if setup.native:
+            _torch.probe()

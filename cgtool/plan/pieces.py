@@ -1,0 +1,194 @@
+"""The records of a piece: a canonical graph as data. Must not import torch.
+
+A `PieceGraph` is what the split writes, what identity is the digest of, what an adaptor compiles, what the `eager`
+adaptor's artifact holds, and what the plan carries of each splitting piece. It has no names of nodes, layers, weights
+or symbols of the trace: values are numbered, symbols are s0, s1, ... in the order in which the inputs show them.
+
+In JSON a tensor, a symbol and a node are arrays, whose members are the fields of their classes in order::
+
+    expr     = a Python expression over symbols and integers with + - * // % ** Max() Min() and comparisons
+    ref      = "%<n>"                                         inputs are %0..%k-1, node j is %k+j
+    value    = ref | int | bool | null | [value...] | {"tag": ...} with one tag of:
+               f float as repr text ("1e-06", "inf"), s string, t tuple, d [[value, value]...] dict, slice [a, b, c],
+               dtype, device, layout, format (memory format), ellipsis 0, c complex [re, im] as text,
+               const {"dtype", "shape", "data": base64}
+
+Devices are a type, or a type and a relative order ("cuda", "cuda:+1"): the device index of this process must not enter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
+
+from cgtool.digests import sha256_hex
+from cgtool.errors import ArtifactError
+from cgtool.plan.grammar import Digest, Record
+
+Json = Any
+
+#: The adaptor whose artifacts are piece graphs, which torch alone runs.
+EAGER = "eager"
+#: The adaptor whose artifacts are packages of native code, which torch alone opens.
+AOT_INDUCTOR = "aot_inductor"
+
+#: A size, a stride or a bound of one, in elements.
+Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+#: Its form is checked by `cgtool.graph.expressions`, before anything is made of it.
+Expression = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_ +*/%()<>=!,&|^~-]{1,4000}\Z")]
+Dim = Size | Expression
+SymbolName = Annotated[str, Meta(pattern=r"\As[0-9]{1,6}\Z")]
+DtypeName = Annotated[str, Meta(pattern=r"\A[a-z][a-z0-9_]{0,31}\Z")]
+DeviceName = Annotated[str, Meta(pattern=r"\A[a-z]{1,16}(:[+-][0-9]{1,3})?\Z")]
+Reference = Annotated[str, Meta(pattern=r"\A%(0|[1-9][0-9]{0,8})\Z")]
+#: `ns::op.overload`
+OpName = Annotated[str, Meta(pattern=r"\A[A-Za-z_][A-Za-z0-9_]*::[A-Za-z_][A-Za-z0-9_.]*\Z", max_length=200)]
+NodeKind = Literal["function", "method", "size"]
+#: What a node calls; `cgtool.graph.targets` has the list of what it may call.
+Target = Annotated[str, Meta(pattern=r"\A[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*){0,7}\Z", max_length=200)]
+#: The name of an argument.
+Keyword = Annotated[str, Meta(pattern=r"\A[A-Za-z_][A-Za-z0-9_]{0,63}\Z")]
+
+
+class Row(Record, array_like=True):
+    """A record that is an array in JSON: there are many of it."""
+
+
+class TensorMeta(Row):
+    """What is known of a tensor before it exists.
+
+    Args:
+        dtype: As torch spells it without its package: "float32".
+        shape: One dim each: an int, or an expression over the graph's symbols.
+        stride: As `shape`, in elements.
+        device: "cpu", "cuda", "cuda:+1".
+    """
+
+    dtype: DtypeName
+    shape: tuple[Dim, ...]
+    stride: tuple[Dim, ...]
+    device: DeviceName
+
+    def __post_init__(self) -> None:
+        """Check what the types do not say."""
+        if len(self.shape) != len(self.stride):
+            msg = "a tensor has another number of strides than of sizes"
+            raise ValueError(msg)
+
+
+class SymbolRange(Row):
+    """A symbol and the sizes it may take, inclusive; `max` None is no limit."""
+
+    name: SymbolName
+    min: Size
+    max: Size | None
+
+
+class Node(Row):
+    """One operation of a piece; `args` and `kwargs` hold encoded values.
+
+    A "size" node is an integer read from a tensor's shape: its arguments are a reference and the dimension's index, and
+    it has no target.
+    """
+
+    kind: NodeKind
+    target: Target | None
+    args: tuple[Json, ...]
+    kwargs: dict[Keyword, Json]
+
+
+class PieceGraph(Record):
+    """A piece as data; see the module's grammar.
+
+    Args:
+        symbols: The symbols in order of first appearance in `inputs`.
+        facts: Relations between symbols that hold whenever the piece runs ("Eq(s0 % 8, 0)" as "s0 % 8 == 0").
+        inputs: Tensors only: sizes are read from them by "size" nodes.
+        aliases: Groups of input positions that share one storage.
+        nodes: In order of execution.
+        outputs: References, tensors only for a compiled piece.
+        results: What is known of `outputs`, one each.
+        ops: Custom ops in the piece and the digest of what the compiler believes of them (schema and fake
+            implementation).
+    """
+
+    symbols: tuple[SymbolRange, ...]
+    facts: tuple[Expression, ...]
+    inputs: tuple[TensorMeta, ...]
+    aliases: tuple[tuple[Size, ...], ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Reference, ...]
+    results: tuple[TensorMeta, ...]
+    ops: dict[OpName, Digest]
+
+    def canonical(self) -> bytes:
+        """Return the graph as JSON, equal for equal graphs."""
+        return msgspec.json.encode(self, order="sorted")
+
+    def identity(self) -> str:
+        """Return 64 hexadecimal digits: equal for two pieces that compile to the same code."""
+        frame, constants = taken_apart(self)
+        return identity_of(frame.canonical(), constants)
+
+
+def identity_of(frame: bytes, constants: Sequence[Json]) -> str:
+    """Return the identity of the graph that has this frame, in canonical JSON, and these constants."""
+    return sha256_hex(frame + msgspec.json.encode(constants))
+
+
+def taken_apart(graph: PieceGraph) -> tuple[PieceGraph, tuple[Json, ...]]:
+    """Return a graph's frame, in which {"hole": n} stands for the n-th number or text that it passes, and these.
+
+    The pieces of many layers differ in such constants alone: a layer's name, a scale.
+    """
+    constants: list[Json] = []
+
+    def empty(value: Json) -> Json:
+        if type(value) is int or (type(value) is dict and list(value) in (["s"], ["f"])):
+            constants.append(value)
+            return {"hole": len(constants) - 1}
+        if type(value) is list:
+            return [empty(item) for item in value]
+        if type(value) is dict and list(value) in (["t"], ["d"]):
+            return {tag: empty(body) for tag, body in value.items()}
+        return value
+
+    nodes = tuple(_mapped(node, empty) if _may_have_holes(node) else node for node in graph.nodes)
+    return replace(graph, nodes=nodes), tuple(constants)
+
+
+def put_together(frame: PieceGraph, constants: Sequence[Json]) -> PieceGraph:
+    """Return the graph that `taken_apart` took apart.
+
+    Raises:
+        ArtifactError: The frame has a hole for which there is no constant.
+    """
+
+    def fill(value: Json) -> Json:
+        if type(value) is list:
+            return [fill(item) for item in value]
+        if type(value) is not dict:
+            return value
+        if list(value) != ["hole"]:
+            return {tag: fill(body) for tag, body in value.items()}
+        number = value["hole"]
+        if type(number) is not int or not 0 <= number < len(constants):
+            msg = f"The hole {str(number)[:20]} of a graph of the plan has no constant: warm again."
+            raise ArtifactError(msg, actual=number)
+        return constants[number]
+
+    return replace(frame, nodes=tuple(_mapped(node, fill) for node in frame.nodes))
+
+
+def _may_have_holes(node: Node) -> bool:
+    return node.kind == "function" and node.target != "builtins.getattr"  # what that reads depends on its constant
+
+
+def _mapped(node: Node, change: Callable[[Json], Json]) -> Node:
+    """Return a node with what `change` makes of each of its arguments."""
+    kwargs = {name: change(node.kwargs[name]) for name in sorted(node.kwargs)}
+    return replace(node, args=tuple(map(change, node.args)), kwargs=kwargs)

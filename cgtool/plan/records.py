@@ -1,0 +1,396 @@
+"""The plan: the stitched programs of one rank and prefix as data. Must not import torch.
+
+`plan.json` is what `load` generates Python from: whatever reaches generated code is of the grammar, or refused. In the
+file, what variants share stands once, in tables, and is spoken of by its number (`PlanRows`). Grammar of what a type
+here does not say::
+
+    source   = root accessor*            see cgtool.guards.sources; in a table, the number of a text
+    template = ["v", value id] | ["const", literal] | ["expr", expr] | ["list"|"tuple", [template...]]
+             | ["dict", [[key literal, template]...]] | ["call", "module:Qual", [template...], [[name, template]...]]
+             | ["source", source]        the very object that was passed in, or an attribute of the model
+    literal  = a value as data           see cgtool.guards.literals
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, overload
+
+import msgspec
+from msgspec import Meta
+
+from cgtool.digests import canonical_json
+from cgtool.errors import CacheCorruptError, CacheSchemaError
+from cgtool.plan.grammar import Count, DimName, Record, decode
+from cgtool.plan.pieces import Expression, Json, PieceGraph, Row, SymbolName, SymbolRange, TensorMeta
+from cgtool.plan.tables import GraphRows, Graphs, TextRows, Texts, TextTable, graph_rows
+
+SCHEMA: Literal[3] = 3
+
+_WORD = r"[A-Za-z_][A-Za-z0-9_]*"
+_DOTTED = rf"{_WORD}(\.{_WORD})*"
+#: A method of the model.
+MethodName = Annotated[str, Meta(pattern=rf"\A{_WORD}\Z", max_length=200)]
+#: A class, as `module:Qual.Name`; a class that a function made has that function in its name.
+ClassName = Annotated[str, Meta(pattern=rf"\A{_DOTTED}:{_WORD}(\.({_WORD}|<locals>))*\Z", max_length=500)]
+#: The value of an input, or of an output of a step.
+ValueId = Annotated[int, Meta(ge=0, lt=2**24)]
+#: A piece's number; -1 where a step only computes sizes for the output.
+PieceIndex = Annotated[int, Meta(ge=-1, lt=2**24)]
+
+
+class Guard(Row):
+    """A fact that held when the model was traced: `describe(kind, resolve(source)) == expected`."""
+
+    source: str
+    kind: str
+    expected: Json
+
+
+class Input(Row):
+    """A tensor that the stitched program takes.
+
+    Args:
+        source: Where it comes from: a parameter or buffer of the model, an argument, a global.
+        meta: Its dtype, shape, stride and device, over the variant's symbols.
+    """
+
+    source: str
+    meta: TensorMeta
+
+
+class Step(Row):
+    """One piece of a stitched program.
+
+    Args:
+        piece: Its `piece_index`; a step that only computes sizes for the output has -1.
+        splitting: Whether it holds a splitting op; such a piece runs as it stands and is never compiled.
+        graph: The identity of its `PieceGraph` in the plan.
+        symbols: The piece's symbols over the variant's.
+        inputs: Value ids, one for each input of the graph.
+        outputs: Value ids, one for each output of the graph.
+    """
+
+    piece: int
+    splitting: bool
+    graph: str
+    symbols: Mapping[str, str]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+class VariantHead(Record):
+    """What a variant says in the file as in memory.
+
+    Args:
+        name: The example call's name.
+        fixed: Dimensions that this variant fixes, by name: {"num_tokens": 1}.
+        dims: Dynamic dimensions by name, and the symbols that carry each.
+        symbols: The variant's symbols and their ranges.
+        relations: Expressions over the symbols that must be true.
+        call_guards: What must hold of a call.
+        output: What the model returns, as a template.
+    """
+
+    name: str
+    fixed: dict[DimName, Count]
+    dims: dict[DimName, tuple[SymbolName, ...]]
+    symbols: tuple[SymbolRange, ...]
+    relations: tuple[Expression, ...]
+    call_guards: tuple[Guard, ...]
+    output: Json
+
+
+class Variant(VariantHead):
+    """One stitched program and what must hold for a call that it serves.
+
+    Args:
+        inputs: The tensors that it takes: the first value ids.
+        steps: Its pieces in order; their outputs are the value ids that follow.
+        model_guards: What must hold of the model and of globals.
+    """
+
+    inputs: tuple[Input, ...]
+    steps: tuple[Step, ...]
+    model_guards: Sequence[Guard]
+
+
+class GuardGroup(Row):
+    """One fact about several objects.
+
+    Args:
+        kind: What is looked at, see `cgtool.guards.kinds`.
+        expected: What was seen.
+        sources: Which objects, as numbers of texts.
+    """
+
+    kind: str
+    expected: Json
+    sources: tuple[Count, ...]
+
+
+class GuardTable(Sequence[Guard]):
+    """Guards in groups; each is made when it is asked for.
+
+    Args:
+        texts: The texts that the groups speak of.
+        groups: The groups.
+    """
+
+    def __init__(self, texts: Texts, groups: Iterable[GuardGroup]) -> None:
+        self.texts = texts
+        self.groups = tuple(groups)
+
+    def __len__(self) -> int:
+        """Return how many guards there are."""
+        return sum(len(group.sources) for group in self.groups)
+
+    def __iter__(self) -> Iterator[Guard]:
+        """Iterate over the guards, group by group."""
+        whole = self.texts.whole
+        for group in self.groups:
+            for source in group.sources:
+                yield Guard(source=whole[source], kind=group.kind, expected=group.expected)
+
+    @overload
+    def __getitem__(self, index: int) -> Guard: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Guard]: ...
+    def __getitem__(self, index: Any) -> Any:
+        """Return a guard, or several."""
+        return tuple(self)[index]
+
+
+class Plan(Record):
+    """All variants of one rank and prefix, and the graphs of their pieces by identity."""
+
+    method: str
+    qualname: str
+    variants: tuple[Variant, ...]
+    graphs: Mapping[str, PieceGraph]
+
+
+class StepRow(Row):
+    """A `Step` in the file; `graph` is the number of a member, `symbols` of the plan's mappings of symbols."""
+
+    piece: PieceIndex
+    splitting: bool
+    graph: Count
+    symbols: Count
+    inputs: tuple[ValueId, ...]
+    outputs: tuple[ValueId, ...]
+
+
+class GroupRow(Row):
+    """A `GuardGroup` in the file; `kind` is the number of a kind, because one that holds many names is long."""
+
+    kind: Count
+    expected: Json
+    sources: tuple[Count, ...]
+
+
+class VariantRows(VariantHead):
+    """A `Variant` in the file; inputs and guards are numbers of the plan's inputs and groups of guards."""
+
+    inputs: tuple[Count, ...]
+    steps: tuple[StepRow, ...]
+    model_guards: tuple[Count, ...]
+
+
+class PlanRows(Record):
+    """`plan.json`.
+
+    Args:
+        schema: The version of this grammar.
+        method: The model's method that was traced.
+        qualname: The model's class.
+        texts: The sources that inputs and guards speak of, and their beginnings.
+        metas: The kinds of tensors that inputs are of.
+        inputs: Of each input of any variant the number of its source and of its meta.
+        symbols: How pieces' symbols read over a variant's.
+        kinds: Kinds of guards.
+        guards: Facts about the model; a group belongs to the same variants as a whole.
+        graphs: The graphs of all steps.
+        variants: In the order in which a call asks them.
+    """
+
+    schema: Literal[3]
+    method: MethodName
+    qualname: ClassName
+    texts: TextRows
+    metas: tuple[TensorMeta, ...]
+    inputs: tuple[tuple[Count, Count], ...]
+    symbols: tuple[dict[SymbolName, Expression], ...]
+    kinds: tuple[str, ...]
+    guards: tuple[GroupRow, ...]
+    graphs: GraphRows
+    variants: Annotated[tuple[VariantRows, ...], Meta(min_length=1)]
+
+
+def encode_plan(plan: Plan) -> bytes:
+    """Return the text of `plan.json`; equal plans give equal bytes."""
+    return msgspec.json.encode(_PlanWriter(plan).rows(), order="sorted")
+
+
+class _PlanWriter:
+    """Numbers what a plan repeats."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.texts = TextTable()
+        self.metas = _Numbers()
+        self.inputs = _Numbers()
+        self.symbols = _Numbers()
+        self.kinds = _Numbers()
+        self.graphs = graph_rows(plan.graphs)
+        self.graph_numbers = {member.identity: number for number, member in enumerate(self.graphs.members)}
+        self.guards, self.of_variant = self._guards()
+
+    def rows(self) -> PlanRows:
+        variants = [self._variant(variant, of) for variant, of in zip(self.plan.variants, self.of_variant, strict=True)]
+        return PlanRows(
+            schema=SCHEMA,
+            method=self.plan.method,
+            qualname=self.plan.qualname,
+            texts=self.texts.rows(),
+            metas=tuple(self.metas.rows),
+            inputs=tuple(self.inputs.rows),
+            symbols=tuple(self.symbols.rows),
+            kinds=tuple(self.kinds.rows),
+            guards=self.guards,
+            graphs=self.graphs,
+            variants=tuple(variants),
+        )
+
+    def _guards(self) -> tuple[tuple[GroupRow, ...], list[list[int]]]:
+        """Return the groups of guards, each of which the same variants have, and which each variant has."""
+        owners: dict[tuple[str, str, bytes], tuple[Guard, list[int]]] = {}
+        for number, variant in enumerate(self.plan.variants):
+            for guard in variant.model_guards:
+                key = guard.source, guard.kind, canonical_json(guard.expected)
+                held = owners.setdefault(key, (guard, []))[1]
+                if number not in held:
+                    held.append(number)
+        groups: dict[Any, tuple[Guard, list[int], list[int]]] = {}
+        for (source, kind, expected), (guard, held) in owners.items():
+            group = groups.setdefault((kind, expected, tuple(held)), (guard, held, []))
+            group[2].append(self.texts.number(source))
+        rows = [
+            GroupRow(kind=self.kinds.of(guard.kind), expected=guard.expected, sources=tuple(sources))
+            for guard, _, sources in groups.values()
+        ]
+        of_variant = [
+            [number for number, (_, held, _) in enumerate(groups.values()) if variant in held]
+            for variant in range(len(self.plan.variants))
+        ]
+        return tuple(rows), of_variant
+
+    def _variant(self, variant: Variant, guards: list[int]) -> VariantRows:
+        number = self.texts.number
+        inputs = [self.inputs.of((number(item.source), self.metas.of(item.meta))) for item in variant.inputs]
+        steps = [
+            StepRow(
+                piece=step.piece,
+                splitting=step.splitting,
+                graph=self.graph_numbers[step.graph],
+                symbols=self.symbols.of(step.symbols),
+                inputs=step.inputs,
+                outputs=step.outputs,
+            )
+            for step in variant.steps
+        ]
+        return VariantRows(**_head(variant), inputs=tuple(inputs), steps=tuple(steps), model_guards=tuple(guards))
+
+
+class _Numbers:
+    """Numbers for values, equal ones alike."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+        self._known: dict[bytes, int] = {}
+
+    def of(self, value: Any) -> int:
+        """Return the number of `value`, which is added where it is new."""
+        number = self._known.setdefault(msgspec.json.encode(value, order="sorted"), len(self.rows))
+        if number == len(self.rows):
+            self.rows.append(value)
+        return number
+
+
+def _head(variant: VariantHead) -> dict[str, Any]:
+    return {name: getattr(variant, name) for name in VariantHead.__struct_fields__}
+
+
+def parse_plan(data: bytes, *, path: Path) -> Plan:
+    """Return the plan in the bytes of a file, whose digest the manifest has vouched for.
+
+    Args:
+        data: The bytes.
+        path: Where they were read, for errors.
+
+    Raises:
+        CacheSchemaError: Another version of cgtool wrote it.
+        CacheCorruptError: It is no plan.
+    """
+    try:
+        return _plan(decode(data, PlanRows))
+    except (ValueError, IndexError) as error:
+        schema = _schema_of(data)
+        if schema not in (None, SCHEMA):
+            message = f"{path} has schema {schema}; this cgtool reads schema {SCHEMA}. Warm the model again with it."
+            raise CacheSchemaError(message, path=path, expected=SCHEMA, actual=schema) from error
+        why = "a number in it counts past its table" if isinstance(error, IndexError) else error
+        message = f"{path} is no plan ({why}). Warm the model again."
+        raise CacheCorruptError(message, path=path) from error
+
+
+def _plan(rows: PlanRows) -> Plan:
+    """Return a plan with its numbers looked up.
+
+    Raises:
+        ValueError, IndexError: A number counts past its table.
+    """
+    texts = Texts(rows.texts)
+    graphs = Graphs(rows.graphs)
+    identities = list(graphs)
+    inputs = [Input(source=texts.whole[source], meta=rows.metas[meta]) for source, meta in rows.inputs]
+    if any(max(group.sources, default=0) >= len(texts.whole) for group in rows.guards):
+        raise IndexError
+    groups = [
+        GuardGroup(kind=rows.kinds[group.kind], expected=group.expected, sources=group.sources) for group in rows.guards
+    ]
+    variants = [
+        Variant(
+            **_head(variant),
+            inputs=tuple([inputs[number] for number in variant.inputs]),
+            steps=tuple(
+                [
+                    Step(
+                        piece=step.piece,
+                        splitting=step.splitting,
+                        graph=identities[step.graph],
+                        symbols=rows.symbols[step.symbols],
+                        inputs=step.inputs,
+                        outputs=step.outputs,
+                    )
+                    for step in variant.steps
+                ]
+            ),
+            model_guards=GuardTable(texts, [groups[number] for number in variant.model_guards]),
+        )
+        for variant in rows.variants
+    ]
+    return Plan(method=rows.method, qualname=rows.qualname, variants=tuple(variants), graphs=graphs)
+
+
+def _schema_of(data: bytes) -> int | None:
+    """Return the schema that JSON says it has, or None."""
+
+    class Said(msgspec.Struct):
+        schema: int
+
+    try:
+        return msgspec.json.decode(data, type=Said).schema
+    except (ValueError, RecursionError):
+        return None

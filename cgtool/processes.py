@@ -1,0 +1,361 @@
+"""Children: Python processes that answer requests, and of which nothing is left however they or their parent end.
+
+This is the parent's half: starting a child, asking it, waiting no longer than a deadline, ending it, and telling what
+it died of. `cgtool.child` is the other half, with the protocol and what ends all that came from a child. What a child
+and all that it starts print goes into a file in memory, whose last lines an error shows. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cgtool.child import GRACE_SECS, LAST, NOTE, REQUEST, Channel
+from cgtool.errors import CgtoolError
+from cgtool.plan.grammar import Record, decode
+
+#: How long a child may take to be ready, on a machine that is busy: importing torch and Inductor is slow.
+_START_SECS = 600.0
+#: How long a keeper may take to end its child.
+_END_SECS = 4 * GRACE_SECS
+#: How much of a log's end is read and shown.
+_TAIL_BYTES, _TAIL_LINES, _LINE_CHARS = 16_384, 12, 200
+#: How a crash's report begins, whose first lines say the most: the innermost call comes first.
+_CRASH = "Fatal Python error"
+
+#: A child finds modules where its parent does, and nowhere else; cgtool itself may be one of them.
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from cgtool.child import serve; serve(int(sys.argv[2]), sys.argv[3])"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a child ended.
+
+    Args:
+        code: Its exit code, negative for a signal; None where it took too long and was ended.
+        log: The last lines that it and what it started printed.
+        limit_secs: How long it was given; None is for ever.
+    """
+
+    code: int | None
+    log: tuple[str, ...]
+    limit_secs: float | None = None
+
+    @property
+    def signal_name(self) -> str | None:
+        """The signal that ended it, such as "SIGSEGV"; None where none did."""
+        if self.code is None or self.code >= 0:
+            return None
+        try:
+            return signal.Signals(-self.code).name
+        except ValueError:  # a real-time signal
+            return f"signal {-self.code}"
+
+    @property
+    def how(self) -> str:
+        """The rest of a sentence that begins with the child: "crashed with SIGSEGV"."""
+        if self.code is None:
+            return f"took longer than {self.limit_secs:g} s and was ended"
+        if self.code == -signal.SIGKILL:
+            return "was killed (SIGKILL), most likely by the kernel because memory ran out"
+        if self.code < 0:
+            return f"crashed with {self.signal_name}"
+        return f"ended with exit code {self.code}"
+
+    @property
+    def last_words(self) -> str:
+        """The line of the log that says the most; "" where there is none."""
+        if not self.log:
+            return ""
+        return (self.log[0] if self.log[0].startswith(_CRASH) else self.log[-1]).strip()
+
+
+class ChildEndedError(CgtoolError):
+    """A child ended, or was ended, before it answered.
+
+    Attributes:
+        ending: How.
+    """
+
+    def __init__(self, ending: Ending) -> None:
+        super().__init__(f"A process {ending.how}.{log_words(ending.log)}", actual=ending.code)
+        self.ending = ending
+
+
+class ClosedError(CgtoolError):
+    """There are no children any more, because the command that started them ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a child answered.
+
+    Args:
+        record: The answer.
+        data: The bytes beside it.
+        log: The last lines that were printed meanwhile.
+    """
+
+    record: Any
+    data: bytes
+    log: tuple[str, ...]
+
+
+def log_words(lines: tuple[str, ...]) -> str:
+    """Return the last lines of a log as the end of a message, indented; "" where there are none."""
+    return "".join(["\nIts log ends with:", *(f"\n    {line}" for line in lines)]) if lines else ""
+
+
+class Child:
+    """A running child; one request at a time.
+
+    Args:
+        program: "module:function", which is given a `Channel`.
+        setup: Sent as the first request, before the child says that it is ready; None sends none.
+        variables: Its whole environment; None is this process's.
+
+    Attributes:
+        started: When it was started, on `time.monotonic`'s clock, which all processes share.
+
+    Raises:
+        OSError: It cannot be started.
+    """
+
+    def __init__(
+        self, program: str, *, setup: Record | None = None, variables: Mapping[str, str] | None = None
+    ) -> None:
+        paths = json.dumps([str(entry) or str(Path.cwd()) for entry in sys.path])
+        self._is_ready = self._is_over = False
+        self._log = io.FileIO(os.memfd_create("cgtool-log", os.MFD_CLOEXEC))
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
+        self.started = time.monotonic()
+        try:
+            self._process = subprocess.Popen(  # noqa: S603  this very Python
+                [sys.executable, "-P", "-u", "-c", _BOOT, paths, str(theirs.fileno()), program],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=(theirs.fileno(),),
+                env=None if variables is None else dict(variables),
+                start_new_session=True,  # Ctrl-C on the terminal reaches the parent alone
+            )
+        except BaseException:
+            self._log.close()
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        if setup is not None:
+            with contextlib.suppress(OSError):  # it is gone already, which the first request tells
+                self._channel.send(REQUEST, setup)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can be asked something."""
+        return not self._is_over and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """The process id of the keeper, which is the id of the session."""
+        return self._process.pid
+
+    def ask(
+        self,
+        request: Record,
+        data: bytes = b"",
+        *,
+        answer: Any,
+        timeout_secs: float | None,
+        note: Any = None,
+        on_note: Callable[[Any], None] = lambda _: None,
+    ) -> Answer:
+        """Send a request and wait for its answer; where that fails in any way, nothing is left of the child.
+
+        Args:
+            request: What is asked.
+            data: Bytes beside it.
+            answer: The class of the answer, or a union of classes with tags.
+            timeout_secs: How long it may take once the child is ready; None is for ever.
+            note: The class of what the child says before it answers.
+            on_note: Given each of those.
+
+        Raises:
+            ChildEndedError: The child died, or did not answer in time.
+        """
+        try:
+            if not self._is_ready:
+                self._receive(time.monotonic() + _START_SECS, _START_SECS)
+                self._is_ready = True
+            os.ftruncate(self._log.fileno(), 0)
+            self._log.seek(0)  # the child writes where this reads
+            deadline = None if timeout_secs is None else time.monotonic() + timeout_secs
+            with self._ending_errors(timeout_secs):
+                self._channel.send(REQUEST, request, data, deadline=deadline)
+            while True:
+                kind, record, found = self._receive(deadline, timeout_secs)
+                if kind != NOTE:
+                    break
+                on_note(decode(record, note))
+            self._is_over = kind == LAST
+            return Answer(record=decode(record, answer), data=found, log=self._last_lines())
+        except BaseException:  # of one that was interrupted, too: its answer must not be taken for the next one's
+            self.close()
+            raise
+
+    def finish(self, timeout_secs: float) -> Ending:
+        """Wait until a child that gave its last answer ends by itself, and return how it did."""
+        try:
+            code: int | None = self._process.wait(timeout_secs)
+        except subprocess.TimeoutExpired:
+            code = None
+        return Ending(code=code, log=self._last_lines(), limit_secs=timeout_secs)
+
+    def stop(self) -> None:
+        """Have the child and all that came from it ended, and do not wait; any thread may."""
+        self._channel.hang_up()
+
+    def end(self) -> None:
+        """End the child and all that came from it; any thread may. Who waits for an answer gets a ChildEndedError."""
+        self.stop()
+        try:
+            self._process.wait(_END_SECS)
+        except subprocess.TimeoutExpired:  # the keeper does not run: it was stopped, say
+            with contextlib.suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def close(self) -> None:
+        """End it and let go of what it held; only where no other thread waits for an answer."""
+        self.end()
+        self._channel.close()
+        self._log.close()
+
+    def _receive(self, deadline: float | None, limit_secs: float | None) -> tuple[bytes, bytes, bytes]:
+        with self._ending_errors(limit_secs):
+            return self._channel.receive(deadline=deadline)
+
+    @contextlib.contextmanager
+    def _ending_errors(self, limit_secs: float | None) -> Iterator[None]:
+        """Raise a ChildEndedError, once nothing runs any more, where the child is gone or the time is over."""
+        try:
+            yield
+        except TimeoutError:
+            self.end()
+            raise ChildEndedError(Ending(code=None, log=self._last_lines(), limit_secs=limit_secs)) from None
+        except (EOFError, OSError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_SECS)
+            self.end()
+            raise ChildEndedError(Ending(code=self._process.returncode, log=self._last_lines())) from None
+
+    def _last_lines(self) -> tuple[str, ...]:
+        size = os.fstat(self._log.fileno()).st_size
+        text = os.pread(self._log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace")
+        lines = [line.rstrip()[:_LINE_CHARS] for line in text.splitlines() if line.strip()]
+        crash = next((n for n in reversed(range(len(lines))) if lines[n].startswith(_CRASH)), None)
+        return tuple(lines[-_TAIL_LINES:] if crash is None else lines[crash : crash + _TAIL_LINES])
+
+
+class Children:
+    """Children of one program, each started when it is needed or before, and replaced when it died. Any thread may ask.
+
+    Args:
+        program: As for `Child`.
+        limit: How many run at a time.
+        setup: As for `Child`.
+    """
+
+    def __init__(self, program: str, *, limit: int, setup: Record | None = None) -> None:
+        self._program = program
+        self._limit = limit
+        self._setup = setup
+        self._slots = threading.BoundedSemaphore(limit)
+        self._lock = threading.Lock()
+        self._idle: list[Child] = []
+        self._all: set[Child] = set()
+        self._is_closed = False
+
+    def start(self, count: int) -> None:
+        """Start children now, up to `count` and the limit in all, so that they are ready when there is work.
+
+        Raises:
+            ClosedError: `close` was called.
+            OSError: One cannot be started.
+        """
+        with self._lock:
+            while len(self._all) < min(count, self._limit):
+                self._idle.append(self._new())
+
+    def ask(self, request: Record, data: bytes = b"", **how: Any) -> Answer:
+        """Wait until a child is free and ask it, as `Child.ask` does.
+
+        Args:
+            request: What is asked.
+            data: Bytes beside it.
+            how: The other arguments of `Child.ask`.
+
+        Raises:
+            ClosedError: `close` was called.
+            ChildEndedError: The child died, or did not answer in time.
+            OSError: None can be started.
+        """
+        with self._slots:
+            child = self._take()
+            try:
+                return child.ask(request, data, **how)
+            finally:
+                self._give_back(child)
+
+    def close(self) -> None:
+        """End all children for good; whoever waits for an answer gets a ChildEndedError."""
+        with self._lock:
+            self._is_closed = True  # first: a thread that comes late must not start another one, which nobody would end
+            idle, self._idle = self._idle, []
+            running = list(self._all)
+        for child in running:
+            child.stop()
+        for child in running:
+            child.end()
+        for child in idle:
+            child.close()
+
+    def _take(self) -> Child:
+        with self._lock:
+            while self._idle:
+                child = self._idle.pop()
+                if child.is_alive:
+                    return child
+                self._all.discard(child)  # it died between two requests, which is no request's fault
+                child.close()
+            return self._new()
+
+    def _give_back(self, child: Child) -> None:
+        with self._lock:
+            if child.is_alive and not self._is_closed:
+                self._idle.append(child)
+                return
+            self._all.discard(child)
+        child.close()
+
+    def _new(self) -> Child:
+        if self._is_closed:
+            raise ClosedError("The command was ended before all was done. Give it again to go on.")
+        child = Child(self._program, setup=self._setup)
+        self._all.add(child)
+        return child

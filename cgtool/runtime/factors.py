@@ -1,0 +1,214 @@
+"""The factors of a key: how each is found now, and when a load compares it. The one place, on warm and on load alike.
+
+`warm` makes the key of what it traced by `key_of`, and a load compares a stored key with this process by
+`differences_now`; both go by `FACTORS`, and a factor that is missing on either side is a difference. The files that
+`sources` names and those of cgtool itself are all that is read, and the C++ compiler is run for its version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+
+from cgtool import host
+from cgtool.digests import digest_of
+from cgtool.errors import CgtoolError
+from cgtool.guards import environment
+from cgtool.guards.files import distributions_now, sources_now
+from cgtool.guards.names import qualified_name
+from cgtool.guards.ops import op_digest
+from cgtool.plan.pieces import Json
+from cgtool.records import dataclass
+from cgtool.store.key import Factor, Key, difference_between, sentences
+from cgtool.variables import variables_now
+
+When = Literal["first", "last", "elsewhere"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Live:
+    """What a key says of a model and of this process, as far as it is found without a trace.
+
+    Args:
+        lookup: The digest of what the model is; it leads to candidates.
+        known: Factors by name: the model's and the process's.
+        config: The key fields of the configuration that is asked for; None takes any.
+        exact_config: Whether splitting ops that `config` leaves open must have been left open by the entry too.
+    """
+
+    lookup: str
+    known: Mapping[str, Json]
+    config: Mapping[str, Json] | None
+    exact_config: bool
+
+    @classmethod
+    def of(
+        cls, module: torch.nn.Module, *, config: Mapping[str, Json] | None = None, exact_config: bool = False
+    ) -> Live:
+        """Return what is known of `module` and of this process now; for the other arguments see the class."""
+        host.ask_compiler()  # it answers while the model is looked at
+        model = {"class": qualified_name(type(module))}
+        state = state_of(module)
+        found = {**environment.factors_but_compiler(), "cgtool": host.cgtool_build()}
+        return cls(
+            lookup=digest_of([model, state]),
+            known={"model": model, "state": state, **found},
+            config=config,
+            exact_config=exact_config,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """How one factor is compared.
+
+    Args:
+        when: "first" before anything else of an entry is read, "last" once its guards hold; "elsewhere": its value is a
+            digest or a call, and what it stands for is compared by the plan's guards or by `warm`.
+        now: Makes the value as it is now, of what is known and of the stored value: a factor that a trace found is
+            looked for again by the names that it holds.
+    """
+
+    when: When
+    now: Callable[[Live, Any], Json]
+
+
+def _known(name: str) -> Rule:
+    return Rule(when="first", now=lambda live, _: live.known[name])
+
+
+def _ops_now(_: Live, stored: Mapping[str, Json]) -> Json:
+    now: dict[str, Json] = {}
+    for name in stored:
+        try:
+            now[name] = op_digest(name)
+        except CgtoolError:
+            now[name] = None
+    return now
+
+
+def _config_now(live: Live, stored: Mapping[str, Json]) -> Json:
+    if live.config is None:
+        return stored
+    if live.config.get("splitting_ops") is None and not live.exact_config:
+        return {**live.config, "splitting_ops": stored.get("splitting_ops")}
+    return dict(live.config)
+
+
+def _compiler_now(_: Live, stored: Json) -> Json:
+    """Return the compiler's version; a machine without one takes what was compiled elsewhere: it can make no other."""
+    now = host.compiler_version()
+    return stored if now is None else now
+
+
+FACTORS: Mapping[str, Rule] = {
+    "sources": Rule(when="first", now=lambda _, stored: sources_now(stored)),
+    "distributions": Rule(when="first", now=lambda _, stored: distributions_now(stored)),
+    "variables": Rule(when="first", now=lambda _, stored: variables_now(stored)),
+    "ops": Rule(when="first", now=_ops_now),
+    "guards": Rule(when="elsewhere", now=lambda _, stored: stored),
+    "config": Rule(when="first", now=_config_now),
+    "model": _known("model"),
+    "state": _known("state"),
+    "calls": Rule(when="elsewhere", now=lambda _, stored: stored),
+    "torch": _known("torch"),
+    "triton": _known("triton"),
+    "python": _known("python"),
+    "compiler": Rule(when="last", now=_compiler_now),
+    "target": _known("target"),
+    "precision": _known("precision"),
+    "inductor": _known("inductor"),
+    "inductor_environment": _known("inductor_environment"),
+    "cgtool": _known("cgtool"),
+}
+
+
+def key_of(live: Live, traced: Mapping[str, Json]) -> Key:
+    """Return the key of an entry that is made now.
+
+    Args:
+        live: The model and this process; its configuration is a factor.
+        traced: What only the trace tells: all other factors but the compiler.
+    """
+    found = {**live.known, **traced, "config": dict(live.config or {}), "compiler": host.compiler_version()}
+    return Key.of(Factor(name=name, value=found[name]) for name in FACTORS)
+
+
+def differences_now(key: Key, live: Live, *, when: When | None = None) -> tuple[str, ...]:
+    """Return in which factors a stored key differs from this process, the most telling first.
+
+    Args:
+        key: The stored key.
+        live: The model and this process.
+        when: Which factors to compare; None compares all.
+    """
+    stored = {factor.name: factor.value for factor in key.factors}
+    found = [f"the factor {name} is missing from its key" for name in FACTORS if name not in stored]
+    found += [f"this cgtool does not know the factor {name} of its key" for name in stored if name not in FACTORS]
+    for name, rule in FACTORS.items():
+        if name in stored and when in (rule.when, None):
+            now = rule.now(live, stored[name])
+            if not _equal(stored[name], now):
+                found += sentences(difference_between(name, stored[name], now))
+    return tuple(found)
+
+
+def _equal(one: Json, other: Json) -> bool:
+    """Return whether two values are equal as data: to compare two digests of a big factor costs milliseconds."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(value, other[name]) for name, value in one.items())
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
+
+
+def state_of(module: torch.nn.Module) -> Json:
+    """Return the module's tensors by name ("float32[64, 128] cpu"), and which names share one tensor."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    tensors: dict[str, str] = {}
+    spelled: dict[Any, str] = {}
+    holders = list(_modules(module, ""))
+    for kind in ("_parameters", "_buffers"):
+        for prefix, held in holders:
+            for own, tensor in vars(held)[kind].items():
+                if tensor is None:
+                    continue
+                name = prefix + own
+                steps = tensor.stride() if tensor.layout is torch.strided else None  # a CSR tensor has none
+                make = tensor.dtype, tensor.shape, steps, tensor.device, tensor.layout
+                if make not in spelled:
+                    spelled[make] = _spelled(tensor)
+                tensors[name] = spelled[make]
+                other = first.setdefault(id(tensor), name)
+                if other != name:
+                    tied[name] = other
+    return {"tensors": tensors, "tied": tied}
+
+
+def _modules(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield every module under every name, with that name and a dot: `named_modules` costs much more."""
+    pending = [(prefix, module)]
+    while pending:
+        prefix, module = pending.pop()
+        yield prefix, module
+        children = vars(module)["_modules"]
+        pending += [(f"{prefix}{name}.", child) for name, child in reversed(children.items()) if child is not None]
+
+
+def _spelled(tensor: Any) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype}{list(tensor.shape)} {tensor.device.type}{_layout(tensor)}"
+
+
+def _layout(tensor: Any) -> str:
+    """Return what is unusual about how a tensor lies in memory; a stride of a dimension of size 1 says nothing."""
+    if tensor.layout is not torch.strided:
+        return f" {tensor.layout}"
+    if tensor.is_contiguous():
+        return ""
+    return f" strides {[step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]}"

@@ -1,0 +1,43 @@
+"""The private names of torch that serving needs, each read in 2.13.0 and unchanged since 2.11."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import Any
+
+import torch
+
+
+def borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the same CUDA memory that does not keep it allocated."""
+    storage = tensor.untyped_storage()
+    same: Any = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(same, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def abandon_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """End a capture that failed on the current stream, so that allocator, pool and random numbers are as before it."""
+    with contextlib.suppress(RuntimeError), warnings.catch_warnings():  # where the error made the capture invalid
+        warnings.simplefilter("ignore")  # it may have come before the first kernel
+        graph.capture_end()
+    try:
+        graph.pool()
+    except RuntimeError:  # it did not end: the allocator still fills the pool, and reset() would not let go of it
+        device = torch.cuda.current_device()
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+    graph.reset()
+    _end_capture_of_generators()
+
+
+def _end_capture_of_generators() -> None:
+    """Let torch's generators know that no capture is under way: they learn it only from a capture that ends well."""
+    cell = torch.zeros(1, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    cell.add_(1)
+    graph.capture_end()
+    graph.reset()

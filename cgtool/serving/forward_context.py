@@ -1,0 +1,158 @@
+"""What layers may know of the batch that is being run, without its being passed to them.
+
+A captured graph takes no new arguments, so attention finds its metadata and its KV cache here, and wrappers the chosen
+CUDA graph mode. The context belongs to the thread and the asyncio task that set it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from cgtool.cudagraph_mode import CUDAGraphMode
+from cgtool.errors import UsageError
+
+
+class BatchDescriptor(NamedTuple):
+    """What tells one CUDA graph from another: a padded batch.
+
+    Attributes:
+        num_tokens: Tokens, pads included.
+        num_reqs: Sequences, pads included; None where the graph does not depend on them, as those of pieces.
+        uniform: Whether every sequence has the same number of tokens: a decode batch, speculative or not.
+        has_lora: Whether the graph applies LoRA adapters.
+        num_active_loras: For how many adapters the graph was captured; 0 without LoRA.
+    """
+
+    num_tokens: int
+    num_reqs: int | None = None
+    uniform: bool = False
+    has_lora: bool = False
+    num_active_loras: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """The facts of a step that layers ask for most.
+
+    Attributes:
+        positions: Positions of the tokens in their sequences, pads included.
+        is_prefill: Whether some sequence brings more tokens than a decode step has.
+        batch_size: Sequences, without pads.
+        graph_bs: Sequences, with pads.
+        is_draft: Whether a draft model runs.
+    """
+
+    positions: torch.Tensor
+    is_prefill: bool = False
+    batch_size: int = 0
+    graph_bs: int = 0
+    is_draft: bool = False
+
+
+@dataclass(frozen=True)
+class DPMetadata:
+    """How many tokens each data-parallel rank runs in this step.
+
+    Attributes:
+        num_tokens_across_dp: Tokens of each rank, pads included, by rank.
+    """
+
+    num_tokens_across_dp: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if not self.num_tokens_across_dp or min(self.num_tokens_across_dp) < 0:
+            msg = "num_tokens_across_dp has a count of tokens, 0 or more, for each data-parallel rank."
+            raise UsageError(msg, actual=list(self.num_tokens_across_dp))
+
+    @property
+    def max_tokens_across_dp(self) -> int:
+        """The largest count: what every rank is padded to where they run collectives together."""
+        return max(self.num_tokens_across_dp)
+
+    @property
+    def cu_tokens_across_dp(self) -> tuple[int, ...]:
+        """Running sums: rank r's tokens end at entry r of the gathered batch."""
+        sums, total = [], 0
+        for num_tokens in self.num_tokens_across_dp:
+            total += num_tokens
+            sums.append(total)
+        return tuple(sums)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardContext:
+    """Everything that layers may ask of the current step; all of it is empty between steps.
+
+    Attributes:
+        no_compile_layers: Layers that run as plain Python, by name.
+        attn_metadata: Lengths, block tables and slots of the batch, for attention.
+        kv_cache_data: The KV cache of each attention layer, by name.
+        context: The facts that layers ask for most.
+        dp_metadata: Token counts of the data-parallel ranks; None without them.
+        spec_decode_metadata: Whatever a speculative decoder passes to its layers.
+        batch_descriptor: The key of the graph that serves this batch.
+        cudagraph_runtime_mode: NONE, PIECEWISE or FULL: which wrappers replay.
+        capturing: Whether a wrapper that lacks the graph captures it now.
+    """
+
+    no_compile_layers: Mapping[str, Any] = field(default_factory=dict)
+    attn_metadata: Any = None
+    kv_cache_data: Mapping[str, Any] = field(default_factory=dict)
+    context: Context | None = None
+    dp_metadata: DPMetadata | None = None
+    spec_decode_metadata: Any = None
+    batch_descriptor: BatchDescriptor | None = None
+    cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE
+    capturing: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.cudagraph_runtime_mode.is_valid_runtime_mode():
+            names = ", ".join(sorted(mode.name for mode in CUDAGraphMode.valid_runtime_modes()))
+            msg = f"A batch runs under one of {names}; {self.cudagraph_runtime_mode.name} is a choice for many batches."
+            raise UsageError(msg, actual=self.cudagraph_runtime_mode.name)
+
+
+_EMPTY = ForwardContext()
+_current: ContextVar[ForwardContext] = ContextVar("cgtool_forward_context", default=_EMPTY)
+
+
+def get_forward_context() -> ForwardContext:
+    """Return the context of the step that runs now, an empty one between steps."""
+    return _current.get()
+
+
+def set_forward_context(context: ForwardContext) -> _Previous:
+    """Make `context` the current one, until `reset_forward_context` or the end of a `with` block.
+
+    Returns:
+        A context manager whose end restores what was current before this call.
+    """
+    previous = _current.get()
+    _current.set(context)
+    return _Previous(previous)
+
+
+def reset_forward_context() -> None:
+    """Make an empty context the current one."""
+    _current.set(_EMPTY)
+
+
+class _Previous:
+    """Restores a context at the end of a `with` block.
+
+    It sets the value and uses no token: a token is refused where a task or a generator ends in another context.
+    """
+
+    def __init__(self, context: ForwardContext) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        """Do nothing: the new context is current already."""
+
+    def __exit__(self, *_: object) -> None:
+        _current.set(self._context)

@@ -1,0 +1,107 @@
+"""Tensors in what a model takes and returns, and the memory of those that belong to the model."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from cgtool.errors import UsageError
+
+#: Reads a tensor's address; `map` over it costs about 50 ns a tensor.
+data_ptr = torch.Tensor.data_ptr
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return `value` with every tensor in it replaced by what `function` returns for it.
+
+    Args:
+        function: Takes a tensor.
+        value: A tensor, or tuples, lists, dicts and dataclasses of tensors and plain values.
+
+    Raises:
+        UsageError: It holds something that tensors might hide in.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, tuple):
+        items = [map_tensors(function, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, list):
+        return [map_tensors(function, item) for item in value]
+    if isinstance(value, dict):
+        mapped = copy.copy(value)
+        for key, item in value.items():
+            mapped[key] = map_tensors(function, item)
+        return mapped
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = copy.copy(value)
+        for field in fields(value):
+            object.__setattr__(changed, field.name, map_tensors(function, getattr(value, field.name)))
+        return changed
+    msg = (
+        f"The model returns a {type(value).__qualname__}, in which cgtool cannot find the tensors: return tensors, or "
+        "tuples, lists, dicts and dataclasses of them."
+    )
+    raise UsageError(msg, actual=type(value).__qualname__)
+
+
+def copied(value: Any) -> Any:
+    """Return `value` with copies of its tensors, in memory of their own."""
+    return map_tensors(torch.Tensor.clone, value)
+
+
+class ModelTensors:
+    """The parameters and buffers of a model, read anew at each look.
+
+    Args:
+        module: The model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._bind()
+
+    def addresses(self) -> tuple[int, ...]:
+        """Return where each tensor lies now: 0.1 µs a tensor."""
+        # Equality of dicts compares modules by identity.
+        if self._children != self._children_then:
+            self._bind()
+        try:
+            return tuple(map(data_ptr, map(operator.getitem, self._holders, self._keys)))
+        except KeyError:  # a parameter was deleted
+            self._bind()
+            return self.addresses()
+
+    def changed(self, before: tuple[int, ...]) -> str:
+        """Name the first tensor that does not lie where it lay before."""
+        now = self.addresses()
+        names = (name for name, was, is_ in zip(self._names, before, now, strict=False) if was != is_)
+        return next(names, "the set of parameters and buffers")
+
+    def _bind(self) -> None:
+        found = list(_holders(self._module))
+        self._names = [name for name, _, _ in found]
+        self._holders = [holder for _, holder, _ in found]
+        self._keys = [key for _, _, key in found]
+        children = [module._modules for module in self._module.modules() if module._modules]  # noqa: SLF001 - see below
+        self._children: list[dict[str, nn.Module | None]] = children
+        self._children_then = [dict(item) for item in children]
+
+
+def _holders(module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    # The dicts themselves: a tensor that is assigned later is found under the same key.
+    for prefix, part in module.named_modules():
+        for held in (part._parameters, part._buffers):  # noqa: SLF001 - nn.Module hands out copies alone
+            for name, tensor in held.items():
+                if tensor is not None:
+                    yield f"{prefix}.{name}".lstrip("."), held, name

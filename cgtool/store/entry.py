@@ -1,0 +1,343 @@
+"""Entries: how a rank folder is published and read, as before or as after and never in between. Must not import torch.
+
+`manifest.json` is the one file that readers start from, and replacing it by a rename is the one moment at which an
+entry changes. The manifest names the digests of its folder's other files, each of which lies in one of two places::
+
+    <name>                   plan.json, computation_graph.py, transformed_code.py: what people look at
+    .<name>.<sha256>.next    the same content while it is being published
+
+A writer, under the rank's lock:
+
+1. puts artifacts and `key.json` (content-addressed, or the same by construction) in place;
+2. writes each file that changed as `.<name>.<sha256>.next`, which clashes with no reader;
+3. renames the new `manifest.json` into place: the entry is now the new one;
+4. renames each `.next` over its `<name>`.
+
+A reader takes `<name>` if its bytes match the manifest's digest, or else the `.next` of that digest; if neither is
+there the manifest has been replaced meanwhile, and it starts over. Killed before 3, the entry is as before; killed
+after 3, it is as after, and the next writer does 4. A `.next` that no manifest names was left by a killed writer, and
+is removed. Where a folder can be neither renamed nor removed at once, an entry is withdrawn in the other order: 4, then
+3, and then the rest. Where locks do not work, 4 copies and removes nothing that is not old, so that writers cannot take
+files from each other; rows of two simultaneous writers may then be lost, which costs a compile and never a wrong
+answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from cgtool.digests import sha256_hex
+from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
+from cgtool.records import dataclass
+from cgtool.store.files import (
+    corrupt,
+    ensure_root,
+    is_newer,
+    read_bytes,
+    remove,
+    sweep,
+    sync_folder,
+    telling,
+    write_atomic,
+)
+from cgtool.store.key import Key, write_key
+from cgtool.store.layout import PLAN_FILE, CacheLayout, RankName
+from cgtool.store.leases import hold_writing
+from cgtool.store.lookup import LookupStore
+from cgtool.store.objects import ObjectStore
+from cgtool.store.records import Artifact, Fallback, FileRecord, Manifest, Row, parse_manifest, read_manifest
+
+_log = logging.getLogger(__name__)
+
+_NEXT = re.compile(r"\.(?P<name>.+)\.(?P<digest>[0-9a-f]{64})\.next")
+_ABANDONED_SECS = 3600.0
+#: How often a reader starts over while writers replace the manifest; each time takes them several flushes of the disk.
+_ATTEMPTS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A consistent view of one rank and prefix, as it was at one moment.
+
+    Args:
+        manifest: Its manifest.
+        files: The bytes of the files that were asked for, which match the manifest's digests.
+        objects: Its artifacts.
+    """
+
+    manifest: Manifest
+    files: Mapping[str, bytes]
+    objects: ObjectStore
+
+    @property
+    def name(self) -> RankName:
+        """The hash, rank and prefix."""
+        return self.manifest.name
+
+    def artifact(self, artifact: Artifact) -> bytes:
+        """Return the bytes of an artifact, which match their digest.
+
+        Raises:
+            CacheCorruptError: It is missing, or its bytes differ.
+            CacheError: It cannot be read.
+        """
+        return self.objects.get(artifact.digest, artifact.kind)
+
+
+def read_entry(
+    layout: CacheLayout, name: RankName, *, files: Iterable[str] = (PLAN_FILE,), manifest: bytes | None = None
+) -> Entry | None:
+    """Return an entry, or None when there is none.
+
+    Args:
+        layout: Where the cache lies.
+        name: Which entry.
+        files: Which of the other files to read along.
+        manifest: The bytes of its manifest, where no other may be taken; None takes what is there.
+
+    Raises:
+        CacheCorruptError: A file is torn, missing, or its bytes differ from its digest; the error names it.
+        CacheSchemaError: Another version of cgtool wrote it.
+        CacheError: It cannot be read.
+    """
+    wanted = tuple(files)
+    folder = layout.rank_dir(name)
+    given = None if manifest is None else parse_manifest(manifest, path=layout.manifest_file(name), name=name)
+    earlier = given
+    for _ in range(_ATTEMPTS):
+        current = read_manifest(layout, name) if given is None else given
+        if current is None:
+            return None
+        found = {file: _read_file(folder, file, current) for file in wanted}
+        complete = {file: data for file, data in found.items() if data is not None}
+        if len(complete) == len(wanted):
+            return Entry(manifest=current, files=complete, objects=ObjectStore(layout.entry_dir(name.hash)))
+        if current == earlier:
+            raise _broken(folder, current, next(file for file in wanted if file not in complete))
+        earlier = current
+    raise CacheError(f"{folder} kept changing while it was read. Try again.", path=folder)
+
+
+def withdraw(layout: CacheLayout, name: RankName) -> None:
+    """Take a manifest away, and leave a rank folder as of a writer that was killed before 3; nobody may write to it.
+
+    Args:
+        layout: Where the cache lies.
+        name: Which rank and prefix.
+
+    Raises:
+        CacheError: It cannot be taken away.
+    """
+    folder = layout.rank_dir(name)
+    with contextlib.suppress(CacheCorruptError, CacheSchemaError):  # whatever it names, nobody reads that
+        manifest = read_manifest(layout, name)
+        record = None if manifest is None else manifest.files.get(PLAN_FILE)
+        if record is not None:
+            data = read_bytes(folder / PLAN_FILE)
+            if data is not None and sha256_hex(data) == record.sha256:
+                write_atomic(_next(folder, PLAN_FILE, record.sha256), data)
+            remove(folder / PLAN_FILE)
+    remove(layout.manifest_file(name))
+    sync_folder(folder)
+
+
+class EntryWriter:
+    """Writes one rank and prefix of one entry.
+
+    Args:
+        layout: Where the cache lies.
+        key: The entry's factors; their combined hash names the entry.
+        rank: Which process of a model-parallel group.
+        prefix: Which compiled part of the model.
+        on_wait: Called if another process is publishing the same rank and prefix.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        key: Key,
+        *,
+        rank: int,
+        prefix: str,
+        on_wait: Callable[[], None] | None = None,
+    ) -> None:
+        self._layout = layout
+        self._key = key
+        self._on_wait = on_wait
+        self.name = RankName(hash=key.hash, rank=rank, prefix=prefix)
+        self.objects = ObjectStore(layout.entry_dir(self.name.hash))
+        # From here on artifacts are put in place that no manifest names yet: prune must leave them alone.
+        self._lease = hold_writing(layout, self.name.hash)
+
+    def publish(self, manifest: Manifest, files: Mapping[str, bytes]) -> Manifest:
+        """Publish a whole entry; the artifacts of its rows must be in `objects` by now.
+
+        Where another process published the same plan meanwhile, its rows are kept beside ours.
+
+        Args:
+            manifest: Its `files` are filled in here.
+            files: The other files' bytes, by name; `plan.json` must be among them.
+
+        Returns:
+            The manifest as it was published.
+
+        Raises:
+            CacheSchemaError: A newer version of cgtool wrote what is there.
+            CacheError: It cannot be written, or an artifact is not in place.
+        """
+        if PLAN_FILE not in files:
+            raise CacheError(f"An entry needs its {PLAN_FILE}. Please report this.", path=self.name.flat)
+
+        def change(entry: Entry | None) -> tuple[Manifest, Mapping[str, bytes]]:
+            if entry is None or entry.manifest.files.get(PLAN_FILE) != FileRecord.of(files[PLAN_FILE]):
+                return manifest, files
+            kept = [row for row in entry.manifest.rows if self._in_place(row)]
+            theirs = entry.manifest
+            ours = replace(manifest, rows=tuple(kept), fallbacks=theirs.fallbacks, created=theirs.created)
+            return ours.with_rows(manifest.rows, manifest.fallbacks), files
+
+        return self.update(change)
+
+    def add_rows(self, rows: Iterable[Row], fallbacks: Iterable[Fallback] = ()) -> Manifest:
+        """Add rows to an entry that is there; rows that other processes added meanwhile are kept.
+
+        Args:
+            rows: The rows.
+            fallbacks: Which of them another adaptor serves than the entry's, and why.
+
+        Raises:
+            CacheError: There is no such entry, it cannot be written, or an artifact is not in place.
+        """
+        added, fallen = tuple(rows), tuple(fallbacks)
+
+        def change(entry: Entry | None) -> tuple[Manifest, Mapping[str, bytes]]:
+            if entry is None:
+                path = self._layout.rank_dir(self.name)
+                raise CacheError(f"There is no intact entry in {path} to add to. Warm the model again.", path=path)
+            return entry.manifest.with_rows(added, fallen), {}
+
+        return self.update(change)
+
+    def update(self, change: Callable[[Entry | None], tuple[Manifest, Mapping[str, bytes]]]) -> Manifest:
+        """Replace an entry by what `change` makes of it, under the entry's lock.
+
+        Args:
+            change: From what is there (None when there is nothing, or nothing intact) to the new manifest and the
+                files that are new; those that it does not give stay as they are.
+
+        Returns:
+            The manifest as it was published.
+
+        Raises:
+            CacheSchemaError: A newer version of cgtool wrote what is there.
+            CacheError: It cannot be written, or an artifact is not in place.
+        """
+        from cgtool.store.lock import FileLock  # who reads needs none
+
+        ensure_root(self._layout.root)
+        with FileLock(self._layout.entry_lock(self.name), on_wait=self._on_wait) as lock:
+            write_key(self._layout, self._key)
+            entry = self._current()
+            manifest, files = change(entry)
+            kept = {} if entry is None else dict(entry.manifest.files)
+            named = {**kept, **{name: FileRecord.of(data) for name, data in files.items()}}
+            manifest = replace(manifest.with_rows(()), files=named)  # in order
+            self._check(manifest)
+            self._commit(manifest, files, entry)
+            self._settle(exclusive=lock.is_held)
+        from cgtool.store.trash import sweep_trash  # a load does without
+
+        sweep_trash(self._layout)
+        return manifest
+
+    def _current(self) -> Entry | None:
+        try:
+            return read_entry(self._layout, self.name, files=())
+        except CacheCorruptError as error:
+            _log.warning("%s It is replaced.", error)
+        except CacheSchemaError as error:
+            if is_newer(error):
+                raise
+        return None
+
+    def _check(self, manifest: Manifest) -> None:
+        if manifest.name != self.name:
+            raise CacheError(
+                "A manifest was given to the writer of another entry. Please report this.",
+                expected=self.name.flat,
+                actual=manifest.name.flat,
+            )
+        for row in manifest.rows:
+            if not self._in_place(row):
+                path = self.objects.path(row.artifact.digest, row.artifact.kind)
+                raise CacheError(f"{path} is named by a manifest and is not in place. Warm the model again.", path=path)
+
+    def _in_place(self, row: Row) -> bool:
+        return self.objects.size(row.artifact.digest, row.artifact.kind) == row.artifact.size_bytes
+
+    def _commit(self, manifest: Manifest, files: Mapping[str, bytes], entry: Entry | None) -> None:
+        folder = self._layout.rank_dir(self.name)
+        lookup = LookupStore(self._layout)
+        for name, data in files.items():
+            if _read_file(folder, name, manifest) is None:
+                write_atomic(_next(folder, name, manifest.files[name].sha256), data)
+        if entry is None or entry.manifest.lookup != manifest.lookup:
+            lookup.forget(self.name)
+        write_atomic(self._layout.manifest_file(self.name), manifest.to_bytes())
+        lookup.index(self.name, manifest.lookup)
+
+    def _settle(self, *, exclusive: bool) -> None:
+        """Give the files that the manifest in place names the names that people look for, and remove leftovers."""
+        folder = self._layout.rank_dir(self.name)
+        manifest = read_manifest(self._layout, self.name)
+        named = {} if manifest is None else {name: record.sha256 for name, record in manifest.files.items()}
+        with telling(folder):
+            paths = list(folder.iterdir())
+        for path in paths:
+            match = _NEXT.fullmatch(path.name)
+            if match is None:
+                continue
+            current = named.get(match["name"]) == match["digest"]
+            with contextlib.suppress(OSError):
+                if current and exclusive:
+                    path.replace(folder / match["name"])
+                elif current:
+                    write_atomic(folder / match["name"], path.read_bytes())
+                elif exclusive or time.time() - path.stat().st_mtime > _ABANDONED_SECS:
+                    path.unlink()
+        sync_folder(folder)
+        sweep(folder)
+
+
+def _next(folder: Path, name: str, digest: str) -> Path:
+    return folder / f".{name}.{digest}.next"
+
+
+def _read_file(folder: Path, name: str, manifest: Manifest) -> bytes | None:
+    """The bytes of a file as the manifest names it, from either of its two places; None when neither has them."""
+    record = manifest.files.get(name)
+    if record is None:
+        return None
+    for path in (folder / name, _next(folder, name, record.sha256)):
+        data = read_bytes(path)
+        if data is not None and sha256_hex(data) == record.sha256:
+            return data
+    return None
+
+
+def _broken(folder: Path, manifest: Manifest, name: str) -> CacheCorruptError:
+    path = folder / name
+    record = manifest.files.get(name)
+    if record is None:
+        return corrupt(path, "the manifest does not name it")
+    data = read_bytes(path)
+    if data is None:
+        return corrupt(path, "the manifest names it and it is missing", expected=record.sha256)
+    return corrupt(path, "its bytes differ from its digest", expected=record.sha256, actual=sha256_hex(data))

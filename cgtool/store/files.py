@@ -1,0 +1,329 @@
+"""How bytes reach the disk and come back: whole files or none, sealed JSON, errors as sentences. Must not import torch.
+
+Every file of the cache is written once under a temporary name in its own folder, flushed to the disk, and renamed. A
+temporary name is `.<name>.<pid>.<token>.tmp`; no reader opens such a name, so what a killed process leaves is ignored,
+and `sweep` removes it once it is old. Nothing is ever changed in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cgtool.digests import canonical_json
+from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
+from cgtool.plan.pieces import Json
+from cgtool.store.descriptors import made
+from cgtool.store.layout import CACHE_FOLDER
+
+_log = logging.getLogger(__name__)
+
+#: An artifact is written once and only ever removed; a record may be replaced by a rename. The umask applies to both.
+ARTIFACT_MODE = 0o444
+RECORD_MODE = 0o644
+
+_TEMPORARY_SUFFIX = ".tmp"
+#: A temporary file that has not grown for so long belongs to a process that is gone.
+_ABANDONED_SECS = 3600.0
+#: Without waiting for a writer of what is a pipe.
+_READ = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+#: Someone may remove the folder between making it and writing into it; more than a few times is no accident.
+_ATTEMPTS = 5
+#: More than a file system keeps beside the names of files, so that a full disk shows.
+_PROBE_BYTES = 16384
+_SIGNATURE = (
+    "Signature: 8a477f597d28d172789f06886806bc55\n"
+    "# This file marks a cache of cgtool: its contents can be made again, so backups may skip it.\n"
+    "# See https://bford.info/cachedir/\n"
+)
+
+
+#: What EFBIG and SIGXFSZ mean, and what to do.
+FILE_LIMIT = "it is larger than a file may be here. Raise the limit on the size of files (`ulimit -f`)"
+
+
+def cache_error(
+    error: OSError, path: Path | str, *, needed_bytes: int | None = None, doing: str = "written"
+) -> CacheError:
+    """Return the sentence for an error of the operating system.
+
+    Args:
+        error: What the system said.
+        path: The file or folder that it was about.
+        needed_bytes: How many bytes were to be written.
+        doing: "written", "read" or "removed".
+    """
+    elsewhere = "choose another folder with --cache-dir or CGTOOL_CACHE_DIR"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return _full_disk(error, Path(path), needed_bytes, elsewhere)
+    if error.errno == errno.EFBIG:
+        return CacheError(f"{path} could not be written: {FILE_LIMIT}.", path=path)
+    if error.errno == errno.EROFS:
+        text = f"{path} could not be {doing}: it is on a read-only file system. Make it writable or {elsewhere}."
+    elif error.errno in (errno.EACCES, errno.EPERM):
+        text = f"{path} could not be {doing}: permission denied. Change its permissions or {elsewhere}."
+    elif error.errno == errno.ENOTDIR:
+        text = f"{path} could not be {doing}: a part of this path is a file and not a folder. Remove it or {elsewhere}."
+    elif error.errno == errno.ENOENT:
+        text = f"{path} could not be {doing}: there is no such file or folder. Check the path or {elsewhere}."
+    else:
+        text = f"{path} could not be {doing}: {error.strerror or error}. Check the disk or {elsewhere}."
+    return CacheError(text, path=path)
+
+
+@contextlib.contextmanager
+def telling(path: Path | None = None, *, doing: str = "read") -> Iterator[None]:
+    """Say of each error of the operating system in the block what `cache_error` says of it.
+
+    Args:
+        path: The file or folder that the block is about; None: that which the error names, if it names one.
+        doing: "written", "read" or "removed".
+
+    Raises:
+        CacheError: In place of an `OSError`.
+    """
+    try:
+        yield
+    except OSError as error:
+        named = error.filename if path is None else path
+        if not isinstance(named, (str, bytes, os.PathLike)):
+            raise
+        raise cache_error(error, Path(os.fsdecode(named)), doing=doing) from error
+
+
+def _full_disk(error: OSError, path: Path, needed_bytes: int | None, elsewhere: str) -> CacheError:
+    what = "quota is used up" if error.errno == errno.EDQUOT else "disk is full"
+    needed = "" if needed_bytes is None else f", {needed_bytes} bytes were needed"
+    free = ""
+    with contextlib.suppress(OSError):
+        free = f" and {shutil.disk_usage(_existing(path)).free} bytes are free"
+    text = f"{path} could not be written: the {what}{needed}{free}. Make room or {elsewhere}."
+    return CacheError(text, path=path, expected=needed_bytes)
+
+
+def _existing(path: Path) -> Path:
+    """The nearest folder above `path` that exists."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def ensure_folder(folder: Path) -> None:
+    """Make a folder and those above it, durably.
+
+    Raises:
+        CacheError: It cannot be made.
+    """
+    missing = []
+    try:
+        for above in (folder, *folder.parents):
+            if above.is_dir():
+                break
+            missing.append(above)
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise CacheError(f"{folder} is a file, and a folder is needed there. Remove it.", path=folder) from error
+    except OSError as error:
+        raise cache_error(error, folder, needed_bytes=None) from error
+    for new in reversed(missing):
+        sync_folder(new.parent)
+
+
+def ensure_root(root: Path) -> None:
+    """Make a cache root with its CACHEDIR.TAG.
+
+    Raises:
+        CacheError: It cannot be made.
+    """
+    tag = root / "CACHEDIR.TAG"
+    with telling(tag):
+        is_there = tag.exists()
+    if not is_there:
+        ensure_folder(root)
+        write_atomic(tag, _SIGNATURE.encode("ascii"))
+
+
+def check_writable(root: Path) -> None:
+    """Make a cache root and try to write into it, so that a warm fails before it does minutes of work.
+
+    Raises:
+        CacheError: It cannot be made or written to, or its disk is full.
+    """
+    ensure_root(root)
+    base = root / CACHE_FOLDER
+    ensure_folder(base)
+    with written(base / "probe", bytes(_PROBE_BYTES)):
+        pass
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to the disk, where the file system knows how to."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def written(path: Path, data: bytes, *, mode: int = RECORD_MODE) -> Iterator[Path]:
+    """Write `data` to a temporary file beside `path` and yield it; it is gone afterwards unless it was renamed.
+
+    Raises:
+        CacheError: The disk is full, the folder is read-only, ...
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(6).hex()}{_TEMPORARY_SUFFIX}")
+    try:
+        _write(temporary, data, mode)
+        yield temporary
+    except OSError as error:
+        raise cache_error(error, path, needed_bytes=len(data)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def write_atomic(path: Path, data: bytes, *, mode: int = RECORD_MODE) -> None:
+    """Put a file in place whole: a reader finds the old bytes or the new ones, whenever this process dies.
+
+    Args:
+        path: Where; its folder is made when it is missing.
+        data: What.
+        mode: Permissions, less the umask.
+
+    Raises:
+        CacheError: The disk is full, the folder is read-only, ...
+    """
+    for attempt in range(_ATTEMPTS):
+        try:
+            ensure_folder(path.parent)
+            with written(path, data, mode=mode) as temporary:
+                temporary.replace(path)
+            break
+        except CacheError as error:
+            removed = isinstance(error.__cause__, FileNotFoundError)
+            if not removed or attempt == _ATTEMPTS - 1:
+                raise
+    sync_folder(path.parent)
+
+
+def _write(temporary: Path, data: bytes, mode: int) -> None:
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), mode)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def touch(path: Path) -> None:
+    """Make an empty file, durably enough: one that is lost is made again.
+
+    Raises:
+        CacheError: It cannot be made.
+    """
+    ensure_folder(path.parent)
+    try:
+        path.touch(mode=RECORD_MODE)
+    except OSError as error:
+        raise cache_error(error, path, needed_bytes=0) from error
+
+
+def remove(path: Path) -> None:
+    """Remove a file; one that is gone already is fine.
+
+    Raises:
+        CacheError: It cannot be removed.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise cache_error(error, path, doing="removed") from error
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder with all that is in it, as far as that can be done; never raises on account of the disk."""
+    with contextlib.suppress(OSError):  # rmtree ignores not all errors
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep(folder: Path, *, older_than_secs: float = _ABANDONED_SECS) -> int:
+    """Remove temporary files that killed processes left in a folder; never raises.
+
+    Returns:
+        How many were removed.
+    """
+    count = 0
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if not is_temporary(path.name):
+                continue
+            with contextlib.suppress(OSError):
+                if time.time() - path.lstat().st_mtime > older_than_secs:
+                    path.unlink()
+                    count += 1
+    return count
+
+
+def is_temporary(name: str) -> bool:
+    """Return whether a file name is that of a file not yet published."""
+    return name.startswith(".") and name.endswith(_TEMPORARY_SUFFIX)
+
+
+def read_bytes(path: Path | str) -> bytes | None:
+    """Return a file's bytes, or None when there is no such file.
+
+    Raises:
+        CacheCorruptError: Something else than a file is there: a pipe would hold the reader up for ever.
+        CacheError: It is there and cannot be read.
+    """
+    try:
+        [descriptor] = made(os.open, path, _READ)
+        try:
+            with open(descriptor, "rb", buffering=0, closefd=False) as file:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise corrupt(path, "it is no file")
+                data = file.read()
+        finally:
+            os.close(descriptor)  # no call of Python's own ends between the block and this
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise cache_error(error, path, doing="read") from error
+    return data
+
+
+def may_exist(path: Path | str) -> bool:
+    """Return whether a file or folder is there; what cannot be looked at is taken to be."""
+    try:
+        os.stat(path)  # noqa: PTH116 - asked on the way of a load, and of thousands
+    except OSError as error:
+        return not isinstance(error, (FileNotFoundError, NotADirectoryError))
+    return True
+
+
+def corrupt(path: Path | str, why: str, *, expected: Any = None, actual: Any = None) -> CacheCorruptError:
+    """Return the sentence for a file whose content cannot be trusted."""
+    text = f"{path} is corrupt: {why}. Warm the model again to replace it, or remove the file."
+    return CacheCorruptError(text, path=path, expected=expected, actual=actual)
+
+
+def is_newer(error: CacheSchemaError) -> bool:
+    """Return whether a file's schema is newer than ours, so that it must not be replaced."""
+    return bool(error.actual > error.expected)
+
+
+def same_json(left: Json, right: Json) -> bool:
+    """Return whether two JSON values are the same, telling 1, 1.0 and true apart as Python's == does not."""
+    return canonical_json(left) == canonical_json(right)

@@ -1,0 +1,282 @@
+"""The key: named factors, their combined hash, `key.json`, and the words for what differs. Must not import torch.
+
+A factor's hash is the SHA-256 of its value's canonical JSON; the key's hash is that of `{name: factor hash}`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from cgtool.digests import digest_of
+from cgtool.errors import CacheCorruptError, CacheSchemaError
+from cgtool.plan.grammar import Digest
+from cgtool.plan.pieces import Json
+from cgtool.records import dataclass
+from cgtool.store.files import corrupt, is_newer, read_bytes, same_json, write_atomic
+from cgtool.store.layout import CacheLayout, check_hash, short
+from cgtool.store.sealing import Sealed, seal, unseal
+
+_log = logging.getLogger(__name__)
+
+#: Every factor. The one that tells most about a miss comes first: people edit models more often than they change
+#: compilers.
+FACTOR_ORDER = (
+    *("sources", "distributions", "variables", "ops", "guards", "config", "model", "state", "calls"),
+    *("torch", "triton", "python", "compiler", "target", "precision", "inductor", "inductor_environment", "cgtool"),
+)
+
+#: Factors whose leaves are variables of the environment.
+_VARIABLES = frozenset({"variables", "inductor_environment"})
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_./:-]+")
+_SHOWN_CHARACTERS = 80
+
+
+class _Absent:
+    """Stands for a value that one side does not have: None is a value of JSON."""
+
+
+_ABSENT = _Absent()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factor:
+    """A named input of the key.
+
+    Args:
+        name: What people call it, one of `FACTOR_ORDER` where that fits.
+        value: JSON; tuples become lists.
+
+    Raises:
+        TypeError: The value holds something that JSON has no word for.
+        ValueError: The value holds a NaN or an infinity.
+    """
+
+    name: str
+    value: Json
+
+    def __post_init__(self) -> None:
+        # So that a factor equals itself once it was written and read; half a character, as of a file's name that is
+        # no UTF-8, has no place in a file of UTF-8.
+        text = json.dumps(self.value, ensure_ascii=False, allow_nan=False).encode("utf-8", "xmlcharrefreplace")
+        object.__setattr__(self, "value", json.loads(text))
+
+    @property
+    def hash(self) -> str:
+        """The SHA-256 of the value's canonical JSON."""
+        return digest_of(self.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactorDifference:
+    """One leaf in which two keys differ.
+
+    Args:
+        factor: The factor's name.
+        path: The leaf, "config.level".
+        old: Its value in the stored key; None where it was absent.
+        new: Its value now; None where it is absent.
+        sentence: "config.level was 3 and is 2 now".
+    """
+
+    factor: str
+    path: str
+    old: Json
+    new: Json
+    sentence: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """All factors of one entry, by name.
+
+    Args:
+        factors: In order of their names.
+    """
+
+    factors: tuple[Factor, ...]
+
+    @classmethod
+    def of(cls, factors: Iterable[Factor]) -> Key:
+        """Return the key of factors in any order.
+
+        Raises:
+            ValueError: Two of them have one name.
+        """
+        ordered = tuple(sorted(factors, key=lambda factor: factor.name))
+        names = [factor.name for factor in ordered]
+        if len(set(names)) != len(names):
+            raise ValueError(f"Two factors have one name: {names}. Give each factor a name of its own.")
+        return cls(factors=ordered)
+
+    @property
+    def hash(self) -> str:
+        """The combined hash, 64 hexadecimal digits."""
+        return combine(self.factors)
+
+    def value(self, name: str) -> Json:
+        """Return the value of a factor, or None when there is no such factor."""
+        return next((factor.value for factor in self.factors if factor.name == name), None)
+
+    def to_bytes(self) -> bytes:
+        """Return the text of `key.json`."""
+        return seal(KeyFile(hash=self.hash, factors={factor.name: factor.value for factor in self.factors}))
+
+
+class KeyFile(Sealed, frozen=True, kw_only=True, tag="key-3"):
+    """`key.json`.
+
+    Args:
+        hash: The entry's, which its factors give.
+        factors: Each factor's value, by the factor's name.
+    """
+
+    hash: Digest
+    factors: dict[str, Any]
+
+
+def combine(factors: Iterable[Factor]) -> str:
+    """Return the hash of a set of factors, whatever their order."""
+    return digest_of({factor.name: factor.hash for factor in factors})
+
+
+def write_key(layout: CacheLayout, key: Key) -> None:
+    """Write an entry's `key.json` unless an intact one is there.
+
+    Raises:
+        CacheSchemaError: A newer version of cgtool wrote this entry.
+        CacheError: It cannot be written.
+    """
+    hash_ = key.hash
+    try:
+        if read_key(layout, hash_) is not None:
+            return
+    except CacheCorruptError as error:
+        _log.warning("%s It is replaced.", error)
+    except CacheSchemaError as error:
+        if is_newer(error):
+            raise
+    write_atomic(layout.key_file(hash_), key.to_bytes())
+
+
+def read_key(layout: CacheLayout, hash_: str) -> Key | None:
+    """Return an entry's key, or None when it has none.
+
+    Raises:
+        CacheCorruptError: It is torn, or it is not the key of `hash_`.
+        CacheSchemaError: Another version of cgtool wrote it.
+        CacheError: It cannot be read.
+    """
+    path = layout.key_file(check_hash(hash_))
+    data = read_bytes(path)
+    return None if data is None else parse_key(data, path=path, hash_=hash_)
+
+
+def parse_key(data: bytes, *, path: Path, hash_: str) -> Key:
+    """Return the key in the bytes of a file.
+
+    Raises:
+        CacheCorruptError: They are torn, or they are not the key of `hash_`.
+        CacheSchemaError: Another version of cgtool wrote them.
+    """
+    record = unseal(data, KeyFile, path=path)
+    try:
+        key = Key.of(Factor(name=name, value=value) for name, value in record.factors.items())
+        found = key.hash
+    except RecursionError as error:  # of what is made of it
+        raise corrupt(path, "it is nested without end") from error
+    if not found == hash_ == record.hash:
+        raise corrupt(path, "its factors do not give the hash of its folder", expected=hash_, actual=found)
+    return key
+
+
+def differences(old: Key, new: Key) -> list[FactorDifference]:
+    """Return every leaf in which two keys differ, the most telling first.
+
+    Args:
+        old: The stored key ("was").
+        new: The key of things as they are ("is now").
+    """
+    olds = {factor.name: factor.value for factor in old.factors}
+    news = {factor.name: factor.value for factor in new.factors}
+    found: list[FactorDifference] = []
+    for name in sorted(olds.keys() | news.keys(), key=_telling):
+        worded = _of_variable if name in _VARIABLES else _sentence
+        for path, before, after in _leaves(name, olds.get(name, _ABSENT), news.get(name, _ABSENT)):
+            found.append(
+                FactorDifference(
+                    factor=name,
+                    path=path,
+                    old=None if before is _ABSENT else before,
+                    new=None if after is _ABSENT else after,
+                    sentence=worded(path, before, after),
+                )
+            )
+    return found
+
+
+def difference_between(name: str, old: Json, new: Json) -> list[FactorDifference]:
+    """Return the differences between two values of one factor, for callers that have no whole keys."""
+    return differences(Key.of([Factor(name=name, value=old)]), Key.of([Factor(name=name, value=new)]))
+
+
+def sentences(found: Sequence[FactorDifference]) -> tuple[str, ...]:
+    """Return what people read of differences."""
+    return tuple(difference.sentence for difference in found)
+
+
+def _telling(name: str) -> tuple[int, str]:
+    rank = FACTOR_ORDER.index(name) if name in FACTOR_ORDER else len(FACTOR_ORDER)
+    return rank, name
+
+
+def _leaves(path: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The guilty leaves, in order of their paths: into dicts by key, into lists of one length by position."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            yield from _leaves(_dotted(path, key), old.get(key, _ABSENT), new.get(key, _ABSENT))
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for position, (before, after) in enumerate(zip(old, new, strict=True)):
+            yield from _leaves(f"{path}[{position}]", before, after)
+    elif old is _ABSENT or new is _ABSENT or not same_json(old, new):
+        yield path, old, new
+
+
+def _dotted(path: str, key: str) -> str:
+    return f"{path}.{key}" if _PLAIN_NAME.fullmatch(key) else f"{path}[{json.dumps(key)}]"
+
+
+def _sentence(path: str, old: Any, new: Any) -> str:
+    """All wording of differences is here."""
+    if old is _ABSENT:
+        return f"{path} is {_shown(new)} now and was not there before"
+    if new is _ABSENT:
+        return f"{path} was {_shown(old)} and is gone now"
+    if _is_digest(old) and _is_digest(new):
+        return f"{path} has changed (its digest was {short(old)} and is {short(new)} now)"
+    before, after = _shown(old), _shown(new)
+    if before == after:  # equal as far as people are shown it
+        return f"{path} has changed (it begins with {before} in both)"
+    return f"{path} was {before} and is {after} now"
+
+
+def _of_variable(path: str, old: Any, new: Any) -> str:
+    factor, _, name = path.partition(".")
+    before, after = ("unset" if value in (None, _ABSENT) else _shown(value) for value in (old, new))
+    return f"the environment variable {name} was {before} and is {after} now" if name else _sentence(factor, old, new)
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
+
+
+def _shown(value: Json) -> str:
+    if _is_digest(value):
+        return short(value)
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"

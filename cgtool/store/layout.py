@@ -1,0 +1,251 @@
+"""Where everything of the cache lies: all path arithmetic, and the grammar of its names. Must not import torch.
+
+The tree under a cache root::
+
+    CACHEDIR.TAG
+    torch_compile_cache/
+      <hash>/                                    64 hexadecimal digits
+        key.json
+        artifacts/<sha256>.<kind>                kind: [a-z][a-z0-9_]*(.[a-z0-9_]+)*, at most 40 characters
+        signatures/<sha256>.json <sha256>.sig    of an entry that was imported signed, see cgtool.store.trust
+        rank_<i>/<prefix>/                       i: no leading zeros; prefix: [A-Za-z0-9][A-Za-z0-9_.-]*
+          manifest.json plan.json computation_graph.py transformed_code.py
+          generated/<sha256[:16]>/<file>         what a compiler wrote for an artifact, for people; in no digest
+      units/<key[:2]>/<key>/                     key: 64 hexadecimal digits
+        lock unit.json <sha256>.<kind>
+      lookup/<digest>/<hash>                     empty files
+      lookup/indexed/<hash>-rank_<i>-<prefix>    empty files
+      state/used/<hash>-rank_<i>-<prefix>        one byte a hit
+      state/locks/<hash>-rank_<i>-<prefix>       empty files
+      state/leases/...                           who uses what: cgtool.store.leases
+      state/trash/... state/pruned/...           what prunes removed: cgtool.toolkit.prune
+
+Names are matched to this grammar before they become paths, so that no record can point outside of the root.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from cgtool.errors import CacheError
+from cgtool.records import dataclass
+from cgtool.variables import environment
+
+CACHE_FOLDER = "torch_compile_cache"
+ARTIFACTS = "artifacts"
+SIGNATURES = "signatures"
+KEY_FILE = "key.json"
+MANIFEST_FILE = "manifest.json"
+PLAN_FILE = "plan.json"
+GRAPH_FILE = "computation_graph.py"
+CODE_FILE = "transformed_code.py"
+#: The files of a rank folder beside its manifest.
+RANK_FILES = (PLAN_FILE, GRAPH_FILE, CODE_FILE)
+#: Of a rank and prefix: what compilers wrote, for people; in no digest.
+GENERATED = "generated"
+UNIT_FILE = "unit.json"
+
+#: How many digits of a hash people are shown.
+SHORT_DIGITS = 10
+
+_HASH = re.compile(r"[0-9a-f]{64}")
+_KIND = re.compile(r"(?=.{1,40}\Z)[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)*")
+_PREFIX = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_RANK = re.compile(r"0|[1-9][0-9]{0,6}")
+_RANK_FOLDER = re.compile(r"rank_(0|[1-9][0-9]{0,6})")
+
+
+def is_hash(text: str) -> bool:
+    """Return whether `text` is 64 lower-case hexadecimal digits."""
+    return _HASH.fullmatch(text) is not None
+
+
+def is_prefix(text: str) -> bool:
+    """Return whether `text` may name a compiled part of a model."""
+    return _PREFIX.fullmatch(text) is not None
+
+
+def check_hash(text: str) -> str:
+    """Return `text` if it is a hash.
+
+    Raises:
+        CacheError: It is not.
+    """
+    return _checked(text, _HASH, "64 lower-case hexadecimal digits", "hash")
+
+
+def check_kind(text: str) -> str:
+    """Return `text` if it may be the kind of an artifact.
+
+    Raises:
+        CacheError: It may not.
+    """
+    return _checked(text, _KIND, "lower-case words joined by dots", "artifact kind")
+
+
+def check_prefix(text: str) -> str:
+    """Return `text` if it may be a prefix.
+
+    Raises:
+        CacheError: It may not.
+    """
+    return _checked(text, _PREFIX, "letters, digits, '_', '-' and '.', at most 64", "prefix")
+
+
+def parse_rank_folder(name: str) -> int | None:
+    """Return the rank of a folder name such as "rank_0", or None for a foreign folder."""
+    match = _RANK_FOLDER.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def short(digest: str) -> str:
+    """Return the digits of a hash or digest that people are shown."""
+    return digest[:SHORT_DIGITS]
+
+
+def resolve_root(cache_dir: Path | str | None = None) -> Path:
+    """Return the absolute path of the cache root.
+
+    Args:
+        cache_dir: What the user asked for by an argument or `--cache-dir`; it wins. A path that ends with
+            `torch_compile_cache` means the root above it.
+
+    Returns:
+        The argument, else `CGTOOL_CACHE_DIR`, else the user's cache folder for cgtool.
+    """
+    chosen = cache_dir if cache_dir is not None else environment().cache_dir
+    if chosen is None:
+        import platformdirs  # milliseconds, and only for who names no place
+
+        chosen = platformdirs.user_cache_dir("cgtool", appauthor=False)
+    root = Path(chosen).expanduser().absolute()
+    return root.parent if root.name == CACHE_FOLDER else root
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankName:
+    """What names one manifest in a cache: an entry's hash, a rank and a prefix.
+
+    Args:
+        hash: The entry's combined hash.
+        rank: Which process of a model-parallel group.
+        prefix: Which compiled part of the model.
+
+    Raises:
+        CacheError: One of them is outside of the layout's grammar.
+    """
+
+    hash: str
+    rank: int
+    prefix: str
+
+    def __post_init__(self) -> None:
+        check_hash(self.hash)
+        check_prefix(self.prefix)
+        _checked(str(self.rank), _RANK, "a number from 0 to 9999999", "rank")
+
+    @property
+    def flat(self) -> str:
+        """The name as one file name: `<hash>-rank_<i>-<prefix>`."""
+        return f"{self.hash}-rank_{self.rank}-{self.prefix}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheLayout:
+    """The paths under one cache root. Touches no file, save in `hashes()` and `rank_names()`, which list folders.
+
+    Args:
+        root: The cache root, as `resolve_root` gives it.
+    """
+
+    root: Path
+
+    @property
+    def base(self) -> Path:
+        """The folder `torch_compile_cache`."""
+        return self.root / CACHE_FOLDER
+
+    @property
+    def tag(self) -> Path:
+        """The file that tells backup tools to skip the root."""
+        return self.root / "CACHEDIR.TAG"
+
+    @property
+    def units_dir(self) -> Path:
+        """Where units lie."""
+        return self.base / "units"
+
+    @property
+    def lookup_dir(self) -> Path:
+        """Where the direct-mode lookup lies."""
+        return self.base / "lookup"
+
+    @property
+    def state_dir(self) -> Path:
+        """Where stamps and locks lie: outside of every digest, and never shipped."""
+        return self.base / "state"
+
+    def entry_dir(self, hash_: str) -> Path:
+        """The folder of one entry: the unit that is shipped."""
+        return self.base / check_hash(hash_)
+
+    def key_file(self, hash_: str) -> Path:
+        """The `key.json` of one entry."""
+        return self.entry_dir(hash_) / KEY_FILE
+
+    def rank_dir(self, name: RankName) -> Path:
+        """The folder of one rank and prefix."""
+        return self.entry_dir(name.hash) / f"rank_{name.rank}" / name.prefix
+
+    def manifest_file(self, name: RankName) -> Path:
+        """The manifest of one rank and prefix."""
+        return self.rank_dir(name) / MANIFEST_FILE
+
+    def unit_dir(self, key: str) -> Path:
+        """The folder of one unit."""
+        return self.units_dir / check_hash(key)[:2] / key
+
+    def entry_lock(self, name: RankName) -> Path:
+        """The lock of one rank and prefix, held while its manifest is replaced."""
+        return self.state_dir / "locks" / name.flat
+
+    def used_file(self, name: RankName) -> Path:
+        """The hit counter of one rank and prefix."""
+        return self.state_dir / "used" / name.flat
+
+    def hashes(self) -> list[str]:
+        """Return the hashes of all entries, sorted; empty when there is no cache."""
+        return sorted(name for name in _listed(self.base) if is_hash(name))
+
+    def rank_names(self, hash_: str) -> Iterator[RankName]:
+        """Yield every rank and prefix folder of an entry, by rank and prefix; a folder may lack its manifest yet.
+
+        A link is none: what is behind it is not the entry's, and must not be removed with it.
+        """
+        entry = self.entry_dir(hash_)
+        ranks = sorted(rank for name in _listed(entry, links=False) if (rank := parse_rank_folder(name)) is not None)
+        for rank in ranks:
+            for prefix in sorted(name for name in _listed(entry / f"rank_{rank}", links=False) if is_prefix(name)):
+                yield RankName(hash=hash_, rank=rank, prefix=prefix)
+
+
+def _listed(folder: Path, *, links: bool = True) -> list[str]:
+    """Names in a folder, with those of links or without; one that is missing, or was removed meanwhile, has none."""
+    try:
+        with os.scandir(folder) as found:
+            return [entry.name for entry in found if links or not entry.is_symlink()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CacheError(
+            f"The folder {folder} could not be listed: {error.strerror}. Check its permissions.", path=folder
+        ) from error
+
+
+def _checked(text: str, grammar: re.Pattern[str], expected: str, what: str) -> str:
+    if grammar.fullmatch(text) is None:
+        raise CacheError(f"{text!r} cannot be a {what}: use {expected}.", expected=expected, actual=text)
+    return text

@@ -1,0 +1,128 @@
+"""The direct-mode lookup: from the digest of cheap facts to the entries worth a closer look. Must not import torch.
+
+`lookup/<digest>/<hash>` is an empty file for each entry that cheap facts with this digest may mean, touched when the
+entry is published. A manifest carries its own digests, so all of this can be made again:
+`lookup/indexed/<hash>-rank_<i>-<prefix>` marks the manifests that were taken in, and any other (copied in from
+elsewhere, left by a killed process, or all of them after `lookup/` was removed) is taken in when somebody finds nothing
+among what is marked. On a read-only cache this happens in memory, each time.
+
+A candidate is a hint: whether it is a hit is for its factors and guards to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from cgtool.errors import CacheError
+from cgtool.store.files import remove, telling, touch
+from cgtool.store.layout import CacheLayout, RankName, check_hash, is_hash
+from cgtool.store.records import Manifest, read_manifest
+
+_log = logging.getLogger(__name__)
+
+
+class LookupStore:
+    """The lookup of one cache.
+
+    Args:
+        layout: Where the cache lies.
+    """
+
+    def __init__(self, layout: CacheLayout) -> None:
+        self._layout = layout
+
+    def add(self, digest: str, hash_: str) -> None:
+        """Let a digest of cheap facts lead to an entry.
+
+        Raises:
+            CacheError: It cannot be written.
+        """
+        touch(self._layout.lookup_dir / check_hash(digest) / check_hash(hash_))
+
+    def index(self, name: RankName, digests: Iterable[str]) -> None:
+        """Take in a manifest: all its digests, and then the mark that it was taken in.
+
+        Raises:
+            CacheError: It cannot be written.
+        """
+        for digest in digests:
+            self.add(digest, name.hash)
+        touch(self._layout.lookup_dir / "indexed" / name.flat)
+
+    def forget(self, name: RankName) -> None:
+        """Remove the mark of a manifest that is about to change, so that it is taken in again whatever happens.
+
+        Raises:
+            CacheError: It cannot be removed.
+        """
+        remove(self._layout.lookup_dir / "indexed" / name.flat)
+
+    def lost(self, manifest: Manifest) -> tuple[Path, ...]:
+        """Return the marks that should lead to a manifest and are gone, while the mark that it was taken in is there.
+
+        No load finds such an entry. Without that last mark the next load takes it in, and nothing is lost.
+
+        Args:
+            manifest: Of the entry.
+        """
+        if not os.path.lexists(self._layout.lookup_dir / "indexed" / manifest.name.flat):
+            return ()
+        marks = (self._layout.lookup_dir / check_hash(digest) / manifest.hash for digest in manifest.lookup)
+        return tuple(mark for mark in marks if not os.path.lexists(mark))
+
+    def candidates(self, digest: str) -> Iterator[str]:
+        """Yield the hashes of the entries that a digest of cheap facts may mean, those marked last first.
+
+        The marks are all that is read for these. Whoever is content with none of them goes on, and only then is the
+        whole cache walked for manifests that were not taken in yet.
+
+        Never raises on account of a lookup that is missing, torn or read-only; one that cannot be read is no miss.
+
+        Args:
+            digest: Of the cheap facts, 64 hexadecimal digits.
+
+        Raises:
+            CacheError: The cache folder or the lookup cannot be listed.
+        """
+        marked = self._marked(digest)
+        yield from marked
+        # In one go: while a caller looks at one, another process may remove the next.
+        found = {manifest.hash for manifest in self._newcomers() if digest in manifest.lookup}
+        yield from sorted(found.difference(marked))
+
+    def _marked(self, digest: str) -> list[str]:
+        folder = self._layout.lookup_dir / check_hash(digest)
+        marks: list[os.DirEntry[str]] = []
+        # One that cannot be listed is no miss: the model would be compiled again, whatever the disk has.
+        with telling(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as found:
+            known = [mark for mark in found if is_hash(mark.name) and self._layout.key_file(mark.name).exists()]
+            marks = sorted(known, key=lambda mark: (mark.stat(follow_symlinks=False).st_mtime_ns, mark.name))
+        return [mark.name for mark in reversed(marks)]
+
+    def _newcomers(self) -> Iterator[Manifest]:
+        """Yield the manifests that were not taken in yet, and take them in."""
+        try:
+            indexed = {path.name for path in (self._layout.lookup_dir / "indexed").iterdir()}
+        except OSError:
+            indexed = set()
+        for hash_ in self._layout.hashes():
+            for name in self._layout.rank_names(hash_):
+                if name.flat not in indexed and (manifest := self._manifest(name)) is not None:
+                    yield manifest
+
+    def _manifest(self, name: RankName) -> Manifest | None:
+        try:
+            manifest = read_manifest(self._layout, name)
+        except CacheError as error:  # whoever opens this entry says so to the user
+            _log.debug("not taken into the lookup: %s", error)
+            return None
+        if manifest is not None:
+            try:
+                self.index(name, manifest.lookup)
+            except CacheError as error:
+                _log.debug("the lookup could not be written: %s", error)
+        return manifest

@@ -1,0 +1,224 @@
+"""What of this machine decides whether an entry loads here, found without torch. Must not import torch.
+
+`Machine.factors` spells what `cgtool.guards.environment` writes into `key.json`; a test with torch holds the two equal.
+What only torch itself could say here is None, and is compared with nothing:
+
+- the architectures of AMD's accelerators (torch's name for one says more than the kernel driver does);
+- the level of vector instructions that torch takes on processors that are not x86;
+- precision and Inductor's settings, which belong to the process that loads and not to the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import platform
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from cgtool import host
+from cgtool.digests import digest_of
+from cgtool.plan.pieces import Json
+from cgtool.records import dataclass
+from cgtool.variables import environment
+
+#: What torch's own version.py assigns, by our names.
+_BUILD = {"version": "__version__", "version_git": "git_version", "with_cuda": "cuda", "with_hip": "hip"}
+_ASSIGNED = r"^{}\s*(?::[^=\n]*)?=\s*(?:None|'([^'\n]*)'|\"([^\"\n]*)\")\s*$"
+_AVX512 = frozenset({"avx512vl", "avx512bw", "avx512dq", "fma"})
+_AVX2 = frozenset({"avx2", "fma"})
+#: The variable with which a user takes vector instructions away from torch, and what torch calls the rest.
+_CAPABILITY = "ATEN_CPU_CAPABILITY"
+_CAPABILITIES = {"default": "DEFAULT", "avx2": "AVX2", "avx512": "AVX512"}
+#: Attributes of a device in CUDA's driver interface: how many multiprocessors, and the two halves of its architecture.
+_COUNT, _MAJOR, _MINOR = 16, 75, 76
+
+
+@dataclass(frozen=True, kw_only=True)
+class Driver:
+    """NVIDIA's driver, as its library tells of itself.
+
+    Args:
+        cuda: The newest CUDA that it serves: "12.8".
+        version: Its own version, "570.86.15"; None where the kernel does not say.
+        devices: The architectures of the visible devices, each once: "sm_90 x132".
+    """
+
+    cuda: str
+    version: str | None
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """This machine and what is installed for this Python.
+
+    Args:
+        torch: Version, git revision and CUDA or ROCm version of torch; None where it is not installed.
+        triton: Its version, or None.
+        python: Implementation and version without the patch level: "cpython 3.12".
+        python_version: The whole version: "3.12.4".
+        compiler: What the C++ compiler says of itself, or None where none works.
+        machine: The kind of processor: "x86_64".
+        capability: The level of vector instructions that torch takes, or None where only torch could say.
+        instructions: The digest of the processor's instruction sets, or None where the system does not say.
+        accelerators: The architectures that torch would see, each once; None where only torch could say.
+        driver: NVIDIA's driver, where there is one.
+        glibc: Its version, "2.36"; None where the system's C library is another.
+        code_variables: The variables of the environment that change code.
+        cgtool: The version of cgtool, and the digest of its code where it runs from a checkout.
+    """
+
+    torch: Mapping[str, str | None] | None
+    triton: str | None
+    python: str
+    python_version: str
+    compiler: str | None
+    machine: str
+    capability: str | None
+    instructions: str | None
+    accelerators: tuple[str, ...] | None
+    driver: Driver | None
+    glibc: str | None
+    code_variables: Mapping[str, str]
+    cgtool: Mapping[str, str | None]
+
+    @property
+    def factors(self) -> dict[str, Json]:
+        """The factors of a key that a machine decides, spelled as in `key.json`; None stands for what is not known."""
+        return {
+            "torch": None if self.torch is None else dict(self.torch),
+            "triton": self.triton,
+            "python": self.python,
+            "compiler": self.compiler,
+            "target": {
+                "cpu": {"machine": self.machine, "capability": self.capability, "instructions": self.instructions},
+                "accelerators": None if self.accelerators is None else list(self.accelerators),
+            },
+            "inductor_environment": dict(self.code_variables),
+            "cgtool": dict(self.cgtool),
+        }
+
+    def to_json(self) -> dict[str, Json]:
+        """Return the machine as JSON: its factors, and what is no factor."""
+        driver = self.driver
+        return {
+            **self.factors,
+            "python_version": self.python_version,
+            "glibc": self.glibc,
+            "driver": None if driver is None else {"cuda": driver.cuda, "version": driver.version},
+        }
+
+
+def this_machine() -> Machine:
+    """Return what this machine is. Starts the C++ compiler once, to ask for its version."""
+    build = _torch_build()
+    flags = host.cpu_flags()
+    driver = _nvidia() if build is not None and build["with_cuda"] else None
+    variables = environment().code_variables
+    return Machine(
+        torch=build,
+        triton=host.triton_version(),
+        python=host.python_name(),
+        python_version=platform.python_version(),
+        compiler=host.compiler_version(),
+        machine=platform.machine(),
+        capability=_capability(flags, variables.get(_CAPABILITY)),
+        instructions=digest_of(flags) if flags else None,
+        accelerators=_accelerators(build, driver),
+        driver=driver,
+        glibc=_glibc(),
+        code_variables=dict(variables),
+        cgtool=host.cgtool_build(),
+    )
+
+
+def parse_build(text: str) -> dict[str, str | None]:
+    """Return what torch's version.py says of its build.
+
+    Args:
+        text: The module's source.
+    """
+    build: dict[str, str | None] = {}
+    for name, assigned in _BUILD.items():
+        match = re.search(_ASSIGNED.format(re.escape(assigned)), text, re.MULTILINE)
+        build[name] = None if match is None else match[1] or match[2]
+    return build
+
+
+def version_pair(text: str) -> tuple[int, int]:
+    """Return the first two numbers of a version, (0, 0) where it has none: "12.8" → (12, 8)."""
+    match = re.match(r"(\d+)(?:\.(\d+))?", text)
+    return (0, 0) if match is None else (int(match[1]), int(match[2] or 0))
+
+
+def _torch_build() -> dict[str, str | None] | None:
+    try:
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.origin is None:
+            return None
+        return parse_build(Path(spec.origin).with_name("version.py").read_text(encoding="utf-8"))
+    except (ImportError, ValueError, OSError):
+        return None
+
+
+def _capability(flags: list[str], forced: str | None) -> str | None:
+    """Return what torch's dispatch of its own kernels chooses; it asks the processor as this does."""
+    if platform.machine() not in ("x86_64", "AMD64") or not flags:
+        return None
+    if forced is not None and forced in _CAPABILITIES:
+        return _CAPABILITIES[forced]
+    if _AVX512.issubset(flags):
+        return "AVX512"
+    return "AVX2" if _AVX2.issubset(flags) else "DEFAULT"
+
+
+def _glibc() -> str | None:
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
+        return version if name == "glibc" else None
+    return None
+
+
+def _accelerators(build: Mapping[str, str | None] | None, driver: Driver | None) -> tuple[str, ...] | None:
+    if build is None or build["with_hip"]:
+        return None
+    if driver is None or version_pair(driver.cuda)[0] < version_pair(build["with_cuda"] or "")[0]:
+        return ()  # torch sees no device where the driver is of an older CUDA than its own
+    return driver.devices
+
+
+def _nvidia() -> Driver | None:
+    """Ask the driver's library, which sees what torch would see: CUDA_VISIBLE_DEVICES holds for both."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version, count = ctypes.c_int(), ctypes.c_int()
+    if cuda.cuInit(0) or cuda.cuDriverGetVersion(ctypes.byref(version)) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return None
+    found = set()
+    for index in range(count.value):
+        device = ctypes.c_int()
+        if not cuda.cuDeviceGet(ctypes.byref(device), index):
+            major, minor, units = (_attribute(cuda, device, number) for number in (_MAJOR, _MINOR, _COUNT))
+            found.add(f"sm_{major}{minor} x{units}")
+    number = version.value
+    spelled = f"{number // 1000}.{number % 1000 // 10}"
+    return Driver(cuda=spelled, version=_driver_version(), devices=tuple(sorted(found)))
+
+
+def _attribute(cuda: ctypes.CDLL, device: ctypes.c_int, number: int) -> int:
+    value = ctypes.c_int()
+    cuda.cuDeviceGetAttribute(ctypes.byref(value), number, device)
+    return value.value
+
+
+def _driver_version() -> str | None:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", Path("/proc/driver/nvidia/version").read_text(encoding="ascii"))
+        return None if match is None else match[1]
+    return None

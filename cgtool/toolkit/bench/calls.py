@@ -1,0 +1,222 @@
+"""The calls that are timed and compared: their arguments, what they give, and the weights behind that. Imports torch.
+
+Arguments are the example's own, at another size of a dynamic dimension: values are repeated or cut, so that token ids
+stay in range, and every way gets the same ones. They are made outside of inference mode, since guards of every kind
+tell inference tensors from others. Outputs are kept in one folder and compared with eager's::
+
+    <name>.json   a `Reference`
+    <name>.bin    the tensors' bytes one after the other, contiguous
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cgtool.errors import UsageError
+from cgtool.model import DynamicDims, ModelSpec
+from cgtool.plan.grammar import Count, Record, decode, encode
+from cgtool.toolkit.bench.request import Difference
+
+#: The greatest difference from eager that rounding explains, relative to a tensor's greatest value: fused kernels round
+#: at other places, and a deep model carries that on.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def bounds_of(dynamic: DynamicDims) -> dict[str, tuple[int, int | None]]:
+    """Return each dynamic dimension's name with its smallest and its largest size."""
+    named = (dim for dims in dynamic.values() for dim in dims.values())
+    return dict((dim, (1, None)) if isinstance(dim, str) else (dim[0], (dim[1], dim[2])) for dim in named)
+
+
+def dimension_of(spec: ModelSpec, asked: str | None) -> str | None:
+    """Return the dimension that sizes speak of: the one asked for, else the last; None where none is dynamic.
+
+    Raises:
+        UsageError: The model has no dynamic dimension of that name.
+    """
+    known = list(bounds_of(spec.dynamic))
+    if asked is None:
+        return known[-1] if known else None
+    if asked not in known:
+        names = ", ".join(known) or "none"
+        message = f"The model has no dynamic dimension {asked!r}; it has: {names}. Name one of them with --size-dim."
+        raise UsageError(message, path="--size-dim", expected=known, actual=asked)
+    return asked
+
+
+def example(spec: ModelSpec) -> Arguments:
+    """Return the arguments of the first example call."""
+    return tuple(spec.calls[0].args), dict(spec.calls[0].kwargs)
+
+
+def resized(spec: ModelSpec, dimension: str | None, size: int) -> Arguments:
+    """Return the first example call's arguments with `dimension` at another size.
+
+    Raises:
+        UsageError: No dimension is dynamic, or the model bounds it.
+    """
+    if dimension is None:
+        message = f"The model names no dynamic dimension, so it cannot be called at size {size}: leave --tokens out."
+        raise UsageError(message, path="--tokens", actual=size)
+    least, most = bounds_of(spec.dynamic)[dimension]
+    if size < least or (most is not None and size > most):
+        message = f"{dimension} lies from {least} to {most or 'no limit'}, and {size} does not. Give another size."
+        raise UsageError(message, path="--tokens", expected=[least, most], actual=size)
+
+    def change(tensor: torch.Tensor, dims: Mapping[int, Any]) -> torch.Tensor:
+        for index, dim in dims.items():
+            if dimension == (dim if isinstance(dim, str) else dim[0]):
+                places = torch.arange(size, device=tensor.device) % tensor.shape[index]
+                tensor = tensor.index_select(index, places)
+        return tensor
+
+    return _changed(spec, change)
+
+
+def dynamic_tensors(spec: ModelSpec) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+    """Yield the example's tensors that have dynamic dimensions, with those dimensions."""
+    found: list[tuple[torch.Tensor, tuple[int, ...]]] = []
+
+    def look(tensor: torch.Tensor, dims: Mapping[int, Any]) -> torch.Tensor:
+        found.append((tensor, tuple(dims)))
+        return tensor
+
+    _changed(spec, look)
+    yield from found
+
+
+def _changed(spec: ModelSpec, change: Callable[[torch.Tensor, Mapping[int, Any]], torch.Tensor]) -> Arguments:
+    args, kwargs = example(spec)
+    names = list(inspect.signature(getattr(spec.module, spec.method)).parameters)
+    by_place = [spec.dynamic.get(name, {}) for name in names[: len(args)]]
+    by_place += [{}] * (len(args) - len(by_place))
+    return (
+        tuple(change(arg, dims) if dims else arg for arg, dims in zip(args, by_place, strict=True)),
+        {name: change(arg, spec.dynamic[name]) if name in spec.dynamic else arg for name, arg in kwargs.items()},
+    )
+
+
+class Leaf(Record, frozen=True, kw_only=True):
+    """One part of an output: a tensor, which lies in the file beside this, or a plain value."""
+
+    path: str
+    dtype: str | None = None
+    shape: tuple[Count, ...] = ()
+    offset: Count = 0
+    value: bool | int | float | str | None = None
+
+
+class Reference(Record, frozen=True, kw_only=True):
+    """An output's parts, in order."""
+
+    leaves: tuple[Leaf, ...]
+
+
+def leaves_of(value: Any, path: str = "output") -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a nested output by path: tensors, numbers, texts; of anything else its type's name."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from leaves_of(getattr(value, field.name, None), f"{path}.{field.name}")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from leaves_of(item, f"{path}[{key!r}]")
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        for index, item in enumerate(value):
+            yield from leaves_of(item, f"{path}[{index}]")
+    elif value is None or isinstance(value, torch.Tensor | bool | int | float | str):
+        yield path, value
+    else:
+        yield path, type(value).__qualname__
+
+
+def save(folder: Path, name: str, output: Any) -> None:
+    """Keep an output as the reference of that name."""
+    leaves: list[Leaf] = []
+    data = bytearray()
+    for path, leaf in leaves_of(output):
+        if isinstance(leaf, torch.Tensor):
+            dtype = str(leaf.dtype).removeprefix("torch.")
+            leaves.append(Leaf(path=path, dtype=dtype, shape=tuple(leaf.shape), offset=len(data)))
+            data += _bytes_of(leaf)
+        else:
+            leaves.append(Leaf(path=path, value=leaf))
+    (folder / f"{name}.bin").write_bytes(data)
+    (folder / f"{name}.json").write_bytes(encode(Reference(leaves=tuple(leaves))))
+
+
+def compare(folder: Path, name: str, output: Any) -> Difference | None:
+    """Return how an output differs from the reference of that name; None where there is no such reference."""
+    if not (folder / f"{name}.json").is_file():
+        return None
+    leaves = decode((folder / f"{name}.json").read_bytes(), Reference).leaves
+    data = bytearray((folder / f"{name}.bin").read_bytes())
+    actual = dict(leaves_of(output))
+    if list(actual) != [leaf.path for leaf in leaves]:
+        return Difference(worst=0.0, tolerance=0.0, problem="its parts are others than eager's")
+    worst, tolerance, problem = 0.0, 0.0, None
+    for leaf in leaves:
+        found = _leaf_difference(actual[leaf.path], leaf, data)
+        worst, tolerance = max(worst, found.worst), max(tolerance, found.tolerance)
+        problem = problem or found.problem
+    return Difference(worst=worst, tolerance=tolerance, problem=problem)
+
+
+def _leaf_difference(actual: Any, wanted: Leaf, data: bytearray) -> Difference:
+    path = wanted.path
+    if not isinstance(actual, torch.Tensor) or wanted.dtype is None:
+        same = wanted.dtype is None and actual == wanted.value
+        return Difference(worst=0.0, tolerance=0.0, problem=None if same else f"{path} is not what eager gave")
+    dtype = getattr(torch, wanted.dtype)
+    if actual.dtype != dtype or tuple(actual.shape) != wanted.shape:
+        words = f"{path} is {actual.dtype} {list(actual.shape)} and eager's {dtype} {list(wanted.shape)}"
+        return Difference(worst=0.0, tolerance=0.0, problem=words)
+    if actual.numel() == 0:
+        return Difference(worst=0.0, tolerance=0.0, problem=None)
+    expected = torch.frombuffer(data, dtype=dtype, count=actual.numel(), offset=wanted.offset).reshape(actual.shape)
+    return _tensor_difference(path, actual.detach().cpu(), expected)
+
+
+def _tensor_difference(path: str, actual: torch.Tensor, expected: torch.Tensor) -> Difference:
+    if expected.dtype not in TOLERANCE:
+        same = torch.equal(actual, expected)
+        return Difference(worst=0.0, tolerance=0.0, problem=None if same else f"{path} differs from eager's")
+    tolerance = TOLERANCE[expected.dtype]
+    wide, wanted = actual.double(), expected.double()
+    if not torch.equal(wide.isfinite(), wanted.isfinite()):
+        return Difference(worst=0.0, tolerance=tolerance, problem=f"{path} is finite elsewhere than eager's")
+    scale = wanted.abs().nan_to_num(posinf=0, neginf=0).max().item()
+    off = (wide - wanted).abs().nan_to_num(posinf=0, neginf=0).max().item()
+    relative = off / scale if scale else off
+    problem = None if relative <= tolerance else f"{path} differs from eager's by {relative:.1e} of its greatest value"
+    return Difference(worst=relative, tolerance=tolerance, problem=problem)
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous()
+    return ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.numel() else b""
+
+
+def weights_digest(module: torch.nn.Module) -> str:
+    """Return a digest of sums over all parameters and buffers: equal where the weights are.
+
+    The sums are of whole numbers, the weights' bits: those of floats depend on how many threads took part.
+    """
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    digest = hashlib.sha256()
+    with torch.no_grad():
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+            bits = values.contiguous().view(kinds[values.element_size()]).reshape(-1)
+            sums = [part.sum(dtype=torch.int64).item() for part in (bits, bits[::2])]
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {sums}".encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,302 @@
+"""The program of one process of a bench: build the model, start it, time its steps, compare its outputs.
+
+What the clock sees, in order: *import* (from the process's start until torch and what builds models are imported),
+*build* (the model's own modules and its factory), *ready* (from the built model to its first output, synchronised on
+CUDA), steps. Everything that only the bench needs comes after that, so that no start finds it imported. What
+the model's own file imports of cgtool belongs to build, in every way. Must not import torch as it loads.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from cgtool.child import Channel
+from cgtool.errors import CgtoolError
+from cgtool.events import ignore
+from cgtool.model import ModelSpec
+from cgtool.toolkit.bench.machine import uses_cuda
+from cgtool.toolkit.bench.request import Answer, Request, Step
+
+#: Steps are repeated as often as asked, or for this long, whichever ends first; but three times.
+_STEP_SECS = 3.0
+_FEWEST_REPEATS = 3
+#: Calls of a size before its steps count.
+_WARM_UP = 3
+#: Of an error; the log's last lines say the rest.
+_MOST_CHARS = 400
+#: Compilers and what they bring: which of them 'ready' imported is part of the answer.
+_HEAVY = ("torch._dynamo", "torch._inductor", "sympy", "triton")
+
+
+def main(channel: Channel) -> None:
+    """Do what the one request says, and answer with what was measured, as far as it came."""
+    for request, _ in channel.requests(Request):
+        channel.answer(_Measurement(request).run(), last=True)
+        return
+
+
+class _Measurement:
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._phase = "import"
+        self._found: dict[str, Any] = {}
+
+    def run(self) -> Answer:
+        try:
+            self._measure()
+        except BaseException as error:  # noqa: BLE001  whatever ends a start is what the report says of it
+            traceback.print_exc()
+            self._found["error"] = one_line(error)
+            if isinstance(error, CgtoolError):
+                self._found["sentence"] = str(error)  # made for people, and says what to do
+            self._found["failed_in"] = self._phase
+        return Answer(**self._found)
+
+    def _measure(self) -> None:
+        import torch  # noqa: F401  the time that it takes is what is measured
+
+        from cgtool.models import resolve_model  # imports what builds models, likewise
+
+        self._found["import_secs"] = time.monotonic() - self._request.spawned
+        self._phase = "build"
+        spec = self._built(resolve_model)
+        if self._request.action == "start":
+            self._start(spec)
+        else:
+            self._phase = "work"
+            began = time.perf_counter()
+            {"warm": self._warm, "precompile": self._precompile}[self._request.action](spec)
+            self._found["work_secs"] = time.perf_counter() - began
+        self._phase = "report"
+        self._describe()
+
+    def _built(self, resolve: Callable[..., ModelSpec]) -> ModelSpec:
+        import torch
+
+        random.seed(self._request.seed)
+        torch.manual_seed(self._request.seed)
+        model = self._request.model
+        began = time.perf_counter()
+        spec = resolve(
+            model.text,
+            factory_args=dict(model.factory_args),
+            weights=model.warm_weights if self._request.action == "warm" else "real",
+            device=model.device,
+            dtype=model.dtype,
+            pythonpath=model.pythonpath,
+        )
+        _synchronise()
+        self._found["build_secs"] = time.perf_counter() - began
+        return spec
+
+    def _start(self, spec: ModelSpec) -> None:
+        import torch
+
+        self._phase = "ready"
+        before = set(sys.modules)
+        args, kwargs = tuple(spec.calls[0].args), dict(spec.calls[0].kwargs)
+        with torch.inference_mode():
+            began = time.perf_counter()
+            run = _STARTERS[self._request.kind](spec, self._request)
+            first = run(*args, **kwargs)
+            _synchronise()
+            self._found["ready_secs"] = time.perf_counter() - began
+        self._found["ready_imported"] = tuple(name for name in _HEAVY if name in sys.modules and name not in before)
+        self._phase = "steps"
+        outputs = {"example": first, **self._steps(run, spec)}
+        self._memory()
+        if self._request.save_artifacts:
+            self._save_artifacts()
+        self._phase = "compare"
+        self._compare(spec, outputs)
+
+    def _steps(self, run: Callable[..., Any], spec: ModelSpec) -> dict[str, Any]:
+        """Time a step of each size; return each size's first output, all of which come before the first repeat."""
+        import torch
+
+        from cgtool.toolkit.bench.calls import dimension_of, resized
+
+        dimension = dimension_of(spec, self._request.dimension)
+        self._found["dimension"] = dimension
+        steps: dict[str, Step] = {}
+        firsts: dict[str, float] = {}
+        outputs: dict[str, Any] = {}
+        calls = {}
+        for size in self._request.tokens if dimension is not None else ():
+            try:
+                args, kwargs = resized(spec, dimension, size)
+                with torch.inference_mode():
+                    began = time.perf_counter()
+                    outputs[str(size)] = run(*args, **kwargs)
+                    _synchronise()
+                firsts[str(size)] = time.perf_counter() - began
+                calls[size] = (args, kwargs)
+            except Exception as error:  # noqa: BLE001  a size that a way does not serve is part of the report
+                traceback.print_exc()
+                steps[str(size)] = Step(error=one_line(error))
+        for size, (args, kwargs) in calls.items():
+            steps[str(size)] = _timed(run, args, kwargs, self._request.repeats, first_secs=firsts[str(size)])
+        self._found["steps"] = steps
+        return outputs
+
+    def _memory(self) -> None:
+        import torch
+
+        self._found["rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self._found["device_bytes"] = torch.cuda.max_memory_allocated() if uses_cuda() else None
+
+    def _compare(self, spec: ModelSpec, outputs: dict[str, Any]) -> None:
+        from cgtool.toolkit.bench.calls import compare, save, weights_digest
+
+        folder = Path(self._request.reference)
+        self._found["weights"] = weights_digest(spec.module)
+        self._found["outputs"] = {}
+        for name, output in outputs.items():
+            if self._request.write_reference:
+                save(folder, name, output)
+            self._found["outputs"][name] = compare(folder, name, output)
+
+    def _save_artifacts(self) -> None:
+        import torch
+
+        began = time.perf_counter()
+        saved = torch.compiler.save_cache_artifacts()
+        if saved is not None:
+            Path(self._request.artifact).write_bytes(saved[0])
+        self._found["save_secs"] = time.perf_counter() - began
+
+    def _warm(self, spec: ModelSpec) -> None:
+        from cgtool.compiler.pipeline import warm
+        from cgtool.config import CompilationConfig
+
+        config = CompilationConfig.from_mapping(self._request.config)
+        result = warm(spec, config=config, cache_dir=self._request.cache, on_event=ignore)
+        self._found["trace_secs"] = result.trace_secs
+        self._found["compile_secs"] = result.compile_secs
+        self._found["compiled"] = result.compiled
+        self._found["notes"] = result.notes
+
+    def _precompile(self, spec: ModelSpec) -> None:
+        import torch
+
+        from cgtool.toolkit.bench._torch import mark_dynamic, precompile
+        from cgtool.toolkit.bench.calls import dynamic_tensors, example
+
+        mark_dynamic(dynamic_tensors(spec))
+        args, kwargs = example(spec)
+        with torch.inference_mode():
+            notes = precompile(getattr(spec.module, spec.method), args, kwargs, Path(self._request.artifact))
+        self._found["notes"] = notes
+
+    def _describe(self) -> None:
+        from cgtool.toolkit.bench.machine import torch_facts
+
+        self._found["torch"] = torch_facts()
+
+
+def _eager(spec: ModelSpec, request: Request) -> Callable[..., Any]:  # noqa: ARG001  a starter's signature
+    # The module itself, as a user calls it: its hooks run.
+    method: Callable[..., Any] = spec.module if spec.method == "forward" else getattr(spec.module, spec.method)
+    return method
+
+
+def _compile(spec: ModelSpec, request: Request) -> Callable[..., Any]:
+    import torch
+
+    from cgtool.toolkit.bench._torch import mark_dynamic
+    from cgtool.toolkit.bench.calls import dynamic_tensors
+
+    mark_dynamic(dynamic_tensors(spec))
+    return torch.compile(_eager(spec, request))
+
+
+def _mega(spec: ModelSpec, request: Request) -> Callable[..., Any]:
+    import torch
+
+    if torch.compiler.load_cache_artifacts(Path(request.artifact).read_bytes()) is None:
+        message = "torch took nothing from its mega-cache. Start in another way."
+        raise CgtoolError(message, path=request.artifact)
+    return _compile(spec, request)
+
+
+def _precompiled(spec: ModelSpec, request: Request) -> Callable[..., Any]:
+    from cgtool.toolkit.bench._torch import load_precompiled
+
+    loaded = load_precompiled(Path(request.artifact))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return loaded(spec.module, *args, **kwargs)
+
+    return call
+
+
+def _cgtool(spec: ModelSpec, request: Request) -> Callable[..., Any]:
+    from cgtool.api import load
+
+    return load(spec.module, cache_dir=request.cache, prefix=spec.prefix)
+
+
+#: How a built model becomes something to call, by the kind of way. All that a function here does counts as 'ready', and
+#: imports what it needs.
+_STARTERS: Mapping[str, Callable[[ModelSpec, Request], Callable[..., Any]]] = {
+    "eager": _eager,
+    "compile": _compile,
+    "mega": _mega,
+    "precompile": _precompiled,
+    "cgtool": _cgtool,
+}
+
+
+def _timed(
+    run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], repeats: int, *, first_secs: float
+) -> Step:
+    """Time a step many times; the model was called at its size before."""
+    from statistics import median
+
+    import torch
+
+    taken: list[float] = []
+    with torch.inference_mode():
+        for _ in range(_WARM_UP):
+            run(*args, **kwargs)
+        _synchronise()
+        until = time.perf_counter() + _STEP_SECS
+        while len(taken) < repeats and (len(taken) < _FEWEST_REPEATS or time.perf_counter() < until):
+            began = time.perf_counter()
+            run(*args, **kwargs)
+            _synchronise()
+            taken.append(time.perf_counter() - began)
+    return Step(
+        first_secs=first_secs,
+        median_secs=median(taken),
+        min_secs=min(taken),
+        max_secs=max(taken),
+        count=len(taken),
+    )
+
+
+def _synchronise() -> None:
+    import torch
+
+    if uses_cuda():
+        torch.cuda.synchronize()
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error as one line: its type, the first sentence of what it says, and its most telling reason."""
+    words: list[str] = []
+    for line in filter(None, map(str.strip, str(error).splitlines())):
+        words.append(line)
+        if not line.endswith((":", "(", ",")):
+            break
+    words += [reason for reason in getattr(error, "reasons", ())[:1] if reason not in words]
+    said = " ".join(words)
+    said = said if len(said) <= _MOST_CHARS else said[: _MOST_CHARS - 2] + " …"
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__

@@ -1,0 +1,229 @@
+"""The page of `cgtool bench --html`: one file that needs no network and no script.
+
+Start-up is drawn as bars, inline SVG: one row a way, its phases one after the other, on one linear scale. A bar's width
+is its seconds times one factor for the whole chart; nothing is widened to be seen, the number beside it says what is
+too short. Must not import torch. Whatever a model's author wrote (its name, an error's text) is escaped, and the page's
+Content-Security-Policy forbids it to load or run anything.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from cgtool.toolkit.bench import words
+from cgtool.toolkit.bench.report import PHASES, BenchReport, WayReport
+from cgtool.toolkit.bench.stats import FEWEST_PAIRS
+
+#: Units of the picture: where bars begin, how long the longest may be, and what a row takes.
+LEFT, LONGEST, RIGHT = 310.0, 560.0, 100.0
+ROW, BAR, TOP = 34.0, 20.0, 8.0
+
+_STYLE = """
+:root { color-scheme: light dark; --page: #fff; --ink: #1b1f24; --soft: #57606a; --line: #d0d7de; --band: #f6f8fa;
+  --import: #6e7781; --build: #0969da; --ready: #bc4c00; --bad: #b42318; }
+@media (prefers-color-scheme: dark) { :root { --page: #0d1117; --ink: #e6edf3; --soft: #9da7b1; --line: #30363d;
+  --band: #161b22; --import: #8b949e; --build: #58a6ff; --ready: #f0883e; --bad: #ff7b72; } }
+body { margin: 2rem auto; padding: 0 1rem; max-width: 84rem; background: var(--page); color: var(--ink);
+  font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; }
+p, li { max-width: 48rem; } .soft { color: var(--soft); } .bad { color: var(--bad); font-weight: 600; }
+code { font-family: ui-monospace, monospace; font-size: .9em; overflow-wrap: anywhere; }
+.chart { width: 100%; max-width: 62rem; height: auto; display: block; }
+.chart text { font: 14px system-ui, sans-serif; dominant-baseline: central; fill: var(--ink); }
+.chart .label { text-anchor: end; } .chart .value { fill: var(--soft); } .chart .axis { stroke: var(--line); }
+.import { fill: var(--import); background: var(--import); } .build { fill: var(--build); background: var(--build); }
+.ready { fill: var(--ready); background: var(--ready); }
+.legend { display: flex; gap: 1.5rem; padding: 0; margin: .5rem 0; list-style: none; }
+.legend span { display: inline-block; width: .9em; height: .9em; margin-right: .4em; vertical-align: -.1em; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; margin-bottom: 1.2rem; font-variant-numeric: tabular-nums; font-size: .9rem; }
+th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; } thead th { background: var(--band); }
+caption { text-align: left; color: var(--soft); padding-bottom: .4rem; }
+"""
+
+_METHOD = (
+    (
+        "Each start is a fresh process. The ways are started in turn, round by round, in an order that is drawn anew "
+        "for each round; first starts are left out where warm caches are meant."
+    ),
+    (
+        "Import: from the start of the process until torch and what builds the model are imported. Build: the model's "
+        "own modules and its factory. Ready: from the built model to its first output, which for cgtool counts its own "
+        "import, the look-up, digests, guards and opening what was compiled."
+    ),
+    "A step is a call after warm-up, in inference mode, synchronised; the median of many in each start.",
+    (
+        "Figures are medians over starts, with quartiles. A ratio is the median of the ratios within each round; its "
+        f"bound is the 95 % percentile bootstrap over rounds, given from {FEWEST_PAIRS} rounds on."
+    ),
+    (
+        "All ways have the same weights and inputs, and outputs are compared with eager's; in brackets stands the "
+        "greatest difference, relative to a tensor's greatest value."
+    ),
+    (
+        "Memory is the greatest resident size of the process. Prepared in: from the start of the process that filled "
+        "the caches until they were filled."
+    ),
+)
+
+
+def page(report: BenchReport) -> str:
+    """Return the page."""
+    model = escape(report.model)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<link rel="icon" href="data:,">
+<title>Ways to start {model}</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<header>
+<h1>Ways to start <code>{model}</code></h1>
+<p class="soft">{escape(report.began)}; {escape(words.machine_line(report))}</p>
+</header>
+<main>
+{_failures(report)}
+<h2>From the process's start to the first output</h2>
+{_legend()}
+{chart(_bars(report, PHASES), title="Start-up by phase, medians", name="phases")}
+<h2>From the built model to the first output</h2>
+{chart(_bars(report, PHASES[2:]), title="Ready, medians", name="ready")}
+<h2>Figures</h2>
+{_table("Starts", words.start_columns(report), [words.start_cells(report, way) for way in report.ways])}
+{_steps(report)}
+{_list("Notes", report.notes)}
+{_list("How it was measured", _METHOD)}
+<h2>Command</h2>
+<p><code>{escape(shlex.join(report.command))}</code></p>
+</main>
+</body>
+</html>
+"""
+
+
+def _bars(report: BenchReport, phases: Sequence[str]) -> list[Bar]:
+    return [_bar(way, phases) for way in report.ways]
+
+
+def _bar(way: WayReport, phases: Sequence[str]) -> Bar:
+    found = [phase for phase in phases if phase in way.summary]
+    if len(found) < len(phases):
+        return Bar(label=way.way.label, parts={}, remark="failed" if way.error else "not started")
+    return Bar(label=way.way.label, parts={phase: way.summary[phase].median for phase in phases})
+
+
+def _legend() -> str:
+    items = "".join(f'<li><span class="{word}"></span>{word}</li>' for word in words.PHASE_WORDS.values())
+    return f'<ul class="legend">{items}</ul>'
+
+
+def _steps(report: BenchReport) -> str:
+    columns = words.step_columns(report)
+    if len(columns) == 1:
+        return ""
+    return _table(
+        words.step_caption(report), columns, [words.step_cells(report, way) for way in report.ways if way.steps]
+    )
+
+
+def _table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
+    body = "\n".join(
+        f'<tr><th scope="row">{escape(row[0])}</th>' + "".join(f"<td>{_cell(cell)}</td>" for cell in row[1:]) + "</tr>"
+        for row in rows
+    )
+    # What scrolls must be reachable from the keyboard.
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
+        f"<caption>{escape(caption)}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
+    )
+
+
+def _cell(text: str) -> str:
+    return f'<span class="bad">{escape(text)}</span>' if text.startswith("DIFFER") else escape(text)
+
+
+def _failures(report: BenchReport) -> str:
+    lines = words.failure_lines(report)
+    return "".join(f'<p class="bad">{escape(line)}</p>' for line in lines)
+
+
+def _list(heading: str, items: Sequence[str]) -> str:
+    if not items:
+        return ""
+    return f"<h2>{escape(heading)}</h2>\n<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One row.
+
+    Args:
+        label: What it is of.
+        parts: Phase → seconds, in order; empty where there is nothing to show.
+        remark: What stands in place of the bar then.
+    """
+
+    label: str
+    parts: Mapping[str, float]
+    remark: str = ""
+
+    @property
+    def secs(self) -> float:
+        """The length of the whole bar."""
+        return sum(self.parts.values())
+
+
+def chart(bars: Sequence[Bar], *, title: str, name: str) -> str:
+    """Return the chart as an SVG element.
+
+    Args:
+        bars: The rows, from above.
+        title: What the picture shows, for who cannot see it and for who points at it.
+        name: Its identifier in the page.
+    """
+    longest = max((bar.secs for bar in bars), default=0.0) or 1.0
+    height = TOP * 2 + ROW * len(bars)
+    width = LEFT + LONGEST + RIGHT
+    rows = "\n".join(_row(bar, TOP + ROW * index, LONGEST / longest) for index, bar in enumerate(bars))
+    spoken = ". ".join(_spoken(bar) for bar in bars)
+    return (
+        f'<svg id="{escape(name)}" class="chart" role="img" viewBox="0 0 {width:g} {height:g}" '
+        f'aria-labelledby="{escape(name)}-title {escape(name)}-words">\n'
+        f'<title id="{escape(name)}-title">{escape(title)}</title>\n'
+        f'<desc id="{escape(name)}-words">{escape(spoken)}</desc>\n{rows}\n'
+        f'<line class="axis" x1="{LEFT:g}" y1="{TOP / 2:g}" x2="{LEFT:g}" y2="{height - TOP / 2:g}"/>\n</svg>'
+    )
+
+
+def _row(bar: Bar, top: float, scale: float) -> str:
+    middle = top + ROW / 2
+    parts = [f'<text class="label" x="{LEFT - 10:g}" y="{middle:g}">{escape(bar.label)}</text>']
+    left = LEFT
+    for phase, secs in bar.parts.items():
+        word = words.PHASE_WORDS[phase]
+        width = secs * scale
+        parts.append(
+            f'<rect class="{word}" x="{left:.3f}" y="{middle - BAR / 2:g}" width="{width:.3f}" height="{BAR:g}">'
+            f"<title>{escape(bar.label)}: {word} {words.secs_words(secs)}</title></rect>"
+        )
+        left += width
+    said = words.secs_words(bar.secs) if bar.parts else bar.remark
+    parts.append(f'<text class="value" x="{left + 8:.3f}" y="{middle:g}">{escape(said)}</text>')
+    return f'<g class="row">{"".join(parts)}</g>'
+
+
+def _spoken(bar: Bar) -> str:
+    if not bar.parts:
+        return f"{bar.label}: {bar.remark}"
+    return f"{bar.label}: " + ", ".join(
+        f"{words.PHASE_WORDS[phase]} {words.secs_words(secs)}" for phase, secs in bar.parts.items()
+    )

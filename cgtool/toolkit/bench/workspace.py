@@ -1,0 +1,202 @@
+"""The folder of a bench: what was prepared, what runs now. Removed at the end, or kept and used again.
+
+Must not import torch. On disk::
+
+    bench.json               what it was prepared for (`Prepared`)
+    reference/               eager's outputs (`outputs`)
+    prepared/<source>/       caches of one preparation; whole once prepared.json is there
+      prepared.json          the preparation's answer (`Start`)
+      inductor/ triton/ tmp/ torch's cache folders and TMPDIR
+      cache/                 cgtool's cache
+      artifact               the mega-cache, or torch's AOT precompile
+    starts/<pid>-<number>/   empty cache folders of the process that runs now
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cgtool.digests import digest_of
+from cgtool.errors import UsageError
+from cgtool.plan.grammar import Digest, Record, decode, encode
+from cgtool.store.files import write_atomic
+from cgtool.toolkit.bench.request import Start
+from cgtool.variables import child_variables
+
+_ABOUT = "bench.json"
+_PREPARED = "prepared.json"
+#: Raise it when what is prepared changes.
+_SCHEMA = 2
+
+
+class Prepared(Record, frozen=True, kw_only=True):
+    """What a folder was prepared for, and the digest of that and of the schema."""
+
+    identity: Digest
+    about: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caches:
+    """The cache folders that a process sees."""
+
+    folder: Path
+
+    @property
+    def inductor(self) -> Path:
+        """Torch's own cache."""
+        return self.folder / "inductor"
+
+    @property
+    def triton(self) -> Path:
+        """Triton's."""
+        return self.folder / "triton"
+
+    @property
+    def cgtool(self) -> Path:
+        """The root of cgtool's."""
+        return self.folder / "cache"
+
+    @property
+    def artifact(self) -> Path:
+        """The file of the mega-cache or of the AOT precompile."""
+        return self.folder / "artifact"
+
+    def make(self) -> None:
+        """Make the folders."""
+        for folder in (self.inductor, self.triton, self.folder / "tmp"):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment of a process that sees these folders and no other cache.
+
+        CGTOOL_* variables are left out: what they say is in the request.
+        """
+        changes = {
+            "TORCHINDUCTOR_CACHE_DIR": str(self.inductor),
+            "TRITON_CACHE_DIR": str(self.triton),
+            "TMPDIR": str(self.folder / "tmp"),
+            "CGTOOL_CACHE_DIR": str(self.cgtool),
+        }
+        return child_variables(changes, without="CGTOOL_")
+
+
+class Workspace:
+    """One bench's folder; make it with `opened`.
+
+    Attributes:
+        root: The folder.
+        reference: Where eager's outputs are.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.reference = root / "reference"
+        self._starts = 0
+
+    def prepared(self, source: str) -> Caches:
+        """Return the folders of a preparation, whole or not."""
+        return Caches(folder=self.root / "prepared" / source)
+
+    def answer_of(self, source: str) -> Start | None:
+        """Return what a preparation answered; None where it is not whole."""
+        path = self.prepared(source).folder / _PREPARED
+        return decode(path.read_bytes(), Start) if path.is_file() else None
+
+    def finish(self, source: str, answer: Start) -> None:
+        """Say that a preparation is whole."""
+        write_atomic(self.prepared(source).folder / _PREPARED, encode(answer))
+
+    def anew(self, source: str) -> Caches:
+        """Return empty folders for a preparation."""
+        caches = self.prepared(source)
+        shutil.rmtree(caches.folder, ignore_errors=True)
+        caches.make()
+        return caches
+
+    @contextlib.contextmanager
+    def start(self) -> Iterator[Caches]:
+        """Give a process a folder with empty caches; it is gone afterwards."""
+        self._starts += 1
+        # Two benches may share a folder that is kept.
+        folder = self.root / "starts" / f"{os.getpid()}-{self._starts}"
+        shutil.rmtree(folder, ignore_errors=True)
+        caches = Caches(folder=folder)
+        caches.make()
+        try:
+            yield caches
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def opened(keep: Path | None, about: Mapping[str, Any]) -> Iterator[Workspace]:
+    """Give a bench its folder: a temporary one that is gone afterwards, or `keep`, which stays.
+
+    Args:
+        keep: The folder; made where it is missing.
+        about: What is benched, as JSON: what was prepared for something else is refused.
+
+    Raises:
+        UsageError: `keep` holds something else.
+    """
+    if keep is not None:
+        workspace = Workspace(keep.resolve())
+        _claim(workspace.root, about)
+        yield workspace
+        return
+    root = Path(tempfile.mkdtemp(prefix="cgtool-bench-")).resolve()
+    try:
+        _claim(root, about)
+        yield Workspace(root)
+    finally:
+        _remove(root)
+
+
+def _claim(root: Path, about: Mapping[str, Any]) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    identity = digest_of({"schema": _SCHEMA, **about})
+    path = root / _ABOUT
+    if not path.is_file():
+        if any(root.iterdir()):
+            message = f"{root} holds something that no bench has made. Give --keep an empty or a new folder."
+            raise UsageError(message, path=str(root))
+        write_atomic(path, encode(Prepared(identity=identity, about=dict(about))))
+    try:
+        found = decode(path.read_bytes(), Prepared)
+    except ValueError as error:
+        message = f"{path} is none that this cgtool wrote ({error}). Give --keep another folder."
+        raise UsageError(message, path=str(root)) from error
+    if found.identity != identity:
+        was = found.about
+        differing = sorted(name for name in {*was, *about} if was.get(name) != about.get(name))
+        message = f"{root} was prepared for another {', '.join(differing) or 'bench'}. Give --keep another folder."
+        raise UsageError(message, path=str(root), expected=dict(about), actual=was)
+    for name in ("reference", "prepared", "starts"):
+        (root / name).mkdir(exist_ok=True)
+
+
+def _remove(root: Path) -> None:
+    # A process that was ended a moment ago may still be writing its last file.
+    for _ in range(3):
+        shutil.rmtree(root, ignore_errors=True)
+        if not root.exists():
+            return
+
+
+def bytes_of(*paths: Path) -> int:
+    """Return the bytes of files and of all files below folders; a file with several names counts once."""
+    seen: dict[tuple[int, int], int] = {}
+    for path in paths:
+        for file in [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file() and not p.is_symlink()]:
+            with contextlib.suppress(OSError):
+                status = file.stat()
+                seen[status.st_dev, status.st_ino] = status.st_size
+    return sum(seen.values())

@@ -1,0 +1,287 @@
+"""Taking what was unpacked and checked into a cache. Must not import torch.
+
+An entry that is new is renamed into place whole. One that is there already is merged: artifacts by content, then each
+rank through `EntryWriter`, under its lock and with one rename. Killed at any moment, each entry is as before or as
+after. Rows that are there stay as they are; the bundle's are added beside them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+from msgspec.structs import replace
+
+from cgtool.digests import sha256_hex
+from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError, RefusedError
+from cgtool.records import dataclass
+from cgtool.store.entry import Entry, EntryWriter, read_entry
+from cgtool.store.files import (
+    cache_error,
+    ensure_folder,
+    ensure_root,
+    read_bytes,
+    sync_folder,
+    telling,
+    write_atomic,
+)
+from cgtool.store.key import read_key
+from cgtool.store.layout import (
+    ARTIFACTS,
+    KEY_FILE,
+    MANIFEST_FILE,
+    PLAN_FILE,
+    SIGNATURES,
+    CacheLayout,
+    RankName,
+    short,
+)
+from cgtool.store.leases import hold_writing
+from cgtool.store.lookup import LookupStore
+from cgtool.store.objects import ObjectStore
+from cgtool.store.records import Manifest
+from cgtool.toolkit.bundle.content import EntryContent
+from cgtool.toolkit.bundle.place import check_no_links
+from cgtool.toolkit.bundle.unpack import Unpacked
+
+Outcome = Literal["new", "merged", "same"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Installed:
+    """What became of one entry.
+
+    Args:
+        hash: Its hash.
+        outcome: "new", "merged" with what was there, or the "same" as it.
+        rows_added: How many rows the cache did not have.
+    """
+
+    hash: str
+    outcome: Outcome
+    rows_added: int
+
+
+def check_fits(layout: CacheLayout, unpacked: Unpacked, *, replacing: bool) -> None:
+    """Check that a bundle can be merged with what is there, before anything changes.
+
+    Raises:
+        RefusedError: link_here: a folder to be written to is a link; other_plan: an entry of the same hash has another
+            plan; other_schema_here: another version of cgtool wrote it.
+        CacheError: The cache cannot be read.
+    """
+    for content in unpacked.entries:
+        check_no_links(_written_to(layout, content))
+        try:
+            read_key(layout, content.hash)
+        except CacheCorruptError:
+            pass  # replaced
+        except CacheSchemaError as error:
+            raise _newer(content.hash, error) from error
+        for manifest in content.manifests:
+            _check_plan(_current(layout, manifest.name), manifest, replacing=replacing)
+
+
+def _written_to(layout: CacheLayout, content: EntryContent) -> Iterator[Path]:
+    """Yield every folder that taking in an entry may write to."""
+    entry = layout.entry_dir(content.hash)
+    yield from (layout.lookup_dir, layout.state_dir, entry, entry / ARTIFACTS, entry / SIGNATURES)
+    for manifest in content.manifests:
+        folder = layout.rank_dir(manifest.name)
+        yield from (folder.parent, folder)
+
+
+def _current(layout: CacheLayout, name: RankName) -> Entry | None:
+    try:
+        return read_entry(layout, name, files=())
+    except CacheCorruptError:
+        return None  # replaced
+    except CacheSchemaError as error:
+        raise _newer(name.hash, error) from error
+
+
+def _newer(hash_: str, error: CacheSchemaError) -> RefusedError:
+    message = (
+        f"The cache holds the entry {short(hash_)} as another version of cgtool wrote it. Import it with that one."
+    )
+    return RefusedError(message, reason="other_schema_here", path=error.path, expected=error.expected)
+
+
+def _check_plan(entry: Entry | None, manifest: Manifest, *, replacing: bool) -> None:
+    if entry is None or replacing or entry.manifest.files.get(PLAN_FILE) == manifest.files[PLAN_FILE]:
+        return
+    message = (
+        f"The cache holds the entry {short(manifest.hash)} (rank {manifest.rank}, {manifest.prefix}) with another "
+        "plan, to whose pieces the bundle's artifacts do not belong. Take the bundle's with --replace, or keep yours."
+    )
+    raise RefusedError(message, reason="other_plan", path=manifest.name.flat)
+
+
+def install(layout: CacheLayout, unpacked: Unpacked, *, replacing: bool) -> tuple[Installed, ...]:
+    """Put every entry of a bundle in place.
+
+    Args:
+        layout: The cache.
+        unpacked: The bundle, which lies in the same file system; it is used up.
+        replacing: Whether the bundle's plan wins where the cache holds another.
+
+    Raises:
+        RefusedError: Another process published another plan meanwhile.
+        CacheError: The cache cannot be written.
+    """
+    ensure_root(layout.root)
+    ensure_folder(layout.base)
+    for content in unpacked.entries:
+        _add_signature(unpacked.layout.entry_dir(content.hash), unpacked)
+    return tuple(_install_held(layout, unpacked, content, replacing=replacing) for content in unpacked.entries)
+
+
+def _install_held(layout: CacheLayout, unpacked: Unpacked, content: EntryContent, *, replacing: bool) -> Installed:
+    """Put one entry in place while prune leaves it alone: artifacts come before the manifests that name them."""
+    lease = hold_writing(layout, content.hash)
+    try:
+        return _install(layout, unpacked, content, replacing=replacing)
+    finally:
+        if lease is not None:
+            lease.release()
+
+
+def _install(layout: CacheLayout, unpacked: Unpacked, content: EntryContent, *, replacing: bool) -> Installed:
+    source, target = unpacked.layout.entry_dir(content.hash), layout.entry_dir(content.hash)
+    names = [manifest.name for manifest in content.manifests]
+    with telling(target):
+        is_new = not target.exists()
+    if is_new:
+        lookup = LookupStore(layout)
+        for name in names:  # what was pruned may have left its mark
+            lookup.forget(name)
+        if _renamed(source, target):
+            for manifest in content.manifests:
+                with contextlib.suppress(CacheError):  # whoever looks next takes it in
+                    lookup.index(manifest.name, manifest.lookup)
+            rows = sum(len(manifest.rows) for manifest in content.manifests)
+            return Installed(hash=content.hash, outcome="new", rows_added=rows)
+    return _merge(layout, unpacked, content, replacing=replacing)
+
+
+def _renamed(source: Path, target: Path) -> bool:
+    """Move a folder into place; False where another process was faster."""
+    for folder, folders, _ in os.walk(source):
+        for name in folders:
+            sync_folder(Path(folder) / name)
+    sync_folder(source)
+    try:
+        source.rename(target)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return False
+        raise cache_error(error, target) from error
+    sync_folder(target.parent)
+    return True
+
+
+def _merge(layout: CacheLayout, unpacked: Unpacked, content: EntryContent, *, replacing: bool) -> Installed:
+    objects = ObjectStore(layout.entry_dir(content.hash))
+    theirs = ObjectStore(unpacked.layout.entry_dir(content.hash))
+    for digest, kind in content.artifacts:
+        objects.link_from(theirs.path(digest, kind), digest, kind)
+    added, changed = 0, False
+    for manifest in content.manifests:
+        name = manifest.name
+        writer = EntryWriter(layout, content.key, rank=name.rank, prefix=name.prefix)
+        before = _current(layout, name)
+        whole = read_entry(unpacked.layout, name, files=manifest.files)
+        if whole is None:
+            raise CacheError(f"{unpacked.layout.root} was removed. Import again.", path=unpacked.layout.root)
+        merging = _Merging(manifest, whole.files, objects, replacing=replacing)
+        if before is not None and _is_intact(layout, before) and _is_same(merging(before)[0], before.manifest):
+            continue
+        writer.update(merging)
+        added += merging.rows_added
+        changed = True
+    if _is_whole(layout, unpacked, content):
+        _add_signature(layout.entry_dir(content.hash), unpacked)
+    return Installed(hash=content.hash, outcome="merged" if changed else "same", rows_added=added)
+
+
+def _is_intact(layout: CacheLayout, entry: Entry) -> bool:
+    try:
+        return read_entry(layout, entry.name, files=entry.manifest.files) is not None
+    except CacheCorruptError:
+        return False
+
+
+def _is_same(one: Manifest, other: Manifest) -> bool:
+    return one == other
+
+
+class _Merging:
+    """What becomes of one rank: asked for by `EntryWriter.update` under the rank's lock.
+
+    Args:
+        manifest: The bundle's.
+        files: The bundle's other files.
+        objects: The artifacts in place.
+        replacing: Whether the bundle's plan wins.
+
+    Attributes:
+        rows_added: How many rows came of the bundle, once it was asked.
+    """
+
+    def __init__(
+        self, manifest: Manifest, files: Mapping[str, bytes], objects: ObjectStore, *, replacing: bool
+    ) -> None:
+        self._manifest = manifest
+        self._files = files
+        self._objects = objects
+        self._replacing = replacing
+        self.rows_added = 0
+
+    def __call__(self, entry: Entry | None) -> tuple[Manifest, Mapping[str, bytes]]:
+        """Return the merged manifest, and the files that are new."""
+        theirs = self._manifest
+        _check_plan(entry, theirs, replacing=self._replacing)
+        self.rows_added = len(theirs.rows)
+        if entry is None or entry.manifest.files.get(PLAN_FILE) != theirs.files[PLAN_FILE]:
+            return theirs, self._files
+        ours = entry.manifest
+        kept = [
+            row
+            for row in ours.rows
+            if self._objects.size(row.artifact.digest, row.artifact.kind) == row.artifact.size_bytes
+        ]
+        base = replace(theirs, created=ours.created, cgtool=ours.cgtool, lookup=_both(ours, theirs))
+        merged = base.with_rows(kept, ours.fallbacks)
+        known = {row.place for row in kept}
+        self.rows_added = sum(row.place not in known for row in merged.rows)
+        named = {**theirs.files, **ours.files}
+        # The writer leaves alone what is intact.
+        new = {name: data for name, data in self._files.items() if named[name] == theirs.files[name]}
+        return replace(merged, files=named), new
+
+
+def _is_whole(layout: CacheLayout, unpacked: Unpacked, content: EntryContent) -> bool:
+    """Whether the key and the manifests in place are the bundle's to the byte, so that its signature holds for them."""
+    for member in unpacked.members_of(content.hash):
+        if member.path.endswith((f"/{KEY_FILE}", f"/{MANIFEST_FILE}")):
+            data = read_bytes(layout.root / member.path)
+            if data is None or sha256_hex(data) != member.sha256:
+                return False
+    return True
+
+
+def _add_signature(entry: Path, unpacked: Unpacked) -> None:
+    """Let an entry remember who signed it: load may ask."""
+    if unpacked.signature_bytes is None:
+        return
+    name = sha256_hex(unpacked.index_bytes)
+    write_atomic(entry / SIGNATURES / f"{name}.json", unpacked.index_bytes)
+    write_atomic(entry / SIGNATURES / f"{name}.sig", unpacked.signature_bytes)
+
+
+def _both(ours: Manifest, theirs: Manifest) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*ours.lookup, *theirs.lookup)))

@@ -1,0 +1,166 @@
+"""What an artifact of another system holds: kernels and text, read as data. Must not import torch.
+
+Text by its ending; native code by what it says of itself; of anything else, which is pickle more often than not, the
+modules that Inductor wrote, looked for as texts (`cgtool.store.generated`). Nothing is unpickled, linked or executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import PurePosixPath
+from typing import BinaryIO
+
+from cgtool.digests import digest_of
+from cgtool.errors import CacheError
+from cgtool.store.elf import read_native
+from cgtool.toolkit.contents import Contents, Source, contents_of, named_kernels
+from cgtool.toolkit.foreign.binary import read_structure
+from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignEntry
+from cgtool.toolkit.foreign.tree import File, Tree
+from cgtool.toolkit.foreign.words import shown
+
+_LANGUAGES = {
+    ".py": "python",
+    **dict.fromkeys((".cpp", ".h", ".hpp"), "cpp"),
+    **dict.fromkeys((".json", ".best_config"), "json"),
+    **dict.fromkeys((".ptx", ".amdgcn", ".llir", ".ttgir", ".ttir", ".source", ".spvasm", ".gluon"), "text"),
+}
+_ELF = b"\x7fELF"
+_MOST_BYTES = 64 << 20
+_CHUNK = 1 << 20
+_MOST_TEXT_BYTES = 4 << 20
+#: Of an artifact that is a folder: how many files are opened.
+_MOST_FILES = 64
+
+
+def foreign_contents(entry: ForeignEntry, artifact: ForeignArtifact) -> Contents:
+    """Return what an artifact holds.
+
+    Args:
+        entry: The entry that it is of, as a reader found it just now.
+        artifact: One of the entry's.
+    """
+    warnings: list[str] = []
+    tree = Tree(entry.path, [])  # what of the cache is skipped, `inspect cache` says
+    if entry.kind == "mega_cache":
+        parts = list(_member(tree, artifact, warnings))
+        names: tuple[tuple[str, int], ...] = ()
+    else:
+        files = _files(tree, artifact)
+        names = tuple((_below(file, artifact), file.size_bytes) for file in files) if len(files) > 1 else ()
+        parts = list(_read(tree, files, warnings))
+    return _joined(artifact, names, [_of_file(name, data, warnings) for name, data in parts], warnings)
+
+
+def digests_of(entry: ForeignEntry) -> dict[str, str]:
+    """Return the SHA-256 of the bytes of each artifact, by its path; of a folder with the names in it.
+
+    One that is missing or cannot be read has none. A mega-cache that is torn has one, by the path "": the file's.
+
+    Args:
+        entry: The entry, as a reader found it just now.
+    """
+    tree = Tree(entry.path, [])
+    found: dict[str, str] = {}
+    if entry.kind == "mega_cache":
+        with contextlib.suppress(CacheError, OSError), tree.opened("") as stream:
+            try:
+                members = read_structure(stream).members
+            except CacheError:
+                stream.seek(0)
+                return {"": _digest(stream, sys.maxsize)}
+            for member in members:
+                stream.seek(member.start)
+                found[f"{member.kind}/{member.key}"] = _digest(stream, member.size_bytes)
+        return found
+    for artifact in entry.artifacts:
+        files = _files(tree, artifact)
+        digests: list[str] = []
+        with contextlib.suppress(CacheError, OSError):
+            for file in files:
+                with tree.opened(file.path) as stream:
+                    digests.append(_digest(stream, file.size_bytes))
+            named = {_below(file, artifact): digest for file, digest in zip(files, digests, strict=True)}
+            found |= {artifact.path: digests[0] if len(files) == 1 else digest_of(named)} if files else {}
+    return found
+
+
+def _digest(stream: BinaryIO, size: int) -> str:
+    digest = hashlib.sha256()
+    while size > 0 and (chunk := stream.read(min(size, _CHUNK))):
+        digest.update(chunk)
+        size -= len(chunk)
+    return digest.hexdigest()
+
+
+def _files(tree: Tree, artifact: ForeignArtifact) -> list[File]:
+    """The file that it is, or those in the folder that it is; nothing outside of the entry has a name here."""
+    if not tree.is_folder(""):  # the entry is one file
+        return list(tree.files.values())
+    file = tree.files.get(artifact.path)
+    return [file] if file is not None else tree.under(artifact.path) if tree.is_folder(artifact.path) else []
+
+
+def _read(tree: Tree, files: Iterable[File], warnings: list[str]) -> Iterator[tuple[str, bytes]]:
+    for number, file in enumerate(files):
+        if number == _MOST_FILES:
+            warnings.append(f"Only the first {_MOST_FILES} files were opened.")
+            return
+        if file.size_bytes > _MOST_BYTES:
+            warnings.append(f"{shown(file.name)} was not opened: it has {file.size_bytes} bytes.")
+            continue
+        try:
+            yield file.name, tree.read(file.path, _MOST_BYTES)
+        except (CacheError, OSError) as error:
+            warnings.append(f"{shown(file.name)} was not read: {error}")
+
+
+def _member(tree: Tree, artifact: ForeignArtifact, warnings: list[str]) -> Iterator[tuple[str, bytes]]:
+    """Yield the bytes of a member of a mega-cache."""
+    try:
+        with tree.opened("") as stream:
+            for member in read_structure(stream).members:
+                if f"{member.kind}/{member.key}" == artifact.path and member.size_bytes <= _MOST_BYTES:
+                    stream.seek(member.start)
+                    yield member.key, stream.read(member.size_bytes)
+                    return
+    except (CacheError, OSError) as error:
+        warnings.append(f"It was not read: {error}")
+
+
+def _of_file(name: str, data: bytes, warnings: list[str]) -> Contents:
+    language = _LANGUAGES.get(PurePosixPath(name).suffix)
+    if language is not None:
+        if len(data) > _MOST_TEXT_BYTES:
+            warnings.append(f"{shown(name)} has {len(data)} bytes, of which the first {_MOST_TEXT_BYTES} are shown.")
+        text = data[:_MOST_TEXT_BYTES].decode("utf-8", "backslashreplace")
+        kernels = named_kernels(text) if language == "python" else ()
+        source = Source(language=language, text=text)
+        return Contents(size_bytes=len(data), kernels=kernels, target={}, sources=(source,))
+    if data.startswith(_ELF):
+        native = read_native(data)
+        target = {"architectures": [native.target]} if native.target else {}
+        return Contents(size_bytes=len(data), kernels=native.kernels, target=target, compiler=native.compiler)
+    return contents_of(data, "aot")
+
+
+def _joined(
+    artifact: ForeignArtifact, names: tuple[tuple[str, int], ...], parts: list[Contents], warnings: list[str]
+) -> Contents:
+    sources = dict.fromkeys((source.language, source.text) for part in parts for source in part.sources)
+    return Contents(
+        size_bytes=artifact.size_bytes,
+        members=names,
+        kernels=tuple({kernel.name: kernel for part in parts for kernel in part.kernels}.values()),
+        target={name: value for part in parts for name, value in part.target.items()},
+        compiler=next((part.compiler for part in parts if part.compiler), None),
+        sources=tuple(Source(language=language, text=text) for language, text in sources),
+        warnings=tuple(warnings),
+    )
+
+
+def _below(file: File, artifact: ForeignArtifact) -> str:
+    return file.path.removeprefix(f"{artifact.path}/")

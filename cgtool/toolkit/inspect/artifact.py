@@ -1,0 +1,267 @@
+"""`inspect artifact`: what one artifact holds, and which pieces it serves. Prints nothing; importable without torch.
+
+An artifact is matched to its digest and read as data: nothing of it is unpickled, linked or executed. JSON::
+
+    {"schema": 1, "root": str, "digest": sha256, "kind": str, "size_bytes": int, "uses": [use...],
+     "num_kernels": int | null, "kernels": [kernel...], "target": {str: json}, "compiler": {str: json},
+     "members": [{"name": str, "size_bytes": int}...], "sources": [{"language": str, "text": str}...],
+     "warnings": [str...]}
+    use    = {"hash", "rank", "prefix", "variant", "piece_index", "shape", "adaptor", "compile_secs", "kernels",
+              "guards": [expr...], "proved", "proof_gap"}
+    kernel = {"name": str, "registers": int | null, "shared_bytes": int | null, "constant_bytes": int | null}
+
+`null` is unknown. `shared_bytes` is static shared memory as its section has it, the driver's own kilobyte included.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cgtool.errors import CacheError, UsageError
+from cgtool.plan.shapes import is_asked, parse_shape, shape_text
+from cgtool.store.files import telling
+from cgtool.store.generated import generated_texts
+from cgtool.store.key import read_key
+from cgtool.store.layout import CacheLayout, RankName, resolve_root, short
+from cgtool.store.objects import ObjectStore
+from cgtool.store.records import Row
+from cgtool.store.walk import view_entry
+from cgtool.toolkit.contents import Contents, Source, contents_of
+from cgtool.toolkit.selection import beginning, one_hash, published
+
+SCHEMA = 1
+
+#: Factors of the key that say what compiled an artifact, and for what.
+COMPILERS = ("torch", "triton", "compiler", "inductor")
+TARGET = "target"
+
+_DIGITS = re.compile(r"[0-9a-f]{1,64}\Z")
+_PIECE = re.compile(r"([0-9a-f]{1,64})/([0-9]{1,7})\Z")
+_MOST_LISTED = 20
+#: Of what compilers wrote, by suffix.
+_LANGUAGES = {".cpp": "cpp", ".cu": "cuda", ".h": "cpp", ".py": "python", ".json": "json"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArtifactOptions:
+    """What the user asked of `inspect artifact`.
+
+    Args:
+        artifact: The beginning of a digest, or the beginning of an entry's hash, "/" and a piece.
+        shape: Of a piece: for which shape, as `inspect entry` writes it; None where it has one.
+        variant: Of a piece: which variant; None where the piece has one artifact.
+        rank: Of a piece: which rank; None for any.
+        prefix: Of a piece: which compiled part; None for any.
+        cache_dir: The cache's root; None means the cache that `warm` fills.
+    """
+
+    artifact: str
+    shape: str | None = None
+    variant: int | None = None
+    rank: int | None = None
+    prefix: str | None = None
+    cache_dir: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """One row of one manifest that names the artifact."""
+
+    name: RankName
+    row: Row
+
+    def to_json(self) -> dict[str, Any]:
+        """Return its JSON form."""
+        row = self.row
+        return {
+            "hash": self.name.hash,
+            "rank": self.name.rank,
+            "prefix": self.name.prefix,
+            "variant": row.variant,
+            "piece_index": row.piece_index,
+            "shape": row.shape,
+            "adaptor": row.adaptor,
+            "tuned": row.tuned,
+            "compile_secs": row.artifact.compile_secs,
+            "kernels": row.artifact.kernels,
+            "guards": row.artifact.guards,
+            "proved": row.artifact.proved,
+            "proof_gap": row.artifact.proof_gap,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArtifactReport:
+    """What an artifact holds.
+
+    Args:
+        root: The cache's root.
+        digest: The SHA-256 of its bytes.
+        kind: Its kind.
+        uses: The rows that name it.
+        contents: What is in it.
+        target: What it was compiled for, as the entry's key and the artifact itself say.
+        compiler: What compiled it, likewise.
+        warnings: What could not be read along.
+    """
+
+    root: Path
+    digest: str
+    kind: str
+    uses: tuple[Use, ...]
+    contents: Contents
+    target: dict[str, Any]
+    compiler: dict[str, Any]
+    warnings: tuple[str, ...]
+
+    @property
+    def num_kernels(self) -> int | None:
+        """How many kernels it holds, as its compiler counted them; None where no manifest names it."""
+        return max((use.row.artifact.kernels for use in self.uses), default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document that `inspect artifact --json` prints."""
+        return {
+            "schema": SCHEMA,
+            "root": str(self.root),
+            "digest": self.digest,
+            "kind": self.kind,
+            "size_bytes": self.contents.size_bytes,
+            "uses": [use.to_json() for use in self.uses],
+            "num_kernels": self.num_kernels,
+            "kernels": [kernel.to_json() for kernel in self.contents.kernels],
+            "target": self.target,
+            "compiler": self.compiler,
+            "members": [{"name": name, "size_bytes": size} for name, size in self.contents.members],
+            "sources": [{"language": source.language, "text": source.text} for source in self.contents.sources],
+            "warnings": list(self.warnings),
+        }
+
+
+@telling()
+def inspect_artifact(options: ArtifactOptions) -> ArtifactReport:
+    """Show what an artifact holds.
+
+    Args:
+        options: Which artifact.
+
+    Raises:
+        UsageError: No artifact fits, or several do; the message lists them.
+        CacheCorruptError: Its bytes differ from its digest.
+        CacheError: The cache is empty or cannot be read.
+    """
+    root = resolve_root(options.cache_dir)
+    layout = CacheLayout(root=root)
+    warnings: list[str] = []
+    hashes, digest, kind = _chosen(layout, options, warnings)
+    uses = tuple(use for use in _uses(layout, hashes, warnings) if use.row.artifact.file == f"{digest}.{kind}")
+    contents = contents_of(ObjectStore(layout.entry_dir(hashes[0])).get(digest, kind), kind)
+    contents = replace(contents, sources=(*contents.sources, *_generated(layout, digest, contents)))
+    target, compiler = _factors(layout, hashes[0], warnings)
+    return ArtifactReport(
+        root=root,
+        digest=digest,
+        kind=kind,
+        uses=uses,
+        contents=contents,
+        target={**target, **contents.target},
+        compiler={**compiler, **({"native": contents.compiler} if contents.compiler else {})},
+        warnings=(*warnings, *contents.warnings),
+    )
+
+
+def _generated(layout: CacheLayout, digest: str, contents: Contents) -> Iterator[Source]:
+    """Yield what the compiler wrote and the artifact does not hold, where an entry keeps it."""
+    held = {source.text for source in contents.sources}
+    for name, text in generated_texts(layout, digest).items():
+        if text not in held:
+            yield Source(language=_LANGUAGES.get(Path(name).suffix, "text"), text=text)
+
+
+def _chosen(layout: CacheLayout, options: ArtifactOptions, warnings: list[str]) -> tuple[list[str], str, str]:
+    """Return the entries that hold the artifact, its digest and its kind."""
+    wanted = options.artifact.lower()
+    piece = _PIECE.match(wanted)
+    if piece is not None:
+        hash_ = one_hash(layout, piece[1])
+        uses = [use for use in _uses(layout, [hash_], warnings) if _fits(use, int(piece[2]), options)]
+        found = dict.fromkeys((use.row.artifact.digest, use.row.artifact.kind) for use in uses)
+        if len(found) == 1:
+            return ([hash_], *next(iter(found)))
+        raise _not_one_row(options, uses, list(_uses(layout, [hash_], [])))
+    if _DIGITS.match(wanted) is None:
+        message = (
+            f"{options.artifact[:80]!r} names no artifact. Give the beginning of its digest, or of an entry's hash "
+            "with a piece, such as 3f9a/2."
+        )
+        raise UsageError(message, actual=options.artifact)
+    held = _artifacts(layout, wanted)
+    if len(held) == 1:
+        (digest, kind), hashes = next(iter(held.items()))
+        return hashes, digest, kind
+    advice = "Name one by more of its digest" if held else "cgtool inspect entry shows the digests of an entry"
+    digests = [digest for digest, _ in held]
+    listed = "".join(f"\n  {beginning(digest, digests)} {kind}" for digest, kind in list(held)[:_MOST_LISTED])
+    what = f"{len(held)} artifacts fit" if held else "No artifact fits"
+    raise UsageError(f"{what}. {advice}{':' if held else '.'}{listed}", path=layout.root, actual=options.artifact)
+
+
+def _artifacts(layout: CacheLayout, digits: str) -> dict[tuple[str, str], list[str]]:
+    """Return (digest, kind) → the entries that hold it, of all artifacts whose digest begins so."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for hash_ in dict.fromkeys(name.hash for name in published(layout)):
+        for name in view_entry(layout, hash_).artifacts:
+            digest, _, kind = name.partition(".")
+            if digest.startswith(digits) and len(digest) == 64 and kind:  # noqa: PLR2004 - digits of a SHA-256
+                found.setdefault((digest, kind), []).append(hash_)
+    return dict(sorted(found.items()))
+
+
+def _uses(layout: CacheLayout, hashes: Sequence[str], warnings: list[str]) -> Iterator[Use]:
+    for hash_ in hashes:
+        entry = view_entry(layout, hash_)
+        warnings += map(str, entry.problems)
+        yield from (Use(name=manifest.name, row=row) for manifest in entry.manifests for row in manifest.rows)
+
+
+def _fits(use: Use, piece: int, options: ArtifactOptions) -> bool:
+    row = use.row
+    return (
+        row.piece_index == piece
+        and (options.shape is None or is_asked(row.shape, parse_shape(options.shape)))
+        and options.variant in (None, row.variant)
+        and options.rank in (None, use.name.rank)
+        and options.prefix in (None, use.name.prefix)
+    )
+
+
+def _not_one_row(options: ArtifactOptions, fitting: Sequence[Use], all_of_it: Sequence[Use]) -> UsageError:
+    shown = fitting or all_of_it
+    listed = [
+        f"  {short(use.row.artifact.digest)}  piece {use.row.piece_index}, shape {shape_text(use.row.shape)}, variant "
+        f"{use.row.variant}, rank {use.name.rank}, {use.name.prefix}"
+        for use in shown[:_MOST_LISTED]
+    ]
+    if len(shown) > _MOST_LISTED:
+        listed.append(f"  and {len(shown) - _MOST_LISTED} more, which cgtool inspect entry shows")
+    what = "Several artifacts of this piece fit" if fitting else "No artifact of this entry fits"
+    advice = "Name one of these by its digest, or by --shape, --variant, --rank and --prefix"
+    return UsageError("\n".join([f"{what}. {advice}:", *listed]), actual=options.artifact)
+
+
+def _factors(layout: CacheLayout, hash_: str, warnings: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what an entry's key says of the target and of the compilers."""
+    try:
+        key = read_key(layout, hash_)
+    except CacheError as error:
+        warnings.append(str(error))
+        key = None
+    if key is None:
+        return {}, {}
+    target = key.value(TARGET)
+    compilers = {name: value for name in COMPILERS if (value := key.value(name)) not in (None, {})}
+    return target if isinstance(target, dict) else {}, compilers

@@ -1,0 +1,83 @@
+"""Which entry, or which rank and prefix of one, the user means by the beginning of a hash. Importable without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from cgtool.errors import CacheError, UsageError
+from cgtool.store.layout import SHORT_DIGITS, CacheLayout, RankName
+
+
+def one_name(layout: CacheLayout, entry: str | None, *, rank: int | None, prefix: str | None) -> RankName:
+    """Return the one rank and prefix that fits.
+
+    Args:
+        layout: Where the cache lies.
+        entry: The beginning of an entry's hash; None where the cache has one.
+        rank: Which rank; None where the entry has one.
+        prefix: Which compiled part of the model; None where the entry has one.
+
+    Raises:
+        UsageError: None fits, or several do; the message lists them.
+        CacheError: The cache is empty, or cannot be listed.
+    """
+    there = published(layout)
+    fitting = [name for name in _of_entry(there, entry) if rank in (None, name.rank) and prefix in (None, name.prefix)]
+    if len(fitting) == 1:
+        return fitting[0]
+    hashes = [name.hash for name in fitting or there]
+    listed = "\n".join(
+        f"  {beginning(name.hash, hashes)} --rank {name.rank} --prefix {name.prefix}" for name in fitting or there
+    )
+    what = "Several entries fit" if fitting else "No entry fits"
+    advice = "Name one of these by its hash, and by --rank and --prefix where the hash is the same"
+    raise UsageError(f"{what}. {advice}:\n{listed}", path=layout.root, actual=entry)
+
+
+def one_hash(layout: CacheLayout, entry: str | None) -> str:
+    """Return the hash of the one entry that fits.
+
+    Args:
+        layout: Where the cache lies.
+        entry: The beginning of its hash; None where the cache has one.
+
+    Raises:
+        UsageError: None fits, or several do; the message lists them.
+        CacheError: The cache is empty, or cannot be listed.
+    """
+    there = published(layout)
+    hashes = list(dict.fromkeys(name.hash for name in there))
+    fitting = list(dict.fromkeys(name.hash for name in _of_entry(there, entry)))
+    if len(fitting) == 1:
+        return fitting[0]
+    listed = "\n".join(f"  {beginning(hash_, hashes)}" for hash_ in fitting or hashes)
+    what = "Several entries fit" if fitting else "No entry fits"
+    raise UsageError(f"{what}. Name one of these by its hash:\n{listed}", path=layout.root, actual=entry)
+
+
+def published(layout: CacheLayout) -> list[RankName]:
+    """Return every rank and prefix that has a manifest.
+
+    Raises:
+        CacheError: There is none, or the cache cannot be listed.
+    """
+    found = [
+        name for hash_ in layout.hashes() for name in layout.rank_names(hash_) if layout.manifest_file(name).is_file()
+    ]
+    if not found:
+        message = f"The cache at {layout.root} holds no entry. Fill it with: cgtool warm MODEL"
+        raise CacheError(message, path=layout.root)
+    return found
+
+
+def beginning(hash_: str, among: Iterable[str]) -> str:
+    """Return the shortest beginning of a hash that tells it from the others, ten digits or more."""
+    others = set(among) - {hash_}
+    digits = SHORT_DIGITS
+    while any(other.startswith(hash_[:digits]) for other in others):
+        digits += 1
+    return hash_[:digits]
+
+
+def _of_entry(names: Sequence[RankName], entry: str | None) -> list[RankName]:
+    return [name for name in names if name.hash.startswith((entry or "").lower())]

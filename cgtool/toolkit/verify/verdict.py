@@ -1,0 +1,185 @@
+"""Whether this machine can load an entry, told before anything is opened. Must not import torch.
+
+The key is exact: `cgtool.load` takes an entry whose torch, triton, Python, processor, accelerators or code variables
+differ in anything for a miss, and so does this. It never promises what load refuses:
+
+    unsupported   load misses here, or what it opens cannot run here
+    loads         load hits, in a process that is set up as the one that compiled; or it hits, and less than all is well
+    optimal       nothing of this machine speaks against it
+
+What belongs to the model (its sources, its weights, its guards) is for load itself and `cgtool why` to say. More
+instructions of the processor than before are a miss too, for the key holds only their digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal
+
+from cgtool.plan.pieces import Json
+from cgtool.records import dataclass
+from cgtool.store.key import Key, difference_between
+from cgtool.store.machine import Machine, version_pair
+
+Level = Literal["optimal", "loads", "unsupported"]
+
+#: Factors that come of the model and of how it is compiled: nothing of a machine.
+_OF_THE_MODEL = frozenset(
+    {"model", "state", "config", "sources", "distributions", "variables", "ops", "guards", "calls"}
+)
+#: Factors of the process that loads.
+_OF_THE_PROCESS = frozenset({"precision", "inductor"})
+#: What torch's settings are where a process changes nothing.
+_USUAL: Mapping[str, Json] = {
+    "float32_matmul": "highest",
+    "fp32": {
+        "fp32_precision": "ieee",
+        "cuda_fp32_precision": "ieee",
+        "cuda_fp32_precision_matmul": "ieee",
+        "cuda_fp32_precision_conv": "tf32",
+        "cuda_fp32_precision_rnn": "tf32",
+        "mkldnn_fp32_precision": "ieee",
+        "mkldnn_fp32_precision_matmul": "ieee",
+        "mkldnn_fp32_precision_conv": "ieee",
+        "mkldnn_fp32_precision_rnn": "ieee",
+    },
+    "fp16_reduced": True,
+    "bf16_reduced": True,
+    "fp16_accumulated": False,
+    "deterministic": False,
+    "filled": True,
+}
+#: What a machine may not know of itself without torch.
+_UNKNOWN = frozenset({"accelerators", "capability"})
+_COMPILER = "compiler"
+_INSTRUCTIONS = "target.cpu.instructions"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What is said of an entry on a machine.
+
+    Args:
+        level: "optimal", "loads" or "unsupported".
+        reasons: Why it is not the level above, the weightiest first; none for "optimal".
+    """
+
+    level: Level
+    reasons: tuple[str, ...] = ()
+
+    def to_json(self) -> Json:
+        """Return the verdict as JSON."""
+        return {"level": self.level, "reasons": list(self.reasons)}
+
+
+def verdict(
+    key: Key,
+    machine: Machine,
+    *,
+    world_size: int | None = None,
+    ranks: Collection[int] | None = None,
+    glibc_needed: str | None = None,
+) -> Verdict:
+    """Return whether an entry loads on a machine.
+
+    Args:
+        key: The entry's factors.
+        machine: The machine, as `this_machine` tells of it.
+        world_size: How many processes will load it, each as a rank of its own; None: not known.
+        ranks: The ranks that the entry holds; None: not known.
+        glibc_needed: The newest glibc that its native code asks for: "2.34"; None: not known.
+    """
+    against = [*_factors(key, machine), *_glibc(machine, glibc_needed)]
+    advice = [*_process(key), *_driver(machine)]
+    if world_size is not None and ranks is not None:
+        absent = sorted(set(range(world_size)) - set(ranks))
+        more = sorted(rank for rank in ranks if rank >= world_size)
+        if absent:
+            against.append(f"{_ranks(absent)} of a world of {world_size}: warm {'it' if len(absent) == 1 else 'them'}")
+        if more:
+            held = f"It holds rank {more[-1]}, which a world of {world_size} has not"
+            advice.append(f"{held}: it may have been compiled for another world size")
+    if against:
+        return Verdict(level="unsupported", reasons=(*against, *advice))
+    return Verdict(level="loads" if advice else "optimal", reasons=tuple(advice))
+
+
+def without_key(*, why: str) -> Verdict:
+    """Return the verdict on an entry whose key cannot be read.
+
+    Args:
+        why: What is the matter with key.json.
+    """
+    return Verdict(level="unsupported", reasons=(f"Its factors are not known: {why}",))
+
+
+def _factors(key: Key, machine: Machine) -> Iterator[str]:
+    now = machine.factors
+    for factor in sorted(key.factors, key=lambda factor: factor.name != "torch"):
+        if factor.name in _OF_THE_MODEL | _OF_THE_PROCESS:
+            continue
+        if factor.name not in now:
+            yield f"It was keyed on {factor.name}, which this cgtool does not know"
+            continue
+        if factor.name == "torch" and machine.torch is None:
+            yield "torch is not installed for this Python"
+            continue
+        if factor.name == _COMPILER and machine.compiler is None:
+            continue  # a machine without a compiler takes what was compiled elsewhere
+        for difference in difference_between(factor.name, factor.value, _known(now[factor.name], factor.value)):
+            if difference.path == _INSTRUCTIONS:
+                yield "The processor's instruction sets are not those that it was compiled for"
+            else:
+                yield difference.sentence
+
+
+def _known(now: Json, stored: Json) -> Any:
+    """Return what a factor is now; where only torch could say, what is stored stands in, and nothing differs."""
+    if not isinstance(now, Mapping) or not isinstance(stored, Mapping):
+        return now
+    return {
+        name: stored.get(name) if value is None and name in _UNKNOWN else _known(value, stored.get(name))
+        for name, value in now.items()
+    }
+
+
+def of_the_process(key: Key) -> tuple[str, ...]:
+    """Return the settings of torch that a process must change as the one that compiled did: "precision.float32_matmul".
+
+    Args:
+        key: The entry's factors.
+    """
+    precision, inductor = key.value("precision") or {}, key.value("inductor") or {}
+    other = [f"precision.{name}" for name, usual in _USUAL.items() if precision.get(name, usual) != usual]
+    return (*other, *(f"inductor.{name}" for name in inductor))
+
+
+def _process(key: Key) -> Iterator[str]:
+    other = of_the_process(key)
+    if other:
+        yield f"It loads only in a process that sets {', '.join(other)} as the one that compiled it did"
+
+
+def _driver(machine: Machine) -> Iterator[str]:
+    if machine.torch is not None and machine.accelerators is None:
+        yield "Which accelerators torch sees here only torch can say: prove the entry with --load"
+    built = (machine.torch or {}).get("with_cuda")
+    if machine.driver is None or not built:
+        return
+    here, wanted = version_pair(machine.driver.cuda), version_pair(built)
+    if here[0] == wanted[0] and here < wanted:
+        yield (
+            f"The driver serves CUDA {machine.driver.cuda} and torch was built with {built}: newer features of kernels "
+            "fail as they run. Update the driver"
+        )
+
+
+def _glibc(machine: Machine, needed: str | None) -> Iterator[str]:
+    if needed is not None and machine.glibc is not None and version_pair(machine.glibc) < version_pair(needed):
+        yield f"Its native code needs glibc {needed} and here is {machine.glibc}: compile where glibc is as old as here"
+
+
+def _ranks(absent: list[int]) -> str:
+    if len(absent) == 1:
+        return f"Rank {absent[0]} is missing"
+    return f"{len(absent)} ranks are missing, the first {absent[0]},"

@@ -1,0 +1,304 @@
+"""`why`: would a model hit here, and if not, which entry is nearest and what keeps it from serving.
+
+Owns what the user asked (`WhyOptions`) and the answer (`WhyReport`). Prints nothing. Importable without torch: building
+the model needs it, and is imported as the command runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from cgtool.config import CompilationConfig
+from cgtool.errors import CacheError, CacheMissError, UsageError
+from cgtool.events import Event, OnEvent, ignore
+from cgtool.guards.files import sources_now
+from cgtool.model import ModelSpec
+from cgtool.store.key import difference_between
+from cgtool.store.layout import CacheLayout, RankName, resolve_root
+from cgtool.store.pruned import Pruned, pruned
+from cgtool.store.records import read_manifest
+from cgtool.store.state import StateStore
+from cgtool.toolkit.diff.entries import EntrySide
+from cgtool.toolkit.diff.keys import with_lines
+from cgtool.toolkit.diff.records import Difference
+from cgtool.toolkit.diff.traced import in_file_now
+from cgtool.variables import environment
+
+SCHEMA = 1
+
+#: A layer's number within a name: "layers.0.eps".
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.[A-Za-z_])")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhyOptions:
+    """What the user asked of `why`.
+
+    Args:
+        model: MODEL as it was given, see `cgtool.toolkit.warm.WarmOptions`; the next five likewise.
+        factory_args: Keyword arguments for the factory.
+        weights: "fake" or "real".
+        device: Where the module is built.
+        dtype: Its default floating dtype.
+        pythonpath: Folders put on `sys.path` first.
+        config: What is to be compiled and how.
+        cache_dir: The cache's root; None means the configured or the user's own.
+        rank: This process's place in a model-parallel group; None takes the environment's word.
+        prefix: Which compiled part of the model; None takes the factory's word.
+        arguments: MODEL and the options as `cgtool warm` would take them, for the line that mends a miss.
+    """
+
+    model: str
+    factory_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    weights: Literal["fake", "real"] = "fake"
+    device: str | None = None
+    dtype: str | None = None
+    pythonpath: tuple[str, ...] = ()
+    config: CompilationConfig = dataclasses.field(default_factory=CompilationConfig)
+    cache_dir: Path | None = None
+    rank: int | None = None
+    prefix: str | None = None
+    arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntryFacts:
+    """What people want to know of an entry.
+
+    Args:
+        name: Its hash, rank and prefix.
+        model: What its model is called; None where its manifest cannot be read.
+        created: When it was made, in UTC.
+        last_used: When it was loaded last, in UTC; None for never.
+        hits: How often it was loaded.
+    """
+
+    name: RankName
+    model: str | None
+    created: str | None
+    last_used: str | None
+    hits: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return its JSON form."""
+        return {
+            "hash": self.name.hash,
+            "rank": self.name.rank,
+            "prefix": self.name.prefix,
+            "model": self.model,
+            "created": self.created,
+            "last_used": self.last_used,
+            "hits": self.hits,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reason:
+    """Why an entry does not serve the model.
+
+    Args:
+        sentence: For people; holds words of models and caches as they stand.
+        detail: More lines: what changed in a file, what else changed alike.
+    """
+
+    sentence: str
+    detail: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return its JSON form."""
+        return {"sentence": self.sentence, "detail": list(self.detail)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhyReport:
+    """Whether a model would hit, and why not.
+
+    Args:
+        root: The cache's root.
+        entry: The entry that serves the model; None for a miss.
+        nearest: Of a miss, the entry that needs the fewest changes; None where there is none of this model.
+        reasons: Why `nearest` does not serve it, the guilty first; empty for a hit.
+        run: The shell line that mends a miss; "" for a hit, and where the model was given as an object.
+        pruned: Of a miss, entries of this very model that prunes removed; None where they removed none.
+    """
+
+    root: str
+    entry: EntryFacts | None
+    nearest: EntryFacts | None
+    reasons: tuple[Reason, ...]
+    run: str = ""
+    pruned: Pruned | None = None
+
+    @property
+    def hit(self) -> bool:
+        """Whether the cache serves the model."""
+        return self.entry is not None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document that `why --json` prints."""
+        return {
+            "schema": SCHEMA,
+            "root": self.root,
+            "hit": self.hit,
+            "entry": None if self.entry is None else self.entry.to_json(),
+            "nearest": None if self.nearest is None else self.nearest.to_json(),
+            "reasons": [reason.to_json() for reason in self.reasons],
+            "run": self.run,
+            "pruned": None if self.pruned is None else self.pruned.to_json(),
+        }
+
+
+def why(options: WhyOptions, on_event: OnEvent = ignore) -> WhyReport:
+    """Say whether the cache serves a model, and if not, why; compiles and writes nothing.
+
+    Args:
+        options: What the user asked.
+        on_event: Told of each phase as it goes.
+
+    Returns:
+        The entry that serves it, or the nearest one and what keeps it from that.
+
+    Raises:
+        UsageError: The cache is switched off.
+        ModelError: MODEL could not be found or built.
+        CacheError: The cache cannot be read.
+    """
+    if options.config.disable_cache:
+        message = (
+            "The cache is switched off (--no-cache, CGTOOL_DISABLE_CACHE or disable_cache): nothing hits, whatever it "
+            "holds. Switch it on and ask again."
+        )
+        raise UsageError(message)
+    report = why_spec(_built(options, on_event), config=options.config, cache_dir=options.cache_dir, rank=options.rank)
+    return report if report.hit else dataclasses.replace(report, run=warm_line(options))
+
+
+def why_spec(
+    spec: ModelSpec, *, config: CompilationConfig, cache_dir: Path | None = None, rank: int | None = None
+) -> WhyReport:
+    """Say whether the cache serves a model that is built already; see `why`.
+
+    Args:
+        spec: The model and its example calls.
+        config: What is to be compiled and how.
+        cache_dir: The cache's root; None means the configured or the user's own.
+        rank: This process's place in a model-parallel group; None takes the environment's word.
+
+    Raises:
+        CacheError: The cache cannot be read.
+    """
+    # Imports torch: seconds that `--help` and wrong usage need not wait for.
+    from cgtool.compiler.pipeline import warm
+    from cgtool.runtime.factors import Live
+
+    layout = CacheLayout(root=resolve_root(cache_dir if cache_dir is not None else config.cache_dir or None))
+    place = environment().rank if rank is None else rank
+    try:
+        result = warm(spec, config=config, cache_dir=layout.root, rank=place, check=True)
+    except CacheMissError as miss:
+        nearest = None if miss.nearest is None else RankName(hash=miss.nearest, rank=place, prefix=spec.prefix)
+        return WhyReport(
+            root=str(layout.root),
+            entry=None,
+            nearest=None if nearest is None else _facts(layout, nearest),
+            reasons=_reasons(miss.reasons or (str(miss),), EntrySide(layout, nearest.hash) if nearest else None),
+            pruned=pruned(layout, Live.of(spec.module).lookup),
+        )
+    entry = _facts(layout, RankName(hash=result.hash, rank=result.rank, prefix=result.prefix))
+    return WhyReport(root=str(layout.root), entry=entry, nearest=None, reasons=())
+
+
+def warm_line(options: WhyOptions) -> str:
+    """Return the shell line that makes a hit of a miss."""
+    if options.arguments:
+        return shlex.join(["cgtool", "warm", *options.arguments])
+    where = [] if options.cache_dir is None else ["--cache-dir", str(options.cache_dir)]
+    return shlex.join(["cgtool", "warm", options.model, *where])
+
+
+def _built(options: WhyOptions, on_event: OnEvent) -> ModelSpec:
+    on_event(Event(phase="model", message=options.model))
+    from cgtool.models import resolve_model  # imports torch
+
+    spec = resolve_model(
+        options.model,
+        factory_args=dict(options.factory_args),
+        weights=options.weights,
+        device=options.device,
+        dtype=options.dtype,
+        pythonpath=options.pythonpath,
+    )
+    return spec if options.prefix is None else dataclasses.replace(spec, prefix=options.prefix)
+
+
+def _facts(layout: CacheLayout, name: RankName) -> EntryFacts:
+    usage = StateStore(layout).usage(name)
+    try:
+        manifest = read_manifest(layout, name)
+    except CacheError:
+        manifest = None  # a reason says what is wrong with it
+    return EntryFacts(
+        name=name,
+        model=None if manifest is None else manifest.model,
+        created=None if manifest is None else manifest.created,
+        last_used=usage.last_used,
+        hits=usage.hits,
+    )
+
+
+def _reasons(sentences: Sequence[str], nearest: EntrySide | None) -> tuple[Reason, ...]:
+    """Return reasons with the lines of files that changed, those told once that say the same of several layers."""
+    known = _of_files(nearest) if nearest is not None else {}
+    groups: dict[str, list[str]] = {}
+    for sentence in _without_echoes(sentences):
+        groups.setdefault(_LAYER.sub("#", sentence), []).append(sentence)
+    return tuple(_reason(group, known) for group in groups.values())
+
+
+def _without_echoes(sentences: Sequence[str]) -> list[str]:
+    """Return sentences without those that another one implies: the adaptor says whether Inductor is used."""
+    if not any(sentence.startswith("config.adaptor ") for sentence in sentences):
+        return list(sentences)
+    return [sentence for sentence in sentences if not sentence.startswith("config.use_inductor ")]
+
+
+def _reason(group: Sequence[str], known: Mapping[str, Difference]) -> Reason:
+    first, *others = group
+    if first in known:
+        return Reason(sentence=known[first].sentence, detail=known[first].detail)
+    more = f" (and {len(others)} more like it)" if others else ""
+    return Reason(sentence=first + more, detail=tuple(others))
+
+
+def _of_files(nearest: EntrySide) -> dict[str, Difference]:
+    """Return the differences of source files with their lines, by the sentence without them."""
+    try:
+        stored = nearest.key.value("sources") or {}
+    except CacheError:
+        return {}
+    found = {}
+    for difference in difference_between("sources", stored, sources_now(stored)):
+        module = difference.path.removeprefix("sources.")
+        text = _text_now(module)
+        if text is not None and module in stored:
+            record = Difference(
+                what="source", path=difference.path, old=difference.old, new=difference.new, sentence=""
+            )
+            found[difference.sentence] = with_lines(record, in_file_now(module, nearest.lines, text))
+    return found
+
+
+def _text_now(module: str) -> str | None:
+    """Return the file of a module as it is on the disk; None where the module is not imported or has no such file."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    try:
+        return None if file is None else Path(file).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None

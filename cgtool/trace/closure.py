@@ -1,0 +1,196 @@
+"""The user's code that a trace rests on: the files it went through, and what these import, as far as it is the user's.
+
+Past the user's own modules an import leads to an installed distribution, which enters by name and version, or to torch
+or the standard library, whose versions are factors of their own. A package that is installed in place is the user's.
+Imports are read from the source, and so count wherever they stand: in a function, under a condition, after `try`. A
+module that is imported and is not there enters as None, because it would be used if it were.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from cgtool.digests import sha256_hex
+from cgtool.guards.files import file_of, find_spec, installed_in, normalised, version_of
+from cgtool.guards.sources import canonical_module_name
+from cgtool.records import dataclass
+
+#: Distributions whose versions are factors of their own.
+_FACTORS = frozenset({"torch", "cgtool"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Closure:
+    """What was found from some modules.
+
+    Args:
+        digests: {module: SHA-256 of its file, None where it is not there}: the modules themselves, and those of the
+            user's that they import.
+        distributions: {normalised name: version} of the installed distributions that these import.
+        trees: The user's modules, parsed.
+    """
+
+    digests: dict[str, str | None]
+    distributions: dict[str, str]
+    trees: dict[str, ast.Module]
+
+
+def closure_of(modules: Iterable[str]) -> Closure:
+    """Return what modules lead to.
+
+    Args:
+        modules: Those that a trace went through, by their canonical names.
+    """
+    found = Closure(digests={}, distributions={}, trees={})
+    traced = set(modules)
+    pending, seen = sorted(traced), set(traced)
+    while pending:
+        name = pending.pop()
+        for other in _add(found, name, is_traced=name in traced):
+            if other not in seen:
+                seen.add(other)
+                pending.append(other)
+    return found
+
+
+def _add(found: Closure, name: str, *, is_traced: bool) -> Iterator[str]:
+    """Take a module in, and yield the names of those that it imports where it is the user's."""
+    file = file_of(name)
+    if file is None:
+        if not _is_there(name):
+            found.digests[name] = None
+        return
+    if is_covered_by_versions(file) or name.partition(".")[0] in _FACTORS:
+        return
+    distributions = _distributions_with(name, file)
+    found.distributions.update(distributions)
+    if is_traced or not distributions:
+        try:
+            data = Path(file).read_bytes()
+        except OSError:
+            return
+        found.digests[name] = sha256_hex(data)
+        if not distributions and (tree := parse(data)) is not None:
+            found.trees[name] = tree
+            yield from _imported(tree, name, is_package=os.path.basename(file).startswith("__init__."))  # noqa: PTH119
+
+
+def _is_there(name: str) -> bool:
+    """Return whether a module without a file is a folder, or a part of Python."""
+    return name in sys.modules or name.partition(".")[0] in sys.stdlib_module_names or find_spec(name) is not None
+
+
+def parse(data: bytes) -> ast.Module | None:
+    """Return the syntax tree of a file; None where it holds no Python, as a compiled module."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # whoever imports the file was told
+        try:
+            return ast.parse(data)
+        except (SyntaxError, ValueError, RecursionError):
+            return None
+
+
+def _imported(tree: ast.Module, name: str, *, is_package: bool) -> Iterator[str]:
+    """Yield the names of the modules that a module imports, those above each of them too."""
+    package = name if is_package else name.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _with_parents(alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(node.module or "", node.level, package)
+            if base is not None:
+                yield from _with_parents(base)
+                yield from (
+                    f"{base}.{alias.name}" for alias in node.names if find_spec(f"{base}.{alias.name}") is not None
+                )
+        elif isinstance(node, ast.Call) and (literal := _import_by_name(node)) is not None:
+            yield from _with_parents(literal)
+
+
+def _with_parents(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[: count + 1]) for count in range(len(parts)))
+
+
+def _absolute(module: str, level: int, package: str) -> str | None:
+    """Return the absolute name of what a `from` names; None for one that leads out of its package."""
+    if level == 0:
+        return module
+    parts = package.split(".")
+    if not package or level > len(parts):
+        return None
+    base = ".".join(parts[: len(parts) - level + 1])
+    return f"{base}.{module}" if module else base
+
+
+def _import_by_name(call: ast.Call) -> str | None:
+    """Return the module that `importlib.import_module("m")` or `__import__("m")` names by a constant."""
+    function = call.func
+    called = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", None)
+    first = call.args[0] if call.args else None
+    if called not in {"import_module", "__import__"} or not isinstance(first, ast.Constant):
+        return None
+    literal = first.value
+    return literal if isinstance(literal, str) and literal and not literal.startswith(".") else None
+
+
+def _distributions_with(name: str, file: str) -> dict[str, str]:
+    """Return the distributions, with their versions, that put a module where it lies; none for the user's own."""
+    path = Path(file).absolute()
+    above = name.count(".") + (path.stem == "__init__")
+    if above >= len(path.parents):
+        return {}
+    folder = path.parents[above]
+    installed = installed_in(str(folder))
+    top = name.partition(".")[0]
+    likely = normalised(top)
+    if likely in installed and top in _tops(folder / installed[likely]):
+        return {likely: version_of(installed[likely])}
+    return {other: version_of(record) for other, record in installed.items() if top in _tops(folder / record)}
+
+
+@functools.lru_cache(maxsize=1024)
+def _tops(record: Path) -> frozenset[str]:
+    """Return the top-level modules that a distribution put beside its record; none where it was installed in place."""
+    try:
+        if '"editable": true' in _text(record / "direct_url.json"):
+            return frozenset()
+        lines = _text(record / "RECORD").splitlines() or _text(record / "top_level.txt").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(line.split("/", 1)[0].split(",", 1)[0].partition(".")[0] for line in lines)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def modules_by_file() -> dict[str, str]:
+    """Return {resolved file: canonical name} of the modules that are imported."""
+    files: dict[str, str] = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and file.endswith(".py"):
+            files.setdefault(os.path.realpath(file), canonical_module_name(name))
+    return files
+
+
+def is_covered_by_versions(filename: str) -> bool:
+    """Return whether a file is torch's or the standard library's, or none at all."""
+    if filename.startswith("<"):
+        return True
+    path = os.path.realpath(filename)
+    torch_root = str(Path(torch.__file__).resolve().parent) + os.sep
+    library = os.path.realpath(sysconfig.get_paths()["stdlib"]) + os.sep
+    in_site = f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path
+    return path.startswith(torch_root) or (path.startswith(library) and not in_site)

@@ -1,0 +1,74 @@
+"""The names that code holds, as names and in its strings, and what it may do by them."""
+
+from __future__ import annotations
+
+import dis
+import itertools
+import re
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from cgtool.guards.definitions import is_given
+
+#: A longer string is a text.
+_MAX_LENGTH = 80
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+#: Names by which code looks at all that an object holds.
+_ENUMERATORS = frozenset(
+    {
+        *("vars", "dir", "__dict__", "__slots__", "__getstate__", "__reduce_ex__", "getmembers", "getmembers_static"),
+        *("asdict", "astuple", "fields", "replace", "copy", "deepcopy"),
+    }
+)
+#: Names by which code asks whether two objects are one, beside `is`, `in` and sets.
+_IDENTITY = frozenset({"id", "is_", "is_not", "contains", "set", "frozenset", "fromkeys", "index", "count", "remove"})
+_IDENTITY_OPS = frozenset({"CONTAINS_OP", "BUILD_SET", "SET_ADD", "SET_UPDATE"})
+
+
+def names_in(codes: Iterable[types.CodeType]) -> frozenset[str]:
+    """Return every name that `codes`, and the code in them, hold."""
+    found: set[str] = set()
+    for code in codes:
+        found.update(code.co_names)
+        for text in _strings(code.co_consts):
+            if len(text) <= _MAX_LENGTH and "\n" not in text:
+                found.add(text)
+                if " " not in text:
+                    found.update(_IDENTIFIER.findall(text))
+        found |= names_in(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(found)
+
+
+def _strings(constants: Iterable[Any]) -> Iterator[str]:
+    for constant in constants:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, (tuple, frozenset)):
+            yield from _strings(constant)
+
+
+def called_by_python(classes: Iterable[type]) -> Iterator[types.CodeType]:
+    """Yield the special methods of classes: what Python calls for an operator or a format is not traced."""
+    for cls in classes:
+        for name, member in () if is_given(cls) else vars(cls).items():
+            if isinstance(member, types.FunctionType) and name.startswith("__") and name != "__init__":
+                yield member.__code__
+
+
+def enumerates(names: frozenset[str]) -> bool:
+    """Return whether code with these names may look at all that an object holds."""
+    return not _ENUMERATORS.isdisjoint(names)
+
+
+def compares_objects(names: frozenset[str], codes: Iterable[types.CodeType]) -> bool:
+    """Return whether code with these names may ask whether two objects are one."""
+    return not _IDENTITY.isdisjoint(names) or any(map(_asks_for_identity, codes))
+
+
+def _asks_for_identity(code: types.CodeType) -> bool:
+    """Return whether the code compares objects, and not only with None."""
+    pairs = itertools.pairwise(dis.get_instructions(code))
+    return any(
+        op.opname in _IDENTITY_OPS or (op.opname == "IS_OP" and before.opname != "LOAD_CONST") for before, op in pairs
+    )

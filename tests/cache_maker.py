@@ -1,0 +1,255 @@
+"""Makes a large cache in seconds, as `UnitStore` and `EntryWriter` would lay it. Imports no torch.
+
+Nothing is flushed to the disk, which is what makes it quick. Each entry is a decoder of `layers` layers, split at
+attention: artifacts for the general shape and for sizes, each compiled once as a unit and linked into the entry.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from cgtool.digests import digest_of, sha256_hex
+from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
+from cgtool.plan.records import Plan, Step, Variant, encode_plan
+from cgtool.plan.shapes import Shape
+from cgtool.store.files import ensure_root
+from cgtool.store.key import Factor, Key
+from cgtool.store.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, UNIT_FILE, CacheLayout, RankName
+from cgtool.store.packages import Package, pack
+from cgtool.store.records import Artifact, FileRecord, Manifest, Row, Unit, VariantCounts
+from cgtool.store.sealing import seal
+from cgtool.store.state import timestamp
+
+MODELS = ("Llama-3.1-8B", "Qwen3-4B", "Gemma-3-12B", "Mixtral-8x7B", "GPT-2")
+ADAPTOR, KIND = "aot_inductor", "pt2"
+DAY_SECS = 86400.0
+#: How many unique pieces an entry may have: 3 for a decoder, else what divides the number of its artifacts.
+_UNIQUE = (3, 5, 4, 2, 1)
+
+
+def make_cache(
+    root: Path,
+    *,
+    entries: int,
+    artifacts_per_entry: int,
+    artifact_bytes: int = 256,
+    seed: int = 0,
+    layers: int = 4,
+    ranks: int = 1,
+    shared: int = 0,
+    now: float | None = None,
+    library: bytes = b"",
+) -> tuple[RankName, ...]:
+    """Lay a cache and return the names of its ranks, the newest entry last.
+
+    Args:
+        root: The cache root; what is there already stays.
+        entries: How many entries; they take turns through `MODELS`.
+        artifacts_per_entry: How many different artifacts each of them has.
+        artifact_bytes: The size of each, or of the native code in each.
+        seed: Another one gives other keys, names and bytes.
+        layers: Of each model: there is one compiled piece more.
+        ranks: How many ranks each entry has; they share all artifacts.
+        shared: How many artifacts an entry takes over from the one before it.
+        now: The moment to count back from: entry i of n was created n - i days ago, every third was never used, and
+            the others were used i % 7 + 1 times, the last time half a day after they were created.
+        library: Native code, of which each artifact is a package with another part. Without it artifacts are noise,
+            which serves all that does not open them; import and load do.
+    """
+    maker = _Maker(CacheLayout(root=root), artifact_bytes=artifact_bytes, seed=seed, library=library)
+    at = time.time() if now is None else now
+    names: list[RankName] = []
+    before: list[_Unit] = []
+    for number in range(entries):
+        kept = before[:shared]
+        units = [*kept, *maker.units(number, artifacts_per_entry - len(kept))]
+        created = at - DAY_SECS * (entries - number)
+        made = maker.entry(number, units, layers=layers, ranks=ranks, created=created)
+        if number % 3:
+            for name in made:
+                maker.used(name, hits=number % 7 + 1, last=created + DAY_SECS / 2)
+        names += made
+        before = units
+    return tuple(names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Unit:
+    record: Artifact
+    path: str
+
+
+class _Maker:
+    def __init__(self, layout: CacheLayout, *, artifact_bytes: int, seed: int, library: bytes) -> None:
+        self.layout = layout
+        self.artifact_bytes = artifact_bytes
+        self.seed = seed
+        self.library = library
+        self.random = random.Random(seed)
+        self.plans: dict[int, bytes] = {}
+        ensure_root(layout.root)
+        for folder in ("lookup/indexed", "state/used", "state/locks", "state/leases"):
+            (layout.base / folder).mkdir(parents=True, exist_ok=True)
+
+    def units(self, entry: int, count: int) -> Iterator[_Unit]:
+        for number in range(count):
+            data = self._bytes()
+            key = digest_of(["unit", self.seed, entry, number])
+            folder = str(self.layout.unit_dir(key))
+            record = Artifact(
+                digest=sha256_hex(data),
+                kind=KIND,
+                size_bytes=len(data),
+                compile_secs=round(2 + self.random.random() * 4, 3),
+                kernels=1 + number % 5,
+                proved=True,
+            )
+            Path(folder).mkdir(parents=True)
+            unit = _Unit(record=record, path=f"{folder}/{record.file}")
+            _write(unit.path, data, mode=0o444)
+            _write(f"{folder}/{UNIT_FILE}", seal(Unit(key=key, artifact=record)))
+            _write(f"{folder}/lock", b"")
+            yield unit
+
+    def entry(self, number: int, units: list[_Unit], *, layers: int, ranks: int, created: float) -> list[RankName]:
+        model = MODELS[number % len(MODELS)]
+        unique = next(count for count in _UNIQUE if len(units) % count == 0)
+        layers = max(layers, unique - 1)
+        key = Key.of(
+            [
+                Factor(name="model", value={"class": f"models:{model}"}),
+                Factor(name="config", value={"adaptor": ADAPTOR, "level": 3}),
+                Factor(name="sources", value={"models": digest_of([self.seed, number])}),
+                Factor(name="torch", value={"version": "2.13.0"}),
+            ]
+        )
+        folder = self.layout.entry_dir(key.hash)
+        (folder / "artifacts").mkdir(parents=True)
+        _write(f"{folder}/key.json", key.to_bytes())
+        for unit in units:
+            os.link(unit.path, f"{folder}/artifacts/{unit.record.file}")
+        manifest = Manifest(
+            hash=key.hash,
+            rank=0,
+            prefix="backbone",
+            model=model,
+            level=3,
+            adaptor=ADAPTOR,
+            splitting_ops=("toy::attention",),
+            variants=(
+                VariantCounts(name="default", pieces=2 * layers + 1, splitting_pieces=layers, unique_pieces=unique),
+            ),
+            rows=tuple(_rows(units, unique, layers)),
+            lookup=(digest_of(["facts", model]),),
+            created=timestamp(created),
+        )
+        return [self._rank(manifest, rank, layers, unique) for rank in range(ranks)]
+
+    def used(self, name: RankName, *, hits: int, last: float) -> None:
+        path = self.layout.used_file(name)
+        _write(str(path), b"." * hits)
+        os.utime(path, (last, last))
+
+    def _rank(self, manifest: Manifest, rank: int, layers: int, unique: int) -> RankName:
+        if layers not in self.plans:
+            self.plans[layers] = encode_plan(_plan(layers, unique))
+        files = {PLAN_FILE: self.plans[layers], GRAPH_FILE: b"# the graph\n", CODE_FILE: b"# the code\n"}
+        name = RankName(hash=manifest.hash, rank=rank, prefix=manifest.prefix)
+        folder = self.layout.rank_dir(name)
+        folder.mkdir(parents=True)
+        for file, data in files.items():
+            _write(f"{folder}/{file}", data)
+        named = {file: FileRecord(sha256=sha256_hex(data), size_bytes=len(data)) for file, data in files.items()}
+        _write(f"{folder}/manifest.json", replace(manifest, rank=rank, files=named).to_bytes())
+        for digest in manifest.lookup:
+            (self.layout.lookup_dir / digest).mkdir(exist_ok=True)
+            (self.layout.lookup_dir / digest / name.hash).touch()
+        _write(str(self.layout.lookup_dir / "indexed" / name.flat), b"")
+        _write(str(self.layout.entry_lock(name)), b"")
+        (self.layout.state_dir / "leases" / name.hash).touch()
+        return name
+
+    def _bytes(self) -> bytes:
+        if self.library:
+            start = self.random.randrange(len(self.library) - self.artifact_bytes)
+            native = b"\x7fELF" + self.library[start : start + self.artifact_bytes - 4]
+            return pack(Package(native=native, metadata={"AOTI_DEVICE_KEY": "cpu"}))
+        part = self.random.randbytes(self.artifact_bytes // 3 + 1)
+        return (part * 3)[: self.artifact_bytes]
+
+
+def _rows(units: list[_Unit], unique: int, layers: int) -> Iterator[Row]:
+    """Rows of every compiled piece for every shape; the pieces between the first and the last are one."""
+    for number in range(len(units) // unique):
+        shape: Shape = {"num_tokens": (8 * number, 8 * number)} if number else {}
+        for layer in range(layers + 1):
+            which = unique - 1 if layer == layers else min(layer, max(unique - 2, 0))
+            record = units[number * unique + which].record
+            yield Row(
+                variant=0,
+                shape=shape,
+                piece_index=2 * layer,
+                adaptor=ADAPTOR,
+                artifact=record,
+            )
+
+
+def _plan(layers: int, unique: int) -> Plan:
+    attention = _graph("torch.ops.toy.attention.default", 64)
+    graphs = [_graph("torch.sin", 64 + number) for number in range(unique)]
+    order = [graphs[unique - 1 if i == layers else min(i, max(unique - 2, 0))] for i in range(layers + 1)]
+    pieces = [piece for graph in order for piece in (graph, attention)][:-1]
+    steps = tuple(
+        Step(
+            piece=index,
+            splitting=graph is attention,
+            graph=graph.identity(),
+            symbols={"s0": "s0"},
+            inputs=(index,),
+            outputs=(index + 1,),
+        )
+        for index, graph in enumerate(pieces)
+    )
+    variant = Variant(
+        name="default",
+        fixed={},
+        dims={"num_tokens": ("s0",)},
+        symbols=(SymbolRange(name="s0", min=2, max=None),),
+        relations=(),
+        inputs=(),
+        model_guards=(),
+        call_guards=(),
+        steps=steps,
+        output=["v", len(pieces)],
+    )
+    known = {graph.identity(): graph for graph in [*graphs, attention]}
+    return Plan(method="forward", qualname="models:Decoder", variants=(variant,), graphs=known)
+
+
+def _graph(target: str, width: int) -> PieceGraph:
+    hidden = TensorMeta(dtype="float32", shape=("s0", width), stride=(width, 1), device="cpu")
+    return PieceGraph(
+        symbols=(SymbolRange(name="s0", min=2, max=None),),
+        facts=(),
+        inputs=(hidden,),
+        aliases=(),
+        nodes=(Node(kind="function", target=target, args=("%0",), kwargs={}),),
+        outputs=("%1",),
+        results=(hidden,),
+        ops={},
+    )
+
+
+def _write(path: str, data: bytes, *, mode: int = 0o644) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        os.write(descriptor, data)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,198 @@
+"""Entries to play with, for these tests and the processes that they start. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from cgtool.plan.shapes import parse_shape, shape_text
+from cgtool.store import lock as lock_module
+from cgtool.store.entry import Entry, EntryWriter, read_entry
+from cgtool.store.key import Factor, Key, read_key
+from cgtool.store.layout import CacheLayout, RankName
+from cgtool.store.records import Artifact, Manifest, Row, VariantCounts
+from cgtool.store.units import UnitStore
+
+FACTS = "cd" * 32
+UNIT = "ab" * 32
+
+
+def sample_key(level: int = 3) -> Key:
+    return Key.of([Factor(name="config", value={"level": level}), Factor(name="torch", value="2.13.0")])
+
+
+def writer(root: Path, *, level: int = 3, rank: int = 0, prefix: str = "backbone") -> EntryWriter:
+    return EntryWriter(CacheLayout(root=root), sample_key(level), rank=rank, prefix=prefix)
+
+
+def put_row(to: EntryWriter, *, shape: str = "general", piece: int = 0, data: bytes = b"code", variant: int = 0) -> Row:
+    digest = to.objects.put(data, "eager")
+    return Row(
+        variant=variant,
+        shape=parse_shape(shape),
+        piece_index=piece,
+        adaptor="eager",
+        artifact=Artifact(digest=digest, kind="eager", size_bytes=len(data), compile_secs=1.5, kernels=2),
+    )
+
+
+def manifest_of(to: EntryWriter, rows: tuple[Row, ...], *, model: str = "Toy") -> Manifest:
+    return Manifest(
+        hash=to.name.hash,
+        rank=to.name.rank,
+        prefix=to.name.prefix,
+        model=model,
+        level=3,
+        adaptor="eager",
+        splitting_ops=("ns::attn",),
+        variants=(VariantCounts(name="default", pieces=9, splitting_pieces=4, unique_pieces=3),),
+        rows=rows,
+        lookup=(FACTS,),
+    )
+
+
+def files_of(text: str) -> dict[str, bytes]:
+    return {
+        "plan.json": json.dumps({"text": text}).encode(),
+        "computation_graph.py": f"# {text}\n".encode(),
+        "transformed_code.py": f"## {text}\n".encode(),
+    }
+
+
+def publish(root: Path, text: str = "one", *, level: int = 3, rank: int = 0, prefix: str = "backbone") -> RankName:
+    """Publish an entry of one artifact whose every part says `text`."""
+    to = writer(root, level=level, rank=rank, prefix=prefix)
+    row = put_row(to, data=text.encode())
+    to.publish(manifest_of(to, (row,), model=text), files_of(text))
+    return to.name
+
+
+def read_whole(root: Path, name: RankName) -> str | None:
+    """Read everything of an entry made by `publish` and return what it says; a mixture is an error."""
+    entry = read_entry(CacheLayout(root=root), name, files=tuple(files_of("")))
+    return None if entry is None else text_of(entry)
+
+
+def text_of(entry: Entry) -> str:
+    text = entry.manifest.model
+    artifacts = [entry.artifact(row.artifact) for row in entry.manifest.rows if not row.shape]
+    if dict(entry.files) != files_of(text) or artifacts != [text.encode()]:
+        raise AssertionError(f"a mixture: {text}, {entry.files}, {artifacts}")
+    return text
+
+
+def view(root: Path) -> dict[str, object]:
+    """What readers make of a cache: each rank's rows, the bytes of its files and artifacts, and who signed it."""
+    layout = CacheLayout(root=root)
+    found: dict[str, object] = {}
+    for hash_ in layout.hashes():
+        for name in layout.rank_names(hash_):
+            entry = read_entry(layout, name, files=())
+            if entry is None:
+                continue
+            if read_key(layout, hash_) is None:
+                raise AssertionError(f"{name} has no key")
+            entry = read_entry(layout, name, files=entry.manifest.files)
+            artifacts = tuple(entry.artifact(row.artifact) for row in entry.manifest.rows)
+            found[name.flat] = (
+                tuple(shape_text(row.shape) for row in entry.manifest.rows),
+                dict(entry.files),
+                artifacts,
+            )
+    return found
+
+
+def leftovers(root: Path) -> list[str]:
+    """Names of hidden files: what is being published, or was when its writer died."""
+    return sorted(path.name for path in root.rglob(".*") if path.is_file())
+
+
+# What other processes run.
+
+
+def publish_forever(root: Path, texts: tuple[str, ...], started: Path) -> None:
+    while True:
+        for text in texts:
+            publish(root, text)
+            started.touch()
+
+
+def publish_times(root: Path, texts: tuple[str, ...], times: int) -> None:
+    for _ in range(times):
+        for text in texts:
+            publish(root, text)
+
+
+def add_sizes(root: Path, sizes: tuple[int, ...]) -> None:
+    to = writer(root)
+    for size in sizes:
+        to.add_rows([put_row(to, shape=f"num_tokens={size}", piece=size % 9, data=f"size {size}".encode())])
+
+
+def compile_unit(root: Path, log: Path, secs: float, *, die: bool = False) -> None:
+    units = UnitStore(CacheLayout(root=root))
+    with units.lock(UNIT):
+        if units.find(UNIT) is None:
+            with log.open("a") as stream:
+                stream.write("compiled\n")
+            time.sleep(secs)
+            if die:
+                os.kill(os.getpid(), signal.SIGKILL)
+            units.put(UNIT, b"unit", Artifact.of(b"unit", kind="eager", compile_secs=secs, kernels=1))
+
+
+def without_locks(function: Callable[..., None], *args: object) -> None:
+    with no_flock():
+        function(*args)
+
+
+@contextlib.contextmanager
+def no_flock(number: int = errno.ENOLCK) -> Iterator[None]:
+    """A file system on which flock fails."""
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    original = lock_module._flock
+    lock_module._flock = refuse
+    try:
+        yield
+    finally:
+        lock_module._flock = original
+
+
+def hold_lock(path: Path, held: Path) -> None:
+    with lock_module.FileLock(path):
+        held.touch()
+        time.sleep(60)
+
+
+def with_shape(row: Row, shape: str) -> Row:
+    return replace(row, shape=parse_shape(shape))
+
+
+def sealed(record: Mapping[str, object]) -> bytes:
+    """Any fields as JSON under a seal that fits."""
+    kept = {name: value for name, value in record.items() if name != "sha256"}
+    body = json.dumps(kept, indent=1).removesuffix("\n}").encode()
+    return body + b',\n "sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
+
+
+def resealed(data: bytes, change: Callable[[dict[str, Any]], object] | dict[str, Any]) -> bytes:
+    """The text of a sealed file whose fields were changed, under a seal that fits."""
+    record = json.loads(data)
+    if callable(change):
+        change(record)
+    else:
+        record.update(change)
+    return sealed(record)

@@ -1,0 +1,174 @@
+"""Adaptors that compile wrong code on purpose; the proving child imports this file and has them too."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+
+import torch
+
+from cgtool import adaptor_registry
+from cgtool.compiler.adaptors import CompilerInterface
+from cgtool.compiler.workers.request import Provider
+from cgtool.plan.grammar import decode
+from cgtool.plan.pieces import PieceGraph
+from cgtool.runtime.pieces import piece_function
+
+IMPORTS = (Provider(module="proof_doubles", file=__file__),)
+
+
+def _first_scaled(outputs, inputs, number=0):
+    outputs[number] = outputs[number] * 1.01
+
+
+def _other_strides(outputs, inputs):
+    outputs[0] = torch.empty_strided(outputs[0].shape, outputs[0].stride()[::-1]).copy_(outputs[0])
+    if outputs[0].dim() > 1:
+        outputs[0] = outputs[0].as_strided(outputs[0].shape, (1, outputs[0].shape[0]))
+
+
+def _other_dtype(outputs, inputs):
+    outputs[0] = outputs[0].double()
+
+
+def _one_element(outputs, inputs):
+    outputs[0] = outputs[0].clone()
+    outputs[0].reshape(-1)[-1] += 0.5 if outputs[0].is_floating_point() else 1
+
+
+def _one_row(outputs, inputs):
+    """As if the rest of a loop was left out."""
+    outputs[0] = outputs[0].clone()
+    outputs[0][-1] = 0
+
+
+def _swapped(outputs, inputs):
+    outputs.reverse()
+
+
+def _missing(outputs, inputs):
+    outputs.pop()
+
+
+def _transposed(outputs, inputs):
+    rows, columns = outputs[0].shape
+    outputs[0] = torch.empty(columns, rows, dtype=outputs[0].dtype).copy_(outputs[0].t()).t()
+
+
+def _nan(outputs, inputs):
+    outputs[0] = outputs[0].clone()
+    outputs[0].view(-1)[0] = float("nan")
+
+
+def _an_input_written(outputs, inputs):
+    inputs[0].add_(1)
+
+
+def _in_the_memory_of_an_input(outputs, inputs):
+    inputs[0].copy_(outputs[0])
+    outputs[0] = inputs[0]
+
+
+def _raise(outputs, inputs):
+    raise RuntimeError("expected 8 and got 9")
+
+
+def _none(outputs, inputs):
+    outputs[0] = None
+
+
+#: name → what is done to the outputs and inputs of a right run
+SPOILED = {
+    "a factor of 1.01": _first_scaled,
+    "other strides": _transposed,
+    "another dtype": _other_dtype,
+    "one element": _one_element,
+    "one row": _one_row,
+    "swapped": _swapped,
+    "a missing output": _missing,
+    "a NaN": _nan,
+    "an input written": _an_input_written,
+    "no tensor": _none,
+    "an error": _raise,
+}
+
+
+class Double(CompilerInterface):
+    """Runs the piece eagerly, and spoils it as the artifact says."""
+
+    name = "double"
+
+    def compute_hash(self, options, *, max_autotune=False):
+        return "0" * 64
+
+    def compile(self, graph, *, options, max_autotune=False):
+        raise NotImplementedError
+
+    def load(self, data, graph):
+        word = json.loads(data)
+        if word in CRASHES:
+            CRASHES[word]()
+        run = piece_function(graph)
+        if word == "in float32":
+            return in_float32(graph)
+
+        def call(inputs):
+            kept = list(inputs)
+            before = [tensor.clone() for tensor in kept]
+            outputs = list(run(inputs))
+            if word == "an input not written":
+                for tensor, old in zip(kept, before, strict=True):
+                    tensor.copy_(old)
+            elif word.startswith("late "):
+                CRASHES[word.removeprefix("late ")]()
+            elif word != "right":
+                SPOILED[word](outputs, kept)
+            return outputs
+
+        return call
+
+
+def in_float32(graph):
+    """Return what a good compiler makes of a piece in half precision: it rounds where it stores, and nowhere else."""
+    text = graph.canonical().decode()
+    for narrow in ("bfloat16", "float16"):
+        text = text.replace(f'"{narrow}"', '"float32"')
+    wide = piece_function(decode(text.encode(), PieceGraph))
+
+    eager = piece_function(graph)
+
+    def call(inputs):
+        kept = list(inputs)
+        inputs.clear()
+        makes = eager([tensor.clone() for tensor in kept])
+        found = wide([tensor.float() if tensor.is_floating_point() else tensor for tensor in kept])
+        return [
+            torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(tensor)
+            for tensor, like in zip(found, makes, strict=True)
+        ]
+
+    return call
+
+
+def _sleep():
+    time.sleep(600)
+
+
+def _exit():
+    sys.stderr.write("some last words\n")
+    os._exit(7)
+
+
+CRASHES = {
+    "SIGSEGV": lambda: ctypes.string_at(0),
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGABRT": os.abort,
+    "sleep": _sleep,
+    "exit": _exit,
+}
+
+adaptor_registry._registered["double"] = Double

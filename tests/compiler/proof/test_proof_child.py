@@ -1,0 +1,103 @@
+"""The proving process: it answers, dies with a name and advice, and is started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from piece_cases import CASES, X, call, graph, tensor
+from proof_doubles import IMPORTS
+from proof_with_results import with_results
+
+from cgtool.child import descendants
+from cgtool.compiler.proof import ProofCrashError, ProofMismatchError, Prover
+from cgtool.compiler.workers.request import Provider
+from cgtool.processes import ClosedError
+
+pytestmark = pytest.mark.torch
+
+PIECE = with_results(graph([X, tensor(8, 8)], [call("torch._C._nn.linear", "%0", "%1")], ["%2"]))
+
+
+@pytest.fixture(scope="module")
+def prover():
+    with Prover(timeout_secs=120) as prover:
+        yield prover
+
+
+def prove(prover, word, piece=PIECE):
+    return prover.prove(json.dumps(word).encode(), adaptor="double", graph=piece, imports=IMPORTS)
+
+
+def test_a_mismatch_is_told_and_the_child_goes_on(prover):
+    record = prove(prover, "right")
+    assert record.proved
+    assert record.shapes[0] == {"s0": 2}
+    children = descendants(os.getpid())
+    with pytest.raises(ProofMismatchError, match="output 0"):
+        prove(prover, "a factor of 1.01")
+    assert prove(prover, "right").worst_error == record.worst_error
+    assert descendants(os.getpid()) == children
+
+
+@pytest.mark.parametrize(
+    ("word", "name", "said"),
+    [
+        pytest.param(
+            "SIGSEGV",
+            "SIGSEGV",
+            "SIGSEGV as it opened.*statically.*CXX=/usr/bin/g",
+            id="SIGSEGV at open",
+        ),
+        pytest.param("late SIGSEGV", "SIGSEGV", "as it ran the artifact.*outside of its tensors", id="SIGSEGV at run"),
+        pytest.param("SIGKILL", "SIGKILL", "because memory ran out.*--jobs", id="SIGKILL"),
+        pytest.param("exit", None, "exit code 7(.|\n)*some last words", id="exit"),
+    ],
+)
+def test_a_death_is_named(prover, word, name, said):
+    with pytest.raises(ProofCrashError, match=said) as caught:
+        prove(prover, word)
+    assert caught.value.signal_name == name
+
+
+def test_a_proof_that_does_not_end_is_ended():
+    with Prover(timeout_secs=2) as prover:
+        assert prove(prover, "right").proved
+        with pytest.raises(ProofCrashError, match=r"took longer than 2 s.*as it opened.*--compile-timeout"):
+            prove(prover, "sleep")
+        assert prove(prover, "right").proved
+
+
+def test_an_import_that_fails_proves_nothing_and_says_so(prover):
+    record = prover.prove(b"{}", adaptor="eager", graph=PIECE, imports=(Provider(module="no_such_ops"),))
+    assert not record.proved
+    assert "no_such_ops" in record.reason
+    assert record.may_pass_later
+
+
+def test_eager_artifacts_are_proved_without_dynamo_and_inductor():
+    piece = with_results(CASES["bfloat16"].piece)
+    program = f"""
+import json, sys
+from cgtool.plan.grammar import decode
+from cgtool.plan.pieces import PieceGraph
+from cgtool.compiler.proof.prove import prove_artifact
+data = {piece.canonical()!r}
+graph = decode(data, PieceGraph)
+assert prove_artifact(data, adaptor="eager", graph=graph).proved
+print([name for name in ("torch._dynamo", "torch._inductor", "sympy", "triton") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_thread_that_asks_too_late_starts_no_other_process():
+    with Prover(timeout_secs=120) as late:
+        pass
+    with pytest.raises(ClosedError):
+        late.start()
+    with pytest.raises(ClosedError):
+        prove(late, "right")

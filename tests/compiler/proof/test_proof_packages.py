@@ -1,0 +1,130 @@
+"""Packages of native code: right ones pass, and one that kills the process that opens it is named."""
+
+from __future__ import annotations
+
+import subprocess
+
+import proof_doubles  # noqa: F401 - for the adaptor that it registers
+import pytest
+from piece_cases import CASES, X, call, graph, tensor
+from proof_pieces import imports_of, pieces_of
+from proof_with_results import with_results
+
+from cgtool.compiler.adaptors import get_adaptor
+from cgtool.compiler.proof import ProofCrashError, ProofMismatchError, Prover
+from cgtool.compiler.proof.prove import prove_artifact
+from cgtool.store.packages import Package, pack
+
+pytestmark = pytest.mark.torch
+
+PIECE = with_results(graph([X, tensor(8, 8)], [call("torch._C._nn.linear", "%0", "%1")], ["%2"]))
+OTHER = with_results(graph([X, tensor(8, 8)], [call("torch.matmul", "%0", "%1")], ["%2"]))
+METADATA = {"AOTI_DEVICE_KEY": "cpu"}
+FIXTURES = ("tiny_llama", "tiny_moe", "tiny_encoder", "tiny_vision")
+
+
+@pytest.fixture(scope="module")
+def prover():
+    with Prover(timeout_secs=300) as prover:
+        yield prover
+
+
+@pytest.fixture(scope="module", params=FIXTURES)
+def pieces(request):
+    return request.param, list(pieces_of(request.param).values())
+
+
+def package_of(tmp_path, source):
+    """Return a package whose native code is `source`."""
+    code, library = tmp_path / "a.c", tmp_path / "a.so"
+    code.write_text(source)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O0", "-o", str(library), str(code)], check=True)
+    return pack(Package(native=library.read_bytes(), metadata=METADATA))
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "said"),
+    [
+        pytest.param(
+            "static void go(void) __attribute__((constructor)); static void go(void) { *(volatile int *)0 = 1; }",
+            "SIGSEGV",
+            "crashed with SIGSEGV as it opened the artifact.*libstdc.. statically: try CXX=/usr/bin/g",
+            id="SIGSEGV",
+        ),
+        pytest.param(
+            'static void go(void) __attribute__((constructor)); static void go(void) { __asm__("ud2"); }',
+            "SIGILL",
+            "crashed with SIGILL as it opened the artifact.*built on or for another CPU",
+            id="SIGILL",
+        ),
+        pytest.param(
+            "#include <stdlib.h>\nstatic void go(void) __attribute__((constructor)); static void go(void) { abort(); }",
+            "SIGABRT",
+            "crashed with SIGABRT as it opened the artifact",
+            id="SIGABRT",
+        ),
+    ],
+)
+def test_native_code_that_kills_who_opens_it_is_named(prover, tmp_path, source, name, said):
+    with pytest.raises(ProofCrashError, match=said) as caught:
+        prover.prove(package_of(tmp_path, source), adaptor="aot_inductor", graph=PIECE)
+    assert caught.value.signal_name == name
+    assert "Fatal Python error" in str(caught.value)
+
+
+def test_native_code_that_is_no_package_is_a_mismatch(prover, tmp_path):
+    with pytest.raises(ProofMismatchError, match="cannot be opened"):
+        prover.prove(package_of(tmp_path, "int nothing;"), adaptor="aot_inductor", graph=PIECE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adaptor", ["aot_inductor", "inductor_standalone"])
+def test_what_a_compiler_made_passes_and_that_of_another_piece_does_not(prover, adaptor):
+    compiled = get_adaptor(adaptor).compile(PIECE, options={})
+    record = prover.prove(compiled.artifact, adaptor=adaptor, graph=PIECE, guards=compiled.guards)
+    assert record.proved
+    assert 0 < record.worst_error < 1e-6
+    with pytest.raises(ProofMismatchError, match="output 0"):
+        prover.prove(compiled.artifact, adaptor=adaptor, graph=OTHER)
+
+
+@pytest.mark.slow
+def test_pieces_that_do_something_special_pass_once_compiled(prover):
+    for name in ("write to an input", "an output that is a view of an input", "bfloat16", "bool mask", "constants"):
+        piece = with_results(CASES[name].piece)
+        compiled = get_adaptor("aot_inductor").compile(piece, options={})
+        assert prover.prove(compiled.artifact, adaptor="aot_inductor", graph=piece).proved, name
+
+
+def test_every_piece_of_the_fixtures_passes_op_by_op(prover, pieces):
+    fixture, graphs = pieces
+    for piece in graphs:
+        data = piece.canonical()
+        record = prover.prove(data, adaptor="eager", graph=piece, imports=imports_of(fixture))
+        assert record.proved, record.reason
+        assert record.worst_error < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fixture", ["tiny_llama", "tiny_moe"])
+def test_code_that_rounds_less_often_than_eager_passes(fixture):
+    for piece in pieces_of(fixture, build={"dtype": "bfloat16"}).values():
+        assert prove_artifact(b'"in float32"', adaptor="double", graph=piece).proved
+
+
+@pytest.mark.slow
+def test_every_general_piece_of_the_fixtures_passes_once_compiled(prover, pieces):
+    fixture, graphs = pieces
+    compiler = get_adaptor("aot_inductor")
+    # the pieces that serve most sizes; those of a fixed size are the same with fewer symbols
+    most = max(len(piece.symbols) for piece in graphs)
+    for piece in (piece for piece in graphs if len(piece.symbols) == most):
+        compiled = compiler.compile(piece, options={})
+        record = prover.prove(
+            compiled.artifact,
+            adaptor="aot_inductor",
+            graph=piece,
+            guards=compiled.guards,
+            imports=imports_of(fixture),
+        )
+        assert record.proved, record.reason

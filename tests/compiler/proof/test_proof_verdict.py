@@ -1,0 +1,143 @@
+"""A right artifact passes, and each way to be wrong is caught, whatever the piece does."""
+
+from __future__ import annotations
+
+import json
+
+import proof_doubles
+import pytest
+import torch
+from piece_cases import CASES, X, call, graph, method, tensor
+from proof_with_results import with_results
+
+from cgtool.compiler.proof.prove import prove_artifact
+from cgtool.errors import ProofMismatchError
+
+pytestmark = pytest.mark.torch
+
+TWO_OUTPUTS = graph(
+    [X, tensor(8, 8)],
+    [call("torch._C._nn.linear", "%0", "%1"), call("torch.sin", "%0"), call("torch.nn.functional.silu", "%2")],
+    ["%4", "%3"],
+)
+WRITING = graph([X, X], [method("mul_", "%0", {"f": "3.0"}), call("torch.add", "%2", "%1")], ["%3"])
+
+
+def prove_double(word, piece):
+    piece = with_results(piece)
+    return prove_artifact(json.dumps(word).encode(), adaptor="double", graph=piece)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_right_artifact_passes_whatever_the_piece_does(name):
+    piece = with_results(CASES[name].piece)
+    record = prove_artifact(piece.canonical(), adaptor="eager", graph=piece)
+    assert record.proved, record.reason
+    assert len(record.shapes) == (1 if not piece.symbols else 3 if name == "two symbols" else 2)
+    if piece.symbols:
+        smallest, largest = record.shapes[0], record.shapes[-1]
+        assert smallest["s0"] < largest["s0"]
+        assert smallest["s0"] == (4 if piece.facts else 2)
+
+
+def test_the_double_passes_when_it_spoils_nothing():
+    assert prove_double("right", TWO_OUTPUTS).proved
+    assert prove_double("right", WRITING).proved
+
+
+@pytest.mark.parametrize(
+    ("word", "piece", "said"),
+    [
+        pytest.param("a factor of 1.01", TWO_OUTPUTS, "output 0", id="a factor of 1.01"),
+        pytest.param("other strides", TWO_OUTPUTS, "strides", id="other strides"),
+        pytest.param("another dtype", TWO_OUTPUTS, "dtype torch.float64", id="another dtype"),
+        pytest.param("one element", TWO_OUTPUTS, "output 0", id="one element"),
+        pytest.param("swapped", TWO_OUTPUTS, "output 0", id="swapped"),
+        pytest.param("a missing output", TWO_OUTPUTS, "gives 1 outputs", id="a missing output"),
+        pytest.param("a NaN", TWO_OUTPUTS, "NaN", id="a NaN"),
+        pytest.param("an input written", TWO_OUTPUTS, "leaves input 0", id="an input written"),
+        pytest.param("no tensor", TWO_OUTPUTS, "NoneType", id="no tensor"),
+        pytest.param("an error", TWO_OUTPUTS, "expected 8 and got 9", id="an error"),
+        pytest.param("an input not written", WRITING, "leaves input 0", id="an input not written"),
+    ],
+)
+def test_a_wrong_artifact_is_caught(word, piece, said):
+    with pytest.raises(ProofMismatchError, match=said) as caught:
+        prove_double(word, piece)
+    assert "s0 = " in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_a_common_factor_is_caught_in_every_precision(dtype):
+    piece = graph(
+        [tensor("s0", 64, dtype=dtype), tensor(64, 64, dtype=dtype)],
+        [
+            call("torch._C._nn.linear", "%0", "%1"),
+            call("torch.nn.functional.silu", "%2"),
+            call("torch._C._nn.linear", "%3", "%1"),
+        ],
+        ["%4"],
+    )
+    assert prove_double("right", piece).proved
+    with pytest.raises(ProofMismatchError):
+        prove_double("a factor of 1.01", piece)
+
+
+def test_a_wrong_integer_is_caught():
+    piece = graph([tensor("s0", 8, dtype="int64")], [call("torch.add", "%0", 1)], ["%1"])
+    assert prove_double("right", piece).worst_error == 0
+    with pytest.raises(ProofMismatchError, match="differs in 1 of"):
+        prove_double("one element", piece)
+
+
+def test_what_cannot_run_is_not_proved_and_says_why():
+    piece = graph([tensor("s0", 8), tensor("s0", dtype="bool")], [call("torch.linalg.cholesky", "%0")], ["%2"])
+    record = prove_artifact(piece.canonical(), adaptor="eager", graph=piece)
+    assert not record.proved
+    assert "cholesky" in record.reason
+    assert not record.may_pass_later
+
+
+def test_a_piece_that_finds_no_memory_may_be_proved_later(monkeypatch):
+    from cgtool.compiler.proof import prove
+
+    def no_memory(*_args, **_options):
+        raise MemoryError
+
+    monkeypatch.setattr(prove, "draw", no_memory)
+    piece = graph([tensor("s0", 8)], [call("torch.neg", "%0")], ["%1"])
+    record = prove_artifact(piece.canonical(), adaptor="eager", graph=piece)
+    assert (record.proved, record.may_pass_later) == (False, True)
+    assert "memory" in record.reason
+
+
+def test_an_artifact_that_cannot_be_opened_is_a_mismatch():
+    piece = with_results(TWO_OUTPUTS)
+    with pytest.raises(ProofMismatchError, match="cannot be opened"):
+        prove_artifact(b"{", adaptor="eager", graph=piece)
+
+
+def test_a_shared_memory_that_the_piece_does_not_share_is_caught(monkeypatch):
+    monkeypatch.setitem(proof_doubles.SPOILED, "shared", proof_doubles._in_the_memory_of_an_input)
+    piece = graph([X], [call("torch.add", "%0", {"f": "0.0"})], ["%1"])
+    with pytest.raises(ProofMismatchError, match="in the memory of input 0"):
+        prove_double("shared", piece)
+
+
+def test_two_proofs_of_one_piece_are_the_same():
+    first, second = (prove_double("right", TWO_OUTPUTS) for _ in range(2))
+    assert (first.shapes, first.worst_error) == (second.shapes, second.worst_error)
+    assert first.worst_error > 0
+
+
+def test_an_unbatched_scalar_and_empty_tensors_are_proved():
+    piece = graph(
+        [tensor("s0", 4), tensor()],
+        [call("_operator.mul", "%0", "%1"), call("torch.sum", "%2")],
+        ["%2", "%3"],
+        symbols=(("s0", 0, 9),),
+    )
+    record = prove_double("right", piece)
+    assert record.shapes[0] == {"s0": 0}
+    assert any(sizes["s0"] > 1 for sizes in record.shapes)
+    assert torch.get_default_dtype() == torch.float32

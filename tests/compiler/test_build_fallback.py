@@ -1,0 +1,186 @@
+"""A compiler that refuses: for all sizes the piece runs as it stands, for a concrete size alone it is an error."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+import cgtool  # noqa: E402
+from cgtool import CompilationConfig, ExampleCall, ModelSpec, adaptor_registry  # noqa: E402
+from cgtool.compiler.adaptors.eager import EagerAdaptor  # noqa: E402
+from cgtool.compiler.pipeline import warm  # noqa: E402
+from cgtool.errors import CompileError, UsageError  # noqa: E402
+from cgtool.plan.shapes import shape_text  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+COMPILED = []
+
+
+class Refusing(EagerAdaptor):
+    """Stands in for Inductor: refuses what `refuses` says, and compiles the rest as eager does."""
+
+    name = "inductor_standalone"
+    refuses = staticmethod(lambda graph: False)
+
+    def compile(self, graph, *, options, max_autotune=False):
+        COMPILED.append(graph)
+        if Refusing.refuses(graph):
+            raise CompileError("The compiler does not know the op; write another.")
+        return super().compile(graph, options=options, max_autotune=max_autotune)
+
+
+@pytest.fixture(autouse=True)
+def refusing(monkeypatch):
+    monkeypatch.setitem(adaptor_registry._registered, "inductor_standalone", Refusing)
+    monkeypatch.setattr(Refusing, "refuses", staticmethod(lambda graph: False))
+    COMPILED.clear()
+    with torch.no_grad():
+        yield Refusing
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.layer(x).unsqueeze(0)
+        y = nn.functional.scaled_dot_product_attention(y, y, y)
+        return torch.sin(y.squeeze(0))
+
+
+def spec_of(model):
+    return ModelSpec(module=model.eval(), calls=[ExampleCall(args=(torch.rand(3, 4),))], dynamic={"x": {0: "n"}})
+
+
+def run(model, root, **fields):
+    config = CompilationConfig(**{"adaptor": "inductor_standalone", "jobs": 0, **fields})
+    return warm(spec_of(model), config=config, cache_dir=root)
+
+
+def manifest(root):
+    (path,) = root.glob("torch_compile_cache/*/rank_0/backbone/manifest.json")
+    return json.loads(path.read_bytes())
+
+
+def rows(root):
+    return sorted(
+        (r["variant"], r["piece_index"], shape_text(r["shape"]), r["adaptor"]) for r in manifest(root)["rows"]
+    )
+
+
+def agree(model, root):
+    loaded = cgtool.load(model, cache_dir=root)
+    for n in (1, 2, 3, 8, 9):
+        x = torch.rand(n, 4)
+        torch.testing.assert_close(loaded(x), model(x))
+
+
+def has_sin(graph):
+    return any(node.target == "torch.sin" for node in graph.nodes)
+
+
+def test_a_piece_that_is_refused_for_all_sizes_runs_as_it_stands(tmp_path, monkeypatch):
+    monkeypatch.setattr(Refusing, "refuses", staticmethod(has_sin))
+    model = Model()
+    result = run(model, tmp_path, compile_sizes=[1, 8])
+    assert not result.hit
+    adaptors = {(variant, piece): adaptor for variant, piece, _, adaptor in rows(tmp_path)}
+    assert adaptors == {
+        (0, 0): "inductor_standalone",
+        (0, 2): "eager",
+        (1, 0): "inductor_standalone",
+        (1, 2): "eager",
+    }
+    assert [shape for variant, piece, shape, _ in rows(tmp_path) if piece == 2] == ["general", "n=1"]
+    agree(model, tmp_path)
+    notes = [note for note in result.notes if "runs as it stands" in note]
+    assert len(notes) >= 1
+    assert all("Piece 2" in note and "does not know the op" in note for note in notes)
+
+
+def test_what_was_refused_once_is_not_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(Refusing, "refuses", staticmethod(has_sin))
+    model = Model()
+    run(model, tmp_path, compile_sizes=[8])
+    COMPILED.clear()
+    second = run(model, tmp_path, compile_sizes=[8])
+    assert (second.hit, second.compiled) == (True, 0)
+    third = run(model, tmp_path, compile_sizes=[8, 9])
+    assert (third.hit, third.trace_secs, third.compiled) == (False, 0, 1)
+    assert len(COMPILED) == 1
+    agree(model, tmp_path)
+
+
+def test_a_size_that_alone_is_refused_is_an_error_and_nothing_is_published(tmp_path, monkeypatch):
+    monkeypatch.setattr(Refusing, "refuses", staticmethod(lambda graph: graph.inputs[0].shape[:1] == (8,)))
+    model = Model()
+    with pytest.raises(CompileError, match="does not know the op"):
+        run(model, tmp_path, compile_sizes=[8])
+    assert list(tmp_path.rglob("manifest.json")) == []
+    assert list(tmp_path.rglob("*.tmp")) == []
+    with pytest.raises(cgtool.CacheMissError):
+        cgtool.load(model, cache_dir=tmp_path)
+    COMPILED.clear()
+    result = run(model, tmp_path, compile_sizes=[9])
+    assert (result.hit, len(COMPILED)) == (False, 2)  # all but the sizes was compiled and stored before
+    agree(model, tmp_path)
+
+
+def test_a_size_that_is_refused_later_leaves_the_entry_as_it_was(tmp_path, monkeypatch):
+    model = Model()
+    run(model, tmp_path)
+    before = manifest(tmp_path)
+    monkeypatch.setattr(Refusing, "refuses", staticmethod(lambda graph: graph.inputs[0].shape[:1] == (8,)))
+    with pytest.raises(CompileError):
+        run(model, tmp_path, compile_sizes=[8])
+    assert manifest(tmp_path) == before
+    agree(model, tmp_path)
+
+
+def test_adding_a_size_compiles_that_size_and_traces_nothing(tmp_path):
+    model = Model()
+    first = run(model, tmp_path, compile_sizes=[8])
+    assert (first.compiled, len(COMPILED)) == (6, 6)
+    COMPILED.clear()
+    second = run(model, tmp_path, compile_sizes=[8, 16])
+    assert (second.compiled, second.trace_secs, second.hash) == (2, 0, first.hash)
+    assert len(COMPILED) == 2
+    assert {shape for _, _, shape, _ in rows(tmp_path)} == {"general", "n=1", "n=8", "n=16"}
+    assert run(model, tmp_path, compile_sizes=[16]).hit
+    agree(model, tmp_path)
+
+
+LEVELS = {1: (["eager"], 1), 2: (["inductor_standalone"], 1), 3: (["inductor_standalone"], 2)}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_level_means_an_adaptor_and_where_is_split(tmp_path, level):
+    model = Model()
+    run(model, tmp_path, level=level)
+    adaptors, pieces = LEVELS[level]
+    assert sorted({adaptor for *_, adaptor in rows(tmp_path)}) == adaptors
+    assert len({piece for _, piece, *_ in rows(tmp_path)}) == pieces
+    assert manifest(tmp_path)["level"] == level
+    assert bool(manifest(tmp_path)["splitting_ops"]) == (level == 3)
+    agree(model, tmp_path)
+    assert run(model, tmp_path, level=level).hit
+
+
+@pytest.mark.parametrize("fields", [{"level": 0}, {"enforce_eager": True}])
+def test_level_0_leaves_nothing_to_compile(tmp_path, fields):
+    with pytest.raises(UsageError, match=r"Level 0 runs the model as it is.*Choose level 1, 2 or 3"):
+        run(Model(), tmp_path, **fields)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_size_without_a_meaning_writes_no_entry(tmp_path):
+    with pytest.raises(UsageError, match="names the dimension 'm'"):
+        run(Model(), tmp_path, compile_sizes=[{"m": 8}])
+    assert list(tmp_path.rglob("manifest.json")) == []

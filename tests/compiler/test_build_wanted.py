@@ -1,0 +1,194 @@
+"""Which artifacts a plan needs: sizes, ranges, size_dim, variants, eager pieces; what has no meaning is a sentence."""
+
+from __future__ import annotations
+
+import pytest
+
+from cgtool.compiler.wanted import asked_shapes, dim_names, shapes_of, wanted
+from cgtool.config import CompilationConfig
+from cgtool.errors import UsageError
+from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
+from cgtool.plan.records import Input, Plan, Step, Variant
+from cgtool.plan.shapes import shape_text
+
+
+def graph(*sizes):
+    """One op on a tensor of these sizes, numbers or symbols."""
+    symbols = tuple(SymbolRange(name=s, min=2, max=None) for s in sizes if isinstance(s, str))
+    meta = TensorMeta(dtype="float32", shape=(*sizes, 4), stride=(*[1] * len(sizes), 1), device="cpu")
+    node = Node(kind="function", target="torch.tanh", args=("%0",), kwargs={})
+    return PieceGraph(
+        symbols=symbols, facts=(), inputs=(meta,), aliases=(), nodes=(node,), outputs=("%1",), results=(meta,), ops={}
+    )
+
+
+def variant(dims, fixed, bounds):
+    """A program of three pieces, the second of them splitting."""
+    free = [name for name in dims if name not in fixed]
+    symbols = {name: f"s{i}" for i, name in enumerate(free)}
+    piece = graph(*(fixed.get(name, symbols.get(name)) for name in dims))
+    identity = "".join(map(str, sorted(fixed.items()))) or "general"
+    renamed = {s: s for s in symbols.values()}
+    steps = [
+        Step(piece=n, splitting=n == 1, graph=identity, symbols=renamed, inputs=(n,), outputs=(n + 1,))
+        for n in range(3)
+    ]
+    made = Variant(
+        name="default",
+        fixed=fixed,
+        dims={name: (symbols[name],) for name in free},
+        symbols=tuple(SymbolRange(name=symbols[n], min=bounds[n][0], max=bounds[n][1]) for n in free),
+        relations=(),
+        inputs=(Input(source="arg:x", meta=piece.inputs[0]),),
+        model_guards=(),
+        call_guards=(),
+        steps=tuple(steps),
+        output=["v", 3],
+    )
+    return made, {identity: piece}
+
+
+def plan_of(dims, *fixed_sets, **bounds):
+    variants, graphs = [], {}
+    for fixed in fixed_sets:
+        made, found = variant(dims, fixed, {name: bounds.get(name, (2, None)) for name in dims})
+        variants.append(made)
+        graphs.update(found)
+    return Plan(method="forward", qualname="m:M", variants=tuple(variants), graphs=graphs)
+
+
+ONE = plan_of(["n"], {}, {"n": 1})
+TWO = plan_of(["batch", "seq"], {}, {"batch": 1}, {"seq": 1}, {"batch": 1, "seq": 1})
+NONE = plan_of([], {})
+
+
+def shapes(plan, **fields):
+    asked = asked_shapes(plan, CompilationConfig(adaptor="eager", **fields))
+    return [[shape_text(shape) for shape, _ in shapes_of(v, asked)] for v in plan.variants]
+
+
+#: Sizes of which a model that takes 4 to 64 takes two.
+CAPTURED = {"cudagraph_capture_sizes": [2, 4, 64, 128]}
+SHAPES = [
+    (ONE, {}, [["general"], ["n=1"]]),
+    (NONE, {}, [["general"]]),
+    (TWO, {}, [["general"], ["batch=1"], ["seq=1"], ["batch=1:seq=1"]]),
+    (ONE, {"compile_sizes": [8, 2, 8]}, [["general", "n=2", "n=8"], ["n=1"]]),
+    (ONE, {"compile_sizes": [1]}, [["general"], ["n=1"]]),
+    (ONE, {"compile_sizes": [{"n": 8}]}, [["general", "n=8"], ["n=1"]]),
+    (ONE, {"compile_sizes": [{"n": 8}, 8]}, [["general", "n=8"], ["n=1"]]),
+    (ONE, {"compile_sizes": [8], "size_dim": "n"}, [["general", "n=8"], ["n=1"]]),
+    (
+        ONE,
+        {"compile_sizes": ["cudagraph_capture_sizes"], "cudagraph_capture_sizes": [2, 4]},
+        [["general", "n=2", "n=4"], ["n=1"]],
+    ),
+    (
+        plan_of(["n"], {}, n=(4, 64)),
+        {"compile_sizes": ["cudagraph_capture_sizes"], **CAPTURED},
+        [["general", "n=4", "n=64"]],
+    ),
+    (ONE, {"compile_ranges": [[2, 16], [17, 64]]}, [["general", "n=2-16", "n=17-64"], ["n=1"]]),
+    (ONE, {"compile_ranges": [[1, 16]]}, [["general", "n=1-16"], ["n=1"]]),
+    (plan_of(["n"], {}, n=(4, 64)), {"compile_ranges": [[2, 8], [32, 999]]}, [["general", "n=2-8", "n=32-999"]]),
+    (ONE, {"compile_sizes": [8], "compile_ranges": [[2, 16]]}, [["general", "n=8", "n=2-16"], ["n=1"]]),
+    (
+        TWO,
+        {"compile_sizes": [{"batch": 2, "seq": 8}, {"batch": 1, "seq": 8}]},
+        [["general", "batch=2:seq=8"], ["batch=1", "batch=1:seq=8"], ["seq=1"], ["batch=1:seq=1"]],
+    ),
+    (
+        TWO,
+        {"compile_sizes": [8], "size_dim": "seq"},
+        [["general", "seq=8"], ["batch=1"], ["seq=1"], ["batch=1:seq=1"]],
+    ),
+    (
+        TWO,
+        {"compile_ranges": [[2, 16]], "size_dim": "seq"},
+        [["general", "seq=2-16"], ["batch=1", "batch=1:seq=2-16"], ["seq=1"], ["batch=1:seq=1"]],
+    ),
+]
+
+
+@pytest.mark.parametrize(("plan", "fields", "expected"), SHAPES)
+def test_the_shapes_of_each_variant(plan, fields, expected):
+    assert shapes(plan, **fields) == expected
+
+
+def test_a_size_that_is_a_variant_is_tuned_there():
+    asked = asked_shapes(ONE, CompilationConfig(adaptor="eager", compile_sizes=[1, 8]))
+    tuned = [[(shape_text(shape), tuned) for shape, tuned in shapes_of(v, asked)] for v in ONE.variants]
+    assert tuned == [[("general", False), ("n=8", True)], [("n=1", True)]]
+
+
+def test_dimensions_are_named_in_order_of_appearance():
+    assert dim_names(TWO) == ("batch", "seq")
+    assert dim_names(plan_of(["n"], {"n": 1})) == ("n",)
+    assert dim_names(NONE) == ()
+
+
+MEANINGLESS = [
+    (NONE, {"compile_sizes": [8]}, r"no dynamic dimension, so the compile size 8 has no meaning"),
+    (NONE, {"compile_ranges": [[2, 8]]}, r"compile_ranges speaks of sizes, and this model has no dynamic dimension"),
+    (NONE, {"compile_sizes": [{"n": 8}]}, r"names the dimension 'n'; this model's dynamic dimensions are: none"),
+    (ONE, {"compile_sizes": [{"m": 8}]}, r"names the dimension 'm'; this model's dynamic dimensions are: n\."),
+    (ONE, {"compile_sizes": [8], "size_dim": "m"}, r"size_dim is 'm'; this model's dynamic dimensions are: n\."),
+    (TWO, {"compile_sizes": [8]}, r"2 dynamic dimensions \(batch, seq\).*compile size 8.*size_dim.*\"batch\": 8"),
+    (TWO, {"compile_ranges": [[2, 8]]}, r"2 dynamic dimensions .*the range \[2, 8\] does not say which"),
+    (TWO, {"compile_sizes": [8], "size_dim": "n"}, r"size_dim is 'n'; this model's dynamic dimensions are: batch, seq"),
+    (plan_of(["n"], {}, n=(4, 64)), {"compile_sizes": [2]}, r"No variant of this model takes n=2"),
+    (plan_of(["n"], {}, n=(4, 64)), {"compile_sizes": [65]}, r"No variant of this model takes n=65"),
+    (plan_of(["n"], {}), {"compile_sizes": [1]}, r"No variant of this model takes n=1"),
+    (plan_of(["n"], {}, n=(4, 64)), {"compile_ranges": [[65, 128]]}, r"takes n=65-128: it is outside of what"),
+]
+
+
+@pytest.mark.parametrize(("plan", "fields", "words"), MEANINGLESS)
+def test_what_has_no_meaning_is_a_sentence(plan, fields, words):
+    with pytest.raises(UsageError, match=words):
+        wanted(plan, CompilationConfig(adaptor="eager", **fields), eager_pieces={})
+
+
+def rows(plan, eager_pieces=None, **fields):
+    config = CompilationConfig(**fields)
+    return wanted(plan, config, eager_pieces=eager_pieces or {})
+
+
+def test_each_compiled_piece_of_each_variant_and_shape_is_wanted_once():
+    work = rows(ONE, compile_sizes=[8])
+    assert [(w.variant, w.piece_index, shape_text(w.shape)) for w in work] == [
+        (0, 0, "general"),
+        (0, 2, "general"),
+        (0, 0, "n=8"),
+        (0, 2, "n=8"),
+        (1, 0, "n=1"),
+        (1, 2, "n=1"),
+    ]
+    assert all(w.adaptor == "aot_inductor" for w in work)
+    assert [w.is_base for w in work] == [True, True, False, False, True, True]
+    assert [w.tuned for w in work] == [False, False, True, True, False, False]
+
+
+def test_graphs_are_made_for_their_shapes():
+    work = {shape_text(w.shape): w.graph for w in rows(ONE, compile_sizes=[8], compile_ranges=[[2, 16]])}
+    assert work["general"].symbols == (SymbolRange(name="s0", min=2, max=None),)
+    assert work["n=8"].symbols == ()
+    assert work["n=8"].inputs[0].shape == (8, 4)
+    assert work["n=2-16"].symbols == (SymbolRange(name="s0", min=2, max=16),)
+    assert work["n=1"].inputs[0].shape == (1, 4)
+
+
+def test_a_piece_that_runs_as_it_stands_is_wanted_once_for_all_sizes():
+    work = rows(ONE, {0: frozenset({2})}, compile_sizes=[1, 8], compile_ranges=[[2, 16]])
+    found = [(shape_text(w.shape), w.adaptor, w.tuned) for w in work if (w.variant, w.piece_index) == (0, 2)]
+    assert found == [("general", "eager", False)]
+    assert {w.adaptor for w in work if (w.variant, w.piece_index) != (0, 2)} == {"aot_inductor"}
+
+
+def test_a_size_more_wants_that_size_more():
+    before = {(w.variant, w.piece_index, shape_text(w.shape)) for w in rows(TWO, compile_sizes=[{"seq": 8}])}
+    after = {
+        (w.variant, w.piece_index, shape_text(w.shape)) for w in rows(TWO, compile_sizes=[{"seq": 8}, {"batch": 4}])
+    }
+    assert before < after
+    assert {shape for _, _, shape in after - before} == {"batch=4"}

@@ -1,0 +1,113 @@
+"""Compilers that crash, hang, are killed or find no room: each fails its own unit, and the others are stored."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import tempfile
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import hostile_adaptors as hostile  # noqa: E402
+from worker_harness import compile_all, is_alive, stored_units  # noqa: E402
+
+from cgtool.errors import UnitsFailedError, WorkerError  # noqa: E402
+from cgtool.store.origin import parted  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+#: What is done, and what the error says of it.
+WORDS = {
+    hostile.segfault: ["crashed with SIGSEGV", "Segmentation fault", "hostile_adaptors.py"],
+    hostile.be_killed: ["was killed (SIGKILL)", "memory", "--jobs"],
+    hostile.eat_memory: ["memory ran out", "--jobs"],
+    hostile.leave: ["ended with exit code 3", "the compiler says goodbye"],
+    hostile.break_compiler: ["memory ran out", "Killed signal terminated program cc1plus"],
+    hostile.hang: ["took longer than 4 s", "--compile-timeout", "compiling number"],
+}
+
+
+def test_what_kills_a_worker_fails_its_unit_alone_and_all_failures_are_named(cache_root):
+    numbers = [hostile.number_of(deed) for deed in WORDS]
+    good = [0, 50]
+    with pytest.raises(UnitsFailedError) as caught:
+        compile_all(hostile.work_of(*numbers, *good), cache_root, timeout_secs=4)
+    reasons = dict(zip(WORDS, sorted(caught.value.reasons), strict=True))
+    for deed, words in WORDS.items():
+        assert all(word in reasons[deed] for word in words), reasons[deed]
+    assert "6 of the artifacts could not be compiled" in str(caught.value)
+    assert "piece 0 (general); piece 1 (general)" in str(caught.value)
+    assert stored_units(cache_root) == len(good)
+    child = int(reasons[hostile.hang].partition("child ")[2].split()[0])
+    assert not is_alive(child)
+
+
+def test_one_failure_is_its_own_error_and_the_next_run_takes_the_rest_as_it_is(cache_root):
+    with pytest.raises(UnitsFailedError, match=r"(?s)piece 1 \(general\): .*crashed with SIGSEGV.*ends with") as caught:
+        compile_all(hostile.work_of(0, hostile.number_of(hostile.segfault)), cache_root)
+    assert isinstance(caught.value.__cause__, WorkerError)
+    assert (caught.value.exit_code, stored_units(cache_root)) == (1, 1)
+    again = compile_all(hostile.work_of(0, 50), cache_root)
+    assert (again.compiled, len(again.rows)) == (1, 2)
+
+
+def test_a_worker_that_hears_no_signal_is_ended_all_the_same(cache_root):
+    started = time.monotonic()
+    with pytest.raises(UnitsFailedError, match="took longer than 1 s"):
+        compile_all(hostile.work_of(hostile.number_of(hostile.hang_deaf)), cache_root, timeout_secs=1, jobs=1)
+    assert time.monotonic() - started < 60
+
+
+def test_a_refusal_is_no_failure_the_piece_runs_as_it_stands(cache_root):
+    number = hostile.number_of(hostile.refuse)
+    done = compile_all(hostile.work_of(0, number), cache_root)
+    assert [(row.piece_index, row.adaptor) for row in done.rows] == [(0, "hostile"), (1, "eager")]
+    (fallback,) = done.fallbacks
+    assert (fallback.piece_index, fallback.adaptor, fallback.shape) == (1, "eager", {})
+    assert fallback.reason == "hostile: The compiler does not take the piece"
+
+
+@pytest.fixture
+def small_disk(tmp_path, monkeypatch):
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if (
+        os.geteuid() != 0
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, check=False
+        ).returncode
+    ):
+        pytest.skip("needs the right to mount a tmpfs")
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("TMPDIR", str(folder))
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_fails_the_unit_that_found_it_full(small_disk, cache_root):
+    with pytest.raises(UnitsFailedError, match=r"piece 1 \(general\): the disk is full\. Free some space"):
+        compile_all(hostile.work_of(0, hostile.FILL, 50), cache_root)
+    assert stored_units(cache_root) == 2
+    assert list(small_disk.iterdir()) == []
+
+
+def test_settings_of_this_process_hold_in_the_worker(cache_root):
+    import torch._inductor.config as inductor_config
+
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        torch.set_default_dtype(torch.float64)
+        with inductor_config.patch(epilogue_fusion=not inductor_config.epilogue_fusion):
+            wanted = ["high", inductor_config.epilogue_fusion, "torch.float64"]
+            (row,) = compile_all(hostile.work_of(hostile.TELL), cache_root).rows
+    finally:
+        torch.set_float32_matmul_precision(before)
+        torch.set_default_dtype(torch.float32)
+    (path,) = (cache_root / "entry").rglob(f"{row.artifact.digest}.*")
+    _, said = parted(path.read_bytes(), row.artifact.kind)
+    assert ast.literal_eval(said.decode()) == wanted

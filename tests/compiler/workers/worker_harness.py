@@ -1,0 +1,61 @@
+"""What the tests of workers share: a warm of hand-made work, and who of a process group is alive."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from cgtool.compiler.compile_work import compile_work
+from cgtool.compiler.managers import Managers
+from cgtool.compiler.workers.pool import WorkerPool
+from cgtool.config import CompilationConfig
+from cgtool.store.layout import CacheLayout
+from cgtool.store.objects import ObjectStore
+
+
+def compile_all(work, root, *, jobs=2, timeout_secs=None, options=None, events=None, inductor=False):
+    """Compile `work` into a cache with workers, as a warm does."""
+    layout = CacheLayout(root=root)
+    config = CompilationConfig(inductor_compile_config=options or {})
+    told = events if events is not None else []
+    with WorkerPool(jobs=jobs, timeout_secs=timeout_secs, inductor=inductor) as pool:
+        managers = Managers(layout, config, on_event=told.append, pool=pool)
+        return compile_work(
+            work, objects=ObjectStore(root / "entry"), managers=managers, pool=pool, on_event=told.append
+        )
+
+
+def stored_units(root):
+    return len(list(Path(root).glob("torch_compile_cache/units/*/*/unit.json")))
+
+
+def is_alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def wait_until(check, *, secs=60.0):
+    deadline = time.monotonic() + secs
+    while time.monotonic() < deadline:
+        found = check()
+        if found:
+            return found
+        time.sleep(0.05)
+    raise AssertionError("it did not come about in time")
+
+
+def processes_with(word):
+    """Return the ids of the processes that have `word` in their command line, without this one."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if word.encode() in line and int(folder.name) != os.getpid() and is_alive(folder.name):
+            found.append(int(folder.name))
+    return found

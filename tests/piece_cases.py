@@ -1,0 +1,249 @@
+"""Pieces written by hand, one for each thing that a real model's piece may do to a compiler."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass, field
+
+import torch
+
+from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
+
+_LIBRARY = torch.library.Library("cgtool_cases", "FRAGMENT")
+_LIBRARY.define("scaled(Tensor x, float factor) -> Tensor")
+_LIBRARY.define("fill(Tensor x, Tensor(a!) out) -> ()")
+_LIBRARY.impl("scaled", lambda x, factor: x * factor, "CPU")
+
+
+def _fill(x, out):
+    out.copy_(x)
+
+
+_LIBRARY.impl("fill", _fill, "CPU")
+torch.library.register_fake("cgtool_cases::scaled", lambda x, factor: torch.empty_like(x), lib=_LIBRARY)
+torch.library.register_fake("cgtool_cases::fill", lambda x, out: None, lib=_LIBRARY)
+
+
+def tensor(*shape, stride=None, dtype="float32"):
+    if stride is None:
+        found: list = []
+        step: int | str = 1
+        for dim in reversed(shape):
+            found.insert(0, step)
+            step = (
+                step * dim
+                if isinstance(dim, int) and isinstance(step, int)
+                else (dim if step == 1 else f"{step}*{dim}")
+            )
+        stride = found
+    return TensorMeta(dtype=dtype, shape=tuple(shape), stride=tuple(stride), device="cpu")
+
+
+def call(target, *args, **kwargs):
+    return Node(kind="function", target=target, args=args, kwargs=kwargs)
+
+
+def method(target, *args, **kwargs):
+    return Node(kind="method", target=target, args=args, kwargs=kwargs)
+
+
+def size(ref, dim):
+    return Node(kind="size", target=None, args=(ref, dim), kwargs={})
+
+
+def graph(inputs, nodes, outputs, *, symbols=(("s0", 2, None),), facts=(), aliases=(), results=None):
+    return PieceGraph(
+        symbols=tuple(SymbolRange(name=name, min=low, max=high) for name, low, high in symbols),
+        facts=tuple(facts),
+        inputs=tuple(inputs),
+        aliases=tuple(aliases),
+        nodes=tuple(nodes),
+        outputs=tuple(outputs),
+        results=tuple(results or (tensor(1),) * len(outputs)),
+        ops={},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    piece: PieceGraph
+    sizes: tuple[dict[str, int], ...] = ({"s0": 2}, {"s0": 13})
+    tolerance: float = 1e-5
+    values: dict[int, object] = field(default_factory=dict)
+
+
+X = tensor("s0", 8)
+W = tensor(8, 8)
+_CONST = {
+    "dtype": "float32",
+    "shape": [8],
+    "data": base64.b64encode(torch.arange(8, dtype=torch.float32).numpy().tobytes()).decode(),
+}
+
+CASES = {
+    "two inputs": Case(
+        piece=graph([X, W], [call("torch._C._nn.linear", "%0", "%1"), call("torch.nn.functional.silu", "%2")], ["%3"])
+    ),
+    "concrete sizes": Case(
+        piece=graph([tensor(5, 8), W], [call("torch._C._nn.linear", "%0", "%1")], ["%2"], symbols=()), sizes=({},)
+    ),
+    "write to an input": Case(piece=graph([X, X], [method("add_", "%0", 1), call("torch.mul", "%2", "%1")], ["%3"])),
+    "write to an input and return it": Case(piece=graph([X], [method("mul_", "%0", {"f": "2.0"})], ["%1"])),
+    "write and no output": Case(piece=graph([X, X], [call("torch.sin", "%0"), method("copy_", "%1", "%2")], [])),
+    "an output that is a view of an input": Case(
+        piece=graph([X], [method("transpose", "%0", 0, 1), call("torch.cos", "%0")], ["%1", "%2"])
+    ),
+    "one output twice": Case(piece=graph([X], [call("torch.sin", "%0")], ["%1", "%1"])),
+    "an output that is an input": Case(piece=graph([X], [call("torch.sin", "%0")], ["%0", "%1"])),
+    "nothing at all": Case(piece=graph([X], [], ["%0"])),
+    "only views": Case(piece=graph([X], [method("unsqueeze", "%0", 0)], ["%1"])),
+    "zero-dimensional": Case(
+        piece=graph([X, tensor()], [call("torch.sum", "%0"), call("_operator.mul", "%2", "%1")], ["%2", "%3"])
+    ),
+    "indices": Case(
+        piece=graph(
+            [tensor("s0", dtype="int64"), tensor(8, 8)], [call("torch.nn.functional.embedding", "%0", "%1")], ["%2"]
+        )
+    ),
+    "bool mask": Case(
+        piece=graph(
+            [X, tensor("s0", 8, dtype="bool")],
+            [call("torch.logical_not", "%1"), method("masked_fill", "%0", "%2", {"f": "-inf"})],
+            ["%3", "%2"],
+        )
+    ),
+    "bfloat16": Case(
+        piece=graph(
+            [tensor("s0", 8, dtype="bfloat16"), tensor(8, dtype="bfloat16")],
+            [
+                method("to", "%0", {"dtype": "float32"}),
+                call("_operator.mul", "%2", "%1"),
+                method("to", "%3", {"dtype": "bfloat16"}),
+            ],
+            ["%4"],
+        ),
+        tolerance=2e-2,
+    ),
+    "constants": Case(
+        piece=graph(
+            [X],
+            [call("_operator.add", "%0", {"const": _CONST}), call("_operator.mul", "%1", {"f": "0.125"})],
+            ["%2"],
+        )
+    ),
+    "arithmetic on sizes": Case(
+        piece=graph(
+            [X],
+            [
+                size("%0", 0),
+                call("_operator.mul", "%1", 2),
+                call("_operator.floordiv", "%2", 2),
+                method("view", "%0", "%3", 2, 4),
+                call("_operator.mul", "%4", "%2"),
+                call("torch.arange", "%1", dtype={"dtype": "int64"}, device={"device": "cpu"}),
+            ],
+            ["%5", "%6"],
+        )
+    ),
+    "a tuple of results": Case(
+        piece=graph(
+            [X],
+            [
+                call("torch.functional.split", "%0", [2, 6], dim=-1),
+                call("_operator.getitem", "%1", 0),
+                call("_operator.getitem", "%1", 1),
+                call("torch.functional.einsum", {"s": "ab,ac->bc"}, "%2", "%3"),
+            ],
+            ["%4"],
+        )
+    ),
+    "slices and assignment": Case(
+        piece=graph(
+            [X],
+            [
+                method("clone", "%0"),
+                call("_operator.getitem", "%0", {"t": [{"ellipsis": 0}, {"slice": [None, 4, None]}]}),
+                call(
+                    "_operator.setitem", "%1", {"t": [{"slice": [None, None, None]}, {"slice": [4, None, None]}]}, "%2"
+                ),
+            ],
+            ["%1"],
+        )
+    ),
+    "transposed input": Case(
+        piece=graph([tensor(8, "s0", stride=[1, 8]), W], [call("torch.matmul", "%1", "%0")], ["%2"])
+    ),
+    "aliased inputs": Case(
+        piece=graph([X, X], [call("torch.add", "%0", "%1")], ["%2"], aliases=((0, 1),)),
+    ),
+    "a fact": Case(
+        piece=graph(
+            [X],
+            [
+                size("%0", 0),
+                call("_operator.floordiv", "%1", 4),
+                method("view", "%0", "%2", 4, 8),
+                method("sum", "%3", 1),
+            ],
+            ["%4"],
+            facts=["s0 % 4 == 0"],
+        ),
+        sizes=({"s0": 4}, {"s0": 12}),
+    ),
+    "two symbols": Case(
+        piece=graph(
+            [tensor("s0", "s1"), tensor("s1", "s0")],
+            [call("torch.matmul", "%0", "%1"), call("torch.softmax", "%2", dim=-1)],
+            ["%3"],
+            symbols=(("s0", 2, None), ("s1", 2, 64)),
+        ),
+        sizes=({"s0": 2, "s1": 2}, {"s0": 7, "s1": 64}, {"s0": 5, "s1": 5}),
+    ),
+    "custom ops": Case(
+        piece=graph(
+            [X],
+            [
+                call("torch.ops.cgtool_cases.scaled.default", "%0", {"f": "3.0"}),
+                method("new_empty", "%1", [2, 8]),
+                call("torch.cos", "%1"),
+                call("torch.empty_like", "%3"),
+                call("torch.ops.cgtool_cases.fill", "%3", "%4"),
+            ],
+            ["%4"],
+        )
+    ),
+    "autocast": Case(
+        piece=graph(
+            [X, W],
+            [
+                call("torch.amp.autocast_mode._enter_autocast", {"s": "cpu"}, {"dtype": "bfloat16"}, True, None),
+                call("torch._C._nn.linear", "%0", "%1"),
+                call("torch.amp.autocast_mode._exit_autocast", "%2"),
+                method("float", "%3"),
+            ],
+            ["%3", "%5"],
+        ),
+        tolerance=5e-2,
+    ),
+}
+
+
+def inputs_of(case, sizes, seed=0):
+    """Return real tensors for a case's piece; aliased ones share their storage."""
+    from cgtool.graph.expressions import evaluate
+
+    torch.manual_seed(seed)
+    found = []
+    for meta in case.piece.inputs:
+        shape = [evaluate(dim, sizes) for dim in meta.shape]
+        stride = [evaluate(step, sizes) for step in meta.stride]
+        dtype = getattr(torch, meta.dtype)
+        # enough elements for these strides, which may overlap
+        count = 0 if 0 in shape else 1 + sum((dim - 1) * step for dim, step in zip(shape, stride, strict=True))
+        real = dtype.is_floating_point or dtype.is_complex
+        values = torch.randn(count) if real else torch.randint(0, 2, (count,))
+        found.append(values.to(dtype).as_strided(shape, stride))
+    for group in case.piece.aliases:
+        for position in group[1:]:
+            found[position] = found[group[0]].view(found[position].shape)
+    return found

@@ -1,0 +1,120 @@
+"""Random changes of a plan whose digests are redone: each ends in a sentence, or the model is served."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from json_changes import mutated_json  # noqa: E402
+from torch import nn  # noqa: E402
+
+import cgtool  # noqa: E402
+from cgtool import CompilationConfig, ExampleCall, ModelSpec  # noqa: E402
+from cgtool.compiler.pipeline import warm  # noqa: E402
+from cgtool.errors import CgtoolError  # noqa: E402
+from cgtool.store.entry import EntryWriter, read_entry  # noqa: E402
+from cgtool.store.key import read_key  # noqa: E402
+from cgtool.store.layout import CacheLayout, RankName  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+class Output(NamedTuple):
+    hidden: torch.Tensor
+    rows: int
+    scales: dict[str, list[float]]
+
+
+class Layer(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.linear(x).view(1, -1, 2, 2).transpose(1, 2)
+        mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads, scale=self.scale)
+        return x + mixed.reshape(x.shape)
+
+
+class Model(nn.Module):
+    """Layers split at attention, whose plan has every kind of row: two variants, sizes, and an output of many parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(0.5), Layer(0.25)])
+
+    def forward(self, x: torch.Tensor, *, twice: bool = False) -> Output:
+        for layer in self.layers:
+            x = layer(x)
+        rows = 2 * x.shape[0] if twice else x.shape[0] + 1
+        return Output(x, rows, {"scales": [layer.scale for layer in self.layers]})
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model().eval()
+
+
+class Entry:
+    """An entry whose plan can be replaced."""
+
+    def __init__(self, root: Path) -> None:
+        spec = ModelSpec(module=model(), calls=[ExampleCall(args=(torch.rand(6, 4),))], dynamic={"x": {0: "n"}})
+        config = CompilationConfig(adaptor="eager", proof=False)
+        with torch.no_grad():
+            made = warm(spec, config=config, cache_dir=root)
+        layout = CacheLayout(root=root)
+        self._root = root
+        self._entry = read_entry(layout, RankName(hash=made.hash, rank=0, prefix="backbone"))
+        self._writer = EntryWriter(layout, read_key(layout, made.hash), rank=0, prefix="backbone")
+        self.plan = json.loads(self._entry.files["plan.json"])
+
+    def outcome(self, plan: object) -> str:
+        """Serve the model from this plan; return the name of the error that says why it is not, or "served"."""
+        data = json.dumps(plan).encode("utf-8", "surrogatepass")
+        self._writer.publish(self._entry.manifest, {"plan.json": data})
+        try:
+            loaded = cgtool.load(model(), cache_dir=self._root)
+            for rows in (3, 5):
+                loaded(torch.rand(rows, 4))
+        except CgtoolError as error:
+            return type(error).__name__
+        return "served"
+
+
+@pytest.fixture(scope="module")
+def entry(tmp_path_factory):
+    return Entry(tmp_path_factory.mktemp("entry"))
+
+
+def outcomes(entry: Entry, seeds: range) -> dict[str, int]:
+    """Return how many changed plans ended how, and fail where one ended in anything but a sentence."""
+    found: dict[str, int] = {}
+    strange: list[str] = []
+    with torch.no_grad():
+        for seed in seeds:
+            try:
+                outcome = entry.outcome(mutated_json(entry.plan, random.Random(seed)))
+                found[outcome] = found.get(outcome, 0) + 1
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is no sentence
+                strange.append(f"seed {seed}: {type(error).__name__}: {str(error)[:300]}")
+    assert not strange, "\n".join(strange)
+    return found
+
+
+def test_a_changed_plan_is_refused_in_a_sentence_or_serves(entry):
+    with torch.no_grad():
+        assert entry.outcome(entry.plan) == "served"
+    assert {"served", "CacheMissError"} <= outcomes(entry, range(300)).keys()
+
+
+@pytest.mark.slow
+def test_ten_thousand_changed_plans_are_refused_in_a_sentence_or_serve(entry):
+    outcomes(entry, range(300, 10_300))

@@ -1,0 +1,127 @@
+"""Rows that lead to another's artifact are found, although every digest is right."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+import cgtool  # noqa: E402
+from cgtool import CompilationConfig, ExampleCall, ModelSpec  # noqa: E402
+from cgtool.compiler.pipeline import warm  # noqa: E402
+from cgtool.errors import ArtifactError  # noqa: E402
+from cgtool.plan.records import parse_plan  # noqa: E402
+from cgtool.plan.shapes import shape_text  # noqa: E402
+from cgtool.store.entry import EntryWriter, read_entry  # noqa: E402
+from cgtool.store.key import read_key  # noqa: E402
+from cgtool.store.layout import CacheLayout, RankName  # noqa: E402
+from cgtool.store.origin import Origin, code_of, parted, with_origin  # noqa: E402
+from cgtool.store.packages import Package, pack, unpack  # noqa: E402
+from cgtool.store.records import Artifact, Row  # noqa: E402
+from cgtool.toolkit.verify.digests import verify_entry  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+SAID = Origin(piece="ab" * 32, shape={"n": (8, 8)})
+CODE = {"json": b'{"a":1}', "pt2": pack(Package(native=b"\x7fELF", metadata={"a": "b"})), "aot": b"\0\n{}", "toy": b""}
+ADAPTORS = {"json": "eager", "pt2": "aot_inductor", "aot": "inductor_standalone", "toy": "toy"}
+
+
+class Model(nn.Module):
+    """Two pieces of the same inputs and outputs around attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        heads = x[None, None]
+        x = nn.functional.scaled_dot_product_attention(heads, heads, heads)[0, 0]
+        return torch.sin(self.second(x))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Model().eval()
+
+
+@pytest.fixture
+def cache(tmp_path, model):
+    spec = ModelSpec(module=model, calls=[ExampleCall(args=(torch.rand(6, 4),))], dynamic={"x": {0: "n"}})
+    config = CompilationConfig(adaptor="eager", proof=False, compile_sizes=(8, 16))
+    with torch.no_grad():
+        made = warm(spec, config=config, cache_dir=tmp_path)
+    return CacheLayout(root=tmp_path), RankName(hash=made.hash, rank=0, prefix="backbone")
+
+
+def exchanged(cache, one, other):
+    """Let two rows, named by piece and shape, lead to each other's artifact."""
+    layout, name = cache
+    entry = read_entry(layout, name)
+    rows = {(row.piece_index, shape_text(row.shape)): row for row in entry.manifest.rows if row.variant == 0}
+    swap = {id(rows[one]): rows[other].artifact, id(rows[other]): rows[one].artifact}
+    changed = tuple(replace(row, artifact=swap.get(id(row), row.artifact)) for row in entry.manifest.rows)
+    writer = EntryWriter(layout, read_key(layout, name.hash), rank=0, prefix="backbone")
+    writer.publish(replace(entry.manifest, rows=changed), entry.files)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [((0, "general"), (2, "general")), ((0, "n=8"), (0, "n=16")), ((2, "general"), (2, "n=8"))]
+)
+def test_rows_that_were_exchanged_are_found_by_load_and_by_verify(cache, model, one, other):
+    layout, name = cache
+    with torch.no_grad():
+        torch.testing.assert_close(cgtool.load(model, cache_dir=layout.root)(torch.ones(8, 4)), model(torch.ones(8, 4)))
+    assert verify_entry(layout, name.hash).problems == ()
+    exchanged(cache, one, other)
+    with pytest.raises(ArtifactError, match="compiled from another piece or for another shape"):
+        cgtool.load(model, cache_dir=layout.root)
+    assert {problem.kind for problem in verify_entry(layout, name.hash).problems} == {"misplaced"}
+
+
+def test_only_what_agrees_in_piece_and_shape_shares_a_file(cache):
+    layout, name = cache
+    entry = read_entry(layout, name)
+    plan = parse_plan(entry.files["plan.json"], path=layout.root)
+    made = {}
+    for row in entry.manifest.rows:
+        [piece] = [step.graph for step in plan.variants[row.variant].steps if step.piece == row.piece_index]
+        made.setdefault(row.artifact.digest, set()).add((piece, shape_text(row.shape)))
+    assert all(len(origins) == 1 for origins in made.values())
+
+
+@pytest.mark.parametrize("kind", CODE)
+def test_an_artifact_says_what_it_was_compiled_from_whatever_its_kind(kind):
+    data = with_origin(CODE[kind], kind, SAID)
+    assert data == with_origin(CODE[kind], kind, SAID)
+    origin, code = parted(data, kind)
+    assert (origin.piece, origin.shape) == (SAID.piece, SAID.shape)
+    assert code == (data if kind == "pt2" else CODE[kind])
+    if kind == "pt2":
+        assert replaced_origin(unpack(data)) == unpack(CODE[kind])
+    artifact = Artifact(digest="cd" * 32, kind=kind, size_bytes=1, compile_secs=0.0)
+    row = Row(variant=0, piece_index=0, shape=SAID.shape, adaptor=ADAPTORS[kind], artifact=artifact)
+    assert code_of(data, row, SAID.piece) == code
+    for wrong in (replace(row, shape={}), replace(row, shape={"m": (8, 8)}), replace(row, adaptor="inductor")):
+        with pytest.raises(ArtifactError):
+            code_of(data, wrong, SAID.piece)
+    with pytest.raises(ArtifactError):
+        code_of(data, row, "cd" * 32)
+
+
+def replaced_origin(package):
+    return Package(native=package.native, metadata=package.metadata)
+
+
+@pytest.mark.parametrize("kind", CODE)
+@pytest.mark.parametrize("cut", [0, 1, 40])
+def test_an_artifact_that_does_not_say_is_refused(kind, cut):
+    for data in (CODE[kind], with_origin(CODE[kind], kind, SAID)[:cut], b"[]\n", b'{"piece":"x","shape":{}}\n'):
+        with pytest.raises(ArtifactError, match="does not say what it was compiled from"):
+            parted(data, kind)

@@ -1,0 +1,202 @@
+"""What `cgtool.load` returns, served in every mode: outputs, exact counts, and nothing made after start-up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from serving_traffic import LAYERS, Cached, Traffic, expected, paged_llama
+
+import cgtool
+from cgtool.config import CompilationConfig
+from cgtool.counters import counters
+from cgtool.errors import UsageError
+from cgtool.guards import _torch as private
+
+pytestmark = pytest.mark.torch
+
+SIZES = (1, 2, 4)
+CONFIG = CompilationConfig(adaptor="eager", cudagraph_capture_sizes=SIZES)
+DYNAMIC = {"input_ids": {0: "num_tokens"}, "positions": {0: "num_tokens"}}
+
+
+def double_into(x: torch.Tensor, output: torch.Tensor) -> None:
+    torch.mul(x, 2, out=output)
+
+
+cgtool.direct_register_custom_op(
+    "double_into", double_into, mutates_args=["output"], namespace="serving_tests", splitting=True
+)
+
+
+class TwoAttentions(torch.nn.Module):
+    """3·x + 1, doubled, ·5, doubled, ·7 - 1: 420·x + 139."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.nn.ParameterList([torch.full((4,), float(value)) for value in (3, 5, 7)])
+
+    def forward(self, input_ids, positions):
+        y = input_ids[:, None] * self.weights[0] + 1
+        output = torch.empty_like(y)
+        torch.ops.serving_tests.double_into(y, output)
+        z = output * self.weights[1]
+        output = torch.empty_like(z)
+        torch.ops.serving_tests.double_into(z, output)
+        return output * self.weights[2] - 1
+
+
+def test_two_attentions_are_five_pieces_three_compiles_and_six_captures_for_two_sizes(tmp_path):
+    module = TwoAttentions().eval().requires_grad_(requires_grad=False)
+    config = CompilationConfig(adaptor="eager", cudagraph_mode="PIECEWISE", cudagraph_capture_sizes=[2, 4])
+    at_least_two = {name: {0: ("num_tokens", 2, 64)} for name in DYNAMIC}
+    before = counters()
+    model = cgtool.compile(
+        module, example_args=(torch.arange(8), torch.arange(8)), dynamic=at_least_two, config=config, cache_dir=tmp_path
+    )
+    assert (delta(before)["compiles"], delta(before)["captures"]) == (3, 0)
+    assert [step.splitting for step in model.plan.variants[0].steps] == [False, True, False, True, False]
+    runner = Cached(model, "cpu", config=config)
+    before = counters()
+    runner.capture()
+    assert (delta(before)["captures"], delta(before)["replays"]) == (6, 0)
+    for tokens in ([1, 2], [3, 4, 5], [6, 7, 8, 9]):
+        requests = [cgtool.Request(token_ids=[token], num_computed=0, blocks=[i + 1]) for i, token in enumerate(tokens)]
+        assert runner.run(requests)[:, 0].tolist() == [420.0 * token + 139 for token in tokens]
+    assert delta(before) == {"traces": 0, "compiles": 0, "opens": 0, "captures": 6, "replays": 9}
+
+
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory):
+    """A cache that holds the model, what making it took, and what loading from it took."""
+    root, module = tmp_path_factory.mktemp("served"), paged_llama()
+    before = counters()
+    cgtool.compile(
+        module,
+        example_args=(torch.arange(8), torch.arange(8)),
+        dynamic=DYNAMIC,
+        config=CONFIG,
+        cache_dir=root,
+    )
+    made = {name: value - before[name] for name, value in counters().items()}
+    return module, root, made
+
+
+@pytest.fixture
+def loaded(warmed, monkeypatch):
+    module, root, _ = warmed
+    # The double records by a dispatch mode, which guards would see; CUDA has none.
+    monkeypatch.setitem(private.SETTINGS, "torch_dispatch_mode", private.Setting("dispatch modes", lambda: 0, ()))
+    return module, cgtool.load(module, config=CONFIG, cache_dir=root)
+
+
+def delta(before):
+    return {name: value - before[name] for name, value in counters().items()}
+
+
+def test_a_decoder_is_three_compiles_for_each_variant_however_many_layers_it_has(warmed):
+    _, _, made = warmed
+    assert made["compiles"] == 3 * 2, "one variant for a single token, one for more"
+    assert made["traces"] >= 2
+    assert (made["captures"], made["replays"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "captures"),
+    [
+        ("NONE", 0),
+        ("PIECEWISE", len(SIZES) * (LAYERS + 1)),
+        ("FULL_DECODE_ONLY", len(SIZES)),
+        ("FULL_AND_PIECEWISE", len(SIZES) * (LAYERS + 2)),
+    ],
+)
+def test_every_mode_serves_what_whole_sequences_give_and_makes_nothing_after_start_up(loaded, mode, captures):
+    module, model = loaded
+    runner = Cached(model, "cpu", config=CONFIG.replace(cudagraph_mode=mode))
+    assert runner.mode_reasons == ()
+    before = counters()
+    runner.capture()
+    assert delta(before)["captures"] == captures
+    assert delta(before)["traces"] == delta(before)["compiles"] == delta(before)["replays"] == 0
+    before, traffic, replays = counters(), Traffic(runner.limits), 0
+    for _ in range(60):
+        requests, wholes = traffic.step()
+        torch.testing.assert_close(runner.run(requests), expected(module, requests, wholes), rtol=1e-4, atol=1e-4)
+        num_tokens = sum(len(request.token_ids) for request in requests)
+        if num_tokens == len(requests) and mode.startswith("FULL"):
+            replays += 1
+        elif num_tokens <= max(SIZES) and "PIECEWISE" in mode:
+            replays += LAYERS + 1
+    assert delta(before) == {"traces": 0, "compiles": 0, "opens": 0, "captures": 0, "replays": replays}
+
+
+def test_full_graphs_of_every_batch_are_lowered_to_what_attention_can_do(loaded):
+    _, model = loaded
+    runner = Cached(model, "cpu", config=CONFIG.replace(cudagraph_mode="FULL"))
+    assert runner.dispatcher.mode.name == "FULL_AND_PIECEWISE"
+    assert "not for mixed ones" in runner.mode_reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("level", "has"),
+    [
+        (0, (0, "FULL_DECODE_ONLY", len(SIZES))),
+        (1, (2, "FULL_DECODE_ONLY", len(SIZES))),
+        (2, (2, "FULL_DECODE_ONLY", len(SIZES))),
+        (3, (6, "FULL_AND_PIECEWISE", len(SIZES) * (LAYERS + 2))),
+    ],
+)
+def test_each_level_compiles_and_captures_what_it_has(level, has, tmp_path, monkeypatch):
+    monkeypatch.setitem(private.SETTINGS, "torch_dispatch_mode", private.Setting("dispatch modes", lambda: 0, ()))
+    config, module = CONFIG.replace(level=level), paged_llama()
+    before = counters()
+    model = cgtool.compile(
+        module, example_args=(torch.arange(8), torch.arange(8)), dynamic=DYNAMIC, config=config, cache_dir=tmp_path
+    )
+    compiles = delta(before)["compiles"]
+    runner = Cached(model, "cpu", config=config)
+    before = counters()
+    runner.capture()
+    assert (compiles, runner.dispatcher.mode.name, delta(before)["captures"]) == has
+    before, traffic = counters(), Traffic(runner.limits)
+    for _ in range(10):
+        requests, wholes = traffic.step()
+        torch.testing.assert_close(runner.run(requests), expected(module, requests, wholes), rtol=1e-4, atol=1e-4)
+    assert [name for name, number in delta(before).items() if number] == ["replays"]
+
+
+def test_the_default_mode_is_full_and_piecewise(loaded):
+    _, model = loaded
+    assert Cached(model, "cpu", config=CONFIG).dispatcher.mode.name == "FULL_AND_PIECEWISE"
+
+
+def test_context_batches_have_sizes_of_their_own(loaded):
+    module, model = loaded
+    runner = Cached(model, "cpu", config=CONFIG, context_sizes=(8, 16, 24))
+    runner.capture()
+    assert (runner.dispatcher.sizes, runner.dispatcher.decode_sizes) == ((8, 16, 24), SIZES)
+    before, traffic = counters(), Traffic(runner.limits, seed=1)
+    for _ in range(30):
+        requests, wholes = traffic.step()
+        torch.testing.assert_close(runner.run(requests), expected(module, requests, wholes), rtol=1e-4, atol=1e-4)
+    assert delta(before)["replays"] > 30
+    assert delta(before)["captures"] == 0
+
+
+def test_an_op_that_returns_its_result_is_refused_by_name_unless_inputs_are_copied(tmp_path):
+    class Attending(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(8, 8)
+
+        def forward(self, input_ids, positions):
+            x = self.inner(torch.nn.functional.one_hot(input_ids, 8).float())
+            x = torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None])[0]
+            return self.inner(x) + positions[:, None]
+
+    module = Attending().eval().requires_grad_(requires_grad=False)
+    model = cgtool.compile(
+        module, example_args=(torch.arange(8) % 8, torch.arange(8)), dynamic=DYNAMIC, config=CONFIG, cache_dir=tmp_path
+    )
+    piecewise = CONFIG.replace(cudagraph_mode="PIECEWISE")
+    with pytest.raises(UsageError, match=r"of piece 2 is returned by .*scaled_dot_product_attention"):
+        Cached(model, "cpu", config=piecewise).capture()

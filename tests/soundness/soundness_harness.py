@@ -1,0 +1,246 @@
+"""Warm a project once, change it in one way, start it again, and judge what came of it.
+
+The words for what came of it:
+
+    right     a hit that gives what eager gives
+    refused   a miss or a refusal, whose first reason names what changed
+    nameless  a miss or a refusal, whose first reason does not
+    wrong     a hit that gives something else
+    missed    a miss or a refusal before anything was changed
+    crash     an error that cgtool did not mean
+    unwarmed  the project could not be warmed, and should be
+"""
+
+from __future__ import annotations
+
+import atexit
+import fnmatch
+import functools
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from soundness_known import KNOWN_WRONG
+from soundness_projects import PLACES, Feature, Place, write_project
+
+HERE = Path(__file__).parent
+#: What differs when the project starts again: a file, the live process (a class, the object, what the model is built
+#: from), the variables of the process, the context of a call.
+STARTS = ("edit", "live", "instance", "early", "environment", "context")
+#: What sees a change of the live process after `load`: `recheck()`, or each call where the configuration says so.
+LOOKS = ("recheck", "call")
+#: All changes. (Nothing is changed in the way `same`.)
+WAYS = (*STARTS, *LOOKS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One change: of a feature, at a place, in a way."""
+
+    name: str
+    feature: Feature
+    place: str
+    way: str
+
+    @property
+    def id(self) -> str:
+        return f"{self.name}-{self.place}-{self.way}"
+
+    def is_named_by(self, reason: str) -> bool:
+        """Return whether a reason names what changed; for an edit, the name of the file will do."""
+        place = PLACES[self.place]
+        names = [self.feature.names.replace("Holder", place.holder)]
+        if self.way == "edit":
+            names.append(re.escape(Path(self.feature.edit[0]).stem if len(self.feature.edit) == 3 else place.home))
+        return re.search("|".join(names), reason) is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of a change, and the sentence or the numbers that show it."""
+
+    word: str
+    shown: str
+
+
+def cases(features: Mapping[str, Feature], ways: Collection[str] = WAYS) -> list[Any]:
+    """Return the product of features, places and ways as parameters of a test.
+
+    One place of each feature is tried always, and which it is varies from feature to feature; the rest is slow.
+    """
+    found = []
+    for name, feature in features.items():
+        always = feature.places[zlib.crc32(name.encode()) % len(feature.places)]
+        for place, way in itertools.product(feature.places, ways_of(feature)):
+            if way in ways and (place, way) != ("helper", "early"):  # that object is made as its module is imported
+                case = Case(name=name, feature=feature, place=place, way=way)
+                marks = [] if place == always else [pytest.mark.slow]
+                if any(fnmatch.fnmatchcase(case.id, known) for known in KNOWN_WRONG):
+                    marks.append(pytest.mark.xfail(reason="in KNOWN_WRONG", raises=AssertionError))
+                found.append(pytest.param(case, id=case.id, marks=marks))
+    return found
+
+
+def ways_of(feature: Feature) -> list[str]:
+    """Return the ways in which a feature can be changed."""
+    ways = [way for way in STARTS if getattr(feature, way)]
+    return ["same", *ways, *(LOOKS if feature.live or feature.instance else [])]
+
+
+def judge(case: Case) -> Outcome:
+    """Make the change and start again."""
+    warmed = warm(case.feature, PLACES[case.place])
+    before = _done(warmed.answer)
+    if before["outcome"] != "warmed":
+        if before["outcome"] == "refused" and case.feature.refused:
+            return _named(before["reason"], case)
+        return Outcome(word="unwarmed", shown=f"{before['kind']}: {before['reason']}")
+    after = _done(start(case, warmed))
+    if after["outcome"] == "crash":
+        return Outcome(word="crash", shown=f"{after['kind']}: {after['reason']}")
+    if case.way in {"same", *LOOKS} and not after.get("loaded", True):
+        return Outcome(word="missed", shown=after["reason"])
+    if (after["eager"] == before["eager"]) != (case.way == "same"):
+        raise ValueError(f"eager gave {before['eager']} and gives {after['eager']}: that is no test of the change")
+    if after["outcome"] == "refused":
+        return _named(after["reason"], case)
+    shown = f"served {after['served']}, and eager gives {after['eager']}"
+    return Outcome(word="right" if after["served"] == after["eager"] else "wrong", shown=shown)
+
+
+def _done(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer of a project that started at all; one that did not is a fault of the feature."""
+    if answer["outcome"] == "broken":
+        raise ValueError(answer["reason"])
+    return answer
+
+
+def _named(reason: str, case: Case) -> Outcome:
+    return Outcome(word="refused" if case.is_named_by(reason) else "nameless", shown=reason)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warmed:
+    """A project that was warmed, its cache, and what `warm` said."""
+
+    folder: Path
+    cache: Path
+    answer: dict[str, Any]
+
+
+@functools.cache
+def warm(feature: Feature, place: Place) -> Warmed:
+    """Write a project and warm it, once for all of its changes."""
+    folder = scratch_folder()
+    write_project(feature, place, folder / "project")
+    request = {"job": "warm", "folder": str(folder / "project"), "cache": str(folder / "cache")}
+    return Warmed(folder=folder / "project", cache=folder / "cache", answer=zygote("warm").ask(request))
+
+
+def start(case: Case, warmed: Warmed) -> dict[str, Any]:
+    """Start the changed project in a fresh process."""
+    feature, place, way = case.feature, PLACES[case.place], case.way
+    folder = warmed.folder
+    if way == "edit":
+        folder = scratch_folder() / "project"
+        shutil.copytree(warmed.folder, folder, ignore=shutil.ignore_patterns("__pycache__"))
+        edit(folder / "app", feature, place)
+    request = request_of(place, folder, warmed.cache)
+    if way == "environment":
+        request["environment"] = dict(feature.environment)
+    elif way in LOOKS:
+        request |= {"late": feature.live or feature.instance, "looks": way}
+    elif way == "instance":
+        request["live"] = feature.instance
+    elif way in {"early", "live", "context"}:
+        request[way] = getattr(feature, way)
+    return zygote("serve").ask(request)
+
+
+def request_of(place: Place, folder: Path, cache: Path) -> dict[str, Any]:
+    """Return the request to start a project as it is."""
+    return {
+        "job": "serve",
+        "folder": str(folder),
+        "cache": str(cache),
+        "home": f"app.{place.home}",
+        "holder": place.holder,
+        "it": place.of_model,
+        "environment": {},
+        "early": "",
+        "live": "",
+        "late": "",
+        "looks": "",
+        "context": "torch.no_grad()",
+    }
+
+
+def edit(app: Path, feature: Feature, place: Place) -> None:
+    """Replace in a file what the feature says."""
+    assert feature.edit is not None
+    *file, old, new = (part.replace("Holder", place.holder) for part in feature.edit)
+    path = app / (file[0] if file else f"{place.home}.py")
+    text = path.read_text()
+    assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in {path.name}"
+    path.write_text(text.replace(old, new))
+
+
+class Zygote:
+    """A process that forks a child for each request."""
+
+    def __init__(self, kind: str) -> None:
+        command = [sys.executable, str(HERE / "soundness_zygote.py"), kind]
+        environment = {**os.environ, "SOUND_SET": "slow"}  # every other variable of the features is unset at first
+        self._log = _scratch() / f"{kind}.log"
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=_scratch(),
+                env=environment,
+            )
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait()
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, self._log.read_text()[-3000:]
+        return json.loads(answer)
+
+
+@functools.cache
+def zygote(kind: str) -> Zygote:
+    """Return the one zygote of a kind."""
+    return Zygote(kind)
+
+
+def scratch_folder() -> Path:
+    """Return a new folder that goes when this process ends."""
+    return Path(tempfile.mkdtemp(dir=_scratch()))
+
+
+@functools.cache
+def _scratch() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="soundness-"))
+    atexit.register(shutil.rmtree, folder)
+    return folder

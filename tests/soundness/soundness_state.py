@@ -1,0 +1,203 @@
+"""Features of torch's own state: its settings, modes and hooks, and what it does when a module is called."""
+
+from __future__ import annotations
+
+from soundness_projects import Feature
+
+MODEL = ("model",)
+
+
+def state(condition: str, live: str, names: str, **fields) -> Feature:
+    """Return a feature of torch's state: what `forward` gives when a condition holds."""
+    return Feature(probe=f"3.0 if {condition} else 2.0", live=live, names=names, places=MODEL, **fields)
+
+
+def hooked(live: str, names: str, **fields) -> Feature:
+    """Return a feature of how modules are called."""
+    return Feature(
+        init="self.part = nn.Identity()",
+        probe="it.part",
+        result="value(x)",
+        live=live,
+        names=names,
+        places=("model", "submodule"),
+        **fields,
+    )
+
+
+MATRIX = "x.expand(4, 4) @ x.expand(4, 4)"
+
+STATE = {
+    "default_dtype": Feature(
+        probe="2.0",
+        result="torch.ones(4)",
+        live="torch.set_default_dtype(torch.float64)",
+        names="dtype",
+        places=MODEL,
+    ),
+    "default_dtype_asked": state(
+        "torch.get_default_dtype() is torch.float64", "torch.set_default_dtype(torch.float64)", "dtype"
+    ),
+    "default_device": Feature(
+        probe="2.0", result="torch.ones(4)", live="torch.set_default_device('meta')", names="device", places=MODEL
+    ),
+    "autocast": Feature(
+        probe="2.0", result=MATRIX, live="torch.autocast('cpu').__enter__()", names="autocast", places=MODEL
+    ),
+    "autocast_asked": state("torch.is_autocast_enabled('cpu')", "torch.set_autocast_enabled('cpu', True)", "autocast"),
+    "dtype_of_autocast": Feature(
+        probe="with torch.autocast('cpu'):\n    return torch.ones(2, 2) @ torch.ones(2, 2)",
+        result="value",
+        live="torch.set_autocast_dtype('cpu', torch.float16)",
+        names="autocast",
+        places=MODEL,
+    ),
+    "dtype_of_autocast_asked": state(
+        "torch.get_autocast_dtype('cpu') is torch.float16", "torch.set_autocast_dtype('cpu', torch.float16)", "autocast"
+    ),
+    "cache_of_autocast": state(
+        "not torch.is_autocast_cache_enabled()", "torch.set_autocast_cache_enabled(False)", "autocast"
+    ),
+    "matmul_precision": state(
+        "torch.get_float32_matmul_precision() == 'high'",
+        "torch.set_float32_matmul_precision('high')",
+        "precision",
+        refused=True,
+    ),
+    "fp32_precision": state(
+        "torch.backends.fp32_precision == 'tf32'", "torch.backends.fp32_precision = 'tf32'", "precision"
+    ),
+    "fp32_precision_of_cuda": state(
+        "torch.backends.cuda.matmul.fp32_precision == 'tf32'",
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+        "precision",
+        refused=True,
+    ),
+    "fp32_precision_of_mkldnn": state(
+        "torch.backends.mkldnn.matmul.fp32_precision == 'bf16'",
+        "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
+        "precision",
+        refused=True,
+    ),
+    "fp32_precision_of_cudnn": state(
+        "torch.backends.cudnn.conv.fp32_precision == 'ieee'",
+        "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
+        "precision",
+        refused=True,
+    ),
+    "tf32_of_cuda": state(
+        "torch.backends.cuda.matmul.allow_tf32", "torch.backends.cuda.matmul.allow_tf32 = True", "tf32|precision"
+    ),
+    "tf32_of_cudnn": state(
+        "not torch.backends.cudnn.allow_tf32", "torch.backends.cudnn.allow_tf32 = False", "tf32|precision"
+    ),
+    "reduced_precision_of_fp16": state(
+        "not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+        "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False",
+        "reduc",
+    ),
+    "benchmark_of_cudnn": state(
+        "torch.backends.cudnn.benchmark", "torch.backends.cudnn.benchmark = True", "cudnn|benchmark"
+    ),
+    "cudnn_enabled": state("not torch.backends.cudnn.enabled", "torch.backends.cudnn.enabled = False", "cudnn"),
+    "mkldnn_enabled": state(
+        "not torch.backends.mkldnn.enabled", "torch.backends.mkldnn.set_flags(_enabled=False)", "mkldnn"
+    ),
+    "deterministic": state(
+        "torch.are_deterministic_algorithms_enabled()", "torch.use_deterministic_algorithms(True)", "determinis"
+    ),
+    "deterministic_warns_only": state(
+        "torch.is_deterministic_algorithms_warn_only_enabled()",
+        "torch.use_deterministic_algorithms(True, warn_only=True)",
+        "determinis",
+        refused=True,
+    ),
+    "filling_of_memory": state(
+        "not torch.utils.deterministic.fill_uninitialized_memory",
+        "torch.utils.deterministic.fill_uninitialized_memory = False",
+        "fill|determinis",
+        refused=True,
+    ),
+    "flash_attention": state(
+        "not torch.backends.cuda.flash_sdp_enabled()",
+        "torch.backends.cuda.enable_flash_sdp(False)",
+        "sdp|flash",
+        refused=True,
+    ),
+    "math_attention": state(
+        "not torch.backends.cuda.math_sdp_enabled()",
+        "torch.backends.cuda.enable_math_sdp(False)",
+        "sdp|math",
+        refused=True,
+    ),
+    "number_of_threads": state("torch.get_num_threads() == 7", "torch.set_num_threads(7)", "threads", refused=True),
+    "anomaly_mode": state(
+        "torch.is_anomaly_enabled()", "torch.autograd.set_detect_anomaly(True)", "anomaly", refused=True
+    ),
+    "warn_always": state("torch.is_warn_always_enabled()", "torch.set_warn_always(True)", "warn", refused=True),
+    "inference_mode": state(
+        "torch.is_inference_mode_enabled()", "torch.inference_mode().__enter__()", "inference", refused=True
+    ),
+    "grad_mode": state("torch.is_grad_enabled()", "", "grad", context="torch.enable_grad()"),
+    "grad_mode_by_alias": Feature(
+        head="from torch import is_grad_enabled as asks",
+        probe="3.0 if asks() else 2.0",
+        context="torch.enable_grad()",
+        names="grad",
+        places=MODEL,
+    ),
+    "grad_mode_of_the_bindings": state("torch._C.is_grad_enabled()", "", "grad", context="torch.enable_grad()"),
+    "grad_mode_by_an_attribute": Feature(
+        init="self.asks = torch.is_grad_enabled",
+        probe="3.0 if it.asks() else 2.0",
+        context="torch.enable_grad()",
+        names="grad",
+        places=("model", "config"),
+    ),
+    "function_mode": Feature(
+        head=(
+            "from torch.overrides import TorchFunctionMode\n\nclass Tripled(TorchFunctionMode):\n"
+            "    def __torch_function__(self, function, types, args=(), kwargs=None):\n"
+            "        made = function(*args, **kwargs or {})\n"
+            "        return made * 3 if function is torch.sigmoid else made\n"
+        ),
+        probe="2.0",
+        result="torch.sigmoid(x)",
+        live="home.Tripled().__enter__()",
+        names="mode|function",
+        places=MODEL,
+    ),
+    "dispatch_mode": Feature(
+        head=(
+            "from torch.utils._python_dispatch import TorchDispatchMode\n\nclass Tripled(TorchDispatchMode):\n"
+            "    def __torch_dispatch__(self, function, types, args=(), kwargs=None):\n"
+            "        made = function(*args, **kwargs or {})\n"
+            "        return made * 3 if function is torch.ops.aten.sigmoid.default else made\n"
+        ),
+        probe="2.0",
+        result="torch.sigmoid(x)",
+        live="home.Tripled().__enter__()",
+        names="mode|dispatch",
+        places=MODEL,
+    ),
+    "global_forward_hook": hooked(
+        "torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: output * 3)", "hook"
+    ),
+    "global_forward_pre_hook": hooked(
+        "torch.nn.modules.module.register_module_forward_pre_hook(lambda module, args: (args[0] * 3,))", "hook"
+    ),
+    "call_of_a_module": hooked(
+        "torch.nn.Module.__call__ = lambda self, *args: self.forward(*args) * 3", "__call__|Module"
+    ),
+    "call_impl_of_a_module": hooked(
+        "torch.nn.Module._call_impl = lambda self, *args: self.forward(*args) * 3", "_call_impl|Module"
+    ),
+    "getattr_of_a_module": Feature(
+        init="self.gain = 2.0",
+        probe="getattr(it, 'extra', 2.0)",
+        live="torch.nn.Module.__getattr__ = lambda self, name: 3.0",
+        names="__getattr__|Module|extra",
+        places=("model", "submodule"),
+    ),
+    "forward_of_torchs_class": hooked("torch.nn.Identity.forward = lambda self, x: x * 3", "Identity|forward"),
+}

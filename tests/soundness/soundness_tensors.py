@@ -1,0 +1,337 @@
+"""Features of tensors and of arguments: questions that Dynamo answers while it traces."""
+
+from __future__ import annotations
+
+from soundness_projects import MODULES, Feature
+
+MODEL = ("model",)
+
+
+def weight(init: str, probe: str, instance: str, **fields) -> Feature:
+    """Return a feature of a tensor `weight`, made by one expression and replaced or changed in place by another."""
+    edited = fields.pop("edited", "")
+    return Feature(
+        init=f"self.weight = {init}",
+        probe=probe,
+        edit=(f"self.weight = {init}", f"self.weight = {edited}") if edited else None,
+        instance=instance,
+        names="weight",
+        **fields,
+    )
+
+
+def argument(probe: str, live: str, names: str, **fields) -> Feature:
+    """Return a feature of the tensor `x` that `forward` is given."""
+    return Feature(probe="2.0", result=f"x * ({probe})", live=live, names=names, places=MODEL, **fields)
+
+
+PARAMETER = "nn.Parameter(torch.ones(4))"
+ONES = "torch.ones(4)"
+
+TENSORS = {
+    "requires_grad": weight(
+        PARAMETER,
+        "2.0 if it.weight.requires_grad else 3.0",
+        "it.weight.requires_grad_(False)",
+        edited="nn.Parameter(torch.ones(4), requires_grad=False)",
+    ),
+    "requires_grad_by_name": weight(
+        PARAMETER, "2.0 if getattr(it.weight, 'requires_grad') else 3.0", "it.weight.requires_grad_(False)"
+    ),
+    "requires_grad_of_all": weight(
+        PARAMETER,
+        "2.0 if all(weight.requires_grad for weight in it.parameters()) else 3.0",
+        "it.weight.requires_grad_(False)",
+        places=MODULES,
+    ),
+    "requires_grad_of_a_buffer": weight(
+        ONES,
+        "3.0 if it.weight.requires_grad else 2.0",
+        "it.weight.requires_grad_()",
+        edited="torch.ones(4).requires_grad_()",
+    ),
+    "is_leaf": weight(
+        ONES,
+        "2.0 if it.weight.is_leaf else 3.0",
+        "it.weight = torch.ones(4, requires_grad=True) * 1",
+        edited="torch.ones(4, requires_grad=True) * 1",
+    ),
+    "grad_fn": weight(
+        ONES,
+        "2.0 if it.weight.grad_fn is None else 3.0",
+        "it.weight = torch.ones(4, requires_grad=True) * 1",
+        edited="torch.ones(4, requires_grad=True) * 1",
+    ),
+    "grad": weight(PARAMETER, "2.0 if it.weight.grad is None else 3.0", "it.weight.grad = torch.ones(4)"),
+    "is_parameter": weight(
+        PARAMETER,
+        "2.0 if isinstance(it.weight, nn.Parameter) else 3.0",
+        "del it.weight; it.weight = torch.ones(4, requires_grad=True)",
+        edited="torch.ones(4, requires_grad=True)",
+    ),
+    "exact_type": Feature(
+        head="class Marked(torch.Tensor):\n    pass\n",
+        init=f"self.weight = {ONES}",
+        probe="2.0 if type(it.weight) is torch.Tensor else 3.0",
+        edit=(ONES, f"{ONES}.as_subclass(Marked)"),
+        instance="it.weight = it.weight.as_subclass(home.Marked)",
+        names="weight",
+    ),
+    "type_of_a_parameter": Feature(
+        head="class Special(nn.Parameter):\n    pass\n",
+        init=f"self.weight = {PARAMETER}",
+        probe="from app import HOME\nreturn 3.0 if isinstance(it.weight, HOME.Special) else 2.0",
+        edit=(PARAMETER, "Special(torch.ones(4))"),
+        instance="it.weight = home.Special(torch.ones(4))",
+        names="weight|Special",
+    ),
+    "attribute_of_a_tensor": weight(PARAMETER, "getattr(it.weight, 'scale', 2.0)", "it.weight.scale = 3.0"),
+    "attribute_of_a_tensor_asked": weight(
+        PARAMETER, "3.0 if hasattr(it.weight, 'scale') else 2.0", "it.weight.scale = 3.0"
+    ),
+    "attribute_of_a_tensor_changed": Feature(
+        init=f"self.weight = {PARAMETER}\nself.weight.scale = 2.0",
+        probe="it.weight.scale",
+        edit=("self.weight.scale = 2.0", "self.weight.scale = 3.0"),
+        instance="it.weight.scale = 3.0",
+        names="weight|scale",
+    ),
+    "stride": weight(
+        "torch.ones(2, 2)", "float(it.weight.stride(0))", "it.weight = it.weight.t()", edited="torch.ones(2, 2).t()"
+    ),
+    "stride_of_size_one": weight(
+        "torch.ones(1, 4)",
+        "float(it.weight.stride(0))",
+        "it.weight = torch.ones(2, 4)[::2]",
+        edited="torch.ones(2, 4)[::2]",
+    ),
+    "strides_as_a_tuple": weight(
+        "torch.ones(1, 4)", "float(sum(it.weight.stride()))", "it.weight = torch.ones(2, 4)[::2]"
+    ),
+    "is_contiguous": weight(
+        "torch.ones(2, 3)", "2.0 if it.weight.is_contiguous() else 3.0", "it.weight = torch.ones(3, 2).t()"
+    ),
+    "storage_offset": weight(
+        "torch.ones(8)[:4]",
+        "2.0 + it.weight.storage_offset()",
+        "it.weight = torch.ones(8)[4:]",
+        edited="torch.ones(8)[4:]",
+        refused=True,
+    ),
+    "dtype": weight(
+        ONES, "it.weight.dtype", "it.weight = it.weight.double()", result="x.to(value)", edited=f"{ONES}.double()"
+    ),
+    "is_floating_point": weight(
+        "torch.ones(4, dtype=torch.long)", "3.0 if it.weight.is_floating_point() else 2.0", "it.weight = torch.ones(4)"
+    ),
+    "shape": weight(ONES, "float(it.weight.shape[0])", "it.weight = torch.ones(5)", edited="torch.ones(5)"),
+    "number_of_dimensions": weight(
+        ONES, "float(it.weight.ndim)", "it.weight = torch.ones(4, 1)", edited="torch.ones(4, 1)"
+    ),
+    "device": weight(
+        ONES,
+        "2.0 if it.weight.device.type == 'cpu' else 3.0",
+        "it.weight = it.weight.to('meta')",
+        edited="torch.ones(4, device='meta')",
+    ),
+    "is_inference": weight(
+        ONES,
+        "3.0 if it.weight.is_inference() else 2.0",
+        "with torch.inference_mode():\n    it.weight = torch.ones(4)",
+        refused=True,
+    ),
+    "is_conj": weight(
+        "torch.ones(4, dtype=torch.complex64)",
+        "3.0 if it.weight.is_conj() else 2.0",
+        "it.weight = it.weight.conj()",
+        edited="torch.ones(4, dtype=torch.complex64).conj()",
+        refused=True,
+    ),
+    "is_shared": weight(ONES, "3.0 if it.weight.is_shared() else 2.0", "it.weight.share_memory_()", refused=True),
+    "same_memory": Feature(
+        init="self.one = torch.ones(4)\nself.two = torch.ones(4)",
+        probe="3.0 if it.one.data_ptr() == it.two.data_ptr() else 2.0",
+        instance="it.two = it.one[:]",
+        names="one|two|data_ptr",
+        refused=True,
+    ),
+    "number_in_a_tensor": weight("torch.tensor(2.0)", "float(it.weight)", "it.weight.fill_(3.0)", refused=True),
+    "constant_of_torchs_module": Feature(
+        init="self.part = nn.LayerNorm(4)",
+        probe="it.part",
+        result="value(x)",
+        edit=("nn.LayerNorm(4)", "nn.LayerNorm(4, eps=1.0)"),
+        instance="it.part.eps = 1.0",
+        names="part",
+        places=MODULES,
+    ),
+    "function_of_torch": Feature(
+        init="self.act = torch.relu",
+        probe="it.act",
+        result="value(x)",
+        edit=("torch.relu", "torch.sigmoid"),
+        instance="it.act = torch.sigmoid",
+        names="act",
+    ),
+    "class_of_torchs_module": Feature(
+        init="self.part = nn.ReLU()",
+        probe="it.part",
+        result="value(x)",
+        edit=("nn.ReLU()", "nn.Sigmoid()"),
+        instance="it.part = torch.nn.Sigmoid()",
+        names="part",
+        places=MODULES,
+    ),
+    "parametrization": Feature(
+        init="self.part = nn.Linear(4, 4, bias=False)\n# nothing is parametrized",
+        probe="it.part",
+        result="value(x)",
+        edit=(
+            "# nothing is parametrized",
+            "torch.nn.utils.parametrize.register_parametrization(self.part, 'weight', nn.Sigmoid())",
+        ),
+        instance="torch.nn.utils.parametrize.register_parametrization(it.part, 'weight', torch.nn.Sigmoid())",
+        names="part",
+        places=MODULES,
+    ),
+    "argument_requires_grad": argument("2.0 if x.requires_grad else 3.0", "args[0].requires_grad_()", "grad"),
+    "argument_is_leaf": argument("2.0 if x.is_leaf else 3.0", "args = (args[0].requires_grad_() * 1,)", "leaf|grad"),
+    "argument_stride_of_size_one": argument("float(x[:1].stride(0))", "args = (torch.ones(8)[::2],)", "stride|x"),
+    "argument_is_parameter": argument(
+        "3.0 if isinstance(x, nn.Parameter) else 2.0",
+        "args = (nn.Parameter(args[0], requires_grad=False),)",
+        "x|Parameter",
+    ),
+    "argument_of_a_subclass": Feature(
+        head="class Marked(torch.Tensor):\n    pass\n",
+        probe="2.0",
+        result="x * (2.0 if type(x) is torch.Tensor else 3.0)",
+        live="args = (args[0].as_subclass(home.Marked),)",
+        names="x|Marked",
+        places=MODEL,
+    ),
+    "argument_dtype": argument("2.0", "args = (args[0].double(),)", "x|dtype|float64"),
+    "argument_shape": argument("float(x.shape[0])", "args = (torch.ones(5),)", "x|shape|size"),
+    "argument_with_an_attribute": argument("getattr(x, 'scale', 2.0)", "args[0].scale = 3.0", "x|scale"),
+}
+
+#: The same tensor or object given twice, or given and held.
+ARGUMENTS = {
+    "arguments_become_one": Feature(
+        probe="2.0",
+        result="x * (3.0 if x is other else 2.0)",
+        parameters="other",
+        arguments="torch.linspace(1.0, 2.0, 4)",
+        live="args = (args[0], args[0])",
+        names="x|other|same",
+        places=MODEL,
+    ),
+    "arguments_become_two": Feature(
+        probe="2.0",
+        result="x * (3.0 if x is other else 2.0)",
+        parameters="other=None",
+        live="args = (args[0], args[0])",
+        names="x|other",
+        places=MODEL,
+    ),
+    "argument_is_a_buffer": Feature(
+        init="self.register_buffer('own', torch.linspace(1.0, 2.0, 4))",
+        probe="2.0",
+        result="x * (3.0 if x is self.own else 2.0)",
+        live="args = (model.own,)",
+        names="x|own",
+        places=MODEL,
+    ),
+    "arguments_share_memory_and_one_is_written": Feature(
+        probe="2.0",
+        result="other.fill_(3.0) * x",
+        parameters="other",
+        arguments="torch.linspace(1.0, 2.0, 4)",
+        live="args = (args[0], args[0][:])",
+        names="x|other|memory|storage",
+        places=MODEL,
+    ),
+    "elements_of_an_argument": Feature(
+        probe="2.0",
+        result="x * (3.0 if other[0] is other[1] else 2.0)",
+        parameters="other",
+        arguments="[torch.ones(4), torch.ones(4)]",
+        live="args = (args[0], [args[0], args[0]])",
+        names="other",
+        places=MODEL,
+    ),
+    "length_of_an_argument": Feature(
+        probe="2.0",
+        result="x * float(len(other))",
+        parameters="other",
+        arguments="[torch.ones(4), torch.ones(4)]",
+        live="args = (args[0], [args[0]])",
+        names="other",
+        places=MODEL,
+    ),
+    "key_of_an_argument": Feature(
+        probe="2.0",
+        result="x * other.get('extra', 2.0)",
+        parameters="other",
+        arguments="{'gain': 1.0}",
+        live="args = (args[0], {'gain': 1.0, 'extra': 3.0})",
+        names="other|extra",
+        places=MODEL,
+    ),
+    "number_as_an_argument": Feature(
+        probe="2.0",
+        result="x * other",
+        parameters="other",
+        arguments="2.0",
+        live="args = (args[0], 3.0)",
+        names="other",
+        places=MODEL,
+    ),
+    "true_as_an_argument": Feature(
+        probe="2.0",
+        result="torch.full((4,), other)",
+        parameters="other",
+        arguments="1",
+        live="args = (args[0], True)",
+        names="other",
+        places=MODEL,
+    ),
+    "default_of_forward": Feature(
+        probe="2.0",
+        result="x * other",
+        parameters="other=2.0",
+        edit=("other=2.0", "other=3.0"),
+        live="net.Net.forward.__defaults__ = (3.0,)",
+        names="other|forward",
+        places=MODEL,
+    ),
+    "class_of_an_argument": Feature(
+        head="class One:\n    gain = 2.0\n\nclass Two:\n    gain = 3.0\n",
+        probe="2.0",
+        result="x * other.gain",
+        parameters="other",
+        arguments="net.One()",
+        live="args = (args[0], net.Two())",
+        names="other|One|Two",
+        places=MODEL,
+    ),
+    "length_of_a_class_of_an_argument": Feature(
+        head="class One:\n    def __len__(self):\n        return 2\n",
+        probe="2.0",
+        result="x * float(len(other))",
+        parameters="other",
+        arguments="net.One()",
+        live="net.One.__len__ = lambda self: 3",
+        names="other|One",
+        places=MODEL,
+    ),
+    "none_as_an_argument": Feature(
+        probe="2.0",
+        result="x * (2.0 if other is None else 3.0)",
+        parameters="other",
+        arguments="None",
+        live="args = (args[0], 1)",
+        names="other",
+        places=MODEL,
+    ),
+}

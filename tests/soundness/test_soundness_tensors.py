@@ -1,0 +1,27 @@
+"""A hit is never wrong, whatever becomes of a tensor, an argument or torch's state after `warm`."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+from soundness_harness import cases, judge
+from soundness_state import STATE
+from soundness_tensors import ARGUMENTS, TENSORS
+
+pytestmark = pytest.mark.torch
+
+FEATURES = STATE | ARGUMENTS | TENSORS
+
+
+@pytest.mark.parametrize("case", cases(FEATURES))
+def test_a_change_is_named_or_served_right(case):
+    outcome = judge(case)
+    assert outcome.word in {"refused", "right"}, outcome
+
+
+@pytest.mark.parametrize("case", cases(FEATURES, ways={"same"}))
+def test_what_did_not_change_is_a_hit(case):
+    outcome = judge(case)
+    assert outcome.word == "right" or (case.feature.refused and outcome.word == "refused"), outcome

@@ -1,0 +1,388 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from cache_samples import (
+    FACTS,
+    add_sizes,
+    files_of,
+    leftovers,
+    manifest_of,
+    no_flock,
+    publish,
+    publish_forever,
+    publish_times,
+    put_row,
+    read_whole,
+    resealed,
+    sample_key,
+    without_locks,
+    writer,
+)
+from msgspec.structs import replace
+from syscalls import each_kill
+
+from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
+from cgtool.plan.shapes import shape_text
+from cgtool.store import entry as entry_module
+from cgtool.store.entry import read_entry
+from cgtool.store.key import read_key
+from cgtool.store.layout import CacheLayout, RankName
+from cgtool.store.lookup import LookupStore
+from cgtool.store.records import read_manifest
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def test_what_was_published_is_read_back(cache_root):
+    name = publish(cache_root)
+    assert read_whole(cache_root, name) == "one"
+    assert read_key(CacheLayout(root=cache_root), name.hash) == sample_key()
+
+
+def test_a_rank_folder_holds_exactly_the_four_files_that_people_know(cache_root):
+    name = publish(cache_root)
+    publish(cache_root, "two")
+    folder = CacheLayout(root=cache_root).rank_dir(name)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "computation_graph.py",
+        "manifest.json",
+        "plan.json",
+        "transformed_code.py",
+    ]
+    assert (folder / "plan.json").read_bytes() == files_of("two")["plan.json"]
+
+
+def test_an_entry_that_is_not_there_is_none(cache_root):
+    assert read_entry(CacheLayout(root=cache_root), RankName(hash="ab" * 32, rank=0, prefix="backbone")) is None
+
+
+def test_no_file_holds_the_path_of_the_cache(cache_root):
+    publish(cache_root)
+    holders = [
+        path for path in cache_root.rglob("*") if path.is_file() and os.fsencode(cache_root) in path.read_bytes()
+    ]
+    assert holders == []
+
+
+def test_a_copied_entry_folder_works_under_another_root(cache_root, tmp_path):
+    name = publish(cache_root)
+    other = tmp_path / "elsewhere"
+    shutil.copytree(CacheLayout(root=cache_root).entry_dir(name.hash), CacheLayout(root=other).entry_dir(name.hash))
+    shutil.rmtree(cache_root)
+    assert read_whole(other, name) == "one"
+
+
+def test_adding_a_row_keeps_the_plan_and_the_older_rows(cache_root):
+    name = publish(cache_root)
+    add_sizes(cache_root, (8,))
+    entry = read_entry(CacheLayout(root=cache_root), name)
+    assert [shape_text(row.shape) for row in entry.manifest.rows] == ["general", "num_tokens=8"]
+    assert entry.files["plan.json"] == files_of("one")["plan.json"]
+
+
+def test_adding_to_an_entry_that_is_not_there_is_refused(cache_root):
+    with pytest.raises(CacheError, match="no intact entry"):
+        add_sizes(cache_root, (8,))
+    assert not list(cache_root.rglob("manifest.json"))
+
+
+def test_publishing_the_same_plan_again_keeps_the_rows_that_others_added(cache_root):
+    name = publish(cache_root)
+    add_sizes(cache_root, (8,))
+    created = read_entry(CacheLayout(root=cache_root), name).manifest.created
+    publish(cache_root)
+    manifest = read_entry(CacheLayout(root=cache_root), name).manifest
+    assert [shape_text(row.shape) for row in manifest.rows] == ["general", "num_tokens=8"]
+    assert manifest.created == created
+
+
+def test_publishing_another_plan_drops_the_rows_of_the_old_one(cache_root):
+    name = publish(cache_root)
+    add_sizes(cache_root, (8,))
+    publish(cache_root, "two")
+    rows = read_entry(CacheLayout(root=cache_root), name).manifest.rows
+    assert [shape_text(row.shape) for row in rows] == ["general"]
+
+
+def test_a_row_without_its_artifact_is_never_published(cache_root):
+    to = writer(cache_root)
+    row = put_row(to)
+    to.objects.path(row.artifact.digest, row.artifact.kind).unlink()
+    with pytest.raises(CacheError, match="not in place"):
+        to.publish(manifest_of(to, (row,)), files_of("one"))
+    assert not list(cache_root.rglob("manifest.json"))
+
+
+def test_a_manifest_of_another_entry_is_refused(cache_root):
+    to = writer(cache_root)
+    other = replace(manifest_of(to, ()), hash="ab" * 32)
+    with pytest.raises(CacheError, match="another entry"):
+        to.publish(other, files_of("one"))
+
+
+@pytest.mark.parametrize("name", ["plan.json", "computation_graph.py", "transformed_code.py"])
+@pytest.mark.parametrize("harm", ["flip", "truncate", "empty", "remove"])
+def test_a_damaged_file_is_named_and_never_returned(cache_root, name, harm):
+    entry = publish(cache_root)
+    path = CacheLayout(root=cache_root).rank_dir(entry) / name
+    data = bytearray(path.read_bytes())
+    if harm == "remove":
+        path.unlink()
+    else:
+        data[3] ^= 1
+        path.write_bytes({"flip": bytes(data), "truncate": bytes(data[:-2]), "empty": b""}[harm])
+    with pytest.raises(CacheCorruptError) as raised:
+        read_whole(cache_root, entry)
+    assert raised.value.path == path
+    assert str(path) in str(raised.value)
+    publish(cache_root)
+    assert read_whole(cache_root, entry) == "one"
+
+
+def test_a_damaged_artifact_is_named_and_replaced_by_the_next_put(cache_root):
+    name = publish(cache_root)
+    entry = read_entry(CacheLayout(root=cache_root), name)
+    path = entry.objects.path(entry.manifest.rows[0].artifact.digest, "eager")
+    path.chmod(0o600)
+    path.write_bytes(b"0ne")
+    with pytest.raises(CacheCorruptError, match=path.name):
+        entry.artifact(entry.manifest.rows[0].artifact)
+    publish(cache_root)
+    assert entry.artifact(entry.manifest.rows[0].artifact) != b"0ne"
+
+
+def test_a_torn_manifest_is_corrupt_to_readers_and_replaced_by_writers(cache_root):
+    name = publish(cache_root)
+    path = CacheLayout(root=cache_root).manifest_file(name)
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(CacheCorruptError, match=r"manifest\.json is corrupt"):
+        read_whole(cache_root, name)
+    publish(cache_root)
+    assert read_whole(cache_root, name) == "one"
+
+
+def test_a_manifest_of_a_newer_schema_is_neither_read_nor_replaced(cache_root):
+    name = publish(cache_root)
+    path = CacheLayout(root=cache_root).manifest_file(name)
+    newer = resealed(path.read_bytes(), {"record": "manifest-9", "cgtool": "9.1"})
+    path.write_bytes(newer)
+    with pytest.raises(CacheSchemaError, match=r"schema 9 and was written by cgtool 9\..*Update cgtool"):
+        read_whole(cache_root, name)
+    with pytest.raises(CacheSchemaError):
+        publish(cache_root)
+    assert path.read_bytes() == newer
+
+
+def test_a_manifest_of_an_older_schema_is_replaced(cache_root):
+    name = publish(cache_root)
+    path = CacheLayout(root=cache_root).manifest_file(name)
+    path.write_bytes(resealed(path.read_bytes(), {"record": "manifest-1"}))
+    with pytest.raises(CacheSchemaError, match="Warm the model again"):
+        read_whole(cache_root, name)
+    publish(cache_root)
+    assert read_whole(cache_root, name) == "one"
+
+
+def test_a_manifest_copied_to_another_rank_is_corrupt(cache_root):
+    name = publish(cache_root)
+    layout = CacheLayout(root=cache_root)
+    other = RankName(hash=name.hash, rank=1, prefix=name.prefix)
+    shutil.copytree(layout.rank_dir(name), layout.rank_dir(other))
+    with pytest.raises(CacheCorruptError, match="another folder"):
+        read_whole(cache_root, other)
+
+
+def test_two_processes_that_add_different_rows_at_once_lose_none(cache_root):
+    name = publish(cache_root)
+    sizes = [tuple(range(start, 60, 3)) for start in (1, 2, 3)]
+    processes = [SPAWN.Process(target=add_sizes, args=(cache_root, some)) for some in sizes]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    manifest = read_entry(CacheLayout(root=cache_root), name).manifest
+    assert [shape_text(row.shape) for row in manifest.rows] == [
+        "general",
+        *(f"num_tokens={size}" for size in range(1, 60)),
+    ]
+    assert leftovers(cache_root) == []
+
+
+@pytest.mark.parametrize("locks", [True, False], ids=["flock", "enolck"])
+def test_a_reader_never_sees_a_mixture_while_writers_replace_the_entry(cache_root, locks):
+    name = publish(cache_root)
+    work = (publish_times, cache_root, ("two", "three", "four"), 12)
+    other = (publish_times, cache_root, ("five", "six"), 18)
+    processes = [
+        SPAWN.Process(target=task[0] if locks else without_locks, args=task[1:] if locks else task)
+        for task in (work, other)
+    ]
+    for process in processes:
+        process.start()
+    seen = set()
+    while any(process.is_alive() for process in processes):
+        seen.add(read_whole(cache_root, name))
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert seen <= {"one", "two", "three", "four", "five", "six"}
+    assert len(seen) > 2, "the reader saw no change: the test proved nothing"
+    assert read_whole(cache_root, name) in {"four", "six"}
+
+
+def test_without_locks_the_entry_of_the_last_writer_is_whole(cache_root):
+    with no_flock():
+        for text in ("one", "two", "three"):
+            name = publish(cache_root, text)
+            assert read_whole(cache_root, name) == text
+    publish(cache_root, "four")
+    assert read_whole(cache_root, name) == "four"
+    assert leftovers(cache_root) == []
+
+
+def _killed_at_every_call(root: Path, action) -> list[str | None]:
+    """Kill `action` at each of its system calls, from the same start each time; return what the entry said then."""
+    start = root.with_name("start")
+    if root.exists():
+        root.rename(start)
+    to = RankName(hash=sample_key().hash, rank=0, prefix="backbone")
+    found = []
+    for call in each_kill(start, root, action):
+        found.append(read_whole(root, to))
+        if found[-1] is not None:
+            assert tuple(LookupStore(CacheLayout(root=root)).candidates(FACTS)) == (to.hash,), call
+        action()
+        assert read_whole(root, to) == "two", call
+        assert tuple(LookupStore(CacheLayout(root=root)).candidates(FACTS)) == (to.hash,)
+        assert [name for name in leftovers(root) if name.endswith(".next")] == [], call
+    return found
+
+
+def test_a_first_publish_killed_at_any_call_leaves_nothing_or_all(cache_root):
+    found = _killed_at_every_call(cache_root, lambda: publish(cache_root, "two"))
+    assert set(found) == {None, "two"}
+    assert len(found) > 30
+
+
+def test_a_replacing_publish_killed_at_any_call_leaves_the_old_or_the_new(cache_root):
+    publish(cache_root, "one")
+    found = _killed_at_every_call(cache_root, lambda: publish(cache_root, "two"))
+    assert set(found) == {"one", "two"}
+    assert len(found) > 15
+
+
+def test_adding_a_row_killed_at_any_call_leaves_the_entry_readable(cache_root):
+    publish(cache_root, "two")
+    found = _killed_at_every_call(cache_root, lambda: add_sizes(cache_root, (8,)))
+    assert set(found) == {"two"}
+    assert len(found) > 10
+
+
+def test_facts_that_changed_lead_to_the_entry_wherever_its_writer_was_killed(cache_root):
+    name = publish(cache_root)
+    start, layout, facts = cache_root.with_name("start"), CacheLayout(root=cache_root), "ef" * 32
+    cache_root.rename(start)
+
+    def action():
+        to = writer(cache_root)
+        to.publish(replace(manifest_of(to, (put_row(to),)), lookup=(facts,)), files_of("two"))
+
+    found = []
+    for _ in each_kill(start, cache_root, action):
+        is_new = facts in read_entry(layout, name).manifest.lookup
+        found.append((is_new, tuple(LookupStore(layout).candidates(facts)) == (name.hash,)))
+    assert (True, False) not in found
+    assert {(False, False), (True, True)} <= set(found)
+
+
+def test_without_locks_a_writer_that_is_overtaken_while_it_cleans_up_takes_nothing_away(cache_root, monkeypatch):
+    name = publish(cache_root)
+    reads = []
+
+    def overtaken(layout, which):
+        manifest = read_manifest(layout, which)
+        reads.append(manifest.model)
+        if len(reads) == 2:  # the second is that of the clean-up: the other writer comes and goes now
+            publish(cache_root, "three")
+        return manifest
+
+    with no_flock():
+        monkeypatch.setattr(entry_module, "read_manifest", overtaken)
+        publish(cache_root, "two")
+        monkeypatch.undo()
+    assert reads[:2] == ["one", "two"]
+    assert read_whole(cache_root, name) == "three"
+
+
+def test_killed_at_random_instants_the_entry_is_always_whole(cache_root, tmp_path):
+    name = publish(cache_root)
+    for attempt in range(8):
+        started = tmp_path / f"started-{attempt}"
+        process = SPAWN.Process(target=publish_forever, args=(cache_root, ("two", "three"), started))
+        process.start()
+        while not started.exists():
+            time.sleep(0.001)
+        time.sleep(0.0037 * attempt)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        assert read_whole(cache_root, name) in {"one", "two", "three"}
+    publish(cache_root)
+    assert read_whole(cache_root, name) == "one"
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_the_old_entry(small_disk):
+    name = publish(small_disk)
+    to = writer(small_disk)
+    with pytest.raises(CacheError, match=r"disk is full, 1000000 bytes were needed and \d+ bytes are free"):
+        put_row(to, data=bytes(1_000_000))
+    assert read_whole(small_disk, name) == "one"
+    assert leftovers(small_disk) == []
+    publish(small_disk, "two")
+    assert read_whole(small_disk, name) == "two"
+
+
+def test_a_disk_that_fills_at_any_point_of_a_publish_leaves_the_old_or_the_new(small_disk):
+    name = publish(small_disk)
+    ballast = small_disk / "ballast"
+    outcomes = set()
+    for free_pages in range(24):
+        publish(small_disk, "one")
+        free = shutil.disk_usage(small_disk).free
+        ballast.write_bytes(bytes(free - 4096 * free_pages))
+        try:
+            publish(small_disk, "two")
+        except CacheError as error:
+            assert "full" in str(error)  # noqa: PT017 - either outcome is right, a traceback is not
+            outcomes.add("full")
+        else:
+            outcomes.add("published")
+            assert read_whole(small_disk, name) == "two"
+        assert read_whole(small_disk, name) in {"one", "two"}
+        ballast.unlink()
+    assert outcomes == {"full", "published"}
+
+
+def test_a_read_only_cache_is_read_and_refuses_writers_with_a_sentence(cache_root, read_only):
+    name = publish(cache_root)
+    read_only(cache_root)
+    assert read_whole(cache_root, name) == "one"
+    assert tuple(LookupStore(CacheLayout(root=cache_root)).candidates(FACTS)) == (name.hash,)
+    with pytest.raises(CacheError, match=r"read-only file system.*--cache-dir"):
+        publish(cache_root, "two")
+
+
+def test_what_a_killed_writer_left_is_removed_once_it_is_old(cache_root):
+    name = publish(cache_root)
+    folder = CacheLayout(root=cache_root).rank_dir(name)
+    old, fresh = folder / ".manifest.json.1.aa.tmp", folder / ".manifest.json.2.bb.tmp"
+    for path in (old, fresh):
+        path.write_bytes(b"half")
+    os.utime(old, (1, 1))
+    publish(cache_root, "two")
+    assert leftovers(cache_root) == [fresh.name]

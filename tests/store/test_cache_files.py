@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from cgtool.errors import CacheCorruptError, CacheError
+from cgtool.store import files
+from cgtool.store.files import (
+    cache_error,
+    check_writable,
+    ensure_folder,
+    ensure_root,
+    write_atomic,
+)
+
+
+def test_a_failed_write_leaves_the_old_bytes_and_no_temporary_file(tmp_path, monkeypatch):
+    path = tmp_path / "record"
+    write_atomic(path, b"old")
+
+    def fail(descriptor):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(files.os, "fsync", fail)
+    with pytest.raises(CacheError, match="Input/output error"):
+        write_atomic(path, b"new")
+    assert [(child.name, child.read_bytes()) for child in tmp_path.iterdir()] == [("record", b"old")]
+
+
+def test_a_write_of_part_of_the_bytes_goes_on(tmp_path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(files.os, "write", lambda descriptor, data: write(descriptor, data[:3]))
+    write_atomic(tmp_path / "record", b"0123456789")
+    assert (tmp_path / "record").read_bytes() == b"0123456789"
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_files_are_never_more_open_than_the_umask_and_never_written_by_others(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        write_atomic(tmp_path / "folder" / "record", b"")
+        write_atomic(tmp_path / "folder" / "artifact", b"", mode=files.ARTIFACT_MODE)
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "folder").iterdir()}
+    assert modes == {"record": 0o644 & ~umask, "artifact": 0o444 & ~umask}
+
+
+def test_a_root_carries_the_standard_tag(tmp_path):
+    ensure_root(tmp_path / "a" / "b")
+    text = (tmp_path / "a" / "b" / "CACHEDIR.TAG").read_text()
+    assert text.startswith("Signature: 8a477f597d28d172789f06886806bc55\n")
+
+
+def test_a_probe_leaves_nothing_but_the_root(tmp_path):
+    check_writable(tmp_path / "root")
+    assert sorted(path.name for path in (tmp_path / "root").rglob("*")) == ["CACHEDIR.TAG", "torch_compile_cache"]
+
+
+def test_a_probe_of_a_full_disk_says_so(small_disk):
+    ensure_root(small_disk)
+    with pytest.raises(OSError, match="No space"):
+        (small_disk / "ballast").write_bytes(bytes(1_000_000))
+    with pytest.raises(CacheError, match=r"disk is full.*Make room"):
+        check_writable(small_disk)
+
+
+def test_a_probe_of_a_read_only_folder_says_so(tmp_path, read_only):
+    folder = tmp_path / "root"
+    folder.mkdir()
+    read_only(folder)
+    with pytest.raises(CacheError, match="read-only file system"):
+        check_writable(folder)
+
+
+@pytest.fixture
+def forbidden():
+    """A folder that this process may enter and not write to; root becomes somebody else for as long."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o555)
+        root = os.geteuid() == 0
+        if root:
+            os.seteuid(65534)
+        yield Path(folder)
+        if root:
+            os.seteuid(0)
+        Path(folder).chmod(0o755)
+
+
+def test_a_folder_without_permission_says_so(forbidden):
+    with pytest.raises(CacheError, match="permission denied"):
+        check_writable(forbidden / "root")
+
+
+def test_a_file_where_a_folder_is_needed_says_so(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(CacheError, match="is a file"):
+            ensure_folder(path)
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (errno.ENOSPC, "the disk is full, 5 bytes were needed"),
+        (errno.EDQUOT, "the quota is used up, 5 bytes were needed"),
+        (errno.EFBIG, "larger than a file may be here. Raise the limit on the size of files (`ulimit -f`)"),
+        (errno.EROFS, "read-only file system"),
+        (errno.EACCES, "permission denied"),
+        (errno.EIO, "could not be written: Input/output error"),
+        (errno.ENOENT, "there is no such file or folder"),
+    ],
+)
+def test_each_error_of_the_system_is_a_sentence_that_ends_with_what_to_do(tmp_path, number, says):
+    error = cache_error(OSError(number, os.strerror(number)), tmp_path / "file", needed_bytes=5)
+    assert says in str(error)
+    assert str(tmp_path / "file") in str(error)
+    assert error.path == tmp_path / "file"
+    assert str(error).endswith(".")
+
+
+def test_the_cache_imports_no_torch():
+    code = (
+        "import sys, pkgutil, importlib, cgtool.store as c\n"
+        "names = [m.name for m in pkgutil.walk_packages(c.__path__, 'cgtool.store.')]\n"
+        "[importlib.import_module(n) for n in names]\n"
+        "print(*sorted(names))\n"
+        "print(sorted({'torch', 'sympy', 'triton', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    names, heavy = done.stdout.splitlines()
+    assert {"cgtool.store.entry", "cgtool.store.units", "cgtool.store.trust"} <= set(names.split())
+    assert heavy == "[]"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_in_a_files_place_is_corrupt_and_holds_nobody_up(tmp_path):
+    os.mkfifo(tmp_path / "plan.json")
+    with pytest.raises(CacheCorruptError, match="it is no file"):
+        files.read_bytes(tmp_path / "plan.json")
+
+
+def test_a_folder_in_a_files_place_is_a_sentence(tmp_path):
+    with pytest.raises(CacheError, match="could not be read"):
+        files.read_bytes(tmp_path)

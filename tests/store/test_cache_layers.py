@@ -1,0 +1,300 @@
+"""A read-only cache under a writable layer, as a container image with a prewarmed cache has it: all holds there too.
+
+Docker's defaults, which rename no folder of the layer below (EXDEV), tear hard links apart at the first write, and
+leave a lock that was taken before that on a file that lies below.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from bundle_maker import lay_entry, tree
+from cache_samples import publish, put_row, read_whole, text_of, writer
+from prune_samples import facts_of, is_whole, lay, rest, units_in
+from syscalls import calls_of, killed_at
+
+from cgtool.errors import CacheError
+from cgtool.plan.shapes import shape_text
+from cgtool.store.entry import read_entry
+from cgtool.store.layout import CacheLayout, RankName
+from cgtool.store.leases import hold, in_use
+from cgtool.store.lookup import LookupStore
+from cgtool.store.state import StateStore
+from cgtool.toolkit.bundle.choose import Choice
+from cgtool.toolkit.bundle.export import ExportOptions, export
+from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
+from cgtool.toolkit.inspect.cache import CacheOptions, inspect_cache
+from cgtool.toolkit.prune.execute import carry_out
+from cgtool.toolkit.prune.plan import make_plan
+from cgtool.toolkit.prune.records import Outcome, Rules
+from cgtool.toolkit.verify.run import VerifyOptions, verify
+
+OPTIONS = "redirect_dir=off,index=off,metacopy=off,xino=off"
+
+
+@pytest.fixture
+def layered(small_disk: Path, read_only: Callable[[Path], Path], tmp_path: Path) -> Iterator[Callable[[Path], Path]]:
+    """Makes a folder the layer below and returns a new view of it that can be written to, in place of the older."""
+    merged, upper, work, below = tmp_path / "merged", small_disk / "upper", small_disk / "work", []
+    merged.mkdir()
+
+    def unmount() -> None:
+        subprocess.run(["umount", "--lazy", merged], check=True)
+        for folder in (upper, work):
+            shutil.rmtree(folder)
+
+    def make(lower: Path) -> Path:
+        if below:
+            unmount()
+        else:
+            below.append(read_only(lower))
+        for folder in (upper, work):
+            folder.mkdir()
+        layers = f"lowerdir={lower},upperdir={upper},workdir={work},{OPTIONS}"
+        command = ["mount", "-t", "overlay", "overlay", "-o", layers, str(merged)]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        if done.returncode:
+            below.clear()
+            pytest.skip(f"no overlay file system can be mounted here: {done.stderr.strip()}")
+        return merged
+
+    yield make
+    if below:
+        unmount()
+
+
+def prune(root: Path, **rules: object) -> Outcome:
+    outcome = carry_out(make_plan(CacheLayout(root=root), Rules(**rules)))
+    assert (outcome.failed, outcome.kept) == ((), ())
+    return outcome
+
+
+def check_clean(root: Path) -> None:
+    """Nothing of the cache is broken or missing."""
+    report = verify(VerifyOptions(cache_dir=root))
+    assert [entry.findings.problems for entry in report.entries] == [()] * len(report.entries)
+    assert report.units is not None
+    assert report.units.problems == ()
+
+
+def test_an_entry_of_the_layer_below_is_read_and_counted_as_used(layered, tmp_path):
+    name = publish(tmp_path / "lower", "one")
+    root = layered(tmp_path / "lower")
+    assert read_whole(root, name) == "one"
+    assert StateStore(CacheLayout(root=root)).usage(name).hits == 0
+    StateStore(CacheLayout(root=root)).record_hit(name)
+    assert StateStore(CacheLayout(root=root)).usage(name).hits == 1
+    check_clean(root)
+
+
+def test_an_entry_is_replaced_grows_and_gets_a_neighbour_over_the_layer_below(layered, tmp_path):
+    name = publish(tmp_path / "lower", "one")
+    root = layered(tmp_path / "lower")
+    before = tree(tmp_path / "lower")
+    publish(root, "two")
+    assert read_whole(root, name) == "two"
+    to = writer(root)
+    to.add_rows([put_row(to, shape="num_tokens=8", data=b"eight")])
+    entry = read_entry(CacheLayout(root=root), name, files=("plan.json", "computation_graph.py", "transformed_code.py"))
+    assert text_of(entry) == "two"
+    assert {shape_text(row.shape) for row in entry.manifest.rows} == {"general", "num_tokens=8"}
+    other = publish(root, "other", level=2)
+    assert (read_whole(root, other), read_whole(root, name)) == ("other", "two")
+    assert tree(tmp_path / "lower") == before
+    to.publish(entry.manifest, entry.files)
+    prune(root)  # the artifact that nothing names any more
+    check_clean(root)
+
+
+def test_what_lies_below_is_shared_by_what_is_new(layered, tmp_path):
+    lay(tmp_path / "lower", 1, pieces=("own", "both"))
+    root = layered(tmp_path / "lower")
+    name = lay(root, 2, pieces=("own", "both"))
+    assert len(units_in(root)) == 3
+    assert is_whole(root, name)
+    report = inspect_cache(CacheOptions(path=root)).to_json()
+    assert len(report["entries"]) == 2
+    check_clean(root)
+
+
+@pytest.mark.parametrize("rules", ["named", "all for room"])
+def test_entries_of_the_layer_below_are_pruned_with_all_that_is_theirs(layered, tmp_path, rules):
+    below = [lay(tmp_path / "lower", number, model=f"M{number}", pieces=("own", "both"), used=1e9) for number in (1, 2)]
+    lay(tmp_path / "lower", 1, model="M1", rank=1)
+    root = layered(tmp_path / "lower")
+    new = lay(root, 3, model="M3", pieces=("own", "both"))
+    layout = CacheLayout(root=root)
+    wanted = {"entries": tuple(name.hash for name in below)} if rules == "named" else {"max_bytes": 0}
+    outcome = prune(root, **wanted)
+    gone = {name.hash for name in (*below, *([new] if rules != "named" else []))}
+    assert set(outcome.removed) == gone
+    assert set(layout.hashes()) == {name.hash for name in (*below, new)} - gone
+    assert tuple(LookupStore(layout).candidates(facts_of("M1"))) == ()
+    assert len(units_in(root)) == (2 if rules == "named" else 0)
+    check_clean(root)
+    assert make_plan(layout, Rules(units=True)).is_empty
+    assert is_whole(root, lay(root, 1, model="M1", pieces=("own", "both")))  # as after any prune
+    assert tuple(LookupStore(layout).candidates(facts_of("M1"))) == (below[0].hash,)
+    check_clean(root)
+
+
+def test_leftovers_of_the_layer_below_go(layered, tmp_path):
+    name = lay(tmp_path / "lower", 1)
+    layout = CacheLayout(root=tmp_path / "lower")
+    (layout.state_dir / "trash" / "gone" / "inner").mkdir(parents=True)
+    (layout.state_dir / "trash" / "gone" / "inner" / "file").touch()
+    unfinished = layout.rank_dir(RankName(hash="ab" * 32, rank=0, prefix="backbone"))
+    unfinished.mkdir(parents=True)
+    unit = layout.unit_dir("cd" * 32)
+    unit.mkdir(parents=True)
+    for folder in (unfinished, unfinished.parent, unfinished.parent.parent, unit):
+        rest(folder, 3 * 86400)
+    root = layered(tmp_path / "lower")
+    assert prune(root).removed_files == 3
+    assert CacheLayout(root=root).hashes() == [name.hash]
+    assert len(units_in(root)) == 1
+    assert list((CacheLayout(root=root).state_dir / "trash").iterdir()) == []
+
+
+def test_a_prune_of_the_layer_below_that_is_killed_leaves_each_rank_as_before_or_gone(layered, tmp_path):
+    lower = tmp_path / "lower"
+    names = [lay(lower, 1, pieces=("own", "both"), rank=rank) for rank in (0, 1)]
+    root = layered(lower)
+    calls = calls_of(lambda: prune(root, entries=(names[0].hash,)), under=root)
+    assert not any(is_whole(root, name) for name in names)
+    seen = set()
+    for call in calls:
+        root = layered(lower)
+        assert killed_at(call, lambda: prune(root, entries=(names[0].hash,)))  # noqa: B023 - it is run at once
+        seen.add(tuple(is_whole(root, name) for name in names))
+        check_clean(root)
+        for rank, name in enumerate(names):
+            lay(root, 1, pieces=("own", "both"), rank=rank)  # a warm, which needs no help
+            assert is_whole(root, name)
+        check_clean(root)
+    assert seen == {(True, True), (True, False), (False, False)}
+
+
+def test_a_bundle_is_taken_in_beside_and_into_what_lies_below(layered, tmp_path):
+    lower, source = tmp_path / "lower", tmp_path / "source"
+    same = lay_entry(lower, shapes=("general", "n=8"))
+    lay_entry(lower, seed=1)
+    lay_entry(source, shapes=("general", "n=16"))
+    new = lay_entry(source, seed=2)
+    export(ExportOptions(dest=tmp_path / "bundle", cache_dir=source))
+    root = layered(lower)
+    report = import_bundle(ImportOptions(source=tmp_path / "bundle", cache_dir=root, trust=True, any_machine=True))
+    assert {item.installed.hash: item.installed.outcome for item in report.entries} == {same: "merged", new: "new"}
+    rows = read_entry(CacheLayout(root=root), RankName(hash=same, rank=0, prefix="backbone")).manifest.rows
+    assert {shape_text(row.shape) for row in rows} == {"general", "n=8", "n=16"}
+    check_clean(root)
+    prune(root, entries=(new,))
+    report = import_bundle(ImportOptions(source=tmp_path / "bundle", cache_dir=root, trust=True, any_machine=True))
+    assert {item.installed.hash: item.installed.outcome for item in report.entries} == {same: "same", new: "new"}
+    check_clean(root)
+
+
+def test_what_is_pruned_from_the_layer_below_is_taken_in_again(layered, tmp_path):
+    hash_ = lay_entry(tmp_path / "lower")
+    export(ExportOptions(dest=tmp_path / "bundle", cache_dir=tmp_path / "lower"))
+    root = layered(tmp_path / "lower")
+    prune(root, entries=(hash_,))
+    assert CacheLayout(root=root).hashes() == []
+    report = import_bundle(ImportOptions(source=tmp_path / "bundle", cache_dir=root, trust=True, any_machine=True))
+    assert [item.installed.outcome for item in report.entries] == ["new"]
+    export(ExportOptions(dest=tmp_path / "again", cache_dir=root))
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "bundle").read_bytes()
+    check_clean(root)
+
+
+def test_what_is_broken_below_is_found_and_mended_above(layered, tmp_path):
+    lower = tmp_path / "lower"
+    name = lay(lower, 1)
+    (artifact,) = CacheLayout(root=lower).entry_dir(name.hash).glob("artifacts/*")
+    data = artifact.read_bytes()
+    artifact.unlink()  # the unit, which has the same bytes, stays
+    artifact.write_bytes(b"x" + data[1:])
+    root = layered(lower)
+    report = verify(VerifyOptions(cache_dir=root))
+    assert [problem.path.name for problem in report.entries[0].findings.problems] == [artifact.name]
+    verify(VerifyOptions(cache_dir=root, repair=True))
+    assert is_whole(root, name)
+    check_clean(root)
+
+
+HOLDS = """
+import fcntl, os, sys, time
+descriptor = os.open(sys.argv[1], os.O_RDONLY)
+fcntl.flock(descriptor, fcntl.LOCK_SH)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def held_by_a_child(path: Path) -> subprocess.Popen[str]:
+    child = subprocess.Popen([sys.executable, "-c", HOLDS, path], stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "held\n"
+    return child
+
+
+def test_a_lease_that_was_taken_below_holds_after_its_file_was_written_above(layered, tmp_path):
+    name = lay(tmp_path / "lower", 1)
+    hold(CacheLayout(root=tmp_path / "lower"), name).release()
+    root = layered(tmp_path / "lower")
+    layout = CacheLayout(root=root)
+    lease = layout.state_dir / "leases" / name.flat
+    child = held_by_a_child(lease)  # as who may only read it does
+    try:
+        assert in_use(layout, name)
+        hold(layout, name).release()
+        assert in_use(layout, name)
+        assert [kept.why for kept in make_plan(layout, Rules(entries=(name.hash,))).kept] == ["in_use"]
+    finally:
+        child.kill()
+        child.communicate()
+    assert not in_use(layout, name)
+    assert prune(root, entries=(name.hash,)).removed == (name.hash,)
+
+
+def test_a_lease_on_a_folder_below_holds_after_the_folder_was_written_to_above(layered, tmp_path):
+    name = lay(tmp_path / "lower", 1)
+    root = layered(tmp_path / "lower")
+    layout = CacheLayout(root=root)
+    child = held_by_a_child(layout.entry_dir(name.hash))  # as who may not write to `state` does
+    try:
+        assert in_use(layout, name)
+        lay(root, 1, pieces=("own", "more"))
+        assert in_use(layout, name)
+        plan = make_plan(layout, Rules(entries=(name.hash,)))
+        assert [kept.why for kept in plan.kept] == ["in_use"]
+    finally:
+        child.kill()
+        child.communicate()
+    assert prune(root, entries=(name.hash,)).removed == (name.hash,)
+
+
+def test_beside_a_cache_that_is_read_only_as_a_whole_another_works(read_only, tmp_path):
+    name = publish(tmp_path / "lower", "one")
+    exported = lay_entry(tmp_path / "lower")
+    lower = read_only(tmp_path / "lower")
+    layout = CacheLayout(root=lower)
+    assert read_whole(lower, name) == "one"
+    assert hold(layout, name) is not None
+    hold(layout, name).release()
+    check_clean(lower)
+    with pytest.raises(CacheError, match="read-only file system"):
+        publish(lower, "two")
+    outcome = carry_out(make_plan(layout, Rules(entries=(name.hash,))))
+    assert outcome.removed == ()
+    assert "read-only file system" in outcome.failed[0].sentence
+    export(ExportOptions(dest=tmp_path / "layer", cache_dir=lower, choice=Choice(hashes=(exported,)), folder=True))
+    import_bundle(ImportOptions(source=tmp_path / "layer", cache_dir=tmp_path / "own", trust=True, any_machine=True))
+    publish(tmp_path / "own", "two")
+    assert CacheLayout(root=tmp_path / "own").hashes() == sorted([exported, name.hash])
+    assert (read_whole(tmp_path / "own", name), read_whole(lower, name)) == ("two", "one")
+    check_clean(tmp_path / "own")

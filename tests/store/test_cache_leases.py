@@ -1,0 +1,398 @@
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from cache_samples import publish
+
+from cgtool.store import leases
+from cgtool.store.layout import CacheLayout, RankName
+from cgtool.store.leases import LeaseTable, claimed, hold, hold_writing, in_use, keep, remove_idle, remove_if_idle
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture(autouse=True)
+def let_go():
+    """What `hold` keeps for the life of the process ends with the test."""
+    yield
+    for lease in leases._held.values():
+        lease.release()
+    leases._held.clear()
+
+
+@pytest.fixture
+def layout(cache_root):
+    return CacheLayout(root=cache_root)
+
+
+@pytest.fixture
+def no_locks(monkeypatch):
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+def hold_until_killed(root: Path, name: RankName, held: Path, *, locks: bool = True) -> None:
+    if not locks:
+        fcntl.flock = lambda *_: (_ for _ in ()).throw(OSError(errno.ENOLCK, "no locks"))
+    hold(CacheLayout(root=root), name)
+    held.touch()
+    time.sleep(60)
+
+
+def start_holder(root, name, tmp_path, *, locks=True):
+    held = tmp_path / f"held{locks}"
+    process = SPAWN.Process(target=hold_until_killed, args=(root, name, held), kwargs={"locks": locks})
+    process.start()
+    deadline = time.time() + 30
+    while not held.exists():
+        assert time.time() < deadline
+        time.sleep(0.01)
+    return process
+
+
+def kill(process):
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+
+
+def test_an_entry_that_nobody_loaded_is_not_in_use(cache_root, layout):
+    assert not in_use(layout, publish(cache_root))
+
+
+def test_an_entry_is_in_use_from_its_load_to_the_death_of_the_process(cache_root, layout, tmp_path):
+    name = publish(cache_root)
+    other = publish(cache_root, level=2)
+    process = start_holder(cache_root, name, tmp_path)
+    assert in_use(layout, name)
+    assert not in_use(layout, other)
+    kill(process)
+    assert not in_use(layout, name)
+
+
+def test_a_second_load_in_one_process_shares_the_first_ones_lease(cache_root, layout):
+    name = publish(cache_root)
+    assert hold(layout, name) is hold(layout, name)
+
+
+def test_to_hold_an_entry_costs_less_than_fifty_microseconds(cache_root, layout):
+    names = [RankName(hash=f"{index:064x}", rank=0, prefix="backbone") for index in range(200)]
+    hold(layout, publish(cache_root))
+    took = []
+    for _ in range(2):  # a first load makes the file, too
+        leases._held.clear()
+        for name in names:
+            start = time.perf_counter()
+            hold(layout, name)
+            took.append(time.perf_counter() - start)
+    assert sorted(took)[200] < 50e-6
+
+
+def test_an_entry_is_claimed_only_when_nobody_uses_it(cache_root, layout):
+    name = publish(cache_root)
+    lease = hold(layout, name)
+    with claimed(layout, name.hash) as mine:
+        assert not mine
+    lease.release()
+    with claimed(layout, name.hash) as mine:
+        assert mine
+
+
+def test_a_writer_of_a_rank_that_is_not_there_yet_keeps_the_entry_from_being_claimed(cache_root, layout):
+    name = publish(cache_root)
+    lease = hold_writing(layout, name.hash)
+    with claimed(layout, name.hash) as mine:
+        assert not mine
+    assert in_use(layout, name)
+    del lease
+    with claimed(layout, name.hash) as mine:
+        assert mine
+
+
+def test_two_writers_share_an_entry(cache_root, layout):
+    name = publish(cache_root)
+    assert hold_writing(layout, name.hash) is not None
+    assert hold_writing(layout, name.hash) is not None
+
+
+def test_a_claim_for_leftovers_asks_writers_alone(cache_root, layout):
+    name = publish(cache_root)
+    lease = hold(layout, name)
+    with claimed(layout, name.hash, loaders=False) as mine:
+        assert mine
+    assert lease.is_current
+    writing = hold_writing(layout, name.hash)
+    with claimed(layout, name.hash, loaders=False) as mine:
+        assert not mine
+    writing.release()
+
+
+def test_what_prune_goes_on_removing_counts_as_gone(cache_root, layout):
+    name = publish(cache_root)
+    with claimed(layout, name.hash):
+        start = time.perf_counter()
+        assert not keep(layout, name)
+        assert time.perf_counter() - start > 0.9
+    assert keep(layout, name)
+
+
+def test_what_is_gone_before_it_is_held_is_held_by_nobody(cache_root, layout):
+    name = publish(cache_root)
+    layout.manifest_file(name).unlink()
+    assert not keep(layout, name)
+    publish(cache_root)  # another process's, say
+    assert not in_use(layout, name)
+    assert keep(layout, name)
+    assert in_use(layout, name)
+
+
+def test_a_load_waits_until_the_claim_is_over(cache_root, layout):
+    name = publish(cache_root)
+    stack = contextlib.ExitStack()
+    assert stack.enter_context(claimed(layout, name.hash))
+    timer = threading.Timer(0.2, stack.close)
+    timer.start()
+    assert keep(layout, name)
+    timer.join()
+    assert in_use(layout, name)
+
+
+def test_what_prune_goes_on_removing_of_a_read_only_cache_counts_as_gone(cache_root, layout, tmp_path, read_only):
+    name = publish(cache_root)
+    readers = tmp_path / "readers"
+    readers.symlink_to(cache_root)
+    read_only(cache_root)
+    with claimed(layout, name.hash) as mine:
+        assert mine
+        assert not keep(CacheLayout(root=readers), name)
+
+
+def test_a_writer_waits_until_the_claim_is_over(cache_root, layout):
+    name = publish(cache_root)
+    program = (
+        "import sys; from pathlib import Path; from cgtool.store.layout import CacheLayout\n"
+        "from cgtool.store.leases import hold_writing\n"
+        "print('waiting', flush=True)\n"
+        "print(hold_writing(CacheLayout(root=Path(sys.argv[1])), sys.argv[2]) is not None)"
+    )
+    with claimed(layout, name.hash):
+        child = subprocess.Popen(
+            [sys.executable, "-c", program, str(cache_root), name.hash], stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout.readline() == "waiting\n"
+        time.sleep(0.1)
+        assert child.poll() is None
+    assert child.communicate()[0] == "True\n"
+
+
+def test_whoever_locked_a_file_that_was_removed_meanwhile_locks_a_new_one(cache_root, layout):
+    name = publish(cache_root)
+    hold(layout, name).release()
+    path = layout.state_dir / "leases" / name.flat
+    assert remove_if_idle(path)
+    assert not path.exists()
+    lease = hold(layout, name)
+    assert path.exists()
+    path.unlink()
+    assert not lease.is_current
+    assert hold(layout, name) is not lease
+    assert path.exists()
+
+
+def test_a_file_that_is_removed_between_opening_and_locking_is_made_again(cache_root, layout, monkeypatch):
+    name = publish(cache_root)
+    path = layout.state_dir / "leases" / name.flat
+    opened, tries = leases._open, []
+
+    def racing(lease, text):
+        opened(lease, text)
+        tries.append(text)
+        if len(tries) == 1:
+            path.unlink()
+
+    monkeypatch.setattr(leases, "_open", racing)
+    assert hold(layout, name).is_current
+    assert path.exists()
+    assert len(tries) == 2
+
+
+def test_a_lease_that_is_held_is_not_removed(cache_root, layout):
+    name = publish(cache_root)
+    lease = hold(layout, name)
+    path = layout.state_dir / "leases" / name.flat
+    assert not remove_if_idle(path)
+    assert path.exists()
+    lease.release()
+    remove_idle(layout, name.hash)
+    assert list((layout.state_dir / "leases").iterdir()) == []
+
+
+def test_a_read_only_cache_is_held_by_its_folder(cache_root, layout, read_only):
+    name = publish(cache_root)
+    read_only(cache_root)
+    lease = hold(layout, name)
+    assert lease is not None
+    assert not (layout.state_dir / "leases" / name.flat).exists()
+    assert in_use(layout, name)
+    with claimed(layout, name.hash) as mine:
+        assert not mine
+    lease.release()
+    assert not in_use(layout, name)
+
+
+def test_a_full_disk_does_not_keep_an_entry_from_being_held_and_claimed(small_disk):
+    layout = CacheLayout(root=small_disk)
+    name = publish(small_disk)
+    with pytest.raises(OSError, match="No space"):
+        (small_disk / "ballast").write_bytes(bytes(1_000_000))
+    lease = hold(layout, name)
+    assert in_use(layout, name)
+    lease.release()
+    with claimed(layout, name.hash) as mine:
+        assert mine
+
+
+def test_without_locks_a_stamp_holds_an_entry_until_its_process_dies(cache_root, layout, tmp_path, no_locks):
+    name = publish(cache_root)
+    process = start_holder(cache_root, name, tmp_path, locks=False)
+    (stamp,) = [path for path in (layout.state_dir / "leases").iterdir() if "~" in path.name]
+    assert stamp.name.split("~")[0] == name.flat
+    assert int(stamp.name.split("~")[2]) == process.pid
+    assert in_use(layout, name)
+    with claimed(layout, name.hash) as mine:
+        assert not mine
+    kill(process)
+    assert stamp.exists()
+    assert not in_use(layout, name)
+    with claimed(layout, name.hash) as mine:
+        assert mine
+    assert remove_if_idle(stamp)
+    assert not stamp.exists()
+
+
+def test_without_locks_nobody_can_stamp_what_is_claimed_and_nobody_claim_what_is_stamped(cache_root, layout, no_locks):
+    name = publish(cache_root)
+    with claimed(layout, name.hash) as mine:
+        assert mine
+        assert not keep(layout, name)
+        assert not in_use(layout, name)
+    assert list((layout.state_dir / "claims").iterdir()) == []
+    assert keep(layout, name)
+    with claimed(layout, name.hash) as mine:
+        assert not mine
+
+
+def test_without_locks_a_claim_of_a_dead_process_keeps_nobody_out(cache_root, layout, no_locks):
+    name = publish(cache_root)
+    (layout.state_dir / "claims").mkdir()
+    with claimed(layout, name.hash):
+        (stamp,) = (layout.state_dir / "claims").iterdir()
+    stamp.with_name(f"{stamp.name}9").touch()
+    assert keep(layout, name)
+
+
+def test_a_stamp_of_a_process_that_got_a_dead_ones_number_does_not_count(cache_root, layout, no_locks):
+    name = publish(cache_root)
+    lease = hold(layout, name)
+    (stamp,) = [path for path in (layout.state_dir / "leases").iterdir() if "~" in path.name]
+    head, _, start = stamp.name.rpartition("~")
+    stamp.rename(stamp.with_name(f"{head}~{int(start) - 1}"))
+    assert not in_use(layout, name)
+    lease.release()
+
+
+def test_a_stamp_goes_as_it_is_released(cache_root, layout, no_locks):
+    name = publish(cache_root)
+    hold_writing(layout, name.hash).release()
+    assert [path.name for path in (layout.state_dir / "leases").iterdir()] == [name.hash]
+
+
+def test_a_stamp_of_another_machine_counts_for_thirty_days(cache_root, layout):
+    name = publish(cache_root)
+    stamp = layout.state_dir / "leases" / f"{name.flat}~{'0' * 16}~1~5"
+    stamp.parent.mkdir(exist_ok=True)
+    stamp.touch()
+    assert in_use(layout, name)
+    old = time.time() - 31 * 86400
+    os.utime(stamp, (old, old))
+    assert not in_use(layout, name)
+
+
+def test_a_stamp_of_another_container_on_this_host_is_another_machines(cache_root, layout, no_locks):
+    name = publish(cache_root)
+    program = (
+        "import fcntl, os, sys; from pathlib import Path; from cgtool.store.layout import CacheLayout, RankName\n"
+        "def refuse(*_): raise OSError(37, 'no locks')\n"
+        "fcntl.flock = refuse\n"
+        "from cgtool.store.leases import hold\n"
+        "hold(CacheLayout(root=Path(sys.argv[1])), RankName(hash=sys.argv[2], rank=0, prefix='backbone'))\n"
+        "print('held', flush=True); sys.stdin.read(); os._exit(0)"
+    )
+    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", program, str(cache_root), name.hash]
+    try:
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    except FileNotFoundError:
+        pytest.skip("needs unshare")
+    with child:
+        if child.stdout.readline() != b"held\n":
+            pytest.skip("needs the right to make a namespace")
+        assert in_use(layout, name)
+        with claimed(layout, name.hash) as mine:
+            assert not mine
+        child.stdin.close()
+
+
+def test_a_torn_stamp_counts_for_nothing(cache_root, layout):
+    name = publish(cache_root)
+    folder = layout.state_dir / "leases"
+    folder.mkdir(exist_ok=True)
+    for text in (f"{name.flat}~", f"{name.flat}~a~b~c~d", f"{name.hash}~x"):
+        (folder / text).touch()
+    assert not in_use(layout, name)
+
+
+def test_no_descriptors_left_is_no_error(cache_root, layout):
+    import resource
+
+    name = publish(cache_root)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+    kept = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, hard))
+    try:
+        while True:
+            try:
+                kept.append(os.dup(0))
+            except OSError:
+                break
+        assert hold(layout, name) is None
+        assert hold_writing(layout, name.hash) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in kept:
+            os.close(descriptor)
+    assert hold(layout, name) is not None
+
+
+def test_the_table_tells_all_of_a_caches_leases_apart(cache_root, layout):
+    name = publish(cache_root)
+    other = publish(cache_root, level=2)
+    kept = hold(layout, name), hold_writing(layout, other.hash)
+    table = LeaseTable(layout)
+    assert table.is_used(name.hash)
+    assert not table.is_written(name.hash)
+    assert table.is_used(other.hash)
+    assert table.is_written(other.hash)
+    assert all(lease.is_current for lease in kept)

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from cache_samples import FACTS, manifest_of, publish, put_row, writer
+from msgspec.structs import replace
+
+from cgtool.errors import CacheError
+from cgtool.store.layout import CacheLayout
+from cgtool.store.lookup import LookupStore
+
+OTHER = "ef" * 32
+
+
+@pytest.fixture
+def layout(cache_root):
+    return CacheLayout(root=cache_root)
+
+
+def test_facts_lead_to_every_entry_that_was_published_under_them(cache_root, layout):
+    hashes = {publish(cache_root, level=level).hash for level in (1, 2, 3)}
+    assert set(LookupStore(layout).candidates(FACTS)) == hashes
+    assert tuple(LookupStore(layout).candidates(OTHER)) == ()
+
+
+def test_an_empty_cache_has_no_candidates_and_is_not_made(cache_root, layout):
+    assert tuple(LookupStore(layout).candidates(FACTS)) == ()
+    assert not cache_root.exists()
+
+
+def test_a_lookup_that_was_removed_is_made_again(cache_root, layout):
+    name = publish(cache_root)
+    shutil.rmtree(layout.lookup_dir)
+    assert tuple(LookupStore(layout).candidates(FACTS)) == (name.hash,)
+    assert (layout.lookup_dir / FACTS / name.hash).exists()
+
+
+def test_an_entry_that_was_copied_in_is_found(cache_root, layout, tmp_path):
+    here = publish(cache_root, level=3)
+    there = publish(tmp_path / "there", level=2)
+    shutil.copytree(CacheLayout(root=tmp_path / "there").entry_dir(there.hash), layout.entry_dir(there.hash))
+    assert set(LookupStore(layout).candidates(FACTS)) == {here.hash, there.hash}
+
+
+def test_a_rank_that_was_copied_into_a_known_entry_is_found(cache_root, layout):
+    name = publish(cache_root)
+    to = writer(cache_root, rank=1)
+    manifest = manifest_of(to, (put_row(to),))
+    to.publish(replace(manifest, lookup=(OTHER,)), {"plan.json": b"{}"})
+    shutil.rmtree(layout.lookup_dir / OTHER)
+    (layout.lookup_dir / "indexed" / to.name.flat).unlink()
+    assert tuple(LookupStore(layout).candidates(OTHER)) == (name.hash,)
+
+
+def test_an_entry_that_was_removed_is_no_candidate(cache_root, layout):
+    name = publish(cache_root)
+    shutil.rmtree(layout.entry_dir(name.hash))
+    assert tuple(LookupStore(layout).candidates(FACTS)) == ()
+
+
+def test_junk_and_torn_manifests_are_no_candidates_and_no_errors(cache_root, layout):
+    name = publish(cache_root, level=3)
+    torn = publish(cache_root, level=2)
+    shutil.rmtree(layout.lookup_dir)
+    layout.manifest_file(torn).write_bytes(b"{")
+    (layout.base / "junk").mkdir()
+    assert tuple(LookupStore(layout).candidates(FACTS)) == (name.hash,)
+    (layout.lookup_dir / FACTS / "junk").touch()
+    assert tuple(LookupStore(layout).candidates(FACTS)) == (name.hash,)
+
+
+def test_a_read_only_cache_without_a_lookup_is_searched_all_the_same(cache_root, layout, read_only):
+    name = publish(cache_root)
+    shutil.rmtree(layout.lookup_dir)
+    read_only(cache_root)
+    assert tuple(LookupStore(layout).candidates(FACTS)) == (name.hash,)
+    assert not layout.lookup_dir.exists()
+
+
+def test_a_digest_outside_of_the_grammar_is_refused(layout):
+    with pytest.raises(CacheError, match="cannot be a hash"):
+        LookupStore(layout).add("../x", "ab" * 32)
+
+
+def test_a_lookup_that_cannot_be_listed_is_no_miss(cache_root, layout):
+    publish(cache_root)
+    folder = layout.lookup_dir / FACTS
+    shutil.rmtree(folder)
+    folder.symlink_to(folder)
+    with pytest.raises(CacheError, match=FACTS):
+        list(LookupStore(layout).candidates(FACTS))

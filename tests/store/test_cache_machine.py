@@ -1,0 +1,90 @@
+"""This machine as data: equal to what torch says of it, without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cgtool.store.machine import Driver, _accelerators, _capability, parse_build, this_machine, version_pair
+
+REPO = Path(__file__).parents[2]
+
+
+@pytest.mark.torch
+def test_the_machine_spells_its_factors_as_the_key_does() -> None:
+    from cgtool.guards.environment import environment_factors
+    from cgtool.host import cgtool_build
+
+    wanted = environment_factors()
+    found = this_machine().factors
+    assert found == {"cgtool": cgtool_build(), **{name: wanted[name] for name in found if name in wanted}}
+    assert set(wanted) - set(found) == {"precision", "inductor"}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("forced", ["default", "avx2"])
+def test_a_forced_level_of_vector_instructions_is_torchs(monkeypatch: pytest.MonkeyPatch, forced: str) -> None:
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", forced)
+    said = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.backends.cpu.get_cpu_capability())"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    found = this_machine()
+    assert found.capability in (said, None)
+    assert found.code_variables == {"ATEN_CPU_CAPABILITY": forced}
+
+
+def test_looking_at_the_machine_imports_no_torch() -> None:
+    code = (
+        "import sys; from cgtool.store.machine import this_machine; this_machine(); "
+        "raise SystemExit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPO)
+
+
+def test_a_machine_without_a_compiler_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent/c++")
+    assert this_machine().compiler is None
+
+
+def test_torchs_own_words_on_its_build_are_read() -> None:
+    text = (
+        "__version__ = '2.11.0+cu128'\ncuda: Optional[str] = '12.8'\ngit_version = \"ab\"\nhip: Optional[str] = None\n"
+    )
+    assert parse_build(text) == {"version": "2.11.0+cu128", "version_git": "ab", "with_cuda": "12.8", "with_hip": None}
+
+
+def test_a_driver_of_an_older_cuda_than_torchs_shows_no_device() -> None:
+    build = {"version": "2.13.0", "version_git": "ab", "with_cuda": "13.0", "with_hip": None}
+    older = Driver(cuda="12.8", version="570.86", devices=("sm_90 x132",))
+    newer = Driver(cuda="13.1", version="590.44", devices=("sm_90 x132",))
+    assert _accelerators(build, older) == ()
+    assert _accelerators(build, newer) == ("sm_90 x132",)
+    assert _accelerators(build, None) == ()
+    assert _accelerators({**build, "with_hip": "6.4"}, None) is None
+    assert _accelerators(None, None) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        (["avx2", "fma"], "AVX2"),
+        (["avx2"], "DEFAULT"),
+        (["avx2", "avx512bw", "avx512dq", "avx512vl", "fma"], "AVX512"),
+        (["avx2", "avx512bw", "avx512vl", "fma"], "AVX2"),
+        ([], None),
+    ],
+)
+@pytest.mark.skipif(this_machine().machine != "x86_64", reason="levels of x86")
+def test_the_level_of_vector_instructions_follows_the_processor(flags: list[str], wanted: str | None) -> None:
+    assert _capability(flags, None) == wanted
+
+
+@pytest.mark.parametrize(("text", "pair"), [("12.8", (12, 8)), ("13", (13, 0)), ("2.36-9", (2, 36)), ("", (0, 0))])
+def test_versions_compare_as_numbers(text: str, pair: tuple[int, int]) -> None:
+    assert version_pair(text) == pair

@@ -1,0 +1,204 @@
+"""Keys and signatures, against OpenSSL's and OpenSSH's own tools where they are here."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import subprocess
+
+import pytest
+from bundle_maker import make_keys
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cgtool.digests import sha256_hex
+from cgtool.errors import RefusedError, UsageError
+from cgtool.store.signatures import check, key_id, load_private_key, load_public_keys, parse_signatures, sign
+
+DATA = b'{"schema": 1}\n'
+
+
+@pytest.fixture
+def keys(tmp_path):
+    make_keys(tmp_path / "keys", "one", "two")
+    return tmp_path / "keys"
+
+
+def reason(function, *arguments, **options) -> str:
+    with pytest.raises(RefusedError) as refusal:
+        function(*arguments, **options)
+    return refusal.value.reason
+
+
+def test_what_a_trusted_key_signed_is_accepted_and_names_the_key(keys):
+    private = load_private_key(keys / "one.pem")
+    signed = sign(DATA, [private])
+    public = load_public_keys([keys / "one.pub"])
+    assert check(DATA, signed, public, what="It") == key_id(private.public_key()) == next(iter(public))
+    assert next(iter(public)) == sha256_hex(private.public_key().public_bytes_raw())
+
+
+def test_the_four_ways_of_not_being_signed_are_told_apart(keys):
+    one, two = load_private_key(keys / "one.pem"), load_private_key(keys / "two.pem")
+    trusted = load_public_keys([keys / "one.pub"])
+    assert reason(check, DATA, None, trusted, what="It") == "unsigned"
+    assert reason(check, DATA, sign(DATA, [two]), trusted, what="It") == "untrusted_key"
+    assert reason(check, DATA + b" ", sign(DATA, [one]), trusted, what="It") == "wrong_signature"
+    assert reason(check, DATA, b"{}", trusted, what="It") == "bad_signature_file"
+
+
+def test_one_of_several_signatures_is_enough(keys):
+    both = sign(DATA, [load_private_key(keys / "one.pem"), load_private_key(keys / "two.pem")])
+    two = load_public_keys([keys / "two.pub"])
+    assert check(DATA, both, two, what="It") == next(iter(two))
+    assert [s.key for s in parse_signatures(both)] == sorted(s.key for s in parse_signatures(both))
+
+
+def test_a_signature_of_one_key_under_the_name_of_another_is_wrong(keys):
+    two = sign(DATA, [load_private_key(keys / "two.pem")])
+    trusted = load_public_keys([keys / "one.pub"])
+    record = json.loads(two)
+    record["signatures"][0]["key"] = next(iter(trusted))
+    assert reason(check, DATA, json.dumps(record).encode(), trusted, what="It") == "wrong_signature"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b"[" * 100_000,
+        b'{"schema": 1}',
+        b'{"schema": 1, "signatures": []}',
+        b'{"schema": 1, "signatures": [{}]}',
+        b'{"schema": 1, "signatures": [7]}',
+        b'{"schema": 1, "signatures": [{"key": "../x", "signature": ""}]}',
+        b'{"schema": 1, "signatures": 1e999}',
+    ],
+)
+def test_a_file_of_signatures_that_is_none_is_refused(text):
+    assert reason(parse_signatures, text) == "bad_signature_file"
+
+
+def test_a_newer_file_of_signatures_is_refused():
+    assert reason(parse_signatures, b'{"schema": 2, "signatures": []}') == "unknown_schema"
+    assert reason(parse_signatures, b'{"schema": true, "signatures": []}') == "unknown_schema"
+
+
+def test_two_signatures_of_one_key_are_refused(keys):
+    record = json.loads(sign(DATA, [load_private_key(keys / "one.pem")]))
+    record["signatures"] *= 2
+    assert reason(parse_signatures, json.dumps(record).encode()) == "bad_signature_file"
+
+
+@given(
+    st.binary(max_size=300)
+    | st.recursive(st.none() | st.text() | st.integers(), st.lists).map(lambda v: json.dumps(v).encode())
+)
+def test_no_bytes_break_the_parser(data):
+    try:
+        parse_signatures(data)
+    except RefusedError as error:
+        assert error.reason in {"bad_signature_file", "unknown_schema"}  # noqa: PT017  either end is fine
+
+
+@given(st.integers(0, 2000), st.integers(0, 255))
+def test_no_mutation_of_a_signature_is_accepted_for_other_bytes(at, byte):
+    key = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(32))
+    trusted = {key_id(key.public_key()): key.public_key()}
+    signed = bytearray(sign(DATA, [key]))
+    signed[at % len(signed)] = byte
+    reason(check, DATA + b"x", bytes(signed), trusted, what="It")
+
+
+def test_a_folder_of_keys_and_a_file_of_several_are_read(keys, tmp_path):
+    (keys / ".hidden").write_text("nothing")
+    for name in ("one.pem", "two.pem"):
+        (keys / name).rename(tmp_path / name)
+    assert len(load_public_keys([keys])) == 2
+    both = tmp_path / "both.pub"
+    both.write_text("# ours\n" + (keys / "one.pub").read_text() + "\n" + (keys / "two.pub").read_text())
+    assert load_public_keys([both]).keys() == load_public_keys([keys]).keys()
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("nothing", "holds something that is no public key"),
+        ("", "holds a key of another kind than Ed25519, or none"),
+        ("x" * 2**21, "is no file of keys"),
+    ],
+)
+def test_a_file_without_a_public_key_is_an_error_of_usage(tmp_path, content, sentence):
+    (tmp_path / "k").write_text(content)
+    with pytest.raises(UsageError, match=sentence):
+        load_public_keys([tmp_path / "k"])
+
+
+def test_private_keys_are_not_taken_for_public_ones_nor_the_other_way_round(keys):
+    with pytest.raises(UsageError, match="holds a private key, and checking needs the public one alone"):
+        load_public_keys([keys])
+    with pytest.raises(UsageError, match="holds no private key"):
+        load_private_key(keys / "one.pub")
+    with pytest.raises(UsageError, match="There is no key at"):
+        load_private_key(keys / "absent")
+
+
+def test_keys_of_other_kinds_are_refused(tmp_path):
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    (tmp_path / "rsa.pem").write_bytes(private)
+    public = key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    (tmp_path / "rsa.pub").write_bytes(public)
+    with pytest.raises(UsageError, match="of another kind than Ed25519"):
+        load_private_key(tmp_path / "rsa.pem")
+    with pytest.raises(UsageError, match="of another kind than Ed25519"):
+        load_public_keys([tmp_path / "rsa.pub"])
+
+
+def test_an_encrypted_key_is_refused_with_a_sentence(tmp_path):
+    key = ed25519.Ed25519PrivateKey.generate()
+    locked = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.BestAvailableEncryption(b"secret"),
+    )
+    (tmp_path / "locked.pem").write_bytes(locked)
+    with pytest.raises(UsageError, match="is encrypted, and cgtool asks for no passphrase"):
+        load_private_key(tmp_path / "locked.pem")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")
+def test_keys_and_signatures_are_those_of_openssl(tmp_path):
+    def openssl(*arguments):
+        subprocess.run(["openssl", *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    openssl("genpkey", "-algorithm", "ed25519", "-out", "key.pem")
+    openssl("pkey", "-in", "key.pem", "-pubout", "-out", "key.pub")
+    signed = sign(DATA, [load_private_key(tmp_path / "key.pem")])
+    assert check(DATA, signed, load_public_keys([tmp_path / "key.pub"]), what="It")
+    (tmp_path / "data").write_bytes(DATA)
+    (tmp_path / "sig").write_bytes(base64.b64decode(json.loads(signed)["signatures"][0]["signature"]))
+    openssl("pkeyutl", "-verify", "-rawin", "-pubin", "-inkey", "key.pub", "-in", "data", "-sigfile", "sig")
+
+
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="no ssh-keygen here")
+def test_keys_of_openssh_are_read(tmp_path):
+    subprocess.run(
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "id"], check=True, capture_output=True
+    )
+    signed = sign(DATA, [load_private_key(tmp_path / "id")])
+    assert check(DATA, signed, load_public_keys([tmp_path / "id.pub"]), what="It")
+
+
+def test_more_signatures_than_a_reader_takes_are_not_made():
+    keys = [ed25519.Ed25519PrivateKey.generate() for _ in range(65)]
+    assert len(parse_signatures(sign(DATA, keys[:64]))) == 64
+    with pytest.raises(UsageError, match="65 keys are too many: sign with at most 64"):
+        sign(DATA, keys)

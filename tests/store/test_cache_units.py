@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+import pytest
+from cache_samples import UNIT, compile_unit, publish, resealed, without_locks
+from msgspec.structs import replace
+from syscalls import each_kill
+
+from cgtool.errors import CacheCorruptError, CacheError
+from cgtool.store.layout import CacheLayout
+from cgtool.store.objects import ObjectStore
+from cgtool.store.records import Artifact
+from cgtool.store.units import UnitStore
+
+SPAWN = multiprocessing.get_context("spawn")
+DATA = b"compiled code"
+RECORD = Artifact.of(DATA, kind="inductor_standalone", compile_secs=1.23456, kernels=3, guards=("s0 <= 512",))
+
+
+@pytest.fixture
+def layout(cache_root):
+    return CacheLayout(root=cache_root)
+
+
+@pytest.fixture
+def units(layout):
+    return UnitStore(layout)
+
+
+def test_what_was_put_is_found_with_everything_known_of_it(units):
+    assert units.find(UNIT) is None
+    units.put(UNIT, DATA, RECORD)
+    assert units.find(UNIT) == RECORD
+    assert units.artifact_path(UNIT, RECORD).read_bytes() == DATA
+    assert (RECORD.compile_secs, RECORD.kernels, RECORD.guards) == (1.235, 3, ("s0 <= 512",))
+
+
+def test_a_record_that_does_not_fit_the_bytes_is_refused(units, cache_root):
+    with pytest.raises(CacheError, match="does not describe"):
+        units.put(UNIT, b"other", RECORD)
+    assert not cache_root.exists()
+
+
+@pytest.mark.parametrize("key", ["", "ab", "../" + "a" * 61, "AB" * 32, "ab" * 32 + "\n"])
+def test_a_key_outside_of_the_grammar_never_becomes_a_path(units, key):
+    with pytest.raises(CacheError):
+        units.find(key)
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "empty", "remove"])
+@pytest.mark.parametrize("which", ["artifact", "record"])
+def test_a_damaged_unit_is_absent_logged_and_replaced(units, layout, caplog, which, harm):
+    units.put(UNIT, DATA, RECORD)
+    path = units.artifact_path(UNIT, RECORD) if which == "artifact" else layout.unit_dir(UNIT) / "unit.json"
+    data = path.read_bytes()
+    path.chmod(0o600)
+    if harm == "remove":
+        path.unlink()
+    else:
+        flipped = data.replace(b"3", b"4") if which == "record" else b"X" + data[1:]
+        path.write_bytes({"flip": flipped, "truncate": data[:-2], "empty": b""}[harm])
+    assert units.find(UNIT) is None
+    # A unit without its record was never finished, which is no news.
+    assert ("is corrupt" in caplog.text) == ((which, harm) != ("record", "remove"))
+    units.put(UNIT, DATA, RECORD)
+    assert units.find(UNIT) == RECORD
+
+
+UNIT_PLACES = (
+    "",
+    "torch_compile_cache",
+    "torch_compile_cache/units",
+    f"torch_compile_cache/units/{UNIT[:2]}",
+    f"torch_compile_cache/units/{UNIT[:2]}/{UNIT}",
+    f"torch_compile_cache/units/{UNIT[:2]}/{UNIT}/unit.json",
+)
+
+
+@pytest.mark.parametrize("place", UNIT_PLACES)
+@pytest.mark.parametrize("how", ["everyone may write", "another user owns it"])
+def test_a_unit_that_others_could_have_written_is_absent_and_told_of_once(units, layout, caplog, place, how):
+    units.put(UNIT, DATA, RECORD)
+    path = layout.root / place
+    if how == "everyone may write":
+        path.chmod(0o777)
+    elif os.geteuid() == 0:
+        os.chown(path, 54321, -1)
+    else:
+        pytest.skip("only root may give files away")
+    assert units.find(UNIT) is None
+    assert units.find(UNIT) is None
+    assert caplog.text.count("could have put any code there") == 1
+    assert UnitStore(layout, allow_shared=True).find(UNIT) == RECORD
+
+
+def test_the_environment_says_whether_units_of_others_are_taken(units, layout, monkeypatch):
+    units.put(UNIT, DATA, RECORD)
+    layout.units_dir.chmod(0o777)
+    monkeypatch.setenv("CGTOOL_ALLOW_SHARED_CACHE", "1")
+    assert UnitStore(layout).find(UNIT) == RECORD
+
+
+def test_a_unit_of_a_newer_schema_is_absent(units, layout):
+    units.put(UNIT, DATA, RECORD)
+    path = layout.unit_dir(UNIT) / "unit.json"
+    path.write_bytes(resealed(path.read_bytes(), {"record": "unit-4"}))
+    assert units.find(UNIT) is None
+
+
+def test_a_unit_copied_under_another_key_is_absent(units, layout):
+    other = "ba" * 32
+    units.put(UNIT, DATA, RECORD)
+    layout.unit_dir(other).parent.mkdir(parents=True)
+    layout.unit_dir(UNIT).rename(layout.unit_dir(other))
+    assert units.find(other) is None
+
+
+def test_an_entry_shares_the_bytes_of_a_unit_on_the_disk(units, layout):
+    units.put(UNIT, DATA, RECORD)
+    objects = ObjectStore(layout.entry_dir("cd" * 32))
+    units.link_into(objects, UNIT, RECORD)
+    assert objects.get(RECORD.digest, RECORD.kind) == DATA
+    assert objects.path(RECORD.digest, RECORD.kind).samefile(units.artifact_path(UNIT, RECORD))
+
+
+def test_a_damaged_unit_never_reaches_an_entry(units, layout):
+    units.put(UNIT, DATA, RECORD)
+    path = units.artifact_path(UNIT, RECORD)
+    path.chmod(0o600)
+    path.write_bytes(b"X" + DATA[1:])
+    objects = ObjectStore(layout.entry_dir("cd" * 32))
+    with pytest.raises(CacheCorruptError, match=path.name):
+        units.link_into(objects, UNIT, RECORD)
+    assert objects.size(RECORD.digest, RECORD.kind) is None
+
+
+def _together(count, target, arguments):
+    processes = [SPAWN.Process(target=target, args=arguments) for _ in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return [process.exitcode for process in processes]
+
+
+def test_four_processes_compile_one_unit_once_between_them(cache_root, tmp_path, units):
+    log = tmp_path / "log"
+    assert _together(4, compile_unit, (cache_root, log, 0.3)) == [0, 0, 0, 0]
+    assert log.read_text() == "compiled\n"
+    assert units.find(UNIT) is not None
+
+
+def test_without_flock_they_may_all_compile_it_and_all_succeed(cache_root, tmp_path, units):
+    log = tmp_path / "log"
+    assert _together(3, without_locks, (compile_unit, cache_root, log, 0.3)) == [0, 0, 0]
+    assert units.find(UNIT) is not None
+
+
+def test_after_a_holder_was_killed_while_it_compiled_the_next_one_compiles(cache_root, tmp_path, units):
+    log = tmp_path / "log"
+    dying = SPAWN.Process(target=compile_unit, args=(cache_root, log, 0.2), kwargs={"die": True})
+    dying.start()
+    while not log.exists():
+        pass
+    compile_unit(cache_root, log, 0.0)
+    dying.join()
+    assert dying.exitcode == -9
+    assert log.read_text() == "compiled\n" * 2
+    assert units.find(UNIT) is not None
+
+
+def test_a_put_killed_at_any_call_leaves_no_unit_or_a_whole_one(cache_root, units):
+    def put():
+        units.put(UNIT, DATA, RECORD)
+
+    found = []
+    for _ in each_kill(cache_root.with_name("nothing"), cache_root, put):
+        found.append(units.find(UNIT))
+        assert found[-1] is None or units.data(UNIT, RECORD) == DATA
+        put()
+        assert units.find(UNIT) == RECORD
+    assert [record for record in found if record not in (None, RECORD)] == []
+    assert {record is None for record in found} == {True, False}
+    assert len(found) > 10
+
+
+def test_a_replaced_unit_with_other_bytes_is_the_new_one(units):
+    units.put(UNIT, DATA, RECORD)
+    other = replace(Artifact.of(b"other", kind="eager", compile_secs=0, kernels=0))
+    units.put(UNIT, b"other", other)
+    assert units.find(UNIT) == other
+    assert units.artifact_path(UNIT, other).read_bytes() == b"other"
+
+
+def test_units_of_different_keys_do_not_wait_for_each_other(units):
+    with units.lock(UNIT), units.lock("ba" * 32, on_wait=lambda: pytest.fail("waited")):
+        pass
+
+
+def test_publishing_needs_no_unit(cache_root, layout):
+    publish(cache_root)
+    assert not layout.units_dir.exists()

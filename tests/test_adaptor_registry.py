@@ -1,0 +1,77 @@
+"""Adaptors of others: their names, and what is said of one that cannot be used."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from cgtool import CompilationConfig, adaptor_registry, register_adaptor
+from cgtool.adaptor_registry import ADAPTORS, KINDS, adaptor_names, is_adaptor, is_kind, kind_of
+from cgtool.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch, tmp_path):
+    """Lay out a distribution's metadata, and forget what this process found before."""
+    monkeypatch.setattr(adaptor_registry, "_registered", {})
+    adaptor_registry._installed.cache_clear()
+
+    def install(name, *points):
+        metadata = tmp_path / f"{name}-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text("\n".join([f"[{adaptor_registry.GROUP}]", *points]))
+
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    yield install
+    adaptor_registry._installed.cache_clear()
+
+
+def test_a_registered_adaptor_is_one_for_configuration_and_for_bundles():
+    @register_adaptor("toy")
+    class Toy:
+        pass
+
+    assert adaptor_names() == (*ADAPTORS, "toy")
+    assert CompilationConfig(adaptor="toy").adaptor == "toy"
+    assert kind_of("toy") == "toy"
+    assert is_kind("toy")
+    assert adaptor_registry.adaptor_class("toy") is Toy
+    with pytest.raises(ConfigError, match=r"adaptors are .*eager, toy; the nearest is toy"):
+        CompilationConfig(adaptor="toyy")
+
+
+def test_an_installed_adaptor_is_known_before_it_is_imported(installed):
+    installed("toys", "toy = no_such_module:Toy")
+    assert CompilationConfig(adaptor="toy").adaptor == "toy"
+    with pytest.raises(ConfigError, match="'toy' cannot be imported from no_such_module:Toy: ModuleNotFoundError"):
+        adaptor_registry.adaptor_class("toy")
+
+
+def test_two_distributions_with_one_name_are_named(installed):
+    installed("toys", "toy = one:Toy")
+    installed("more", "toy = two:Toy")
+    with pytest.raises(ConfigError, match="Two distributions bring an adaptor 'toy'"):
+        is_adaptor("toy")
+
+
+@pytest.mark.parametrize("name", ["", "Toy", "a/b", "../x", "1st", "a" * 41, "a.b", "eager", "pt2", "json", None])
+def test_a_name_that_no_adaptor_can_have_is_refused(name):
+    with pytest.raises(ConfigError, match="is not a name"):
+        register_adaptor(name)
+
+
+def test_a_name_that_is_taken_is_refused_to_another_class():
+    register_adaptor("toy")(type("Toy", (), {}))
+    register_adaptor("toy")(type("Toy", (), {}))  # the module was imported again
+    with pytest.raises(ConfigError, match=r"The adaptor 'toy' is .*Toy already"):
+        register_adaptor("toy")(type("Other", (), {}))
+
+
+def test_kinds_of_our_own_adaptors_are_theirs_alone():
+    assert set(KINDS) == set(ADAPTORS)
+    assert len(set(KINDS.values())) == len(KINDS)
+    assert not is_kind("eager")
+    assert not is_kind("so")
+    assert is_kind("pt2")

@@ -1,0 +1,125 @@
+"""The page in a real headless Chromium: it renders, its bars have the right lengths, nothing is fetched."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import pairwise
+
+import pytest
+from bench_reports import made_report, made_runner
+
+from cgtool.toolkit.bench.page import page as page_of
+from cgtool.toolkit.bench.ways import WAYS
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright here: pip install -e '.[test]'")
+    with sync_api.sync_playwright() as playwright:
+        # A container's root has no sandbox; the page is our own.
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Visit:
+    """A page that was opened, with all that it said and asked for."""
+
+    def __init__(self, browser, file, **options):
+        self.page = browser.new_page(**options)
+        self.said, self.asked = [], []
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(file.as_uri(), wait_until="networkidle")
+
+    def widths(self, chart, phase):
+        rects = self.page.locator(f"#{chart} rect.{phase}")
+        return [rects.nth(index).bounding_box()["width"] for index in range(rects.count())]
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "bench.html"
+    path.write_text(page_of(made_report()), encoding="utf-8")
+    return path
+
+
+def test_it_renders_without_a_complaint_and_without_the_network(chromium, file):
+    visit = Visit(chromium, file)
+    assert visit.said == []
+    assert [url for url in visit.asked if not url.startswith("data:")] == [file.as_uri()]
+    assert visit.page.title() == "Ways to start model.py:build"
+    assert visit.page.locator("h1").is_visible()
+    assert visit.page.locator("table").count() == 2
+    assert visit.page.get_by_text("cgtool, eager failed: CacheMissError: <b>nothing</b> fits").is_visible()
+    picture = file.with_suffix(".png")
+    visit.page.screenshot(path=picture, full_page=True)
+    assert picture.stat().st_size > 20_000
+
+
+def test_bars_are_as_long_as_what_they_stand_for(chromium, file):
+    visit = Visit(chromium, file, viewport={"width": 1000, "height": 800})
+    eager, compiled = visit.widths("ready", "ready")
+    assert compiled / eager == pytest.approx(6.0, rel=0.01)
+    for build, ready, ratio in zip(
+        visit.widths("phases", "build"), visit.widths("phases", "ready"), (1.3, 7.8), strict=True
+    ):
+        assert ready / build == pytest.approx(ratio / 0.5, rel=0.02)
+    imports = visit.widths("phases", "import")
+    assert imports[0] == pytest.approx(imports[1])
+    rows = visit.page.locator("#phases g.row")
+    assert rows.count() == 3
+    assert "failed" in rows.nth(2).text_content()
+
+
+def test_parts_of_a_bar_stand_side_by_side_and_inside_the_picture(chromium, file):
+    visit = Visit(chromium, file)
+    picture = visit.page.locator("#phases").bounding_box()
+    boxes = [
+        visit.page.locator(f"#phases rect.{phase}").nth(1).bounding_box() for phase in ("import", "build", "ready")
+    ]
+    for left, right in pairwise(boxes):
+        assert left["x"] + left["width"] == pytest.approx(right["x"], abs=0.5)
+    value = visit.page.locator("#phases g.row").nth(1).locator("text.value").bounding_box()
+    assert value["x"] > boxes[-1]["x"] + boxes[-1]["width"]
+    assert value["x"] + value["width"] <= picture["x"] + picture["width"]
+
+
+def test_every_ways_label_is_inside_the_picture_and_before_its_bar(chromium, tmp_path):
+    file = tmp_path / "all.html"
+    file.write_text(page_of(made_report(*made_runner("all"))), encoding="utf-8")
+    visit = Visit(chromium, file)
+    picture, axis = (visit.page.locator(name).bounding_box() for name in ("#phases", "#phases line.axis"))
+    labels = visit.page.locator("#phases text.label")
+    assert labels.count() == len(WAYS)
+    for index in range(labels.count()):
+        box = labels.nth(index).bounding_box()
+        assert picture["x"] <= box["x"]
+        assert box["x"] + box["width"] < axis["x"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_ink_is_told_from_paper_in_light_and_dark(chromium, file, scheme):
+    visit = Visit(chromium, file, color_scheme=scheme)
+    ink, paper = visit.page.evaluate(
+        "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
+    )
+    bright = [_luminance(colour) for colour in (ink, paper)]
+    assert (max(bright) + 0.05) / (min(bright) + 0.05) > 7
+    assert (bright[1] > bright[0]) == (scheme == "light")
+
+
+def test_a_narrow_window_scrolls_the_tables_and_not_the_page(chromium, file):
+    visit = Visit(chromium, file, viewport={"width": 400, "height": 800})
+    assert visit.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+
+
+def _luminance(colour):
+    channels = [int(part) / 255 for part in colour.removeprefix("rgb(").removesuffix(")").split(",")]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -1,0 +1,81 @@
+"""The page as text: whole, without a network, and with nothing of a stranger's that a browser would obey."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+from bench_reports import made_report
+
+from cgtool.toolkit.bench.page import LONGEST, Bar, chart, page
+
+HOSTILE = "</title><script>alert(1)</script>\"'&<img src=x onerror=alert(1)>.py:build"
+
+
+class Tags(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.found = []
+        self.words = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    def handle_decl(self, decl):
+        self.found.append((decl, {}))
+
+
+def test_what_strangers_wrote_is_text_and_nothing_else():
+    tags = Tags(page(made_report(model=HOSTILE, notes=(f"a note of {HOSTILE}",))))
+    kinds = {tag for tag, _ in tags.found}
+    assert not kinds & {"script", "img", "iframe", "object", "b"}
+    assert not [name for _, attrs in tags.found for name in attrs if name.startswith("on")]
+    text = "".join(tags.words)
+    assert text.count(HOSTILE) >= 3
+    assert "CacheMissError: <b>nothing</b> fits" in text
+
+
+def test_nothing_is_loaded_from_anywhere():
+    tags = Tags(page(made_report()))
+    links = [value for _, attrs in tags.found for name, value in attrs.items() if name in {"src", "href", "srcset"}]
+    assert links == ["data:,"]
+    (policy,) = [attrs["content"] for tag, attrs in tags.found if "http-equiv" in attrs]
+    assert policy.startswith("default-src 'none';")
+    assert not re.findall(r"url\(|@import", page(made_report()))
+
+
+def test_it_is_spoken_for_who_cannot_see_it():
+    tags = Tags(page(made_report()))
+    assert ("html", {"lang": "en"}) in tags.found
+    charts = [attrs for tag, attrs in tags.found if tag == "svg"]
+    assert [attrs["role"] for attrs in charts] == ["img", "img"]
+    identifiers = [attrs["id"] for _, attrs in tags.found if "id" in attrs]
+    assert len(identifiers) == len(set(identifiers))
+    assert all(set(attrs["aria-labelledby"].split()) <= set(identifiers) for attrs in charts)
+    assert all("scope" in attrs for tag, attrs in tags.found if tag == "th")
+
+
+def test_bars_are_as_long_as_their_seconds_on_one_scale():
+    picture = chart(
+        [
+            Bar(label="long", parts={"import_secs": 2.0, "ready_secs": 6.0}),
+            Bar(label="short", parts={"import_secs": 2.0, "ready_secs": 0.02}),
+            Bar(label="none", parts={}, remark="failed"),
+        ],
+        title="t",
+        name="n",
+    )
+    widths = [
+        float(width) for width in re.findall(r'<rect class="\w+" x="[\d.]+" y="[\d.]+" width="([\d.]+)"', picture)
+    ]
+    assert widths == pytest.approx([LONGEST / 4, LONGEST * 3 / 4, LONGEST / 4, LONGEST * 0.02 / 8], abs=1e-3)
+    assert "none: failed" in picture
+
+
+def test_a_chart_of_nothing_is_a_picture_still():
+    assert chart([Bar(label="none", parts={}, remark="failed")], title="t", name="n").startswith("<svg")

@@ -1,0 +1,114 @@
+"""From raw starts to summaries, ratios and notes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from bench_reports import MACHINE, filled, made_report, made_runner, start
+from msgspec.structs import replace
+
+from cgtool.toolkit.bench import words
+from cgtool.toolkit.bench.report import notes_on, report_ways
+from cgtool.toolkit.bench.request import Start, Step
+
+
+def ways_of(report):
+    return {way["way"]: way for way in json.loads(json.dumps(report.to_json()))["ways"]}
+
+
+def test_starts_that_do_not_count_are_kept_and_summed_up_nowhere():
+    eager = ways_of(made_report())["eager"]
+    assert len(eager["starts"]) == 8
+    assert eager["summary"]["ready_secs"] == {
+        "count": 7,
+        "median": pytest.approx(1.3),
+        "q1": pytest.approx(1.15),
+        "q3": pytest.approx(1.45),
+        "min": 1.0,
+        "max": pytest.approx(1.6),
+    }
+
+
+def test_ratios_are_paired_by_round():
+    ways = ways_of(made_report())
+    ratio = ways["compile-warm"]["ratios"]["eager"]["ready_secs"]
+    assert (ratio["pairs"], [ratio["ratio"], ratio["low"], ratio["high"]]) == (7, pytest.approx([6.0] * 3))
+    assert ways["compile-warm"]["ratios"]["eager"]["step_8"]["ratio"] == pytest.approx(0.5)
+    assert ways["eager"]["ratios"]["compile-warm"]["ready_secs"]["ratio"] == pytest.approx(1 / 6)
+    assert ways["compile-warm"]["ratios"]["eager"]["start_secs"]["ratio"] == pytest.approx((2.5 + 7.8) / (2.5 + 1.3))
+
+
+def test_what_the_preparation_took_is_compared_with_a_cold_torch_compile():
+    prepare = ways_of(made_report())["cgtool/eager"]["prepare"]
+    assert prepare["work_secs"]["median"] == 5.0
+    assert prepare["total_secs"]["median"] == 7.5
+    assert prepare["over_cold"]["work_secs"]["ratio"] == pytest.approx(5 / 20)
+    assert prepare["over_cold"]["total_secs"]["ratio"] == pytest.approx(7.5 / 22.5)
+
+
+def test_a_failed_way_is_shown_with_its_error_and_last_lines():
+    report = made_report()
+    failed = ways_of(report)["cgtool/eager"]
+    assert (failed["error"], failed["log"]) == ("CacheMissError: <b>nothing</b> fits", ["line 1", "line 2"])
+    assert words.failure_lines(report) == ["cgtool, eager failed: CacheMissError: <b>nothing</b> fits"]
+
+
+def test_one_failed_start_is_shown_though_the_others_went_well():
+    runner, settings = filled()
+    runner.ways["compile-warm"].starts[3] = Start(
+        round=3, counted=True, process_secs=1.0, error="it died", log=("why",)
+    )
+    way = ways_of(made_report(runner, settings))["compile-warm"]
+    assert (way["error"], way["log"], way["summary"]["ready_secs"]["count"]) == ("it died", ["why"], 6)
+    assert way["ratios"]["eager"]["ready_secs"]["pairs"] == 6
+
+
+def test_outputs_that_differ_are_a_note_and_not_a_failure():
+    runner, settings = filled()
+    runner.ways["compile-warm"].starts[2] = start(2, ready=6.0, problem="output differs by 1e+00", worst=1.0)
+    report = made_report(runner, settings)
+    way = ways_of(report)["compile-warm"]
+    assert way["outputs"] == {
+        "equal": False,
+        "worst": 1.0,
+        "tolerance": 1e-4,
+        "problem": "output differs by 1e+00",
+    }
+    assert report.notes == ("torch.compile, warm local caches: outputs differ from eager's: output differs by 1e+00.",)
+    assert words.outputs_words(report.ways[1]) == "DIFFER (1e+00)"
+
+
+def test_weights_that_differ_from_start_to_start_are_a_note():
+    runner, settings = filled()
+    runner.ways["eager"].starts[0] = start(0, ready=1.0, weights="other")
+    (note,) = made_report(runner, settings).notes
+    assert note.startswith("The weights differ from start to start")
+
+
+def test_a_busy_machine_is_a_note():
+    ways = report_ways(*filled())
+    assert notes_on(ways, {**MACHINE, "load_before": 2.9}) == ()
+    (note,) = notes_on(ways, {**MACHINE, "load_before": 7.0})
+    assert note == "The machine was busy when the bench began: 7.0 processes on 2 cores."
+
+
+def test_a_size_that_a_way_refuses_has_its_error():
+    runner, settings = made_runner("eager", tokens=(1, 8))
+    steps = {"8": Step(median_secs=0.01), "1": Step(error="RuntimeError: guards")}
+    runner.ways["eager"].starts.append(replace(start(0, ready=1.0), steps=steps))
+    report = made_report(runner, settings)
+    assert ways_of(report)["eager"]["steps"]["1"] == {"error": "RuntimeError: guards"}
+    assert words.failure_lines(report) == ["eager refused num_tokens 1: RuntimeError: guards"]
+
+
+def test_the_report_is_json_as_it_stands():
+    assert json.loads(json.dumps(made_report().to_json(), allow_nan=False))["schema"] == 1
+
+
+@pytest.mark.parametrize(
+    ("secs", "text"),
+    [(38.2e-6, "38.2 µs"), (0.0221, "22.1 ms"), (0.9994, "999 ms"), (1.0, "1.00 s"), (39.44, "39.4 s"), (812, "812 s")],
+)
+def test_durations_have_three_digits_that_tell(secs, text):
+    assert words.secs_words(secs) == text

@@ -1,0 +1,350 @@
+"""What goes into a bundle, byte for byte, and how it comes to its place."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+from bundle_maker import ADAPTORS, Forge, archive, lay_entry, make_keys, opened, tree
+
+from cgtool.digests import sha256_hex
+from cgtool.errors import CacheCorruptError, CacheError, RefusedError, UsageError
+from cgtool.plan.shapes import shape_text
+from cgtool.store.bundle_index import Index, Member
+from cgtool.store.entry import read_entry
+from cgtool.store.layout import CacheLayout, RankName
+from cgtool.store.leases import claimed
+from cgtool.store.records import parse_manifest
+from cgtool.store.sealing import seal
+from cgtool.toolkit.bundle.choose import Choice
+from cgtool.toolkit.bundle.export import ExportOptions, export
+from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
+from cgtool.toolkit.bundle.pack import Content, Contents, gather, packing_threads, write_archive
+from cgtool.toolkit.bundle.tar import header_bytes
+
+
+def exported(root, **choice) -> bytes:
+    out = io.BytesIO()
+    export(ExportOptions(dest=out, cache_dir=root, choice=Choice(**choice)))
+    return out.getvalue()
+
+
+def names_in(bundle: bytes) -> list[str]:
+    with tarfile.open(fileobj=io.BytesIO(opened(bundle))) as tar:
+        return tar.getnames()
+
+
+def read_in(bundle: bytes, end: str) -> bytes:
+    with tarfile.open(fileobj=io.BytesIO(opened(bundle))) as tar:
+        return tar.extractfile(next(name for name in tar.getnames() if name.endswith(end))).read()
+
+
+def test_a_bundle_is_the_standard_librarys_archive_of_the_entry(tmp_path):
+    hash_ = lay_entry(tmp_path)
+    forge = Forge.of(tmp_path, hash_)
+    bundle = exported(tmp_path)
+    index = read_in(bundle, "bundle.json")
+    assert archive([*forge.heads(index), *forge.members()]) == opened(bundle)
+    assert [member["path"] for member in json.loads(index)["members"]] == sorted(forge.files)
+
+
+@pytest.mark.parametrize("name", ["a", "d/" * 70 + "file", "x" * 100, "p" * 60 + "/" + "n" * 99, "a/" + "b" * 99])
+def test_headers_are_those_of_the_standard_library(name):
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = 12345, 0o644
+    assert header_bytes(name, 12345, 0o644) == info.tobuf(tarfile.USTAR_FORMAT)
+
+
+@pytest.mark.parametrize(("name", "size"), [("x" * 101, 0), ("a", 2**33)])
+def test_what_a_header_cannot_say_is_an_error(name, size):
+    with pytest.raises(CacheError, match="cannot be put into a bundle"):
+        header_bytes(name, size, 0o644)
+
+
+@pytest.mark.skipif(shutil.which("tar") is None or shutil.which("zstd") is None, reason="no tar or zstd here")
+def test_tar_and_zstd_unpack_it(tmp_path):
+    hash_ = lay_entry(tmp_path / "a")
+    bundle = tmp_path / "a.tar.zst"
+    bundle.write_bytes(exported(tmp_path / "a"))
+    (tmp_path / "b").mkdir()
+    subprocess.run(["tar", "-I", "zstd", "-xf", bundle, "-C", tmp_path / "b"], check=True)
+    assert Forge.of(tmp_path / "b", hash_).files == Forge.of(tmp_path / "a", hash_).files
+
+
+def test_the_same_entry_gives_the_same_archive_at_another_place_and_time(tmp_path):
+    lay_entry(tmp_path / "a")
+    lay_entry(tmp_path / "a", rank=1)
+    first = opened(exported(tmp_path / "a"))
+    shutil.copytree(tmp_path / "a", tmp_path / "elsewhere/b")
+    for path in (tmp_path / "elsewhere").rglob("*"):
+        os.utime(path, (1, 1))
+        path.chmod(0o777 if path.is_dir() else 0o666)
+    CacheLayout(root=tmp_path / "elsewhere/b").state_dir.mkdir(exist_ok=True)
+    time.sleep(1.1)  # a second is what a header could tell
+    assert opened(exported(tmp_path / "elsewhere/b")) == first
+    assert opened(exported(tmp_path / "a")) == first
+
+
+def test_neither_units_nor_lookup_nor_state_go_along(tmp_path):
+    hash_ = lay_entry(tmp_path)
+    layout = CacheLayout(root=tmp_path)
+    (layout.unit_dir("ab" * 32)).mkdir(parents=True)
+    (layout.entry_dir(hash_) / "signatures").mkdir()
+    (layout.entry_dir(hash_) / "signatures/x.sig").write_text("old")
+    orphan = layout.entry_dir(hash_) / f"artifacts/{'ab' * 32}.pt2"
+    orphan.write_text("no manifest names it")
+    names = names_in(exported(tmp_path))
+    assert names[0] == "bundle.json"
+    assert {name.split("/")[2] for name in names[1:]} == {"key.json", "artifacts", "rank_0"}
+    assert len(names) == 1 + 1 + 4 + 4  # the index, the key, four artifacts, and four files of the rank
+
+
+def test_several_models_need_a_choice(tmp_path):
+    one, other = lay_entry(tmp_path), lay_entry(tmp_path, seed=1, model="Other")
+    with pytest.raises(UsageError, match="holds several models") as error:
+        exported(tmp_path)
+    assert one[:10] in str(error.value)
+    assert other[:10] in str(error.value)
+    assert {name.split("/")[1] for name in names_in(exported(tmp_path, everything=True))[1:]} == {one, other}
+    assert {name.split("/")[1] for name in names_in(exported(tmp_path, hashes=(other[:6],)))[1:]} == {other}
+    assert {name.split("/")[1] for name in names_in(exported(tmp_path, filters=("model~oth",)))[1:]} == {other}
+
+
+def test_several_entries_of_one_model_need_none(tmp_path):
+    hashes = {lay_entry(tmp_path, seed=seed) for seed in range(2)}
+    assert {name.split("/")[1] for name in names_in(exported(tmp_path))[1:]} == hashes
+
+
+@pytest.mark.parametrize("hashes", [("ffff",), ("",), ("../x",), ("zz",)])
+def test_a_hash_that_is_not_there_lists_those_that_are(tmp_path, hashes):
+    hash_ = lay_entry(tmp_path)
+    lay_entry(tmp_path, seed=1)
+    with pytest.raises(UsageError, match=rf"begins? with .*Name one of these:[\s\S]*{hash_[:10]}"):
+        exported(tmp_path, hashes=hashes)
+
+
+def test_an_empty_cache_and_filters_that_let_nothing_through_say_so(tmp_path):
+    with pytest.raises(CacheError, match=r"holds no entry\. See what is there"):
+        exported(tmp_path)
+    lay_entry(tmp_path)
+    with pytest.raises(CacheError, match="holds no entry that these filters let through"):
+        exported(tmp_path, filters=("model~nothing",))
+
+
+def test_an_entry_that_no_warm_finished_is_not_exported(tmp_path):
+    hash_ = lay_entry(tmp_path)
+    CacheLayout(root=tmp_path).manifest_file(RankName(hash=hash_, rank=0, prefix="backbone")).unlink()
+    with pytest.raises(CacheError, match=f"Entry {hash_[:10]} is not finished"):
+        exported(tmp_path, hashes=(hash_[:10],))
+
+
+def test_a_rank_is_chosen_with_its_own_artifacts(tmp_path):
+    hash_ = lay_entry(tmp_path)
+    lay_entry(tmp_path, rank=1)
+    names = names_in(exported(tmp_path, ranks=(1,)))
+    base = f"torch_compile_cache/{hash_}"
+    assert sum(name.startswith(f"{base}/rank_1/") for name in names) == 4
+    assert not any(name.startswith(f"{base}/rank_0/") for name in names)
+    assert sum(name.startswith(f"{base}/artifacts/") for name in names) == 4
+    with pytest.raises(UsageError, match=r"There is no rank 7 in what was chosen. Name one of these: 0, 1."):
+        exported(tmp_path, ranks=(7,))
+
+
+def manifest_in(bundle: bytes):
+    path = next(name for name in names_in(bundle) if name.endswith("/manifest.json"))
+    name = RankName(hash=path.split("/")[1], rank=0, prefix="backbone")
+    return parse_manifest(read_in(bundle, "/manifest.json"), path=Path(path), name=name)
+
+
+def test_shapes_are_chosen_and_the_manifest_is_sealed_anew(tmp_path):
+    lay_entry(tmp_path, shapes=("general", "n=8", "n=2-64", "batch=4"))
+    bundle = exported(tmp_path, shapes=("n=8", "batch=4"))
+    assert [shape_text(row.shape) for row in manifest_in(bundle).rows] == ["batch=4", "batch=4", "n=8", "n=8"]
+    assert sum("/artifacts/" in name for name in names_in(bundle)) == 4
+    with pytest.raises(
+        UsageError, match=r"has no artifact for n=9\. Name some of these shapes: general, n=2-64, batch=4, n=8"
+    ):
+        exported(tmp_path, shapes=("n=9",))
+
+
+def test_without_files_for_people_the_manifest_does_not_name_them(tmp_path):
+    lay_entry(tmp_path)
+    bundle = exported(tmp_path, debug=False)
+    assert not any(name.endswith(".py") for name in names_in(bundle))
+    assert list(manifest_in(bundle).files) == ["plan.json"]
+
+
+@pytest.mark.parametrize("kind", ADAPTORS)
+def test_a_flipped_bit_is_not_shipped(tmp_path, kind):
+    hash_ = lay_entry(tmp_path, kind=kind)
+    path = next((tmp_path / "torch_compile_cache" / hash_ / "artifacts").iterdir())
+    data = bytearray(path.read_bytes())
+    data[2] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(data)
+    dest = tmp_path / "out.tar.zst"
+    dest.write_text("what was there")
+    with pytest.raises(CacheCorruptError, match=path.name):
+        export(ExportOptions(dest=dest, cache_dir=tmp_path))
+    assert dest.read_text() == "what was there"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["CACHEDIR.TAG", "out.tar.zst", "torch_compile_cache"]
+
+
+@pytest.mark.parametrize("change", ["shorter", "longer", "missing"])
+def test_an_artifact_of_another_size_is_not_shipped(tmp_path, change):
+    hash_ = lay_entry(tmp_path)
+    path = next((tmp_path / "torch_compile_cache" / hash_ / "artifacts").iterdir())
+    data = path.read_bytes()
+    path.unlink()
+    if change != "missing":
+        path.write_bytes(data[:-1] if change == "shorter" else data + b"x" * 2**21)
+    with pytest.raises(CacheCorruptError, match=path.name):
+        exported(tmp_path)
+
+
+def test_an_entry_that_is_published_anew_while_it_is_read_is_read_again(tmp_path, monkeypatch):
+    lay_entry(tmp_path, shapes=("n=8",))
+
+    def published_first(*args, **options):
+        monkeypatch.undo()
+        lay_entry(tmp_path)
+        return read_entry(*args, **options)
+
+    monkeypatch.setattr("cgtool.toolkit.bundle.pack.read_entry", published_first)
+    assert [shape_text(row.shape) for row in manifest_in(exported(tmp_path)).rows] == [
+        "general",
+        "general",
+        "n=8",
+        "n=8",
+    ]
+
+
+@pytest.mark.parametrize("change", ["other", "shorter", "longer", "missing"])
+def test_an_artifact_that_changes_after_the_index_was_made_leaves_a_stream_that_import_refuses(tmp_path, change):
+    hash_ = lay_entry(tmp_path / "cache")
+    layout = CacheLayout(root=tmp_path / "cache")
+    contents = gather(layout, [RankName(hash=hash_, rank=0, prefix="backbone")], Choice())
+    path = max((layout.entry_dir(hash_) / "artifacts").iterdir())
+    data = path.read_bytes()
+    path.unlink()
+    changed = {"other": bytes(len(data)), "shorter": data[:-1], "longer": data + b"x"}
+    if change in changed:
+        path.write_bytes(changed[change])
+    out = io.BytesIO()
+    with pytest.raises(CacheCorruptError, match=path.name):
+        write_archive(out, contents)
+    with pytest.raises(RefusedError) as refusal:
+        import_bundle(ImportOptions(source=io.BytesIO(out.getvalue()), cache_dir=tmp_path / "there", trust=True))
+    assert refusal.value.reason in {"truncated", "not_a_bundle"}  # by how much zstd had given out
+    assert not (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize(
+    ("level", "data", "threads"),
+    [
+        pytest.param(3, bytes(2**20), False, id="zeros"),
+        pytest.param(19, b"".join(b"%d " % number**2 for number in range(2**12)), True, id="numbers"),
+    ],
+)
+def test_threads_pack_only_where_packing_takes_longer_than_hashing(tmp_path, level, data, threads):
+    path = tmp_path / "artifact"
+    path.write_bytes(data)
+    digest = sha256_hex(data)
+    members = [Member(path=f"{number:03}/{digest}.pt2", sha256=digest, size_bytes=len(data)) for number in range(128)]
+    index = Index(members=tuple(members))
+    contents = Contents(
+        contents=tuple(Content(member=member, file=path) for member in members),
+        manifests=(),
+        index=index,
+        index_bytes=seal(index),
+    )
+    assert bool(packing_threads(contents, level)) == threads
+
+
+def test_a_file_is_replaced_whole(tmp_path):
+    lay_entry(tmp_path / "cache")
+    dest = tmp_path / "out.tar.zst"
+    dest.write_text("old")
+    reader = tmp_path / "reader"
+    reader.hardlink_to(dest)
+    report = export(ExportOptions(dest=dest, cache_dir=tmp_path / "cache"))
+    assert dest.stat().st_size == report.written_bytes
+    assert dest.read_bytes() == exported(tmp_path / "cache")
+    assert reader.read_text() == "old"
+    with pytest.raises(UsageError, match=r"is a folder\. Name a file such as"):
+        export(ExportOptions(dest=tmp_path, cache_dir=tmp_path / "cache"))
+
+
+def test_a_folder_is_written_for_a_layer(tmp_path):
+    hash_ = lay_entry(tmp_path / "cache")
+    make_keys(tmp_path / "keys", "k")
+    dest = tmp_path / "layer"
+    options = {"cache_dir": tmp_path / "cache", "folder": True}
+    export(ExportOptions(dest=dest, **options))
+    assert Forge.of(dest, hash_).files == Forge.of(tmp_path / "cache", hash_).files
+    assert sorted(path.name for path in dest.iterdir()) == ["bundle.json", "torch_compile_cache"]
+    assert {path.stat().st_mtime for path in [dest, *dest.rglob("*")]} == {0}
+    with pytest.raises(UsageError, match="is there already"):
+        export(ExportOptions(dest=dest, **options))
+    (tmp_path / "empty").mkdir()
+    export(ExportOptions(dest=tmp_path / "empty", **options))
+    assert tree(tmp_path / "empty") == tree(dest)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "empty", "keys", "layer"]
+
+
+def test_a_signed_folder_holds_its_signature_where_load_looks(tmp_path):
+    hash_ = lay_entry(tmp_path / "cache")
+    make_keys(tmp_path / "keys", "k")
+    dest = tmp_path / "layer"
+    export(ExportOptions(dest=dest, cache_dir=tmp_path / "cache", folder=True, sign=(tmp_path / "keys/k.pem",)))
+    kept = sorted((dest / "torch_compile_cache" / hash_ / "signatures").iterdir())
+    assert [path.suffix for path in kept] == [".json", ".sig"]
+    assert kept[0].read_bytes() == (dest / "bundle.json").read_bytes()
+    assert kept[1].read_bytes() == (dest / "bundle.sig").read_bytes()
+
+
+def test_a_place_that_cannot_be_written_is_a_sentence(tmp_path):
+    lay_entry(tmp_path / "cache")
+    (tmp_path / "file").write_text("")
+    for dest in (tmp_path / "absent/out.tar.zst", tmp_path / "file/out.tar.zst"):
+        with pytest.raises(CacheError, match=r"could not be written: [^.]+\. Name another place\."):
+            export(ExportOptions(dest=dest, cache_dir=tmp_path / "cache"))
+    with pytest.raises(CacheError, match="could not be written"):
+        export(ExportOptions(dest=tmp_path / "file/layer", cache_dir=tmp_path / "cache", folder=True))
+
+
+def test_an_entry_that_a_prune_holds_and_does_not_remove_is_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr("cgtool.store.leases._PAUSE_SECS", 0)
+    hash_ = lay_entry(tmp_path / "cache")
+    with claimed(CacheLayout(root=tmp_path / "cache"), hash_) as mine:
+        assert mine
+        with pytest.raises(CacheError, match=r"Another process is removing what was chosen from .* Wait for its end"):
+            export(ExportOptions(dest=tmp_path / "out.tar.zst", cache_dir=tmp_path / "cache"))
+    assert not (tmp_path / "out.tar.zst").exists()
+    export(ExportOptions(dest=tmp_path / "out.tar.zst", cache_dir=tmp_path / "cache"))
+
+
+def test_the_report_says_what_was_written(tmp_path):
+    hash_ = lay_entry(tmp_path / "cache")
+    dest = tmp_path / "out.tar.zst"
+    report = export(ExportOptions(dest=dest, cache_dir=tmp_path / "cache")).to_json()
+    index = json.loads(read_in(dest.read_bytes(), "bundle.json"))
+    assert report == {
+        "schema": 1,
+        "root": str(tmp_path / "cache"),
+        "dest": str(dest),
+        "form": "archive",
+        "size_bytes": sum(member["size_bytes"] for member in index["members"]),
+        "written_bytes": dest.stat().st_size,
+        "members": 9,
+        "sha256_of_index": report["sha256_of_index"],
+        "signed_by": [],
+        "entries": [{"hash": hash_, "rank": 0, "prefix": "backbone", "model": "Toy", "rows": 4}],
+    }

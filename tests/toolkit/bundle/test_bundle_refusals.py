@@ -1,0 +1,39 @@
+"""The reasons of refusals are stable words, all of which are written down in one place."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import cgtool.store
+from cgtool.store import refusals
+
+PACKAGE = Path(cgtool.store.__file__).parents[1]
+SOURCES = (
+    *(PACKAGE / "toolkit/bundle").glob("*.py"),
+    *(
+        PACKAGE / "store" / name
+        for name in ("bundle_index.py", "bundle_limits.py", "bundle_names.py", "signatures.py", "trust.py")
+    ),
+    PACKAGE / "toolkit/bundle/import_.py",
+)
+
+
+#: How a reason is spelled where it is given.
+GIVEN = (
+    r'refused\(\s*"([a-z_]+)"',
+    r'reason="([a-z_]+)"',
+    r'reason = "([a-z_]+)" if',
+    r'if signed else "([a-z_]+_[a-z]+)"',
+    r'_believing\(\w+, "([a-z_]+)"',
+    r'b"[0-9A-Za-z]": \("([a-z_]+)"',
+    r'\("([a-z_]+)", "is neither',
+)
+
+
+def test_every_reason_is_written_down_and_nothing_else():
+    sources = [path.read_text() for path in SOURCES]
+    given = {word for text in sources for spelling in GIVEN for word in re.findall(spelling, text)}
+    table, _, load = refusals.__doc__.split("prints::")[1].partition("Load adds (`cgtool.store.trust`):")
+    rows = [re.split(r" {2,}", line.strip())[0] for line in table.splitlines()]
+    assert given == {word for row in [*rows, load.strip(" .\n")] for word in row.split()}

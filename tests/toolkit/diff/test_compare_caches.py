@@ -1,0 +1,187 @@
+"""Two caches, and how a side is named: which entries are compared with which."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from compare_samples import lay
+
+from cgtool.errors import CacheError, RefusedError, UsageError
+from cgtool.store.key import Factor, Key
+from cgtool.store.layout import KEY_FILE, CacheLayout
+from cgtool.store.machine import Machine
+from cgtool.toolkit.bundle.choose import Choice
+from cgtool.toolkit.bundle.export import ExportOptions, export
+from cgtool.toolkit.diff.caches import compare_caches
+from cgtool.toolkit.diff.here import machine_differences
+from cgtool.toolkit.diff.sides import Side, open_side
+
+
+def caches(tmp_path):
+    return CacheLayout(root=tmp_path / "old"), CacheLayout(root=tmp_path / "new")
+
+
+def test_a_copy_of_a_cache_is_equal(tmp_path):
+    lay(tmp_path / "old")
+    lay(tmp_path / "old", model="Other", factors={"model": {"class": "toy:Other"}})
+    shutil.copytree(tmp_path / "old", tmp_path / "new")
+    assert compare_caches(*caches(tmp_path)) == []
+
+
+def test_an_entry_of_one_hash_and_other_content_is_compared(tmp_path):
+    hash_ = lay(tmp_path / "old").hash
+    assert lay(tmp_path / "new", data=b"other").hash == hash_
+    (found,) = compare_caches(*caches(tmp_path))
+    assert found.what == "artifact"
+    assert found.path == f"entry {hash_[:10]}: default/general/pieces 0, 2"
+
+
+def test_the_only_entries_of_a_model_are_compared_down_to_the_factor(tmp_path):
+    old, new = lay(tmp_path / "old").hash, lay(tmp_path / "new", factors={"triton": "3.4.0"}).hash
+    factor, entry = compare_caches(*caches(tmp_path))
+    assert factor.sentence == f'Toy, entry {old[:10]} → {new[:10]}: triton was null and is "3.4.0" now'
+    assert (entry.what, entry.old, entry.new) == ("entry", old, new)
+    assert entry.sentence == f"entry {old[:10]} (Toy) is only in the first, and {new[:10]} only in the second"
+
+
+def test_of_several_entries_of_a_model_no_pair_is_guessed(tmp_path):
+    lay(tmp_path / "old")
+    hashes = [lay(tmp_path / "new", factors={"triton": version}).hash for version in ("3.4.0", "3.5.0")]
+    found = compare_caches(*caches(tmp_path))
+    assert [difference.what for difference in found] == ["entry"] * 3
+    assert {difference.new for difference in found} == {None, *hashes}
+
+
+def test_an_entry_that_cannot_be_read_is_a_difference_and_hides_no_other(tmp_path):
+    broken, other = lay(tmp_path / "old"), lay(tmp_path / "old", model="Other", factors={"triton": "1"})
+    lay(tmp_path / "new", data=b"other")
+    (tmp_path / "new" / "torch_compile_cache" / broken.hash / "rank_0" / "backbone" / "manifest.json").write_text("{")
+    found = compare_caches(*caches(tmp_path))
+    assert [difference.path for difference in found] == [broken.hash, other.hash]
+    assert "cannot be compared: " in found[0].sentence
+
+
+def test_an_entry_without_a_key_is_told_apart(tmp_path):
+    hash_ = lay(tmp_path / "old").hash
+    (tmp_path / "old" / "torch_compile_cache" / hash_ / KEY_FILE).unlink()
+    lay(tmp_path / "new", factors={"triton": "1"})
+    assert [difference.what for difference in compare_caches(*caches(tmp_path))] == ["entry", "entry"]
+
+
+def side(text, cache_dir=None):
+    with open_side(str(text), cache_dir) as found:
+        return found
+
+
+def test_sides_are_named_by_folder_by_entry_and_by_the_beginning_of_a_hash(tmp_path):
+    entry = lay(tmp_path)
+    folder = tmp_path / "torch_compile_cache"
+    assert side(tmp_path) == side(folder) == Side(layout=entry.layout, hash=None)
+    exact = Side(layout=entry.layout, hash=entry.hash)
+    assert side(folder / entry.hash) == exact
+    assert side(f"{tmp_path}:{entry.hash[:4]}") == side(entry.hash[:30].upper(), tmp_path) == exact
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_bundle_is_its_entry_or_a_cache_of_its_entries_and_is_gone_afterwards(tmp_path, folder):
+    entries = [lay(tmp_path / "cache", factors={"triton": version}) for version in ("3.4.0", "3.5.0")]
+    hashes = [entry.hash for entry in entries]
+    for name, chosen in (("one", hashes[:1]), ("both", hashes)):
+        choice = Choice(hashes=tuple(chosen))
+        export(ExportOptions(dest=tmp_path / name, choice=choice, cache_dir=tmp_path / "cache", folder=folder))
+    with open_side(str(tmp_path / "one")) as one, open_side(str(tmp_path / "both")) as both:
+        assert one.hash == (None if folder else hashes[0])
+        assert (both.hash, both.layout.hashes()) == (None, sorted(hashes))
+        assert compare_caches(both.layout, entries[0].layout) == []
+        root = one.layout.root
+    assert root.exists() == folder
+
+
+def test_a_file_that_is_no_bundle_is_refused(tmp_path):
+    (tmp_path / "file").write_text("no bundle")
+    with pytest.raises(RefusedError):
+        side(tmp_path / "file")
+
+
+def test_a_beginning_of_several_hashes_lists_them(tmp_path):
+    hashes = sorted(lay(tmp_path, factors={"triton": str(i)}).hash for i in range(17))
+    first = next(digit for digit in "0123456789abcdef" if sum(hash_[0] == digit for hash_ in hashes) > 1)
+    with pytest.raises(UsageError, match=f"Several entries fit {first} ") as caught:
+        side(first, tmp_path)
+    assert str(caught.value).splitlines()[1:] == [f"  {hash_[:10]}" for hash_ in hashes if hash_[0] == first][:8]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        pytest.param("nothing here", "There is no 'nothing here'", id="no path"),
+        pytest.param("x" * 5000, "There is no ", id="too long for a path"),
+        pytest.param("a\0b", "There is no ", id="null byte"),
+        pytest.param("", "There is no ''", id="empty"),
+        pytest.param("~nobody-is-called-so", "There is no ", id="no such user"),
+        pytest.param("/nowhere:ab", "There is no ", id="no root"),
+        pytest.param("zz:ab", "There is no ", id="no such root"),
+    ],
+)
+def test_what_names_nothing_is_wrong_usage(text, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=words):
+        side(text, tmp_path)
+
+
+def test_a_hash_that_no_entry_has_is_wrong_usage_and_an_empty_cache_says_so(tmp_path):
+    with pytest.raises(CacheError, match="holds no entry"):
+        side("ab", tmp_path)
+    entry = lay(tmp_path)
+    with pytest.raises(UsageError, match=f"No entry fits .*\n  {entry.hash[:10]}"):
+        side("f" * 64, tmp_path)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    with pytest.raises(CacheError, match="holds no cache of cgtool"):
+        side(tmp_path)
+
+
+def machine(**changes: object) -> Machine:
+    fields = {
+        "torch": {"version": "2.13.0"},
+        "triton": None,
+        "python": "cpython 3.11",
+        "python_version": "3.11.2",
+        "compiler": "12",
+        "machine": "x86_64",
+        "capability": "AVX512",
+        "instructions": "a" * 64,
+        "accelerators": (),
+        "driver": None,
+        "glibc": "2.36",
+        "code_variables": {},
+        "cgtool": {"version": "0.1.0", "source": None},
+        **changes,
+    }
+    return Machine(**fields)  # type: ignore[arg-type]
+
+
+def key() -> Key:
+    return Key.of(Factor(name=name, value=value) for name, value in machine().factors.items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "paths"),
+    [
+        pytest.param({}, [], id="equal"),
+        pytest.param({"torch": {"version": "2.14.0"}}, ["torch.version"], id="version"),
+        pytest.param({"torch": None}, ["torch"], id="no torch"),
+        pytest.param({"compiler": None}, [], id="no compiler says nothing"),
+        pytest.param({"compiler": "13"}, ["compiler"], id="another compiler"),
+        pytest.param({"capability": None, "instructions": None}, [], id="what only torch could say"),
+        pytest.param({"accelerators": None}, [], id="unknown accelerators"),
+        pytest.param({"accelerators": ("sm_90 x132",)}, ["target.accelerators"], id="a GPU"),
+        pytest.param({"capability": "AVX2"}, ["target.cpu.capability"], id="a lesser processor"),
+        pytest.param({"code_variables": {"TORCH_X": "1"}}, ["inductor_environment.TORCH_X"], id="variable"),
+        pytest.param({"python": "cpython 3.12", "torch": {"version": "3"}}, ["torch.version", "python"], id="in order"),
+    ],
+)
+def test_a_machine_is_compared_as_far_as_it_is_known(changes, paths):
+    assert [difference.path for difference in machine_differences(key(), machine(**changes))] == paths

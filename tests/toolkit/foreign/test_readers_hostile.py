@@ -1,0 +1,291 @@
+"""A cache of vLLM that is broken or meant to do harm: a problem that names it, never an error, never execution."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import zlib
+from pathlib import Path
+
+import pytest
+from readers_samples import AOT, BOMB, HASH, KEY, PIECES, RANK, artifact_of, entry_of, field, number, sealed, unpack
+
+from cgtool.toolkit.foreign import tree
+from cgtool.toolkit.foreign.detect import detect, read_cache
+from cgtool.toolkit.foreign.tree import MOST_DEPTH
+
+INDEX = f"{PIECES}/vllm_compile_cache.py"
+ARTIFACT = "artifact_compile_range_8_8_subgraph_0"
+
+
+@pytest.fixture
+def vllm(tmp_path):
+    return unpack("vllm", tmp_path)
+
+
+def _piece(cache, name=ARTIFACT):
+    return artifact_of(entry_of(cache, "1572951577"), f"rank_0_0/backbone/{name}")
+
+
+def _own_problems(cache, name="1572951577"):
+    return [problem for problem in entry_of(cache, name).problems if "moved" not in problem]
+
+
+def test_a_missing_artifact_is_named_with_its_shape_and_piece(vllm):
+    (vllm / PIECES / ARTIFACT).unlink()
+    piece = _piece(read_cache(vllm))
+    assert piece.problems == ("the index names it and it is missing",)
+    assert (piece.shape, piece.piece_index, piece.size_bytes) == ({"num_tokens": (8, 8)}, 0, 0)
+
+
+def test_an_empty_artifact_is_named(vllm):
+    (vllm / PIECES / ARTIFACT).write_bytes(b"")
+    assert _piece(read_cache(vllm)).problems == ("zero bytes",)
+
+
+def test_a_torn_artifact_is_named(vllm):
+    path = vllm / PIECES / ARTIFACT
+    path.write_bytes(path.read_bytes()[:-1])
+    (problem,) = _piece(read_cache(vllm)).problems
+    assert problem.startswith("its bytes differ from its checksum, which is ")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_one_flipped_bit_of_an_artifact_is_named(vllm, seed):
+    path = vllm / PIECES / ARTIFACT
+    data = bytearray(path.read_bytes())
+    place = random.Random(seed).randrange(len(data) * 8)
+    data[place // 8] ^= 1 << place % 8
+    path.write_bytes(data)
+    (problem,) = _piece(read_cache(vllm)).problems
+    assert problem.startswith("its bytes differ from its checksum, which is ")
+
+
+def test_artifacts_that_changed_places_are_named_by_their_keys(vllm):
+    folder = vllm / PIECES
+    shutil.copy(folder / "artifact_compile_range_8_8_subgraph_4", folder / ARTIFACT)
+    (problem,) = _piece(read_cache(vllm)).problems
+    assert problem == (
+        "the index names the key atql4gxbgu6asza5uj5w3dpcotprewxku7zlyy6qhfb3k6jen3me, and the file holds "
+        "aopckthd5hs3czxyz3sxrw5bpadirlfmukkzw4ztn7ihr6tj77ss"
+    )
+
+
+def test_a_row_that_names_the_artifact_of_another_piece_is_named(vllm):
+    index = (vllm / INDEX).read_text()
+    (vllm / INDEX).write_text(index.replace("((8, 8), 0, ", "((8, 8), 3, "))
+    piece = _piece(read_cache(vllm))
+    assert (piece.piece_index, piece.problems) == (3, ("its name says another shape or piece than the index does",))
+
+
+def test_bytes_after_an_artifacts_end_are_named(vllm):
+    path = vllm / PIECES / ARTIFACT
+    path.write_bytes(sealed(path.read_bytes()[4:], b"tail"))
+    assert _piece(read_cache(vllm)).problems == ("4 bytes follow its end",)
+
+
+def test_an_artifact_that_holds_no_mega_cache_is_named(vllm):
+    header = field(b"CacheCompiledArtifact") + field(bytes(32)) + KEY
+    path = vllm / PIECES / ARTIFACT
+    for inside in (b"", b"1234", b"1234" + number(2)):
+        path.write_bytes(sealed(header, field(inside)))
+        (problem,) = _piece(read_cache(vllm)).problems
+        assert problem in (
+            "it holds no mega-cache of a known version",
+            "it ends too early: 8 bytes should follow, and 0 do",
+        )
+
+
+def test_an_artifact_of_torchs_other_form_is_described(vllm):
+    path = vllm / PIECES / "artifact_compile_range_9_9_subgraph_0"
+    path.write_bytes(sealed(field(b"AOTCompiledArtifact"), field(bytes(32)), field(BOMB)))
+    piece = _piece(read_cache(vllm), path.name)
+    assert (piece.holds_pickle, piece.members) == (True, (f"callable ({len(BOMB)} bytes, pickle protocol 4)",))
+
+
+def test_an_artifact_that_no_row_names_is_listed_with_what_its_name_says(vllm):
+    folder = vllm / PIECES
+    shutil.copy(folder / ARTIFACT, folder / "artifact_compile_range_1_16_subgraph_7")
+    piece = _piece(read_cache(vllm), "artifact_compile_range_1_16_subgraph_7")
+    assert (piece.shape, piece.piece_index) == ({"num_tokens": (1, 16)}, 7)
+    assert piece.problems == ("no row of the index names it",)
+
+
+def test_an_artifact_of_another_torch_is_named(vllm):
+    path = vllm / PIECES / ARTIFACT
+    data = bytearray(path.read_bytes())
+    start = 4 + 8 + len("CacheCompiledArtifact") + 8
+    data[start : start + 32] = bytes(32)
+    data[:4] = zlib.crc32(data[4:]).to_bytes(4, "big")
+    path.write_bytes(data)
+    assert _piece(read_cache(vllm)).problems == ("another torch wrote it than the others",)
+
+
+@pytest.mark.parametrize("name", ["../../../../etc/passwd", "/etc/passwd", "..", "", "a/b"])
+def test_an_index_that_names_a_path_outside_opens_nothing(vllm, name):
+    (vllm / INDEX).write_text(repr({((8, 8), 0, "inductor_standalone"): (name, "/x")}))
+    (row, *_) = entry_of(read_cache(vllm), "1572951577").artifacts
+    assert (row.size_bytes, row.problems) == (0, (f"the index names {name}, which is no plain name",))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        pytest.param("", "zero bytes", id="empty"),
+        pytest.param("{((1, 2048), 4, 'inductor", "no plain literal: line 1 goes on with 'inductor", id="torn"),
+        pytest.param("__import__('os').system('touch HARM')", "no plain literal: line 1", id="a call"),
+        pytest.param("[" * 100_000, "nested more than 32 deep", id="deep"),
+        pytest.param("{'" + "a" * (9 << 20) + "': 1}", "8388608 are the limit", id="giant"),
+        pytest.param("\0" * 100, "no plain literal: line 1", id="zeros"),
+    ],
+)
+def test_a_broken_index_is_a_problem_and_its_artifacts_are_listed_all_the_same(
+    vllm, tmp_path, monkeypatch, text, words
+):
+    monkeypatch.chdir(tmp_path)
+    (vllm / INDEX).write_text(text)
+    cache = read_cache(vllm)
+    (problem,) = _own_problems(cache)
+    assert problem.startswith("rank_0_0/backbone/vllm_compile_cache.py could not be read: it ")
+    assert words in problem
+    entry = entry_of(cache, "1572951577")
+    assert [artifact.problems for artifact in entry.artifacts] == [("no row of the index names it",)] * 6
+    assert not (tmp_path / "HARM").exists()
+
+
+def test_torn_factors_are_a_problem(vllm):
+    (vllm / PIECES / "cache_key_factors.json").write_text('{"env": ')
+    cache = read_cache(vllm)
+    assert entry_of(cache, "1572951577").factors is None
+    (problem,) = _own_problems(cache)
+    assert problem.startswith("cache_key_factors.json of rank_0_0/backbone could not be read: it is no whole JSON")
+
+
+def test_ranks_whose_factors_differ_keep_them_by_rank(vllm):
+    shutil.copytree(vllm / RANK, vllm / HASH / "rank_10_0")
+    shutil.copytree(vllm / RANK, vllm / HASH / "rank_2_0")
+    (vllm / HASH / "rank_2_0" / "backbone" / "cache_key_factors.json").write_text('{"env": 1}')
+    entry = entry_of(read_cache(vllm), "1572951577")
+    assert entry.ranks == ("0_0", "2_0", "10_0")
+    assert list(entry.factors) == ["rank_0_0/backbone", "rank_2_0/backbone", "rank_10_0/backbone"]
+    assert entry.factors["rank_2_0/backbone"] == {"env": 1}
+
+
+def test_what_lies_beside_the_entries_is_counted_and_may_not_be_deleted(vllm):
+    base = vllm / "torch_compile_cache"
+    (base / "torch_aot_compile" / "inductor_cache").mkdir()
+    (base / "torch_aot_compile" / "inductor_cache" / "x").write_bytes(b"123")
+    (base / "strange").mkdir()
+    (base / "note.txt").write_text("hello")
+    cache = read_cache(vllm)
+    shared = entry_of(cache, "torch_aot_compile/inductor_cache")
+    assert (shared.kind, shared.size_bytes, shared.deletable) == ("shared", 3, False)
+    assert shared.why_not == "compiled models beside it may load from it"
+    strange = entry_of(cache, "strange")
+    assert (strange.kind, strange.deletable, strange.why_not) == (
+        "other",
+        False,
+        "vLLM did not write it in a form that is known",
+    )
+    assert cache.warnings == (f"{base / 'note.txt'} is not part of the cache and was skipped.",)
+    assert cache.size_bytes == 1_639_373 + 3 + 5
+
+
+def test_the_inductor_cache_of_an_entry_is_a_part_of_it(vllm):
+    folder = vllm / "torch_compile_cache" / "torch_aot_compile" / AOT / "inductor_cache"
+    folder.mkdir()
+    (folder / "x").write_bytes(b"123")
+    entry = entry_of(read_cache(vllm), f"torch_aot_compile/{AOT}")
+    shared = artifact_of(entry, "inductor_cache")
+    assert (shared.what, shared.size_bytes, shared.members) == ("inductor_cache", 3, ("1 files",))
+    assert entry.size_bytes == 486_529
+
+
+def test_links_are_not_followed_and_loops_end(vllm, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"x" * 1000)
+    folder = vllm / PIECES
+    (folder / ARTIFACT).unlink()
+    (folder / ARTIFACT).symlink_to(secret)
+    (folder / "loop").symlink_to(folder)
+    (vllm / "torch_compile_cache" / "elsewhere").symlink_to(vllm)
+    cache = read_cache(vllm)
+    assert _piece(cache).problems == ("the index names it and it is missing",)
+    assert sorted(cache.warnings) == sorted(
+        f"{path} is a link and was not followed."
+        for path in (folder / ARTIFACT, folder / "loop", vllm / "torch_compile_cache" / "elsewhere")
+    )
+
+
+def test_a_link_to_a_cache_that_the_user_names_is_followed(vllm, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(vllm)
+    assert detect(link) == "vllm"
+    assert read_cache(link).size_bytes == 1_639_373
+
+
+def test_a_loop_of_links_is_no_cache(tmp_path):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    assert detect(loop) is None
+
+
+def test_a_stranger_folder_of_a_rank_is_no_part_of_the_model(vllm):
+    (vllm / RANK / "__pycache__").mkdir()
+    (vllm / RANK / "__pycache__" / "x.pyc").write_bytes(b"12")
+    entry = entry_of(read_cache(vllm), "1572951577")
+    assert (entry.prefixes, entry.size_bytes) == (("backbone",), 1_126_002)
+
+
+def test_more_files_than_any_cache_has_are_left(vllm, monkeypatch):
+    monkeypatch.setattr(tree, "MOST_FILES", 5)
+    cache = read_cache(vllm)
+    assert cache.warnings == (f"{vllm / 'torch_compile_cache'} has more than 5 files; the rest was not looked at.",)
+
+
+def test_a_pipe_is_not_opened(vllm):
+    path = vllm / PIECES / ARTIFACT
+    path.unlink()
+    os.mkfifo(path)
+    cache = read_cache(vllm)
+    assert cache.warnings == (f"{path} is neither a file nor a folder and was not opened.",)
+
+
+def test_names_that_a_terminal_obeys_are_spelled_out_in_warnings(vllm):
+    (vllm / PIECES / "a\x1b[31m\nb").write_bytes(b"1")
+    cache = read_cache(vllm)
+    assert cache.warnings == (rf"{vllm / PIECES}/a\x1b[31m\nb has a name with characters that do not print.",)
+
+
+def test_a_name_that_is_no_text_does_no_harm(vllm):
+    (vllm / PIECES / os.fsdecode(b"\xff\xfe")).write_bytes(b"1")
+    assert read_cache(vllm).warnings[0].endswith("has a name with characters that do not print.")
+
+
+def test_folders_deeper_than_any_cache_are_left(tmp_path):
+    path = unpack("triton", tmp_path)
+    deep = path.joinpath(*["d"] * (MOST_DEPTH + 3))
+    deep.mkdir(parents=True)
+    (warning,) = read_cache(path).warnings
+    assert warning.endswith(f"is deeper than {MOST_DEPTH} folders and was not looked into.")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who alone may become nobody and come back")
+def test_what_may_not_be_read_is_a_warning(tmp_path_factory):
+    folder = Path("/tmp") / f"cgtool-readers-{os.getpid()}"
+    try:
+        path = unpack("vllm", folder)
+        (path / RANK).chmod(0)
+        (path / "torch_compile_cache/2e78731c30/rank_0_0/backbone/cache_key_factors.json").chmod(0)
+        os.seteuid(65534)
+        try:
+            cache = read_cache(path)
+        finally:
+            os.seteuid(0)
+    finally:
+        shutil.rmtree(folder)
+    assert cache.warnings == (f"{path / RANK} could not be listed: Permission denied.",)
+    assert _own_problems(cache, "2e78731c30") == [
+        "cache_key_factors.json of rank_0_0/backbone could not be read: it could not be read: Permission denied"
+    ]

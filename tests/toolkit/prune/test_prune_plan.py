@@ -1,0 +1,544 @@
+"""What a plan names, why, and what it says comes free and will miss."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from datetime import UTC, datetime
+
+import pytest
+from cache_samples import resealed
+from prune_samples import DAY, facts_of, files_in, lay, put_unit, rest, units_in
+
+from cgtool.digests import sha256_hex
+from cgtool.errors import UsageError
+from cgtool.guards.files import find_spec
+from cgtool.store.key import Factor, read_key
+from cgtool.store.layout import CacheLayout, short
+from cgtool.store.leases import hold, hold_writing
+from cgtool.store.machine import Machine
+from cgtool.store.units import UnitStore
+from cgtool.toolkit.prune.ledger import disk_usage
+from cgtool.toolkit.prune.plan import make_plan
+from cgtool.toolkit.prune.records import Rules
+
+NOW = datetime(2026, 3, 1, tzinfo=UTC).timestamp()
+MACHINE = Machine(
+    torch={"version": "2.13.0", "version_git": "a", "with_cuda": None, "with_hip": None},
+    triton="3.4.0",
+    python="cpython 3.12",
+    python_version="3.12.4",
+    compiler=None,
+    machine="x86_64",
+    capability=None,
+    instructions=None,
+    accelerators=("sm_90 x132",),
+    driver=None,
+    glibc=None,
+    code_variables={},
+    cgtool={"version": "0.1.0", "source": None},
+)
+
+
+def plan_of(root, *, now=NOW, pythonpath=(), **rules):
+    return make_plan(CacheLayout(root=root), Rules(**rules), now=now, machine=MACHINE, pythonpath=pythonpath)
+
+
+def gone(plan):
+    return {entry.hash for entry in plan.entries}
+
+
+def rules_of(plan):
+    return {entry.hash: [reason.rule for reason in entry.reasons] for entry in plan.entries}
+
+
+def test_an_empty_cache_has_nothing_to_remove(cache_root):
+    for rules in ({}, {"older_than_secs": 0.0}, {"max_bytes": 0}, {"stale": True}, {"keep_last": 0}, {"units": True}):
+        assert plan_of(cache_root, **rules).is_empty
+
+
+def test_a_plan_changes_nothing(cache_root):
+    name = lay(cache_root, 1)
+    (cache_root / "torch_compile_cache" / name.hash / "artifacts" / f"{'0' * 64}.eager").write_bytes(b"x")
+    before = files_in(cache_root)
+    assert not plan_of(cache_root, older_than_secs=DAY, orphans=True, units=True).is_empty
+    assert files_in(cache_root) == before
+
+
+def test_an_entry_that_was_not_used_for_longer_goes(cache_root):
+    old = lay(cache_root, 1, used=NOW - 31 * DAY)
+    lay(cache_root, 2, used=NOW - 29 * DAY)
+    plan = plan_of(cache_root, older_than_secs=30 * DAY)
+    assert rules_of(plan) == {old.hash: ["older_than"]}
+    assert plan.entries[0].reasons[0].sentence == "it was used last 31 days ago"
+    assert plan.entries[0].last_used == NOW - 31 * DAY
+
+
+def test_an_entry_that_was_never_used_is_as_old_as_it_is(cache_root):
+    old = lay(cache_root, 1, created="2026-01-15T00:00:00.000Z")
+    lay(cache_root, 2, created="2026-02-15T00:00:00.000Z")
+    plan = plan_of(cache_root, older_than_secs=30 * DAY)
+    assert gone(plan) == {old.hash}
+    assert plan.entries[0].reasons[0].sentence == "it was made and never used 45 days ago"
+
+
+def test_one_rank_in_use_lately_keeps_the_whole_entry(cache_root):
+    lay(cache_root, 1, rank=0, used=NOW - 90 * DAY)
+    lay(cache_root, 1, rank=1, used=NOW - DAY)
+    assert plan_of(cache_root, older_than_secs=30 * DAY).is_empty
+
+
+def test_the_size_is_reached_by_what_was_used_longest_ago(cache_root):
+    names = [lay(cache_root, number, used=NOW - number * DAY) for number in (1, 2, 3)]
+    size = disk_usage(str(CacheLayout(root=cache_root).base))
+    one = plan_of(cache_root, max_bytes=size - 1)
+    assert gone(one) == {names[2].hash}
+    assert one.size_bytes == size
+    two = plan_of(cache_root, max_bytes=size - one.frees_bytes - 1)
+    assert [entry.hash for entry in two.entries] == [names[2].hash, names[1].hash]
+    assert plan_of(cache_root, max_bytes=size).is_empty
+
+
+def test_units_that_nobody_shares_make_room_ahead_of_entries(cache_root):
+    name = lay(cache_root, 1, pieces=("own", "more"))
+    layout = CacheLayout(root=cache_root)
+    unit = put_unit(UnitStore(layout), "a" * 64, b"x" * 5000)
+    rest(layout.unit_dir("a" * 64), DAY)
+    size = disk_usage(str(layout.base))
+    plan = make_plan(layout, Rules(max_bytes=size - unit.size_bytes, units=True))
+    assert (gone(plan), [file.kind for file in plan.files]) == (set(), ["unit"])
+    everything = make_plan(layout, Rules(max_bytes=0, units=True))
+    assert gone(everything) == {name.hash}
+    assert everything.frees_bytes == size - sum(
+        path.stat().st_size
+        for folder in ("state", "lookup")
+        for path in (layout.base / folder).rglob("*")
+        if path.is_file()
+    )
+
+
+@pytest.mark.parametrize("keep_units", [False, True])
+def test_what_frees_nothing_makes_no_room(cache_root, tmp_path, keep_units):
+    linked = lay(cache_root, 1, used=NOW - 9 * DAY)
+    other = lay(cache_root, 2, used=NOW - DAY)
+    layout = CacheLayout(root=cache_root)
+    kept = sorted(path for path in layout.entry_dir(linked.hash).rglob("*") if path.is_file())
+    if not keep_units:
+        kept += sorted(path for path in layout.units_dir.rglob("unit.json"))
+    for number, path in enumerate(kept):
+        os.link(path, tmp_path / str(number))
+    size = disk_usage(str(layout.base))
+    assert gone(plan_of(cache_root, max_bytes=size - 1, keep_units=keep_units)) == {other.hash}
+
+
+def test_a_size_that_cannot_be_reached_is_said(cache_root):
+    name = lay(cache_root, 1)
+    lease = hold(CacheLayout(root=cache_root), name)
+    plan = plan_of(cache_root, max_bytes=0)
+    assert plan.entries == ()
+    assert [kept.why for kept in plan.kept] == ["in_use"]
+    assert "will still take" in plan.notes[0]
+    lease.release()
+
+
+def test_bytes_come_free_with_the_last_name_of_a_file(cache_root, tmp_path):
+    one = lay(cache_root, 1, pieces=("own", "shared"))
+    two = lay(cache_root, 2, pieces=("own", "shared"))
+    layout = CacheLayout(root=cache_root)
+    before = disk_usage(str(layout.base))
+    first = plan_of(cache_root, entries=(one.hash,)).entries[0]
+    own, both = 500, 700
+    assert first.size_bytes - own - both == _other_bytes(layout, one)
+    assert first.frees_bytes == own + _other_bytes(layout, one) + _unit_bytes(layout, first.units)
+    assert len(first.units) == 1
+    whole = plan_of(cache_root, entries=(one.hash, two.hash))
+    assert len([key for entry in whole.entries for key in entry.units]) == 3
+    assert before - whole.frees_bytes == sum(
+        path.stat().st_size
+        for folder in ("state", "lookup")
+        for path in (layout.base / folder).rglob("*")
+        if path.is_file()
+    )
+    # a name outside of the cache keeps the bytes
+    artifact = next(path for path in (layout.entry_dir(one.hash) / "artifacts").iterdir() if path.stat().st_size == own)
+    os.link(artifact, tmp_path / "kept")
+    assert plan_of(cache_root, entries=(one.hash,)).entries[0].frees_bytes == first.frees_bytes - own
+
+
+def _other_bytes(layout, name):
+    artifacts = layout.entry_dir(name.hash) / "artifacts"
+    return sum(
+        path.stat().st_size
+        for path in layout.entry_dir(name.hash).rglob("*")
+        if path.is_file() and path.parent != artifacts
+    )
+
+
+def _unit_bytes(layout, keys):
+    return sum((layout.unit_dir(key) / "unit.json").stat().st_size for key in keys)
+
+
+def test_units_stay_where_that_was_asked_for(cache_root):
+    name = lay(cache_root, 1)
+    plan = plan_of(cache_root, entries=(name.hash,), keep_units=True)
+    assert plan.entries[0].units == ()
+    assert plan.frees_bytes == _other_bytes(CacheLayout(root=cache_root), name)
+
+
+def test_the_last_of_each_model_stay_whatever_other_rules_say(cache_root):
+    names = {
+        (model, days): lay(cache_root, number, model=model, used=NOW - days * DAY)
+        for number, (model, days) in enumerate([("A", 40), ("A", 50), ("A", 60), ("B", 70)])
+    }
+    plan = plan_of(cache_root, older_than_secs=30 * DAY, keep_last=1)
+    assert gone(plan) == {names["A", 50].hash, names["A", 60].hash}
+    assert {(kept.hash, kept.why) for kept in plan.kept} == {
+        (names["A", 40].hash, "keep_last"),
+        (names["B", 70].hash, "keep_last"),
+    }
+    assert plan.kept[0].sentence == "it is among the last 1 of A" or plan.kept[0].model == "B"
+    # but not from being named
+    assert gone(plan_of(cache_root, keep_last=1, entries=(names["B", 70].hash,))) == {names["B", 70].hash}
+
+
+def test_keep_last_alone_has_the_others_go(cache_root):
+    names = [lay(cache_root, number, used=NOW - number * DAY) for number in (1, 2, 3)]
+    assert rules_of(plan_of(cache_root, keep_last=2)) == {names[2].hash: ["keep_last"]}
+
+
+def test_two_models_of_one_name_do_not_push_each_other_out(cache_root):
+    small, large = facts_of("small"), facts_of("large")
+    old = lay(cache_root, 1, facts=small, used=NOW - 3 * DAY)
+    lay(cache_root, 2, facts=small, used=NOW - 2 * DAY)
+    lay(cache_root, 3, facts=large, used=NOW - 4 * DAY)
+    assert gone(plan_of(cache_root, keep_last=1)) == {old.hash}
+
+
+def test_rules_add_up(cache_root):
+    old = lay(cache_root, 1, used=NOW - 90 * DAY)
+    named = lay(cache_root, 2, used=NOW)
+    lay(cache_root, 3, used=NOW)
+    plan = plan_of(cache_root, older_than_secs=DAY, entries=(named.hash[:8], old.hash))
+    assert rules_of(plan) == {old.hash: ["entry", "older_than"], named.hash: ["entry"]}
+
+
+@pytest.mark.parametrize("text", ["ffffffffff", ""])
+def test_a_hash_that_names_no_single_entry_is_refused(cache_root, text):
+    lay(cache_root, 1)
+    lay(cache_root, 2)
+    with pytest.raises(UsageError, match="hash"):
+        plan_of(cache_root, entries=(text,))
+
+
+def test_what_will_miss_and_what_may_serve_instead_is_said(cache_root):
+    one = lay(cache_root, 1, model="A", used=NOW - DAY)
+    two = lay(cache_root, 2, model="A", used=NOW)
+    other = lay(cache_root, 3, model="B", used=NOW - 2 * DAY)
+    plan = plan_of(cache_root, entries=(one.hash, other.hash))
+    assert {entry.hash: entry.instead for entry in plan.entries} == {one.hash: (two.hash,), other.hash: ()}
+    assert plan.to_json()["misses"] == [{"model": "B", "hash": other.hash}]
+
+
+def test_an_entry_in_use_or_being_written_stays_and_is_listed(cache_root):
+    used, written, idle = (lay(cache_root, number) for number in range(3))
+    layout = CacheLayout(root=cache_root)
+    leases = hold(layout, used), hold_writing(layout, written.hash)
+    plan = plan_of(cache_root, older_than_secs=DAY)
+    assert gone(plan) == {idle.hash}
+    assert {(kept.hash, kept.why) for kept in plan.kept} == {(used.hash, "in_use"), (written.hash, "in_use")}
+    for lease in leases:
+        lease.release()
+
+
+TORCH = dict(MACHINE.torch)
+TARGET = {"cpu": {"machine": "x86_64", "capability": "AVX2", "instructions": "0"}, "accelerators": ["sm_90 x132"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        pytest.param(
+            "torch", {**TORCH, "version": "2.12.0"}, 'torch.version was "2.12.0" and is "2.13.0" now', id="torch"
+        ),
+        pytest.param("triton", "3.3.0", 'triton was "3.3.0" and is "3.4.0" now', id="triton"),
+        pytest.param("python", "cpython 3.11", 'python was "cpython 3.11" and is "cpython 3.12" now', id="python"),
+        pytest.param(
+            "target",
+            {**TARGET, "accelerators": ["sm_80 x108"]},
+            'target.accelerators[0] was "sm_80 x108" and is "sm_90 x132" now',
+            id="gpu",
+        ),
+    ],
+)
+def test_an_entry_of_another_machine_is_stale(cache_root, name, value, sentence):
+    same = {"torch": TORCH, "triton": "3.4.0", "python": "cpython 3.12", "target": TARGET}
+    lay(cache_root, 1, factors=tuple(Factor(name=n, value=v) for n, v in same.items()))
+    stale = lay(cache_root, 2, factors=tuple(Factor(name=n, value=v) for n, v in {**same, name: value}.items()))
+    plan = plan_of(cache_root, stale=True)
+    assert rules_of(plan) == {stale.hash: ["stale"]}
+    assert [reason.sentence for reason in plan.entries[0].reasons] == [sentence]
+
+
+def test_nothing_is_stale_on_a_machine_without_torch(cache_root):
+    lay(cache_root, 1, factors=(Factor(name="torch", value=TORCH), Factor(name="triton", value="1")))
+    bare = Machine(**{**vars(MACHINE), "torch": None, "triton": None})
+    assert make_plan(CacheLayout(root=cache_root), Rules(stale=True), machine=bare, now=NOW).is_empty
+
+
+def test_an_edited_source_makes_an_entry_stale_and_one_that_is_not_found_does_not(cache_root, tmp_path):
+    package = tmp_path / "code" / "outer"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise SystemExit('a module above was imported')")
+    (package / "model.py").write_text("one")
+    now = sha256_hex(b"one")
+
+    def sources(**digests):
+        return (Factor(name="sources", value={name.replace("__", "."): digest for name, digest in digests.items()}),)
+
+    lay(cache_root, 1, factors=sources(outer__model=now))
+    edited = lay(cache_root, 2, factors=sources(outer__model="0" * 64))
+    unknown = lay(cache_root, 3, factors=sources(nowhere_at_all="0" * 64))
+    plan = plan_of(cache_root, stale=True, pythonpath=(str(tmp_path / "code"),))
+    assert rules_of(plan) == {edited.hash: ["stale"]}
+    assert "outer.model has changed" in plan.entries[0].reasons[0].sentence
+    (kept,) = plan.kept
+    assert (kept.hash, kept.why) == (unknown.hash, "cannot_tell")
+    assert "the module nowhere_at_all cannot be found from here" in kept.sentence
+
+
+@pytest.mark.parametrize("first", ["", "by name"])
+def test_a_module_in_the_current_folder_is_not_the_models(cache_root, tmp_path, monkeypatch, first):
+    (tmp_path / "chance_model.py").write_text("another")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [first and str(tmp_path), *sys.path])
+    monkeypatch.setattr(sys, "orig_argv", ["python", *(["-m"] if first else []), "cgtool"])
+    lay(cache_root, 1, factors=(Factor(name="sources", value={"chance_model": "0" * 64}),))
+    plan = plan_of(cache_root, stale=True)
+    assert (gone(plan), [kept.why for kept in plan.kept]) == (set(), ["cannot_tell"])
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])  # where somebody asked for it
+    assert len(gone(plan_of(cache_root, stale=True))) == 1
+
+
+def test_an_older_version_of_cgtool_makes_an_entry_stale(cache_root):
+    name = lay(cache_root, 1)
+    path = CacheLayout(root=cache_root).key_file(name.hash)
+    path.write_bytes(resealed(path.read_bytes(), {"record": "key-1"}))
+    assert gone(plan_of(cache_root, stale=True)) == {name.hash}
+
+
+def test_what_a_newer_version_of_cgtool_wrote_stays(cache_root):
+    name = lay(cache_root, 1)
+    path = CacheLayout(root=cache_root).manifest_file(name)
+    path.write_bytes(resealed(path.read_bytes(), {"record": "manifest-999"}))
+    os.utime(path, (0, 0))  # what it says of its age cannot be read
+    plan = plan_of(cache_root, older_than_secs=DAY)
+    assert plan.entries == ()
+    assert [kept.why for kept in plan.kept] == ["newer_schema"]
+    assert gone(plan_of(cache_root, entries=(name.hash,))) == {name.hash}
+
+
+def test_a_torn_manifest_keeps_everyones_units(cache_root):
+    torn = lay(cache_root, 1, pieces=("own", "both"))
+    whole = lay(cache_root, 2, pieces=("own", "both"))
+    path = CacheLayout(root=cache_root).manifest_file(torn)
+    path.write_bytes(path.read_bytes()[:200])
+    plan = plan_of(cache_root, entries=(whole.hash,), units=True)
+    assert plan.entries[0].units == ()
+    assert [file for file in plan.files if file.kind == "unit"] == []
+    assert "units that may be shared with them stay" in plan.notes[0]
+
+
+def test_entries_that_cannot_be_listed_are_named(cache_root):
+    layout = CacheLayout(root=cache_root)
+    names = sorted((lay(cache_root, number) for number in (1, 2, 3)), key=lambda name: name.hash)
+    for name in names[:2]:
+        rank = layout.rank_dir(name).parent
+        shutil.move(rank, cache_root / name.hash)
+        rank.symlink_to(cache_root / name.hash)
+    plan = plan_of(cache_root, older_than_secs=0)
+    assert gone(plan) == {names[2].hash}
+    assert plan.notes[-1].startswith("Left alone, as it cannot be looked into: entry ")
+    assert f" {short(names[0].hash)} and 1 more." in plan.notes[-1]
+
+
+def test_sources_are_found_without_importing_what_is_above_them(tmp_path):
+    package = tmp_path / "above" / "middle"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").write_text("raise SystemExit")
+    (package / "leaf.py").write_text("")
+    assert find_spec("above.middle.leaf", [str(tmp_path)]).origin == str(package / "leaf.py")
+    assert find_spec("above.middle", [str(tmp_path)]).origin == str(package / "__init__.py")
+    assert find_spec("above.nothing.leaf", [str(tmp_path)]) is None
+    assert find_spec("sys", [str(tmp_path)]) is None
+
+
+def kinds(plan):
+    return sorted((file.kind, file.path.rsplit("/", 1)[-1]) for file in plan.files)
+
+
+def test_leftovers_of_every_kind_are_found(cache_root):
+    name = lay(cache_root, 1)
+    other = lay(cache_root, 2, rank=3)
+    layout = CacheLayout(root=cache_root)
+    base, entry, rank = layout.base, layout.entry_dir(name.hash), layout.rank_dir(name)
+    digest, dead, old = "ab" * 32, 2**22 + 5, 2 * DAY
+    orphan = entry / "artifacts" / f"{digest}.eager"
+    orphan.write_bytes(b"x" * 10)
+    gone_rank = f"{'c' * 64}-rank_0-backbone"
+    made = [
+        entry / f".key.json.{dead}.0a.tmp",
+        entry / "artifacts" / f".{digest}.eager.{dead}.0b.tmp",
+        rank / f".manifest.json.{dead}.0c.tmp",
+        base / f".probe.{dead}.0d.tmp",
+        next((base / "units").glob("*/*")) / f".unit.json.{dead}.0e.tmp",
+        rank / f".plan.json.{digest}.next",
+        base / "lookup" / digest / ("c" * 64),
+        base / "lookup" / "indexed" / gone_rank,
+        *(base / "state" / folder / gone_rank for folder in ("used", "locks", "leases")),
+        base / "state" / "leases" / f"{gone_rank}~{'0' * 16}~1~5",
+        base / "state" / "claims" / f"{'c' * 64}~{'0' * 16}~1~5",
+        base / "state" / "pruned" / f"{digest}.json",
+        base / "state" / "trash" / "something" / "file",
+        base / "units" / "ab" / digest / "lock",
+        layout.entry_dir("d" * 64) / "rank_0" / "backbone" / "plan.json",
+        layout.entry_dir(other.hash) / "rank_4" / "backbone" / "plan.json",
+    ]
+    for path in made:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"12345")
+        rest(path, 200 * DAY)
+    for folder in (base / "units" / "ab" / digest, layout.entry_dir("d" * 64) / "rank_0" / "backbone"):
+        rest(folder, old)
+    for folder in (layout.entry_dir("d" * 64), layout.entry_dir(other.hash) / "rank_4" / "backbone"):
+        rest(folder, old)
+    plan = make_plan(layout, Rules(), now=time.time())
+    assert kinds(plan) == sorted(
+        [
+            ("temporary", f".key.json.{dead}.0a.tmp"),
+            ("temporary", f".{digest}.eager.{dead}.0b.tmp"),
+            ("temporary", f".manifest.json.{dead}.0c.tmp"),
+            ("temporary", f".probe.{dead}.0d.tmp"),
+            ("temporary", f".unit.json.{dead}.0e.tmp"),
+            ("temporary", f".plan.json.{digest}.next"),
+            ("artifact", f"{digest}.eager"),
+            ("lookup", "c" * 64),
+            ("lookup", gone_rank),
+            *[("state", gone_rank)] * 3,
+            ("state", f"{gone_rank}~{'0' * 16}~1~5"),
+            ("state", f"{'c' * 64}~{'0' * 16}~1~5"),
+            ("state", f"{digest}.json"),
+            ("trash", "something"),
+            ("unit", digest),
+            ("unfinished", "d" * 64),
+            ("rank", "backbone"),
+        ]
+    )
+    assert plan.entries == ()
+    assert plan.frees_bytes == 5 * len(made) + 10
+
+
+def test_what_a_live_process_is_writing_is_no_leftover(cache_root):
+    name = lay(cache_root, 1)
+    layout = CacheLayout(root=cache_root)
+    entry = layout.entry_dir(name.hash)
+    lease = hold_writing(layout, name.hash)
+    (entry / "artifacts" / f"{'0' * 64}.eager").write_bytes(b"x")
+    fresh = entry / f".key.json.{2**22 + 5}.0a.tmp"
+    fresh.write_bytes(b"x")  # of a dead process, and too young to be sure of that
+    own = entry / f".key.json.{os.getpid()}.0b.tmp"
+    own.write_bytes(b"x")
+    rest(own, 600)
+    assert plan_of(cache_root, now=time.time()).is_empty
+    lease.release()
+    rest(fresh, 61)
+    rest(own, 3600)
+    assert [kind for kind, _ in kinds(plan_of(cache_root, now=time.time()))] == ["artifact", "temporary", "temporary"]
+
+
+def test_an_entry_that_was_begun_today_is_no_leftover(cache_root):
+    layout = CacheLayout(root=cache_root)
+    folder = layout.entry_dir("d" * 64) / "artifacts"
+    folder.mkdir(parents=True)
+    assert plan_of(cache_root, now=time.time()).is_empty
+    for path in (folder, folder.parent):
+        rest(path, DAY + 1)
+    assert kinds(plan_of(cache_root, now=time.time())) == [("unfinished", "d" * 64)]
+
+
+def test_units_that_no_entry_shares_go_only_if_asked(cache_root):
+    name = lay(cache_root, 1)
+    layout = CacheLayout(root=cache_root)
+    (shared,) = units_in(cache_root)
+    from prune_samples import put_unit
+
+    from cgtool.store.units import UnitStore
+
+    put_unit(UnitStore(layout), "ef" * 32, b"alone")
+    later = time.time() + 3601
+    assert plan_of(cache_root, now=later, orphans=True).is_empty
+    assert kinds(plan_of(cache_root, now=later, units=True)) == [("unit", "ef" * 32)]
+    assert plan_of(cache_root, now=time.time(), units=True).is_empty
+    both = plan_of(cache_root, now=later, units=True, entries=(name.hash,))
+    assert both.entries[0].units == (shared,)
+    assert kinds(both) == [("unit", "ef" * 32)]
+
+
+def test_json_has_the_promised_fields(cache_root):
+    name = lay(cache_root, 1, used=NOW - 90 * DAY)
+    (CacheLayout(root=cache_root).entry_dir(name.hash) / "artifacts" / f"{'0' * 64}.eager").write_bytes(b"x")
+    report = plan_of(cache_root, older_than_secs=DAY, orphans=True).to_json()
+    assert list(report) == [
+        "schema",
+        "system",
+        "root",
+        "rules",
+        "entries",
+        "files",
+        "kept",
+        "misses",
+        "size_bytes",
+        "frees_bytes",
+        "notes",
+    ]
+    assert report["schema"] == 1
+    assert report["rules"] == {
+        "older_than_secs": DAY,
+        "max_bytes": None,
+        "stale": False,
+        "orphans": True,
+        "units": False,
+        "keep_last": None,
+        "entries": [],
+        "keep_units": False,
+    }
+    (entry,) = report["entries"]
+    assert list(entry) == [
+        "hash",
+        "model",
+        "ranks",
+        "created",
+        "last_used",
+        "size_bytes",
+        "frees_bytes",
+        "units",
+        "reasons",
+        "instead",
+    ]
+    assert entry["ranks"] == [{"rank": 0, "prefix": "backbone"}]
+    assert report["files"] == [
+        {"path": f"{name.hash}/artifacts/{'0' * 64}.eager", "kind": "artifact", "frees_bytes": 1}
+    ]
+    assert read_key(CacheLayout(root=cache_root), name.hash) is not None
+    assert facts_of("Toy") in {path.name for path in CacheLayout(root=cache_root).lookup_dir.iterdir()}
+
+
+def test_a_lease_that_a_live_process_holds_is_no_leftover_though_its_entry_is_gone(cache_root):
+    lay(cache_root, 1)
+    layout = CacheLayout(root=cache_root)
+    lease = hold_writing(layout, "e" * 64)
+    assert plan_of(cache_root, now=time.time()).is_empty
+    lease.release()
+    assert kinds(plan_of(cache_root, now=time.time())) == [("state", "e" * 64)]

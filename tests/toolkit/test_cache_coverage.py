@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cache_samples import manifest_of, put_row, sample_key, writer
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from cgtool.plan.records import Plan, Step, Variant
+from cgtool.plan.shapes import parse_shape, shape_text
+from cgtool.store.records import Artifact, Fallback, Manifest, Row, VariantCounts
+from cgtool.toolkit.coverage import Hole, UnknownPieces, entry_coverage, planned
+
+COUNTS = VariantCounts(name="default", pieces=5, splitting_pieces=2, unique_pieces=3)
+DECODE = VariantCounts(name="default", pieces=5, splitting_pieces=2, unique_pieces=3, fixed={"num_tokens": 1})
+
+
+PIECES = (0, 2, 4)
+
+
+def row(piece: int, shape: str = "general", *, variant: int = 0, adaptor: str = "aot_inductor") -> Row:
+    return Row(
+        variant=variant,
+        shape=parse_shape(shape),
+        piece_index=piece,
+        adaptor=adaptor,
+        artifact=Artifact(digest="ab" * 32, kind="pt2", size_bytes=1, compile_secs=1.0, kernels=1),
+    )
+
+
+def fallback(piece: int, shape: str = "general", *, adaptor: str = "eager") -> Fallback:
+    return Fallback(
+        variant=0, piece_index=piece, shape=parse_shape(shape), adaptor=adaptor, reason="no compiler takes it"
+    )
+
+
+def manifest(
+    *rows: Row,
+    rank: int = 0,
+    prefix: str = "backbone",
+    variants: tuple[VariantCounts, ...] = (COUNTS,),
+    fallbacks: tuple[Fallback, ...] = (),
+    adaptor: str = "aot_inductor",
+) -> Manifest:
+    return Manifest(
+        hash=sample_key().hash,
+        rank=rank,
+        prefix=prefix,
+        model="Toy",
+        level=3,
+        adaptor=adaptor,
+        splitting_ops=(),
+        variants=variants,
+        rows=rows,
+        fallbacks=fallbacks,
+    )
+
+
+def full(*shapes: str, rank: int = 0, but: tuple[tuple[int, str], ...] = ()) -> Manifest:
+    rows = [row(piece, shape) for shape in shapes for piece in PIECES if (piece, shape) not in but]
+    return manifest(*rows, rank=rank)
+
+
+def hole(piece: int, shape: str, *, rank: int = 0, prefix: str = "backbone", variant: int = 0) -> Hole:
+    return Hole(rank=rank, prefix=prefix, variant=variant, piece_index=piece, shape=parse_shape(shape))
+
+
+def test_a_whole_entry_has_every_piece_for_every_shape_and_no_hole():
+    coverage = entry_coverage(
+        [full("num_tokens=8", "general", "num_tokens=2-4", rank=1), full("general", "num_tokens=2-4", "num_tokens=8")]
+    )
+    assert coverage.is_whole
+    assert [shape_text(shape) for shape in coverage.shapes] == ["general", "num_tokens=2-4", "num_tokens=8"]
+    assert [(place.rank, place.piece_index, place.adaptor) for place in coverage.places] == [
+        (rank, piece, "aot_inductor") for rank in (0, 1) for piece in PIECES
+    ]
+    assert coverage.covered == {
+        (place, text) for place in range(6) for text in ("general", "num_tokens=2-4", "num_tokens=8")
+    }
+
+
+def test_a_shape_that_one_piece_lacks_is_a_hole_there():
+    coverage = entry_coverage([full("general", "num_tokens=8", but=((2, "num_tokens=8"),))])
+    assert coverage.holes == (hole(2, "num_tokens=8"),)
+    assert not coverage.is_whole
+    assert (1, "num_tokens=8") not in coverage.covered
+
+
+def test_a_shape_that_only_another_rank_has_is_a_hole_on_each_piece_of_this_one():
+    coverage = entry_coverage([full("general", "num_tokens=8", rank=1), full("general")])
+    assert coverage.holes == tuple(hole(piece, "num_tokens=8") for piece in PIECES)
+
+
+def test_a_piece_without_any_row_is_known_by_another_rank_of_the_same_counts():
+    coverage = entry_coverage([full("general"), full("general", rank=1, but=((4, "general"),))])
+    assert coverage.holes == (hole(4, "general", rank=1),)
+    assert coverage.places[5].adaptor == ""
+    assert coverage.unknown == ()
+
+
+def test_ranks_whose_counts_differ_lend_each_other_no_pieces_and_yet_shapes():
+    longer = replace(COUNTS, pieces=7, splitting_pieces=3)
+    last = manifest(*[row(piece) for piece in (0, 2, 4, 6)], rank=1, variants=(longer,))
+    coverage = entry_coverage([full("general", "num_tokens=8"), last])
+    assert coverage.holes == tuple(hole(piece, "num_tokens=8", rank=1) for piece in (0, 2, 4, 6))
+
+
+def test_pieces_that_no_row_names_are_counted_and_with_the_plan_named():
+    one = full("general", but=((2, "general"),))
+    assert entry_coverage([one]).unknown == (UnknownPieces(rank=0, prefix="backbone", variant=0, count=1),)
+    assert not entry_coverage([one]).is_whole
+    plans = {one.name: (frozenset(PIECES),)}
+    told = entry_coverage([one], plans=plans)
+    assert (told.holes, told.unknown) == ((hole(2, "general"),), ())
+
+
+def test_the_general_shape_is_missed_where_nothing_has_it():
+    coverage = entry_coverage([full("num_tokens=8")])
+    assert coverage.holes == tuple(hole(piece, "general") for piece in PIECES)
+
+
+def test_a_variant_is_not_asked_for_the_shapes_of_another():
+    rows = [row(piece, shape) for piece in PIECES for shape in ("general", "num_tokens=8")]
+    rows += [row(piece, "num_tokens=1", variant=1) for piece in PIECES]
+    coverage = entry_coverage([manifest(*rows, variants=(COUNTS, DECODE))])
+    assert coverage.is_whole
+    assert [shape_text(shape) for shape in coverage.shapes] == ["general", "num_tokens=1", "num_tokens=8"]
+    assert len(coverage.covered) == 9
+
+
+def test_a_variant_without_any_row_is_missed_with_its_plan():
+    rows = [row(piece) for piece in PIECES]
+    one = manifest(*rows, variants=(COUNTS, DECODE))
+    assert entry_coverage([one]).unknown == (UnknownPieces(rank=0, prefix="backbone", variant=1, count=3),)
+    plans = {one.name: (frozenset(PIECES), frozenset(PIECES))}
+    assert entry_coverage([one], plans=plans).holes == tuple(hole(piece, "num_tokens=1", variant=1) for piece in PIECES)
+
+
+def test_a_piece_that_runs_as_it_stands_serves_every_shape():
+    rows = [row(piece, shape) for piece in (0, 4) for shape in ("general", "num_tokens=8")] + [row(2, adaptor="eager")]
+    coverage = entry_coverage([manifest(*rows, fallbacks=(fallback(2),))])
+    assert coverage.is_whole
+    assert coverage.places[1].serves_all
+    assert coverage.places[1].adaptor == "eager"
+    assert (1, "num_tokens=8") in coverage.covered
+
+
+def test_a_piece_that_should_run_as_it_stands_needs_its_one_artifact():
+    rows = [row(piece, shape) for piece in (0, 4) for shape in ("general", "num_tokens=8")]
+    coverage = entry_coverage([manifest(*rows, fallbacks=(fallback(2),))])
+    assert coverage.holes == (hole(2, "general"),)
+    assert not coverage.places[1].serves_all
+
+
+def test_where_eager_was_asked_for_each_shape_has_its_artifact():
+    rows = [row(piece, adaptor="eager") for piece in PIECES] + [row(0, "num_tokens=8", adaptor="eager")]
+    coverage = entry_coverage([manifest(*rows, adaptor="eager", fallbacks=(fallback(2),))])
+    assert coverage.holes == (hole(2, "num_tokens=8"), hole(4, "num_tokens=8"))
+
+
+def test_a_size_served_by_another_adaptor_is_no_hole():
+    rows = [row(piece) for piece in PIECES] + [
+        row(0, "num_tokens=8"),
+        row(2, "num_tokens=8", adaptor="inductor_standalone"),
+        row(4, "num_tokens=8"),
+    ]
+    coverage = entry_coverage(
+        [manifest(*rows, fallbacks=(fallback(2, "num_tokens=8", adaptor="inductor_standalone"),))]
+    )
+    assert coverage.is_whole
+    assert coverage.places[1].adaptor == "aot_inductor"
+
+
+def test_prefixes_do_not_ask_each_other_for_anything():
+    head = manifest(row(0), prefix="eagle_head", variants=(replace(COUNTS, pieces=1, splitting_pieces=0),))
+    coverage = entry_coverage([full("general", "num_tokens=8"), head])
+    assert coverage.is_whole
+    assert coverage.places[3].prefix == "eagle_head"
+
+
+def test_shapes_by_dimension_are_told_apart():
+    shapes = ("general", "batch=1:seq=8", "batch=8:seq=1")
+    coverage = entry_coverage([full(*shapes, but=((4, shapes[2]),))])
+    assert coverage.holes == (hole(4, shapes[2]),)
+    assert coverage.holes[0].to_json() == {
+        "rank": 0,
+        "prefix": "backbone",
+        "variant": 0,
+        "piece_index": 4,
+        "shape": {"batch": (8, 8), "seq": (1, 1)},
+    }
+
+
+def test_manifests_of_two_entries_or_one_twice_are_refused():
+    with pytest.raises(ValueError, match="Give each manifest of one entry once"):
+        entry_coverage([full("general"), full("general")])
+    with pytest.raises(ValueError, match="Give each manifest of one entry once"):
+        entry_coverage([full("general"), replace(full("general", rank=1), hash="cd" * 32)])
+
+
+def test_the_manifests_of_a_published_entry_are_taken_as_they_are_read(cache_root: Path):
+    to = writer(cache_root)
+    rows = tuple(put_row(to, piece=piece) for piece in (0, 2, 4, 6, 8))
+    assert entry_coverage([manifest_of(to, rows)]).is_whole
+
+
+CELLS = [
+    (rank, piece, shape)
+    for rank in (0, 1)
+    for piece in PIECES
+    for shape in ("general", "num_tokens=8", "num_tokens=2-4")
+]
+
+
+@given(st.sets(st.sampled_from(CELLS)))
+def test_with_a_plan_what_was_taken_away_is_what_is_missed(gone: set[tuple[int, int, str]]):
+    ranks = [
+        manifest(
+            *[row(piece, shape) for at, piece, shape in CELLS if at == rank and (at, piece, shape) not in gone],
+            rank=rank,
+        )
+        for rank in (0, 1)
+    ]
+    plans = {one.name: (frozenset(PIECES),) for one in ranks}
+    coverage = entry_coverage(ranks, plans=plans)
+    left = {shape for rank, piece, shape in CELLS if (rank, piece, shape) not in gone} | {"general"}
+    missed = {(found.rank, found.piece_index, shape_text(found.shape)) for found in coverage.holes}
+    assert missed == {(rank, piece, shape) for rank, piece, shape in gone if shape in left}
+    assert len(coverage.covered) + len(coverage.holes) == 6 * len(left)
+
+
+def test_a_plan_says_which_pieces_are_compiled():
+    steps = [
+        Step(piece=piece, splitting=piece == 1, graph="ab" * 32, symbols={}, inputs=(), outputs=())
+        for piece in (0, 1, 2, -1)
+    ]
+    variant = Variant(
+        name="default",
+        fixed={},
+        dims={"num_tokens": ("s0",)},
+        symbols=(),
+        relations=(),
+        inputs=(),
+        model_guards=(),
+        call_guards=(),
+        steps=tuple(steps),
+        output=["v", 0],
+    )
+    plan = Plan(method="forward", qualname="toy:Toy", variants=(variant,), graphs={})
+    assert planned(plan) == (frozenset({0, 2}),)

@@ -1,0 +1,69 @@
+"""What nothing can tell of later is refused as a model is warmed, and named."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from trace_harness import plan_of  # noqa: E402
+
+from cgtool.errors import TraceError  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+GAIN = 2.0
+
+
+@torch.compiler.assume_constant_result
+def assumed():
+    return GAIN
+
+
+class Numbered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = [object(), object()]
+
+    def forward(self, x):
+        return x * len({id(part) for part in self.parts})
+
+
+class Assuming(nn.Module):
+    def forward(self, x):
+        return x * assumed()
+
+
+class Method(nn.Module):
+    @torch.compiler.assume_constant_result
+    def factor(self):
+        return GAIN
+
+    def forward(self, x):
+        return x * self.factor()
+
+
+class Plain(nn.Module):
+    def forward(self, x):
+        return x + 1
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        pytest.param(Numbered, r"test_trace_refusals\.py:\d+, in Numbered.*id\(\) gives another number", id="id"),
+        pytest.param(Assuming, r"assumed is marked with assume_constant_result", id="constant function"),
+        pytest.param(Method, r"Method\.factor is marked with assume_constant_result", id="constant method"),
+    ],
+)
+def test_what_cannot_be_guarded_is_refused_by_name(model, words):
+    with pytest.raises(TraceError, match=words):
+        plan_of(model(), torch.rand(3, 4))
+
+
+@pytest.mark.parametrize("name", ["__call__", "_wrapped_call_impl", "_call_impl"])
+def test_another_way_to_call_modules_is_refused_by_name(name, monkeypatch):
+    monkeypatch.setattr(nn.Module, name, lambda self, *args: self.forward(*args) * 2)
+    with pytest.raises(TraceError, match=rf"torch\.nn\.Module\.{name} was replaced"):
+        plan_of(Plain(), torch.rand(3, 4))
