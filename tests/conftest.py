@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import tempfile
@@ -47,6 +48,15 @@ def isolated_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             if name.startswith("CGTOOL_") or name in {"XDG_CACHE_HOME", "RANK", "LOCAL_RANK"}:
                 patch.delenv(name)
         yield home
+
+
+@pytest.fixture(autouse=True)
+def log_as_it_was() -> Iterator[None]:
+    """Put back cgtool's log, which a command run in this process sends to its own output."""
+    logger = logging.getLogger("cgtool")
+    before = logger.handlers, logger.propagate, logger.level
+    yield
+    logger.handlers, logger.propagate, logger.level = before
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def write(storm: Storm, chance: random.Random) -> str:
     """Publish entries as a warm does, of units that others share, and of artifacts of their own."""
     number, rank = chance.randrange(storm.entries), chance.randrange(2)
     if chance.random() < 0.3:
-        lay_entry(storm.root, seed=number, rank=rank, shapes=chance.choice([("general",), ("general", 8)]))
+        lay_entry(storm.root, seed=number, rank=rank, shapes=chance.choice([("general",), ("general", "n=8")]))
         return "published"
     while True:
         try:
@@ -241,7 +241,7 @@ def test_a_storm_of_all_kinds_of_work_on_one_cache(tmp_path, processes, secs, lo
     )
     storm.folder.mkdir()
     for seed in range(storm.entries):
-        lay_entry(tmp_path / "source", seed=seed, shapes=("general", "n=8" + seed))
+        lay_entry(tmp_path / "source", seed=seed, shapes=("general", f"n={8 + seed}"))
     export(ExportOptions(dest=storm.bundle, cache_dir=tmp_path / "source", choice=Choice(everything=True)))
     let_go()
     lay_entry(storm.root)
