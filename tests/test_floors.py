@@ -39,7 +39,7 @@ HEAVY = ("torch._dynamo", "torch._inductor", "sympy", "triton")
 LIGHT_FOLDERS = {"runtime", "guards", "graph", "serving"}
 PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
-MAX_LINES = 400
+MAX_LINES = 500
 
 
 @dataclass(frozen=True)
