@@ -23,7 +23,7 @@ from cgtool.runtime.factors import Live
 from cgtool.runtime.find import Finder
 from cgtool.runtime.opening import open_entry
 from cgtool.store.layout import CacheLayout, resolve_root
-from cgtool.store.state import StateStore
+from cgtool.store.lookup import StateStore
 from cgtool.store.trust import TrustPolicy
 from cgtool.variables import environment
 

@@ -26,7 +26,7 @@ _SOURCES = (
     "cgtool/compiler/sizes.py",
     "cgtool/compiler/options.py",
     "cgtool/compiler/outputs.py",
-    "cgtool/store/packages.py",
+    "cgtool/store/artifacts.py",
     "tests/piece_ops.py",
 )
 

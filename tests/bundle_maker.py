@@ -17,11 +17,10 @@ from cgtool.digests import sha256_hex
 from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
 from cgtool.plan.records import Plan, Step, Variant, encode_plan
 from cgtool.plan.shapes import parse_shape
+from cgtool.store.artifacts import Origin, Package, pack, with_origin
 from cgtool.store.entry import EntryWriter
 from cgtool.store.key import Factor, Key
 from cgtool.store.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout
-from cgtool.store.origin import Origin, with_origin
-from cgtool.store.packages import Package, pack
 from cgtool.store.records import Artifact, Manifest, Row, VariantCounts
 
 ADAPTORS = {"pt2": "aot_inductor", "json": "eager", "aot": "inductor_standalone", "mega": "inductor"}

@@ -19,13 +19,11 @@ from cgtool.digests import digest_of, sha256_hex
 from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
 from cgtool.plan.records import Plan, Step, Variant, encode_plan
 from cgtool.plan.shapes import Shape
-from cgtool.store.files import ensure_root
+from cgtool.store.artifacts import Package, pack
+from cgtool.store.files import ensure_root, seal
 from cgtool.store.key import Factor, Key
 from cgtool.store.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, UNIT_FILE, CacheLayout, RankName
-from cgtool.store.packages import Package, pack
-from cgtool.store.records import Artifact, FileRecord, Manifest, Row, Unit, VariantCounts
-from cgtool.store.sealing import seal
-from cgtool.store.state import timestamp
+from cgtool.store.records import Artifact, FileRecord, Manifest, Row, Unit, VariantCounts, timestamp
 
 MODELS = ("Llama-3.1-8B", "Qwen3-4B", "Gemma-3-12B", "Mixtral-8x7B", "GPT-2")
 ADAPTOR, KIND = "aot_inductor", "pt2"

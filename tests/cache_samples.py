@@ -16,6 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from cgtool.plan.shapes import parse_shape, shape_text
+from cgtool.store import leases
 from cgtool.store import lock as lock_module
 from cgtool.store.entry import Entry, EntryWriter, read_entry
 from cgtool.store.key import Factor, Key, read_key
@@ -163,12 +164,12 @@ def no_flock(number: int = errno.ENOLCK) -> Iterator[None]:
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    original = lock_module._flock
-    lock_module._flock = refuse
+    original = leases.fcntl.flock
+    leases.fcntl.flock = refuse
     try:
         yield
     finally:
-        lock_module._flock = original
+        leases.fcntl.flock = original
 
 
 def hold_lock(path: Path, held: Path) -> None:

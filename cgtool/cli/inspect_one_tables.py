@@ -18,7 +18,7 @@ from cgtool.toolkit.inspect.key import leaves
 
 if TYPE_CHECKING:
     from cgtool.cli.output import Output
-    from cgtool.store.elf import Kernel
+    from cgtool.store.compiled_code import Kernel
     from cgtool.store.records import Row
     from cgtool.toolkit.coverage import Place
     from cgtool.toolkit.foreign.inspect_entry import ForeignKeyReport

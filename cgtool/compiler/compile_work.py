@@ -22,7 +22,7 @@ from cgtool.digests import digest_of
 from cgtool.errors import UnitsFailedError
 from cgtool.events import OnEvent
 from cgtool.plan.shapes import shape_text
-from cgtool.store.objects import ObjectStore
+from cgtool.store.entry import ObjectStore
 from cgtool.store.records import Fallback, Row
 
 #: How many pieces a line of progress names.

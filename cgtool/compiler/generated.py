@@ -18,8 +18,8 @@ from typing import Any
 
 from cgtool.compiler.adaptors.interface import CompiledPiece, CompilerInterface
 from cgtool.plan.pieces import Json, PieceGraph
+from cgtool.store.compiled_code import generated_dir, generated_sources, generated_texts
 from cgtool.store.files import read_bytes, write_atomic
-from cgtool.store.generated import generated_dir, generated_sources, generated_texts
 from cgtool.store.layout import CODE_FILE, GRAPH_FILE, CacheLayout, RankName
 from cgtool.store.records import Artifact, Manifest
 

@@ -26,8 +26,8 @@ from cgtool.errors import CacheCorruptError, ProofMismatchError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.plan.pieces import PieceGraph
 from cgtool.plan.shapes import shape_text
-from cgtool.store.objects import ObjectStore
-from cgtool.store.origin import Origin, parted, with_origin
+from cgtool.store.artifacts import Origin, parted, with_origin
+from cgtool.store.entry import ObjectStore
 from cgtool.store.records import Artifact
 from cgtool.store.units import UnitStore
 

@@ -35,11 +35,10 @@ from cgtool.runtime.call import first_index
 from cgtool.runtime.factors import Live, key_of
 from cgtool.runtime.find import Finder, Found
 from cgtool.runtime.text import plan_text
-from cgtool.store.entry import EntryWriter
+from cgtool.store.entry import EntryWriter, ObjectStore
 from cgtool.store.files import check_writable
 from cgtool.store.key import Key
 from cgtool.store.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout, RankName, resolve_root, short
-from cgtool.store.objects import ObjectStore
 from cgtool.store.records import Fallback, Manifest
 from cgtool.store.trust import TrustPolicy
 from cgtool.variables import environment, variables_now

@@ -21,7 +21,7 @@ from cgtool.compiler.workers.request import StaysHereError
 from cgtool.config import EAGER
 from cgtool.errors import CompileError, WorkerError
 from cgtool.events import Event, OnEvent
-from cgtool.store.objects import ObjectStore
+from cgtool.store.entry import ObjectStore
 
 _log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from cgtool.runtime.find import Found
 from cgtool.runtime.packages import open_package
 from cgtool.runtime.pieces import piece_function
 from cgtool.runtime.shapes import Bounds, graph_at, symbol_bounds
-from cgtool.store.origin import code_of
+from cgtool.store.artifacts import code_of
 from cgtool.store.records import Row
 
 #: Makes a function from an artifact: (adaptor, bytes, the piece's graph at the artifact's shape).

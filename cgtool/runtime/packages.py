@@ -31,10 +31,9 @@ from cgtool.plan.pieces import PieceGraph
 from cgtool.runtime import _torch as private
 from cgtool.runtime.dispatch import Boxed, ForkedLock
 from cgtool.runtime.views import OUTPUTS, with_views
-from cgtool.store.descriptors import made
-from cgtool.store.files import FILE_LIMIT
-from cgtool.store.holding import hold, is_abandoned
-from cgtool.store.packages import NATIVE_FILE, Package, archive_with_source, unpack
+from cgtool.store.artifacts import NATIVE_FILE, Package, archive_with_source, unpack
+from cgtool.store.files import FILE_LIMIT, opening
+from cgtool.store.leases import hold_folder, is_abandoned
 
 _log = logging.getLogger(__name__)
 
@@ -172,7 +171,7 @@ def _new_folder(parent: str) -> Path:
         del _folders[folder]  # not ours
         raise
     with contextlib.suppress(OSError):  # without a lock on it, its youth protects it
-        _folders[folder] = os.getpid(), hold(folder)
+        _folders[folder] = os.getpid(), hold_folder(folder)
     return folder
 
 
@@ -239,7 +238,7 @@ def _in_memory(data: bytes) -> Iterator[str | None]:
     """Yield a path that leads to these bytes in memory, or None where the system keeps code out of memory files."""
     for flags in (os.MFD_CLOEXEC | _MFD_EXEC, os.MFD_CLOEXEC):
         try:
-            [descriptor] = made(os.memfd_create, "cgtool-package", flags)
+            [descriptor] = opening(os.memfd_create, "cgtool-package", flags)
         except OSError as error:
             _log.debug("No memory file with flags %#x: %s", flags, error)
             continue

@@ -1,29 +1,243 @@
-"""`bundle.json`: every member of a bundle with its digest and size. Must not import torch.
+"""`bundle.json` and what a bundle may hold: names, numbers, and the words of refusals. Must not import torch.
 
-Members are sorted by path, and do not count bundle.json and bundle.sig. `cgtool.store.bundle_names` has their names.
+The index names every member of a bundle with its digest and size, sorted by path; bundle.json and bundle.sig do not
+count. Grammar of the members' names, over that of `cgtool.store.layout`::
+
+    member = "torch_compile_cache/" hash "/" inner
+    inner  = "key.json" | "artifacts/" sha256 "." kind | "rank_" i "/" prefix "/" file
+    file   = "manifest.json" | "plan.json" | "computation_graph.py" | "transformed_code.py"
+    kind   = "pt2" | "json" | "aot" | "mega" | the name of another adaptor that this process knows
+
+A name is matched to it before it becomes a path; what a stranger may try instead is told apart for the refusal only. A
+kind that no adaptor opens is of no use, and nobody can say what it would do.
+
+A refusal has a stable reason for programs, which `cgtool import --json` prints::
+
+    not_trusted unsigned untrusted_key wrong_signature tampered bad_signature_file            who made it
+    not_a_bundle unknown_schema bad_index bad_compression bad_header truncated trailing_data  what it is
+    parent_path absolute_name strange_name outside_layout unknown_kind                        names
+    duplicate_member case_collision unicode_collision
+    link device fifo folder_member sparse pax_header strange_type                             types
+    too_large bomb size_mismatch digest_mismatch                                              sizes and bytes
+    missing_member unlisted_member missing_artifact unnamed_artifact                          what is there
+    corrupt_key corrupt_manifest corrupt_plan strange_package strange_artifact pickle         what is in it
+    unsupported other_plan other_schema_here link_here                                        what is here
+
+Load adds (`cgtool.store.trust`): foreign_owner writable_by_others changed.
 """
 
 from __future__ import annotations
 
 import sys
+import unicodedata
 from collections.abc import Iterable
+from typing import Any
 
-from cgtool.errors import CacheCorruptError, CacheSchemaError
+from cgtool.adaptor_registry import is_kind
+from cgtool.errors import CacheCorruptError, CacheSchemaError, RefusedError
 from cgtool.plan.grammar import Count, Digest, Record
-from cgtool.store.bundle_limits import (
-    MAX_PACKAGE_BYTES,
-    MAX_PLAN_BYTES,
-    MAX_RECORD_BYTES,
-    MAX_RECORD_VALUES,
-    MAX_TEXT_BYTES,
-    Limits,
-    check_values,
+from cgtool.records import dataclass
+from cgtool.store.files import ARTIFACT_MODE, RECORD_MODE, Sealed, unseal
+from cgtool.store.layout import (
+    ARTIFACTS,
+    CACHE_FOLDER,
+    KEY_FILE,
+    MANIFEST_FILE,
+    PLAN_FILE,
+    RANK_FILES,
+    is_hash,
+    is_prefix,
+    parse_rank_folder,
 )
-from cgtool.store.bundle_names import INDEX_FILE, PACKAGE_KIND, Place, check_distinct, place_of
-from cgtool.store.files import ARTIFACT_MODE, RECORD_MODE
-from cgtool.store.layout import ARTIFACTS, KEY_FILE, MANIFEST_FILE, PLAN_FILE
-from cgtool.store.refusals import refused
-from cgtool.store.sealing import Sealed, unseal
+
+_SHOWN_CHARACTERS = 160
+_ADVICE = "Nothing was changed. Ask whoever made the bundle for a whole one."
+
+
+def shown(name: str) -> str:
+    """Return a member's name as people may be shown it: quoted, escaped and cut."""
+    return repr(name if len(name) <= _SHOWN_CHARACTERS else f"{name[:_SHOWN_CHARACTERS]}…")
+
+
+def without_advice(error: RefusedError) -> str:
+    """Return what is wrong, without what whoever imports can do about it."""
+    return str(error).removesuffix(f" {_ADVICE}")
+
+
+def refused(
+    reason: str, why: str, *, member: str | None = None, expected: Any = None, actual: Any = None, advice: str = _ADVICE
+) -> RefusedError:
+    """Return the error for a bundle that is not believed.
+
+    Args:
+        reason: A stable word for programs.
+        why: What is wrong, as the end of a sentence: "holds a link".
+        member: The member that it is about; None for the bundle as a whole.
+        expected: What should have been there.
+        actual: What was there.
+        advice: What the user can do.
+    """
+    about = "The bundle" if member is None else f"The member {shown(member)} of the bundle"
+    path = None if member is None else member[:_SHOWN_CHARACTERS]
+    return RefusedError(f"{about} {why}. {advice}", reason=reason, path=path, expected=expected, actual=actual)
+
+
+_GIB, _MIB = 2**30, 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What is read of a bundle before it is refused.
+
+    Args:
+        max_bytes: The size of all members together.
+        max_ratio: Bytes unpacked for one byte packed, looked at once `ratio_from_bytes` were unpacked.
+        max_members: How many members there may be.
+        max_index_bytes: The size of bundle.json.
+        ratio_from_bytes: Small bundles may pack well.
+    """
+
+    max_bytes: int = 64 * _GIB
+    max_ratio: float = 250.0
+    max_members: int = 1_000_000
+    max_index_bytes: int = 32 * _MIB
+    ratio_from_bytes: int = 32 * _MIB
+
+
+#: bundle.sig holds a few hundred bytes for each signature.
+MAX_SIGNATURE_BYTES = 2**16
+#: JSON that is parsed whole: the index, keys and manifests. Python makes thirty bytes of each one of "{},{},...".
+MAX_RECORD_BYTES = 32 * _MIB
+MAX_RECORD_VALUES = 2_000_000
+MAX_PLAN_BYTES = 64 * _MIB
+MAX_PLAN_VALUES = 4_000_000
+#: Text that nobody parses.
+MAX_TEXT_BYTES = 256 * _MIB
+#: Packages are opened from memory, by load too.
+MAX_PACKAGE_BYTES = 4 * _GIB
+
+
+def check_values(data: bytes, *, member: str, most: int) -> None:
+    """Check, before it is parsed, that JSON makes no more values than a record of cgtool's has.
+
+    Args:
+        data: The JSON; what is in its strings counts too.
+        member: The file that it is.
+        most: How many lists, objects and commas it may hold.
+
+    Raises:
+        RefusedError: bomb.
+    """
+    found = data.count(b"{") + data.count(b"[") + data.count(b",")
+    if found > most:
+        why = "is a record that grows out of all proportion"
+        raise refused("bomb", why, member=member, expected=most, actual=found)
+
+
+INDEX_FILE = "bundle.json"
+SIGNATURE_FILE = "bundle.sig"
+
+#: Kinds whose bytes torch unpickles as it opens them.
+PICKLE_KINDS = frozenset({"aot", "mega"})
+PACKAGE_KIND = "pt2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a member belongs.
+
+    Args:
+        hash: The entry.
+        rank: Of a file of a rank folder; else None.
+        prefix: Of a file of a rank folder; else "".
+        file: The file's own name.
+        kind: Of an artifact; else "".
+    """
+
+    hash: str
+    rank: int | None = None
+    prefix: str = ""
+    file: str
+    kind: str = ""
+
+
+def place_of(name: str) -> Place:
+    """Return where a member belongs.
+
+    Raises:
+        RefusedError: The name is outside of the grammar: parent_path, absolute_name, strange_name, unknown_kind or
+            outside_layout.
+    """
+    parts = name.split("/")
+    if name.startswith("/"):
+        raise refused("absolute_name", "has an absolute name", member=name)
+    if ".." in parts:
+        raise refused("parent_path", "would lie outside of the cache", member=name)
+    if not name.isascii() or not name.isprintable() or "\\" in name or "" in parts or "." in parts:
+        raise refused("strange_name", "has a name with characters that no name of a cache has", member=name)
+    place = _placed(parts)
+    if place is None:
+        raise refused("outside_layout", "has a name that nothing in a cache has", member=name)
+    if place.kind and not is_kind(place.kind):
+        raise refused(
+            "unknown_kind", "is an artifact of a kind that no adaptor here makes", member=name, actual=place.kind
+        )
+    return place
+
+
+def _placed(parts: list[str]) -> Place | None:
+    match parts:
+        case [top, hash_, file] if top == CACHE_FOLDER and is_hash(hash_) and file == KEY_FILE:
+            return Place(hash=hash_, file=file)
+        case [top, hash_, folder, file] if top == CACHE_FOLDER and is_hash(hash_) and folder == ARTIFACTS:
+            digest, _, kind = file.partition(".")
+            return Place(hash=hash_, file=file, kind=kind) if is_hash(digest) and kind else None
+        case [top, hash_, folder, prefix, file] if top == CACHE_FOLDER and is_hash(hash_) and is_prefix(prefix):
+            rank = parse_rank_folder(folder)
+            known = file == MANIFEST_FILE or file in RANK_FILES
+            return Place(hash=hash_, rank=rank, prefix=prefix, file=file) if rank is not None and known else None
+    return None
+
+
+def check_distinct(names: Iterable[str]) -> None:
+    """Check that no two names are one on some file system.
+
+    Raises:
+        RefusedError: duplicate_member, unicode_collision or case_collision.
+    """
+    whole: set[str] = set()
+    composed: set[str] = set()
+    folded: set[str] = set()
+    for name in names:
+        if name in whole:
+            raise refused("duplicate_member", "is there twice", member=name)
+        one = name if name.isascii() else unicodedata.normalize("NFC", name)
+        if one in composed:
+            raise refused("unicode_collision", "has the name of another in another spelling of Unicode", member=name)
+        small = one.casefold()
+        if small in folded:
+            raise refused("case_collision", "differs from another in upper and lower case only", member=name)
+        whole.add(name)
+        composed.add(one)
+        folded.add(small)
+    # A file system that ignores case would make one folder of two.
+    spelled: dict[str, str] = {}
+    for name in names_of_folders(whole):
+        other = spelled.setdefault(name.casefold(), name)
+        if other != name:
+            raise refused("case_collision", "differs from another in upper and lower case only", member=name)
+
+
+def names_of_folders(names: Iterable[str]) -> set[str]:
+    """Return every folder above some names."""
+    found: set[str] = set()
+    for name in names:
+        folder = name.rpartition("/")[0]
+        while folder and folder not in found:
+            found.add(folder)
+            folder = folder.rpartition("/")[0]
+    return found
+
 
 _MAX_BYTES = {KEY_FILE: MAX_RECORD_BYTES, MANIFEST_FILE: MAX_RECORD_BYTES, PLAN_FILE: MAX_PLAN_BYTES}
 

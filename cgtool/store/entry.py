@@ -16,16 +16,18 @@ A writer, under the rank's lock:
 A reader takes `<name>` if its bytes match the manifest's digest, or else the `.next` of that digest; if neither is
 there the manifest has been replaced meanwhile, and it starts over. Killed before 3, the entry is as before; killed
 after 3, it is as after, and the next writer does 4. A `.next` that no manifest names was left by a killed writer, and
-is removed. Where a folder can be neither renamed nor removed at once, an entry is withdrawn in the other order: 4, then
-3, and then the rest. Where locks do not work, 4 copies and removes nothing that is not old, so that writers cannot take
-files from each other; rows of two simultaneous writers may then be lost, which costs a compile and never a wrong
-answer.
+is removed. Where locks do not work, 4 copies and removes nothing that is not old, so that writers cannot take files
+from each other; rows of two simultaneous writers may then be lost, which costs a compile and never a wrong answer.
+
+`artifacts/<sha256>.<kind>` holds exactly the bytes that the name says, or it is corrupt. Equal artifacts of different
+pieces, sizes and ranks are one file, and where the file system allows it one file with the unit that it came from.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -37,24 +39,124 @@ from cgtool.digests import sha256_hex
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
 from cgtool.records import dataclass
 from cgtool.store.files import (
+    ARTIFACT_MODE,
     corrupt,
+    ensure_folder,
     ensure_root,
     is_newer,
+    os_errors_as_cache_errors,
     read_bytes,
-    remove,
     sweep,
     sync_folder,
-    telling,
     write_atomic,
 )
 from cgtool.store.key import Key, write_key
-from cgtool.store.layout import PLAN_FILE, CacheLayout, RankName
+from cgtool.store.layout import ARTIFACTS, PLAN_FILE, CacheLayout, RankName, check_hash, check_kind
 from cgtool.store.leases import hold_writing
 from cgtool.store.lookup import LookupStore
-from cgtool.store.objects import ObjectStore
 from cgtool.store.records import Artifact, Fallback, FileRecord, Manifest, Row, parse_manifest, read_manifest
 
 _log = logging.getLogger(__name__)
+
+
+class ObjectStore:
+    """The `artifacts` folder of one entry.
+
+    Args:
+        entry_dir: The entry's folder, as `CacheLayout.entry_dir` gives it.
+    """
+
+    def __init__(self, entry_dir: Path) -> None:
+        self.folder = entry_dir / ARTIFACTS
+
+    def path(self, digest: str, kind: str) -> Path:
+        """Return where an artifact lies, whether it is there or not."""
+        return self.folder / f"{check_hash(digest)}.{check_kind(kind)}"
+
+    def size(self, digest: str, kind: str) -> int | None:
+        """Return an artifact's size in bytes without reading it, or None when it is absent.
+
+        Raises:
+            CacheError: It cannot be looked at. To call it absent would have a writer drop the rows that name it.
+        """
+        path = self.path(digest, kind)
+        with os_errors_as_cache_errors(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return path.stat().st_size
+        return None
+
+    def put(self, data: bytes, kind: str) -> str:
+        """Store an artifact and return its digest; an intact one that is there already is kept.
+
+        Raises:
+            CacheError: It cannot be written.
+        """
+        digest = sha256_hex(data)
+        path = self.path(digest, kind)
+        if not _holds(path, digest):
+            write_atomic(path, data, mode=ARTIFACT_MODE)
+        return digest
+
+    def get(self, digest: str, kind: str) -> bytes:
+        """Return an artifact's bytes, which match their digest.
+
+        Open what is returned and never the path again: the file may change between the two.
+
+        Raises:
+            CacheCorruptError: It is missing, or its bytes differ from its digest.
+            CacheError: It cannot be read.
+        """
+        path = self.path(digest, kind)
+        data = read_bytes(path)
+        if data is None:
+            raise corrupt(path, "the manifest names it and it is missing", expected=digest)
+        actual = sha256_hex(data)
+        if actual != digest:
+            raise corrupt(path, "its bytes differ from its digest", expected=digest, actual=actual)
+        return data
+
+    def link_from(self, source: Path, digest: str, kind: str) -> None:
+        """Take over an artifact from another place of the same cache: a hard link where possible, else a copy.
+
+        Args:
+            source: The file that holds the bytes.
+            digest: What its bytes must be.
+            kind: The artifact's kind.
+
+        Raises:
+            CacheCorruptError: `source` is missing or holds other bytes.
+            CacheError: It cannot be written.
+        """
+        path = self.path(digest, kind)
+        if _holds(path, digest):
+            return
+        data = read_bytes(source)
+        actual = None if data is None else sha256_hex(data)
+        if data is None or actual != digest:
+            why = "it is missing" if data is None else "its bytes differ from its digest"
+            raise corrupt(source, why, expected=digest, actual=actual)
+        ensure_folder(self.folder)
+        try:
+            os.link(source, path)
+        except FileExistsError:  # another process was faster, or a corrupt file is in the way
+            if not _holds(path, digest):
+                write_atomic(path, data, mode=ARTIFACT_MODE)
+        except OSError as error:  # another file system, no links there, or too many of them
+            _log.debug("copying %s: %s", source.name, error)
+            write_atomic(path, data, mode=ARTIFACT_MODE)
+        else:
+            sync_folder(self.folder)
+
+
+def _holds(path: Path, digest: str) -> bool:
+    """Whether a file is there and intact; a corrupt one is to be replaced."""
+    data = read_bytes(path)
+    if data is None:
+        return False
+    if sha256_hex(data) == digest:
+        return True
+    _log.warning("%s is corrupt and will be replaced", path)
+    return False
+
 
 _NEXT = re.compile(r"\.(?P<name>.+)\.(?P<digest>[0-9a-f]{64})\.next")
 _ABANDONED_SECS = 3600.0
@@ -123,29 +225,6 @@ def read_entry(
             raise _broken(folder, current, next(file for file in wanted if file not in complete))
         earlier = current
     raise CacheError(f"{folder} kept changing while it was read. Try again.", path=folder)
-
-
-def withdraw(layout: CacheLayout, name: RankName) -> None:
-    """Take a manifest away, and leave a rank folder as of a writer that was killed before 3; nobody may write to it.
-
-    Args:
-        layout: Where the cache lies.
-        name: Which rank and prefix.
-
-    Raises:
-        CacheError: It cannot be taken away.
-    """
-    folder = layout.rank_dir(name)
-    with contextlib.suppress(CacheCorruptError, CacheSchemaError):  # whatever it names, nobody reads that
-        manifest = read_manifest(layout, name)
-        record = None if manifest is None else manifest.files.get(PLAN_FILE)
-        if record is not None:
-            data = read_bytes(folder / PLAN_FILE)
-            if data is not None and sha256_hex(data) == record.sha256:
-                write_atomic(_next(folder, PLAN_FILE, record.sha256), data)
-            remove(folder / PLAN_FILE)
-    remove(layout.manifest_file(name))
-    sync_folder(folder)
 
 
 class EntryWriter:
@@ -252,7 +331,7 @@ class EntryWriter:
             self._check(manifest)
             self._commit(manifest, files, entry)
             self._settle(exclusive=lock.is_held)
-        from cgtool.store.trash import sweep_trash  # a load does without
+        from cgtool.store.pruned import sweep_trash  # a load does without
 
         sweep_trash(self._layout)
         return manifest
@@ -298,7 +377,7 @@ class EntryWriter:
         folder = self._layout.rank_dir(self.name)
         manifest = read_manifest(self._layout, self.name)
         named = {} if manifest is None else {name: record.sha256 for name, record in manifest.files.items()}
-        with telling(folder):
+        with os_errors_as_cache_errors(folder):
             paths = list(folder.iterdir())
         for path in paths:
             match = _NEXT.fullmatch(path.name)

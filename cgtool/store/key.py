@@ -17,9 +17,8 @@ from cgtool.errors import CacheCorruptError, CacheSchemaError
 from cgtool.plan.grammar import Digest
 from cgtool.plan.pieces import Json
 from cgtool.records import dataclass
-from cgtool.store.files import corrupt, is_newer, read_bytes, same_json, write_atomic
+from cgtool.store.files import Sealed, corrupt, is_newer, read_bytes, same_json, seal, unseal, write_atomic
 from cgtool.store.layout import CacheLayout, check_hash, short
-from cgtool.store.sealing import Sealed, seal, unseal
 
 _log = logging.getLogger(__name__)
 

@@ -4,10 +4,9 @@ In `state/leases`, empty files that are locked (flock) and never written::
 
     <hash>-rank_<i>-<prefix>               shared by each process that loaded it, for as long as that process lives
     <hash>                                 shared by each process that is writing any rank of the entry
-    <either>~<machine>~<pid>~<start>       a stamp instead of a lock, where flock does not work (ENOLCK and the like)
 
-Of stamps see `cgtool.store.stamps`. Where `state/` cannot be written to, the folder of the entry itself is locked. The
-kernel lets go of a lock as its process ends, however that happens.
+Where `state/` cannot be written to, the folder of the entry itself is locked. The kernel lets go of a lock as its
+process ends, however that happens. Where flock does not work, there are no leases, and prune refuses.
 
 Prune takes the exclusive lock without waiting, moves the entry away under it, and removes the lease's file: whoever got
 a lock on a file that is no longer there takes the lock of the new one.
@@ -20,61 +19,63 @@ import errno
 import os
 import time
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from cgtool.errors import CacheError
-from cgtool.store.descriptors import made
-from cgtool.store.files import RECORD_MODE, may_exist
+from cgtool.store.files import RECORD_MODE, cache_error, may_exist, opening
 from cgtool.store.layout import CacheLayout, RankName, check_hash
 
 try:
     import fcntl
-except ImportError:  # Windows, where stamps serve
+except ImportError:  # Windows, where each process does its own work
     _HAS_FLOCK = False
 else:
     _HAS_FLOCK = True
 
-_CANNOT_MAKE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
 _BUSY = frozenset({errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES})
+_UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP})
+_CANNOT_MAKE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
+_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 #: A prune holds the exclusive lock for as long as a rename takes, which may be long on a slow disk: whoever loads tries
 #: again this often, a second in all, and who writes sixty times that.
 _TRIES = 500
 _PAUSE_SECS = 0.002
 _WAITS = 60
-_SEPARATOR = "~"
-_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
+#: Between making a folder and locking it, nobody holds it. Where locks do not work, age alone tells.
+_YOUNG_SECS = 60.0
+_ABANDONED_SECS = 86400.0
 
 
 class Lease:
-    """A hold on an entry, until it is released or the process ends.
+    """A shared lock, until it is released or the process ends.
 
     Args:
-        stamp: The stamp's path; None where a lock serves.
+        path: The file to lock, which is made where it is missing, or a folder.
+        flags: How it is opened.
+
+    Raises:
+        OSError: It cannot be opened.
     """
 
-    def __init__(self, *, stamp: str | None = None) -> None:
+    def __init__(self, path: str, flags: int) -> None:
         self._files: list[int] = []  # one, or none
-        self._finalizer = weakref.finalize(self, _let_go, self._files, stamp, os.getpid())
+        self._finalizer = weakref.finalize(self, _close, self._files)
+        self._files.extend(opening(os.open, path, flags | _CLOEXEC, RECORD_MODE))
 
-    def open(self, path: str, flags: int) -> None:
-        """Open the file or folder that is to be locked. Raises OSError where that cannot be done."""
-        self._files.extend(made(os.open, path, flags | _CLOEXEC, RECORD_MODE))
-
-    def lock(self) -> bool:
-        """Return whether what is locked now is still there. Raises OSError: BlockingIOError where another holds it."""
-        if not _HAS_FLOCK:
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-        fcntl.flock(self._files[0], fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return os.fstat(self._files[0]).st_nlink > 0
+    def lock(self) -> bool | None:
+        """Return whether it is locked now and still there; None where it cannot be locked."""
+        try:
+            taken = try_lock(self._files[0], exclusive=False)
+        except OSError:
+            return None
+        return taken and self.is_current
 
     @property
     def is_current(self) -> bool:
         """Whether the lock still lies on a file that others can find."""
-        if not self._finalizer.alive:
-            return False
         try:
-            return not self._files or os.fstat(self._files[0]).st_nlink > 0
+            return self._finalizer.alive and os.fstat(self._files[0]).st_nlink > 0
         except OSError:
             return False
 
@@ -83,13 +84,10 @@ class Lease:
         self._finalizer()
 
 
-def _let_go(files: list[int], stamp: str | None, owner: int) -> None:
+def _close(files: list[int]) -> None:
     with contextlib.suppress(OSError):
         for descriptor in files:
             os.close(descriptor)
-    if stamp is not None and os.getpid() == owner:
-        with contextlib.suppress(OSError):
-            os.unlink(stamp)  # noqa: PTH108 - a str on the way of a load
 
 
 #: What this process loaded: path of the lease → the lease.
@@ -104,12 +102,12 @@ def hold(layout: CacheLayout, name: RankName) -> Lease | None:
         name: What was found.
 
     Returns:
-        The lease; None where none can be had: a read-only cache without flock, say.
+        The lease; None where none can be had: locks do not work, say.
 
     Raises:
         BlockingIOError: Prune goes on removing it.
     """
-    path = f"{layout.root}/torch_compile_cache/state/leases/{name.flat}"
+    path = _path(layout, name.flat)
     held = _held.get(path)
     if held is not None and held.is_current:
         return held
@@ -156,9 +154,35 @@ def hold_writing(layout: CacheLayout, hash_: str) -> Lease | None:
     return None
 
 
-def in_use(layout: CacheLayout, name: RankName) -> bool:
-    """Return whether a live process loaded an entry or is writing it; True also where that cannot be found out."""
-    return LeaseTable(layout).is_used(name.hash, (name,))
+def _lease(path: str, entry: str) -> Lease | None:
+    """The lease; None where none can be had, BlockingIOError where the exclusive lock is held, and goes on being so."""
+    for attempt in range(_TRIES):
+        if attempt:
+            time.sleep(_PAUSE_SECS)
+        try:
+            lease = _opened(path)
+        except OSError:
+            try:
+                lease = Lease(entry, os.O_RDONLY)  # which takes no leave to write
+            except OSError:
+                return None
+        taken = lease.lock()
+        if taken:
+            return lease
+        lease.release()
+        if taken is None:
+            return None
+    raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), path)
+
+
+def _opened(path: str) -> Lease:
+    try:
+        return Lease(path, os.O_RDWR | os.O_CREAT)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120 - a str on the way of a load
+        return Lease(path, os.O_RDWR | os.O_CREAT)
+    except PermissionError:
+        return Lease(path, os.O_RDONLY)  # another user's, which may be locked all the same
 
 
 class LeaseTable:
@@ -171,30 +195,17 @@ class LeaseTable:
     def __init__(self, layout: CacheLayout) -> None:
         self._layout = layout
         self._files: dict[str, list[str]] = {}
-        self._stamps: dict[str, list[str]] = {}
-        for text in _listed(layout.state_dir / "leases"):
-            owner, stamped, _ = text.partition(_SEPARATOR)
-            (self._stamps if stamped else self._files).setdefault(owner[:64], []).append(text)
+        for name in _listed(layout):
+            self._files.setdefault(name[:64], []).append(name)
 
-    def is_used(self, hash_: str, names: Collection[RankName] | None = None) -> bool:
-        """Return whether a live process uses an entry.
-
-        Args:
-            hash_: The entry.
-            names: The ranks and prefixes to ask for, beside its writers; None for all.
-        """
-        wanted = None if names is None else {hash_, *(name.flat for name in names)}
-        stamps = [text for text in self._stamps.get(hash_, ()) if wanted is None or _owner(text) in wanted]
-        if any(_lives(_path(self._layout, text)) for text in stamps):
-            return True
-        files = [text for text in self._files.get(hash_, ()) if wanted is None or text in wanted]
-        if any(_is_locked(_path(self._layout, text)) for text in files):
-            return True
-        return wanted != {hash_} and _is_locked(str(self._layout.entry_dir(hash_)))
+    def is_used(self, hash_: str) -> bool:
+        """Return whether a live process loaded an entry or is writing it; True also where that cannot be found out."""
+        leases = (_path(self._layout, name) for name in self._files.get(hash_, ()))
+        return any(map(_is_locked, leases)) or _is_locked(str(self._layout.entry_dir(hash_)))
 
     def is_written(self, hash_: str) -> bool:
         """Return whether a live process is writing an entry."""
-        return self.is_used(hash_, ())
+        return hash_ in self._files.get(hash_, ()) and _is_locked(_path(self._layout, hash_))
 
 
 @contextlib.contextmanager
@@ -207,34 +218,20 @@ def claimed(layout: CacheLayout, hash_: str, *, loaders: bool = True) -> Iterato
         loaders: Whether processes that loaded it count; else only those that are writing it.
 
     Yields:
-        Whether it was claimed; False where a live process uses it.
+        Whether it was claimed; False where a live process uses it, or locks do not work.
     """
     with contextlib.suppress(OSError):
         (layout.state_dir / "leases").mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         # Its writers first: then no rank can be added while the others are claimed.
-        mine = _claim(stack, _path(layout, hash_))
-        if mine is None:
-            from cgtool.store.stamps import claiming  # nearly all file systems do without
-
-            stack.enter_context(claiming(_path(layout, hash_)))
-        taken = mine is not False
+        taken = _claim(stack, _path(layout, hash_))
         if loaders:
-            taken = taken and _claim(stack, str(layout.entry_dir(hash_)), to_read=True) is not False
-        owners, stamps = _leases_of(layout, hash_, loaders=loaders)
-        taken = taken and not any(_lives(path) for path in stamps)
-        yield taken and all(_claim(stack, _path(layout, text)) is not False for text in sorted(owners - {hash_}))
-
-
-def _leases_of(layout: CacheLayout, hash_: str, *, loaders: bool) -> tuple[set[str], list[str]]:
-    """The names of an entry's leases, those that may be taken meanwhile too, and the paths of its stamps."""
-    listed = [text for text in _listed(layout.state_dir / "leases") if text[:64] == hash_]
-    wanted = [text for text in listed if loaders or _owner(text) == hash_]
-    owners = {text for text in wanted if _owner(text) == text}
-    if loaders:
-        with contextlib.suppress(CacheError):  # an entry that cannot be listed cannot be loaded from either
-            owners.update(name.flat for name in layout.rank_names(hash_))
-    return owners, [_path(layout, text) for text in wanted if _owner(text) != text]
+            taken = taken and _claim(stack, str(layout.entry_dir(hash_)), to_read=True)
+            names = {name for name in _listed(layout) if name[:64] == hash_ != name}
+            with contextlib.suppress(CacheError):  # an entry that cannot be listed cannot be loaded from either
+                names.update(name.flat for name in layout.rank_names(hash_))
+            taken = taken and all(_claim(stack, _path(layout, name)) for name in sorted(names))
+        yield taken
 
 
 @contextlib.contextmanager
@@ -242,10 +239,10 @@ def locked(path: str) -> Iterator[bool]:
     """Hold the lock of a file while the block runs, without waiting for it. Never raises on account of the disk.
 
     Yields:
-        Whether nobody else holds it; True also where there is no such file, or nothing locks.
+        Whether nobody else holds it; True also where there is no such file.
     """
     with contextlib.ExitStack() as stack:
-        yield _claim(stack, path, make=False) is not False
+        yield _claim(stack, path, make=False)
 
 
 def remove_idle(layout: CacheLayout, hash_: str) -> None:
@@ -253,98 +250,37 @@ def remove_idle(layout: CacheLayout, hash_: str) -> None:
     folder = layout.state_dir / "leases"
     if os.path.islink(folder) or os.path.islink(folder.parent):  # noqa: PTH114 - Path's raises
         return  # what is behind a link is not the cache's
-    for text in _listed(folder):
-        if text[:64] == hash_:
-            remove_if_idle(_path(layout, text))
+    for name in _listed(layout):
+        if name[:64] == hash_:
+            remove_if_idle(_path(layout, name))
 
 
 def remove_if_idle(path: str | Path) -> bool:
-    """Remove a lock file or stamp that nobody holds; return whether it is gone. Never raises on account of the disk.
+    """Remove a lock file that nobody holds; return whether it is gone. Never raises on account of the disk.
 
     Whoever waits for the lock meanwhile finds that its file is gone, and takes the lock of a new one.
     """
-    text = str(path)
-    if _owner(Path(text).name) != Path(text).name and _lives(text):
-        return False
-    with locked(text) as mine, contextlib.suppress(OSError):
+    with locked(str(path)) as mine, contextlib.suppress(OSError):
         if mine:
-            Path(text).unlink(missing_ok=True)
+            Path(path).unlink(missing_ok=True)
             return True
     return False
 
 
-def _lease(path: str, entry: str) -> Lease | None:
-    """The lease; None where none can be had, BlockingIOError where the exclusive lock is held, and goes on being so."""
-    for attempt in range(_TRIES):
-        if attempt:
-            time.sleep(_PAUSE_SECS)
-        lease = Lease()
-        try:
-            _open(lease, path)
-        except OSError:
-            try:
-                return _lease_of_folder(entry)
-            except BlockingIOError:
-                continue
-        try:
-            if lease.lock():
-                return lease
-        except OSError as error:
-            if error.errno not in _BUSY:
-                with contextlib.suppress(BlockingIOError):
-                    return _stamped(path)
-        lease.release()
-    raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), path)
-
-
-def _open(lease: Lease, path: str) -> None:
-    try:
-        lease.open(path, os.O_RDWR | os.O_CREAT)
-    except FileNotFoundError:
-        os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120 - a str on the way of a load
-        lease.open(path, os.O_RDWR | os.O_CREAT)
-    except PermissionError:
-        lease.open(path, os.O_RDONLY)  # another user's, which may be locked all the same
-
-
-def _lease_of_folder(entry: str) -> Lease | None:
-    """Lock the entry's own folder, which takes no leave to write; BlockingIOError where the exclusive lock is held."""
-    lease = Lease()
-    try:
-        lease.open(entry, os.O_RDONLY)
-        lease.lock()
-    except BlockingIOError:
-        raise
-    except OSError:
-        return None
-    return lease
-
-
-def _stamped(path: str) -> Lease | None:
-    """A stamp; None where none can be made, BlockingIOError where a prune has claimed the entry."""
-    from cgtool.store.stamps import is_claimed, stamp  # nearly all file systems do without
-
-    try:
-        lease = Lease(stamp=stamp(path))
-    except OSError:
-        return None
-    if is_claimed(path):
-        lease.release()
-        raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), path)
-    return lease
-
-
-def _claim(stack: contextlib.ExitStack, path: str, *, make: bool = True, to_read: bool = False) -> bool | None:
-    """Take an exclusive lock until the stack ends; None where there is nothing to lock, or nothing locks."""
+def _claim(stack: contextlib.ExitStack, path: str, *, make: bool = True, to_read: bool = False) -> bool:
+    """Take an exclusive lock until the stack ends; True also where there is nothing that anyone could hold."""
     try:
         descriptor = _open_to_claim(path, make=make, to_read=to_read)
     except (FileNotFoundError, NotADirectoryError):
-        return None  # its folder is not there, so nobody holds it
+        return True  # its folder is not there, so nobody holds it
     except OSError as error:
         # One that cannot be made (a full disk, a read-only one) is held by nobody; one that cannot be opened may be.
-        return None if error.errno in _CANNOT_MAKE and not os.path.exists(path) else False  # noqa: PTH110 - a str
+        return error.errno in _CANNOT_MAKE and not os.path.exists(path)  # noqa: PTH110 - a str
     stack.callback(os.close, descriptor)
-    return _take(descriptor) if _HAS_FLOCK else None
+    try:
+        return bool(try_lock(descriptor, exclusive=True)) or not _HAS_FLOCK
+    except OSError:
+        return False
 
 
 def _open_to_claim(path: str, *, make: bool, to_read: bool) -> int:
@@ -358,37 +294,110 @@ def _open_to_claim(path: str, *, make: bool, to_read: bool) -> int:
     return os.open(path, os.O_RDONLY | _CLOEXEC)
 
 
-def _take(descriptor: int) -> bool | None:
-    """Take the exclusive lock; False where someone else holds it, None where nothing locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return False if error.errno in _BUSY else None
-    return True
-
-
 def _is_locked(path: str) -> bool:
     """Whether someone holds a lock; True where it cannot be asked for."""
     with contextlib.ExitStack() as stack:
-        return _claim(stack, path, to_read=True) is False
+        return not _claim(stack, path, to_read=True)
 
 
-def _lives(stamp: str) -> bool:
-    from cgtool.store.stamps import stamp_lives  # nearly all file systems do without
-
-    return stamp_lives(stamp)
+def _path(layout: CacheLayout, name: str) -> str:
+    return f"{layout.root}/torch_compile_cache/state/leases/{name}"
 
 
-def _owner(text: str) -> str:
-    return text.partition(_SEPARATOR)[0]
-
-
-def _path(layout: CacheLayout, text: str) -> str:
-    return f"{layout.root}/torch_compile_cache/state/leases/{text}"
-
-
-def _listed(folder: Path) -> list[str]:
+def _listed(layout: CacheLayout) -> list[str]:
     try:
-        return os.listdir(folder)  # noqa: PTH208 - names alone, and thousands of them
+        return os.listdir(_path(layout, ""))  # noqa: PTH208 - names alone, and thousands of them
     except OSError:
         return []
+
+
+def hold_folder(folder: Path) -> int:
+    """Return a descriptor that holds a folder of this process's own until it is closed.
+
+    A folder that nobody holds was left by a killed process.
+
+    Raises:
+        OSError: The folder cannot be opened.
+    """
+    descriptor = _open_folder(folder)
+    with contextlib.suppress(OSError):
+        try_lock(descriptor, exclusive=True)
+    return descriptor
+
+
+def is_abandoned(folder: Path) -> bool:
+    """Return whether the process that made a folder is gone; a young one counts as held."""
+    try:
+        age = time.time() - folder.stat().st_mtime
+        descriptor = _open_folder(folder)
+    except OSError:
+        return False
+    try:
+        taken = try_lock(descriptor, exclusive=True)
+    except OSError:
+        taken = None
+    finally:
+        os.close(descriptor)
+    return age > _ABANDONED_SECS if taken is None else taken and age > _YOUNG_SECS
+
+
+def _open_folder(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | _CLOEXEC | os.O_NOFOLLOW)
+
+
+def require_locks(layout: CacheLayout) -> None:
+    """Refuse to go on where nobody can say what live processes use.
+
+    Raises:
+        CacheError: Locks do not work in the cache folder, on a platform that has them.
+    """
+    try:
+        descriptor = os.open(layout.base, os.O_RDONLY | _CLOEXEC)
+    except OSError:
+        return  # whoever lists it says so
+    try:
+        works = not _HAS_FLOCK or try_lock(descriptor, exclusive=False) is not None
+    except OSError as error:
+        raise cache_error(error, layout.base, doing="removed") from error
+    finally:
+        os.close(descriptor)
+    if not works:
+        message = (
+            f"File locks do not work in {layout.base}, so nobody can tell which entries live processes use, and "
+            "nothing was removed. Stop whatever uses the cache and remove the folder, or move it to a local disk."
+        )
+        raise CacheError(message, path=layout.base)
+
+
+def try_lock(descriptor: int, *, exclusive: bool, wait: bool = False) -> bool | None:
+    """Lock an open file or folder.
+
+    Args:
+        descriptor: The file or folder.
+        exclusive: Whether nobody else may hold it, or only nobody who asks for that.
+        wait: Whether to wait for whoever holds it.
+
+    Returns:
+        Whether it is locked now; None where locks do not work.
+
+    Raises:
+        OSError: The system says something else of it.
+    """
+    if not _HAS_FLOCK:
+        return None
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno in _BUSY:
+            return False
+        if error.errno in _UNSUPPORTED:
+            return None
+        raise
+    return True
+
+
+def unlock(descriptor: int) -> None:
+    """Let go of a lock for all processes that share it; to close the file lets go for this one alone."""
+    if _HAS_FLOCK:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)

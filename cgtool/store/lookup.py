@@ -1,4 +1,4 @@
-"""The direct-mode lookup: from the digest of cheap facts to the entries worth a closer look. Must not import torch.
+"""The direct-mode lookup, and what is known of hits: from cheap facts to the entries worth a closer look. No torch.
 
 `lookup/<digest>/<hash>` is an empty file for each entry that cheap facts with this digest may mean, touched when the
 entry is published. A manifest carries its own digests, so all of this can be made again:
@@ -7,6 +7,9 @@ elsewhere, left by a killed process, or all of them after `lookup/` was removed)
 among what is marked. On a read-only cache this happens in memory, each time.
 
 A candidate is a hint: whether it is a hit is for its factors and guards to say.
+
+`state/used/<hash>-rank_<i>-<prefix>` grows by one byte a hit, so its size is the number of hits and its modification
+time the last use: one append, which needs no lock. A cache that is read-only or full simply is not stamped.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from cgtool.errors import CacheError
-from cgtool.store.files import remove, telling, touch
+from cgtool.records import dataclass
+from cgtool.store.files import RECORD_MODE, opened, os_errors_as_cache_errors, remove, touch
 from cgtool.store.layout import CacheLayout, RankName, check_hash, is_hash
-from cgtool.store.records import Manifest, read_manifest
+from cgtool.store.records import Manifest, read_manifest, timestamp
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +102,11 @@ class LookupStore:
         folder = self._layout.lookup_dir / check_hash(digest)
         marks: list[os.DirEntry[str]] = []
         # One that cannot be listed is no miss: the model would be compiled again, whatever the disk has.
-        with telling(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as found:
+        with (
+            os_errors_as_cache_errors(folder),
+            contextlib.suppress(FileNotFoundError, NotADirectoryError),
+            os.scandir(folder) as found,
+        ):
             known = [mark for mark in found if is_hash(mark.name) and self._layout.key_file(mark.name).exists()]
             marks = sorted(known, key=lambda mark: (mark.stat(follow_symlinks=False).st_mtime_ns, mark.name))
         return [mark.name for mark in reversed(marks)]
@@ -126,3 +134,60 @@ class LookupStore:
             except CacheError as error:
                 _log.debug("the lookup could not be written: %s", error)
         return manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """How an entry was used.
+
+    Args:
+        hits: How often it was loaded.
+        last_used: When it was loaded last, in UTC; None for never.
+    """
+
+    hits: int = 0
+    last_used: str | None = None
+
+
+class StateStore:
+    """The stamps of one cache. No method raises on account of the disk.
+
+    Args:
+        layout: Where the cache lies.
+    """
+
+    def __init__(self, layout: CacheLayout) -> None:
+        self._layout = layout
+
+    def record_hit(self, name: RankName) -> None:
+        """Count one load of an entry, if the cache can be written to."""
+        path = self._layout.used_file(name)
+        with contextlib.suppress(OSError):
+            try:
+                _append(str(path))
+            except FileNotFoundError:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _append(str(path))
+
+    def last_used(self) -> dict[str, float]:
+        """Return when each rank and prefix was loaded last, seconds since the epoch, by `RankName.flat`."""
+        found: dict[str, float] = {}
+        with contextlib.suppress(OSError), os.scandir(self._layout.state_dir / "used") as stamps:
+            for stamp in stamps:
+                with contextlib.suppress(OSError):
+                    found[stamp.name] = stamp.stat(follow_symlinks=False).st_mtime
+        return found
+
+    def usage(self, name: RankName) -> Usage:
+        """Return how an entry was used; never used where nothing is known."""
+        try:
+            status = self._layout.used_file(name).stat()
+        except OSError:
+            return Usage()
+        return Usage(hits=status.st_size, last_used=timestamp(status.st_mtime))
+
+
+def _append(path: str) -> None:
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
+    with opened(os.open, path, flags, RECORD_MODE) as descriptor:
+        os.write(descriptor, b".")

@@ -1,12 +1,13 @@
 """The records of compiled artifacts: the artifact, a manifest's row, the manifest, the unit. Must not import torch.
 
-Their classes are their grammar on disk; `cgtool.store.sealing` says how a file of them ends.
+Their classes are their grammar on disk; `cgtool.store.files` says how a file of them ends.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,16 +19,24 @@ from cgtool.digests import sha256_hex
 from cgtool.plan.grammar import Count, Digest, DimName, Name, Record, Seconds
 from cgtool.plan.pieces import EAGER
 from cgtool.plan.shapes import Shape, Size, check_shape, of_sizes, shape_order, shape_text
-from cgtool.store.files import corrupt, read_bytes
+from cgtool.store.files import Sealed, corrupt, read_bytes, seal, unseal
 from cgtool.store.layout import RANK_FILES, CacheLayout, RankName
-from cgtool.store.sealing import Sealed, seal, unseal
-from cgtool.store.state import timestamp
 
 #: The suffix of an artifact's file: it says how the file is opened, and whether it holds pickle.
 Kind = Annotated[str, Meta(pattern=r"\A[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)*\Z", max_length=40)]
 RankFile = Annotated[str, Meta(pattern=rf"\A(?:{'|'.join(map(re.escape, RANK_FILES))})\Z")]
 #: What there is one row of: (variant, shape as text, piece_index, adaptor, tuned).
 RowPlace = tuple[int, str, int, str, bool]
+
+
+def timestamp(seconds: float | None = None) -> str:
+    """Return a moment as UTC text, "2026-01-31T12:00:00.123Z": later moments sort later as text, too.
+
+    Args:
+        seconds: Since the epoch; now when None.
+    """
+    moment = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
+    return moment.isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
 
 
 class Artifact(Record, frozen=True, kw_only=True):

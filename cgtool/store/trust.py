@@ -313,7 +313,7 @@ def check_signed(layout: CacheLayout, name: RankName, records: Records, keys: Pu
 
 def _signatures(layout: CacheLayout, hash_: str) -> Iterator[tuple[Path, bytes, bytes]]:
     """Yield the file of what was signed, its bytes, and the signatures, as import left them; one pair at a time."""
-    from cgtool.store.bundle_limits import MAX_SIGNATURE_BYTES, Limits
+    from cgtool.store.bundle_index import MAX_SIGNATURE_BYTES, Limits
 
     folder = layout.entry_dir(hash_) / SIGNATURES
     try:
@@ -340,8 +340,10 @@ def _bounded(path: Path, most: int) -> bytes | None:
 
 
 def _check_digests(layout: CacheLayout, name: RankName, records: Records, index: bytes) -> None:
-    from cgtool.store.bundle_index import parse_index  # with all else of bundles, which other loads do without
-    from cgtool.store.bundle_limits import Limits
+    from cgtool.store.bundle_index import (
+        Limits,
+        parse_index,  # with all else of bundles, which other loads do without
+    )
 
     digests = {member.path: member.sha256 for member in parse_index(index, limits=Limits()).members}
     for path, data in ((layout.key_file(name.hash), records.key), (layout.manifest_file(name), records.manifest)):

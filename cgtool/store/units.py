@@ -21,20 +21,21 @@ from pathlib import Path
 
 from cgtool.digests import sha256_hex
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError, RefusedError
+from cgtool.store.entry import ObjectStore
 from cgtool.store.files import (
     ARTIFACT_MODE,
     cache_error,
     corrupt,
     ensure_root,
     read_bytes,
+    seal,
     sweep,
+    unseal,
     write_atomic,
 )
 from cgtool.store.layout import UNIT_FILE, CacheLayout
 from cgtool.store.lock import FileLock
-from cgtool.store.objects import ObjectStore
 from cgtool.store.records import Artifact, Unit
-from cgtool.store.sealing import seal, unseal
 from cgtool.store.trust import check_unit_owner
 from cgtool.variables import environment
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from cgtool.errors import UsageError
-from cgtool.store.files import telling, write_atomic
+from cgtool.store.files import os_errors_as_cache_errors, write_atomic
 from cgtool.variables import environment
 
 SCHEMA = 1
@@ -54,7 +54,7 @@ class CompletionReport:
         }
 
 
-@telling(doing="written")
+@os_errors_as_cache_errors(doing="written")
 def completion(script_of: dict[Shell, str], *, shell: Shell | None, install: bool = False) -> CompletionReport:
     """Return a shell's script, and put it where the shell finds it if that is asked for.
 

@@ -1,6 +1,6 @@
 """What an artifact holds, read as data by its kind. Must not import torch; unpickles and executes nothing.
 
-Kinds: `pt2` (a package of `aot_inductor`, see `cgtool.store.packages`), `aot` and `mega` (torch's own formats, which
+Kinds: `pt2` (a package of `aot_inductor`, see `cgtool.store.artifacts`), `aot` and `mega` (torch's own formats, which
 hold the generated source), `json` (the graph of a piece that runs as it stands). Of others the size alone is known.
 """
 
@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cgtool.errors import ArtifactError
-from cgtool.store.elf import Kernel, NativeCode, read_native
-from cgtool.store.generated import generated_sources
-from cgtool.store.origin import parted
-from cgtool.store.packages import NATIVE_FILE, unpack
+from cgtool.store.artifacts import NATIVE_FILE, parted, unpack
+from cgtool.store.compiled_code import Kernel, NativeCode, generated_sources, read_native
 
 _MEGA_LENGTH_BYTES = 8
 _MOST_HEAD_BYTES = 1 << 20

@@ -19,8 +19,8 @@ from msgspec.structs import asdict, replace
 from cgtool.plan.pieces import Json
 from cgtool.plan.shapes import Shape, shape_order, shape_text
 from cgtool.records import dataclass
+from cgtool.store.lookup import Usage
 from cgtool.store.records import Manifest, Row
-from cgtool.store.state import Usage
 
 SCHEMA = 2
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from cgtool.errors import CacheError
 from cgtool.garbage import uncollected
-from cgtool.store.files import cache_error, is_temporary, read_bytes, telling
+from cgtool.store.files import cache_error, is_temporary, os_errors_as_cache_errors, read_bytes
 from cgtool.store.layout import (
     ARTIFACTS,
     KEY_FILE,
@@ -35,8 +35,8 @@ from cgtool.store.layout import (
     parse_rank_folder,
     short,
 )
-from cgtool.store.records import parse_manifest
-from cgtool.store.state import StateStore, Usage, timestamp
+from cgtool.store.lookup import StateStore, Usage
+from cgtool.store.records import parse_manifest, timestamp
 from cgtool.store.walk import EntryView, RankView, view_entry
 from cgtool.toolkit.listing import CacheListing, EntryListing
 
@@ -60,7 +60,7 @@ def scan(root: Path, *, missing_ok: bool = False, artifacts: bool = True) -> Cac
     Raises:
         CacheError: There is no such folder, or it cannot be listed.
     """
-    with telling(root):
+    with os_errors_as_cache_errors(root):
         is_folder, is_there = root.is_dir(), root.exists()
     if not is_folder and not (missing_ok and not is_there):
         what = "is a file and not a cache folder" if is_there else "does not exist"

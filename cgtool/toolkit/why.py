@@ -22,9 +22,9 @@ from cgtool.guards.files import sources_now
 from cgtool.model import ModelSpec
 from cgtool.store.key import difference_between
 from cgtool.store.layout import CacheLayout, RankName, resolve_root
+from cgtool.store.lookup import StateStore
 from cgtool.store.pruned import Pruned, pruned
 from cgtool.store.records import read_manifest
-from cgtool.store.state import StateStore
 from cgtool.toolkit.diff.entries import EntrySide
 from cgtool.toolkit.diff.keys import with_lines
 from cgtool.toolkit.diff.records import Difference

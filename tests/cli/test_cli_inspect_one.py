@@ -16,10 +16,9 @@ from cli_harness import COMMAND, Ran, environment, lay_entry, run_many
 from msgspec.structs import replace
 
 from cgtool.plan.shapes import of_sizes
-from cgtool.store.entry import read_entry
+from cgtool.store.entry import ObjectStore, read_entry
 from cgtool.store.key import Factor, Key
 from cgtool.store.layout import CacheLayout, RankName
-from cgtool.store.objects import ObjectStore
 from cgtool.store.records import Fallback, Manifest, Row
 
 EVIL = "[bold red]Evil\x1b[2J\u202e\n</text><script>alert(1)</script>[/]" + "x" * 10_000

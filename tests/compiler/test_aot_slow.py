@@ -14,7 +14,7 @@ from piece_cases import CASES
 from cgtool.compiler.adaptors import get_adaptor
 from cgtool.digests import sha256_hex
 from cgtool.guards._torch import changed_inductor_settings
-from cgtool.store.packages import unpack
+from cgtool.store.artifacts import unpack
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 

@@ -18,9 +18,9 @@ from cgtool.compiler.manager import CompilerManager
 from cgtool.config import CompilationConfig
 from cgtool.errors import CompileError
 from cgtool.graph.specialise import specialise
+from cgtool.store.artifacts import Origin
+from cgtool.store.entry import ObjectStore
 from cgtool.store.layout import CacheLayout
-from cgtool.store.objects import ObjectStore
-from cgtool.store.origin import Origin
 from cgtool.store.units import UnitStore
 
 pytestmark = pytest.mark.torch

@@ -56,8 +56,8 @@ def test_only_what_lies_in_the_piece_is_remembered(tmp_path, lasting):
     from cgtool.compiler.manager import CompilerManager
     from cgtool.compiler.proof import ProofRecord
     from cgtool.config import CompilationConfig
-    from cgtool.store.objects import ObjectStore
-    from cgtool.store.origin import Origin
+    from cgtool.store.artifacts import Origin
+    from cgtool.store.entry import ObjectStore
 
     class Compiling(EagerAdaptor):
         compiles = True

@@ -23,8 +23,7 @@ from bundle_maker import lay_entry
 from cgtool.errors import CacheCorruptError, CacheError, CacheMissError
 from cgtool.store import leases
 from cgtool.store.layout import CacheLayout, RankName
-from cgtool.store.lookup import LookupStore
-from cgtool.store.state import StateStore
+from cgtool.store.lookup import LookupStore, StateStore
 from cgtool.toolkit.bundle.choose import Choice
 from cgtool.toolkit.bundle.export import ExportOptions, export
 from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle

@@ -20,12 +20,11 @@ from syscalls import each_kill
 import cgtool as package
 from cgtool.config import CompilationConfig
 from cgtool.errors import CacheCorruptError, CacheMissError
+from cgtool.store.artifacts import Package, pack, parted, unpack, with_origin
 from cgtool.store.entry import EntryWriter, read_entry
 from cgtool.store.key import Factor, Key, read_key
 from cgtool.store.layout import RANK_FILES, CacheLayout, RankName
 from cgtool.store.machine import this_machine
-from cgtool.store.origin import parted, with_origin
-from cgtool.store.packages import Package, pack, unpack
 from cgtool.store.records import Manifest
 from cgtool.toolkit.verify.digests import verify_entry
 from cgtool.toolkit.verify.run import VerifyOptions, verify

@@ -18,8 +18,7 @@ from cgtool.errors import CacheError, CgtoolError
 from cgtool.store.entry import read_entry
 from cgtool.store.layout import ARTIFACTS, GRAPH_FILE, PLAN_FILE, UNIT_FILE, CacheLayout
 from cgtool.store.leases import hold
-from cgtool.store.lookup import LookupStore
-from cgtool.store.state import StateStore
+from cgtool.store.lookup import LookupStore, StateStore
 from cgtool.store.trust import TrustPolicy
 from cgtool.toolkit.bundle.choose import Choice
 from cgtool.toolkit.bundle.export import ExportOptions, export

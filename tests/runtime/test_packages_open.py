@@ -27,7 +27,7 @@ from cgtool.records import replace  # noqa: E402
 from cgtool.runtime import packages  # noqa: E402
 from cgtool.runtime.packages import open_package  # noqa: E402
 from cgtool.runtime.pieces import piece_function  # noqa: E402
-from cgtool.store.packages import pack, unpack  # noqa: E402
+from cgtool.store.artifacts import pack, unpack  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -15,11 +15,10 @@ from cgtool.compiler.pipeline import warm  # noqa: E402
 from cgtool.errors import ArtifactError  # noqa: E402
 from cgtool.plan.records import parse_plan  # noqa: E402
 from cgtool.plan.shapes import shape_text  # noqa: E402
+from cgtool.store.artifacts import Origin, Package, code_of, pack, parted, unpack, with_origin  # noqa: E402  # noqa: E402
 from cgtool.store.entry import EntryWriter, read_entry  # noqa: E402
 from cgtool.store.key import read_key  # noqa: E402
 from cgtool.store.layout import CacheLayout, RankName  # noqa: E402
-from cgtool.store.origin import Origin, code_of, parted, with_origin  # noqa: E402
-from cgtool.store.packages import Package, pack, unpack  # noqa: E402
 from cgtool.store.records import Artifact, Row  # noqa: E402
 from cgtool.toolkit.verify.digests import verify_entry  # noqa: E402
 

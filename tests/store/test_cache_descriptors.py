@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from cgtool.store import descriptors, files, leases
-from cgtool.store.descriptors import opened
+from cgtool.store import files, leases
+from cgtool.store.files import opened
 from cgtool.store.layout import CacheLayout
 
-WATCHED = {module.__file__ for module in (descriptors, files, leases, sys.modules[__name__])}
+WATCHED = {module.__file__ for module in (files, leases, sys.modules[__name__])}
 #: After these Python looks for signals.
 LOOKS = {"RESUME", "CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
 

@@ -15,16 +15,14 @@ from pathlib import Path
 import pytest
 from bundle_maker import lay_entry, tree
 from cache_samples import publish, put_row, read_whole, text_of, writer
-from prune_samples import facts_of, is_whole, lay, rest, units_in
-from syscalls import calls_of, killed_at
+from prune_samples import is_whole, lay, units_in
 
 from cgtool.errors import CacheError
 from cgtool.plan.shapes import shape_text
 from cgtool.store.entry import read_entry
 from cgtool.store.layout import CacheLayout, RankName
-from cgtool.store.leases import hold, in_use
-from cgtool.store.lookup import LookupStore
-from cgtool.store.state import StateStore
+from cgtool.store.leases import LeaseTable, hold
+from cgtool.store.lookup import StateStore
 from cgtool.toolkit.bundle.choose import Choice
 from cgtool.toolkit.bundle.export import ExportOptions, export
 from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
@@ -82,6 +80,10 @@ def check_clean(root: Path) -> None:
     assert report.units.problems == ()
 
 
+def in_use(layout, name):
+    return LeaseTable(layout).is_used(name.hash)
+
+
 def test_an_entry_of_the_layer_below_is_read_and_counted_as_used(layered, tmp_path):
     name = publish(tmp_path / "lower", "one")
     root = layered(tmp_path / "lower")
@@ -122,62 +124,13 @@ def test_what_lies_below_is_shared_by_what_is_new(layered, tmp_path):
     check_clean(root)
 
 
-@pytest.mark.parametrize("rules", ["named", "all for room"])
-def test_entries_of_the_layer_below_are_pruned_with_all_that_is_theirs(layered, tmp_path, rules):
-    below = [lay(tmp_path / "lower", number, model=f"M{number}", pieces=("own", "both"), used=1e9) for number in (1, 2)]
-    lay(tmp_path / "lower", 1, model="M1", rank=1)
+def test_an_entry_of_the_layer_below_is_not_removed_and_a_sentence_says_why(layered, tmp_path):
+    name = lay(tmp_path / "lower", 1, pieces=("own",))
     root = layered(tmp_path / "lower")
-    new = lay(root, 3, model="M3", pieces=("own", "both"))
-    layout = CacheLayout(root=root)
-    wanted = {"entries": tuple(name.hash for name in below)} if rules == "named" else {"max_bytes": 0}
-    outcome = prune(root, **wanted)
-    gone = {name.hash for name in (*below, *([new] if rules != "named" else []))}
-    assert set(outcome.removed) == gone
-    assert set(layout.hashes()) == {name.hash for name in (*below, new)} - gone
-    assert tuple(LookupStore(layout).candidates(facts_of("M1"))) == ()
-    assert len(units_in(root)) == (2 if rules == "named" else 0)
+    outcome = carry_out(make_plan(CacheLayout(root=root), Rules(entries=(name.hash,))))
+    assert ["lower layer" in failed.sentence for failed in outcome.failed] == [True]
+    assert is_whole(root, name)
     check_clean(root)
-    assert make_plan(layout, Rules(units=True)).is_empty
-    assert is_whole(root, lay(root, 1, model="M1", pieces=("own", "both")))  # as after any prune
-    assert tuple(LookupStore(layout).candidates(facts_of("M1"))) == (below[0].hash,)
-    check_clean(root)
-
-
-def test_leftovers_of_the_layer_below_go(layered, tmp_path):
-    name = lay(tmp_path / "lower", 1)
-    layout = CacheLayout(root=tmp_path / "lower")
-    (layout.state_dir / "trash" / "gone" / "inner").mkdir(parents=True)
-    (layout.state_dir / "trash" / "gone" / "inner" / "file").touch()
-    unfinished = layout.rank_dir(RankName(hash="ab" * 32, rank=0, prefix="backbone"))
-    unfinished.mkdir(parents=True)
-    unit = layout.unit_dir("cd" * 32)
-    unit.mkdir(parents=True)
-    for folder in (unfinished, unfinished.parent, unfinished.parent.parent, unit):
-        rest(folder, 3 * 86400)
-    root = layered(tmp_path / "lower")
-    assert prune(root).removed_files == 3
-    assert CacheLayout(root=root).hashes() == [name.hash]
-    assert len(units_in(root)) == 1
-    assert list((CacheLayout(root=root).state_dir / "trash").iterdir()) == []
-
-
-def test_a_prune_of_the_layer_below_that_is_killed_leaves_each_rank_as_before_or_gone(layered, tmp_path):
-    lower = tmp_path / "lower"
-    names = [lay(lower, 1, pieces=("own", "both"), rank=rank) for rank in (0, 1)]
-    root = layered(lower)
-    calls = calls_of(lambda: prune(root, entries=(names[0].hash,)), under=root)
-    assert not any(is_whole(root, name) for name in names)
-    seen = set()
-    for call in calls:
-        root = layered(lower)
-        assert killed_at(call, lambda: prune(root, entries=(names[0].hash,)))  # noqa: B023 - it is run at once
-        seen.add(tuple(is_whole(root, name) for name in names))
-        check_clean(root)
-        for rank, name in enumerate(names):
-            lay(root, 1, pieces=("own", "both"), rank=rank)  # a warm, which needs no help
-            assert is_whole(root, name)
-        check_clean(root)
-    assert seen == {(True, True), (True, False), (False, False)}
 
 
 def test_a_bundle_is_taken_in_beside_and_into_what_lies_below(layered, tmp_path):
@@ -196,19 +149,6 @@ def test_a_bundle_is_taken_in_beside_and_into_what_lies_below(layered, tmp_path)
     prune(root, entries=(new,))
     report = import_bundle(ImportOptions(source=tmp_path / "bundle", cache_dir=root, trust=True, any_machine=True))
     assert {item.installed.hash: item.installed.outcome for item in report.entries} == {same: "same", new: "new"}
-    check_clean(root)
-
-
-def test_what_is_pruned_from_the_layer_below_is_taken_in_again(layered, tmp_path):
-    hash_ = lay_entry(tmp_path / "lower")
-    export(ExportOptions(dest=tmp_path / "bundle", cache_dir=tmp_path / "lower"))
-    root = layered(tmp_path / "lower")
-    prune(root, entries=(hash_,))
-    assert CacheLayout(root=root).hashes() == []
-    report = import_bundle(ImportOptions(source=tmp_path / "bundle", cache_dir=root, trust=True, any_machine=True))
-    assert [item.installed.outcome for item in report.entries] == ["new"]
-    export(ExportOptions(dest=tmp_path / "again", cache_dir=root))
-    assert (tmp_path / "again").read_bytes() == (tmp_path / "bundle").read_bytes()
     check_clean(root)
 
 
@@ -258,7 +198,6 @@ def test_a_lease_that_was_taken_below_holds_after_its_file_was_written_above(lay
         child.kill()
         child.communicate()
     assert not in_use(layout, name)
-    assert prune(root, entries=(name.hash,)).removed == (name.hash,)
 
 
 def test_a_lease_on_a_folder_below_holds_after_the_folder_was_written_to_above(layered, tmp_path):
@@ -275,7 +214,7 @@ def test_a_lease_on_a_folder_below_holds_after_the_folder_was_written_to_above(l
     finally:
         child.kill()
         child.communicate()
-    assert prune(root, entries=(name.hash,)).removed == (name.hash,)
+    assert not in_use(layout, name)
 
 
 def test_beside_a_cache_that_is_read_only_as_a_whole_another_works(read_only, tmp_path):

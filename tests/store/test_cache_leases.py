@@ -15,9 +15,19 @@ from pathlib import Path
 import pytest
 from cache_samples import publish
 
+from cgtool.errors import CacheError
 from cgtool.store import leases
 from cgtool.store.layout import CacheLayout, RankName
-from cgtool.store.leases import LeaseTable, claimed, hold, hold_writing, in_use, keep, remove_idle, remove_if_idle
+from cgtool.store.leases import (
+    LeaseTable,
+    claimed,
+    hold,
+    hold_writing,
+    keep,
+    remove_idle,
+    remove_if_idle,
+    require_locks,
+)
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -44,17 +54,19 @@ def no_locks(monkeypatch):
     monkeypatch.setattr(fcntl, "flock", refuse)
 
 
-def hold_until_killed(root: Path, name: RankName, held: Path, *, locks: bool = True) -> None:
-    if not locks:
-        fcntl.flock = lambda *_: (_ for _ in ()).throw(OSError(errno.ENOLCK, "no locks"))
+def in_use(layout, name):
+    return LeaseTable(layout).is_used(name.hash)
+
+
+def hold_until_killed(root: Path, name: RankName, held: Path) -> None:
     hold(CacheLayout(root=root), name)
     held.touch()
     time.sleep(60)
 
 
-def start_holder(root, name, tmp_path, *, locks=True):
-    held = tmp_path / f"held{locks}"
-    process = SPAWN.Process(target=hold_until_killed, args=(root, name, held), kwargs={"locks": locks})
+def start_holder(root, name, tmp_path):
+    held = tmp_path / "held"
+    process = SPAWN.Process(target=hold_until_killed, args=(root, name, held))
     process.start()
     deadline = time.time() + 30
     while not held.exists():
@@ -214,15 +226,16 @@ def test_whoever_locked_a_file_that_was_removed_meanwhile_locks_a_new_one(cache_
 def test_a_file_that_is_removed_between_opening_and_locking_is_made_again(cache_root, layout, monkeypatch):
     name = publish(cache_root)
     path = layout.state_dir / "leases" / name.flat
-    opened, tries = leases._open, []
+    opened, tries = leases._opened, []
 
-    def racing(lease, text):
-        opened(lease, text)
+    def racing(text):
+        lease = opened(text)
         tries.append(text)
         if len(tries) == 1:
             path.unlink()
+        return lease
 
-    monkeypatch.setattr(leases, "_open", racing)
+    monkeypatch.setattr(leases, "_opened", racing)
     assert hold(layout, name).is_current
     assert path.exists()
     assert len(tries) == 2
@@ -264,103 +277,15 @@ def test_a_full_disk_does_not_keep_an_entry_from_being_held_and_claimed(small_di
         assert mine
 
 
-def test_without_locks_a_stamp_holds_an_entry_until_its_process_dies(cache_root, layout, tmp_path, no_locks):
+def test_without_locks_nothing_is_held_and_nothing_can_be_claimed(cache_root, layout, no_locks):
     name = publish(cache_root)
-    process = start_holder(cache_root, name, tmp_path, locks=False)
-    (stamp,) = [path for path in (layout.state_dir / "leases").iterdir() if "~" in path.name]
-    assert stamp.name.split("~")[0] == name.flat
-    assert int(stamp.name.split("~")[2]) == process.pid
+    assert keep(layout, name)
+    assert hold(layout, name) is hold_writing(layout, name.hash) is None
     assert in_use(layout, name)
     with claimed(layout, name.hash) as mine:
         assert not mine
-    kill(process)
-    assert stamp.exists()
-    assert not in_use(layout, name)
-    with claimed(layout, name.hash) as mine:
-        assert mine
-    assert remove_if_idle(stamp)
-    assert not stamp.exists()
-
-
-def test_without_locks_nobody_can_stamp_what_is_claimed_and_nobody_claim_what_is_stamped(cache_root, layout, no_locks):
-    name = publish(cache_root)
-    with claimed(layout, name.hash) as mine:
-        assert mine
-        assert not keep(layout, name)
-        assert not in_use(layout, name)
-    assert list((layout.state_dir / "claims").iterdir()) == []
-    assert keep(layout, name)
-    with claimed(layout, name.hash) as mine:
-        assert not mine
-
-
-def test_without_locks_a_claim_of_a_dead_process_keeps_nobody_out(cache_root, layout, no_locks):
-    name = publish(cache_root)
-    (layout.state_dir / "claims").mkdir()
-    with claimed(layout, name.hash):
-        (stamp,) = (layout.state_dir / "claims").iterdir()
-    stamp.with_name(f"{stamp.name}9").touch()
-    assert keep(layout, name)
-
-
-def test_a_stamp_of_a_process_that_got_a_dead_ones_number_does_not_count(cache_root, layout, no_locks):
-    name = publish(cache_root)
-    lease = hold(layout, name)
-    (stamp,) = [path for path in (layout.state_dir / "leases").iterdir() if "~" in path.name]
-    head, _, start = stamp.name.rpartition("~")
-    stamp.rename(stamp.with_name(f"{head}~{int(start) - 1}"))
-    assert not in_use(layout, name)
-    lease.release()
-
-
-def test_a_stamp_goes_as_it_is_released(cache_root, layout, no_locks):
-    name = publish(cache_root)
-    hold_writing(layout, name.hash).release()
-    assert [path.name for path in (layout.state_dir / "leases").iterdir()] == [name.hash]
-
-
-def test_a_stamp_of_another_machine_counts_for_thirty_days(cache_root, layout):
-    name = publish(cache_root)
-    stamp = layout.state_dir / "leases" / f"{name.flat}~{'0' * 16}~1~5"
-    stamp.parent.mkdir(exist_ok=True)
-    stamp.touch()
-    assert in_use(layout, name)
-    old = time.time() - 31 * 86400
-    os.utime(stamp, (old, old))
-    assert not in_use(layout, name)
-
-
-def test_a_stamp_of_another_container_on_this_host_is_another_machines(cache_root, layout, no_locks):
-    name = publish(cache_root)
-    program = (
-        "import fcntl, os, sys; from pathlib import Path; from cgtool.store.layout import CacheLayout, RankName\n"
-        "def refuse(*_): raise OSError(37, 'no locks')\n"
-        "fcntl.flock = refuse\n"
-        "from cgtool.store.leases import hold\n"
-        "hold(CacheLayout(root=Path(sys.argv[1])), RankName(hash=sys.argv[2], rank=0, prefix='backbone'))\n"
-        "print('held', flush=True); sys.stdin.read(); os._exit(0)"
-    )
-    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", program, str(cache_root), name.hash]
-    try:
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    except FileNotFoundError:
-        pytest.skip("needs unshare")
-    with child:
-        if child.stdout.readline() != b"held\n":
-            pytest.skip("needs the right to make a namespace")
-        assert in_use(layout, name)
-        with claimed(layout, name.hash) as mine:
-            assert not mine
-        child.stdin.close()
-
-
-def test_a_torn_stamp_counts_for_nothing(cache_root, layout):
-    name = publish(cache_root)
-    folder = layout.state_dir / "leases"
-    folder.mkdir(exist_ok=True)
-    for text in (f"{name.flat}~", f"{name.flat}~a~b~c~d", f"{name.hash}~x"):
-        (folder / text).touch()
-    assert not in_use(layout, name)
+    with pytest.raises(CacheError, match="File locks do not work"):
+        require_locks(layout)
 
 
 def test_no_descriptors_left_is_no_error(cache_root, layout):

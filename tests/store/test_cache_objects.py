@@ -7,8 +7,8 @@ import pytest
 
 from cgtool.digests import sha256_hex
 from cgtool.errors import CacheCorruptError, CacheError
-from cgtool.store import objects as objects_module
-from cgtool.store.objects import ObjectStore
+from cgtool.store import entry as objects_module
+from cgtool.store.entry import ObjectStore
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgtool.errors import ArtifactError
-from cgtool.store.packages import METADATA_FILE, NATIVE_FILE, Package, archive_with_source, pack, unpack
+from cgtool.store.artifacts import METADATA_FILE, NATIVE_FILE, Package, archive_with_source, pack, unpack
 
 MODEL = "piece/data/aotinductor/model/"
 WHOLE = Package(native=b"\x7fELF native", metadata={"AOTI_DEVICE_KEY": "cpu"}, extern=b'{"nodes": []}')

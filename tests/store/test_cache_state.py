@@ -7,7 +7,7 @@ import pytest
 from cache_samples import publish
 
 from cgtool.store.layout import CacheLayout
-from cgtool.store.state import StateStore, Usage
+from cgtool.store.lookup import StateStore, Usage
 
 SPAWN = multiprocessing.get_context("spawn")
 

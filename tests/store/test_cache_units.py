@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from syscalls import each_kill
 
 from cgtool.errors import CacheCorruptError, CacheError
+from cgtool.store.entry import ObjectStore
 from cgtool.store.layout import CacheLayout
-from cgtool.store.objects import ObjectStore
 from cgtool.store.records import Artifact
 from cgtool.store.units import UnitStore
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
 from cgtool.plan.shapes import parse_shape, shape_text
+from cgtool.store.files import seal, unseal
 from cgtool.store.layout import RANK_FILES, RankName
 from cgtool.store.records import (
     Artifact,
@@ -24,7 +25,6 @@ from cgtool.store.records import (
     VariantCounts,
     parse_manifest,
 )
-from cgtool.store.sealing import seal, unseal
 
 HASHES = st.text("0123456789abcdef", min_size=64, max_size=64)
 SIZES = st.integers(1, 10**9)

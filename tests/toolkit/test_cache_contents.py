@@ -15,9 +15,8 @@ from artifact_samples import CUBIN
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cgtool.store.elf import Kernel, NativeCode, read_native
-from cgtool.store.generated import generated_sources
-from cgtool.store.packages import Package, pack
+from cgtool.store.artifacts import Package, pack
+from cgtool.store.compiled_code import Kernel, NativeCode, generated_sources, read_native
 from cgtool.toolkit.contents import Source, contents_of
 
 SOURCE = (

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from cgtool.errors import UsageError
-from cgtool.store.records import Manifest, VariantCounts
-from cgtool.store.state import Usage, timestamp
+from cgtool.store.lookup import Usage
+from cgtool.store.records import Manifest, VariantCounts, timestamp
 from cgtool.toolkit.filters import FIELDS, parse_filter, parse_order
 from cgtool.toolkit.listing import EntryListing
 

@@ -11,8 +11,8 @@ from cgtool.plan.records import parse_plan
 from cgtool.store.entry import EntryWriter, read_entry
 from cgtool.store.key import read_key
 from cgtool.store.layout import PLAN_FILE, RANK_FILES, CacheLayout
-from cgtool.store.lookup import LookupStore
-from cgtool.store.state import StateStore, timestamp
+from cgtool.store.lookup import LookupStore, StateStore
+from cgtool.store.records import timestamp
 from cgtool.store.units import UnitStore
 from cgtool.toolkit.scan import scan
 

@@ -14,8 +14,8 @@ from cache_samples import UNIT, add_sizes, files_of, manifest_of, publish, put_r
 from cgtool.errors import CacheError
 from cgtool.plan.shapes import shape_text
 from cgtool.store.layout import CacheLayout
+from cgtool.store.lookup import StateStore
 from cgtool.store.records import Artifact
-from cgtool.store.state import StateStore
 from cgtool.store.units import UnitStore
 from cgtool.toolkit import scan as scan_module
 from cgtool.toolkit.scan import list_entry, scan

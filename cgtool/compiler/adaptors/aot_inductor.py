@@ -28,8 +28,8 @@ from cgtool.errors import CacheError, CgtoolError, CompileError
 from cgtool.plan.pieces import Json, PieceGraph
 from cgtool.runtime.packages import open_package
 from cgtool.runtime.views import OUTPUTS
+from cgtool.store.artifacts import Package, pack
 from cgtool.store.lock import FileLock
-from cgtool.store.packages import Package, pack
 
 _KERNELS = (".cubin", ".fatbin", ".hsaco", ".spv")
 _NATIVE = ".wrapper.so"

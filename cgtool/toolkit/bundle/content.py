@@ -13,13 +13,16 @@ from pathlib import Path
 from cgtool.errors import ArtifactError, CacheCorruptError, CacheSchemaError
 from cgtool.plan.records import Plan, parse_plan
 from cgtool.records import dataclass
-from cgtool.store.bundle_index import Member
-from cgtool.store.bundle_limits import (
+from cgtool.store.artifacts import misplaced, unpack
+from cgtool.store.bundle_index import (
     MAX_PLAN_VALUES,
     MAX_RECORD_VALUES,
+    PACKAGE_KIND,
+    PICKLE_KINDS,
+    Member,
     check_values,
+    refused,
 )
-from cgtool.store.bundle_names import PACKAGE_KIND, PICKLE_KINDS
 from cgtool.store.key import Key, read_key
 from cgtool.store.layout import (
     ARTIFACTS,
@@ -30,10 +33,7 @@ from cgtool.store.layout import (
     CacheLayout,
     RankName,
 )
-from cgtool.store.origin import misplaced
-from cgtool.store.packages import unpack
 from cgtool.store.records import Manifest, Row, parse_manifest
-from cgtool.store.refusals import refused
 
 
 @dataclass(frozen=True, kw_only=True)

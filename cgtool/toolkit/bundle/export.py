@@ -19,7 +19,7 @@ from typing import IO, Any
 from cgtool.digests import sha256_hex
 from cgtool.errors import CacheError, UsageError
 from cgtool.store import signatures
-from cgtool.store.files import sync_folder, telling
+from cgtool.store.files import os_errors_as_cache_errors, sync_folder
 from cgtool.store.layout import CacheLayout, RankName, resolve_root
 from cgtool.store.leases import keep
 from cgtool.toolkit.bundle.choose import Choice, chosen_names
@@ -90,7 +90,7 @@ class ExportReport:
         }
 
 
-@telling()
+@os_errors_as_cache_errors()
 def export(options: ExportOptions) -> ExportReport:
     """Write chosen entries as a bundle; what is at the destination is replaced whole or not at all.
 

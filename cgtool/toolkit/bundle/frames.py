@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from typing import IO, Any
 
-from cgtool.store.bundle_limits import Limits
-from cgtool.store.refusals import refused
+from cgtool.store.bundle_index import Limits, refused
 from cgtool.toolkit.bundle.tar import CHUNK_BYTES
 
 _MAGIC = b"\x28\xb5\x2f\xfd"

@@ -16,9 +16,8 @@ from typing import IO, Any
 
 from cgtool.errors import RefusedError
 from cgtool.store import signatures
-from cgtool.store.bundle_limits import Limits
+from cgtool.store.bundle_index import Limits, refused, shown
 from cgtool.store.layout import CacheLayout, resolve_root, short
-from cgtool.store.refusals import refused, shown
 from cgtool.toolkit.bundle.content import EntryContent
 from cgtool.toolkit.bundle.install import Installed, check_fits, install
 from cgtool.toolkit.bundle.place import unpacking_folder

@@ -8,10 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cgtool.errors import CacheError, RefusedError
-from cgtool.store.bundle_index import Index, check_members, check_number
-from cgtool.store.bundle_limits import MAX_RECORD_VALUES, Limits, check_values
-from cgtool.store.bundle_names import INDEX_FILE
-from cgtool.store.refusals import refused, without_advice
+from cgtool.store.bundle_index import (
+    INDEX_FILE,
+    MAX_RECORD_VALUES,
+    Index,
+    Limits,
+    check_members,
+    check_number,
+    check_values,
+    refused,
+    without_advice,
+)
 from cgtool.toolkit.bundle.content import check_growth
 from cgtool.toolkit.bundle.tar import header_bytes
 

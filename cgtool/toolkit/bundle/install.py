@@ -19,14 +19,14 @@ from msgspec.structs import replace
 from cgtool.digests import sha256_hex
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError, RefusedError
 from cgtool.records import dataclass
-from cgtool.store.entry import Entry, EntryWriter, read_entry
+from cgtool.store.entry import Entry, EntryWriter, ObjectStore, read_entry
 from cgtool.store.files import (
     cache_error,
     ensure_folder,
     ensure_root,
+    os_errors_as_cache_errors,
     read_bytes,
     sync_folder,
-    telling,
     write_atomic,
 )
 from cgtool.store.key import read_key
@@ -42,7 +42,6 @@ from cgtool.store.layout import (
 )
 from cgtool.store.leases import hold_writing
 from cgtool.store.lookup import LookupStore
-from cgtool.store.objects import ObjectStore
 from cgtool.store.records import Manifest
 from cgtool.toolkit.bundle.content import EntryContent
 from cgtool.toolkit.bundle.place import check_no_links
@@ -153,7 +152,7 @@ def _install_held(layout: CacheLayout, unpacked: Unpacked, content: EntryContent
 def _install(layout: CacheLayout, unpacked: Unpacked, content: EntryContent, *, replacing: bool) -> Installed:
     source, target = unpacked.layout.entry_dir(content.hash), layout.entry_dir(content.hash)
     names = [manifest.name for manifest in content.manifests]
-    with telling(target):
+    with os_errors_as_cache_errors(target):
         is_new = not target.exists()
     if is_new:
         lookup = LookupStore(layout)

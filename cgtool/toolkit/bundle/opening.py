@@ -14,19 +14,25 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from cgtool.errors import CacheError
-from cgtool.store.bundle_index import Index, Member
-from cgtool.store.bundle_limits import MAX_SIGNATURE_BYTES, Limits
-from cgtool.store.bundle_names import INDEX_FILE, SIGNATURE_FILE, place_of
+from cgtool.store.bundle_index import (
+    INDEX_FILE,
+    MAX_SIGNATURE_BYTES,
+    SIGNATURE_FILE,
+    Index,
+    Limits,
+    Member,
+    place_of,
+    refused,
+)
 from cgtool.store.files import RECORD_MODE, cache_error
 from cgtool.store.layout import CACHE_FOLDER, SIGNATURES, is_hash
-from cgtool.store.refusals import refused
 from cgtool.toolkit.bundle.frames import Unpacker
 from cgtool.toolkit.bundle.tar import CHUNK_BYTES, Header, TarReader
 
 _NOT_A_BUNDLE = "Name a file or a folder that cgtool export wrote."
 _NO_FILE = "Name a file or a folder that cgtool export wrote, or - to read a pipe as standard input."
 _READ = os.O_RDONLY | os.O_CLOEXEC
-#: The slashes in the longest names that the grammar of `cgtool.store.bundle_names` knows: those are files.
+#: The slashes in the longest names that the grammar of `cgtool.store.bundle_index` knows: those are files.
 _DEEPEST = 4
 #: What lies beside the members in a folder that served as a cache: it is left alone.
 _OF_A_CACHE = frozenset({"units", "lookup", "state"})

@@ -20,14 +20,12 @@ from cgtool.digests import sha256_hex
 from cgtool.errors import CacheError, UsageError
 from cgtool.records import dataclass
 from cgtool.store import signatures
-from cgtool.store.bundle_index import Index, Member
-from cgtool.store.bundle_names import INDEX_FILE, SIGNATURE_FILE, names_of_folders
+from cgtool.store.bundle_index import INDEX_FILE, SIGNATURE_FILE, Index, Member, names_of_folders
 from cgtool.store.entry import read_entry
-from cgtool.store.files import RECORD_MODE, cache_error, corrupt, read_bytes, sync_folder
+from cgtool.store.files import RECORD_MODE, cache_error, corrupt, read_bytes, seal, sync_folder
 from cgtool.store.key import read_key
 from cgtool.store.layout import CACHE_FOLDER, MANIFEST_FILE, SIGNATURES, CacheLayout, RankName
 from cgtool.store.records import Manifest, parse_manifest
-from cgtool.store.sealing import seal
 from cgtool.toolkit.bundle.ahead import ahead
 from cgtool.toolkit.bundle.choose import Choice, trimmed
 from cgtool.toolkit.bundle.importable import check_importable

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from cgtool.errors import RefusedError
-from cgtool.store.files import cache_error, discard, sync_folder, telling
-from cgtool.store.holding import hold, is_abandoned
+from cgtool.store.files import cache_error, discard, os_errors_as_cache_errors, sync_folder
 from cgtool.store.layout import CacheLayout
+from cgtool.store.leases import hold_folder, is_abandoned
 
 _NAME = re.compile(r"\.import\.[0-9]+\.[0-9a-f]+\.tmp")
 
@@ -39,8 +39,8 @@ def unpacking_folder(layout: CacheLayout) -> Iterator[Path]:
             folder.mkdir(mode=0o700)
         except OSError as error:
             raise cache_error(error, folder) from error
-        with telling(folder):
-            descriptor = hold(folder)
+        with os_errors_as_cache_errors(folder):
+            descriptor = hold_folder(folder)
         try:
             yield folder
         finally:
@@ -63,7 +63,7 @@ def check_no_links(folders: Iterable[Path]) -> None:
         CacheError: One cannot be looked at.
     """
     for folder in folders:
-        with telling(folder):
+        with os_errors_as_cache_errors(folder):
             is_link = folder.is_symlink()
         if is_link:
             message = (

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from cgtool.errors import CacheError
 from cgtool.records import dataclass
-from cgtool.store.refusals import refused
+from cgtool.store.bundle_index import refused
 
 BLOCK = 512
 END = bytes(2 * BLOCK)

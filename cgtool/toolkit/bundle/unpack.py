@@ -16,12 +16,9 @@ from typing import IO
 
 from cgtool.records import dataclass
 from cgtool.store import signatures
-from cgtool.store.bundle_index import Index, Member, parse_index
-from cgtool.store.bundle_limits import Limits
-from cgtool.store.bundle_names import names_of_folders
-from cgtool.store.files import cache_error, discard, telling
+from cgtool.store.bundle_index import Index, Limits, Member, names_of_folders, parse_index, refused
+from cgtool.store.files import cache_error, discard, os_errors_as_cache_errors
 from cgtool.store.layout import CACHE_FOLDER, CacheLayout
-from cgtool.store.refusals import refused
 from cgtool.toolkit.bundle.content import EntryContent, check_entry
 from cgtool.toolkit.bundle.flushing import Flusher
 from cgtool.toolkit.bundle.opening import OpenBundle, opened
@@ -89,7 +86,7 @@ def unpack(
     grouped: dict[str, list[Member]] = {}
     for member in index.members:
         grouped.setdefault(member.place.hash, []).append(member)
-    with telling(folder):
+    with os_errors_as_cache_errors(folder):
         entries = tuple(check_entry(layout, hash_, members) for hash_, members in grouped.items())
     return Unpacked(**{**vars(found), "entries": entries})
 

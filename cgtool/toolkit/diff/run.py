@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cgtool.errors import UsageError
-from cgtool.store.files import telling
+from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.layout import CacheLayout, short
 from cgtool.toolkit.diff.caches import compare_caches, same_model
 from cgtool.toolkit.diff.entries import EntrySide, compare_entries
@@ -69,7 +69,7 @@ class DiffReport:
         }
 
 
-@telling()
+@os_errors_as_cache_errors()
 def diff(options: DiffOptions) -> DiffReport:
     """Compare two sides.
 

@@ -1,7 +1,7 @@
 """What an artifact of another system holds: kernels and text, read as data. Must not import torch.
 
 Text by its ending; native code by what it says of itself; of anything else, which is pickle more often than not, the
-modules that Inductor wrote, looked for as texts (`cgtool.store.generated`). Nothing is unpickled, linked or executed.
+modules that Inductor wrote, looked for as texts (`cgtool.store.compiled_code`). Nothing is unpickled, linked or run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from cgtool.digests import digest_of
 from cgtool.errors import CacheError
-from cgtool.store.elf import read_native
+from cgtool.store.compiled_code import read_native
 from cgtool.toolkit.contents import Contents, Source, contents_of, named_kernels
 from cgtool.toolkit.foreign.binary import read_structure
 from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignEntry

@@ -22,7 +22,7 @@ from typing import Any
 
 from cgtool.errors import CacheError, UsageError
 from cgtool.plan.shapes import is_asked, parse_shape
-from cgtool.store.elf import Kernel
+from cgtool.store.compiled_code import Kernel
 from cgtool.store.layout import GRAPH_FILE
 from cgtool.toolkit.contents import Contents
 from cgtool.toolkit.foreign.contents import foreign_contents

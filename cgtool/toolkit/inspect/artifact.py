@@ -23,11 +23,11 @@ from typing import Any
 
 from cgtool.errors import CacheError, UsageError
 from cgtool.plan.shapes import is_asked, parse_shape, shape_text
-from cgtool.store.files import telling
-from cgtool.store.generated import generated_texts
+from cgtool.store.compiled_code import generated_texts
+from cgtool.store.entry import ObjectStore
+from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.key import read_key
 from cgtool.store.layout import CacheLayout, RankName, resolve_root, short
-from cgtool.store.objects import ObjectStore
 from cgtool.store.records import Row
 from cgtool.store.walk import view_entry
 from cgtool.toolkit.contents import Contents, Source, contents_of
@@ -142,7 +142,7 @@ class ArtifactReport:
         }
 
 
-@telling()
+@os_errors_as_cache_errors()
 def inspect_artifact(options: ArtifactOptions) -> ArtifactReport:
     """Show what an artifact holds.
 

@@ -26,7 +26,7 @@ from cgtool.errors import CacheError
 from cgtool.plan.records import parse_plan
 from cgtool.plan.shapes import shape_order
 from cgtool.store.entry import read_entry
-from cgtool.store.files import telling
+from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.layout import PLAN_FILE, CacheLayout, RankName, resolve_root, short
 from cgtool.store.records import Manifest, Row
 from cgtool.store.walk import view_entry
@@ -94,7 +94,7 @@ class EntryReport:
         }
 
 
-@telling()
+@os_errors_as_cache_errors()
 def inspect_entry(entry: str | None = None, *, cache_dir: Path | None = None) -> EntryReport:
     """Show what an entry is compiled for, on all its ranks.
 

@@ -12,7 +12,7 @@ from cgtool.errors import CacheError, UsageError
 from cgtool.plan.pieces import PieceGraph, TensorMeta
 from cgtool.plan.records import Plan, Step, parse_plan
 from cgtool.store.entry import read_entry
-from cgtool.store.files import telling
+from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.layout import GRAPH_FILE, PLAN_FILE, CacheLayout, RankName, resolve_root, short
 from cgtool.store.records import Row
 from cgtool.toolkit.selection import one_name
@@ -147,7 +147,7 @@ class GraphReport:
         }
 
 
-@telling()
+@os_errors_as_cache_errors()
 def inspect_graph(options: GraphOptions) -> GraphReport:
     """Show the pieces of one variant of an entry.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cgtool.errors import CacheError
-from cgtool.store.files import telling
+from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.key import FACTOR_ORDER, Factor, read_key
 from cgtool.store.layout import CacheLayout, resolve_root, short
 from cgtool.toolkit.selection import one_hash
@@ -39,7 +39,7 @@ class KeyReport:
         }
 
 
-@telling()
+@os_errors_as_cache_errors()
 def inspect_key(entry: str | None = None, *, cache_dir: Path | None = None) -> KeyReport:
     """Show the factors of an entry's key.
 

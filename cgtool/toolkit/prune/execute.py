@@ -28,10 +28,9 @@ from cgtool.errors import CacheError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.store.files import may_exist, remove
 from cgtool.store.layout import ARTIFACTS, CacheLayout, RankName, parse_rank_folder
-from cgtool.store.leases import claimed, locked, remove_idle, remove_if_idle
-from cgtool.store.pruned import PrunedEntry, note_pruned
-from cgtool.store.state import timestamp
-from cgtool.store.trash import check_inside, flush, is_inside, put_aside, remove_tree
+from cgtool.store.leases import claimed, locked, remove_idle, remove_if_idle, require_locks
+from cgtool.store.pruned import PrunedEntry, check_inside, flush, is_inside, note_pruned, put_aside, remove_tree
+from cgtool.store.records import timestamp
 from cgtool.store.walk import status_of
 from cgtool.toolkit.prune.ledger import Ledger
 from cgtool.toolkit.prune.leftovers import (
@@ -62,7 +61,11 @@ def carry_out(plan: Plan, on_event: OnEvent = ignore) -> Outcome:
 
     Returns:
         What is gone, and what is not and why. What cannot be removed is an item of it and no exception.
+
+    Raises:
+        CacheError: File locks do not work there, so that nobody can tell what is used.
     """
+    require_locks(CacheLayout(root=plan.root))
     return _Execution(plan, on_event).run()
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from cgtool.errors import UsageError
 from cgtool.store.files import cache_error, sync_folder
-from cgtool.store.trash import remove_tree
+from cgtool.store.pruned import remove_tree
 from cgtool.toolkit.prune.choose import age_reason
 from cgtool.toolkit.prune.ledger import Ledger
 from cgtool.toolkit.prune.leftovers import HOUR_SECS

@@ -22,13 +22,11 @@ import time
 from collections.abc import Iterable, Iterator
 
 from cgtool.errors import CacheError
-from cgtool.store.files import is_temporary
+from cgtool.store.files import is_temporary, read_sealed
 from cgtool.store.layout import ARTIFACTS, UNIT_FILE, CacheLayout, RankName, is_hash
 from cgtool.store.leases import LeaseTable
-from cgtool.store.pruned import forgotten
+from cgtool.store.pruned import forgotten, trash_dir
 from cgtool.store.records import Manifest, Unit, read_manifest
-from cgtool.store.sealing import read_sealed
-from cgtool.store.trash import trash_dir
 from cgtool.store.walk import EntryView, RankView, view_entry
 from cgtool.toolkit.prune.collect import CacheFacts, is_whole, names_in
 
@@ -156,7 +154,7 @@ class LeftoverFinder:
     def _of_state(self) -> Iterator[Leftover]:
         state = f"{self._base}state"
         known = {rank.name.flat for entry in self._facts.entries.values() for rank in entry.ranks}
-        for folder in ("used", "locks", "leases", "claims"):
+        for folder in ("used", "locks", "leases"):
             for name in sorted(_listed(f"{state}/{folder}")):
                 flat = name.partition("~")[0]
                 gone = flat not in self._facts.entries if is_hash(flat) else _is_flat(flat) and flat not in known

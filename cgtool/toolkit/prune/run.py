@@ -9,7 +9,7 @@ from typing import Any
 
 from cgtool.errors import CacheError
 from cgtool.events import Event, OnEvent, ignore
-from cgtool.store.files import telling
+from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.layout import CacheLayout, resolve_root
 from cgtool.store.pruned import Pruned, all_pruned
 from cgtool.toolkit.prune.execute import carry_out
@@ -85,7 +85,7 @@ class StatsReport:
         }
 
 
-@telling()
+@os_errors_as_cache_errors()
 def plan_prune(options: PruneOptions, on_event: OnEvent = ignore) -> PruneReport:
     """Return what a prune would do; changes nothing.
 
@@ -121,7 +121,7 @@ def prune(planned: PruneReport, on_event: OnEvent = ignore) -> PruneReport:
     return PruneReport(plan=plan, outcome=outcome, now=time.time())
 
 
-@telling()
+@os_errors_as_cache_errors()
 def prune_stats(cache_dir: Path | None) -> StatsReport:
     """Return what earlier prunes removed and how often that was missed.
 

@@ -15,9 +15,9 @@ from cgtool.child import Channel
 from cgtool.config import AOT_INDUCTOR, EAGER
 from cgtool.errors import CgtoolError
 from cgtool.plan.records import parse_plan
+from cgtool.store.artifacts import code_of
 from cgtool.store.entry import Entry
 from cgtool.store.layout import PLAN_FILE, CacheLayout, RankName, short
-from cgtool.store.origin import code_of
 from cgtool.store.trust import TrustPolicy
 from cgtool.toolkit.verify.load import Called, Done, LoadRequest, ModelChoice, Opened, Opening, Problem
 from cgtool.variables import environment

@@ -23,6 +23,7 @@ from typing import TypeVar
 
 from cgtool.errors import CacheError
 from cgtool.plan.records import parse_plan
+from cgtool.store.artifacts import UnmarkedError, misplaced
 from cgtool.store.files import is_temporary
 from cgtool.store.key import parse_key
 from cgtool.store.layout import (
@@ -38,7 +39,6 @@ from cgtool.store.layout import (
     parse_rank_folder,
 )
 from cgtool.store.lookup import LookupStore
-from cgtool.store.origin import UnmarkedError, misplaced
 from cgtool.store.records import Manifest, parse_manifest
 from cgtool.toolkit.verify import findings as found
 from cgtool.toolkit.verify.findings import EntryFindings, Note, Problem

@@ -1,7 +1,7 @@
 """Which glibc the native code of an entry asks for, read from its libraries and never run. Must not import torch.
 
-A package (see `cgtool.store.packages`) holds one shared library, uncompressed. What it needs of the C library stands in
-its section of needed versions, by the layout of ELF for 64 bits and little endian::
+A package (see `cgtool.store.artifacts`) holds one shared library, uncompressed. What it needs of the C library stands
+in its section of needed versions, by the layout of ELF for 64 bits and little endian::
 
     Elf64_Ehdr     at byte 40: where the section headers are; at 58 and 60: the bytes of each and how many
     Elf64_Shdr     at byte 4: its type (0x6ffffffe: needed versions); at 24 and 40: its offset, the section of its names

@@ -27,13 +27,13 @@ from cgtool.digests import sha256_hex
 from cgtool.errors import CacheCorruptError, CacheError
 from cgtool.plan.pieces import Json
 from cgtool.records import dataclass
+from cgtool.store.entry import ObjectStore
 from cgtool.store.files import read_bytes, remove, write_atomic
 from cgtool.store.layout import ARTIFACTS, KEY_FILE, MANIFEST_FILE, PLAN_FILE, UNIT_FILE, CacheLayout, RankName
 from cgtool.store.lock import FileLock
 from cgtool.store.lookup import LookupStore
-from cgtool.store.objects import ObjectStore
+from cgtool.store.pruned import flush, is_inside, put_aside
 from cgtool.store.records import Manifest
-from cgtool.store.trash import flush, is_inside, put_aside
 from cgtool.toolkit.verify.findings import EntryFindings, Problem, UnitFindings
 
 Action = Literal["linked", "rewritten", "removed", "set_aside", "compiled", "not_repaired"]

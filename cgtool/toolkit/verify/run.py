@@ -16,7 +16,7 @@ from pathlib import Path
 from cgtool.errors import CacheError, UsageError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.garbage import uncollected
-from cgtool.store.files import telling
+from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.layout import CACHE_FOLDER, CacheLayout, is_hash, resolve_root, short
 from cgtool.store.machine import this_machine
 from cgtool.store.trust import TrustPolicy
@@ -65,7 +65,7 @@ class VerifyOptions:
     rank: int | None = None
 
 
-@telling()
+@os_errors_as_cache_errors()
 def verify(options: VerifyOptions, on_event: OnEvent = ignore) -> VerifyReport:
     """Read and match every file of a cache, and judge whether this machine loads its entries.
 

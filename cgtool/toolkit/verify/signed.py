@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cgtool.digests import sha256_hex
 from cgtool.errors import CacheError, RefusedError
-from cgtool.store.bundle_limits import MAX_SIGNATURE_BYTES, Limits
+from cgtool.store.bundle_index import MAX_SIGNATURE_BYTES, Limits
 from cgtool.store.files import read_bytes
 from cgtool.store.layout import is_hash
 from cgtool.store.signatures import parse_signatures

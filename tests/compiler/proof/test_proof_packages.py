@@ -13,7 +13,7 @@ from proof_with_results import with_results
 from cgtool.compiler.adaptors import get_adaptor
 from cgtool.compiler.proof import ProofCrashError, ProofMismatchError, Prover
 from cgtool.compiler.proof.prove import prove_artifact
-from cgtool.store.packages import Package, pack
+from cgtool.store.artifacts import Package, pack
 
 pytestmark = pytest.mark.torch
 

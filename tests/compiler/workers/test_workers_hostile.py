@@ -16,7 +16,7 @@ import hostile_adaptors as hostile  # noqa: E402
 from worker_harness import compile_all, is_alive, stored_units  # noqa: E402
 
 from cgtool.errors import UnitsFailedError, WorkerError  # noqa: E402
-from cgtool.store.origin import parted  # noqa: E402
+from cgtool.store.artifacts import parted  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

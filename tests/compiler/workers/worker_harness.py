@@ -10,8 +10,8 @@ from cgtool.compiler.compile_work import compile_work
 from cgtool.compiler.managers import Managers
 from cgtool.compiler.workers.pool import WorkerPool
 from cgtool.config import CompilationConfig
+from cgtool.store.entry import ObjectStore
 from cgtool.store.layout import CacheLayout
-from cgtool.store.objects import ObjectStore
 
 
 def compile_all(work, root, *, jobs=2, timeout_secs=None, options=None, events=None, inductor=False):

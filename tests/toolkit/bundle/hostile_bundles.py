@@ -13,7 +13,7 @@ from bundle_maker import File, Forge, archive, index_of, opened, package, packed
 from cache_samples import sealed
 
 from cgtool.digests import sha256_hex
-from cgtool.store.packages import Package, pack, unpack
+from cgtool.store.artifacts import Package, pack, unpack
 
 EVIL = b"evil"
 HASH = "ab" * 32

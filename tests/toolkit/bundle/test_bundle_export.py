@@ -19,10 +19,10 @@ from cgtool.errors import CacheCorruptError, CacheError, RefusedError, UsageErro
 from cgtool.plan.shapes import shape_text
 from cgtool.store.bundle_index import Index, Member
 from cgtool.store.entry import read_entry
+from cgtool.store.files import seal
 from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.leases import claimed
 from cgtool.store.records import parse_manifest
-from cgtool.store.sealing import seal
 from cgtool.toolkit.bundle.choose import Choice
 from cgtool.toolkit.bundle.export import ExportOptions, export
 from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle

@@ -26,8 +26,7 @@ from json_changes import mutated_json
 
 from cgtool.errors import CacheError, RefusedError
 from cgtool.plan.records import parse_plan
-from cgtool.store.bundle_index import parse_index
-from cgtool.store.bundle_limits import Limits
+from cgtool.store.bundle_index import Limits, parse_index
 from cgtool.store.layout import RankName
 from cgtool.store.records import parse_manifest
 from cgtool.store.signatures import parse_signatures

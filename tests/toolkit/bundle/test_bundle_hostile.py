@@ -16,9 +16,8 @@ from cache_samples import sealed
 from hostile_bundles import CONSISTENT, CORPUS, EVIL, replacing
 
 from cgtool.errors import RefusedError
-from cgtool.store.bundle_index import parse_index
-from cgtool.store.bundle_limits import Limits
-from cgtool.store.packages import Package, origin_member, pack
+from cgtool.store.artifacts import Package, origin_member, pack
+from cgtool.store.bundle_index import Limits, parse_index
 from cgtool.toolkit.bundle.frames import OneFrame
 from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
 

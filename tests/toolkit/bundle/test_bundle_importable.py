@@ -10,8 +10,7 @@ from bundle_maker import lay_entry
 from msgspec.structs import replace
 
 from cgtool.errors import CacheError
-from cgtool.store.bundle_index import Index
-from cgtool.store.bundle_limits import Limits
+from cgtool.store.bundle_index import Index, Limits
 from cgtool.toolkit.bundle.export import ExportOptions, export
 from cgtool.toolkit.bundle.importable import check_importable
 

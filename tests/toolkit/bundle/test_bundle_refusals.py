@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import cgtool.store
-from cgtool.store import refusals
+from cgtool.store import bundle_index as refusals
 
 PACKAGE = Path(cgtool.store.__file__).parents[1]
 SOURCES = (

@@ -11,10 +11,10 @@ from cgtool.digests import digest_of
 from cgtool.plan.pieces import Json, Node, PieceGraph, SymbolRange, TensorMeta
 from cgtool.plan.records import Guard, Input, Plan, Step, Variant, encode_plan
 from cgtool.plan.shapes import parse_shape
+from cgtool.store.artifacts import Origin, with_origin
 from cgtool.store.entry import EntryWriter
 from cgtool.store.key import Factor, Key
 from cgtool.store.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout
-from cgtool.store.origin import Origin, with_origin
 from cgtool.store.records import Artifact, Fallback, Manifest, Row, VariantCounts
 from cgtool.toolkit.diff.entries import EntrySide
 

@@ -16,14 +16,12 @@ from prune_samples import DAY, facts_of, files_in, is_whole, lay, put_unit, rest
 from syscalls import Call, each_kill, killed_at
 
 from cgtool.errors import CacheCorruptError
-from cgtool.store.entry import EntryWriter
+from cgtool.store.entry import EntryWriter, ObjectStore
 from cgtool.store.key import read_key
 from cgtool.store.layout import CacheLayout
 from cgtool.store.leases import hold, hold_writing
 from cgtool.store.lookup import LookupStore
-from cgtool.store.objects import ObjectStore
-from cgtool.store.pruned import all_pruned, count_miss, pruned
-from cgtool.store.trash import sweep_trash
+from cgtool.store.pruned import all_pruned, count_miss, pruned, sweep_trash
 from cgtool.store.units import UnitStore
 from cgtool.toolkit.prune import execute
 from cgtool.toolkit.prune.execute import carry_out

@@ -11,7 +11,7 @@ from prune_samples import DAY, files_in, is_whole, lay, rest
 from cgtool.errors import CacheError
 from cgtool.store.layout import CacheLayout
 from cgtool.store.leases import hold, remove_idle
-from cgtool.store.trash import is_inside, put_aside, sweep_trash
+from cgtool.store.pruned import is_inside, put_aside, sweep_trash
 from cgtool.toolkit.prune.collect import collect
 from cgtool.toolkit.prune.execute import carry_out
 from cgtool.toolkit.prune.ledger import Ledger

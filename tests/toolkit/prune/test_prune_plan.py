@@ -398,8 +398,6 @@ def test_leftovers_of_every_kind_are_found(cache_root):
         base / "lookup" / digest / ("c" * 64),
         base / "lookup" / "indexed" / gone_rank,
         *(base / "state" / folder / gone_rank for folder in ("used", "locks", "leases")),
-        base / "state" / "leases" / f"{gone_rank}~{'0' * 16}~1~5",
-        base / "state" / "claims" / f"{'c' * 64}~{'0' * 16}~1~5",
         base / "state" / "pruned" / f"{digest}.json",
         base / "state" / "trash" / "something" / "file",
         base / "units" / "ab" / digest / "lock",

@@ -20,7 +20,7 @@ from cgtool.store.entry import read_entry
 from cgtool.store.key import read_key
 from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.lookup import LookupStore
-from cgtool.store.trash import put_aside
+from cgtool.store.pruned import put_aside
 from cgtool.toolkit.verify.digests import verify_entries, verify_entry
 from cgtool.toolkit.verify.hashing import Hasher, hashing
 from cgtool.toolkit.verify.units import verify_units

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cgtool.store.artifacts import Package, pack
 from cgtool.store.machine import version_pair
-from cgtool.store.packages import Package, pack
 from cgtool.toolkit.verify.native import glibc_needed, glibc_of_entry
 
 LIBRARIES = sorted(Path(sysconfig.get_config_var("DESTSHARED") or "/nowhere").glob("*.so"))[:8]
