@@ -15,8 +15,6 @@ from cgtool.cli import failures
 from cgtool.cli.options import CONFIG_FIELDS, compiler_options, coverage_options, model_options, talk_options
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from cgtool.cli.output import Output
 
 EXAMPLES = """\b
@@ -125,47 +123,41 @@ def bench(*, output: Output, **options: Any) -> int:
     from cgtool.cli.bench_tables import show_bench
     from cgtool.cli.progress import reporting
     from cgtool.cli.settings import load_settings
-    from cgtool.toolkit.bench.command import BenchOptions
-    from cgtool.toolkit.bench.command import bench as run
-    from cgtool.toolkit.bench.request import ModelText
-    from cgtool.toolkit.bench.runner import Settings
-    from cgtool.toolkit.bench.ways import parse_starts, parse_ways
+    from cgtool.toolkit.bench.runner import bench as run
+    from cgtool.toolkit.bench.ways import ModelText, Settings, parse_starts, parse_ways
 
     flags = {name: options[name] for name in CONFIG_FIELDS}
     config = load_settings(compilation_config=options["compilation_config"], flags=flags).config
-    asked = BenchOptions(
-        settings=Settings(
-            model=ModelText(
-                text=options["model"],
-                factory_args=options["factory_args"],
-                device=options["device"],
-                dtype=options["dtype"],
-                pythonpath=options["pythonpath"],
-                warm_weights=options["weights"],
-            ),
-            config=config.to_json(),
-            ways=parse_ways(options["ways"]),
-            starts=parse_starts(options["starts"], default=6),
-            warm_ups=options["warm_ups"],
-            cold_starts=options["cold_starts"],
-            tokens=options["tokens"],
-            dimension=config.size_dim,
-            repeats=options["repeats"],
-            seed=options["seed"],
-            limit_secs=options["timeout"],
+    settings = Settings(
+        model=ModelText(
+            text=options["model"],
+            factory_args=options["factory_args"],
+            device=options["device"],
+            dtype=options["dtype"],
+            pythonpath=options["pythonpath"],
+            warm_weights=options["weights"],
         ),
-        keep=Path(options["keep"]) if options["keep"] else None,
-        html=Path(options["html"]) if options["html"] else None,
-        command=_command(),
+        config=config.to_json(),
+        ways=parse_ways(options["ways"]),
+        starts=parse_starts(options["starts"], default=6),
+        warm_ups=options["warm_ups"],
+        cold_starts=options["cold_starts"],
+        tokens=options["tokens"],
+        dimension=config.size_dim,
+        repeats=options["repeats"],
+        seed=options["seed"],
+        limit_secs=options["timeout"],
     )
     with reporting(output) as on_event:
-        report = run(asked, on_event)
+        report = run(
+            settings,
+            keep=Path(options["keep"]) if options["keep"] else None,
+            html=Path(options["html"]) if options["html"] else None,
+            command=["cgtool", *sys.argv[1:]],
+            on_event=on_event,
+        )
     if output.as_json:
         output.json(report.to_json())
     else:
         show_bench(output, report)
     return failures.DONE
-
-
-def _command() -> Sequence[str]:
-    return ["cgtool", *sys.argv[1:]]

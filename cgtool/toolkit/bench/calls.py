@@ -14,28 +14,24 @@ import ctypes
 import dataclasses
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from cgtool.errors import UsageError
-from cgtool.model import DynamicDims, ModelSpec
+from cgtool.model import ModelSpec
 from cgtool.plan.grammar import Count, Record, decode, encode
-from cgtool.toolkit.bench.request import Difference
+from cgtool.toolkit.bench.ways import Difference
 
 #: The greatest difference from eager that rounding explains, relative to a tensor's greatest value: fused kernels round
 #: at other places, and a deep model carries that on.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def bounds_of(dynamic: DynamicDims) -> dict[str, tuple[int, int | None]]:
-    """Return each dynamic dimension's name with its smallest and its largest size."""
-    named = (dim for dims in dynamic.values() for dim in dims.values())
-    return dict((dim, (1, None)) if isinstance(dim, str) else (dim[0], (dim[1], dim[2])) for dim in named)
+#: Of a tensor: its dynamic dimensions, by index.
+Dims = Mapping[int, Any]
 
 
 def dimension_of(spec: ModelSpec, asked: str | None) -> str | None:
@@ -44,7 +40,7 @@ def dimension_of(spec: ModelSpec, asked: str | None) -> str | None:
     Raises:
         UsageError: The model has no dynamic dimension of that name.
     """
-    known = list(bounds_of(spec.dynamic))
+    known = list(_bounds(spec))
     if asked is None:
         return known[-1] if known else None
     if asked not in known:
@@ -52,11 +48,6 @@ def dimension_of(spec: ModelSpec, asked: str | None) -> str | None:
         message = f"The model has no dynamic dimension {asked!r}; it has: {names}. Name one of them with --size-dim."
         raise UsageError(message, path="--size-dim", expected=known, actual=asked)
     return asked
-
-
-def example(spec: ModelSpec) -> Arguments:
-    """Return the arguments of the first example call."""
-    return tuple(spec.calls[0].args), dict(spec.calls[0].kwargs)
 
 
 def resized(spec: ModelSpec, dimension: str | None, size: int) -> Arguments:
@@ -68,42 +59,44 @@ def resized(spec: ModelSpec, dimension: str | None, size: int) -> Arguments:
     if dimension is None:
         message = f"The model names no dynamic dimension, so it cannot be called at size {size}: leave --tokens out."
         raise UsageError(message, path="--tokens", actual=size)
-    least, most = bounds_of(spec.dynamic)[dimension]
+    least, most = _bounds(spec)[dimension]
     if size < least or (most is not None and size > most):
         message = f"{dimension} lies from {least} to {most or 'no limit'}, and {size} does not. Give another size."
         raise UsageError(message, path="--tokens", expected=[least, most], actual=size)
 
-    def change(tensor: torch.Tensor, dims: Mapping[int, Any]) -> torch.Tensor:
+    def change(value: Any, dims: Dims) -> Any:
         for index, dim in dims.items():
             if dimension == (dim if isinstance(dim, str) else dim[0]):
-                places = torch.arange(size, device=tensor.device) % tensor.shape[index]
-                tensor = tensor.index_select(index, places)
-        return tensor
+                places = torch.arange(size, device=value.device) % value.shape[index]
+                value = value.index_select(index, places)
+        return value
 
-    return _changed(spec, change)
+    call = spec.calls[0]
+    return (
+        tuple(change(value, dims) for value, dims in zip(call.args, _dims_of_args(spec), strict=True)),
+        {name: change(value, spec.dynamic.get(name, {})) for name, value in call.kwargs.items()},
+    )
 
 
 def dynamic_tensors(spec: ModelSpec) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
     """Yield the example's tensors that have dynamic dimensions, with those dimensions."""
-    found: list[tuple[torch.Tensor, tuple[int, ...]]] = []
-
-    def look(tensor: torch.Tensor, dims: Mapping[int, Any]) -> torch.Tensor:
-        found.append((tensor, tuple(dims)))
-        return tensor
-
-    _changed(spec, look)
-    yield from found
+    call = spec.calls[0]
+    named = ((value, spec.dynamic.get(name, {})) for name, value in call.kwargs.items())
+    for value, dims in (*zip(call.args, _dims_of_args(spec), strict=True), *named):
+        if dims:
+            yield value, tuple(dims)
 
 
-def _changed(spec: ModelSpec, change: Callable[[torch.Tensor, Mapping[int, Any]], torch.Tensor]) -> Arguments:
-    args, kwargs = example(spec)
+def _bounds(spec: ModelSpec) -> dict[str, tuple[int, int | None]]:
+    """Each dynamic dimension's name with its smallest and its largest size."""
+    named = (dim for dims in spec.dynamic.values() for dim in dims.values())
+    return dict((dim, (1, None)) if isinstance(dim, str) else (dim[0], (dim[1], dim[2])) for dim in named)
+
+
+def _dims_of_args(spec: ModelSpec) -> list[Dims]:
     names = list(inspect.signature(getattr(spec.module, spec.method)).parameters)
-    by_place = [spec.dynamic.get(name, {}) for name in names[: len(args)]]
-    by_place += [{}] * (len(args) - len(by_place))
-    return (
-        tuple(change(arg, dims) if dims else arg for arg, dims in zip(args, by_place, strict=True)),
-        {name: change(arg, spec.dynamic[name]) if name in spec.dynamic else arg for name, arg in kwargs.items()},
-    )
+    found: list[Dims] = [spec.dynamic.get(name, {}) for name in names[: len(spec.calls[0].args)]]
+    return found + [{}] * (len(spec.calls[0].args) - len(found))
 
 
 class Leaf(Record, frozen=True, kw_only=True):
@@ -162,40 +155,40 @@ def compare(folder: Path, name: str, output: Any) -> Difference | None:
     data = bytearray((folder / f"{name}.bin").read_bytes())
     actual = dict(leaves_of(output))
     if list(actual) != [leaf.path for leaf in leaves]:
-        return Difference(worst=0.0, tolerance=0.0, problem="its parts are others than eager's")
-    worst, tolerance, problem = 0.0, 0.0, None
-    for leaf in leaves:
-        found = _leaf_difference(actual[leaf.path], leaf, data)
-        worst, tolerance = max(worst, found.worst), max(tolerance, found.tolerance)
-        problem = problem or found.problem
-    return Difference(worst=worst, tolerance=tolerance, problem=problem)
+        return _exact("its parts are others than eager's")
+    found = [_leaf_difference(actual[leaf.path], leaf, data) for leaf in leaves]
+    return Difference(
+        worst=max((one.worst for one in found), default=0.0),
+        tolerance=max((one.tolerance for one in found), default=0.0),
+        problem=next((one.problem for one in found if one.problem), None),
+    )
+
+
+def _exact(problem: str | None) -> Difference:
+    """How something differs for which there is no tolerance."""
+    return Difference(worst=0.0, tolerance=0.0, problem=problem)
 
 
 def _leaf_difference(actual: Any, wanted: Leaf, data: bytearray) -> Difference:
     path = wanted.path
     if not isinstance(actual, torch.Tensor) or wanted.dtype is None:
         same = wanted.dtype is None and actual == wanted.value
-        return Difference(worst=0.0, tolerance=0.0, problem=None if same else f"{path} is not what eager gave")
+        return _exact(None if same else f"{path} is not what eager gave")
     dtype = getattr(torch, wanted.dtype)
     if actual.dtype != dtype or tuple(actual.shape) != wanted.shape:
-        words = f"{path} is {actual.dtype} {list(actual.shape)} and eager's {dtype} {list(wanted.shape)}"
-        return Difference(worst=0.0, tolerance=0.0, problem=words)
+        return _exact(f"{path} is {actual.dtype} {list(actual.shape)} and eager's {dtype} {list(wanted.shape)}")
     if actual.numel() == 0:
-        return Difference(worst=0.0, tolerance=0.0, problem=None)
+        return _exact(None)
     expected = torch.frombuffer(data, dtype=dtype, count=actual.numel(), offset=wanted.offset).reshape(actual.shape)
-    return _tensor_difference(path, actual.detach().cpu(), expected)
-
-
-def _tensor_difference(path: str, actual: torch.Tensor, expected: torch.Tensor) -> Difference:
-    if expected.dtype not in TOLERANCE:
-        same = torch.equal(actual, expected)
-        return Difference(worst=0.0, tolerance=0.0, problem=None if same else f"{path} differs from eager's")
-    tolerance = TOLERANCE[expected.dtype]
-    wide, wanted = actual.double(), expected.double()
-    if not torch.equal(wide.isfinite(), wanted.isfinite()):
+    actual = actual.detach().cpu()
+    if dtype not in TOLERANCE:
+        return _exact(None if torch.equal(actual, expected) else f"{path} differs from eager's")
+    tolerance = TOLERANCE[dtype]
+    wide, eager = actual.double(), expected.double()
+    if not torch.equal(wide.isfinite(), eager.isfinite()):
         return Difference(worst=0.0, tolerance=tolerance, problem=f"{path} is finite elsewhere than eager's")
-    scale = wanted.abs().nan_to_num(posinf=0, neginf=0).max().item()
-    off = (wide - wanted).abs().nan_to_num(posinf=0, neginf=0).max().item()
+    scale = eager.abs().nan_to_num(posinf=0, neginf=0).max().item()
+    off = (wide - eager).abs().nan_to_num(posinf=0, neginf=0).max().item()
     relative = off / scale if scale else off
     problem = None if relative <= tolerance else f"{path} differs from eager's by {relative:.1e} of its greatest value"
     return Difference(worst=relative, tolerance=tolerance, problem=problem)

@@ -1,9 +1,9 @@
 """The program of one process of a bench: build the model, start it, time its steps, compare its outputs.
 
-What the clock sees, in order: *import* (from the process's start until torch and what builds models are imported),
-*build* (the model's own modules and its factory), *ready* (from the built model to its first output, synchronised on
-CUDA), steps. Everything that only the bench needs comes after that, so that no start finds it imported. What
-the model's own file imports of cgtool belongs to build, in every way. Must not import torch as it loads.
+What the clock sees, in order: *import* (from the process's start until torch and what builds models are imported, all
+of which this module does as it loads), *build* (the model's own modules and its factory), *ready* (from the built
+model to its first output, synchronised on CUDA), steps. What a way alone needs is imported by its function, within
+'ready'. What the model's own file imports of cgtool belongs to build, in every way.
 """
 
 from __future__ import annotations
@@ -14,15 +14,19 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+import torch
 
 from cgtool.child import Channel
 from cgtool.errors import CgtoolError
-from cgtool.events import ignore
 from cgtool.model import ModelSpec
-from cgtool.toolkit.bench.machine import uses_cuda
-from cgtool.toolkit.bench.request import Answer, Request, Step
+from cgtool.models import resolve_model
+from cgtool.toolkit.bench.calls import compare, dimension_of, dynamic_tensors, resized, save, weights_digest
+from cgtool.toolkit.bench.ways import Answer, Kind, Request, Step
 
 #: Steps are repeated as often as asked, or for this long, whichever ends first; but three times.
 _STEP_SECS = 3.0
@@ -38,19 +42,29 @@ _HEAVY = ("torch._dynamo", "torch._inductor", "sympy", "triton")
 def main(channel: Channel) -> None:
     """Do what the one request says, and answer with what was measured, as far as it came."""
     for request, _ in channel.requests(Request):
-        channel.answer(_Measurement(request).run(), last=True)
+        found = {"import_secs": time.monotonic() - request.spawned}
+        channel.answer(_Measurement(request, found).run(), last=True)
         return
 
 
 class _Measurement:
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, found: dict[str, Any]) -> None:
         self._request = request
-        self._phase = "import"
-        self._found: dict[str, Any] = {}
+        self._phase = "build"
+        self._found = found
 
     def run(self) -> Answer:
         try:
-            self._measure()
+            spec = self._build()
+            if self._request.action == "start":
+                self._start(spec)
+            else:
+                self._phase = "work"
+                began = time.perf_counter()
+                self._found |= {"warm": _warm, "precompile": _precompile}[self._request.action](spec, self._request)
+                self._found["work_secs"] = time.perf_counter() - began
+            self._phase = "report"
+            self._found["torch"] = _torch_facts()
         except BaseException as error:  # noqa: BLE001  whatever ends a start is what the report says of it
             traceback.print_exc()
             self._found["error"] = one_line(error)
@@ -59,32 +73,12 @@ class _Measurement:
             self._found["failed_in"] = self._phase
         return Answer(**self._found)
 
-    def _measure(self) -> None:
-        import torch  # noqa: F401  the time that it takes is what is measured
-
-        from cgtool.models import resolve_model  # imports what builds models, likewise
-
-        self._found["import_secs"] = time.monotonic() - self._request.spawned
-        self._phase = "build"
-        spec = self._built(resolve_model)
-        if self._request.action == "start":
-            self._start(spec)
-        else:
-            self._phase = "work"
-            began = time.perf_counter()
-            {"warm": self._warm, "precompile": self._precompile}[self._request.action](spec)
-            self._found["work_secs"] = time.perf_counter() - began
-        self._phase = "report"
-        self._describe()
-
-    def _built(self, resolve: Callable[..., ModelSpec]) -> ModelSpec:
-        import torch
-
+    def _build(self) -> ModelSpec:
         random.seed(self._request.seed)
         torch.manual_seed(self._request.seed)
         model = self._request.model
         began = time.perf_counter()
-        spec = resolve(
+        spec = resolve_model(
             model.text,
             factory_args=dict(model.factory_args),
             weights=model.warm_weights if self._request.action == "warm" else "real",
@@ -97,8 +91,6 @@ class _Measurement:
         return spec
 
     def _start(self, spec: ModelSpec) -> None:
-        import torch
-
         self._phase = "ready"
         before = set(sys.modules)
         args, kwargs = tuple(spec.calls[0].args), dict(spec.calls[0].kwargs)
@@ -111,24 +103,29 @@ class _Measurement:
         self._found["ready_imported"] = tuple(name for name in _HEAVY if name in sys.modules and name not in before)
         self._phase = "steps"
         outputs = {"example": first, **self._steps(run, spec)}
-        self._memory()
+        self._found["rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self._found["device_bytes"] = torch.cuda.max_memory_allocated() if _uses_cuda() else None
         if self._request.save_artifacts:
-            self._save_artifacts()
+            began = time.perf_counter()
+            saved = torch.compiler.save_cache_artifacts()
+            if saved is not None:
+                Path(self._request.artifact).write_bytes(saved[0])
+            self._found["save_secs"] = time.perf_counter() - began
         self._phase = "compare"
-        self._compare(spec, outputs)
+        folder = Path(self._request.reference)
+        self._found["weights"] = weights_digest(spec.module)
+        if self._request.write_reference:
+            for name, output in outputs.items():
+                save(folder, name, output)
+        self._found["outputs"] = {name: compare(folder, name, output) for name, output in outputs.items()}
 
     def _steps(self, run: Callable[..., Any], spec: ModelSpec) -> dict[str, Any]:
         """Time a step of each size; return each size's first output, all of which come before the first repeat."""
-        import torch
-
-        from cgtool.toolkit.bench.calls import dimension_of, resized
-
         dimension = dimension_of(spec, self._request.dimension)
         self._found["dimension"] = dimension
         steps: dict[str, Step] = {}
-        firsts: dict[str, float] = {}
         outputs: dict[str, Any] = {}
-        calls = {}
+        served = []
         for size in self._request.tokens if dimension is not None else ():
             try:
                 args, kwargs = resized(spec, dimension, size)
@@ -136,132 +133,25 @@ class _Measurement:
                     began = time.perf_counter()
                     outputs[str(size)] = run(*args, **kwargs)
                     _synchronise()
-                firsts[str(size)] = time.perf_counter() - began
-                calls[size] = (args, kwargs)
+                served.append((str(size), args, kwargs, time.perf_counter() - began))
             except Exception as error:  # noqa: BLE001  a size that a way does not serve is part of the report
                 traceback.print_exc()
                 steps[str(size)] = Step(error=one_line(error))
-        for size, (args, kwargs) in calls.items():
-            steps[str(size)] = _timed(run, args, kwargs, self._request.repeats, first_secs=firsts[str(size)])
+        for name, args, kwargs, first_secs in served:
+            taken = _timed(run, args, kwargs, self._request.repeats)
+            steps[name] = Step(
+                first_secs=first_secs,
+                median_secs=median(taken),
+                min_secs=min(taken),
+                max_secs=max(taken),
+                count=len(taken),
+            )
         self._found["steps"] = steps
         return outputs
 
-    def _memory(self) -> None:
-        import torch
 
-        self._found["rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        self._found["device_bytes"] = torch.cuda.max_memory_allocated() if uses_cuda() else None
-
-    def _compare(self, spec: ModelSpec, outputs: dict[str, Any]) -> None:
-        from cgtool.toolkit.bench.calls import compare, save, weights_digest
-
-        folder = Path(self._request.reference)
-        self._found["weights"] = weights_digest(spec.module)
-        self._found["outputs"] = {}
-        for name, output in outputs.items():
-            if self._request.write_reference:
-                save(folder, name, output)
-            self._found["outputs"][name] = compare(folder, name, output)
-
-    def _save_artifacts(self) -> None:
-        import torch
-
-        began = time.perf_counter()
-        saved = torch.compiler.save_cache_artifacts()
-        if saved is not None:
-            Path(self._request.artifact).write_bytes(saved[0])
-        self._found["save_secs"] = time.perf_counter() - began
-
-    def _warm(self, spec: ModelSpec) -> None:
-        from cgtool.compiler.pipeline import warm
-        from cgtool.config import CompilationConfig
-
-        config = CompilationConfig.from_mapping(self._request.config)
-        result = warm(spec, config=config, cache_dir=self._request.cache, on_event=ignore)
-        self._found["trace_secs"] = result.trace_secs
-        self._found["compile_secs"] = result.compile_secs
-        self._found["compiled"] = result.compiled
-        self._found["notes"] = result.notes
-
-    def _precompile(self, spec: ModelSpec) -> None:
-        import torch
-
-        from cgtool.toolkit.bench._torch import mark_dynamic, precompile
-        from cgtool.toolkit.bench.calls import dynamic_tensors, example
-
-        mark_dynamic(dynamic_tensors(spec))
-        args, kwargs = example(spec)
-        with torch.inference_mode():
-            notes = precompile(getattr(spec.module, spec.method), args, kwargs, Path(self._request.artifact))
-        self._found["notes"] = notes
-
-    def _describe(self) -> None:
-        from cgtool.toolkit.bench.machine import torch_facts
-
-        self._found["torch"] = torch_facts()
-
-
-def _eager(spec: ModelSpec, request: Request) -> Callable[..., Any]:  # noqa: ARG001  a starter's signature
-    # The module itself, as a user calls it: its hooks run.
-    method: Callable[..., Any] = spec.module if spec.method == "forward" else getattr(spec.module, spec.method)
-    return method
-
-
-def _compile(spec: ModelSpec, request: Request) -> Callable[..., Any]:
-    import torch
-
-    from cgtool.toolkit.bench._torch import mark_dynamic
-    from cgtool.toolkit.bench.calls import dynamic_tensors
-
-    mark_dynamic(dynamic_tensors(spec))
-    return torch.compile(_eager(spec, request))
-
-
-def _mega(spec: ModelSpec, request: Request) -> Callable[..., Any]:
-    import torch
-
-    if torch.compiler.load_cache_artifacts(Path(request.artifact).read_bytes()) is None:
-        message = "torch took nothing from its mega-cache. Start in another way."
-        raise CgtoolError(message, path=request.artifact)
-    return _compile(spec, request)
-
-
-def _precompiled(spec: ModelSpec, request: Request) -> Callable[..., Any]:
-    from cgtool.toolkit.bench._torch import load_precompiled
-
-    loaded = load_precompiled(Path(request.artifact))
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return loaded(spec.module, *args, **kwargs)
-
-    return call
-
-
-def _cgtool(spec: ModelSpec, request: Request) -> Callable[..., Any]:
-    from cgtool.api import load
-
-    return load(spec.module, cache_dir=request.cache, prefix=spec.prefix)
-
-
-#: How a built model becomes something to call, by the kind of way. All that a function here does counts as 'ready', and
-#: imports what it needs.
-_STARTERS: Mapping[str, Callable[[ModelSpec, Request], Callable[..., Any]]] = {
-    "eager": _eager,
-    "compile": _compile,
-    "mega": _mega,
-    "precompile": _precompiled,
-    "cgtool": _cgtool,
-}
-
-
-def _timed(
-    run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], repeats: int, *, first_secs: float
-) -> Step:
+def _timed(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], repeats: int) -> list[float]:
     """Time a step many times; the model was called at its size before."""
-    from statistics import median
-
-    import torch
-
     taken: list[float] = []
     with torch.inference_mode():
         for _ in range(_WARM_UP):
@@ -273,20 +163,91 @@ def _timed(
             run(*args, **kwargs)
             _synchronise()
             taken.append(time.perf_counter() - began)
-    return Step(
-        first_secs=first_secs,
-        median_secs=median(taken),
-        min_secs=min(taken),
-        max_secs=max(taken),
-        count=len(taken),
-    )
+    return taken
+
+
+def _warm(spec: ModelSpec, request: Request) -> dict[str, Any]:
+    from cgtool.compiler.pipeline import warm
+    from cgtool.config import CompilationConfig
+
+    result = warm(spec, config=CompilationConfig.from_mapping(request.config), cache_dir=request.cache)
+    return {name: getattr(result, name) for name in ("trace_secs", "compile_secs", "compiled", "notes")}
+
+
+def _precompile(spec: ModelSpec, request: Request) -> dict[str, Any]:
+    from cgtool.toolkit.bench._torch import mark_dynamic, precompile
+
+    mark_dynamic(dynamic_tensors(spec))
+    args, kwargs = tuple(spec.calls[0].args), dict(spec.calls[0].kwargs)
+    with torch.inference_mode():
+        notes = precompile(getattr(spec.module, spec.method), args, kwargs, Path(request.artifact))
+    return {"notes": notes}
+
+
+def _eager(spec: ModelSpec, request: Request) -> Callable[..., Any]:  # noqa: ARG001  a starter's signature
+    # The module itself, as a user calls it: its hooks run.
+    method: Callable[..., Any] = spec.module if spec.method == "forward" else getattr(spec.module, spec.method)
+    return method
+
+
+def _compile(spec: ModelSpec, request: Request) -> Callable[..., Any]:
+    from cgtool.toolkit.bench._torch import mark_dynamic
+
+    mark_dynamic(dynamic_tensors(spec))
+    return torch.compile(_eager(spec, request))
+
+
+def _mega(spec: ModelSpec, request: Request) -> Callable[..., Any]:
+    if torch.compiler.load_cache_artifacts(Path(request.artifact).read_bytes()) is None:
+        message = "torch took nothing from its mega-cache. Start in another way."
+        raise CgtoolError(message, path=request.artifact)
+    return _compile(spec, request)
+
+
+def _precompiled(spec: ModelSpec, request: Request) -> Callable[..., Any]:
+    from cgtool.toolkit.bench._torch import load_precompiled
+
+    loaded = load_precompiled(Path(request.artifact))
+    return lambda *args, **kwargs: loaded(spec.module, *args, **kwargs)
+
+
+def _cgtool(spec: ModelSpec, request: Request) -> Callable[..., Any]:
+    from cgtool.api import load
+
+    return load(spec.module, cache_dir=request.cache, prefix=spec.prefix)
+
+
+#: How a built model becomes something to call. All that a function here does, its imports too, counts as 'ready'.
+_STARTERS: Mapping[Kind, Callable[[ModelSpec, Request], Callable[..., Any]]] = {
+    "eager": _eager,
+    "compile": _compile,
+    "mega": _mega,
+    "precompile": _precompiled,
+    "cgtool": _cgtool,
+}
+
+
+def _uses_cuda() -> bool:
+    return bool(torch.cuda.is_available() and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def _synchronise() -> None:
-    import torch
-
-    if uses_cuda():
+    if _uses_cuda():
         torch.cuda.synchronize()
+
+
+def _torch_facts() -> dict[str, Any]:
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        triton = None
+    return {
+        "torch": str(torch.__version__),
+        "triton": triton,
+        "cuda": torch.version.cuda,
+        "gpu": torch.cuda.get_device_name() if _uses_cuda() else None,
+        "threads": torch.get_num_threads(),
+    }
 
 
 def one_line(error: BaseException) -> str:

@@ -9,13 +9,12 @@ Content-Security-Policy forbids it to load or run anything.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
 from cgtool.toolkit.bench import words
-from cgtool.toolkit.bench.report import PHASES, BenchReport, WayReport
-from cgtool.toolkit.bench.stats import FEWEST_PAIRS
+from cgtool.toolkit.bench.report import FEWEST_PAIRS, PHASES, BenchReport
 
 #: Units of the picture: where bars begin, how long the longest may be, and what a row takes.
 LEFT, LONGEST, RIGHT = 310.0, 560.0, 100.0
@@ -93,9 +92,9 @@ def page(report: BenchReport) -> str:
 {_failures(report)}
 <h2>From the process's start to the first output</h2>
 {_legend()}
-{chart(_bars(report, PHASES), title="Start-up by phase, medians", name="phases")}
+{chart([*_bars(report, PHASES)], title="Start-up by phase, medians", name="phases")}
 <h2>From the built model to the first output</h2>
-{chart(_bars(report, PHASES[2:]), title="Ready, medians", name="ready")}
+{chart([*_bars(report, PHASES[2:])], title="Ready, medians", name="ready")}
 <h2>Figures</h2>
 {_table("Starts", words.start_columns(report), [words.start_cells(report, way) for way in report.ways])}
 {_steps(report)}
@@ -109,15 +108,12 @@ def page(report: BenchReport) -> str:
 """
 
 
-def _bars(report: BenchReport, phases: Sequence[str]) -> list[Bar]:
-    return [_bar(way, phases) for way in report.ways]
-
-
-def _bar(way: WayReport, phases: Sequence[str]) -> Bar:
-    found = [phase for phase in phases if phase in way.summary]
-    if len(found) < len(phases):
-        return Bar(label=way.way.label, parts={}, remark="failed" if way.error else "not started")
-    return Bar(label=way.way.label, parts={phase: way.summary[phase].median for phase in phases})
+def _bars(report: BenchReport, phases: Sequence[str]) -> Iterator[Bar]:
+    for way in report.ways:
+        if all(phase in way.summary for phase in phases):
+            yield Bar(label=way.label, parts={phase: way.summary[phase].median for phase in phases})
+        else:
+            yield Bar(label=way.label, parts={}, remark="failed" if way.error else "not started")
 
 
 def _legend() -> str:
@@ -126,12 +122,8 @@ def _legend() -> str:
 
 
 def _steps(report: BenchReport) -> str:
-    columns = words.step_columns(report)
-    if len(columns) == 1:
-        return ""
-    return _table(
-        words.step_caption(report), columns, [words.step_cells(report, way) for way in report.ways if way.steps]
-    )
+    rows = [words.step_cells(report, way) for way in report.ways if way.steps]
+    return _table(words.step_caption(report), words.step_columns(report), rows) if rows else ""
 
 
 def _table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -164,22 +156,11 @@ def _list(heading: str, items: Sequence[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One row.
-
-    Args:
-        label: What it is of.
-        parts: Phase → seconds, in order; empty where there is nothing to show.
-        remark: What stands in place of the bar then.
-    """
+    """One row of a chart: seconds by phase, in order; or, where there are none, a remark in place of the bar."""
 
     label: str
     parts: Mapping[str, float]
     remark: str = ""
-
-    @property
-    def secs(self) -> float:
-        """The length of the whole bar."""
-        return sum(self.parts.values())
 
 
 def chart(bars: Sequence[Bar], *, title: str, name: str) -> str:
@@ -190,7 +171,7 @@ def chart(bars: Sequence[Bar], *, title: str, name: str) -> str:
         title: What the picture shows, for who cannot see it and for who points at it.
         name: Its identifier in the page.
     """
-    longest = max((bar.secs for bar in bars), default=0.0) or 1.0
+    longest = max((sum(bar.parts.values()) for bar in bars), default=0.0) or 1.0
     height = TOP * 2 + ROW * len(bars)
     width = LEFT + LONGEST + RIGHT
     rows = "\n".join(_row(bar, TOP + ROW * index, LONGEST / longest) for index, bar in enumerate(bars))
@@ -216,7 +197,7 @@ def _row(bar: Bar, top: float, scale: float) -> str:
             f"<title>{escape(bar.label)}: {word} {words.secs_words(secs)}</title></rect>"
         )
         left += width
-    said = words.secs_words(bar.secs) if bar.parts else bar.remark
+    said = words.secs_words(sum(bar.parts.values())) if bar.parts else bar.remark
     parts.append(f'<text class="value" x="{left + 8:.3f}" y="{middle:g}">{escape(said)}</text>')
     return f'<g class="row">{"".join(parts)}</g>'
 

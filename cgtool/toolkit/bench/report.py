@@ -1,4 +1,4 @@
-"""What a bench found: raw starts, their summaries, ratios, and the machine. The schema of `cgtool bench --json`.
+"""What a bench found: raw starts, their statistics, ratios, and the machine. The schema of `cgtool bench --json`.
 
 Must not import torch. Times are seconds, sizes bytes. A ratio says how much larger a value is than the other way's in
 the same round.
@@ -6,81 +6,130 @@ the same round.
 
 from __future__ import annotations
 
+import math
+import os
+import platform
+import random
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
 from typing import Any
 
-from msgspec import UNSET, to_builtins
+import msgspec
 
-from cgtool.toolkit.bench.request import Start
-from cgtool.toolkit.bench.runner import Measured, Runner, Settings
-from cgtool.toolkit.bench.stats import Ratio, Summary, paired_ratio, summarise
-from cgtool.toolkit.bench.ways import Way
+from cgtool import __version__
+from cgtool.plan.grammar import Count, Record
+from cgtool.toolkit.bench.ways import BASE, Settings, Start, Way
 
 SCHEMA = 1
 
 #: The phases of a start, in order.
 PHASES = ("import_secs", "build_secs", "ready_secs")
 #: What other ways are compared with, where they were started.
-BASES = ("eager", "compile-warm", "compile-cold")
+BASES = (BASE, "compile-warm", "compile-cold")
+#: How sure the bound of a ratio is, and how many samples it is drawn from.
+CONFIDENCE, RESAMPLES = 0.95, 4000
+#: Fewer pairs than this cannot bound a median with 95 %: even their whole range holds it less often, 1 - 2 / 2**n.
+FEWEST_PAIRS = 6
 _BUSY = 1.5
 
 Value = Callable[[Start], float | None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class WayReport:
+class Summary(Record, frozen=True, kw_only=True):
+    """Numbers in short: how many, the median, the quartiles (linear between neighbours) and the range."""
+
+    count: Count
+    median: float
+    q1: float
+    q3: float
+    low: float = msgspec.field(name="min")
+    high: float = msgspec.field(name="max")
+
+
+class Ratio(Record, frozen=True, kw_only=True):
+    """The median of ratios of pairs, and its bounds with 95 % confidence; None where there are too few pairs."""
+
+    ratio: float
+    low: float | None
+    high: float | None
+    pairs: Count
+
+
+class Refused(Record, frozen=True, kw_only=True):
+    """Why a way has no steps of a size."""
+
+    error: str
+
+
+class Outputs(Record, frozen=True, kw_only=True):
+    """How all outputs of a way compare with eager's; the fields are those of `Difference`."""
+
+    equal: bool
+    worst: float
+    tolerance: float
+    problem: str | None
+
+
+class Prepared(Record, frozen=True, kw_only=True):
+    """What filling a way's caches took.
+
+    Args:
+        work_secs: Tracing and compiling.
+        total_secs: From the process's start to the end of the work.
+        process_secs: The whole process.
+        reused: Whether an earlier bench did it.
+        notes: What a reader should know of it.
+        over_cold: How much longer it is than torch.compile's with nothing cached, by metric.
+    """
+
+    work_secs: Summary | None
+    total_secs: Summary | None
+    process_secs: Summary | None
+    reused: bool
+    notes: tuple[str, ...]
+    over_cold: Mapping[str, Ratio]
+
+
+class WayReport(Record, frozen=True, kw_only=True):
     """What is known of one way.
 
     Args:
-        way: The way.
-        starts: The raw answers.
+        way: Its name.
+        label: What people read.
+        adaptor: Of cgtool's ways.
         error: Why it failed, or failed in the end; one line.
         log: The last lines of the process that failed.
         num_bytes: Bytes on the disk that a start needs.
         summary: By name of the metric.
         steps: Of each size, the summary of its starts' medians; or why it has none.
         ratios: base way → metric → ratio.
-        outputs: How the outputs compare with eager's, as JSON; None where none were compared.
-        prepare: What the preparation took, as JSON; None where there is none.
+        outputs: How the outputs compare with eager's; None where none were compared.
+        prepare: What the preparation took; None where there is none.
+        starts: The raw answers.
     """
 
-    way: Way
-    starts: Sequence[Start]
+    way: str
+    label: str
+    adaptor: str | None
     error: str | None
     log: Sequence[str]
-    num_bytes: int
+    num_bytes: int = msgspec.field(name="bytes")
     summary: Mapping[str, Summary]
-    steps: Mapping[str, Summary | str]
+    steps: Mapping[str, Summary | Refused]
     ratios: Mapping[str, Mapping[str, Ratio]]
-    outputs: Mapping[str, Any] | None
-    prepare: Mapping[str, Any] | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the record as `--json` prints it, records within it as they are."""
-        return {
-            "way": self.way.name,
-            "label": self.way.label,
-            "adaptor": self.way.adaptor,
-            "error": self.error,
-            "log": self.log,
-            "bytes": self.num_bytes,
-            "summary": self.summary,
-            "steps": {
-                size: {"error": found} if isinstance(found, str) else found for size, found in self.steps.items()
-            },
-            "ratios": self.ratios,
-            "outputs": self.outputs,
-            "prepare": self.prepare,
-            "starts": self.starts,
-        }
+    outputs: Outputs | None
+    prepare: Prepared | None
+    starts: Sequence[Start]
 
 
-@dataclass(frozen=True, kw_only=True)
-class BenchReport:
+class BenchReport(Record, frozen=True, kw_only=True):
     """What a bench found.
 
     Args:
+        schema: `SCHEMA`.
         model: MODEL as it was given.
         about: Model, configuration and settings, as JSON.
         command: The command line.
@@ -93,6 +142,7 @@ class BenchReport:
         secs: How long it all took.
     """
 
+    schema: int
     model: str
     about: Mapping[str, Any]
     command: Sequence[str]
@@ -106,73 +156,92 @@ class BenchReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the document that `bench --json` prints."""
-        document = {
-            "schema": SCHEMA,
-            "model": self.model,
-            "about": self.about,
-            "command": self.command,
-            "machine": self.machine,
-            "versions": self.versions,
-            "dimension": self.dimension,
-            "ways": [way.to_json() for way in self.ways],
-            "notes": self.notes,
-            "began": self.began,
-            "secs": self.secs,
-        }
-        found: dict[str, Any] = to_builtins(document)
+        found: dict[str, Any] = msgspec.to_builtins(self)
         return found
 
 
-def report_ways(runner: Runner, settings: Settings) -> tuple[WayReport, ...]:
-    """Return what is known of each way."""
-    return tuple(_report_way(way, runner, settings) for way in settings.ways)
+@dataclass(kw_only=True)
+class Measured:
+    """What one way, or one preparation, gave.
+
+    Attributes:
+        starts: The answers.
+        error: Why it has none, or no more; one line.
+        log: The last lines that a failed process printed.
+        num_bytes: Size of what a start needs on the disk.
+    """
+
+    starts: list[Start] = field(default_factory=list)
+    error: str | None = None
+    log: tuple[str, ...] = ()
+    num_bytes: int = 0
+
+    def summary(self, value: Value) -> Summary | None:
+        """Return a value of the starts in short; None where none has it."""
+        return summarise(list(self._by_round(value).values()))
+
+    def ratio(self, base: Measured, value: Value, *, seed: int) -> Ratio | None:
+        """Return how much larger a value is than another's; None where no round has both."""
+        return paired_ratio(self._by_round(value), base._by_round(value), seed=seed)
+
+    def _by_round(self, value: Value) -> dict[int, float]:
+        """A value of each start that counts and has it, by its round."""
+        counted = [start for start in self.starts if start.counted and start.error is None]
+        return {one.round: found for one in counted if one.round is not None and (found := value(one)) is not None}
 
 
-def _report_way(way: Way, runner: Runner, settings: Settings) -> WayReport:
-    measured = runner.ways[way.name]
-    metrics: dict[str, Value] = {name: _at(name) for name in (*PHASES, "rss_bytes", "device_bytes", "start_secs")}
-    summary = _summaries(measured, metrics)
+def report_ways(
+    settings: Settings, ways: Mapping[str, Measured], sources: Mapping[str, Measured]
+) -> tuple[WayReport, ...]:
+    """Return what is known of each way.
+
+    Args:
+        settings: What was measured.
+        ways: What each way gave, by its name.
+        sources: What each preparation gave, by its name.
+    """
     sizes = [str(size) for size in settings.tokens]
-    firsts = _summaries(measured, {f"first_{size}": _of_step(size, "first_secs") for size in sizes})
-    ratios = {
-        base: found
-        for base in BASES
-        if base != way.name and base in runner.ways and (found := _ratios(measured, runner.ways[base], sizes, settings))
-    }
-    steps = {size: _step_summary(measured, size) for size in sizes}
-    return WayReport(
-        way=way,
-        starts=measured.starts,
-        error=measured.error or next((start.error for start in measured.starts if start.error is not None), None),
-        log=measured.log or next((start.log for start in measured.starts if start.log is not None), ()),
-        num_bytes=measured.num_bytes,
-        summary={**summary, **firsts},
-        steps={size: found for size, found in steps.items() if found is not None},
-        ratios=ratios,
-        outputs=_outputs(measured),
-        prepare=_prepare(way, runner, settings),
-    )
+    metrics = {name: _at(name) for name in (*PHASES, "rss_bytes", "device_bytes", "start_secs")}
+    metrics |= {f"first_{size}": _of_step(size, "first_secs") for size in sizes}
+    medians = {size: _of_step(size, "median_secs") for size in sizes}
+    compared = {name: _at(name) for name in ("ready_secs", "start_secs", "rss_bytes")}
+    compared |= {f"step_{size}": value for size, value in medians.items()}
+
+    def report(way: Way) -> WayReport:
+        measured = ways[way.name]
+        ratios = {
+            base: _known(
+                {name: measured.ratio(ways[base], value, seed=settings.seed) for name, value in compared.items()}
+            )
+            for base in BASES
+            if base != way.name and base in ways
+        }
+        return WayReport(
+            way=way.name,
+            label=way.label,
+            adaptor=way.adaptor,
+            error=measured.error or next((start.error for start in measured.starts if start.error is not None), None),
+            log=measured.log or next((start.log for start in measured.starts if start.log is not None), ()),
+            num_bytes=measured.num_bytes,
+            summary=_known({name: measured.summary(value) for name, value in metrics.items()}),
+            steps=_known({s: measured.summary(value) or _refused(measured, s) for s, value in medians.items()}),
+            ratios={base: found for base, found in ratios.items() if found},
+            outputs=_outputs(measured),
+            prepare=None if not way.source or way.is_cold else _prepared(sources, way.source, settings.seed),
+            starts=measured.starts,
+        )
+
+    return tuple(map(report, settings.ways))
 
 
-def _summaries(measured: Measured, metrics: Mapping[str, Value]) -> dict[str, Summary]:
-    found = {name: summarise(_values(measured, value)) for name, value in metrics.items()}
-    return {name: summary for name, summary in found.items() if summary is not None}
-
-
-def by_round(measured: Measured, value: Value) -> dict[int, float]:
-    """Return a value of each start that counts and has it, by its round."""
-    counted = [start for start in measured.starts if start.counted and start.error is None]
-    return {start.round: found for start in counted if start.round is not None and (found := value(start)) is not None}
-
-
-def _values(measured: Measured, value: Value) -> list[float]:
-    return list(by_round(measured, value).values())
+def _known(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _at(name: str) -> Value:
     def value(start: Start) -> float | None:
         found = getattr(start, name)
-        return None if found is UNSET else found
+        return None if found is msgspec.UNSET else found
 
     return value
 
@@ -185,69 +254,154 @@ def _of_step(size: str, name: str) -> Value:
     return value
 
 
-def _step_summary(measured: Measured, size: str) -> Summary | str | None:
+def _refused(measured: Measured, size: str) -> Refused | None:
     steps = [(start.steps or {}).get(size) for start in measured.starts]
-    errors = (step.error for step in steps if step is not None and step.error)
-    return summarise(_values(measured, _of_step(size, "median_secs"))) or next(errors, None)
+    return next((Refused(error=step.error) for step in steps if step is not None and step.error), None)
 
 
-def _ratios(measured: Measured, base: Measured, sizes: Sequence[str], settings: Settings) -> dict[str, Ratio]:
-    values: dict[str, Value] = {name: _at(name) for name in ("ready_secs", "start_secs", "rss_bytes")}
-    values |= {f"step_{size}": _of_step(size, "median_secs") for size in sizes}
-    found = {
-        name: paired_ratio(by_round(measured, value), by_round(base, value), seed=settings.seed)
-        for name, value in values.items()
-    }
-    return {name: ratio for name, ratio in found.items() if ratio is not None}
-
-
-def _outputs(measured: Measured) -> dict[str, Any] | None:
+def _outputs(measured: Measured) -> Outputs | None:
     rows = [row for start in measured.starts for row in (start.outputs or {}).values() if row is not None]
     if not rows:
         return None
-    return {
-        "equal": not any(row.problem for row in rows),
-        "worst": max(row.worst for row in rows),
-        "tolerance": max(row.tolerance for row in rows),
-        "problem": next((row.problem for row in rows if row.problem), None),
-    }
+    problem = next((row.problem for row in rows if row.problem), None)
+    worst, tolerance = max(row.worst for row in rows), max(row.tolerance for row in rows)
+    return Outputs(equal=problem is None, worst=worst, tolerance=tolerance, problem=problem)
 
 
-def _prepare(way: Way, runner: Runner, settings: Settings) -> dict[str, Any] | None:
-    """What filled the caches: its phases, and how much longer they are than a cold torch.compile's."""
-    if not way.source or way.is_cold:
-        return None
-    source, cold = runner.sources[way.source], runner.sources.get("torch")
-    values = {"work_secs": _at("prepare_secs"), "total_secs": _at("total_secs"), "process_secs": _at("process_secs")}
-    summaries = {name: summarise(_values(source, value)) for name, value in values.items()}
-    result: dict[str, Any] = {name: found for name, found in summaries.items() if found is not None}
-    result["reused"] = any(start.reused for start in source.starts)
-    result["notes"] = [note for start in source.starts[:1] for note in start.notes or ()]
-    result["over_cold"] = {}
+def _prepared(sources: Mapping[str, Measured], name: str, seed: int) -> Prepared:
+    source, cold = sources[name], sources.get("torch")
+    work, total = _at("prepare_secs"), _at("total_secs")
+    over_cold = {}
     if cold is not None:
-        for name in ("work_secs", "total_secs"):
-            ratio = paired_ratio(by_round(source, values[name]), by_round(cold, values[name]), seed=settings.seed)
-            if ratio is not None:
-                result["over_cold"][name] = ratio
-    return result
+        over_cold = {
+            "work_secs": source.ratio(cold, work, seed=seed),
+            "total_secs": source.ratio(cold, total, seed=seed),
+        }
+    return Prepared(
+        work_secs=source.summary(work),
+        total_secs=source.summary(total),
+        process_secs=source.summary(_at("process_secs")),
+        reused=any(start.reused for start in source.starts),
+        notes=tuple(note for start in source.starts[:1] for note in start.notes or ()),
+        over_cold=_known(over_cold),
+    )
 
 
 def notes_on(ways: Sequence[WayReport], machine: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what a reader should know before believing the figures."""
     notes = []
-    digests = {start.weights for way in ways for start in way.starts if start.weights is not None}
-    if len(digests) > 1:
+    if len({start.weights for way in ways for start in way.starts if start.weights is not None}) > 1:
         notes.append(
             "The weights differ from start to start, so the outputs cannot be compared: let the factory draw them from "
             "torch's generator, or from one with a seed of its own."
         )
-    notes += [
-        f"{way.way.label}: outputs differ from eager's: {way.outputs['problem']}."
-        for way in ways
-        if way.outputs is not None and not way.outputs["equal"]
-    ]
-    notes += [f"{way.way.label}: {note}" for way in ways for note in (way.prepare or {}).get("notes", [])]
+    differing = ((way.label, way.outputs) for way in ways if way.outputs is not None and not way.outputs.equal)
+    notes += [f"{label}: outputs differ from eager's: {outputs.problem}." for label, outputs in differing]
+    notes += [f"{way.label}: {note}" for way in ways if way.prepare is not None for note in way.prepare.notes]
     load, cores = machine.get("load_before"), machine.get("cores_available")
     if load is not None and cores and load > _BUSY * cores:
         notes.append(f"The machine was busy when the bench began: {load:.1f} processes on {cores} cores.")
     return tuple(dict.fromkeys(notes))
+
+
+def summarise(values: Sequence[float]) -> Summary | None:
+    """Return `values` in short; None where there are none."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return Summary(
+        count=len(ordered),
+        median=median(ordered),
+        q1=quantile(ordered, 0.25),
+        q3=quantile(ordered, 0.75),
+        low=ordered[0],
+        high=ordered[-1],
+    )
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Return the value below which a share (0 to 1) of sorted values lies, linear between neighbours."""
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def paired_ratio(values: Mapping[int, float], base: Mapping[int, float], *, seed: int) -> Ratio | None:
+    """Return how much larger `values` are than `base`, round by round: what disturbed a round disturbed both.
+
+    The bound is the percentile bootstrap of the median over rounds.
+
+    Args:
+        values: Measured value by round.
+        base: What it is compared with, by round; rounds that only one of the two has are left out.
+        seed: Of the resampling: the same numbers give the same bound.
+
+    Returns:
+        The ratio, without a bound where there are fewer than `FEWEST_PAIRS` pairs; None where there is no pair.
+    """
+    ratios = [values[number] / base[number] for number in sorted(values) if base.get(number, 0) > 0]
+    if not ratios:
+        return None
+    low, high = bootstrap(ratios, seed=seed) if len(ratios) >= FEWEST_PAIRS else (None, None)
+    return Ratio(ratio=median(ratios), low=low, high=high, pairs=len(ratios))
+
+
+def bootstrap(values: Sequence[float], *, seed: int) -> tuple[float, float]:
+    """Return the bounds of the median of `values`, of which there is at least one, by the percentile bootstrap.
+
+    Source:
+        Efron, "Bootstrap methods: another look at the jackknife", 1979; percentile interval.
+    """
+    draw = random.Random(seed)  # noqa: S311  a reproducible sample, no secret
+    medians = sorted(median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    tail = (1 - CONFIDENCE) / 2
+    return quantile(medians, tail), quantile(medians, 1 - tail)
+
+
+def machine_facts() -> dict[str, Any]:
+    """Return the processor, its cores, the memory and the system."""
+    try:
+        cpu_lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        cpu_lines, memory_bytes = [], None
+    named = (line.partition(":")[2].strip() for line in cpu_lines if line.startswith("model name"))
+    return {
+        "cpu": next(named, None) or platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "cores_available": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": memory_bytes,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+
+
+def version_facts() -> dict[str, Any]:
+    """Return the versions of Python and of cgtool, with the commit where cgtool runs from a git checkout.
+
+    A commit ends in "+" where the package differs from it.
+    """
+    package = Path(__file__).resolve().parents[2]
+    commit = None
+    if (package.parent / ".git").exists():
+        commit = _git(package, "rev-parse", "--short=10", "HEAD") or None
+        if commit and _git(package, "status", "--porcelain", "--", "."):
+            commit += "+"
+    return {"python": platform.python_version(), "cgtool": __version__, "commit": commit}
+
+
+def load_average() -> float | None:
+    """Return how many processes ran or waited in the last minute; None where the system does not say."""
+    try:
+        return os.getloadavg()[0]
+    except OSError:
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)  # noqa: S603  fixed words
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,7 +1,8 @@
-"""Runs a bench: prepares what the ways start from, then starts them in turn, round by round.
+"""`bench`: prepare what the ways start from, start them in turn, round by round, and report what each costs.
 
-Must not import torch: each start is a process of its own. The order within a round is drawn anew, so that no way always
-runs after the same one. What must not be repeated often, a cold compile, is a preparation and not part of a round.
+Prints nothing and must not import torch: each start is a process of its own. The order within a round is drawn anew,
+so that no way always runs after the same one. What must not be repeated often, a cold compile, is a preparation and
+not part of a round.
 """
 
 from __future__ import annotations
@@ -10,77 +11,107 @@ import contextlib
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Literal
 
+from msgspec import to_builtins
 from msgspec.structs import asdict, replace
 
 from cgtool.errors import ModelError
-from cgtool.events import Event, OnEvent
+from cgtool.events import Event, OnEvent, ignore
 from cgtool.processes import Child, ChildEndedError, Ending, log_words
-from cgtool.toolkit.bench.request import Answer, ModelText, Request, Start
-from cgtool.toolkit.bench.ways import BASE, WAYS, Way, sources_of
-from cgtool.toolkit.bench.workspace import Caches, Workspace, bytes_of
+from cgtool.toolkit.bench.page import page
+from cgtool.toolkit.bench.report import (
+    SCHEMA,
+    BenchReport,
+    Measured,
+    load_average,
+    machine_facts,
+    notes_on,
+    report_ways,
+    version_facts,
+)
+from cgtool.toolkit.bench.ways import BASE, WAYS, Action, Answer, Request, Settings, Start, Way
+from cgtool.toolkit.bench.workspace import Caches, Workspace, bytes_of, opened
 
 #: A way that failed so often is not started again.
 _ENOUGH_FAILURES = 2
-_PREPARED_BY: Mapping[str, Literal["start", "warm", "precompile"]] = {"torch": "start", "precompile": "precompile"}
+_PREPARED_BY: Mapping[str, Action] = {"torch": "start", "precompile": "precompile"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What a bench does.
+def bench(
+    settings: Settings,
+    *,
+    keep: Path | None = None,
+    html: Path | None = None,
+    command: Sequence[str] = (),
+    on_event: OnEvent = ignore,
+) -> BenchReport:
+    """Measure every way, and write the page where one is asked for.
 
     Args:
-        model: The model.
-        config: cgtool's configuration as JSON, for every adaptor; its own adaptor and cache are replaced.
-        ways: What is compared, eager among them.
-        starts: How often each way starts, by name.
-        warm_ups: Starts of each way before those that count.
-        cold_starts: How often everything is compiled with nothing cached.
-        tokens: Sizes of the dynamic dimension whose steps are timed.
-        dimension: Which dynamic dimension; None takes the only or the last one.
-        repeats: Steps of each size in each start.
-        seed: Of the weights, of the order of starts and of the bounds.
-        limit_secs: How long one process may take.
+        settings: What is measured.
+        keep: A folder for what is prepared, used again by the next bench of the same; None keeps nothing.
+        html: Where the page goes; None writes none.
+        command: The command line, for the report.
+        on_event: Told of each preparation and start as it goes.
+
+    Returns:
+        What was found; a way that failed is part of it.
+
+    Raises:
+        UsageError: The folder to keep holds something else.
+        ModelError: The model does not even run eagerly.
+        OSError: A folder or the page cannot be written.
     """
+    if html is not None:
+        _check_writable(html)
+    machine = {**machine_facts(), "load_before": load_average()}
+    began, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+    versions = version_facts()
+    about = {  # what preparations depend on: a kept folder serves a bench of the same alone
+        "model": to_builtins(settings.model),
+        "configuration": dict(settings.config),
+        "tokens": list(settings.tokens),
+        "size-dim": settings.dimension,
+        "seed": settings.seed,
+        "Python": versions["python"],
+    }
+    with opened(keep, about) as workspace:
+        runner = _Runner(settings, workspace, on_event)
+        runner.run()
+    torch: dict[str, Any] = runner.first("torch") or {}
+    machine |= {"load_after": load_average(), "gpu": torch.get("gpu"), "threads": torch.get("threads")}
+    ways = report_ways(settings, runner.ways, runner.sources)
+    report = BenchReport(
+        schema=SCHEMA,
+        model=settings.model.text,
+        about={**about, "starts": {way.name: settings.starts[way.name] for way in settings.ways}},
+        command=command,
+        machine=machine,
+        versions={**versions, **{name: torch.get(name) for name in ("torch", "triton", "cuda")}},
+        dimension=runner.first("dimension"),
+        ways=ways,
+        notes=notes_on(ways, machine),
+        began=began,
+        secs=time.monotonic() - clock,
+    )
+    if html is not None:
+        html.write_text(page(report), encoding="utf-8")
+    return report
 
-    model: ModelText
-    config: Mapping[str, Any]
-    ways: tuple[Way, ...]
-    starts: Mapping[str, int]
-    warm_ups: int = 1
-    cold_starts: int = 1
-    tokens: tuple[int, ...] = ()
-    dimension: str | None = None
-    repeats: int = 30
-    seed: int = 0
-    limit_secs: float = 1800.0
+
+def _check_writable(file: Path) -> None:
+    """Let a page that cannot be written be known before minutes are spent."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    existed = file.exists()
+    file.open("a", encoding="utf-8").close()
+    if not existed:
+        file.unlink()
 
 
-@dataclass(kw_only=True)
-class Measured:
-    """What one way, or one preparation, gave.
-
-    Attributes:
-        starts: The answers.
-        error: Why it has none, or no more; one line.
-        log: The last lines that a failed process printed.
-        num_bytes: Size of what a start needs on the disk.
-    """
-
-    starts: list[Start] = field(default_factory=list)
-    error: str | None = None
-    log: tuple[str, ...] = ()
-    num_bytes: int = 0
-
-    @property
-    def failures(self) -> int:
-        """How many starts failed."""
-        return sum(start.error is not None for start in self.starts)
-
-
-class Runner:
+class _Runner:
     """One bench.
 
     Attributes:
@@ -92,8 +123,8 @@ class Runner:
         self._settings = settings
         self._workspace = workspace
         self._on_event = on_event
-        self.ways: dict[str, Measured] = {way.name: Measured() for way in settings.ways}
-        self.sources: dict[str, Measured] = {source: Measured() for source in sources_of(settings.ways)}
+        self.ways = {way.name: Measured() for way in settings.ways}
+        self.sources = {way.source: Measured() for way in settings.ways if way.source}
 
     def run(self) -> None:
         """Do it all.
@@ -101,13 +132,30 @@ class Runner:
         Raises:
             ModelError: The model does not even run eagerly.
         """
-        self._reference()
-        self._prepare()
+        self._take_reference()
+        for number in range(self._settings.cold_starts if self.sources else 0):
+            names = list(self.sources)
+            turn = number % len(names)
+            for source in names[turn:] + names[:turn]:
+                if self.sources[source].error is None:
+                    self._prepare(source, number)
         self._rounds()
-        self._take_cold_starts()
-        self._measure_bytes()
+        for way in self._settings.ways:
+            if way.is_cold:
+                cold = self.sources[way.source]
+                self.ways[way.name] = Measured(starts=list(cold.starts), error=cold.error, log=cold.log)
+            elif way.source:
+                caches = self._workspace.prepared(way.source)
+                needed = [caches.cgtool if way.kind == "cgtool" else caches.artifact] if way.kind != "compile" else []
+                needed += [caches.inductor, caches.triton] if way.torch_caches else []
+                self.ways[way.name].num_bytes = bytes_of(*needed)
 
-    def _reference(self) -> None:
+    def first(self, name: str) -> Any:
+        """Return the first value of an answer's field that says something."""
+        found = (getattr(start, name) for measured in self.ways.values() for start in measured.starts)
+        return next((value for value in found if value), None)
+
+    def _take_reference(self) -> None:
         with self._workspace.start() as caches:
             start = self._process(self._request(WAYS[BASE], caches, write_reference=True), caches, number=None)
         self._event("start", "eager, whose outputs the others are compared with", secs=start.process_secs)
@@ -118,25 +166,19 @@ class Runner:
             raise ModelError(f"{message}\nMend the model or its arguments first.", path=self._settings.model.text)
         self.ways[BASE].starts.append(start)
 
-    def _prepare(self) -> None:
-        sources = list(self.sources)
-        for number in range(self._settings.cold_starts if sources else 0):
-            turned = sources[number % len(sources) :] + sources[: number % len(sources)]
-            for source in turned if number else sources:
-                if self.sources[source].error is None:
-                    self._prepare_one(source, number)
-
-    def _prepare_one(self, source: str, number: int) -> None:
+    def _prepare(self, source: str, number: int) -> None:
         measured = self.sources[source]
         kept = self._workspace.answer_of(source) if number == 0 else None
         if kept is not None:
             measured.starts.append(replace(kept, reused=True))
             return
-        words = next(way.label for way in self._settings.ways if way.source == source) if source != "torch" else "torch"
+        way = next(way for way in self._settings.ways if way.source == source)
+        words, way = ("torch", WAYS["compile-cold"]) if source == "torch" else (way.label, way)
         self._event("prepare", words)
         with self._folders(source, number) as caches:
-            start = self._process(self._preparation(source, caches), caches, number=number)
-            start = replace(start, reused=False)
+            action = _PREPARED_BY.get(source, "warm")
+            request = self._request(way, caches, action=action, save_artifacts=source == "torch")
+            start = replace(self._process(request, caches, number=number), reused=False)
         measured.starts.append(start)
         if number == 0 and start.error is None:
             self._workspace.finish(source, start)
@@ -153,13 +195,6 @@ class Runner:
             with self._workspace.start() as caches:
                 yield caches
 
-    def _preparation(self, source: str, caches: Caches) -> Request:
-        way = next(way for way in self._settings.ways if way.source == source)
-        action = _PREPARED_BY.get(source, "warm")
-        return self._request(
-            WAYS["compile-cold"] if source == "torch" else way, caches, action=action, save_artifacts=source == "torch"
-        )
-
     def _rounds(self) -> None:
         settings = self._settings
         ways = [way for way in settings.ways if not way.is_cold and settings.starts[way.name] > 0]
@@ -169,14 +204,10 @@ class Runner:
                 self.ways[way.name].log = self.sources[way.source].log
         total = sum(settings.starts[way.name] for way in ways)
         for number in range(-settings.warm_ups, max((settings.starts[way.name] for way in ways), default=0)):
-            for way in self._shuffled(ways, number):
+            draw = random.Random(f"{settings.seed}/{number}")  # noqa: S311  a reproducible order, no secret
+            for way in draw.sample(ways, len(ways)):
                 if number < settings.starts[way.name] and self.ways[way.name].error is None:
                     self._start(way, number, total)
-
-    def _shuffled(self, ways: Sequence[Way], number: int) -> list[Way]:
-        order = list(ways)
-        random.Random(f"{self._settings.seed}/{number}").shuffle(order)  # noqa: S311  a reproducible order, no secret
-        return order
 
     def _start(self, way: Way, number: int, total: int) -> None:
         measured = self.ways[way.name]
@@ -185,11 +216,13 @@ class Runner:
         self._event("start", words, done=done, total=total)
         with self._workspace.start() as empty:
             kept = self._workspace.prepared(way.source) if way.source else empty
-            request = self._request(way, kept)
             caches = kept if way.torch_caches else empty
-            start = self._process(request, caches, number=number if number >= 0 else None, cgtool=kept)
+            start = self._process(
+                self._request(way, kept), caches, number=number if number >= 0 else None, cgtool=kept.cgtool
+            )
         measured.starts.append(start)
-        if measured.failures and (number < 0 or measured.failures >= _ENOUGH_FAILURES):
+        failures = sum(start.error is not None for start in measured.starts)
+        if failures and (number < 0 or failures >= _ENOUGH_FAILURES):
             measured.error, measured.log = start.error, start.log or ()
         self._event("start", words, done=done + (number >= 0), total=total, secs=start.process_secs)
 
@@ -198,7 +231,7 @@ class Runner:
         way: Way,
         caches: Caches,
         *,
-        action: Literal["start", "warm", "precompile"] = "start",
+        action: Action = "start",
         write_reference: bool = False,
         save_artifacts: bool = False,
     ) -> Request:
@@ -220,13 +253,10 @@ class Runner:
             write_reference=write_reference,
         )
 
-    def _process(self, request: Request, caches: Caches, *, number: int | None, cgtool: Caches | None = None) -> Start:
+    def _process(self, request: Request, caches: Caches, *, number: int | None, cgtool: Path | None = None) -> Start:
         """Run one process; what it answered, with the end of its log where it failed."""
-        variables = caches.variables()
-        if cgtool is not None:
-            variables["CGTOOL_CACHE_DIR"] = str(cgtool.cgtool)
         limit = self._settings.limit_secs
-        child = Child("cgtool.toolkit.bench.child:main", variables=variables)
+        child = Child("cgtool.toolkit.bench.child:main", variables=caches.variables(cgtool))
         try:
             answered = child.ask(replace(request, spawned=child.started), answer=Answer, timeout_secs=limit)
             answer, log = answered.record, answered.log
@@ -245,25 +275,6 @@ class Runner:
             process_secs=time.monotonic() - child.started,
             log=None if answer.error is None else log,
         )
-
-    def _take_cold_starts(self) -> None:
-        for way in self._settings.ways:
-            if way.is_cold:
-                cold = self.sources[way.source]
-                self.ways[way.name] = Measured(starts=list(cold.starts), error=cold.error, log=cold.log)
-
-    def _measure_bytes(self) -> None:
-        for way in self._settings.ways:
-            if not way.source or way.is_cold:
-                continue
-            caches = self._workspace.prepared(way.source)
-            needed = {
-                "cgtool": [caches.cgtool],
-                "mega": [caches.artifact],
-                "precompile": [caches.artifact],
-            }.get(way.kind, [])
-            needed += [caches.inductor, caches.triton] if way.torch_caches else []
-            self.ways[way.name].num_bytes = bytes_of(*needed)
 
     def _event(self, phase: Literal["prepare", "start"], message: str, **counts: Any) -> None:
         self._on_event(Event(phase=phase, message=message, **counts))

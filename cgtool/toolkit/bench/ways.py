@@ -1,6 +1,6 @@
-"""The ways to start that a bench compares, and how users name them.
+"""What a bench compares, and what its processes are asked and answer. Must not import torch.
 
-Must not import torch. Grammar of what `--ways` and `--starts` take::
+Grammar of what `--ways` and `--starts` take::
 
     ways   = name ("," name)*                  a name of the table, or a group: torch, cgtool, all
     starts = item ("," item)*
@@ -9,16 +9,20 @@ Must not import torch. Grammar of what `--ways` and `--starts` take::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from msgspec import UNSET, UnsetType, field
 
 from cgtool.adaptor_registry import ADAPTORS
 from cgtool.config_checks import nearest
 from cgtool.errors import UsageError
+from cgtool.plan.grammar import Count, Record
 from cgtool.plan.pieces import EAGER
 
 Kind = Literal["eager", "compile", "mega", "precompile", "cgtool"]
+Action = Literal["start", "warm", "precompile"]
 
 #: What every other way is compared with.
 BASE = "eager"
@@ -50,6 +54,11 @@ class Way:
         return self.kind == "compile" and not self.torch_caches
 
 
+def _of_torch(name: str, label: str, kind: Kind, *, torch_caches: bool = False) -> Way:
+    source = "precompile" if kind == "precompile" else "torch"
+    return Way(name=name, label=label, kind=kind, source=source, torch_caches=torch_caches)
+
+
 def _of_cgtool(adaptor: str) -> Way:
     return Way(
         name=f"cgtool/{adaptor}",
@@ -66,22 +75,10 @@ WAYS: Mapping[str, Way] = {
     way.name: way
     for way in (
         Way(name=BASE, label="eager", kind="eager"),
-        Way(name="compile-cold", label="torch.compile, empty caches", kind="compile", source="torch"),
-        Way(
-            name="compile-warm",
-            label="torch.compile, warm local caches",
-            kind="compile",
-            source="torch",
-            torch_caches=True,
-        ),
-        Way(name="mega-cache", label="mega-cache loaded into empty caches", kind="mega", source="torch"),
-        Way(
-            name="aot-precompile",
-            label="torch's AOT precompile",
-            kind="precompile",
-            source="precompile",
-            torch_caches=True,
-        ),
+        _of_torch("compile-cold", "torch.compile, empty caches", "compile"),
+        _of_torch("compile-warm", "torch.compile, warm local caches", "compile", torch_caches=True),
+        _of_torch("mega-cache", "mega-cache loaded into empty caches", "mega"),
+        _of_torch("aot-precompile", "torch's AOT precompile", "precompile", torch_caches=True),
         *map(_of_cgtool, sorted(ADAPTORS, key=lambda adaptor: (adaptor == EAGER, adaptor))),
     )
 }
@@ -107,7 +104,7 @@ def parse_starts(text: str, default: int) -> dict[str, int]:
     """Return how often each way starts, as `--starts` says; what it does not say is `default`.
 
     Raises:
-        UsageError: A name is unknown, or a number is none or below 0.
+        UsageError: A name is unknown, or a value is not a number of 0 or more.
     """
     counts: dict[str, int] = {}
     for word in _words(text):
@@ -122,11 +119,6 @@ def parse_starts(text: str, default: int) -> dict[str, int]:
     return {name: counts.get(name, default) for name in WAYS}
 
 
-def sources_of(ways: Sequence[Way]) -> Iterator[str]:
-    """Yield the preparations that ways start from, each once."""
-    yield from dict.fromkeys(way.source for way in ways if way.source)
-
-
 def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
@@ -135,7 +127,199 @@ def _named(word: str, option: str) -> tuple[str, ...]:
     if word in GROUPS:
         return GROUPS[word]
     if word not in WAYS:
-        near, known = nearest(word, [*WAYS, *GROUPS]), ", ".join([*WAYS, *GROUPS])
-        message = f"{option}: there is no way {word!r}; the nearest is {near!r}. Choose of {known}."
-        raise UsageError(message, path=option, expected=[*WAYS, *GROUPS], actual=word)
+        known = [*WAYS, *GROUPS]
+        message = f"{option}: there is no way {word!r}; the nearest is {nearest(word, known)!r}."
+        raise UsageError(f"{message} Choose of {', '.join(known)}.", path=option, expected=known, actual=word)
     return (word,)
+
+
+class ModelText(Record, frozen=True, kw_only=True):
+    """The model, as the user named it.
+
+    Args:
+        text: MODEL of the command line.
+        factory_args: Keyword arguments for the factory.
+        device: Where it is built; None leaves it to the factory.
+        dtype: Its default floating dtype; likewise.
+        pythonpath: Folders put on `sys.path` first.
+        warm_weights: How the model is built to be warmed. Starts always build it for real.
+    """
+
+    text: str
+    factory_args: dict[str, Any] = field(default_factory=dict)
+    device: str | None = None
+    dtype: str | None = None
+    pythonpath: tuple[str, ...] = ()
+    warm_weights: str = "fake"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a bench does.
+
+    Args:
+        model: The model.
+        config: cgtool's configuration as JSON, for every adaptor; its own adaptor and cache are replaced.
+        ways: What is compared, eager among them.
+        starts: How often each way starts, by name.
+        warm_ups: Starts of each way before those that count.
+        cold_starts: How often everything is compiled with nothing cached.
+        tokens: Sizes of the dynamic dimension whose steps are timed.
+        dimension: Which dynamic dimension; None takes the only or the last one.
+        repeats: Steps of each size in each start.
+        seed: Of the weights, of the order of starts and of the bounds.
+        limit_secs: How long one process may take.
+    """
+
+    model: ModelText
+    config: Mapping[str, Any]
+    ways: tuple[Way, ...]
+    starts: Mapping[str, int]
+    warm_ups: int = 1
+    cold_starts: int = 1
+    tokens: tuple[int, ...] = ()
+    dimension: str | None = None
+    repeats: int = 30
+    seed: int = 0
+    limit_secs: float = 1800.0
+
+
+class Request(Record, frozen=True, kw_only=True):
+    """What one process does; `model` to `repeats` are the bench's `Settings`.
+
+    Args:
+        action: "start" builds the model and starts it; "warm" fills cgtool's cache, "precompile" torch's AOT file.
+        kind: Of a start: how.
+        cache: cgtool's cache.
+        artifact: The file of the mega-cache or of the AOT precompile.
+        save_artifacts: Write torch's cache artifacts into `artifact` at the end.
+        reference: The folder with eager's outputs.
+        write_reference: This process is eager and writes them.
+        spawned: When the process was started, on `time.monotonic`'s clock.
+    """
+
+    action: Action
+    kind: Kind
+    model: ModelText
+    config: dict[str, Any]
+    seed: int
+    tokens: tuple[Count, ...]
+    dimension: str | None
+    repeats: Count
+    cache: str
+    artifact: str
+    save_artifacts: bool = False
+    reference: str
+    write_reference: bool = False
+    spawned: float = 0.0
+
+
+class Step(Record, frozen=True, kw_only=True):
+    """A size's steps in one process: the first, and the median of the others; or why there are none."""
+
+    first_secs: float | None = None
+    median_secs: float | None = None
+    min_secs: float | None = None
+    max_secs: float | None = None
+    count: Count | None = None
+    error: str | None = None
+
+
+class Difference(Record, frozen=True, kw_only=True):
+    """How outputs differ from eager's.
+
+    Args:
+        worst: The greatest difference of a tensor, relative to its greatest value.
+        tolerance: What rounding explains; the widest of the dtypes that are there.
+        problem: What is wrong, in a sentence; None where nothing is.
+    """
+
+    worst: float
+    tolerance: float
+    problem: str | None
+
+
+class Answer(Record, frozen=True, kw_only=True):
+    """What one process measured, as far as it came. Times are seconds, sizes bytes.
+
+    Args:
+        error: Why it ended early; one line.
+        sentence: The same, where it was made for people.
+        failed_in: The phase that it was in.
+        import_secs: From the process's start until torch and what builds models are imported.
+        build_secs: The model's own modules and its factory.
+        ready_secs: From the built model to its first output.
+        ready_imported: Which compilers 'ready' imported.
+        dimension: The dimension that sizes are of.
+        steps: By size.
+        rss_bytes: The process's greatest resident size.
+        device_bytes: The greatest size of torch's memory on the device; None where there is none.
+        save_secs: Writing torch's cache artifacts.
+        weights: A digest of the weights.
+        outputs: By "example" or size, against eager's; None where eager has none.
+        work_secs: A preparation's work.
+        trace_secs: cgtool's part of it that traced.
+        compile_secs: cgtool's part of it that compiled.
+        compiled: How many artifacts were compiled.
+        notes: What a reader should know of a preparation.
+        torch: Versions and device.
+    """
+
+    error: str | None = None
+    sentence: str | None = None
+    failed_in: str | None = None
+    import_secs: float | None = None
+    build_secs: float | None = None
+    ready_secs: float | None = None
+    ready_imported: tuple[str, ...] | None = None
+    dimension: str | UnsetType | None = UNSET
+    steps: dict[str, Step] | None = None
+    rss_bytes: Count | None = None
+    device_bytes: Count | UnsetType | None = UNSET
+    save_secs: float | None = None
+    weights: str | None = None
+    outputs: dict[str, Difference | None] | None = None
+    work_secs: float | None = None
+    trace_secs: float | None = None
+    compile_secs: float | None = None
+    compiled: Count | None = None
+    notes: tuple[str, ...] | None = None
+    torch: dict[str, Any] | None = None
+
+
+class Start(Answer, frozen=True, kw_only=True):
+    """An answer as the bench keeps it.
+
+    Args:
+        round: In which round; None for those that do not count.
+        counted: Whether its figures count.
+        process_secs: How long the process took.
+        log: The last lines that a failed process printed.
+        reused: Of a preparation: whether another bench made it.
+    """
+
+    round: Count | None
+    counted: bool
+    process_secs: float
+    log: tuple[str, ...] | None = None
+    reused: bool | None = None
+
+    @property
+    def start_secs(self) -> float | None:
+        """From the process's start to its first output; None where it did not come so far."""
+        return _sum(self.import_secs, self.build_secs, self.ready_secs)
+
+    @property
+    def prepare_secs(self) -> float | None:
+        """A preparation's work; of a cold torch.compile its 'ready' is the work."""
+        return self.ready_secs if self.work_secs is None else self.work_secs
+
+    @property
+    def total_secs(self) -> float | None:
+        """From a preparation's start to the end of its work."""
+        return _sum(self.import_secs, self.build_secs, self.prepare_secs)
+
+
+def _sum(*parts: float | None) -> float | None:
+    known = [part for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else None

@@ -1,4 +1,4 @@
-"""How a bench's figures are spelled for people, on a terminal and on the page.
+"""A bench's figures as text and as cells of tables, for a terminal and for the page.
 
 Must not import torch.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from cgtool.toolkit.bench.report import BenchReport, WayReport
-from cgtool.toolkit.bench.stats import Ratio, Summary
+from cgtool.toolkit.bench.report import BenchReport, Ratio, Refused, Summary, WayReport
+from cgtool.toolkit.bench.ways import BASE
 
 NONE = "-"
 
@@ -79,16 +79,14 @@ def outputs_words(way: WayReport) -> str:
     """Return how a way's outputs compare with eager's."""
     if way.outputs is None:
         return NONE
-    worst = way.outputs["worst"]
-    off = f" ({worst:.0e})" if worst else ""
-    return f"equal{off}" if way.outputs["equal"] else f"DIFFER{off}"
+    off = f" ({way.outputs.worst:.0e})" if way.outputs.worst else ""
+    return f"equal{off}" if way.outputs.equal else f"DIFFER{off}"
 
 
 def prepared_words(way: WayReport) -> str:
     """Return how long it took to fill the caches that a way starts from."""
-    if way.prepare is None or "total_secs" not in way.prepare:
-        return NONE
-    return secs_words(way.prepare["total_secs"].median)
+    total = None if way.prepare is None else way.prepare.total_secs
+    return NONE if total is None else secs_words(total.median)
 
 
 def start_columns(report: BenchReport, *, detail: int = FULL) -> tuple[str, ...]:
@@ -133,7 +131,7 @@ def step_cells(report: BenchReport, way: WayReport, *, detail: int = FULL) -> tu
     cells = []
     for size in _sizes(report):
         found = way.steps.get(size)
-        cells.append("refused" if isinstance(found, str) else _secs_cell(found, spread=detail >= FULL))
+        cells.append("refused" if isinstance(found, Refused) else _secs_cell(found, spread=detail >= FULL))
         cells.append(_over_eager(way, f"step_{size}", bound=detail >= FULL) if isinstance(found, Summary) else NONE)
     return (_way_cell(way, detail), *cells)
 
@@ -144,7 +142,7 @@ def step_caption(report: BenchReport) -> str:
 
 
 def _way_cell(way: WayReport, detail: int) -> str:
-    return way.way.label if detail >= FULL else way.way.name
+    return way.label if detail >= FULL else way.way
 
 
 def _secs_cell(summary: Summary | None, *, spread: bool) -> str:
@@ -154,7 +152,7 @@ def _secs_cell(summary: Summary | None, *, spread: bool) -> str:
 
 
 def _over_eager(way: WayReport, metric: str, *, bound: bool = True) -> str:
-    if way.way.kind == "eager":
+    if way.way == BASE:
         return "1"
     ratio = way.ratios.get("eager", {}).get(metric)
     return ratio_words(ratio) if bound or ratio is None else digits(ratio.ratio)
@@ -162,10 +160,10 @@ def _over_eager(way: WayReport, metric: str, *, bound: bool = True) -> str:
 
 def failure_lines(report: BenchReport) -> list[str]:
     """Return one line for each way that failed and each size that a way refused."""
-    lines = [f"{way.way.label} failed: {way.error}" for way in report.ways if way.error]
+    lines = [f"{way.label} failed: {way.error}" for way in report.ways if way.error]
     for way in report.ways:
-        refused = {found: size for size, found in reversed(list(way.steps.items())) if isinstance(found, str)}
-        lines += [f"{way.way.label} refused {report.dimension} {size}: {found}" for found, size in refused.items()]
+        refused = {found.error: size for size, found in reversed(list(way.steps.items())) if isinstance(found, Refused)}
+        lines += [f"{way.label} refused {report.dimension} {size}: {error}" for error, size in refused.items()]
     return lines
 
 

@@ -2,8 +2,8 @@
 
 Must not import torch. On disk::
 
-    bench.json               what it was prepared for (`Prepared`)
-    reference/               eager's outputs (`outputs`)
+    bench.json               what it was prepared for (`Purpose`)
+    reference/               eager's outputs (`calls`)
     prepared/<source>/       caches of one preparation; whole once prepared.json is there
       prepared.json          the preparation's answer (`Start`)
       inductor/ triton/ tmp/ torch's cache folders and TMPDIR
@@ -19,7 +19,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from cgtool.digests import digest_of
 from cgtool.errors import UsageError
 from cgtool.plan.grammar import Digest, Record, decode, encode
 from cgtool.store.files import write_atomic
-from cgtool.toolkit.bench.request import Start
+from cgtool.toolkit.bench.ways import Start
 from cgtool.variables import child_variables
 
 _ABOUT = "bench.json"
@@ -36,54 +35,48 @@ _PREPARED = "prepared.json"
 _SCHEMA = 2
 
 
-class Prepared(Record, frozen=True, kw_only=True):
+class Purpose(Record, frozen=True, kw_only=True):
     """What a folder was prepared for, and the digest of that and of the schema."""
 
     identity: Digest
     about: dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Caches:
-    """The cache folders that a process sees."""
+    """The cache folders that a process sees.
 
-    folder: Path
+    Attributes:
+        inductor: Torch's own cache.
+        triton: Triton's.
+        cgtool: The root of cgtool's.
+        artifact: The file of the mega-cache or of the AOT precompile.
+    """
 
-    @property
-    def inductor(self) -> Path:
-        """Torch's own cache."""
-        return self.folder / "inductor"
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.inductor, self.triton, self._tmp = folder / "inductor", folder / "triton", folder / "tmp"
+        self.cgtool, self.artifact = folder / "cache", folder / "artifact"
 
-    @property
-    def triton(self) -> Path:
-        """Triton's."""
-        return self.folder / "triton"
+    def make(self) -> Caches:
+        """Make empty folders, and return this."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for folder in (self.inductor, self.triton, self._tmp):
+            folder.mkdir(parents=True)
+        return self
 
-    @property
-    def cgtool(self) -> Path:
-        """The root of cgtool's."""
-        return self.folder / "cache"
-
-    @property
-    def artifact(self) -> Path:
-        """The file of the mega-cache or of the AOT precompile."""
-        return self.folder / "artifact"
-
-    def make(self) -> None:
-        """Make the folders."""
-        for folder in (self.inductor, self.triton, self.folder / "tmp"):
-            folder.mkdir(parents=True, exist_ok=True)
-
-    def variables(self) -> dict[str, str]:
+    def variables(self, cgtool: Path | None) -> dict[str, str]:
         """Return the environment of a process that sees these folders and no other cache.
 
-        CGTOOL_* variables are left out: what they say is in the request.
+        Other CGTOOL_* variables are left out: what they say is in the request.
+
+        Args:
+            cgtool: The root of cgtool's cache, where it is another.
         """
         changes = {
             "TORCHINDUCTOR_CACHE_DIR": str(self.inductor),
             "TRITON_CACHE_DIR": str(self.triton),
-            "TMPDIR": str(self.folder / "tmp"),
-            "CGTOOL_CACHE_DIR": str(self.cgtool),
+            "TMPDIR": str(self._tmp),
+            "CGTOOL_CACHE_DIR": str(cgtool or self.cgtool),
         }
         return child_variables(changes, without="CGTOOL_")
 
@@ -103,7 +96,7 @@ class Workspace:
 
     def prepared(self, source: str) -> Caches:
         """Return the folders of a preparation, whole or not."""
-        return Caches(folder=self.root / "prepared" / source)
+        return Caches(self.root / "prepared" / source)
 
     def answer_of(self, source: str) -> Start | None:
         """Return what a preparation answered; None where it is not whole."""
@@ -116,24 +109,18 @@ class Workspace:
 
     def anew(self, source: str) -> Caches:
         """Return empty folders for a preparation."""
-        caches = self.prepared(source)
-        shutil.rmtree(caches.folder, ignore_errors=True)
-        caches.make()
-        return caches
+        return self.prepared(source).make()
 
     @contextlib.contextmanager
     def start(self) -> Iterator[Caches]:
         """Give a process a folder with empty caches; it is gone afterwards."""
         self._starts += 1
         # Two benches may share a folder that is kept.
-        folder = self.root / "starts" / f"{os.getpid()}-{self._starts}"
-        shutil.rmtree(folder, ignore_errors=True)
-        caches = Caches(folder=folder)
-        caches.make()
+        caches = Caches(self.root / "starts" / f"{os.getpid()}-{self._starts}").make()
         try:
             yield caches
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(caches.folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -147,17 +134,14 @@ def opened(keep: Path | None, about: Mapping[str, Any]) -> Iterator[Workspace]:
     Raises:
         UsageError: `keep` holds something else.
     """
-    if keep is not None:
-        workspace = Workspace(keep.resolve())
-        _claim(workspace.root, about)
-        yield workspace
-        return
-    root = Path(tempfile.mkdtemp(prefix="cgtool-bench-")).resolve()
+    root = (Path(tempfile.mkdtemp(prefix="cgtool-bench-")) if keep is None else keep).resolve()
     try:
         _claim(root, about)
         yield Workspace(root)
     finally:
-        _remove(root)
+        # A process that was ended a moment ago may still be writing its last file.
+        for _ in range(3 if keep is None and root.exists() else 0):
+            shutil.rmtree(root, ignore_errors=True)
 
 
 def _claim(root: Path, about: Mapping[str, Any]) -> None:
@@ -168,11 +152,11 @@ def _claim(root: Path, about: Mapping[str, Any]) -> None:
         if any(root.iterdir()):
             message = f"{root} holds something that no bench has made. Give --keep an empty or a new folder."
             raise UsageError(message, path=str(root))
-        write_atomic(path, encode(Prepared(identity=identity, about=dict(about))))
+        write_atomic(path, encode(Purpose(identity=identity, about=dict(about))))
     try:
-        found = decode(path.read_bytes(), Prepared)
+        found = decode(path.read_bytes(), Purpose)
     except ValueError as error:
-        message = f"{path} is none that this cgtool wrote ({error}). Give --keep another folder."
+        message = f"{path} was not written by this cgtool ({error}). Give --keep another folder."
         raise UsageError(message, path=str(root)) from error
     if found.identity != identity:
         was = found.about
@@ -181,14 +165,6 @@ def _claim(root: Path, about: Mapping[str, Any]) -> None:
         raise UsageError(message, path=str(root), expected=dict(about), actual=was)
     for name in ("reference", "prepared", "starts"):
         (root / name).mkdir(exist_ok=True)
-
-
-def _remove(root: Path) -> None:
-    # A process that was ended a moment ago may still be writing its last file.
-    for _ in range(3):
-        shutil.rmtree(root, ignore_errors=True)
-        if not root.exists():
-            return
 
 
 def bytes_of(*paths: Path) -> int:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from cgtool.toolkit.bench.report import BenchReport, notes_on, report_ways
-from cgtool.toolkit.bench.request import Difference, ModelText, Start, Step
-from cgtool.toolkit.bench.runner import Runner, Settings
-from cgtool.toolkit.bench.ways import parse_ways
+from cgtool.toolkit.bench.report import SCHEMA, BenchReport, Measured, notes_on, report_ways
+from cgtool.toolkit.bench.ways import Difference, ModelText, Settings, Start, Step, parse_ways
 
 MACHINE = {"cpu": "Some CPU", "cores": 4, "cores_available": 2, "gpu": None, "load_before": 0.1}
 VERSIONS = {"python": "3.12.1", "torch": "2.13.0", "triton": None, "cuda": None, "cgtool": "0.1.0", "commit": "abc"}
@@ -29,38 +27,43 @@ def start(number, *, ready, steps=None, counted=True, problem=None, worst=0.0, *
     return Start(**{**fields, **more})
 
 
-def made_runner(ways="eager,compile-warm,cgtool/eager", *, tokens=(8,), model="model.py:build"):
-    """A runner that has run nothing yet."""
-    settings = Settings(
-        model=ModelText(text=model), config={}, ways=parse_ways(ways), starts=dict.fromkeys(ways, 7), tokens=tokens
-    )
-    return Runner(settings, None, lambda _: None), settings
+class Bench:
+    """What a bench measured; at first nothing."""
+
+    def __init__(self, ways="eager,compile-warm,cgtool/eager", *, tokens=(8,)):
+        starts = dict.fromkeys(ways, 7)
+        model = ModelText(text="model.py:build")
+        self.settings = Settings(model=model, config={}, ways=parse_ways(ways), starts=starts, tokens=tokens)
+        self.ways = {way.name: Measured() for way in self.settings.ways}
+        self.sources = {way.source: Measured() for way in self.settings.ways if way.source}
+
+    def reports(self):
+        return report_ways(self.settings, self.ways, self.sources)
 
 
 def filled():
-    """A runner in which eager is ready in 1 s, a warm torch.compile in 6 s, and cgtool was refused."""
-    runner, settings = made_runner()
+    """A bench in which eager is ready in 1 s, a warm torch.compile in 6 s, and cgtool was refused."""
+    bench = Bench()
     for number in range(7):
         noise = 1 + number / 10
-        runner.ways["eager"].starts.append(start(number, ready=1.0 * noise, steps={"8": 0.02}))
-        runner.ways["compile-warm"].starts.append(start(number, ready=6.0 * noise, steps={"8": 0.01}))
-    runner.ways["eager"].starts.append(start(None, ready=90.0, counted=False))
-    runner.ways["compile-warm"].num_bytes = 5000
-    failed = runner.ways["cgtool/eager"]
+        bench.ways["eager"].starts.append(start(number, ready=1.0 * noise, steps={"8": 0.02}))
+        bench.ways["compile-warm"].starts.append(start(number, ready=6.0 * noise, steps={"8": 0.01}))
+    bench.ways["eager"].starts.append(start(None, ready=90.0, counted=False))
+    bench.ways["compile-warm"].num_bytes = 5000
+    failed = bench.ways["cgtool/eager"]
     failed.error, failed.log = "CacheMissError: <b>nothing</b> fits", ("line 1", "line 2")
-    runner.sources["torch"].starts.append(start(0, ready=20.0, reused=False))
-    runner.sources["cgtool-eager"].starts.append(
+    bench.sources["torch"].starts.append(start(0, ready=20.0, reused=False))
+    bench.sources["cgtool-eager"].starts.append(
         Start(round=0, counted=True, import_secs=2.0, build_secs=0.5, work_secs=5.0, process_secs=9.0)
     )
-    return runner, settings
+    return bench
 
 
-def made_report(runner=None, settings=None, *, model="model.py:build", notes=()):
-    """The report of a runner."""
-    if runner is None:
-        runner, settings = filled()
-    ways = report_ways(runner, settings)
+def made_report(bench=None, *, model="model.py:build", notes=()):
+    """The report of a bench."""
+    ways = (bench or filled()).reports()
     return BenchReport(
+        schema=SCHEMA,
         model=model,
         about={},
         command=["cgtool", "bench", model],

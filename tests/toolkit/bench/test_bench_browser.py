@@ -6,7 +6,7 @@ import shutil
 from itertools import pairwise
 
 import pytest
-from bench_reports import made_report, made_runner
+from bench_reports import Bench, made_report
 
 from cgtool.toolkit.bench.page import page as page_of
 from cgtool.toolkit.bench.ways import WAYS
@@ -92,7 +92,7 @@ def test_parts_of_a_bar_stand_side_by_side_and_inside_the_picture(chromium, file
 
 def test_every_ways_label_is_inside_the_picture_and_before_its_bar(chromium, tmp_path):
     file = tmp_path / "all.html"
-    file.write_text(page_of(made_report(*made_runner("all"))), encoding="utf-8")
+    file.write_text(page_of(made_report(Bench("all"))), encoding="utf-8")
     visit = Visit(chromium, file)
     picture, axis = (visit.page.locator(name).bounding_box() for name in ("#phases", "#phases line.axis"))
     labels = visit.page.locator("#phases text.label")

@@ -12,7 +12,7 @@ from cgtool.errors import CacheMissError, UsageError
 from cgtool.model import ExampleCall, ModelSpec
 from cgtool.toolkit.bench.calls import compare, dimension_of, resized, save, weights_digest
 from cgtool.toolkit.bench.child import one_line
-from cgtool.toolkit.bench.request import Difference
+from cgtool.toolkit.bench.ways import Difference
 
 pytestmark = pytest.mark.torch
 

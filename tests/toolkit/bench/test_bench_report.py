@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from bench_reports import MACHINE, filled, made_report, made_runner, start
+from bench_reports import MACHINE, Bench, filled, made_report, start
 from msgspec.structs import replace
 
 from cgtool.toolkit.bench import words
-from cgtool.toolkit.bench.report import notes_on, report_ways
-from cgtool.toolkit.bench.request import Start, Step
+from cgtool.toolkit.bench.report import notes_on
+from cgtool.toolkit.bench.ways import Start, Step
 
 
 def ways_of(report):
@@ -55,19 +55,17 @@ def test_a_failed_way_is_shown_with_its_error_and_last_lines():
 
 
 def test_one_failed_start_is_shown_though_the_others_went_well():
-    runner, settings = filled()
-    runner.ways["compile-warm"].starts[3] = Start(
-        round=3, counted=True, process_secs=1.0, error="it died", log=("why",)
-    )
-    way = ways_of(made_report(runner, settings))["compile-warm"]
+    bench = filled()
+    bench.ways["compile-warm"].starts[3] = Start(round=3, counted=True, process_secs=1.0, error="it died", log=("why",))
+    way = ways_of(made_report(bench))["compile-warm"]
     assert (way["error"], way["log"], way["summary"]["ready_secs"]["count"]) == ("it died", ["why"], 6)
     assert way["ratios"]["eager"]["ready_secs"]["pairs"] == 6
 
 
 def test_outputs_that_differ_are_a_note_and_not_a_failure():
-    runner, settings = filled()
-    runner.ways["compile-warm"].starts[2] = start(2, ready=6.0, problem="output differs by 1e+00", worst=1.0)
-    report = made_report(runner, settings)
+    bench = filled()
+    bench.ways["compile-warm"].starts[2] = start(2, ready=6.0, problem="output differs by 1e+00", worst=1.0)
+    report = made_report(bench)
     way = ways_of(report)["compile-warm"]
     assert way["outputs"] == {
         "equal": False,
@@ -80,24 +78,24 @@ def test_outputs_that_differ_are_a_note_and_not_a_failure():
 
 
 def test_weights_that_differ_from_start_to_start_are_a_note():
-    runner, settings = filled()
-    runner.ways["eager"].starts[0] = start(0, ready=1.0, weights="other")
-    (note,) = made_report(runner, settings).notes
+    bench = filled()
+    bench.ways["eager"].starts[0] = start(0, ready=1.0, weights="other")
+    (note,) = made_report(bench).notes
     assert note.startswith("The weights differ from start to start")
 
 
 def test_a_busy_machine_is_a_note():
-    ways = report_ways(*filled())
+    ways = filled().reports()
     assert notes_on(ways, {**MACHINE, "load_before": 2.9}) == ()
     (note,) = notes_on(ways, {**MACHINE, "load_before": 7.0})
     assert note == "The machine was busy when the bench began: 7.0 processes on 2 cores."
 
 
 def test_a_size_that_a_way_refuses_has_its_error():
-    runner, settings = made_runner("eager", tokens=(1, 8))
+    bench = Bench("eager", tokens=(1, 8))
     steps = {"8": Step(median_secs=0.01), "1": Step(error="RuntimeError: guards")}
-    runner.ways["eager"].starts.append(replace(start(0, ready=1.0), steps=steps))
-    report = made_report(runner, settings)
+    bench.ways["eager"].starts.append(replace(start(0, ready=1.0), steps=steps))
+    report = made_report(bench)
     assert ways_of(report)["eager"]["steps"]["1"] == {"error": "RuntimeError: guards"}
     assert words.failure_lines(report) == ["eager refused num_tokens 1: RuntimeError: guards"]
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgtool.toolkit.bench.stats import FEWEST_PAIRS, bootstrap, paired_ratio, quantile, summarise
+from cgtool.toolkit.bench.report import FEWEST_PAIRS, bootstrap, paired_ratio, quantile, summarise
 
 VALUES = st.lists(st.floats(min_value=1e-6, max_value=1e6), min_size=1, max_size=30)
 MANY = st.lists(st.floats(min_value=1e-3, max_value=1e3), min_size=FEWEST_PAIRS, max_size=12)

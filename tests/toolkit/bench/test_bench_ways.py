@@ -6,7 +6,7 @@ import pytest
 
 from cgtool.adaptor_registry import ADAPTORS
 from cgtool.errors import UsageError
-from cgtool.toolkit.bench.ways import GROUPS, WAYS, parse_starts, parse_ways, sources_of
+from cgtool.toolkit.bench.ways import GROUPS, WAYS, parse_starts, parse_ways
 
 
 def names(text):
@@ -41,6 +41,5 @@ def test_other_starts_are_refused(text):
         parse_starts(text, default=6)
 
 
-def test_ways_with_one_preparation_prepare_once():
-    assert list(sources_of(parse_ways("compile-cold,compile-warm,mega-cache"))) == ["torch"]
+def test_only_a_start_without_caches_is_cold():
     assert [way.name for way in WAYS.values() if way.is_cold] == ["compile-cold"]
