@@ -12,7 +12,7 @@ from cgtool.store.key import Key, differences
 from cgtool.toolkit.diff.records import Difference, located, together
 from cgtool.toolkit.foreign.contents import digests_of
 from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignCache, ForeignEntry
-from cgtool.toolkit.foreign.words import shown
+from cgtool.toolkit.foreign.tree import shown
 
 
 def compare_foreign_caches(old: ForeignCache, new: ForeignCache) -> list[Difference]:

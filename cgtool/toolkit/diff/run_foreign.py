@@ -14,7 +14,7 @@ from pathlib import Path
 from cgtool.errors import UsageError
 from cgtool.toolkit.diff.foreign import compare_foreign_caches, compare_foreign_entries
 from cgtool.toolkit.diff.records import Difference
-from cgtool.toolkit.foreign.inspect_cache import read_foreign
+from cgtool.toolkit.foreign.detect import read_foreign
 from cgtool.toolkit.foreign.inspect_entry import one_entry
 from cgtool.toolkit.foreign.records import ForeignCache, ForeignEntry
 

@@ -17,10 +17,9 @@ from cgtool.digests import digest_of
 from cgtool.errors import CacheError
 from cgtool.store.compiled_code import read_native
 from cgtool.toolkit.contents import Contents, Source, contents_of, named_kernels
-from cgtool.toolkit.foreign.binary import read_structure
+from cgtool.toolkit.foreign.formats import read_structure
 from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignEntry
-from cgtool.toolkit.foreign.tree import File, Tree
-from cgtool.toolkit.foreign.words import shown
+from cgtool.toolkit.foreign.tree import File, Tree, shown
 
 _LANGUAGES = {
     ".py": "python",

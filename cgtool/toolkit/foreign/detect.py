@@ -6,22 +6,24 @@ vLLM and ATOM, torch, Triton; a folder of torch's holds one of Triton's, and one
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from cgtool.errors import CacheError
-from cgtool.store.layout import CacheLayout
-from cgtool.toolkit.foreign.own import is_own, read_own
+from cgtool.store.layout import KEY_FILE, CacheLayout, is_hash, resolve_root
 from cgtool.toolkit.foreign.records import ForeignCache
-from cgtool.toolkit.foreign.single_files import detect_file, read_file
-from cgtool.toolkit.foreign.torch_inductor import is_torch_inductor, read_torch_inductor
-from cgtool.toolkit.foreign.triton import find_triton, read_triton
+from cgtool.toolkit.foreign.torch_caches import (
+    detect_file,
+    find_triton,
+    is_torch_inductor,
+    read_file,
+    read_torch_inductor,
+    read_triton,
+)
+from cgtool.toolkit.foreign.tree import opened, shown
 from cgtool.toolkit.foreign.vllm import detect_vllm, read_vllm
-from cgtool.toolkit.foreign.words import shown
-
-SYSTEMS = ("cgtool", "vllm", "atom", "torch_inductor", "triton", "mega_cache", "compiled_artifact")
 
 _READERS = {
-    "cgtool": read_own,
     "vllm": read_vllm,
     "atom": read_vllm,
     "torch_inductor": read_torch_inductor,
@@ -29,6 +31,11 @@ _READERS = {
     "mega_cache": read_file,
     "compiled_artifact": read_file,
 }
+SYSTEMS = ("cgtool", *_READERS)
+
+_OWN_FOLDERS = ("units", "lookup", "state")
+_MARK = b"a cache of cgtool"
+_TAG_BYTES = 512
 
 
 def detect(path: Path) -> str | None:
@@ -39,15 +46,20 @@ def detect(path: Path) -> str | None:
     """
     path = path.absolute()
     try:
-        if path.is_dir():
-            return _detect_folder(path)
-        return detect_file(path) if path.is_file() else None
+        if not path.is_dir():
+            return detect_file(path) if path.is_file() else None
+        if _is_own(path):
+            return "cgtool"
+        system = detect_vllm(path)
+        if system is None and is_torch_inductor(path):
+            return "torch_inductor"
+        return system or (None if find_triton(path) is None else "triton")
     except OSError:  # a name that is too long, a loop of links
         return None
 
 
 def read_cache(path: Path) -> ForeignCache:
-    """Return what a cache holds, whichever system wrote it; opens what it must and executes nothing.
+    """Return what another system's cache holds; opens what it must and executes nothing.
 
     Args:
         path: A cache's root or what lies in it, or a file.
@@ -56,13 +68,28 @@ def read_cache(path: Path) -> ForeignCache:
         The cache; what is torn, missing or strange in it is a warning or a problem there.
 
     Raises:
-        CacheError: No known system wrote it, or it is not there.
+        CacheError: No other system that is known wrote it, or it is not there.
     """
-    path = path.absolute()
-    system = detect(path)
-    if system is None:
-        raise _unknown(path)
-    return _READERS[system](path)
+    cache = read_foreign(path)
+    if cache is None:
+        raise _unknown(path.absolute())
+    return cache
+
+
+def read_foreign(path: Path | None) -> ForeignCache | None:
+    """Return what another system's cache holds, as `read_cache` does.
+
+    Args:
+        path: A folder or a file; None means the cache that `warm` fills, which is cgtool's.
+
+    Returns:
+        The cache; None where cgtool wrote what lies there, or no known system did.
+    """
+    if path is None:
+        return None
+    path = path.expanduser().absolute()
+    reader = _READERS.get(detect(path) or "")
+    return None if reader is None else reader(path)
 
 
 def check_known(root: Path) -> None:
@@ -92,12 +119,20 @@ def _unknown(path: Path) -> CacheError:
     )
 
 
-def _detect_folder(path: Path) -> str | None:
-    if is_own(path):
-        return "cgtool"
-    system = detect_vllm(path)
-    if system is not None:
-        return system
-    if is_torch_inductor(path):
-        return "torch_inductor"
-    return None if find_triton(path) is None else "triton"
+def _is_own(path: Path) -> bool:
+    """Whether cgtool keeps its cache in a folder: a root, or the `torch_compile_cache` in one."""
+    layout = CacheLayout(root=resolve_root(path))
+    try:
+        with opened(layout.tag) as stream:
+            if _MARK in stream.read(_TAG_BYTES):
+                return True
+    except (CacheError, OSError):
+        pass
+    try:
+        names = {child.name for child in layout.base.iterdir()}
+    except OSError:
+        return False
+    return len(names & set(_OWN_FOLDERS)) > 1 or any(
+        is_hash(name) and os.path.isfile(layout.base / name / KEY_FILE)  # noqa: PTH113 - false of what cannot be read
+        for name in names
+    )

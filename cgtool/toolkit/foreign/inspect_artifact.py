@@ -26,11 +26,10 @@ from cgtool.store.compiled_code import Kernel
 from cgtool.store.layout import GRAPH_FILE
 from cgtool.toolkit.contents import Contents
 from cgtool.toolkit.foreign.contents import foreign_contents
-from cgtool.toolkit.foreign.inspect_cache import read_foreign
+from cgtool.toolkit.foreign.detect import read_foreign
 from cgtool.toolkit.foreign.inspect_entry import one_entry
-from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignCache, ForeignEntry
-from cgtool.toolkit.foreign.tree import Tree
-from cgtool.toolkit.foreign.words import shown
+from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignCache, ForeignEntry, foreign_json
+from cgtool.toolkit.foreign.tree import Tree, shown
 from cgtool.toolkit.inspect.artifact import ArtifactOptions
 from cgtool.toolkit.inspect.graph import GraphOptions
 
@@ -80,7 +79,7 @@ class ForeignArtifactReport:
             "system": self.cache.system,
             "root": str(self.cache.root),
             "entry": self.entry.name,
-            "artifact": self.artifact.to_json(),
+            "artifact": foreign_json(self.artifact),
             "kernels": [kernel.to_json() for kernel in self.kernels],
             "facts": self.facts,
             "compiler": self.contents.compiler,

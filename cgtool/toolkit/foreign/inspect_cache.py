@@ -19,8 +19,8 @@ from typing import Any, cast
 
 from cgtool.errors import UsageError
 from cgtool.toolkit.filters import parse_filter, parse_order
-from cgtool.toolkit.foreign.own import is_own
-from cgtool.toolkit.foreign.records import ForeignCache, ForeignEntry
+from cgtool.toolkit.foreign.detect import read_foreign
+from cgtool.toolkit.foreign.records import SCHEMA, ForeignCache, ForeignEntry, foreign_json
 from cgtool.toolkit.listing import EntryListing
 
 #: The fields of `cgtool.toolkit.filters` that entries of other systems have; their hash is their name.
@@ -50,8 +50,9 @@ class ForeignReport:
     def to_json(self) -> dict[str, Any]:
         """Return the document that `inspect cache --json` prints."""
         return {
-            **self.cache.to_json(),
-            "entries": [entry.to_json() for entry in self.shown],
+            "schema": SCHEMA,
+            **foreign_json(self.cache),
+            "entries": [foreign_json(entry) for entry in self.shown],
             "num_entries": len(self.cache.entries),
             "matching": self.matching,
             "num_problems": self.num_problems,
@@ -93,27 +94,6 @@ def inspect_foreign(
         num_problems=sum(1 for entry in entries for _ in entry.all_problems()),
         now=now,
     )
-
-
-def read_foreign(path: Path | None) -> ForeignCache | None:
-    """Return what another system's cache holds.
-
-    Args:
-        path: A folder or a file; None means the cache that `warm` fills, which is cgtool's.
-
-    Returns:
-        The cache; None where cgtool wrote what lies there, or no known system did.
-
-    Raises:
-        CacheError: The cache went away while it was read.
-    """
-    path = None if path is None else path.expanduser().absolute()
-    if path is None or is_own(path):
-        return None
-    # The readers of all other systems, which cgtool's own cache does without.
-    from cgtool.toolkit.foreign.detect import detect, read_cache
-
-    return None if detect(path) is None else read_cache(path)
 
 
 def _checked(expression: str) -> str:

@@ -20,9 +20,9 @@ from typing import Any
 from cgtool.errors import UsageError
 from cgtool.plan.shapes import Shape, shape_order, shape_text
 from cgtool.store.key import Factor
-from cgtool.toolkit.foreign.inspect_cache import read_foreign
-from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignCache, ForeignEntry
-from cgtool.toolkit.foreign.words import shown
+from cgtool.toolkit.foreign.detect import read_foreign
+from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignCache, ForeignEntry, foreign_json
+from cgtool.toolkit.foreign.tree import shown
 
 SCHEMA = 1
 _MOST_LISTED = 20
@@ -98,7 +98,7 @@ class ForeignEntryReport:
             "system": self.cache.system,
             "version": self.cache.version,
             "root": str(self.cache.root),
-            "entry": self.entry.to_json(),
+            "entry": foreign_json(self.entry),
             "shapes": list(self.shapes),
             "holes": [hole.to_json() for hole in self.holes],
             "not_recorded": self.not_recorded,

@@ -1,29 +1,39 @@
-"""What a cache of any system holds: records and their JSON. Must not import torch.
+"""What a cache of another system holds: its records, and how they are made of files. Must not import torch.
 
-JSON of a cache::
-
-    {"schema": 1, "system": str, "version": str | null, "root": str, "entries": [entry...], "size_bytes": int,
-     "warnings": [str...], "deletion": str}
-
-of an entry and of an artifact: their fields by name, a path as text, a shape as `cgtool.plan.shapes` writes it.
-Names, paths, factors and problems may hold anything that a stranger wrote: show them through `cgtool.cli.text.plain`.
+The fields of each record are its JSON, in this order. Names, paths, factors and problems may hold anything that a
+stranger wrote: show them through `cgtool.cli.text.plain`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+import msgspec
+
+from cgtool.errors import CacheError
 from cgtool.plan.pieces import Json
 from cgtool.plan.shapes import Shape
-from cgtool.records import dataclass
 from cgtool.store.key import Factor
+from cgtool.toolkit.foreign.formats import MOST_BYTES, native_target, parse_json, pickle_protocol, read_structure
+from cgtool.toolkit.foreign.tree import File, Tree, shown
 
 SCHEMA = 1
 
+_HEAD_BYTES = 64
+#: File systems round times, and a file is often looked at as it is written.
+_SECS_AFTER_WRITING = 2.0
+#: Text that a compiler or a person reads, and code that only a driver loads: a cache has thousands of them, and none is
+#: opened for a listing.
+_UNOPENED = (
+    *(".py", ".cpp", ".h", ".hpp", ".json", ".best_config", ".lock"),
+    *(".ptx", ".amdgcn", ".llir", ".ttgir", ".ttir", ".source", ".spvasm", ".gluon", ".cubin", ".hsaco", ".spv"),
+)
 
-@dataclass(frozen=True, kw_only=True)
-class ForeignArtifact:
+
+class ForeignArtifact(msgspec.Struct, frozen=True, kw_only=True):
     """One compiled thing of an entry, or one that its index names and that is not there.
 
     Args:
@@ -55,25 +65,8 @@ class ForeignArtifact:
     members: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
-    def to_json(self) -> Json:
-        """Return the artifact as JSON."""
-        return {
-            "path": self.path,
-            "what": self.what,
-            "size_bytes": self.size_bytes,
-            "rank": self.rank,
-            "prefix": self.prefix,
-            "shape": self.shape,
-            "piece_index": self.piece_index,
-            "holds_pickle": self.holds_pickle,
-            "target": self.target,
-            "members": list(self.members),
-            "problems": list(self.problems),
-        }
 
-
-@dataclass(frozen=True, kw_only=True)
-class ForeignEntry:
+class ForeignEntry(msgspec.Struct, frozen=True, kw_only=True):
     """What a system keeps and looks up as one thing.
 
     Args:
@@ -110,11 +103,35 @@ class ForeignEntry:
     deletable: bool = True
     why_not: str = ""
 
+    @classmethod
+    def of(
+        cls, name: str, kind: str, path: Path, files: Iterable[File], artifacts: Iterable[ForeignArtifact], **rest: Any
+    ) -> ForeignEntry:
+        """Return an entry with the sizes and times of `files`, which are all that are its own."""
+        own = list(files)
+        used = [file.read for file in own if file.read > file.written + _SECS_AFTER_WRITING]
+        return cls(
+            name=name,
+            kind=kind,
+            path=path,
+            artifacts=tuple(artifacts),
+            size_bytes=size_of(own),
+            num_files=len(own),
+            created=_iso(min((file.written for file in own), default=None)),
+            last_used=_iso(max(used, default=None)),
+            **rest,
+        )
+
     @property
     def key_factors(self) -> tuple[Factor, ...]:
         """What the system wrote of the key, as factors; none where it wrote nothing."""
         said = self.factors if isinstance(self.factors, dict) else {} if self.factors is None else {"": self.factors}
         return tuple(Factor(name=name, value=value) for name, value in said.items())
+
+    @property
+    def kernel(self) -> dict[str, Json]:
+        """The metadata that Triton wrote of a kernel; {} where this is another thing."""
+        return self.factors if self.kind == "kernel" and isinstance(self.factors, dict) else {}
 
     def all_problems(self) -> Iterator[str]:
         """Yield its problems and those of its artifacts, which are named."""
@@ -123,32 +140,12 @@ class ForeignEntry:
             for problem in artifact.problems:
                 yield f"{artifact.path}: {problem}"
 
-    def to_json(self) -> Json:
-        """Return the entry as JSON."""
-        return {
-            "name": self.name,
-            "kind": self.kind,
-            "path": str(self.path),
-            "artifacts": [artifact.to_json() for artifact in self.artifacts],
-            "size_bytes": self.size_bytes,
-            "num_files": self.num_files,
-            "created": self.created,
-            "last_used": self.last_used,
-            "ranks": list(self.ranks),
-            "prefixes": list(self.prefixes),
-            "factors": self.factors,
-            "problems": list(self.problems),
-            "deletable": self.deletable,
-            "why_not": self.why_not,
-        }
 
-
-@dataclass(frozen=True, kw_only=True)
-class ForeignCache:
+class ForeignCache(msgspec.Struct, frozen=True, kw_only=True):
     """A cache of one system.
 
     Args:
-        system: "cgtool", "vllm", "atom", "torch_inductor", "triton", "mega_cache" or "compiled_artifact".
+        system: "vllm", "atom", "torch_inductor", "triton", "mega_cache" or "compiled_artifact".
         version: Which version wrote it, where the files say so.
         root: The folder that all entries lie in, or the file.
         entries: By name.
@@ -165,15 +162,103 @@ class ForeignCache:
     warnings: tuple[str, ...]
     deletion: str
 
-    def to_json(self) -> Json:
-        """Return the cache as JSON; see the module's grammar."""
-        return {
-            "schema": SCHEMA,
-            "system": self.system,
-            "version": self.version,
-            "root": str(self.root),
-            "entries": [entry.to_json() for entry in self.entries],
-            "size_bytes": self.size_bytes,
-            "warnings": list(self.warnings),
-            "deletion": self.deletion,
-        }
+
+def foreign_json(record: msgspec.Struct) -> dict[str, Any]:
+    """Return a record's JSON form: its fields, paths as text."""
+    found: dict[str, Any] = msgspec.to_builtins(record, enc_hook=str)
+    return found
+
+
+def size_of(files: Iterable[File]) -> int:
+    """Return what files take, one of several names once."""
+    return sum({file.identity: file.size_bytes for file in files}.values())
+
+
+def read_json(tree: Tree, path: str) -> Any:
+    """Return the value of a JSON file.
+
+    Raises:
+        CacheError: It cannot be read, is torn, or is over a limit; the sentence is a clause without the path.
+    """
+    return parse_json(tree.read(path, MOST_BYTES))
+
+
+def pickle_artifact(tree: Tree, file: File, what: str, *, top: str = "", **rest: Any) -> ForeignArtifact:
+    """Return the artifact of a file that its system unpickles, of which the beginning is read and nothing else."""
+    problems: list[str] = []
+    protocol = pickle_protocol(_head(tree, file, problems))
+    if protocol is None and not problems:
+        problems.append("does not begin as a pickle does")
+    members = () if protocol is None else (f"pickle protocol {protocol}",)
+    return _artifact(file, what, problems, top=top, holds_pickle=True, members=members, **rest)
+
+
+def plain_artifact(tree: Tree, file: File, what: str, *, top: str = "", **rest: Any) -> ForeignArtifact:
+    """Return the artifact of a file that is no pickle by its name; only native code and unknown endings are opened."""
+    problems: list[str] = []
+    head = b""
+    if not file.name.endswith(_UNOPENED):
+        head = _head(tree, file, problems)
+        rest.setdefault("target", native_target(head))
+    elif not file.size_bytes:
+        problems.append("zero bytes")
+    if file.name.endswith((".so", ".o")) and head and not head.startswith(b"\x7fELF"):
+        problems.append("is no native code, by its beginning")
+    return _artifact(file, what, problems, top=top, holds_pickle=pickle_protocol(head) is not None, **rest)
+
+
+def binary_artifact(
+    tree: Tree, file: File, *, key: str | None = None, top: str = "", **rest: Any
+) -> tuple[ForeignArtifact, str | None]:
+    """Return the artifact of a file that `CompiledArtifact.save` wrote, and the digest of the torch that wrote it.
+
+    Args:
+        tree: Where it lies.
+        file: The file.
+        key: What an index says that it is looked up by; None where no index does.
+        top: The folder that its path is given under.
+        rest: More fields of the artifact.
+    """
+    what, problems = "compiled_artifact", []
+    try:
+        with tree.opened(file.path) as stream:
+            structure = read_structure(stream)
+    except CacheError as error:  # what is too broken to tell is unpickled all the same
+        problems = [str(error) if file.size_bytes else "zero bytes"]
+        return _artifact(file, what, problems, top=top, holds_pickle=True, **rest), None
+    if structure.is_mega:
+        problems.append("is a mega-cache and no compiled artifact")
+    if None not in (key, structure.key) and key != structure.key:
+        problems.append(f"the index names the key {shown(key)}, and the file holds {shown(structure.key)}")
+    if not structure.checked:
+        problems.append("its checksum was not compared, for it is too large to read now")
+    holds_pickle = any(member.protocol is not None for member in structure.members)
+    members = tuple(member.describe() for member in structure.members)
+    artifact = _artifact(file, what, problems, top=top, holds_pickle=holds_pickle, members=members, **rest)
+    return artifact, structure.torch_key
+
+
+def _artifact(file: File, what: str, problems: list[str], *, top: str, **rest: Any) -> ForeignArtifact:
+    path = file.path.removeprefix(f"{top}/") if top else file.path
+    return ForeignArtifact(path=path, what=what, size_bytes=file.size_bytes, problems=tuple(problems), **rest)
+
+
+def _head(tree: Tree, file: File, problems: list[str]) -> bytes:
+    if file.size_bytes == 0:
+        problems.append("zero bytes")
+        return b""
+    try:
+        with tree.opened(file.path) as stream:
+            return stream.read(_HEAD_BYTES)
+    except (CacheError, OSError) as error:
+        problems.append(str(error))
+        return b""
+
+
+def _iso(secs: float | None) -> str | None:
+    if secs is None:
+        return None
+    try:
+        return datetime.fromtimestamp(secs, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    except (OverflowError, ValueError, OSError):  # a year that no calendar has
+        return None

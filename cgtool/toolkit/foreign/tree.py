@@ -1,7 +1,7 @@
-"""Looking at the folders of a stranger: names, sizes, times and the beginnings of files. Must not import torch.
+"""The folders of a stranger: names, sizes, times and the beginnings of files. Must not import torch.
 
-Links are not followed, pipes and devices not opened, and what cannot be read is a warning. Folders deeper or of more
-files than any cache has are cut short with a warning. Reading leaves the access times alone where the system lets us.
+Links are not followed, pipes and devices are not opened, and what cannot be read is a warning. A tree that is deeper or
+has more files than any cache is cut short with a warning. Reading leaves access times alone where the system lets us.
 """
 
 from __future__ import annotations
@@ -9,25 +9,21 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterable, Iterator
-from datetime import UTC, datetime
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from cgtool.errors import CacheError
-from cgtool.records import dataclass
-from cgtool.toolkit.foreign.words import shown
 
 MOST_FILES = 2_000_000
 MOST_DEPTH = 24
+#: Longer texts are cut in their middle: a path tells most at its end, a text at its beginning.
+_MOST_SHOWN = 400
 #: One number for a device and an inode on it.
 _DEVICE = 1 << 64
-#: File systems round times, and a file is often looked at as it is written.
-_SECS_AFTER_WRITING = 2.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class File:
+class File(NamedTuple):
     """One regular file.
 
     Args:
@@ -54,7 +50,7 @@ class Tree:
     """All regular files under a folder, or one file.
 
     Args:
-        top: The folder, or the file. Itself it may be a link, for the user named it.
+        top: The folder or the file. It may itself be a link, for the user named it.
         warnings: Where to put what was skipped.
     """
 
@@ -91,7 +87,26 @@ class Tree:
             inner, names = self._held.get(here, ([], []))
             found.extend(self.files[join(here, name)] for name in names)
             left.extend(join(here, name) for name in inner)
-        return sorted(found, key=lambda file: file.path)
+        return sorted(found)
+
+    @contextlib.contextmanager
+    def opened(self, path: str) -> Iterator[BinaryIO]:
+        """Yield one of its files, open for reading.
+
+        Raises:
+            CacheError: It is gone, is no regular file any more, or may not be read.
+        """
+        with opened(self.top / path if path else self.top, follow=not path) as stream:
+            yield stream
+
+    def read(self, path: str, most: int) -> bytes:
+        """Return the bytes of one of its files, at most `most` and one more.
+
+        Raises:
+            CacheError: It is gone or may not be read.
+        """
+        with self.opened(path) as stream:
+            return stream.read(most + 1)
 
     def _walk(self) -> None:
         left = [("", 0)]
@@ -124,52 +139,28 @@ class Tree:
     def _add(self, path: str, status: os.stat_result) -> bool:
         if stat.S_ISLNK(status.st_mode):
             self._warn(path, "is a link and was not followed")
-        elif not stat.S_ISREG(status.st_mode):
+            return False
+        if not stat.S_ISREG(status.st_mode):
             self._warn(path, "is neither a file nor a folder and was not opened")
-        else:
-            if not path.isprintable():
-                self._warn(path, "has a name with characters that do not print")
-            self.files[path] = File(
-                path=path,
-                size_bytes=status.st_size,
-                identity=status.st_dev * _DEVICE + status.st_ino,
-                written=status.st_mtime,
-                read=status.st_atime,
-            )
-            return True
-        return False
+            return False
+        if not path.isprintable():
+            self._warn(path, "has a name with characters that do not print")
+        identity = status.st_dev * _DEVICE + status.st_ino
+        self.files[path] = File(path, status.st_size, identity, status.st_mtime, status.st_atime)
+        return True
 
     def _warn(self, path: str, what: str) -> None:
         self.warnings.append(f"{shown(self.top / path)} {what}.")
 
-    @contextlib.contextmanager
-    def opened(self, path: str) -> Iterator[BinaryIO]:
-        """Yield one of its files, open for reading.
 
-        Raises:
-            CacheError: It is gone, is no regular file any more, or may not be read.
-        """
-        with opened(self.top / path if path else self.top, follow=not path) as stream:
-            yield stream
-
-    def read(self, path: str, most: int) -> bytes:
-        """Return the bytes of one of its files, at most `most` and one more.
-
-        Raises:
-            CacheError: It is gone or may not be read.
-        """
-        with self.opened(path) as stream:
-            return stream.read(most + 1)
-
-
-def join(folder: str, name: str) -> str:
-    """Return the path of a name in a folder, "" being the top."""
-    return f"{folder}/{name}" if folder else name
+def join(*parts: str) -> str:
+    """Return the path of a name in folders, "" being the top."""
+    return "/".join(filter(None, parts))
 
 
 @contextlib.contextmanager
 def opened(path: Path, *, follow: bool = False) -> Iterator[BinaryIO]:
-    """Yield a regular file, open for reading, without touching its access time where that may be.
+    """Yield a regular file, open for reading, without touching its access time where that is allowed.
 
     Args:
         path: The file.
@@ -192,25 +183,10 @@ def opened(path: Path, *, follow: bool = False) -> Iterator[BinaryIO]:
         raise CacheError(f"it could not be read: {error.strerror or error}", path=path) from error
 
 
-def size_of(files: Iterable[File]) -> int:
-    """Return what files take, one of several names once."""
-    return sum({file.identity: file.size_bytes for file in files}.values())
-
-
-def created_of(files: Iterable[File]) -> str | None:
-    """Return when the oldest file was written, in UTC as ISO 8601; None of none."""
-    return _iso(min((file.written for file in files), default=None))
-
-
-def used_of(files: Iterable[File]) -> str | None:
-    """Return when a file was read last after it was written, in UTC as ISO 8601; None if none was."""
-    return _iso(max((file.read for file in files if file.read > file.written + _SECS_AFTER_WRITING), default=None))
-
-
-def _iso(secs: float | None) -> str | None:
-    if secs is None:
-        return None
-    try:
-        return datetime.fromtimestamp(secs, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    except (OverflowError, ValueError, OSError):  # a year that no calendar has
-        return None
+def shown(text: object) -> str:
+    """Return a stranger's text for a sentence: on one line, printable, and not longer than people read."""
+    source = str(text)
+    if len(source) > _MOST_SHOWN:
+        half = _MOST_SHOWN // 2
+        source = f"{source[:half]}…{source[-half:]}"
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in source)

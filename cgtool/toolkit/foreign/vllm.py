@@ -1,61 +1,259 @@
-"""Reading the compile caches of vLLM and of ATOM, which took its form over from vLLM. Must not import torch.
+"""The compile caches of vLLM and of ATOM, which took its form over from vLLM. Must not import torch.
 
-Where things lie is in `vllm_layout`, the index in `vllm_index`. An entry is a hash folder: neither system locks or
-keeps stamps, and each builds an entry again that is gone.
+~/.cache/vllm/torch_compile_cache/
+  <hash>/                                      10 hexadecimal digits, or any folder that a user's configuration names
+    rank_<rank>_<data-parallel rank>/          of ATOM: rank_<device>
+      <prefix>/                                absent in older vLLM: its files lie in the rank's folder
+        vllm_compile_cache.py                  the index, see below
+        cache_key_factors.json                 what the hash was made of
+        computation_graph.py transformed_code.py
+        artifact_compile_range_<start>_<end>_subgraph_<piece>      a file (binary) or a folder (unpacked)
+        artifact_shape_<size or None>_subgraph_<piece>             the same, older, and of ATOM
+      inductor_cache/ triton_cache/            of the adaptor "inductor": torch's and Triton's own caches
+  torch_aot_compile/<64 hexadecimal digits>/
+    rank_<rank>_<data-parallel rank>/model     one pickle
+    inductor_cache/                            shared by the ranks
+
+An entry is a hash folder: neither system locks or keeps stamps, and each builds an entry again that is gone. The index
+is a Python literal::
+
+    index   = { (shape, piece, compiler): handle, ... }
+    shape   = None (general) | size | (start, end)          start = end is one size, compiled as such
+    piece   = its number among the compiled pieces
+    handle  = (name, path)                                          older vLLM, and ATOM
+            | {"graph_handle": (name, path), "cache_key": text}     newer vLLM
+    name    = the file or folder beside the index ("inductor_standalone"), or the key of a compiled graph ("inductor")
+    path    = where that lay when it was written, absolute; with "inductor", of the generated code
+
+Source: vllm/compilation/backends.py, atom/utils/backends.py.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
 
 from cgtool.errors import CacheError
 from cgtool.plan.pieces import Json
-from cgtool.store.layout import CACHE_FOLDER
-from cgtool.toolkit.foreign.entries import made_entry, pickle_artifact, read_json
-from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignCache, ForeignEntry
-from cgtool.toolkit.foreign.tree import Tree, join, size_of
-from cgtool.toolkit.foreign.vllm_layout import (
-    AOT_FOLDER,
-    AOT_MODEL,
-    FACTORS_FILE,
-    PART_FILES,
-    RANK,
-    SHARED_FOLDERS,
-    Place,
-    artifact_name,
-    find_places,
-    system_of,
+from cgtool.plan.shapes import Shape
+from cgtool.store.layout import CACHE_FOLDER, GRAPH_FILE, MANIFEST_FILE
+from cgtool.toolkit.foreign.formats import MOST_BYTES, FormatError, parse_literal, pickle_protocol
+from cgtool.toolkit.foreign.records import (
+    ForeignArtifact,
+    ForeignCache,
+    ForeignEntry,
+    binary_artifact,
+    pickle_artifact,
+    read_json,
+    size_of,
 )
-from cgtool.toolkit.foreign.vllm_pieces import PieceReader
-from cgtool.toolkit.foreign.words import shown
+from cgtool.toolkit.foreign.tree import File, Tree, join, shown
 
+_AOT_FOLDER = "torch_aot_compile"
+_AOT_MODEL = "model"
+_INDEX_FILE = "vllm_compile_cache.py"
+_FACTORS_FILE = "cache_key_factors.json"
+_SHARED_FOLDERS = ("inductor_cache", "triton_cache")
+_RECORDS = frozenset({_INDEX_FILE, _FACTORS_FILE})
+#: One of these is in the folder of each compiled part.
+_PART_FILES = _RECORDS | {GRAPH_FILE, "transformed_code.py", _AOT_MODEL}
+_RANK = re.compile(r"rank_([0-9]{1,7}(?:_[0-9]{1,7})?)")
+_ARTIFACT = re.compile(
+    r"artifact_(?:compile_range_(?P<start>[0-9]{1,15})_(?P<end>[0-9]{1,15})|shape_(?P<shape>None|[0-9]{1,15}))"
+    r"_subgraph_(?P<piece>[0-9]{1,9})"
+)
+#: The adaptor whose artifacts are entries of torch's own cache.
+_OLD_ADAPTOR = "inductor"
 _NAMES = {"vllm": "vLLM", "atom": "ATOM"}
+
+
+class _Handle(msgspec.Struct, frozen=True):
+    graph_handle: tuple[str, str]
+    cache_key: str | None = None
+
+
+_Row = tuple[tuple[int | tuple[int, int] | None, int, str], tuple[str, str] | _Handle]
+_MOST_NUMBER = 1 << 53
+
+
+class IndexRow(NamedTuple):
+    """One row of an index; `path` is where `name` lay when it was written, `cache_key` None in the older form."""
+
+    shape: Shape
+    piece_index: int
+    compiler: str
+    name: str
+    path: str
+    cache_key: str | None
+
+
+class Index(NamedTuple):
+    """An index: "ranges" or "shapes" (the older form; None of no rows), its rows, and which rows were skipped."""
+
+    form: str | None
+    rows: list[IndexRow]
+    problems: list[str]
+
+
+def parse_index(data: bytes) -> Index:
+    """Return what an index says; a row outside of its grammar is a problem.
+
+    Raises:
+        FormatError: It is no literal of a dictionary, or is over a limit.
+    """
+    value = parse_literal(data)
+    if not isinstance(value, dict):
+        raise FormatError("it is no dictionary")
+    rows: list[IndexRow] = []
+    problems: list[str] = []
+    forms: set[str] = set()
+    for key, said in value.items():
+        try:
+            (size, piece, compiler), handle = msgspec.convert((key, said), _Row)
+            low, high = size if isinstance(size, tuple) else (size or 0, size or 0)
+            if not 0 <= low <= high <= _MOST_NUMBER or not 0 <= piece <= _MOST_NUMBER:
+                raise ValueError  # noqa: TRY301 - what skips the row
+        except ValueError:
+            problems.append(f"a row of the index was skipped, for it has no known form: {shown(ascii((key, said)))}")
+            continue
+        forms.add("ranges" if isinstance(handle, _Handle) or isinstance(size, tuple) else "shapes")
+        handle = handle if isinstance(handle, _Handle) else _Handle(handle)
+        shape = {} if size is None else _tokens(low, high)
+        rows.append(IndexRow(shape, piece, compiler, *handle.graph_handle, handle.cache_key))
+    return Index(min(forms, default=None), rows, problems)
+
+
+def artifact_name(name: str) -> tuple[Shape, int] | None:
+    """Return the shape and the piece that an artifact's name says; None for another name."""
+    match = _ARTIFACT.fullmatch(name)
+    if match is None:
+        return None
+    if match["shape"] == "None":
+        return {}, int(match["piece"])
+    return _tokens(int(match["shape"] or match["start"]), int(match["shape"] or match["end"])), int(match["piece"])
+
+
+def _tokens(low: int, high: int) -> Shape:
+    """The shape of a size or a range: vLLM has them of one dimension, the tokens of a batch."""
+    return {"num_tokens": (low, high)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """One entry's folder.
+
+    Args:
+        name: The entry's name.
+        path: Its folder.
+        part_of: The folder that is deleted with it; None if it is whole.
+        rank: Which rank it is a part of, if it is.
+        prefix: Which prefix it is, if it is one.
+    """
+
+    name: str
+    path: Path
+    part_of: Path | None = None
+    rank: str | None = None
+    prefix: str | None = None
 
 
 def detect_vllm(path: Path) -> str | None:
     """Return "vllm" or "atom" if one of them wrote a folder, else None."""
-    places = find_places(path)
-    return system_of(places) if places else None
+    places = _find_places(path)
+    return _system_of(places) if places else None
+
+
+def _find_places(path: Path) -> list[_Place]:
+    """The entries in a folder that vLLM or ATOM wrote, whichever folder of it a user names; none in another folder."""
+    names = _names(path)
+    match = _RANK.fullmatch(path.name)
+    if MANIFEST_FILE not in names and (not _RECORDS.isdisjoint(names) or any(map(artifact_name, names))):
+        rank = path if match else path.parent
+        rank_match = _RANK.fullmatch(rank.name)
+        if rank_match is None:
+            return [_Place(name=path.name, path=path)]
+        prefix = "" if rank is path else path.name
+        return [_Place(name=path.name, path=path, part_of=rank.parent, rank=rank_match[1], prefix=prefix)]
+    if match and _is_rank_folder(path):
+        return [_Place(name=path.name, path=path, part_of=path.parent, rank=match[1])]
+    if _is_hash_folder(path):
+        return [_Place(name=path.name, path=path)]
+    base = path / CACHE_FOLDER
+    base = base if base.is_dir() else path
+    if base.name == _AOT_FOLDER:
+        aot, places = base, []
+    else:
+        aot, places = base / _AOT_FOLDER, [_Place(name=child.name, path=child) for child in _hash_folders(base)]
+    return [*places, *(_Place(name=f"{_AOT_FOLDER}/{child.name}", path=child) for child in _hash_folders(aot))]
+
+
+def _system_of(places: list[_Place]) -> str:
+    """The system that spells ranks as these are spelled."""
+    for place in places:
+        for name in (place.path.name, place.path.parent.name, *(child.name for child in _folders(place.path))):
+            if match := _RANK.fullmatch(name):
+                return "vllm" if "_" in match[1] else "atom"
+    return "vllm"
+
+
+def _is_rank_folder(path: Path) -> bool:
+    """Whether it holds a compiled part that cgtool did not write: an entry of its own has folders of the same names."""
+    return any(
+        MANIFEST_FILE not in names and (not _PART_FILES.isdisjoint(names) or any(map(artifact_name, names)))
+        for names in map(_names, (path, *_folders(path)))
+    )
+
+
+def _is_hash_folder(path: Path) -> bool:
+    return any(_RANK.fullmatch(child.name) and _is_rank_folder(child) for child in _folders(path))
+
+
+def _hash_folders(path: Path) -> list[Path]:
+    return [child for child in _folders(path) if _is_hash_folder(child)]
+
+
+def _folders(path: Path) -> Iterator[Path]:
+    """Yield the folders right in a folder, sorted, but for links, hidden ones and what cannot be listed."""
+    try:
+        with os.scandir(path) as found:
+            names = sorted(
+                child.name for child in found if child.is_dir(follow_symlinks=False) and child.name[0] != "."
+            )
+    except OSError:
+        return
+    yield from map(path.joinpath, names)
+
+
+def _names(path: Path) -> set[str]:
+    try:
+        return {child.name for child in path.iterdir()}
+    except OSError:
+        return set()
 
 
 def read_vllm(path: Path) -> ForeignCache:
-    """Return what a folder that vLLM or ATOM wrote holds.
-
-    Args:
-        path: A cache, an entry's folder, or a part of one.
-    """
+    """Return what a folder that vLLM or ATOM wrote holds: a cache, an entry's folder, or a part of one."""
     warnings: list[str] = []
-    places = find_places(path)
+    places = _find_places(path)
     root = path / CACHE_FOLDER if any(place.path.is_relative_to(path / CACHE_FOLDER) for place in places) else path
     tree = Tree(root, warnings)
-    system = system_of(places)
-    reader = _Reader(tree, warnings, _NAMES[system])
-    entries = [reader.entry(place, _below(place.path, root)) for place in places]
-    entries += reader.strangers(places, root)
+    system = _system_of(places)
+    readers = {_inner(place.path, root): _EntryReader(tree, place, _inner(place.path, root)) for place in places}
+    entries = [reader.entry() for reader in readers.values()]
+    if "" not in readers:
+        entries += _strangers(tree, set(readers), _NAMES[system])
+    forms = {form for reader in readers.values() for form in reader.forms}
     return ForeignCache(
         system=system,
-        version=" ".join(sorted(reader.forms)) or None,
+        version=" ".join(sorted(forms)) or None,
         root=root,
         entries=tuple(sorted(entries, key=lambda entry: entry.name)),
         size_bytes=size_of(tree.files.values()),
@@ -67,89 +265,93 @@ def read_vllm(path: Path) -> ForeignCache:
     )
 
 
-class _Reader:
-    def __init__(self, tree: Tree, warnings: list[str], system: str) -> None:
+def _strangers(tree: Tree, known: set[str], system: str) -> Iterator[ForeignEntry]:
+    """Yield what lies beside the entries: folders that several of them share, which are named, and the rest."""
+    for above in ("", _AOT_FOLDER):
+        for name in tree.folders(above):
+            path = join(above, name)
+            if path in known or path == _AOT_FOLDER:
+                continue
+            kind, why = "other", f"{system} did not write it in a form that is known"
+            if name in _SHARED_FOLDERS:
+                kind, why = "shared", "compiled models beside it may load from it"
+            yield ForeignEntry.of(path, kind, tree.top / path, tree.under(path), (), deletable=False, why_not=why)
+        for name in tree.names(above):
+            tree.warnings.append(f"{shown(tree.top / above / name)} is not part of the cache and was skipped.")
+
+
+def _inner(path: Path, root: Path) -> str:
+    return "" if path == root else path.relative_to(root).as_posix()
+
+
+class _EntryReader:
+    """Reads one entry: its ranks and prefixes, what their indexes name, and what is there.
+
+    Args:
+        tree: What holds the entry's folder.
+        place: The folder.
+        top: The same below the tree's.
+    """
+
+    def __init__(self, tree: Tree, place: _Place, top: str) -> None:
         self.tree = tree
-        self.warnings = warnings
-        self.system = system
+        self.place = place
+        self.top = top
+        self.artifacts: list[ForeignArtifact] = []
+        self.problems: list[str] = []
         #: which forms of the index there are
         self.forms: set[str] = set()
+        self._torch_keys: set[str | None] = set()
 
-    def entry(self, place: Place, top: str) -> ForeignEntry:
-        """Return the entry in a folder.
-
-        Args:
-            place: The folder.
-            top: The same under the tree's.
-        """
-        pieces = PieceReader(self.tree, top)
-        factors: dict[str, Json] = {}
-        problems: list[str] = []
-        others: list[ForeignArtifact] = []
-        parts = self._parts(place, top)
+    def entry(self) -> ForeignEntry:
+        """Return the entry."""
+        place, parts = self.place, self._parts()
         for rank, prefix, folder in parts:
-            pieces.read(folder, rank=rank, prefix=prefix)
-            others += self._model(folder, top, rank)
-            self._factors(folder, f"rank_{rank}/{prefix}".rstrip("/"), factors, problems)
-        others += self._shared(top)
-        self.forms |= pieces.forms
-        artifacts = [*pieces.artifacts, *others]
-        part = place.part_of
-        return made_entry(
+            self._pieces(folder, {"rank": rank, "prefix": prefix})
+        factors: dict[str, Json] = {}
+        kind = "model"
+        for rank, prefix, folder in parts:
+            model = self.tree.files.get(join(folder, _AOT_MODEL))
+            if model is not None:
+                kind = "aot_model"
+                self.artifacts.append(pickle_artifact(self.tree, model, "aot_model", top=self.top, rank=rank))
+            if join(folder, _FACTORS_FILE) in self.tree.files:
+                part = f"rank_{rank}/{prefix}".rstrip("/")
+                try:
+                    factors[part] = read_json(self.tree, join(folder, _FACTORS_FILE))
+                except (CacheError, OSError) as error:
+                    self.problems.append(f"{_FACTORS_FILE} of {shown(part)} could not be read: {error}")
+        self._shared()
+        # The factors of all parts are one, as they should be, or are named by their parts.
+        is_one = len({json.dumps(value, sort_keys=True) for value in factors.values()}) < 2  # noqa: PLR2004
+        part_of = place.part_of
+        return ForeignEntry.of(
             place.name,
-            "aot_model" if any(artifact.what == "aot_model" for artifact in artifacts) else "model",
+            kind,
             place.path,
-            self.tree.under(top),
-            artifacts,
+            self.tree.under(self.top),
+            self.artifacts,
             ranks=tuple(dict.fromkeys(rank for rank, _, _ in parts if rank)),
             prefixes=tuple(dict.fromkeys(prefix for _, prefix, _ in parts if prefix)),
-            factors=_one_or_all(factors),
-            problems=(*pieces.problems, *problems),
-            deletable=part is None,
-            why_not="" if part is None else f"it is a part of {shown(part)}, which may be removed whole",
+            factors=next(iter(factors.values()), None) if is_one else factors,
+            problems=tuple(self.problems),
+            deletable=part_of is None,
+            why_not="" if part_of is None else f"it is a part of {shown(part_of)}, which may be removed whole",
         )
 
-    def strangers(self, places: list[Place], root: Path) -> list[ForeignEntry]:
-        """Return what lies beside the entries: folders that several of them share, which are named, and the rest."""
-        known = {_below(place.path, root) for place in places}
-        if "" in known:
-            return []
-        found: list[ForeignEntry] = []
-        for above in ("", AOT_FOLDER):
-            for name in self.tree.folders(above):
-                path = join(above, name)
-                if path in known or path == AOT_FOLDER:
-                    continue
-                shared = name in SHARED_FOLDERS
-                why = (
-                    "compiled models beside it may load from it"
-                    if shared
-                    else f"{self.system} did not write it in a form that is known"
-                )
-                kind = "shared" if shared else "other"
-                files = self.tree.under(path)
-                found.append(made_entry(path, kind, root / path, files, (), deletable=False, why_not=why))
-            self.warnings += [
-                f"{shown(root / above / name)} is not part of the cache and was skipped."
-                for name in self.tree.names(above)
-            ]
-        return found
-
-    def _parts(self, place: Place, top: str) -> list[tuple[str, str, str]]:
-        """The rank, prefix and folder of each part of an entry, by rank and prefix."""
+    def _parts(self) -> list[tuple[str, str, str]]:
+        """The rank, prefix and folder of each part, by rank and prefix."""
+        place, top = self.place, self.top
         if place.prefix is not None:
             return [(place.rank or "", place.prefix, top)]
         if place.rank is not None:
             return [(place.rank, prefix, join(top, prefix)) for prefix in self._prefixes(top)]
-        ranks = [(match[1], name) for name in self.tree.folders(top) if (match := RANK.fullmatch(name))]
-        if not ranks:
-            return [("", "", top)]
-        in_order = sorted(ranks, key=lambda rank: [int(number) for number in rank[0].split("_")])
+        ranks = [match[1] for name in self.tree.folders(top) if (match := _RANK.fullmatch(name))]
         return [
-            (rank, prefix, join(join(top, name), prefix) if prefix else join(top, name))
-            for rank, name in in_order
-            for prefix in self._prefixes(join(top, name))
-        ]
+            (rank, prefix, join(top, f"rank_{rank}", prefix))
+            for rank in sorted(ranks, key=lambda rank: [int(number) for number in rank.split("_")])
+            for prefix in self._prefixes(join(top, f"rank_{rank}"))
+        ] or [("", "", top)]
 
     def _prefixes(self, rank_folder: str) -> list[str]:
         """The prefixes of a rank, with "" for what lies right in its folder."""
@@ -158,49 +360,137 @@ class _Reader:
 
     def _is_part(self, folder: str) -> bool:
         names = self.tree.names(folder)
-        if not PART_FILES.isdisjoint(names):
-            return True
-        return any(artifact_name(name) for name in (*names, *self.tree.folders(folder)))
+        return not _PART_FILES.isdisjoint(names) or any(map(artifact_name, (*names, *self.tree.folders(folder))))
 
-    def _model(self, folder: str, top: str, rank: str) -> list[ForeignArtifact]:
-        file = self.tree.files.get(join(folder, AOT_MODEL))
-        return [] if file is None else [pickle_artifact(self.tree, file, "aot_model", top=top, rank=rank)]
+    def _pieces(self, folder: str, where: dict[str, str]) -> None:
+        """Add the pieces of one rank and prefix: what the index names, then what lies there unnamed."""
+        named: set[str] = set()
+        for row in self._index(folder):
+            facts = {**where, "shape": row.shape, "piece_index": row.piece_index}
+            if row.compiler == _OLD_ADAPTOR:
+                self.artifacts.append(self._old(folder, row, facts))
+            else:
+                named.add(row.name)
+                self.artifacts.append(self._named(folder, row, facts))
+        for name in sorted({*self.tree.folders(folder), *self.tree.names(folder)} - named):
+            if (said := artifact_name(name)) is not None:
+                facts = {**where, "shape": said[0], "piece_index": said[1]}
+                found = self._found(join(folder, name), None, facts)
+                self.artifacts.append(_with_problem(found, "no row of the index names it"))
 
-    def _shared(self, top: str) -> list[ForeignArtifact]:
-        """The caches of torch and Triton inside of an entry, each as one."""
-        ranks = [name for name in self.tree.folders(top) if RANK.fullmatch(name)]
-        return [
+    def _index(self, folder: str) -> list[IndexRow]:
+        path = join(folder, _INDEX_FILE)
+        if path not in self.tree.files:
+            return []
+        try:
+            index = parse_index(self.tree.read(path, MOST_BYTES))
+        except (CacheError, OSError) as error:
+            self.problems.append(f"{shown(self._below(path))} could not be read: {error}")
+            return []
+        self.problems += index.problems
+        if index.form is not None:
+            self.forms.add(index.form)
+        written = {row.path.rpartition("/")[0] for row in index.rows if row.compiler != _OLD_ADAPTOR}
+        elsewhere = sorted(above for above in written - {str(self.tree.top / folder)} if above.startswith("/"))
+        if elsewhere:
+            self.problems.append(
+                f"{shown(self._below(path))} names files under {shown(elsewhere[0])}, where it does not lie now: it "
+                "was moved, and what opens those paths misses"
+            )
+        return index.rows
+
+    def _named(self, folder: str, row: IndexRow, facts: dict[str, Any]) -> ForeignArtifact:
+        path = join(folder, row.name)
+        if "/" in row.name or row.name in {"", ".", ".."}:
+            where, problem = row.name, f"the index names {shown(row.name)}, which is no plain name"
+        elif path not in self.tree.files and not self.tree.is_folder(path):
+            where, problem = self._below(path), "the index names it and it is missing"
+        else:
+            found = self._found(path, row.cache_key, facts)
+            if artifact_name(row.name) in (None, (row.shape, row.piece_index)):
+                return found
+            return _with_problem(found, "its name says another shape or piece than the index does")
+        return ForeignArtifact(path=where, what="compiled_artifact", size_bytes=0, problems=(problem,), **facts)
+
+    def _found(self, path: str, key: str | None, facts: dict[str, Any]) -> ForeignArtifact:
+        file = self.tree.files.get(path)
+        if file is None:
+            return self._unpacked(path, facts)
+        artifact, torch_key = binary_artifact(self.tree, file, key=key, top=self.top, **facts)
+        self._torch_keys |= {torch_key} - {None}
+        if torch_key is None or len(self._torch_keys) == 1:
+            return artifact
+        return _with_problem(artifact, "another torch wrote it than the others")
+
+    def _unpacked(self, path: str, facts: dict[str, Any]) -> ForeignArtifact:
+        files = self.tree.under(path)
+        problems = [
+            f"{shown(file.path.removeprefix(f'{path}/'))} has zero bytes"
+            for file in files
+            if file.size_bytes == 0 and not file.name.endswith(".lock")
+        ]
+        if not any("/aotautograd/" in file.path for file in files):
+            problems.append("it holds no graph of AOTAutograd, with which loading begins")
+        pickles = sum(map(self._is_pickle, files))
+        return ForeignArtifact(
+            path=self._below(path),
+            what="unpacked_artifact",
+            size_bytes=size_of(files),
+            holds_pickle=pickles > 0,
+            members=(f"{len(files)} files, {pickles} of them pickle",),
+            problems=tuple(problems),
+            **facts,
+        )
+
+    def _old(self, folder: str, row: IndexRow, facts: dict[str, Any]) -> ForeignArtifact:
+        """An artifact of the adaptor "inductor": generated code, and a graph in torch's cache beside it."""
+        parts = row.path.split("/")[-3:]
+        above = folder.rpartition("/")[0]
+        cache = next((base for base in (above, folder) if self.tree.is_folder(join(base, "inductor_cache"))), above)
+        path = join(cache, *parts)
+        code = self.tree.files.get(path) if parts[0] == "inductor_cache" else None
+        graph = self.tree.under(join(cache, f"inductor_cache/fxgraph/{row.name[1:3]}/{row.name}"))
+        problems = [] if code else ["the index names its code and that is missing"]
+        if not graph:
+            problems.append(f"the index names the compiled graph {shown(row.name)} and that is missing")
+        files = [*graph, code] if code else graph
+        problems += [f"{shown(file.name)} has zero bytes" for file in files if not file.size_bytes]
+        return ForeignArtifact(
+            path=self._below(path),
+            what="generated_code",
+            size_bytes=size_of(files),
+            holds_pickle=any(map(self._is_pickle, graph)),
+            members=(f"compiled graph {row.name}",),
+            problems=tuple(problems),
+            **facts,
+        )
+
+    def _shared(self) -> None:
+        """Add the caches of torch and Triton inside of the entry, each as one."""
+        ranks = [name for name in self.tree.folders(self.top) if _RANK.fullmatch(name)]
+        self.artifacts += [
             ForeignArtifact(
-                path=_inner(path, top),
+                path=join(above, name),
                 what=name,
                 size_bytes=size_of(files),
                 holds_pickle=name == "inductor_cache",
                 members=(f"{len(files)} files",),
             )
-            for above in (top, *(join(top, rank) for rank in ranks))
-            for name in SHARED_FOLDERS
-            if self.tree.is_folder(path := join(above, name)) and (files := self.tree.under(path))
+            for above in ("", *ranks)
+            for name in _SHARED_FOLDERS
+            if (files := self.tree.under(join(self.top, above, name)))
         ]
 
-    def _factors(self, folder: str, part: str, factors: dict[str, Json], problems: list[str]) -> None:
-        path = join(folder, FACTORS_FILE)
-        if path not in self.tree.files:
-            return
+    def _is_pickle(self, file: File) -> bool:
         try:
-            factors[part] = read_json(self.tree, path)
-        except (CacheError, OSError) as error:
-            problems.append(f"{FACTORS_FILE} of {shown(part)} could not be read: {error}")
+            with self.tree.opened(file.path) as stream:
+                return pickle_protocol(stream.read(2)) is not None
+        except (CacheError, OSError):
+            return False
+
+    def _below(self, path: str) -> str:
+        return path.removeprefix(f"{self.top}/") if self.top else path
 
 
-def _one_or_all(factors: dict[str, Json]) -> Json:
-    """The factors of all parts if they are equal, as they should be; else those of each part by its name."""
-    texts = {json.dumps(value, sort_keys=True) for value in factors.values()}
-    return dict(factors) if len(texts) > 1 else next(iter(factors.values()), None)
-
-
-def _below(path: Path, root: Path) -> str:
-    return "" if path == root else path.relative_to(root).as_posix()
-
-
-def _inner(path: str, top: str) -> str:
-    return path.removeprefix(f"{top}/") if top else path
+def _with_problem(artifact: ForeignArtifact, problem: str) -> ForeignArtifact:
+    return replace(artifact, problems=(*artifact.problems, problem))

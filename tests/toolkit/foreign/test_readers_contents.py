@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
+from msgspec.structs import replace
 from readers_samples import SCALE, unpack
 
 from cgtool.toolkit.foreign.contents import foreign_contents

@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgtool.plan.shapes import shape_text
-from cgtool.toolkit.foreign.literals import (
+from cgtool.toolkit.foreign.formats import (
     MOST_BYTES,
     MOST_DEPTH,
     MOST_TOKENS,
-    NotLiteralError,
+    FormatError,
     parse_json,
     parse_literal,
 )
-from cgtool.toolkit.foreign.vllm_index import IndexRow, parse_index
-from cgtool.toolkit.foreign.words import shown
+from cgtool.toolkit.foreign.tree import shown
+from cgtool.toolkit.foreign.vllm import IndexRow, parse_index
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**17), 10**17) | st.text(st.characters(exclude_categories=["Cs"])),
@@ -68,7 +68,7 @@ def test_what_pprint_writes_comes_back_equal(value, width):
 )
 def test_anything_else_is_refused_with_what_is_wrong(text, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(NotLiteralError) as caught:
+    with pytest.raises(FormatError) as caught:
         parse_literal(text.encode())
     assert words in str(caught.value)
     assert len(str(caught.value)) < 300
@@ -82,7 +82,7 @@ def test_a_strangers_text_is_shown_on_one_line_and_cut_in_its_middle():
 
 def test_bytes_that_are_no_text_are_refused():
     for parse in (parse_literal, parse_json):
-        with pytest.raises(NotLiteralError, match="no text in UTF-8"):
+        with pytest.raises(FormatError, match="no text in UTF-8"):
             parse(b"'\xff'")
 
 
@@ -90,7 +90,7 @@ def test_bytes_that_are_no_text_are_refused():
 def test_no_text_of_these_letters_does_more_than_be_read_or_refused(text):
     try:
         value = parse_literal(text.encode())
-    except NotLiteralError:
+    except FormatError:
         return
     assert value == ast.literal_eval(text.strip())
 
@@ -108,7 +108,7 @@ def test_no_text_of_these_letters_does_more_than_be_read_or_refused(text):
     ],
 )
 def test_json_outside_of_the_limits_is_refused(text, words):
-    with pytest.raises(NotLiteralError, match=words):
+    with pytest.raises(FormatError, match=words):
         parse_json(text.encode())
 
 
@@ -121,16 +121,16 @@ def test_json_within_the_limits_is_read():
 
 def test_both_forms_of_an_index_row_are_read():
     old = parse_index(b"{(None, 0, 'inductor'): ('fkey', '/a/c.py'), (8, 2, 'eager'): ('x', '/y')}")
-    assert (old.form, old.problems) == ("shapes", ())
-    assert old.rows == (
+    assert (old.form, old.problems) == ("shapes", [])
+    assert old.rows == [
         IndexRow(shape={}, piece_index=0, compiler="inductor", name="fkey", path="/a/c.py", cache_key=None),
         IndexRow(shape={"num_tokens": (8, 8)}, piece_index=2, compiler="eager", name="x", path="/y", cache_key=None),
-    )
+    ]
     new = parse_index(
         b"{((1, 16), 3, 'inductor_standalone'): {'graph_handle': ('n', '/a/n'), 'cache_key': 'k'},"
         b" ((4, 4), 3, 'inductor_standalone'): {'graph_handle': ('m', '/a/m'), 'cache_key': None}}"
     )
-    assert (new.form, new.problems) == ("ranges", ())
+    assert (new.form, new.problems) == ("ranges", [])
     assert [(shape_text(row.shape), row.piece_index, row.name, row.cache_key) for row in new.rows] == [
         ("num_tokens=1-16", 3, "n", "k"),
         ("num_tokens=4", 3, "m", None),
@@ -161,5 +161,5 @@ def test_a_row_of_another_form_is_skipped_and_named_and_the_rest_is_read(row):
 
 
 def test_an_index_that_is_no_dictionary_is_refused():
-    with pytest.raises(NotLiteralError, match="no dictionary"):
+    with pytest.raises(FormatError, match="no dictionary"):
         parse_index(b"[1]")

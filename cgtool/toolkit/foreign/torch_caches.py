@@ -1,0 +1,327 @@
+"""The caches of torch's compiler and of Triton, and torch's single files. Must not import torch.
+
+    /tmp/torchinductor_<user>/               the folder that TORCHINDUCTOR_CACHE_DIR names
+      fxgraph/<key[1:3]>/<key>/<digest>      compiled graphs, pickle; the digests are of one key under several guards
+      aotautograd/<key>/<digest>             the same around them, pickle
+      <two letters>/c<...>.py .cpp .so .h .main.cpp .main.so .kernel.so .best_config ...    generated code
+      precompiled_headers/                   large, and made again
+      triton/<device>/<hash>/                Triton's cache
+      locks/                                 empty files
+
+A graph's file names the code that it needs and writes it anew where it is missing. Keys are "f" or "a" and 51 letters
+of base32.
+
+    ~/.triton/cache/<hash>/         or TRITON_CACHE_DIR; 52 letters of base32, in other versions hexadecimal or base64
+      __grp__<kernel>.json          {"child_paths": {file name: absolute path}}
+      <kernel>.json                 what it was compiled for and with: target, warps, stages, shared memory, version
+      <kernel>.cubin .hsaco         the code that runs; .spv for Intel
+      <kernel>.ptx .amdgcn .llir .ttgir .ttir .source     the steps before
+      <name>.so                     a launcher, instead of all that
+      tmp.pid_<pid>_<id>/           being written
+
+The group's file names absolute paths: a folder that was moved is not found, and Triton compiles again without a word.
+
+Source: torch/_inductor/codecache.py and torch/_functorch/_aot_autograd/autograd_cache.py of torch 2.13,
+triton/runtime/cache.py of Triton 3.9. The forms of single files are in `cgtool.toolkit.foreign.formats`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from cgtool.errors import CacheError
+from cgtool.plan.pieces import Json
+from cgtool.toolkit.foreign.formats import read_structure, sniff
+from cgtool.toolkit.foreign.records import (
+    ForeignArtifact,
+    ForeignCache,
+    ForeignEntry,
+    binary_artifact,
+    pickle_artifact,
+    plain_artifact,
+    read_json,
+    size_of,
+)
+from cgtool.toolkit.foreign.tree import File, Tree, join, opened, shown
+
+_GRAPHS, _AUTOGRAD_GRAPHS, _TRITON = "fxgraph", "aotautograd", "triton"
+_CODE_FOLDER = re.compile(r"[a-z2-7]{2}")
+_CODE_FILE = re.compile(r"c[a-z2-7]{51}\..+|[a-z2-7]{51,52}\..+")
+_KINDS = {".so": "native_code", ".o": "native_code", ".py": "generated_code", ".cpp": "generated_code"}
+_HEADERS = (".h", ".gch", ".pch", ".hpp", ".pch.d")
+_TEMPORARY = (".tmp", ".lock")
+
+_KERNEL_FOLDER = re.compile(r"[A-Z2-7]{52}|[0-9a-f]{64}|[A-Za-z0-9_-]{43}")
+_GROUP = "__grp__"
+_BINARIES = (".cubin", ".hsaco", ".spv")
+_STEPS = (".ptx", ".amdgcn", ".llir", ".ttgir", ".ttir", ".source", ".spvasm", ".gluon")
+_KERNEL_FILES = {
+    **dict.fromkeys(_BINARIES, "kernel_binary"),
+    **dict.fromkeys(_STEPS, "kernel_code"),
+    ".json": "metadata",
+    ".so": "native_code",
+}
+_VERSION = re.compile(r"[0-9A-Za-z.+-]{1,40}")
+_HEAD_BYTES = 256
+
+
+def is_torch_inductor(path: Path) -> bool:
+    """Return whether torch keeps its compile cache in a folder."""
+    try:
+        children = {child.name: child for child in path.iterdir() if child.is_dir()}
+        return not children.keys().isdisjoint((_GRAPHS, _AUTOGRAD_GRAPHS)) or any(
+            _CODE_FILE.fullmatch(file.name)
+            for name, child in children.items()
+            if _CODE_FOLDER.fullmatch(name) and not child.is_symlink()
+            for file in child.iterdir()
+        )
+    except OSError:
+        return False
+
+
+def read_torch_inductor(path: Path) -> ForeignCache:
+    """Return what torch's compile cache holds, the folder that TORCHINDUCTOR_CACHE_DIR names."""
+    warnings: list[str] = []
+    tree = Tree(path, warnings)
+    # A folder whose name begins with a dot is being written or removed.
+    graphs = [folder for group in tree.folders(_GRAPHS) for folder in _visible(tree, join(_GRAPHS, group))]
+    autograd = _visible(tree, _AUTOGRAD_GRAPHS)
+    kernels = [folder for device in tree.folders(_TRITON) for folder in _visible(tree, join(_TRITON, device))]
+    entries = [_graph(tree, folder, "graph", "compiled_graph") for folder in graphs]
+    entries += [_graph(tree, folder, "autograd_graph", "autograd_graph") for folder in autograd]
+    entries += [_kernel(tree, folder) for folder in kernels]
+    claimed = {file.path for folder in (*graphs, *autograd, *kernels) for file in tree.under(folder)}
+    code = [file for folder in tree.folders() if _CODE_FOLDER.fullmatch(folder) for file in tree.under(folder)]
+    claimed.update(file.path for file in code)
+    if code:
+        why = (
+            "compiled graphs share it, and a process that runs may be about to open it; the whole cache may be removed "
+            "when no process uses it"
+        )
+        artifacts = [_code(tree, file) for file in code if not _is_temporary(file)]
+        name = "generated code"
+        entries.append(ForeignEntry.of(name, "generated_code", path, code, artifacts, deletable=False, why_not=why))
+    rest = [file for name, file in tree.files.items() if name not in claimed]
+    why = "it belongs to no one graph; the whole cache may be removed when no process uses it"
+    return ForeignCache(
+        system="torch_inductor",
+        version=_versions(entries),
+        root=path,
+        entries=(*entries, *_others(path, rest, why)),
+        size_bytes=size_of(tree.files.values()),
+        warnings=tuple(warnings),
+        deletion=(
+            "The folder of a compiled graph, of an AOTAutograd graph or of a Triton kernel may be removed: torch "
+            "compiles it again. Generated code is shared: remove it only with the whole folder, when no process uses "
+            "it."
+        ),
+    )
+
+
+def _visible(tree: Tree, folder: str) -> list[str]:
+    return [join(folder, name) for name in tree.folders(folder) if not name.startswith(".")]
+
+
+def _others(root: Path, files: list[File], why: str) -> tuple[ForeignEntry, ...]:
+    """What lies in a cache and belongs to none of its entries, as one entry, if there is any."""
+    return (ForeignEntry.of("other files", "other", root, files, (), deletable=False, why_not=why),) if files else ()
+
+
+def _graph(tree: Tree, folder: str, kind: str, what: str) -> ForeignEntry:
+    files = tree.under(folder)
+    artifacts = [pickle_artifact(tree, file, what, top=folder) for file in files if not _is_temporary(file)]
+    problems = () if artifacts else ("it holds no graph",)
+    return ForeignEntry.of(folder.rpartition("/")[2], kind, tree.top / folder, files, artifacts, problems=problems)
+
+
+def _code(tree: Tree, file: File) -> ForeignArtifact:
+    what = "header" if file.name.endswith(_HEADERS) else _KINDS.get(Path(file.name).suffix, "data")
+    return plain_artifact(tree, file, what)
+
+
+def _is_temporary(file: File) -> bool:
+    return file.name.startswith(".") or file.name.endswith(_TEMPORARY)
+
+
+def find_triton(path: Path) -> Path | None:
+    """Return the folder that holds Triton's kernels: `path`, or the "cache" in it; None if neither does."""
+    return next((folder for folder in (path, path / "cache") if _holds_kernels(folder)), None)
+
+
+def _holds_kernels(folder: Path) -> bool:
+    try:
+        return any(
+            child.name.startswith(_GROUP) or child.suffix in (*_BINARIES, *_STEPS, ".so")
+            for kernel in folder.iterdir()
+            if _KERNEL_FOLDER.fullmatch(kernel.name) and kernel.is_dir() and not kernel.is_symlink()
+            for child in kernel.iterdir()
+        )
+    except OSError:
+        return False
+
+
+def read_triton(path: Path) -> ForeignCache:
+    """Return what Triton's cache holds: the folder that TRITON_CACHE_DIR names, or the one above ".../cache"."""
+    root = find_triton(path) or path
+    warnings: list[str] = []
+    tree = Tree(root, warnings)
+    folders = [name for name in tree.folders() if _KERNEL_FOLDER.fullmatch(name)]
+    entries = [_kernel(tree, folder) for folder in folders]
+    rest = [file for file in tree.files.values() if file.path.partition("/")[0] not in set(folders)]
+    return ForeignCache(
+        system="triton",
+        version=_versions(entries),
+        root=root,
+        entries=(*entries, *_others(root, rest, "Triton did not write it in a form that is known")),
+        size_bytes=size_of(tree.files.values()),
+        warnings=tuple(warnings),
+        deletion="A hash folder may be removed whole: Triton compiles the kernel again when it is asked for next.",
+    )
+
+
+def _kernel(tree: Tree, folder: str) -> ForeignEntry:
+    """The entry of one of Triton's hash folders."""
+    files = tree.under(folder)
+    problems: list[str] = []
+    metadata = _metadata(tree, folder, problems)
+    target = _target(metadata)
+    artifacts = []
+    for file in files:
+        what = _KERNEL_FILES.get(Path(file.name).suffix, "data")
+        rest = {"target": target} if what in ("kernel_binary", "kernel_code") else {}
+        artifacts.append(plain_artifact(tree, file, what, top=folder, **rest))
+    is_launcher = metadata is None and any(file.name.endswith(".so") for file in files)
+    if metadata is None and not is_launcher and not problems:
+        problems.append("it has no metadata of a kernel and no launcher")
+    if metadata is not None and not any(file.name.endswith(_BINARIES) for file in files):
+        problems.append("it has no code that runs: the kernel is not whole")
+    for name, value in _jsons(tree, folder, problems, groups=True):
+        _check_group(tree, folder, name, value, problems)
+    if any(name.startswith("tmp.pid_") for name in tree.folders(folder)):
+        problems.append("it holds what a process was writing and did not finish")
+    kind = "launcher" if is_launcher else "kernel"
+    return ForeignEntry.of(
+        folder, kind, tree.top / folder, files, artifacts, factors=metadata, problems=tuple(problems)
+    )
+
+
+def _versions(entries: Iterable[ForeignEntry]) -> str | None:
+    """Which versions of Triton compiled kernels, as their metadata says; None where none says."""
+    said = {entry.kernel.get("triton_version") for entry in entries}
+    known = sorted(version for version in said if isinstance(version, str) and _VERSION.fullmatch(version))
+    return f"triton {', '.join(known)}" if known else None
+
+
+def _metadata(tree: Tree, folder: str, problems: list[str]) -> dict[str, Json] | None:
+    """What the kernel's JSON says; None where there is none, or it is torn."""
+    for name, value in _jsons(tree, folder, problems, groups=False):
+        if isinstance(value, dict) and "name" in value:
+            return value
+        problems.append(f"{shown(name)} is not the metadata of a kernel")
+    return None
+
+
+def _jsons(tree: Tree, folder: str, problems: list[str], *, groups: bool) -> Iterator[tuple[str, Any]]:
+    """Yield the JSON files of a kernel's folder, or those of its groups; one that cannot be read is a problem."""
+    for name in tree.names(folder):
+        if name.endswith(".json") and name.startswith(_GROUP) is groups:
+            try:
+                value = read_json(tree, join(folder, name))
+            except (CacheError, OSError) as error:
+                problems.append(f"{shown(name)} could not be read: {error}")
+            else:
+                yield name, value
+
+
+def _target(metadata: dict[str, Json] | None) -> str | None:
+    """What a kernel runs on, such as "cuda:90" or "hip:gfx942"."""
+    target = None if metadata is None else metadata.get("target")
+    if isinstance(target, list):  # as older versions wrote it
+        backend, architecture, *_ = [*target, None, None]
+    elif isinstance(target, dict):
+        backend, architecture = target.get("backend"), target.get("arch")
+    else:
+        return None
+    said = isinstance(backend, str) and type(architecture) in (str, int)
+    return f"{backend}:{architecture}"[:80] if said else None
+
+
+def _check_group(tree: Tree, folder: str, name: str, value: Any, problems: list[str]) -> None:
+    children = value.get("child_paths") if isinstance(value, dict) else None
+    if not isinstance(children, dict) or not all(isinstance(path, str) for path in children.values()):
+        problems.append(f"{shown(name)} is not a group of files")
+        return
+    here = set(tree.names(folder))
+    problems += [f"{shown(name)} names {shown(child)}, which is missing" for child in children if child not in here]
+    elsewhere = {path.rpartition("/")[0] for path in children.values()} - {str(tree.top / folder)}
+    if elsewhere:
+        problems.append(
+            f"{shown(name)} names files under {shown(min(elsewhere))}, where it does not lie now: it was moved, and "
+            "Triton opens them there or compiles again"
+        )
+
+
+def detect_file(path: Path) -> str | None:
+    """Return "mega_cache" or "compiled_artifact" if a file begins as one, else None."""
+    try:
+        with opened(path, follow=True) as stream:
+            return sniff(stream.read(_HEAD_BYTES))
+    except (CacheError, OSError):
+        return None
+
+
+def read_file(path: Path) -> ForeignCache:
+    """Return what a mega-cache or a compiled artifact that lies alone holds."""
+    warnings: list[str] = []
+    tree = Tree(path, warnings)
+    system = detect_file(path) or "mega_cache"
+    read = _alone if system == "compiled_artifact" else _mega
+    entries = tuple(read(path, tree, file) for file in tree.files.values())
+    if not entries:
+        warnings.append(f"{shown(path)} is gone or no regular file.")
+    return ForeignCache(
+        system=system,
+        version=None,
+        root=path,
+        entries=entries,
+        size_bytes=size_of(tree.files.values()),
+        warnings=tuple(warnings),
+        deletion="The file may be removed whole; a program that loads it by its name must then do without.",
+    )
+
+
+def _mega(path: Path, tree: Tree, file: File) -> ForeignEntry:
+    problems: tuple[str, ...] = ()
+    artifacts: list[ForeignArtifact] = []
+    try:
+        with tree.opened(file.path) as stream:
+            structure = read_structure(stream)
+    except CacheError as error:
+        problems = (str(error),)
+    else:
+        for member in structure.members:
+            protocol = member.protocol
+            artifacts.append(
+                ForeignArtifact(
+                    path=f"{member.kind}/{member.key}",
+                    what="member",
+                    size_bytes=member.size_bytes,
+                    holds_pickle=protocol is not None,
+                    members=() if protocol is None else (f"pickle protocol {protocol}",),
+                    problems=() if member.size_bytes else ("zero bytes",),
+                )
+            )
+        if not structure.checked:
+            problems = ("its checksum was not compared, for it is too large to read now",)
+    return ForeignEntry.of(path.name, "mega_cache", path, [file], artifacts, problems=problems)
+
+
+def _alone(path: Path, tree: Tree, file: File) -> ForeignEntry:
+    artifact, torch_key = binary_artifact(tree, file)
+    factors = None if torch_key is None else {"torch_key": torch_key}
+    return ForeignEntry.of(path.name, "artifact", path, [file], [replace(artifact, path=path.name)], factors=factors)
