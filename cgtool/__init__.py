@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cgtool.counters import counters
     from cgtool.decorator import support_torch_compile
     from cgtool.errors import CacheMissError, CgtoolError, GraphError, GuardError
-    from cgtool.model import ExampleCall, ModelSpec
+    from cgtool.model import ExampleCall, ModelSpec, Serving
     from cgtool.runtime.custom_ops import direct_register_custom_op
     from cgtool.serving.batch import BatchLimits, Request
     from cgtool.serving.capture import capture_cudagraphs
@@ -61,6 +61,7 @@ __all__ = [
     "ModelRunner",
     "ModelSpec",
     "Request",
+    "Serving",
     "__version__",
     "capture_cudagraphs",
     "check_model",
@@ -99,6 +100,7 @@ _HOMES = {
     "ModelRunner": "cgtool.serving.runner",
     "ModelSpec": "cgtool.model",
     "Request": "cgtool.serving.batch",
+    "Serving": "cgtool.model",
     "capture_cudagraphs": "cgtool.serving.capture",
     "check_model": "cgtool.serving.check",
     "compile": "cgtool.api",

@@ -5,7 +5,7 @@ A factory named by `MODEL` on the command line returns a `ModelSpec` or a plain 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
@@ -31,6 +31,20 @@ class ExampleCall:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Serving:
+    """How a model is served, which `cgtool check` needs to know and compiling does not.
+
+    Args:
+        runner: Takes what `cgtool.load` returned (at level 0 the module itself) and a `CompilationConfig`, and returns
+            a `cgtool.ModelRunner` of it over a KV cache that is the check's own.
+        token_embeddings: Modules that turn token ids into rows, by their names in the model.
+    """
+
+    runner: Callable[[Any, Any], Any]
+    token_embeddings: Sequence[str] = ("embed_tokens",)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A model and how it is called.
 
@@ -44,6 +58,7 @@ class ModelSpec:
         method: The method of the module that is compiled.
         prefix: Which compiled part of the model this is ("backbone", "eagle_head", ...).
         name: What `inspect` shows; the class's name by default.
+        serving: How it is served, for `cgtool check`.
     """
 
     module: Any
@@ -53,3 +68,4 @@ class ModelSpec:
     method: str = "forward"
     prefix: str = "backbone"
     name: str | None = None
+    serving: Serving | None = None

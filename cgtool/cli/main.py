@@ -27,6 +27,7 @@ COMMANDS = {
     "verify": ("cgtool.cli.verify:verify", "Check every file of the cache, and whether this machine can load it."),
     "diff": ("cgtool.cli.diff:diff", "Name what differs between two entries, caches or bundles."),
     "why": ("cgtool.cli.why:why", "Say whether a model would hit, and if not, why."),
+    "check": ("cgtool.cli.check:check", "Say whether a warmed model may be served from CUDA graphs."),
     "prune": ("cgtool.cli.prune:prune", "Remove from the cache what is old, stale, too much or left over."),
     "export": ("cgtool.cli.export:export", "Write entries of the cache as one file that can be shipped."),
     "import": ("cgtool.cli.import_:import_", "Take entries from a bundle into the cache, once all was checked."),

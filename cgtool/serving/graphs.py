@@ -6,6 +6,7 @@ Tests answer the same questions on the CPU with a double that is checked against
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -60,7 +61,10 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own gap
+
+    @functools.cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch's own gap
 
     def new_pool(self) -> Any:
         """See `GraphBackend`."""

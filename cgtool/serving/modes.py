@@ -52,6 +52,7 @@ def resolve_cudagraph_mode(
     has_pieces: bool,
     attention_is_split: bool,
     uniform_query_len: int = 1,
+    can_capture: bool = True,
 ) -> ResolvedMode:
     """Return the mode nearest to `asked` that the model can be served in; each step down is logged with its reason.
 
@@ -61,6 +62,7 @@ def resolve_cudagraph_mode(
         has_pieces: Whether the model was compiled in pieces.
         attention_is_split: Whether its pieces were cut at attention, so that graphs of pieces leave attention out.
         uniform_query_len: Tokens of a sequence in a decode step: 1, or 1 and the speculative tokens.
+        can_capture: Whether the device has CUDA graphs.
 
     Raises:
         UsageError: FULL graphs of mixed batches were asked for by name, and an attention backend can never be captured.
@@ -69,6 +71,8 @@ def resolve_cudagraph_mode(
     support = min(supports, default=AttentionCGSupport.ALWAYS)
     piecewise = CUDAGraphMode.PIECEWISE if has_pieces and attention_is_split else CUDAGraphMode.NONE
 
+    if not can_capture and asked is not CUDAGraphMode.NONE:
+        steps.to(CUDAGraphMode.NONE, "the device has no CUDA graphs")
     if has_pieces and not attention_is_split and steps.mode.has_piecewise_cudagraphs():
         # The one piece holds attention: its graph would be a FULL one.
         whole = {

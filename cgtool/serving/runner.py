@@ -46,7 +46,7 @@ class ModelRunner:
         kv_caches: The KV cache of each layer, by the name that the layer asks by.
         supports: What each of the model's attention backends can do in a FULL graph.
         device: Where the model runs.
-        backend: What captures; None takes CUDA graphs of `device`.
+        backend: What captures; None takes CUDA graphs of `device`, and captures nothing on another.
         context_sizes: Token counts to capture for batches that are no decode batches; None takes the sizes of decode
             batches. `cgtool.serving.sizes` has the lists of vLLM and TensorRT-LLM.
         enable_padding: Whether a batch is padded to the next captured size.
@@ -99,6 +99,7 @@ class ModelRunner:
             has_pieces=has_pieces,
             attention_is_split=has_pieces and config.leveled().splitting_ops != (),
             uniform_query_len=limits.uniform_query_len,
+            can_capture=backend is not None or device.type == "cuda",
         )
         #: Why the mode is not the one that was asked for, a sentence for each step.
         self.mode_reasons = resolved.reasons

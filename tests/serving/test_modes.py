@@ -52,6 +52,9 @@ def resolve(asked, *supports, pieces=True, split=True, query_len=1, **options):
         ("PIECEWISE", ALWAYS, {"split": False}, "NONE"),
         ("FULL_AND_PIECEWISE", ALWAYS, {"split": False}, "FULL"),
         ("FULL_AND_PIECEWISE", NEVER, {"split": False}, "NONE"),
+        # no CUDA graphs
+        ("FULL_AND_PIECEWISE", ALWAYS, {"can_capture": False}, "NONE"),
+        ("FULL", NEVER, {"can_capture": False}, "NONE"),
     ],
 )
 def test_each_row_of_the_table_is_a_step_with_a_logged_reason(asked, support, options, becomes, caplog):

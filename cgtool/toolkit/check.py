@@ -1,0 +1,177 @@
+"""`check`: run a warmed model as a server would, with traps laid, and say whether it may be served from CUDA graphs.
+
+Prints nothing. Importable without torch: what runs the model is imported as the command runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cgtool.config import CompilationConfig, CompilationLevel
+from cgtool.errors import ModelError, UsageError
+from cgtool.events import Event, OnEvent, ignore
+
+if TYPE_CHECKING:
+    from cgtool.model import ModelSpec
+    from cgtool.serving.capture import CaptureReport
+    from cgtool.serving.check import CheckRecord
+    from cgtool.serving.runner import ModelRunner
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """What the user asked of `check`.
+
+    Args:
+        model: MODEL as `warm` takes it; its factory's `ModelSpec` says how it is served.
+        factory_args: Keyword arguments for the factory.
+        device: Where the module is built, as torch spells it; None leaves it to the factory.
+        dtype: Its default floating dtype, as torch spells it; None leaves it to the factory.
+        pythonpath: Folders put on `sys.path` first.
+        config: Which graphs are captured. At level 0 the module itself is checked, else the newest entry that fits it.
+        cache_dir: The cache's root; None means the configured or the user's own.
+        rank: This process's place in a model-parallel group; None takes the environment's word.
+        prefix: Which compiled part of the model this is; None takes the factory's word.
+        num_rounds: How often each graph is replayed.
+        seed: Fixes batches and their order.
+    """
+
+    model: str
+    factory_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    device: str | None = None
+    dtype: str | None = None
+    pythonpath: tuple[str, ...] = ()
+    config: CompilationConfig = dataclasses.field(default_factory=CompilationConfig)
+    cache_dir: Path | None = None
+    rank: int | None = None
+    prefix: str | None = None
+    num_rounds: int = 3
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckReport:
+    """What came of a check.
+
+    Args:
+        record: What was run and what is wrong.
+        captured: What start-up captured, by size.
+        mode_reasons: Why the mode is not the one that was asked for, a sentence for each step.
+    """
+
+    record: CheckRecord
+    captured: CaptureReport
+    mode_reasons: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document that `check --json` prints."""
+        record, captured = self.record, self.captured
+        return {
+            "schema": SCHEMA,
+            "ok": record.may_be_served,
+            "mode": record.mode.name,
+            "mode_reasons": list(self.mode_reasons),
+            "num_keys": record.num_keys,
+            "num_replays": record.num_replays,
+            "capture_secs": round(captured.secs, 3),
+            "pool_bytes": captured.pool_bytes,
+            "captured": [
+                {
+                    "mode": size.mode.name,
+                    **size.descriptor._asdict(),
+                    "secs": round(size.secs, 4),
+                    "pool_bytes": size.pool_bytes,
+                }
+                for size in captured.sizes
+            ],
+            "findings": [
+                {
+                    "fault": one.fault,
+                    "mode": one.mode and one.mode.name,
+                    "num_tokens": one.num_tokens,
+                    "sentence": one.sentence,
+                }
+                for one in record.findings
+            ],
+        }
+
+
+def check(options: CheckOptions, on_event: OnEvent = ignore) -> CheckReport:
+    """Load a model from the cache, capture its CUDA graphs, and look for what would go wrong behind a server.
+
+    Args:
+        options: What the user asked.
+        on_event: Told of each phase as it goes.
+
+    Raises:
+        ModelError: MODEL could not be found or built, or does not say how it is served.
+        CacheMissError: The cache does not serve it: warm it first.
+        UsageError: No graph would be captured; the message says why.
+        GraphError: A capture failed.
+    """
+    on_event(Event(phase="model", message="importing torch"))
+    # Imports torch: seconds that `--help` and wrong usage need not wait for.
+    from cgtool.api import load
+    from cgtool.models import resolve_model
+    from cgtool.serving.check import check_model
+
+    on_event(Event(phase="model", message=options.model))
+    spec = resolve_model(
+        options.model,
+        factory_args=dict(options.factory_args),
+        weights="real",
+        device=options.device,
+        dtype=options.dtype,
+        pythonpath=options.pythonpath,
+    )
+    if spec.serving is None:
+        message = (
+            f"{options.model} does not say how it is served. Give its ModelSpec "
+            "serving=cgtool.Serving(runner=...), a function that returns a ModelRunner over a KV cache."
+        )
+        raise ModelError(message, path=options.model)
+    embeddings = [_embedding(spec, name) for name in spec.serving.token_embeddings]
+    compiles = options.config.effective_level != CompilationLevel.NO_COMPILATION
+    model = spec.module
+    if compiles:  # the newest entry that fits, however it was compiled
+        model = load(
+            spec.module,
+            cache_dir=options.cache_dir,
+            prefix=spec.prefix if options.prefix is None else options.prefix,
+            rank=options.rank,
+            trusted_keys=options.config.trusted_keys,
+        )
+    runner: ModelRunner = spec.serving.runner(model, options.config)
+    if not list(runner.dispatcher.keys()):
+        reasons = " ".join(runner.mode_reasons) or "The configuration asks for none."
+        message = f"No CUDA graph would be captured, so there is nothing to check. {reasons}"
+        raise UsageError(message, path="cudagraph_mode", actual=runner.dispatcher.mode.name)
+    captured = runner.capture(on_event=on_event)
+    on_event(Event(phase="start", message="replaying in random order"))
+    record = check_model(
+        runner,
+        vocab_size=min(embedding.num_embeddings for embedding in embeddings),
+        embeddings=embeddings,
+        num_rounds=options.num_rounds,
+        seed=options.seed,
+    )
+    return CheckReport(record=record, captured=captured, mode_reasons=tuple(runner.mode_reasons))
+
+
+def _embedding(spec: ModelSpec, name: str) -> Any:
+    modules = dict(spec.module.named_modules())
+    found = modules.get(name)
+    if not hasattr(found, "num_embeddings"):
+        known = [path for path, module in modules.items() if hasattr(module, "num_embeddings")]
+        message = (
+            f"{name!r} is no embedding of the model; those it has: {', '.join(known) or 'none'}. Name those that turn "
+            "token ids into rows in Serving(token_embeddings=...)."
+        )
+        raise ModelError(message, path=name, expected=known)
+    return found
