@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from cgtool.api import compile, load  # noqa: A004  the name that a user of torch.compile looks for
     from cgtool.compiler.adaptors.interface import CompiledPiece, CompilerInterface
     from cgtool.config import CompilationConfig, CompilationLevel, CUDAGraphMode
-    from cgtool.counters import counters
     from cgtool.decorator import support_torch_compile
     from cgtool.errors import CacheMissError, CgtoolError, GraphError, GuardError
+    from cgtool.events import counters
     from cgtool.model import ExampleCall, ModelSpec, Serving
     from cgtool.runtime.custom_ops import direct_register_custom_op
     from cgtool.serving.batch import BatchLimits, Request
@@ -104,7 +104,7 @@ _HOMES = {
     "capture_cudagraphs": "cgtool.serving.capture",
     "check_model": "cgtool.serving.check",
     "compile": "cgtool.api",
-    "counters": "cgtool.counters",
+    "counters": "cgtool.events",
     "direct_register_custom_op": "cgtool.runtime.custom_ops",
     "get_forward_context": "cgtool.serving.forward_context",
     "load": "cgtool.api",
@@ -119,12 +119,12 @@ def __getattr__(name: str) -> Any:
     """Load a public name from where it lives, once."""
     import importlib  # kept out of start-up, as everything below is
 
-    from cgtool.garbage import uncollected
+    from cgtool.host import gc_paused
 
     if name not in _HOMES:
         message = f"module {__name__!r} has no attribute {name!r}; it has {', '.join(sorted(_HOMES))}"
         raise AttributeError(message)
-    with uncollected():
+    with gc_paused():
         value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

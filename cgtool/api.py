@@ -13,19 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cgtool.errors import CacheMissError
-from cgtool.garbage import uncollected
+from cgtool.host import environment, gc_paused
 from cgtool.model import DynamicDims, ExampleCall, ModelSpec
 from cgtool.plan.pieces import PieceGraph
-from cgtool.runtime.as_module import AsModule
-from cgtool.runtime.call import LoadedModel
+from cgtool.runtime.assemble import open_entry
+from cgtool.runtime.call import AsModule, LoadedModel
 from cgtool.runtime.dispatch import Boxed
 from cgtool.runtime.factors import Live
 from cgtool.runtime.find import Finder
-from cgtool.runtime.opening import open_entry
 from cgtool.store.layout import CacheLayout, resolve_root
 from cgtool.store.lookup import StateStore
 from cgtool.store.trust import TrustPolicy
-from cgtool.variables import environment
 
 if TYPE_CHECKING:
     from cgtool.compiler.pipeline import WarmResult
@@ -78,7 +76,7 @@ def load(
         )
         raise CacheMissError(msg, reasons=("the cache is switched off",))
     wanted_dir = cache_dir if cache_dir is not None else (config.cache_dir or None) if config is not None else None
-    with uncollected():
+    with gc_paused():
         layout = CacheLayout(root=resolve_root(wanted_dir))
         return _load_from(module, config, layout, prefix, rank=rank, trust=TrustPolicy.of(config, trusted_keys))
 

@@ -1,23 +1,251 @@
-"""The configuration of a compilation.
+"""The configuration: one record, one table of its fields, and how a field's value is spelled as text.
 
-Must not import torch. What each field may hold is said once, in `cgtool.config_fields`. A start from the cache does
-without this module: what it needs of the environment is in `cgtool.variables`.
+`CompilationConfig` is what the library takes and what the command line makes of its sources; `FIELDS` says of each
+field whether it is hashed, how it is checked (`cgtool.config_values`) and how it is parsed. Must not import torch, and
+reads no environment. Text, in a variable or an option::
+
+    sizes   = size ("," size)*            | JSON list
+    size    = integer | "cudagraph_capture_sizes" | name "=" integer (":" name "=" integer)*
+    ranges  = start "-" end ("," start "-" end)*  | JSON list of [start, end]
+    ops     = name ("," name)*            | JSON list; an empty text is the empty list
+    bool    = "1" | "0" | "true" | "false" | "yes" | "no" | "on" | "off"
+    mapping = JSON object
+    "none" is None where a field may be None; a path, a name of a dimension or of an adaptor is taken as it stands.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+from cgtool import config_values as checks
 from cgtool.adaptor_registry import ADAPTORS
-from cgtool.config_checks import CAPTURE_SIZES, CompilationLevel
-from cgtool.config_fields import FIELDS, FieldKind, check_field, check_name, conflicts, parse_field
-from cgtool.cudagraph_mode import CUDAGraphMode, default_capture_sizes
+from cgtool.config_values import CAPTURE_SIZES, CompilationLevel, CUDAGraphMode, WrongValueError, default_capture_sizes
 from cgtool.errors import ConfigError
 from cgtool.plan.pieces import AOT_INDUCTOR, EAGER, Json
 from cgtool.records import dataclass
+
+_BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def parse_bool(text: str) -> bool:
+    """Return the bool that a word spells."""
+    if text.strip().lower() not in _BOOLS:
+        message = f"it is one of {', '.join(_BOOLS)}"
+        raise WrongValueError(message)
+    return _BOOLS[text.strip().lower()]
+
+
+def parse_optional_bool(text: str) -> bool | None:
+    """Return the bool that a word spells; no word, or `none`, is None."""
+    return None if text.strip().lower() in {"", "none"} else parse_bool(text)
+
+
+def parse_json(text: str) -> Any:
+    """Return the JSON value in `text`.
+
+    Raises:
+        WrongValueError: It is no JSON, or names a key twice.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except WrongValueError:
+        raise
+    except (ValueError, RecursionError) as error:
+        message = f"it is no JSON ({error})"
+        raise WrongValueError(message) from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            message = f"it names {key!r} twice"
+            raise WrongValueError(message)
+        result[key] = value
+    return result
+
+
+def parse_list(item_of: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a parser of a list: `item_of` reads what stands between two commas; JSON is taken as it is."""
+
+    def parse(text: str) -> Any:
+        if text.strip().lower() in {"none", "null"}:
+            return None
+        if text.strip()[:1] in {"[", "{"}:
+            return parse_json(text)
+        return [item_of(part.strip()) for part in text.split(",") if part.strip()]
+
+    return parse
+
+
+def parse_int(text: str) -> int | str:
+    """Return an integer, or the text itself for the check to refuse by name."""
+    text = text.strip()
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else text
+
+
+def parse_size(text: str) -> Any:
+    """Return one compile size."""
+    if "=" not in text:
+        return parse_int(text)
+    pairs = [part.partition("=") for part in text.split(":")]
+    return _unique([(name.strip(), parse_int(size.strip())) for name, _, size in pairs])
+
+
+def parse_range(text: str) -> list[int | str]:
+    """Return the bounds of one range."""
+    return [parse_int(bound.strip()) for bound in text.split("-")]
+
+
+def parse_optional(text: str) -> str | int | None:
+    """Return a word, or None for an empty one."""
+    return None if text.strip().lower() in {"", "none", "null"} else parse_int(text.strip())
+
+
+def parse_secs(text: str) -> float | str | None:
+    """Return a number of seconds, None for none, or the text itself for the check to refuse."""
+    text = text.strip()
+    if text.lower() in {"", "none", "null"}:
+        return None
+    return float(text) if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text) else text
+
+
+def parse_mode(text: str) -> Any:
+    """Return a mode's name or value; NONE is a mode, so that only the empty text and null mean: not set."""
+    if text.strip()[:1] == "[":
+        return parse_json(text)
+    return None if text.strip().lower() in {"", "null"} else parse_int(text.strip())
+
+
+FieldKind = Literal["key", "coverage", "runtime"]
+
+
+class FieldSpec(NamedTuple):
+    """What is known of one configuration field.
+
+    Args:
+        kind: "key" changes code and is hashed; "coverage" says which shapes are compiled; "runtime" is neither.
+        check: Returns the canonical value, or raises `WrongValueError`.
+        parse: Turns text into what `check` takes, or raises `WrongValueError`.
+    """
+
+    kind: FieldKind
+    check: Callable[[Any], Any]
+    parse: Callable[[str], Any]
+
+
+FIELDS: dict[str, FieldSpec] = {
+    "level": FieldSpec("key", checks.check_level, parse_int),
+    "splitting_ops": FieldSpec("key", checks.check_ops, parse_list(str)),
+    "use_inductor": FieldSpec("key", checks.check_bool, parse_bool),
+    "adaptor": FieldSpec("key", checks.check_adaptor, str.strip),
+    "inductor_compile_config": FieldSpec("key", checks.check_json_mapping, parse_json),
+    "compile_sizes": FieldSpec("coverage", checks.check_sizes, parse_list(parse_size)),
+    "compile_ranges": FieldSpec("coverage", checks.check_ranges, parse_list(parse_range)),
+    "size_dim": FieldSpec("coverage", checks.check_dim, parse_optional),
+    "use_cudagraph": FieldSpec("runtime", checks.check_bool, parse_bool),
+    "full_cuda_graph": FieldSpec("runtime", checks.check_optional_bool, parse_optional_bool),
+    "cudagraph_mode": FieldSpec("runtime", checks.check_mode, parse_mode),
+    "cudagraph_capture_sizes": FieldSpec("runtime", checks.check_capture_sizes, parse_list(parse_int)),
+    "cuda_graph_sizes": FieldSpec("runtime", checks.check_graph_sizes, parse_list(parse_int)),
+    "cudagraph_copy_inputs": FieldSpec("runtime", checks.check_bool, parse_bool),
+    "enforce_eager": FieldSpec("runtime", checks.check_bool, parse_bool),
+    "disable_cache": FieldSpec("runtime", checks.check_bool, parse_bool),
+    "jobs": FieldSpec("runtime", checks.check_jobs, parse_optional),
+    "compile_timeout": FieldSpec("runtime", checks.check_secs, parse_secs),
+    "proof": FieldSpec("runtime", checks.check_bool, parse_bool),
+    "recheck": FieldSpec("runtime", checks.check_recheck, str.strip),
+    "cache_dir": FieldSpec("runtime", checks.check_path, str),
+    "debug_dump_path": FieldSpec("runtime", checks.check_path, str),
+    "trusted_keys": FieldSpec("runtime", checks.check_paths, parse_list(str)),
+    "allow_shared_cache": FieldSpec("runtime", checks.check_bool, parse_bool),
+}
+
+
+def check_name(name: Any) -> str:
+    """Return `name` if it is a field.
+
+    Raises:
+        ConfigError: It is none; the message names the nearest.
+    """
+    if name not in FIELDS:
+        near = checks.nearest(str(name), FIELDS)
+        message = f"There is no configuration field {name!r}; the nearest is {near!r}."
+        raise ConfigError(message, path=name, expected=sorted(FIELDS), actual=name)
+    return str(name)
+
+
+def check_field(name: str, value: Any) -> Any:
+    """Return the canonical form of a field's value.
+
+    Raises:
+        ConfigError: There is no such field, or it cannot hold `value`.
+    """
+    try:
+        return FIELDS[check_name(name)].check(value)
+    except WrongValueError as error:
+        message = f"{name} is {value!r}: {error}."
+        raise ConfigError(message, path=name, expected=str(error), actual=value) from error
+
+
+def parse_field(name: str, spelled: str) -> Any:
+    """Return the canonical form of a field's value that is given as text.
+
+    Raises:
+        ConfigError: There is no such field, or the text spells nothing that it can hold.
+    """
+    try:
+        value = FIELDS[check_name(name)].parse(spelled)
+    except WrongValueError as error:
+        message = f"{name} is {spelled!r}: {error}."
+        raise ConfigError(message, path=name, expected=str(error), actual=spelled) from error
+    return check_field(name, value)
+
+
+def conflicts(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield what canonical values of all fields say against each other.
+
+    Yields:
+        The fields that disagree, and a sentence that says what to do.
+    """
+    mode = values["cudagraph_mode"]
+    if not values["use_inductor"] and values["adaptor"] not in {"", EAGER}:
+        yield (
+            ("use_inductor", "adaptor"),
+            f"use_inductor is off and the adaptor is {values['adaptor']!r}: turn it on, or take the adaptor 'eager'.",
+        )
+    if values["level"] == CompilationLevel.DYNAMO_ONCE and values["splitting_ops"]:
+        yield (
+            ("level", "splitting_ops"),
+            "level 2 compiles the graph whole and splitting_ops split it: use level 3, or leave splitting_ops out.",
+        )
+    if not values["use_cudagraph"] and mode not in {None, CUDAGraphMode.NONE}:
+        yield (
+            ("use_cudagraph", "cudagraph_mode"),
+            f"use_cudagraph is off and cudagraph_mode is {mode.name}: turn it on, or leave cudagraph_mode out.",
+        )
+    if values["full_cuda_graph"] is not None and (mode is not None or not values["use_cudagraph"]):
+        yield (
+            ("full_cuda_graph", "cudagraph_mode", "use_cudagraph"),
+            "leave full_cuda_graph out: it is an older way to say cudagraph_mode, and other fields say something, too.",
+        )
+    if not values["use_cudagraph"] and CAPTURE_SIZES in (values["compile_sizes"] or ()):
+        yield (
+            ("use_cudagraph", "compile_sizes"),
+            f'compile_sizes names "{CAPTURE_SIZES}" and use_cudagraph is off: name the sizes themselves.',
+        )
+    without_pieces = mode is not None and not mode.has_piecewise_cudagraphs()
+    if values["cudagraph_copy_inputs"] and (without_pieces or not values["use_cudagraph"]):
+        yield (
+            ("cudagraph_copy_inputs", "cudagraph_mode", "use_cudagraph"),
+            "cudagraph_copy_inputs serves piecewise CUDA graphs and there are none: leave it out, or ask for them.",
+        )
+
 
 __all__ = [
     "ADAPTORS",

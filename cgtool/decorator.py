@@ -21,10 +21,10 @@ from torch import nn
 from cgtool.api import compile as compile_model
 from cgtool.config import CompilationConfig, CompilationLevel
 from cgtool.errors import UsageError
+from cgtool.host import environment
 from cgtool.model import DynamicDims
 from cgtool.runtime import _torch as private
 from cgtool.runtime.call import LoadedModel
-from cgtool.variables import environment
 
 _Class = TypeVar("_Class", bound=type[nn.Module])
 

@@ -1,13 +1,11 @@
-"""What a long job says of itself while it runs: one record, and the function that takes it.
-
-Imports nothing of cgtool and never torch. A library function takes `on_event` and prints nothing; what shows on a
-terminal is the command line's business (`cgtool.cli.progress`).
-"""
+"""What cgtool reports while it works: events of an action, counters of the process. The standard library alone."""
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 from cgtool.records import dataclass
 
@@ -42,3 +40,21 @@ OnEvent = Callable[[Event], None]
 
 def ignore(event: Event) -> None:
     """Take an event and do nothing: the default of every `on_event`."""
+
+
+Happening = Literal["traces", "compiles", "opens", "captures", "replays"]
+
+_counts: Counter[str] = Counter(dict.fromkeys(get_args(Happening), 0))
+_lock = threading.Lock()
+
+
+def count(what: Happening) -> None:
+    """Note that something happened once."""
+    with _lock:
+        _counts[what] += 1
+
+
+def counters() -> dict[str, int]:
+    """Return how often each thing happened in this process: traces, compiles, opens, captures and replays."""
+    with _lock:
+        return dict(_counts)

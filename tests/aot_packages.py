@@ -14,7 +14,7 @@ from pathlib import Path
 from piece_cases import Case
 
 from cgtool.compiler.adaptors import get_adaptor
-from cgtool.digests import digest_of, sha256_hex
+from cgtool.plan.grammar import digest_of, sha256_hex
 from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
 from cgtool.store.lock import FileLock
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import zstandard
 from cache_samples import sealed
 
-from cgtool.digests import sha256_hex
+from cgtool.plan.grammar import sha256_hex
 from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
 from cgtool.plan.records import Plan, Step, Variant, encode_plan
 from cgtool.plan.shapes import parse_shape

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from cgtool.digests import digest_of, sha256_hex
+from cgtool.plan.grammar import digest_of, sha256_hex
 from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
 from cgtool.plan.records import Plan, Step, Variant, encode_plan
 from cgtool.plan.shapes import Shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from cgtool.digests import digest_of
+from cgtool.plan.grammar import digest_of
 from cgtool.store.entry import EntryWriter, read_entry
 from cgtool.store.key import Factor, Key
 from cgtool.store.layout import CacheLayout, RankName

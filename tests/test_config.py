@@ -13,16 +13,17 @@ from hypothesis import strategies as st
 
 from cgtool.config import (
     FIELD_KINDS,
+    FIELDS,
     CompilationConfig,
     CompilationLevel,
     CUDAGraphMode,
+    parse_field,
     resolve_capture_sizes,
     resolve_compile_sizes,
 )
-from cgtool.config_fields import FIELDS, parse_field
-from cgtool.digests import canonical_json
 from cgtool.errors import ConfigError
-from cgtool.variables import environment
+from cgtool.host import environment
+from cgtool.plan.grammar import canonical_json
 
 KINDS = {
     "level": "key",

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from cgtool.garbage import uncollected
+from cgtool.host import gc_paused
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ class Made:
 
 @pytest.mark.usefixtures("no_frozen")
 def test_what_a_block_made_is_for_full_collections_alone():
-    with uncollected():
+    with gc_paused():
         assert not gc.isenabled()
         made = [Made() for _ in range(10)]
     assert gc.isenabled()
@@ -35,7 +35,7 @@ def test_what_a_block_made_is_for_full_collections_alone():
 def test_what_somebody_froze_stays_frozen():
     gc.freeze()
     frozen = gc.get_freeze_count()
-    with uncollected():
+    with gc_paused():
         pass
     assert gc.get_freeze_count() == frozen > 0
 
@@ -43,7 +43,7 @@ def test_what_somebody_froze_stays_frozen():
 def test_where_collections_are_off_they_stay_off():
     gc.disable()
     try:
-        with uncollected():
+        with gc_paused():
             pass
         assert not gc.isenabled()
     finally:

@@ -1,4 +1,4 @@
-"""`cgtool.ops`: the registry of splitting ops, and its list of attention ops."""
+"""`cgtool.model`: the registry of splitting ops, and its list of attention ops."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from cgtool.errors import UsageError
-from cgtool.ops import KNOWN_ATTENTION_OPS, register_splitting_op, registered_splitting_ops
+from cgtool.model import KNOWN_ATTENTION_OPS, register_splitting_op, registered_splitting_ops
 
 
 def test_registering_twice_keeps_one_name_in_its_first_place():
@@ -52,5 +52,5 @@ def test_every_known_op_is_a_name_that_could_be_registered_and_stands_once():
 
 
 def test_importing_it_loads_no_torch():
-    code = "import sys, cgtool.ops; sys.exit('torch' in sys.modules)"
+    code = "import sys, cgtool.model; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cgtool.words import source_words, spell
+from cgtool.plan.rendering import source_words, spell
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cgtool.config import CompilationConfig
-from cgtool.config_checks import WrongValueError, nearest
-from cgtool.config_fields import FIELDS, check_field, conflicts, parse_field
-from cgtool.config_text import parse_json
+from cgtool.config import FIELDS, CompilationConfig, check_field, conflicts, parse_field, parse_json
+from cgtool.config_values import WrongValueError, nearest
 from cgtool.errors import ConfigError
-from cgtool.variables import Environment, environment
+from cgtool.host import Environment, environment
 
 #: Fields whose flag is not the field's own name.
 FLAGS = {"disable_cache": "--no-cache", "proof": "--no-proof", "inductor_compile_config": "--inductor-config"}

@@ -1,6 +1,6 @@
 """Option values of the form name=value and JSON, as click callbacks.
 
-Must not import torch. The values of configuration fields are spelled as `cgtool.config_text` says. Grammar::
+Must not import torch. The values of configuration fields are spelled as `cgtool.config` says. Grammar::
 
     pair = name "=" (JSON | any other text, taken as a string)
 

@@ -11,7 +11,7 @@ import torch
 from cgtool.compiler import _torch
 from cgtool.compiler.fx_piece import rebuild
 from cgtool.guards.ops import is_composite
-from cgtool.ops import is_torchs_own
+from cgtool.model import is_torchs_own
 from cgtool.plan.pieces import PieceGraph
 
 

@@ -18,9 +18,9 @@ from cgtool.compiler.schedule import Task, run_tasks
 from cgtool.compiler.wanted import Work
 from cgtool.compiler.workers.pool import WorkerPool
 from cgtool.config import EAGER
-from cgtool.digests import digest_of
 from cgtool.errors import UnitsFailedError
 from cgtool.events import OnEvent
+from cgtool.plan.grammar import digest_of
 from cgtool.plan.shapes import shape_text
 from cgtool.store.entry import ObjectStore
 from cgtool.store.records import Fallback, Row

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 import torch
 
 from cgtool.compiler import _torch
-from cgtool.digests import digest_of
 from cgtool.errors import ConfigError
 from cgtool.guards.environment import environment_factors, plain
-from cgtool.host import compiler_version
+from cgtool.host import compiler_version, environment
+from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json
-from cgtool.variables import environment
 
 #: Options that name places, or say how hard to work, and change no code.
 _NOT_CODE = ("cutlass_dir", "cache", "path", "dir", "compile_threads", "worker", "_debug", "trace", "log")

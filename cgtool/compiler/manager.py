@@ -20,10 +20,9 @@ from cgtool.compiler.proof import Prover
 from cgtool.compiler.workers.pool import WorkerPool
 from cgtool.compiler.workers.request import CompileRequest, StaysHereError, changed_settings, imports_for
 from cgtool.config import CompilationConfig
-from cgtool.counters import count
-from cgtool.digests import digest_of, sha256_hex
 from cgtool.errors import CacheCorruptError, ProofMismatchError
-from cgtool.events import Event, OnEvent, ignore
+from cgtool.events import Event, OnEvent, count, ignore
+from cgtool.plan.grammar import digest_of, sha256_hex
 from cgtool.plan.pieces import PieceGraph
 from cgtool.plan.shapes import shape_text
 from cgtool.store.artifacts import Origin, parted, with_origin

@@ -26,22 +26,22 @@ from cgtool.compiler.records import calls_of, counts_of, fallbacks_of, notes_of,
 from cgtool.compiler.wanted import Work, wanted
 from cgtool.compiler.workers.pool import WorkerPool, default_jobs, early_jobs
 from cgtool.config import AOT_INDUCTOR, EAGER, CompilationConfig, CompilationLevel
-from cgtool.digests import canonical_json, digest_of
 from cgtool.errors import CacheMissError, ModelError, UsageError
 from cgtool.events import Event, OnEvent, ignore
+from cgtool.host import environment, variables_now
 from cgtool.model import ModelSpec
+from cgtool.plan.grammar import canonical_json, digest_of
 from cgtool.plan.records import Plan, encode_plan
+from cgtool.plan.rendering import plan_text
 from cgtool.runtime.call import first_index
 from cgtool.runtime.factors import Live, key_of
 from cgtool.runtime.find import Finder, Found
-from cgtool.runtime.text import plan_text
 from cgtool.store.entry import EntryWriter, ObjectStore
 from cgtool.store.files import check_writable
 from cgtool.store.key import Key
 from cgtool.store.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout, RankName, resolve_root, short
 from cgtool.store.records import Fallback, Manifest
 from cgtool.store.trust import TrustPolicy
-from cgtool.variables import environment, variables_now
 
 if TYPE_CHECKING:
     from cgtool.compiler.stitch import Stitched

@@ -14,7 +14,7 @@ from cgtool.errors import UsageError
 from cgtool.plan.pieces import PieceGraph
 from cgtool.plan.records import Plan, Variant
 from cgtool.plan.shapes import Shape, is_size, of_sizes, shape_text
-from cgtool.runtime.shapes import graph_at, symbol_bounds
+from cgtool.runtime.dispatch import graph_at, symbol_bounds
 from cgtool.store.artifacts import Origin
 
 _OUTSIDE = "it is outside of what `dynamic` and the model's code allow. Leave it out, or widen `dynamic`."

@@ -18,8 +18,8 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from cgtool.digests import canonical_json, digest_of, sha256_hex
 from cgtool.guards.sources import canonical_module_name
+from cgtool.plan.grammar import canonical_json, digest_of, sha256_hex
 from cgtool.plan.pieces import Json
 
 #: Types of torch whose text is their value and holds no address.

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from cgtool.digests import digest_of
 from cgtool.guards.code import code_digest
 from cgtool.guards.names import qualified_name
+from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json
 
 #: Members that tell nothing of what a class does, or whose part of it is taken from elsewhere.

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from cgtool import host
-from cgtool.digests import digest_of
 from cgtool.guards import _torch as private
 from cgtool.guards import state
+from cgtool.host import environment
+from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json
-from cgtool.variables import environment
 
 
 def environment_factors() -> dict[str, Json]:

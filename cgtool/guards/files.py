@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
-from cgtool.digests import sha256_hex
 from cgtool.guards.sources import canonical_module_name
+from cgtool.plan.grammar import sha256_hex
 
 #: From this many files on a second thread reads half of them: reading and hashing hold no lock of Python's.
 _MANY_FILES = 64

@@ -41,7 +41,6 @@ from typing import Any
 
 import torch
 
-from cgtool.digests import digest_of
 from cgtool.errors import GuardError
 from cgtool.guards import _torch as private
 from cgtool.guards import state
@@ -50,9 +49,10 @@ from cgtool.guards.definitions import define, registered
 from cgtool.guards.literals import NoRuleError, encode_literal
 from cgtool.guards.names import qualified_name
 from cgtool.guards.sources import NotImportedError, Roots, parse_source
+from cgtool.plan.grammar import digest_of
 from cgtool.plan.records import Guard
+from cgtool.plan.rendering import definition_words, names_words, source_words, spell
 from cgtool.records import dataclass
-from cgtool.words import definition_words, names_words, source_words, spell
 
 Json = Any
 

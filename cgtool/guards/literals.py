@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from cgtool.digests import canonical_json
 from cgtool.errors import TraceError
 from cgtool.guards import _torch as private
 from cgtool.guards.code import code_digest
 from cgtool.guards.names import qualified_name
 from cgtool.guards.sources import canonical_module_name
+from cgtool.plan.grammar import canonical_json
 
 Json = Any
 

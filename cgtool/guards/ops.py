@@ -7,10 +7,10 @@ Python function given to `Library.impl` under a dispatch key, cannot be seen: on
 
 from __future__ import annotations
 
-from cgtool.digests import digest_of
 from cgtool.errors import SplitError
 from cgtool.guards import _torch as private
 from cgtool.guards.code import code_digest
+from cgtool.plan.grammar import digest_of
 
 _KEYS = ("Meta", "CompositeImplicitAutograd", "CompositeExplicitAutograd")
 

@@ -31,8 +31,8 @@ from types import ModuleType
 from typing import Any
 
 from cgtool.errors import GuardError
+from cgtool.plan.rendering import source_words
 from cgtool.records import dataclass
-from cgtool.words import source_words
 
 _MODULE = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _ROOT = re.compile(

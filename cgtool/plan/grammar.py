@@ -1,11 +1,14 @@
-"""The grammar of what crosses a file or a process: the base class of records, and the words that their fields share.
+"""The grammar of what crosses a file or a process: the base class of records, their fields' types, canonical JSON.
 
 A record is declared once, as a class with typed fields; its types are its grammar, and `decode` is its one reader.
-Must not import torch.
+Canonical JSON has sorted keys, no spaces, ASCII only and no NaN, so that equal values have equal digests on every
+machine. Must not import torch.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
 import msgspec
@@ -50,3 +53,27 @@ def decode(data: bytes, kind: type[_Decoded]) -> _Decoded:
 def encode(record: Any) -> bytes:
     """Return a record as compact JSON; fields that hold their default are left out."""
     return msgspec.json.encode(record)
+
+
+#: Made once: `json.dumps` makes an encoder for each call that asks for anything of its own.
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def canonical_json(value: Any) -> bytes:
+    """Return the one JSON spelling of `value`, as ASCII bytes.
+
+    Raises:
+        TypeError: `value` holds something that JSON has no word for.
+        ValueError: `value` holds a NaN or an infinity.
+    """
+    return _ENCODER.encode(value).encode("ascii")
+
+
+def sha256_hex(data: bytes) -> str:
+    """Return the SHA-256 of `data` as 64 lower-case hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def digest_of(value: Any) -> str:
+    """Return the SHA-256 of `value`'s canonical JSON as 64 lower-case hexadecimal digits."""
+    return sha256_hex(canonical_json(value))

@@ -25,9 +25,8 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from cgtool.digests import sha256_hex
 from cgtool.errors import ArtifactError
-from cgtool.plan.grammar import Digest, Record
+from cgtool.plan.grammar import Digest, Record, sha256_hex
 
 Json = Any
 

@@ -20,9 +20,8 @@ from typing import Annotated, Any, Literal, overload
 import msgspec
 from msgspec import Meta
 
-from cgtool.digests import canonical_json
 from cgtool.errors import CacheCorruptError, CacheSchemaError
-from cgtool.plan.grammar import Count, DimName, Record, decode
+from cgtool.plan.grammar import Count, DimName, Record, canonical_json, decode
 from cgtool.plan.pieces import Expression, Json, PieceGraph, Row, SymbolName, SymbolRange, TensorMeta
 from cgtool.plan.tables import GraphRows, Graphs, TextRows, Texts, TextTable, graph_rows
 

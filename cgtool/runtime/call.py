@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -10,22 +12,52 @@ import torch
 from torch import nn
 
 from cgtool.errors import ArtifactError, GuardError
+from cgtool.graph.expressions import symbols_of
 from cgtool.guards.signature import CallSignature
 from cgtool.guards.sources import Roots
 from cgtool.guards.table import failures_of
+from cgtool.host import variables_now
+from cgtool.plan.pieces import PieceGraph
 from cgtool.plan.records import Guard, GuardTable, Input, Plan, Variant
+from cgtool.plan.rendering import source_words
 from cgtool.plan.tables import Graphs
-from cgtool.runtime.accept import Accept, AcceptWriter, check_symbols
-from cgtool.runtime.as_module import AsModule
+from cgtool.runtime.call_guards import Accept, AcceptWriter, check_symbols
 from cgtool.runtime.dispatch import Boxed, ForkedLock, PiecewiseBackend, ShapeTable
-from cgtool.runtime.pieces import hole_value, piece_function, piece_maker
+from cgtool.runtime.generate import template_needs
+from cgtool.runtime.pieces import hole_value, op_names, piece_function, piece_maker
 from cgtool.runtime.program import Program, build_program, check_steps, compiled_steps
-from cgtool.runtime.template import template_needs
 from cgtool.runtime.weights import StructureChangedError, Weights, is_weight
-from cgtool.runtime.wrapping import WrapPiece, pieces_of
 from cgtool.store.key import difference_between
-from cgtool.variables import variables_now
-from cgtool.words import source_words
+
+#: Methods of a module that return it, to be chained: here they return the callable.
+_CHAINED = frozenset(
+    {"eval", "train", "to", "cpu", "cuda", "half", "float", "double", "bfloat16", "type", "requires_grad_", "apply"}
+)
+
+
+class AsModule:
+    """Has every attribute of `module` that it has not itself: `state_dict`, `parameters`, `eval`, `to`, `config`, ...
+
+    Attributes:
+        module: The live model.
+    """
+
+    module: nn.Module
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "module" or name.startswith("__"):  # not there yet, or asked for by copy and pickle
+            raise AttributeError(name)
+        value = getattr(self.module, name)
+        if name not in _CHAINED:
+            return value
+
+        @functools.wraps(value)
+        def chained(*args: Any, **kwargs: Any) -> Any:
+            value(*args, **kwargs)
+            return self
+
+        return chained
+
 
 _INFERENCE = "Compiled entries are for inference"
 
@@ -375,3 +407,47 @@ def first_index(module: nn.Module, plan: Plan) -> int | None:
             if tensor.device.index is not None and tensor.device.type != "cpu":
                 return tensor.device.index
     return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A compiled piece of a variant.
+
+    Args:
+        name: What errors call it.
+        dynamic_dims: Names of the dimensions of its inputs that change from call to call.
+        is_static: Whether the variant serves one size only, so that no piece has a dynamic dimension.
+        returned_by_ops: Its inputs that splitting ops return, by position: position → op. They lie anywhere, unlike
+            tensors that a piece allocated and such an op wrote into.
+    """
+
+    name: str
+    dynamic_dims: tuple[str, ...]
+    is_static: bool = False
+    returned_by_ops: Mapping[int, str]
+
+
+#: Takes a piece and its function, returns the function to call in its place.
+WrapPiece = Callable[[Piece, Boxed], Boxed]
+
+
+def pieces_of(variant: Variant, graphs: Mapping[str, PieceGraph]) -> list[Piece]:
+    """Return the compiled pieces of a variant in the order of its steps."""
+    names = {symbol: name for name, symbols in variant.dims.items() for symbol in symbols}
+    returned: dict[int, str] = {}
+    pieces = []
+    for step in variant.steps:
+        graph = graphs[step.graph]
+        if step.splitting or step.piece < 0:
+            returned |= dict.fromkeys(step.outputs, ", ".join(op_names(graph)[:2]))
+            continue
+        symbols = (symbol for text in step.symbols.values() for symbol in symbols_of(text))
+        pieces.append(
+            Piece(
+                name=f"piece {step.piece}",
+                dynamic_dims=tuple(dict.fromkeys(names.get(symbol, symbol) for symbol in symbols)),
+                is_static=not variant.symbols,
+                returned_by_ops={i: returned[value] for i, value in enumerate(step.inputs) if value in returned},
+            )
+        )
+    return pieces

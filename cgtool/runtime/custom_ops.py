@@ -16,7 +16,7 @@ import torch
 
 from cgtool.errors import UsageError
 from cgtool.guards.code import code_digest
-from cgtool.ops import register_splitting_op
+from cgtool.model import register_splitting_op
 from cgtool.records import dataclass
 
 #: Where an op goes when its author names no namespace.

@@ -1,8 +1,8 @@
-"""Which compiled function of a piece serves a call: by its sizes. Must not import torch.
+"""Which compiled function of a piece serves a call, by its sizes, and what a shape means for a variant's symbols.
 
 A concrete size wins over a range, a range over the general shape: `cgtool.plan.shapes` has the order. The decision is
 made once per call for the whole variant: `ShapeTable` turns the values of its symbols into one tuple with a function
-for every piece.
+for every piece. Must not import torch.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from cgtool.counters import count
+from cgtool.errors import ArtifactError
+from cgtool.events import count
 from cgtool.graph.expressions import evaluate, symbols_of
+from cgtool.plan.pieces import PieceGraph
+from cgtool.plan.records import Step, Variant
 from cgtool.plan.shapes import Shape, shape_order, shape_text
 from cgtool.records import dataclass
-from cgtool.runtime.shapes import Bounds
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -187,3 +189,41 @@ class ShapeTable:
         """Say which sizes were compiled, for an error's sentence."""
         shapes = [choice.shape for piece in self._pieces for choice in piece.choices]
         return ", ".join(dict.fromkeys(map(shape_text, sorted(shapes, key=shape_order)))) or "none"
+
+
+#: Symbol of a variant → its smallest and its largest size, inclusive.
+Bounds = Mapping[str, tuple[int, int]]
+
+
+def symbol_bounds(variant: Variant, shape: Shape) -> Bounds:
+    """Return the bounds that a shape sets to the symbols of its variant; none where it serves all of the variant.
+
+    Raises:
+        ArtifactError: The shape names a dimension that the variant does not have.
+    """
+    bounds: dict[str, tuple[int, int]] = {}
+    for name, limits in shape.items():
+        if name in variant.fixed:
+            continue
+        if name not in variant.dims:
+            msg = f"The manifest names the shape {shape_text(shape)}, whose dimension {name} its plan does not have."
+            raise ArtifactError(f"{msg} Warm the model again.", expected=sorted(variant.dims), actual=name)
+        bounds.update(dict.fromkeys(variant.dims[name], limits))
+    return bounds
+
+
+def graph_at(graph: PieceGraph, step: Step, bounds: Bounds) -> PieceGraph:
+    """Return a piece's graph with its own symbols at the sizes, or within the ranges, of the variant's."""
+    if not bounds:
+        return graph
+    from cgtool.graph.specialise import restrict  # most starts know one shape, the general one
+
+    fixed = {symbol: low for symbol, (low, high) in bounds.items() if low == high}
+    own: dict[str, tuple[int, int | None]] = {}
+    for symbol, text in step.symbols.items():
+        if text in bounds:
+            own[symbol] = bounds[text]
+        elif set(symbols_of(text)) <= fixed.keys():
+            size = int(evaluate(text, fixed))
+            own[symbol] = size, size
+    return restrict(graph, own)

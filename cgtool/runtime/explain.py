@@ -1,4 +1,4 @@
-"""Why no variant serves a call, in words: the slow path behind `cgtool.runtime.accept`, by the same records."""
+"""Why no variant serves a call, in words: the slow path behind `cgtool.runtime.call_guards`, by the same records."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from cgtool.guards.signature import CallSignature
 from cgtool.guards.sources import Roots, SourceError, parse_source
 from cgtool.plan.pieces import Dim, SymbolRange
 from cgtool.plan.records import Guard, Input, Variant
+from cgtool.plan.rendering import source_words, spell
 from cgtool.records import dataclass
-from cgtool.runtime.accept import ALIGNMENT, Binding, find_bindings, known_class, needs_alignment, strides_matter
+from cgtool.runtime.call_guards import ALIGNMENT, Binding, find_bindings, known_class, needs_alignment, strides_matter
 from cgtool.runtime.weights import make_problem
-from cgtool.words import source_words, spell
 
 
 class Explainer:

@@ -13,16 +13,16 @@ from typing import Any, Literal
 import torch
 
 from cgtool import host
-from cgtool.digests import digest_of
 from cgtool.errors import CgtoolError
 from cgtool.guards import environment
 from cgtool.guards.files import distributions_now, sources_now
 from cgtool.guards.names import qualified_name
 from cgtool.guards.ops import op_digest
+from cgtool.host import variables_now
+from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json
 from cgtool.records import dataclass
 from cgtool.store.key import Factor, Key, difference_between, sentences
-from cgtool.variables import variables_now
 
 When = Literal["first", "last", "elsewhere"]
 

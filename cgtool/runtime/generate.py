@@ -1,21 +1,33 @@
-"""Straight-line Python made from a plan: the one place of the runtime that compiles text.
+"""Python made from a plan: the one place of the runtime that compiles text, and the template of a model's output.
 
 Every string of a plan that reaches a line was matched to a grammar by whoever wrote the line; values never become text
 but stand in the function's namespace. The namespace has no builtins but the import that torch's own C code looks for in
 the frame that calls it, and no line may name that: a line can use only what it was given.
+
+The grammar of an output template is in `cgtool.plan.records`, that of literals in `cgtool.guards.literals`. A class is
+looked up by name and must be a container of fields: a dataclass, a named tuple, one of torch.return_types, or a
+subclass of dict. Anything else is refused, so that a plan cannot call what it likes.
 """
 
 from __future__ import annotations
 
 import builtins
+import enum
 import functools
 import keyword
+import re
 import types
 from collections.abc import Callable, Iterable
+from dataclasses import is_dataclass
 from typing import Any, cast
 
-from cgtool.errors import ArtifactError
+import torch
+
+from cgtool.errors import ArtifactError, GuardError
 from cgtool.graph.expressions import FUNCTIONS, check_expression, python_source
+from cgtool.graph.metas import device_of, dtype_of
+from cgtool.guards.names import find_qualified
+from cgtool.plan.pieces import Json
 
 _INDENT = "    "
 
@@ -126,3 +138,204 @@ def malformed(what: str, data: Any) -> ArtifactError:
         f"{str(data)[:120]!r} is not a {what} that a plan can hold; the cache is damaged or was changed: warm again.",
         actual=data,
     )
+
+
+_QUALIFIED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*\Z", re.ASCII)
+_FORMATS = ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
+_LAYOUTS = ("strided", "sparse_coo", "sparse_csr")
+
+
+def template_source(
+    template: Json,
+    code: Code,
+    *,
+    symbols: tuple[str, ...],
+    value: Callable[[Any], str],
+    source: Callable[[Any], str],
+) -> str:
+    """Return Python source that builds what `template` describes.
+
+    Args:
+        template: The template.
+        code: Where constants and classes are put.
+        symbols: The variant's symbols.
+        value: Returns the local that holds a value id.
+        source: Returns the local that holds the object of a source.
+
+    Raises:
+        ArtifactError: The template is outside its grammar, or names a class that is not there or not a container.
+    """
+
+    def build(part: Json) -> str:
+        if type(part) is not list or not part or type(part[0]) is not str:
+            raise malformed("template", part)
+        tag, *body = part
+        if tag == "call" and len(body) == 3:  # noqa: PLR2004 - class, fields by place, fields by name
+            return call(*body)
+        if len(body) != 1:
+            raise malformed("template", part)
+        [only] = body
+        if tag == "v":
+            return value(only)
+        if tag == "const":
+            return _constant(only, code)
+        if tag == "expr":
+            return expression(only, symbols)
+        if tag == "source":
+            return source(only)
+        if tag in ("list", "tuple", "dict") and type(only) is list:
+            return containers[tag](only)
+        raise malformed("template", part)
+
+    def pair(item: Json) -> str:
+        if type(item) is not list or len(item) != 2:  # noqa: PLR2004 - a key and a value
+            raise malformed("template", item)
+        return f"{code.constant(decode_literal(item[0]))}: {build(item[1])}"
+
+    def call(name: Json, by_place: Json, by_name: Json) -> str:
+        if type(by_place) is not list or type(by_name) is not list:
+            raise malformed("template", [name, by_place, by_name])
+        parts = [build(item) for item in by_place]
+        parts += [f"{check_identifier(key)}={build(item)}" for key, item in by_name]
+        return f"{code.constant(container_class(name))}({', '.join(parts)})"
+
+    containers: dict[str, Callable[[list[Json]], str]] = {
+        "list": lambda items: f"[{', '.join(map(build, items))}]",
+        "tuple": lambda items: tuple_source(map(build, items)),
+        "dict": lambda items: f"{{{', '.join(map(pair, items))}}}",
+    }
+    return build(template)
+
+
+def _constant(data: Json, code: Code) -> str:
+    value = decode_literal(data)
+    if _holds_mutable(data):
+        # Each call returns its own, as the model would: the caller may write to it.
+        return f"{code.constant(decode_literal)}({code.constant(data)})"
+    return code.constant(value)
+
+
+def _holds_mutable(data: Json) -> bool:
+    return type(data) is list and (data[0] in ("l", "d", "set") or any(map(_holds_mutable, data[1:])))
+
+
+def template_needs(template: Json, symbols: tuple[str, ...]) -> tuple[set[Any], list[str]]:
+    """Return the value ids and the sources that `template` needs, each source once, in order.
+
+    Raises:
+        ArtifactError: As `template_source`.
+    """
+    values: set[Any] = set()
+    sources: dict[str, None] = {}
+
+    def value(number: Any) -> str:
+        if type(number) is not int:
+            raise malformed("value", number)
+        values.add(number)
+        return "_"
+
+    def source(text: Any) -> str:
+        if type(text) is not str:
+            raise malformed("source", text)
+        sources[text] = None
+        return "_"
+
+    template_source(template, Code("template"), symbols=symbols, value=value, source=source)
+    return values, list(sources)
+
+
+def container_class(name: Any) -> type:
+    """Return the class `module:Qualname`, which must be a container of fields.
+
+    Raises:
+        ArtifactError: The name is malformed, the class is not there, or it is no container of fields.
+    """
+    found = _find(name)
+    if isinstance(found, type):
+        is_named = isinstance(getattr(found, "_fields", None), tuple) or found.__module__ == "torch.return_types"
+        is_tuple = found is torch.Size or (issubclass(found, tuple) and is_named)
+        if is_tuple or is_dataclass(found) or issubclass(found, dict):
+            return found
+    msg = f"The plan builds its output with {name}, which is no dataclass, namedtuple or dict here: warm again."
+    raise ArtifactError(msg, path=name)
+
+
+def _find(name: Any) -> Any:
+    if type(name) is not str or not _QUALIFIED.match(name):
+        raise malformed("class", name)
+    try:
+        return find_qualified(name)
+    except (GuardError, AttributeError) as error:
+        msg = f"The plan builds its output with {name}, which cannot be found here ({error}): import it, or warm again."
+        raise ArtifactError(msg, path=name) from error
+
+
+def decode_literal(data: Json) -> Any:
+    """Return the value that `cgtool.guards.literals.encode_literal` wrote as `data`.
+
+    Functions, modules and ops have no place in an output and are refused.
+
+    Raises:
+        ArtifactError: `data` is outside the grammar.
+    """
+    if data is None or type(data) in (bool, int, str):
+        return data
+    if type(data) is not list or not data or type(data[0]) is not str:
+        raise malformed("literal", data)
+    tag, *rest = data
+    decoder = _DECODERS.get(tag)
+    if decoder is None:
+        raise malformed("literal", data)
+    try:
+        return decoder(rest)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise malformed("literal", data) from error
+
+
+def _one(rest: list[Json]) -> str:
+    [text] = rest
+    if type(text) is not str:
+        raise TypeError(text)
+    return text
+
+
+def _of_torch(names: tuple[str, ...]) -> Callable[[list[Json]], Any]:
+    known = {name: getattr(torch, name) for name in names}
+    return lambda rest: known[_one(rest)]
+
+
+def _enum(rest: list[Json]) -> Any:
+    name, member = rest
+    found = _find(name)
+    if not (isinstance(found, type) and issubclass(found, enum.Enum)):
+        raise TypeError(name)
+    return found[member]
+
+
+def _type(rest: list[Json]) -> type:
+    found = _find(_one(rest))
+    if not isinstance(found, type):
+        raise TypeError(rest)
+    return found
+
+
+_DECODERS: dict[str, Callable[[list[Json]], Any]] = {
+    "f": lambda rest: float(_one(rest)),
+    "c": lambda rest: complex(float(rest[0]), float(rest[1])),
+    "b": lambda rest: bytes.fromhex(_one(rest)),
+    "e": lambda _rest: ...,
+    "t": lambda rest: tuple(map(decode_literal, rest)),
+    "l": lambda rest: list(map(decode_literal, rest)),
+    "size": lambda rest: torch.Size(map(decode_literal, rest)),
+    "set": lambda rest: set(map(decode_literal, rest)),
+    "frozenset": lambda rest: frozenset(map(decode_literal, rest)),
+    "d": lambda rest: {decode_literal(key): decode_literal(item) for key, item in rest},
+    "dtype": lambda rest: dtype_of(_one(rest)),
+    "device": lambda rest: device_of(_one(rest)),
+    "layout": _of_torch(_LAYOUTS),
+    "format": _of_torch(_FORMATS),
+    "slice": lambda rest: slice(*map(decode_literal, rest)),
+    "range": lambda rest: range(*rest),
+    "enum": _enum,
+    "type": _type,
+}

@@ -18,11 +18,10 @@ from cgtool.graph.metas import dtype_of
 from cgtool.plan.pieces import Dim, PieceGraph, TensorMeta
 from cgtool.plan.records import Step, Variant
 from cgtool.plan.tables import Graphs
-from cgtool.runtime.accept import strides_matter
+from cgtool.runtime.call_guards import strides_matter
 from cgtool.runtime.dispatch import Boxed
-from cgtool.runtime.generate import Code, expression, malformed, tuple_source
+from cgtool.runtime.generate import Code, expression, malformed, template_needs, template_source, tuple_source
 from cgtool.runtime.pieces import op_names
-from cgtool.runtime.template import template_needs, template_source
 
 #: (call tensors, symbol values, passed objects, model tensors, piece functions) → the model's output
 Program = Callable[[Any, Any, Any, Any, Any], Any]

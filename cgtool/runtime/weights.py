@@ -29,11 +29,10 @@ from cgtool.graph.metas import device_of, dtype_of, dtype_text
 from cgtool.guards.sources import Roots, SourceError, parse_source
 from cgtool.plan.pieces import TensorMeta
 from cgtool.plan.records import Guard, Input
+from cgtool.plan.rendering import source_words
 from cgtool.runtime import _torch as private
-from cgtool.runtime.accept import ALIGNMENT, ANYWHERE
+from cgtool.runtime.call_guards import ALIGNMENT, ANYWHERE, Places, Reader
 from cgtool.runtime.generate import Code
-from cgtool.runtime.paths import Places, Reader
-from cgtool.words import source_words
 
 _ADVICE = "Put it back as it was, or warm again with the model as it is now."
 

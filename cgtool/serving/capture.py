@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cgtool.cudagraph_mode import CUDAGraphMode
+from cgtool.config_values import CUDAGraphMode
 from cgtool.events import Event, OnEvent, ignore
-from cgtool.garbage import uncollected
+from cgtool.host import gc_paused
 from cgtool.serving.dispatcher import CudagraphDispatcher
 from cgtool.serving.forward_context import BatchDescriptor
 from cgtool.serving.model import GraphedModel
@@ -81,7 +81,7 @@ def capture_cudagraphs(
     start, sizes, held = time.perf_counter(), [], model.pools.held_bytes()
     model.open_all()
     keys = list(dispatcher.keys())
-    with uncollected():
+    with gc_paused():
         for number, (mode, descriptor) in enumerate(keys, 1):
             began, before = time.perf_counter(), held
             for _ in range(num_warmups):

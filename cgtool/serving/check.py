@@ -16,9 +16,9 @@ from typing import Literal
 import torch
 from torch import nn
 
-from cgtool.counters import counters
-from cgtool.cudagraph_mode import CUDAGraphMode
+from cgtool.config_values import CUDAGraphMode
 from cgtool.errors import GraphError
+from cgtool.events import counters
 from cgtool.serving.batch import Request
 from cgtool.serving.forward_context import BatchDescriptor
 from cgtool.serving.runner import ModelRunner

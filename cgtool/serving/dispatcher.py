@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 
-from cgtool.cudagraph_mode import CUDAGraphMode
+from cgtool.config_values import CUDAGraphMode
 from cgtool.errors import UsageError
 from cgtool.serving.forward_context import BatchDescriptor
 from cgtool.serving.sizes import padded_size

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cgtool.cudagraph_mode import CUDAGraphMode
+from cgtool.config_values import CUDAGraphMode
 from cgtool.errors import UsageError
 
 

@@ -11,10 +11,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-from cgtool.cudagraph_mode import CUDAGraphMode
+from cgtool.config_values import CUDAGraphMode
 from cgtool.errors import UsageError
+from cgtool.runtime.call import Piece, WrapPiece
 from cgtool.runtime.dispatch import Boxed
-from cgtool.runtime.wrapping import Piece, WrapPiece
 from cgtool.serving.forward_context import BatchDescriptor, get_forward_context
 from cgtool.serving.graphs import GraphBackend
 from cgtool.serving.tensors import ModelTensors, copied

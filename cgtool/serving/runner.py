@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cgtool.config import CompilationConfig, CompilationLevel, resolve_capture_sizes
-from cgtool.cudagraph_mode import CUDAGraphMode
+from cgtool.config_values import CUDAGraphMode
 from cgtool.errors import UsageError
 from cgtool.events import OnEvent, ignore
 from cgtool.serving.batch import BatchLimits, InputBuffers, Request

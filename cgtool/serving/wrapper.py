@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from cgtool.counters import count
-from cgtool.cudagraph_mode import CUDAGraphMode
+from cgtool.config_values import CUDAGraphMode
 from cgtool.errors import GraphError, UsageError
-from cgtool.garbage import uncollected
+from cgtool.events import count
+from cgtool.host import gc_paused
 from cgtool.serving.forward_context import BatchDescriptor, get_forward_context
 from cgtool.serving.graphs import Graph, GraphBackend
 from cgtool.serving.tensors import ModelTensors, copied, data_ptr, map_tensors
@@ -218,7 +218,7 @@ class CUDAGraphWrapper:
 
     def _recorded(self, pool: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Graph, Any, Any]:
         """Return a graph of the function, its output, and the same without a hold on the pool's memory."""
-        with torch.no_grad(), uncollected(), self._backend.capture(pool=pool) as graph:
+        with torch.no_grad(), gc_paused(), self._backend.capture(pool=pool) as graph:
             output = self.function(*args, **kwargs)
         try:
             with torch.inference_mode(mode=False):  # an inference tensor could be written to in that mode alone

@@ -24,7 +24,7 @@ from torch import fx
 
 from cgtool.errors import SplitError, UnmatchedSplittingOpError
 from cgtool.graph.targets import target_name
-from cgtool.ops import KNOWN_ATTENTION_OPS, registered_splitting_ops
+from cgtool.model import KNOWN_ATTENTION_OPS, registered_splitting_ops
 from cgtool.split import _torch as private
 from cgtool.split.nodes import RUNS, Kind
 

@@ -35,8 +35,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from cgtool.digests import sha256_hex
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
+from cgtool.plan.grammar import sha256_hex
 from cgtool.records import dataclass
 from cgtool.store.files import (
     ARTIFACT_MODE,

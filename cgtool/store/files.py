@@ -34,9 +34,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from cgtool import __version__
-from cgtool.digests import canonical_json
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
-from cgtool.plan.grammar import Record, decode, encode
+from cgtool.plan.grammar import Record, canonical_json, decode, encode
 from cgtool.plan.pieces import Json
 from cgtool.store.layout import CACHE_FOLDER
 

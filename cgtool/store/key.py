@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cgtool.digests import digest_of
 from cgtool.errors import CacheCorruptError, CacheSchemaError
-from cgtool.plan.grammar import Digest
+from cgtool.plan.grammar import Digest, digest_of
 from cgtool.plan.pieces import Json
 from cgtool.records import dataclass
 from cgtool.store.files import Sealed, corrupt, is_newer, read_bytes, same_json, seal, unseal, write_atomic

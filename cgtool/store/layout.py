@@ -31,8 +31,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cgtool.errors import CacheError
+from cgtool.host import environment
 from cgtool.records import dataclass
-from cgtool.variables import environment
 
 CACHE_FOLDER = "torch_compile_cache"
 ARTIFACTS = "artifacts"

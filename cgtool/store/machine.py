@@ -20,10 +20,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cgtool import host
-from cgtool.digests import digest_of
+from cgtool.host import environment
+from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json
 from cgtool.records import dataclass
-from cgtool.variables import environment
 
 #: What torch's own version.py assigns, by our names.
 _BUILD = {"version": "__version__", "version_git": "git_version", "with_cuda": "cuda", "with_hip": "hip"}

@@ -15,8 +15,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from cgtool.digests import sha256_hex
-from cgtool.plan.grammar import Count, Digest, DimName, Name, Record, Seconds
+from cgtool.plan.grammar import Count, Digest, DimName, Name, Record, Seconds, sha256_hex
 from cgtool.plan.pieces import EAGER
 from cgtool.plan.shapes import Shape, Size, check_shape, of_sizes, shape_order, shape_text
 from cgtool.store.files import Sealed, corrupt, read_bytes, seal, unseal

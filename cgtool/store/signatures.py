@@ -19,8 +19,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cgtool.digests import sha256_hex
 from cgtool.errors import RefusedError, UsageError
+from cgtool.plan.grammar import sha256_hex
 from cgtool.records import dataclass
 from cgtool.store.files import read_bytes
 from cgtool.store.layout import is_hash, short

@@ -24,8 +24,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cgtool.digests import sha256_hex
 from cgtool.errors import CacheError, RefusedError
+from cgtool.host import environment
+from cgtool.plan.grammar import sha256_hex
 from cgtool.records import dataclass
 from cgtool.store.entry import Entry, read_entry
 from cgtool.store.files import read_bytes
@@ -42,7 +43,6 @@ from cgtool.store.layout import (
     is_hash,
     short,
 )
-from cgtool.variables import environment
 
 if TYPE_CHECKING:
     from cgtool.config import CompilationConfig

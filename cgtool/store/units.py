@@ -19,8 +19,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from cgtool.digests import sha256_hex
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError, RefusedError
+from cgtool.host import environment
+from cgtool.plan.grammar import sha256_hex
 from cgtool.store.entry import ObjectStore
 from cgtool.store.files import (
     ARTIFACT_MODE,
@@ -37,7 +38,6 @@ from cgtool.store.layout import UNIT_FILE, CacheLayout
 from cgtool.store.lock import FileLock
 from cgtool.store.records import Artifact, Unit
 from cgtool.store.trust import check_unit_owner
-from cgtool.variables import environment
 
 _log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from cgtool.errors import UsageError
+from cgtool.host import environment
 from cgtool.store.files import os_errors_as_cache_errors, write_atomic
-from cgtool.variables import environment
 
 SCHEMA = 1
 

@@ -20,7 +20,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from cgtool.errors import CacheError
-from cgtool.garbage import uncollected
+from cgtool.host import gc_paused
 from cgtool.store.files import cache_error, is_temporary, os_errors_as_cache_errors, read_bytes
 from cgtool.store.layout import (
     ARTIFACTS,
@@ -65,7 +65,7 @@ def scan(root: Path, *, missing_ok: bool = False, artifacts: bool = True) -> Cac
     if not is_folder and not (missing_ok and not is_there):
         what = "is a file and not a cache folder" if is_there else "does not exist"
         raise CacheError(f"{root} {what}. Name the folder of a cache, or warm a model to make one.", path=root)
-    with uncollected():  # a hundred thousand names, none of which is garbage
+    with gc_paused():  # a hundred thousand names, none of which is garbage
         return _Scan(CacheLayout(root=root), artifacts=artifacts).listing()
 
 

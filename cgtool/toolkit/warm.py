@@ -16,11 +16,11 @@ from typing import Any, Literal
 from cgtool.config import CompilationConfig
 from cgtool.errors import CacheMissError, UsageError
 from cgtool.events import Event, OnEvent, ignore
+from cgtool.host import environment
 from cgtool.model import ModelSpec
 from cgtool.store.layout import CacheLayout, RankName, resolve_root
 from cgtool.toolkit.scan import list_entry
 from cgtool.toolkit.start import load_call, start_line
-from cgtool.variables import environment
 
 SCHEMA = 1
 

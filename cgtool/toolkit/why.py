@@ -19,6 +19,7 @@ from cgtool.config import CompilationConfig
 from cgtool.errors import CacheError, CacheMissError, UsageError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.guards.files import sources_now
+from cgtool.host import environment
 from cgtool.model import ModelSpec
 from cgtool.store.key import difference_between
 from cgtool.store.layout import CacheLayout, RankName, resolve_root
@@ -29,7 +30,6 @@ from cgtool.toolkit.diff.entries import EntrySide
 from cgtool.toolkit.diff.keys import with_lines
 from cgtool.toolkit.diff.records import Difference
 from cgtool.toolkit.diff.traced import in_file_now
-from cgtool.variables import environment
 
 SCHEMA = 1
 

@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from cgtool.counters import count
 from cgtool.errors import TraceError
+from cgtool.events import count
 from cgtool.guards.kinds import check, describe
 from cgtool.guards.signature import CallSignature
 from cgtool.guards.sources import Roots

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 
-from cgtool.digests import sha256_hex
 from cgtool.guards.files import file_of, find_spec, installed_in, normalised, version_of
 from cgtool.guards.sources import canonical_module_name
+from cgtool.plan.grammar import sha256_hex
 from cgtool.records import dataclass
 
 #: Distributions whose versions are factors of their own.

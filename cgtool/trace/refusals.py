@@ -15,9 +15,9 @@ from cgtool.guards.kinds import check
 from cgtool.guards.literals import encode_literal
 from cgtool.guards.sources import Roots
 from cgtool.plan.records import Guard
+from cgtool.plan.rendering import source_words
 from cgtool.trace import _torch as private
 from cgtool.trace.closure import is_covered_by_versions
-from cgtool.words import source_words
 
 #: What holds of every model: its method is traced, and not the hooks around a call of it.
 ALWAYS = (

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cgtool.errors import TraceError
-from cgtool.words import source_words
+from cgtool.plan.rendering import source_words
 
 _MAPPINGS = frozenset({"environ", "environb"})
 _FUNCTIONS = frozenset({"getenv", "getenvb"})

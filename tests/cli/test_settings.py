@@ -9,7 +9,7 @@ import pytest
 from cgtool.cli.settings import find_file, load_settings
 from cgtool.config import CompilationConfig
 from cgtool.errors import ConfigError
-from cgtool.variables import environment
+from cgtool.host import environment
 
 
 @pytest.fixture

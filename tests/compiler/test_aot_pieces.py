@@ -9,7 +9,7 @@ import torch
 from aot_packages import package_of, side_by_side
 from piece_cases import inputs_of
 
-from cgtool.runtime.packages import open_package
+from cgtool.runtime.aoti_package import open_package
 from cgtool.runtime.pieces import piece_function
 
 pytestmark = [

@@ -12,8 +12,8 @@ from aot_packages import package_of
 from piece_cases import CASES
 
 from cgtool.compiler.adaptors import get_adaptor
-from cgtool.digests import sha256_hex
 from cgtool.guards._torch import changed_inductor_settings
+from cgtool.plan.grammar import sha256_hex
 from cgtool.store.artifacts import unpack
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -42,7 +42,7 @@ import torch, torch.distributed as dist
 import torch.distributed._functional_collectives
 from piece_cases import X, Case, call, graph, inputs_of
 from cgtool.compiler.adaptors import get_adaptor
-from cgtool.runtime.packages import open_package
+from cgtool.runtime.aoti_package import open_package
 from cgtool.runtime.pieces import piece_function
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 1), rank=0, world_size=1)
 ops = "torch.ops._c10d_functional."
@@ -77,7 +77,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from piece_cases import CASES
 from cgtool.compiler.adaptors import get_adaptor
-from cgtool.digests import sha256_hex
+from cgtool.plan.grammar import sha256_hex
 from cgtool.guards._torch import changed_inductor_settings
 print(sha256_hex(get_adaptor("aot_inductor").compile(CASES["a fact"].piece, options={}).artifact))
 """

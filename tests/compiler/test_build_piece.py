@@ -70,7 +70,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from piece_cases import CASES
 from cgtool.compiler.adaptors import get_adaptor
-from cgtool.digests import sha256_hex
+from cgtool.plan.grammar import sha256_hex
 for name in ("two inputs", "a fact", "two symbols", "constants"):
     compiled = get_adaptor("inductor_standalone").compile(CASES[name].piece, options={})
     print(sha256_hex(compiled.artifact), compiled.kernels, compiled.guards)

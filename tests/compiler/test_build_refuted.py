@@ -24,10 +24,10 @@ def test_no_room_for_any_package_is_no_mismatch_of_one(tmp_path, monkeypatch):
     """Else a full machine would send pieces to a slower compiler for good."""
     from cgtool.compiler.proof import prove
     from cgtool.errors import NoRoomError
-    from cgtool.runtime import packages
+    from cgtool.runtime import aoti_package
 
     def refuse(*_args, **_options):
-        raise packages._no_room(OSError(28, "No space left on device"))
+        raise aoti_package._no_room(OSError(28, "No space left on device"))
 
     monkeypatch.setattr(prove, "open_package", refuse)
     with pytest.raises(NoRoomError, match="Set TMPDIR"):

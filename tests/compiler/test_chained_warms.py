@@ -14,7 +14,7 @@ import cgtool  # noqa: E402
 from cgtool import adaptor_registry  # noqa: E402
 from cgtool.cli.main import main  # noqa: E402
 from cgtool.compiler.adaptors.eager import EagerAdaptor  # noqa: E402
-from cgtool.digests import digest_of  # noqa: E402
+from cgtool.plan.grammar import digest_of  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

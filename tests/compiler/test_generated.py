@@ -11,8 +11,8 @@ from cgtool.adaptor_registry import register_adaptor
 from cgtool.compiler.adaptors.eager import EagerAdaptor
 from cgtool.compiler.pipeline import warm
 from cgtool.config import CompilationConfig
-from cgtool.digests import digest_of
 from cgtool.model import ExampleCall, ModelSpec
+from cgtool.plan.grammar import digest_of
 from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.records import read_manifest
 from cgtool.toolkit.bundle.export import ExportOptions, export

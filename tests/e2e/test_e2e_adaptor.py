@@ -17,7 +17,7 @@ ADAPTOR = '''
 import sys
 
 from cgtool import CompiledPiece, CompilerInterface
-from cgtool.digests import canonical_json, digest_of
+from cgtool.plan.grammar import canonical_json, digest_of
 from cgtool.runtime.pieces import piece_function
 
 WORD = b"worded\\n"

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from cgtool.digests import canonical_json
 from cgtool.guards import table
 from cgtool.guards.kinds import check, describe
 from cgtool.guards.sources import Roots
 from cgtool.guards.table import failures_of
+from cgtool.plan.grammar import canonical_json
 from cgtool.plan.records import Guard, GuardTable, Plan, Variant, encode_plan, parse_plan
 
 pytestmark = pytest.mark.torch

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("torch")
 
 from cgtool.guards.definitions import define, is_given
-from cgtool.words import definition_words
+from cgtool.plan.rendering import definition_words
 
 pytestmark = pytest.mark.torch
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from cgtool.digests import canonical_json  # noqa: E402
 from cgtool.guards.literals import NoRuleError, encode_literal  # noqa: E402
-from cgtool.words import spell  # noqa: E402
+from cgtool.plan.grammar import canonical_json  # noqa: E402
+from cgtool.plan.rendering import spell  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

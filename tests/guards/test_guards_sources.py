@@ -29,7 +29,7 @@ from cgtool.guards.sources import (
     parse_source,
 )
 from cgtool.plan.records import Guard
-from cgtool.words import source_words
+from cgtool.plan.rendering import source_words
 
 SCALE = 2.5
 

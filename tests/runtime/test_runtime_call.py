@@ -366,7 +366,7 @@ def test_a_view_that_begins_anywhere_is_served_where_kernels_read_so(model, load
 
 
 def test_a_view_that_begins_anywhere_is_refused_where_kernels_rely_on_alignment(model, monkeypatch):
-    monkeypatch.setattr("cgtool.runtime.accept.ANYWHERE", frozenset())
+    monkeypatch.setattr("cgtool.runtime.call_guards.ANYWHERE", frozenset())
     loaded = load(model)
     x = torch.randn(4 * hand.WIDTH + 1)[1:].view(4, hand.WIDTH)
     with pytest.raises(GuardError, match=r"x does not begin at a multiple of 16 bytes; pass x.clone\(\)"):

@@ -21,8 +21,8 @@ import cgtool  # noqa: E402
 from cgtool import CompilationConfig, ExampleCall, ModelSpec, host  # noqa: E402
 from cgtool.compiler import stitch  # noqa: E402
 from cgtool.compiler.pipeline import warm  # noqa: E402
-from cgtool.digests import canonical_json  # noqa: E402
 from cgtool.errors import CacheCorruptError, CacheMissError, CacheSchemaError  # noqa: E402
+from cgtool.plan.grammar import canonical_json  # noqa: E402
 from cgtool.runtime.factors import FACTORS  # noqa: E402
 from cgtool.store.entry import EntryWriter, read_entry  # noqa: E402
 from cgtool.store.key import FACTOR_ORDER, Factor, Key, read_key  # noqa: E402
@@ -234,7 +234,7 @@ def test_a_flipped_bit_is_noticed_before_anything_is_opened(model, cache, monkey
     for path in artifacts(cache):
         flip(path)
     opened = []
-    monkeypatch.setattr("cgtool.runtime.opening.piece_function", lambda *args, **_: opened.append(args))
+    monkeypatch.setattr("cgtool.runtime.assemble.piece_function", lambda *args, **_: opened.append(args))
     with pytest.raises(CacheCorruptError, match=r"artifacts/[0-9a-f]{64}\.\w+ is corrupt") as caught:
         cgtool.load(model, cache_dir=cache)
     assert Path(caught.value.path).parent == first.parent

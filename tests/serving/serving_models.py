@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from cgtool.cudagraph_mode import CUDAGraphMode
-from cgtool.runtime.wrapping import Piece
+from cgtool.config_values import CUDAGraphMode
+from cgtool.runtime.call import Piece
 from cgtool.serving.forward_context import BatchDescriptor, ForwardContext, set_forward_context
 
 

@@ -8,8 +8,8 @@ from serving_models import TokenPieces
 from serving_traffic import VOCAB, Cached, paged_llama
 
 from cgtool.config import CompilationConfig
-from cgtool.counters import count
-from cgtool.cudagraph_mode import CUDAGraphMode
+from cgtool.config_values import CUDAGraphMode
+from cgtool.events import count
 from cgtool.serving.check import check_model
 from cgtool.serving.forward_context import get_forward_context
 

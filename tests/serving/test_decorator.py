@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from cgtool.config import CompilationConfig
-from cgtool.counters import counters
 from cgtool.decorator import support_torch_compile
 from cgtool.errors import GuardError, TraceError, UsageError
+from cgtool.events import counters
 
 pytestmark = pytest.mark.torch
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from cgtool.cudagraph_mode import CUDAGraphMode
+from cgtool.config_values import CUDAGraphMode
 from cgtool.errors import UsageError
 from cgtool.serving.dispatcher import CudagraphDispatcher
 from cgtool.serving.forward_context import BatchDescriptor

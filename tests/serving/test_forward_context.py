@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from cgtool.cudagraph_mode import CUDAGraphMode
+from cgtool.config_values import CUDAGraphMode
 from cgtool.errors import UsageError
 from cgtool.serving.forward_context import (
     BatchDescriptor,

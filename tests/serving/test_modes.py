@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from cgtool.config import CompilationConfig
-from cgtool.cudagraph_mode import CUDAGraphMode
+from cgtool.config_values import CUDAGraphMode
 from cgtool.errors import ConfigError, UsageError
 from cgtool.serving.modes import AttentionCGSupport, resolve_cudagraph_mode
 

@@ -11,10 +11,10 @@ import torch
 from serving_models import HandPieces, step
 from torch import nn
 
-from cgtool.counters import counters
-from cgtool.cudagraph_mode import CUDAGraphMode
+from cgtool.config_values import CUDAGraphMode
 from cgtool.errors import GraphError, UsageError
-from cgtool.runtime.wrapping import Piece
+from cgtool.events import counters
+from cgtool.runtime.call import Piece
 from cgtool.serving.forward_context import BatchDescriptor
 from cgtool.serving.model import GraphedModel
 from cgtool.serving.tensors import ModelTensors

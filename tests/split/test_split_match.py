@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812 - what everyone calls it
 from split_reference import OPS, capture
 
 from cgtool.errors import SplitError, UnmatchedSplittingOpError, UsageError
-from cgtool.ops import register_splitting_op
+from cgtool.model import register_splitting_op
 from cgtool.split import split_graph
 
 pytestmark = pytest.mark.torch
@@ -84,7 +84,7 @@ def test_none_takes_what_is_known_and_there(graph) -> None:
 
 
 def test_none_takes_registered_ops_and_passes_over_those_that_are_not_there(monkeypatch) -> None:
-    monkeypatch.setattr("cgtool.ops._registered", {})
+    monkeypatch.setattr("cgtool.model._registered", {})
     register_splitting_op("toysplit::mix")
     register_splitting_op("toysplit::absent")
     assert split_graph(capture(lambda a: OPS.mix(a, a) + 1, x()), splitting_ops=None).splitting_ops == (

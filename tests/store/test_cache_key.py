@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgtool.digests import sha256_hex
 from cgtool.errors import CacheCorruptError
+from cgtool.plan.grammar import sha256_hex
 from cgtool.store.key import FACTOR_ORDER, Factor, Key, combine, differences, parse_key, read_key, sentences, write_key
 from cgtool.store.layout import CacheLayout
 

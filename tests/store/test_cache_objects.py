@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from cgtool.digests import sha256_hex
 from cgtool.errors import CacheCorruptError, CacheError
+from cgtool.plan.grammar import sha256_hex
 from cgtool.store import entry as objects_module
 from cgtool.store.entry import ObjectStore
 

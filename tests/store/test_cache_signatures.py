@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgtool.digests import sha256_hex
 from cgtool.errors import RefusedError, UsageError
+from cgtool.plan.grammar import sha256_hex
 from cgtool.store.signatures import check, key_id, load_private_key, load_public_keys, parse_signatures, sign
 
 DATA = b'{"schema": 1}\n'

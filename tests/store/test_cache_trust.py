@@ -13,8 +13,8 @@ import pytest
 from bundle_maker import lay_entry, make_keys
 from cache_samples import sealed
 
-from cgtool.digests import sha256_hex
 from cgtool.errors import CacheError, RefusedError, UsageError
+from cgtool.plan.grammar import sha256_hex
 from cgtool.store import trust
 from cgtool.store.entry import EntryWriter, read_entry
 from cgtool.store.key import read_key

@@ -23,11 +23,10 @@ from cgtool.compiler.fx_piece import rebuild
 from cgtool.compiler.options import inductor_patches
 from cgtool.compiler.outputs import hold_back_views
 from cgtool.config import AOT_INDUCTOR
-from cgtool.digests import digest_of
 from cgtool.errors import CacheError, CgtoolError, CompileError
+from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json, PieceGraph
-from cgtool.runtime.packages import open_package
-from cgtool.runtime.views import OUTPUTS
+from cgtool.runtime.aoti_package import OUTPUTS, open_package
 from cgtool.store.artifacts import Package, pack
 from cgtool.store.lock import FileLock
 

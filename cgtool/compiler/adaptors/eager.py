@@ -12,9 +12,8 @@ import torch
 
 from cgtool.compiler.adaptors.interface import CompiledPiece, CompilerInterface, PieceCallable
 from cgtool.config import EAGER
-from cgtool.digests import digest_of
 from cgtool.errors import ArtifactError
-from cgtool.plan.grammar import decode
+from cgtool.plan.grammar import decode, digest_of
 from cgtool.plan.pieces import Json, PieceGraph
 from cgtool.runtime.pieces import piece_function
 

@@ -26,8 +26,8 @@ from cgtool.compiler.adaptors.interface import CompiledPiece, CompilerInterface,
 from cgtool.compiler.compiler_hash import inductor_hash
 from cgtool.compiler.fx_piece import rebuild
 from cgtool.compiler.options import inductor_patches
-from cgtool.digests import canonical_json
 from cgtool.errors import ArtifactError, CgtoolError, CompileError
+from cgtool.plan.grammar import canonical_json
 from cgtool.plan.pieces import Json, PieceGraph
 from cgtool.runtime.pieces import piece_function
 

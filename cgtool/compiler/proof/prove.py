@@ -26,8 +26,8 @@ from cgtool.config import AOT_INDUCTOR, EAGER
 from cgtool.errors import ArtifactError, CompileError, NoRoomError, ProofMismatchError
 from cgtool.plan.grammar import decode
 from cgtool.plan.pieces import PieceGraph
+from cgtool.runtime.aoti_package import open_package
 from cgtool.runtime.dispatch import Boxed
-from cgtool.runtime.packages import open_package
 from cgtool.runtime.pieces import piece_function
 
 #: How often sizes that are too large for the piece or the memory are halved.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._library.custom_ops import OPDEFS
 
-from cgtool.digests import digest_of
+from cgtool.plan.grammar import digest_of
 from cgtool.store.lock import FileLock
 
 #: Loads the library of a probe: with torch's own libraries, or where they do not load by themselves, with all of torch.

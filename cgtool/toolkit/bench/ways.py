@@ -16,7 +16,7 @@ from typing import Any, Literal
 from msgspec import UNSET, UnsetType, field
 
 from cgtool.adaptor_registry import ADAPTORS
-from cgtool.config_checks import nearest
+from cgtool.config_values import nearest
 from cgtool.errors import UsageError
 from cgtool.plan.grammar import Count, Record
 from cgtool.plan.pieces import EAGER

@@ -22,12 +22,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cgtool.digests import digest_of
 from cgtool.errors import UsageError
-from cgtool.plan.grammar import Digest, Record, decode, encode
+from cgtool.host import child_variables
+from cgtool.plan.grammar import Digest, Record, decode, digest_of, encode
 from cgtool.store.files import write_atomic
 from cgtool.toolkit.bench.ways import Start
-from cgtool.variables import child_variables
 
 _ABOUT = "bench.json"
 _PREPARED = "prepared.json"

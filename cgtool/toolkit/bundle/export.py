@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from cgtool.digests import sha256_hex
 from cgtool.errors import CacheError, UsageError
+from cgtool.plan.grammar import sha256_hex
 from cgtool.store import signatures
 from cgtool.store.files import os_errors_as_cache_errors, sync_folder
 from cgtool.store.layout import CacheLayout, RankName, resolve_root

@@ -16,8 +16,8 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from cgtool.digests import sha256_hex
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError, RefusedError
+from cgtool.plan.grammar import sha256_hex
 from cgtool.records import dataclass
 from cgtool.store.entry import Entry, EntryWriter, ObjectStore, read_entry
 from cgtool.store.files import (

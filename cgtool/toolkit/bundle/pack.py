@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from cgtool.digests import sha256_hex
 from cgtool.errors import CacheError, UsageError
+from cgtool.plan.grammar import sha256_hex
 from cgtool.records import dataclass
 from cgtool.store import signatures
 from cgtool.store.bundle_index import INDEX_FILE, SIGNATURE_FILE, Index, Member, names_of_folders

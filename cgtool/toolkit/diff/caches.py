@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from cgtool.digests import canonical_json
 from cgtool.errors import CacheError
+from cgtool.plan.grammar import canonical_json
 from cgtool.plan.pieces import Json
 from cgtool.store.layout import CacheLayout, short
 from cgtool.toolkit.diff.entries import EntrySide, compare_entries

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-from cgtool.digests import sha256_hex
 from cgtool.errors import CacheCorruptError, CacheError
+from cgtool.plan.grammar import sha256_hex
 from cgtool.plan.records import Plan, Variant, parse_plan
 from cgtool.records import replace
 from cgtool.store.entry import Entry, read_entry

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 
-from cgtool.digests import canonical_json, digest_of
+from cgtool.plan.grammar import canonical_json, digest_of
 from cgtool.plan.pieces import Json, Node, PieceGraph
 from cgtool.plan.records import Plan, Step, Variant
 from cgtool.records import dataclass

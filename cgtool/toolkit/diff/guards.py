@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from cgtool.digests import canonical_json
+from cgtool.plan.grammar import canonical_json
 from cgtool.plan.pieces import Json
 from cgtool.plan.records import Guard, GuardTable, Plan, Variant
+from cgtool.plan.rendering import source_words
 from cgtool.records import replace
 from cgtool.toolkit.diff.records import Difference, together
 from cgtool.toolkit.diff.words import changed_words, tensor_words, value_words
-from cgtool.words import source_words
 
 #: What tells most first. A value or a class that changed is what somebody changed; code that changed is next, because
 #: functions that were traced before are not looked at any more where another took their place.

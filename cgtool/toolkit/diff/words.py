@@ -9,7 +9,7 @@ import json
 
 from cgtool.plan.pieces import Json, TensorMeta
 from cgtool.plan.records import Guard
-from cgtool.words import definition_words, names_words, source_words, spell
+from cgtool.plan.rendering import definition_words, names_words, source_words, spell
 
 _TEXT_CHARACTERS = 200
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import PurePosixPath
 from typing import BinaryIO
 
-from cgtool.digests import digest_of
 from cgtool.errors import CacheError
+from cgtool.plan.grammar import digest_of
 from cgtool.store.compiled_code import read_native
 from cgtool.toolkit.contents import Contents, Source, contents_of, named_kernels
 from cgtool.toolkit.foreign.formats import read_structure

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from cgtool.garbage import uncollected
+from cgtool.host import gc_paused
 from cgtool.records import replace
 from cgtool.store.layout import CacheLayout, short
 from cgtool.store.leases import LeaseTable
@@ -51,7 +51,7 @@ def make_plan(
         UsageError: A hash in the rules is no entry's, or more than one entry's.
     """
     made = time.time() if now is None else now
-    with uncollected():  # hundreds of thousands of names, none of which is garbage
+    with gc_paused():  # hundreds of thousands of names, none of which is garbage
         facts = collect(layout, whole_units=rules.units or rules.for_entries)
         leases = LeaseTable(layout)
         stale = StaleFinder(layout, pythonpath=pythonpath, machine=machine)

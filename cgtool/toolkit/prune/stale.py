@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cgtool.digests import sha256_hex
 from cgtool.errors import CacheError, CacheSchemaError
 from cgtool.guards.files import find_spec
+from cgtool.plan.grammar import sha256_hex
 from cgtool.plan.pieces import Json
 from cgtool.records import dataclass
 from cgtool.store.key import Key, difference_between, read_key, sentences

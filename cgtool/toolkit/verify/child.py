@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING
 from cgtool.child import Channel
 from cgtool.config import AOT_INDUCTOR, EAGER
 from cgtool.errors import CgtoolError
+from cgtool.host import environment
 from cgtool.plan.records import parse_plan
 from cgtool.store.artifacts import code_of
 from cgtool.store.entry import Entry
 from cgtool.store.layout import PLAN_FILE, CacheLayout, RankName, short
 from cgtool.store.trust import TrustPolicy
 from cgtool.toolkit.verify.load import Called, Done, LoadRequest, ModelChoice, Opened, Opening, Problem
-from cgtool.variables import environment
 
 if TYPE_CHECKING:
     from cgtool.model import ModelSpec
     from cgtool.plan.pieces import PieceGraph
-    from cgtool.runtime.packages import Packages
+    from cgtool.runtime.aoti_package import Packages
 
 Say = Callable[[Opening | Opened | Called], None]
 
@@ -83,8 +83,8 @@ def _open_all(layout: CacheLayout, name: RankName, say: Say) -> None:
 
 def _open_entry(layout: CacheLayout, name: RankName, entry: Entry, say: Say) -> tuple[int, list[Problem]]:
     # torch comes with these, and in this process alone
-    from cgtool.runtime.packages import Packages
-    from cgtool.runtime.shapes import graph_at, symbol_bounds
+    from cgtool.runtime.aoti_package import Packages
+    from cgtool.runtime.dispatch import graph_at, symbol_bounds
 
     plan = parse_plan(entry.files[PLAN_FILE], path=layout.rank_dir(name) / PLAN_FILE)
     steps = [{step.piece: step for step in variant.steps} for variant in plan.variants]

@@ -19,10 +19,10 @@ from typing import Any
 
 from msgspec import field
 
+from cgtool.host import child_variables
 from cgtool.plan.grammar import Count, Record
 from cgtool.processes import Child, ChildEndedError, Ending
 from cgtool.store.layout import RankName
-from cgtool.variables import child_variables
 
 #: What compiles, or is asked by what compiles.
 _TOOLS = (

@@ -122,7 +122,7 @@ def _rewrite(layout: CacheLayout, key: Key, manifest: Manifest, file: str) -> No
     writer = EntryWriter(layout, key, rank=manifest.rank, prefix=manifest.prefix)
     data = _LOST
     if file == CODE_FILE:
-        from cgtool.runtime.text import plan_text  # for the rare repair alone
+        from cgtool.plan.rendering import plan_text  # for the rare repair alone
 
         entry = read_entry(layout, manifest.name)
         if entry is not None:
@@ -174,7 +174,7 @@ def _of_hole(manifest: Manifest, hole: Hole) -> _Place:
 
 def _work(plan: Plan, place: _Place) -> Work:
     from cgtool.compiler.wanted import Work
-    from cgtool.runtime.shapes import graph_at, symbol_bounds
+    from cgtool.runtime.dispatch import graph_at, symbol_bounds
 
     variant = plan.variants[place.variant]
     step = next((step for step in variant.steps if step.piece == place.piece_index), None)

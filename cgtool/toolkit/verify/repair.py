@@ -23,8 +23,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
-from cgtool.digests import sha256_hex
 from cgtool.errors import CacheCorruptError, CacheError
+from cgtool.plan.grammar import sha256_hex
 from cgtool.plan.pieces import Json
 from cgtool.records import dataclass
 from cgtool.store.entry import ObjectStore

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cgtool.errors import CacheError, UsageError
 from cgtool.events import Event, OnEvent, ignore
-from cgtool.garbage import uncollected
+from cgtool.host import gc_paused
 from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.layout import CACHE_FOLDER, CacheLayout, is_hash, resolve_root, short
 from cgtool.store.machine import this_machine
@@ -96,7 +96,7 @@ def _verified(options: VerifyOptions, on_event: OnEvent, *, policy: TrustPolicy 
     if not wanted:
         _check_own(layout.root)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(uncollected())
+        stack.enter_context(gc_paused())
         hasher = stack.enter_context(hashing(options.jobs))
         for findings in verify_entries(layout, wanted, hasher):
             entries.append(judge(findings))

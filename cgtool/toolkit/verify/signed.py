@@ -11,8 +11,8 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from cgtool.digests import sha256_hex
 from cgtool.errors import CacheError, RefusedError
+from cgtool.plan.grammar import sha256_hex
 from cgtool.store.bundle_index import MAX_SIGNATURE_BYTES, Limits
 from cgtool.store.files import read_bytes
 from cgtool.store.layout import is_hash

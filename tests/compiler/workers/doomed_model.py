@@ -11,7 +11,7 @@ from torch import nn
 
 from cgtool import ExampleCall, ModelSpec, adaptor_registry
 from cgtool.compiler.adaptors.eager import EagerAdaptor
-from cgtool.digests import digest_of
+from cgtool.plan.grammar import digest_of
 
 NAME = "inductor_standalone"
 

@@ -21,8 +21,8 @@ from cgtool.adaptor_registry import register_adaptor
 from cgtool.compiler.adaptors.eager import EagerAdaptor
 from cgtool.compiler.adaptors.interface import CompiledPiece
 from cgtool.compiler.wanted import Work
-from cgtool.digests import digest_of
 from cgtool.errors import CompileError
+from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
 
 NAME = "hostile"

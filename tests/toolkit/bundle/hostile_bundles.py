@@ -12,7 +12,7 @@ from dataclasses import replace
 from bundle_maker import File, Forge, archive, index_of, opened, package, packed
 from cache_samples import sealed
 
-from cgtool.digests import sha256_hex
+from cgtool.plan.grammar import sha256_hex
 from cgtool.store.artifacts import Package, pack, unpack
 
 EVIL = b"evil"

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from bundle_maker import ADAPTORS, Forge, archive, lay_entry, make_keys, opened, tree
 
-from cgtool.digests import sha256_hex
 from cgtool.errors import CacheCorruptError, CacheError, RefusedError, UsageError
+from cgtool.plan.grammar import sha256_hex
 from cgtool.plan.shapes import shape_text
 from cgtool.store.bundle_index import Index, Member
 from cgtool.store.entry import read_entry

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from cgtool.digests import digest_of
+from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json, Node, PieceGraph, SymbolRange, TensorMeta
 from cgtool.plan.records import Guard, Input, Plan, Step, Variant, encode_plan
 from cgtool.plan.shapes import parse_shape

@@ -12,9 +12,9 @@ import pytest
 from cache_samples import resealed
 from prune_samples import DAY, facts_of, files_in, lay, put_unit, rest, units_in
 
-from cgtool.digests import sha256_hex
 from cgtool.errors import UsageError
 from cgtool.guards.files import find_spec
+from cgtool.plan.grammar import sha256_hex
 from cgtool.store.key import Factor, read_key
 from cgtool.store.layout import CacheLayout, short
 from cgtool.store.leases import hold, hold_writing

@@ -14,8 +14,8 @@ import pytest
 from cache_samples import FACTS, no_flock, publish, publish_times, resealed, sample_key, writer
 from verify_samples import HASH, NATIVE, entry_files, flips, lay
 
-from cgtool.digests import sha256_hex
 from cgtool.errors import CacheError
+from cgtool.plan.grammar import sha256_hex
 from cgtool.store.entry import read_entry
 from cgtool.store.key import read_key
 from cgtool.store.layout import CacheLayout, RankName

@@ -13,8 +13,8 @@ from cache_samples import FACTS, no_flock, publish, resealed
 from syscalls import each_kill
 from verify_samples import HASH, NATIVE, Flip, lay
 
-from cgtool.digests import sha256_hex
 from cgtool.errors import CacheError
+from cgtool.plan.grammar import sha256_hex
 from cgtool.store.entry import read_entry
 from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.lookup import LookupStore

@@ -8,7 +8,7 @@ import os
 import pytest
 from verify_samples import HASH, lay
 
-from cgtool.digests import sha256_hex
+from cgtool.plan.grammar import sha256_hex
 from cgtool.toolkit.verify.digests import verify_entry
 
 

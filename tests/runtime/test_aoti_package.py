@@ -24,8 +24,8 @@ from piece_cases import CASES, inputs_of  # noqa: E402
 
 from cgtool.errors import ArtifactError  # noqa: E402
 from cgtool.records import replace  # noqa: E402
-from cgtool.runtime import packages  # noqa: E402
-from cgtool.runtime.packages import open_package  # noqa: E402
+from cgtool.runtime import aoti_package  # noqa: E402
+from cgtool.runtime.aoti_package import open_package  # noqa: E402
 from cgtool.runtime.pieces import piece_function  # noqa: E402
 from cgtool.store.artifacts import pack, unpack  # noqa: E402
 
@@ -40,10 +40,10 @@ sys.path.insert(0, sys.argv[1])
 import torch
 from piece_cases import CASES, inputs_of
 from cgtool.errors import ArtifactError
-from cgtool.runtime import packages
-from cgtool.runtime.packages import open_package
+from cgtool.runtime import aoti_package
+from cgtool.runtime.aoti_package import open_package
 from cgtool.runtime.pieces import piece_function
-packages._PARENTS = packages._PARENTS[1:]  # as where there is no /dev/shm
+aoti_package._PARENTS = aoti_package._PARENTS[1:]  # as where there is no /dev/shm
 case = CASES["two inputs"]
 try:
     run = open_package(sys.stdin.buffer.read(), case.piece)
@@ -79,7 +79,7 @@ def compiled():
 def folder(tmp_path, monkeypatch):
     """An empty temporary folder, the only one that there is."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(packages, "_PARENTS", (None,))
+    monkeypatch.setattr(aoti_package, "_PARENTS", (None,))
     return tmp_path
 
 
@@ -111,7 +111,7 @@ def test_a_few_hundred_bytes_lie_on_a_disk_while_a_package_is_opened(folder, mon
         seen.append((sum(file.stat().st_size for file in files), Path(path).stat().st_mode & 0o777))
         raise RuntimeError("looked")
 
-    monkeypatch.setattr(packages.private, "open_package", look)
+    monkeypatch.setattr(aoti_package.private, "open_package", look)
     with pytest.raises(ArtifactError, match="looked"):
         open_package(data_of("two inputs"), CASES["two inputs"].piece)
     assert seen[0][0] < 1000
@@ -136,14 +136,14 @@ def test_without_memory_files_the_code_lies_in_a_private_folder(folder):
 
 def test_no_folder_that_can_be_written_is_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    monkeypatch.setattr(packages, "_PARENTS", (None, str(tmp_path / "nowhere")))
+    monkeypatch.setattr(aoti_package, "_PARENTS", (None, str(tmp_path / "nowhere")))
     with pytest.raises(ArtifactError, match=r"No temporary folder .* Set TMPDIR"):
         open_package(data_of("two inputs"), CASES["two inputs"].piece)
 
 
 def test_another_folder_serves_where_the_first_is_missing(folder, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(folder / "missing"))
-    monkeypatch.setattr(packages, "_PARENTS", (None, str(folder)))
+    monkeypatch.setattr(aoti_package, "_PARENTS", (None, str(folder)))
     assert is_right(open_package(data_of("two inputs"), CASES["two inputs"].piece), "two inputs")
     assert list(folder.iterdir()) == []
 
@@ -292,24 +292,24 @@ def test_several_threads_may_open_one_package():
 @pytest.fixture
 def before_2_13(monkeypatch):
     """As where torch's loader opens archives alone, which it unpacks itself."""
-    monkeypatch.setattr(packages.private, "opens_folders", lambda: False)
+    monkeypatch.setattr(aoti_package.private, "opens_folders", lambda: False)
 
 
 @pytest.mark.usefixtures("before_2_13")
 def test_what_torch_unpacked_for_one_thread_stays_while_another_opens(monkeypatch):
     """A thread finds what torch unpacked for it, however many others are done with theirs meanwhile."""
     data, calls = data_of("two inputs"), asked(8)
-    opened = packages.private.open_package
+    opened = aoti_package.private.open_package
     missing = []
 
     def slow(path, device_index):
-        before = packages._unpacked_folders()
+        before = aoti_package._unpacked_folders()
         loader = opened(path, device_index)
         time.sleep(0.02)
-        missing.extend(folder for folder in packages._unpacked_folders() - before if not Path(folder).exists())
+        missing.extend(folder for folder in aoti_package._unpacked_folders() - before if not Path(folder).exists())
         return loader
 
-    monkeypatch.setattr(packages.private, "open_package", slow)
+    monkeypatch.setattr(aoti_package.private, "open_package", slow)
 
     def work(index):
         x, y = calls[index]
@@ -318,15 +318,15 @@ def test_what_torch_unpacked_for_one_thread_stays_while_another_opens(monkeypatc
 
     assert in_threads(work) == [True] * 8
     assert missing == []
-    assert not any(Path(folder).exists() for folder in packages._unpacked_folders())
+    assert not any(Path(folder).exists() for folder in aoti_package._unpacked_folders())
 
 
 @pytest.mark.usefixtures("before_2_13")
 def test_kernels_that_torch_unpacked_stay_when_another_package_is_opened():
     package = replace(unpack(data_of("two inputs")), kernels={"k.cubin": b"\x7fELF"})
-    before = packages._unpacked_folders()
+    before = aoti_package._unpacked_folders()
     first = open_package(pack(package), CASES["two inputs"].piece)
-    [kept] = packages._unpacked_folders() - before
+    [kept] = aoti_package._unpacked_folders() - before
     second = open_package(data_of("two inputs"), CASES["two inputs"].piece)
     try:
         assert (Path(kept) / "piece/data/aotinductor/model/k.cubin").exists()
@@ -355,11 +355,11 @@ def test_what_a_killed_load_left_is_swept_by_the_next(folder):
 
 
 def test_what_a_live_load_holds_is_left_alone(folder):
-    with packages.Packages() as live:
+    with aoti_package.Packages() as live:
         live.open(data_of("two inputs"), CASES["two inputs"].piece)
         [held] = folder.iterdir()
         os.utime(held, (0, 0))
-        packages._folders.pop(held)  # as it looks to another process
+        aoti_package._folders.pop(held)  # as it looks to another process
         open_package(data_of("two inputs"), CASES["two inputs"].piece)
         assert held.exists()
 
@@ -369,7 +369,7 @@ def test_an_op_that_nothing_has_registered_is_a_sentence():
     source = (
         "import sys\nsys.path.insert(0, sys.argv[1])\nimport dataclasses\n"
         "from piece_cases import X, graph\nfrom cgtool.errors import ArtifactError\n"
-        "from cgtool.runtime.packages import open_package\n"
+        "from cgtool.runtime.aoti_package import open_package\n"
         "try:\n    open_package(sys.stdin.buffer.read(), graph([X], [], ['%0', '%0']))\n"
         "except ArtifactError as error:\n    print(error)\n"
     )

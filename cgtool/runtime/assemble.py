@@ -19,12 +19,11 @@ from cgtool.plan.pieces import AOT_INDUCTOR, EAGER, PieceGraph
 from cgtool.plan.records import Plan
 from cgtool.plan.shapes import dispatch_order
 from cgtool.records import dataclass
+from cgtool.runtime.aoti_package import open_package
 from cgtool.runtime.call import LoadedModel, first_index
-from cgtool.runtime.dispatch import Boxed, Choice, PiecewiseBackend, Unopened
+from cgtool.runtime.dispatch import Bounds, Boxed, Choice, PiecewiseBackend, Unopened, graph_at, symbol_bounds
 from cgtool.runtime.find import Found
-from cgtool.runtime.packages import open_package
 from cgtool.runtime.pieces import piece_function
-from cgtool.runtime.shapes import Bounds, graph_at, symbol_bounds
 from cgtool.store.artifacts import code_of
 from cgtool.store.records import Row
 

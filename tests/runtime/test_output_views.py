@@ -9,7 +9,7 @@ import torch
 
 from cgtool.errors import ArtifactError
 from cgtool.plan.pieces import PieceGraph, SymbolRange, TensorMeta
-from cgtool.runtime.views import with_views
+from cgtool.runtime.aoti_package import with_views
 
 pytestmark = pytest.mark.torch
 

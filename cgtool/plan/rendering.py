@@ -1,0 +1,164 @@
+"""Render what a plan says as text for people: sources, encoded values, changed definitions, and a whole plan as Python.
+
+Nothing ever runs that Python (`transformed_code.py`). The grammar of sources and of literals stands in
+`cgtool.guards.sources` and `cgtool.guards.literals`. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from cgtool.plan.pieces import Json, Node, PieceGraph, TensorMeta
+from cgtool.plan.records import Plan, Step
+
+
+def source_words(text: str) -> str:
+    """Return a source as a person would write it: "layers.0.eps", "input_ids", "tiny_llama.SCALE"."""
+    if text == "self":
+        return "the model"
+    text = re.sub(r"^(self\.|arg:|free:|module:|state:)", "", text)
+    text = re.sub(r"^global:([^:]+):", r"\1.", text)
+    return text.replace("|type", "'s type")
+
+
+def spell(literal: Json) -> str:
+    """Return an encoded literal as a person would write it, and what is none as it stands."""
+    try:
+        return _spelled(literal)
+    except (LookupError, TypeError, ValueError, RecursionError):
+        return str(literal)[:80]
+
+
+def _spelled(literal: Json) -> str:
+    if literal is None or isinstance(literal, (bool, int)):
+        return str(literal)
+    if isinstance(literal, str):
+        return repr(literal)
+    tag, *rest = literal
+    if tag in {"t", "l", "size", "set", "frozenset"}:
+        inner = ", ".join(map(_spelled, rest))
+        return {"t": f"({inner})", "l": f"[{inner}]", "size": f"Size({inner})"}.get(tag, f"{{{inner}}}")
+    if tag == "d":
+        return "{" + ", ".join(f"{_spelled(key)}: {_spelled(item)}" for key, item in rest) + "}"
+    if tag == "function":
+        return f"{rest[0]} (code {rest[1][:8]})" if rest[1] else str(rest[0])
+    if tag == "enum":
+        return f"{rest[0]}.{rest[1]}"
+    if tag == "slice":
+        return ":".join("" if part is None else _spelled(part) for part in rest)
+    if tag == "range":
+        return f"range({rest[0]}, {rest[1]}, {rest[2]})"
+    return " ".join(map(str, rest)) or "..."
+
+
+def definition_words(then: Json, now: Json) -> str:
+    """Return in what a class, written as [name, {member: digest}], differs from what it was."""
+    name = str(then[0]).replace(":", ".")
+    if now[0] != then[0]:
+        return f"class {name}: {str(now[0]).replace(':', '.')} stands in its place now"
+    old, new = then[1], now[1]
+    said = [f"member {member} has changed" for member in old if member in new and new[member] != old[member]]
+    said += [f"member {member} is gone" for member in old if member not in new]
+    said += [f"member {member} is new" for member in new if member not in old]
+    return f"class {name}: {'; '.join(said)}"
+
+
+def names_words(owner: str, kind: str, then: Json, now: Json) -> str:
+    """Return which attributes (kind "named" or "attributes") or keys ("named_keys") an object gained or lost.
+
+    An ABC gains and loses the classes that are registered with it (kind "registered").
+    """
+    gone = [name for name in then if name not in now]
+    new = [name for name in now if name not in then]
+    if kind == "named_keys":
+        said = [f"{owner} had the key {name!r} when this was compiled and has it no more" for name in gone]
+        said += [f"{owner} did not have the key {name!r} when this was compiled and has it now" for name in new]
+    elif kind == "registered":
+        said = [f"{name} was registered with {owner} when this was compiled and is not any more" for name in gone]
+        said += [f"{name} was not registered with {owner} when this was compiled and is now" for name in new]
+    else:
+        said = [f"{owner}.{name} was set when this was compiled and is gone now" for name in gone]
+        said += [f"{owner}.{name} was not set when this was compiled and is now" for name in new]
+    return "; ".join(said) or f"the attributes of {owner} were in another order when this was compiled"
+
+
+#: Digits of a graph's identity.
+_SHORT = 10
+
+_HEADER = '''"""The stitched programs of this entry, for people: what runs, in which order, on which tensors.
+
+Generated from plan.json, which is what is loaded. v<n> are values; piece_<i> is a compiled piece.
+"""
+'''
+
+
+def plan_text(plan: Plan) -> str:
+    """Return all variants of `plan` as text."""
+    parts = [_HEADER, *(line for index in range(len(plan.variants)) for line in _variant(plan, index))]
+    return "\n".join(parts) + "\n"
+
+
+def _variant(plan: Plan, index: int) -> Iterator[str]:
+    variant = plan.variants[index]
+    fixed = "".join(f", {name} = {size}" for name, size in variant.fixed.items())
+    yield f"\n\ndef variant_{index}(self, call):  # {variant.name}{fixed}"
+    for symbol in variant.symbols:
+        carried = [name for name, symbols in variant.dims.items() if symbol.name in symbols]
+        bounds = f"{symbol.min} to {symbol.max}" if symbol.max is not None else f"at least {symbol.min}"
+        yield f"    # {symbol.name}: {', '.join(carried) or 'a size'}, {bounds}"
+    for relation in variant.relations:
+        yield f"    # holds: {relation}"
+    for number, given in enumerate(variant.inputs):
+        name = source_words(given.source)
+        owner = "self." if given.source.startswith("self.") else "call."
+        yield f"    v{number} = {owner}{name}  # {_tensor(given.meta)}"
+    for step in variant.steps:
+        yield from _step(plan.graphs[step.graph], step)
+    yield f"    return {variant.output!r}"
+
+
+def _step(graph: PieceGraph, step: Step) -> Iterator[str]:
+    results = ", ".join(f"v{number}" for number in step.outputs)
+    given = ", ".join(f"v{number}" for number in step.inputs)
+    if not step.splitting and step.piece >= 0:
+        assign = f"{results} = " if results else ""
+        yield f"    {assign}piece_{step.piece}({given})  # {step.graph[:_SHORT]}, {len(graph.nodes)} ops"
+        return
+    yield f"    # piece {step.piece}, splitting: runs as it stands"
+    names = {f"%{place}": f"v{number}" for place, number in enumerate(step.inputs)}
+    names.update(zip(graph.outputs, (f"v{number}" for number in step.outputs), strict=False))
+    for offset, node in enumerate(graph.nodes):
+        reference = f"%{len(graph.inputs) + offset}"
+        target = names.get(reference, f"t{offset}")
+        names.setdefault(reference, target)
+        yield f"    {target} = {_call(node, names)}"
+
+
+def _call(node: Node, names: dict[str, str]) -> str:
+    args = [_value(value, names) for value in node.args]
+    if node.kind == "size":
+        return f"{args[0]}.shape[{args[1]}]"
+    named = [f"{key}={_value(value, names)}" for key, value in node.kwargs.items()]
+    if node.kind == "method":
+        return f"{args[0]}.{node.target}({', '.join(args[1:] + named)})"
+    return f"{node.target}({', '.join(args + named)})"
+
+
+def _value(value: object, names: dict[str, str]) -> str:
+    if isinstance(value, str):
+        return names.get(value, value)
+    if isinstance(value, list):
+        return "[" + ", ".join(_value(item, names) for item in value) + "]"
+    if isinstance(value, dict):
+        tag, inner = next(iter(value.items()))
+        if tag == "s":
+            return repr(inner)
+        if tag == "t":
+            return "(" + "".join(_value(item, names) + ", " for item in inner) + ")"
+        return str(inner) if tag in {"f", "dtype", "device"} else f"{tag} {inner}"
+    return str(value)
+
+
+def _tensor(meta: TensorMeta) -> str:
+    return f"{meta.dtype}[{', '.join(map(str, meta.shape))}] {meta.device}"
