@@ -36,7 +36,7 @@ def completion(*, output: Output, shell: Shell | None, install: bool) -> int:
     """
     from cgtool.toolkit.completion import completion as run
 
-    report = run({name: _script(name) for name in ([shell] if shell else _SHELLS)}, shell=shell, install=install)
+    report = run(_script, shell=shell, install=install)
     if output.as_json:
         output.json(report.to_json())
     elif install:
@@ -46,9 +46,6 @@ def completion(*, output: Output, shell: Shell | None, install: bool) -> int:
     else:
         click.echo(report.script, nl=False)
     return failures.DONE
-
-
-_SHELLS: tuple[Shell, ...] = ("bash", "zsh", "fish")
 
 
 def _script(shell: Shell) -> str:

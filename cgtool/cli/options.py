@@ -15,7 +15,9 @@ from cgtool.cli import logs, values
 from cgtool.cli.output import Output
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Mapping
+
+    from cgtool.toolkit.warm import ModelOptions
 
     Command = Callable[..., Any]
 
@@ -128,9 +130,34 @@ compiler_options = _together(
     ),
 )
 
+#: How the model is built to be warmed, and its place in a cache: what `warm` and `why` share beyond the groups above.
+weights_option = click.option(
+    "--weights",
+    type=click.Choice(["fake", "real"]),
+    default="fake",
+    show_default=True,
+    help="Build the model without memory for its weights, or as the factory does.",
+)
+adaptor_options = _together(
+    click.option("--level", metavar="0-3", help="Compilation level. Default: 3, piecewise."),
+    click.option(
+        "--adaptor", metavar="NAME", help="The compiler: aot_inductor (default), inductor_standalone, inductor, eager."
+    ),
+)
+place_options = _together(
+    click.option(
+        "--rank",
+        type=click.IntRange(min=0),
+        metavar="N",
+        help="Place in a model-parallel group. Default: RANK, else 0.",
+    ),
+    click.option(
+        "--prefix", metavar="NAME", help="Which compiled part of the model this is. Default: the factory's word."
+    ),
+)
+
 #: The parameters of `coverage_options` and `compiler_options` that are fields of the configuration.
 CONFIG_FIELDS = ("compile_sizes", "compile_ranges", "size_dim", "splitting_ops", "inductor_compile_config")
-
 
 cache_dir_option = click.option(
     "--cache-dir",
@@ -152,3 +179,27 @@ def cache_folder(given: str | None) -> Path | None:
 
     folder = load_settings(flags={"cache_dir": given}).config.cache_dir
     return Path(folder) if folder else None
+
+
+def model_asked(options: Mapping[str, Any], fields: Iterable[str], **flags: Any) -> ModelOptions:
+    """Return what `warm` and `why` were asked of a model.
+
+    Args:
+        options: The values of their options, by parameter.
+        fields: Which of them are fields of the configuration, beyond those that both commands have.
+        flags: More fields of the configuration; None is not given.
+
+    Raises:
+        ConfigError: A setting cannot be understood.
+    """
+    from cgtool.cli.settings import load_settings  # kept out of `--help`
+    from cgtool.toolkit.warm import ModelOptions
+
+    given = {name: options[name] for name in (*CONFIG_FIELDS, "cache_dir", "level", "adaptor", *fields)}
+    config = load_settings(compilation_config=options["compilation_config"], flags={**given, **flags}).config
+    named = ("model", "factory_args", "weights", "device", "dtype", "pythonpath", "rank", "prefix")
+    return ModelOptions(
+        **{name: options[name] for name in named},
+        config=config,
+        cache_dir=Path(config.cache_dir) if config.cache_dir else None,
+    )

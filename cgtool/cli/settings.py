@@ -8,6 +8,8 @@ whole. Configuration files serve the command line only: what a program does with
 
 from __future__ import annotations
 
+import json
+import logging
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from cgtool.config import FIELDS, CompilationConfig, check_field, conflicts, par
 from cgtool.config_values import WrongValueError, nearest
 from cgtool.errors import ConfigError
 from cgtool.host import Environment, environment
+
+_log = logging.getLogger(__name__)
 
 #: Fields whose flag is not the field's own name.
 FLAGS = {"disable_cache": "--no-cache", "proof": "--no-proof", "inductor_compile_config": "--inductor-config"}
@@ -84,7 +88,11 @@ def load_settings(
         values[word.field] = _value(word)
         origins[word.field] = word.origin
     _refuse_conflicts(values, origins)
-    return Settings(config=CompilationConfig(**values), origins=origins, file=file)
+    config = CompilationConfig(**values)
+    spelled = config.to_json() if origins else {}
+    for field, origin in origins.items():
+        _log.debug("%s is %s, by %s", field, json.dumps(spelled[field]), origin)
+    return Settings(config=config, origins=origins, file=file)
 
 
 def find_file(start: Path) -> Path | None:

@@ -5,27 +5,25 @@ Must not import torch; the command itself loads as it runs.
 
 from __future__ import annotations
 
-import json
-import logging
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from cgtool.cli import failures, logs
 from cgtool.cli.options import (
-    CONFIG_FIELDS,
+    adaptor_options,
     cache_dir_option,
     compiler_options,
     coverage_options,
+    model_asked,
     model_options,
+    place_options,
     talk_options,
+    weights_option,
 )
 
 if TYPE_CHECKING:
     from cgtool.cli.output import Output
-
-_log = logging.getLogger(__name__)
 
 EXAMPLES = """\b
 Examples:
@@ -39,25 +37,12 @@ Examples:
 """
 
 
-#: Options that are fields of the configuration.
-_FIELDS = (*CONFIG_FIELDS, "cache_dir", "level", "adaptor", "jobs", "compile_timeout", "debug_dump_path")
-
-
 @click.command(epilog=EXAMPLES, short_help="Compile a model into the cache before it is served.")
 @model_options
-@click.option(
-    "--weights",
-    type=click.Choice(["fake", "real"]),
-    default="fake",
-    show_default=True,
-    help="Build the model without memory for its weights, or as the factory does.",
-)
+@weights_option
 @cache_dir_option
 @coverage_options
-@click.option("--level", metavar="0-3", help="Compilation level. Default: 3, piecewise.")
-@click.option(
-    "--adaptor", metavar="NAME", help="The compiler: aot_inductor (default), inductor_standalone, inductor, eager."
-)
+@adaptor_options
 @compiler_options
 @click.option(
     "--jobs", metavar="N", help="Compile N pieces at a time, each in a process; 0: in this one. Default: the cores."
@@ -72,10 +57,7 @@ _FIELDS = (*CONFIG_FIELDS, "cache_dir", "level", "adaptor", "jobs", "compile_tim
     metavar="DIR",
     help="Write the model's graph, program and generated code into this folder, for people; on a hit, too.",
 )
-@click.option(
-    "--rank", type=click.IntRange(min=0), metavar="N", help="Place in a model-parallel group. Default: RANK, else 0."
-)
-@click.option("--prefix", metavar="NAME", help="Which compiled part of the model this is. Default: the factory's word.")
+@place_options
 @click.option("--check", is_flag=True, help="Only say whether the cache serves the model: exit code 3 where not.")
 @click.option("--no-cache", is_flag=True, help="Switch the cache off; warm has nothing to do then and says so.")
 @talk_options
@@ -91,39 +73,19 @@ def warm(*, output: Output, **options: Any) -> int:
     """
     # Rich, tomllib and the command itself: what `--help` does without.
     from cgtool.cli.progress import reporting
-    from cgtool.cli.settings import load_settings
     from cgtool.cli.tables import show_check, show_warm
-    from cgtool.toolkit.warm import WarmOptions
     from cgtool.toolkit.warm import warm as run
 
-    flags = {name: options[name] for name in _FIELDS}
-    flags["disable_cache"] = options["no_cache"] or None
-    flags["proof"] = False if options["no_proof"] else None
-    settings = load_settings(compilation_config=options["compilation_config"], flags=flags)
-    config = settings.config
-    spelled = config.to_json()
-    for field, origin in settings.origins.items():
-        _log.debug("%s is %s, by %s", field, json.dumps(spelled[field]), origin)
-    asked = WarmOptions(
-        model=options["model"],
-        factory_args=options["factory_args"],
-        weights=options["weights"],
-        device=options["device"],
-        dtype=options["dtype"],
-        pythonpath=options["pythonpath"],
-        config=config,
-        cache_dir=Path(config.cache_dir) if config.cache_dir else None,
-        rank=options["rank"],
-        prefix=options["prefix"],
-        check=options["check"],
+    disable_cache, proof = options["no_cache"] or None, False if options["no_proof"] else None
+    asked = model_asked(
+        options, ("jobs", "compile_timeout", "debug_dump_path"), disable_cache=disable_cache, proof=proof
     )
     with reporting(output) as on_event:
-        report = run(asked, logs.hushing(output, on_event))
-    said_no = asked.check and not report.hit
+        report = run(asked, check=options["check"], on_event=logs.hushing(output, on_event))
     if output.as_json:
         output.json(report.to_json())
-    elif asked.check:
+    elif options["check"]:
         show_check(output, report, asked.model)
     else:
         show_warm(output, report, asked.model)
-    return failures.CHECK_SAID_NO if said_no else failures.DONE
+    return failures.CHECK_SAID_NO if options["check"] and not report.hit else failures.DONE

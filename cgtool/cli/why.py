@@ -5,19 +5,21 @@ Must not import torch; the command itself loads as it runs.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from cgtool.cli import failures, logs
 from cgtool.cli.options import (
-    CONFIG_FIELDS,
+    adaptor_options,
     cache_dir_option,
     compiler_options,
     coverage_options,
+    model_asked,
     model_options,
+    place_options,
     talk_options,
+    weights_option,
 )
 
 if TYPE_CHECKING:
@@ -31,8 +33,6 @@ Examples:
   cgtool why mypackage.models:build --json | jq -r '.reasons[0].sentence'
 """
 
-#: Options that are fields of the configuration.
-_FIELDS = (*CONFIG_FIELDS, "cache_dir", "level", "adaptor")
 #: Options about talking, which are no part of the line that mends a miss.
 _TALK = frozenset({"--json", "--quiet", "--verbose", "--traceback", "--all", "-q", "-v"})
 _ARGUMENTS = "cgtool.why.arguments"
@@ -48,24 +48,12 @@ class _Remembering(click.Command):
 
 @click.command(cls=_Remembering, epilog=EXAMPLES, short_help="Say whether a model would hit, and if not, why.")
 @model_options
-@click.option(
-    "--weights",
-    type=click.Choice(["fake", "real"]),
-    default="fake",
-    show_default=True,
-    help="Build the model without memory for its weights, or as the factory does.",
-)
+@weights_option
 @cache_dir_option
 @coverage_options
-@click.option("--level", metavar="0-3", help="Compilation level. Default: 3, piecewise.")
-@click.option(
-    "--adaptor", metavar="NAME", help="The compiler: aot_inductor (default), inductor_standalone, inductor, eager."
-)
+@adaptor_options
 @compiler_options
-@click.option(
-    "--rank", type=click.IntRange(min=0), metavar="N", help="Place in a model-parallel group. Default: RANK, else 0."
-)
-@click.option("--prefix", metavar="NAME", help="Which compiled part of the model this is. Default: the factory's word.")
+@place_options
 @click.option("--all", "everything", is_flag=True, help="Show every reason with all of its lines.")
 @talk_options
 @click.pass_context
@@ -78,27 +66,11 @@ def why(ctx: click.Context, /, *, output: Output, everything: bool, **options: A
     # Rich, tomllib and the command itself: what `--help` does without.
     from cgtool.cli.diff_words import show_why
     from cgtool.cli.progress import reporting
-    from cgtool.cli.settings import load_settings
-    from cgtool.toolkit.why import WhyOptions
     from cgtool.toolkit.why import why as run
 
-    flags = {name: options[name] for name in _FIELDS}
-    config = load_settings(compilation_config=options["compilation_config"], flags=flags).config
-    asked = WhyOptions(
-        model=options["model"],
-        factory_args=options["factory_args"],
-        weights=options["weights"],
-        device=options["device"],
-        dtype=options["dtype"],
-        pythonpath=options["pythonpath"],
-        config=config,
-        cache_dir=Path(config.cache_dir) if config.cache_dir else None,
-        rank=options["rank"],
-        prefix=options["prefix"],
-        arguments=ctx.meta[_ARGUMENTS],
-    )
+    asked = model_asked(options, ())
     with reporting(output) as on_event:
-        report = run(asked, logs.hushing(output, on_event))
+        report = run(asked, arguments=ctx.meta[_ARGUMENTS], on_event=logs.hushing(output, on_event))
     if output.as_json:
         output.json(report.to_json())
     else:

@@ -9,6 +9,7 @@ Importable without torch. Files that `install` writes, each for one user:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -55,11 +56,11 @@ class CompletionReport:
 
 
 @os_errors_as_cache_errors(doing="written")
-def completion(script_of: dict[Shell, str], *, shell: Shell | None, install: bool = False) -> CompletionReport:
+def completion(script_of: Callable[[Shell], str], *, shell: Shell | None, install: bool = False) -> CompletionReport:
     """Return a shell's script, and put it where the shell finds it if that is asked for.
 
     Args:
-        script_of: Each shell's script, as click writes it.
+        script_of: Returns a shell's script, as click writes it.
         shell: Which shell; None means the user's own, by SHELL.
         install: Whether to write it to where the shell looks.
 
@@ -68,7 +69,7 @@ def completion(script_of: dict[Shell, str], *, shell: Shell | None, install: boo
         CacheError: A file cannot be written.
     """
     chosen = shell or _users_shell()
-    script = script_of[chosen]
+    script = script_of(chosen)
     return CompletionReport(shell=chosen, script=script, written=_install(chosen, script) if install else ())
 
 

@@ -1,12 +1,16 @@
 """`warm`: compile a model into the cache before it is served, or say whether that is still to be done.
 
-Owns what the user asked (`WarmOptions`) and what came of it (`WarmReport`). Prints nothing. Importable
-without torch: the pipeline, which needs it, is imported as the command runs.
+Owns what the user asked of a model (`ModelOptions`, which `why` takes too), what came of it (`WarmReport`), and the
+lines that start from what was warmed. Prints nothing. Importable without torch: the pipeline, which needs it, is
+imported as the command runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import shlex
+import shutil
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,14 +24,14 @@ from cgtool.host import environment
 from cgtool.model import ModelSpec
 from cgtool.store.layout import CacheLayout, RankName, resolve_root
 from cgtool.toolkit.scan import list_entry
-from cgtool.toolkit.start import load_call, start_line
 
 SCHEMA = 1
+DEFAULT_PREFIX = "backbone"
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarmOptions:
-    """What the user asked of `warm`.
+class ModelOptions:
+    """A model as the user names it, how it is compiled, and its place in a cache.
 
     Args:
         model: MODEL as it was given: "path/to/file.py:factory", "package.module:factory", "hf:PATH".
@@ -40,7 +44,6 @@ class WarmOptions:
         cache_dir: The cache's root; None means the configured or the user's own.
         rank: This process's place in a model-parallel group; None takes the environment's word.
         prefix: Which compiled part of the model this is; None takes the factory's word.
-        check: Only say whether the cache serves the model.
     """
 
     model: str
@@ -53,7 +56,36 @@ class WarmOptions:
     cache_dir: Path | None = None
     rank: int | None = None
     prefix: str | None = None
-    check: bool = False
+
+    def build(self, on_event: OnEvent) -> ModelSpec:
+        """Build the model.
+
+        Raises:
+            UsageError: The cache is switched off.
+            ModelError: MODEL could not be found or built.
+        """
+        if self.config.disable_cache:
+            message = (
+                "The cache is switched off (--no-cache, CGTOOL_DISABLE_CACHE or disable_cache): nothing is stored in "
+                "it, and nothing hits. Switch it on and run this again; cgtool.compile compiles without a cache."
+            )
+            raise UsageError(message)
+        began = time.perf_counter()
+        on_event(Event(phase="model", message="importing torch"))
+        # Seconds that `--help` and wrong usage need not wait for.
+        from cgtool.models import resolve_model
+
+        on_event(Event(phase="model", message=self.model))
+        spec = resolve_model(
+            self.model,
+            factory_args=dict(self.factory_args),
+            weights=self.weights,
+            device=self.device,
+            dtype=self.dtype,
+            pythonpath=self.pythonpath,
+        )
+        on_event(Event(phase="model", message=self.model, secs=time.perf_counter() - began))
+        return spec if self.prefix is None else dataclasses.replace(spec, prefix=self.prefix)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,80 +106,69 @@ class WarmReport:
         load_call: The Python expression that loads a module from this entry.
     """
 
-    entry: Mapping[str, Any] | None
+    entry: Mapping[str, Any] | None = None
     root: str
-    hit: bool
-    compiled: int
-    reused: int
-    trace_secs: float
-    compile_secs: float
-    reasons: tuple[str, ...]
-    notes: tuple[str, ...]
+    hit: bool = False
+    compiled: int = 0
+    reused: int = 0
+    trace_secs: float = 0.0
+    compile_secs: float = 0.0
+    reasons: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     start: str
     load_call: str
 
     def to_json(self) -> dict[str, Any]:
         """Return the document that `warm --json` prints: the entry and what this run did."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del own["entry"], own["load_call"]
         return {
             "schema": SCHEMA,
             "root": self.root,
             **(self.entry or {}),
-            "hit": self.hit,
-            "compiled": self.compiled,
-            "reused": self.reused,
-            "trace_secs": self.trace_secs,
-            "compile_secs": self.compile_secs,
+            **own,
             "reasons": list(self.reasons),
             "notes": list(self.notes),
-            "start": self.start,
         }
 
 
-def warm(options: WarmOptions, on_event: OnEvent = ignore) -> WarmReport:
+def warm(options: ModelOptions, *, check: bool = False, on_event: OnEvent = ignore) -> WarmReport:
     """Compile what the cache lacks of a model, or only look whether it lacks anything.
 
     Args:
         options: What the user asked.
+        check: Only say what is missing; nothing is compiled or written.
         on_event: Told of each phase as it goes.
-
-    Returns:
-        What was compiled. With `options.check`, what is missing; nothing is compiled or written then.
 
     Raises:
         UsageError: The cache is switched off.
         ModelError: MODEL could not be found or built.
         CgtoolError: Whatever the pipeline could not do.
     """
-    if options.config.disable_cache:
-        message = (
-            "The cache is switched off (--no-cache, CGTOOL_DISABLE_CACHE or disable_cache), and filling it is all that "
-            "warm does. Switch it on, or leave warm out: cgtool.compile compiles in the process itself then."
-        )
-        raise UsageError(message)
-    if options.rank is None:
-        options = dataclasses.replace(options, rank=environment().rank)
-    spec = _built(options, on_event)
-    # Imports torch, Dynamo and Inductor: seconds that a MODEL which is not there need not wait for.
+    spec = options.build(on_event)
+    # Imports Dynamo and Inductor: seconds that a MODEL which is not there need not wait for.
     from cgtool.compiler.pipeline import warm as run_pipeline
 
+    rank = environment().rank if options.rank is None else options.rank
+    # The environment's word needs no repeating: `cgtool.load` hears it too.
+    named = options.cache_dir is not None and str(options.cache_dir) != environment().cache_dir
+    place = {
+        "cache_dir": str(options.cache_dir) if named else None,
+        "rank": rank or None,
+        "prefix": None if spec.prefix == DEFAULT_PREFIX else spec.prefix,
+    }
+    lines: dict[str, Any] = {"start": start_line(options, place), "load_call": load_call("module", place)}
     try:
         result = run_pipeline(
-            spec,
-            config=options.config,
-            cache_dir=options.cache_dir,
-            rank=options.rank or 0,
-            check=options.check,
-            on_event=on_event,
+            spec, config=options.config, cache_dir=options.cache_dir, rank=rank, check=check, on_event=on_event
         )
     except CacheMissError as miss:
-        return _report(
-            options, spec.prefix, root=str(resolve_root(options.cache_dir)), reasons=miss.reasons or (str(miss),)
-        )
-    return _report(
-        options,
-        spec.prefix,
+        return WarmReport(root=str(resolve_root(options.cache_dir)), reasons=miss.reasons or (str(miss),), **lines)
+    name = RankName(hash=result.hash, rank=result.rank, prefix=result.prefix)
+    listing = list_entry(CacheLayout(root=Path(result.root)), name)
+    return WarmReport(
+        entry=None if listing is None else listing.to_json(),
         root=str(result.root),
-        entry=_entry_of(Path(result.root), RankName(hash=result.hash, rank=result.rank, prefix=result.prefix)),
         hit=result.hit,
         compiled=result.compiled,
         reused=result.reused,
@@ -155,70 +176,58 @@ def warm(options: WarmOptions, on_event: OnEvent = ignore) -> WarmReport:
         compile_secs=result.compile_secs,
         reasons=tuple(result.reasons),
         notes=tuple(result.notes),
+        **lines,
     )
 
 
-def _built(options: WarmOptions, on_event: OnEvent) -> ModelSpec:
-    began = time.perf_counter()
-    on_event(Event(phase="model", message="importing torch"))
-    # Imports torch: seconds that `--help` and wrong usage need not wait for.
-    from cgtool.models import resolve_model
+def load_call(module: str, place: Mapping[str, Any]) -> str:
+    """Return the Python expression that loads `module` from its entry: "cgtool.load(module)".
 
-    on_event(Event(phase="model", message=options.model))
-    spec = resolve_model(
-        options.model,
-        factory_args=dict(options.factory_args),
-        weights=options.weights,
+    Args:
+        module: How the expression names the module.
+        place: Keyword arguments that say where the entry is; what is None is left out.
+    """
+    return _call("cgtool.load", module, **place)
+
+
+def start_line(options: ModelOptions, place: Mapping[str, Any]) -> str:
+    """Return a shell line that builds the model for real, loads it from the cache and calls it once.
+
+    Args:
+        options: The model, as `warm` was given it.
+        place: As for `load_call`.
+    """
+    build = _call(
+        "resolve_model",
+        repr(options.model),
+        factory_args=dict(options.factory_args) or None,
+        weights="real",
         device=options.device,
         dtype=options.dtype,
-        pythonpath=options.pythonpath,
+        pythonpath=options.pythonpath or None,
     )
-    on_event(Event(phase="model", message=options.model, secs=time.perf_counter() - began))
-    return spec if options.prefix is None else dataclasses.replace(spec, prefix=options.prefix)
-
-
-def _report(
-    options: WarmOptions,
-    prefix: str,
-    *,
-    root: str,
-    entry: Mapping[str, Any] | None = None,
-    hit: bool = False,
-    compiled: int = 0,
-    reused: int = 0,
-    trace_secs: float = 0.0,
-    compile_secs: float = 0.0,
-    reasons: tuple[str, ...] = (),
-    notes: tuple[str, ...] = (),
-) -> WarmReport:
-    # The environment's word needs no repeating: `cgtool.load` hears it too.
-    named = options.cache_dir is not None and str(options.cache_dir) != environment().cache_dir
-    cache_dir = str(options.cache_dir) if named else None
-    start = start_line(
-        options.model,
-        factory_args=options.factory_args,
-        device=options.device,
-        dtype=options.dtype,
-        pythonpath=options.pythonpath,
-        cache_dir=cache_dir,
-        rank=options.rank or 0,
-        prefix=prefix,
+    statements = (
+        "import cgtool, torch",
+        "from cgtool.models import resolve_model",
+        f"spec = {build}",
+        f"model = {load_call('spec.module', place)}",
+        "torch.set_grad_enabled(False)",
+        "print(model(*spec.calls[0].args, **spec.calls[0].kwargs))",
     )
-    return WarmReport(
-        entry=entry,
-        root=root,
-        hit=hit,
-        compiled=compiled,
-        reused=reused,
-        trace_secs=trace_secs,
-        compile_secs=compile_secs,
-        reasons=reasons,
-        notes=notes,
-        start=start,
-        load_call=load_call("module", cache_dir=cache_dir, rank=options.rank or 0, prefix=prefix),
-    )
+    return f"{_python()} -c {_quoted('; '.join(statements))}"
 
 
-def _entry_of(root: Path, name: RankName) -> Mapping[str, Any] | None:
-    listing = list_entry(CacheLayout(root=root), name)
-    return None if listing is None else dict(listing.to_json())
+def _call(function: str, first: str, **keywords: Any) -> str:
+    named = [f"{name}={value!r}" for name, value in keywords.items() if value is not None]
+    return f"{function}({', '.join([first, *named])})"
+
+
+def _quoted(code: str) -> str:
+    # Double quotes around Python's single ones read better; the shell must find nothing to expand in them.
+    return f'"{code}"' if not set(code) & set('"$`\\!') else shlex.quote(code)
+
+
+def _python() -> str:
+    found = shutil.which("python")
+    same = found is not None and Path(found).absolute() == Path(sys.executable).absolute()
+    return "python" if same else shlex.quote(sys.executable)

@@ -1,7 +1,7 @@
 """`why`: would a model hit here, and if not, which entry is nearest and what keeps it from serving.
 
-Owns what the user asked (`WhyOptions`) and the answer (`WhyReport`). Prints nothing. Importable without torch: building
-the model needs it, and is imported as the command runs.
+Owns the answer (`WhyReport`). Prints nothing. Importable without torch: building the model needs it, and is imported as
+the command runs.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import dataclasses
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 from cgtool.config import CompilationConfig
-from cgtool.errors import CacheError, CacheMissError, UsageError
-from cgtool.events import Event, OnEvent, ignore
+from cgtool.errors import CacheError, CacheMissError
+from cgtool.events import OnEvent, ignore
 from cgtool.guards.files import sources_now
 from cgtool.host import environment
 from cgtool.model import ModelSpec
@@ -30,42 +30,12 @@ from cgtool.toolkit.diff.entries import EntrySide
 from cgtool.toolkit.diff.keys import with_lines
 from cgtool.toolkit.diff.records import Difference
 from cgtool.toolkit.diff.traced import in_file_now
+from cgtool.toolkit.warm import ModelOptions
 
 SCHEMA = 1
 
 #: A layer's number within a name: "layers.0.eps".
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.[A-Za-z_])")
-
-
-@dataclass(frozen=True, kw_only=True)
-class WhyOptions:
-    """What the user asked of `why`.
-
-    Args:
-        model: MODEL as it was given, see `cgtool.toolkit.warm.WarmOptions`; the next five likewise.
-        factory_args: Keyword arguments for the factory.
-        weights: "fake" or "real".
-        device: Where the module is built.
-        dtype: Its default floating dtype.
-        pythonpath: Folders put on `sys.path` first.
-        config: What is to be compiled and how.
-        cache_dir: The cache's root; None means the configured or the user's own.
-        rank: This process's place in a model-parallel group; None takes the environment's word.
-        prefix: Which compiled part of the model; None takes the factory's word.
-        arguments: MODEL and the options as `cgtool warm` would take them, for the line that mends a miss.
-    """
-
-    model: str
-    factory_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    weights: Literal["fake", "real"] = "fake"
-    device: str | None = None
-    dtype: str | None = None
-    pythonpath: tuple[str, ...] = ()
-    config: CompilationConfig = dataclasses.field(default_factory=CompilationConfig)
-    cache_dir: Path | None = None
-    rank: int | None = None
-    prefix: str | None = None
-    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +69,7 @@ class EntryFacts:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reason:
+class Reason(NamedTuple):
     """Why an entry does not serve the model.
 
     Args:
@@ -110,10 +79,6 @@ class Reason:
 
     sentence: str
     detail: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return its JSON form."""
-        return {"sentence": self.sentence, "detail": list(self.detail)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,17 +114,18 @@ class WhyReport:
             "hit": self.hit,
             "entry": None if self.entry is None else self.entry.to_json(),
             "nearest": None if self.nearest is None else self.nearest.to_json(),
-            "reasons": [reason.to_json() for reason in self.reasons],
+            "reasons": [{"sentence": reason.sentence, "detail": list(reason.detail)} for reason in self.reasons],
             "run": self.run,
             "pruned": None if self.pruned is None else self.pruned.to_json(),
         }
 
 
-def why(options: WhyOptions, on_event: OnEvent = ignore) -> WhyReport:
+def why(options: ModelOptions, *, arguments: Sequence[str] = (), on_event: OnEvent = ignore) -> WhyReport:
     """Say whether the cache serves a model, and if not, why; compiles and writes nothing.
 
     Args:
         options: What the user asked.
+        arguments: MODEL and the options as `cgtool warm` would take them, for the line that mends a miss.
         on_event: Told of each phase as it goes.
 
     Returns:
@@ -170,14 +136,9 @@ def why(options: WhyOptions, on_event: OnEvent = ignore) -> WhyReport:
         ModelError: MODEL could not be found or built.
         CacheError: The cache cannot be read.
     """
-    if options.config.disable_cache:
-        message = (
-            "The cache is switched off (--no-cache, CGTOOL_DISABLE_CACHE or disable_cache): nothing hits, whatever it "
-            "holds. Switch it on and ask again."
-        )
-        raise UsageError(message)
-    report = why_spec(_built(options, on_event), config=options.config, cache_dir=options.cache_dir, rank=options.rank)
-    return report if report.hit else dataclasses.replace(report, run=warm_line(options))
+    spec = options.build(on_event)
+    report = why_spec(spec, config=options.config, cache_dir=options.cache_dir, rank=options.rank)
+    return report if report.hit else dataclasses.replace(report, run=shlex.join(["cgtool", "warm", *arguments]))
 
 
 def why_spec(
@@ -215,29 +176,6 @@ def why_spec(
     return WhyReport(root=str(layout.root), entry=entry, nearest=None, reasons=())
 
 
-def warm_line(options: WhyOptions) -> str:
-    """Return the shell line that makes a hit of a miss."""
-    if options.arguments:
-        return shlex.join(["cgtool", "warm", *options.arguments])
-    where = [] if options.cache_dir is None else ["--cache-dir", str(options.cache_dir)]
-    return shlex.join(["cgtool", "warm", options.model, *where])
-
-
-def _built(options: WhyOptions, on_event: OnEvent) -> ModelSpec:
-    on_event(Event(phase="model", message=options.model))
-    from cgtool.models import resolve_model  # imports torch
-
-    spec = resolve_model(
-        options.model,
-        factory_args=dict(options.factory_args),
-        weights=options.weights,
-        device=options.device,
-        dtype=options.dtype,
-        pythonpath=options.pythonpath,
-    )
-    return spec if options.prefix is None else dataclasses.replace(spec, prefix=options.prefix)
-
-
 def _facts(layout: CacheLayout, name: RankName) -> EntryFacts:
     usage = StateStore(layout).usage(name)
     try:
@@ -262,19 +200,19 @@ def _reasons(sentences: Sequence[str], nearest: EntrySide | None) -> tuple[Reaso
     return tuple(_reason(group, known) for group in groups.values())
 
 
-def _without_echoes(sentences: Sequence[str]) -> list[str]:
-    """Return sentences without those that another one implies: the adaptor says whether Inductor is used."""
-    if not any(sentence.startswith("config.adaptor ") for sentence in sentences):
-        return list(sentences)
-    return [sentence for sentence in sentences if not sentence.startswith("config.use_inductor ")]
+def _without_echoes(sentences: Sequence[str]) -> Iterator[str]:
+    """Yield sentences without those that another one implies: the adaptor says whether Inductor is used."""
+    names_adaptor = any(sentence.startswith("config.adaptor ") for sentence in sentences)
+    for sentence in sentences:
+        if not (names_adaptor and sentence.startswith("config.use_inductor ")):
+            yield sentence
 
 
 def _reason(group: Sequence[str], known: Mapping[str, Difference]) -> Reason:
     first, *others = group
     if first in known:
-        return Reason(sentence=known[first].sentence, detail=known[first].detail)
-    more = f" (and {len(others)} more like it)" if others else ""
-    return Reason(sentence=first + more, detail=tuple(others))
+        return Reason(known[first].sentence, known[first].detail)
+    return Reason(first + (f" (and {len(others)} more like it)" if others else ""), tuple(others))
 
 
 def _of_files(nearest: EntrySide) -> dict[str, Difference]:

@@ -238,8 +238,8 @@ def test_a_stream_that_knows_only_ascii_shows_escapes(tmp_path):
 
 def test_verbose_says_where_each_setting_comes_from(tmp_path):
     ran = run("warm", tmp_path / "none.py:build", "--level", "2", "--verbose", env={"CGTOOL_COMPILE_SIZES": "8"})
-    said = [line for line in ran.err.splitlines() if line.startswith("cgtool.cli.warm: ")]
+    said = [line for line in ran.err.splitlines() if line.startswith("cgtool.cli.settings: ")]
     assert said == [
-        "cgtool.cli.warm: compile_sizes is [8], by the variable CGTOOL_COMPILE_SIZES",
-        "cgtool.cli.warm: level is 2, by --level",
+        "cgtool.cli.settings: compile_sizes is [8], by the variable CGTOOL_COMPILE_SIZES",
+        "cgtool.cli.settings: level is 2, by --level",
     ]

@@ -7,20 +7,11 @@ import shlex
 
 import pytest
 
-from cgtool.toolkit.start import load_call, start_line
+from cgtool.toolkit.warm import ModelOptions, load_call, start_line
 
 
-def line(model="m.py:build", **changes):
-    options = {
-        "factory_args": {},
-        "device": None,
-        "dtype": None,
-        "pythonpath": (),
-        "cache_dir": None,
-        "rank": 0,
-        "prefix": "backbone",
-    }
-    return start_line(model, **{**options, **changes})
+def line(model="m.py:build", place=None, **changes):
+    return start_line(ModelOptions(model=model, **changes), place or {})
 
 
 def code_of(text):
@@ -31,12 +22,15 @@ def code_of(text):
 
 
 def test_what_is_default_is_left_out():
-    assert load_call("module", cache_dir=None, rank=0, prefix="backbone") == "cgtool.load(module)"
+    assert load_call("module", {"cache_dir": None, "rank": None, "prefix": None}) == "cgtool.load(module)"
     assert "spec = resolve_model('m.py:build', weights='real');" in code_of(line())
 
 
 def test_what_is_not_default_is_named():
-    assert load_call("m", cache_dir="c", rank=1, prefix="p") == "cgtool.load(m, cache_dir='c', rank=1, prefix='p')"
+    assert (
+        load_call("m", {"cache_dir": "c", "rank": 1, "prefix": "p"})
+        == "cgtool.load(m, cache_dir='c', rank=1, prefix='p')"
+    )
     code = code_of(line(factory_args={"n": 4}, device="cuda", dtype="bfloat16", pythonpath=("src",)))
     assert "factory_args={'n': 4}, weights='real', device='cuda', dtype='bfloat16', pythonpath=('src',)" in code
 

@@ -154,11 +154,11 @@ def take_in(storm: Storm, chance: random.Random) -> str:
 
 def warm(storm: Storm, chance: random.Random) -> str:
     from cgtool.config import CompilationConfig
-    from cgtool.toolkit.warm import WarmOptions
+    from cgtool.toolkit.warm import ModelOptions
     from cgtool.toolkit.warm import warm as warm_model
 
     config, name = CompilationConfig(adaptor="eager", jobs=0), chance.choice(MODELS)
-    report = warm_model(WarmOptions(model=f"{MODEL}:{name}", config=config, cache_dir=storm.root, rank=0))
+    report = warm_model(ModelOptions(model=f"{MODEL}:{name}", config=config, cache_dir=storm.root, rank=0))
     let_go()
     return "hit" if report.hit else "compiled"
 

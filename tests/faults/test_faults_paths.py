@@ -90,4 +90,4 @@ def test_a_start_up_file_that_cannot_be_written_is_a_sentence(tmp_path: Path, mo
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".zshrc").symlink_to("x" * 300)
     with pytest.raises(CacheError, match=r"could not be written: File name too long\. Check .*\."):
-        completion({"zsh": "# a script\n"}, shell="zsh", install=True)
+        completion(lambda _: "# a script\n", shell="zsh", install=True)
