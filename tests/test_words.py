@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cgtool.plan.rendering import source_words, spell
+from cgtool.plan.rendering import changed_words, expected_words, source_words, spell
 
 
 @pytest.mark.parametrize(
@@ -47,3 +47,47 @@ def test_a_literal_is_said_as_people_write_it(literal, said):
 )
 def test_a_source_is_said_as_people_write_it(source, said):
     assert source_words(source) == said
+
+
+@pytest.mark.parametrize(
+    ("kind", "old", "new", "said"),
+    [
+        pytest.param("value", ["f", "1e-06"], ["f", "1e-05"], "a.b was 1e-06 and is 1e-05 now", id="value"),
+        pytest.param("type", "m:A", "m:B", "a.b was of type m:A and is of type m:B now", id="type"),
+        pytest.param("code", "0" * 64, "1" * 64, "the code of a.b has changed", id="code"),
+        pytest.param(
+            "value", ["function", "m:f", "00"], ["function", "m:f", "11"], "the code of a.b has changed", id="function"
+        ),
+        pytest.param("hasattr:c", True, False, "a.b had an attribute c before; now it is otherwise", id="hasattr"),
+        pytest.param('contains:"k"', True, False, 'a.b had the key "k" before; now it is otherwise', id="contains"),
+        pytest.param(
+            "absent:c", True, False, "a.b.c was not set on the object itself before; now it is otherwise", id="absent"
+        ),
+        pytest.param(
+            "same:self.d", True, False, "a.b and d were one object before; now it is otherwise", id="same"
+        ),
+        pytest.param(
+            "apart:self.d", True, False, "a.b and d had memory of their own before; now it is otherwise", id="apart"
+        ),
+        pytest.param("hooks", 0, 1, "a.b had no hooks and has 1 now", id="hooks"),
+        pytest.param("empty", True, False, "a.b was empty before; now it is otherwise", id="empty"),
+        pytest.param(
+            "keys", ["x"], ["x", "y"], "a.b was a dict with the keys 'x' and is a dict with the keys 'x', 'y' now",
+            id="keys",
+        ),
+    ],
+)  # fmt: skip
+def test_a_guard_that_changed_is_one_sentence(kind, old, new, said):
+    assert changed_words("self.a.b", kind, old, new) == said
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [("value", ["t", ["function"]]), ("value", {"a": 1}), ("length", 3), ("keys", 7), ("tensor", []), ("strange", [1])],
+)
+def test_what_a_stranger_wrote_outside_of_the_grammar_is_shown_as_it_stands(kind, value):
+    assert expected_words(kind, value)
+
+
+def test_a_long_value_has_an_end():
+    assert len(expected_words("value", "x" * 10_000)) == 201

@@ -51,7 +51,7 @@ from cgtool.guards.names import qualified_name
 from cgtool.guards.sources import NotImportedError, Roots, parse_source
 from cgtool.plan.grammar import digest_of
 from cgtool.plan.records import Guard
-from cgtool.plan.rendering import definition_words, names_words, source_words, spell
+from cgtool.plan.rendering import changed_words, expected_words, source_words
 from cgtool.records import dataclass
 
 Json = Any
@@ -230,10 +230,7 @@ def _looked_at(guard: Guard, roots: Roots) -> Json:
     except NoRuleError as error:
         now = qualified_name(type(roots.resolve(guard.source)))
         name = source_words(guard.source)
-        try:
-            was = _say(guard.kind, guard.expected)
-        except (LookupError, TypeError):  # no kind sees what it expects: the plan was changed
-            was = str(guard.expected)[:80]
+        was = expected_words(guard.kind, guard.expected)
         msg = f"{name} was {was} when this was compiled and is of type {now} now."
         raise GuardError(msg, actual=now) from error
     except Exception as error:  # None has no shape, a number has no length
@@ -283,67 +280,7 @@ def same(one: Json, other: Json) -> bool:
 
 def sentence(guard: Guard, actual: Json) -> str:
     """Say what a guard expected and what is there now: 'layers.0.eps was 1e-06 when this was compiled ...'."""
-    name = source_words(guard.source)
     try:
-        return _sentence(guard, name, actual)
+        return f"{changed_words(guard.source, guard.kind, guard.expected, actual, when=' when this was compiled')}."
     except (AttributeError, LookupError, TypeError, ValueError):  # no kind sees what it expects: the plan was changed
-        return f"{name} was {str(guard.expected)[:80]} when this was compiled, which cannot be."
-
-
-def _sentence(guard: Guard, name: str, actual: Json) -> str:
-    word, _, argument = guard.kind.partition(":")
-    if word == "hasattr":
-        return f"{name} {_had(was=guard.expected)} an attribute {argument} when this was compiled; now it is otherwise."
-    if word == "absent":
-        return f"{name}.{argument} was {'not ' * bool(guard.expected)}set on the object itself when this was compiled."
-    if word == "contains":
-        return f"{name} {_had(was=guard.expected)} the key {argument} when this was compiled; now it is otherwise."
-    if word == "empty":
-        return f"{name} was {'empty' if guard.expected else 'not empty'} when this was compiled; now it is otherwise."
-    if word == "same":
-        other = source_words(argument)
-        return f"{name} and {other} were {'one object' if guard.expected else 'two objects'} when this was compiled."
-    if word == "apart":
-        had = "memory of their own" if guard.expected else "one memory"
-        return f"{name} and {source_words(argument)} had {had} when this was compiled, and one of them is written to."
-    if word == "hooks":
-        return f"{name} had {guard.expected or 'no'} hooks when this was compiled and has {actual} now."
-    if word in _QUESTIONS:
-        return f"{name} {_QUESTIONS[word][not guard.expected]} when this was compiled; now it is otherwise."
-    if word == "class":
-        return f"{definition_words(guard.expected, actual)}."
-    if word in {"named", "named_keys", "attributes", "registered"}:
-        return f"{names_words(name, word, guard.expected, actual)}."
-    if word == "digest":
-        return f"{name} is not what it was when this was compiled."
-    if word == "code":
-        return f"The code of {name} is not what was compiled."
-    return f"{name} was {_say(word, guard.expected)} when this was compiled and is {_say(word, actual)} now."
-
-
-#: How a tensor's answers are said: yes and no.
-_QUESTIONS = {
-    "requires_grad": ("required grad", "did not require grad"),
-    "is_leaf": ("was a leaf", "was not a leaf"),
-    "has_grad": ("had a grad", "had no grad"),
-    "is_view": ("was a view", "was not a view"),
-    "is_inference": ("was an inference tensor", "was not an inference tensor"),
-}
-
-
-def _had(*, was: bool) -> str:
-    return "had" if was else "did not have"
-
-
-def _say(word: str, data: Json) -> str:
-    if word == "type":
-        return f"of type {data}"
-    if word == "length":
-        return f"of type {data[0]} with {data[1]} elements"
-    if word == "steps_of_one":
-        return f"a tensor whose dimensions of size one have the strides {['natural' if s is None else s for s in data]}"
-    if word == "keys":
-        return "a dict with the keys " + ", ".join(map(spell, data))
-    if word == "tensor":
-        return f"a {data[1]} tensor of shape {tuple(data[2])} and strides {tuple(data[3])} on {data[4]}"
-    return spell(data) if word == "value" else str(data)
+        return f"{source_words(guard.source)} was {str(guard.expected)[:80]} when this was compiled, which cannot be."

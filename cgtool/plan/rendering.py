@@ -6,11 +6,28 @@ Nothing ever runs that Python (`transformed_code.py`). The grammar of sources an
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 
 from cgtool.plan.pieces import Json, Node, PieceGraph, TensorMeta
 from cgtool.plan.records import Plan, Step
+
+#: Kinds of guards that answer a question: what is said where the answer was yes, and where it was no.
+_ANSWERS = {
+    "hasattr": ("had an attribute {}", "did not have an attribute {}"),
+    "contains": ("had the key {}", "did not have the key {}"),
+    "absent": ("was not set on the object itself", "was set on the object itself"),
+    "empty": ("was empty", "was not empty"),
+    "same": ("were one object", "were two objects"),
+    "apart": ("had memory of their own", "had one memory"),
+    "requires_grad": ("required grad", "did not require grad"),
+    "is_leaf": ("was a leaf", "was not a leaf"),
+    "has_grad": ("had a grad", "had no grad"),
+    "is_view": ("was a view", "was not a view"),
+    "is_inference": ("was an inference tensor", "was not an inference tensor"),
+}
+_MOST_CHARACTERS = 200
 
 
 def source_words(text: str) -> str:
@@ -162,3 +179,67 @@ def _value(value: object, names: dict[str, str]) -> str:
 
 def _tensor(meta: TensorMeta) -> str:
     return f"{meta.dtype}[{', '.join(map(str, meta.shape))}] {meta.device}"
+
+
+def expected_words(kind: str, value: Json) -> str:
+    """Return what a guard of a kind expects: "1e-06", "of type toy:Mode"; as JSON where no kind expects such."""
+    try:
+        said = _expected(kind.partition(":")[0], value)
+    except (LookupError, TypeError, ValueError):
+        said = json.dumps(value)
+    return said if len(said) <= _MOST_CHARACTERS else f"{said[:_MOST_CHARACTERS]}…"
+
+
+def _expected(word: str, value: Json) -> str:
+    if word in _ANSWERS:
+        return "so" if value else "otherwise"
+    if word == "value":
+        return spell(value)
+    if word == "type":
+        return f"of type {value}"
+    if word == "length":
+        return f"of type {value[0]} with {value[1]} elements"
+    if word == "steps_of_one":
+        return (
+            f"a tensor whose dimensions of size one have the strides {['natural' if s is None else s for s in value]}"
+        )
+    if word == "keys":
+        return "a dict with the keys " + ", ".join(map(spell, value))
+    if word == "tensor":
+        return f"a {value[1]} tensor of shape {tuple(value[2])} and strides {tuple(value[3])} on {value[4]}"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def changed_words(source: str, kind: str, was: Json, now: Json, *, when: str = "") -> str:
+    """Return how what a guard looks at was and is: "layers.0.eps was 1e-06 and is 1e-05 now".
+
+    Args:
+        source: Where it is found.
+        kind: The guard's kind, with its argument.
+        was: What was seen there.
+        now: What is seen now.
+        when: When it was so: " when this was compiled".
+    """
+    name, (word, _, argument) = source_words(source), kind.partition(":")
+    if word == "code" or _is_one_function(was, now):
+        return f"the code of {name} has changed"
+    if word == "class":
+        return definition_words(was, now)
+    if word in {"named", "named_keys", "attributes", "registered"}:
+        return names_words(name, word, was, now)
+    if word == "digest":
+        return f"{name} is not what it was{when or ' before'}"
+    if word == "hooks":
+        return f"{name} had {was or 'no'} hooks{when} and has {now or 'none'} now"
+    if word not in _ANSWERS:
+        return f"{name} was {expected_words(word, was)}{when} and is {expected_words(word, now)} now"
+    subject = f"{name}.{argument}" if word == "absent" else name
+    if word in {"same", "apart"}:
+        subject = f"{name} and {source_words(argument)}"
+    return f"{subject} {_ANSWERS[word][not was].format(argument)}{when or ' before'}; now it is otherwise"
+
+
+def _is_one_function(was: Json, now: Json) -> bool:
+    """Whether two values are functions of one name, which differ in their code."""
+    both = [value for value in (was, now) if isinstance(value, list) and len(value) == 3 and value[0] == "function"]  # noqa: PLR2004 - tag, name, digest
+    return len(both) == 2 and was[1] == now[1]  # noqa: PLR2004

@@ -163,7 +163,7 @@ CHANGES = [
     ("self", "absent:forward", patch_forward, r"the model\.forward was not set on the object itself when"),
     ("self.mask", "tensor", other_shape, r"mask was a float32 tensor of shape \(2, 3\) .* \(3, 2\) .* now"),
     ("self.mask", "same:self.other", untie, "mask and other were one object when"),
-    ("self.forward", "code", patch_forward, "The code of forward is not what was compiled"),
+    ("self.forward", "code", patch_forward, "the code of forward has changed"),
 ]
 
 

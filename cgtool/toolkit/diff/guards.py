@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from cgtool.plan.grammar import canonical_json
 from cgtool.plan.pieces import Json
 from cgtool.plan.records import Guard, GuardTable, Plan, Variant
-from cgtool.plan.rendering import source_words
+from cgtool.plan.rendering import changed_words, expected_words, source_words
 from cgtool.records import replace
 from cgtool.toolkit.diff.records import Difference, together
-from cgtool.toolkit.diff.words import changed_words, tensor_words, value_words
+from cgtool.toolkit.diff.words import tensor_words
 
 #: What tells most first. A value or a class that changed is what somebody changed; code that changed is next, because
 #: functions that were traced before are not looked at any more where another took their place.
@@ -91,7 +91,7 @@ def _changed(before: Mapping[bytes, Guard], after: Mapping[bytes, Guard]) -> Dif
         path=f"{old.source} {old.kind}",
         old=old.expected,
         new=new.expected,
-        sentence=changed_words(old, new.expected),
+        sentence=changed_words(old.source, old.kind, old.expected, new.expected),
     )
 
 
@@ -123,14 +123,16 @@ def _now_set(here: _Guards, there: _Guards) -> list[Guard]:
 def _set_on_object(guard: Guard, after: _Guards) -> Difference:
     source = f"{guard.source}.{guard.kind.partition(':')[2]}"
     now = next(iter(after[source, "value"].values())).expected
-    said = f"{source_words(source)} is set on the object itself now, to {value_words('value', now)}, and was not before"
+    said = (
+        f"{source_words(source)} is set on the object itself now, to {expected_words('value', now)}, and was not before"
+    )
     return Difference(what="guard", path=f"{source} value", old=None, new=now, sentence=said)
 
 
 def _no_more_set(guard: Guard, before: _Guards) -> Difference:
     source = f"{guard.source}.{guard.kind.partition(':')[2]}"
     was = next(iter(before[source, "value"].values())).expected
-    said = f"{source_words(source)} was set on the object itself, to {value_words('value', was)}, and is not now"
+    said = f"{source_words(source)} was set on the object itself, to {expected_words('value', was)}, and is not now"
     return Difference(what="guard", path=f"{source} value", old=was, new=None, sentence=said)
 
 
@@ -171,7 +173,7 @@ def _said(guard: Guard) -> str:
         return f"the code of {name}"
     if word == "absent":
         return f"whether {name}.{argument} is set on the object itself"
-    return f"{name}{f' ({word} {argument})' if argument else ''}: {value_words(word, guard.expected)}"
+    return f"{name}{f' ({word} {argument})' if argument else ''}: {expected_words(word, guard.expected)}"
 
 
 def call_differences(pairs: Sequence[tuple[str, Variant, Variant]]) -> list[Difference]:
