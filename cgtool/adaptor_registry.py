@@ -26,7 +26,7 @@ GROUP = "cgtool.adaptors"
 
 _OURS = {
     AOT_INDUCTOR: ("cgtool.compiler.adaptors.aot_inductor", "AotInductorAdaptor"),
-    "inductor_standalone": ("cgtool.compiler.adaptors.inductor_standalone", "InductorStandaloneAdaptor"),
+    "inductor_standalone": ("cgtool.compiler.adaptors.inductor", "InductorStandaloneAdaptor"),
     "inductor": ("cgtool.compiler.adaptors.inductor", "InductorAdaptor"),
     EAGER: ("cgtool.compiler.adaptors.eager", "EagerAdaptor"),
 }

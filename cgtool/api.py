@@ -107,7 +107,7 @@ def _load_from(
 
 def _open_artifact(adaptor: str, data: bytes, graph: PieceGraph) -> Boxed:
     # Inductor's own artifacts need Inductor: seconds to import, and only for an entry that holds them.
-    from cgtool.compiler.adaptors import get_adaptor
+    from cgtool.compiler.adaptors.interface import get_adaptor
 
     return get_adaptor(adaptor).load(data, graph)
 

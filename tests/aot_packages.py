@@ -13,7 +13,7 @@ from pathlib import Path
 
 from piece_cases import Case
 
-from cgtool.compiler.adaptors import get_adaptor
+from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.plan.grammar import digest_of, sha256_hex
 from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
 from cgtool.store.lock import FileLock
@@ -25,7 +25,6 @@ _SOURCES = (
     "cgtool/compiler/fx_piece.py",
     "cgtool/compiler/sizes.py",
     "cgtool/compiler/options.py",
-    "cgtool/compiler/outputs.py",
     "cgtool/store/artifacts.py",
     "tests/piece_ops.py",
 )

@@ -11,13 +11,16 @@ Nothing here is ever opened by a load, and no digest covers it. Must not import 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from cgtool.compiler.adaptors.interface import CompiledPiece, CompilerInterface
+from cgtool.adaptor_registry import kind_of
+from cgtool.compiler.adaptors.interface import CompilerInterface
 from cgtool.plan.pieces import Json, PieceGraph
+from cgtool.store.artifacts import Origin, with_origin
 from cgtool.store.compiled_code import generated_dir, generated_sources, generated_texts
 from cgtool.store.files import read_bytes, write_atomic
 from cgtool.store.layout import CODE_FILE, GRAPH_FILE, CacheLayout, RankName
@@ -28,11 +31,16 @@ Texts = Mapping[str, str]
 
 
 def compile_piece(
-    adaptor: CompilerInterface, graph: PieceGraph, *, options: Mapping[str, Json], max_autotune: bool
-) -> tuple[CompiledPiece, Texts]:
-    """Compile a piece, as `CompilerInterface.compile` does, and return what the compiler wrote for it, too."""
+    adaptor: CompilerInterface, graph: PieceGraph, origin: Origin, *, options: Mapping[str, Json], max_autotune: bool
+) -> tuple[bytes, Artifact, Texts]:
+    """Compile a piece, as `CompilerInterface.compile` does.
+
+    Returns:
+        The artifact's bytes, which say what it was compiled from; its record; and what the compiler wrote for people.
+    """
     from cgtool.compiler import _torch  # sympy and all that compiles, which a hit does without
 
+    started = time.perf_counter()
     seeing: Any = _torch.autotuning_seen() if max_autotune and adaptor.compiles else nullcontext([])
     with seeing as tried:
         piece = adaptor.compile(graph, options=options, max_autotune=max_autotune)
@@ -41,7 +49,12 @@ def compile_piece(
         texts |= {f"module_{number}.py": text for number, text in enumerate(generated_sources(piece.artifact))}
     if tried:
         texts["autotuning.json"] = json.dumps(tried, indent=1)
-    return piece, texts
+    data = with_origin(piece.artifact, kind_of(adaptor.name), origin)
+    secs = time.perf_counter() - started
+    artifact = Artifact.of(
+        data, kind=kind_of(adaptor.name), compile_secs=secs, kernels=piece.kernels, guards=piece.guards
+    )
+    return data, artifact, texts
 
 
 def keep_generated(layout: CacheLayout, manifest: Manifest, written: Mapping[str, Texts]) -> None:

@@ -1,4 +1,4 @@
-"""Options of Inductor for one compile: cgtool's own, the user's, and those of concrete sizes."""
+"""What decides beside the graph what Inductor makes of a piece: the options of a compile, and a digest of all of it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from cgtool.compiler import _torch
 from cgtool.errors import ConfigError
+from cgtool.guards.environment import environment_factors, plain
+from cgtool.host import compiler_version, environment
+from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json
 
 #: In force for every compile unless the user sets them.
@@ -39,6 +44,9 @@ _KEPT = {
     "fx_graph_remote_cache": "artifacts are made on this machine alone",
     "triton.cudagraphs": "CUDA graphs are chosen by cudagraph_mode",
 }
+
+#: Options that name places, or say how hard to work, and change no code.
+_NOT_CODE = ("cutlass_dir", "cache", "path", "dir", "compile_threads", "worker", "_debug", "trace", "log")
 
 
 def inductor_patches(options: Mapping[str, Json], *, max_autotune: bool, packaged: bool = False) -> dict[str, Json]:
@@ -85,3 +93,63 @@ def _check(name: str, value: Json, known: Mapping[str, Any]) -> None:
             expected=type(now).__name__,
             actual=value,
         )
+
+
+def inductor_hash(adaptor: str, patches: Mapping[str, Json]) -> str:
+    """Return the SHA-256 of torch, triton, the C++ compiler, the target and Inductor's settings.
+
+    Args:
+        adaptor: The adaptor's name.
+        patches: The options that the compile sets.
+
+    Raises:
+        ConfigError: No C++ compiler works here.
+    """
+    options = {
+        name: plain(value)
+        for name, value in _torch.portable_options(patches).items()
+        if name in patches or not any(word in name for word in _NOT_CODE)
+    }
+    return digest_of(
+        {
+            "adaptor": adaptor,
+            "environment": environment_factors(),
+            "isa": _isa(adaptor) if not torch.cuda.is_available() else None,
+            "options": options,
+        }
+    )
+
+
+def check_compiler(adaptor: str) -> None:
+    """See that a C++ compiler is here, before anything is traced for it.
+
+    Args:
+        adaptor: Whose pieces are to be compiled.
+
+    Raises:
+        ConfigError: None works.
+    """
+    named = environment().cxx
+    if named is not None and not named.strip():
+        raise _no_compiler(adaptor, "CXX is set, and empty")
+    if compiler_version() is None:
+        raise _no_compiler(adaptor, f"CXX is {named!r}" if named else "there is no g++")
+
+
+def _isa(adaptor: str) -> str:
+    try:
+        return _torch.cpu_isa()
+    except RuntimeError as error:
+        if type(error).__name__ != "InvalidCxxCompiler":  # torch gave it several homes
+            raise
+        raise _no_compiler(adaptor, str(error)) from error
+
+
+def _no_compiler(adaptor: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"The adaptor {adaptor!r} needs a C++ compiler, and none works here ({why}). Install one, name one with CXX, "
+        f"or choose the adaptor 'eager' (--adaptor eager), which compiles nothing. A start from a cache that is warm "
+        f"needs no compiler.",
+        path="adaptor",
+        actual=why,
+    )

@@ -1,91 +1,189 @@
-"""Running compile tasks: in this thread, and in as many others as there are workers to wait for.
+"""Compiling the work that a plan needs: each unique artifact once, several at a time, eagerly what no compiler takes.
 
-A task goes to a thread that waits for a worker, where its adaptor has workers; what only this process can compile, and
-what compiles at once, is done by the calling thread meanwhile. So at most one piece is compiled in this process, always
-by the thread that asked for the warm, and an interruption reaches it.
+A piece goes down a chain of adaptors until one takes it: aot_inductor, inductor_standalone, eager. Only what a compiler
+says of the piece moves it down; a worker that died, hung or found no memory or disk fails its units, the others go on,
+and one error at the end names all that failed.
+
+A piece that goes to a worker has a thread that waits for it. What only this process can compile, and what compiles at
+once, is done by the calling thread meanwhile. So at most one piece is compiled in this process, always by the thread
+that asked for the warm, and an interruption reaches it.
 """
 
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 import logging
 import queue
 import threading
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
-from cgtool.compiler.manager import Built
-from cgtool.compiler.managers import Managers, next_adaptor
+from cgtool.compiler.generated import Texts
+from cgtool.compiler.manager import Built, CompilerManager, next_adaptor
+from cgtool.compiler.pool import WorkerPool
+from cgtool.compiler.request import StaysHereError
 from cgtool.compiler.wanted import Work
-from cgtool.compiler.workers.pool import WorkerPool
-from cgtool.compiler.workers.request import StaysHereError
 from cgtool.config import EAGER
-from cgtool.errors import CompileError, WorkerError
+from cgtool.errors import CompileError, UnitsFailedError, WorkerError
 from cgtool.events import Event, OnEvent
+from cgtool.plan.grammar import digest_of
+from cgtool.plan.shapes import shape_text
 from cgtool.store.entry import ObjectStore
+from cgtool.store.records import Fallback, Row
 
 _log = logging.getLogger(__name__)
 
+#: How many pieces a line of progress names.
+_MOST_LISTED = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What came of it.
+
+    Args:
+        rows: A row for each item of the work that has an artifact of its own.
+        compiled: How many artifacts this process compiled.
+        secs: How long all of it took, in seconds.
+        fallbacks: The pieces that another adaptor serves than the one that was asked for.
+        unproved: Pieces whose artifacts were not proved this time, each with its reason; a later warm tries again.
+        generated: Artifact digest → what its compiler wrote for people.
+    """
+
+    rows: tuple[Row, ...]
+    compiled: int
+    secs: float
+    fallbacks: tuple[Fallback, ...]
+    unproved: tuple[tuple[int, str], ...]
+    generated: Mapping[str, Texts]
+
+
+def compile_work(
+    work: Iterable[Work],
+    *,
+    objects: ObjectStore,
+    manager: CompilerManager,
+    pool: WorkerPool | None = None,
+    on_event: OnEvent,
+) -> Compiled:
+    """Compile or reuse every artifact of `work` and put it into an entry.
+
+    A piece that no compiler takes for all of its variant's sizes runs as it stands, and is reported; one that none
+    takes for a concrete size or a range alone is an error.
+
+    Args:
+        work: What is needed.
+        objects: The entry's artifacts.
+        manager: The compilers.
+        pool: Workers, `pool.jobs` of them at a time; None compiles in this process, one piece after the other.
+        on_event: Told of each artifact, from one thread at a time.
+
+    Raises:
+        UnitsFailedError: Some pieces could not be compiled; what could be is stored.
+        ConfigError: The compiler does not know an option.
+        ProofCrashError: The process that proves artifacts died.
+        CacheError: The cache cannot be written.
+    """
+    started = time.perf_counter()
+    # what serves all sizes comes first: where it falls to eager, nothing else of the piece is compiled
+    groups = sorted(unique(work), key=lambda group: not group[0].is_base)
+    tasks = [_Task(items=group, work=group[0]) for group in groups]
+    _Run(tasks, objects, manager, on_event).run(pool)
+    # fell to eager; where eager was asked for, every size that was asked for has its artifact
+    as_it_stands = {item.place for task in tasks if task.fell_to_eager for item in task.items}
+    for task in tasks:
+        task.items = [item for item in task.items if item.is_base or item.place not in as_it_stands]
+    tasks = [task for task in tasks if task.items]
+    _raise_failures([task for task in tasks if task.error is not None])
+    built = [(task, task.built) for task in tasks if task.built is not None]
+    return Compiled(
+        rows=tuple(
+            Row(
+                variant=item.variant,
+                piece_index=item.piece_index,
+                shape=item.shape,
+                adaptor=task.work.adaptor,
+                tuned=item.tuned,
+                artifact=unit.artifact,
+            )
+            for task, unit in built
+            for item in task.items
+        ),
+        compiled=sum(not unit.reused for _, unit in built),
+        secs=time.perf_counter() - started,
+        fallbacks=tuple(
+            Fallback(
+                variant=item.variant,
+                piece_index=item.piece_index,
+                shape=item.shape,
+                adaptor=task.work.adaptor,
+                reason="; ".join(task.refusals),
+            )
+            for task, _ in built
+            if task.refusals
+            for item in task.items
+        ),
+        unproved=tuple(
+            (item.piece_index, unit.unproved) for task, unit in built if unit.unproved for item in task.items
+        ),
+        generated={unit.artifact.digest: unit.generated for _, unit in built if unit.generated},
+    )
+
+
+def unique(work: Iterable[Work]) -> Iterator[list[Work]]:
+    """Yield the work in groups that one artifact serves, in order of first need."""
+    groups: dict[str, list[Work]] = {}
+    for item in work:
+        made_from = [item.piece, shape_text(item.shape), item.graph.identity()]
+        name = digest_of([*made_from, item.adaptor, item.tuned, item.is_base])
+        groups.setdefault(name, []).append(item)
+    yield from groups.values()
+
 
 @dataclass(kw_only=True)
-class Task:
+class _Task:
     """Work that one artifact serves, and what came of it so far.
 
     Args:
-        items: The work.
-        label: What it is, for people.
-        adaptor: The adaptor that is to compile it, or did; "" before the first.
-        reason: Why that is not the adaptor that was asked for; "" where it is.
-        unit: The artifact, once it is there.
+        items: All that it serves.
+        work: One of these, with the adaptor that is to compile it, or did.
+        refusals: Why that is not the adaptor that was asked for, one sentence for each that refused.
+        built: The unit, once it is there.
         error: Why there is none.
     """
 
     items: list[Work]
-    label: str
-    adaptor: str = ""
-    reason: str = ""
-    unit: Built | None = None
+    work: Work
+    refusals: list[str] = field(default_factory=list)
+    built: Built | None = None
     error: CompileError | None = None
 
-    def __post_init__(self) -> None:
-        self.adaptor = self.adaptor or self.items[0].adaptor
+    @property
+    def fell_to_eager(self) -> bool:
+        """Whether the piece runs as it stands at every size, because no compiler took it."""
+        return self.work.is_base and self.work.adaptor == EAGER and bool(self.refusals)
 
     @property
-    def is_base(self) -> bool:
-        """Whether it serves every size of its variants."""
-        return all(item.is_base for item in self.items)
-
-    @property
-    def max_autotune(self) -> bool:
-        """Whether the compiler may take its time."""
-        return self.items[0].tuned and self.adaptor != EAGER
-
-
-def run_tasks(
-    tasks: list[Task], *, objects: ObjectStore, managers: Managers, pool: WorkerPool | None, on_event: OnEvent
-) -> None:
-    """Do all tasks; each then has a unit or an error.
-
-    Args:
-        tasks: What to do, the first first.
-        objects: The entry's artifacts.
-        managers: The compilers.
-        pool: Workers, `pool.jobs` of them at a time; None: everything is compiled in this process.
-        on_event: Told of each task, from one thread at a time.
-
-    Raises:
-        CgtoolError: Whatever is no single piece's fault; nothing more is begun then.
-    """
-    _Run(tasks, objects, managers, on_event).run(pool)
+    def label(self) -> str:
+        """What is compiled, for people: "pieces 2, 4, 6 (general)"."""
+        indices = sorted({item.piece_index for item in self.items})
+        listed = ", ".join(map(str, indices[:_MOST_LISTED]))
+        more = f" and {len(indices) - _MOST_LISTED} more" if len(indices) > _MOST_LISTED else ""
+        return f"{'piece' if len(indices) == 1 else 'pieces'} {listed}{more} ({shape_text(self.work.shape)})"
 
 
 class _Run:
-    def __init__(self, tasks: list[Task], objects: ObjectStore, managers: Managers, on_event: OnEvent) -> None:
+    """Does all tasks; each then has a unit or an error. Whatever is no single piece's fault ends the run at once."""
+
+    def __init__(self, tasks: list[_Task], objects: ObjectStore, manager: CompilerManager, on_event: OnEvent) -> None:
         self._tasks = tasks
         self._objects = objects
-        self._managers = managers
+        self._manager = manager
         self._on_event = on_event
-        self._shared: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._local: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._for_workers: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._here: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._running: dict[int, str] = {}
         self._left = len(tasks)
@@ -94,10 +192,9 @@ class _Run:
 
     def run(self, pool: WorkerPool | None) -> None:
         for task in self._tasks:
-            first = task.items[0]
-            self._managers.get(task.adaptor).key(first.graph, first.origin, max_autotune=task.max_autotune)
+            self._manager.key(task.work)  # slow for the first, and an option that is unknown ends all of it here
             self._enqueue(task)
-        away = sum(self._managers.get(task.adaptor).has_workers for task in self._tasks)
+        away = sum(self._manager.uses_workers(task.work.adaptor) for task in self._tasks)
         count = 0
         if pool is not None:
             pool.start(away)
@@ -108,7 +205,7 @@ class _Run:
             threading.Thread(target=context.run, args=(self._serve,), name="cgtool-warm", daemon=True).start()
         try:
             while self._left and self._fatal is None:
-                waiting = self._local.get()
+                waiting = self._here.get()
                 if waiting is not None:
                     self._step(waiting, in_worker=False)
         except BaseException as error:  # whatever ends this thread ends the others
@@ -116,41 +213,36 @@ class _Run:
             raise
         finally:
             for _ in range(count):
-                self._shared.put(None)
+                self._for_workers.put(None)
         if self._fatal is not None:
             raise self._fatal
 
-    def _enqueue(self, task: Task) -> None:
-        (self._shared if self._managers.get(task.adaptor).has_workers else self._local).put(task)
+    def _enqueue(self, task: _Task) -> None:
+        (self._for_workers if self._manager.uses_workers(task.work.adaptor) else self._here).put(task)
 
     def _serve(self) -> None:
         """What the threads do: they wait for workers, and never compile."""
-        while (task := self._shared.get()) is not None:
+        while (task := self._for_workers.get()) is not None:
             try:
                 self._step(task, in_worker=True)
             except BaseException as error:  # noqa: BLE001  raised again by the thread that asked for it all
                 self._fatal = self._fatal or error
                 self._end(task)
 
-    def _step(self, task: Task, *, in_worker: bool) -> None:
+    def _step(self, task: _Task, *, in_worker: bool) -> None:
         """Give a task to its adaptor once."""
         if self._fatal is not None or self._is_moot(task):
             self._end(task)
             return
-        self._begin(task)
+        with self._lock:
+            self._running[id(task)] = task.label
+            self._tell()
         try:
-            first = task.items[0]
-            task.unit = self._managers.get(task.adaptor).ensure(
-                first.graph,
-                first.origin,
-                objects=self._objects,
-                max_autotune=task.max_autotune,
-                in_worker=in_worker,
-            )
+            task.built = self._manager.ensure(task.work, objects=self._objects, in_worker=in_worker)
         except StaysHereError as reason:
             _log.info("%s is compiled in this process and not in a worker: %s.", task.label, reason)
             self._pause(task)
-            self._local.put(task)
+            self._here.put(task)
         except WorkerError as error:
             task.error = error
             self._end(task)
@@ -159,41 +251,36 @@ class _Run:
         else:
             self._end(task)
 
-    def _fall(self, task: Task, error: CompileError) -> None:
+    def _fall(self, task: _Task, error: CompileError) -> None:
         """Give a task that an adaptor refused to the next one."""
-        follower = next_adaptor(task.adaptor)
-        if follower is None or (follower == EAGER and not task.is_base):
+        refused, follower = task.work.adaptor, next_adaptor(task.work.adaptor)
+        if follower is None or (follower == EAGER and not task.work.is_base):
             task.error = error
             self._end(task)
             return
-        _log.info("%s goes from %s to %s: %s", task.label, task.adaptor, follower, error)
-        task.reason = f"{task.reason}; {task.adaptor}: {error}" if task.reason else f"{task.adaptor}: {error}"
-        task.adaptor = follower
+        _log.info("%s goes from %s to %s: %s", task.label, refused, follower, error)
+        task.refusals.append(f"{refused}: {error}")
+        task.work = dataclasses.replace(task.work, adaptor=follower)
         self._pause(task)
         if follower == EAGER:
             with self._lock:
                 self._as_it_stands.update(item.place for item in task.items)
         self._enqueue(task)
 
-    def _is_moot(self, task: Task) -> bool:
+    def _is_moot(self, task: _Task) -> bool:
         """Return whether all that a task is for runs as it stands, whatever the size."""
         with self._lock:
-            return not task.is_base and all(item.place in self._as_it_stands for item in task.items)
+            return not task.work.is_base and all(item.place in self._as_it_stands for item in task.items)
 
-    def _begin(self, task: Task) -> None:
-        with self._lock:
-            self._running[id(task)] = task.label
-            self._tell()
-
-    def _pause(self, task: Task) -> None:
+    def _pause(self, task: _Task) -> None:
         with self._lock:
             self._running.pop(id(task), None)
 
-    def _end(self, task: Task) -> None:
+    def _end(self, task: _Task) -> None:
         with self._lock:
             self._running.pop(id(task), None)
             self._left -= 1
-            unit = task.unit
+            unit = task.built
             if unit is not None and self._fatal is None:
                 said = f"{task.label}, compiled before" if unit.reused else task.label
                 self._tell(said, secs=0.0 if unit.reused else unit.artifact.compile_secs)
@@ -202,10 +289,24 @@ class _Run:
             elif task.error is not None and self._fatal is None:
                 self._tell(f"{task.label} failed", secs=0.0)
             if self._left == 0 or self._fatal is not None:
-                self._local.put(None)
+                self._here.put(None)
 
     def _tell(self, message: str | None = None, *, secs: float | None = None) -> None:
         """Tell of one task, or of all that run now; the lock is held."""
         words = "; ".join(self._running.values()) if message is None else message
         total = len(self._tasks)
         self._on_event(Event(phase="compile", message=words, done=total - self._left, total=total, secs=secs))
+
+
+def _raise_failures(failed: list[_Task]) -> None:
+    if not failed:
+        return
+    reasons = tuple(f"{task.label}: {task.error}" for task in failed)
+    if len(failed) == 1:
+        raise UnitsFailedError(f"Compiling {reasons[0]}") from failed[0].error
+    names = "; ".join(task.label for task in failed)
+    raise UnitsFailedError(
+        f"{len(failed)} of the artifacts could not be compiled: {names}. What was finished is stored, and the same "
+        "command goes on from there.",
+        reasons=reasons,
+    ) from failed[0].error

@@ -9,19 +9,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import torch
 
-from cgtool.compiler.as_it_stands import why_as_it_stands
+from cgtool.compiler import _torch
+from cgtool.compiler.fx_piece import rebuild
+from cgtool.config import EAGER
 from cgtool.errors import TraceError
 from cgtool.events import Event, OnEvent
 from cgtool.graph._torch import share_storage
 from cgtool.graph.metas import tensor_meta
 from cgtool.guards.names import qualified_name
+from cgtool.guards.ops import is_composite
 from cgtool.guards.signature import CallSignature
 from cgtool.guards.state import current, names_for_pieces
-from cgtool.model import ExampleCall, ModelSpec
+from cgtool.model import ExampleCall, ModelSpec, is_torchs_own
 from cgtool.plan.pieces import PieceGraph, SymbolRange
 from cgtool.plan.records import Guard, Input, Plan, Variant
-from cgtool.split import SplitResult, graph_text, split_graph
+from cgtool.plan.shapes import of_sizes
+from cgtool.split.splitter import SplitResult, split_graph
+from cgtool.split.text import graph_text
+from cgtool.store.records import Fallback
 from cgtool.trace.capture import Trace, capture, slow_ops
 from cgtool.trace.examples import Dims, arguments_for, outer_arguments, unique_names, variants_of
 from cgtool.trace.files import UserCode, user_code
@@ -38,7 +45,7 @@ class Stitched:
         code: The user's code that the traces rest on.
         ops: What the compiler believes of the custom ops in all pieces.
         splitting_ops: The ops that were split at, by their canonical names.
-        eager_pieces: By variant, the pieces that must run as they stand, and why.
+        fallbacks: The pieces that no compiler may be given, and why.
         slow_ops: Custom ops that import Dynamo when they are first called.
         computation_graph: `computation_graph.py`, for people.
         trace_secs: Seconds that tracing and splitting took.
@@ -48,7 +55,7 @@ class Stitched:
     code: UserCode
     ops: Mapping[str, str]
     splitting_ops: tuple[str, ...]
-    eager_pieces: Mapping[int, Mapping[int, str]]
+    fallbacks: tuple[Fallback, ...]
     slow_ops: tuple[str, ...]
     computation_graph: str
     trace_secs: float
@@ -108,13 +115,18 @@ class _Builder:
         self._classes: dict[type, None] = {}
         self._variables_read: set[str] = set()
         self._matched: dict[str, None] = {}
-        self._eager: dict[int, Mapping[int, str]] = {}
+        self._fallbacks: list[Fallback] = []
         self._reasons: dict[str, str | None] = {}
         self._text = ""
 
     def add(self, name: str, fixed: Mapping[str, int], dims: Dims, trace: Trace) -> None:
         split = split_graph(trace.graph_module, splitting_ops=self._asked)
-        self._eager[len(self._variants)] = {**split.eager_pieces, **self._as_they_stand(split)}
+        self._fallbacks += [
+            Fallback(
+                variant=len(self._variants), piece_index=piece, shape=of_sizes(fixed), adaptor=EAGER, reason=reason
+            )
+            for piece, reason in {**split.eager_pieces, **self._as_they_stand(split)}.items()
+        ]
         self._variants.append(_variant(name, fixed, dims, trace, split))
         self._graphs.update(split.graphs)
         self._codes.update(dict.fromkeys(trace.codes))
@@ -131,7 +143,7 @@ class _Builder:
             if step.splitting or step.piece < 0 or step.piece in split.eager_pieces:
                 continue
             if step.graph not in self._reasons:
-                self._reasons[step.graph] = why_as_it_stands(split.graphs[step.graph])
+                self._reasons[step.graph] = _why_as_it_stands(split.graphs[step.graph])
             reason = self._reasons[step.graph]
             if reason is not None:
                 found[step.piece] = reason
@@ -146,16 +158,39 @@ class _Builder:
             graphs={identity: graph for identity, graph in self._graphs.items() if identity in used},
         )
         ops = {name: digest for graph in plan.graphs.values() for name, digest in graph.ops.items()}
+        targets = {str(node.target) for graph in plan.graphs.values() for node in graph.nodes}
+        names = tuple(
+            sorted(target.removeprefix("torch.ops.") for target in targets if target.startswith("torch.ops."))
+        )
         return Stitched(
             plan=plan,
             code=user_code(self._codes, self._classes, self._variables_read),
             ops=dict(sorted(ops.items())),
             splitting_ops=tuple(self._matched),
-            eager_pieces=self._eager,
-            slow_ops=slow_ops(_op_names(plan)),
+            fallbacks=tuple(self._fallbacks),
+            slow_ops=slow_ops(names),
             computation_graph=self._text,
             trace_secs=secs,
         )
+
+
+def _why_as_it_stands(graph: PieceGraph) -> str | None:
+    """Return why a piece must run as it stands whatever the compiler could make of it, or None.
+
+    A compiler draws random numbers of its own, which are not those that eager draws from torch's generator; and it
+    looks into a custom op that is composed of others, whose Python nobody can look at again at load.
+    """
+    composed = [name for name in graph.ops if not is_torchs_own(name) and is_composite(name)]
+    if composed:
+        return (
+            f"the op {composed[0]} is composed of other ops (CompositeImplicitAutograd), by code that cannot be watched"
+        )
+    with _torch.SeenOps() as seen:
+        rebuild(graph)
+    draws = dict.fromkeys(str(op.overloadpacket) for op in seen.ops if torch.Tag.nondeterministic_seeded in op.tags)
+    if draws:
+        return f"it draws random numbers ({', '.join(draws)}), and compiled code would draw others than eager does"
+    return None
 
 
 def _variant(name: str, fixed: Mapping[str, int], dims: Dims, trace: Trace, split: SplitResult) -> Variant:
@@ -221,9 +256,3 @@ def _bounded(symbol: SymbolRange, named: Mapping[str, Mapping[str, Any]], dims: 
             low = max(low, said.min)
             high = said.max if high is None else high if said.max is None else min(high, said.max)
     return msgspec.structs.replace(symbol, min=low, max=high)
-
-
-def _op_names(plan: Plan) -> tuple[str, ...]:
-    """Return the names of all ops that the plan's graphs call through `torch.ops`."""
-    targets = {str(node.target) for graph in plan.graphs.values() for node in graph.nodes}
-    return tuple(sorted(target.removeprefix("torch.ops.") for target in targets if target.startswith("torch.ops.")))

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from cgtool.config import EAGER, CompilationConfig, resolve_compile_sizes
 from cgtool.errors import UsageError
 from cgtool.plan.pieces import PieceGraph
-from cgtool.plan.records import Plan, Variant
+from cgtool.plan.records import Plan, Step, Variant
 from cgtool.plan.shapes import Shape, is_size, of_sizes, shape_text
 from cgtool.runtime.dispatch import graph_at, symbol_bounds
 from cgtool.store.artifacts import Origin
-
-_OUTSIDE = "it is outside of what `dynamic` and the model's code allow. Leave it out, or widen `dynamic`."
+from cgtool.store.records import Fallback, Manifest, Row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,62 +53,71 @@ class Work:
         """The variant and the piece."""
         return self.variant, self.piece_index
 
+    def row_in(self, manifest: Manifest) -> Row | None:
+        """Return the manifest's row for it."""
+        return manifest.row(
+            variant=self.variant,
+            shape=self.shape,
+            piece_index=self.piece_index,
+            adaptor=self.adaptor,
+            tuned=self.tuned,
+        )
 
-def wanted(
-    plan: Plan,
-    config: CompilationConfig,
-    *,
-    eager_pieces: Mapping[int, frozenset[int]],
-    fallbacks: Mapping[tuple[int, int, str], str] | None = None,
-) -> tuple[Work, ...]:
+
+def wanted(plan: Plan, config: CompilationConfig, fallbacks: Iterable[Fallback] = ()) -> tuple[Work, ...]:
     """Return every artifact that `plan` needs under `config`.
 
     Args:
         plan: The stitched programs.
         config: Sizes, ranges and the adaptor.
-        eager_pieces: By variant, the pieces that must run as they stand.
-        fallbacks: (variant, piece, shape as text) → the adaptor that is known to serve it instead.
+        fallbacks: What is known to be served by another adaptor. A piece that runs as it stands does so at every size:
+            one artifact serves them all.
 
     Raises:
         UsageError: A size or a range fits no variant, or it is not clear which dimension it speaks of.
     """
-    work: list[Work] = []
-    known = fallbacks or {}
-    asked = asked_shapes(plan, config)
+    known = {fallback.place: fallback.adaptor for fallback in fallbacks}
+    as_it_stands = {place[:2] for place, adaptor in known.items() if adaptor == EAGER}
+    asked = _asked_shapes(plan, config)
+    work = []
     for index, variant in enumerate(plan.variants):
-        as_it_stands = eager_pieces.get(index, frozenset())
-        base = of_sizes(variant.fixed)
-        for shape, tuned in shapes_of(variant, asked):
-            bounds = symbol_bounds(variant, shape)
+        for shape, tuned in _shapes_of(variant, asked):
             for step in variant.steps:
-                if step.splitting or step.piece < 0:
+                eager = (index, step.piece) in as_it_stands
+                if step.splitting or step.piece < 0 or (eager and shape != of_sizes(variant.fixed)):
                     continue
-                eager = step.piece in as_it_stands
-                if eager and shape != base:
-                    continue
-                adaptor = known.get((index, step.piece, shape_text(shape)), config.adaptor)
-                work.append(
-                    Work(
-                        variant=index,
-                        piece_index=step.piece,
-                        shape=shape,
-                        piece=step.graph,
-                        graph=graph_at(plan.graphs[step.graph], step, bounds),
-                        adaptor=EAGER if eager else adaptor,
-                        tuned=tuned and not eager,
-                        is_base=shape == base,
-                    )
-                )
+                adaptor = EAGER if eager else known.get((index, step.piece, shape_text(shape)), config.adaptor)
+                work.append(work_at(plan, index, step, shape, adaptor=adaptor, tuned=tuned and not eager))
     return tuple(work)
 
 
-def asked_shapes(plan: Plan, config: CompilationConfig) -> tuple[Shape, ...]:
-    """Return the sizes and ranges that the user asked for, each by the names of its dimensions.
+def work_at(plan: Plan, variant: int, step: Step, shape: Shape, *, adaptor: str, tuned: bool) -> Work:
+    """Return the work for one piece at one shape.
 
-    Raises:
-        UsageError: A size or a range fits no variant, or it is not clear which dimension it speaks of.
+    Args:
+        plan: The stitched programs.
+        variant: Which of its variants.
+        step: The piece's step in that variant.
+        shape: For which sizes.
+        adaptor: The adaptor to compile it with.
+        tuned: Whether the compiler may take its time.
     """
-    names = dim_names(plan)
+    program = plan.variants[variant]
+    return Work(
+        variant=variant,
+        piece_index=step.piece,
+        shape=shape,
+        piece=step.graph,
+        graph=graph_at(plan.graphs[step.graph], step, symbol_bounds(program, shape)),
+        adaptor=adaptor,
+        tuned=tuned,
+        is_base=shape == of_sizes(program.fixed),
+    )
+
+
+def _asked_shapes(plan: Plan, config: CompilationConfig) -> tuple[Shape, ...]:
+    """Return the sizes and ranges that the user asked for, each by the names of its dimensions."""
+    names = tuple(dict.fromkeys(name for variant in plan.variants for name in (*variant.dims, *variant.fixed)))
     asked: dict[str, Shape] = {}
     for size in resolve_compile_sizes(config):
         shape = of_sizes(_named_size(size, names, config))
@@ -127,24 +135,13 @@ def asked_shapes(plan: Plan, config: CompilationConfig) -> tuple[Shape, ...]:
     return tuple(asked.values())
 
 
-def shapes_of(variant: Variant, asked: Iterable[Shape]) -> Iterator[tuple[Shape, bool]]:
-    """Yield the shapes that one variant is compiled for, each with whether the compiler may tune it.
-
-    Args:
-        variant: The variant.
-        asked: What the user asked for.
-    """
+def _shapes_of(variant: Variant, asked: Iterable[Shape]) -> Iterator[tuple[Shape, bool]]:
+    """Yield the shapes that one variant is compiled for, each with whether the compiler may tune it."""
     base = of_sizes(variant.fixed)
     yield base, base in asked and bool(base)
     for shape in asked:
         if shape != base and _serves(variant, shape):
             yield {**base, **shape}, is_size(shape)
-
-
-def dim_names(plan: Plan) -> tuple[str, ...]:
-    """Return the names of all dynamic dimensions of the model, in order of first appearance."""
-    names = [name for variant in plan.variants for name in (*variant.dims, *variant.fixed)]
-    return tuple(dict.fromkeys(names))
 
 
 def _named_size(size: int | Mapping[str, int], names: tuple[str, ...], config: CompilationConfig) -> dict[str, int]:
@@ -182,16 +179,19 @@ def _serves(variant: Variant, shape: Shape) -> bool:
     for name, size in variant.fixed.items():
         if shape.get(name, None if is_size(shape) else (size, size)) != (size, size):
             return False
-    return all(name in variant.fixed or _allows(variant, name, *bounds) for name, bounds in shape.items())
-
-
-def _allows(variant: Variant, name: str, low: int, high: int) -> bool:
-    """Return whether `variant` takes some of the sizes from `low` to `high`."""
-    carried = [symbol for symbol in variant.symbols if symbol.name in variant.dims.get(name, ())]
-    return bool(carried) and all(s.min <= high and (s.max is None or low <= s.max) for s in carried)
+    for name in shape.keys() - variant.fixed.keys():
+        low, high = shape[name]
+        carried = [symbol for symbol in variant.symbols if symbol.name in variant.dims.get(name, ())]
+        if not carried or any(s.min > high or (s.max is not None and low > s.max) for s in carried):
+            return False
+    return True
 
 
 def _check_served(shape: Shape, plan: Plan, field: str) -> None:
     if not any(_serves(variant, shape) for variant in plan.variants):
-        msg = f"No variant of this model takes {shape_text(shape)}: {_OUTSIDE}"
-        raise UsageError(msg, path=field, actual=shape_text(shape))
+        raise UsageError(
+            f"No variant of this model takes {shape_text(shape)}: it is outside of what `dynamic` and the model's code "
+            "allow. Leave it out, or widen `dynamic`.",
+            path=field,
+            actual=shape_text(shape),
+        )

@@ -22,7 +22,7 @@ from cgtool.errors import CacheMissError, UsageError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.host import environment
 from cgtool.model import ModelSpec
-from cgtool.store.layout import CacheLayout, RankName, resolve_root
+from cgtool.store.layout import CacheLayout, resolve_root
 from cgtool.toolkit.scan import list_entry
 
 SCHEMA = 1
@@ -164,7 +164,7 @@ def warm(options: ModelOptions, *, check: bool = False, on_event: OnEvent = igno
         )
     except CacheMissError as miss:
         return WarmReport(root=str(resolve_root(options.cache_dir)), reasons=miss.reasons or (str(miss),), **lines)
-    name = RankName(hash=result.hash, rank=result.rank, prefix=result.prefix)
+    name = result.manifest.name
     listing = list_entry(CacheLayout(root=Path(result.root)), name)
     return WarmReport(
         entry=None if listing is None else listing.to_json(),

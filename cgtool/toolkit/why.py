@@ -172,7 +172,7 @@ def why_spec(
             reasons=_reasons(miss.reasons or (str(miss),), EntrySide(layout, nearest.hash) if nearest else None),
             pruned=pruned(layout, Live.of(spec.module).lookup),
         )
-    entry = _facts(layout, RankName(hash=result.hash, rank=result.rank, prefix=result.prefix))
+    entry = _facts(layout, result.manifest.name)
     return WhyReport(root=str(layout.root), entry=entry, nearest=None, reasons=())
 
 

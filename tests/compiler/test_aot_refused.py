@@ -12,11 +12,10 @@ import pytest
 import torch
 from piece_cases import CASES, X, call, graph
 
-from cgtool.compiler.adaptors import get_adaptor
-from cgtool.compiler.adaptors.aot_inductor import _check_extern
-from cgtool.compiler.compiler_hash import check_compiler
+from cgtool.compiler.adaptors.aot_inductor import _check_extern, _hold_back_views
+from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.compiler.fx_piece import rebuild
-from cgtool.compiler.outputs import hold_back_views
+from cgtool.compiler.options import check_compiler
 from cgtool.errors import ArtifactError, CompileError, ConfigError
 
 pytestmark = pytest.mark.torch
@@ -59,7 +58,7 @@ FAIL = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from piece_cases import CASES
-from cgtool.compiler.adaptors import get_adaptor
+from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.errors import CgtoolError
 compiler = get_adaptor("aot_inductor")
 try:
@@ -128,12 +127,12 @@ def test_sizes_that_depend_on_values_are_refused():
 def test_a_view_as_another_dtype_is_refused_before_anything_is_compiled():
     piece = graph([X], [call("torch.ops.aten.view.dtype", "%0", {"dtype": "int32"})], ["%1"])
     with pytest.raises(CompileError, match=r"float32 as torch\.int32"):
-        hold_back_views(rebuild(piece), piece)
+        _hold_back_views(rebuild(piece), piece)
 
 
 def test_a_view_of_an_input_is_not_native():
     piece = graph([X], [call("torch.sin", "%0"), call("torch.narrow", "%0", 0, 1, 1)], ["%2", "%1"])
-    assert hold_back_views(rebuild(piece), piece) == [["input", 0, [1, 8], [8, 1], 8], ["native", 0]]
+    assert _hold_back_views(rebuild(piece), piece) == [["input", 0, [1, 8], [8, 1], 8], ["native", 0]]
 
 
 @pytest.mark.parametrize("name", ["two inputs", "a fact", "two symbols", "autocast"])
@@ -141,5 +140,5 @@ def test_a_piece_that_shares_nothing_is_left_as_it_is(name):
     piece = CASES[name].piece
     rebuilt = rebuild(piece)
     before = str(rebuilt.module.graph)
-    assert hold_back_views(rebuilt, piece) is None
+    assert _hold_back_views(rebuilt, piece) is None
     assert str(rebuilt.module.graph) == before

@@ -11,7 +11,7 @@ import pytest
 from aot_packages import package_of
 from piece_cases import CASES
 
-from cgtool.compiler.adaptors import get_adaptor
+from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.guards._torch import changed_inductor_settings
 from cgtool.plan.grammar import sha256_hex
 from cgtool.store.artifacts import unpack
@@ -41,7 +41,7 @@ sys.path.insert(0, sys.argv[1])
 import torch, torch.distributed as dist
 import torch.distributed._functional_collectives
 from piece_cases import X, Case, call, graph, inputs_of
-from cgtool.compiler.adaptors import get_adaptor
+from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.runtime.aoti_package import open_package
 from cgtool.runtime.pieces import piece_function
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 1), rank=0, world_size=1)
@@ -76,7 +76,7 @@ COMPILE = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from piece_cases import CASES
-from cgtool.compiler.adaptors import get_adaptor
+from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.plan.grammar import sha256_hex
 from cgtool.guards._torch import changed_inductor_settings
 print(sha256_hex(get_adaptor("aot_inductor").compile(CASES["a fact"].piece, options={}).artifact))

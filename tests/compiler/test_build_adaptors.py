@@ -6,7 +6,7 @@ import pytest
 import torch
 from piece_cases import CASES, inputs_of
 
-from cgtool.compiler.adaptors import get_adaptor
+from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.errors import ConfigError
 from cgtool.runtime.pieces import piece_function
 

@@ -9,16 +9,17 @@ import time
 
 import pytest
 import torch
-from msgspec.structs import replace
 from piece_cases import CASES
 
-from cgtool.compiler.adaptors import get_adaptor
+from cgtool.compiler import manager as manager_module
 from cgtool.compiler.adaptors.eager import EagerAdaptor
+from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.compiler.manager import CompilerManager
+from cgtool.compiler.wanted import Work
 from cgtool.config import CompilationConfig
 from cgtool.errors import CompileError
 from cgtool.graph.specialise import specialise
-from cgtool.store.artifacts import Origin
+from cgtool.store.artifacts import parted
 from cgtool.store.entry import ObjectStore
 from cgtool.store.layout import CacheLayout
 from cgtool.store.units import UnitStore
@@ -49,13 +50,30 @@ class Counting(EagerAdaptor):
         return super().compile(graph, options=options, max_autotune=max_autotune)
 
 
-def manager_of(root, adaptor, **config):
-    layout = CacheLayout(root=root)
-    return CompilerManager(UnitStore(layout), adaptor, CompilationConfig(**config)), ObjectStore(root / "entry")
+@pytest.fixture(autouse=True)
+def adaptors(monkeypatch):
+    monkeypatch.setattr(manager_module, "get_adaptor", get_adaptor)
 
 
-def origin_of(graph):
-    return Origin(piece=graph.identity(), shape={})
+def manager_of(root, adaptor=None, *, on_event=lambda _: None, **config):
+    """A manager of a cache and an entry's artifacts, whose adaptor "eager" is the given one."""
+    if adaptor is not None:
+        manager_module.get_adaptor = lambda _name: adaptor
+    manager = CompilerManager(CacheLayout(root=root), CompilationConfig(**config), on_event=on_event)
+    return manager, ObjectStore(root / "entry")
+
+
+def work_of(graph, adaptor="eager", *, shape=None, tuned=False):
+    return Work(
+        variant=0,
+        piece_index=0,
+        shape=shape or {},
+        piece=graph.identity(),
+        graph=graph,
+        adaptor=adaptor,
+        tuned=tuned,
+        is_base=True,
+    )
 
 
 def files_of(root):
@@ -66,63 +84,62 @@ def files_of(root):
 def test_a_piece_is_compiled_once_and_found_again(cache_root):
     adaptor = Counting()
     manager, objects = manager_of(cache_root, adaptor)
-    first = manager.ensure(PIECE, origin_of(PIECE), objects=objects)
-    again = manager.ensure(PIECE, origin_of(PIECE), objects=objects)
+    first = manager.ensure(work_of(PIECE), objects=objects)
+    again = manager.ensure(work_of(PIECE), objects=objects)
     other, elsewhere = manager_of(cache_root, adaptor)
-    third = other.ensure(PIECE, origin_of(PIECE), objects=elsewhere)
+    third = other.ensure(work_of(PIECE), objects=elsewhere)
     assert (first.reused, again.reused, third.reused) == (False, True, True)
     assert first.artifact.digest == again.artifact.digest == third.artifact.digest
     assert adaptor.count == 1
-    run = manager.load(first.artifact, PIECE, objects=objects)
-    assert run([torch.ones(2, 8), torch.ones(8, 8)])[0].shape == (2, 8)
+    _, code = parted(objects.get(first.artifact.digest, first.artifact.kind), first.artifact.kind)
+    assert adaptor.load(code, PIECE)([torch.ones(2, 8), torch.ones(8, 8)])[0].shape == (2, 8)
 
 
 def test_another_piece_size_option_or_adaptor_is_another_unit(cache_root):
-    manager, _ = manager_of(cache_root, get_adaptor("inductor_standalone"))
-    optioned, _ = manager_of(
-        cache_root, get_adaptor("inductor_standalone"), inductor_compile_config={"epilogue_fusion": False}
-    )
-    eager, _ = manager_of(cache_root, get_adaptor("eager"))
+    manager, _ = manager_of(cache_root)
+    optioned, _ = manager_of(cache_root, inductor_compile_config={"epilogue_fusion": False})
+    name = "inductor_standalone"
     keys = [
-        manager.key(PIECE, origin_of(PIECE)),
-        manager.key(OTHER, origin_of(OTHER)),
-        manager.key(specialise(PIECE, {"s0": 8}), replace(origin_of(PIECE), shape={"n": (8, 8)})),
-        manager.key(PIECE, origin_of(PIECE), max_autotune=True),
-        optioned.key(PIECE, origin_of(PIECE)),
-        eager.key(PIECE, origin_of(PIECE)),
+        manager.key(work_of(PIECE, name)),
+        manager.key(work_of(OTHER, name)),
+        manager.key(work_of(specialise(PIECE, {"s0": 8}), name)),
+        manager.key(work_of(PIECE, name, shape={"n": (8, 8)})),
+        manager.key(work_of(PIECE, name, tuned=True)),
+        optioned.key(work_of(PIECE, name)),
+        manager.key(work_of(PIECE, "eager")),
     ]
     assert len(set(keys)) == len(keys)
-    assert manager.key(PIECE, origin_of(PIECE)) == keys[0]
+    assert manager_of(cache_root)[0].key(work_of(PIECE, name)) == keys[0]
 
 
 def test_a_damaged_unit_is_compiled_again(cache_root):
     adaptor = Counting()
     manager, objects = manager_of(cache_root, adaptor)
-    unit = manager.ensure(PIECE, origin_of(PIECE), objects=objects)
+    unit = manager.ensure(work_of(PIECE), objects=objects)
     for path in cache_root.rglob(f"{unit.artifact.digest}.{unit.artifact.kind}"):
         path.chmod(0o644)
         path.write_bytes(b"other bytes")
     fresh, objects = manager_of(cache_root, adaptor)
-    assert not fresh.ensure(PIECE, origin_of(PIECE), objects=objects).reused
+    assert not fresh.ensure(work_of(PIECE), objects=objects).reused
     assert adaptor.count == 2
-    assert fresh.load(unit.artifact, PIECE, objects=objects)
+    assert parted(objects.get(unit.artifact.digest, unit.artifact.kind), unit.artifact.kind)
 
 
 @pytest.mark.parametrize("error", [CompileError("no"), KeyboardInterrupt(), SystemExit(143)])
 def test_a_compile_that_ends_early_leaves_nothing(cache_root, error):
     manager, objects = manager_of(cache_root, Counting(error=error))
     with pytest.raises(type(error)):
-        manager.ensure(PIECE, origin_of(PIECE), objects=objects)
+        manager.ensure(work_of(PIECE), objects=objects)
     assert files_of(cache_root) == []
     after, objects = manager_of(cache_root, Counting())
-    assert not after.ensure(PIECE, origin_of(PIECE), objects=objects).reused
+    assert not after.ensure(work_of(PIECE), objects=objects).reused
 
 
 def _compile_both(root, log, barrier):
     manager, objects = manager_of(root, Counting(log, secs=0.2))
     barrier.wait()
     for piece in (PIECE, OTHER):
-        manager.ensure(piece, origin_of(piece), objects=objects)
+        manager.ensure(work_of(piece), objects=objects)
 
 
 def test_four_processes_compile_each_piece_once_between_them(cache_root, tmp_path):
@@ -139,7 +156,7 @@ def test_four_processes_compile_each_piece_once_between_them(cache_root, tmp_pat
 
 def _compile_slowly(root, log):
     manager, objects = manager_of(root, Counting(log, secs=60))
-    manager.ensure(PIECE, origin_of(PIECE), objects=objects)
+    manager.ensure(work_of(PIECE), objects=objects)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -155,22 +172,20 @@ def test_a_killed_compile_leaves_nothing_and_blocks_nobody(cache_root, tmp_path,
     worker.join(60)
     assert files_of(cache_root) == []
     manager, objects = manager_of(cache_root, Counting())
-    assert not manager.ensure(PIECE, origin_of(PIECE), objects=objects).reused
+    assert not manager.ensure(work_of(PIECE), objects=objects).reused
 
 
 def test_a_wait_for_another_process_is_said(cache_root):
     events = []
-    layout = CacheLayout(root=cache_root)
-    units = UnitStore(layout)
-    manager = CompilerManager(units, Counting(), CompilationConfig(), on_event=events.append)
-    held = units.lock(manager.key(PIECE, origin_of(PIECE)))
-    held.__enter__()
+    units = UnitStore(CacheLayout(root=cache_root))
 
     def release(event):
         events.append(event)
         held.__exit__(None, None, None)
 
-    manager = CompilerManager(units, Counting(), CompilationConfig(), on_event=release)
-    manager.ensure(PIECE, origin_of(PIECE), objects=ObjectStore(cache_root / "entry"))
+    manager, objects = manager_of(cache_root, Counting(), on_event=release)
+    held = units.lock(manager.key(work_of(PIECE)))
+    held.__enter__()
+    manager.ensure(work_of(PIECE), objects=objects)
     assert [event.phase for event in events] == ["compile"]
     assert "another process" in events[0].message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cgtool.compiler.adaptors import get_adaptor
+from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.compiler.options import inductor_patches
 from cgtool.errors import ConfigError
 

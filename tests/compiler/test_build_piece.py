@@ -14,7 +14,7 @@ from piece_cases import CASES, W, X, call, graph, method, size, tensor
 from torch.utils._appending_byte_serializer import BytesReader, BytesWriter
 
 from cgtool.compiler import _torch
-from cgtool.compiler.adaptors import get_adaptor
+from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.compiler.fx_piece import rebuild
 from cgtool.compiler.sizes import choose_hints
 from cgtool.errors import ArtifactError, CompileError
@@ -69,7 +69,7 @@ COMPILE = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from piece_cases import CASES
-from cgtool.compiler.adaptors import get_adaptor
+from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.plan.grammar import sha256_hex
 for name in ("two inputs", "a fact", "two symbols", "constants"):
     compiled = get_adaptor("inductor_standalone").compile(CASES[name].piece, options={})
@@ -100,7 +100,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import pathlib, torch
 from piece_cases import CASES, inputs_of
-from cgtool.compiler.adaptors import get_adaptor
+from cgtool.compiler.adaptors.interface import get_adaptor
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx
 from cgtool.runtime.pieces import piece_function

@@ -50,26 +50,19 @@ class _Finds:
 @pytest.mark.torch
 @pytest.mark.parametrize("lasting", [False, True])
 def test_only_what_lies_in_the_piece_is_remembered(tmp_path, lasting):
-    from piece_cases import CASES
+    from hostile_adaptors import work_of
 
-    from cgtool.compiler.adaptors.eager import EagerAdaptor
     from cgtool.compiler.manager import CompilerManager
-    from cgtool.compiler.proof import ProofRecord
+    from cgtool.compiler.proof.prover import ProofRecord
     from cgtool.config import CompilationConfig
-    from cgtool.store.artifacts import Origin
     from cgtool.store.entry import ObjectStore
-
-    class Compiling(EagerAdaptor):
-        compiles = True
 
     reason = "not proved: there was not enough memory"
     failed = ProofRecord(shapes=(), worst_error=0.0, secs=0.0, reason=reason, may_pass_later=not lasting)
     passed = ProofRecord(shapes=({"s0": 2},), worst_error=0.0, secs=0.0)
-    units = UnitStore(CacheLayout(root=tmp_path))
     prover = _Finds(failed, passed)
-    piece, objects = CASES["two inputs"].piece, ObjectStore(tmp_path / "entry")
-    manager = CompilerManager(units, Compiling(), CompilationConfig(), prover=prover)
-    first, again = (manager.ensure(piece, Origin(piece=piece.identity(), shape={}), objects=objects) for _ in range(2))
+    manager = CompilerManager(CacheLayout(root=tmp_path), CompilationConfig(), prover=prover)
+    first, again = (manager.ensure(*work_of(0), objects=ObjectStore(tmp_path / "entry")) for _ in range(2))
     assert (first.reused, again.reused) == (False, True)
     assert not first.artifact.proved
     if lasting:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from cgtool.compiler.wanted import asked_shapes, dim_names, shapes_of, wanted
+from cgtool.compiler.wanted import wanted
 from cgtool.config import CompilationConfig
 from cgtool.errors import UsageError
 from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
 from cgtool.plan.records import Input, Plan, Step, Variant
-from cgtool.plan.shapes import shape_text
+from cgtool.plan.shapes import of_sizes, shape_text
+from cgtool.store.records import Fallback
 
 
 def graph(*sizes):
@@ -63,8 +64,11 @@ NONE = plan_of([], {})
 
 
 def shapes(plan, **fields):
-    asked = asked_shapes(plan, CompilationConfig(adaptor="eager", **fields))
-    return [[shape_text(shape) for shape, _ in shapes_of(v, asked)] for v in plan.variants]
+    found = [[] for _ in plan.variants]
+    for work in wanted(plan, CompilationConfig(adaptor="eager", **fields)):
+        if work.piece_index == 0:
+            found[work.variant].append(shape_text(work.shape))
+    return found
 
 
 #: Sizes of which a model that takes 4 to 64 takes two.
@@ -116,15 +120,12 @@ def test_the_shapes_of_each_variant(plan, fields, expected):
 
 
 def test_a_size_that_is_a_variant_is_tuned_there():
-    asked = asked_shapes(ONE, CompilationConfig(adaptor="eager", compile_sizes=[1, 8]))
-    tuned = [[(shape_text(shape), tuned) for shape, tuned in shapes_of(v, asked)] for v in ONE.variants]
-    assert tuned == [[("general", False), ("n=8", True)], [("n=1", True)]]
-
-
-def test_dimensions_are_named_in_order_of_appearance():
-    assert dim_names(TWO) == ("batch", "seq")
-    assert dim_names(plan_of(["n"], {"n": 1})) == ("n",)
-    assert dim_names(NONE) == ()
+    work = wanted(ONE, CompilationConfig(compile_sizes=[1, 8]))
+    assert [(shape_text(w.shape), w.tuned) for w in work if w.piece_index == 0] == [
+        ("general", False),
+        ("n=8", True),
+        ("n=1", True),
+    ]
 
 
 MEANINGLESS = [
@@ -146,12 +147,11 @@ MEANINGLESS = [
 @pytest.mark.parametrize(("plan", "fields", "words"), MEANINGLESS)
 def test_what_has_no_meaning_is_a_sentence(plan, fields, words):
     with pytest.raises(UsageError, match=words):
-        wanted(plan, CompilationConfig(adaptor="eager", **fields), eager_pieces={})
+        wanted(plan, CompilationConfig(adaptor="eager", **fields))
 
 
-def rows(plan, eager_pieces=None, **fields):
-    config = CompilationConfig(**fields)
-    return wanted(plan, config, eager_pieces=eager_pieces or {})
+def rows(plan, *fallbacks, **fields):
+    return wanted(plan, CompilationConfig(**fields), fallbacks)
 
 
 def test_each_compiled_piece_of_each_variant_and_shape_is_wanted_once():
@@ -179,10 +179,20 @@ def test_graphs_are_made_for_their_shapes():
 
 
 def test_a_piece_that_runs_as_it_stands_is_wanted_once_for_all_sizes():
-    work = rows(ONE, {0: frozenset({2})}, compile_sizes=[1, 8], compile_ranges=[[2, 16]])
+    fallback = Fallback(variant=0, piece_index=2, shape={}, adaptor="eager", reason="it draws random numbers")
+    work = rows(ONE, fallback, compile_sizes=[1, 8], compile_ranges=[[2, 16]])
     found = [(shape_text(w.shape), w.adaptor, w.tuned) for w in work if (w.variant, w.piece_index) == (0, 2)]
     assert found == [("general", "eager", False)]
     assert {w.adaptor for w in work if (w.variant, w.piece_index) != (0, 2)} == {"aot_inductor"}
+
+
+def test_what_fell_back_at_one_size_is_wanted_of_that_adaptor_there():
+    fallback = Fallback(
+        variant=0, piece_index=2, shape=of_sizes({"n": 8}), adaptor="inductor_standalone", reason="no kernel"
+    )
+    found = {(w.piece_index, shape_text(w.shape)): w.adaptor for w in rows(ONE, fallback, compile_sizes=[8])}
+    assert found.pop((2, "n=8")) == "inductor_standalone"
+    assert set(found.values()) == {"aot_inductor"}
 
 
 def test_a_size_more_wants_that_size_more():

@@ -78,7 +78,7 @@ def test_it_is_dumped_by_entry_and_rank_on_a_hit_too(cache_root, tmp_path):
     assert place.startswith(f"{first.hash}/rank_0/backbone/generated/")
     assert set(generated(tmp_path / "hit")) == {place, place.replace("rank_0", "rank_1")}
     for result in (first, other):
-        folder = tmp_path / "hit" / result.hash / f"rank_{result.rank}" / "backbone"
+        folder = tmp_path / "hit" / result.hash / f"rank_{result.manifest.rank}" / "backbone"
         assert (folder / "computation_graph.py").is_file()
         assert (folder / "transformed_code.py").is_file()
 

@@ -22,7 +22,7 @@ from cgtool.graph.targets import resolve_target
 from cgtool.graph.values import decode_value
 from cgtool.plan.grammar import decode
 from cgtool.plan.pieces import PieceGraph, TensorMeta
-from cgtool.split import SplitResult, split_graph
+from cgtool.split.splitter import SplitResult, split_graph
 
 # Dynamo's structured trace would be formatted for pytest's log capture, which costs more than the trace itself.
 logging.getLogger("torch.__trace").propagate = False

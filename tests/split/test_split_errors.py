@@ -7,7 +7,7 @@ import torch
 from split_reference import OPS, capture
 
 from cgtool.errors import SplitError
-from cgtool.split import split_graph
+from cgtool.split.splitter import split_graph
 
 pytestmark = pytest.mark.torch
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812 - what everyone calls it
 from split_reference import OPS, capture, check_split
 
 from cgtool.graph.expressions import evaluate
-from cgtool.split import split_graph
+from cgtool.split.splitter import split_graph
 
 pytestmark = pytest.mark.torch
 

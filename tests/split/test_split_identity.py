@@ -14,7 +14,7 @@ import torch
 from split_reference import OPS, capture, toy_ops_in
 from torch import nn
 
-from cgtool.split import split_graph
+from cgtool.split.splitter import split_graph
 
 pytestmark = pytest.mark.torch
 HERE = Path(__file__).parent

@@ -9,7 +9,7 @@ from split_reference import OPS, capture
 
 from cgtool.errors import SplitError, UnmatchedSplittingOpError, UsageError
 from cgtool.model import register_splitting_op
-from cgtool.split import split_graph
+from cgtool.split.splitter import split_graph
 
 pytestmark = pytest.mark.torch
 

@@ -19,7 +19,7 @@ from split_reference import (
     toy_ops_in,
 )
 
-from cgtool.split import split_graph
+from cgtool.split.splitter import split_graph
 
 pytestmark = pytest.mark.torch
 

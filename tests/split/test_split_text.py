@@ -8,7 +8,8 @@ import pytest
 import torch
 from split_reference import OPS, capture
 
-from cgtool.split import graph_text, split_graph
+from cgtool.split.splitter import split_graph
+from cgtool.split.text import graph_text
 
 pytestmark = pytest.mark.torch
 

@@ -11,21 +11,23 @@ import json
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
 
 from cgtool.compiler import _torch
-from cgtool.compiler.adaptors.inductor_standalone import compile_error, fresh_tag
-from cgtool.compiler.adaptors.interface import CompiledPiece, CompilerInterface, PieceCallable
-from cgtool.compiler.compiler_hash import inductor_hash
-from cgtool.compiler.fx_piece import rebuild
-from cgtool.compiler.options import inductor_patches
-from cgtool.compiler.outputs import hold_back_views
+from cgtool.compiler.adaptors.inductor import InductorBase
+from cgtool.compiler.adaptors.interface import PieceCallable
+from cgtool.compiler.fx_piece import RebuiltPiece
 from cgtool.config import AOT_INDUCTOR
-from cgtool.errors import CacheError, CgtoolError, CompileError
+from cgtool.errors import CacheError, CompileError, SplitError
+from cgtool.graph._torch import share_storage
+from cgtool.graph.sympy_text import expression_text
 from cgtool.plan.grammar import digest_of
-from cgtool.plan.pieces import Json, PieceGraph
+from cgtool.plan.pieces import Dim, Json, PieceGraph
 from cgtool.runtime.aoti_package import OUTPUTS, open_package
 from cgtool.store.artifacts import Package, pack
 from cgtool.store.lock import FileLock
@@ -38,40 +40,24 @@ _FLOATS = frozenset({"as_float", "as_floats"})
 _LISTS_LOST_EMPTY = frozenset({"as_ints", "as_sym_ints", "as_tensors", "as_optional_tensors"})
 
 
-class AotInductorAdaptor(CompilerInterface):
+class AotInductorAdaptor(InductorBase):
     """Compiles pieces with AOTInductor."""
 
     name = AOT_INDUCTOR
+    packaged = True
 
-    def compute_hash(self, options: Mapping[str, Json], *, max_autotune: bool = False) -> str:
-        """Return the digest of torch, compiler, target and options."""
-        return inductor_hash(self.name, inductor_patches(options, max_autotune=max_autotune, packaged=True))
-
-    def compile(self, graph: PieceGraph, *, options: Mapping[str, Json], max_autotune: bool = False) -> CompiledPiece:
-        """Compile a piece into one package."""
-        patches = inductor_patches(options, max_autotune=max_autotune, packaged=True)
-        start = time.perf_counter()
-        before = _torch.num_generated_kernels()
-        with _torch.compiling(fresh_tag()), _build_folder(digest_of([graph.identity(), patches])) as folder:
-            piece = rebuild(graph)
-            outputs = hold_back_views(piece, graph)
-            try:
-                files = _torch.compile_aot(piece.module, piece.inputs, patches, folder=str(folder))
-                embedded = bool(patches.get("aot_inductor.embed_kernel_binary"))
-                package = _package(files, embedded=embedded, outputs=outputs)
-            except CgtoolError:
-                raise
-            except Exception as error:  # a compiler fails in any way it likes: what follows names it
-                raise compile_error(error) from error
-            guards = piece.new_guards(graph)
-            sources = _sources(folder)
-        return CompiledPiece(
-            artifact=pack(package),
-            kernels=_torch.num_generated_kernels() - before,
-            compile_secs=time.perf_counter() - start,
-            guards=guards,
-            sources=sources,
-        )
+    def _build(
+        self,
+        piece: RebuiltPiece,
+        graph: PieceGraph,
+        patches: Mapping[str, Json],
+        tag: str,  # noqa: ARG002 - nothing is looked up by it
+    ) -> tuple[bytes, Mapping[str, str]]:
+        outputs = _hold_back_views(piece, graph)
+        with _build_folder(digest_of([graph.identity(), patches])) as folder:
+            files = _torch.compile_aot(piece.module, piece.inputs, patches, folder=str(folder))
+            embedded = bool(patches.get("aot_inductor.embed_kernel_binary"))
+            return pack(_package(files, embedded=embedded, outputs=outputs)), _sources(folder)
 
     def load(self, data: bytes, graph: PieceGraph) -> PieceCallable:
         """Return the callable that a package holds."""
@@ -147,3 +133,91 @@ def _build_folder(name: str) -> Iterator[Path]:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _hold_back_views(piece: RebuiltPiece, graph: PieceGraph) -> list[Json] | None:
+    """Change `piece` to give each memory once, and return how its outputs are made of that; None if as it gives them.
+
+    Native code keeps values, and not that two tensors are one memory: a view of an input comes back as a copy where the
+    input was written to, or where the compiler has no such view. So an output that shares memory with an input, or with
+    another output, is left out, and the package says how to take it again; `cgtool.runtime.views` owns that grammar.
+    """
+    placeholders = piece.module.graph.find_nodes(op="placeholder")
+    wanted: list[fx.Node] = list(piece.module.graph.output_node().args[0])[: len(graph.outputs)]  # type: ignore[arg-type]  # a tuple of nodes, as rebuilt
+    roots = [_root(node) for node in wanted]
+    shared = {root for n, root in enumerate(roots) if root.op == "placeholder" or root in roots[:n]}
+    given: list[fx.Node] = []
+    recipe: list[Json] = []
+    for node, root in zip(wanted, roots, strict=True):
+        source = root if root in shared else node
+        if source.op != "placeholder" and source not in given:
+            given.append(source)
+        kind, index = ("native", given.index(source)) if source in given else ("input", placeholders.index(source))
+        recipe.append([kind, index, *_view(node, source, piece, graph)])
+    if recipe == [["native", n] for n in range(len(graph.outputs))] and recipe:
+        return None
+    _give(piece, given)
+    return recipe
+
+
+def _give(piece: RebuiltPiece, given: list[fx.Node]) -> None:
+    graph = piece.module.graph
+    end = graph.output_node()
+    if not given:  # compilers want one output: the smallest that there is
+        with graph.inserting_before(end):
+            nothing = graph.call_function(torch.empty, ((0,),))
+        with piece.mode:
+            nothing.meta["val"] = nothing.meta["example_value"] = torch.empty((0,))
+        given = [nothing]
+    end.args = (tuple(given),)
+    piece.module.recompile()
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    value = node.meta.get("example_value")
+    parts = value if isinstance(value, tuple | list) else [value]
+    return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """Return the first tensor of the graph whose memory `node` shares, as views were taken one of another."""
+    memory = node.meta["example_value"]
+    root: fx.Node = node
+    while True:
+        sharing = [other for other in node.all_input_nodes if any(share_storage(memory, t) for t in _tensors(other))]
+        if not sharing:
+            return root
+        node = sharing[0]
+        if isinstance(node.meta["example_value"], torch.Tensor):
+            root = node
+
+
+def _view(node: fx.Node, source: fx.Node, piece: RebuiltPiece, graph: PieceGraph) -> list[Json]:
+    """Return sizes, strides and offset by which `source` shows `node`, or nothing where they are the same."""
+    seen, whole = node.meta["example_value"], source.meta["example_value"]
+    if node is source or seen is whole:
+        return []
+    if seen.dtype != whole.dtype or seen.is_conj() != whole.is_conj() or seen.is_neg() != whole.is_neg():
+        raise CompileError(
+            f"an output of the piece reads memory of {whole.dtype} as {seen.dtype}, which a package cannot say; the "
+            f"piece can run eagerly (adaptor 'eager')",
+            expected=str(whole.dtype),
+            actual=str(seen.dtype),
+        )
+    # the runtime reads a symbol off an input that has it, and it alone, as a size
+    names = {t: ours for t, ours in piece.names.items() if any(ours in meta.shape for meta in graph.inputs)}
+    offset = _dim(seen.storage_offset() - whole.storage_offset(), names)
+    return [[_dim(dim, names) for dim in seen.shape], [_dim(step, names) for step in seen.stride()], offset]
+
+
+def _dim(size: Any, names: dict[str, str]) -> Dim:
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    expr = _torch.symbol_of(size)
+    if expr.is_number:
+        return int(expr)
+    try:
+        return expression_text(expr, names)
+    except SplitError as error:
+        msg = f"an output of the piece is a view by {expr}, which a plan cannot say ({error}); it can run eagerly"
+        raise CompileError(msg, actual=str(expr)) from error

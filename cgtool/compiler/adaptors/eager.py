@@ -5,7 +5,6 @@ The artifact is the graph's canonical JSON, of kind "json". Must not import Dyna
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 
 import torch
@@ -41,20 +40,28 @@ class EagerAdaptor(CompilerInterface):
         max_autotune: bool = False,  # noqa: ARG002 - nothing is tuned
     ) -> CompiledPiece:
         """Write the graph down, once it is known to run from what was written."""
-        start = time.perf_counter()
         piece_function(graph)
-        return CompiledPiece(artifact=graph.canonical(), kernels=0, compile_secs=time.perf_counter() - start)
+        return CompiledPiece(artifact=graph.canonical())
 
     def load(self, data: bytes, graph: PieceGraph) -> PieceCallable:
         """Return the piece as Python."""
-        try:
-            found = decode(data, PieceGraph)
-        except ValueError as error:
-            raise ArtifactError(f"An eager artifact is torn: {error}. Warm again.", actual=str(error)) from error
-        if found != graph:
-            raise ArtifactError(
-                "An eager artifact holds another piece than its manifest says. Warm again.",
-                expected=graph.identity(),
-                actual=found.identity(),
-            )
-        return piece_function(found)
+        return piece_function(eager_graph(data, graph))
+
+
+def eager_graph(data: bytes, graph: PieceGraph) -> PieceGraph:
+    """Return the graph that an eager artifact holds, which must be `graph`.
+
+    Raises:
+        ArtifactError: It is torn, or of another piece.
+    """
+    try:
+        found = decode(data, PieceGraph)
+    except ValueError as error:
+        raise ArtifactError(f"An eager artifact is torn: {error}. Warm again.", actual=str(error)) from error
+    if found != graph:
+        raise ArtifactError(
+            "An eager artifact holds another piece than its manifest says. Warm again.",
+            expected=graph.identity(),
+            actual=found.identity(),
+        )
+    return found

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import torch
 
-from cgtool.adaptor_registry import adaptor_class, kind_of
+from cgtool.adaptor_registry import adaptor_class
 from cgtool.errors import ConfigError
 from cgtool.plan.pieces import Json, PieceGraph
-from cgtool.store.records import Artifact
 
 #: Takes the piece's inputs as a list, which it empties, and returns its outputs as a list, even of one.
 PieceCallable = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
@@ -29,30 +28,14 @@ class CompiledPiece:
     Args:
         artifact: The bytes that `load` takes.
         kernels: How many kernels were generated.
-        compile_secs: How long it took, in seconds.
         guards: Facts over the graph's symbols that the compiler relies on, beyond the graph's own ranges and facts.
         sources: What the compiler wrote and the artifact does not hold, for people: name → text.
     """
 
     artifact: bytes
-    kernels: int
-    compile_secs: float
+    kernels: int = 0
     guards: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
-
-    def record(self, adaptor: str) -> Artifact:
-        """Return the artifact's record.
-
-        Args:
-            adaptor: The name of the adaptor that compiled it, which says of what kind it is.
-        """
-        return Artifact.of(
-            self.artifact,
-            kind=kind_of(adaptor),
-            compile_secs=self.compile_secs,
-            kernels=self.kernels,
-            guards=self.guards,
-        )
 
 
 class CompilerInterface(ABC):

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 import torch
 
 from cgtool.child import Channel
-from cgtool.compiler.adaptors import get_adaptor
+from cgtool.compiler.adaptors.eager import eager_graph
+from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.compiler.proof import judge
 from cgtool.compiler.proof.inputs import STYLES, Drawn, draw, index_bound, writes_by_index
 from cgtool.compiler.proof.prover import Mismatch, NoRoom, ProofRecord, ProofRequest, Stage, StageName
 from cgtool.compiler.proof.reference import filled, lowest_dtype, takes_steps, widened
+from cgtool.compiler.request import apply_settings, import_providers
 from cgtool.compiler.sizes import Limits, Sizes, sizes_to_prove
-from cgtool.compiler.workers.request import apply_settings, import_providers
 from cgtool.config import AOT_INDUCTOR, EAGER
 from cgtool.errors import ArtifactError, CompileError, NoRoomError, ProofMismatchError
-from cgtool.plan.grammar import decode
 from cgtool.plan.pieces import PieceGraph
 from cgtool.runtime.aoti_package import open_package
 from cgtool.runtime.dispatch import Boxed
@@ -149,7 +149,7 @@ def open_artifact(data: bytes, adaptor: str, graph: PieceGraph, device_index: in
     """
     try:
         if adaptor == EAGER:
-            return _open_eager(data, graph, device_index)
+            return piece_function(eager_graph(data, graph), device_index=device_index)
         if adaptor == AOT_INDUCTOR:
             return open_package(data, graph, device_index=device_index)
         # what needs Inductor brings it along
@@ -323,16 +323,6 @@ def _limits(graph: PieceGraph) -> Limits:
 
 def _on_accelerator(graph: PieceGraph) -> bool:
     return any(meta.device != "cpu" for meta in graph.inputs)
-
-
-def _open_eager(data: bytes, graph: PieceGraph, device_index: int | None) -> Boxed:
-    try:
-        found = decode(data, PieceGraph)
-    except ValueError as error:
-        raise ArtifactError(f"An eager artifact is torn: {error}. Warm again.", actual=str(error)) from error
-    if found != graph:
-        raise ArtifactError("An eager artifact holds another piece than its manifest says. Warm again.")
-    return piece_function(found, device_index=device_index)
 
 
 @contextmanager

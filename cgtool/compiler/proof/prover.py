@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Literal, Self
 
-from cgtool.compiler.workers.request import Provider, Settings, torch_settings
+from cgtool.compiler.request import Provider, Settings, torch_settings
 from cgtool.errors import ProofCrashError, ProofMismatchError
 from cgtool.plan.grammar import Record, Seconds
 from cgtool.plan.pieces import PieceGraph

@@ -124,7 +124,7 @@ def _open(adaptor: str, data: bytes, graph: PieceGraph, packages: Packages) -> N
 
         piece_function(graph, device_index=None)
     else:
-        from cgtool.compiler.adaptors import get_adaptor
+        from cgtool.compiler.adaptors.interface import get_adaptor
 
         get_adaptor(adaptor).load(data, graph)
 

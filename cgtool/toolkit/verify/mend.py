@@ -8,13 +8,12 @@ never compiled for: its key names another one. Importable without torch, which c
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from cgtool.config import AOT_INDUCTOR, EAGER, CompilationConfig
+from cgtool.config import EAGER, CompilationConfig
 from cgtool.errors import CacheError, CgtoolError
-from cgtool.events import Event, OnEvent
+from cgtool.events import OnEvent
 from cgtool.plan.records import Plan, parse_plan
 from cgtool.plan.shapes import Shape, is_size, of_sizes, shape_text
 from cgtool.store.entry import Entry, EntryWriter, read_entry
@@ -141,8 +140,7 @@ def _plan(layout: CacheLayout, entry: Entry) -> Plan:
 def _compile(layout: CacheLayout, key: Key, name: RankName, places: list[_Place], on_event: OnEvent) -> None:
     """Compile what is to serve some places of one rank, from its plan, and publish the rows."""
     # Imports torch, which a repair that compiles nothing does without.
-    from cgtool.compiler.compile_work import compile_work
-    from cgtool.compiler.managers import Managers
+    from cgtool.compiler.pipeline import add_to_entry
 
     entry = read_entry(layout, name)
     if entry is None:
@@ -150,12 +148,7 @@ def _compile(layout: CacheLayout, key: Key, name: RankName, places: list[_Place]
     plan = _plan(layout, entry)
     config = CompilationConfig.from_mapping(key.value("config") or {})
     work = [_work(plan, place) for place in places]
-    writer = EntryWriter(layout, key, rank=name.rank, prefix=name.prefix)
-    with _pool(config, plan) as pool, _prover(config) as prover:
-        managers = Managers(layout, config, on_event=on_event, pool=pool, prover=prover)
-        done = compile_work(work, objects=writer.objects, managers=managers, pool=pool, on_event=on_event)
-    on_event(Event(phase="store", message=name.flat))
-    writer.add_rows(done.rows, done.fallbacks)
+    add_to_entry(layout, key, name, plan, work, config=config, on_event=on_event)
 
 
 def _of_row(row: Row) -> _Place:
@@ -173,38 +166,12 @@ def _of_hole(manifest: Manifest, hole: Hole) -> _Place:
 
 
 def _work(plan: Plan, place: _Place) -> Work:
-    from cgtool.compiler.wanted import Work
-    from cgtool.runtime.dispatch import graph_at, symbol_bounds
+    from cgtool.compiler.wanted import work_at
 
-    variant = plan.variants[place.variant]
-    step = next((step for step in variant.steps if step.piece == place.piece_index), None)
+    steps = plan.variants[place.variant].steps
+    step = next((step for step in steps if step.piece == place.piece_index), None)
     if step is None:
         msg = f"The manifest names piece {place.piece_index}, which its plan has not. {_WARM}"
         raise CacheError(msg)
-    return Work(
-        variant=place.variant,
-        piece_index=place.piece_index,
-        shape=place.shape,
-        piece=step.graph,
-        graph=graph_at(plan.graphs[step.graph], step, symbol_bounds(variant, place.shape)),
-        adaptor=place.adaptor,
-        tuned=place.tuned and place.adaptor != EAGER,
-        is_base=place.shape == of_sizes(variant.fixed),
-    )
-
-
-def _pool(config: CompilationConfig, plan: Plan) -> AbstractContextManager[Any]:
-    from cgtool.compiler.adaptors import get_adaptor
-    from cgtool.compiler.workers.pool import WorkerPool, default_jobs
-
-    if default_jobs() == 0 or not get_adaptor(config.adaptor).compiles:
-        return nullcontext()
-    on_cpu = all(meta.device == "cpu" for graph in plan.graphs.values() for meta in graph.inputs)
-    return WorkerPool(jobs=default_jobs(), timeout_secs=None, native=on_cpu or config.adaptor == AOT_INDUCTOR)
-
-
-def _prover(config: CompilationConfig) -> AbstractContextManager[Any]:
-    from cgtool.compiler.adaptors import get_adaptor
-    from cgtool.compiler.proof import Prover
-
-    return Prover(timeout_secs=None, device_index=None) if get_adaptor(config.adaptor).compiles else nullcontext()
+    tuned = place.tuned and place.adaptor != EAGER
+    return work_at(plan, place.variant, step, place.shape, adaptor=place.adaptor, tuned=tuned)

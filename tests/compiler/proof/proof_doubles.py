@@ -12,8 +12,8 @@ import time
 import torch
 
 from cgtool import adaptor_registry
-from cgtool.compiler.adaptors import CompilerInterface
-from cgtool.compiler.workers.request import Provider
+from cgtool.compiler.adaptors.interface import CompilerInterface
+from cgtool.compiler.request import Provider
 from cgtool.plan.grammar import decode
 from cgtool.plan.pieces import PieceGraph
 from cgtool.runtime.pieces import piece_function

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from cgtool.compiler.request import Provider
 from cgtool.compiler.stitch import stitch
 from cgtool.compiler.wanted import wanted
-from cgtool.compiler.workers.request import Provider
 from cgtool.config import CompilationConfig
 from cgtool.events import ignore
 

@@ -13,8 +13,9 @@ from proof_doubles import IMPORTS
 from proof_with_results import with_results
 
 from cgtool.child import descendants
-from cgtool.compiler.proof import ProofCrashError, ProofMismatchError, Prover
-from cgtool.compiler.workers.request import Provider
+from cgtool.compiler.proof.prover import Prover
+from cgtool.compiler.request import Provider
+from cgtool.errors import ProofCrashError, ProofMismatchError
 from cgtool.processes import ClosedError
 
 pytestmark = pytest.mark.torch

@@ -10,9 +10,10 @@ from piece_cases import CASES, X, call, graph, tensor
 from proof_pieces import imports_of, pieces_of
 from proof_with_results import with_results
 
-from cgtool.compiler.adaptors import get_adaptor
-from cgtool.compiler.proof import ProofCrashError, ProofMismatchError, Prover
+from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.compiler.proof.prove import prove_artifact
+from cgtool.compiler.proof.prover import Prover
+from cgtool.errors import ProofCrashError, ProofMismatchError
 from cgtool.store.artifacts import Package, pack
 
 pytestmark = pytest.mark.torch

@@ -6,9 +6,9 @@ import os
 import time
 from pathlib import Path
 
-from cgtool.compiler.compile_work import compile_work
-from cgtool.compiler.managers import Managers
-from cgtool.compiler.workers.pool import WorkerPool
+from cgtool.compiler.manager import CompilerManager
+from cgtool.compiler.pool import WorkerPool
+from cgtool.compiler.schedule import compile_work
 from cgtool.config import CompilationConfig
 from cgtool.store.entry import ObjectStore
 from cgtool.store.layout import CacheLayout
@@ -20,10 +20,8 @@ def compile_all(work, root, *, jobs=2, timeout_secs=None, options=None, events=N
     config = CompilationConfig(inductor_compile_config=options or {})
     told = events if events is not None else []
     with WorkerPool(jobs=jobs, timeout_secs=timeout_secs, inductor=inductor) as pool:
-        managers = Managers(layout, config, on_event=told.append, pool=pool)
-        return compile_work(
-            work, objects=ObjectStore(root / "entry"), managers=managers, pool=pool, on_event=told.append
-        )
+        manager = CompilerManager(layout, config, on_event=told.append, pool=pool)
+        return compile_work(work, objects=ObjectStore(root / "entry"), manager=manager, pool=pool, on_event=told.append)
 
 
 def stored_units(root):

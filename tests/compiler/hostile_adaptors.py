@@ -91,7 +91,7 @@ class Hostile(EagerAdaptor):
         number = graph.nodes[0].args[1]
         os.write(2, f"compiling number {number}\n".encode())
         if number == TELL:
-            return CompiledPiece(artifact=_settings(), kernels=0, compile_secs=0.0)
+            return CompiledPiece(artifact=_settings())
         if number == FILL:
             with tempfile.TemporaryFile() as file:  # as a compiler does
                 file.write(b"x" * (8 << 20))

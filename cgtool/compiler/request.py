@@ -20,7 +20,6 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from cgtool.compiler.workers import _torch
 from cgtool.errors import CgtoolError, ModelError
 from cgtool.graph.metas import dtype_of
 from cgtool.guards import _torch as guards_private
@@ -30,6 +29,7 @@ from cgtool.guards.state import current
 from cgtool.plan.grammar import Count, Digest, Record
 from cgtool.plan.pieces import Json, PieceGraph
 from cgtool.runtime.custom_ops import provider_of
+from cgtool.store.artifacts import Origin
 from cgtool.store.records import Artifact
 
 #: Packages whose modules every worker has.
@@ -85,6 +85,7 @@ class CompileRequest(Record, frozen=True, kw_only=True):
 
     Args:
         graph: The piece, specialised or restricted to the shape.
+        origin: What the artifact is to say that it was compiled from.
         adaptor: The adaptor's name.
         options: The user's options for the compiler.
         max_autotune: Whether the compiler may try variants of each kernel.
@@ -94,6 +95,7 @@ class CompileRequest(Record, frozen=True, kw_only=True):
     """
 
     graph: PieceGraph
+    origin: Origin
     adaptor: str
     options: dict[str, Any]
     max_autotune: bool
@@ -181,6 +183,8 @@ def _modules_of(op: str) -> Iterator[str]:
     found = guards_private.find_op(op)
     if found is None:
         return
+    from cgtool.compiler import _torch  # as above: only for ops that do not say who registered them
+
     files = {place.rpartition(":")[0] for place in _torch.places_of(op)}
     written = [guards_private.fake_implementation(found), _torch.author_of(op)]
     yield from (function.__module__ for function in written if getattr(function, "__module__", None))
@@ -295,6 +299,8 @@ def torch_settings() -> dict[str, Json]:
 def apply_settings(settings: Settings) -> None:
     """Make the settings of another process those of this one, for good: only a child that ends with its work does."""
     if settings.inductor:
+        from cgtool.compiler import _torch  # sympy and more, which a proof does without
+
         _torch.set_inductor_options(settings.inductor)
     for name, value in settings.torch.items():
         if name in _STATE:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from cgtool.compiler.workers.request import CompileReport, CompileRequest, StaysHereError, WorkerSetup
+from cgtool.compiler.request import CompileReport, CompileRequest, StaysHereError, WorkerSetup
 from cgtool.errors import CompileError, WorkerError
 from cgtool.processes import ChildEndedError, Children, Ending, log_words
 from cgtool.store.records import Artifact
@@ -53,7 +53,7 @@ class WorkerPool:
             self._folder = Path(tempfile.mkdtemp(prefix="cgtool-work-"))
         threads = max(1, num_cores() // max(1, jobs))
         setup = WorkerSetup(threads=threads, inductor=inductor, native=native, shared=str(self._folder))
-        self._workers = Children("cgtool.compiler.workers.worker:main", limit=max(1, jobs), setup=setup)
+        self._workers = Children("cgtool.compiler.worker:main", limit=max(1, jobs), setup=setup)
 
     def __enter__(self) -> Self:
         return self

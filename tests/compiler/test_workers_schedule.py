@@ -4,10 +4,11 @@ import tempfile
 import threading
 from types import SimpleNamespace
 
+import hostile_adaptors as hostile
 import pytest
 
-from cgtool.compiler.schedule import Task, run_tasks
-from cgtool.compiler.workers.pool import WorkerPool
+from cgtool.compiler.pool import WorkerPool
+from cgtool.compiler.schedule import compile_work
 from cgtool.errors import WorkerError
 
 pytestmark = pytest.mark.torch
@@ -16,19 +17,19 @@ pytestmark = pytest.mark.torch
 class Crashing:
     """A manager whose workers all crash."""
 
-    has_workers = True
+    def uses_workers(self, _adaptor):
+        return True
 
-    def key(self, _graph, _origin, *, max_autotune):
-        return str(max_autotune)
+    def key(self, _work):
+        return ""
 
     def ensure(self, *_args, **_kwargs):
         raise WorkerError("its worker crashed")
 
 
 def test_a_progress_that_cannot_be_told_ends_the_run_and_does_not_hang_it():
-    item = SimpleNamespace(adaptor="aot_inductor", graph=None, origin=None, tuned=False, is_base=True, place=(0, 0))
+    work = hostile.work_of(0, adaptor="aot_inductor")
     pool = SimpleNamespace(jobs=1, start=lambda _count: None)
-    managers = SimpleNamespace(get=lambda _adaptor: Crashing())
     raised: list[BaseException] = []
 
     def tell(event):
@@ -37,7 +38,7 @@ def test_a_progress_that_cannot_be_told_ends_the_run_and_does_not_hang_it():
 
     def run():
         try:
-            run_tasks([Task(items=[item], label="piece 0")], objects=None, managers=managers, pool=pool, on_event=tell)
+            compile_work(work, objects=None, manager=Crashing(), pool=pool, on_event=tell)
         except BrokenPipeError as error:
             raised.append(error)
 

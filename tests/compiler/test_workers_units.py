@@ -17,10 +17,10 @@ torch = pytest.importorskip("torch")
 import hostile_adaptors as hostile  # noqa: E402
 from worker_harness import compile_all, stored_units  # noqa: E402
 
-from cgtool.compiler.adaptors import get_adaptor  # noqa: E402
-from cgtool.compiler.workers import pool as limits  # noqa: E402
-from cgtool.compiler.workers.pool import WorkerPool  # noqa: E402
-from cgtool.compiler.workers.request import (  # noqa: E402
+from cgtool.compiler import pool as limits  # noqa: E402
+from cgtool.compiler.adaptors.interface import get_adaptor  # noqa: E402
+from cgtool.compiler.pool import WorkerPool  # noqa: E402
+from cgtool.compiler.request import (  # noqa: E402
     CompileRequest,
     Provider,
     Settings,
@@ -30,8 +30,9 @@ from cgtool.compiler.workers.request import (  # noqa: E402
     imports_for,
     torch_settings,
 )
-from cgtool.compiler.workers.worker import machine_fault  # noqa: E402
+from cgtool.compiler.worker import machine_fault  # noqa: E402
 from cgtool.errors import CacheError, CompileError, WorkerError  # noqa: E402
+from cgtool.store.artifacts import Origin, parted  # noqa: E402
 from cgtool.store.records import Artifact  # noqa: E402
 from cgtool.store.units import UnitStore  # noqa: E402
 
@@ -43,6 +44,7 @@ IMPORT = Provider(module="hostile_adaptors", file=str(Path(hostile.__file__).res
 def request_of(number, **changes):
     fields = {
         "graph": hostile.piece_of(number),
+        "origin": Origin(piece=hostile.piece_of(number).identity(), shape={}),
         "adaptor": hostile.NAME,
         "options": {},
         "max_autotune": False,
@@ -62,7 +64,8 @@ def test_a_worker_does_what_it_can_and_refuses_what_is_for_another_compiler_or_p
             pool.compile(request_of(0, imports=(Provider(module="no_such_module"),)))
         with pytest.raises(CompileError, match="does not take the piece"):
             pool.compile(request_of(hostile.number_of(hostile.refuse)))
-    assert data == get_adaptor(hostile.NAME).compile(hostile.piece_of(0), options={}).artifact
+    _, code = parted(data, artifact.kind)
+    assert code == get_adaptor(hostile.NAME).compile(hostile.piece_of(0), options={}).artifact
     assert artifact == Artifact.of(data, kind=artifact.kind, compile_secs=artifact.compile_secs)
 
 

@@ -7,10 +7,10 @@ import traceback
 from pathlib import Path
 
 from cgtool.child import Channel
-from cgtool.compiler.adaptors import get_adaptor
+from cgtool.compiler import _torch
+from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.compiler.generated import compile_piece
-from cgtool.compiler.workers import _torch
-from cgtool.compiler.workers.request import (
+from cgtool.compiler.request import (
     CompileReport,
     CompileRequest,
     WorkerSetup,
@@ -63,21 +63,21 @@ def _answer(request: CompileRequest) -> tuple[CompileReport, bytes]:
 
 def _compiled(request: CompileRequest) -> tuple[CompileReport, bytes]:
     apply_settings(request.settings)
-    graph = request.graph
     try:
         import_providers(request.imports)
     except ModelError as error:
         return CompileReport(status="refused", reason=str(error)), b""
     adaptor = get_adaptor(request.adaptor)
-    differ = why_ops_differ(graph.ops)
+    differ = why_ops_differ(request.graph.ops)
     if differ is not None:
         return CompileReport(status="refused", reason=differ), b""
     if adaptor.compute_hash(request.options, max_autotune=request.max_autotune) != request.compiler:
         reason = "the compiler, its settings or the target here are not those that the request was made for"
         return CompileReport(status="refused", reason=reason), b""
-    piece, texts = compile_piece(adaptor, graph, options=request.options, max_autotune=request.max_autotune)
-    report = CompileReport(status="done", artifact=piece.record(adaptor.name), generated=dict(texts))
-    return report, piece.artifact
+    data, artifact, texts = compile_piece(
+        adaptor, request.graph, request.origin, options=request.options, max_autotune=request.max_autotune
+    )
+    return CompileReport(status="done", artifact=artifact, generated=dict(texts)), data
 
 
 def machine_fault(error: BaseException) -> str | None:
