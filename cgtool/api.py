@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from cgtool.errors import CacheMissError
 from cgtool.host import environment, gc_paused
-from cgtool.model import DynamicDims, ExampleCall, ModelSpec
 from cgtool.plan.pieces import PieceGraph
 from cgtool.runtime.assemble import open_entry
 from cgtool.runtime.call import AsModule, LoadedModel
@@ -28,6 +27,7 @@ from cgtool.store.trust import TrustPolicy
 if TYPE_CHECKING:
     from cgtool.compiler.pipeline import WarmResult
     from cgtool.config import CompilationConfig
+    from cgtool.model import DynamicDims
 
 _log = logging.getLogger(__name__)
 
@@ -175,6 +175,7 @@ class _Maker:
         """Load the model, warming it for this example first where the cache does not serve it."""
         # A program that only loads needs none of it; Dynamo itself is imported where something has to be traced.
         from cgtool.compiler.pipeline import warm
+        from cgtool.model import ExampleCall, ModelSpec
 
         call = ExampleCall(args=args, kwargs=kwargs)
         spec = ModelSpec(module=self.module, calls=(call,), dynamic=self._dynamic, prefix=self._prefix)

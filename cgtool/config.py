@@ -19,7 +19,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from cgtool import config_values as checks
@@ -27,7 +27,6 @@ from cgtool.adaptor_registry import ADAPTORS
 from cgtool.config_values import CAPTURE_SIZES, CompilationLevel, CUDAGraphMode, WrongValueError, default_capture_sizes
 from cgtool.errors import ConfigError
 from cgtool.plan.pieces import AOT_INDUCTOR, EAGER, Json
-from cgtool.records import dataclass
 
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 

@@ -19,18 +19,16 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cgtool import __version__
 from cgtool.errors import ConfigError
-from cgtool.records import dataclass
 
 if TYPE_CHECKING:
     import subprocess
 
 
-@dataclass(frozen=True, kw_only=True)
-class Environment:
+class Environment(NamedTuple):
     """What cgtool reads from the environment of this process.
 
     Args:

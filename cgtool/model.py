@@ -14,11 +14,10 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from cgtool.errors import UsageError
-from cgtool.records import dataclass
 
 #: parameter -> dimension -> name, or (name, min, max)
 DynamicDims = Mapping[str, Mapping[int, "str | tuple[str, int, int | None]"]]

@@ -45,7 +45,7 @@ _SECTIONS = (
     ("MANIFESTS AND ARTIFACTS", "cgtool.store.records"),
     ("SHAPES", "cgtool.plan.shapes"),
     ("PLAN", "cgtool.plan.records"),
-    ("TABLES OF A PLAN", "cgtool.plan.tables"),
+    ("TABLES OF A PLAN", "cgtool.plan.records"),
     ("PUBLISHING AN ENTRY", "cgtool.store.entry"),
     ("BYTES OF ARTIFACTS", "cgtool.store.artifacts"),
     ("UNITS", "cgtool.store.units"),

@@ -18,8 +18,7 @@ from cgtool.guards.kinds import HOOKS, Failure, check, describe, names_of, same
 from cgtool.guards.names import qualified_name
 from cgtool.guards.sources import Accessor, Roots, apply_accessor, parse_accessor
 from cgtool.plan.pieces import Json
-from cgtool.plan.records import Guard, GuardGroup, GuardTable
-from cgtool.plan.tables import Texts
+from cgtool.plan.records import Guard, GuardGroup, GuardTable, Texts
 
 
 def failures_of(guards: Iterable[Sequence[Guard]], roots: Roots) -> list[Failure]:

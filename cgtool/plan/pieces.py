@@ -18,7 +18,7 @@ Devices are a type, or a type and a relative order ("cuda", "cuda:+1"): the devi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -26,7 +26,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from cgtool.errors import ArtifactError
-from cgtool.plan.grammar import Digest, Record, sha256_hex
+from cgtool.plan.grammar import Count, Digest, Record, sha256_hex
 
 Json = Any
 
@@ -191,3 +191,91 @@ def _mapped(node: Node, change: Callable[[Json], Json]) -> Node:
     """Return a node with what `change` makes of each of its arguments."""
     kwargs = {name: change(node.kwargs[name]) for name in sorted(node.kwargs)}
     return replace(node, args=tuple(map(change, node.args)), kwargs=kwargs)
+
+
+class Member(Row):
+    """A graph as its frame, by number, and its constants."""
+
+    identity: Digest
+    frame: Count
+    constants: tuple[Json, ...]
+
+
+class GraphRows(Record):
+    """Graphs in JSON: those that differ in constants alone share one frame (`cgtool.plan.pieces.taken_apart`)."""
+
+    frames: tuple[PieceGraph, ...]
+    members: tuple[Member, ...]
+
+
+class Graphs(Mapping[str, PieceGraph]):
+    """The graphs of a plan by identity, as they were read.
+
+    Args:
+        rows: As `graph_rows` returned them.
+
+    Raises:
+        ValueError: A member speaks of a frame that is not there, or is another graph than its identity says.
+    """
+
+    def __init__(self, rows: GraphRows) -> None:
+        self._frames = rows.frames
+        self._members = {member.identity: member for member in rows.members}
+        self._whole: dict[str, PieceGraph] = {}
+        canonical = [frame.canonical() for frame in rows.frames]
+        num_constants: dict[int, int] = {}
+        for member in rows.members:
+            if member.frame >= len(canonical):
+                msg = f"the graph {member.identity[:16]} has no frame"
+                raise ValueError(msg)
+            count = num_constants.setdefault(member.frame, len(member.constants))
+            if count != len(member.constants) or (
+                identity_of(canonical[member.frame], member.constants) != member.identity
+            ):
+                msg = f"the graph {member.identity[:16]} was changed"
+                raise ValueError(msg)
+        if len(self._members) < len(rows.members):
+            msg = "a graph is there twice"
+            raise ValueError(msg)
+
+    def parts_of(self, identity: str) -> tuple[int, PieceGraph, tuple[Json, ...]]:
+        """Return the number of a graph's frame, the frame, and the constants that stand in its holes."""
+        member = self._members[identity]
+        return member.frame, self._frames[member.frame], member.constants
+
+    def __getitem__(self, identity: str) -> PieceGraph:
+        """Return the graph of that identity.
+
+        Raises:
+            ArtifactError: A hole of its frame has no constant.
+        """
+        if identity not in self._whole:
+            _, frame, constants = self.parts_of(identity)
+            self._whole[identity] = put_together(frame, constants)
+        return self._whole[identity]
+
+    def __contains__(self, identity: object) -> bool:
+        """Return whether there is a graph of that identity."""
+        return identity in self._members
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the identities."""
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        """Return how many graphs there are."""
+        return len(self._members)
+
+
+def graph_rows(graphs: Mapping[str, PieceGraph]) -> GraphRows:
+    """Return graphs as they are written, each frame once."""
+    numbers: dict[bytes, int] = {}
+    frames: list[PieceGraph] = []
+    members: list[Member] = []
+    for identity, graph in graphs.items():
+        frame, constants = taken_apart(graph)
+        number = numbers.setdefault(frame.canonical(), len(frames))
+        if number == len(frames):
+            frames.append(frame)
+        members.append(Member(identity=identity, frame=number, constants=constants))
+    return GraphRows(frames=tuple(frames), members=tuple(members))

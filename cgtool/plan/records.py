@@ -22,8 +22,18 @@ from msgspec import Meta
 
 from cgtool.errors import CacheCorruptError, CacheSchemaError
 from cgtool.plan.grammar import Count, DimName, Record, canonical_json, decode
-from cgtool.plan.pieces import Expression, Json, PieceGraph, Row, SymbolName, SymbolRange, TensorMeta
-from cgtool.plan.tables import GraphRows, Graphs, TextRows, Texts, TextTable, graph_rows
+from cgtool.plan.pieces import (
+    Expression,
+    GraphRows,
+    Graphs,
+    Json,
+    PieceGraph,
+    Row,
+    SymbolName,
+    SymbolRange,
+    TensorMeta,
+    graph_rows,
+)
 
 SCHEMA: Literal[3] = 3
 
@@ -37,6 +47,73 @@ ClassName = Annotated[str, Meta(pattern=rf"\A{_DOTTED}:{_WORD}(\.({_WORD}|<local
 ValueId = Annotated[int, Meta(ge=0, lt=2**24)]
 #: A piece's number; -1 where a step only computes sizes for the output.
 PieceIndex = Annotated[int, Meta(ge=-1, lt=2**24)]
+
+
+_WITH_INDEX = ("|keys", "|values", "|list")
+#: What a plan's texts may come to: beginnings are shared, so a few bytes may promise gigabytes.
+_MAX_CHARACTERS = 2**28
+
+
+class TextRows(Record):
+    """Texts in JSON: text n is that of its parent, an earlier one (-1: none), and an end, as in 0 and ".eps".
+
+    Two flat arrays, because an array for each text would cost its reader more than the text.
+    """
+
+    parents: tuple[int, ...]
+    ends: tuple[str, ...]
+
+
+class TextTable:
+    """Texts by number while a plan is written; a text shares its beginning with an earlier one."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._parents: list[int] = []
+        self._ends: list[str] = []
+
+    def rows(self) -> TextRows:
+        """Return the texts as they are written."""
+        return TextRows(parents=tuple(self._parents), ends=tuple(self._ends))
+
+    def number(self, text: str) -> int:
+        """Return the number of `text`, which is added where it is new."""
+        if text not in self._numbers:
+            cut = max(text.rfind("."), text.rfind("["), text.rfind("|"))
+            if text[:cut].endswith(_WITH_INDEX):  # `|keys[0]` is one step
+                cut = text.rfind("|")
+            parent = self.number(text[:cut]) if cut > 0 else -1
+            self._parents.append(parent)
+            self._ends.append(text[max(cut, 0) :])
+            self._numbers[text] = len(self._ends) - 1
+        return self._numbers[text]
+
+
+class Texts:
+    """Texts by number, as they were read.
+
+    Args:
+        rows: As `TextTable.rows` returned them.
+
+    Raises:
+        ValueError: A text begins with a later one, or they are too long in all.
+    """
+
+    def __init__(self, rows: TextRows) -> None:
+        self.parents = rows.parents
+        self.ends = rows.ends
+        self.whole: list[str] = []
+        characters = 0
+        for number, (parent, end) in enumerate(zip(self.parents, self.ends, strict=True)):
+            if not -1 <= parent < number:
+                msg = f"text {number} begins with text {parent}, which does not come before it"
+                raise ValueError(msg)
+            text = self.whole[parent] + end if parent >= 0 else end
+            characters += len(text)
+            if characters > _MAX_CHARACTERS:
+                msg = f"its texts come to more than {_MAX_CHARACTERS} characters"
+                raise ValueError(msg)
+            self.whole.append(text)
 
 
 class Guard(Row):

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from cgtool.errors import ArtifactError
@@ -18,12 +19,11 @@ from cgtool.graph.expressions import rename
 from cgtool.plan.pieces import AOT_INDUCTOR, EAGER, PieceGraph
 from cgtool.plan.records import Plan
 from cgtool.plan.shapes import dispatch_order
-from cgtool.records import dataclass
 from cgtool.runtime.aoti_package import open_package
 from cgtool.runtime.call import LoadedModel, first_index
 from cgtool.runtime.dispatch import Bounds, Boxed, Choice, PiecewiseBackend, Unopened, graph_at, symbol_bounds
 from cgtool.runtime.find import Found
-from cgtool.runtime.pieces import piece_function
+from cgtool.runtime.program import piece_function
 from cgtool.store.artifacts import code_of
 from cgtool.store.records import Row
 
@@ -84,8 +84,7 @@ def open_entry(found: Found, module: Any, opener: Opener, *, recheck_calls: bool
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Opened:
+class _Opened(msgspec.Struct, frozen=True, kw_only=True):
     """A row, what it means for its variant's symbols, and its function."""
 
     row: Row

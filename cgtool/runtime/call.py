@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -17,15 +17,22 @@ from cgtool.guards.signature import CallSignature
 from cgtool.guards.sources import Roots
 from cgtool.guards.table import failures_of
 from cgtool.host import variables_now
-from cgtool.plan.pieces import PieceGraph
+from cgtool.plan.pieces import Graphs, PieceGraph
 from cgtool.plan.records import Guard, GuardTable, Input, Plan, Variant
 from cgtool.plan.rendering import source_words
-from cgtool.plan.tables import Graphs
 from cgtool.runtime.call_guards import Accept, AcceptWriter, check_symbols
 from cgtool.runtime.dispatch import Boxed, ForkedLock, PiecewiseBackend, ShapeTable
 from cgtool.runtime.generate import template_needs
-from cgtool.runtime.pieces import hole_value, op_names, piece_function, piece_maker
-from cgtool.runtime.program import Program, build_program, check_steps, compiled_steps
+from cgtool.runtime.program import (
+    Program,
+    ProgramWriter,
+    check_steps,
+    compiled_steps,
+    hole_value,
+    op_names,
+    piece_function,
+    piece_maker,
+)
 from cgtool.runtime.weights import StructureChangedError, Weights, is_weight
 from cgtool.store.key import difference_between
 
@@ -288,15 +295,7 @@ class LoadedModel(AsModule):
         )
         check_steps(variant, self.plan.graphs, symbols)
         self._open_eager(variant)
-        program = build_program(
-            variant,
-            self.plan.graphs,
-            symbols=symbols,
-            call_inputs=calls,
-            weights=weights,
-            passed=passed,
-            eager=self._eager,
-        )
+        program = ProgramWriter(variant, self.plan.graphs, symbols, self._eager).function(calls, weights, passed)
         pieces = [_piece(self._opened, index, step.piece) for step in compiled_steps(variant)]
         return writer.function(), self._table(variant, symbols, pieces), program
 
@@ -409,8 +408,7 @@ def first_index(module: nn.Module, plan: Plan) -> int | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """A compiled piece of a variant.
 
     Args:

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -26,7 +27,6 @@ from cgtool.guards.sources import Accessor, Roots, Source, find_module, parse_so
 from cgtool.plan.grammar import canonical_json
 from cgtool.plan.pieces import Dim, Json, TensorMeta
 from cgtool.plan.records import Guard, Input, Variant
-from cgtool.records import dataclass
 from cgtool.runtime.generate import Code, expression, malformed, tuple_source
 
 #: (tensors of the call, values of the symbols, objects that the output passes through), or None
@@ -54,8 +54,7 @@ def check_symbols(variant: Variant) -> tuple[str, ...]:
     return tuple(symbol.name for symbol in variant.symbols)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Binding:
+class Binding(msgspec.Struct, frozen=True, kw_only=True):
     """Where the value of a symbol is read: `size(dim)` or `stride(dim)` of a call's tensor, divided by `factor`."""
 
     symbol: str

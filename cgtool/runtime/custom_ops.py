@@ -12,19 +12,18 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import msgspec
 import torch
 
 from cgtool.errors import UsageError
 from cgtool.guards.code import code_digest
 from cgtool.model import register_splitting_op
-from cgtool.records import dataclass
 
 #: Where an op goes when its author names no namespace.
 DEFAULT_NAMESPACE: Final = "cgtool"
 
 
-@dataclass(frozen=True, kw_only=True)
-class CustomOp:
+class CustomOp(msgspec.Struct, frozen=True, kw_only=True):
     """An op that `direct_register_custom_op` registered.
 
     Args:

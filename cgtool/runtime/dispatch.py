@@ -14,13 +14,14 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from cgtool.errors import ArtifactError
 from cgtool.events import count
 from cgtool.graph.expressions import evaluate, symbols_of
 from cgtool.plan.pieces import PieceGraph
 from cgtool.plan.records import Step, Variant
 from cgtool.plan.shapes import Shape, shape_order, shape_text
-from cgtool.records import dataclass
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -80,8 +81,7 @@ class Unopened:
             return self._function
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """A function that serves some sizes of a piece.
 
     Args:
@@ -102,8 +102,7 @@ class Choice:
         return within and all(evaluate(text, values) for text in self.guards)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PiecewiseBackend:
+class PiecewiseBackend(msgspec.Struct, frozen=True, kw_only=True):
     """The functions of one piece of one variant.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from cgtool.errors import ArtifactError, CgtoolError, GuardError
@@ -15,7 +16,6 @@ from cgtool.guards.sources import Roots, SourceError, parse_source
 from cgtool.plan.pieces import Dim, SymbolRange
 from cgtool.plan.records import Guard, Input, Variant
 from cgtool.plan.rendering import source_words, spell
-from cgtool.records import dataclass
 from cgtool.runtime.call_guards import ALIGNMENT, Binding, find_bindings, known_class, needs_alignment, strides_matter
 from cgtool.runtime.weights import make_problem
 

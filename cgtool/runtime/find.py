@@ -17,12 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from cgtool import host
 from cgtool.errors import CacheError, CacheMissError, CacheSchemaError, RefusedError
 from cgtool.guards.sources import Roots
 from cgtool.guards.table import failures_of
 from cgtool.plan.records import Plan, parse_plan
-from cgtool.records import dataclass
 from cgtool.runtime.factors import Live, differences_now
 from cgtool.runtime.weights import is_weight, tensor_differences
 from cgtool.store.entry import Entry
@@ -37,8 +38,7 @@ _MAX_REASONS = 12
 _MAX_LOOKED_AT = 256
 
 
-@dataclass(frozen=True, kw_only=True)
-class Found:
+class Found(msgspec.Struct, frozen=True, kw_only=True):
     """An entry that serves the model: its files, its plan, and what it was keyed on."""
 
     entry: Entry

@@ -1,12 +1,14 @@
-"""A variant's stitched program as one straight-line Python function.
+"""A variant's stitched program, and the pieces that run op by op, as straight-line Python functions.
 
-The function takes the tensors of a call, the values of the symbols, the objects that the output passes through, the
-model's tensors and a function for each compiled piece. It runs the steps in order, forgets each value after its last
-use and puts the output together. It keeps nothing between calls.
+A program takes the tensors of a call, the values of the symbols, the objects that the output passes through, the
+model's tensors and a function for each compiled piece. It runs the steps in order, forgets a value after its last use
+and puts the output together. It keeps nothing between calls. Splitting pieces, and every piece of the `eager` adaptor,
+run op by op with torch alone.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,44 +16,25 @@ import torch
 
 from cgtool.errors import ArtifactError
 from cgtool.graph.expressions import rename
-from cgtool.graph.metas import dtype_of
-from cgtool.plan.pieces import Dim, PieceGraph, TensorMeta
+from cgtool.graph.metas import device_of, dtype_of
+from cgtool.graph.targets import ATTRIBUTES, check_method, resolve_target
+from cgtool.graph.values import decode_value, refs_of
+from cgtool.plan.pieces import Dim, Graphs, Json, Node, PieceGraph, TensorMeta
 from cgtool.plan.records import Step, Variant
-from cgtool.plan.tables import Graphs
 from cgtool.runtime.call_guards import strides_matter
 from cgtool.runtime.dispatch import Boxed
-from cgtool.runtime.generate import Code, expression, malformed, template_needs, template_source, tuple_source
-from cgtool.runtime.pieces import op_names
+from cgtool.runtime.generate import (
+    Code,
+    check_identifier,
+    expression,
+    malformed,
+    template_needs,
+    template_source,
+    tuple_source,
+)
 
 #: (call tensors, symbol values, passed objects, model tensors, piece functions) → the model's output
 Program = Callable[[Any, Any, Any, Any, Any], Any]
-
-
-def build_program(
-    variant: Variant,
-    graphs: Mapping[str, PieceGraph],
-    *,
-    symbols: tuple[str, ...],
-    call_inputs: Sequence[int],
-    weights: Sequence[int],
-    passed: Sequence[str],
-    eager: Mapping[str, Boxed],
-) -> Program:
-    """Return the function that runs `variant`.
-
-    Args:
-        variant: The variant.
-        graphs: The plan's graphs by identity.
-        symbols: The variant's symbols, checked.
-        call_inputs: Positions of the inputs that come with a call, in the order in which they are handed over.
-        weights: Positions of the inputs that come from the model.
-        passed: Sources of objects that are handed over for the output.
-        eager: The functions of the splitting pieces, by the identity of their graph.
-
-    Raises:
-        ArtifactError: The variant holds something outside its grammar.
-    """
-    return _Writer(variant, graphs, symbols, eager).function(call_inputs, weights, passed)
 
 
 def compiled_steps(variant: Variant) -> list[Step]:
@@ -99,7 +82,16 @@ def _face(graphs: Mapping[str, PieceGraph], identity: str) -> PieceGraph:
     return graphs.parts_of(identity)[1] if isinstance(graphs, Graphs) else graphs[identity]
 
 
-class _Writer:
+class ProgramWriter:
+    """Writes the function that runs a variant.
+
+    Args:
+        variant: The variant.
+        graphs: The plan's graphs by identity.
+        symbols: The variant's symbols, checked.
+        eager: The functions of the splitting pieces, by the identity of their graph.
+    """
+
     def __init__(
         self, variant: Variant, graphs: Mapping[str, PieceGraph], symbols: tuple[str, ...], eager: Mapping[str, Boxed]
     ) -> None:
@@ -117,6 +109,16 @@ class _Writer:
         self.repairers: dict[int, Callable[..., torch.Tensor]] = {}
 
     def function(self, call_inputs: Sequence[int], weights: Sequence[int], passed: Sequence[str]) -> Program:
+        """Return the function.
+
+        Args:
+            call_inputs: Positions of the inputs that come with a call, in the order in which they are handed over.
+            weights: Positions of the inputs that come from the model.
+            passed: Sources of objects that are handed over for the output.
+
+        Raises:
+            ArtifactError: The variant holds something outside its grammar.
+        """
         code = self.code
         needed, _ = template_needs(self.variant.output, self.symbols)
         dying = self._last_uses(needed)
@@ -266,3 +268,228 @@ def _repairer(graph: PieceGraph) -> Callable[..., torch.Tensor]:
         return placed.copy_(value)
 
     return repair
+
+
+_ENTER = "torch.amp.autocast_mode._enter_autocast"
+_REF = re.compile(r"%[0-9]{1,9}\Z")
+_EXIT = "torch.amp.autocast_mode._exit_autocast"
+
+
+def piece_function(graph: PieceGraph, *, device_index: int | None = None) -> Boxed:
+    """Return a function that runs `graph` with torch alone.
+
+    Args:
+        graph: Any piece, compiled or splitting.
+        device_index: What a device without an index means ("cuda" → "cuda:1"); None: the current device.
+
+    Returns:
+        A boxed function: takes a list of tensors, which it empties, and returns a list of the graph's outputs. Several
+        threads may call it at once.
+
+    Raises:
+        ArtifactError: The graph holds something outside its grammar, or an op that this process does not have.
+    """
+    return piece_maker(graph, device_index=device_index)()
+
+
+def piece_maker(graph: PieceGraph, *, num_holes: int = 0, device_index: int | None = None) -> Callable[..., Boxed]:
+    """Return a function that makes the function of a piece, as `piece_function` does, from the values of its holes.
+
+    Args:
+        graph: Any piece; `{"hole": n}` may stand in its arguments, see `cgtool.plan.pieces`.
+        num_holes: How many holes it has.
+        device_index: As for `piece_function`.
+
+    Raises:
+        ArtifactError: As `piece_function`.
+    """
+    return _PieceWriter(graph, device_index, num_holes).maker()
+
+
+def hole_value(data: Json) -> int | float | str:
+    """Return the constant that a plan gives for a hole.
+
+    Raises:
+        ArtifactError: It is no constant that a hole can hold.
+    """
+    if type(data) is int:
+        return data
+    if type(data) is dict and list(data) in (["s"], ["f"]):
+        value = decode_value(data, _no_reference)
+        if type(value) in (str, float):
+            return value  # type: ignore[no-any-return]  # `in` narrows nothing
+    raise malformed("constant", data)
+
+
+def _no_reference(ref: str) -> Any:
+    raise malformed("constant", ref)
+
+
+def op_names(graph: PieceGraph) -> tuple[str, ...]:
+    """Return the custom and ATen ops, or else all functions, that `graph` calls, each once, as people write them."""
+    targets = dict.fromkeys(node.target for node in graph.nodes if node.kind == "function" and node.target)
+    ops = [name.removeprefix("torch.ops.") for name in targets if name.startswith("torch.ops.")]
+    return tuple(ops or targets)
+
+
+class _PieceWriter:
+    def __init__(self, graph: PieceGraph, device_index: int | None, num_holes: int) -> None:
+        self.graph = graph
+        self.num_holes = num_holes
+        self.device_index = device_index
+        self.code = Code("piece")
+        self.num_inputs = len(graph.inputs)
+        self.defined = self.num_inputs
+        self.enters = any(node.target == _ENTER for node in graph.nodes)
+
+    def maker(self) -> Callable[..., Boxed]:
+        graph, code = self.graph, self.code
+        code.add("def piece(args):")
+        code.depth += 1
+        dying = self._last_uses()
+        names = [f"v{i}" for i in range(self.num_inputs)]
+        code.add(f"{tuple_source(names)} = args" if names else "pass")
+        code.add(f"{code.constant(list.clear)}(args)")
+        if self.enters:
+            code.add("entered = []")
+            code.add("try:")
+            code.depth += 1
+        self._forget(dying.get(-1, ()))
+        for index, node in enumerate(graph.nodes):
+            self._node(node, used=index not in dying.get(index, ()))
+            self.defined += 1
+            self._forget(dying.get(index, ()), but=index)
+        code.add(f"return [{', '.join(self._local(ref) for ref in graph.outputs)}]")
+        if self.enters:
+            code.depth -= 1
+            code.add(f"finally: {code.constant(_leave)}(entered)")
+        code.depth -= 1
+        code.add("return piece")
+        return code.define("make", [f"h{n}" for n in range(self.num_holes)])
+
+    def _last_uses(self) -> dict[int, list[int]]:
+        """Return node index → values (as node indices, inputs negative past -1) that nothing needs after it."""
+        last = dict.fromkeys(range(self.num_inputs), -1)
+        for index, node in enumerate(self.graph.nodes):
+            last[self.num_inputs + index] = index
+            for data in (*node.args, *node.kwargs.values()):
+                last.update((_ref_number(ref), index) for ref in refs_of(_plugged(data)))
+        for ref in self.graph.outputs:
+            last.pop(_ref_number(ref), None)
+        dying: dict[int, list[int]] = {}
+        for value, index in last.items():
+            dying.setdefault(index, []).append(value - self.num_inputs)
+        return dying
+
+    def _forget(self, values: Iterable[int], but: int | None = None) -> None:
+        names = [f"v{value + self.num_inputs}" for value in values if value != but]
+        if names:
+            self.code.add("del " + ", ".join(names))
+
+    def _node(self, node: Node, *, used: bool) -> None:
+        if node.kind == "size":
+            call = self._size(node)
+        elif node.kind == "method":
+            call = self._method(node)
+        elif node.kind == "function":
+            call = self._call(node)
+        else:
+            raise malformed("kind of node", node.kind)
+        name = f"v{self.defined}"
+        keep = used or node.target == _ENTER
+        self.code.add(f"{name} = {call}" if keep else call)
+        if node.target == _ENTER:
+            self.code.add(f"{self.code.constant(list.append)}(entered, {name})")
+        elif node.target == _EXIT:
+            self.code.add(f"{self.code.constant(list.pop)}(entered)")
+        if keep and not used:
+            self.code.add(f"del {name}")
+
+    def _call(self, node: Node) -> str:
+        name = _target(node)
+        if name == "builtins.getattr":
+            known = [type(a) is dict and list(a) == ["s"] and a["s"] in ATTRIBUTES for a in node.args[1:]]
+            if node.kwargs or not all(known):
+                raise malformed("attribute of a tensor", node)
+        return f"{self.code.constant(resolve_target(name))}({self._arguments(node.args, node.kwargs)})"
+
+    def _size(self, node: Node) -> str:
+        if len(node.args) != 2 or type(node.args[0]) is not str or type(node.args[1]) is not int or node.kwargs:  # noqa: PLR2004 - a tensor and a dimension
+            raise malformed("size", node)
+        return f"{self._local(node.args[0])}.size({node.args[1]})"
+
+    def _method(self, node: Node) -> str:
+        name = check_method(_target(node))
+        if not node.args or type(node.args[0]) is not str:
+            raise malformed("call of a method", node)
+        return f"{self._local(node.args[0])}.{name}({self._arguments(node.args[1:], node.kwargs)})"
+
+    def _arguments(self, args: Iterable[Json], kwargs: dict[str, Json]) -> str:
+        parts = [self._value(data) for data in args]
+        parts += [f"{check_identifier(name)}={self._value(data)}" for name, data in kwargs.items()]
+        return ", ".join(parts)
+
+    def _value(self, data: Json) -> str:
+        """Return the source of an encoded value; what holds no reference becomes a constant."""
+        if data is None or type(data) in (bool, int):
+            return repr(data)
+        if type(data) is str:
+            return self._local(data)
+        if type(data) is list:
+            return f"[{', '.join(map(self._value, data))}]"
+        if type(data) is not dict or len(data) != 1:
+            raise malformed("value", data)
+        [(tag, body)] = data.items()
+        if tag == "hole" and type(body) is int and 0 <= body < self.num_holes:
+            return f"h{body}"
+        if tag == "t" and type(body) is list:
+            return tuple_source(map(self._value, body))
+        if tag == "d" or (tag == "slice" and refs_of(data)):
+            if tag == "d":
+                return f"{{{', '.join(f'{self._value(k)}: {self._value(v)}' for k, v in body)}}}"
+            return f"{self.code.constant(slice)}({', '.join(map(self._value, body))})"
+        return self.code.constant(self._placed(decode_value(data, self._local)))
+
+    def _placed(self, value: Any) -> Any:
+        """Give a device without an index, or a constant tensor, its place in this process."""
+        index = self.device_index
+        if index is None:
+            return value
+        if isinstance(value, torch.device):
+            return device_of(value.type, index) if ":" not in str(value) else value
+        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+            return value.to(device_of(value.device.type, index))
+        return value
+
+    def _local(self, ref: Any) -> str:
+        number = _ref_number(ref)
+        if number >= self.defined:
+            raise malformed("reference", ref)
+        return f"v{number}"
+
+
+def _leave(entered: list[Any]) -> None:
+    """Close the autocast regions that an error left open."""
+    while entered:
+        resolve_target(_EXIT)(entered.pop())
+
+
+def _plugged(data: Json) -> Json:
+    """Return `data` with its holes closed, for who looks for references only."""
+    if type(data) is list:
+        return [_plugged(item) for item in data]
+    if type(data) is dict:
+        return 0 if list(data) == ["hole"] else {tag: _plugged(body) for tag, body in data.items()}
+    return data
+
+
+def _ref_number(ref: Any) -> int:
+    if not isinstance(ref, str) or not _REF.match(ref):
+        raise malformed("reference", ref)
+    return int(ref[1:])
+
+
+def _target(node: Node) -> str:
+    if type(node.target) is not str:
+        raise malformed("name of an op", node.target)
+    return node.target

@@ -8,7 +8,7 @@ from piece_cases import CASES, inputs_of
 
 from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.errors import ConfigError
-from cgtool.runtime.pieces import piece_function
+from cgtool.runtime.program import piece_function
 
 pytestmark = pytest.mark.torch
 

@@ -18,7 +18,7 @@ import sys
 
 from cgtool import CompiledPiece, CompilerInterface
 from cgtool.plan.grammar import canonical_json, digest_of
-from cgtool.runtime.pieces import piece_function
+from cgtool.runtime.program import piece_function
 
 WORD = b"worded\\n"
 

@@ -12,7 +12,7 @@ from torch import nn
 from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
 from cgtool.plan.records import Guard, Input, Plan, Step, Variant
 from cgtool.runtime.dispatch import PiecewiseBackend
-from cgtool.runtime.pieces import piece_function
+from cgtool.runtime.program import piece_function
 
 WIDTH = 4
 LIBRARY = torch.library.Library("cgtool_runtime_test", "FRAGMENT")

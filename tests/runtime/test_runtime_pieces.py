@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cgtool.graph.values import encode_value
-from cgtool.runtime.pieces import op_names, piece_function
+from cgtool.runtime.program import op_names, piece_function
 
 pytestmark = pytest.mark.torch
 

@@ -16,7 +16,7 @@ from cgtool.plan.pieces import Node, SymbolRange
 from cgtool.plan.records import Guard, Input, Step
 from cgtool.runtime.call import LoadedModel
 from cgtool.runtime.dispatch import PiecewiseBackend
-from cgtool.runtime.pieces import piece_function
+from cgtool.runtime.program import piece_function
 
 pytestmark = pytest.mark.torch
 
