@@ -13,9 +13,12 @@ import click
 
 from cgtool.cli import failures
 from cgtool.cli.options import cache_dir_option, cache_folder, read_shapes, talk_options
+from cgtool.cli.text import count_text, size_text
+from cgtool.store.layout import short
 
 if TYPE_CHECKING:
     from cgtool.cli.output import Output
+    from cgtool.toolkit.bundle.export import ExportReport
 
 EXAMPLES = """\b
 Examples:
@@ -69,8 +72,7 @@ def export(*, output: Output, dest: str, **options: Any) -> int:
     HASH is the beginning of a hash that `inspect cache` lists. Without any, all entries are written if they are of one
     model. The same entries give the same archive, byte for byte before it is packed. DEST appears whole or not at all.
     """
-    # Rich and the command itself: what `--help` does without.
-    from cgtool.cli.bundle_tables import show_export
+    # The command itself: what `--help` does without.
     from cgtool.toolkit.bundle.choose import Choice
     from cgtool.toolkit.bundle.export import ExportOptions
     from cgtool.toolkit.bundle.export import export as run
@@ -97,8 +99,27 @@ def export(*, output: Output, dest: str, **options: Any) -> int:
     if output.as_json:
         output.json(report.to_json())
     else:
-        show_export(output, report)
+        _show(output, report)
     return failures.DONE
+
+
+def _show(output: Output, report: ExportReport) -> None:
+    """Print what was written; to standard error where standard output took the bundle."""
+    from cgtool.cli.columns import show_rows  # rich, which `--json` does without
+
+    manifests = report.contents.manifests
+    entries = count_text(len({manifest.hash for manifest in manifests}), "entry", "entries")
+    packed = "" if report.form == "folder" else f", {size_text(report.written_bytes)} packed"
+    signed = f", signed by {', '.join(map(short, report.signed_by))}" if report.signed_by else ""
+    line = f"Wrote {entries} ({size_text(report.size_bytes)}{packed}{signed}) to {report.dest}"
+    if report.dest == "-":
+        output.note(line.removesuffix(" to -"))
+        return
+    rows = [(short(found.hash), found.model, found.rank, found.prefix, len(found.rows)) for found in manifests]
+    show_rows(output, ("hash", "model", ">rank", "prefix", ">rows"), rows)
+    output.line(line)
+    if not report.signed_by:
+        output.note("It is not signed: whoever imports it must say --trust. Sign with --sign KEY.", style="dim")
 
 
 def _check(dest: str, options: dict[str, Any], output: Output) -> None:

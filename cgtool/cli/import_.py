@@ -14,9 +14,12 @@ import click
 
 from cgtool.cli import failures
 from cgtool.cli.options import cache_dir_option, cache_folder, talk_options
+from cgtool.cli.text import count_text, size_text
+from cgtool.store.layout import short
 
 if TYPE_CHECKING:
     from cgtool.cli.output import Output
+    from cgtool.toolkit.bundle.import_ import ImportReport
 
 EXAMPLES = """\b
 Examples:
@@ -75,8 +78,7 @@ def import_(*, output: Output, source: str, **options: Any) -> int:
     checked before anything changes: names, sizes, digests, records, packages, and whether this machine can load it.
     Entries that are there already are merged. A refusal exits with 3, and with a stable reason under --json.
     """
-    # Rich and the command itself: what `--help` does without.
-    from cgtool.cli.bundle_tables import show_import
+    # The command itself: what `--help` does without.
     from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
 
     report = import_bundle(
@@ -94,5 +96,30 @@ def import_(*, output: Output, source: str, **options: Any) -> int:
     if output.as_json:
         output.json(report.to_json())
     else:
-        show_import(output, report)
+        _show(output, report)
     return failures.DONE
+
+
+def _show(output: Output, report: ImportReport) -> None:
+    """Print what became of each entry."""
+    from cgtool.cli.columns import show_rows  # rich, which `--json` does without
+
+    for warning in report.warnings:
+        output.note(f"Warning: {warning}", style="yellow")
+    rows = [
+        (
+            short(manifest.hash),
+            manifest.model,
+            manifest.rank,
+            manifest.prefix,
+            entry.installed.outcome,
+            len({row.artifact.digest for row in manifest.rows}),
+            size_text(entry.size_bytes),
+        )
+        for entry in report.entries
+        for manifest in entry.content.manifests
+    ]
+    show_rows(output, ("hash", "model", ">rank", "prefix", "outcome", ">artifacts", ">size"), rows)
+    count = count_text(len(report.entries), "entry", "entries")
+    signed = f", signed by {short(report.signed_by)}" if report.signed_by else ""
+    output.line(f"Imported {count} ({size_text(report.size_bytes)}{signed}) into {report.root}")

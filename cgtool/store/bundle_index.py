@@ -30,13 +30,13 @@ from __future__ import annotations
 
 import sys
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from cgtool.adaptor_registry import is_kind
 from cgtool.errors import CacheCorruptError, CacheSchemaError, RefusedError
 from cgtool.plan.grammar import Count, Digest, Record
-from cgtool.records import dataclass
 from cgtool.store.files import ARTIFACT_MODE, RECORD_MODE, Sealed, unseal
 from cgtool.store.layout import (
     ARTIFACTS,
@@ -50,39 +50,24 @@ from cgtool.store.layout import (
     parse_rank_folder,
 )
 
-_SHOWN_CHARACTERS = 160
-_ADVICE = "Nothing was changed. Ask whoever made the bundle for a whole one."
-
-
-def shown(name: str) -> str:
-    """Return a member's name as people may be shown it: quoted, escaped and cut."""
-    return repr(name if len(name) <= _SHOWN_CHARACTERS else f"{name[:_SHOWN_CHARACTERS]}…")
-
-
-def without_advice(error: RefusedError) -> str:
-    """Return what is wrong, without what whoever imports can do about it."""
-    return str(error).removesuffix(f" {_ADVICE}")
-
-
-def refused(
-    reason: str, why: str, *, member: str | None = None, expected: Any = None, actual: Any = None, advice: str = _ADVICE
-) -> RefusedError:
-    """Return the error for a bundle that is not believed.
-
-    Args:
-        reason: A stable word for programs.
-        why: What is wrong, as the end of a sentence: "holds a link".
-        member: The member that it is about; None for the bundle as a whole.
-        expected: What should have been there.
-        actual: What was there.
-        advice: What the user can do.
-    """
-    about = "The bundle" if member is None else f"The member {shown(member)} of the bundle"
-    path = None if member is None else member[:_SHOWN_CHARACTERS]
-    return RefusedError(f"{about} {why}. {advice}", reason=reason, path=path, expected=expected, actual=actual)
-
+INDEX_FILE = "bundle.json"
+SIGNATURE_FILE = "bundle.sig"
+#: Kinds whose bytes torch unpickles as it opens them.
+PICKLE_KINDS = frozenset({"aot", "mega"})
+PACKAGE_KIND = "pt2"
 
 _GIB, _MIB = 2**30, 2**20
+#: bundle.sig holds a few hundred bytes for each signature.
+MAX_SIGNATURE_BYTES = 2**16
+#: Records are parsed whole, and Python makes thirty bytes of each byte of "{},{},...". Packages are opened from memory,
+#: by load too. What has no limit of its own is text that nobody parses.
+_MAX_BYTES = {KEY_FILE: 32 * _MIB, MANIFEST_FILE: 32 * _MIB, PLAN_FILE: 64 * _MIB, PACKAGE_KIND: 4 * _GIB}
+_MAX_TEXT_BYTES = 256 * _MIB
+#: How many lists, objects and commas a record may hold.
+_MAX_VALUES = {INDEX_FILE: 2_000_000, KEY_FILE: 2_000_000, MANIFEST_FILE: 2_000_000, PLAN_FILE: 4_000_000}
+
+_SHOWN_CHARACTERS = 160
+_ADVICE = "Nothing was changed. Ask whoever made the bundle for a whole one."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,44 +89,6 @@ class Limits:
     ratio_from_bytes: int = 32 * _MIB
 
 
-#: bundle.sig holds a few hundred bytes for each signature.
-MAX_SIGNATURE_BYTES = 2**16
-#: JSON that is parsed whole: the index, keys and manifests. Python makes thirty bytes of each one of "{},{},...".
-MAX_RECORD_BYTES = 32 * _MIB
-MAX_RECORD_VALUES = 2_000_000
-MAX_PLAN_BYTES = 64 * _MIB
-MAX_PLAN_VALUES = 4_000_000
-#: Text that nobody parses.
-MAX_TEXT_BYTES = 256 * _MIB
-#: Packages are opened from memory, by load too.
-MAX_PACKAGE_BYTES = 4 * _GIB
-
-
-def check_values(data: bytes, *, member: str, most: int) -> None:
-    """Check, before it is parsed, that JSON makes no more values than a record of cgtool's has.
-
-    Args:
-        data: The JSON; what is in its strings counts too.
-        member: The file that it is.
-        most: How many lists, objects and commas it may hold.
-
-    Raises:
-        RefusedError: bomb.
-    """
-    found = data.count(b"{") + data.count(b"[") + data.count(b",")
-    if found > most:
-        why = "is a record that grows out of all proportion"
-        raise refused("bomb", why, member=member, expected=most, actual=found)
-
-
-INDEX_FILE = "bundle.json"
-SIGNATURE_FILE = "bundle.sig"
-
-#: Kinds whose bytes torch unpickles as it opens them.
-PICKLE_KINDS = frozenset({"aot", "mega"})
-PACKAGE_KIND = "pt2"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Where a member belongs.
@@ -159,87 +106,6 @@ class Place:
     prefix: str = ""
     file: str
     kind: str = ""
-
-
-def place_of(name: str) -> Place:
-    """Return where a member belongs.
-
-    Raises:
-        RefusedError: The name is outside of the grammar: parent_path, absolute_name, strange_name, unknown_kind or
-            outside_layout.
-    """
-    parts = name.split("/")
-    if name.startswith("/"):
-        raise refused("absolute_name", "has an absolute name", member=name)
-    if ".." in parts:
-        raise refused("parent_path", "would lie outside of the cache", member=name)
-    if not name.isascii() or not name.isprintable() or "\\" in name or "" in parts or "." in parts:
-        raise refused("strange_name", "has a name with characters that no name of a cache has", member=name)
-    place = _placed(parts)
-    if place is None:
-        raise refused("outside_layout", "has a name that nothing in a cache has", member=name)
-    if place.kind and not is_kind(place.kind):
-        raise refused(
-            "unknown_kind", "is an artifact of a kind that no adaptor here makes", member=name, actual=place.kind
-        )
-    return place
-
-
-def _placed(parts: list[str]) -> Place | None:
-    match parts:
-        case [top, hash_, file] if top == CACHE_FOLDER and is_hash(hash_) and file == KEY_FILE:
-            return Place(hash=hash_, file=file)
-        case [top, hash_, folder, file] if top == CACHE_FOLDER and is_hash(hash_) and folder == ARTIFACTS:
-            digest, _, kind = file.partition(".")
-            return Place(hash=hash_, file=file, kind=kind) if is_hash(digest) and kind else None
-        case [top, hash_, folder, prefix, file] if top == CACHE_FOLDER and is_hash(hash_) and is_prefix(prefix):
-            rank = parse_rank_folder(folder)
-            known = file == MANIFEST_FILE or file in RANK_FILES
-            return Place(hash=hash_, rank=rank, prefix=prefix, file=file) if rank is not None and known else None
-    return None
-
-
-def check_distinct(names: Iterable[str]) -> None:
-    """Check that no two names are one on some file system.
-
-    Raises:
-        RefusedError: duplicate_member, unicode_collision or case_collision.
-    """
-    whole: set[str] = set()
-    composed: set[str] = set()
-    folded: set[str] = set()
-    for name in names:
-        if name in whole:
-            raise refused("duplicate_member", "is there twice", member=name)
-        one = name if name.isascii() else unicodedata.normalize("NFC", name)
-        if one in composed:
-            raise refused("unicode_collision", "has the name of another in another spelling of Unicode", member=name)
-        small = one.casefold()
-        if small in folded:
-            raise refused("case_collision", "differs from another in upper and lower case only", member=name)
-        whole.add(name)
-        composed.add(one)
-        folded.add(small)
-    # A file system that ignores case would make one folder of two.
-    spelled: dict[str, str] = {}
-    for name in names_of_folders(whole):
-        other = spelled.setdefault(name.casefold(), name)
-        if other != name:
-            raise refused("case_collision", "differs from another in upper and lower case only", member=name)
-
-
-def names_of_folders(names: Iterable[str]) -> set[str]:
-    """Return every folder above some names."""
-    found: set[str] = set()
-    for name in names:
-        folder = name.rpartition("/")[0]
-        while folder and folder not in found:
-            found.add(folder)
-            folder = folder.rpartition("/")[0]
-    return found
-
-
-_MAX_BYTES = {KEY_FILE: MAX_RECORD_BYTES, MANIFEST_FILE: MAX_RECORD_BYTES, PLAN_FILE: MAX_PLAN_BYTES}
 
 
 class Member(Record, frozen=True, kw_only=True):
@@ -296,7 +162,9 @@ def parse_index(data: bytes, *, limits: Limits) -> Index:
     Raises:
         RefusedError: unknown_schema, bad_index, too_large, bomb, or what is wrong with a name.
     """
-    check_values(data, member=INDEX_FILE, most=MAX_RECORD_VALUES)
+    if len(data) > limits.max_index_bytes:
+        raise _too_much(f"has {len(data)} bytes", INDEX_FILE, limits.max_index_bytes, len(data))
+    check_values(data, INDEX_FILE)
     try:
         index = unseal(data, Index, path=INDEX_FILE)
     except CacheSchemaError as error:
@@ -310,46 +178,40 @@ def parse_index(data: bytes, *, limits: Limits) -> Index:
         raise refused("bad_index", "is not as cgtool writes it", member=INDEX_FILE, actual=str(error)) from error
     except MemoryError as error:
         raise refused("too_large", "needs more memory than there is", member=INDEX_FILE) from error
-    check_number(len(index.members), limits)
-    check_members(index.members)
     names = [member.path for member in index.members]
-    if names != sorted(names):
-        raise refused("bad_index", "does not name the members in order", member=INDEX_FILE)
+    if len(names) > limits.max_members:
+        raise _too_much(f"promises {len(names)} members", INDEX_FILE, limits.max_members, len(names))
+    _check_distinct(names)
+    for member in index.members:
+        _check_member(member)
+    if names != sorted(names) or not names:
+        why = "does not name the members in order" if names else "names no member"
+        raise refused("bad_index", why, member=INDEX_FILE)
     if index.size_bytes > limits.max_bytes:
-        why = f"promises {index.size_bytes} bytes, and {limits.max_bytes} are allowed"
         advice = "Nothing was changed. Allow more with --max-size where you expect so much."
-        raise refused(
-            "too_large", why, member=INDEX_FILE, expected=limits.max_bytes, actual=index.size_bytes, advice=advice
-        )
-    if not index.members:
-        raise refused("bad_index", "names no member", member=INDEX_FILE)
+        why = f"promises {index.size_bytes} bytes"
+        raise _too_much(why, INDEX_FILE, limits.max_bytes, index.size_bytes, advice=advice)
     return index
 
 
-def check_number(count: int, limits: Limits) -> None:
-    """Check how many members there are.
+def check_values(data: bytes, name: str) -> None:
+    """Check, before it is parsed, that JSON makes no more values than a record of cgtool's has.
+
+    Args:
+        data: The JSON; what is in its strings counts too.
+        name: The member that it is; a text that nobody parses passes.
 
     Raises:
-        RefusedError: too_large.
+        RefusedError: bomb.
     """
-    if count > limits.max_members:
-        why = f"promises {count} members"
-        raise refused("too_large", why, member=INDEX_FILE, expected=limits.max_members, actual=count)
+    most = _MAX_VALUES.get(name.rpartition("/")[2], sys.maxsize)
+    found = data.count(b"{") + data.count(b"[") + data.count(b",")
+    if found > most:
+        why = "is a record that grows out of all proportion"
+        raise refused("bomb", why, member=name, expected=most, actual=found)
 
 
-def check_members(members: Iterable[Member]) -> None:
-    """Check names, digests and sizes, each for itself and the names together.
-
-    Raises:
-        RefusedError: too_large, bad_index, digest_mismatch, or what is wrong with a name.
-    """
-    members = tuple(members)
-    check_distinct(member.path for member in members)
-    for member in members:
-        _check(member)
-
-
-def _check(member: Member) -> None:
+def _check_member(member: Member) -> None:
     place = member.place
     if place.kind and not place.file.startswith(member.sha256 + "."):
         raise refused(
@@ -359,10 +221,105 @@ def _check(member: Member) -> None:
             expected=place.file.partition(".")[0],
             actual=member.sha256,
         )
-    if place.kind:
-        most = MAX_PACKAGE_BYTES if place.kind == PACKAGE_KIND else sys.maxsize
-    else:
-        most = _MAX_BYTES.get(place.file, MAX_TEXT_BYTES)
+    most = _MAX_BYTES.get(place.kind or place.file, sys.maxsize if place.kind else _MAX_TEXT_BYTES)
     if member.size_bytes > most:
-        why = f"promises {member.size_bytes} bytes, and {most} are allowed"
-        raise refused("too_large", why, member=member.path, expected=most, actual=member.size_bytes)
+        raise _too_much(f"promises {member.size_bytes} bytes", member.path, most, member.size_bytes)
+
+
+def _check_distinct(names: Collection[str]) -> None:
+    """Check that no two names, or two folders above them, are one on some file system."""
+    whole: set[str] = set()
+    for name in names:
+        if name in whole:
+            raise refused("duplicate_member", "is there twice", member=name)
+        whole.add(name)
+    spelled: dict[str, tuple[str, str]] = {}
+    for name in (*names, *sorted(names_of_folders(whole))):
+        composed = name if name.isascii() else unicodedata.normalize("NFC", name)
+        other, other_composed = spelled.setdefault(composed.casefold(), (name, composed))
+        if other == name:
+            continue
+        if other_composed == composed:
+            raise refused("unicode_collision", "has the name of another in another spelling of Unicode", member=name)
+        raise refused("case_collision", "differs from another in upper and lower case only", member=name)
+
+
+def names_of_folders(names: Iterable[str]) -> set[str]:
+    """Return every folder above some names."""
+    found: set[str] = set()
+    for name in names:
+        folder = name.rpartition("/")[0]
+        while folder and folder not in found:
+            found.add(folder)
+            folder = folder.rpartition("/")[0]
+    return found
+
+
+def place_of(name: str) -> Place:
+    """Return where a member belongs.
+
+    Raises:
+        RefusedError: The name is outside of the grammar: parent_path, absolute_name, strange_name, unknown_kind or
+            outside_layout.
+    """
+    parts = name.split("/")
+    if name.startswith("/"):
+        raise refused("absolute_name", "has an absolute name", member=name)
+    if ".." in parts:
+        raise refused("parent_path", "would lie outside of the cache", member=name)
+    if not name.isascii() or not name.isprintable() or "\\" in name or "" in parts or "." in parts:
+        raise refused("strange_name", "has a name with characters that no name of a cache has", member=name)
+    place = _placed(parts)
+    if place is None:
+        raise refused("outside_layout", "has a name that nothing in a cache has", member=name)
+    if place.kind and not is_kind(place.kind):
+        why = "is an artifact of a kind that no adaptor here makes"
+        raise refused("unknown_kind", why, member=name, actual=place.kind)
+    return place
+
+
+def _placed(parts: list[str]) -> Place | None:
+    match parts:
+        case [top, hash_, file] if top == CACHE_FOLDER and is_hash(hash_) and file == KEY_FILE:
+            return Place(hash=hash_, file=file)
+        case [top, hash_, folder, file] if top == CACHE_FOLDER and is_hash(hash_) and folder == ARTIFACTS:
+            digest, _, kind = file.partition(".")
+            return Place(hash=hash_, file=file, kind=kind) if is_hash(digest) and kind else None
+        case [top, hash_, folder, prefix, file] if top == CACHE_FOLDER and is_hash(hash_) and is_prefix(prefix):
+            rank = parse_rank_folder(folder)
+            known = file == MANIFEST_FILE or file in RANK_FILES
+            return Place(hash=hash_, rank=rank, prefix=prefix, file=file) if rank is not None and known else None
+    return None
+
+
+def shown(name: str) -> str:
+    """Return a member's name as people may be shown it: quoted, escaped and cut."""
+    return repr(name if len(name) <= _SHOWN_CHARACTERS else f"{name[:_SHOWN_CHARACTERS]}…")
+
+
+def without_advice(error: RefusedError) -> str:
+    """Return what is wrong, without what whoever imports can do about it."""
+    return str(error).removesuffix(f" {_ADVICE}")
+
+
+def refused(
+    reason: str, why: str, *, member: str | None = None, expected: Any = None, actual: Any = None, advice: str = _ADVICE
+) -> RefusedError:
+    """Return the error for a bundle that is not believed.
+
+    Args:
+        reason: A stable word for programs.
+        why: What is wrong, as the end of a sentence: "holds a link".
+        member: The member that it is about; None for the bundle as a whole.
+        expected: What should have been there.
+        actual: What was there.
+        advice: What the user can do.
+    """
+    about = "The bundle" if member is None else f"The member {shown(member)} of the bundle"
+    path = None if member is None else member[:_SHOWN_CHARACTERS]
+    return RefusedError(f"{about} {why}. {advice}", reason=reason, path=path, expected=expected, actual=actual)
+
+
+def _too_much(why: str, member: str, most: int, actual: int, *, advice: str = _ADVICE) -> RefusedError:
+    why = f"{why}, and {most} are allowed"
+    return refused("too_large", why, member=member, expected=most, actual=actual, advice=advice)

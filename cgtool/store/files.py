@@ -66,7 +66,12 @@ FILE_LIMIT = "it is larger than a file may be here. Raise the limit on the size 
 
 
 def cache_error(
-    error: OSError, path: Path | str, *, needed_bytes: int | None = None, doing: str = "written"
+    error: OSError,
+    path: Path | str,
+    *,
+    needed_bytes: int | None = None,
+    doing: str = "written",
+    elsewhere: str = "choose another folder with --cache-dir or CGTOOL_CACHE_DIR",
 ) -> CacheError:
     """Return the sentence for an error of the operating system.
 
@@ -75,8 +80,8 @@ def cache_error(
         path: The file or folder that it was about.
         needed_bytes: How many bytes were to be written.
         doing: "written", "read" or "removed".
+        elsewhere: What else the user can do.
     """
-    elsewhere = "choose another folder with --cache-dir or CGTOOL_CACHE_DIR"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return _full_disk(error, Path(path), needed_bytes, elsewhere)
     if error.errno == errno.EFBIG:

@@ -7,7 +7,7 @@ members. Its members, in this order and no others::
     bundle.sig                                    optional, see cgtool.store.signatures
     torch_compile_cache/<hash>/key.json ...       sorted by name; the grammar is in cgtool.store.bundle_index
 
-An archive is plain ustar: regular files, each header exactly as `cgtool.toolkit.bundle.tar` writes it from name, size
-and mode (no times, no users), two blocks of zeros at its end, and nothing after them. So equal entries give equal
+An archive is plain ustar: regular files, each header exactly as Python's `tarfile` writes it from name, size and
+mode (no times, no users), two blocks of zeros at its end, and nothing after them. So equal entries give equal
 archives, and whatever differs from that one spelling is refused.
 """

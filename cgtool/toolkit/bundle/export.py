@@ -1,5 +1,8 @@
 """`export`: entries of a cache as one file, or as a folder. Prints nothing; importable without torch.
 
+The same entries give the same archive byte for byte before it is packed, wherever and whenever they lie: only names,
+sizes, modes and bytes enter. Each byte is matched to its digest as it is written, so that nothing broken is shipped.
+
 The report as JSON::
 
     {"schema": 1, "root": str, "dest": str, "form": "archive"|"folder", "size_bytes": int, "written_bytes": int,
@@ -12,18 +15,27 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from cgtool.errors import CacheError, UsageError
 from cgtool.plan.grammar import sha256_hex
 from cgtool.store import signatures
-from cgtool.store.files import os_errors_as_cache_errors, sync_folder
-from cgtool.store.layout import CacheLayout, RankName, resolve_root
+from cgtool.store.bundle_index import INDEX_FILE, SIGNATURE_FILE, names_of_folders
+from cgtool.store.files import RECORD_MODE, cache_error, os_errors_as_cache_errors, sync_folder
+from cgtool.store.layout import CACHE_FOLDER, SIGNATURES, CacheLayout, RankName, resolve_root
 from cgtool.store.leases import keep
-from cgtool.toolkit.bundle.choose import Choice, chosen_names
-from cgtool.toolkit.bundle.pack import Contents, check_free, destination_error, gather, write_archive, write_folder
+from cgtool.toolkit.bundle.choose import Choice, Contents, chosen_names, gather
+from cgtool.toolkit.bundle.reading import END, header_bytes, padding
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 SCHEMA = 1
 DEFAULT_LEVEL = 3
@@ -31,6 +43,12 @@ DEFAULT_LEVEL = 3
 _MOST_HELD = 256
 #: What a prune holds for so many seconds longer and does not remove, it has been stopped with.
 _ATTEMPTS = 3
+#: How many chunks are read and hashed before the packer asks for them.
+_AHEAD = 16
+#: One artifact of so many shows how long packing takes: few bundles hold more than some of those, and most hold none.
+_SAMPLED = 128
+#: What a user can do where a bundle cannot be written.
+_ELSEWHERE = "name another place"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +122,13 @@ def export(options: ExportOptions) -> ExportReport:
     if isinstance(options.dest, Path) and options.folder:
         check_free(options.dest)
     contents = gather(layout, _held_names(layout, options.choice), options.choice)
-    written = _write(options, contents, keys)
+    if not isinstance(options.dest, Path):
+        written = write_archive(options.dest, contents, keys=keys, level=options.level)
+        options.dest.flush()
+    elif options.folder:
+        written = write_folder(options.dest, contents, keys=keys)
+    else:
+        written = _write_file(options.dest, contents, keys=keys, level=options.level)
     return ExportReport(
         root=layout.root,
         dest=str(options.dest) if isinstance(options.dest, Path) else "-",
@@ -134,16 +158,6 @@ def _held_names(layout: CacheLayout, choice: Choice) -> tuple[RankName, ...]:
     raise CacheError(message, path=layout.root)
 
 
-def _write(options: ExportOptions, contents: Contents, keys: list[Any]) -> int:
-    if not isinstance(options.dest, Path):
-        written = write_archive(options.dest, contents, keys=keys, level=options.level)
-        options.dest.flush()
-        return written
-    if options.folder:
-        return write_folder(options.dest, contents, keys=keys)
-    return _write_file(options.dest, contents, keys=keys, level=options.level)
-
-
 def _write_file(dest: Path, contents: Contents, *, keys: list[Any], level: int) -> int:
     if dest.is_dir():
         message = f"{dest} is a folder. Name a file such as {dest / 'model.tar.zst'}, or write a folder with --folder."
@@ -156,9 +170,176 @@ def _write_file(dest: Path, contents: Contents, *, keys: list[Any], level: int) 
             os.fsync(stream.fileno())
         temporary.replace(dest)
     except OSError as error:
-        raise destination_error(error, dest) from error
+        raise cache_error(error, dest, elsewhere=_ELSEWHERE) from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
     sync_folder(dest.parent)
     return written
+
+
+def write_archive(
+    stream: IO[bytes], contents: Contents, *, keys: Sequence[Ed25519PrivateKey] = (), level: int = 3
+) -> int:
+    """Write a bundle as an archive.
+
+    Args:
+        stream: Where to; it is neither flushed to the disk nor closed.
+        contents: What.
+        keys: Which keys sign it.
+        level: How hard zstd tries, 1 to 19.
+
+    Returns:
+        How many bytes were written.
+
+    Raises:
+        CacheError: An entry cannot be read, or is not whole.
+        OSError: `stream` cannot be written.
+    """
+    import zstandard  # milliseconds, and only for who writes a bundle
+
+    threads = packing_threads(contents, level)
+    packer: Any = zstandard.ZstdCompressor(level=level, threads=threads, write_checksum=True, write_content_size=False)
+    out = packer.stream_writer(stream, closefd=False)
+    for chunk in _ahead(_archive(contents, keys)):
+        out.write(chunk)
+    out.close()  # ends the frame: one that failed stays torn, and nobody takes it for whole
+    return int(out.tell())
+
+
+def _ahead(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield what `chunks` yields, which runs a few chunks ahead in a thread: reading, hashing and packing overlap."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="cgtool-ahead")
+    try:
+        waiting = deque(pool.submit(next, chunks, None) for _ in range(_AHEAD))
+        while (chunk := waiting.popleft().result()) is not None:
+            waiting.append(pool.submit(next, chunks, None))
+            yield chunk
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def packing_threads(contents: Contents, level: int) -> int:
+    """Return how many threads zstd is to have of its own: none where packing is quicker than reading and hashing.
+
+    They would wait for bytes there, and packing with them takes up to twice as much of the processor's time in all.
+
+    Args:
+        contents: What is to be packed; a few artifacts are tried.
+        level: How hard zstd tries, 1 to 19.
+
+    Returns:
+        0, or one for each core; -1 for zstd to count those.
+
+    Raises:
+        CacheError: One that was tried cannot be read, or is missing or too long.
+    """
+    import zstandard
+
+    packer: Any = zstandard.ZstdCompressor(level=level)
+    artifacts = [content for content in contents.contents if content.file is not None]
+    ahead_secs = packing_secs = 0.0
+    for content in artifacts[_SAMPLED - 1 :: _SAMPLED]:
+        begin = time.thread_time()
+        chunk = next(content.chunks(), b"")
+        middle = time.thread_time()
+        packer.compress(chunk)
+        ahead_secs += middle - begin
+        packing_secs += time.thread_time() - middle
+    if packing_secs < ahead_secs:
+        return 0
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else -1
+
+
+def _archive(contents: Contents, keys: Sequence[Ed25519PrivateKey]) -> Iterator[bytes]:
+    """Yield the archive as it is before it is packed."""
+    for name, data in _heads(contents.index_bytes, keys).items():
+        yield header_bytes(name, len(data), RECORD_MODE) + data + padding(len(data))
+    between = b""  # what fills up a body goes along with the next header: each chunk passes from thread to thread
+    for content in contents.contents:
+        member = content.member
+        yield between + header_bytes(member.path, member.size_bytes, member.mode)
+        yield from content.chunks()
+        between = padding(member.size_bytes)
+    yield between + END
+
+
+def _heads(index: bytes, keys: Sequence[Ed25519PrivateKey]) -> dict[str, bytes]:
+    return {INDEX_FILE: index, **({SIGNATURE_FILE: signatures.sign(index, keys)} if keys else {})}
+
+
+def write_folder(folder: Path, contents: Contents, *, keys: Sequence[Ed25519PrivateKey] = ()) -> int:
+    """Write a bundle as a folder, which serves as the root of a cache as it stands.
+
+    All times are the epoch, so that equal entries give equal layers of a container image.
+
+    Args:
+        folder: Where to; there may be an empty folder, and nothing else.
+        contents: What.
+        keys: Which keys sign it.
+
+    Returns:
+        How many bytes were written.
+
+    Raises:
+        UsageError: Something is at `folder`.
+        CacheError: An entry cannot be read or is not whole, or the folder cannot be written.
+    """
+    check_free(folder)
+    index = contents.index_bytes
+    heads = _heads(index, keys)
+    if keys:
+        for hash_ in contents.index.hashes:
+            start = f"{CACHE_FOLDER}/{hash_}/{SIGNATURES}/{sha256_hex(index)}"
+            heads |= {f"{start}.json": index, f"{start}.sig": heads[SIGNATURE_FILE]}
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.{secrets.token_hex(6)}.tmp")
+    try:
+        try:
+            temporary.mkdir(parents=True)
+            for name in sorted(names_of_folders([*heads, *(content.member.path for content in contents.contents)])):
+                (temporary / name).mkdir()
+            num_bytes = sum(_write(temporary / name, [data], RECORD_MODE) for name, data in heads.items())
+            for content in contents.contents:
+                num_bytes += _write(temporary / content.member.path, content.chunks(), content.member.mode)
+            _settle(temporary)
+            temporary.replace(folder)
+        except OSError as error:
+            raise cache_error(error, folder, elsewhere=_ELSEWHERE) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    sync_folder(folder.parent)
+    return num_bytes
+
+
+def check_free(folder: Path) -> None:
+    """Check that nothing would be overwritten.
+
+    Raises:
+        UsageError: Something is at `folder`.
+    """
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+        raise UsageError(f"{folder} is there already. Name a folder that is not, or is empty.", path=folder)
+
+
+def _write(path: Path, chunks: Iterable[bytes], mode: int) -> int:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    num_bytes = 0
+    try:
+        for chunk in chunks:
+            view = memoryview(chunk)
+            num_bytes += len(view)
+            while view:
+                view = view[os.write(descriptor, view) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return num_bytes
+
+
+def _settle(folder: Path) -> None:
+    """Give everything one time, and flush the names to the disk."""
+    for above, folders, files in os.walk(folder, topdown=False):
+        for name in (*files, *folders):
+            os.utime(Path(above) / name, (0, 0))
+        sync_folder(Path(above))
+    os.utime(folder, (0, 0))

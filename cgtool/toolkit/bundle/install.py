@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +19,6 @@ from msgspec.structs import replace
 
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError, RefusedError
 from cgtool.plan.grammar import sha256_hex
-from cgtool.records import dataclass
 from cgtool.store.entry import Entry, EntryWriter, ObjectStore, read_entry
 from cgtool.store.files import (
     cache_error,
@@ -42,10 +42,8 @@ from cgtool.store.layout import (
 )
 from cgtool.store.leases import hold_writing
 from cgtool.store.lookup import LookupStore
-from cgtool.store.records import Manifest
-from cgtool.toolkit.bundle.content import EntryContent
-from cgtool.toolkit.bundle.place import check_no_links
-from cgtool.toolkit.bundle.unpack import Unpacked
+from cgtool.store.records import Manifest, Row
+from cgtool.toolkit.bundle.unpack import EntryContent, Unpacked
 
 Outcome = Literal["new", "merged", "same"]
 
@@ -85,6 +83,27 @@ def check_fits(layout: CacheLayout, unpacked: Unpacked, *, replacing: bool) -> N
             _check_plan(_current(layout, manifest.name), manifest, replacing=replacing)
 
 
+def check_no_links(folders: Iterable[Path]) -> None:
+    """Check that folders of a cache are no links, through which an import would write elsewhere.
+
+    Args:
+        folders: Which; one that is missing passes.
+
+    Raises:
+        RefusedError: link_here.
+        CacheError: One cannot be looked at.
+    """
+    for folder in folders:
+        with os_errors_as_cache_errors(folder):
+            is_link = folder.is_symlink()
+        if is_link:
+            message = (
+                f"{folder} is a link, and an import writes nowhere but into the cache. Nothing was changed. Put what "
+                "it leads to in its place, or name another cache with --cache-dir."
+            )
+            raise RefusedError(message, reason="link_here", path=folder)
+
+
 def _written_to(layout: CacheLayout, content: EntryContent) -> Iterator[Path]:
     """Yield every folder that taking in an entry may write to."""
     entry = layout.entry_dir(content.hash)
@@ -111,7 +130,7 @@ def _newer(hash_: str, error: CacheSchemaError) -> RefusedError:
 
 
 def _check_plan(entry: Entry | None, manifest: Manifest, *, replacing: bool) -> None:
-    if entry is None or replacing or entry.manifest.files.get(PLAN_FILE) == manifest.files[PLAN_FILE]:
+    if entry is None or replacing or _has_same_plan(entry, manifest):
         return
     message = (
         f"The cache holds the entry {short(manifest.hash)} (rank {manifest.rank}, {manifest.prefix}) with another "
@@ -136,17 +155,15 @@ def install(layout: CacheLayout, unpacked: Unpacked, *, replacing: bool) -> tupl
     ensure_folder(layout.base)
     for content in unpacked.entries:
         _add_signature(unpacked.layout.entry_dir(content.hash), unpacked)
-    return tuple(_install_held(layout, unpacked, content, replacing=replacing) for content in unpacked.entries)
-
-
-def _install_held(layout: CacheLayout, unpacked: Unpacked, content: EntryContent, *, replacing: bool) -> Installed:
-    """Put one entry in place while prune leaves it alone: artifacts come before the manifests that name them."""
-    lease = hold_writing(layout, content.hash)
-    try:
-        return _install(layout, unpacked, content, replacing=replacing)
-    finally:
-        if lease is not None:
-            lease.release()
+    installed = []
+    for content in unpacked.entries:
+        lease = hold_writing(layout, content.hash)  # artifacts come before the manifests that name them
+        try:
+            installed.append(_install(layout, unpacked, content, replacing=replacing))
+        finally:
+            if lease is not None:
+                lease.release()
+    return tuple(installed)
 
 
 def _install(layout: CacheLayout, unpacked: Unpacked, content: EntryContent, *, replacing: bool) -> Installed:
@@ -191,16 +208,27 @@ def _merge(layout: CacheLayout, unpacked: Unpacked, content: EntryContent, *, re
     added, changed = 0, False
     for manifest in content.manifests:
         name = manifest.name
+        # It says from here on that the entry is being written.
         writer = EntryWriter(layout, content.key, rank=name.rank, prefix=name.prefix)
-        before = _current(layout, name)
         whole = read_entry(unpacked.layout, name, files=manifest.files)
         if whole is None:
             raise CacheError(f"{unpacked.layout.root} was removed. Import again.", path=unpacked.layout.root)
-        merging = _Merging(manifest, whole.files, objects, replacing=replacing)
-        if before is not None and _is_intact(layout, before) and _is_same(merging(before)[0], before.manifest):
+
+        replaced: list[Entry | None] = []
+
+        def merge(
+            entry: Entry | None, whole: Entry = whole, replaced: list[Entry | None] = replaced
+        ) -> tuple[Manifest, Mapping[str, bytes]]:
+            _check_plan(entry, whole.manifest, replacing=replacing)
+            replaced.append(entry)
+            return _merged(entry, whole, objects)
+
+        before = _current(layout, name)
+        if before is not None and _is_intact(layout, before) and merge(before)[0] == before.manifest:
             continue
-        writer.update(merging)
-        added += merging.rows_added
+        published = writer.update(merge)
+        kept = {row.place for row in _kept_rows(replaced[-1], whole.manifest, objects)}
+        added += sum(row.place not in kept for row in published.rows)
         changed = True
     if _is_whole(layout, unpacked, content):
         _add_signature(layout.entry_dir(content.hash), unpacked)
@@ -214,53 +242,29 @@ def _is_intact(layout: CacheLayout, entry: Entry) -> bool:
         return False
 
 
-def _is_same(one: Manifest, other: Manifest) -> bool:
-    return one == other
+def _merged(entry: Entry | None, whole: Entry, objects: ObjectStore) -> tuple[Manifest, Mapping[str, bytes]]:
+    """Return what a rank is once the bundle's (`whole`) is in it, and the files that are new; rows in place win."""
+    theirs = whole.manifest
+    if entry is None or not _has_same_plan(entry, theirs):
+        return theirs, whole.files
+    ours = entry.manifest
+    lookup = tuple(dict.fromkeys((*ours.lookup, *theirs.lookup)))
+    base = replace(theirs, created=ours.created, cgtool=ours.cgtool, lookup=lookup)
+    merged = base.with_rows(_kept_rows(entry, theirs, objects), ours.fallbacks)
+    named = {**theirs.files, **ours.files}
+    # The writer leaves alone what is intact.
+    new = {name: data for name, data in whole.files.items() if named[name] == theirs.files[name]}
+    return replace(merged, files=named), new
 
 
-class _Merging:
-    """What becomes of one rank: asked for by `EntryWriter.update` under the rank's lock.
+def _has_same_plan(entry: Entry, manifest: Manifest) -> bool:
+    return entry.manifest.files.get(PLAN_FILE) == manifest.files[PLAN_FILE]
 
-    Args:
-        manifest: The bundle's.
-        files: The bundle's other files.
-        objects: The artifacts in place.
-        replacing: Whether the bundle's plan wins.
 
-    Attributes:
-        rows_added: How many rows came of the bundle, once it was asked.
-    """
-
-    def __init__(
-        self, manifest: Manifest, files: Mapping[str, bytes], objects: ObjectStore, *, replacing: bool
-    ) -> None:
-        self._manifest = manifest
-        self._files = files
-        self._objects = objects
-        self._replacing = replacing
-        self.rows_added = 0
-
-    def __call__(self, entry: Entry | None) -> tuple[Manifest, Mapping[str, bytes]]:
-        """Return the merged manifest, and the files that are new."""
-        theirs = self._manifest
-        _check_plan(entry, theirs, replacing=self._replacing)
-        self.rows_added = len(theirs.rows)
-        if entry is None or entry.manifest.files.get(PLAN_FILE) != theirs.files[PLAN_FILE]:
-            return theirs, self._files
-        ours = entry.manifest
-        kept = [
-            row
-            for row in ours.rows
-            if self._objects.size(row.artifact.digest, row.artifact.kind) == row.artifact.size_bytes
-        ]
-        base = replace(theirs, created=ours.created, cgtool=ours.cgtool, lookup=_both(ours, theirs))
-        merged = base.with_rows(kept, ours.fallbacks)
-        known = {row.place for row in kept}
-        self.rows_added = sum(row.place not in known for row in merged.rows)
-        named = {**theirs.files, **ours.files}
-        # The writer leaves alone what is intact.
-        new = {name: data for name, data in self._files.items() if named[name] == theirs.files[name]}
-        return replace(merged, files=named), new
+def _kept_rows(entry: Entry | None, theirs: Manifest, objects: ObjectStore) -> list[Row]:
+    """The rows of an entry that stay: those of the same plan whose artifacts are in place."""
+    rows = entry.manifest.rows if entry is not None and _has_same_plan(entry, theirs) else ()
+    return [row for row in rows if objects.size(row.artifact.digest, row.artifact.kind) == row.artifact.size_bytes]
 
 
 def _is_whole(layout: CacheLayout, unpacked: Unpacked, content: EntryContent) -> bool:
@@ -280,7 +284,3 @@ def _add_signature(entry: Path, unpacked: Unpacked) -> None:
     name = sha256_hex(unpacked.index_bytes)
     write_atomic(entry / SIGNATURES / f"{name}.json", unpacked.index_bytes)
     write_atomic(entry / SIGNATURES / f"{name}.sig", unpacked.signature_bytes)
-
-
-def _both(ours: Manifest, theirs: Manifest) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((*ours.lookup, *theirs.lookup)))

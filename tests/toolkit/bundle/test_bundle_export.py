@@ -23,11 +23,10 @@ from cgtool.store.files import seal
 from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.leases import claimed
 from cgtool.store.records import parse_manifest
-from cgtool.toolkit.bundle.choose import Choice
-from cgtool.toolkit.bundle.export import ExportOptions, export
+from cgtool.toolkit.bundle.choose import Choice, Content, Contents, gather
+from cgtool.toolkit.bundle.export import ExportOptions, export, packing_threads, write_archive
 from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
-from cgtool.toolkit.bundle.pack import Content, Contents, gather, packing_threads, write_archive
-from cgtool.toolkit.bundle.tar import header_bytes
+from cgtool.toolkit.bundle.reading import header_bytes
 
 
 def exported(root, **choice) -> bytes:
@@ -53,13 +52,6 @@ def test_a_bundle_is_the_standard_librarys_archive_of_the_entry(tmp_path):
     index = read_in(bundle, "bundle.json")
     assert archive([*forge.heads(index), *forge.members()]) == opened(bundle)
     assert [member["path"] for member in json.loads(index)["members"]] == sorted(forge.files)
-
-
-@pytest.mark.parametrize("name", ["a", "d/" * 70 + "file", "x" * 100, "p" * 60 + "/" + "n" * 99, "a/" + "b" * 99])
-def test_headers_are_those_of_the_standard_library(name):
-    info = tarfile.TarInfo(name)
-    info.size, info.mode = 12345, 0o644
-    assert header_bytes(name, 12345, 0o644) == info.tobuf(tarfile.USTAR_FORMAT)
 
 
 @pytest.mark.parametrize(("name", "size"), [("x" * 101, 0), ("a", 2**33)])
@@ -217,7 +209,7 @@ def test_an_entry_that_is_published_anew_while_it_is_read_is_read_again(tmp_path
         lay_entry(tmp_path)
         return read_entry(*args, **options)
 
-    monkeypatch.setattr("cgtool.toolkit.bundle.pack.read_entry", published_first)
+    monkeypatch.setattr("cgtool.toolkit.bundle.choose.read_entry", published_first)
     assert [shape_text(row.shape) for row in manifest_in(exported(tmp_path)).rows] == [
         "general",
         "general",
@@ -314,7 +306,7 @@ def test_a_place_that_cannot_be_written_is_a_sentence(tmp_path):
     lay_entry(tmp_path / "cache")
     (tmp_path / "file").write_text("")
     for dest in (tmp_path / "absent/out.tar.zst", tmp_path / "file/out.tar.zst"):
-        with pytest.raises(CacheError, match=r"could not be written: [^.]+\. Name another place\."):
+        with pytest.raises(CacheError, match=r"could not be written: [^.]+\. .* name another place\."):
             export(ExportOptions(dest=dest, cache_dir=tmp_path / "cache"))
     with pytest.raises(CacheError, match="could not be written"):
         export(ExportOptions(dest=tmp_path / "file/layer", cache_dir=tmp_path / "cache", folder=True))
@@ -348,3 +340,33 @@ def test_the_report_says_what_was_written(tmp_path):
         "signed_by": [],
         "entries": [{"hash": hash_, "rank": 0, "prefix": "backbone", "model": "Toy", "rows": 4}],
     }
+
+
+@pytest.mark.parametrize(
+    ("say", "why"),
+    [
+        pytest.param(
+            "x" * 2**26, r"/plan\.json' of the bundle promises \d+ bytes, and 67108864 are allowed", id="bytes"
+        ),
+        pytest.param("," * 4_000_001, r"/plan\.json' of the bundle is a record that grows out of all", id="values"),
+    ],
+)
+def test_a_plan_that_import_refuses_is_not_exported(tmp_path: Path, say: str, why: str) -> None:
+    lay_entry(tmp_path / "cache", say=say)
+    stream = io.BytesIO()
+    dests = [(stream, False), (tmp_path / "out" / "one.tar.zst", False), (tmp_path / "out" / "folder", True)]
+    (tmp_path / "out").mkdir()
+    for dest, folder in dests:
+        with pytest.raises(CacheError, match=why) as error:
+            export(ExportOptions(dest=dest, cache_dir=tmp_path / "cache", folder=folder))
+        assert str(error.value).startswith("Nothing was exported, for import would refuse it. The member")
+        assert str(error.value).endswith(". Choose other entries, or fewer of them.")
+    assert stream.getvalue() == b""
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_prefixes_that_are_one_name_on_some_file_system_are_not_exported(tmp_path: Path) -> None:
+    for prefix in ("backbone", "Backbone"):
+        lay_entry(tmp_path, prefix=prefix)
+    with pytest.raises(CacheError, match="differs from another in upper and lower case only"):
+        export(ExportOptions(dest=io.BytesIO(), cache_dir=tmp_path))

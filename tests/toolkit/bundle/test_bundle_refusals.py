@@ -11,10 +11,7 @@ from cgtool.store import bundle_index as refusals
 PACKAGE = Path(cgtool.store.__file__).parents[1]
 SOURCES = (
     *(PACKAGE / "toolkit/bundle").glob("*.py"),
-    *(
-        PACKAGE / "store" / name
-        for name in ("bundle_index.py", "bundle_limits.py", "bundle_names.py", "signatures.py", "trust.py")
-    ),
+    *(PACKAGE / "store" / name for name in ("bundle_index.py", "signatures.py", "trust.py")),
     PACKAGE / "toolkit/bundle/import_.py",
 )
 
@@ -26,7 +23,8 @@ GIVEN = (
     r'reason = "([a-z_]+)" if',
     r'if signed else "([a-z_]+_[a-z]+)"',
     r'_believing\(\w+, "([a-z_]+)"',
-    r'b"[0-9A-Za-z]": \("([a-z_]+)"',
+    r'(?:TYPE|SPARSE): \("([a-z_]+)"',
+    r'_EXTENDED = \("([a-z_]+)"',
     r'\("([a-z_]+)", "is neither',
 )
 
