@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from cgtool.plan.grammar import digest_of, sha256_hex
 from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
 from cgtool.plan.records import Plan, Step, Variant, encode_plan
-from cgtool.plan.shapes import Shape
-from cgtool.store.artifacts import Package, pack
+from cgtool.plan.shapes import Shape, shape_text
+from cgtool.store.artifacts import Origin, Package, origin_member, pack, with_origin
 from cgtool.store.files import ensure_root, seal
 from cgtool.store.key import Factor, Key
 from cgtool.store.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, UNIT_FILE, CacheLayout, RankName
@@ -37,7 +37,7 @@ def make_cache(
     *,
     entries: int,
     artifacts_per_entry: int,
-    artifact_bytes: int = 256,
+    artifact_bytes: int = 512,
     seed: int = 0,
     layers: int = 4,
     ranks: int = 1,
@@ -59,7 +59,8 @@ def make_cache(
         now: The moment to count back from: entry i of n was created n - i days ago, every third was never used, and
             the others were used i % 7 + 1 times, the last time half a day after they were created.
         library: Native code, of which each artifact is a package with another part. Without it artifacts are noise,
-            which serves all that does not open them; import and load do.
+            which serves all that does not open them; import and load do. What it was compiled from each says, so that
+            it is no smaller than half a kilobyte.
     """
     maker = _Maker(CacheLayout(root=root), artifact_bytes=artifact_bytes, seed=seed, library=library)
     at = time.time() if now is None else now
@@ -67,7 +68,7 @@ def make_cache(
     before: list[_Unit] = []
     for number in range(entries):
         kept = before[:shared]
-        units = [*kept, *maker.units(number, artifacts_per_entry - len(kept))]
+        units = [*kept, *maker.units(number, range(len(kept), artifacts_per_entry), artifacts_per_entry)]
         created = at - DAY_SECS * (entries - number)
         made = maker.entry(number, units, layers=layers, ranks=ranks, created=created)
         if number % 3:
@@ -92,13 +93,14 @@ class _Maker:
         self.library = library
         self.random = random.Random(seed)
         self.plans: dict[int, bytes] = {}
+        self.heads: dict[tuple[str, str], bytes] = {}
         ensure_root(layout.root)
         for folder in ("lookup/indexed", "state/used", "state/locks", "state/leases"):
             (layout.base / folder).mkdir(parents=True, exist_ok=True)
 
-    def units(self, entry: int, count: int) -> Iterator[_Unit]:
-        for number in range(count):
-            data = self._bytes()
+    def units(self, entry: int, numbers: range, count: int) -> Iterator[_Unit]:
+        for number in numbers:
+            data = self._bytes(_origin(number, _num_unique(count)))
             key = digest_of(["unit", self.seed, entry, number])
             folder = str(self.layout.unit_dir(key))
             record = Artifact(
@@ -118,7 +120,7 @@ class _Maker:
 
     def entry(self, number: int, units: list[_Unit], *, layers: int, ranks: int, created: float) -> list[RankName]:
         model = MODELS[number % len(MODELS)]
-        unique = next(count for count in _UNIQUE if len(units) % count == 0)
+        unique = _num_unique(len(units))
         layers = max(layers, unique - 1)
         key = Key.of(
             [
@@ -174,13 +176,28 @@ class _Maker:
         (self.layout.state_dir / "leases" / name.hash).touch()
         return name
 
-    def _bytes(self) -> bytes:
+    def _bytes(self, origin: Origin) -> bytes:
         if self.library:
             start = self.random.randrange(len(self.library) - self.artifact_bytes)
             native = b"\x7fELF" + self.library[start : start + self.artifact_bytes - 4]
-            return pack(Package(native=native, metadata={"AOTI_DEVICE_KEY": "cpu"}))
-        part = self.random.randbytes(self.artifact_bytes // 3 + 1)
-        return (part * 3)[: self.artifact_bytes]
+            return with_origin(pack(Package(native=native, metadata={"AOTI_DEVICE_KEY": "cpu"})), KIND, origin)
+        head = self.heads.get(place := (origin.piece, shape_text(origin.shape)))
+        if head is None:
+            package = with_origin(pack(Package(native=b"", metadata={})), KIND, origin)
+            said = origin_member(package)
+            head = self.heads[place] = package[: package.index(said) + len(said)]
+        num_bytes = max(self.artifact_bytes - len(head), 16)
+        return head + (self.random.randbytes(num_bytes // 3 + 1) * 3)[:num_bytes]
+
+
+def _num_unique(num_artifacts: int) -> int:
+    return next(count for count in _UNIQUE if num_artifacts % count == 0)
+
+
+def _origin(number: int, unique: int) -> Origin:
+    """What an artifact was compiled from, by its number in its entry."""
+    size = 8 * (number // unique)
+    return Origin(piece=_IDENTITIES[number % unique], shape={"num_tokens": (size, size)} if size else {})
 
 
 def _rows(units: list[_Unit], unique: int, layers: int) -> Iterator[Row]:
@@ -251,3 +268,6 @@ def _write(path: str, data: bytes, *, mode: int = 0o644) -> None:
         os.write(descriptor, data)
     finally:
         os.close(descriptor)
+
+
+_IDENTITIES = tuple(_graph("torch.sin", 64 + number).identity() for number in range(max(_UNIQUE)))

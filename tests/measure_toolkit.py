@@ -2,7 +2,7 @@
 
     python tests/measure_toolkit.py FOLDER [ROUNDS [NAME]]
 
-Makes three caches in FOLDER, if they are not there: "many", 100,000 artifacts of 256 bytes in 2,000 entries; "small",
+Makes three caches in FOLDER, if they are not there: "many", 100,000 artifacts of 512 bytes in 2,000 entries; "small",
 as many of 16 KiB; and "large", 1 GiB in 32 entries, 2,048 packages with 512 KiB of torch's own native code each (those
 of the fixtures have 380 KiB). In each round every command runs once, a pair one after the other, and what is compared
 is the pair of a round. What import and export write is removed; before all else a command runs once more, so that what
@@ -134,7 +134,7 @@ def main() -> None:
     """Make the caches and print the table."""
     folder, rounds = Path(sys.argv[1]).resolve(), int(sys.argv[2]) if len(sys.argv) > 2 else 5
     folder.mkdir(parents=True, exist_ok=True)
-    for name, size in (("many", 256), ("small", 16 * 1024)):
+    for name, size in (("many", 512), ("small", 16 * 1024)):
         if not (folder / name).exists():
             make_cache(folder / name, entries=2000, artifacts_per_entry=50, artifact_bytes=size)
     if not (folder / "large").exists():

@@ -1,6 +1,6 @@
 """`cgtool verify`: parse what is to be checked, show the work, print what was found.
 
-Must not import torch; the command itself loads as it runs.
+Must not import torch; the command itself, and what draws its tables, load as it runs.
 """
 
 from __future__ import annotations
@@ -11,10 +11,17 @@ import click
 
 from cgtool.cli import failures, values
 from cgtool.cli.options import cache_dir_option, cache_folder, talk_options
+from cgtool.cli.text import count_text, cut, secs_text, size_text
+from cgtool.store.layout import short
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from cgtool.cli.output import Output
-    from cgtool.toolkit.verify.load import ModelChoice
+    from cgtool.toolkit.verify.checks import Finding
+    from cgtool.toolkit.verify.load import LoadProof, ModelChoice
+    from cgtool.toolkit.verify.repair import Repair
+    from cgtool.toolkit.verify.run import EntryReport, VerifyReport
 
 EXAMPLES = """\b
 Examples:
@@ -27,6 +34,16 @@ Examples:
   cgtool verify --load --model fixtures/tiny_llama.py:build --arg num_layers=4
   cgtool verify --json | jq '.entries[].verdict'
 """
+
+#: What is said of one entry, and of several, and in which colour.
+_VERDICTS = {
+    "loads": ("loads, and compiling again is advised", "load, and compiling again is advised", "yellow"),
+    "unsupported": ("is unsupported here", "are unsupported here", "red"),
+}
+#: A stranger may write a line of any length, and a damaged disk has no end of problems.
+_LINE_CHARACTERS = 1000
+_MOST_LINES = 20
+_MOST_NAMED = 8
 
 
 @click.command(epilog=EXAMPLES, short_help="Check every file of the cache, and whether this machine can load it.")
@@ -78,7 +95,6 @@ def verify(*, output: Output, targets: tuple[str, ...], **options: Any) -> int:
     """
     # Rich and the command itself: what `--help` does without.
     from cgtool.cli.progress import reporting
-    from cgtool.cli.verify_tables import show_verify
     from cgtool.toolkit.verify.run import VerifyOptions
     from cgtool.toolkit.verify.run import verify as run
 
@@ -100,7 +116,7 @@ def verify(*, output: Output, targets: tuple[str, ...], **options: Any) -> int:
     if output.as_json:
         output.json(report.to_json())
     else:
-        show_verify(output, report)
+        _show(output, report)
     return failures.DONE if report.ok else failures.CHECK_SAID_NO
 
 
@@ -118,3 +134,122 @@ def _model(options: dict[str, Any]) -> ModelChoice | None:
         message = "--model says what --load loads and calls. Give --load too."
         raise click.UsageError(message)
     return ModelChoice(model=options["model"], **{name: options[name] for name in names})
+
+
+def _show(output: Output, report: VerifyReport) -> None:
+    """Print a table of the entries, then what is wrong with each, and one line that sums up."""
+    from cgtool.cli.columns import show_rows
+
+    units = report.units
+    if not report.entries and (units is None or not units.num_files):
+        output.line(f"The cache at {report.root} is empty: nothing to verify.")
+        return
+    show_rows(output, ("hash", "model", ">files", ">size", ">problems", "verdict"), map(_cells, report.entries))
+    _show_verdicts(output, report.entries)
+    for entry in report.entries:
+        hash_ = short(entry.found.name)
+        _show_repairs(output, entry.repairs)
+        _show_problems(output, hash_, entry.found.problems)
+        missing = list(_missing(entry))
+        if missing:
+            output.line(f"{hash_} is incomplete; warm the model again to add what is missing:", style="red")
+            _show_lines(output, missing)
+    _show_repairs(output, report.unit_repairs)
+    notes = [note for entry in report.entries for note in entry.found.notes]
+    if units is not None:
+        _show_problems(output, "units", units.problems)
+        notes += units.notes
+    for note in notes[:_MOST_LINES]:
+        output.note(f"Note: {cut(note.sentence, _LINE_CHARACTERS)}", style="dim")
+    if len(notes) > _MOST_LINES:
+        output.note(f"Note: and {len(notes) - _MOST_LINES} more, which --json shows.", style="dim")
+    if report.load is not None:
+        _show_load(output, report.load)
+    output.line(_summary(report), style="bold")
+
+
+def _cells(entry: EntryReport) -> tuple[object, ...]:
+    found = entry.found
+    wrong = len(found.problems) + len(entry.holes) + len(entry.missing_ranks) + bool(entry.unknown_pieces)
+    verdict = "unfinished" if entry.is_unfinished else entry.verdict.level
+    models = cut(", ".join(entry.models))
+    return short(found.name), models, found.num_files, size_text(found.size_bytes), wrong, verdict
+
+
+def _show_verdicts(output: Output, entries: Sequence[EntryReport]) -> None:
+    """Print each verdict once, with all entries that have it: thousands may come from one machine."""
+    alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for entry in entries:
+        if entry.verdict.reasons and not entry.is_unfinished:
+            alike.setdefault((entry.verdict.level, entry.verdict.reasons), []).append(short(entry.found.name))
+    for (level, reasons), hashes in alike.items():
+        named = ", ".join(hashes[:_MOST_NAMED])
+        more = f" and {len(hashes) - _MOST_NAMED} more" if len(hashes) > _MOST_NAMED else ""
+        one, several, color = _VERDICTS[level]
+        output.line(f"{named}{more} {several if len(hashes) > 1 else one}:", style=color)
+        for reason in reasons:
+            output.line(f"  - {reason}")
+
+
+def _missing(entry: EntryReport) -> Iterator[str]:
+    from cgtool.plan.shapes import shape_text  # with msgspec, which `--help` does without
+
+    for hole in entry.holes:
+        where = f"piece {hole.piece_index} of variant {hole.variant}, rank {hole.rank} {hole.prefix}"
+        yield f"{where}, has nothing for the shape {shape_text(hole.shape)}"
+    for prefix, rank in entry.missing_ranks:
+        yield f"rank {rank} of {prefix} is missing"
+    if entry.unknown_pieces:
+        yield f"{count_text(entry.unknown_pieces, 'compiled piece')} missing that only the plan could name"
+
+
+def _show_repairs(output: Output, repairs: Sequence[Repair]) -> None:
+    if repairs:
+        output.line("Repairs:", style="bold")
+        _show_lines(output, [f"{repair.action.replace('_', ' ')}: {repair.sentence}" for repair in repairs])
+
+
+def _show_problems(output: Output, what: str, problems: Sequence[Finding]) -> None:
+    if problems:
+        output.line(f"{what}: {count_text(len(problems), 'file')} not as it must be:", style="red")
+        _show_lines(output, [problem.sentence for problem in problems])
+
+
+def _show_load(output: Output, proof: LoadProof) -> None:
+    for opened in proof.opened:
+        words = f"{short(opened.hash)} rank {opened.rank} {opened.prefix}: {count_text(opened.opened, 'artifact')}"
+        output.line(f"{words} opened where nothing can be compiled", style="red" if opened.problems else "green")
+        _show_lines(output, [f"{one.path[:10]} {one.sentence}".strip() for one in opened.problems])
+    model = proof.model
+    if model is None:
+        words = "artifacts were opened and not run. Name a model with --model to load and call it."
+        output.note(f"Note: {words}", style="dim")
+    elif model.called:
+        name = "the entry" if model.hash is None else short(model.hash)
+        output.line(f"{name}: the model was loaded and called once where nothing can be compiled", style="green")
+    else:
+        output.line(f"The model was not called: {cut(model.sentence, _LINE_CHARACTERS)}", style="red")
+    if proof.compiled:
+        output.line("It tried to compile:", style="red")
+        _show_lines(output, proof.compiled)
+
+
+def _show_lines(output: Output, lines: Sequence[str]) -> None:
+    for line in lines[:_MOST_LINES]:
+        output.line(f"  - {cut(line, _LINE_CHARACTERS)}")
+    if len(lines) > _MOST_LINES:
+        output.line(f"  - and {len(lines) - _MOST_LINES} more, which --json shows")
+
+
+def _summary(report: VerifyReport) -> str:
+    read = f"{count_text(report.num_files, 'file')}, {size_text(report.size_bytes)}, {secs_text(report.secs)}"
+    if not report.ok:
+        bad = len(report.failed)
+        units = len(report.units.problems) if report.units is not None else 0
+        parts = [f"{count_text(bad, 'entry', 'entries')} of {len(report.entries)}"] * bool(bad)
+        parts += [count_text(units, "file of units", "files of units")] * bool(units)
+        parts += ["the load"] * bool(report.load is not None and not report.load.ok)
+        return f"Not verified: {' and '.join(parts)} (read {read})"
+    others = sum(entry.verdict.level == "unsupported" and not entry.is_unfinished for entry in report.entries)
+    more = f"; {others} of them {'is' if others == 1 else 'are'} for other machines" if others else ""
+    return f"Verified {count_text(len(report.entries), 'entry', 'entries')} in {report.root} ({read}){more}"

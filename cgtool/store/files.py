@@ -46,6 +46,7 @@ ARTIFACT_MODE = 0o444
 RECORD_MODE = 0o644
 
 _TEMPORARY_SUFFIX = ".tmp"
+_TEMPORARY = re.compile(r"\..*\.([0-9]{1,10})\.[0-9a-f]+\.tmp")
 #: A temporary file that has not grown for so long belongs to a process that is gone.
 _ABANDONED_SECS = 3600.0
 #: Without waiting for a writer of what is a pipe.
@@ -299,6 +300,25 @@ def sweep(folder: Path, *, older_than_secs: float = _ABANDONED_SECS) -> int:
 def is_temporary(name: str) -> bool:
     """Return whether a file name is that of a file not yet published."""
     return name.startswith(".") and name.endswith(_TEMPORARY_SUFFIX)
+
+
+def writer_lives(name: str) -> bool | None:
+    """Return whether the process runs that a temporary file is named after; None where the name says no process.
+
+    A number of a process says nothing of another machine's or container's.
+    """
+    match = _TEMPORARY.fullmatch(name)
+    if match is None:
+        return None
+    if os.name != "posix":  # elsewhere signal 0 is no question
+        return True
+    try:
+        os.kill(int(match[1]), 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # it runs, and is another user's
+        return True
+    return True
 
 
 def read_bytes(path: Path | str) -> bytes | None:

@@ -12,11 +12,12 @@ import os
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from cgtool.errors import CacheError, CacheSchemaError
 from cgtool.records import dataclass
 from cgtool.store.files import cache_error, is_newer, read_bytes
-from cgtool.store.layout import ARTIFACTS, MANIFEST_FILE, CacheLayout, RankName, is_prefix, parse_rank_folder
+from cgtool.store.layout import ARTIFACTS, MANIFEST_FILE, CacheLayout, RankName, is_hash, is_prefix, parse_rank_folder
 from cgtool.store.records import Manifest, parse_manifest
 
 #: When a file was written, in nanoseconds since the epoch, and its size in bytes.
@@ -165,6 +166,42 @@ def view_entry(layout: CacheLayout, hash_: str) -> EntryView:
         artifacts=artifacts,
         unlisted=tuple(unlisted),
     )
+
+
+class UnitView(NamedTuple):
+    """What lies among the units.
+
+    Args:
+        key: The unit's key, which is its folder's name; "" of what is no unit.
+        folder: Where it lies.
+        files: The names in it, in no order.
+    """
+
+    key: str
+    folder: str
+    files: tuple[str, ...]
+
+
+def walk_units(layout: CacheLayout, unlisted: list[CacheError]) -> Iterator[UnitView]:
+    """Yield every unit of a cache, by key.
+
+    Args:
+        layout: Where the cache lies.
+        unlisted: Is given an error for each folder that cannot be listed, or is a link.
+    """
+    base = str(layout.units_dir)
+    for shard in sorted(_children(base, unlisted)):
+        for name in sorted(_children(f"{base}/{shard}", unlisted)):
+            yield view_unit(f"{base}/{shard}/{name}", unlisted)
+
+
+def view_unit(folder: str, unlisted: list[CacheError] | None = None) -> UnitView:
+    """Return what lies in a unit's folder; nothing where that is missing, or cannot be listed."""
+    shard, name = folder.split("/")[-2:]
+    if not (is_hash(name) and name.startswith(shard)):
+        return UnitView("", folder, ())
+    errors: list[CacheError] = [] if unlisted is None else unlisted
+    return UnitView(name, folder, tuple(_children(folder, errors)))
 
 
 def status_of(path: str | Path) -> Status | None:

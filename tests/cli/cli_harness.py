@@ -13,6 +13,7 @@ from typing import Any
 
 from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
 from cgtool.plan.records import Plan, Step, Variant, encode_plan
+from cgtool.store.artifacts import Origin, with_origin
 from cgtool.store.entry import EntryWriter
 from cgtool.store.key import Factor, Key
 from cgtool.store.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout
@@ -153,7 +154,8 @@ def lay_entry(root: Path, *, model: str = "TinyModel", seed: int = 0, prefix: st
     )
     rows = []
     for index in (0, 2, 4):
-        data = f"artifact {index} {seed}".encode() * 100
+        origin = Origin(piece=order[index].identity(), shape={})
+        data = with_origin(f"artifact {index} {seed}".encode() * 100, "aot", origin)
         digest = writer.objects.put(data, "aot")
         rows.append(
             Row(

@@ -71,7 +71,7 @@ def test_json_holds_every_artifact(ran):
     assert len(report["entries"]) == report["num_entries"] == report["matching"] == ENTRIES
     assert {len(entry["artifacts"]) for entry in report["entries"]} == {50}
     one = report["entries"][0]
-    assert one["unshared_bytes"] - one["size_bytes"] == (90 - 50) * 256
+    assert one["unshared_bytes"] - one["size_bytes"] == (90 - 50) * 512
     assert one["artifact_secs"] == pytest.approx(sum(artifact["compile_secs"] for artifact in one["artifacts"]))
     assert report["unshared_bytes"] == sum(entry["unshared_bytes"] for entry in report["entries"])
     assert report["saved_secs"] == pytest.approx(sum(entry["saved_secs"] for entry in report["entries"]))

@@ -16,8 +16,7 @@ from cache_samples import resealed
 from cli_harness import COMMAND, environment, lay_entry, run
 
 from cgtool.store.layout import CacheLayout, RankName, short
-from cgtool.toolkit.verify import child as verify_child
-from cgtool.toolkit.verify.load import Opened
+from cgtool.toolkit.verify.load import Opened, _open_all
 
 
 def spoil(root: Path) -> Path:
@@ -117,9 +116,9 @@ def test_the_process_that_opens_asks_what_load_asks_before_it_opens_anything(cac
     name = RankName(hash=lay_whole(cache_root), rank=0, prefix="backbone")
     (cache_root / "torch_compile_cache").chmod(0o777)
     said: list[Opened] = []
-    verify_child._open_all(CacheLayout(root=cache_root), name, said.append)
+    _open_all(CacheLayout(root=cache_root), name, said.append)
     (done,) = said
-    assert (done.opened, done.problems[0].file) == (0, "")
+    assert (done.opened, done.problems[0].path) == (0, "")
     assert done.problems[0].sentence.startswith(f"{cache_root}/torch_compile_cache can be written to by everyone")
 
 

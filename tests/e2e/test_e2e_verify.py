@@ -26,7 +26,7 @@ from cgtool.store.key import Factor, Key, read_key
 from cgtool.store.layout import RANK_FILES, CacheLayout, RankName
 from cgtool.store.machine import this_machine
 from cgtool.store.records import Manifest
-from cgtool.toolkit.verify.digests import verify_entry
+from cgtool.toolkit.verify.checks import check_entry
 from cgtool.toolkit.verify.run import VerifyOptions, verify
 from cgtool.toolkit.verify.verdict import verdict
 
@@ -183,7 +183,7 @@ def test_after_a_flip_load_refuses_and_compile_mends(root: Path, which: int) -> 
         package.load(Doubler().eval(), cache_dir=root)
     with torch.no_grad():
         assert torch.equal(compiled(root), Doubler()(INPUT))
-    assert verify_entry(CacheLayout(root=root), only_name(root).hash).problems == ()
+    assert check_entry(CacheLayout(root=root), only_name(root).hash).problems == []
     package.load(Doubler().eval(), cache_dir=root)
 
 
@@ -194,7 +194,7 @@ def test_after_a_flip_in_what_people_read_compile_mends(root: Path, name: str) -
     package.load(Doubler().eval(), cache_dir=root)
     with torch.no_grad():
         assert torch.equal(compiled(root), Doubler()(INPUT))
-    assert verify_entry(CacheLayout(root=root), only_name(root).hash).problems == ()
+    assert check_entry(CacheLayout(root=root), only_name(root).hash).problems == []
 
 
 def test_a_damaged_artifact_that_nothing_else_has_is_compiled_from_the_plan(root: Path) -> None:
@@ -220,7 +220,7 @@ def test_killed_at_any_call_a_repair_that_compiles_leaves_the_cache_as_before_or
     repair = partial(verify, VerifyOptions(cache_dir=copy, repair=True))
     found, entry = [], only_name(root).hash
     for _ in each_kill(root, copy, repair):
-        found.append([problem.path.name for problem in verify_entry(CacheLayout(root=copy), entry).problems])
+        found.append([Path(problem.path).name for problem in check_entry(CacheLayout(root=copy), entry).problems])
         assert repair().ok
     assert [wrong for wrong in found if wrong not in ([path.name], [])] == []
     assert {len(wrong) for wrong in found} == {0, 1}

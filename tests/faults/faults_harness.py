@@ -28,10 +28,9 @@ from cgtool.toolkit.inspect.entry import inspect_entry
 from cgtool.toolkit.inspect.key import inspect_key
 from cgtool.toolkit.prune.records import Rules
 from cgtool.toolkit.prune.run import PruneOptions, plan_prune, prune
-from cgtool.toolkit.verify.digests import verify_entries
-from cgtool.toolkit.verify.hashing import hashing
+from cgtool.toolkit.verify.checks import check_entries, check_units
+from cgtool.toolkit.verify.hashing import Hasher
 from cgtool.toolkit.verify.run import VerifyOptions, verify
-from cgtool.toolkit.verify.units import verify_units
 
 #: Exit code of a process in which an action raised what is documented.
 TOLD = 3
@@ -108,7 +107,7 @@ def export_folder(folder: Path) -> None:
 
 def verify_all(folder: Path) -> None:
     report = verify(VerifyOptions(cache_dir=folder / "cache", jobs=1))
-    wrong = [problem.sentence for entry in report.entries for problem in entry.findings.problems]
+    wrong = [problem.sentence for entry in report.entries for problem in entry.found.problems]
     wrong += [problem.sentence for problem in report.units.problems]
     if wrong:
         raise CacheError(" ".join(wrong))
@@ -118,7 +117,7 @@ def verify_all(folder: Path) -> None:
 
 def repair(folder: Path) -> None:
     report = verify(VerifyOptions(cache_dir=folder / "damaged", jobs=1, repair=True))
-    left = [problem.sentence for entry in report.entries for problem in entry.findings.problems]
+    left = [problem.sentence for entry in report.entries for problem in entry.found.problems]
     left += [problem.sentence for problem in report.units.problems]
     if left:
         raise CacheError(" ".join(left))
@@ -177,9 +176,9 @@ def state(folder: Path) -> dict[str, object]:
 def wrong_in(folder: Path) -> list[str]:
     """What `verify` finds wrong."""
     layout = CacheLayout(root=folder / "cache")
-    with hashing() as hasher:
-        found = [p for entry in verify_entries(layout, layout.hashes(), hasher) for p in entry.problems]
-        return [problem.sentence for problem in (*found, *verify_units(layout, hasher).problems)]
+    with Hasher() as hasher:
+        found = [p for entry in check_entries(layout, layout.hashes(), hasher) for p in entry.problems]
+        return [problem.sentence for problem in (*found, *check_units(layout, hasher).problems)]
 
 
 def told(action: Callable[[Path], None], folder: Path) -> None:

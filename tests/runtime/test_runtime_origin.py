@@ -20,7 +20,7 @@ from cgtool.store.entry import EntryWriter, read_entry  # noqa: E402
 from cgtool.store.key import read_key  # noqa: E402
 from cgtool.store.layout import CacheLayout, RankName  # noqa: E402
 from cgtool.store.records import Artifact, Row  # noqa: E402
-from cgtool.toolkit.verify.digests import verify_entry  # noqa: E402
+from cgtool.toolkit.verify.checks import check_entry  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -77,11 +77,11 @@ def test_rows_that_were_exchanged_are_found_by_load_and_by_verify(cache, model, 
     layout, name = cache
     with torch.no_grad():
         torch.testing.assert_close(cgtool.load(model, cache_dir=layout.root)(torch.ones(8, 4)), model(torch.ones(8, 4)))
-    assert verify_entry(layout, name.hash).problems == ()
+    assert check_entry(layout, name.hash).problems == []
     exchanged(cache, one, other)
     with pytest.raises(ArtifactError, match="compiled from another piece or for another shape"):
         cgtool.load(model, cache_dir=layout.root)
-    assert {problem.kind for problem in verify_entry(layout, name.hash).problems} == {"misplaced"}
+    assert {problem.kind for problem in check_entry(layout, name.hash).problems} == {"misplaced"}
 
 
 def test_only_what_agrees_in_piece_and_shape_shares_a_file(cache):

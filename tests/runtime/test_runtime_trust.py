@@ -19,7 +19,7 @@ from cgtool.errors import CacheMissError, RefusedError  # noqa: E402
 from cgtool.store.layout import CacheLayout  # noqa: E402
 from cgtool.toolkit.bundle.export import ExportOptions, export  # noqa: E402
 from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle  # noqa: E402
-from cgtool.toolkit.verify.child import _open_all  # noqa: E402
+from cgtool.toolkit.verify.load import _open_all  # noqa: E402
 from cgtool.toolkit.why import why_spec  # noqa: E402
 
 pytestmark = pytest.mark.torch

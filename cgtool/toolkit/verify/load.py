@@ -1,28 +1,40 @@
-"""The proof that entries open where nothing can be compiled: a child process and its poisoned surroundings.
+"""`verify --load`: the proof that entries open where nothing can be compiled, in a child with poisoned surroundings.
 
-Importable without torch; the child's program (`cgtool.toolkit.verify.child`) imports it. The child has a PATH with
-nothing on it but tools that fail and leave their names, no compiler in CXX, and empty folders for the caches of torch
-and triton. It says what it opens before it opens it: where it dies, that is what it died of, and another child goes on
-with the rest.
+Importable without torch, which the child alone imports (`main`). The child has a PATH with nothing on it but tools that
+fail and leave their names, no compiler in CXX, and empty folders for the caches of torch and triton. It opens nothing
+that load would not believe, and what was matched to its digest is what it opens. It says what it opens before it opens
+it: where it dies, that is what it died of, and another child goes on with the rest.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from msgspec import field
+import msgspec
 
-from cgtool.host import child_variables
+from cgtool.child import Channel
+from cgtool.config import AOT_INDUCTOR, EAGER
+from cgtool.errors import CgtoolError
+from cgtool.host import child_variables, environment
 from cgtool.plan.grammar import Count, Record
+from cgtool.plan.records import parse_plan
 from cgtool.processes import Child, ChildEndedError, Ending
-from cgtool.store.layout import RankName
+from cgtool.store.artifacts import code_of
+from cgtool.store.entry import Entry
+from cgtool.store.layout import PLAN_FILE, CacheLayout, RankName, short
+from cgtool.store.trust import TrustPolicy
+
+if TYPE_CHECKING:
+    from cgtool.model import ModelSpec
+    from cgtool.plan.pieces import PieceGraph
+    from cgtool.runtime.aoti_package import Packages
 
 #: What compiles, or is asked by what compiles.
 _TOOLS = (
@@ -30,6 +42,8 @@ _TOOLS = (
     *("cuobjdump", "nvdisasm", "make", "ninja", "cmake"),
 )
 _NO_COMPILER = "/nonexistent/c++"
+
+_Say = Callable[["Opening | Opened | Called"], None]
 
 
 class ModelChoice(Record, frozen=True, kw_only=True):
@@ -45,7 +59,7 @@ class ModelChoice(Record, frozen=True, kw_only=True):
     """
 
     model: str
-    factory_args: dict[str, Any] = field(default_factory=dict)
+    factory_args: dict[str, Any] = msgspec.field(default_factory=dict)
     device: str | None = None
     dtype: str | None = None
     pythonpath: tuple[str, ...] = ()
@@ -75,62 +89,41 @@ class Opening(Record, frozen=True, kw_only=True, tag="opening"):
     file: str
 
 
-class Problem(Record, frozen=True, kw_only=True):
-    """A file that could not be opened, or "" for the whole entry, and why."""
+class LoadProblem(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """Why an artifact, or with the path "" a whole rank, could not be opened."""
 
-    file: str
+    path: str
+    kind: Literal["load"] = "load"
     sentence: str
 
 
 class Opened(Record, frozen=True, kw_only=True, tag="opened"):
-    """What came of opening one rank and prefix.
+    """What came of opening one rank and prefix: how many artifacts could be opened, and which could not."""
 
-    Args:
-        name: The entry's hash, rank and prefix.
-        opened: How many artifacts could be opened.
-        problems: Those that could not be.
-    """
-
-    name: RankName
+    hash: str
+    rank: int
+    prefix: str
     opened: Count
-    problems: tuple[Problem, ...]
+    problems: tuple[LoadProblem, ...]
 
     @property
-    def ok(self) -> bool:
-        """Whether all of them could be."""
-        return not self.problems
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the answer as `verify --json` prints it."""
-        return {
-            "hash": self.name.hash,
-            "rank": self.name.rank,
-            "prefix": self.name.prefix,
-            "opened": self.opened,
-            "problems": [{"path": one.file, "kind": "load", "sentence": one.sentence} for one in self.problems],
-        }
+    def name(self) -> RankName:
+        """The hash, rank and prefix."""
+        return RankName(hash=self.hash, rank=self.rank, prefix=self.prefix)
 
 
 class Called(Record, frozen=True, kw_only=True, tag="called"):
     """What came of loading the model and calling it once.
 
     Args:
-        name: The entry that served it; None where none did.
+        hash: The entry that served it; None where none did.
         called: Whether it gave an output.
         sentence: Why not; "" where it did.
     """
 
-    name: RankName | None
+    hash: str | None
     called: bool
     sentence: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the answer as `verify --json` prints it."""
-        return {
-            "hash": None if self.name is None else self.name.hash,
-            "called": self.called,
-            "sentence": self.sentence,
-        }
 
 
 class Done(Record, frozen=True, kw_only=True):
@@ -154,16 +147,15 @@ class LoadProof:
     @property
     def ok(self) -> bool:
         """Whether everything opened, the model ran, and nothing tried to compile."""
-        model = self.model is None or self.model.called
-        return model and not self.compiled and all(opened.ok for opened in self.opened)
+        failed = self.compiled or any(opened.problems for opened in self.opened)
+        return not failed and (self.model is None or self.model.called)
 
     def to_json(self) -> dict[str, Any]:
         """Return the proof as `verify --json` prints it."""
-        return {
-            "entries": [opened.to_json() for opened in self.opened],
-            "model": None if self.model is None else self.model.to_json(),
-            "compiled": list(self.compiled),
-        }
+        entries, model = msgspec.to_builtins((self.opened, self.model))
+        for record in (*entries, model or {}):
+            record.pop("type", None)  # which tells them apart on their way from the child
+        return {"entries": entries, "model": model, "compiled": list(self.compiled)}
 
 
 def prove_load(
@@ -186,7 +178,8 @@ def prove_load(
             )
             if (len(found.names), found.called) == before:  # a child that says nothing would be started for ever
                 break
-        return LoadProof(opened=tuple(found.opened), model=found.called, compiled=_lines(tried))
+        compiled = sorted(set(tried.read_text(encoding="utf-8", errors="replace").splitlines()))
+        return LoadProof(opened=tuple(found.opened), model=found.called, compiled=tuple(compiled))
 
 
 @dataclass(kw_only=True)
@@ -195,7 +188,7 @@ class _Progress:
 
     names: list[RankName]
     model: ModelChoice | None
-    opened: list[Opened] = dataclasses.field(default_factory=list)
+    opened: list[Opened] = field(default_factory=list)
     called: Called | None = None
     opening: Opening | None = None
 
@@ -218,19 +211,18 @@ class _Progress:
         words = f" It said: {ending.last_words}" if ending.last_words else ""
         if self.opening is not None and self.opening.name in self.names:
             sentence = f"The process that opened {self.opening.file} {ending.how}. Warm the model again here.{words}"
-            problem = Problem(file=self.opening.file, sentence=sentence)
-            self.take(Opened(name=self.opening.name, opened=0, problems=(problem,)))
+            self.take(_opened(self.opening.name, 0, [LoadProblem(path=self.opening.file, sentence=sentence)]))
         elif self.model is not None and self.called is None:
             sentence = f"The process that loaded and called {self.model.model} {ending.how}.{words}"
-            self.called = Called(name=None, called=False, sentence=sentence)
+            self.called = Called(hash=None, called=False, sentence=sentence)
         elif self.names:
-            problem = Problem(file="", sentence=f"The process that was to open it {ending.how} as it started.{words}")
-            self.take(Opened(name=self.names[0], opened=0, problems=(problem,)))
+            sentence = f"The process that was to open it {ending.how} as it started.{words}"
+            self.take(_opened(self.names[0], 0, [LoadProblem(path="", sentence=sentence)]))
 
 
 def _run_child(found: _Progress, request: LoadRequest, variables: dict[str, str]) -> None:
     found.opening = None
-    child = Child("cgtool.toolkit.verify.child:main", variables=variables)
+    child = Child("cgtool.toolkit.verify.load:main", variables=variables)
     try:
         child.ask(request, answer=Done, note=Opening | Opened | Called, on_note=found.take, timeout_secs=None)
     except ChildEndedError as error:
@@ -246,6 +238,7 @@ def _nothing_that_compiles() -> Iterator[tuple[dict[str, str], Path]]:
     try:
         tools, tried = folder / "tools", folder / "tried"
         tools.mkdir()
+        tried.touch()
         for tool in _TOOLS:
             path = tools / tool
             path.write_text(f'#!/bin/sh\necho "{tool} $*" >> "{tried}"\nexit 1\n', encoding="utf-8")
@@ -266,8 +259,139 @@ def _nothing_that_compiles() -> Iterator[tuple[dict[str, str], Path]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _lines(file: Path) -> tuple[str, ...]:
-    """Return the lines of a file, each once; none where there is no file."""
-    if not file.exists():
-        return ()
-    return tuple(sorted(set(file.read_text(encoding="utf-8", errors="replace").splitlines())))
+def _opened(name: RankName, opened: int, problems: Sequence[LoadProblem]) -> Opened:
+    return Opened(hash=name.hash, rank=name.rank, prefix=name.prefix, opened=opened, problems=tuple(problems))
+
+
+# The program of the child.
+
+
+def main(channel: Channel) -> None:
+    """Do what the one request asks, and say what came of each part of it."""
+    for request, _ in channel.requests(LoadRequest):
+        _answer(request, channel.note)
+        channel.answer(Done(), last=True)
+        return
+
+
+def _answer(request: LoadRequest, say: _Say) -> None:
+    layout = CacheLayout(root=Path(os.path.realpath(request.root)))
+    try:
+        spec = None if request.model is None else _built(request.model)
+    except CgtoolError as error:
+        say(Called(hash=None, called=False, sentence=str(error)))
+        spec = None
+    for name in request.names:
+        _open_all(layout, name, say)
+    if spec is not None and request.model is not None:
+        say(_called(layout, spec, request, request.model.prefix or spec.prefix, say))
+
+
+def _built(asked: ModelChoice) -> ModelSpec:
+    from cgtool.models import resolve_model  # imports torch, which the process that waits does without
+
+    return resolve_model(
+        asked.model,
+        factory_args=asked.factory_args,
+        weights="real",
+        device=asked.device,
+        dtype=asked.dtype,
+        pythonpath=asked.pythonpath,
+    )
+
+
+def _open_all(layout: CacheLayout, name: RankName, say: _Say) -> None:
+    """Open every artifact of a rank and prefix, each for every graph that it serves."""
+    opened = 0
+    problems: list[LoadProblem] = []
+    try:
+        policy = TrustPolicy.of()
+        records = policy.read(layout, name)
+        entry = None if records is None else policy.entry(layout, name, records)
+        if entry is None:
+            problems.append(LoadProblem(path="", sentence=f"There is no entry {name.flat} any more."))
+        else:
+            opened, problems = _open_entry(layout, name, entry, say)
+    except CgtoolError as error:
+        problems.append(LoadProblem(path="", sentence=str(error)))
+    say(_opened(name, opened, problems))
+
+
+def _open_entry(layout: CacheLayout, name: RankName, entry: Entry, say: _Say) -> tuple[int, list[LoadProblem]]:
+    # torch comes with these, and in this process alone
+    from cgtool.runtime.aoti_package import Packages
+    from cgtool.runtime.dispatch import graph_at, symbol_bounds
+
+    plan = parse_plan(entry.files[PLAN_FILE], path=layout.rank_dir(name) / PLAN_FILE)
+    steps = [{step.piece: step for step in variant.steps} for variant in plan.variants]
+    seen: set[tuple[str, str, str, str]] = set()
+    problems: list[LoadProblem] = []
+    with Packages(device_index=None) as packages:
+        for row in entry.manifest.rows:
+            step = steps[row.variant].get(row.piece_index) if row.variant < len(steps) else None
+            file = row.artifact.file
+            if step is None:
+                sentence = f"The manifest names piece {row.piece_index}, which its plan lacks."
+                problems.append(LoadProblem(path=file, sentence=sentence))
+                continue
+            key = row.artifact.digest, step.graph, repr(row.shape), repr(step.symbols)
+            if key in seen:
+                continue
+            seen.add(key)
+            say(Opening(name=name, file=file))
+            try:
+                bounds = symbol_bounds(plan.variants[row.variant], row.shape)
+                graph = graph_at(plan.graphs[step.graph], step, bounds)
+                _open(row.adaptor, code_of(entry.artifact(row.artifact), row, step.graph), graph, packages)
+            except CgtoolError as error:
+                problems.append(LoadProblem(path=file, sentence=str(error)))
+            except Exception as error:  # noqa: BLE001 - Inductor's own artifacts fail with whatever they like
+                said = (str(error).strip().splitlines() or [""])[0]
+                sentence = f"It cannot be opened where nothing compiles: {type(error).__name__}: {said}"
+                problems.append(LoadProblem(path=file, sentence=sentence))
+    return len({key[0] for key in seen} - {problem.path[:64] for problem in problems}), problems
+
+
+def _open(adaptor: str, data: bytes, graph: PieceGraph, packages: Packages) -> None:
+    if adaptor == AOT_INDUCTOR:
+        packages.open(data, graph)
+    elif adaptor == EAGER:
+        from cgtool.runtime.pieces import piece_function
+
+        piece_function(graph, device_index=None)
+    else:
+        from cgtool.compiler.adaptors.interface import get_adaptor
+
+        get_adaptor(adaptor).load(data, graph)
+
+
+def _called(layout: CacheLayout, spec: ModelSpec, request: LoadRequest, prefix: str, say: _Say) -> Called:
+    """Load the model and call it once; where no entry was named, the one that serves it is opened too."""
+    import torch
+
+    from cgtool.api import load
+    from cgtool.runtime.factors import Live
+    from cgtool.runtime.find import Finder
+
+    as_rank = environment().rank if request.rank is None else request.rank
+    hash_: str | None = None
+    try:
+        live = Live.of(spec.module)
+        finder = Finder(layout, spec.module, live, rank=as_rank, prefix=prefix, trust=TrustPolicy.of())
+        found = finder.find().entry.name
+        hash_ = found.hash
+        if not request.names:
+            _open_all(layout, found, say)
+        elif found not in request.names:
+            known = ", ".join(dict.fromkeys(short(name.hash) for name in request.names))
+            sentence = f"The model is served by entry {short(found.hash)}, and {known} was to be proved."
+            return Called(hash=hash_, called=False, sentence=sentence)
+        loaded = load(spec.module, cache_dir=layout.root, prefix=prefix, rank=as_rank)
+        (call, *_) = spec.calls
+        with torch.no_grad():
+            loaded(*call.args, **call.kwargs)
+    except CgtoolError as error:
+        reasons = "; ".join(getattr(error, "reasons", ()))
+        sentence = f"{error}" if not reasons or reasons in str(error) else f"{error} ({reasons})"
+        return Called(hash=hash_, called=False, sentence=sentence)
+    return Called(hash=hash_, called=True, sentence="")

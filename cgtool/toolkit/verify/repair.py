@@ -1,18 +1,20 @@
-"""Mending what a check found, as far as it goes without compiling. Must not import torch.
+"""`verify --repair`: mends what a check finds. Importable without torch, which compiling imports.
 
-    an artifact              linked again from an intact unit or another entry; else it must be compiled
+By the place that a problem lies in (see the table of `cgtool.toolkit.verify.checks`)::
+
+    an artifact              linked again from an intact unit or another entry; else compiled from the stored plan
     a corrupt orphan         removed
-    a manifest's or a key's  rewritten, where only its spelling was wrong
-    plan.json, …             taken from another rank that has the same bytes
+    plan.json, texts         taken from another rank that has the same bytes; a text is else written anew
     a manifest, plan.json    set aside with its rank's folder, where no other copy is there: the model is warmed again
     key.json                 set aside with the entry: its factors are nowhere else
     a mark of the lookup     made again, from the digests in the manifest
     a unit                   its artifact taken from an entry, or else the unit forgotten: it is compiled when asked for
 
 Setting aside is one rename into the trash, which the next prune or warm empties; everything else is a file written
-whole, or removed. So whenever this process dies, each file is as it was or mended, and the next repair goes on. What a
-newer cgtool wrote is left alone, and so is what the system does not let be read, which may be as good as ever, and what
-lies behind a link in place of a folder.
+whole, or removed. So whenever this process dies, each file is as it was or mended, and the next repair goes on. Left
+alone is what a newer cgtool wrote, what the system does not let be read, which may be as good as ever, and what lies
+behind a link in place of a folder. An entry that this machine does not support is not compiled for, since its key names
+another machine.
 """
 
 from __future__ import annotations
@@ -23,188 +25,253 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
-from cgtool.errors import CacheCorruptError, CacheError
-from cgtool.plan.grammar import sha256_hex
-from cgtool.plan.pieces import Json
-from cgtool.records import dataclass
-from cgtool.store.entry import ObjectStore
-from cgtool.store.files import read_bytes, remove, write_atomic
-from cgtool.store.layout import ARTIFACTS, KEY_FILE, MANIFEST_FILE, PLAN_FILE, UNIT_FILE, CacheLayout, RankName
+from cgtool.config import EAGER, CompilationConfig
+from cgtool.errors import CacheCorruptError, CacheError, CgtoolError
+from cgtool.events import OnEvent
+from cgtool.plan.grammar import Record, sha256_hex
+from cgtool.plan.records import Plan, parse_plan
+from cgtool.plan.shapes import Shape, is_size, of_sizes, shape_text
+from cgtool.store.entry import Entry, EntryWriter, ObjectStore, read_entry
+from cgtool.store.files import ARTIFACT_MODE, RECORD_MODE, read_bytes, remove, write_atomic
+from cgtool.store.key import Key
+from cgtool.store.layout import (
+    ARTIFACTS,
+    CODE_FILE,
+    KEY_FILE,
+    MANIFEST_FILE,
+    PLAN_FILE,
+    UNIT_FILE,
+    CacheLayout,
+    RankName,
+)
 from cgtool.store.lock import FileLock
 from cgtool.store.lookup import LookupStore
 from cgtool.store.pruned import flush, is_inside, put_aside
 from cgtool.store.records import Manifest
-from cgtool.toolkit.verify.findings import EntryFindings, Problem, UnitFindings
+from cgtool.toolkit.coverage import Hole
+from cgtool.toolkit.verify.checks import EntryCheck, Finding, UnitFindings
+from cgtool.toolkit.verify.verdict import Verdict, of_the_process
 
-Action = Literal["linked", "rewritten", "removed", "set_aside", "compiled", "not_repaired"]
+#: What one artifact is to serve: a row without its artifact.
+_Place = tuple[int, int, Shape, str, bool]
 
 _WARM = "Warm the model again."
-#: Of what was found so nobody knows whether it is damaged.
-_UNKNOWN = ("schema", "unreadable")
+_LOST = b"# This file was damaged. It is for people alone, and loading does without it.\n"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Repair:
-    """What was done about one problem.
+class Repair(Record, frozen=True, kw_only=True):
+    """What was done about one problem, as `verify --json` prints it.
 
     Args:
-        path: The file that was wrong.
+        path: The file that was wrong, below the cache's root.
         action: A stable word for programs.
         sentence: What was done, or why nothing was.
     """
 
-    path: Path
-    action: Action
+    path: str
+    action: Literal["linked", "rewritten", "removed", "set_aside", "compiled", "not_repaired"]
     sentence: str
 
-    def to_json(self, root: Path) -> Json:
-        """Return the repair as JSON; its path is spelled below the cache's root."""
-        path = self.path.relative_to(root) if self.path.is_relative_to(root) else self.path
-        return {"path": str(path), "action": self.action, "sentence": self.sentence}
+    @property
+    def is_done(self) -> bool:
+        """Whether anything was done."""
+        return self.action != "not_repaired"
 
 
-def repair_entry(layout: CacheLayout, findings: EntryFindings) -> Iterator[Repair]:
+def repair_entry(layout: CacheLayout, found: EntryCheck) -> Iterator[Repair]:
     """Mend what can be mended of an entry without compiling, and yield what was done.
 
     Args:
         layout: Where the cache lies.
-        findings: What a check found in the entry; another check tells what is left.
+        found: What a check found in the entry; another check tells what is left.
 
     Raises:
         CacheError: The cache cannot be written.
     """
-    problems = [problem for problem in findings.problems if problem.kind not in _UNKNOWN]
-    for problem in findings.problems:
-        if problem.kind in _UNKNOWN:
-            yield Repair(path=problem.path, action="not_repaired", sentence=problem.sentence)
-    of_key = [problem for problem in problems if problem.path.name == KEY_FILE]
-    if of_key:
-        names = [RankName(hash=findings.hash, rank=m.rank, prefix=m.prefix) for m in findings.manifests]
-        yield _set_aside(layout, layout.entry_dir(findings.hash), of_key[0].path, names)
-        return
-    for problem in problems:
-        if not is_inside(layout, str(problem.path)):
-            yield _behind_link(problem)
-        elif problem.kind == "lookup":
-            yield _marked(layout, problem.path)
-        elif problem.path.parent.name == ARTIFACTS:
-            yield from _artifact(layout, findings, problem)
+    folder = layout.entry_dir(found.name)
+    known = []
+    for problem in found.problems:
+        if problem.kind in ("schema", "unreadable"):
+            yield _not_repaired(problem, problem.sentence)
+        elif not is_inside(layout, str(layout.root / problem.path)):
+            yield _behind_link(layout, problem)
         else:
-            yield from _rank_file(layout, findings, problem)
+            known.append(problem)
+    of_key = [problem for problem in known if layout.root / problem.path == folder / KEY_FILE]
+    if of_key:
+        yield _set_aside(layout, folder, of_key[0], [manifest.name for manifest in found.manifests])
+        return
+    for problem in known:
+        above = (layout.root / problem.path).parent
+        if problem.kind == "lookup":
+            yield _marked(layout, problem)
+        elif above == folder / ARTIFACTS:
+            yield from _artifact(layout, found, problem)
+        else:
+            yield from _rank_file(layout, found, problem)
 
 
-def repair_units(layout: CacheLayout, findings: UnitFindings) -> Iterator[Repair]:
+def repair_units(layout: CacheLayout, found: UnitFindings) -> Iterator[Repair]:
     """Mend units, and yield what was done.
 
     Args:
         layout: Where the cache lies.
-        findings: What a check found among them.
+        found: What a check found among them.
 
     Raises:
         CacheError: The cache cannot be written.
     """
-    for problem in findings.problems:
-        path = problem.path
-        if problem.kind in _UNKNOWN:
-            yield Repair(path=path, action="not_repaired", sentence=problem.sentence)
+    for problem in found.problems:
+        path = layout.root / problem.path
+        if problem.kind in ("schema", "unreadable"):
+            yield _not_repaired(problem, problem.sentence)
             continue
         if not is_inside(layout, str(path)):
-            yield _behind_link(problem)
+            yield _behind_link(layout, problem)
             continue
         with FileLock(path.parent / "lock"):
             try:
-                data = None if path.name == UNIT_FILE else _copy(_entries(layout, path.name), path.name[:64])
+                data = None if path.name == UNIT_FILE else _copy(_in_entries(layout, path.name), path.name[:64])
             except CacheError as error:
-                yield _left_alone(path, error)
+                yield _left_alone(problem, path, error)
                 continue
             if data is not None:
-                _write(layout, path, data, mode=0o444)
-                yield Repair(path=path, action="linked", sentence=f"{path} was taken from an entry that has it.")
+                _put(layout, path, data, mode=ARTIFACT_MODE)
+                yield _done(problem, "linked", f"{path} was taken from an entry that has it.")
                 continue
             remove(path.parent / UNIT_FILE)
             _clear(layout, path)
-            yield Repair(path=path, action="removed", sentence=f"{path} was removed: it is compiled when asked for.")
+            yield _done(problem, "removed", f"{path} was removed: it is compiled when asked for.")
 
 
-def _behind_link(problem: Problem) -> Repair:
-    sentence = (
-        f"{problem.path} is behind a link in place of a folder of the cache, and is left as it is. Remove the link."
-    )
-    return Repair(path=problem.path, action="not_repaired", sentence=sentence)
+def compile_again(
+    layout: CacheLayout, found: EntryCheck, holes: Iterable[Hole], verdict: Verdict, on_event: OnEvent
+) -> Iterator[Repair]:
+    """Compile the damaged artifacts and the holes of an entry from its plan, and yield what came of it.
 
+    Args:
+        layout: Where the cache lies.
+        found: What a check found in the entry.
+        holes: Shapes that pieces lack.
+        verdict: Whether this machine supports the entry.
+        on_event: Told of each artifact.
 
-def _artifact(layout: CacheLayout, findings: EntryFindings, problem: Problem) -> Iterator[Repair]:
-    path = problem.path
-    digest, _, kind = path.name.partition(".")
-    if not any(
-        row.artifact.digest == digest and row.artifact.kind == kind for m in findings.manifests for row in m.rows
-    ):
-        _clear(layout, path)
-        yield Repair(path=path, action="removed", sentence=f"{path} was removed: no manifest names it.")
+    Raises:
+        CacheError: The cache cannot be written.
+    """
+    folder = layout.entry_dir(found.name) / ARTIFACTS
+    paths_of = [layout.root / problem.path for problem in found.problems]
+    broken = {path.name: path for path in paths_of if path.parent == folder}
+    wanted = list(holes)
+    if found.key is None or not (broken or wanted):
         return
-    for source in _elsewhere(layout, path):
+    for manifest in found.manifests:
+        rows = [row for row in manifest.rows if row.artifact.file in broken]
+        places = [(row.variant, row.piece_index, row.shape, row.adaptor, row.tuned) for row in rows]
+        places += [
+            _of_hole(manifest, one) for one in wanted if (one.rank, one.prefix) == (manifest.rank, manifest.prefix)
+        ]
+        if not places:
+            continue
+        paths = sorted({broken[row.artifact.file] for row in rows}) or [layout.manifest_file(manifest.name)]
+        why_not = _why_not(found.key, verdict)
         try:
-            if _intact(source, digest) is None:
+            if not why_not:
+                _compile(layout, found.key, manifest.name, places, on_event)
+        except CgtoolError as error:
+            why_not = str(error)
+        for path in paths:
+            below = str(path.relative_to(layout.root))
+            if why_not:
+                yield Repair(path=below, action="not_repaired", sentence=f"{path} was not compiled again: {why_not}")
+            else:
+                yield Repair(path=below, action="compiled", sentence=f"{path}: its pieces were compiled again.")
+
+
+def _artifact(layout: CacheLayout, found: EntryCheck, problem: Finding) -> Iterator[Repair]:
+    """Mend an artifact from a copy of its bytes; one whose bytes are those of its name is left to the compiler."""
+    path = layout.root / problem.path
+    digest, _, kind = path.name.partition(".")
+    if not any(row.artifact.file == path.name for manifest in found.manifests for row in manifest.rows):
+        _clear(layout, path)
+        yield _done(problem, "removed", f"{path} was removed: no manifest names it.")
+        return
+    if problem.kind == "misplaced":
+        return
+    units: list[Path] = []
+    with contextlib.suppress(OSError):
+        units += layout.units_dir.glob(f"*/*/{path.name}")
+    for source in (*units, *_in_entries(layout, path.name)):
+        try:
+            if source == path or _intact(source, digest) is None:
                 continue
         except CacheError:
             continue  # another one, or the compiler, does as well
         if not path.is_file():  # a pipe in its place would be waited for
             _clear(layout, path)
-        ObjectStore(layout.entry_dir(findings.hash)).link_from(source, digest, kind)
-        yield Repair(path=path, action="linked", sentence=f"{path} was taken from {source}, which is intact.")
+        ObjectStore(layout.entry_dir(found.name)).link_from(source, digest, kind)
+        yield _done(problem, "linked", f"{path} was taken from {source}, which is intact.")
         return
 
 
-def _elsewhere(layout: CacheLayout, path: Path) -> Iterator[Path]:
-    """Yield where else an artifact may lie: the unit that it was linked from, other entries."""
-    with contextlib.suppress(OSError):
-        yield from layout.units_dir.glob(f"*/*/{path.name}")
-    yield from (other for other in _entries(layout, path.name) if other != path)
-
-
-def _entries(layout: CacheLayout, name: str) -> Iterator[Path]:
+def _in_entries(layout: CacheLayout, name: str) -> Iterator[Path]:
     for hash_ in layout.hashes():
         yield layout.entry_dir(hash_) / ARTIFACTS / name
 
 
-def _rank_file(layout: CacheLayout, findings: EntryFindings, problem: Problem) -> Iterator[Repair]:
+def _rank_file(layout: CacheLayout, found: EntryCheck, problem: Finding) -> Iterator[Repair]:
     """Mend a file of a rank's folder, or set the folder aside."""
-    path = problem.path
-    name = next((n for n in layout.rank_names(findings.hash) if layout.rank_dir(n) == path.parent), None)
+    path = layout.root / problem.path
+    name = next((name for name in layout.rank_names(found.name) if layout.rank_dir(name) == path.parent), None)
     if name is None:
-        yield Repair(path=path, action="not_repaired", sentence=problem.sentence)
+        yield _not_repaired(problem, problem.sentence)
         return
-    manifest = next((m for m in findings.manifests if m.name == name), None)
-    if manifest is not None and path.name != MANIFEST_FILE and (wanted := _digest(manifest, path.name)) is not None:
-        others = (layout.rank_dir(other.name) / path.name for other in findings.manifests)
+    manifest = next((manifest for manifest in found.manifests if manifest.name == name), None)
+    record = None if manifest is None or path.name == MANIFEST_FILE else manifest.files.get(path.name)
+    if manifest is not None and record is not None:
+        others = (layout.rank_dir(other.name) / path.name for other in found.manifests)
         try:
-            data = _copy(others, wanted)
+            data = _copy(others, record.sha256)
         except CacheError as error:
-            yield _left_alone(path, error)
+            yield _left_alone(problem, path, error)
             return
         if data is not None:
-            _write(layout, path, data)
-            yield Repair(path=path, action="rewritten", sentence=f"{path} was taken from another rank.")
+            _put(layout, path, data, mode=RECORD_MODE)
+            yield _done(problem, "rewritten", f"{path} was taken from another rank.")
             return
         if path.name != PLAN_FILE:
-            return  # what is for people alone is written anew by whoever knows the plan
-    yield _set_aside(layout, path.parent, path, [name])
+            if found.key is not None and name in found.plans:
+                _rewrite(layout, found.key, manifest, path.name)
+                yield _done(problem, "rewritten", f"{path}, which is for people alone, was written anew.")
+            return
+    yield _set_aside(layout, path.parent, problem, [name])
 
 
-def _digest(manifest: Manifest, file: str) -> str | None:
-    record = manifest.files.get(file)
-    return None if record is None else record.sha256
+def _rewrite(layout: CacheLayout, key: Key, manifest: Manifest, file: str) -> None:
+    """Write a text for people anew whose bytes are lost: from the plan, or as a line that says so."""
+    data = _LOST
+    entry = read_entry(layout, manifest.name)
+    if file == CODE_FILE and entry is not None:
+        from cgtool.plan.rendering import plan_text  # for the rare repair alone
+
+        data = plan_text(_plan(layout, entry)).encode()
+
+    def change(entry: Entry | None) -> tuple[Manifest, dict[str, bytes]]:
+        return (manifest if entry is None else entry.manifest), {file: data}
+
+    EntryWriter(layout, key, rank=manifest.rank, prefix=manifest.prefix).update(change)
 
 
-def _marked(layout: CacheLayout, mark: Path) -> Repair:
+def _marked(layout: CacheLayout, problem: Finding) -> Repair:
     """Make a mark of the lookup again; what is in the place of its folder goes out of the way."""
+    mark = layout.root / problem.path
     if not mark.parent.is_dir():
         remove(mark.parent)
     LookupStore(layout).add(mark.parent.name, mark.name)
-    return Repair(path=mark, action="rewritten", sentence=f"{mark} was made again: load finds the entry.")
+    return _done(problem, "rewritten", f"{mark} was made again: load finds the entry.")
 
 
-def _set_aside(layout: CacheLayout, folder: Path, broken: Path, names: Iterable[RankName]) -> Repair:
+def _set_aside(layout: CacheLayout, folder: Path, problem: Finding, names: Iterable[RankName]) -> Repair:
     """Rename a folder out of the way, while no writer of these ranks is at work."""
     with ExitStack() as locks:
         for name in names:
@@ -212,13 +279,29 @@ def _set_aside(layout: CacheLayout, folder: Path, broken: Path, names: Iterable[
         target = put_aside(layout, str(folder))
     flush(layout, folder.parent)
     where = "" if target is None else f" as {target}, until the next prune or warm"
+    broken = layout.root / problem.path
     sentence = f"{broken} cannot be made again from what is here, so {folder} was set aside{where}. {_WARM}"
-    return Repair(path=broken, action="set_aside", sentence=sentence)
+    return _done(problem, "set_aside", sentence)
 
 
-def _left_alone(path: Path, error: CacheError) -> Repair:
-    sentence = f"{path} is left as it is, for what it can be mended from could not be read. {error}"
-    return Repair(path=path, action="not_repaired", sentence=sentence)
+def _done(
+    problem: Finding, action: Literal["linked", "rewritten", "removed", "set_aside", "compiled"], sentence: str
+) -> Repair:
+    return Repair(path=problem.path, action=action, sentence=sentence)
+
+
+def _not_repaired(problem: Finding, sentence: str) -> Repair:
+    return Repair(path=problem.path, action="not_repaired", sentence=sentence)
+
+
+def _behind_link(layout: CacheLayout, problem: Finding) -> Repair:
+    path = layout.root / problem.path
+    sentence = f"{path} is behind a link in place of a folder of the cache, and is left as it is. Remove the link."
+    return _not_repaired(problem, sentence)
+
+
+def _left_alone(problem: Finding, path: Path, error: CacheError) -> Repair:
+    return _not_repaired(problem, f"{path} is left as it is, for what it can be mended from could not be read. {error}")
 
 
 def _copy(places: Iterable[Path], digest: str) -> bytes | None:
@@ -249,7 +332,7 @@ def _intact(path: Path, digest: str) -> bytes | None:
     return data if data is not None and sha256_hex(data) == digest else None
 
 
-def _write(layout: CacheLayout, path: Path, data: bytes, *, mode: int = 0o644) -> None:
+def _put(layout: CacheLayout, path: Path, data: bytes, *, mode: int) -> None:
     if not path.is_file():
         _clear(layout, path)
     write_atomic(path, data, mode=mode)
@@ -262,3 +345,41 @@ def _clear(layout: CacheLayout, path: Path) -> None:
         return
     put_aside(layout, str(path))
     flush(layout, path.parent)
+
+
+def _why_not(key: Key, verdict: Verdict) -> str:
+    if verdict.level == "unsupported":
+        return f"this machine does not support the entry. {_WARM}"
+    settings = of_the_process(key)
+    return f"it was compiled in a process that sets {', '.join(settings)}. {_WARM}" if settings else ""
+
+
+def _compile(layout: CacheLayout, key: Key, name: RankName, places: list[_Place], on_event: OnEvent) -> None:
+    """Compile what is to serve some places of one rank, from its plan, and publish the rows."""
+    # Imports torch, which a repair that compiles nothing does without.
+    from cgtool.compiler.pipeline import add_to_entry
+    from cgtool.compiler.wanted import work_at
+
+    entry = read_entry(layout, name)
+    if entry is None:
+        raise CacheError(f"There is no entry {name.flat} any more. {_WARM}", path=layout.rank_dir(name))
+    plan = _plan(layout, entry)
+    work = []
+    for variant, piece, shape, adaptor, tuned in places:
+        step = next((step for step in plan.variants[variant].steps if step.piece == piece), None)
+        if step is None:
+            raise CacheError(f"The manifest names piece {piece}, which its plan lacks. {_WARM}")
+        work.append(work_at(plan, variant, step, shape, adaptor=adaptor, tuned=tuned and adaptor != EAGER))
+    config = CompilationConfig.from_mapping(key.value("config") or {})
+    add_to_entry(layout, key, name, plan, work, config=config, on_event=on_event)
+
+
+def _plan(layout: CacheLayout, entry: Entry) -> Plan:
+    return parse_plan(entry.files[PLAN_FILE], path=layout.rank_dir(entry.name) / PLAN_FILE)
+
+
+def _of_hole(manifest: Manifest, hole: Hole) -> _Place:
+    known = {fallback.place: fallback.adaptor for fallback in manifest.fallbacks}
+    adaptor = known.get((hole.variant, hole.piece_index, shape_text(hole.shape)), manifest.adaptor)
+    base = of_sizes(manifest.variants[hole.variant].fixed)
+    return hole.variant, hole.piece_index, hole.shape, adaptor, is_size(hole.shape) and hole.shape != base

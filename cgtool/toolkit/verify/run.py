@@ -1,35 +1,52 @@
 """`verify`: whether everything in a cache is what it was, whole, and fit for this machine; mending and proving it.
 
-Owns what the user asked (`VerifyOptions`); the report is `cgtool.toolkit.verify.report`'s. Prints nothing. Importable
-without torch: only the child that `--load` starts, and what `--repair` compiles, need it.
+Prints nothing. Importable without torch: only the child of `--load`, and what `--repair` compiles, need it. As JSON::
+
+    {"schema": 1, "root": str, "entries": [entry...], "units": units | null, "load": load | null, "files": int,
+     "size_bytes": int, "secs": float, "ok": bool}
+    entry   = {"hash": str, "models": [str...], "verdict": {"level": word, "reasons": [str...]},
+               "problems": [finding...], "notes": [finding...], "holes": [hole...], "missing_ranks": [[prefix, int]...],
+               "unknown_pieces": int, "repairs": [repair...], "refused": bool}
+    units   = {"problems": [finding...], "notes": [finding...], "repairs": [repair...], "files": int}
+    load    = {"entries": [{"hash", "rank", "prefix", "opened": int, "problems": [finding...]}...],
+               "model": {"hash": str | null, "called": bool, "sentence": str} | null, "compiled": [command...]}
+    finding = {"path": str below the root, "kind": word, "sentence": str}
+    repair  = {"path": str below the root, "action": word, "sentence": str}
+
+The check says no where anything is damaged, missing or refused. A verdict alone makes it say no where an entry was
+named (or a bundle, which `import` takes whole or not at all), where no entry is supported here, and under `--strict`: a
+cache that many machines fill holds entries of others, and that is no failure of it.
 """
 
 from __future__ import annotations
 
-import contextlib
+import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from cgtool.errors import CacheError, UsageError
+import msgspec
+
+from cgtool.errors import CacheError, RefusedError, UsageError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.host import gc_paused
 from cgtool.store.files import os_errors_as_cache_errors
-from cgtool.store.layout import CACHE_FOLDER, CacheLayout, is_hash, resolve_root, short
-from cgtool.store.machine import this_machine
+from cgtool.store.layout import ARTIFACTS, CACHE_FOLDER, KEY_FILE, CacheLayout, is_hash, resolve_root, short
+from cgtool.store.machine import Machine, this_machine
+from cgtool.store.records import Manifest
 from cgtool.store.trust import TrustPolicy
 from cgtool.toolkit.bundle.unpack import unpacked
-from cgtool.toolkit.verify.digests import verify_entries, verify_entry
-from cgtool.toolkit.verify.findings import EntryFindings, UnitFindings
-from cgtool.toolkit.verify.hashing import hashing
+from cgtool.toolkit.coverage import Hole, entry_coverage
+from cgtool.toolkit.verify.checks import EntryCheck, UnitFindings, check_entries, check_entry, check_units
+from cgtool.toolkit.verify.hashing import Hasher
 from cgtool.toolkit.verify.load import LoadProof, ModelChoice, prove_load
-from cgtool.toolkit.verify.mend import compile_again, rewrite_texts
-from cgtool.toolkit.verify.repair import Repair, repair_entry, repair_units
-from cgtool.toolkit.verify.report import EntryReport, VerifyReport, gone, judged
-from cgtool.toolkit.verify.units import verify_units
+from cgtool.toolkit.verify.repair import Repair, compile_again, repair_entry, repair_units
+from cgtool.toolkit.verify.verdict import Level, Verdict, glibc_of_entry, verdict
 
+SCHEMA = 1
 #: What is set right shows what else is wrong: a spelling, then an artifact, then an orphan that its successor leaves.
 _ROUNDS = 5
 
@@ -65,6 +82,129 @@ class VerifyOptions:
     rank: int | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class EntryReport:
+    """What is to be said of one entry.
+
+    Args:
+        found: What reading its files gave; nothing of an entry that was set aside.
+        verdict: Whether this machine loads it.
+        holes: Shapes that a piece lacks.
+        missing_ranks: (prefix, rank) of each rank that should be there.
+        unknown_pieces: How many compiled pieces are missing that cannot be named.
+        repairs: What was done about it before this was found.
+        refused: Whether load would not believe it: for who may write to it, or for want of a signature.
+    """
+
+    found: EntryCheck
+    verdict: Verdict
+    holes: tuple[Hole, ...] = ()
+    missing_ranks: tuple[tuple[str, int], ...] = ()
+    unknown_pieces: int = 0
+    repairs: tuple[Repair, ...] = ()
+    refused: bool = False
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """What its models are called, each once."""
+        return tuple(dict.fromkeys(manifest.model for manifest in self.found.manifests))
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a warm has begun it and not published anything yet."""
+        return not (self.found.key or self.found.manifests or self.found.problems)
+
+    def is_ok(self, levels: Collection[Level]) -> bool:
+        """Return whether the check says yes.
+
+        Args:
+            levels: The verdicts that will do.
+        """
+        wrong = self.found.problems or self.holes or self.missing_ranks or self.unknown_pieces or self.refused
+        return not wrong and (self.verdict.level in levels or self.is_unfinished)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry as `verify --json` prints it."""
+        rows: dict[str, Any] = {
+            "hash": self.found.name,
+            "models": self.models,
+            "verdict": self.verdict,
+            "problems": self.found.problems,
+            "notes": self.found.notes,
+            "holes": self.holes,
+            "missing_ranks": self.missing_ranks,
+            "unknown_pieces": self.unknown_pieces,
+            "repairs": self.repairs,
+            "refused": self.refused,
+        }
+        return dict(msgspec.to_builtins(rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    """What was found in a cache.
+
+    Args:
+        root: The cache's root, or the bundle.
+        entries: What was found in each entry.
+        units: What was found among the units; None where only entries were asked for.
+        unit_repairs: What was done about units before that.
+        load: What a process that can compile nothing could open; None where that was not asked for.
+        strict: Whether only "optimal" will do.
+        secs: How long it took.
+    """
+
+    root: Path
+    entries: tuple[EntryReport, ...]
+    units: UnitFindings | None
+    unit_repairs: tuple[Repair, ...] = ()
+    load: LoadProof | None = None
+    strict: bool = False
+    secs: float = field(compare=False)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the check says yes."""
+        units = self.units is None or not self.units.problems
+        return not self.failed and units and (self.load is None or self.load.ok)
+
+    @property
+    def failed(self) -> tuple[EntryReport, ...]:
+        """The entries on account of which the check says no."""
+        levels: tuple[Level, ...] = ("optimal",) if self.strict else ("optimal", "loads")
+        if not self.strict and self.units is not None and any(entry.verdict.level in levels for entry in self.entries):
+            levels = (*levels, "unsupported")
+        return tuple(entry for entry in self.entries if not entry.is_ok(levels))
+
+    @property
+    def num_files(self) -> int:
+        """How many files were read."""
+        return sum(entry.found.num_files for entry in self.entries) + (self.units.num_files if self.units else 0)
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes they hold; what an entry shares with a unit counts for both."""
+        return sum(entry.found.size_bytes for entry in self.entries) + (self.units.size_bytes if self.units else 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document that `verify --json` prints."""
+        units: dict[str, Any] | None = None
+        if self.units is not None:
+            rows = {"problems": self.units.problems, "notes": self.units.notes, "repairs": self.unit_repairs}
+            units = {**msgspec.to_builtins(rows), "files": self.units.num_files}
+        return {
+            "schema": SCHEMA,
+            "root": str(self.root),
+            "entries": [entry.to_json() for entry in self.entries],
+            "units": units,
+            "load": None if self.load is None else self.load.to_json(),
+            "files": self.num_files,
+            "size_bytes": self.size_bytes,
+            "secs": round(self.secs, 3),
+            "ok": self.ok,
+        }
+
+
 @os_errors_as_cache_errors()
 def verify(options: VerifyOptions, on_event: OnEvent = ignore) -> VerifyReport:
     """Read and match every file of a cache, and judge whether this machine loads its entries.
@@ -79,38 +219,38 @@ def verify(options: VerifyOptions, on_event: OnEvent = ignore) -> VerifyReport:
         CacheError: There is no such cache, it is none, or it cannot be listed; with `options.repair`, or be written.
     """
     bundle = _bundle(options)
-    if bundle is not None:
-        with unpacked(bundle) as root:
-            inner = replace(options, targets=(), cache_dir=root, names_cache=True)
-            return replace(_verified(inner, on_event, policy=None), root=bundle, units=None)
-    return _verified(options, on_event, policy=TrustPolicy.of())
+    if bundle is None:
+        return _verified(options, on_event, policy=TrustPolicy.of())
+    with unpacked(bundle) as root:  # of which load asks nothing, for it must be imported first
+        inner = replace(options, targets=(), cache_dir=root, names_cache=True)
+        return replace(_verified(inner, on_event, policy=None), root=bundle, units=None)
 
 
 def _verified(options: VerifyOptions, on_event: OnEvent, *, policy: TrustPolicy | None) -> VerifyReport:
-    """Verify what is no bundle, or was one: load asks nothing of that, for it must be imported first."""
     began = time.perf_counter()
     layout, hashes = _chosen(options)
-    judge = partial(judged, layout, machine=this_machine(), world_size=options.world_size, policy=policy)
+    judge = partial(_judged, layout, machine=this_machine(), world_size=options.world_size, policy=policy)
     entries: list[EntryReport] = []
+    units: UnitFindings | None = None
     wanted = layout.hashes() if hashes is None else hashes
     if not wanted:
         _check_own(layout.root)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(gc_paused())
-        hasher = stack.enter_context(hashing(options.jobs))
-        for findings in verify_entries(layout, wanted, hasher):
-            entries.append(judge(findings))
-            on_event(Event(phase="verify", message=short(findings.hash), done=len(entries), total=len(wanted)))
-        units = None
+    with gc_paused(), Hasher(options.jobs) as hasher:
+        for found in check_entries(layout, wanted, hasher):
+            entries.append(judge(found))
+            on_event(Event(phase="verify", message=short(found.name), done=len(entries), total=len(wanted)))
         if hashes is None:
             on_event(Event(phase="verify", message="units"))
-            units = verify_units(layout, hasher)
+            units = check_units(layout, hasher)
     unit_repairs: tuple[Repair, ...] = ()
     if options.repair:
         entries = [_repaired(layout, entry, judge, options, on_event) for entry in entries]
-        entries = [entry for entry in entries if entry.repairs or layout.entry_dir(entry.findings.hash).exists()]
+        entries = [entry for entry in entries if entry.repairs or layout.entry_dir(entry.found.name).exists()]
         if units is not None and units.problems:
-            units, unit_repairs = _repaired_units(layout, options)
+            with Hasher(options.jobs) as hasher:  # mending the entries may have mended units, too
+                unit_repairs = tuple(repair_units(layout, check_units(layout, hasher)))
+            with Hasher(options.jobs) as hasher:
+                units = check_units(layout, hasher)
     return VerifyReport(
         root=layout.root,
         entries=tuple(entries),
@@ -122,50 +262,76 @@ def _verified(options: VerifyOptions, on_event: OnEvent, *, policy: TrustPolicy 
     )
 
 
-def _check_own(root: Path) -> None:
-    """Check that a cache without entries is cgtool's, which may be empty, and nothing else."""
-    from cgtool.toolkit.foreign.detect import check_known, detect  # the readers of all systems, for what holds no entry
+def _judged(
+    layout: CacheLayout, found: EntryCheck, machine: Machine, *, world_size: int | None, policy: TrustPolicy | None
+) -> EntryReport:
+    """Return what is to be said of an entry whose files were read; without a policy, load asks nothing of it."""
+    manifests = found.manifests
+    against: tuple[str, ...] = ()
+    if found.key is None:
+        damaged = any(problem.path.endswith(f"/{KEY_FILE}") for problem in found.problems)
+        why = f"its {KEY_FILE} is damaged or missing" if damaged else "it was never finished"
+        said = Verdict(level="unsupported", reasons=(f"Its factors are not known: {why}. Warm the model again",))
+    else:
+        ranks = {manifest.rank for manifest in manifests}
+        files = {row.artifact.file for manifest in manifests for row in manifest.rows}
+        needed = glibc_of_entry(f"{found.folder}/{ARTIFACTS}/{file}" for file in files)
+        said = verdict(found.key, machine, world_size=world_size, ranks=ranks, glibc_needed=needed)
+        against = () if policy is None else tuple(dict.fromkeys(_refusals(layout, manifests, policy)))
+        if against:
+            said = Verdict(level="unsupported", reasons=(*against, *said.reasons))
+    coverage = entry_coverage(manifests, plans=found.plans)
+    there = {(manifest.prefix, manifest.rank) for manifest in manifests}
+    expected = max((rank for _, rank in there), default=-1) + 1 if world_size is None else world_size
+    missing = [(prefix, rank) for prefix in sorted({prefix for prefix, _ in there}) for rank in range(expected)]
+    return EntryReport(
+        found=found,
+        verdict=said,
+        holes=coverage.holes,
+        missing_ranks=tuple(place for place in missing if place not in there),
+        unknown_pieces=sum(unknown.count for unknown in coverage.unknown),
+        refused=bool(against),
+    )
 
-    check_known(root)
-    system = detect(root)
-    if system not in (None, "cgtool"):
-        message = f"{root} holds a cache of another system ({system}). Look into it with: cgtool inspect cache {root}"
-        raise CacheError(message, path=root, actual=system)
+
+def _refusals(layout: CacheLayout, manifests: Iterable[Manifest], policy: TrustPolicy) -> Iterator[str]:
+    """Yield why load would not believe what was found."""
+    resolved = CacheLayout(root=Path(os.path.realpath(layout.root)))
+    for manifest in manifests:
+        try:
+            policy.read(resolved, manifest.name)
+        except RefusedError as error:
+            yield f"Load refuses it ({error.reason}): {str(error).rstrip('.')}"
+        except CacheError:  # it is among the problems
+            continue
 
 
 def _repaired(
     layout: CacheLayout,
     entry: EntryReport,
-    judge: Callable[[EntryFindings], EntryReport],
+    judge: Callable[[EntryCheck], EntryReport],
     options: VerifyOptions,
     on_event: OnEvent,
 ) -> EntryReport:
     """Mend an entry in rounds, since what one round mends shows what is left, and return how it is then."""
+    hash_ = entry.found.name
     done: list[Repair] = []
     for _ in range(_ROUNDS):
-        if not (entry.findings.problems or entry.holes):
+        if not (entry.found.problems or entry.holes):
             break
-        repairs = list(repair_entry(layout, entry.findings))
-        if not any(repair.action != "not_repaired" for repair in repairs):
-            repairs += rewrite_texts(layout, entry.findings)
-        if not any(repair.action != "not_repaired" for repair in repairs):
-            repairs += compile_again(layout, entry.findings, entry.holes, entry.verdict, on_event)
+        repairs = list(repair_entry(layout, entry.found))
+        if not any(repair.is_done for repair in repairs):
+            repairs += compile_again(layout, entry.found, entry.holes, entry.verdict, on_event)
         done += [repair for repair in repairs if repair not in done]
-        if not layout.entry_dir(entry.findings.hash).exists():
-            return gone(entry, repairs=done)
-        entry = judge(verify_entry(layout, entry.findings.hash, jobs=options.jobs))
-        if not any(repair.action != "not_repaired" for repair in repairs):
+        found = check_entry(layout, hash_, jobs=options.jobs)
+        if not layout.entry_dir(hash_).exists():
+            found.problems.clear()  # there is nothing left to be wrong
+            said = Verdict(level="unsupported", reasons=("Its factors are not known: it was set aside",))
+            return EntryReport(found=found, verdict=said, repairs=tuple(done))
+        entry = judge(found)
+        if not any(repair.is_done for repair in repairs):
             break
     return replace(entry, repairs=tuple(done))
-
-
-def _repaired_units(layout: CacheLayout, options: VerifyOptions) -> tuple[UnitFindings, tuple[Repair, ...]]:
-    """Mend the units that mending the entries left damaged, and return how they are then."""
-    with hashing(options.jobs) as hasher:
-        units = verify_units(layout, hasher)
-    repairs = tuple(repair_units(layout, units))
-    with hashing(options.jobs) as hasher:
-        return verify_units(layout, hasher), repairs
 
 
 def _loaded(
@@ -176,13 +342,24 @@ def _loaded(
     names = [
         manifest.name
         for entry in entries
-        if entry.verdict.level != "unsupported" and not entry.findings.problems
-        for manifest in entry.findings.manifests
+        if entry.verdict.level != "unsupported" and not entry.found.problems
+        for manifest in entry.found.manifests
     ]
     if options.model is not None and not options.targets:
         names = []  # the one that serves the model is opened
     on_event(Event(phase="start", message="opening artifacts in a process that can compile nothing"))
     return prove_load(layout.root, names, model=options.model, rank=options.rank)
+
+
+def _check_own(root: Path) -> None:
+    """Check that a cache without entries is cgtool's, which may be empty, and nothing else."""
+    from cgtool.toolkit.foreign.detect import check_known, detect  # the readers of all systems, for what holds no entry
+
+    check_known(root)
+    system = detect(root)
+    if system not in (None, "cgtool"):
+        message = f"{root} holds a cache of another system ({system}). Look into it with: cgtool inspect cache {root}"
+        raise CacheError(message, path=root, actual=system)
 
 
 def _chosen(options: VerifyOptions) -> tuple[CacheLayout, list[str] | None]:

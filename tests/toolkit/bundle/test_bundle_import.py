@@ -23,7 +23,7 @@ from cgtool.toolkit.bundle.export import ExportOptions, export
 from cgtool.toolkit.bundle.import_ import ImportOptions, ImportReport, import_bundle
 from cgtool.toolkit.bundle.unpack import unpacked
 from cgtool.toolkit.scan import scan
-from cgtool.toolkit.verify.digests import verify_entry
+from cgtool.toolkit.verify.checks import check_entry
 
 
 def exported(root: Path, **choice) -> bytes:
@@ -399,5 +399,5 @@ def test_inspect_and_verify_know_what_import_leaves(tmp_path, keys):
     imported(signed_forge(tmp_path / "a", hash_, keys / "ours.pem").bytes(), tmp_path / "b", any_machine=True)
     listing = scan(tmp_path / "b")
     assert (len(listing.entries), listing.warnings) == (1, ())
-    findings = verify_entry(CacheLayout(root=tmp_path / "b"), hash_)
-    assert (findings.problems, findings.notes) == ((), ())
+    findings = check_entry(CacheLayout(root=tmp_path / "b"), hash_)
+    assert (findings.problems, findings.notes) == ([], [])

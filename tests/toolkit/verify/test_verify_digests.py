@@ -21,19 +21,18 @@ from cgtool.store.key import read_key
 from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.lookup import LookupStore
 from cgtool.store.pruned import put_aside
-from cgtool.toolkit.verify.digests import verify_entries, verify_entry
-from cgtool.toolkit.verify.hashing import Hasher, hashing
-from cgtool.toolkit.verify.units import verify_units
+from cgtool.toolkit.verify.checks import check_entries, check_entry, check_units
+from cgtool.toolkit.verify.hashing import Hasher
 
 RANK = RankName(hash=HASH, rank=0, prefix="backbone")
 
 
 def kinds(layout: CacheLayout) -> list[tuple[str, str]]:
-    return [(problem.kind, problem.path.name) for problem in verify_entry(layout, HASH).problems]
+    return [(problem.kind, Path(problem.path).name) for problem in check_entry(layout, HASH).problems]
 
 
 def notes(layout: CacheLayout) -> list[tuple[str, str]]:
-    return [(note.kind, note.path.name) for note in verify_entry(layout, HASH).notes]
+    return [(note.kind, Path(note.path).name) for note in check_entry(layout, HASH).notes]
 
 
 def opened(layout: CacheLayout) -> list[bytes]:
@@ -48,9 +47,9 @@ def opened(layout: CacheLayout) -> list[bytes]:
 
 def test_an_intact_entry_has_no_problem_and_every_file_was_read(cache_root: Path) -> None:
     layout = lay(cache_root)
-    found = verify_entry(layout, HASH)
-    assert found.problems == ()
-    assert found.notes == ()
+    found = check_entry(layout, HASH)
+    assert found.problems == []
+    assert found.notes == []
     assert found.num_files == len(entry_files(layout)) == 1 + 2 * 4 + 4
     assert found.size_bytes == sum(path.stat().st_size for path in entry_files(layout))
     assert found.key == sample_key()
@@ -62,7 +61,7 @@ def check_flips(layout: CacheLayout, count: int, seed: int) -> None:
     intact = opened(layout)
     for flip in flips(files, count, seed=seed):
         flip.do()
-        named = {problem.path for problem in verify_entry(layout, HASH, jobs=1).problems}
+        named = {layout.root / problem.path for problem in check_entry(layout, HASH, jobs=1).problems}
         try:
             run = opened(layout)
         except CacheError:
@@ -87,9 +86,11 @@ def test_a_mark_without_which_load_passes_the_entry_over_is_named_once(cache_roo
     (layout.lookup_dir / FACTS / HASH).unlink()
     assert tuple(LookupStore(layout).candidates(FACTS)) == ()
     assert kinds(layout) == [("lookup", HASH)]  # both ranks name it
-    (problem,) = verify_entry(layout, HASH).problems
-    assert problem.path == layout.lookup_dir / FACTS / HASH
-    assert problem.sentence.startswith(f"{problem.path} is missing: without it load passes the entry over.")
+    (problem,) = check_entry(layout, HASH).problems
+    assert layout.root / problem.path == layout.lookup_dir / FACTS / HASH
+    assert problem.sentence.startswith(
+        f"{layout.root / problem.path} is missing: without it load passes the entry over."
+    )
 
 
 def test_an_entry_that_the_next_load_takes_in_has_no_problem(cache_root: Path) -> None:
@@ -179,11 +180,12 @@ def test_what_a_user_may_not_read_is_named(cache_root: Path, at: str) -> None:
             above.chmod(0o755)
     os.seteuid(65534)
     try:
-        problems = verify_entry(layout, HASH).problems
+        problems = check_entry(layout, HASH).problems
     finally:
         os.seteuid(0)
     assert problems
-    assert problems[0].path.is_relative_to(path) or path.is_relative_to(problems[0].path)
+    named = layout.root / problems[0].path
+    assert named.is_relative_to(path) or path.is_relative_to(named)
     assert problems[0].kind in ("unreadable", "missing")
     assert "ermission denied" in " ".join(problem.sentence for problem in problems)
 
@@ -194,9 +196,9 @@ def test_a_read_only_cache_is_checked_without_a_lock_or_a_stamp(
     layout = lay(cache_root)
     read_only(cache_root)
     with no_flock():
-        assert verify_entry(layout, HASH).problems == ()
-        with hashing() as hasher:
-            assert verify_units(layout, hasher).problems == ()
+        assert check_entry(layout, HASH).problems == []
+        with Hasher() as hasher:
+            assert check_units(layout, hasher).problems == []
 
 
 def test_an_endless_file_is_read_no_further_than_it_should_be_long(cache_root: Path) -> None:
@@ -204,7 +206,7 @@ def test_an_endless_file_is_read_no_further_than_it_should_be_long(cache_root: P
     path = layout.rank_dir(RANK) / "plan.json"
     with path.open("r+b") as file:
         file.truncate(1 << 40)
-    (problem,) = verify_entry(layout, HASH).problems
+    (problem,) = check_entry(layout, HASH).problems
     assert problem.kind == "size"
     assert f"has {1 << 40} bytes and must have" in problem.sentence
 
@@ -227,7 +229,7 @@ def test_a_newer_schema_is_named_and_not_called_corrupt(cache_root: Path) -> Non
     layout = lay(cache_root)
     path = layout.manifest_file(RANK)
     path.write_bytes(resealed(path.read_bytes(), {"record": "manifest-99"}))
-    (problem,) = verify_entry(layout, HASH).problems
+    (problem,) = check_entry(layout, HASH).problems
     assert problem.kind == "schema"
     assert "Update cgtool" in problem.sentence
 
@@ -243,7 +245,7 @@ def test_what_nothing_names_is_noted_and_is_no_problem(cache_root: Path) -> None
     (folder / "artifacts" / f".{orphan.name}.{os.getpid()}.abcdef.tmp").touch()
     (layout.rank_dir(RANK) / f".plan.json.{'0' * 64}.next").touch()
     (folder / "README").touch()
-    assert verify_entry(layout, HASH).problems == ()
+    assert check_entry(layout, HASH).problems == []
     assert sorted(kind for kind, _ in notes(layout)) == ["foreign", "orphan", "temporary", "temporary"]
 
 
@@ -265,9 +267,9 @@ def test_a_file_that_is_being_published_is_found_under_its_other_name(cache_root
     layout = lay(cache_root)
     plan = layout.rank_dir(RANK) / "plan.json"
     plan.rename(plan.with_name(f".plan.json.{sha256_hex(plan.read_bytes())}.next"))
-    found = verify_entry(layout, HASH)
-    assert found.problems == ()
-    assert found.notes == ()
+    found = check_entry(layout, HASH)
+    assert found.problems == []
+    assert found.notes == []
 
 
 def test_an_entry_that_a_killed_warm_left_is_unfinished_and_no_problem(cache_root: Path) -> None:
@@ -283,12 +285,12 @@ def test_an_entry_that_is_not_there_lacks_its_key(cache_root: Path) -> None:
 
 def test_an_intact_unit_has_no_problem_and_is_read_once_with_its_entry(cache_root: Path) -> None:
     layout = lay(cache_root)
-    with hashing() as hasher:
-        list(verify_entries(layout, layout.hashes(), hasher))
+    with Hasher() as hasher:
+        list(check_entries(layout, layout.hashes(), hasher))
         before = len(hasher._shared)
-        found = verify_units(layout, hasher)
+        found = check_units(layout, hasher)
         assert len(hasher._shared) == before
-    assert (found.problems, found.notes, found.num_files) == ((), (), 2)
+    assert (found.problems, found.notes, found.num_files) == ([], [], 2)
 
 
 def test_one_bit_flipped_anywhere_in_a_unit_is_named(cache_root: Path) -> None:
@@ -296,8 +298,8 @@ def test_one_bit_flipped_anywhere_in_a_unit_is_named(cache_root: Path) -> None:
     files = [path for path in layout.units_dir.rglob("*") if path.is_file() and path.name != "lock"]
     for flip in flips(files, 60, seed=22):
         flip.do()
-        with hashing(1) as hasher:
-            named = {problem.path for problem in verify_units(layout, hasher).problems}
+        with Hasher(1) as hasher:
+            named = {layout.root / problem.path for problem in check_units(layout, hasher).problems}
         flip.do()
         assert named == {flip.path}, flip
 
@@ -310,10 +312,10 @@ def test_leftovers_among_units_are_noted(cache_root: Path) -> None:
     half.mkdir(parents=True)
     (half / f"{'1' * 64}.eager").touch()
     (layout.units_dir / "ab" / "strange").touch()
-    with hashing() as hasher:
-        found = verify_units(layout, hasher)
-    assert found.problems == ()
-    assert sorted((note.kind, note.path.name) for note in found.notes) == [
+    with Hasher() as hasher:
+        found = check_units(layout, hasher)
+    assert found.problems == []
+    assert sorted((note.kind, Path(note.path).name) for note in found.notes) == [
         ("foreign", "strange"),
         ("orphan", f"{'0' * 64}.eager"),
         ("unfinished", "cd" * 32),
@@ -328,12 +330,11 @@ def test_leftovers_among_units_are_noted(cache_root: Path) -> None:
     ],
 )
 def test_what_changes_while_it_is_read_is_looked_at_again(
-    cache_root: Path, change: Callable[[Path, RankName], object], seen: list[str], monkeypatch: pytest.MonkeyPatch
+    cache_root: Path, change: Callable[[Path, RankName], object], seen: list[str]
 ) -> None:
-    monkeypatch.setattr("cgtool.toolkit.verify.hashing._SMALL_BYTES", -1)
     layout = CacheLayout(root=cache_root)
     name = publish(cache_root, "one")
-    with hashing(1) as hasher:
+    with Hasher(1) as hasher:
         records_are_read = threading.Event()
         hasher._pool.submit(records_are_read.wait)  # keeps the one thread from reading files
 
@@ -342,9 +343,9 @@ def test_what_changes_while_it_is_read_is_looked_at_again(
             change(cache_root, name)
             records_are_read.set()
 
-        found = list(verify_entries(layout, hashes(), hasher))
+        found = list(check_entries(layout, hashes(), hasher))
     assert [manifest.model for findings in found for manifest in findings.manifests] == seen
-    assert [findings.problems for findings in found] == [()] * len(seen)
+    assert [findings.problems for findings in found] == [[]] * len(seen)
 
 
 def test_a_check_beside_a_writer_and_a_pruner_finds_nothing_wrong(cache_root: Path, tmp_path: Path) -> None:
@@ -355,10 +356,10 @@ def test_a_check_beside_a_writer_and_a_pruner_finds_nothing_wrong(cache_root: Pa
     try:
         while not started.exists():
             pass
-        with hashing(1) as hasher:
+        with Hasher(1) as hasher:
             for _ in range(100):
-                for found in verify_entries(layout, layout.hashes(), hasher):
-                    assert found.problems == (), found
+                for found in check_entries(layout, layout.hashes(), hasher):
+                    assert found.problems == [], found
     finally:
         process.kill()
         process.join()
@@ -379,7 +380,6 @@ def test_a_stopped_hasher_leaves_a_big_file_alone(tmp_path: Path) -> None:
     big = tmp_path / "big"
     with big.open("wb") as file:
         file.truncate(1 << 40)
-    hasher = Hasher(1)
-    future = hasher.submit(big)
-    hasher.close()
+    with Hasher(1) as hasher:
+        future = hasher.submit(str(big))
     assert future.cancelled() or future.result().size_bytes < 1 << 40

@@ -10,7 +10,7 @@ import pytest
 
 from cgtool.store.artifacts import Package, pack
 from cgtool.store.machine import version_pair
-from cgtool.toolkit.verify.native import glibc_needed, glibc_of_entry
+from cgtool.toolkit.verify.verdict import glibc_needed, glibc_of_entry
 
 LIBRARIES = sorted(Path(sysconfig.get_config_var("DESTSHARED") or "/nowhere").glob("*.so"))[:8]
 
@@ -26,7 +26,7 @@ def test_a_package_says_which_glibc_its_library_needs(tmp_path: Path) -> None:
         path = tmp_path / f"{library.name}.pt2"
         path.write_bytes(pack(Package(native=library.read_bytes(), metadata={})))
         assert glibc_needed(path) == said_by(library.read_bytes()) == glibc_needed(library)
-    assert glibc_of_entry(tmp_path.iterdir()) == said_by(b"".join(path.read_bytes() for path in LIBRARIES))
+    assert glibc_of_entry(map(str, tmp_path.iterdir())) == said_by(b"".join(path.read_bytes() for path in LIBRARIES))
 
 
 @pytest.mark.skipif(not LIBRARIES, reason="this Python has no libraries of its own")
@@ -44,4 +44,4 @@ def test_a_torn_library_says_nothing_and_never_hangs(tmp_path: Path) -> None:
 def test_what_is_no_package_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "a.eager").write_bytes(b"\x7fELF\x02\x01")
     (tmp_path / "b.pt2").write_bytes(b"")
-    assert glibc_of_entry([*tmp_path.iterdir(), tmp_path / "gone.pt2"]) is None
+    assert glibc_of_entry([*map(str, tmp_path.iterdir()), "gone.pt2"]) is None

@@ -18,11 +18,9 @@ from cgtool.plan.grammar import sha256_hex
 from cgtool.store.entry import read_entry
 from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.lookup import LookupStore
-from cgtool.toolkit.verify.digests import verify_entries, verify_entry
-from cgtool.toolkit.verify.findings import UnitFindings
-from cgtool.toolkit.verify.hashing import hashing
+from cgtool.toolkit.verify.checks import UnitFindings, check_entries, check_entry, check_units
+from cgtool.toolkit.verify.hashing import Hasher
 from cgtool.toolkit.verify.repair import Repair, repair_entry, repair_units
-from cgtool.toolkit.verify.units import verify_units
 
 RANK = RankName(hash=HASH, rank=0, prefix="backbone")
 
@@ -32,12 +30,12 @@ def mend(layout: CacheLayout) -> list[str]:
 
 
 def mended(layout: CacheLayout) -> list[Repair]:
-    return list(repair_entry(layout, verify_entry(layout, HASH)))
+    return list(repair_entry(layout, check_entry(layout, HASH)))
 
 
 def units_of(layout: CacheLayout) -> UnitFindings:
-    with hashing() as hasher:
-        return verify_units(layout, hasher)
+    with Hasher() as hasher:
+        return check_units(layout, hasher)
 
 
 def artifact(layout: CacheLayout, data: bytes = NATIVE) -> Path:
@@ -61,7 +59,7 @@ def test_an_artifact_comes_back_from_its_unit(cache_root: Path, what: str) -> No
     elif what == "fifo":
         os.mkfifo(path)
     assert mend(layout) == ["linked"]
-    assert verify_entry(layout, HASH).problems == ()
+    assert check_entry(layout, HASH).problems == []
     assert path.read_bytes() == NATIVE
 
 
@@ -71,7 +69,7 @@ def test_an_artifact_comes_back_from_another_entry(cache_root: Path) -> None:
     path = artifact(layout, b"8")
     replace_file(path, b"9")
     assert mend(layout) == ["linked"]
-    assert verify_entry(layout, HASH).problems == ()
+    assert check_entry(layout, HASH).problems == []
 
 
 @pytest.mark.parametrize("what", ["no mark", "no folder", "file for a folder"])
@@ -85,7 +83,7 @@ def test_a_lost_mark_of_the_lookup_is_made_again_and_load_finds_the_entry(cache_
         folder.write_bytes(b"")
     assert tuple(LookupStore(layout).candidates(FACTS)) == ()
     assert mend(layout) == ["rewritten"]
-    assert verify_entry(layout, HASH).problems == ()
+    assert check_entry(layout, HASH).problems == []
     assert tuple(LookupStore(layout).candidates(FACTS)) == (HASH,)
 
 
@@ -112,7 +110,7 @@ def test_a_flip_that_the_unit_shares_is_mended_by_neither_and_forgotten_in_the_u
     Flip(path=artifact(layout), at=3, bit=1).do()
     assert mend(layout) == []
     assert [repair.action for repair in repair_units(layout, units_of(layout))] == ["removed"]
-    assert units_of(layout).problems == ()
+    assert units_of(layout).problems == []
 
 
 def test_a_corrupt_orphan_is_removed(cache_root: Path) -> None:
@@ -132,7 +130,7 @@ def test_a_plan_comes_back_from_a_rank_that_has_the_same(cache_root: Path) -> No
     to.publish(manifest_of(to, (put_row(to, data=NATIVE),)), files_of("rank 0"))
     replace_file(layout.rank_dir(RANK) / "plan.json", b"x")
     assert mend(layout) == ["rewritten"]
-    assert verify_entry(layout, HASH).problems == ()
+    assert check_entry(layout, HASH).problems == []
     assert (layout.rank_dir(RANK) / "plan.json").read_bytes() == (layout.rank_dir(twin) / "plan.json").read_bytes()
 
 
@@ -143,8 +141,8 @@ def test_a_rank_that_cannot_be_made_again_is_set_aside_and_the_others_stay(cache
     (repair,) = mended(layout)
     assert repair.action == "set_aside"
     assert repair.sentence.endswith("Warm the model again.")
-    found = verify_entry(layout, HASH)
-    assert found.problems == ()
+    found = check_entry(layout, HASH)
+    assert found.problems == []
     assert [manifest.rank for manifest in found.manifests] == [1]
     assert read_entry(layout, RANK) is None
 
@@ -155,7 +153,7 @@ def test_an_entry_without_its_key_is_set_aside_and_can_be_published_again(cache_
     assert mend(layout) == ["set_aside"]
     assert layout.hashes() == []
     lay(cache_root)
-    assert verify_entry(layout, HASH).problems == ()
+    assert check_entry(layout, HASH).problems == []
 
 
 def test_what_a_newer_version_wrote_is_left_alone(cache_root: Path) -> None:
@@ -173,7 +171,7 @@ def test_what_the_system_does_not_let_be_read_is_left_as_it_is(cache_root: Path,
     path.unlink()
     path.symlink_to("/proc/self/mem")  # reading its first byte is an I/O error
     (repair,) = [*mended(layout), *repair_units(layout, units_of(layout))]
-    assert (repair.action, repair.path) == ("not_repaired", path)
+    assert (repair.action, layout.root / repair.path) == ("not_repaired", path)
     assert f"{path} could not be read: Input/output error" in repair.sentence
     assert path.is_symlink()
 
@@ -188,7 +186,7 @@ def test_what_may_be_mended_from_a_copy_that_cannot_be_read_is_left_as_it_is(cac
     for copy in (artifact(layout), twin):
         copy.unlink()
         copy.symlink_to("/proc/self/mem")
-    done = {repair.path: repair for repair in [*mended(layout), *repair_units(layout, units_of(layout))]}
+    done = {layout.root / repair.path: repair for repair in [*mended(layout), *repair_units(layout, units_of(layout))]}
     assert {done[path].action for path in (units, plan)} == {"not_repaired"}
     assert f"{artifact(layout)} could not be read" in done[units].sentence
     assert f"{twin} could not be read" in done[plan].sentence
@@ -200,7 +198,7 @@ def test_a_units_artifact_comes_back_from_an_entry(cache_root: Path) -> None:
     path = next(layout.units_dir.rglob("*.eager"))
     replace_file(path, b"x")
     assert [repair.action for repair in repair_units(layout, units_of(layout))] == ["linked"]
-    assert units_of(layout).problems == ()
+    assert units_of(layout).problems == []
     assert path.read_bytes() == NATIVE
 
 
@@ -208,7 +206,7 @@ def test_a_units_torn_record_is_removed(cache_root: Path) -> None:
     layout = lay(cache_root)
     next(layout.units_dir.rglob("unit.json")).write_bytes(b"{")
     assert [repair.action for repair in repair_units(layout, units_of(layout))] == ["removed"]
-    assert units_of(layout).problems == ()
+    assert units_of(layout).problems == []
 
 
 def test_where_locks_do_not_work_everything_is_mended_all_the_same(cache_root: Path) -> None:
@@ -217,7 +215,7 @@ def test_where_locks_do_not_work_everything_is_mended_all_the_same(cache_root: P
     replace_file(layout.manifest_file(RANK), b"x")
     with no_flock():
         assert sorted(mend(layout)) == ["linked", "set_aside"]
-    assert verify_entry(layout, HASH).problems == ()
+    assert check_entry(layout, HASH).problems == []
 
 
 def test_a_read_only_cache_says_that_it_cannot_be_mended_and_stays_as_it_was(
@@ -228,7 +226,7 @@ def test_a_read_only_cache_says_that_it_cannot_be_mended_and_stays_as_it_was(
     read_only(cache_root)
     with pytest.raises(CacheError, match="read-only file system"):
         mend(layout)
-    assert [problem.path for problem in verify_entry(layout, HASH).problems] == [artifact(layout)]
+    assert [layout.root / problem.path for problem in check_entry(layout, HASH).problems] == [artifact(layout)]
 
 
 def test_on_a_full_disk_a_repair_leaves_the_damage_and_says_so(small_disk: Path) -> None:
@@ -241,7 +239,7 @@ def test_on_a_full_disk_a_repair_leaves_the_damage_and_says_so(small_disk: Path)
             pass
     with pytest.raises(CacheError, match="disk is full"):
         mend(layout)
-    assert [problem.path for problem in verify_entry(layout, HASH).problems] == [path]
+    assert [layout.root / problem.path for problem in check_entry(layout, HASH).problems] == [path]
     (small_disk / "ballast").unlink()
     assert mend(layout) == ["linked"]
 
@@ -273,7 +271,7 @@ def test_killed_at_any_call_a_repair_leaves_what_the_next_one_mends(
     layout = CacheLayout(root=tmp_path / "killed")
 
     def repair() -> None:
-        list(repair_entry(layout, verify_entry(layout, HASH)))
+        list(repair_entry(layout, check_entry(layout, HASH)))
         list(repair_units(layout, units_of(layout)))
 
     left = []
@@ -286,10 +284,10 @@ def test_killed_at_any_call_a_repair_leaves_what_the_next_one_mends(
 
 
 def names_of(layout: CacheLayout) -> set[str]:
-    with hashing() as hasher:
-        entries = [problem for found in verify_entries(layout, layout.hashes(), hasher) for problem in found.problems]
-        units = verify_units(layout, hasher).problems
-    return {str(problem.path.relative_to(layout.root)) for problem in [*entries, *units]}
+    with Hasher() as hasher:
+        entries = [problem for found in check_entries(layout, layout.hashes(), hasher) for problem in found.problems]
+        units = check_units(layout, hasher).problems
+    return {problem.path for problem in [*entries, *units]}
 
 
 @pytest.mark.parametrize("what", ["artifacts", "rank_0", "entry"])

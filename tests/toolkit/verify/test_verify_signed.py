@@ -9,7 +9,7 @@ import pytest
 from verify_samples import HASH, lay
 
 from cgtool.plan.grammar import sha256_hex
-from cgtool.toolkit.verify.digests import verify_entry
+from cgtool.toolkit.verify.checks import check_entry
 
 
 def _sign(layout):
@@ -37,7 +37,7 @@ def _sign(layout):
 def test_what_an_entry_remembers_of_who_signed_it_is_checked(cache_root, end, harm, kind):
     layout = lay(cache_root)
     folder, stem = _sign(layout)
-    assert verify_entry(layout, HASH).problems == ()
+    assert check_entry(layout, HASH).problems == []
     path = folder / f"{stem}{end}"
     if harm == "change":
         path.write_bytes(path.read_bytes() + b"}")
@@ -45,8 +45,8 @@ def test_what_an_entry_remembers_of_who_signed_it_is_checked(cache_root, end, ha
         path.unlink()
     if harm == "pipe":
         os.mkfifo(path)
-    (problem,) = verify_entry(layout, HASH).problems
-    assert (problem.path, problem.kind) == (path, kind)
+    (problem,) = check_entry(layout, HASH).problems
+    assert (layout.root / problem.path, problem.kind) == (path, kind)
     assert problem.sentence.endswith("import the signed bundle again.")
 
 
@@ -54,6 +54,6 @@ def test_what_else_lies_among_signatures_is_a_note(cache_root):
     layout = lay(cache_root)
     folder, _ = _sign(layout)
     (folder / "readme.txt").touch()
-    found = verify_entry(layout, HASH)
-    assert [(note.kind, note.path) for note in found.notes] == [("foreign", folder / "readme.txt")]
-    assert found.problems == ()
+    found = check_entry(layout, HASH)
+    assert [(note.kind, layout.root / note.path) for note in found.notes] == [("foreign", folder / "readme.txt")]
+    assert found.problems == []

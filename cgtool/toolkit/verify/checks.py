@@ -1,0 +1,504 @@
+"""The checks of `verify`: what is asked of every file that the walk through a cache yields. Writes nothing; no torch.
+
+| place in the cache | what is asked of it | what `--repair` does (`cgtool.toolkit.verify.repair`) |
+|---|---|---|
+| key.json | its seal, and the hash of its folder | sets the entry aside |
+| manifest.json | its seal, and the names of its folders | sets the rank aside |
+| plan.json, texts | size and digest in the manifest, under either of their names | copies, rewrites, or sets aside |
+| artifacts/ | the digest in their name, the size in manifests; all that these name are there | links, or compiles |
+| | they say within their bytes which piece and shape they are of: those of their rows | compiles |
+| signatures/ | the digest in an index's name, and signatures beside it | nothing |
+| lookup/ | a mark for each digest of a manifest that was taken in | makes the mark again |
+| units/ | the seal of unit.json, its key, and the digest and size of its artifact | copies, or forgets the unit |
+
+A check may run while others write, so what is found wrong is looked at again before it is told.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple, Self, TypeVar
+
+from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError, RefusedError
+from cgtool.plan.grammar import Record, sha256_hex
+from cgtool.plan.records import parse_plan
+from cgtool.store.artifacts import misplaced
+from cgtool.store.bundle_index import MAX_SIGNATURE_BYTES, Limits
+from cgtool.store.files import is_temporary, may_exist, read_bytes, writer_lives
+from cgtool.store.key import Key, parse_key
+from cgtool.store.layout import (
+    ARTIFACTS,
+    GENERATED,
+    KEY_FILE,
+    MANIFEST_FILE,
+    PLAN_FILE,
+    SIGNATURES,
+    UNIT_FILE,
+    CacheLayout,
+    RankName,
+    is_hash,
+    is_prefix,
+    parse_rank_folder,
+)
+from cgtool.store.lookup import LookupStore
+from cgtool.store.records import Manifest
+from cgtool.store.signatures import parse_signatures
+from cgtool.store.units import parse_unit
+from cgtool.store.walk import RankView, UnitView, view_entry, view_unit, walk_units
+from cgtool.toolkit.coverage import Planned, planned
+from cgtool.toolkit.verify.hashing import Hashed, Hasher
+
+#: What keeps something from being loaded, or would.
+ProblemKind = Literal[
+    "missing", "size", "digest", "corrupt", "schema", "unreadable", "not_a_file", "lookup", "misplaced"
+]
+#: What is in nobody's way: what nothing names, or a warm left behind.
+NoteKind = Literal["orphan", "temporary", "foreign", "unfinished"]
+
+_MEND = "Mend it with `cgtool verify --repair`, or warm the model again."
+_HALF: tuple[ProblemKind, str] = ("missing", "is missing, and its other half is there")
+_SIGN_AGAIN = "Remove both files of that name, and import the signed bundle again."
+_ARTIFACT = re.compile(r"[0-9a-f]{64}\.[a-z][a-z0-9_.]*")
+_NEXT = re.compile(r"\..+\.[0-9a-f]{64}\.next")
+#: How often what keeps changing is looked at again.
+_ATTEMPTS = 4
+#: How many entries and units are read ahead of the one that is waited for.
+_ENTRIES_AHEAD, _UNITS_AHEAD = 8, 256
+
+_Checked = TypeVar("_Checked", bound="_Check")
+_Parsed = TypeVar("_Parsed")
+
+
+class Finding(Record, frozen=True, kw_only=True):
+    """One file or folder that a check has something to say of, as `verify --json` prints it.
+
+    Args:
+        path: Below the cache's root.
+        kind: A stable word for programs.
+        sentence: What is wrong, with the whole path, and what to do; or what it is.
+    """
+
+    path: str
+    kind: ProblemKind | NoteKind
+    sentence: str
+
+
+class _Expected(NamedTuple):
+    """A file that is being read, and what it must be.
+
+    Args:
+        path: The file.
+        digest: What its digest must be.
+        sizes: Its size, as each that names it says it; none where nothing does.
+        who: What names it: "the manifest".
+        read: What reads it.
+        other: The name that it has while it is being published; "" where that is the same.
+        note: What is said of it where nothing is wrong.
+    """
+
+    path: str
+    digest: str
+    sizes: Collection[int]
+    who: str
+    read: Future[Hashed]
+    other: str = ""
+    note: Finding | None = None
+
+
+class _Check:
+    """One look at an entry or a unit: making it begins to read, and `finish` waits for what is read.
+
+    Args:
+        layout: Where the cache lies.
+        name: The entry's hash, or the unit's key.
+        folder: Where it lies.
+        hasher: What reads its files.
+        fresh: Read also what `hasher` has read before under another name.
+    """
+
+    def __init__(self, layout: CacheLayout, name: str, folder: str, hasher: Hasher, *, fresh: bool) -> None:
+        self.layout = layout
+        self.name = name
+        self.folder = folder
+        self.hasher = hasher
+        self.problems: list[Finding] = []
+        self.notes: list[Finding] = []
+        self.num_files = 0
+        self.size_bytes = 0
+        self._fresh = fresh
+        self._expected: list[_Expected] = []
+
+    def finish(self) -> Self:
+        """Wait for what is read, and return this check with all that it finds."""
+        for one in self._expected:
+            hashed = one.read.result()
+            self.num_files += hashed.failed != "missing"
+            self.size_bytes += hashed.size_bytes
+            problem = self._matched(one, hashed)
+            if problem is not None and one.other:  # it may be in the midst of being published
+                hashed = self.hasher.submit(one.other, limit=max(one.sizes)).result()
+                problem = problem if self._matched(one, hashed) else None
+            if problem is not None:
+                self.problems.append(problem)
+            elif one.note is not None:
+                self.notes.append(one.note)
+        self._expected.clear()
+        return self
+
+    def again(self) -> Self:
+        """Return another look, which reads everything anew."""
+        raise NotImplementedError
+
+    def say(self, path: str | Path, kind: ProblemKind | NoteKind, sentence: str) -> Finding:
+        """Return a finding on a file, whose path may be anywhere."""
+        text, root = str(path), f"{self.layout.root}/"
+        return Finding(path=text.removeprefix(root), kind=kind, sentence=sentence)
+
+    def _expect(
+        self, path: str, *, digest: str, sizes: Collection[int], who: str, other: str = "", note: Finding | None = None
+    ) -> None:
+        read = self.hasher.submit(path, limit=max(sizes, default=None), fresh=self._fresh)
+        self._expected.append(_Expected(path, digest, sizes, who, read, other, note))
+
+    def _matched(self, one: _Expected, hashed: Hashed) -> Finding | None:
+        path = one.path
+        if hashed.failed == "missing":
+            return self._missing(path, one.who)
+        if hashed.failed is not None:
+            return self._of_error(path, hashed.failed)
+        wrong = next((size for size in sorted(one.sizes) if size != hashed.size_bytes), None)
+        if wrong is not None:
+            actual = hashed.size_bytes if hashed.size_bytes < wrong else _size(path)
+            return self.say(path, "size", f"{path} has {actual} bytes and must have {wrong}. {_MEND}")
+        if hashed.digest != one.digest:
+            sentence = f"{path} is corrupt: its digest is {hashed.digest} and must be {one.digest}. {_MEND}"
+            return self.say(path, "digest", sentence)
+        return None
+
+    def _missing(self, path: str | Path, who: str) -> Finding:
+        return self.say(path, "missing", f"{path} is missing: {who} names it. {_MEND}")
+
+    def _of_error(self, path: str | Path, error: CacheError | Literal["not_a_file"]) -> Finding:
+        if error == "not_a_file":
+            sentence = f"{path} is no ordinary file. Remove it, then mend the entry with `cgtool verify --repair`."
+            return self.say(path, error, sentence)
+        if isinstance(error, CacheCorruptError):
+            return self.say(path, "corrupt", str(error))
+        return self.say(path, "schema" if isinstance(error, CacheSchemaError) else "unreadable", str(error))
+
+    def _of_record(self, path: str, error: CacheError) -> None:
+        strange = os.path.exists(path) and not os.path.isfile(path)  # noqa: PTH110, PTH113 - Path's raise
+        self.problems.append(self._of_error(path, "not_a_file" if strange else error))
+        self.num_files += 1
+
+    def _record(self, path: str, parse: Callable[[bytes], _Parsed]) -> _Parsed | None:
+        """Read a sealed record; None where it is missing, or among the problems."""
+        try:
+            data = read_bytes(path)
+            record = None if data is None else parse(data)
+        except CacheError as error:
+            self._of_record(path, error)
+            return None
+        self.num_files += data is not None
+        self.size_bytes += len(data or b"")
+        return record
+
+    def _stray(self, path: str) -> None:
+        """Note what a file is that nothing names, unless a live process is writing it just now."""
+        name = path.rpartition("/")[2]
+        if is_temporary(name):
+            if not writer_lives(name):
+                self.notes.append(self.say(path, "temporary", f"{path} was left by a process that is gone."))
+        elif _NEXT.fullmatch(name):
+            sentence = f"{path} was left by a process that was ended as it wrote."
+            self.notes.append(self.say(path, "temporary", sentence))
+        else:
+            self.notes.append(self.say(path, "foreign", f"{path} is none of cgtool's files."))
+
+    def _orphan(self, path: str) -> Finding:
+        return self.say(path, "orphan", f"{path} is named by no manifest: `cgtool prune` removes it.")
+
+    def _unfinished(self) -> None:
+        sentence = f"{self.folder} was begun and never finished: warming the same model goes on from there."
+        self.notes.append(self.say(self.folder, "unfinished", sentence))
+
+
+class EntryCheck(_Check):
+    """One look at an entry: what it finds, and the records that are intact.
+
+    Its fields, once it is finished: `problems` in the order of their paths, `notes`, `num_files` and `size_bytes` that
+    were read; `key` (None where key.json is not intact), `manifests`, and which pieces their plans say are compiled.
+    """
+
+    def __init__(self, layout: CacheLayout, hash_: str, hasher: Hasher, *, fresh: bool = False) -> None:
+        super().__init__(layout, hash_, str(layout.entry_dir(hash_)), hasher, fresh=fresh)
+        path = f"{self.folder}/{KEY_FILE}"
+        self.key: Key | None = self._record(path, lambda data: parse_key(data, path=Path(path), hash_=hash_))
+        view = view_entry(layout, hash_)
+        self.manifests: tuple[Manifest, ...] = view.manifests
+        self.plans: dict[RankName, Planned] = {}
+        self.problems += [self._of_error(error.path or self.folder, error) for error in view.unlisted]
+        for rank in view.ranks:
+            self._rank(rank)
+        begun = ARTIFACTS in view.files or (not view.files and may_exist(self.folder))
+        if self.key is None and KEY_FILE not in view.files and (self.manifests or not begun):
+            self.problems.append(self._missing(path, "every entry"))
+        elif not self.manifests and not self.problems:
+            self._unfinished()
+        self._artifacts(view.artifacts, is_complete=bool(self.manifests) and not view.problems)
+        if SIGNATURES in view.files:
+            self._signatures(f"{self.folder}/{SIGNATURES}")
+        for name in sorted({*view.files} - {KEY_FILE, ARTIFACTS, SIGNATURES}):
+            above = f"{self.folder}/{name}"
+            if parse_rank_folder(name) is None:
+                self._stray(above)
+            for child in [] if parse_rank_folder(name) is None else sorted(_names(above)):
+                if not is_prefix(child):
+                    self._stray(f"{above}/{child}")
+
+    def again(self) -> Self:
+        """Return another look, which reads everything anew."""
+        return type(self)(self.layout, self.name, self.hasher, fresh=True)
+
+    def finish(self) -> Self:
+        """Wait for what is read, and return this check with all that it finds."""
+        super().finish()
+        broken = {problem.path for problem in self.problems}
+        for manifest in self.manifests:
+            self._plan(manifest, broken)
+        lost = {mark for manifest in self.manifests for mark in LookupStore(self.layout).lost(manifest)}
+        for mark in lost:
+            sentence = f"{mark} is missing: without it load passes the entry over. {_MEND}"
+            self.problems.append(self.say(mark, "lookup", sentence))
+        self.problems.sort(key=lambda problem: (problem.path, problem.kind))
+        self.notes.sort(key=lambda note: note.path)
+        return self
+
+    def _rank(self, rank: RankView) -> None:
+        path, manifest = f"{rank.folder}/{MANIFEST_FILE}", rank.manifest
+        if manifest is None:
+            if rank.problem is not None:
+                self._of_record(path, rank.problem)
+            elif PLAN_FILE in rank.files:
+                self.problems.append(self._missing(path, f"a {PLAN_FILE} beside it"))
+            for name in filter(is_temporary, rank.files):
+                self._stray(f"{rank.folder}/{name}")
+            return
+        self.num_files += 1
+        self.size_bytes += 0 if rank.manifest_status is None else rank.manifest_status[1]
+        others = set(rank.files) - {MANIFEST_FILE, GENERATED, *manifest.files}
+        for name, record in manifest.files.items():
+            other = f".{name}.{record.sha256}.next"
+            others.discard(other)
+            self._expect(
+                f"{rank.folder}/{name}",
+                digest=record.sha256,
+                sizes=(record.size_bytes,),
+                who="the manifest",
+                other=f"{rank.folder}/{other}",
+            )
+        if PLAN_FILE not in manifest.files:
+            self.problems.append(self._missing(f"{rank.folder}/{PLAN_FILE}", "every entry"))
+        for name in sorted(others):
+            self._stray(f"{rank.folder}/{name}")
+
+    def _artifacts(self, there: Mapping[str, int], *, is_complete: bool) -> None:
+        """Begin to read the artifacts; where every manifest is known, those that none of them names are orphans."""
+        folder = f"{self.folder}/{ARTIFACTS}"
+        sizes: dict[str, set[int]] = {}
+        for row in (row for manifest in self.manifests for row in manifest.rows):
+            sizes.setdefault(row.artifact.file, set()).add(row.artifact.size_bytes)
+        listed = not any(problem.path.endswith(f"/{ARTIFACTS}") for problem in self.problems)
+        # In the order in which a file system that has one laid them down, and then those that are missing.
+        for name in [*sorted(there, key=there.__getitem__), *sorted(sizes.keys() - there.keys() if listed else ())]:
+            path = f"{folder}/{name}"
+            if name in sizes:
+                self._expect(path, digest=name[:64], sizes=sizes[name], who="a manifest")
+            elif _ARTIFACT.fullmatch(name):
+                note = self._orphan(path) if is_complete else None
+                self._expect(path, digest=name[:64], sizes=(), who="", note=note)
+            else:
+                self._stray(path)
+
+    def _signatures(self, folder: str) -> None:
+        """Check what import left of who signed the entry; whose signatures they are is for load's policy to say."""
+        names = _names(folder)
+        ours = {name for name in names if is_hash(name[:64]) and name[64:] in (".json", ".sig")}
+        for name in sorted(names - ours):
+            self._stray(f"{folder}/{name}")
+        for stem in sorted({name[:64] for name in ours}):
+            for end, most in ((".json", Limits().max_index_bytes), (".sig", MAX_SIGNATURE_BYTES)):
+                path = f"{folder}/{stem}{end}"
+                try:
+                    said = _signature_problem(path, stem, end, most) if path.rpartition("/")[2] in names else _HALF
+                except CacheError as error:
+                    self.problems.append(self._of_error(path, error))
+                    continue
+                if said is not None:
+                    self.problems.append(self.say(path, said[0], f"{path} {said[1]}. {_SIGN_AGAIN}"))
+
+    def _plan(self, manifest: Manifest, broken: Collection[str]) -> None:
+        """Read an intact plan, and match what artifacts say of themselves to the rows that lead to them."""
+        path = self.layout.rank_dir(manifest.name) / PLAN_FILE
+        if str(path.relative_to(self.layout.root)) in broken:
+            return
+        try:
+            plan = parse_plan(path.read_bytes(), path=path)
+        except (OSError, CacheError):  # it is being published just now
+            return
+        self.plans[manifest.name] = planned(plan)
+        folder = Path(self.folder, ARTIFACTS)
+        for row, error in misplaced(manifest, plan, folder):
+            at = folder / row.artifact.file
+            problem = self.say(at, "misplaced", f"{at} is not what its row says. {error}")
+            if problem.path not in broken and problem not in self.problems:
+                self.problems.append(problem)
+
+
+class UnitCheck(_Check):
+    """One look at a unit; its fields are those of `EntryCheck` that are no records."""
+
+    def __init__(self, layout: CacheLayout, unit: UnitView, hasher: Hasher, *, fresh: bool = False) -> None:
+        super().__init__(layout, unit.key, unit.folder, hasher, fresh=fresh)
+        if not is_hash(unit.key):
+            self._stray(unit.folder)
+            return
+        path = f"{unit.folder}/{UNIT_FILE}"
+        artifact = self._record(path, lambda data: parse_unit(data, path=path, key=unit.key))
+        others = sorted({*unit.files} - {UNIT_FILE, "lock", "" if artifact is None else artifact.file})
+        if artifact is not None:
+            self._expect(
+                f"{unit.folder}/{artifact.file}",
+                digest=artifact.digest,
+                sizes=(artifact.size_bytes,),
+                who=f"the {UNIT_FILE} beside it",
+            )
+        elif not self.problems and any(_ARTIFACT.fullmatch(name) for name in others):
+            self._unfinished()
+            return
+        for name in others:
+            if _ARTIFACT.fullmatch(name):
+                self.notes.append(self._orphan(f"{unit.folder}/{name}"))
+            else:
+                self._stray(f"{unit.folder}/{name}")
+
+    def again(self) -> Self:
+        """Return another look, which reads everything anew."""
+        return type(self)(self.layout, view_unit(self.folder), self.hasher, fresh=True)
+
+
+@dataclass(kw_only=True)
+class UnitFindings:
+    """What is found among all units; the fields mean what those of `EntryCheck` mean."""
+
+    problems: list[Finding] = field(default_factory=list)
+    notes: list[Finding] = field(default_factory=list)
+    num_files: int = 0
+    size_bytes: int = 0
+
+
+def check_entry(layout: CacheLayout, hash_: str, *, jobs: int | None = None) -> EntryCheck:
+    """Read and match every file of one entry; one that is not there lacks its key.json.
+
+    Args:
+        layout: Where the cache lies.
+        hash_: The entry's hash.
+        jobs: How many files are read at a time; None: as many as there are cores.
+
+    Raises:
+        CacheError: `hash_` is no hash.
+    """
+    with Hasher(jobs) as hasher:
+        return _settled(EntryCheck(layout, hash_, hasher).finish())
+
+
+def check_entries(layout: CacheLayout, hashes: Iterable[str], hasher: Hasher) -> Iterator[EntryCheck]:
+    """Yield what is found in each of several entries, in their order; those that vanish meanwhile are left out."""
+    yield from _finished((EntryCheck(layout, hash_, hasher) for hash_ in hashes), _ENTRIES_AHEAD)
+
+
+def check_units(layout: CacheLayout, hasher: Hasher) -> UnitFindings:
+    """Read and match every unit of a cache; what an entry shares, and `hasher` has read, is not read again."""
+    unlisted: list[CacheError] = []
+    found = UnitFindings()
+    for check in _finished((UnitCheck(layout, unit, hasher) for unit in walk_units(layout, unlisted)), _UNITS_AHEAD):
+        found.problems += check.problems
+        found.notes += check.notes
+        found.num_files += check.num_files
+        found.size_bytes += check.size_bytes
+    for error in unlisted:
+        path = str(error.path).removeprefix(f"{layout.root}/")
+        found.problems.append(Finding(path=path, kind="unreadable", sentence=str(error)))
+    return found
+
+
+def _finished(checks: Iterable[_Checked], ahead: int) -> Iterator[_Checked]:
+    """Finish checks in their order, so many behind the one that begins to read."""
+    begun: deque[_Checked] = deque()
+    for check in checks:
+        begun.append(check)
+        if len(begun) > ahead:
+            yield from _there(begun.popleft())
+    for check in begun:
+        yield from _there(check)
+
+
+def _there(check: _Checked) -> Iterator[_Checked]:
+    found = _settled(check.finish())
+    if not found.problems or may_exist(found.folder):
+        yield found
+
+
+def _settled(found: _Checked) -> _Checked:
+    """Return what two looks one after the other agree on, for a writer or a pruner may be at work."""
+    for _ in range(_ATTEMPTS):
+        if not found.problems:
+            break
+        inode = _inode(found.folder)
+        again = found.again().finish()
+        if again.problems == found.problems and inode == _inode(found.folder):
+            break
+        found = again
+    return found
+
+
+def _signature_problem(path: str, stem: str, end: str, most: int) -> tuple[ProblemKind, str] | None:
+    status = os.stat(path)  # noqa: PTH116 - a str, as all of its neighbours
+    data = read_bytes(path) if stat.S_ISREG(status.st_mode) and status.st_size <= most else None
+    if data is None:
+        return "not_a_file", "is no file that import writes"
+    if end == ".json":
+        return None if sha256_hex(data) == stem else ("digest", "differs from the digest in its name")
+    try:
+        parse_signatures(data)
+    except RefusedError:
+        return "corrupt", "holds no signatures"
+    return None
+
+
+def _inode(path: str) -> int | None:
+    try:
+        return os.stat(path).st_ino  # noqa: PTH116 - a str, as all of its neighbours
+    except OSError:
+        return None
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size  # noqa: PTH116 - a str, as all of its neighbours
+    except OSError:
+        return 0
+
+
+def _names(folder: str) -> set[str]:
+    try:
+        return set(os.listdir(folder))  # noqa: PTH208 - names are all that is wanted
+    except OSError:
+        return set()
