@@ -145,7 +145,7 @@ def test_an_entry_without_holes_says_so_and_one_with_a_torn_rank_does_not(tmp_pa
         "general       proved\n"
         "num_tokens=8  proved\n"
         "\n"
-        "6 artifacts for 20 rows, 1.5 KiB\n"
+        "6 artifacts for 20 rows, 3.0 KiB\n"
         "No holes: every piece has every shape.\n"
     )
     assert as_json.report["complete"] is True
