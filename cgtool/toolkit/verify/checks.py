@@ -175,7 +175,8 @@ class _Check:
             return self._of_error(path, hashed.failed)
         wrong = next((size for size in sorted(one.sizes) if size != hashed.size_bytes), None)
         if wrong is not None:
-            actual = hashed.size_bytes if hashed.size_bytes < wrong else _size(path)
+            status = _status(path)  # no more was read than it should have
+            actual = hashed.size_bytes if hashed.size_bytes < wrong or status is None else status.st_size
             return self.say(path, "size", f"{path} has {actual} bytes and must have {wrong}. {_MEND}")
         if hashed.digest != one.digest:
             sentence = f"{path} is corrupt: its digest is {hashed.digest} and must be {one.digest}. {_MEND}"
@@ -363,7 +364,7 @@ class EntryCheck(_Check):
 
 
 class UnitCheck(_Check):
-    """One look at a unit; its fields are those of `EntryCheck` that are no records."""
+    """One look at a unit; it has the fields of an `EntryCheck` that are no records."""
 
     def __init__(self, layout: CacheLayout, unit: UnitView, hasher: Hasher, *, fresh: bool = False) -> None:
         super().__init__(layout, unit.key, unit.folder, hasher, fresh=fresh)
@@ -461,17 +462,19 @@ def _settled(found: _Checked) -> _Checked:
     for _ in range(_ATTEMPTS):
         if not found.problems:
             break
-        inode = _inode(found.folder)
+        before = _status(found.folder)
         again = found.again().finish()
-        if again.problems == found.problems and inode == _inode(found.folder):
+        after = _status(found.folder)
+        if again.problems == found.problems and (before and before.st_ino) == (after and after.st_ino):
             break
         found = again
     return found
 
 
 def _signature_problem(path: str, stem: str, end: str, most: int) -> tuple[ProblemKind, str] | None:
-    status = os.stat(path)  # noqa: PTH116 - a str, as all of its neighbours
-    data = read_bytes(path) if stat.S_ISREG(status.st_mode) and status.st_size <= most else None
+    status = _status(path)
+    is_ours = status is not None and stat.S_ISREG(status.st_mode) and status.st_size <= most
+    data = read_bytes(path) if is_ours else None
     if data is None:
         return "not_a_file", "is no file that import writes"
     if end == ".json":
@@ -483,18 +486,11 @@ def _signature_problem(path: str, stem: str, end: str, most: int) -> tuple[Probl
     return None
 
 
-def _inode(path: str) -> int | None:
+def _status(path: str) -> os.stat_result | None:
     try:
-        return os.stat(path).st_ino  # noqa: PTH116 - a str, as all of its neighbours
+        return os.stat(path)  # noqa: PTH116 - a str, as all of its neighbours
     except OSError:
         return None
-
-
-def _size(path: str) -> int:
-    try:
-        return os.stat(path).st_size  # noqa: PTH116 - a str, as all of its neighbours
-    except OSError:
-        return 0
 
 
 def _names(folder: str) -> set[str]:
