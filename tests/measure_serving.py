@@ -28,7 +28,6 @@ sys.path[:0] = [str(REPO), str(REPO / "fixtures")]
 import torch  # noqa: E402
 
 import cgtool  # noqa: E402
-from cgtool.cudagraph_mode import CUDAGraphMode  # noqa: E402
 from cgtool.serving.attention import allocate_kv_caches  # noqa: E402
 from cgtool.serving.forward_context import BatchDescriptor, ForwardContext, set_forward_context  # noqa: E402
 from cgtool.serving.graphs import CudaGraphs  # noqa: E402
@@ -139,7 +138,7 @@ def tiny(folder: Path) -> None:
     def loaded() -> Any:
         return cgtool.load(module, cache_dir=folder / "tiny")
 
-    full, piecewise, none = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
+    full, piecewise, none = cgtool.CUDAGraphMode.FULL, cgtool.CUDAGraphMode.PIECEWISE, cgtool.CUDAGraphMode.NONE
     decode = BatchDescriptor(BATCH, num_reqs=BATCH, uniform=True)
     runner = tiny_runner(module, loaded(), "FULL_AND_PIECEWISE", SIZES, context_sizes=[*SIZES, PREFILL])
     report = runner.capture()
@@ -229,7 +228,7 @@ def tokens(size: int) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.arange(size, device=DEVICE)[None]}
 
 
-def in_mode(model: Any, call: Mapping[str, Any], mode: CUDAGraphMode, *, capturing: bool = False) -> Any:
+def in_mode(model: Any, call: Mapping[str, Any], mode: cgtool.CUDAGraphMode, *, capturing: bool = False) -> Any:
     descriptor = BatchDescriptor(call["input_ids"].shape[1])
     context = ForwardContext(batch_descriptor=descriptor, cudagraph_runtime_mode=mode, capturing=capturing)
     with set_forward_context(context), torch.no_grad():
@@ -243,19 +242,19 @@ def llama_steps(folder: Path) -> None:
     began = time.perf_counter()
     cgtool.compile(module, example_kwargs=tokens(BATCH), dynamic=dynamic, cache_dir=folder / "llama")
     say("8B: warm, s", round(time.perf_counter() - began, 1))
-    call, full, piecewise = tokens(1), CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+    call, full, piecewise = tokens(1), cgtool.CUDAGraphMode.FULL, cgtool.CUDAGraphMode.PIECEWISE
     model = cgtool.load(module, cache_dir=folder / "llama")
     graphed = cgtool.GraphedModel(model, backend=CudaGraphs(DEVICE), copy_inputs=True)
     for mode in (full, piecewise):
         for capturing in (False, True):
-            in_mode(graphed, call, mode if capturing else CUDAGraphMode.NONE, capturing=capturing)
+            in_mode(graphed, call, mode if capturing else cgtool.CUDAGraphMode.NONE, capturing=capturing)
     compiled = torch.compile(module, mode="reduce-overhead", dynamic=False)
     took = timed(
         {
             "8B, one token, FULL": lambda: in_mode(graphed, call, full),
             "8B, one token, PIECEWISE": lambda: in_mode(graphed, call, piecewise),
-            "8B, one token, pieces without graphs": lambda: in_mode(graphed, call, CUDAGraphMode.NONE),
-            "8B, one token, torch.compile reduce-overhead": lambda: in_mode(compiled, call, CUDAGraphMode.NONE),
+            "8B, one token, pieces without graphs": lambda: in_mode(graphed, call, cgtool.CUDAGraphMode.NONE),
+            "8B, one token, torch.compile reduce-overhead": lambda: in_mode(compiled, call, cgtool.CUDAGraphMode.NONE),
         }
     )
     once = read_once_ms(module)
@@ -289,8 +288,8 @@ def llama_start(folder: Path, way: str) -> float:
         graphed.open_all()
         for size in reversed(SIZES):
             call = tokens(size)
-            in_mode(graphed, call, CUDAGraphMode.NONE)
-            in_mode(graphed, call, CUDAGraphMode.FULL, capturing=True)
+            in_mode(graphed, call, cgtool.CUDAGraphMode.NONE)
+            in_mode(graphed, call, cgtool.CUDAGraphMode.FULL, capturing=True)
     else:
         compiled, pool = torch.compile(module, dynamic=True), torch.cuda.graph_pool_handle()
         graphs = []
