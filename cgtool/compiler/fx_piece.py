@@ -19,12 +19,11 @@ from torch import fx
 from cgtool.compiler import _torch
 from cgtool.compiler.sizes import choose_hints
 from cgtool.errors import CompileError, SplitError
-from cgtool.graph.constants import constants_of, with_constants
 from cgtool.graph.expressions import check_expression
 from cgtool.graph.metas import device_of, dtype_of
 from cgtool.graph.sympy_text import expression_text
 from cgtool.graph.targets import ATTRIBUTES, check_method, resolve_target
-from cgtool.graph.values import decode_value
+from cgtool.graph.values import constants_of, decode_value
 from cgtool.plan.pieces import Dim, Node, PieceGraph, TensorMeta
 
 _METHOD_PREFIXES = ("torch.Tensor.", "torch._C.TensorBase.")
@@ -266,7 +265,17 @@ class _Writer:
         self.graph.lint()
 
     def _decode(self, data: Any) -> Any:
-        return with_constants(decode_value(data, self._lookup), lambda _: next(self._constants))
+        return self._with_placeholders(decode_value(data, self._lookup))
+
+    def _with_placeholders(self, value: Any) -> Any:
+        """Return a decoded value with the placeholder of each constant tensor in its place."""
+        if isinstance(value, torch.Tensor):
+            return next(self._constants)
+        if isinstance(value, list | tuple):
+            return type(value)(self._with_placeholders(item) for item in value)
+        if isinstance(value, dict):
+            return {key: self._with_placeholders(item) for key, item in value.items()}
+        return value
 
     def _lookup(self, ref: str) -> Any:
         number = int(ref.removeprefix("%"))

@@ -10,7 +10,6 @@ Must not import torch.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from msgspec import structs
 
 from cgtool.errors import CompileError
 from cgtool.graph.expressions import evaluate, symbols_of
-from cgtool.plan.pieces import PieceGraph, SymbolRange, TensorMeta
+from cgtool.plan.pieces import Dim, PieceGraph, SymbolRange, TensorMeta
 
 Sizes = dict[str, int]
 
@@ -72,10 +71,6 @@ class Limits:
     num_flops: float
     num_places: int | None = None
 
-    def halved(self) -> Limits:
-        """Return half of these limits."""
-        return dataclasses.replace(self, num_bytes=self.num_bytes // 2, num_flops=self.num_flops / 2)
-
     def hold(self, graph: PieceGraph, sizes: Sizes) -> bool:
         """Return whether a run of `graph` at `sizes` stays within them."""
         symbolic = [meta for meta in (*graph.inputs, *graph.results) if _is_symbolic(meta)]
@@ -88,19 +83,18 @@ class Limits:
             return False
         if max(sizes.values()) <= _LEAST_LARGE:
             return True
-        matrix = 2
-        weights = sum(_numel(m, {}) for m in graph.inputs if len(m.shape) >= matrix and not _is_symbolic(m))
-        rows = max((_num_rows(meta, sizes) for meta in graph.inputs if _is_symbolic(meta)), default=1)
+        weights = sum(_numel(m.shape, {}) for m in graph.inputs if len(m.shape) > 1 and not _is_symbolic(m))
+        rows = max((_numel([d for d in m.shape if not isinstance(d, int)], sizes) for m in graph.inputs), default=1)
         return 2.0 * rows * weights <= self.num_flops
 
 
 def sizes_to_prove(graph: PieceGraph, guards: tuple[str, ...], limits: Limits) -> list[Sizes]:
-    """Return the sizes to run a piece at: the smallest, and the largest within some limits.
+    """Return the sizes to prove a piece at: the lower bounds of its ranges, and as near the upper ones as limits allow.
 
     Args:
         graph: The piece.
         guards: Facts beyond the graph's own.
-        limits: What the largest may take; where they take more, others are found by halving.
+        limits: What the largest may take.
 
     Raises:
         CompileError: No sizes satisfy the facts and the guards.
@@ -108,7 +102,7 @@ def sizes_to_prove(graph: PieceGraph, guards: tuple[str, ...], limits: Limits) -
     if not graph.symbols:
         return [{}]
     full = structs.replace(graph, facts=(*graph.facts, *guards))
-    smallest = _search(full, _from_below)
+    smallest = _search(full, lambda symbol, _: iter(range(symbol.min, symbol.min + _NEAR_END)))
     found = [] if smallest is None else [smallest]
     if smallest is None or _is_empty(full, smallest):  # of empty tensors, everything is true
         try:
@@ -116,23 +110,23 @@ def sizes_to_prove(graph: PieceGraph, guards: tuple[str, ...], limits: Limits) -
         except CompileError:
             if not found:
                 raise
-    if any(symbol.max for symbol in full.symbols):  # what has a limit is at it, and the rest is small
-        ends = _search(full, lambda symbol, chosen: (_from_above if symbol.max else _from_below)(symbol, chosen))
-        found += [ends] if ends is not None and limits.hold(full, ends) else []
     largest = _largest(full, limits)
-    found += [largest] if largest is not None else []
+    if largest is not None:
+        found.append(largest)
     return [sizes for index, sizes in enumerate(found) if sizes not in found[:index]]
 
 
 def _largest(graph: PieceGraph, limits: Limits) -> Sizes | None:
-    """Return the largest sizes within the limits, all of them halved until they are."""
-    most = min(_MOST, max(symbol.max or _MOST for symbol in graph.symbols))
-    while most:
-        # an odd size: the rest of a vector or a block is where code is wrong
-        sizes = _search(graph, partial(_from_above, most=most | 1))
-        if sizes is not None and limits.hold(graph, sizes):
-            return sizes
-        most //= 2
+    """Return the largest sizes within the limits: sizes without a bound are halved until they are, then all."""
+    bounds = [symbol.max for symbol in graph.symbols if symbol.max is not None]
+    for keeps_bounds in (True, False):
+        most = _MOST if len(bounds) < len(graph.symbols) else 1 if keeps_bounds else min(_MOST, max(bounds))
+        while most:
+            # an odd size: the rest of a vector or a block is where code is wrong
+            sizes = _search(graph, partial(_from_above, most=most | 1, keeps_bounds=keeps_bounds))
+            if sizes is not None and limits.hold(graph, sizes):
+                return sizes
+            most //= 2
     return None
 
 
@@ -144,12 +138,9 @@ def _usual(symbol: SymbolRange, chosen: Sizes) -> Iterator[int]:
     yield from _distinct(sizes, chosen)
 
 
-def _from_below(symbol: SymbolRange, chosen: Sizes) -> Iterator[int]:  # noqa: ARG001  what `_search` calls
-    yield from range(symbol.min, symbol.min + _NEAR_END)
-
-
-def _from_above(symbol: SymbolRange, chosen: Sizes, most: int = _MOST) -> Iterator[int]:
-    high = max(symbol.min, most if symbol.max is None else min(symbol.max, most))
+def _from_above(symbol: SymbolRange, chosen: Sizes, *, most: int, keeps_bounds: bool) -> Iterator[int]:
+    high = most if symbol.max is None else min(symbol.max, _MOST if keeps_bounds else most)
+    high = max(symbol.min, high)
     yield from _distinct(range(high, max(symbol.min, high - _NEAR_END) - 1, -1), chosen)
 
 
@@ -212,13 +203,9 @@ def _is_symbolic(meta: TensorMeta) -> bool:
     return any(not isinstance(dim, int) for dim in meta.shape)
 
 
-def _num_rows(meta: TensorMeta, sizes: Sizes) -> int:
-    return math.prod(evaluate(dim, sizes) for dim in meta.shape if not isinstance(dim, int))
-
-
-def _numel(meta: TensorMeta, sizes: Mapping[str, int]) -> int:
-    return math.prod(evaluate(dim, sizes) for dim in meta.shape)
+def _numel(shape: Iterable[Dim], sizes: Mapping[str, int]) -> int:
+    return math.prod(evaluate(dim, sizes) for dim in shape)
 
 
 def _num_bytes(meta: TensorMeta, sizes: Sizes) -> int:
-    return _numel(meta, sizes) * next((size for text, size in _ITEM_BYTES.items() if text in meta.dtype), 1)
+    return _numel(meta.shape, sizes) * next((size for text, size in _ITEM_BYTES.items() if text in meta.dtype), 1)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
+__all__ = ["HigherOrderOperator", "OpOverload", "OpOverloadPacket"]
+
 #: Namespaces of builtin functions, in the order in which a name is looked for.
 VARIABLE_FUNCTIONS: Any = torch._C._VariableFunctions
 NATIVE_NN: Any = torch._C._nn
@@ -39,17 +41,3 @@ def op_name(op: Any) -> str:
 def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors, fake ones too, are views of one storage."""
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
-
-
-__all__ = [
-    "NATIVE_NN",
-    "TENSOR_BASE",
-    "VARIABLE_FUNCTIONS",
-    "HigherOrderOperator",
-    "OpOverload",
-    "OpOverloadPacket",
-    "argument_types",
-    "is_builtin_of_torch",
-    "op_name",
-    "share_storage",
-]

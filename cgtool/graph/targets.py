@@ -89,22 +89,9 @@ _MODULES: dict[str, tuple[Any, str]] = {
 _WRITTEN_IN_PYTHON = frozenset({"torch.functional", "torch.nn.functional"})
 #: Methods of tensors that are no ATen ops.
 _METHODS = frozenset(
-    {
-        "bfloat16",
-        "bool",
-        "byte",
-        "cdouble",
-        "cfloat",
-        "char",
-        "cpu",
-        "cuda",
-        "dim_order",
-        "double",
-        "float",
-        "half",
-        "int",
-    }
-    | {"long", "ndimension", "nelement", "new", "new_tensor", "short", "to_sparse_coo", "tolist", "type", "unique"}
+    {"bfloat16", "bool", "byte", "cdouble", "cfloat", "char", "double", "float", "half", "int", "long", "short"}
+    | {"cpu", "cuda", "dim_order", "ndimension", "nelement", "new", "new_tensor", "to_sparse_coo", "tolist", "type"}
+    | {"unique"}
 )
 #: ATen ops that are methods, too, and work on what a tensor is beyond its values.
 _METHODS_DENIED = frozenset({"backward", "resize_as_sparse_", "set_"})

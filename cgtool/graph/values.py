@@ -1,4 +1,4 @@
-"""Arguments of a node as JSON, and back; the grammar of `value` is in `cgtool.plan.pieces`.
+"""Arguments of a node as JSON, and back, and the constants among them; `cgtool.plan.pieces` has the grammar.
 
 What has no word in the grammar is an error when it is written, never a guess. Must not import torch._dynamo,
 torch._inductor or sympy.
@@ -10,7 +10,7 @@ import base64
 import binascii
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import fx
 
 from cgtool.errors import ArtifactError, SplitError
 from cgtool.graph.metas import device_of, device_text, dtype_of, dtype_text
-from cgtool.plan.pieces import Json
+from cgtool.plan.pieces import Json, PieceGraph
 
 _REF = re.compile(r"%(0|[1-9][0-9]*)\Z")
 _LAYOUTS = {str(v).removeprefix("torch."): v for v in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
@@ -47,6 +47,8 @@ _ATOMS: dict[type, Callable[[Any], Json]] = {
     torch.layout: lambda value: _named("layout", value, _LAYOUTS),
     torch.memory_format: lambda value: _named("format", value, _FORMATS),
 }
+#: Tags whose bodies hold other values.
+_HOLD_VALUES = frozenset({"t", "d", "slice"})
 _SYMBOLIC = (fx.Node, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -145,6 +147,48 @@ def refs_of(data: Json) -> list[str]:
     found: list[str] = []
     decode_value(data, found.append)
     return found
+
+
+def atoms_of(data: Json) -> Iterator[tuple[str, Json]]:
+    """Yield what a value is made of as (tag, body), references as ("ref", "%3"), in order; numbers are left out."""
+    if isinstance(data, str):
+        yield "ref", data
+    elif isinstance(data, list | tuple):
+        for item in data:
+            yield from atoms_of(item)
+    elif isinstance(data, dict):
+        for tag, body in data.items():
+            if tag in _HOLD_VALUES:
+                yield from atoms_of(body)
+            else:
+                yield tag, body
+
+
+def with_atoms(data: Json, change: Callable[[str, Json], Json]) -> Json:
+    """Return a value in which each of its atoms is what `change` makes of its tag and body, as `atoms_of` has them."""
+    if isinstance(data, str):
+        return change("ref", data)
+    if isinstance(data, list):
+        return [with_atoms(item, change) for item in data]
+    if isinstance(data, dict):
+        [(tag, body)] = data.items()
+        return {tag: with_atoms(body, change)} if tag in _HOLD_VALUES else change(tag, body)
+    return data
+
+
+def constants_of(graph: PieceGraph) -> list[torch.Tensor]:
+    """Return the constant tensors of a piece, in the order in which its nodes use them.
+
+    A compiled piece takes them as inputs, after its own: what torch makes of constants inside a module does not come
+    back from a saved artifact.
+
+    Raises:
+        ArtifactError: The graph holds a value outside the grammar.
+    """
+    values = [
+        data for node in graph.nodes for data in (*node.args, *node.kwargs.values()) if type(data) in (dict, list)
+    ]
+    return [decode_value({"const": body}, str) for data in values for tag, body in atoms_of(data) if tag == "const"]
 
 
 def _float(text: Any) -> float:

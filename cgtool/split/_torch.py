@@ -16,24 +16,7 @@ from torch.amp import autocast_mode
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import bound_sympy
 
-__all__ = [
-    "ENTER_AUTOCAST",
-    "EXIT_AUTOCAST",
-    "HigherOrderOperator",
-    "OpOverload",
-    "OpOverloadPacket",
-    "expr_of",
-    "implied_by_ranges",
-    "op_name",
-    "overload_names",
-    "overloads_of",
-    "relations_of",
-    "schema_of",
-    "shape_env_of",
-    "storage_key",
-    "symbol_range",
-    "version_of",
-]
+__all__ = ["HigherOrderOperator", "OpOverload", "OpOverloadPacket"]
 
 #: The very functions that a graph calls where it enters and leaves an autocast region.
 ENTER_AUTOCAST: Any = autocast_mode._enter_autocast

@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from cgtool.split import _torch as private
-from cgtool.split.alias import Memory, read_memory
-from cgtool.split.effects import changes_shape
+from cgtool.split.memory import Memory, changes_shape, read_memory
 from cgtool.split.nodes import (
     RUNS,
     Kind,

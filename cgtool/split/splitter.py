@@ -1,7 +1,7 @@
 """The split: Dynamo's graph becomes pieces as data and the steps that run them in order.
 
-Stages: read the graph (`program`), find the splitting ops (`match`), cut (`segment`), settle what crosses (`alias`),
-write each piece down (`encode`), number the values.
+Stages: read the graph (`program`), cut it at the splitting ops (`cut`), settle what crosses (`memory`), write each
+piece down (`encode`), number the values.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from cgtool.graph.sympy_text import expression_text
 from cgtool.plan.pieces import Json, PieceGraph
 from cgtool.plan.records import Step
 from cgtool.split import _torch as private
-from cgtool.split.alias import Crossing, contested, hazards, view_chain
+from cgtool.split.cut import Segment, segments, splitting_nodes
 from cgtool.split.encode import EncodedPiece, encode_piece, takes_of
-from cgtool.split.match import splitting_nodes
+from cgtool.split.memory import Crossing, contested, hazards, view_chain
 from cgtool.split.nodes import Kind, cannot_split, example
 from cgtool.split.program import Program, read_program, refuse_shape_changes
-from cgtool.split.segment import Segment, segments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,7 @@ def split_graph(gm: fx.GraphModule, *, splitting_ops: Sequence[str] | None) -> S
 
     Args:
         gm: The graph, traced under `no_grad`; every node has `meta["example_value"]`. It is not changed.
-        splitting_ops: Names as `cgtool.split.match` spells them; None: known and registered attention ops, as far as
+        splitting_ops: Names as `cgtool.split.cut` spells them; None: known and registered attention ops, as far as
             the graph has them; empty: one piece.
 
     Returns:

@@ -12,7 +12,7 @@ from cgtool.errors import SplitError
 from cgtool.graph.metas import dtype_text, tensor_meta
 from cgtool.graph.sympy_text import expression_text
 from cgtool.split import _torch as private
-from cgtool.split.match import names_of
+from cgtool.split.cut import names_of
 from cgtool.split.nodes import described, example, user_line
 from cgtool.split.sizes import GraphSizes
 

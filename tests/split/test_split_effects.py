@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - what everyone calls it
 from split_reference import OPS, capture
 
-from cgtool.split.alias import read_memory
-from cgtool.split.effects import written_by
+from cgtool.split.memory import read_memory, written_by
 from cgtool.split.nodes import kind_of
 
 pytestmark = pytest.mark.torch

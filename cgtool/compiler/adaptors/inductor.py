@@ -35,7 +35,7 @@ from cgtool.compiler.adaptors.interface import CompiledPiece, CompilerInterface,
 from cgtool.compiler.fx_piece import RebuiltPiece, rebuild
 from cgtool.compiler.options import inductor_hash, inductor_patches
 from cgtool.errors import ArtifactError, CgtoolError, CompileError
-from cgtool.graph.constants import constants_of
+from cgtool.graph.values import constants_of
 from cgtool.plan.grammar import canonical_json
 from cgtool.plan.pieces import Json, PieceGraph
 from cgtool.runtime.program import piece_function

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cgtool.compiler.proof.reference import eps_of
 from cgtool.errors import ProofMismatchError
 from cgtool.graph.expressions import evaluate
 from cgtool.graph.metas import device_of, dtype_of
@@ -45,7 +46,7 @@ def tolerance_of(dtype: torch.dtype, *, takes_steps: bool, has_reference: bool) 
         takes_steps: Whether floats decide something in it.
         has_reference: Whether it ran in float64; else the artifact is compared with eager's own numbers.
     """
-    eps = _eps(dtype)
+    eps = eps_of(dtype)
     if eps >= torch.finfo(torch.float16).eps:
         element, rms, steps = 4 * eps, 0.25 * eps, 0.02
     else:
@@ -255,10 +256,3 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def _rms(tensor: torch.Tensor) -> float:
     return float(tensor.pow(2).mean().sqrt()) if len(tensor) else 0.0
-
-
-def _eps(dtype: torch.dtype) -> float:
-    try:
-        return torch.finfo(dtype).eps
-    except TypeError:
-        return 1.0

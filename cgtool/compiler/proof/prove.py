@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -202,7 +202,7 @@ class _Proof:
                     raise
             else:
                 return
-            limits = limits.halved()
+            limits = replace(limits, num_bytes=limits.num_bytes // 2, num_flops=limits.num_flops / 2)
         if not self.shapes:
             msg = "there was not enough memory to run the piece"
             raise _NoMemoryError(msg)

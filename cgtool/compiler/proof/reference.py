@@ -5,84 +5,43 @@ Must not import torch._dynamo, torch._inductor or sympy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from msgspec.structs import replace
 
 from cgtool.graph.metas import dtype_of, dtype_text
-from cgtool.graph.values import decode_value, encode_value
+from cgtool.graph.values import atoms_of, decode_value, encode_value, with_atoms
 from cgtool.plan.pieces import Json, Node, PieceGraph, TensorMeta
 
 _ENTER = "torch.amp.autocast_mode._enter_autocast"
-_EXIT = "torch.amp.autocast_mode._exit_autocast"
 _CASTS = {"float": "double", "half": "double", "bfloat16": "double", "cfloat": "cdouble"}
 #: A small difference of what they are given can be a large one of what they give.
 _STEPS = frozenset(
-    [
-        "topk",
-        "sort",
-        "argsort",
-        "argmax",
-        "argmin",
-        "kthvalue",
-        "mode",
-        "msort",
-        "median",
-        "gt",
-        "lt",
-        "ge",
-        "le",
-        "eq",
-        "ne",
-        "isclose",
-        "round",
-        "floor",
-        "ceil",
-        "trunc",
-        "sign",
-        "fix",
-        "floor_divide",
-        "floordiv",
-        "remainder",
-        "fmod",
-        "mod",
-        "int",
-        "long",
-        "short",
-        "char",
-        "byte",
-        "bool",
-        "searchsorted",
-        "bucketize",
-        "histc",
-        "heaviside",
-        "nonzero",
-        "unique",
-        "masked_select",
-        "frac",
-        "max",
-        "min",
-        "aminmax",
-        "cummax",
-        "cummin",
-        "multinomial",
-        "isin",
-    ]
+    {
+        *("topk", "sort", "argsort", "msort", "argmax", "argmin", "kthvalue", "mode", "median", "max", "min"),
+        *("aminmax", "cummax", "cummin", "gt", "lt", "ge", "le", "eq", "ne", "isclose", "isin", "sign", "heaviside"),
+        *("round", "floor", "ceil", "trunc", "fix", "frac", "floor_divide", "floordiv", "remainder", "fmod", "mod"),
+        *("int", "long", "short", "char", "byte", "bool", "searchsorted", "bucketize", "histc", "unique"),
+        *("nonzero", "masked_select", "multinomial"),
+    }
 )
+_UNINITIALISED = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"})
+_METHOD_DTYPES = {
+    "float": torch.float32,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "cfloat": torch.complex64,
+}
 
 
 def widened(graph: PieceGraph) -> PieceGraph | None:
     """Return `graph` with float64 for every float; None where it looks at the bytes of a float."""
-    nodes = []
-    for node in graph.nodes:
-        if _looks_at_bytes(node):
-            return None
-        nodes.append(_wide_node(node))
+    if any(_looks_at_bytes(node) for node in graph.nodes):
+        return None
     return replace(
         graph,
-        nodes=tuple(nodes),
+        nodes=tuple(_wide_node(node) for node in graph.nodes),
         inputs=tuple(_wide_meta(meta) for meta in graph.inputs),
         results=tuple(_wide_meta(meta) for meta in graph.results),
     )
@@ -95,28 +54,35 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype.is_floating_point else dtype
 
 
+def eps_of(dtype: torch.dtype) -> float:
+    """Return the precision of a float, 1 for what torch knows none of."""
+    try:
+        return torch.finfo(dtype).eps
+    except TypeError:
+        return 1.0
+
+
 def lowest_dtype(graph: PieceGraph) -> torch.dtype:
     """Return the float of the least precision that `graph` holds anywhere; float64 where it holds none."""
     found = [dtype_of(meta.dtype) for meta in (*graph.inputs, *graph.results)]
     for node in graph.nodes:
-        found += _dtypes_in([*node.args, *node.kwargs.values()])
+        found += _dtypes_in(node)
         if node.kind == "method" and node.target in _CASTS:
             found.append(_METHOD_DTYPES[str(node.target)])
     real = [dtype.to_real() if dtype.is_complex else dtype for dtype in found]
-    floats = [dtype for dtype in real if dtype.is_floating_point]
-    return max(floats, key=_eps, default=torch.float64)
+    return max((dtype for dtype in real if dtype.is_floating_point), key=eps_of, default=torch.float64)
 
 
 def takes_steps(graph: PieceGraph) -> bool:
     """Return whether floats decide something in `graph`: then a rounding may change a result by more than itself."""
-    floating = {n for n, meta in enumerate(graph.inputs) if wide_dtype(dtype_of(meta.dtype)) != dtype_of(meta.dtype)}
-    floating |= {n for n, meta in enumerate(graph.inputs) if meta.dtype in ("float64", "complex128")}
+    dtypes = [dtype_of(meta.dtype) for meta in graph.inputs]
+    floating = {f"%{n}" for n, dtype in enumerate(dtypes) if dtype.is_floating_point or dtype.is_complex}
     for index, node in enumerate(graph.nodes):
-        if node.kind == "size" or not floating.intersection(_refs_in([*node.args, *node.kwargs.values()])):
+        atoms = atoms_of([*node.args, *node.kwargs.values()])
+        if node.kind == "size" or not any(tag == "ref" and body in floating for tag, body in atoms):
             continue
-        floating.add(len(graph.inputs) + index)
-        given = _dtypes_in([*node.args, *node.kwargs.values()])
-        if short_name(node) in _STEPS or any(not dtype.is_floating_point for dtype in given):
+        floating.add(f"%{len(graph.inputs) + index}")
+        if short_name(node) in _STEPS or any(not dtype.is_floating_point for dtype in _dtypes_in(node)):
             return True
     return False
 
@@ -125,14 +91,12 @@ def filled(graph: PieceGraph, value: float) -> PieceGraph:
     """Return `graph` with memory that it leaves uninitialised set to `value`; the graph itself where there is none."""
     nodes: list[Node] = []
     places = {f"%{n}": f"%{n}" for n in range(len(graph.inputs))}
+
+    def moved(tag: str, body: Json) -> Json:
+        return places[body] if tag == "ref" else {tag: body}
+
     for index, node in enumerate(graph.nodes):
-        nodes.append(
-            replace(
-                node,
-                args=tuple(_renamed(arg, places) for arg in node.args),
-                kwargs={name: _renamed(arg, places) for name, arg in node.kwargs.items()},
-            )
-        )
+        nodes.append(_with_arguments(node, lambda data: with_atoms(data, moved)))
         place = f"%{len(graph.inputs) + len(nodes) - 1}"
         places[f"%{len(graph.inputs) + index}"] = place
         if node.kind != "size" and short_name(node) in _UNINITIALISED:
@@ -142,19 +106,6 @@ def filled(graph: PieceGraph, value: float) -> PieceGraph:
     return replace(graph, nodes=tuple(nodes), outputs=tuple(places[ref] for ref in graph.outputs))
 
 
-def _renamed(data: Json, places: Mapping[str, str]) -> Json:
-    if isinstance(data, str):
-        return places[data]
-    if isinstance(data, list):
-        return [_renamed(item, places) for item in data]
-    if isinstance(data, dict):
-        return {
-            tag: _renamed(body, places) if tag in _HOLD_VALUES and isinstance(body, list) else body
-            for tag, body in data.items()
-        }
-    return data
-
-
 def short_name(node: Node) -> str:
     """Return what a node's op is called, without its library and its underscores."""
     target = str(node.target)
@@ -162,21 +113,9 @@ def short_name(node: Node) -> str:
     return (parts[0] if target.startswith("torch.ops.aten.") else parts[-1]).strip("_")
 
 
-_UNINITIALISED = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"})
-_HOLD_VALUES = frozenset({"t", "d", "slice"})
-_METHOD_DTYPES = {
-    "float": torch.float32,
-    "half": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "cfloat": torch.complex64,
-}
-
-
-def _eps(dtype: torch.dtype) -> float:
-    try:
-        return torch.finfo(dtype).eps
-    except TypeError:
-        return 1.0
+def _with_arguments(node: Node, change: Callable[[Json], Json]) -> Node:
+    kwargs = {name: change(value) for name, value in node.kwargs.items()}
+    return replace(node, args=tuple(change(value) for value in node.args), kwargs=kwargs)
 
 
 def _wide_meta(meta: TensorMeta) -> TensorMeta:
@@ -186,56 +125,33 @@ def _wide_meta(meta: TensorMeta) -> TensorMeta:
 def _looks_at_bytes(node: Node) -> bool:
     target = str(node.target)
     is_view = (node.kind == "method" and target == "view") or target.endswith(".view.dtype") or target == "torch.view"
-    return is_view and bool(_dtypes_in([*node.args, *node.kwargs.values()]))
+    return is_view and bool(_dtypes_in(node))
 
 
 def _wide_node(node: Node) -> Node:
     if node.target == _ENTER:
         # device type, dtype, enabled, cache
-        args = (*node.args[:2], False, *node.args[3:])
-        return replace(node, args=args)
-    target = _CASTS.get(str(node.target), node.target) if node.kind == "method" else node.target
-    return replace(
-        node,
-        target=target,
-        args=tuple(_wide_value(arg) for arg in node.args),
-        kwargs={name: _wide_value(arg) for name, arg in node.kwargs.items()},
-    )
+        return replace(node, args=(*node.args[:2], False, *node.args[3:]))
+    if node.kind == "method":
+        node = replace(node, target=_CASTS.get(str(node.target), node.target))
+    return _with_arguments(node, lambda data: with_atoms(data, _wide_atom))
 
 
-def _wide_value(data: Json) -> Json:
-    if isinstance(data, list):
-        return [_wide_value(item) for item in data]
-    if not isinstance(data, dict):
-        return data
-    [(tag, body)] = data.items()
+def _wide_atom(tag: str, body: Json) -> Json:
     if tag == "dtype":
-        return {"dtype": dtype_text(wide_dtype(dtype_of(body)))}
+        return {tag: dtype_text(wide_dtype(dtype_of(body)))}
     if tag == "const":
-        constant = decode_value(data, str)
+        constant = decode_value({tag: body}, str)
         return encode_value(constant.to(wide_dtype(constant.dtype)), str)
-    if isinstance(body, list):
-        return {tag: [_wide_value(item) for item in body]}
-    return data
+    return body if tag == "ref" else {tag: body}
 
 
-def _dtypes_in(data: Any) -> list[torch.dtype]:
-    if isinstance(data, list | tuple):
-        return [dtype for item in data for dtype in _dtypes_in(item)]
-    if isinstance(data, dict):
-        if "dtype" in data and isinstance(data["dtype"], str) and "data" not in data:
-            return [dtype_of(data["dtype"])]
-        if "const" in data:
-            return [dtype_of(data["const"]["dtype"])] if dtype_of(data["const"]["dtype"]).is_floating_point else []
-        return [dtype for body in data.values() if isinstance(body, list) for dtype in _dtypes_in(body)]
-    return []
-
-
-def _refs_in(data: Any) -> set[int]:
-    if isinstance(data, str):
-        return {int(data[1:])}
-    if isinstance(data, list | tuple):
-        return {ref for item in data for ref in _refs_in(item)}
-    if isinstance(data, dict):
-        return {ref for tag, body in data.items() if tag in _HOLD_VALUES for ref in _refs_in(body)}
-    return set()
+def _dtypes_in(node: Node) -> list[torch.dtype]:
+    """Return the dtypes that a node names, and those of its constants that are floats."""
+    found = []
+    for tag, body in atoms_of([*node.args, *node.kwargs.values()]):
+        if tag == "dtype":
+            found.append(dtype_of(body))
+        elif tag == "const" and dtype_of(body["dtype"]).is_floating_point:
+            found.append(dtype_of(body["dtype"]))
+    return found

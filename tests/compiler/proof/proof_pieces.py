@@ -32,6 +32,5 @@ def pieces_of(fixture, *, build=None, **config):
         sys.path.remove(str(FIXTURES))
     with torch.no_grad():
         found = stitch(factory(**(build or {})), None, ignore)
-    eager = {index: frozenset(pieces) for index, pieces in found.eager_pieces.items()}
-    work = wanted(found.plan, CompilationConfig(**config), eager_pieces=eager)
+    work = wanted(found.plan, CompilationConfig(**config), found.fallbacks)
     return {item.graph.identity(): item.graph for item in work}

@@ -159,8 +159,8 @@ def test_sizes_satisfy_facts_and_guards():
 def test_a_limit_is_reached_where_another_size_has_none():
     found = shapes([tensor("s0", "s1", 8)], (("s0", 2, None), ("s1", 2, 512)))
     assert found[0] == (2, 2)
-    assert found[1] == (2, 512)
-    assert found[2][0] != found[2][1]
+    assert found[1][1] == 512
+    assert found[1][0] > 30
 
 
 def test_empty_tensors_are_not_all_that_is_tried():
