@@ -14,7 +14,6 @@ import click
 from cgtool.cli import failures
 from cgtool.cli.options import cache_dir_option, cache_folder, read_shapes, talk_options
 from cgtool.cli.text import count_text, size_text
-from cgtool.store.layout import short
 
 if TYPE_CHECKING:
     from cgtool.cli.output import Output
@@ -105,7 +104,9 @@ def export(*, output: Output, dest: str, **options: Any) -> int:
 
 def _show(output: Output, report: ExportReport) -> None:
     """Print what was written; to standard error where standard output took the bundle."""
-    from cgtool.cli.columns import show_rows  # rich, which `--json` does without
+    # Rich and msgspec: what `--help` does without.
+    from cgtool.cli.columns import show_rows
+    from cgtool.store.layout import short
 
     manifests = report.contents.manifests
     entries = count_text(len({manifest.hash for manifest in manifests}), "entry", "entries")

@@ -15,7 +15,6 @@ import click
 from cgtool.cli import failures
 from cgtool.cli.options import cache_dir_option, cache_folder, talk_options
 from cgtool.cli.text import count_text, size_text
-from cgtool.store.layout import short
 
 if TYPE_CHECKING:
     from cgtool.cli.output import Output
@@ -102,7 +101,9 @@ def import_(*, output: Output, source: str, **options: Any) -> int:
 
 def _show(output: Output, report: ImportReport) -> None:
     """Print what became of each entry."""
-    from cgtool.cli.columns import show_rows  # rich, which `--json` does without
+    # Rich and msgspec: what `--help` does without.
+    from cgtool.cli.columns import show_rows
+    from cgtool.store.layout import short
 
     for warning in report.warnings:
         output.note(f"Warning: {warning}", style="yellow")

@@ -32,10 +32,10 @@ import re
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import field
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from cgtool.adaptor_registry import KINDS, kind_of
 from cgtool.errors import ArtifactError
@@ -43,7 +43,6 @@ from cgtool.plan.grammar import Digest, Record, decode
 from cgtool.plan.pieces import AOT_INDUCTOR, EAGER
 from cgtool.plan.records import Plan
 from cgtool.plan.shapes import Shape, shape_text
-from cgtool.records import dataclass, replace
 from cgtool.store.records import Artifact, Manifest, Row
 
 _MAX_LINE_BYTES = 2**16
@@ -178,8 +177,7 @@ _ORIGIN_AT = sum(_LOCAL_BYTES + len(name) + len(body) for name, body in _HEAD.it
 _SIZE_AT = 22
 
 
-@dataclass(frozen=True, kw_only=True)
-class Package:
+class Package(msgspec.Struct, frozen=True, kw_only=True):
     """The members of a package.
 
     Args:
@@ -193,7 +191,7 @@ class Package:
     native: bytes
     metadata: Mapping[str, str]
     extern: bytes | None = None
-    kernels: Mapping[str, bytes] = field(default_factory=dict)
+    kernels: Mapping[str, bytes] = msgspec.field(default_factory=dict)
     origin: bytes | None = None
 
     def files(self, stem: str) -> dict[str, bytes]:

@@ -33,11 +33,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+import msgspec
 from msgspec.structs import replace
 
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
 from cgtool.plan.grammar import sha256_hex
-from cgtool.records import dataclass
 from cgtool.store.files import (
     ARTIFACT_MODE,
     corrupt,
@@ -46,6 +46,7 @@ from cgtool.store.files import (
     is_newer,
     os_errors_as_cache_errors,
     read_bytes,
+    read_matching,
     sweep,
     sync_folder,
     write_atomic,
@@ -105,14 +106,7 @@ class ObjectStore:
             CacheCorruptError: It is missing, or its bytes differ from its digest.
             CacheError: It cannot be read.
         """
-        path = self.path(digest, kind)
-        data = read_bytes(path)
-        if data is None:
-            raise corrupt(path, "the manifest names it and it is missing", expected=digest)
-        actual = sha256_hex(data)
-        if actual != digest:
-            raise corrupt(path, "its bytes differ from its digest", expected=digest, actual=actual)
-        return data
+        return read_matching(self.path(digest, kind), digest)
 
     def link_from(self, source: Path, digest: str, kind: str) -> None:
         """Take over an artifact from another place of the same cache: a hard link where possible, else a copy.
@@ -129,11 +123,7 @@ class ObjectStore:
         path = self.path(digest, kind)
         if _holds(path, digest):
             return
-        data = read_bytes(source)
-        actual = None if data is None else sha256_hex(data)
-        if data is None or actual != digest:
-            why = "it is missing" if data is None else "its bytes differ from its digest"
-            raise corrupt(source, why, expected=digest, actual=actual)
+        data = read_matching(source, digest)
         ensure_folder(self.folder)
         try:
             os.link(source, path)
@@ -164,8 +154,7 @@ _ABANDONED_SECS = 3600.0
 _ATTEMPTS = 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """A consistent view of one rank and prefix, as it was at one moment.
 
     Args:

@@ -35,7 +35,7 @@ import msgspec
 
 from cgtool import __version__
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
-from cgtool.plan.grammar import Record, canonical_json, decode, encode
+from cgtool.plan.grammar import Record, canonical_json, decode, encode, sha256_hex
 from cgtool.plan.pieces import Json
 from cgtool.store.layout import CACHE_FOLDER
 
@@ -341,6 +341,24 @@ def read_bytes(path: Path | str) -> bytes | None:
         return None
     except OSError as error:
         raise cache_error(error, path, doing="read") from error
+    return data
+
+
+def read_matching(path: Path | str, digest: str) -> bytes:
+    """Return the bytes of a file that is named by their digest.
+
+    Open what is returned and never the path again: the file may change between the two.
+
+    Raises:
+        CacheCorruptError: It is missing, or its bytes differ from its digest.
+        CacheError: It cannot be read.
+    """
+    data = read_bytes(path)
+    if data is None:
+        raise corrupt(path, "it is missing", expected=digest)
+    actual = sha256_hex(data)
+    if actual != digest:
+        raise corrupt(path, "its bytes differ from its digest", expected=digest, actual=actual)
     return data
 
 

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from cgtool.errors import CacheCorruptError, CacheSchemaError
 from cgtool.plan.grammar import Digest, digest_of
 from cgtool.plan.pieces import Json
-from cgtool.records import dataclass
 from cgtool.store.files import Sealed, corrupt, is_newer, read_bytes, same_json, seal, unseal, write_atomic
 from cgtool.store.layout import CacheLayout, check_hash, short
 
@@ -42,8 +43,7 @@ class _Absent:
 _ABSENT = _Absent()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Factor:
+class Factor(msgspec.Struct, frozen=True, kw_only=True):
     """A named input of the key.
 
     Args:
@@ -62,7 +62,7 @@ class Factor:
         # So that a factor equals itself once it was written and read; half a character, as of a file's name that is
         # no UTF-8, has no place in a file of UTF-8.
         text = json.dumps(self.value, ensure_ascii=False, allow_nan=False).encode("utf-8", "xmlcharrefreplace")
-        object.__setattr__(self, "value", json.loads(text))
+        msgspec.structs.force_setattr(self, "value", json.loads(text))
 
     @property
     def hash(self) -> str:
@@ -70,8 +70,7 @@ class Factor:
         return digest_of(self.value)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FactorDifference:
+class FactorDifference(msgspec.Struct, frozen=True, kw_only=True):
     """One leaf in which two keys differ.
 
     Args:
@@ -89,8 +88,7 @@ class FactorDifference:
     sentence: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Key:
+class Key(msgspec.Struct, frozen=True, kw_only=True):
     """All factors of one entry, by name.
 
     Args:

@@ -30,9 +30,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
 from cgtool.errors import CacheError
 from cgtool.host import environment
-from cgtool.records import dataclass
 
 CACHE_FOLDER = "torch_compile_cache"
 ARTIFACTS = "artifacts"
@@ -125,8 +126,7 @@ def resolve_root(cache_dir: Path | str | None = None) -> Path:
     return root.parent if root.name == CACHE_FOLDER else root
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankName:
+class RankName(msgspec.Struct, frozen=True, kw_only=True):
     """What names one manifest in a cache: an entry's hash, a rank and a prefix.
 
     Args:
@@ -153,8 +153,7 @@ class RankName:
         return f"{self.hash}-rank_{self.rank}-{self.prefix}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class CacheLayout:
+class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
     """The paths under one cache root. Touches no file, save in `hashes()` and `rank_names()`, which list folders.
 
     Args:

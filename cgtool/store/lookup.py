@@ -20,8 +20,9 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import msgspec
+
 from cgtool.errors import CacheError
-from cgtool.records import dataclass
 from cgtool.store.files import RECORD_MODE, opened, os_errors_as_cache_errors, remove, touch
 from cgtool.store.layout import CacheLayout, RankName, check_hash, is_hash
 from cgtool.store.records import Manifest, read_manifest, timestamp
@@ -136,8 +137,7 @@ class LookupStore:
         return manifest
 
 
-@dataclass(frozen=True, kw_only=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """How an entry was used.
 
     Args:

@@ -17,13 +17,13 @@ import os
 import platform
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from cgtool import host
 from cgtool.host import environment
 from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json
-from cgtool.records import dataclass
 
 #: What torch's own version.py assigns, by our names.
 _BUILD = {"version": "__version__", "version_git": "git_version", "with_cuda": "cuda", "with_hip": "hip"}

@@ -24,6 +24,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec.structs import asdict
@@ -31,7 +32,6 @@ from msgspec.structs import asdict
 from cgtool.errors import CacheError
 from cgtool.plan.grammar import Digest, Record
 from cgtool.plan.pieces import Json
-from cgtool.records import dataclass
 from cgtool.store.files import Sealed, cache_error, opened, read_sealed, seal, sync_folder, touch, write_atomic
 from cgtool.store.layout import CacheLayout, check_hash, is_hash, short
 

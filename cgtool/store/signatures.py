@@ -2,8 +2,8 @@
 
 A signature is one of Ed25519 over the bytes of `bundle.json` as they stand. `bundle.sig` holds any number of them::
 
-    signatures = {"schema": 1, "signatures": [{"key": key id, "signature": 64 bytes in base64}...]}     by key id
-    key id     = SHA-256 of the raw 32 bytes of the public key, 64 hexadecimal digits
+    {"schema": 1, "signatures": [{"key": key id, "signature": 64 bytes in base64}...]}     by key id
+    key id = SHA-256 of the raw 32 bytes of the public key, 64 hexadecimal digits
 
 Keys are files: private ones in PEM (`openssl genpkey -algorithm ed25519`) or as OpenSSH has them (`ssh-keygen -t
 ed25519 -N ""`); public ones in PEM, or lines of OpenSSH ("ssh-ed25519 AAAA... who"), several in one file if need be.
@@ -11,29 +11,25 @@ ed25519 -N ""`); public ones in PEM, or lines of OpenSSH ("ssh-ed25519 AAAA... w
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from cgtool.errors import RefusedError, UsageError
-from cgtool.plan.grammar import sha256_hex
-from cgtool.records import dataclass
+from cgtool.plan.grammar import Digest, Record, decode, encode, sha256_hex
 from cgtool.store.files import read_bytes
-from cgtool.store.layout import is_hash, short
+from cgtool.store.layout import short
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
     PublicKeys = Mapping[str, Ed25519PublicKey]
 
-SCHEMA = 1
-
 _MOST_SIGNATURES = 64
-_SIGNATURE_BYTES = 64
 _MOST_KEY_BYTES = 2**20
 _PEM = re.compile(rb"-----BEGIN PUBLIC KEY-----.+?-----END PUBLIC KEY-----", re.DOTALL)
 _PRIVATE = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----")
@@ -41,12 +37,28 @@ _HOW_TO_MAKE = "Make one with: openssl genpkey -algorithm ed25519 -out key.pem"
 _HOW_TO_EXTRACT = "Write the public half with: openssl pkey -in key.pem -pubout -out key.pub"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Signature:
-    """What one key says of an index."""
+class Signature(Record, frozen=True, kw_only=True):
+    """What one key says of an index.
 
-    key: str
-    signature: bytes
+    Args:
+        key: The key's id.
+        signature: 64 bytes, in base64.
+    """
+
+    key: Digest
+    signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
+
+
+class SignatureFile(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """`bundle.sig`.
+
+    Args:
+        schema: The version of this grammar.
+        signatures: By key id.
+    """
+
+    schema: Literal[1] = 1
+    signatures: Annotated[tuple[Signature, ...], Meta(min_length=1, max_length=_MOST_SIGNATURES)]
 
 
 def load_private_key(path: Path) -> Ed25519PrivateKey:
@@ -111,11 +123,8 @@ def sign(data: bytes, keys: Iterable[Ed25519PrivateKey]) -> bytes:
     signed = {key_id(key.public_key()): key.sign(data) for key in keys}
     if len(signed) > _MOST_SIGNATURES:
         raise UsageError(f"{len(signed)} keys are too many: sign with at most {_MOST_SIGNATURES}.", actual=len(signed))
-    rows = [
-        {"key": name, "signature": base64.b64encode(signature).decode("ascii")}
-        for name, signature in sorted(signed.items())
-    ]
-    return (json.dumps({"schema": SCHEMA, "signatures": rows}, indent=1) + "\n").encode("ascii")
+    signatures = tuple(Signature(key=name, signature=signature) for name, signature in sorted(signed.items()))
+    return msgspec.json.format(encode(SignatureFile(signatures=signatures)), indent=1) + b"\n"
 
 
 def parse_signatures(data: bytes) -> tuple[Signature, ...]:
@@ -125,15 +134,13 @@ def parse_signatures(data: bytes) -> tuple[Signature, ...]:
         RefusedError: bad_signature_file or unknown_schema.
     """
     try:
-        record = json.loads(data)
-        if record["schema"] != SCHEMA or type(record["schema"]) is not int:
-            raise _refused("unknown_schema", "has a schema that this cgtool does not know")
-        found = tuple(_signature(row) for row in record["signatures"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _refused("bad_signature_file", "is not spelled as signatures are") from error
-    names = [signature.key for signature in found]
-    if not 0 < len(names) <= _MOST_SIGNATURES or len(set(names)) != len(names):
-        raise _refused("bad_signature_file", "holds no signature, or too many, or two of one key")
+        found = decode(data, SignatureFile).signatures
+    except ValueError as error:
+        if "`$.schema`" in str(error):
+            raise _refused("unknown_schema", "has a schema that this cgtool does not know") from error
+        raise _refused("bad_signature_file", f"is not spelled as signatures are ({error})") from error
+    if len({signature.key for signature in found}) != len(found):
+        raise _refused("bad_signature_file", "holds two signatures of one key")
     return found
 
 
@@ -169,18 +176,6 @@ def check(data: bytes, signatures: bytes | None, keys: PublicKeys, *, what: str)
         return signature.key
     message = f"{what} was changed after it was signed, or its signature is another's. Ask its owner for a whole one."
     raise RefusedError(message, reason="wrong_signature", actual=[signature.key for signature in known])
-
-
-def _signature(row: Any) -> Signature:
-    if sorted(row) != ["key", "signature"] or not isinstance(row["key"], str) or not is_hash(row["key"]):
-        raise ValueError(row)
-    try:
-        raw = base64.b64decode(row["signature"], validate=True)
-    except binascii.Error as error:
-        raise ValueError(row) from error
-    if len(raw) != _SIGNATURE_BYTES:
-        raise ValueError(row)
-    return Signature(key=row["key"], signature=raw)
 
 
 def _refused(reason: str, why: str) -> RefusedError:

@@ -24,10 +24,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from cgtool.errors import CacheError, RefusedError
 from cgtool.host import environment
 from cgtool.plan.grammar import sha256_hex
-from cgtool.records import dataclass
 from cgtool.store.entry import Entry, read_entry
 from cgtool.store.files import read_bytes
 from cgtool.store.layout import (
@@ -58,16 +59,14 @@ _MOST_SIGNATURES = 64
 TELLING = ("unsigned", "untrusted_key", "wrong_signature", "changed")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Records:
+class Records(msgspec.Struct, frozen=True, kw_only=True):
     """The bytes of an entry's two records, of which nothing was interpreted yet."""
 
     key: bytes
     manifest: bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrustPolicy:
+class TrustPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """What is asked of an entry before anything of it is interpreted.
 
     Args:

@@ -4,8 +4,8 @@ A unit's key is the digest of everything that decides its bytes: piece identity,
 folder `units/<key[:2]>/<key>/` holds the bytes as `<sha256>.<kind>` and then, written last, `unit.json`: a
 `cgtool.store.records.Unit`.
 
-A unit that another user owns or may write to is none, unless the policy says so (`cgtool.store.trust`): what is taken
-from it into an entry of ours would be believed there.
+Units that another user owns or can write to are ignored, unless the policy says otherwise (`cgtool.store.trust`): what
+is taken from one into an entry of ours would be believed there.
 
 A folder without an intact `unit.json`, or whose artifact is missing or differs from its digest, holds no unit. The lock
 beside them saves double work: N processes that ask for one unit compile it once. Without working locks two processes
@@ -14,6 +14,7 @@ may both compile it, and the last `unit.json` wins; the bytes of both stay right
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -25,10 +26,11 @@ from cgtool.plan.grammar import sha256_hex
 from cgtool.store.entry import ObjectStore
 from cgtool.store.files import (
     ARTIFACT_MODE,
-    cache_error,
     corrupt,
     ensure_root,
     read_bytes,
+    read_matching,
+    remove,
     seal,
     sweep,
     unseal,
@@ -71,25 +73,25 @@ class UnitStore:
         Raises:
             CacheError: It is there and cannot be read.
         """
-        folder = self._layout.unit_dir(key)
-        if not self._allow_shared:
-            try:
-                check_unit_owner(self._layout, key)
-            except RefusedError as error:
-                self._tell(error)
-                return None
+        path = self._layout.unit_dir(key) / UNIT_FILE
         try:
-            return _read(folder, key)
-        except CacheCorruptError as error:
-            _log.warning("%s It is compiled again.", error)
-        except CacheSchemaError as error:
-            _log.info("%s It is compiled again.", error)
-        return None
-
-    def _tell(self, error: RefusedError) -> None:
-        if not self._told:  # what holds for one holds for thousands
-            self._told = True
-            _log.warning("%s Units that others could have written are compiled again.", error)
+            if not self._allow_shared:
+                check_unit_owner(self._layout, key)
+            data = read_bytes(path)
+            if data is None:
+                return None
+            artifact = parse_unit(data, path=path, key=key)
+            read_matching(self.artifact_path(key, artifact), artifact.digest)
+        except RefusedError as error:
+            if not self._told:  # what holds for one holds for thousands
+                self._told = True
+                _log.warning("%s Units that others could have written are compiled again.", error)
+            return None
+        except (CacheCorruptError, CacheSchemaError) as error:
+            level = logging.INFO if isinstance(error, CacheSchemaError) else logging.WARNING
+            _log.log(level, "%s It is compiled again.", error)
+            return None
+        return artifact
 
     def put(self, key: str, data: bytes, artifact: Artifact) -> None:
         """Store a unit, replacing one that is corrupt or older.
@@ -104,17 +106,12 @@ class UnitStore:
         """
         path = self.artifact_path(key, artifact)
         if sha256_hex(data) != artifact.digest or len(data) != artifact.size_bytes:
-            raise CacheError(
-                f"The unit {key} was given bytes that its record does not describe. Please report this.",
-                path=path,
-                expected=artifact.digest,
-                actual=sha256_hex(data),
-            )
+            message = f"The unit {key} was given bytes that its record does not describe. Please report this."
+            raise CacheError(message, path=path, expected=artifact.digest, actual=sha256_hex(data))
         ensure_root(self._layout.root)
-        folder = path.parent
         write_atomic(path, data, mode=ARTIFACT_MODE)
-        write_atomic(folder / UNIT_FILE, seal(Unit(key=key, artifact=artifact)))
-        sweep(folder)
+        write_atomic(path.parent / UNIT_FILE, seal(Unit(key=key, artifact=artifact)))
+        sweep(path.parent)
 
     def remove(self, key: str) -> None:
         """Forget a unit; entries that have its artifact keep it.
@@ -122,11 +119,7 @@ class UnitStore:
         Raises:
             CacheError: It cannot be removed.
         """
-        path = self._layout.unit_dir(key) / UNIT_FILE
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise cache_error(error, path) from error
+        remove(self._layout.unit_dir(key) / UNIT_FILE)
 
     def data(self, key: str, artifact: Artifact) -> bytes | None:
         """Return a unit's bytes, or None where they are gone or differ from their digest.
@@ -134,8 +127,9 @@ class UnitStore:
         Raises:
             CacheError: They cannot be read.
         """
-        data = read_bytes(self.artifact_path(key, artifact))
-        return data if data is not None and sha256_hex(data) == artifact.digest else None
+        with contextlib.suppress(CacheCorruptError):
+            return read_matching(self.artifact_path(key, artifact), artifact.digest)
+        return None
 
     def link_into(self, objects: ObjectStore, key: str, artifact: Artifact) -> None:
         """Put a unit's artifact into an entry: a hard link where possible, else a copy.
@@ -167,21 +161,3 @@ def parse_unit(data: bytes, *, path: Path | str, key: str) -> Artifact:
     if unit.key != key:
         raise corrupt(path, "it belongs to another unit", expected=key, actual=unit.key)
     return unit.artifact
-
-
-def _read(folder: Path, key: str) -> Artifact | None:
-    path = folder / UNIT_FILE
-    data = read_bytes(path)
-    if data is None:
-        return None
-    artifact = parse_unit(data, path=path, key=key)
-    _check_bytes(folder / artifact.file, artifact.digest)
-    return artifact
-
-
-def _check_bytes(path: Path, digest: str) -> None:
-    data = read_bytes(path)
-    actual = None if data is None else sha256_hex(data)
-    if data is None or actual != digest:
-        why = "it is missing" if data is None else "its bytes differ from its digest"
-        raise corrupt(path, why, expected=digest, actual=actual)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
 from cgtool.errors import CacheError, CacheSchemaError
-from cgtool.records import dataclass
 from cgtool.store.files import cache_error, is_newer, read_bytes
 from cgtool.store.layout import ARTIFACTS, MANIFEST_FILE, CacheLayout, RankName, is_hash, is_prefix, parse_rank_folder
 from cgtool.store.records import Manifest, parse_manifest
