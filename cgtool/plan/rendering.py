@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json, Node, PieceGraph, TensorMeta
 from cgtool.plan.records import Plan, Step
 
@@ -129,7 +130,7 @@ def _variant(plan: Plan, index: int) -> Iterator[str]:
     for number, given in enumerate(variant.inputs):
         name = source_words(given.source)
         owner = "self." if given.source.startswith("self.") else "call."
-        yield f"    v{number} = {owner}{name}  # {_tensor(given.meta)}"
+        yield f"    v{number} = {owner}{name}  # {tensor_text(given.meta)}"
     for step in variant.steps:
         yield from _step(plan.graphs[step.graph], step)
     yield f"    return {variant.output!r}"
@@ -149,36 +150,45 @@ def _step(graph: PieceGraph, step: Step) -> Iterator[str]:
         reference = f"%{len(graph.inputs) + offset}"
         target = names.get(reference, f"t{offset}")
         names.setdefault(reference, target)
-        yield f"    {target} = {_call(node, names)}"
+        yield f"    {target} = {node_text(node, names)}"
 
 
-def _call(node: Node, names: dict[str, str]) -> str:
-    args = [_value(value, names) for value in node.args]
-    if node.kind == "size":
-        return f"{args[0]}.shape[{args[1]}]"
-    named = [f"{key}={_value(value, names)}" for key, value in node.kwargs.items()]
-    if node.kind == "method":
-        return f"{args[0]}.{node.target}({', '.join(args[1:] + named)})"
-    return f"{node.target}({', '.join(args + named)})"
+def node_text(node: Node, names: Mapping[str, str]) -> str:
+    """Return a node as a call: "torch.add(%0, 1, alpha=2)".
+
+    Args:
+        node: The node.
+        names: What values are called instead of their numbers.
+    """
+    given = [value_text(arg, names) for arg in node.args]
+    given += [f"{name}={value_text(value, names)}" for name, value in sorted(node.kwargs.items())]
+    if node.kind in ("size", "method") and given:
+        return f"{given[0]}.{node.target or 'size'}({', '.join(given[1:])})"
+    return f"{node.target}({', '.join(given)})"
 
 
-def _value(value: object, names: dict[str, str]) -> str:
+def value_text(value: Json, names: Mapping[str, str]) -> str:
+    """Return a node's argument as a person would write it."""
     if isinstance(value, str):
         return names.get(value, value)
     if isinstance(value, list):
-        return "[" + ", ".join(_value(item, names) for item in value) + "]"
-    if isinstance(value, dict):
-        tag, inner = next(iter(value.items()))
-        if tag == "s":
-            return repr(inner)
-        if tag == "t":
-            return "(" + "".join(_value(item, names) + ", " for item in inner) + ")"
-        return str(inner) if tag in {"f", "dtype", "device"} else f"{tag} {inner}"
-    return str(value)
+        return f"[{', '.join(value_text(item, names) for item in value)}]"
+    if not isinstance(value, dict) or len(value) != 1:
+        return str(value)
+    ((tag, body),) = value.items()
+    if tag == "t" and isinstance(body, list):
+        return f"({', '.join(value_text(item, names) for item in body)})"
+    if tag == "slice" and isinstance(body, list):
+        return ":".join("" if item is None else value_text(item, names) for item in body)
+    if tag == "const":
+        return f"a constant, {digest_of(body)[:_SHORT]}"
+    return {"s": repr(body), "ellipsis": "..."}.get(tag, str(body))
 
 
-def _tensor(meta: TensorMeta) -> str:
-    return f"{meta.dtype}[{', '.join(map(str, meta.shape))}] {meta.device}"
+def tensor_text(meta: TensorMeta) -> str:
+    """Return what is known of a tensor: "float32[s0, 64] strides [64, 1] cpu"."""
+    shape, stride = (", ".join(map(str, dims)) for dims in (meta.shape, meta.stride))
+    return f"{meta.dtype}[{shape}] strides [{stride}] {meta.device}"
 
 
 def expected_words(kind: str, value: Json) -> str:

@@ -27,9 +27,8 @@ from cgtool.store.lookup import StateStore
 from cgtool.store.pruned import Pruned, pruned
 from cgtool.store.records import read_manifest
 from cgtool.toolkit.diff.entries import EntrySide
-from cgtool.toolkit.diff.keys import with_lines
 from cgtool.toolkit.diff.records import Difference
-from cgtool.toolkit.diff.traced import in_file_now
+from cgtool.toolkit.diff.traced import in_file_now, with_lines
 from cgtool.toolkit.warm import ModelOptions
 
 SCHEMA = 1

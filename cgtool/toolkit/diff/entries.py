@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property
 
+from msgspec.structs import asdict, replace
+
 from cgtool.errors import CacheCorruptError, CacheError
-from cgtool.plan.grammar import sha256_hex
-from cgtool.plan.records import Plan, Variant, parse_plan
-from cgtool.records import replace
-from cgtool.store.entry import Entry, read_entry
+from cgtool.plan.grammar import canonical_json, sha256_hex
+from cgtool.plan.pieces import Json
+from cgtool.plan.records import Plan, parse_plan
+from cgtool.plan.shapes import shape_text
+from cgtool.store.entry import read_entry
 from cgtool.store.files import read_bytes
-from cgtool.store.key import Key, differences, read_key
+from cgtool.store.key import FactorDifference, Key, differences, read_key
 from cgtool.store.layout import GRAPH_FILE, PLAN_FILE, CacheLayout, RankName, short
-from cgtool.store.records import Manifest
-from cgtool.toolkit.diff.graphs import piece_differences
-from cgtool.toolkit.diff.guards import call_differences, changed_functions, guard_differences
-from cgtool.toolkit.diff.keys import factor_differences, leads
-from cgtool.toolkit.diff.records import Difference, located
-from cgtool.toolkit.diff.rows import (
-    artifact_differences,
-    coverage_differences,
-    fallback_differences,
-    variant_name,
-)
-from cgtool.toolkit.diff.traced import LineChanges, TracedLine, between_graphs, traced_lines
+from cgtool.store.records import Manifest, Row
+from cgtool.store.walk import RankView, view_entry
+from cgtool.toolkit.diff.plans import changed_functions, compare_plans, pieces_text, variant_name
+from cgtool.toolkit.diff.records import Difference, changes, located, only_in, together, was_and_is
+from cgtool.toolkit.diff.traced import LineChanges, TracedLine, between_graphs, traced_lines, with_lines
+
+#: Where one of these factors differs, guards differ because of it.
+_GUARDS_FOLLOW = frozenset({"sources", "variables", "ops", "model", "state", "calls", "torch", "python"})
+#: What a trace came through.
+_TRACED = frozenset({"sources", "ops"})
+
+#: A rank and a prefix.
+_Part = tuple[int, str]
+_ARTIFACT_FACTS = ("digest", "kind", "size_bytes", "proved")
+#: What there is one row of, by the variant's name (its number may differ from side to side); the piece comes last.
+_Place = tuple[str, str, str, bool, int]
 
 
 class EntrySide:
@@ -38,8 +46,7 @@ class EntrySide:
     def __init__(self, layout: CacheLayout, hash_: str) -> None:
         self.layout = layout
         self.hash = hash_
-        self._entries: dict[RankName, Entry] = {}
-        self._plans: dict[RankName, Plan] = {}
+        self._plans: dict[_Part, Plan] = {}
 
     @cached_property
     def key(self) -> Key:
@@ -55,62 +62,80 @@ class EntrySide:
         return key
 
     @cached_property
-    def names(self) -> dict[tuple[int, str], RankName]:
+    def _ranks(self) -> dict[_Part, RankView]:
+        ranks = view_entry(self.layout, self.hash).ranks
+        return {(rank.name.rank, rank.name.prefix): rank for rank in ranks if rank.has_manifest}
+
+    @property
+    def names(self) -> dict[_Part, RankName]:
         """The ranks and prefixes that were published."""
-        found = self.layout.rank_names(self.hash)
-        return {(name.rank, name.prefix): name for name in found if self.layout.manifest_file(name).exists()}
+        return {part: rank.name for part, rank in self._ranks.items()}
 
-    def manifest_bytes(self, place: tuple[int, str]) -> bytes | None:
-        """Return the manifest of a rank and prefix as it lies on the disk; None where it is gone.
-
-        Raises:
-            CacheError: It cannot be read.
-        """
-        return read_bytes(self.layout.manifest_file(self.names[place]))
-
-    def manifest(self, place: tuple[int, str]) -> Manifest:
+    def manifest(self, part: _Part) -> Manifest:
         """Return the manifest of a rank and prefix.
 
         Raises:
-            CacheError: It is gone, or cannot be read or trusted.
+            CacheError: It cannot be read or trusted.
         """
-        return self._entry(self.names[place]).manifest
+        rank = self._ranks[part]
+        if rank.manifest is None:
+            raise rank.problem or CacheError(f"{rank.folder} was removed meanwhile. Look again.", path=rank.folder)
+        return rank.manifest
 
-    def plan(self, place: tuple[int, str]) -> Plan:
+    def plan(self, part: _Part) -> Plan:
         """Return the plan of a rank and prefix.
 
         Raises:
             CacheError: It is gone, or cannot be read or trusted.
         """
-        name = self.names[place]
-        if name not in self._plans:
+        if part not in self._plans:
+            name = self._ranks[part].name
             path = self.layout.rank_dir(name) / PLAN_FILE
-            self._plans[name] = parse_plan(self._entry(name).files[PLAN_FILE], path=path)
-        return self._plans[name]
+            entry = read_entry(self.layout, name)
+            if entry is None:
+                raise CacheError(f"Entry {short(self.hash)} was removed meanwhile. Look again.", path=path.parent)
+            self._plans[part] = parse_plan(entry.files[PLAN_FILE], path=path)
+        return self._plans[part]
 
     @cached_property
     def lines(self) -> tuple[TracedLine, ...]:
         """The lines of the model's own files that its first rank's trace went through; () where they cannot be read."""
-        name = next(iter(self.names.values()), None)
-        if name is None:
-            return ()
-        try:
-            record = self._entry(name).manifest.files.get(GRAPH_FILE)
-            data = read_bytes(self.layout.rank_dir(name) / GRAPH_FILE)
-        except CacheError:
-            return ()  # for people only: what is damaged is for `verify` to say
-        if data is None or record is None or sha256_hex(data) != record.sha256:
-            return ()
-        return traced_lines(data.decode(errors="replace"))
+        for part, rank in self._ranks.items():
+            try:
+                record = self.manifest(part).files.get(GRAPH_FILE)
+                data = read_bytes(f"{rank.folder}/{GRAPH_FILE}")
+            except CacheError:
+                break  # for people only: what is damaged is for `verify` to say
+            if data is not None and record is not None and sha256_hex(data) == record.sha256:
+                return traced_lines(data.decode(errors="replace"))
+            break
+        return ()
 
-    def _entry(self, name: RankName) -> Entry:
-        if name not in self._entries:
-            entry = read_entry(self.layout, name)
-            if entry is None:
-                path = self.layout.rank_dir(name)
-                raise CacheError(f"Entry {short(name.hash)} was removed meanwhile. Look again.", path=path)
-            self._entries[name] = entry
-        return self._entries[name]
+    @property
+    def label(self) -> str:
+        """What people are told of it."""
+        return short(self.hash)
+
+    @cached_property
+    def model(self) -> str:
+        """What its model is called; "a model" where its manifest cannot be read."""
+        try:
+            return next((self.manifest(part).model for part in self.names), "a model")
+        except CacheError:
+            return "a model"
+
+    @cached_property
+    def likeness(self) -> Hashable:
+        """What entries of one model have in common: its class, its name, its prefixes; None where that is unknown."""
+        try:
+            prefixes = sorted({prefix for _, prefix in self.names})
+            return canonical_json([self.key.value("model"), self.model, prefixes]) if prefixes else None
+        except CacheError:
+            return None
+
+    def differences(self, new: EntrySide) -> list[Difference]:
+        """Return what differs between it and another entry; see `compare_entries`."""
+        return compare_entries(self, new)
 
 
 def compare_entries(old: EntrySide, new: EntrySide) -> list[Difference]:
@@ -121,119 +146,194 @@ def compare_entries(old: EntrySide, new: EntrySide) -> list[Difference]:
     """
     factors = [] if old.hash == new.hash else factor_differences(old.key, new.key, lambda m: _lines(m, old, new))
     guards: list[Difference] = []
-    rest: list[Difference] = [*_ranks(old, new)]
+    rest: list[Difference] = []
+    for (rank, prefix), was, _ in changes(dict.fromkeys(old.names, True), dict.fromkeys(new.names, True)):
+        name, gone = f"rank_{rank}/{prefix}", was is not None
+        said = f"rank {rank}, prefix {prefix}, {only_in(gone=gone)}"
+        rest.append(Difference.of_one_side("coverage", name, name, said, gone=gone))
     several = len(old.names.keys() | new.names.keys()) > 1
-    for place in [place for place in old.names if place in new.names]:
-        where = f"rank {place[0]} {place[1]}" if several else ""
-        of_guards, of_rank = _compare_rank(old, new, place)
-        guards += located(of_guards, where)
-        rest += located(of_rank, where)
-    found = [*_in_order(factors, guards), *rest]
+    for part in old.names:
+        if part in new.names:
+            where = f"rank {part[0]} {part[1]}" if several else ""
+            of_guards, of_rank = _compare_part(old, new, part)
+            guards += located(of_guards, where)
+            rest += located(of_rank, where)
+    # Guards lead where no factor differs that they would follow from.
+    found = [*factors, *guards] if any(map(_leads, factors)) else [*guards, *factors]
+    found += rest
     if old.hash != new.hash and all(difference.what == "entry" for difference in found):
-        return [*_only_in_order(old.key, new.key), *found]
+        order = [_factor(one, f"{one.sentence}, in nothing but their order") for one in differences(old.key, new.key)]
+        return [*order, *found]
     return found
 
 
-def _only_in_order(old: Key, new: Key) -> list[Difference]:
-    """Return the difference of two keys whose guards are the same and stand in another order."""
-    return [
-        Difference(
-            what="factor",
-            path=difference.path,
-            old=difference.old,
-            new=difference.new,
-            sentence=f"{difference.sentence}, in nothing but their order",
-        )
-        for difference in differences(old, new)
-    ]
+def factor_differences(
+    old: Key, new: Key, lines: Callable[[str], LineChanges] = lambda _: LineChanges(known=False)
+) -> list[Difference]:
+    """Return the factors in which two keys differ, leaf by leaf, but for "guards", which is a digest of many.
+
+    Args:
+        old: The first side's key.
+        new: The second side's.
+        lines: Says what became of the traced lines of a module whose file differs.
+    """
+    found = []
+    for one in differences(old, new):
+        difference = _factor(one, one.sentence)
+        if one.factor == "sources":
+            difference = replace(difference, what="source")
+            if isinstance(one.old, str) and isinstance(one.new, str):
+                difference = with_lines(difference, lines(one.path.removeprefix("sources.")))
+        if one.factor != "guards":
+            found.append(difference)
+    return together(found)
+
+
+def _factor(found: FactorDifference, sentence: str) -> Difference:
+    return Difference(what="factor", path=found.path, old=found.old, new=found.new, sentence=sentence)
+
+
+def _leads(difference: Difference) -> bool:
+    """Whether guards that differ do so because of a factor's difference.
+
+    A file or an op that only one side's trace came through does not lead: it follows itself from what the guards tell.
+    """
+    factor = re.split(r"[.\[]", difference.path, maxsplit=1)[0]
+    return factor in _GUARDS_FOLLOW and not (factor in _TRACED and None in (difference.old, difference.new))
 
 
 def _lines(module: str, old: EntrySide, new: EntrySide) -> LineChanges:
-    changes = between_graphs(module, old.lines, new.lines)
-    if changes.sentence:
-        return changes
-    shared = next((place for place in old.names if place in new.names), None)
-    functions = changed_functions(guard_differences(old.plan(shared), new.plan(shared)), module) if shared else ()
-    said = f"the code of {', '.join(functions)}" if functions else ""
-    return replace(changes, sentence=said)
+    found = between_graphs(module, old.lines, new.lines)
+    shared = next((part for part in old.names if part in new.names), None)
+    if found.sentence or shared is None:
+        return found
+    return found._replace(sentence=changed_functions(old.plan(shared), new.plan(shared), module))
 
 
-def _in_order(factors: Sequence[Difference], guards: Sequence[Difference]) -> list[Difference]:
-    """Return factors and guards together: guards lead where no factor differs that they would follow from."""
-    if any(leads(factor) for factor in factors):
-        return [*factors, *guards]
-    return [*guards, *factors]
-
-
-def _ranks(old: EntrySide, new: EntrySide) -> list[Difference]:
-    found = []
-    for gone, side, other in ((True, old, new), (False, new, old)):
-        for rank, prefix in side.names:
-            if (rank, prefix) in other.names:
-                continue
-            said = f"rank {rank}, prefix {prefix},"
-            verb = "is only in the first" if gone else "is only in the second"
-            found.append(
-                Difference(
-                    what="coverage",
-                    path=f"rank_{rank}/{prefix}",
-                    old=f"rank_{rank}/{prefix}" if gone else None,
-                    new=None if gone else f"rank_{rank}/{prefix}",
-                    sentence=f"{said} {verb}",
-                )
-            )
-    return found
-
-
-def _compare_rank(old: EntrySide, new: EntrySide, place: tuple[int, str]) -> tuple[list[Difference], list[Difference]]:
-    """Return the guards that differ, and the rest of what differs in one rank and prefix."""
-    if old.manifest_bytes(place) == new.manifest_bytes(place):
-        return [], []  # it holds the digests of all else
-    before, after = old.manifest(place), new.manifest(place)
-    files = before.files, after.files
+def _compare_part(old: EntrySide, new: EntrySide, part: _Part) -> tuple[list[Difference], list[Difference]]:
+    """The guards that differ, and the rest of what differs in one rank and prefix."""
+    before, after = old.manifest(part), new.manifest(part)
     guards: list[Difference] = []
     pieces: list[Difference] = []
-    if files[0].get(PLAN_FILE) != files[1].get(PLAN_FILE):
-        guards, pieces = _compare_plans(old.plan(place), new.plan(place))
-    rest = [
-        *pieces,
-        *coverage_differences(before, after),
-        *fallback_differences(before, after),
-        *artifact_differences(before, after),
-    ]
+    if before == after:  # it holds the digests of all else
+        return guards, pieces
+    plans = old.plan(part), new.plan(part)
+    if before.files.get(PLAN_FILE) != after.files.get(PLAN_FILE):
+        guards, pieces = compare_plans(*plans)
+    rest = [*pieces, *_compare_manifests(before, after)]
     if not guards and not rest:
-        rest = [
-            _file(name, files[0].get(name), files[1].get(name))
-            for name in sorted(files[0].keys() | files[1].keys())
-            if files[0].get(name) != files[1].get(name)
-        ]
+        for name, was, now in sorted(changes(before.files, after.files)):
+            said = "differs, in nothing that another line would name"
+            if was is None or now is None:
+                said = only_in(gone=now is None)
+            digests = [None if one is None else one.sha256 for one in (was, now)]
+            rest.append(Difference(what="entry", path=name, old=digests[0], new=digests[1], sentence=f"{name} {said}"))
     return guards, rest
 
 
-def _compare_plans(old: Plan, new: Plan) -> tuple[list[Difference], list[Difference]]:
-    guards = guard_differences(old, new)
-    pieces: list[Difference] = []
-    for path, was, now in (("plan.method", old.method, new.method), ("plan.qualname", old.qualname, new.qualname)):
-        if was != now:
-            said = f"{path} was {was} and is {now} now"
-            guards.append(Difference(what="guard", path=path, old=was, new=now, sentence=said))
-    news = _by_name(new)
-    pairs = [(name, variant, news[name]) for name, variant in _by_name(old).items() if name in news]
-    pieces += call_differences(pairs)  # after every factor: a model that is cut elsewhere returns other values
-    for name, before, after in pairs:
-        pieces += piece_differences(old, new, (before, after), name)
-    return guards, pieces
+def _compare_manifests(old: Manifest, new: Manifest) -> list[Difference]:
+    """Variants, sizes that were compiled, fallbacks and artifacts that differ."""
+    found: list[Difference] = []
+    if old.model != new.model:
+        said = was_and_is("model", old.model, new.model)
+        found.append(Difference(what="entry", path="model", old=old.model, new=new.model, sentence=said))
+    if old.splitting_ops != new.splitting_ops:
+        ops = list(old.splitting_ops), list(new.splitting_ops)
+        said = was_and_is("splitting_ops", *(", ".join(side) or "empty" for side in ops))
+        found.append(Difference(what="factor", path="splitting_ops", old=ops[0], new=ops[1], sentence=said))
+    names = [_variant_names(side) for side in (old, new)]
+    variants = [dict(zip(names[at], side.variants, strict=True)) for at, side in enumerate((old, new))]
+    for name, before, after in changes(*variants):
+        counts = before if after is None else after if before is None else None
+        if counts is not None:
+            found.append(_one_sided(name, asdict(counts), f"variant {name}", gone=after is None))
+    groups: dict[tuple[str, ...], list[tuple[Row | None, Row | None]]] = {}
+    for place, was, now in changes(_rows(old, names[0]), _rows(new, names[1])):
+        # What of an artifact can differ where it is the same piece, shape and adaptor.
+        facts = [None if row is None else replace(row.artifact, compile_secs=0.0, kernels=0) for row in (was, now)]
+        if place[0] in variants[0] and place[0] in variants[1] and facts[0] != facts[1]:
+            change = (str(now is None),) if None in facts else tuple(map(repr, facts))
+            groups.setdefault((*map(str, place[:4]), *change), []).append((was, now))
+    coverage, artifacts = [], []
+    for (variant, *_), rows in groups.items():
+        alone = [row for pair in rows if None in pair for row in pair if row is not None]
+        if alone:
+            coverage.append(_uncovered(variant, alone, gone=rows[0][1] is None))
+        else:
+            artifacts.append(_artifact(variant, [(was, now) for was, now in rows if was and now]))
+    coverage.sort(key=lambda difference: difference.old is None)
+    return [*found, *coverage, *_fallbacks(old, new, names), *artifacts]
 
 
-def _by_name(plan: Plan) -> dict[str, Variant]:
-    return {variant_name(variant.name, variant.fixed): variant for variant in plan.variants}
+def _variant_names(manifest: Manifest) -> list[str]:
+    names = [variant_name(counts.name, counts.fixed) for counts in manifest.variants]
+    return names if len(set(names)) == len(names) else [f"variant {number}" for number in range(len(names))]
 
 
-def _file(name: str, old: object, new: object) -> Difference:
-    """Return the difference of a file of a rank folder in which nothing else was found to differ."""
-    digests = [getattr(side, "sha256", None) for side in (old, new)]
-    if None in digests:
-        said = f"{name} is only in the {'first' if digests[1] is None else 'second'}"
+def _one_sided(path: str, value: Json, said: str, *, gone: bool) -> Difference:
+    verb = "was there before and is not now" if gone else "is there now and was not before"
+    return Difference.of_one_side("coverage", path, value, f"{said}: {verb}", gone=gone)
+
+
+def _rows(manifest: Manifest, names: Sequence[str]) -> dict[_Place, Row]:
+    return {
+        (names[row.variant], shape_text(row.shape), row.adaptor, row.tuned, row.piece_index): row
+        for row in manifest.rows
+    }
+
+
+def _uncovered(variant: str, alone: Sequence[Row], *, gone: bool) -> Difference:
+    """The difference of rows for one shape that one side alone has."""
+    numbers = sorted(row.piece_index for row in alone)
+    row, pieces, shape = alone[0], pieces_text(numbers), shape_text(alone[0].shape)
+    value = {"shape": row.shape, "adaptor": row.adaptor, "tuned": row.tuned, "pieces": numbers}
+    said = f"{pieces} of {variant} for {shape} by {row.adaptor}{', autotuned' if row.tuned else ''}"
+    return _one_sided(f"{variant}/{shape}/{pieces}", value, said, gone=gone)
+
+
+def _artifact(variant: str, rows: Sequence[tuple[Row, Row]]) -> Difference:
+    row, (old, new) = rows[0][0], (side.artifact for side in rows[0])
+    pieces, shape = pieces_text(sorted(was.piece_index for was, _ in rows)), shape_text(row.shape)
+    if (old.digest, old.size_bytes) != (new.digest, new.size_bytes):
+        was, now = (f"{short(side.digest)} ({side.size_bytes} bytes)" for side in (old, new))
+        said = f"was {was} and is {now} now"
+    elif old.proved != new.proved:
+        said = "was proved and is not now" if old.proved else "was not proved and is now"
     else:
-        said = f"{name} differs, in nothing that another line would name"
-    return Difference(what="entry", path=name, old=digests[0], new=digests[1], sentence=said)
+        said = "serves under other conditions now" if old.guards != new.guards else "has another proof now"
+    facts = [{name: getattr(side, name) for name in _ARTIFACT_FACTS} for side in (old, new)]
+    return Difference(
+        what="artifact",
+        path=f"{variant}/{shape}/{pieces}",
+        old=facts[0],
+        new=facts[1],
+        sentence=f"the artifact of {pieces} of {variant} for {shape} by {row.adaptor} {said}",
+        detail=(
+            *(f"- {guard}" for guard in old.guards if guard not in new.guards),
+            *(f"+ {guard}" for guard in new.guards if guard not in old.guards),
+        ),
+    )
+
+
+def _fallbacks(old: Manifest, new: Manifest, names: Sequence[Sequence[str]]) -> Iterator[Difference]:
+    """Yield which pieces fall back to another adaptor on one side alone, or for another reason."""
+    sides = [
+        {
+            (names[at][item.variant], shape_text(item.shape), item.piece_index): (item.adaptor, item.reason)
+            for item in side.fallbacks
+        }
+        for at, side in enumerate((old, new))
+    ]
+    for (variant, shape, piece), was, now in changes(*sides):
+        if was is None and now is not None:
+            said = f"falls back to {now[0]} now and did not before: {now[1]}"
+        elif was is not None and now is None:
+            said = f"fell back to {was[0]} ({was[1]}) and does not now"
+        elif was is not None and now is not None and was[0] != now[0]:
+            said = f"fell back to {was[0]} and does to {now[0]} now: {now[1]}"
+        else:
+            said = f"falls back for another reason now: {now and now[1]}"
+        facts = [one and {"adaptor": one[0], "reason": one[1]} for one in (was, now)]
+        sentence = f"piece {piece} of {variant} ({shape}) {said}"
+        path = f"{variant}/{shape}/piece {piece}"
+        yield Difference(what="fallback", path=path, old=facts[0], new=facts[1], sentence=sentence)

@@ -1,27 +1,34 @@
 """`diff`: what differs between two caches, entries or bundles, or between an entry and this machine.
 
-Owns what the user asked (`DiffOptions`) and what was found (`DiffReport`); what other systems wrote is compared by
-`cgtool.toolkit.diff.run_foreign`, to the same records. Prints nothing; importable without torch.
+Owns what the user asked (`DiffOptions`) and what was found (`DiffReport`). Caches and entries are told apart by their
+names and paired by what they have in common, whichever system wrote them. Prints nothing; importable without torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-from cgtool.errors import UsageError
+from msgspec.structs import asdict
+
+from cgtool.errors import CacheError, UsageError
+from cgtool.plan.pieces import Json
 from cgtool.store.files import os_errors_as_cache_errors
-from cgtool.store.layout import CacheLayout, short
-from cgtool.toolkit.diff.caches import compare_caches, same_model
-from cgtool.toolkit.diff.entries import EntrySide, compare_entries
-from cgtool.toolkit.diff.here import machine_differences
-from cgtool.toolkit.diff.records import Difference
-from cgtool.toolkit.diff.run_foreign import foreign_differences
-from cgtool.toolkit.diff.sides import Side, open_side
+from cgtool.store.key import Factor, Key
+from cgtool.toolkit.diff.entries import EntrySide, factor_differences
+from cgtool.toolkit.diff.records import Difference, located, only_in
+from cgtool.toolkit.diff.sides import Comparable, Side, open_side
+
+if TYPE_CHECKING:
+    from cgtool.store.machine import Machine  # costs more to load than two entries to compare
 
 SCHEMA = 1
+
+#: Factors of which the machine's None means that only torch could say, or that a machine without one serves as well.
+_UNKNOWN = frozenset({"compiler"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +69,7 @@ class DiffReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the document that `diff --json` prints."""
-        return {
-            "schema": SCHEMA,
-            "equal": self.equal,
-            "differences": [difference.to_json() for difference in self.differences],
-        }
+        return {"schema": SCHEMA, "equal": self.equal, "differences": [asdict(one) for one in self.differences]}
 
 
 @os_errors_as_cache_errors()
@@ -80,78 +83,154 @@ def diff(options: DiffOptions) -> DiffReport:
         What differs, the most telling first.
 
     Raises:
-        UsageError: A side names nothing or several things, or an entry is compared with a cache of none of its model.
+        UsageError: A side names nothing or several things, the sides are of several systems, or an entry is compared
+            with a cache of none of its model.
         CacheError: A side cannot be read or trusted.
         RefusedError: A bundle is not whole.
     """
     if options.here == (options.new is not None):
         message = "Name two sides, A and B, or one entry and --here."
         raise UsageError(message)
-    foreign = foreign_differences(options.old, options.new, cache_dir=options.cache_dir)
-    if foreign is not None:
-        return DiffReport(old=options.old, new=options.new or "", differences=tuple(foreign))
     with contextlib.ExitStack() as stack:
         old = stack.enter_context(open_side(options.old, options.cache_dir))
-        if options.new is None:
-            return _with_machine(_chosen(old), options.old)
-        new = stack.enter_context(open_side(options.new, options.cache_dir))
-        return _between(old, new, options.old, options.new)
+        new = None if options.new is None else stack.enter_context(open_side(options.new, options.cache_dir))
+        strange = [side.system for side in (old, new) if side is not None and side.system != "cgtool"]
+        if strange and (new is None or old.system != new.system):
+            message = (
+                f"What {' and '.join(strange)} wrote is compared with what the same system wrote alone. Name two sides "
+                "of one kind; `cgtool inspect cache PATH` tells what wrote a path."
+            )
+            raise UsageError(message, actual=[options.old, options.new])
+        if new is None:
+            return _with_machine(old)
+        if old.hash is None and new.hash is None:
+            return DiffReport(old=old.text, new=new.text, differences=tuple(compare_caches(old, new)))
+        first = _chosen(old) if new.hash is None else _like(old, _chosen(new))
+        second = _like(new, first)
+        labels = [_label(side, entry) for side, entry in ((old, first), (new, second))]
+        return DiffReport(old=labels[0], new=labels[1], differences=tuple(first.differences(second)))
 
 
-def _with_machine(entry: EntrySide, text: str) -> DiffReport:
+def _label(side: Side, entry: Comparable) -> str:
+    """What people are told of an entry of a side."""
+    if side.system != "cgtool":
+        return side.text
+    return entry.label if entry.hash.startswith(side.text.lower()) else f"{entry.label} of {side.text}"
+
+
+def _chosen(side: Side) -> Comparable:
+    """The entry that a side is; that of a cache where it has but one."""
+    if side.hash is not None:
+        return side.entries[side.hash]
+    if len(side.entries) == 1:
+        return next(iter(side.entries.values()))
+    raise _not_one(side, len(side.entries))
+
+
+def _like(side: Side, entry: Comparable) -> Comparable:
+    """The entry that a side is; of a cache the one of the same hash, else the only one of the same model."""
+    hash_ = entry.hash if side.hash is None else side.hash
+    if hash_ in side.entries:
+        return side.entries[hash_]
+    fitting = [other for other in side.entries.values() if other.likeness == entry.likeness]
+    if entry.likeness is not None and len(fitting) == 1:
+        return fitting[0]
+    raise _not_one(side, len(fitting))
+
+
+def _not_one(side: Side, count: int) -> UsageError:
+    several = f"{side.root} holds {count or 'no'} {'entry' if count == 1 else 'entries'} to compare with."
+    message = f"{several} Name one as {side.root}:HASH; `cgtool inspect cache` lists them."
+    return UsageError(message, path=side.root)
+
+
+def compare_caches(old: Side, new: Side) -> list[Difference]:
+    """Return what differs between two caches of one system.
+
+    Entries of one hash come first; then each pair of entries of which either side has only one of their model, down to
+    the factor; then what only one side has. An entry that cannot be read is a difference of its own.
+
+    Raises:
+        CacheError: A cache's folder cannot be listed.
+    """
+    found: list[Difference] = []
+    for hash_, one in old.entries.items():
+        if hash_ in new.entries:
+            found += _compared(one, new.entries[hash_], f"entry {one.label}")
+    left = {hash_: entry for hash_, entry in old.entries.items() if hash_ not in new.entries}
+    right = {hash_: entry for hash_, entry in new.entries.items() if hash_ not in old.entries}
+    olds, news = _only_ones(left.values()), _only_ones(right.values())
+    alone: list[Difference] = []
+    for likeness, one in olds.items():
+        if likeness in news:
+            other = news[likeness]
+            named = one.label if one.label == other.label else f"{one.label} → {other.label}"
+            found += _compared(one, other, f"{one.model}, entry {named}" if one.model else f"entry {named}")
+            if old.root.is_dir() and new.root.is_dir():  # the names of files are nothing of what they hold
+                said = f"{_words(one)} is only in the first, and {other.label} only in the second"
+                alone.append(_entry(one.hash, other.hash, said))
+            del left[one.hash], right[other.hash]
+    alone += [_entry(hash_, None, f"{_words(entry)} {only_in(gone=True)}") for hash_, entry in left.items()]
+    alone += [_entry(None, hash_, f"{_words(entry)} {only_in(gone=False)}") for hash_, entry in right.items()]
+    return [*found, *alone]
+
+
+def _only_ones(entries: Iterable[Comparable]) -> dict[Hashable, Comparable]:
+    """Entries by what they have in common with others, without those of which there are several."""
+    groups: dict[Hashable, list[Comparable]] = {}
+    for entry in entries:
+        if entry.likeness is not None:
+            groups.setdefault(entry.likeness, []).append(entry)
+    return {likeness: group[0] for likeness, group in groups.items() if len(group) == 1}
+
+
+def _compared(old: Comparable, new: Comparable, label: str) -> list[Difference]:
+    try:
+        return located(old.differences(new), label)
+    except CacheError as error:
+        return [_entry(old.hash, new.hash, f"{label} cannot be compared: {error}")]
+
+
+def _words(entry: Comparable) -> str:
+    return f"entry {entry.label} ({entry.model})" if entry.model else f"entry {entry.label}"
+
+
+def _entry(old: str | None, new: str | None, sentence: str) -> Difference:
+    return Difference(what="entry", path=str(old or new), old=old, new=new, sentence=sentence)
+
+
+def _with_machine(side: Side) -> DiffReport:
     from cgtool.store.machine import this_machine  # costs more to load than two entries to compare
 
+    entry = cast("EntrySide", _chosen(side))
     found = machine_differences(entry.key, this_machine())
-    return DiffReport(old=_label(entry, text), new="this machine", differences=tuple(found))
+    return DiffReport(old=_label(side, entry), new="this machine", differences=tuple(found))
 
 
-def _between(old: Side, new: Side, old_text: str, new_text: str) -> DiffReport:
-    if old.hash is None and new.hash is None:
-        found = compare_caches(old.layout, new.layout)
-        return DiffReport(old=old_text, new=new_text, differences=tuple(found))
-    first = _chosen(old) if new.hash is None else _like(old, _chosen(new))
-    second = _like(new, first)
-    found = compare_entries(first, second)
-    return DiffReport(old=_label(first, old_text), new=_label(second, new_text), differences=tuple(found))
+def machine_differences(key: Key, machine: Machine) -> list[Difference]:
+    """Return in which factors a machine differs from the one on which an entry was compiled.
 
+    What the machine cannot say without torch is no difference, nor is a C++ compiler that it lacks.
 
-def _chosen(side: Side) -> EntrySide:
-    """Return the entry that a side is; that of a cache where it has but one.
-
-    Raises:
-        UsageError: It has none, or several.
+    Args:
+        key: The entry's.
+        machine: This one.
     """
-    if side.hash is not None:
-        return EntrySide(side.layout, side.hash)
-    hashes = side.layout.hashes()
-    if len(hashes) == 1:
-        return EntrySide(side.layout, hashes[0])
-    raise UsageError(_which(side.layout, len(hashes)), path=side.layout.root)
+    stored = {factor.name: factor.value for factor in key.factors}
+    now = {
+        name: _known(stored[name], value) if name == "target" else value
+        for name, value in machine.factors.items()
+        if name in stored and not (value is None and name in _UNKNOWN)
+    }
+    sides = [[Factor(name=name, value=values[name]) for name in now] for values in (stored, now)]
+    return factor_differences(Key.of(sides[0]), Key.of(sides[1]))
 
 
-def _like(side: Side, entry: EntrySide) -> EntrySide:
-    """Return the entry that a side is; of a cache the one of the same hash, else the only one of the same model.
-
-    Raises:
-        UsageError: It has none, or several.
-    """
-    if side.hash is not None:
-        return EntrySide(side.layout, side.hash)
-    hashes = side.layout.hashes()
-    if entry.hash in hashes:
-        return EntrySide(side.layout, entry.hash)
-    model = same_model(entry)
-    fitting = [other for hash_ in hashes if same_model(other := EntrySide(side.layout, hash_)) == model]
-    if model is not None and len(fitting) == 1:
-        return fitting[0]
-    raise UsageError(_which(side.layout, len(fitting)), path=side.layout.root)
-
-
-def _which(layout: CacheLayout, count: int) -> str:
-    several = f"{layout.root} holds {count or 'no'} {'entry' if count == 1 else 'entries'} to compare with."
-    return f"{several} Name one as {layout.root}:HASH; `cgtool inspect cache` lists them."
-
-
-def _label(entry: EntrySide, text: str) -> str:
-    label = short(entry.hash)
-    return label if entry.hash.startswith(text.lower()) else f"{label} of {text}"
+def _known(stored: Json, value: Json) -> Json:
+    """A machine's value with what it does not know taken as it is stored."""
+    if value is None:
+        return stored
+    if isinstance(value, dict) and isinstance(stored, dict):
+        known = {name: now for name, now in value.items() if name in stored or now is not None}
+        return {name: _known(stored.get(name), now) for name, now in known.items()}
+    return value

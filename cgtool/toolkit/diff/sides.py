@@ -5,22 +5,56 @@ Grammar::
     side = folder of a cache | .../torch_compile_cache/<hash> | file of a bundle
          | folder of a cache ":" beginning of a hash | beginning of a hash, of the cache that is named beside it
 
-What exists as a path is taken for one; a beginning must be that of one entry alone.
+What exists as a path is taken for one; a beginning must be that of one entry alone. A cache may be another system's, a
+folder or a file; its entries have names for hashes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from cgtool.errors import CacheError, UsageError
-from cgtool.records import dataclass
-from cgtool.store.layout import CACHE_FOLDER, SHORT_DIGITS, CacheLayout, is_hash, resolve_root
+from cgtool.plan.shapes import shape_text
+from cgtool.store.key import Key
+from cgtool.store.layout import CACHE_FOLDER, CacheLayout, is_hash, resolve_root
+from cgtool.toolkit.diff.entries import EntrySide, factor_differences
+from cgtool.toolkit.diff.records import Difference, only_in, together
+from cgtool.toolkit.foreign.contents import digests_of
+from cgtool.toolkit.foreign.detect import read_foreign
+from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignEntry, one_entry
+from cgtool.toolkit.foreign.tree import shown
+from cgtool.toolkit.selection import beginning as beginning_of
 
 _BEGINNING = re.compile(r"[0-9a-fA-F]{1,64}")
 _MOST_LISTED = 8
+
+
+class Comparable(Protocol):
+    """An entry of any system."""
+
+    @property
+    def hash(self) -> str:
+        """What its system calls it."""
+
+    @property
+    def label(self) -> str:
+        """What people are told of it."""
+
+    @property
+    def model(self) -> str:
+        """What its model is called; "" where its system does not say."""
+
+    @property
+    def likeness(self) -> Hashable:
+        """What it has in common with entries that it may be compared with; None where that is unknown."""
+
+    def differences(self, new: Any) -> list[Difference]:
+        """Return what differs between it and another entry of its system."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +62,74 @@ class Side:
     """One side of a comparison.
 
     Args:
-        layout: The cache that it is, or lies in.
-        hash: The entry; None for a cache as a whole.
+        text: What the user wrote.
+        root: The cache that it is, or lies in.
+        system: Which system wrote that.
+        entries: What the cache holds, by hash.
+        hash: The entry that it is; None for a cache as a whole.
     """
 
-    layout: CacheLayout
+    text: str
+    root: Path
+    system: str
+    entries: Mapping[str, Comparable]
     hash: str | None
+
+
+class ForeignSide:
+    """One entry of another system's cache, of which nothing is unpickled."""
+
+    model = ""
+
+    def __init__(self, entry: ForeignEntry) -> None:
+        self.entry = entry
+        self.hash = entry.name
+        self.label = shown(entry.name)
+        self.likeness = (entry.kind, str(entry.kernel.get("name")), *entry.prefixes)
+
+    def differences(self, new: ForeignSide) -> list[Difference]:
+        """Return what differs between it and another entry of its system: factors first, then artifacts."""
+        factors = factor_differences(Key.of(self.entry.key_factors), Key.of(new.entry.key_factors))
+        return [*factors, *together(self._artifacts(new.entry))]
+
+    def _artifacts(self, new: ForeignEntry) -> Iterator[Difference]:
+        """Yield the artifacts that differ: one is where path, shape and piece are, and its bytes say the rest."""
+        old_digests, new_digests = digests_of(self.entry), digests_of(new)
+        digests = old_digests.get(""), new_digests.get("")  # of the whole file, where it cannot be read
+        if digests[0] != digests[1]:
+            said = f"cannot be read in the {'second' if digests[0] is None else 'first'}"
+            said = said if None in digests else "cannot be read in either, and has other bytes"
+            sentence = f"entry {self.label} {said}"
+            yield Difference(what="entry", path=self.hash, old=digests[0], new=digests[1], sentence=sentence)
+        sides = [{_place(entry, one): one for one in entry.artifacts} for entry in (self.entry, new)]
+        for place in {**sides[0], **sides[1]}:
+            one, other = (side.get(place) for side in sides)
+            first, second = one and old_digests.get(one.path), other and new_digests.get(other.path)
+            artifact = one or other
+            if artifact is None or (one and other and first == second and (first or not artifact.size_bytes)):
+                continue  # what neither side could read is the same only if both miss it
+            if one is None or other is None:
+                said = only_in(gone=other is None)
+            elif first is None or second is None:
+                said = f"is missing or cannot be read in the {'first' if first is None else 'second'}"
+            elif one.size_bytes != other.size_bytes:
+                said = f"had {one.size_bytes} bytes and has {other.size_bytes} now"
+            else:
+                said = f"has other bytes, {one.size_bytes} as before"
+            sentence = f"{_artifact_words(artifact)} {said}"
+            yield Difference(what="artifact", path=artifact.path, old=first, new=second, sentence=sentence)
+
+
+def _place(entry: ForeignEntry, artifact: ForeignArtifact) -> Hashable:
+    if entry.kind == "artifact":  # the file itself, whatever it is called
+        return ""
+    return artifact.path, artifact.piece_index, None if artifact.shape is None else shape_text(artifact.shape)
+
+
+def _artifact_words(artifact: ForeignArtifact) -> str:
+    facts = [f"piece {artifact.piece_index}"] if artifact.piece_index is not None else []
+    facts += [f"for {shape_text(artifact.shape)}"] if artifact.shape is not None else []
+    return f"{artifact.what} {shown(artifact.path)}" + (f" ({' '.join(facts)})" if facts else "")
 
 
 @contextlib.contextmanager
@@ -50,20 +146,30 @@ def open_side(text: str, cache_dir: Path | None = None) -> Iterator[Side]:
         RefusedError: The bundle is not whole.
     """
     path = _path(text)
-    if text and _exists(path):
-        if path.is_dir():
-            yield _folder(path.absolute())
+    there = bool(text) and _exists(path)
+    root_text, colon, beginning = text.rpartition(":")
+    above = _path(root_text) if root_text else cache_dir
+    has_root = bool(colon and root_text) and above is not None and _exists(above)
+    if there or has_root or not (colon and root_text):
+        cache = read_foreign(path if there else above)
+        if cache is not None:
+            entries = {entry.name: ForeignSide(entry) for entry in cache.entries}
+            hash_ = None if there else one_entry(cache, beginning).name
+            yield Side(text=text, root=cache.root, system=cache.system, entries=entries, hash=hash_)
             return
+    if there and not path.is_dir():
         from cgtool.toolkit.bundle.unpack import unpacked  # zstandard and more, for bundles alone
 
         with unpacked(path) as root:
-            yield _bundle(CacheLayout(root=root))
-            return
-    root_text, colon, beginning = text.rpartition(":")
-    if colon and root_text and _BEGINNING.fullmatch(beginning) and _exists(_path(root_text)):
-        yield _entry(CacheLayout(root=resolve_root(_path(root_text))), beginning)
+            layout = CacheLayout(root=root)
+            hashes = layout.hashes()
+            yield _own(text, layout, hashes[0] if len(hashes) == 1 else None)
+    elif there:
+        yield _folder(text, path.absolute())
+    elif has_root and _BEGINNING.fullmatch(beginning):
+        yield _entry(text, CacheLayout(root=resolve_root(above)), beginning)
     elif _BEGINNING.fullmatch(text):
-        yield _entry(CacheLayout(root=resolve_root(cache_dir)), text)
+        yield _entry(text, CacheLayout(root=resolve_root(cache_dir)), text)
     else:
         raise UsageError(
             f"There is no {text!r:.200}. Name a cache's folder, an entry by its hash or as ROOT:HASH, or a bundle.",
@@ -85,38 +191,31 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _folder(path: Path) -> Side:
+def _own(text: str, layout: CacheLayout, hash_: str | None) -> Side:
+    entries = {other: EntrySide(layout, other) for other in layout.hashes()}
+    return Side(text=text, root=layout.root, system="cgtool", entries=entries, hash=hash_)
+
+
+def _folder(text: str, path: Path) -> Side:
     if is_hash(path.name) and path.parent.name == CACHE_FOLDER:
-        return Side(layout=CacheLayout(root=path.parent.parent), hash=path.name)
+        return _own(text, CacheLayout(root=path.parent.parent), path.name)
     layout = CacheLayout(root=resolve_root(path))
     if not layout.base.is_dir():
         message = f"{path} holds no cache of cgtool. Name a folder that holds {CACHE_FOLDER}, or an entry in it."
         raise CacheError(message, path=path)
-    return Side(layout=layout, hash=None)
+    return _own(text, layout, None)
 
 
-def _bundle(layout: CacheLayout) -> Side:
-    hashes = layout.hashes()
-    return Side(layout=layout, hash=hashes[0] if len(hashes) == 1 else None)
-
-
-def _entry(layout: CacheLayout, beginning: str) -> Side:
+def _entry(text: str, layout: CacheLayout, beginning: str) -> Side:
     hashes = layout.hashes()
     fitting = [hash_ for hash_ in hashes if hash_.startswith(beginning.lower())]
     if len(fitting) == 1:
-        return Side(layout=layout, hash=fitting[0])
+        return _own(text, layout, fitting[0])
     if not hashes:
         raise CacheError(
             f"The cache at {layout.root} holds no entry. Fill it with: cgtool warm MODEL", path=layout.root
         )
-    listed = "".join(f"\n  {hash_[: _digits(hash_, hashes)]}" for hash_ in (fitting or hashes)[:_MOST_LISTED])
+    listed = "".join(f"\n  {beginning_of(hash_, hashes)}" for hash_ in (fitting or hashes)[:_MOST_LISTED])
     what = "Several entries fit" if fitting else "No entry fits"
     message = f"{what} {beginning} in {layout.root}. Name one of these:{listed}"
     raise UsageError(message, path=layout.root, actual=beginning)
-
-
-def _digits(hash_: str, among: list[str]) -> int:
-    digits = SHORT_DIGITS
-    while any(other != hash_ and other.startswith(hash_[:digits]) for other in among):
-        digits += 1
-    return digits

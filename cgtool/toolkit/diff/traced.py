@@ -10,19 +10,19 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from cgtool.records import dataclass
-from cgtool.toolkit.diff.lines import line_diff, matched
+from msgspec.structs import replace
 
-_COMMENT = re.compile(
-    r"^ *# (?P<file>[^:\n]+):(?P<line>\d{1,9}), in (?P<function>[^:\n]+): (?P<code>.*)$", re.MULTILINE
-)
+from cgtool.store.layout import short
+from cgtool.toolkit.diff.records import Difference, line_diff, matched
+
+_COMMENT = re.compile(r"^ *# ([^:\n]+):(\d{1,9}), in ([^:\n]+): (.*)$", re.MULTILINE)
 #: How alike two lines are, from 0 to 1, of which one is taken to have become the other.
 _ALIKE = 0.6
 
 
-@dataclass(frozen=True, kw_only=True)
-class TracedLine:
+class TracedLine(NamedTuple):
     """A line that a trace went through.
 
     Args:
@@ -38,8 +38,7 @@ class TracedLine:
     code: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class LineChanges:
+class LineChanges(NamedTuple):
     """What became of the traced lines of one file.
 
     Args:
@@ -48,49 +47,44 @@ class LineChanges:
         known: Whether there were lines to compare: an entry that was shipped without its debug files has none.
     """
 
-    sentence: str
-    detail: tuple[str, ...]
+    sentence: str = ""
+    detail: tuple[str, ...] = ()
     known: bool = True
 
 
-#: Of entries whose lines are not there.
-NOTHING_KNOWN = LineChanges(sentence="", detail=(), known=False)
+_NOTHING_KNOWN = LineChanges(known=False)
+
+
+def with_lines(difference: Difference, changes: LineChanges) -> Difference:
+    """Return the difference of a source file with the lines that changed, where they are known."""
+    old, new = (short(str(side)) for side in (difference.old, difference.new))
+    said = f" (its digest was {old} and is {new} now)"
+    if changes.sentence:
+        said = f": {changes.sentence}"
+    elif changes.known:
+        said += ", in no line that a trace shows: a comment, or code that leaves no operation behind"
+    return replace(difference, sentence=f"{difference.path} has changed{said}", detail=changes.detail)
 
 
 def traced_lines(graph: str) -> tuple[TracedLine, ...]:
-    """Return the lines that a computation graph quotes, each once, in the order in which they were traced first.
-
-    Args:
-        graph: The text of `computation_graph.py`.
-    """
+    """Return the lines that the text of a graph quotes, each once, in the order in which they were traced first."""
     # Every layer quotes the same lines: records are made of what is left of thousands.
     found = dict.fromkeys(_COMMENT.findall(graph))
-    return tuple(
-        TracedLine(file=file, line=int(line), function=function, code=code) for file, line, function, code in found
-    )
-
-
-def file_name(module: str, lines: Iterable[TracedLine]) -> str:
-    """Return the name of a module's file: that of a package is `__init__.py`, if no line was traced in another."""
-    own = f"{module.rpartition('.')[2]}.py"
-    files = {line.file for line in lines}
-    return own if own in files or "__init__.py" not in files else "__init__.py"
+    return tuple(TracedLine(file, int(line), function, code) for file, line, function, code in found)
 
 
 def between_graphs(module: str, old: Sequence[TracedLine], new: Sequence[TracedLine]) -> LineChanges:
     """Return what changed among the traced lines of a module's file between two entries."""
     if not old or not new:
-        return NOTHING_KNOWN
-    name = file_name(module, (*old, *new))
+        return _NOTHING_KNOWN
+    name = _file_name(module, (*old, *new))
     before, after = _in_file(name, old), _in_file(name, new)
-    texts = (
-        [f"in {line.function}: {line.code}" for line in before],
-        [f"in {line.function}: {line.code}" for line in after],
-    )
+    texts = [[f"in {line.function}: {line.code}" for line in side] for side in (before, after)]
     pairs = matched(*texts)
-    gone = _without(before, {left for left, _ in pairs})
-    come = _without(after, {right for _, right in pairs})
-    return LineChanges(sentence=_first_change(gone, come), detail=line_diff(*texts))
+    kept = {left for left, _ in pairs}, {right for _, right in pairs}
+    gone = [line for position, line in enumerate(before) if position not in kept[0]]
+    come = [line for position, line in enumerate(after) if position not in kept[1]]
+    return LineChanges(_first_change(gone, come), line_diff(*texts))
 
 
 def in_file_now(module: str, traced: Sequence[TracedLine], text: str) -> LineChanges:
@@ -102,37 +96,37 @@ def in_file_now(module: str, traced: Sequence[TracedLine], text: str) -> LineCha
         text: The file as it is now.
     """
     if not traced:
-        return NOTHING_KNOWN
-    then = _in_file(file_name(module, traced), traced)
+        return _NOTHING_KNOWN
+    then = _in_file(_file_name(module, traced), traced)
     now = [line.strip() for line in text.splitlines()]
     gone = [line for line in then if line.code not in now]
-    known = {line.code for line in then}
-    new = [
-        TracedLine(file=line.file, line=number, function=line.function, code=code)
-        for line in gone[:1]
-        for number, code in enumerate(now, start=1)
-        if code and code not in known
-    ]
-    alike = difflib.get_close_matches(gone[0].code, [line.code for line in new], n=1, cutoff=_ALIKE) if gone else []
-    come = [line for line in new if line.code in alike][:1]
     detail = [f"- {line.file}:{line.line}, in {line.function}: {line.code}" for line in gone]
-    detail += [f"+ {line.file}:{line.line}: {line.code}" for line in come]
-    return LineChanges(sentence=_first_change(gone, come), detail=tuple(detail))
+    come: list[TracedLine] = []
+    if gone:
+        known = {line.code for line in then}
+        new = [code for code in now if code and code not in known]
+        for code in difflib.get_close_matches(gone[0].code, new, n=1, cutoff=_ALIKE):
+            come = [gone[0]._replace(line=now.index(code) + 1, code=code)]
+            detail.append(f"+ {come[0].file}:{come[0].line}: {code}")
+    return LineChanges(_first_change(gone, come), tuple(detail))
+
+
+def _file_name(module: str, lines: Iterable[TracedLine]) -> str:
+    """The name of a module's file: that of a package is `__init__.py`, if no line was traced in another."""
+    own = f"{module.rpartition('.')[2]}.py"
+    files = {line.file for line in lines}
+    return own if own in files or "__init__.py" not in files else "__init__.py"
 
 
 def _in_file(name: str, lines: Iterable[TracedLine]) -> list[TracedLine]:
     return sorted((line for line in lines if line.file == name), key=lambda line: line.line)
 
 
-def _without(lines: Sequence[TracedLine], kept: set[int]) -> list[TracedLine]:
-    return [line for position, line in enumerate(lines) if position not in kept]
-
-
 def _first_change(gone: Sequence[TracedLine], come: Sequence[TracedLine]) -> str:
-    more = max(len(gone), len(come)) - 1
-    others = f", and {more} more {'line' if more == 1 else 'lines'}" if more > 0 else ""
     if not gone and not come:
         return ""
+    more = max(len(gone), len(come)) - 1
+    others = f", and {more} more line{'s' * (more > 1)}" if more > 0 else ""
     first = min((*gone, *come), key=lambda line: line.line)
     where = f"{first.file}, line {first.line}, in {first.function}"
     if gone and come:

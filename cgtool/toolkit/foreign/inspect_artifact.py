@@ -27,8 +27,7 @@ from cgtool.store.layout import GRAPH_FILE
 from cgtool.toolkit.contents import Contents
 from cgtool.toolkit.foreign.contents import foreign_contents
 from cgtool.toolkit.foreign.detect import read_foreign
-from cgtool.toolkit.foreign.inspect_entry import one_entry
-from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignCache, ForeignEntry, foreign_json
+from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignCache, ForeignEntry, foreign_json, one_entry
 from cgtool.toolkit.foreign.tree import Tree, shown
 from cgtool.toolkit.inspect.artifact import ArtifactOptions
 from cgtool.toolkit.inspect.graph import GraphOptions

@@ -17,15 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cgtool.errors import UsageError
 from cgtool.plan.shapes import Shape, shape_order, shape_text
 from cgtool.store.key import Factor
 from cgtool.toolkit.foreign.detect import read_foreign
-from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignCache, ForeignEntry, foreign_json
-from cgtool.toolkit.foreign.tree import shown
+from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignCache, ForeignEntry, foreign_json, one_entry
 
 SCHEMA = 1
-_MOST_LISTED = 20
 
 #: What a cache of a system does not say, of entries and of keys.
 _OF_VLLM = "no guards, no compile times and no uses, and of a binary artifact neither a digest nor its target"
@@ -161,32 +158,6 @@ def inspect_foreign_key(entry: str | None, *, cache_dir: Path | None) -> Foreign
         return None
     found = one_entry(cache, entry)
     return ForeignKeyReport(cache=cache, hash=found.name, factors=found.key_factors)
-
-
-def one_entry(cache: ForeignCache, beginning: str | None) -> ForeignEntry:
-    """Return the one entry of a cache that fits.
-
-    Args:
-        cache: The cache.
-        beginning: Of its name, or of the last part of that; None where the cache has one.
-
-    Raises:
-        UsageError: None fits, or several do; the message lists them.
-    """
-    wanted = (beginning or "").lower()
-    fitting = [
-        entry
-        for entry in cache.entries
-        if any(name.lower().startswith(wanted) for name in (entry.name, entry.name.rpartition("/")[2]))
-    ]
-    exact = [entry for entry in fitting if entry.name == beginning]
-    if len(exact or fitting) == 1:
-        return (exact or fitting)[0]
-    names = [f"  {shown(entry.name)}" for entry in fitting or cache.entries]
-    more = [f"  and {len(names) - _MOST_LISTED} more, which cgtool inspect cache shows"] * (len(names) > _MOST_LISTED)
-    what = "Several entries fit" if fitting else "No entry fits"
-    message = "\n".join([f"{what}. Name one of these:", *names[:_MOST_LISTED], *more])
-    raise UsageError(message, path=cache.root, actual=beginning)
 
 
 def _holes(artifacts: tuple[ForeignArtifact, ...]) -> tuple[ForeignHole, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from cgtool.errors import CacheError
+from cgtool.errors import CacheError, UsageError
 from cgtool.plan.pieces import Json
 from cgtool.plan.shapes import Shape
 from cgtool.store.key import Factor
@@ -23,6 +23,7 @@ from cgtool.toolkit.foreign.tree import File, Tree, shown
 SCHEMA = 1
 
 _HEAD_BYTES = 64
+_MOST_LISTED = 20
 #: File systems round times, and a file is often looked at as it is written.
 _SECS_AFTER_WRITING = 2.0
 #: Text that a compiler or a person reads, and code that only a driver loads: a cache has thousands of them, and none is
@@ -167,6 +168,32 @@ def foreign_json(record: msgspec.Struct) -> dict[str, Any]:
     """Return a record's JSON form: its fields, paths as text."""
     found: dict[str, Any] = msgspec.to_builtins(record, enc_hook=str)
     return found
+
+
+def one_entry(cache: ForeignCache, beginning: str | None) -> ForeignEntry:
+    """Return the one entry of a cache that fits.
+
+    Args:
+        cache: The cache.
+        beginning: Of its name, or of the last part of that; None where the cache has one.
+
+    Raises:
+        UsageError: None fits, or several do; the message lists them.
+    """
+    wanted = (beginning or "").lower()
+    fitting = [
+        entry
+        for entry in cache.entries
+        if any(name.lower().startswith(wanted) for name in (entry.name, entry.name.rpartition("/")[2]))
+    ]
+    exact = [entry for entry in fitting if entry.name == beginning]
+    if len(exact or fitting) == 1:
+        return (exact or fitting)[0]
+    names = [f"  {shown(entry.name)}" for entry in fitting or cache.entries]
+    more = [f"  and {len(names) - _MOST_LISTED} more, which cgtool inspect cache shows"] * (len(names) > _MOST_LISTED)
+    what = "Several entries fit" if fitting else "No entry fits"
+    message = "\n".join([f"{what}. Name one of these:", *names[:_MOST_LISTED], *more])
+    raise UsageError(message, path=cache.root, actual=beginning)
 
 
 def size_of(files: Iterable[File]) -> int:

@@ -3,43 +3,44 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 from compare_samples import lay
 
 from cgtool.errors import CacheError, RefusedError, UsageError
 from cgtool.store.key import Factor, Key
-from cgtool.store.layout import KEY_FILE, CacheLayout
+from cgtool.store.layout import KEY_FILE
 from cgtool.store.machine import Machine
 from cgtool.toolkit.bundle.choose import Choice
 from cgtool.toolkit.bundle.export import ExportOptions, export
-from cgtool.toolkit.diff.caches import compare_caches
-from cgtool.toolkit.diff.here import machine_differences
+from cgtool.toolkit.diff.records import Difference
+from cgtool.toolkit.diff.run import DiffOptions, diff, machine_differences
 from cgtool.toolkit.diff.sides import Side, open_side
 
 
-def caches(tmp_path):
-    return CacheLayout(root=tmp_path / "old"), CacheLayout(root=tmp_path / "new")
+def compare(tmp_path: Path) -> list[Difference]:
+    return list(diff(DiffOptions(old=str(tmp_path / "old"), new=str(tmp_path / "new"))).differences)
 
 
 def test_a_copy_of_a_cache_is_equal(tmp_path):
     lay(tmp_path / "old")
     lay(tmp_path / "old", model="Other", factors={"model": {"class": "toy:Other"}})
     shutil.copytree(tmp_path / "old", tmp_path / "new")
-    assert compare_caches(*caches(tmp_path)) == []
+    assert compare(tmp_path) == []
 
 
 def test_an_entry_of_one_hash_and_other_content_is_compared(tmp_path):
     hash_ = lay(tmp_path / "old").hash
     assert lay(tmp_path / "new", data=b"other").hash == hash_
-    (found,) = compare_caches(*caches(tmp_path))
+    (found,) = compare(tmp_path)
     assert found.what == "artifact"
     assert found.path == f"entry {hash_[:10]}: default/general/pieces 0, 2"
 
 
 def test_the_only_entries_of_a_model_are_compared_down_to_the_factor(tmp_path):
     old, new = lay(tmp_path / "old").hash, lay(tmp_path / "new", factors={"triton": "3.4.0"}).hash
-    factor, entry = compare_caches(*caches(tmp_path))
+    factor, entry = compare(tmp_path)
     assert factor.sentence == f'Toy, entry {old[:10]} → {new[:10]}: triton was null and is "3.4.0" now'
     assert (entry.what, entry.old, entry.new) == ("entry", old, new)
     assert entry.sentence == f"entry {old[:10]} (Toy) is only in the first, and {new[:10]} only in the second"
@@ -48,7 +49,7 @@ def test_the_only_entries_of_a_model_are_compared_down_to_the_factor(tmp_path):
 def test_of_several_entries_of_a_model_no_pair_is_guessed(tmp_path):
     lay(tmp_path / "old")
     hashes = [lay(tmp_path / "new", factors={"triton": version}).hash for version in ("3.4.0", "3.5.0")]
-    found = compare_caches(*caches(tmp_path))
+    found = compare(tmp_path)
     assert [difference.what for difference in found] == ["entry"] * 3
     assert {difference.new for difference in found} == {None, *hashes}
 
@@ -57,7 +58,7 @@ def test_an_entry_that_cannot_be_read_is_a_difference_and_hides_no_other(tmp_pat
     broken, other = lay(tmp_path / "old"), lay(tmp_path / "old", model="Other", factors={"triton": "1"})
     lay(tmp_path / "new", data=b"other")
     (tmp_path / "new" / "torch_compile_cache" / broken.hash / "rank_0" / "backbone" / "manifest.json").write_text("{")
-    found = compare_caches(*caches(tmp_path))
+    found = compare(tmp_path)
     assert [difference.path for difference in found] == [broken.hash, other.hash]
     assert "cannot be compared: " in found[0].sentence
 
@@ -66,7 +67,7 @@ def test_an_entry_without_a_key_is_told_apart(tmp_path):
     hash_ = lay(tmp_path / "old").hash
     (tmp_path / "old" / "torch_compile_cache" / hash_ / KEY_FILE).unlink()
     lay(tmp_path / "new", factors={"triton": "1"})
-    assert [difference.what for difference in compare_caches(*caches(tmp_path))] == ["entry", "entry"]
+    assert [difference.what for difference in compare(tmp_path)] == ["entry", "entry"]
 
 
 def side(text, cache_dir=None):
@@ -74,13 +75,18 @@ def side(text, cache_dir=None):
         return found
 
 
+def named(found: Side) -> tuple[Path, str | None]:
+    return found.root, found.hash
+
+
 def test_sides_are_named_by_folder_by_entry_and_by_the_beginning_of_a_hash(tmp_path):
     entry = lay(tmp_path)
     folder = tmp_path / "torch_compile_cache"
-    assert side(tmp_path) == side(folder) == Side(layout=entry.layout, hash=None)
-    exact = Side(layout=entry.layout, hash=entry.hash)
-    assert side(folder / entry.hash) == exact
-    assert side(f"{tmp_path}:{entry.hash[:4]}") == side(entry.hash[:30].upper(), tmp_path) == exact
+    for whole in (tmp_path, folder):
+        assert named(side(whole)) == (tmp_path, None)
+    for one in (folder / entry.hash, f"{tmp_path}:{entry.hash[:4]}"):
+        assert named(side(one)) == (tmp_path, entry.hash)
+    assert named(side(entry.hash[:30].upper(), tmp_path)) == (tmp_path, entry.hash)
 
 
 @pytest.mark.parametrize("folder", [False, True])
@@ -92,10 +98,10 @@ def test_a_bundle_is_its_entry_or_a_cache_of_its_entries_and_is_gone_afterwards(
         export(ExportOptions(dest=tmp_path / name, choice=choice, cache_dir=tmp_path / "cache", folder=folder))
     with open_side(str(tmp_path / "one")) as one, open_side(str(tmp_path / "both")) as both:
         assert one.hash == (None if folder else hashes[0])
-        assert (both.hash, both.layout.hashes()) == (None, sorted(hashes))
-        assert compare_caches(both.layout, entries[0].layout) == []
-        root = one.layout.root
+        assert (both.hash, list(both.entries)) == (None, sorted(hashes))
+        root = one.root
     assert root.exists() == folder
+    assert diff(DiffOptions(old=str(tmp_path / "both"), new=str(tmp_path / "cache"))).equal
 
 
 def test_a_file_that_is_no_bundle_is_refused(tmp_path):

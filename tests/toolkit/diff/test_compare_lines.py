@@ -7,7 +7,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgtool.toolkit.diff.lines import common_ends, line_diff, matched
+from cgtool.toolkit.diff.records import line_diff, matched
 
 
 def test_a_change_is_shown_with_two_lines_around_it():
@@ -33,11 +33,6 @@ def test_a_long_diff_ends_with_what_is_left_out():
     diff = line_diff([], [str(i) for i in range(100)])
     assert len(diff) == 61
     assert diff[-1] == "... 40 more lines"
-
-
-def test_common_ends_do_not_overlap():
-    assert common_ends(["a", "a"], ["a", "a", "a"]) == (2, 0)
-    assert common_ends(["a", "b", "c"], ["a", "x", "c"]) == (1, 1)
 
 
 @given(st.lists(st.sampled_from("ab"), max_size=12), st.lists(st.sampled_from("ab"), max_size=12))
