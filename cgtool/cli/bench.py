@@ -13,9 +13,16 @@ import click
 
 from cgtool.cli import failures
 from cgtool.cli.options import CONFIG_FIELDS, compiler_options, coverage_options, model_options, talk_options
+from cgtool.cli.text import secs_text
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cgtool.cli.output import Output
+    from cgtool.toolkit.bench.report import BenchReport
+
+#: Columns of a terminal from which the tables hold more; a pipe is always wide.
+_MEDIUM_COLUMNS, _FULL_COLUMNS = 110, 165
 
 EXAMPLES = """\b
 Examples:
@@ -120,7 +127,6 @@ def bench(*, output: Output, **options: Any) -> int:
     eager's. A way that fails is shown with its error, and the others go on.
     """
     # Rich and the command itself: what `--help` does without.
-    from cgtool.cli.bench_tables import show_bench
     from cgtool.cli.progress import reporting
     from cgtool.cli.settings import load_settings
     from cgtool.toolkit.bench.runner import bench as run
@@ -159,5 +165,30 @@ def bench(*, output: Output, **options: Any) -> int:
     if output.as_json:
         output.json(report.to_json())
     else:
-        show_bench(output, report)
+        _show(output, report)
     return failures.DONE
+
+
+def _show(output: Output, report: BenchReport) -> None:
+    from cgtool.cli.columns import show_rows
+    from cgtool.toolkit.bench import words
+
+    for note in report.notes:
+        output.note(f"Note: {note}", style="yellow")
+    output.line(f"Ways to start {report.model}: medians (quartiles), ratios [95 % bound]", style="bold")
+    width = output.stdout.width
+    detail = words.FULL if width >= _FULL_COLUMNS else words.MEDIUM if width >= _MEDIUM_COLUMNS else words.SHORT
+    rows = [words.start_cells(report, way, detail=detail) for way in report.ways]
+    show_rows(output, _headings(words.start_columns(report, detail=detail)), rows)
+    rows = [words.step_cells(report, way, detail=detail) for way in report.ways if way.steps]
+    if rows:
+        output.line()
+        output.line(words.step_caption(report), style="bold")
+        show_rows(output, _headings(words.step_columns(report)), rows)
+    for line in words.failure_lines(report):
+        output.line(line, style="red")
+    output.line(f"{words.machine_line(report)}; took {secs_text(report.secs)}", style="dim")
+
+
+def _headings(columns: Sequence[str]) -> list[str]:
+    return [columns[0], *(f">{column}" for column in columns[1:])]

@@ -5,13 +5,12 @@ Must not import torch; the command itself loads as it runs.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from cgtool.cli import failures, logs
-from cgtool.cli.options import cache_dir_option, model_options, talk_options
+from cgtool.cli.options import cache_dir_option, model_asked, model_options, place_options, talk_options
 
 if TYPE_CHECKING:
     from cgtool.cli.output import Output
@@ -26,7 +25,7 @@ Examples:
 """
 
 #: Options that are fields of the configuration.
-_FIELDS = ("cache_dir", "level", "cudagraph_mode", "cudagraph_capture_sizes")
+_FIELDS = ("level", "cudagraph_mode", "cudagraph_capture_sizes")
 #: What each fault is called where it was looked for and not found.
 _LOOKED_FOR = {
     "pads": "pads never reach real rows",
@@ -62,10 +61,7 @@ _LOOKED_FOR = {
     help="How often each graph is replayed.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Fixes the batches and their order.")
-@click.option(
-    "--rank", type=click.IntRange(min=0), metavar="N", help="Place in a model-parallel group. Default: RANK, else 0."
-)
-@click.option("--prefix", metavar="NAME", help="Which compiled part of the model this is. Default: the factory's word.")
+@place_options
 @talk_options
 def check(*, output: Output, **options: Any) -> int:
     """Load MODEL from the cache, capture its CUDA graphs, and say whether it may be served from them.
@@ -77,27 +73,11 @@ def check(*, output: Output, **options: Any) -> int:
     """
     # Rich, tomllib and the command itself: what `--help` does without.
     from cgtool.cli.progress import reporting
-    from cgtool.cli.settings import load_settings
-    from cgtool.toolkit.check import CheckOptions
     from cgtool.toolkit.check import check as run
 
-    flags = {name: options[name] for name in _FIELDS}
-    config = load_settings(compilation_config=options["compilation_config"], flags=flags).config
-    asked = CheckOptions(
-        model=options["model"],
-        factory_args=options["factory_args"],
-        device=options["device"],
-        dtype=options["dtype"],
-        pythonpath=options["pythonpath"],
-        config=config,
-        cache_dir=Path(config.cache_dir) if config.cache_dir else None,
-        rank=options["rank"],
-        prefix=options["prefix"],
-        num_rounds=options["rounds"],
-        seed=options["seed"],
-    )
+    asked = model_asked({**options, "weights": "real"}, _FIELDS)
     with reporting(output) as on_event:
-        report = run(asked, logs.hushing(output, on_event))
+        report = run(asked, num_rounds=options["rounds"], seed=options["seed"], on_event=logs.hushing(output, on_event))
     if output.as_json:
         output.json(report.to_json())
     else:

@@ -1,6 +1,7 @@
-"""Long tables: rows of plain text in columns, thousands of them in a blink, which rich takes seconds for.
+"""Tables: rows of plain text in columns.
 
-Must not import torch. Every cell goes through `plain`, on one line, and is cut where it is longer than people read.
+Must not import torch. Every cell goes through `plain`, and is cut where it is longer than people read. A terminal gets
+a table that rich draws; a pipe, and a table of hundreds of rows, plain lines, thousands of them in a blink.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from rich.cells import cell_len
 from cgtool.cli.text import cut, plain
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from cgtool.cli.output import Output
 
 #: More rows than this are not drawn by rich, which measures each of them several times.
@@ -22,30 +21,31 @@ MOST_DRAWN = 200
 _GAP = "  "
 
 
-def show_rows(output: Output, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+def show_rows(output: Output, columns: Sequence[str], rows: Iterable[Sequence[object]], *, whole: bool = False) -> None:
     """Print a table.
 
     Args:
         output: Where to.
         columns: Headings; one that begins with ">" is of figures, which end at one column.
         rows: As many cells each.
+        whole: Neither cut cells nor join their lines.
     """
     known: dict[str, str] = {}  # most cells stand in many rows
-    cells = [[_shown(str(cell), known) for cell in row] for row in rows]
+
+    def shown(cell: object) -> str:
+        text = str(cell)
+        if text not in known:
+            known[text] = plain(text, lines=True) if whole else cut(plain(text))
+        return known[text]
+
+    cells = [[shown(cell) for cell in row] for row in rows]
     if output.stdout.is_terminal and len(cells) <= MOST_DRAWN:
-        output.show(_drawn(columns, cells))
-        return
-    output.line("\n".join(_lines(columns, cells)), whole=True)
+        _draw(output, columns, cells)
+    else:
+        output.line("\n".join(_lines(columns, cells)), whole=True)
 
 
-def _shown(cell: str, known: dict[str, str]) -> str:
-    shown = known.get(cell)
-    if shown is None:
-        shown = known[cell] = cut(plain(cell))
-    return shown
-
-
-def _drawn(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def _draw(output: Output, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -58,7 +58,7 @@ def _drawn(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
             table.add_column(column, overflow="fold")
     for first, *rest in rows:
         table.add_row(Text(first, style="cyan"), *map(Text, rest))
-    return table
+    output.show(table)
 
 
 def _lines(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

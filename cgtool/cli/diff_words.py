@@ -1,4 +1,4 @@
-"""Differences and reasons as people read them: a sentence each, the lines that belong to it below.
+"""Differences as people read them: a sentence each, the lines that belong to it below.
 
 Must not import torch. All of it may come from a stranger's cache: each sentence and line is quoted and has an end.
 """
@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from cgtool.cli.text import count_text, plain
-from cgtool.store.layout import short
 from cgtool.toolkit.diff.records import ALSO
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cgtool.cli.output import Output
-    from cgtool.store.pruned import Pruned
     from cgtool.toolkit.diff.run import DiffReport
-    from cgtool.toolkit.why import EntryFacts, WhyReport
 
 #: What is shown of a report unless all of it was asked for; programs get all.
 MOST_DIFFERENCES = 12
@@ -47,49 +44,6 @@ def show_diff(output: Output, report: DiffReport, *, everything: bool) -> None:
         show_lines(output, difference.detail, everything=everything)
     if len(shown) < len(report.differences):
         output.line(f"and {len(report.differences) - len(shown)} more, which --all and --json show")
-
-
-def show_why(output: Output, report: WhyReport, model: str, *, everything: bool) -> None:
-    """Print whether a model would hit, and if not, why not and what to run.
-
-    Args:
-        output: Where to.
-        report: What was found.
-        model: MODEL as it was given.
-        everything: Leave nothing out.
-    """
-    name = one_line(model)
-    if report.entry is not None:
-        output.line(f"{name} hits: {_entry_words(report.entry)} in {one_line(report.root)} serves it.")
-        return
-    if report.nearest is None:
-        output.line(f"{name} misses: {one_line(report.root)} holds no entry of it.", style="bold")
-    else:
-        output.line(f"{name} misses. The nearest is {_entry_words(report.nearest)}, which does not serve it because:")
-    shown = report.reasons if everything else report.reasons[:MOST_DIFFERENCES]
-    for reason in shown if report.nearest is not None else ():
-        output.show(Text(f"  - {one_line(reason.sentence)}"))
-        show_lines(output, reason.detail, everything=everything)
-    if len(shown) < len(report.reasons):
-        output.line(f"  and {len(report.reasons) - len(shown)} more, which --all and --json show")
-    if report.pruned is not None:
-        output.line(_pruned_words(report.pruned))
-    if report.run:
-        output.line("To make it hit, run:")
-        output.line(f"  {one_line(report.run)}", whole=True)
-
-
-def _pruned_words(pruned: Pruned) -> str:
-    last = pruned.entries[-1]
-    missed = "" if pruned.misses == 0 else f"; it was missed {count_text(pruned.misses, 'time')} since"
-    return f"Entry {short(last.hash)} of this model was pruned {one_line(last.when)} ({one_line(last.why)}){missed}."
-
-
-def _entry_words(entry: EntryFacts) -> str:
-    made = "" if entry.created is None else f", made {one_line(entry.created)}"
-    used = "never used" if entry.last_used is None else f"used {count_text(entry.hits, 'time')}, last {entry.last_used}"
-    model = "" if entry.model is None else f"{one_line(entry.model)} "
-    return f"{model}{short(entry.name.hash)} (rank {entry.name.rank} {entry.name.prefix}{made}, {used})"
 
 
 def show_lines(output: Output, lines: Sequence[str], *, everything: bool) -> None:

@@ -1,20 +1,24 @@
-"""The one table from exception to exit code and words.
+"""What ends a command: signals become exceptions, and one table turns exceptions into exit codes and words.
 
-Must not import torch. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 a check said no, 130 Ctrl-C, 143 SIGTERM,
-141 the reader of the output went away.
+Must not import torch. Ctrl-C is Python's KeyboardInterrupt; SIGTERM and SIGHUP become `Terminated`, so that every
+`finally` and `with` on the way out runs. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 a check said no,
+130 Ctrl-C, 143 SIGTERM, 141 the reader of the output went away.
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from cgtool.cli.signals import Terminated
 from cgtool.errors import CgtoolError
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 SCHEMA = 1
 
@@ -26,6 +30,38 @@ INTERRUPTED = 128 + signal.SIGINT
 READER_GONE = 128 + signal.SIGPIPE
 
 _REPORT = "This is a fault of cgtool or of a library under it: run it again with --traceback and report what it shows."
+
+
+class Terminated(BaseException):
+    """The process was asked to end. A BaseException, so that no `except Exception` on the way swallows it.
+
+    Attributes:
+        signum: The signal's number; the exit code is 128 and it.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+def _raise_terminated(signum: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001  the signature is signal's
+    # A second signal must not break the cleanup that the first one began.
+    signal.signal(signum, signal.SIG_IGN)
+    raise Terminated(signum)
+
+
+@contextlib.contextmanager
+def signals_raised() -> Iterator[None]:
+    """Raise `Terminated` on SIGTERM and SIGHUP while the block runs; what the caller had ignored stays ignored."""
+    before = {}
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) is signal.SIG_DFL:
+            before[signum] = signal.signal(signum, _raise_terminated)
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,8 +156,7 @@ def inspect_graph(
     """
     # The table needs rich, which `--help` does without.
     from cgtool.cli.foreign_one_tables import show_foreign_graph
-    from cgtool.cli.picture import html_of, svg_of
-    from cgtool.cli.tables import show_graph
+    from cgtool.cli.graph import html_of, show_graph, svg_of
     from cgtool.toolkit.foreign.inspect_artifact import inspect_foreign_graph
     from cgtool.toolkit.inspect.graph import GraphOptions
     from cgtool.toolkit.inspect.graph import inspect_graph as run

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from cgtool import __version__ as cgtool_version
-from cgtool.cli import failures, signals
+from cgtool.cli import failures
 from cgtool.cli.lazy import LazyGroup
 from cgtool.cli.output import Output
 
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     streams = sys.stdout, sys.stderr
     cgtool.was_invoked = False
     try:
-        with signals.raising():
+        with failures.signals_raised():
             code = cgtool.main(args=arguments, prog_name="cgtool", standalone_mode=False)
             sys.stdout.flush()
     except SystemExit as error:

@@ -158,6 +158,8 @@ place_options = _together(
 
 #: The parameters of `coverage_options` and `compiler_options` that are fields of the configuration.
 CONFIG_FIELDS = ("compile_sizes", "compile_ranges", "size_dim", "splitting_ops", "inductor_compile_config")
+#: Those of `adaptor_options` too.
+ADAPTOR_FIELDS = (*CONFIG_FIELDS, "level", "adaptor")
 
 cache_dir_option = click.option(
     "--cache-dir",
@@ -182,11 +184,11 @@ def cache_folder(given: str | None) -> Path | None:
 
 
 def model_asked(options: Mapping[str, Any], fields: Iterable[str], **flags: Any) -> ModelOptions:
-    """Return what `warm` and `why` were asked of a model.
+    """Return what `warm`, `why` and `check` were asked of a model.
 
     Args:
         options: The values of their options, by parameter.
-        fields: Which of them are fields of the configuration, beyond those that both commands have.
+        fields: Which of them are fields of the configuration, "cache_dir" aside.
         flags: More fields of the configuration; None is not given.
 
     Raises:
@@ -195,7 +197,7 @@ def model_asked(options: Mapping[str, Any], fields: Iterable[str], **flags: Any)
     from cgtool.cli.settings import load_settings  # kept out of `--help`
     from cgtool.toolkit.warm import ModelOptions
 
-    given = {name: options[name] for name in (*CONFIG_FIELDS, "cache_dir", "level", "adaptor", *fields)}
+    given = {name: options[name] for name in ("cache_dir", *fields)}
     config = load_settings(compilation_config=options["compilation_config"], flags={**given, **flags}).config
     named = ("model", "factory_args", "weights", "device", "dtype", "pythonpath", "rank", "prefix")
     return ModelOptions(

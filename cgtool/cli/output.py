@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import sys
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from cgtool.cli.text import plain
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 _CHUNK = 1024
+#: Wider than any table: where nobody looks at a terminal, nothing is cut or wrapped.
+_PIPE_WIDTH = 100_000
 
 
 class Output:
@@ -46,16 +48,12 @@ class Output:
     @functools.cached_property
     def stdout(self) -> Console:
         """Where data is drawn: what was the standard output when this was made."""
-        from cgtool.cli.console import console_of
-
-        return console_of(self._streams[0])
+        return _console_of(self._streams[0])
 
     @functools.cached_property
     def stderr(self) -> Console:
         """Where talk is drawn: what was the standard error when this was made."""
-        from cgtool.cli.console import console_of
-
-        return console_of(self._streams[1])
+        return _console_of(self._streams[1])
 
     def json(self, document: dict[str, Any]) -> None:
         """Print a report for programs: indented, ASCII only, so that no terminal obeys what is in it."""
@@ -82,13 +80,13 @@ class Output:
         _write(sys.stdout, "\n}\n")
 
     def show(self, renderable: RenderableType) -> None:
-        """Print a table or a line of a report for people on stdout."""
-        from cgtool.cli.console import draw
-
+        """Draw something of rich's on stdout; where no terminal shows it, without spaces at the ends of lines."""
         if self.stdout.is_terminal:
             self.stdout.print(renderable)
-        else:
-            _write(self.stdout.file, draw(self.stdout, renderable))
+            return
+        with self.stdout.capture() as captured:
+            self.stdout.print(renderable)
+        _write(self.stdout.file, "".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
 
     def line(self, text: str = "", *, style: str = "", whole: bool = False) -> None:
         """Print plain text on stdout, wrapped between words on a terminal.
@@ -133,6 +131,20 @@ class Output:
             finally:
                 os.dup2(saved, 1)
                 os.close(saved)
+
+
+def _console_of(stream: TextIO) -> Console:
+    """A terminal that is given no size has 80 columns; a pipe has no width at all."""
+    from rich.console import Console
+
+    class WholeConsole(Console):
+        """A console that leaves a reader who went away to the one place where every exception ends."""
+
+        def on_broken_pipe(self) -> None:
+            raise  # noqa: PLE0704  rich calls this while it handles the BrokenPipeError
+
+    width = None if stream.isatty() else _PIPE_WIDTH
+    return WholeConsole(file=stream, width=width, markup=False, highlight=False, emoji=False, legacy_windows=False)
 
 
 def _write(stream: IO[str], text: str) -> None:

@@ -11,6 +11,7 @@ import click
 
 from cgtool.cli import failures, logs
 from cgtool.cli.options import (
+    ADAPTOR_FIELDS,
     adaptor_options,
     cache_dir_option,
     compiler_options,
@@ -21,9 +22,14 @@ from cgtool.cli.options import (
     talk_options,
     weights_option,
 )
+from cgtool.cli.text import count_text, indices_text, secs_text, size_text
 
 if TYPE_CHECKING:
     from cgtool.cli.output import Output
+    from cgtool.toolkit.warm import WarmReport
+
+#: How many reasons people are shown; programs get all.
+_MOST_REASONS = 8
 
 EXAMPLES = """\b
 Examples:
@@ -73,19 +79,81 @@ def warm(*, output: Output, **options: Any) -> int:
     """
     # Rich, tomllib and the command itself: what `--help` does without.
     from cgtool.cli.progress import reporting
-    from cgtool.cli.tables import show_check, show_warm
     from cgtool.toolkit.warm import warm as run
 
     disable_cache, proof = options["no_cache"] or None, False if options["no_proof"] else None
     asked = model_asked(
-        options, ("jobs", "compile_timeout", "debug_dump_path"), disable_cache=disable_cache, proof=proof
+        options,
+        (*ADAPTOR_FIELDS, "jobs", "compile_timeout", "debug_dump_path"),
+        disable_cache=disable_cache,
+        proof=proof,
     )
     with reporting(output) as on_event:
         report = run(asked, check=options["check"], on_event=logs.hushing(output, on_event))
     if output.as_json:
         output.json(report.to_json())
     elif options["check"]:
-        show_check(output, report, asked.model)
+        _show_check(output, report, asked.model)
     else:
-        show_warm(output, report, asked.model)
+        _show_warm(output, report, asked.model)
     return failures.CHECK_SAID_NO if options["check"] and not report.hit else failures.DONE
+
+
+def _show_warm(output: Output, report: WarmReport, model: str) -> None:
+    from cgtool.cli.columns import show_rows
+    from cgtool.plan.shapes import shape_text
+    from cgtool.store.layout import short
+
+    for note in report.notes:
+        output.note(f"Note: {note}", style="yellow")
+    if report.reasons:
+        reasons = _most_telling(report.reasons)
+        listed = f" {reasons[0]}" if len(reasons) == 1 else "".join(f"\n  - {reason}" for reason in reasons)
+        output.note(f"Compiled because:{listed}", style="dim")
+    reused = count_text(report.reused, "artifact")
+    output.line(
+        f"{model} was warm already: {reused} in place, nothing traced or compiled."
+        if report.hit
+        else f"Warmed {model}: {report.compiled} compiled in {secs_text(report.compile_secs)}, {report.reused} reused, "
+        f"traced in {secs_text(report.trace_secs)}.",
+        style="bold",
+    )
+    if report.entry is not None:
+        entry = report.entry
+        output.line(
+            f"{entry['model']} {short(entry['hash'])} rank {entry['rank']} {entry['prefix']}: "
+            f"{count_text(entry['pieces'], 'piece')}, {entry['splitting_pieces']} splitting, "
+            f"{entry['unique_pieces']} unique, {size_text(entry['size_bytes'])} with {entry['adaptor']}"
+        )
+        rows = [
+            (
+                indices_text(artifact["piece_index"]),
+                shape_text(artifact["shape"]),
+                len(artifact["piece_index"]),
+                short(artifact["digest"]),
+                f"{artifact['compile_secs']:.2f}",
+                size_text(artifact["size_bytes"]),
+            )
+            for artifact in entry["artifacts"]
+        ]
+        show_rows(output, ("pieces", "shape", ">shared by", "artifact", ">seconds", ">size"), rows)
+    output.line("Start from it in Python:", style="bold")
+    output.line(f"  import cgtool; model = {report.load_call}", whole=True)
+    output.line("Try it from this folder:", style="bold")
+    output.line(f"  {report.start}", whole=True)
+
+
+def _show_check(output: Output, report: WarmReport, model: str) -> None:
+    for note in report.notes:
+        output.note(f"Note: {note}", style="yellow")
+    if report.hit:
+        output.line(f"{model} is warm: the cache at {report.root} serves it.")
+        return
+    output.line(f"{model} is not warm. Run the same command without --check to make it so. Reasons:")
+    for reason in _most_telling(report.reasons or ("The cache does not hold it.",)):
+        output.line(f"  - {reason}")
+
+
+def _most_telling(reasons: tuple[str, ...]) -> tuple[str, ...]:
+    rest = len(reasons) - _MOST_REASONS
+    return reasons if rest <= 1 else (*reasons[:_MOST_REASONS], f"and {rest} more, which --json shows")

@@ -11,6 +11,7 @@ import click
 
 from cgtool.cli import failures, logs
 from cgtool.cli.options import (
+    ADAPTOR_FIELDS,
     adaptor_options,
     cache_dir_option,
     compiler_options,
@@ -21,9 +22,12 @@ from cgtool.cli.options import (
     talk_options,
     weights_option,
 )
+from cgtool.cli.text import count_text
 
 if TYPE_CHECKING:
     from cgtool.cli.output import Output
+    from cgtool.store.pruned import Pruned
+    from cgtool.toolkit.why import EntryFacts, WhyReport
 
 EXAMPLES = """\b
 Examples:
@@ -64,11 +68,10 @@ def why(ctx: click.Context, /, *, output: Output, everything: bool, **options: A
     Exit code 0 for a hit, 3 for a miss: its reasons, the guilty first, and the line that mends it.
     """
     # Rich, tomllib and the command itself: what `--help` does without.
-    from cgtool.cli.diff_words import show_why
     from cgtool.cli.progress import reporting
     from cgtool.toolkit.why import why as run
 
-    asked = model_asked(options, ())
+    asked = model_asked(options, ADAPTOR_FIELDS)
     with reporting(output) as on_event:
         report = run(asked, arguments=ctx.meta[_ARGUMENTS], on_event=logs.hushing(output, on_event))
     if output.as_json:
@@ -76,3 +79,54 @@ def why(ctx: click.Context, /, *, output: Output, everything: bool, **options: A
     else:
         show_why(output, report, asked.model, everything=everything)
     return failures.DONE if report.hit else failures.CHECK_SAID_NO
+
+
+def show_why(output: Output, report: WhyReport, model: str, *, everything: bool) -> None:
+    """Print whether a model would hit, and if not, why not and what to run.
+
+    Args:
+        output: Where to.
+        report: What was found.
+        model: MODEL as it was given.
+        everything: Leave nothing out.
+    """
+    from cgtool.cli.diff_words import MOST_DIFFERENCES, one_line, show_lines
+
+    name = one_line(model)
+    if report.entry is not None:
+        output.line(f"{name} hits: {_entry_words(report.entry)} in {one_line(report.root)} serves it.")
+        return
+    if report.nearest is None:
+        output.line(f"{name} misses: {one_line(report.root)} holds no entry of it.", style="bold")
+    else:
+        output.line(f"{name} misses. The nearest is {_entry_words(report.nearest)}, which does not serve it because:")
+    shown = report.reasons if everything else report.reasons[:MOST_DIFFERENCES]
+    for reason in shown if report.nearest is not None else ():
+        output.line(f"  - {one_line(reason.sentence)}")
+        show_lines(output, reason.detail, everything=everything)
+    if len(shown) < len(report.reasons):
+        output.line(f"  and {len(report.reasons) - len(shown)} more, which --all and --json show")
+    if report.pruned is not None:
+        output.line(_pruned_words(report.pruned))
+    if report.run:
+        output.line("To make it hit, run:")
+        output.line(f"  {one_line(report.run)}", whole=True)
+
+
+def _pruned_words(pruned: Pruned) -> str:
+    from cgtool.cli.diff_words import one_line
+    from cgtool.store.layout import short
+
+    last = pruned.entries[-1]
+    missed = "" if pruned.misses == 0 else f"; it was missed {count_text(pruned.misses, 'time')} since"
+    return f"Entry {short(last.hash)} of this model was pruned {one_line(last.when)} ({one_line(last.why)}){missed}."
+
+
+def _entry_words(entry: EntryFacts) -> str:
+    from cgtool.cli.diff_words import one_line
+    from cgtool.store.layout import short
+
+    made = "" if entry.created is None else f", made {one_line(entry.created)}"
+    used = "never used" if entry.last_used is None else f"used {count_text(entry.hits, 'time')}, last {entry.last_used}"
+    model = "" if entry.model is None else f"{one_line(entry.model)} "
+    return f"{model}{short(entry.name.hash)} (rank {entry.name.rank} {entry.name.prefix}{made}, {used})"

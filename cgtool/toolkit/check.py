@@ -5,15 +5,13 @@ Prints nothing. Importable without torch: what runs the model is imported as the
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cgtool.config import CompilationConfig, CompilationLevel
+from cgtool.config import CompilationLevel
 from cgtool.errors import ModelError, UsageError
 from cgtool.events import Event, OnEvent, ignore
+from cgtool.toolkit.warm import ModelOptions
 
 if TYPE_CHECKING:
     from cgtool.model import ModelSpec
@@ -22,37 +20,6 @@ if TYPE_CHECKING:
     from cgtool.serving.runner import ModelRunner
 
 SCHEMA = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckOptions:
-    """What the user asked of `check`.
-
-    Args:
-        model: MODEL as `warm` takes it; its factory's `ModelSpec` says how it is served.
-        factory_args: Keyword arguments for the factory.
-        device: Where the module is built, as torch spells it; None leaves it to the factory.
-        dtype: Its default floating dtype, as torch spells it; None leaves it to the factory.
-        pythonpath: Folders put on `sys.path` first.
-        config: Which graphs are captured. At level 0 the module itself is checked, else the newest entry that fits it.
-        cache_dir: The cache's root; None means the configured or the user's own.
-        rank: This process's place in a model-parallel group; None takes the environment's word.
-        prefix: Which compiled part of the model this is; None takes the factory's word.
-        num_rounds: How often each graph is replayed.
-        seed: Fixes batches and their order.
-    """
-
-    model: str
-    factory_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    device: str | None = None
-    dtype: str | None = None
-    pythonpath: tuple[str, ...] = ()
-    config: CompilationConfig = dataclasses.field(default_factory=CompilationConfig)
-    cache_dir: Path | None = None
-    rank: int | None = None
-    prefix: str | None = None
-    num_rounds: int = 3
-    seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +69,14 @@ class CheckReport:
         }
 
 
-def check(options: CheckOptions, on_event: OnEvent = ignore) -> CheckReport:
+def check(options: ModelOptions, *, num_rounds: int = 3, seed: int = 0, on_event: OnEvent = ignore) -> CheckReport:
     """Load a model from the cache, capture its CUDA graphs, and look for what would go wrong behind a server.
 
     Args:
-        options: What the user asked.
+        options: What the user asked, with real weights; the factory's `ModelSpec` says how the model is served. At
+            level 0 the module itself is checked, else the newest entry that fits it.
+        num_rounds: How often each graph is replayed.
+        seed: Fixes batches and their order.
         on_event: Told of each phase as it goes.
 
     Raises:
@@ -115,21 +85,11 @@ def check(options: CheckOptions, on_event: OnEvent = ignore) -> CheckReport:
         UsageError: No graph would be captured; the message says why.
         GraphError: A capture failed.
     """
-    on_event(Event(phase="model", message="importing torch"))
+    spec = options.build(on_event)
     # Imports torch: seconds that `--help` and wrong usage need not wait for.
     from cgtool.api import load
-    from cgtool.models import resolve_model
     from cgtool.serving.check import check_model
 
-    on_event(Event(phase="model", message=options.model))
-    spec = resolve_model(
-        options.model,
-        factory_args=dict(options.factory_args),
-        weights="real",
-        device=options.device,
-        dtype=options.dtype,
-        pythonpath=options.pythonpath,
-    )
     if spec.serving is None:
         message = (
             f"{options.model} does not say how it is served. Give its ModelSpec "
@@ -143,7 +103,7 @@ def check(options: CheckOptions, on_event: OnEvent = ignore) -> CheckReport:
         model = load(
             spec.module,
             cache_dir=options.cache_dir,
-            prefix=spec.prefix if options.prefix is None else options.prefix,
+            prefix=spec.prefix,
             rank=options.rank,
             trusted_keys=options.config.trusted_keys,
         )
@@ -158,8 +118,8 @@ def check(options: CheckOptions, on_event: OnEvent = ignore) -> CheckReport:
         runner,
         vocab_size=min(embedding.num_embeddings for embedding in embeddings),
         embeddings=embeddings,
-        num_rounds=options.num_rounds,
-        seed=options.seed,
+        num_rounds=num_rounds,
+        seed=seed,
     )
     return CheckReport(record=record, captured=captured, mode_reasons=tuple(runner.mode_reasons))
 

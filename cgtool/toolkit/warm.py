@@ -1,8 +1,8 @@
 """`warm`: compile a model into the cache before it is served, or say whether that is still to be done.
 
-Owns what the user asked of a model (`ModelOptions`, which `why` takes too), what came of it (`WarmReport`), and the
-lines that start from what was warmed. Prints nothing. Importable without torch: the pipeline, which needs it, is
-imported as the command runs.
+Owns what the user asked of a model (`ModelOptions`, which `why` and `check` take too), what came of it (`WarmReport`),
+and the lines that start from what was warmed. Prints nothing. Importable without torch: the pipeline, which needs it,
+is imported as the command runs.
 """
 
 from __future__ import annotations
@@ -61,15 +61,8 @@ class ModelOptions:
         """Build the model.
 
         Raises:
-            UsageError: The cache is switched off.
             ModelError: MODEL could not be found or built.
         """
-        if self.config.disable_cache:
-            message = (
-                "The cache is switched off (--no-cache, CGTOOL_DISABLE_CACHE or disable_cache): nothing is stored in "
-                "it, and nothing hits. Switch it on and run this again; cgtool.compile compiles without a cache."
-            )
-            raise UsageError(message)
         began = time.perf_counter()
         on_event(Event(phase="model", message="importing torch"))
         # Seconds that `--help` and wrong usage need not wait for.
@@ -86,6 +79,20 @@ class ModelOptions:
         )
         on_event(Event(phase="model", message=self.model, secs=time.perf_counter() - began))
         return spec if self.prefix is None else dataclasses.replace(spec, prefix=self.prefix)
+
+
+def require_cache(config: CompilationConfig) -> None:
+    """Refuse a configuration that switches the cache off.
+
+    Raises:
+        UsageError: It does.
+    """
+    if config.disable_cache:
+        message = (
+            "The cache is switched off (--no-cache, CGTOOL_DISABLE_CACHE or disable_cache): nothing is stored in it, "
+            "and nothing hits. Switch it on and run this again; cgtool.compile compiles without a cache."
+        )
+        raise UsageError(message)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +152,7 @@ def warm(options: ModelOptions, *, check: bool = False, on_event: OnEvent = igno
         ModelError: MODEL could not be found or built.
         CgtoolError: Whatever the pipeline could not do.
     """
+    require_cache(options.config)
     spec = options.build(on_event)
     # Imports Dynamo and Inductor: seconds that a MODEL which is not there need not wait for.
     from cgtool.compiler.pipeline import warm as run_pipeline

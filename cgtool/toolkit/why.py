@@ -29,7 +29,7 @@ from cgtool.store.records import read_manifest
 from cgtool.toolkit.diff.entries import EntrySide
 from cgtool.toolkit.diff.records import Difference
 from cgtool.toolkit.diff.traced import in_file_now, with_lines
-from cgtool.toolkit.warm import ModelOptions
+from cgtool.toolkit.warm import ModelOptions, require_cache
 
 SCHEMA = 1
 
@@ -135,6 +135,7 @@ def why(options: ModelOptions, *, arguments: Sequence[str] = (), on_event: OnEve
         ModelError: MODEL could not be found or built.
         CacheError: The cache cannot be read.
     """
+    require_cache(options.config)
     spec = options.build(on_event)
     report = why_spec(spec, config=options.config, cache_dir=options.cache_dir, rank=options.rank)
     return report if report.hit else dataclasses.replace(report, run=shlex.join(["cgtool", "warm", *arguments]))

@@ -12,7 +12,7 @@ from cli_harness import COMMAND, environment, lay_entry, run, run_many
 
 from cgtool import errors
 from cgtool.cli import failures
-from cgtool.cli.signals import Terminated
+from cgtool.cli.failures import Terminated
 
 ERROR_KEYS = ["type", "message", "exit_code", "path", "reason", "expected", "actual", "reasons"]
 

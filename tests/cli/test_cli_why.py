@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from cli_harness import environment, run
 
-from cgtool.cli.diff_words import show_why
 from cgtool.cli.output import Output
+from cgtool.cli.why import show_why
 from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.pruned import Pruned, PrunedEntry, all_pruned
 from cgtool.toolkit.why import EntryFacts, Reason, WhyReport, _reasons

@@ -1,4 +1,4 @@
-"""The picture of `inspect graph --svg` and `--html`: the pieces of a variant in order, in one file without network.
+"""The pieces of a variant, for `inspect graph`: as a table, and as a picture in one file without network.
 
 Must not import torch. Every text goes through `plain`, is cut and escaped; the page's Content-Security-Policy forbids
 it to load or run anything. Pieces of one identity have one colour; what is split at has none and a dashed outline.
@@ -9,11 +9,13 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
+from cgtool.cli.columns import show_rows
 from cgtool.cli.text import count_text, cut, plain
 from cgtool.plan.shapes import shape_text
 from cgtool.store.layout import short
 
 if TYPE_CHECKING:
+    from cgtool.cli.output import Output
     from cgtool.plan.pieces import TensorMeta
     from cgtool.toolkit.inspect.graph import GraphReport, PieceRow
 
@@ -21,6 +23,10 @@ _WIDTH, _BOX, _GAP, _LEFT, _LINE, _HEAD = 760, 74, 18, 20, 19, 58
 #: Hues lie apart by the golden angle, so that any number of neighbours differ.
 _GOLDEN_ANGLE = 137.508
 _FEW_OPS, _FEW_SHAPES, _FEW_TENSORS = 4, 8, 4
+#: How many tensors of a piece the table shows where none of them has an open dimension.
+_FEW = 3
+#: Types as torch prints them in its own graphs.
+_DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 #: What fits the width, of text in the usual size and of the title.
 _MOST_CHARACTERS, _MOST_OF_MODEL = 90, 36
 
@@ -52,6 +58,62 @@ svg {{ width: 100%; height: auto; }}
 {picture}</body>
 </html>
 """
+
+
+def show_graph(output: Output, report: GraphReport) -> None:
+    """Print the pieces of one variant of an entry."""
+    output.line(f"{report.model} {short(report.name.hash)} rank {report.name.rank} {report.name.prefix}", style="bold")
+    number, shown = report.variant, report.variants[report.variant]
+    count = len(report.variants)
+    output.line(f"variant {number} of {count}: {shown.describe()}" if count > 1 else f"one variant: {shown.describe()}")
+    between = "\n" if output.stdout.is_terminal else "; "
+    shown_at: dict[str, int] = {}
+    rows = []
+    for row in report.pieces:
+        twin = shown_at.setdefault(row.identity, row.index)
+        rows.append(_piece_cells(row, between=between, twin=None if twin == row.index else twin))
+    show_rows(output, (">piece", "runs", "identity", ">ops", "inputs", "outputs", "shapes"), rows, whole=True)
+    if count > 1:
+        output.line("Variants: " + "; ".join(f"{i} {variant.describe()}" for i, variant in enumerate(report.variants)))
+    output.line(f"The whole graph as Python: {report.code_path}", whole=True)
+
+
+def _piece_cells(row: PieceRow, *, between: str, twin: int | None) -> tuple[object, ...]:
+    """The cells of one piece; of a piece that equals an earlier one, its `twin`, the tensors are not said again."""
+    return (
+        row.index if row.index >= 0 else "-",
+        between.join(op.removeprefix("torch.ops.") for op in row.ops) if row.splitting else "compiled",
+        short(row.identity),
+        row.num_ops,
+        _tensors_text(row.inputs, between) if twin is None else f"as piece {twin}",
+        _tensors_text(row.outputs, between) if twin is None else "",
+        ", ".join(map(shape_text, row.shapes)) or ("-" if row.splitting else "nothing"),
+    )
+
+
+def _tensors_text(tensors: tuple[TensorMeta, ...], between: str) -> str:
+    """The types and shapes of tensors: "2 x f32[s0,64]"; where some are open, those of fixed shape are only counted."""
+    opened = [tensor for tensor in tensors if not _is_fixed(tensor)]
+    telling = opened or tensors[:_FEW]
+    groups: list[tuple[str, int]] = []
+    for tensor in telling:
+        words = f"{_dtype_text(tensor.dtype)}[{','.join(str(dim).replace(' ', '') for dim in tensor.shape)}]"
+        if groups and groups[-1][0] == words:
+            groups[-1] = (words, groups[-1][1] + 1)
+        else:
+            groups.append((words, 1))
+    lines = [words if count == 1 else f"{count} x {words}" for words, count in groups]
+    rest = len(tensors) - len(telling)
+    return between.join([*lines, f"{rest} {'fixed' if opened else 'more'}"] if rest else lines) or "-"
+
+
+def _is_fixed(tensor: TensorMeta) -> bool:
+    return all(isinstance(dim, int) for dim in tensor.shape)
+
+
+def _dtype_text(dtype: str) -> str:
+    letters = dtype.rstrip("0123456789")
+    return _DTYPES[letters] + dtype[len(letters) :] if letters in _DTYPES else dtype
 
 
 def html_of(report: GraphReport) -> str:
