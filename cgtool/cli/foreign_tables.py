@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cgtool.cli.columns import show_rows
-from cgtool.cli.inspect_tables import ago_text, shapes_text
-from cgtool.cli.text import count_text, cut, plain, size_text
+from cgtool.cli.inspect_tables import shapes_text
+from cgtool.cli.text import ago_text, count_text, cut, plain, size_text
 from cgtool.plan.shapes import shape_order, shape_text
 
 if TYPE_CHECKING:

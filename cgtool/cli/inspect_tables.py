@@ -5,11 +5,10 @@ Must not import torch. Strings of a model or of a cache folder go through `plain
 
 from __future__ import annotations
 
-from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cgtool.cli.columns import show_rows
-from cgtool.cli.text import count_text, secs_text, size_text
+from cgtool.cli.text import ago_text, count_text, secs_text, size_text
 from cgtool.plan.shapes import shape_text
 from cgtool.store.layout import short
 
@@ -85,29 +84,3 @@ def shapes_text(shapes: Sequence[Shape]) -> str:
     few = len(shapes) <= _FEW_SHAPES + 1
     words = [shape_text(shape) for shape in (shapes if few else shapes[:_FEW_SHAPES])]
     return ", ".join(words if few else [*words, f"… ({len(shapes)})"])
-
-
-def ago_text(stamp: Any, now: float) -> str:
-    """Return how long ago a time was: "3 min ago"; "never" where there was none.
-
-    Args:
-        stamp: Seconds since the epoch, or ISO 8601 text, or None.
-        now: Seconds since the epoch.
-    """
-    then = _epoch(stamp)
-    if then is None:
-        return "never"
-    secs = max(0, int(now - then))
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if secs >= length:
-            return f"{secs // length} {unit} ago"
-    return "just now"
-
-
-def _epoch(stamp: Any) -> float | None:
-    if isinstance(stamp, str):
-        try:
-            return datetime.fromisoformat(stamp).timestamp()
-        except ValueError:
-            return None
-    return float(stamp) if isinstance(stamp, (int, float)) else None

@@ -9,8 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from cgtool.cli.columns import show_rows
-from cgtool.cli.inspect_tables import ago_text
-from cgtool.cli.text import count_text, cut, plain, size_text
+from cgtool.cli.text import ago_text, count_text, cut, plain, size_text
 from cgtool.store.layout import short
 
 if TYPE_CHECKING:

@@ -7,6 +7,8 @@ every string that is not ours goes through `plain` and is printed as a `rich.tex
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import datetime
+from typing import Any
 
 _ABSURD_BYTES = 1 << 70
 
@@ -60,6 +62,32 @@ def secs_text(secs: float | None) -> str:
     if secs < 100:  # noqa: PLR2004  below this a tenth of a second still tells
         return f"{secs:.1f} s"
     return f"{int(secs) // 60} min {int(secs) % 60} s"
+
+
+def ago_text(stamp: Any, now: float) -> str:
+    """Return how long ago a time was: "3 min ago"; "never" where there was none.
+
+    Args:
+        stamp: Seconds since the epoch, or ISO 8601 text, or None.
+        now: Seconds since the epoch.
+    """
+    then = _epoch(stamp)
+    if then is None:
+        return "never"
+    secs = max(0, int(now - then))
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if secs >= length:
+            return f"{secs // length} {unit} ago"
+    return "just now"
+
+
+def _epoch(stamp: Any) -> float | None:
+    if isinstance(stamp, str):
+        try:
+            return datetime.fromisoformat(stamp).timestamp()
+        except ValueError:
+            return None
+    return float(stamp) if isinstance(stamp, (int, float)) else None
 
 
 def count_text(count: int, noun: str, plural: str | None = None) -> str:

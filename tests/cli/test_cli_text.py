@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgtool.cli import inspect_tables, tables, text
+from cgtool.cli import text
 from cgtool.cli.progress import line_of
+from cgtool.cli.warm import _most_telling
 from cgtool.events import Event
 
 
@@ -97,7 +98,7 @@ def test_piece_indices(indices, shown):
     ],
 )
 def test_how_long_ago(stamp, shown):
-    assert inspect_tables.ago_text(stamp, 86400.0) == shown
+    assert text.ago_text(stamp, 86400.0) == shown
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_an_event_is_one_plain_line(event, shown):
 
 def test_many_reasons_are_cut_and_said_to_be():
     reasons = tuple(f"reason {number}" for number in range(20))
-    shown = tables._most_telling(reasons)
+    shown = _most_telling(reasons)
     assert shown[:-1] == reasons[:8]
     assert shown[-1] == "and 12 more, which --json shows"
-    assert tables._most_telling(reasons[:9]) == reasons[:9]
+    assert _most_telling(reasons[:9]) == reasons[:9]
