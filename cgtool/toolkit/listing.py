@@ -36,7 +36,8 @@ class EntryListing:
         own_bytes: The bytes of its own files: the manifest, and what that names beside artifacts.
         unshared_bytes: See the module.
         artifact_secs: See the module.
-        artifact_files: Artifact's file name → its size as the manifest says it.
+        artifact_files: Which file of the disk an artifact is, or its name where it is missing → its size as the
+            manifest says it.
     """
 
     manifest: Manifest
@@ -45,10 +46,18 @@ class EntryListing:
     own_bytes: int
     unshared_bytes: int
     artifact_secs: float
-    artifact_files: Mapping[str, int] = field(repr=False)
+    artifact_files: Mapping[int | str, int] = field(repr=False)
 
     @classmethod
-    def of(cls, manifest: Manifest, num_bytes: int, usage: Usage, *, artifacts: bool = True) -> EntryListing:
+    def of(
+        cls,
+        manifest: Manifest,
+        num_bytes: int,
+        usage: Usage,
+        *,
+        artifacts: bool = True,
+        inodes: Mapping[str, int] | None = None,
+    ) -> EntryListing:
         """Return the listing of an entry.
 
         Args:
@@ -56,7 +65,9 @@ class EntryListing:
             num_bytes: How many bytes that takes.
             usage: How often and when it was used.
             artifacts: Whether to list each artifact.
+            inodes: Artifact's file name → which file of the disk that is.
         """
+        here = inodes or {}
         own_bytes = num_bytes + sum(file.size_bytes for file in manifest.files.values())
         found = {row.artifact.file: row.artifact for row in manifest.rows}
         return cls(
@@ -66,7 +77,7 @@ class EntryListing:
             own_bytes=own_bytes,
             unshared_bytes=own_bytes + sum(row.artifact.size_bytes for row in manifest.rows),
             artifact_secs=round(sum(artifact.compile_secs for artifact in found.values()), 3),
-            artifact_files={name: artifact.size_bytes for name, artifact in found.items()},
+            artifact_files={here.get(name, name): artifact.size_bytes for name, artifact in found.items()},
         )
 
     @property
@@ -135,7 +146,6 @@ class CacheListing:
         entries: By hash, rank and prefix.
         size_bytes: What all of the cache takes on the disk, a file of several names once: its entries and what units
             hold beside them, without the units' own records.
-        files: Entry's hash → artifact's file name → which file of the disk that is.
         warnings: What was skipped, and why.
     """
 
@@ -143,7 +153,6 @@ class CacheListing:
     entries: tuple[EntryListing, ...]
     size_bytes: int
     warnings: tuple[str, ...]
-    files: Mapping[str, Mapping[str, int]] = field(default_factory=dict, repr=False)
 
     def bytes_of(self, entries: Iterable[EntryListing]) -> int:
         """Return what some of the entries take on the disk, files that they share once."""
@@ -151,8 +160,7 @@ class CacheListing:
         held: dict[int, int] = {}
         for entry in entries:
             total += entry.own_bytes
-            here = self.files.get(entry.manifest.hash, {})
-            held.update([(here[name], size) for name, size in entry.artifact_files.items() if name in here])
+            held.update([(file, size) for file, size in entry.artifact_files.items() if isinstance(file, int)])
         return total + sum(held.values())
 
     def to_json(self) -> Json:

@@ -15,7 +15,6 @@ there are no more units than artifacts, and none of a sample of those is a file 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
 
@@ -104,8 +103,6 @@ class _Scan:
         self.entries: list[EntryListing] = []
         self.warnings: list[str] = []
         self.foreign: list[str] = []
-        #: hash → artifact's file name → which file of the disk that is
-        self.files: dict[str, Mapping[str, int]] = {}
         #: file of the disk → bytes
         self.sizes: dict[int, int] = {}
         self.sample: list[str] = []
@@ -124,12 +121,10 @@ class _Scan:
             entries=tuple(self.entries),
             size_bytes=self.own_bytes + sum(self.sizes.values()),
             warnings=(*self.foreign, *self.warnings),
-            files=self.files,
         )
 
     def _entry(self, entry: EntryView) -> None:
         """Add one entry; what of it cannot be listed or trusted is a warning."""
-        self.files[entry.hash] = entry.artifacts
         self.warnings += map(str, entry.problems)
         self.own_bytes += _size(f"{entry.folder}/{KEY_FILE}") if KEY_FILE in entry.files else 0
         if SIGNATURES in entry.files:
@@ -155,12 +150,17 @@ class _Scan:
             self.own_bytes += sum(_size(f"{rank.folder}/{name}") for name in rank.files)
             return
         name = manifest.name
-        listing = EntryListing.of(manifest, status[1], self._usage(name), artifacts=self.with_artifacts)
+        usage, inodes = self._usage(name), entry.artifacts
+        listing = EntryListing.of(manifest, status[1], usage, artifacts=self.with_artifacts, inodes=inodes)
         others = [file for file in rank.files if file not in _NAMED_FILES]
         self.own_bytes += listing.own_bytes + sum(_size(f"{rank.folder}/{file}") for file in others)
-        named = listing.artifact_files.items()
-        self.sizes.update([(entry.artifacts[file], size) for file, size in named if file in entry.artifacts])
-        if missing := [file for file in listing.artifact_files if file not in entry.artifacts]:
+        missing = []
+        for file, size in listing.artifact_files.items():
+            if isinstance(file, int):
+                self.sizes[file] = size
+            else:
+                missing.append(file)
+        if missing:
             self.warnings.append(
                 f"Entry {short(name.hash)} (rank {name.rank}, {name.prefix}) names {len(missing)} artifacts that are "
                 f"missing, the first {short(missing[0])}: warm the model again."

@@ -49,7 +49,7 @@ def entry(**changes: object) -> EntryListing:
         listing,
         **own(listing),
         manifest=structs.replace(manifest, **own(manifest)),
-        usage=dataclasses.replace(usage, **own(usage)),
+        usage=structs.replace(usage, **own(usage)),
     )
 
 

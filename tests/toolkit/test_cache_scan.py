@@ -231,7 +231,7 @@ def test_a_scan_reads_no_artifact_and_writes_nothing(cache_root):
 def test_one_entry_is_listed_as_the_scan_lists_it(cache_root):
     name = publish(cache_root)
     layout = CacheLayout(root=cache_root)
-    assert list_entry(layout, name) == scan(cache_root).entries[0]
+    assert list_entry(layout, name).to_json() == scan(cache_root).entries[0].to_json()
     layout.manifest_file(name).unlink()
     assert list_entry(layout, name) is None
 
