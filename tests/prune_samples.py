@@ -11,7 +11,6 @@ from cgtool.store.key import Factor, Key
 from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.records import Artifact, Manifest, Row, VariantCounts
 from cgtool.store.units import UnitStore
-from cgtool.toolkit.prune.collect import names_in
 
 DAY = 86400.0
 MODELS = ("Llama", "Qwen")
@@ -103,8 +102,7 @@ def is_whole(root: Path, name: RankName) -> bool:
 
 
 def units_in(root: Path) -> set[str]:
-    base = CacheLayout(root=root).units_dir
-    return {key for shard in names_in(str(base)) for key in names_in(str(base / shard))}
+    return {path.name for path in CacheLayout(root=root).units_dir.glob("*/*")}
 
 
 def files_in(root: Path) -> set[str]:

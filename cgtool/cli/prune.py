@@ -11,17 +11,21 @@ from __future__ import annotations
 import math
 import re
 import sys
+import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from cgtool.cli import failures
 from cgtool.cli.options import cache_dir_option, cache_folder, talk_options
+from cgtool.cli.text import ago_text, count_text, cut, plain, size_text
+from cgtool.store.layout import short
 
 if TYPE_CHECKING:
     from cgtool.cli.output import Output
-    from cgtool.toolkit.prune.records import Rules
-    from cgtool.toolkit.prune.run import PruneReport
+    from cgtool.toolkit.prune.plan import Kept, Outcome, Plan, PlannedEntry
+    from cgtool.toolkit.prune.run import PruneStats
 
 EXAMPLES = """\b
 Examples:
@@ -41,6 +45,19 @@ _BYTES = {
     "b": 1,
     **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
     **{f"{letter}{end}": 1024**power for power, letter in enumerate("kmgt", 1) for end in ("", "ib")},
+}
+
+#: Lines of one kind that people are shown; `--json` has all.
+_MOST = 20
+_KINDS = {
+    "temporary": ("temporary file", "temporary files"),
+    "artifact": ("artifact that nothing names", "artifacts that nothing names"),
+    "rank": ("rank that was never finished", "ranks that were never finished"),
+    "unfinished": ("entry that was never finished", "entries that were never finished"),
+    "unit": ("unit that no entry shares", "units that no entry shares"),
+    "lookup": ("mark of an entry that is gone", "marks of entries that are gone"),
+    "state": ("stamp or lock of an entry that is gone", "stamps and locks of entries that are gone"),
+    "trash": ("folder that a prune left in the trash", "folders that a prune left in the trash"),
 }
 
 
@@ -76,7 +93,9 @@ def _hashes(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) 
     "--max-size", callback=_size, metavar="SIZE", help="Entries used longest ago, until the cache takes no more: 10GB."
 )
 @click.option(
-    "--stale", is_flag=True, help="Entries whose torch, triton, target or sources are not this machine's any more."
+    "--stale",
+    is_flag=True,
+    help="Entries whose cgtool, torch, triton, target or sources are not this machine's any more.",
 )
 @click.option("--entry", "entries", multiple=True, callback=_hashes, metavar="HASH", help="This entry. Repeatable.")
 @click.option(
@@ -108,7 +127,7 @@ def prune(*, output: Output, cache_dir: str | None, **options: Any) -> int:
     --yes is given. Rules add up; --keep-last protects entries from all of them but --entry. Entries that a live process
     uses stay.
 
-    An entry that was never used is as old as it is. A file with several names comes free with the last of them, so an
+    An unused entry's age counts from its creation. A file with several names comes free with the last of them, so an
     entry's compiled units go with it where no other entry shares them.
 
     --cache-dir may also name a cache of vLLM, ATOM, torch's Inductor or Triton: by age, size and name whole entries go
@@ -116,9 +135,8 @@ def prune(*, output: Output, cache_dir: str | None, **options: Any) -> int:
     """
     # Rich and the command itself: what `--help` does without.
     from cgtool.cli.progress import reporting
-    from cgtool.cli.prune_tables import show_outcome, show_plan, show_stats
-    from cgtool.toolkit.prune.run import PruneOptions, plan_prune, prune_stats
-    from cgtool.toolkit.prune.run import prune as run
+    from cgtool.toolkit.prune.plan import Rules
+    from cgtool.toolkit.prune.run import plan_prune, prune_stats
 
     folder = cache_folder(cache_dir)
     if options["stats"]:
@@ -126,30 +144,12 @@ def prune(*, output: Output, cache_dir: str | None, **options: Any) -> int:
         if output.as_json:
             output.json(stats.to_json())
         else:
-            show_stats(output, stats)
+            _show_stats(output, stats)
         return failures.DONE
     asks = not options["yes"] and not options["dry_run"]
     if asks:
         _check_terminal(output)
-    asked = PruneOptions(rules=_rules(options), cache_dir=folder, pythonpath=options["pythonpath"])
-    with reporting(output) as on_event:
-        report = plan_prune(asked, on_event)
-    if not output.as_json:
-        show_plan(output, report, dry_run=options["dry_run"])
-    if not options["dry_run"] and (not asks or _agreed(output, report)):
-        with reporting(output) as on_event:
-            report = run(report, on_event)
-        if not output.as_json:
-            show_outcome(output, report)
-    if output.as_json:
-        output.json(report.to_json())
-    return failures.FAILED if report.outcome is not None and report.outcome.failed else failures.DONE
-
-
-def _rules(options: dict[str, Any]) -> Rules:
-    from cgtool.toolkit.prune.records import Rules
-
-    return Rules(
+    rules = Rules(
         older_than_secs=options["older_than"],
         max_bytes=options["max_size"],
         stale=options["stale"],
@@ -159,6 +159,19 @@ def _rules(options: dict[str, Any]) -> Rules:
         entries=options["entries"],
         keep_units=options["keep_units"],
     )
+    with reporting(output) as on_event:
+        plan = plan_prune(rules, cache_dir=folder, pythonpath=options["pythonpath"], on_event=on_event)
+    if not output.as_json:
+        _show_plan(output, plan, dry_run=options["dry_run"])
+    outcome = None
+    if not options["dry_run"] and (not asks or _agreed(output, plan)):
+        with reporting(output) as on_event:
+            outcome = plan.execute(on_event)
+        if not output.as_json and not plan.is_empty:
+            _show_outcome(output, plan, outcome)
+    if output.as_json:
+        output.json(plan.to_json(outcome))
+    return failures.FAILED if outcome is not None and outcome.failed else failures.DONE
 
 
 def _check_terminal(output: Output) -> None:
@@ -172,10 +185,98 @@ def _check_terminal(output: Output) -> None:
         raise click.UsageError(f"{what}: give --yes to remove what the plan names, or --dry-run to see the plan.")
 
 
-def _agreed(output: Output, report: PruneReport) -> bool:
-    if report.plan.is_empty:
+def _agreed(output: Output, plan: Plan) -> bool:
+    if plan.is_empty:
         return False
     if click.confirm("Remove this?", default=False, err=True):
         return True
     output.line("Nothing was removed.")
     return False
+
+
+def _show_plan(output: Output, plan: Plan, *, dry_run: bool) -> None:
+    """Print what goes, why, what comes free, what stays all the same and what will miss."""
+    from cgtool.cli.columns import show_rows  # with rich
+
+    now = time.time()
+    for note in plan.notes:
+        output.note(f"Note: {note}", style="yellow")
+    _show_kept(output, plan.kept)
+    if plan.is_empty:
+        output.line(f"Nothing to remove in {plan.root}.")
+        return
+    if plan.entries:
+        rows = [_row(entry, now) for entry in plan.entries]
+        show_rows(output, ("hash", "model", "used", ">size", ">comes free", "why"), rows)
+    for kind, count in Counter(file.kind for file in plan.files).items():
+        frees = sum(file.frees_bytes for file in plan.files if file.kind == kind)
+        output.line(f"{count_text(count, *_KINDS[kind])}: {size_text(frees)}")
+    missing = [entry for entry in plan.entries if not entry.instead]
+    if missing:
+        output.line(f"These will miss, until they are warmed again: {_models(missing)}.")
+    gone = count_text(len(plan.entries), "entry", "entries") + (
+        f" and {count_text(len(plan.files), 'leftover')}" if plan.files else ""
+    )
+    verb = "would go" if dry_run else "will go"
+    output.line(f"{gone} of {plan.root} {verb}; {size_text(plan.frees_bytes)} come free.", style="bold")
+
+
+def _show_outcome(output: Output, plan: Plan, outcome: Outcome) -> None:
+    """Print what came of a plan."""
+    _show_kept(output, outcome.kept)
+    for failed in outcome.failed[:_MOST]:
+        output.error(failed.sentence)
+    if len(outcome.failed) > _MOST:
+        output.error(f"and {len(outcome.failed) - _MOST} more, which --json shows.")
+    entries = count_text(len(outcome.removed), "entry", "entries")
+    leftovers = f" and {count_text(outcome.removed_files, 'leftover')}" if plan.files else ""
+    output.line(f"Removed {entries}{leftovers}; {size_text(outcome.freed_bytes)} came free.", style="bold")
+
+
+def _show_stats(output: Output, stats: PruneStats) -> None:
+    """Print what earlier prunes removed and how often it was missed."""
+    from cgtool.cli.columns import show_rows  # with rich
+
+    if not stats.pruned:
+        output.line(f"No prune removed anything from {stats.root} that is still missing.")
+        return
+    now = time.time()
+    rows = [
+        (
+            short(entry.hash),
+            entry.model,
+            ago_text(entry.when, now),
+            record.misses,
+            ago_text(record.last_missed, now),
+            entry.why,
+        )
+        for record in stats.pruned
+        for entry in record.entries[-1:]
+    ]
+    show_rows(output, ("hash", "model", "removed", ">misses", "last missed", "why"), rows)
+    output.line(f"{count_text(stats.misses, 'miss', 'misses')} that a prune caused.")
+
+
+def _show_kept(output: Output, kept: tuple[Kept, ...]) -> None:
+    for item in kept[:_MOST]:
+        output.note(f"Stays: {short(item.hash)} {cut(plain(item.model))}: {plain(item.sentence)}.", style="dim")
+    if len(kept) > _MOST:
+        output.note(f"Stays: {len(kept) - _MOST} more, which --json shows.", style="dim")
+
+
+def _row(entry: PlannedEntry, now: float) -> tuple[str, ...]:
+    return (
+        short(entry.hash),
+        entry.model,
+        ago_text(entry.last_used, now),
+        size_text(entry.size_bytes),
+        size_text(entry.frees_bytes),
+        "; ".join(reason.sentence for reason in entry.reasons),
+    )
+
+
+def _models(entries: list[PlannedEntry]) -> str:
+    counts = Counter(cut(plain(entry.model)) or short(entry.hash) for entry in entries)
+    named = [model + (f" ({count} entries)" if count > 1 else "") for model, count in counts.most_common(_MOST)]
+    rest = len(counts) - len(named)
+    return ", ".join(named) + (f" and {rest} more" if rest > 0 else "")

@@ -183,7 +183,7 @@ class UnitView(NamedTuple):
 
 
 def walk_units(layout: CacheLayout, unlisted: list[CacheError]) -> Iterator[UnitView]:
-    """Yield every unit of a cache, by key.
+    """Yield every unit of a cache that can be listed, by key.
 
     Args:
         layout: Where the cache lies.
@@ -192,7 +192,11 @@ def walk_units(layout: CacheLayout, unlisted: list[CacheError]) -> Iterator[Unit
     base = str(layout.units_dir)
     for shard in sorted(_children(base, unlisted)):
         for name in sorted(_children(f"{base}/{shard}", unlisted)):
-            yield view_unit(f"{base}/{shard}/{name}", unlisted)
+            errors: list[CacheError] = []
+            unit = view_unit(f"{base}/{shard}/{name}", errors)
+            unlisted += errors
+            if not errors:
+                yield unit
 
 
 def view_unit(folder: str, unlisted: list[CacheError] | None = None) -> UnitView:

@@ -27,9 +27,8 @@ from cgtool.store.lookup import LookupStore, StateStore
 from cgtool.toolkit.bundle.choose import Choice
 from cgtool.toolkit.bundle.export import ExportOptions, export
 from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
-from cgtool.toolkit.prune.records import Rules
-from cgtool.toolkit.prune.run import PruneOptions, plan_prune
-from cgtool.toolkit.prune.run import prune as carry_out
+from cgtool.toolkit.prune.plan import Rules
+from cgtool.toolkit.prune.run import plan_prune
 from cgtool.toolkit.verify.run import VerifyOptions, verify
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cache" / "prune"))
@@ -116,7 +115,7 @@ def let_go() -> None:
 
 def prune(storm: Storm, chance: random.Random) -> str:
     rules = chance.choice([Rules(keep_last=0, orphans=True), Rules(units=True), Rules(max_bytes=30_000), Rules()])
-    outcome = carry_out(plan_prune(PruneOptions(rules=rules, cache_dir=storm.root))).outcome
+    outcome = plan_prune(rules, cache_dir=storm.root).execute()
     time.sleep(chance.random() / 4)  # or nothing would be there long enough to be used
     if outcome.failed:
         raise AssertionError(outcome.failed)
@@ -266,6 +265,6 @@ def check_calm(storm: Storm) -> None:
     assert [path for path in storm.root.rglob(left) if not path.is_dir()] == []
     assert list(layout.base.glob(".import.*")) == []
     rules = Rules(keep_last=0, units=True)
-    outcome = carry_out(plan_prune(PruneOptions(rules=rules, cache_dir=storm.root))).outcome
+    outcome = plan_prune(rules, cache_dir=storm.root).execute()
     assert (outcome.kept, outcome.failed, layout.hashes()) == ((), (), [])
     assert list((layout.state_dir / "trash").iterdir()) == []

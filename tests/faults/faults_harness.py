@@ -26,8 +26,8 @@ from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
 from cgtool.toolkit.inspect.cache import CacheOptions, inspect_cache
 from cgtool.toolkit.inspect.entry import inspect_entry
 from cgtool.toolkit.inspect.key import inspect_key
-from cgtool.toolkit.prune.records import Rules
-from cgtool.toolkit.prune.run import PruneOptions, plan_prune, prune
+from cgtool.toolkit.prune.plan import Rules
+from cgtool.toolkit.prune.run import plan_prune
 from cgtool.toolkit.verify.checks import check_entries, check_units
 from cgtool.toolkit.verify.hashing import Hasher
 from cgtool.toolkit.verify.run import VerifyOptions, verify
@@ -85,7 +85,7 @@ def publish(folder: Path) -> None:
 
 def prune_two(folder: Path) -> None:
     rules = Rules(older_than_secs=DAY, orphans=True, units=True)
-    outcome = prune(plan_prune(PruneOptions(rules=rules, cache_dir=folder / "cache"))).outcome
+    outcome = plan_prune(rules, cache_dir=folder / "cache").execute()
     if outcome.failed:
         raise CacheError(" ".join(item.sentence for item in outcome.failed))
 

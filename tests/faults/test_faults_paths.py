@@ -23,15 +23,15 @@ from cgtool.toolkit.inspect.cache import CacheOptions, inspect_cache
 from cgtool.toolkit.inspect.entry import inspect_entry
 from cgtool.toolkit.inspect.graph import GraphOptions, inspect_graph
 from cgtool.toolkit.inspect.key import inspect_key
-from cgtool.toolkit.prune.records import Rules
-from cgtool.toolkit.prune.run import PruneOptions, plan_prune, prune_stats
+from cgtool.toolkit.prune.plan import Rules
+from cgtool.toolkit.prune.run import plan_prune, prune_stats
 from cgtool.toolkit.verify.run import VerifyOptions, verify
 
 EVERYTHING = Choice(everything=True)
 COMMANDS: dict[str, Callable[[Path, Path], object]] = {
     "verify a cache": lambda _, path: verify(VerifyOptions(cache_dir=path)),
     "verify a path": lambda _, path: verify(VerifyOptions(targets=(str(path),))),
-    "prune": lambda _, path: plan_prune(PruneOptions(rules=Rules(), cache_dir=path)),
+    "prune": lambda _, path: plan_prune(Rules(), cache_dir=path),
     "prune --stats": lambda _, path: prune_stats(path),
     "export from": lambda there, path: export(ExportOptions(dest=there / "out", cache_dir=path, choice=EVERYTHING)),
     "export to": lambda there, path: export(ExportOptions(dest=path, cache_dir=there / "other", choice=EVERYTHING)),

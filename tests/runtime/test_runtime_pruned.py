@@ -16,9 +16,8 @@ from cgtool.runtime import find as find_module  # noqa: E402
 from cgtool.store import leases  # noqa: E402
 from cgtool.store.layout import CacheLayout  # noqa: E402
 from cgtool.store.pruned import all_pruned  # noqa: E402
-from cgtool.toolkit.prune.execute import carry_out  # noqa: E402
-from cgtool.toolkit.prune.plan import make_plan  # noqa: E402
-from cgtool.toolkit.prune.records import Rules  # noqa: E402
+from cgtool.toolkit.prune.own import make_plan  # noqa: E402
+from cgtool.toolkit.prune.plan import Rules  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -63,7 +62,7 @@ def warmed(model, root):
 
 
 def prune(root):
-    return carry_out(make_plan(CacheLayout(root=root), Rules(keep_last=0)))
+    return make_plan(CacheLayout(root=root), Rules(keep_last=0)).execute()
 
 
 def test_what_prune_goes_on_removing_during_a_load_is_a_miss(model, cache_root, let_go):

@@ -27,9 +27,8 @@ from cgtool.toolkit.bundle.choose import Choice
 from cgtool.toolkit.bundle.export import ExportOptions, export
 from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
 from cgtool.toolkit.inspect.cache import CacheOptions, inspect_cache
-from cgtool.toolkit.prune.execute import carry_out
-from cgtool.toolkit.prune.plan import make_plan
-from cgtool.toolkit.prune.records import Outcome, Rules
+from cgtool.toolkit.prune.own import make_plan
+from cgtool.toolkit.prune.plan import Outcome, Rules
 from cgtool.toolkit.verify.run import VerifyOptions, verify
 
 OPTIONS = "redirect_dir=off,index=off,metacopy=off,xino=off"
@@ -67,7 +66,7 @@ def layered(small_disk: Path, read_only: Callable[[Path], Path], tmp_path: Path)
 
 
 def prune(root: Path, **rules: object) -> Outcome:
-    outcome = carry_out(make_plan(CacheLayout(root=root), Rules(**rules)))
+    outcome = make_plan(CacheLayout(root=root), Rules(**rules)).execute()
     assert (outcome.failed, outcome.kept) == ((), ())
     return outcome
 
@@ -127,7 +126,7 @@ def test_what_lies_below_is_shared_by_what_is_new(layered, tmp_path):
 def test_an_entry_of_the_layer_below_is_not_removed_and_a_sentence_says_why(layered, tmp_path):
     name = lay(tmp_path / "lower", 1, pieces=("own",))
     root = layered(tmp_path / "lower")
-    outcome = carry_out(make_plan(CacheLayout(root=root), Rules(entries=(name.hash,))))
+    outcome = make_plan(CacheLayout(root=root), Rules(entries=(name.hash,))).execute()
     assert ["lower layer" in failed.sentence for failed in outcome.failed] == [True]
     assert is_whole(root, name)
     check_clean(root)
@@ -228,7 +227,7 @@ def test_beside_a_cache_that_is_read_only_as_a_whole_another_works(read_only, tm
     check_clean(lower)
     with pytest.raises(CacheError, match="read-only file system"):
         publish(lower, "two")
-    outcome = carry_out(make_plan(layout, Rules(entries=(name.hash,))))
+    outcome = make_plan(layout, Rules(entries=(name.hash,))).execute()
     assert outcome.removed == ()
     assert "read-only file system" in outcome.failed[0].sentence
     export(ExportOptions(dest=tmp_path / "layer", cache_dir=lower, choice=Choice(hashes=(exported,)), folder=True))

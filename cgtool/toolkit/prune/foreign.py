@@ -15,36 +15,27 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from cgtool.errors import UsageError
+from cgtool.events import OnEvent, ignore
 from cgtool.store.files import cache_error, sync_folder
-from cgtool.store.pruned import remove_tree
+from cgtool.toolkit.foreign.detect import read_cache
+from cgtool.toolkit.foreign.records import ForeignCache, ForeignEntry
 from cgtool.toolkit.prune.choose import age_reason
-from cgtool.toolkit.prune.ledger import Ledger
 from cgtool.toolkit.prune.leftovers import HOUR_SECS
-from cgtool.toolkit.prune.records import Failed, Kept, Outcome, Plan, PlannedEntry, PlannedFile, Reason, Rules
-
-if TYPE_CHECKING:
-    from cgtool.toolkit.foreign.records import ForeignCache, ForeignEntry
+from cgtool.toolkit.prune.plan import TOO_LARGE, Kept, Outcome, Plan, PlannedEntry, PlannedFile, Reason, Rules
+from cgtool.toolkit.prune.removal import Ledger, Removal
 
 _SUFFIX = ".cgtool-pruned"
 #: So deep below a cache's root entries lie, and so leftovers of pruning them.
 _DEPTHS = ("", "*/", "*/*/")
 
 
-def is_foreign(root: Path) -> bool:
-    """Return whether another system than cgtool wrote the cache in a folder."""
-    if (root / "CACHEDIR.TAG").exists():
-        return False
-    from cgtool.toolkit.foreign.detect import detect  # the readers of all systems
-
-    return detect(root) not in (None, "cgtool")
-
-
-def make_foreign_plan(root: Path, rules: Rules, *, now: float | None = None) -> Plan:
+def make_foreign_plan(root: Path, rules: Rules, *, now: float | None = None) -> ForeignPlan:
     """Return what a prune of another system's cache would do.
 
     Args:
@@ -56,28 +47,23 @@ def make_foreign_plan(root: Path, rules: Rules, *, now: float | None = None) -> 
         CacheError: No known system wrote it.
         UsageError: A rule has no meaning there, or a name is no entry's.
     """
-    from cgtool.toolkit.foreign.detect import read_cache
-
     cache = read_cache(root)
-    wrong = [
-        word
-        for word, asked in (
-            ("--stale", rules.stale),
-            ("--orphans", rules.orphans),
-            ("--units", rules.units),
-            ("--keep-last", rules.keep_last is not None),
-        )
-        if asked
-    ]
+    asked = {"stale": rules.stale, "orphans": rules.orphans, "units": rules.units, "keep-last": rules.keep_last}
+    wrong = [f"--{word}" for word, value in asked.items() if value not in (False, None)]
     if wrong:
         raise UsageError(
             f"{', '.join(wrong)} cannot be told of a cache of {cache.system}. Use --older-than, --max-size or --entry.",
             path=root,
         )
-    return _ForeignPlanner(cache, rules, time.time() if now is None else now).plan()
+    for text in rules.entries:
+        if not any(entry.name.startswith(text) for entry in cache.entries):
+            raise UsageError(f"No entry's name begins with {text!r}. `cgtool inspect cache` lists them.", actual=text)
+    return _Planner(cache, rules, time.time() if now is None else now).plan()
 
 
-class _ForeignPlanner:
+class _Planner:
+    """One making of a plan; holds what its steps share."""
+
     def __init__(self, cache: ForeignCache, rules: Rules, now: float) -> None:
         self._cache = cache
         self._rules = rules
@@ -86,14 +72,13 @@ class _ForeignPlanner:
         self._kept: list[Kept] = []
         self._entries: list[PlannedEntry] = []
 
-    def plan(self) -> Plan:
+    def plan(self) -> ForeignPlan:
         rules, cache = self._rules, self._cache
-        for text in rules.entries:
-            if not any(entry.name.startswith(text) for entry in cache.entries):
-                raise UsageError(
-                    f"No entry's name begins with {text!r}. `cgtool inspect cache` lists them.", actual=text
-                )
-        files = [PlannedFile(path=name, kind="trash", frees_bytes=self._take(name)) for name in _leftovers(cache.root)]
+        found = {path for depth in _DEPTHS for path in cache.root.glob(f"{depth}.*{_SUFFIX}")}
+        files = [
+            PlannedFile(path=name, kind="trash", frees_bytes=self._ledger.take(str(cache.root / name))[1])
+            for name in sorted(str(path.relative_to(cache.root)) for path in found)
+        ]
         waiting: list[ForeignEntry] = []
         for entry in sorted(cache.entries, key=lambda entry: (self._seen(entry), entry.name)):
             reasons = tuple(self._reasons(entry))
@@ -108,7 +93,7 @@ class _ForeignPlanner:
             notes.append("This disk notes no reads, so ages count from when entries were written.")
         if not rules.for_entries:
             notes.append(f"No rule was given, so that nothing is chosen. {cache.deletion}")
-        return Plan(
+        return ForeignPlan(
             root=cache.root,
             rules=rules,
             entries=tuple(self._entries),
@@ -120,16 +105,12 @@ class _ForeignPlanner:
             system=cache.system,
         )
 
-    def _take(self, name: str) -> int:
-        return self._ledger.take(str(self._cache.root / name))[1]
-
     def _make_room(self, waiting: list[ForeignEntry], most: int, notes: list[str]) -> None:
-        reason = (Reason(rule="max_size", sentence="the cache is too large, and it was used longest ago"),)
         for entry in waiting:
             if self._cache.size_bytes - self._ledger.freed_bytes <= most:
                 return
-            if self._may_go(entry, reason):
-                self._add(entry, reason)
+            if self._may_go(entry, (TOO_LARGE,)):
+                self._add(entry, (TOO_LARGE,))
         left = self._cache.size_bytes - self._ledger.freed_bytes
         if left > most:
             notes.append(f"The cache will still take {left} bytes, more than the {most} asked for: the rest must stay.")
@@ -159,15 +140,12 @@ class _ForeignPlanner:
         self._entries.append(
             PlannedEntry(
                 hash=entry.name,
-                names=(),
                 model=", ".join(entry.prefixes) or entry.kind,
                 created=_epoch(entry.created),
                 last_used=_epoch(entry.last_used),
                 size_bytes=size,
                 frees_bytes=frees,
-                units=(),
                 reasons=reasons,
-                lookup=(),
                 path=str(entry.path),
             )
         )
@@ -176,79 +154,56 @@ class _ForeignPlanner:
         known = [moment for text in (entry.last_used, entry.created) if (moment := _epoch(text)) is not None]
         return max(known, default=self._now)
 
-    def _keep(self, entry: ForeignEntry, why: str, sentence: str) -> None:
+    def _keep(self, entry: ForeignEntry, why: Literal["shared", "in_use"], sentence: str) -> None:
         self._kept.append(Kept(hash=entry.name, model=entry.kind, why=why, sentence=sentence))
 
 
-def carry_out_foreign(plan: Plan) -> Outcome:
-    """Remove what a plan for another system's cache names, as far as that is still so.
+@dataclass(frozen=True, kw_only=True)
+class ForeignPlan(Plan):
+    """What a prune of another system's cache would do."""
 
-    Args:
-        plan: What `make_foreign_plan` returned.
-    """
-    return _ForeignExecution(plan).run()
+    def execute(self, on_event: OnEvent = ignore) -> Outcome:  # noqa: ARG002 - it is done in a blink
+        """Remove what the plan names, as far as that is still so; what cannot be removed is told in the outcome.
 
-
-class _ForeignExecution:
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._ledger = Ledger()
-        self._lost_bytes = 0
-        self._removed: list[str] = []
-        self._kept: list[Kept] = []
-        self._failed: list[Failed] = []
-
-    def run(self) -> Outcome:
-        done = sum(self._delete(str(self._plan.root / file.path)) for file in self._plan.files)
-        for entry in self._plan.entries:
-            self._entry(entry)
+        Args:
+            on_event: Told of nothing.
+        """
+        removal = Removal()
+        removed: list[str] = []
+        kept: list[Kept] = []
+        num_files = sum(removal.delete(str(self.root / file.path)) for file in self.files)
+        for entry in self.entries:
+            path = Path(entry.path)
+            if _newest(path) > self.made:
+                sentence = "it was written after the plan was made"
+                kept.append(Kept(hash=entry.hash, model=entry.model, why="used_meanwhile", sentence=sentence))
+                continue
+            aside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(6)}{_SUFFIX}")
+            try:
+                path.rename(aside)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                removal.fail(entry.path, cache_error(error, path, doing="removed"))
+                continue
+            sync_folder(path.parent)
+            removed.append(entry.hash)
+            removal.delete(str(aside))
         return Outcome(
-            removed=tuple(self._removed),
-            removed_files=done,
-            freed_bytes=self._ledger.freed_bytes - self._lost_bytes,
-            kept=tuple(self._kept),
-            failed=tuple(self._failed),
+            removed=tuple(removed),
+            removed_files=num_files,
+            freed_bytes=removal.freed_bytes,
+            kept=tuple(kept),
+            failed=tuple(removal.failed),
         )
-
-    def _entry(self, entry: PlannedEntry) -> None:
-        path = Path(entry.path)
-        if _newest(path) > self._plan.made:
-            why = "it was written after the plan was made"
-            self._kept.append(Kept(hash=entry.hash, model=entry.model, why="used_meanwhile", sentence=why))
-            return
-        aside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(6)}{_SUFFIX}")
-        try:
-            path.rename(aside)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            sentence = str(cache_error(error, path, doing="removed"))
-            self._failed.append(Failed(path=entry.path, sentence=sentence))
-            return
-        sync_folder(path.parent)
-        self._removed.append(entry.hash)
-        self._delete(str(aside))
-
-    def _delete(self, path: str) -> bool:
-        _, frees = self._ledger.take(path)
-        errors = list(remove_tree(path))
-        self._failed += [Failed(path=str(error.path), sentence=str(error)) for error in errors]
-        self._lost_bytes += frees if errors else 0
-        return not errors
-
-
-def _leftovers(root: Path) -> list[str]:
-    found = {path for depth in _DEPTHS for path in root.glob(f"{depth}.*{_SUFFIX}")}
-    return sorted(str(path.relative_to(root)) for path in found)
 
 
 def _newest(path: Path) -> float:
     """When anything under a path was written last, seconds since the epoch; 0 where nothing is there."""
-    newest = 0.0
+    times = [_mtime(str(path))]
     for above, folders, files in os.walk(path):
-        for name in (".", *folders, *files):
-            newest = max(newest, _mtime(f"{above}/{name}"))
-    return max(newest, _mtime(str(path)))
+        times += [_mtime(f"{above}/{name}") for name in (*folders, *files)]
+    return max(times)
 
 
 def _mtime(path: str) -> float:

@@ -1,212 +1,251 @@
-"""From rules to a plan: what goes, why, what comes free, and what will miss afterwards. Must not import torch.
+"""What a prune is asked for, what it plans and what comes of it; the plans' base. Must not import torch.
 
-A plan changes nothing and takes no lock for longer than it takes to see that nobody holds it.
+A deletion is a plan, which changes nothing and says what comes free, and then its `execute`. As JSON, a plan is::
+
+    {"schema": 1, "system": str, "root": str, "rules": rules, "entries": [entry...], "files": [file...],
+     "kept": [kept...], "misses": [{"model", "hash"}...], "size_bytes": int | null, "frees_bytes": int,
+     "notes": [str...], "outcome": outcome | null}
+
+and the other records are their fields.
 """
 
 from __future__ import annotations
 
-import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
-from cgtool.host import gc_paused
-from cgtool.records import replace
-from cgtool.store.layout import CacheLayout, short
-from cgtool.store.leases import LeaseTable
-from cgtool.store.walk import EntryView
-from cgtool.toolkit.prune.choose import Chooser
-from cgtool.toolkit.prune.collect import CacheFacts, collect
-from cgtool.toolkit.prune.ledger import Ledger, disk_usage
-from cgtool.toolkit.prune.leftovers import Leftover, LeftoverFinder
-from cgtool.toolkit.prune.records import Plan, PlannedEntry, PlannedFile, Reason, Rules, unique
-from cgtool.toolkit.prune.stale import StaleFinder
+import msgspec
 
-if TYPE_CHECKING:
-    from cgtool.store.machine import Machine
+from cgtool.events import OnEvent, ignore
+from cgtool.plan.grammar import Record
+from cgtool.store.layout import RankName
+from cgtool.store.walk import Status
 
-#: Entries that may serve instead of one that goes are named up to so many.
-_MOST_NAMED = 3
+SCHEMA = 1
 
 
-def make_plan(
-    layout: CacheLayout,
-    rules: Rules,
-    *,
-    pythonpath: Sequence[str] = (),
-    machine: Machine | None = None,
-    now: float | None = None,
-) -> Plan:
-    """Return what a prune by these rules would do.
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Which entries and leftovers go. Rules add up; `keep_last` protects from all but `entries`.
 
     Args:
-        layout: Where the cache lies.
-        rules: What was asked for.
-        pythonpath: Folders in which traced modules are looked for first, for `rules.stale`.
-        machine: What entries are compared with; None asks this machine.
-        now: Seconds since the epoch; None for now.
-
-    Raises:
-        CacheError: The cache folder cannot be listed.
-        UsageError: A hash in the rules is no entry's, or more than one entry's.
+        older_than_secs: Entries not used for longer, in seconds; an unused entry's age counts from its creation.
+        max_bytes: Entries used longest ago, until the cache takes no more than this on the disk.
+        stale: Entries that cannot serve on this machine any more.
+        orphans: What nothing names any more, and what dead processes left.
+        units: With orphans: compiled units that no entry shares, too.
+        keep_last: How many entries of each model stay, those used last; alone, it has the others go. One model is what
+            the same cheap facts lead to, whatever it is called.
+        entries: Hashes of entries.
+        keep_units: Leave the units of removed entries, from which a later warm links what it needs.
     """
-    made = time.time() if now is None else now
-    with gc_paused():  # hundreds of thousands of names, none of which is garbage
-        facts = collect(layout, whole_units=rules.units or rules.for_entries)
-        leases = LeaseTable(layout)
-        stale = StaleFinder(layout, pythonpath=pythonpath, machine=machine)
-        chooser = Chooser(facts, rules, leases, stale, now=made)
-        return _Planner(facts, rules, chooser, LeftoverFinder(facts, leases, now=made), made).plan()
+
+    older_than_secs: float | None = None
+    max_bytes: int | None = None
+    stale: bool = False
+    orphans: bool = False
+    units: bool = False
+    keep_last: int | None = None
+    entries: tuple[str, ...] = ()
+    keep_units: bool = False
+
+    @property
+    def for_entries(self) -> bool:
+        """Whether any rule may choose an entry."""
+        wanted = self.older_than_secs is not None or self.max_bytes is not None or self.keep_last is not None
+        return wanted or self.stale or bool(self.entries)
+
+    @property
+    def for_leftovers(self) -> bool:
+        """Whether leftovers go: asked for, or nothing else is."""
+        return self.orphans or self.units or not self.for_entries
 
 
-class _Planner:
-    """One making of a plan; holds what its steps share."""
+class Reason(Record, frozen=True, kw_only=True):
+    """The rule that chooses an entry, and a sentence for people."""
 
-    def __init__(
-        self, facts: CacheFacts, rules: Rules, chooser: Chooser, leftovers: LeftoverFinder, made: float
-    ) -> None:
-        self._facts = facts
-        self._rules = rules
-        self._chooser = chooser
-        self._leftovers = leftovers
-        self._made = made
-        self._base = f"{facts.layout.base}/"
-        self._ledger = Ledger()
-        self._entries: list[PlannedEntry] = []
-        self._files: list[PlannedFile] = []
-        self._notes: list[str] = []
-        self._planned_units: set[str] = set()
-        self._readable = facts.readable
-        self._shares = Counter[str]()
-        self._units_of: dict[str, list[str]] = {}
-        if rules.for_entries:
-            for entry in facts.entries.values():
-                self._shares.update(entry.artifacts.keys())
-        if rules.for_entries and not rules.keep_units:
-            self._index_units()
+    rule: Literal["older_than", "max_size", "stale", "keep_last", "entry"]
+    sentence: str
 
-    def plan(self) -> Plan:
-        rules = self._rules
-        if rules.for_leftovers:
-            self._add_files(self._leftovers.find())
-        chosen = self._chooser.chosen()
-        for hash_ in sorted(chosen, key=lambda hash_: (self._chooser.last_seen(self._facts.entries[hash_]), hash_)):
-            self._add_entry(self._facts.entries[hash_], chosen[hash_])
-        self._add_unshared_units()
-        size = None if rules.max_bytes is None else disk_usage(str(self._facts.layout.base))
-        if rules.max_bytes is not None and size is not None:
-            self._make_room(size, rules.max_bytes)
-            self._add_unshared_units()
-        if not self._readable and (rules.units or (rules.for_entries and not rules.keep_units)):
-            self._notes.append("Parts of the cache cannot be read, so units that may be shared with them stay.")
-        self._note_unseen()
-        return Plan(
-            root=self._facts.layout.root,
-            rules=rules,
-            entries=tuple(self._with_substitutes()),
-            files=tuple(self._files),
-            kept=tuple(self._chooser.kept),
-            size_bytes=size,
-            notes=tuple(self._notes),
-            made=self._made,
-        )
 
-    def _note_unseen(self) -> None:
-        """Name what no rule could look at: an entry whose folder cannot be listed would stay, and nobody would know."""
-        entries = self._facts.entries.values()
-        unseen = sorted(
-            entry.hash for entry in entries if not (entry.is_readable or entry.is_link or entry.is_finished)
-        )
-        if self._rules.for_entries and unseen:
-            more = f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
-            self._notes.append(
-                f"Left alone, as it cannot be looked into: entry {short(unseen[0])}{more}. Check permissions and links."
-            )
+#: What `max_bytes` says of an entry.
+TOO_LARGE = Reason(rule="max_size", sentence="the cache is too large, and it was used longest ago")
 
-    def _add_files(self, found: Iterable[Leftover]) -> None:
-        for path, kind in found:
-            _, frees = self._ledger.take(self._base + path)
-            self._files.append(PlannedFile(path=path, kind=kind, frees_bytes=frees))
 
-    def _add_unshared_units(self) -> None:
-        """Add the units that no entry shares which stays, where that was asked for: ahead of entries that make room."""
-        if self._rules.units:
-            gone = frozenset(entry.hash for entry in self._entries)
-            whole = [item for item in self._leftovers.unshared_units(gone) if item[0][-64:] not in self._planned_units]
-            self._planned_units.update(path[-64:] for path, _ in whole)
-            self._add_files(whole)
+@dataclass(frozen=True, kw_only=True)
+class PlannedEntry:
+    """An entry that goes.
 
-    def _units_with(self, entry: EntryView) -> tuple[str, ...]:
-        """The keys of the units that go with an entry, for no other shares them that stays."""
-        last = [name for name in entry.artifacts if self._shares[name] == 1] if self._readable else []
-        found = unique(key for name in last for key in self._units_of.get(name, ()))
-        return tuple(key for key in found if key not in self._planned_units)
+    Args:
+        hash: Its hash; what another system calls it.
+        model: What people call the model; "" where no manifest can be read.
+        created: When it was made, seconds since the epoch; None where that is not known.
+        last_used: When it was loaded last, seconds since the epoch; None for never.
+        size_bytes: What its files take.
+        frees_bytes: What comes free on the disk, after those that go before it.
+        reasons: Why it goes.
+        names: Its ranks and prefixes.
+        units: The keys of the units that go with it: no other entry shares them.
+        lookup: The digests of cheap facts that lead to it.
+        instead: Other entries that the same cheap facts lead to: they may serve instead.
+        path: Where it lies, for an entry of another system; "" for cgtool's own.
+        manifests: What tells whether a manifest was written since, by `RankName.flat`.
+        stamps: The same of the stamps of loads.
+    """
 
-    def _add_entry(self, entry: EntryView, reasons: tuple[Reason, ...]) -> None:
-        size, frees = self._ledger.take(self._base + entry.hash)
-        units = self._units_with(entry)
-        for name in entry.artifacts:
-            self._shares[name] -= 1
-        for key in units:
-            files = [name for name in self._facts.units[key] if name != "lock"]  # which is empty
-            frees += self._ledger.take_files(f"{self._base}units/{key[:2]}/{key}", files)
-        self._planned_units.update(units)
-        self._entries.append(
-            PlannedEntry(
-                hash=entry.hash,
-                names=tuple(rank.name for rank in entry.ranks),
-                model=entry.model,
-                created=entry.created,
-                last_used=self._chooser.last_used(entry),
-                size_bytes=size,
-                frees_bytes=frees,
-                units=units,
-                reasons=reasons,
-                lookup=entry.lookup,
-                manifests={rank.name.flat: rank.manifest_status for rank in entry.ranks},
-                stamps={rank.name.flat: self._chooser.stamps.get(rank.name.flat) for rank in entry.ranks},
-            )
-        )
+    hash: str
+    model: str
+    created: float | None
+    last_used: float | None
+    size_bytes: int
+    frees_bytes: int
+    reasons: tuple[Reason, ...]
+    names: tuple[RankName, ...] = ()
+    units: tuple[str, ...] = ()
+    lookup: tuple[str, ...] = ()
+    instead: tuple[str, ...] = ()
+    path: str = ""
+    manifests: Mapping[str, Status | None] = field(default_factory=dict)
+    stamps: Mapping[str, Status | None] = field(default_factory=dict)
 
-    def _make_room(self, size: int, most: int) -> None:
-        """Add the entries used longest ago until what stays is no more than `most`."""
-        reason = (Reason(rule="max_size", sentence="the cache is too large, and it was used longest ago"),)
-        planned = {entry.hash for entry in self._entries}
-        stays = {kept.hash for kept in self._chooser.kept if kept.why != "cannot_tell"}
-        for entry in self._chooser.by_last_use():
-            if size - self._ledger.freed_bytes <= most:
-                return
-            if entry.hash in planned or entry.hash in stays or not self._frees(entry):
-                continue
-            if self._chooser.may_go(entry, reason):
-                self._add_entry(entry, reason)
-        left = size - self._ledger.freed_bytes
-        if left > most:
-            self._notes.append(
-                f"The cache will still take {left} bytes, more than the {most} asked for: the rest is in use, is kept "
-                "by a rule, or has other names on this disk."
-            )
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry as JSON."""
+        return {
+            "hash": self.hash,
+            "model": self.model,
+            "ranks": [{"rank": name.rank, "prefix": name.prefix} for name in self.names],
+            "created": self.created,
+            "last_used": self.last_used,
+            "size_bytes": self.size_bytes,
+            "frees_bytes": self.frees_bytes,
+            "units": list(self.units),
+            "reasons": msgspec.to_builtins(self.reasons),
+            "instead": list(self.instead),
+        }
 
-    def _frees(self, entry: EntryView) -> bool:
-        """Whether any byte comes free with an entry: all its files may have other names on this disk."""
-        units = (f"{self._base}units/{key[:2]}/{key}" for key in self._units_with(entry))
-        return self._ledger.would_free([self._base + entry.hash, *units])
 
-    def _index_units(self) -> None:
-        for key, files in self._facts.units.items():
-            for name in files:
-                if name in self._shares:
-                    self._units_of.setdefault(name, []).append(key)
+class PlannedFile(Record, frozen=True, kw_only=True):
+    """A leftover that goes: a file, or a folder with all that is in it.
 
-    def _with_substitutes(self) -> list[PlannedEntry]:
-        """The planned entries, each with the entries that stay and that the same cheap facts lead to."""
-        gone = {entry.hash for entry in self._entries}
-        staying: dict[str, list[str]] = {}
-        for hash_, entry in self._facts.entries.items():
-            if hash_ not in gone:
-                for digest in entry.lookup:
-                    staying.setdefault(digest, []).append(hash_)
-        return [
-            replace(entry, instead=unique(h for digest in entry.lookup for h in staying.get(digest, ()))[:_MOST_NAMED])
-            for entry in self._entries
-        ]
+    Args:
+        path: Below the cache folder `torch_compile_cache`, with "/" between names.
+        kind: Which, as the table of `cgtool.toolkit.prune.leftovers` has them.
+        frees_bytes: What comes free on the disk.
+    """
+
+    path: str
+    kind: str
+    frees_bytes: int
+
+
+class Kept(Record, frozen=True, kw_only=True):
+    """An entry that a rule chooses and that stays, and why.
+
+    Args:
+        hash: Its hash.
+        model: What people call the model.
+        why: A stable word for programs.
+        sentence: For people.
+    """
+
+    hash: str
+    model: str
+    why: Literal["in_use", "keep_last", "cannot_tell", "newer_schema", "used_meanwhile", "shared"]
+    sentence: str
+
+
+class Failed(Record, frozen=True, kw_only=True):
+    """Something that could not be removed, and stays whole or is swept later."""
+
+    path: str
+    sentence: str
+
+
+class Outcome(Record, frozen=True, kw_only=True):
+    """What came of a plan.
+
+    Args:
+        removed: The entries that are gone, by hash.
+        removed_files: How many leftovers are gone.
+        freed_bytes: What came free on the disk.
+        kept: Entries of the plan that stay: they came into use meanwhile.
+        failed: What could not be removed.
+    """
+
+    removed: tuple[str, ...]
+    removed_files: int
+    freed_bytes: int
+    kept: tuple[Kept, ...]
+    failed: tuple[Failed, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(ABC):
+    """What a prune would do.
+
+    Args:
+        root: The cache root.
+        rules: What was asked for.
+        entries: The entries that go, in the order in which they go.
+        files: The leftovers that go.
+        kept: Entries that a rule chose and that stay.
+        size_bytes: What the cache takes on the disk before; None where no rule asked for it.
+        notes: What else the user should know.
+        made: When the plan was made, seconds since the epoch.
+        system: Which system wrote the cache.
+    """
+
+    root: Path
+    rules: Rules
+    entries: tuple[PlannedEntry, ...]
+    files: tuple[PlannedFile, ...]
+    kept: tuple[Kept, ...]
+    size_bytes: int | None
+    notes: tuple[str, ...]
+    made: float
+    system: str = "cgtool"
+
+    @property
+    def frees_bytes(self) -> int:
+        """What comes free on the disk in all."""
+        return sum(entry.frees_bytes for entry in self.entries) + sum(file.frees_bytes for file in self.files)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing goes."""
+        return not self.entries and not self.files
+
+    @abstractmethod
+    def execute(self, on_event: OnEvent = ignore) -> Outcome:
+        """Remove what the plan names, as far as that is still so; what cannot be removed is told in the outcome.
+
+        Args:
+            on_event: Told of each folder as it goes.
+
+        Raises:
+            CacheError: File locks do not work there, so that nobody can tell what is used.
+        """
+
+    def to_json(self, outcome: Outcome | None = None) -> dict[str, Any]:
+        """Return the document that `prune --json` prints.
+
+        Args:
+            outcome: What came of the plan; None where nothing was done.
+        """
+        return {
+            "schema": SCHEMA,
+            "system": self.system,
+            "root": str(self.root),
+            "rules": {**msgspec.to_builtins(self.rules), "orphans": self.rules.for_leftovers},
+            "entries": [entry.to_json() for entry in self.entries],
+            "files": msgspec.to_builtins(self.files),
+            "kept": msgspec.to_builtins(self.kept),
+            "misses": [{"model": entry.model, "hash": entry.hash} for entry in self.entries if not entry.instead],
+            "size_bytes": self.size_bytes,
+            "frees_bytes": self.frees_bytes,
+            "notes": list(self.notes),
+            "outcome": msgspec.to_builtins(outcome),
+        }

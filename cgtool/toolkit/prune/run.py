@@ -1,8 +1,8 @@
-"""`prune`: what would go from a cache and why, and its removal. Prints nothing; importable without torch."""
+"""`prune`: what would go from a cache and why, and what earlier prunes removed. Prints nothing; no torch."""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,63 +12,50 @@ from cgtool.events import Event, OnEvent, ignore
 from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.layout import CacheLayout, resolve_root
 from cgtool.store.pruned import Pruned, all_pruned
-from cgtool.toolkit.prune.execute import carry_out
-from cgtool.toolkit.prune.foreign import carry_out_foreign, is_foreign, make_foreign_plan
-from cgtool.toolkit.prune.plan import make_plan
-from cgtool.toolkit.prune.records import Outcome, Plan, Rules
-
-SCHEMA = 1
-OWN = "cgtool"
+from cgtool.toolkit.prune.own import make_plan
+from cgtool.toolkit.prune.plan import SCHEMA, Plan, Rules
 
 
-@dataclass(frozen=True, kw_only=True)
-class PruneOptions:
-    """What the user asked of `prune`.
+@os_errors_as_cache_errors()
+def plan_prune(
+    rules: Rules, *, cache_dir: Path | None = None, pythonpath: Sequence[str] = (), on_event: OnEvent = ignore
+) -> Plan:
+    """Return what a prune would do; changes nothing.
 
     Args:
         rules: Which entries and leftovers go.
-        cache_dir: The cache's root; None means the configured or the user's own.
+        cache_dir: The cache's root, cgtool's or another system's; None means the configured or the user's own.
         pythonpath: Folders in which traced modules are looked for first, to tell what is stale.
-    """
+        on_event: Told that the cache is being read.
 
-    rules: Rules
-    cache_dir: Path | None = None
-    pythonpath: tuple[str, ...] = ()
+    Raises:
+        CacheError: There is no such folder, or it cannot be listed.
+        UsageError: A hash that was asked for is no entry's, or more than one entry's.
+    """
+    root = _root(cache_dir)
+    on_event(Event(phase="prune", message="reading the cache"))
+    if (root / "CACHEDIR.TAG").exists():
+        return make_plan(CacheLayout(root=root), rules, pythonpath=pythonpath)
+    # The readers of all systems, for what is not marked as cgtool's.
+    from cgtool.toolkit.foreign.detect import detect
+    from cgtool.toolkit.prune.foreign import make_foreign_plan
+
+    if detect(root) in (None, "cgtool"):
+        return make_plan(CacheLayout(root=root), rules, pythonpath=pythonpath)
+    return make_foreign_plan(root, rules)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PruneReport:
-    """A plan, and what came of it.
-
-    Args:
-        plan: What goes.
-        outcome: What came of it; None where nothing was done.
-        now: Seconds since the epoch.
-    """
-
-    plan: Plan
-    outcome: Outcome | None
-    now: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the document that `prune --json` prints: the plan, and its outcome or null."""
-        outcome = None if self.outcome is None else self.outcome.to_json()
-        return {**self.plan.to_json(), "outcome": outcome}
-
-
-@dataclass(frozen=True, kw_only=True)
-class StatsReport:
+class PruneStats:
     """What earlier prunes removed and how often that was missed.
 
     Args:
         root: The cache's root.
         pruned: One record for each set of cheap facts, the most missed first.
-        now: Seconds since the epoch.
     """
 
     root: Path
     pruned: tuple[Pruned, ...]
-    now: float
 
     @property
     def misses(self) -> int:
@@ -77,52 +64,12 @@ class StatsReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the document that `prune --stats --json` prints."""
-        return {
-            "schema": SCHEMA,
-            "root": str(self.root),
-            "misses": self.misses,
-            "pruned": [record.to_json() for record in self.pruned],
-        }
+        pruned = [record.to_json() for record in self.pruned]
+        return {"schema": SCHEMA, "root": str(self.root), "misses": self.misses, "pruned": pruned}
 
 
 @os_errors_as_cache_errors()
-def plan_prune(options: PruneOptions, on_event: OnEvent = ignore) -> PruneReport:
-    """Return what a prune would do; changes nothing.
-
-    Args:
-        options: What the user asked for.
-        on_event: Told that the cache is being read.
-
-    Raises:
-        CacheError: There is no such folder, or it cannot be listed.
-        UsageError: A hash that was asked for is no entry's, or more than one entry's.
-    """
-    root = _root(options.cache_dir)
-    on_event(Event(phase="prune", message="reading the cache"))
-    if is_foreign(root):
-        plan = make_foreign_plan(root, options.rules)
-    else:
-        plan = make_plan(CacheLayout(root=root), options.rules, pythonpath=options.pythonpath)
-    return PruneReport(plan=plan, outcome=None, now=time.time())
-
-
-def prune(planned: PruneReport, on_event: OnEvent = ignore) -> PruneReport:
-    """Do what a plan says, as far as that is still so.
-
-    Args:
-        planned: What `plan_prune` returned.
-        on_event: Told of each folder as it goes.
-
-    Returns:
-        The plan and what came of it; what could not be removed is told there.
-    """
-    plan = planned.plan
-    outcome = carry_out(plan, on_event) if plan.system == OWN else carry_out_foreign(plan)
-    return PruneReport(plan=plan, outcome=outcome, now=time.time())
-
-
-@os_errors_as_cache_errors()
-def prune_stats(cache_dir: Path | None) -> StatsReport:
+def prune_stats(cache_dir: Path | None) -> PruneStats:
     """Return what earlier prunes removed and how often that was missed.
 
     Args:
@@ -132,7 +79,7 @@ def prune_stats(cache_dir: Path | None) -> StatsReport:
         CacheError: There is no such folder.
     """
     root = _root(cache_dir)
-    return StatsReport(root=root, pruned=all_pruned(CacheLayout(root=root)), now=time.time())
+    return PruneStats(root=root, pruned=all_pruned(CacheLayout(root=root)))
 
 
 def _root(cache_dir: Path | None) -> Path:

@@ -12,10 +12,10 @@ from prune_samples import DAY, files_in
 
 from cgtool.errors import UsageError
 from cgtool.toolkit.foreign.detect import read_cache
-from cgtool.toolkit.prune.foreign import carry_out_foreign, is_foreign, make_foreign_plan
-from cgtool.toolkit.prune.ledger import disk_usage
-from cgtool.toolkit.prune.records import Rules
-from cgtool.toolkit.prune.run import PruneOptions, plan_prune, prune
+from cgtool.toolkit.prune.foreign import make_foreign_plan
+from cgtool.toolkit.prune.plan import Rules
+from cgtool.toolkit.prune.removal import disk_usage
+from cgtool.toolkit.prune.run import plan_prune
 
 SAMPLES = Path(__file__).parents[3] / "fixtures" / "caches"
 
@@ -41,13 +41,12 @@ def unpacked(tmp_path):
 )
 def test_old_entries_go_whole_and_shared_files_stay(unpacked, name, entries, shared):
     root = unpacked(name)
-    assert is_foreign(root)
     before = disk_usage(str(root))
     plan = make_foreign_plan(root, Rules(older_than_secs=30 * DAY))
     assert len(plan.entries) == entries
     assert [kept.why for kept in plan.kept] == ["shared"] * shared
     assert all("removed" in kept.sentence for kept in plan.kept)
-    outcome = carry_out_foreign(plan)
+    outcome = plan.execute()
     assert (len(outcome.removed), outcome.kept, outcome.failed) == (entries, (), ())
     assert outcome.freed_bytes == plan.frees_bytes == before - disk_usage(str(root))
     assert not any(entry.deletable for entry in read_cache(root).entries) if shared else not files_in(root)
@@ -79,7 +78,7 @@ def test_what_was_written_after_the_plan_stays(unpacked):
     first = Path(plan.entries[0].path)
     time.sleep(0.01)
     (first / "new").touch()
-    outcome = carry_out_foreign(plan)
+    outcome = plan.execute()
     assert [kept.hash for kept in outcome.kept] == [plan.entries[0].hash]
     assert first.exists()
     assert len(outcome.removed) == len(plan.entries) - 1
@@ -92,7 +91,7 @@ def test_what_a_killed_prune_left_is_removed_by_the_next(unpacked):
     first.rename(first.with_name(f".{first.name}.1.{'0' * 12}.cgtool-pruned"))
     again = make_foreign_plan(root, Rules())
     assert ([file.kind for file in again.files], again.entries) == (["trash"], ())
-    assert carry_out_foreign(again).removed_files == 1
+    assert again.execute().removed_files == 1
     assert not list(root.rglob("*.cgtool-pruned"))
 
 
@@ -110,6 +109,6 @@ def test_without_a_rule_nothing_is_chosen_and_it_is_said_what_may_go(unpacked):
 
 def test_the_command_finds_out_whose_cache_it_is(unpacked):
     root = unpacked("vllm") / "torch_compile_cache"
-    planned = plan_prune(PruneOptions(rules=Rules(older_than_secs=DAY), cache_dir=root))
+    planned = plan_prune(Rules(older_than_secs=DAY), cache_dir=root)
     assert planned.to_json()["system"] == "vllm"
-    assert len(prune(planned).outcome.removed) == 3
+    assert len(planned.execute().removed) == 3

@@ -8,8 +8,8 @@ import pytest
 from cache_maker import make_cache
 
 from cgtool.store.layout import CacheLayout
-from cgtool.toolkit.prune.plan import make_plan
-from cgtool.toolkit.prune.records import Rules
+from cgtool.toolkit.prune.own import make_plan
+from cgtool.toolkit.prune.plan import Rules
 
 
 @pytest.fixture(scope="module")

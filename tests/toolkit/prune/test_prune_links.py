@@ -12,17 +12,16 @@ from cgtool.errors import CacheError
 from cgtool.store.layout import CacheLayout
 from cgtool.store.leases import hold, remove_idle
 from cgtool.store.pruned import is_inside, put_aside, sweep_trash
-from cgtool.toolkit.prune.collect import collect
-from cgtool.toolkit.prune.execute import carry_out
-from cgtool.toolkit.prune.ledger import Ledger
-from cgtool.toolkit.prune.plan import make_plan
-from cgtool.toolkit.prune.records import Plan, PlannedFile, Rules
+from cgtool.toolkit.prune.leftovers import CacheFacts
+from cgtool.toolkit.prune.own import OwnPlan, make_plan
+from cgtool.toolkit.prune.plan import PlannedFile, Rules
+from cgtool.toolkit.prune.removal import Ledger
 
 DEAD = 2**22 + 5
 
 
 def prune(root, **rules):
-    return carry_out(make_plan(CacheLayout(root=root), Rules(**rules)))
+    return make_plan(CacheLayout(root=root), Rules(**rules)).execute()
 
 
 def move_out(path: Path, outside: Path) -> Path:
@@ -114,7 +113,7 @@ def test_a_link_in_place_of_a_rank_leaves_the_entry_unreadable(cache_root, outsi
     orphan = layout.entry_dir(name.hash) / "artifacts" / f"{'a' * 64}.eager"
     put_old(orphan)
     move_out(layout.entry_dir(name.hash) / "rank_1", outside)  # whose manifest may name the artifact
-    assert not collect(layout).readable
+    assert not CacheFacts.of(layout).is_readable
     assert [found.rank for found in layout.rank_names(name.hash)] == [0]
     prune(cache_root)
     assert orphan.exists()
@@ -157,8 +156,10 @@ def test_a_link_that_is_laid_between_plan_and_deed_leads_nowhere(cache_root, out
     (outside / name).mkdir()
     rest(outside / name, 2 * DAY)
     file = PlannedFile(path=f"{folder}/{name}", kind=kind, frees_bytes=0)
-    plan = Plan(root=cache_root, rules=Rules(), entries=(), files=(file,), kept=(), size_bytes=None, notes=(), made=0.0)
-    outcome = carry_out(plan)
+    plan = OwnPlan(
+        root=cache_root, rules=Rules(), entries=(), files=(file,), kept=(), size_bytes=None, notes=(), made=0.0
+    )
+    outcome = plan.execute()
     assert outcome.removed_files == 0
     assert [path.name for path in outside.iterdir()] == [name]
     assert all("a link in place of a folder leads there" in failed.sentence for failed in outcome.failed)

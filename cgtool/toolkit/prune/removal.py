@@ -1,15 +1,23 @@
-"""What comes free on the disk: a file with several names comes free with its last one. Must not import torch."""
+"""What comes free on the disk, and the removal of files and folders. Must not import torch.
+
+A file with several names comes free with its last one. Sizes are those of files, as `inspect cache` gives them; folders
+count nothing. Paths are plain text throughout a prune, for there may be a hundred thousand of them.
+"""
 
 from __future__ import annotations
 
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+
+from cgtool.errors import CacheError
+from cgtool.store.pruned import remove_tree
+from cgtool.toolkit.prune.plan import Failed
 
 
 class Ledger:
-    """Counts names that go. Sizes are those of files, as `inspect cache` gives them; folders count nothing."""
+    """Counts names that go."""
 
     def __init__(self) -> None:
         self._names: dict[tuple[int, int], int] = {}
@@ -62,6 +70,57 @@ class Ledger:
             names = self._names[inode] = self._names.get(inode, 0) + 1
         if names >= status.st_nlink:
             self.freed_bytes += status.st_size
+
+
+class Removal:
+    """Removes things, and counts what comes free with them.
+
+    Args:
+        check: Raises `CacheError` for a path that is not to be touched.
+    """
+
+    def __init__(self, check: Callable[[str], None] = lambda _: None) -> None:
+        self.failed: list[Failed] = []
+        self._check = check
+        self._ledger = Ledger()
+        self._lost_bytes = 0
+
+    @property
+    def freed_bytes(self) -> int:
+        """What came free so far."""
+        return self._ledger.freed_bytes - self._lost_bytes
+
+    def delete(self, path: str) -> bool:
+        """Delete a file, or a folder with all that is in it, and return whether all of it is gone."""
+        return self.remove(path, lambda path: list(remove_tree(path)))
+
+    def remove(self, path: str, function: Callable[[str], Iterable[CacheError] | None]) -> bool:
+        """Remove something, and return whether it is gone.
+
+        Args:
+            path: What.
+            function: Removes it; returns what went wrong or raises it, or raises `BlockingIOError` where it is held by
+                now, so that it is no leftover.
+        """
+        frees = 0
+        errors: list[CacheError] = []
+        try:
+            self._check(path)
+            _, frees = self._ledger.take(path)
+            errors += function(path) or ()
+            is_gone = not errors
+        except CacheError as error:
+            errors, is_gone = [error], False
+        except BlockingIOError:
+            is_gone = False
+        self._lost_bytes += 0 if is_gone else frees
+        for wrong in errors:
+            self.fail(str(wrong.path or path), wrong)
+        return is_gone
+
+    def fail(self, path: str, error: CacheError) -> None:
+        """Note what could not be removed."""
+        self.failed.append(Failed(path=path, sentence=str(error)))
 
 
 def disk_usage(path: str) -> int:
