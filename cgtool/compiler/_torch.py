@@ -20,9 +20,11 @@ import torch
 import torch.compiler.config
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import detect_fake_mode
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._pytree import tree_leaves
 
 from cgtool.graph.targets import PYTHON_FUNCTIONS
 from cgtool.plan.grammar import digest_of
@@ -59,6 +61,11 @@ def new_fake_mode(*, from_two: bool) -> FakeTensorMode:
     """
     shape_env = ShapeEnv(specialize_zero_one=from_two, duck_shape=False)
     return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+
+
+def fake_mode_of(value: Any) -> FakeTensorMode:
+    """Return the fake mode of the tensors in `value`, or a new one: in it nothing is computed or written."""
+    return detect_fake_mode(tree_leaves(value)) or FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def _shape_env(mode: FakeTensorMode) -> Any:

@@ -314,7 +314,11 @@ class _Warm:
             trace_secs=round(stitched.trace_secs, 3),
             compile_secs=round(done.secs, 3),
             reasons=reasons,
-            notes=(*notes_of(manifest, stitched.slow_ops), *unproved_notes(manifest, done.unproved)),
+            notes=(
+                *stitched.notes,
+                *notes_of(manifest, stitched.slow_ops),
+                *unproved_notes(manifest, done.unproved),
+            ),
         )
 
     def _key(self, stitched: Stitched) -> Key:

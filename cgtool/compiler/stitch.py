@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 
 from cgtool.compiler import _torch
 from cgtool.compiler.fx_piece import rebuild
+from cgtool.compiler.narrowed import Served, narrowed_ranges, narrowing_relations, served_by
 from cgtool.config import EAGER
-from cgtool.errors import TraceError
+from cgtool.errors import CgtoolError, TraceError
 from cgtool.events import Event, OnEvent
 from cgtool.graph._torch import share_storage
 from cgtool.graph.metas import tensor_meta
@@ -35,6 +37,8 @@ from cgtool.trace.files import UserCode, user_code
 from cgtool.trace.outputs import place_outputs
 from cgtool.trace.relations import relations_of_trace, symbols_of_trace
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stitched:
@@ -47,6 +51,7 @@ class Stitched:
         splitting_ops: The ops that were split at, by their canonical names.
         fallbacks: The pieces that no compiler may be given, and why.
         slow_ops: Custom ops that import Dynamo when they are first called.
+        notes: What is served less of than was asked for, and why.
         computation_graph: `computation_graph.py`, for people.
         trace_secs: Seconds that tracing and splitting took.
     """
@@ -57,6 +62,7 @@ class Stitched:
     splitting_ops: tuple[str, ...]
     fallbacks: tuple[Fallback, ...]
     slow_ops: tuple[str, ...]
+    notes: tuple[str, ...]
     computation_graph: str
     trace_secs: float
 
@@ -89,11 +95,28 @@ def stitch(spec: ModelSpec, splitting_ops: Sequence[str] | None, on_event: OnEve
         begun = time.perf_counter()
         on_event(Event(phase="trace", message=label, done=index, total=len(todo)))
         arguments, marked = arguments_for(call, signature, dims, fixed)
-        trace = capture(method, signature, arguments, marked)
-        builder.add(call.name, fixed, dims, trace)
+        try:
+            trace = capture(method, signature, arguments, marked)
+        except CgtoolError as error:
+            reason = _why_not_runnable(method, signature, arguments) if fixed and not builder.is_empty else None
+            if reason is None:
+                raise
+            builder.leave_out(fixed, reason, error)
+        else:
+            builder.add(call.name, fixed, dims, trace)
         secs = time.perf_counter() - begun
         on_event(Event(phase="trace", message=label, done=index + 1, total=len(todo), secs=secs))
-    return builder.finish(spec, time.perf_counter() - started)
+    return builder.finish(spec, dims, time.perf_counter() - started)
+
+
+def _why_not_runnable(method: Callable[..., Any], signature: CallSignature, arguments: Mapping[str, Any]) -> str | None:
+    """Return why the model itself does not run on these arguments, or None where it does; nothing is computed."""
+    try:
+        with torch.no_grad(), _torch.fake_mode_of(arguments):
+            signature.call(method, arguments)
+    except Exception as error:  # noqa: BLE001  the model's own code raises what it likes
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return None
 
 
 def _present(dims: Dims, call: ExampleCall, signature: CallSignature) -> Dims:
@@ -117,7 +140,20 @@ class _Builder:
         self._matched: dict[str, None] = {}
         self._fallbacks: list[Fallback] = []
         self._reasons: dict[str, str | None] = {}
+        self._served: list[Served] = []
+        self._notes: list[str] = []
         self._text = ""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no variant yet."""
+        return not self._variants
+
+    def leave_out(self, fixed: Mapping[str, int], reason: str, error: CgtoolError) -> None:
+        """Note that there is no variant for these sizes, because the model itself does not run at them."""
+        sizes = " and ".join(f"{name} = {size}" for name, size in fixed.items())
+        _log.info("There is no variant for %s: %s", sizes, error)
+        self._notes.append(f"No variant serves {sizes}, at which the model itself does not run: {reason}")
 
     def add(self, name: str, fixed: Mapping[str, int], dims: Dims, trace: Trace) -> None:
         split = split_graph(trace.graph_module, splitting_ops=self._asked)
@@ -127,7 +163,10 @@ class _Builder:
             )
             for piece, reason in {**split.eager_pieces, **self._as_they_stand(split)}.items()
         ]
-        self._variants.append(_variant(name, fixed, dims, trace, split))
+        variant = _variant(name, fixed, dims, trace, split)
+        self._variants.append(variant)
+        self._served += served_by(variant, trace.shape_env, split.symbol_names, dims.by_name)
+        self._notes += narrowing_relations(variant, trace.shape_env, split.symbol_names)
         self._graphs.update(split.graphs)
         self._codes.update(dict.fromkeys(trace.codes))
         self._classes.update(dict.fromkeys(trace.classes))
@@ -149,7 +188,7 @@ class _Builder:
                 found[step.piece] = reason
         return found
 
-    def finish(self, spec: ModelSpec, secs: float) -> Stitched:
+    def finish(self, spec: ModelSpec, dims: Dims, secs: float) -> Stitched:
         used = {step.graph for variant in self._variants for step in variant.steps}
         plan = Plan(
             method=spec.method,
@@ -169,6 +208,7 @@ class _Builder:
             splitting_ops=tuple(self._matched),
             fallbacks=tuple(self._fallbacks),
             slow_ops=slow_ops(names),
+            notes=tuple(dict.fromkeys((*narrowed_ranges(self._served, dims.by_name), *self._notes))),
             computation_graph=self._text,
             trace_secs=secs,
         )

@@ -5,6 +5,7 @@ Dynamo's guard filter has no value for SHAPE_ENV, so the relations between sizes
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,6 +57,17 @@ def relations_of_trace(shape_env: Any, names: Mapping[str, str]) -> tuple[str, .
             msg = f"This model depends on {guard.expr}, which a plan cannot say ({error}). Simplify it at {guard.sloc}."
             raise TraceError(msg, actual=str(guard.expr)) from error
     return tuple(texts)
+
+
+def lines_of_relations(shape_env: Any, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return where torch took each relation for granted: its text, as `relations_of_trace` has it, → torch's SLoc."""
+    found: dict[str, Any] = {}
+    for guard in shape_env.guards:
+        expr = shape_env.simplify(shape_env.replace(guard.expr))
+        if all(symbol.name in names for symbol in getattr(expr, "free_symbols", ())):
+            with contextlib.suppress(SplitError):
+                found.setdefault(expression_text(expr, names), guard.sloc)
+    return found
 
 
 def _is_bound(expr: Any) -> bool:

@@ -1,0 +1,153 @@
+"""What a plan serves less of than its user asked for, and because of which line of the model.
+
+A trace takes one way through the model's code, and what that way took for granted of its sizes narrows what it serves.
+Sizes that no variant serves are told with the user's line, as torch's ShapeEnv remembers it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cgtool.errors import ArtifactError
+from cgtool.graph.expressions import evaluate, symbols_of
+from cgtool.plan.records import Variant
+from cgtool.trace.examples import FIRST_DYNAMIC, DynamicDim
+from cgtool.trace.relations import lines_of_relations
+
+#: How torch writes where it added a guard: "if x.shape[0] > 8:  # path/model.py:31 in forward".
+_USER_LINE = re.compile(r"(?P<code>.*?)\s*# (?:.*/)?(?P<file>[^/:]+):(?P<line>[0-9]+) in ")
+#: How many sizes of one dimension, and of each of two, are tried to see whether a relation narrows anything.
+_TRIED_ALONE, _TRIED_TOGETHER = 600, 40
+_EXAMPLES = 3
+_ADVICE = (
+    "An example call of another size (ModelSpec.calls) may widen it, if the model's code has another way for that."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """The sizes of one dimension that one variant serves.
+
+    Args:
+        dim: The dimension.
+        others: The sizes at which the variant fixes other dimensions.
+        low: The smallest.
+        high: The largest; None is no limit.
+        lines: The lines of the model that narrowed them.
+    """
+
+    dim: str
+    others: tuple[tuple[str, int], ...]
+    low: int
+    high: int | None
+    lines: tuple[str, ...] = ()
+
+
+def served_by(
+    variant: Variant, shape_env: Any, names: Mapping[str, str], asked: Mapping[str, DynamicDim]
+) -> Iterator[Served]:
+    """Yield what a variant serves of each dimension.
+
+    Args:
+        variant: The variant.
+        shape_env: The ShapeEnv of its trace.
+        names: What the trace calls its symbols → what the plan calls them.
+        asked: The dimensions as the user declared them.
+    """
+    traced = {names[symbol.name]: symbol for symbol in shape_env.var_to_range if symbol.name in names}
+    symbols = {symbol.name: symbol for symbol in variant.symbols}
+    for dim in (*variant.fixed, *variant.dims):
+        others = tuple((name, size) for name, size in variant.fixed.items() if name != dim)
+        if dim in variant.fixed:
+            yield Served(dim=dim, others=others, low=variant.fixed[dim], high=variant.fixed[dim])
+            continue
+        for name in variant.dims[dim]:
+            symbol, where = symbols[name], shape_env.var_to_range_sloc.get(traced[name])
+            found = []
+            if symbol.min > max(asked[dim].min, FIRST_DYNAMIC):
+                found.append(_user_line(getattr(where, "lower", None)))
+            if symbol.max != asked[dim].max:
+                found.append(_user_line(getattr(where, "upper", None)))
+            lines = tuple(line for line in found if line)
+            yield Served(dim=dim, others=others, low=symbol.min, high=symbol.max, lines=lines)
+
+
+def narrowed_ranges(served: Iterable[Served], asked: Mapping[str, DynamicDim]) -> tuple[str, ...]:
+    """Return a sentence for each dimension of which less is served than was asked for.
+
+    Args:
+        served: What all variants serve.
+        asked: The dimensions as the user declared them.
+    """
+    groups: dict[tuple[str, tuple[tuple[str, int], ...]], list[Served]] = {}
+    for one in served:
+        groups.setdefault((one.dim, one.others), []).append(one)
+    notes = []
+    for (dim, _), found in groups.items():
+        ranges = _joined((one.low, one.high) for one in found)
+        if ranges == [(asked[dim].min, asked[dim].max)]:
+            continue
+        said = " and ".join(_range_text(low, high) for low, high in ranges)
+        lines = dict.fromkeys(line for one in found for line in one.lines)
+        if lines:
+            notes.append(f"{dim} serves {said} because of {' and '.join(lines)}. {_ADVICE}")
+        else:
+            notes.append(f"{dim} serves {said}.")
+    return tuple(dict.fromkeys(notes))
+
+
+def narrowing_relations(variant: Variant, shape_env: Any, names: Mapping[str, str]) -> Iterator[str]:
+    """Yield a sentence for the sizes that a variant refuses within its ranges, such as those that 4 does not divide."""
+    lines = {text: _user_line(where) for text, where in lines_of_relations(shape_env, names).items()}
+    dim_of = {symbol: dim for dim, carried in variant.dims.items() for symbol in carried}
+    lows = {dim_of[s.name]: s.min for s in variant.symbols if s.name in dim_of}
+    narrowing: dict[tuple[str, ...], list[str]] = {}
+    for text in variant.relations:
+        dims = tuple(dict.fromkeys(dim_of.get(symbol, "") for symbol in symbols_of(text)))
+        if "" not in dims and len(dims) in (1, 2):
+            narrowing.setdefault(dims, []).append(text)
+    for dims, texts in narrowing.items():
+        span = _TRIED_ALONE if len(dims) == 1 else _TRIED_TOGETHER
+        tried = list(itertools.product(*(range(lows[dim], lows[dim] + span) for dim in dims)))
+        sizes = [{s: at[dims.index(dim)] for s, dim in dim_of.items() if dim in dims} for at in tried]
+        refusing = [text for text in texts if not all(_holds(text, values) for values in sizes)]
+        if not refusing:
+            continue
+        fitting = [at for at, values in zip(tried, sizes, strict=True) if all(_holds(t, values) for t in refusing)]
+        such = ", ".join(" and ".join(map(str, at)) for at in fitting[:_EXAMPLES]) or "none of the smallest ones"
+        found = dict.fromkeys(line for text in refusing if (line := lines.get(text)))
+        why = f" because of {' and '.join(found)}" if found else f": {' and '.join(refusing)}"
+        yield f"{' and '.join(dims)} {'serves' if len(dims) == 1 else 'serve'} only some sizes ({such}, ...){why}."
+
+
+def _holds(text: str, sizes: Mapping[str, int]) -> bool:
+    try:
+        return bool(evaluate(text, sizes))
+    except ArtifactError:  # it divides by zero at these sizes
+        return False
+
+
+def _joined(ranges: Iterable[tuple[int, int | None]]) -> list[tuple[int, int | None]]:
+    """Return ranges in order, those that touch as one."""
+    found: list[tuple[int, int | None]] = []
+    for low, high in sorted(ranges, key=lambda one: one[0]):
+        if found and (found[-1][1] is None or low <= found[-1][1] + 1):
+            first, last = found.pop()
+            found.append((first, None if last is None or high is None else max(last, high)))
+        else:
+            found.append((low, high))
+    return found
+
+
+def _range_text(low: int, high: int | None) -> str:
+    return str(low) if low == high else f"{low} to {'any' if high is None else high}"
+
+
+def _user_line(where: Any) -> str:
+    """Return the line of the model that an SLoc of torch names, such as "`if x.shape[0] > 8` (model.py:31)"."""
+    match = _USER_LINE.match(str(getattr(where, "maybe_user_loc", None) or ""))
+    return f"`{match['code'].rstrip(':')}` ({match['file']}:{match['line']})" if match else ""

@@ -1,0 +1,128 @@
+"""What became narrower than was asked for is said with the user's line; nothing is said where nothing narrowed."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+import cgtool  # noqa: E402
+from cgtool import CompilationConfig, ExampleCall, ModelSpec  # noqa: E402
+from cgtool.compiler.pipeline import warm  # noqa: E402
+from cgtool.errors import CgtoolError  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+class Branch(nn.Module):
+    def forward(self, x):
+        if x.shape[0] > 8:
+            return torch.sin(x)
+        return torch.cos(x)
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rows", torch.rand(64, 4))
+
+    def forward(self, x):
+        return x + self.rows[: x.shape[0]]
+
+
+class Groups(nn.Module):
+    def forward(self, x):
+        return x.view(-1, 4, 4) + 1
+
+
+class Product(nn.Module):
+    def forward(self, x):
+        if x.shape[0] * x.shape[1] <= 40:
+            return torch.sin(x)
+        return torch.cos(x)
+
+
+class Convolution(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(4, 2, 5, stride=2)
+
+    def forward(self, x):
+        return self.conv(x.t().unsqueeze(0))
+
+
+class Smallest(nn.Module):
+    def forward(self, x):
+        return x[: min(x.shape[0], 5)] * 2
+
+
+class Plain(nn.Module):
+    def forward(self, x):
+        return torch.sin(x) @ x.t()
+
+
+class Masked(nn.Module):
+    def forward(self, x):
+        mask = torch.arange(x.shape[0])[:, None] > torch.arange(x.shape[0])
+        return (x @ x.t()).masked_fill(mask, 0.0)
+
+
+def warmed(model, root, *sizes, dynamic=None):
+    calls = [ExampleCall(args=(torch.rand(n, 4),), name=f"call_{n}") for n in sizes or (6,)]
+    spec = ModelSpec(module=model.eval(), calls=calls, dynamic={"x": dynamic or {0: "n"}})
+    with torch.no_grad():
+        return warm(spec, config=CompilationConfig(adaptor="eager", splitting_ops=()), cache_dir=root)
+
+
+@pytest.mark.parametrize(
+    ("model", "dynamic", "said"),
+    [
+        (Branch, None, "n serves 1 to 8 because of `if x.shape[0] > 8` (test_narrowed.py:"),
+        (Branch, {0: ("n", 1, 100)}, "n serves 1 to 8 because of `if x.shape[0] > 8`"),
+        (Table, None, "n serves 1 to 64 because of `return x + self.rows[: x.shape[0]]` (test_narrowed.py:"),
+        (Groups, None, "n serves only some sizes (8, 12, 16, ...) because of `return x.view(-1, 4, 4) + 1`"),
+        (Product, {0: "n", 1: "m"}, "because of `if x.shape[0] * x.shape[1] <= 40` (test_narrowed.py:"),
+        (Convolution, None, "n serves 5 to "),
+    ],
+    ids=["branch", "bounded branch", "table", "groups", "product", "convolution"],
+)
+def test_what_is_narrower_is_said_with_its_line(cache_root, model, dynamic, said):
+    size = 8 if model is Groups else 6
+    notes = warmed(model(), cache_root, size, dynamic=dynamic).notes
+    assert any(said in note for note in notes), notes
+
+
+@pytest.mark.parametrize(
+    ("model", "dynamic"),
+    [(Plain, None), (Smallest, None), (Masked, None), (Branch, {0: ("n", 2, 8)}), (Table, {0: ("n", 1, 64)})],
+    ids=["plain", "smallest", "masked", "branch within bounds", "table within bounds"],
+)
+def test_nothing_is_said_where_nothing_narrowed(cache_root, model, dynamic):
+    assert warmed(model(), cache_root, dynamic=dynamic).notes == ()
+
+
+def test_a_second_example_widens_and_is_what_the_note_advises(cache_root):
+    (note,) = warmed(Branch(), cache_root).notes
+    assert "An example call of another size (ModelSpec.calls) may widen it" in note
+    assert warmed(Branch(), cache_root, 6, 20).notes == ()
+
+
+def test_a_size_at_which_the_model_does_not_run_is_left_out_and_the_others_are_served(cache_root):
+    model = Convolution()
+    notes = warmed(model, cache_root).notes
+    assert any(note.startswith("No variant serves n = 1, at which the model itself does not run: ") for note in notes)
+    assert any("Kernel size can't be greater than actual input size" in note for note in notes)
+    loaded = cgtool.load(model, cache_dir=cache_root)
+    with torch.no_grad():
+        for n in (5, 6, 31):
+            x = torch.rand(n, 4)
+            torch.testing.assert_close(loaded(x), model(x))
+        with pytest.raises(CgtoolError):
+            loaded(torch.rand(1, 4))
+
+
+def test_a_model_that_runs_at_no_size_is_an_error(cache_root):
+    with pytest.raises(CgtoolError, match="Kernel size"):
+        warmed(Convolution(), cache_root, dynamic={0: ("n", 1, 4)})
