@@ -7,7 +7,6 @@ serve all of its sizes, so that a machine which cannot open any says so as it st
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from msgspec.structs import replace
 from cgtool.errors import ArtifactError
 from cgtool.graph.expressions import rename
 from cgtool.plan.pieces import AOT_INDUCTOR, EAGER, PieceGraph
-from cgtool.plan.records import Plan
+from cgtool.plan.records import Plan, Step
 from cgtool.plan.shapes import dispatch_order
 from cgtool.runtime.aoti_package import open_package
 from cgtool.runtime.call import LoadedModel, first_index
@@ -69,8 +68,7 @@ def open_entry(found: Found, module: Any, opener: Opener, *, recheck_calls: bool
             if digest not in read:
                 read[digest] = found.entry.artifact(row.artifact)
             code = code_of(read[digest], row, step.graph)
-            graph = functools.partial(graph_at, plan.graphs[step.graph], step, bounds)
-            opened[key] = Unopened(functools.partial(_open, row.adaptor, code, graph, index, opener))
+            opened[key] = Unopened(_opening(row.adaptor, code, plan, step, bounds=bounds, index=index, opener=opener))
         guards = tuple(rename(text, step.symbols) for text in row.artifact.guards)
         place = row.variant, row.piece_index
         pieces.setdefault(place, []).append(_Opened(row=row, bounds=bounds, guards=guards, function=opened[key]))
@@ -93,15 +91,18 @@ class _Opened(msgspec.Struct, frozen=True, kw_only=True):
     function: Unopened
 
 
-def _open(
-    adaptor: str, data: bytes, make_graph: Callable[[], PieceGraph], device_index: int | None, opener: Opener
-) -> Boxed:
-    graph = make_graph()
-    if adaptor == EAGER:
-        return piece_function(graph, device_index=device_index)
-    if adaptor == AOT_INDUCTOR:
-        return open_package(data, graph, device_index=device_index)
-    return opener(adaptor, data, graph)
+def _opening(
+    adaptor: str, code: bytes, plan: Plan, step: Step, *, bounds: Bounds, index: int | None, opener: Opener
+) -> Callable[[], Boxed]:
+    def open_now() -> Boxed:
+        graph = graph_at(plan.graphs[step.graph], step, bounds)
+        if adaptor == EAGER:
+            return piece_function(graph, device_index=index)
+        if adaptor == AOT_INDUCTOR:
+            return open_package(code, graph, device_index=index)
+        return opener(adaptor, code, graph)
+
+    return open_now
 
 
 def _backend(rows: list[_Opened]) -> PiecewiseBackend:

@@ -17,7 +17,7 @@ from cgtool.guards.signature import CallSignature
 from cgtool.guards.sources import Roots
 from cgtool.guards.table import failures_of
 from cgtool.host import variables_now
-from cgtool.plan.pieces import Graphs, PieceGraph
+from cgtool.plan.pieces import Graphs, PieceGraph, graph_rows
 from cgtool.plan.records import Guard, GuardTable, Input, Plan, Variant
 from cgtool.plan.rendering import source_words
 from cgtool.runtime.call_guards import Accept, AcceptWriter, check_symbols
@@ -30,7 +30,6 @@ from cgtool.runtime.program import (
     compiled_steps,
     hole_value,
     op_names,
-    piece_function,
     piece_maker,
 )
 from cgtool.runtime.weights import StructureChangedError, Weights, is_weight
@@ -112,9 +111,10 @@ class LoadedModel(AsModule):
         self._opened = dict(opened)
         self._environment = dict(variables)
         self._recheck_calls = recheck_calls
+        self._graphs = plan.graphs if isinstance(plan.graphs, Graphs) else Graphs(graph_rows(plan.graphs))
         self._eager: dict[str, Boxed] = {}
         self._makers: dict[int, Callable[..., Boxed]] = {}
-        self._lock = ForkedLock()
+        self._lock = ForkedLock()  # held while a variant's functions are written: variants share what they are made of
         self._wrap: WrapPiece | None = None
         self._variants = self._serve()
 
@@ -152,7 +152,7 @@ class LoadedModel(AsModule):
         """Return whether some variant's guards accept this call; nothing is run."""
         values = self._bind(*args, **kwargs)
         for served in self._variants:
-            accepted = served.ready().accept(*values)
+            accepted = self._ready(served).accept(*values)
             if accepted is not None and served.table.choose(accepted[1]) is not None:
                 return True
         return False
@@ -160,7 +160,7 @@ class LoadedModel(AsModule):
     def _run(self, values: tuple[Any, ...]) -> Any:
         for served in self._variants:
             if not served.is_ready:
-                served.ready()
+                self._ready(served)
             accepted = served.accept(*values)
             if accepted is None:
                 continue
@@ -168,7 +168,7 @@ class LoadedModel(AsModule):
             table = served.table.choose(sizes)
             if table is None:
                 continue
-            weights, needs_grad = served.weights.read()
+            weights, needs_grad = served.bound.read()
             if torch.is_grad_enabled():
                 self._refuse_gradients(served, tensors, weights, needs_grad=needs_grad)
             return served.program(tensors, sizes, passed, weights, table)
@@ -193,7 +193,7 @@ class LoadedModel(AsModule):
         for backend in self._opened.values():
             backend.open_all()
         for served in self._variants:
-            served.ready()
+            self._ready(served)
 
     def wrap_pieces(self, wrap: WrapPiece) -> None:
         """Call what `wrap` returns in place of the function of each compiled piece, from now on.
@@ -220,16 +220,35 @@ class LoadedModel(AsModule):
 
     def _serve(self) -> list[_Served]:
         shared: dict[Any, Weights] = {}
-        variants = [self._served(index, shared) for index in range(len(self.plan.variants))]
-        variants[0].ready()
+        variants = []
+        for index, variant in enumerate(self.plan.variants):
+            weights = [i for i, item in enumerate(variant.inputs) if is_weight(item)]
+            calls = sorted(set(range(len(variant.inputs))).difference(weights))
+            # Bound now: they hold what the module tree is, whose guards were checked.
+            bound = self._bound(variant, tuple([variant.inputs[i] for i in weights]), shared)
+            variants.append(_Served(index, variant, calls, weights, bound))
+        self._ready(variants[0])
         return variants
+
+    def _ready(self, served: _Served) -> _Served:
+        """Return a variant with its functions, which are written now if they were not.
+
+        Raises:
+            ArtifactError: The plan holds something outside its grammar, or a piece cannot be opened or is not there.
+            SourceError: An object on the way to what a guard speaks of is gone.
+        """
+        with self._lock:
+            if not served.is_ready:
+                self._write(served)
+                served.is_ready = True
+        return served
 
     def _refuse_gradients(
         self, served: _Served, tensors: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], *, needs_grad: bool
     ) -> None:
         if not needs_grad and not any(tensor.requires_grad for tensor in tensors):
             return
-        items = [*served.call_inputs, *served.weight_inputs]
+        items = [*served.call_inputs, *(served.variant.inputs[i] for i in served.weights)]
         both = [*tensors, *weights]
         name = next(self._spoken(item.source) for item, tensor in zip(items, both, strict=True) if tensor.requires_grad)
         msg = f"{name} requires grad and grad mode is on. {_INFERENCE}: call it under torch.no_grad()."
@@ -259,26 +278,8 @@ class LoadedModel(AsModule):
         arguments = dict(zip(self._signature.names, values, strict=True))
         return refusal(explainers, arguments, lambda index: self._variants[index].uncovered())
 
-    def _served(self, index: int, shared: dict[Any, Weights]) -> _Served:
-        variant = self.plan.variants[index]
-        weights = [i for i, item in enumerate(variant.inputs) if is_weight(item)]
-        calls = sorted(set(range(len(variant.inputs))).difference(weights))
-        weight_inputs = tuple([variant.inputs[i] for i in weights])
-        served = _Served(
-            variant=variant,
-            call_inputs=[variant.inputs[i] for i in calls],
-            weight_inputs=weight_inputs,
-            # Not later: they hold what the module tree is now, whose guards were checked.
-            weights=self._bound(variant, weight_inputs, shared),
-            write=lambda: self._write(index, served, calls, weights),
-            lock=self._lock,
-        )
-        return served
-
-    def _write(
-        self, index: int, served: _Served, calls: Sequence[int], weights: Sequence[int]
-    ) -> tuple[Accept, ShapeTable, Program]:
-        """Return a variant's functions: what accepts a call, what opens and chooses its pieces, what runs them."""
+    def _write(self, served: _Served) -> None:
+        """Write a variant's functions: what accepts a call, what opens and chooses its pieces, what runs them."""
         variant = served.variant
         symbols = check_symbols(variant)
         known = {item.source for item in variant.inputs}
@@ -293,32 +294,26 @@ class LoadedModel(AsModule):
             method=self._signature.method,
             device_index=self._device_index,
         )
-        check_steps(variant, self.plan.graphs, symbols)
-        self._open_eager(variant)
-        program = ProgramWriter(variant, self.plan.graphs, symbols, self._eager).function(calls, weights, passed)
-        pieces = [_piece(self._opened, index, step.piece) for step in compiled_steps(variant)]
-        return writer.function(), self._table(variant, symbols, pieces), program
-
-    def _table(self, variant: Variant, symbols: tuple[str, ...], backends: Sequence[PiecewiseBackend]) -> ShapeTable:
-        wrap = self._wrap
-        if wrap is None:
-            return ShapeTable(symbols, backends)
-        pieces = pieces_of(variant, self.plan.graphs)
-        return ShapeTable(symbols, backends, lambda position, function: wrap(pieces[position], function))
-
-    def _open_eager(self, variant: Variant) -> None:
-        """Write the functions of the pieces that are never compiled, each graph, and each frame, once."""
-        graphs = self.plan.graphs
+        check_steps(variant, self._graphs, symbols)
         for step in variant.steps:
-            if not (step.splitting or step.piece < 0) or step.graph in self._eager:
-                continue
-            if not isinstance(graphs, Graphs):
-                self._eager[step.graph] = piece_function(graphs[step.graph], device_index=self._device_index)
-                continue
-            number, frame, constants = graphs.parts_of(step.graph)
-            if number not in self._makers:
-                self._makers[number] = piece_maker(frame, num_holes=len(constants), device_index=self._device_index)
-            self._eager[step.graph] = self._makers[number](*map(hole_value, constants))
+            if (step.splitting or step.piece < 0) and step.graph not in self._eager:
+                self._eager[step.graph] = self._op_by_op(step.graph)
+        program = ProgramWriter(variant, self._graphs, symbols, self._eager)
+        served.program = program.function(served.calls, served.weights, passed)
+        backends = [_piece(self._opened, served.index, step.piece) for step in compiled_steps(variant)]
+        if (wrap := self._wrap) is None:
+            served.table = ShapeTable(symbols, backends)
+        else:
+            pieces = pieces_of(variant, self._graphs)
+            served.table = ShapeTable(symbols, backends, lambda position, function: wrap(pieces[position], function))
+        served.accept = writer.function()
+
+    def _op_by_op(self, identity: str) -> Boxed:
+        """Return the function of a piece that is never compiled; graphs of one frame share its code."""
+        number, frame, constants = self._graphs.parts_of(identity)
+        if number not in self._makers:
+            self._makers[number] = piece_maker(frame, num_holes=len(constants), device_index=self._device_index)
+        return self._makers[number](*map(hole_value, constants))
 
     def _bound(self, variant: Variant, inputs: tuple[Input, ...], shared: dict[Any, Weights]) -> Weights:
         same = tuple(_guards_of_identity(variant.model_guards))
@@ -337,47 +332,25 @@ class _Served:
     """One variant; `accept`, `table` and `program` are there once it is ready to serve.
 
     Args:
+        index: Its number in the plan.
         variant: The variant.
-        call_inputs: Those of its inputs that come with a call.
-        weight_inputs: Those that come from the model.
-        weights: The latter, bound.
-        write: Returns its functions.
-        lock: Held while they are written: variants share what they are made of.
+        calls: Positions of those of its inputs that come with a call.
+        weights: Positions of those that come from the model.
+        bound: The latter.
     """
 
-    def __init__(
-        self,
-        *,
-        variant: Variant,
-        call_inputs: Sequence[Input],
-        weight_inputs: Sequence[Input],
-        weights: Weights,
-        write: Callable[[], tuple[Accept, ShapeTable, Program]],
-        lock: ForkedLock,
-    ) -> None:
+    accept: Accept
+    table: ShapeTable
+    program: Program
+
+    def __init__(self, index: int, variant: Variant, calls: list[int], weights: list[int], bound: Weights) -> None:
+        self.index = index
         self.variant = variant
-        self.call_inputs = call_inputs
-        self.weight_inputs = weight_inputs
+        self.calls = calls
         self.weights = weights
+        self.bound = bound
+        self.call_inputs = [variant.inputs[i] for i in calls]
         self.is_ready = False
-        self.accept: Accept
-        self.table: ShapeTable
-        self.program: Program
-        self._write = write
-        self._lock = lock
-
-    def ready(self) -> _Served:
-        """Return the variant with its functions, which are written now if they were not.
-
-        Raises:
-            ArtifactError: The plan holds something outside its grammar, or a piece cannot be opened or is not there.
-            SourceError: An object on the way to what a guard speaks of is gone.
-        """
-        with self._lock:
-            if not self.is_ready:
-                self.accept, self.table, self.program = self._write()
-                self.is_ready = True
-        return self
 
     def uncovered(self) -> str:
         return f"the sizes of this call were not compiled, which has {self.table.covered()}"

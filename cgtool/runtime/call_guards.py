@@ -33,8 +33,7 @@ from cgtool.runtime.generate import Code, expression, malformed, tuple_source
 Accepted = tuple[tuple[torch.Tensor, ...], tuple[int, ...], tuple[Any, ...]]
 Accept = Callable[..., Accepted | None]
 
-_SYMBOL = re.compile(r"s[0-9]{1,6}\Z")
-_SCALED = re.compile(r"(?:([1-9][0-9]*) ?\* ?(s[0-9]+)|(s[0-9]+) ?\* ?([1-9][0-9]*))\Z")
+_SCALED = r"(?:([1-9][0-9]*) ?\* ?(s[0-9]+)|(s[0-9]+) ?\* ?([1-9][0-9]*))"
 #: What Inductor's kernels for accelerators assume of the memory of their inputs, in bytes.
 ALIGNMENT = 16
 #: Devices whose kernels read memory wherever it begins: Inductor's C++ loads vectors unaligned.
@@ -49,7 +48,7 @@ def check_symbols(variant: Variant) -> tuple[str, ...]:
         ArtifactError: A name is not of the form s<n>.
     """
     for symbol in variant.symbols:
-        if not _SYMBOL.match(symbol.name):
+        if not re.fullmatch("s[0-9]{1,6}", symbol.name):
             raise malformed("symbol", symbol.name)
     return tuple(symbol.name for symbol in variant.symbols)
 
@@ -70,15 +69,16 @@ def find_bindings(variant: Variant, inputs: Sequence[Input]) -> tuple[Binding, .
     Raises:
         ArtifactError: A symbol is shown by no tensor of the call.
     """
+    names = {symbol.name for symbol in variant.symbols}
     found: dict[str, Binding] = {}
     for scaled in (False, True):
         for is_stride in (False, True):
             for tensor, item in enumerate(inputs):
                 for dim, size in enumerate(item.meta.stride if is_stride else item.meta.shape):
-                    symbol, factor = _shown(size, scaled=scaled)
-                    if symbol is not None and symbol not in found:
-                        found[symbol] = Binding(
-                            symbol=symbol, tensor=tensor, dim=dim, factor=factor, is_stride=is_stride
+                    symbol, factor = _shown(size) if scaled else (size, 1)
+                    if symbol in names and symbol not in found:
+                        found[str(symbol)] = Binding(
+                            symbol=str(symbol), tensor=tensor, dim=dim, factor=factor, is_stride=is_stride
                         )
     hidden = [symbol.name for symbol in variant.symbols if symbol.name not in found]
     if hidden:
@@ -87,15 +87,10 @@ def find_bindings(variant: Variant, inputs: Sequence[Input]) -> tuple[Binding, .
     return tuple(found[symbol.name] for symbol in variant.symbols)
 
 
-def _shown(size: Dim, *, scaled: bool) -> tuple[str | None, int]:
-    if type(size) is not str:
-        return None, 1
-    if not scaled:
-        return (size, 1) if _SYMBOL.match(size) else (None, 1)
-    match = _SCALED.match(size)
-    if match is None:
-        return None, 1
-    return match[2] or match[3], int(match[1] or match[4])
+def _shown(size: Dim) -> tuple[str | None, int]:
+    """Return the symbol and the factor of a size that is a multiple of one symbol."""
+    match = re.fullmatch(_SCALED, size) if type(size) is str else None
+    return (None, 1) if match is None else (match[2] or match[3], int(match[1] or match[4]))
 
 
 class AcceptWriter:
@@ -330,7 +325,7 @@ class Reader:
     def _from_module(self, source: Source) -> str:
         base, used = walk(self._module, source)
         rest = source.accessors[used:]
-        where = _holder(base, rest[0]) if rest else None
+        where = _holder(base, str(rest[0].key)) if rest and rest[0].word == "attr" else None
         if where is None:
             return self._chain(self._code.constant(base), rest)
         return self._chain(f"{self._code.constant(where)}[{self._code.constant(rest[0].key)}]", rest[1:])
@@ -365,25 +360,6 @@ def walk(module: Any, source: Source) -> tuple[Any, int]:
     return base, len(source.accessors)
 
 
-def place(module: Any, text: str) -> tuple[dict[str, Any], str] | None:
-    """Return the dict and the key under which a module of the model holds what `text` names.
-
-    Returns:
-        None when the source is no parameter, buffer or plain attribute of a module.
-
-    Raises:
-        SourceError: The source is malformed.
-    """
-    source = parse_source(text)
-    if source.root != "self":
-        return None
-    base, used = walk(module, source)
-    if used != len(source.accessors) - 1:
-        return None
-    holder = _holder(base, source.accessors[-1])
-    return None if holder is None else (holder, str(source.accessors[-1].key))
-
-
 class Places:
     """Where a model holds what sources name; modules on the way are looked up once.
 
@@ -396,14 +372,26 @@ class Places:
         self._found: dict[str, nn.Module | None] = {"self": module}
 
     def place(self, text: str) -> tuple[dict[str, Any], str] | None:
-        """Return what the function `place` returns."""
+        """Return the dict and the key under which a module of the model holds what `text` names.
+
+        Returns:
+            None when the source is no parameter, buffer or plain attribute of a module.
+
+        Raises:
+            SourceError: The source is malformed.
+        """
         owner, _, key = text.rpartition(".")
-        if "[" in text or "|" in text or (base := self.module(owner)) is None:
-            return place(self._module, text)
-        for holder in (base._parameters, base._buffers, vars(base)):  # noqa: SLF001 - read as torch's own walks do
-            if key in holder:
-                return holder, key
-        return None
+        base: Any = self.module(owner) if "[" not in text and "|" not in text else None
+        if base is None:
+            source = parse_source(text)
+            if source.root != "self":
+                return None
+            base, used = walk(self._module, source)
+            if used != len(source.accessors) - 1 or source.accessors[-1].word != "attr":
+                return None
+            key = str(source.accessors[-1].key)
+        holder = _holder(base, key)
+        return None if holder is None else (holder, key)
 
     def module(self, text: str) -> nn.Module | None:
         """Return the submodule that `text` names by attributes alone, or None where it names something else."""
@@ -430,12 +418,12 @@ def _child(base: Any, accessor: Accessor) -> nn.Module | None:
     return None
 
 
-def _holder(base: Any, accessor: Accessor) -> dict[str, Any] | None:
+def _holder(base: Any, name: str) -> dict[str, Any] | None:
     """Return the dict of a module that holds the attribute, or None when it is computed (a property)."""
-    if not isinstance(base, nn.Module) or accessor.word != "attr":
+    if not isinstance(base, nn.Module):
         return None
     for holder in (base._parameters, base._buffers, vars(base)):  # noqa: SLF001 - as above
-        if accessor.key in holder:
+        if name in holder:
             return holder
     return None
 

@@ -140,7 +140,7 @@ def malformed(what: str, data: Any) -> ArtifactError:
     )
 
 
-_QUALIFIED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*\Z", re.ASCII)
+_QUALIFIED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*\Z"
 _FORMATS = ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
 _LAYOUTS = ("strided", "sparse_coo", "sparse_csr")
 
@@ -261,7 +261,7 @@ def container_class(name: Any) -> type:
 
 
 def _find(name: Any) -> Any:
-    if type(name) is not str or not _QUALIFIED.match(name):
+    if type(name) is not str or not re.match(_QUALIFIED, name, re.ASCII):
         raise malformed("class", name)
     try:
         return find_qualified(name)

@@ -42,7 +42,7 @@ def compiled_steps(variant: Variant) -> list[Step]:
     return [step for step in variant.steps if not step.splitting and step.piece >= 0]
 
 
-def check_steps(variant: Variant, graphs: Mapping[str, PieceGraph], symbols: tuple[str, ...]) -> None:
+def check_steps(variant: Variant, graphs: Graphs, symbols: tuple[str, ...]) -> None:
     """Check that each step fits its graph, takes tensors of its make, and speaks of the variant's symbols only.
 
     Native code looks at no tensor that it is given: one of another make would be read past its end.
@@ -54,7 +54,7 @@ def check_steps(variant: Variant, graphs: Mapping[str, PieceGraph], symbols: tup
     for step in variant.steps:
         if step.graph not in graphs:
             raise malformed("graph of the plan", step.graph)
-        graph = _face(graphs, step.graph)
+        graph = graphs.parts_of(step.graph)[1]
         if len(graph.inputs) != len(step.inputs) or not len(graph.outputs) == len(graph.results) == len(step.outputs):
             raise malformed("step", repr(step))
         if {symbol.name for symbol in graph.symbols} - set(step.symbols):
@@ -77,11 +77,6 @@ def _may_be(one: TensorMeta, other: TensorMeta) -> bool:
     return all(left == right or type(left) is type(right) is str for left, right in sizes)
 
 
-def _face(graphs: Mapping[str, PieceGraph], identity: str) -> PieceGraph:
-    """Return a graph with the inputs, outputs, symbols and ops of the one of that identity; it may lack constants."""
-    return graphs.parts_of(identity)[1] if isinstance(graphs, Graphs) else graphs[identity]
-
-
 class ProgramWriter:
     """Writes the function that runs a variant.
 
@@ -92,9 +87,7 @@ class ProgramWriter:
         eager: The functions of the splitting pieces, by the identity of their graph.
     """
 
-    def __init__(
-        self, variant: Variant, graphs: Mapping[str, PieceGraph], symbols: tuple[str, ...], eager: Mapping[str, Boxed]
-    ) -> None:
+    def __init__(self, variant: Variant, graphs: Graphs, symbols: tuple[str, ...], eager: Mapping[str, Boxed]) -> None:
         self.variant = variant
         self.graphs = graphs
         self.symbols = symbols
@@ -172,7 +165,7 @@ class ProgramWriter:
 
     def _step(self, step: Step, dying: Sequence[int]) -> None:
         code = self.code
-        graph = _face(self.graphs, step.graph)
+        graph = self.graphs.parts_of(step.graph)[1]
         code.add(f"args = [{', '.join(self._local(value) for value in step.inputs)}]")
         # The list is then the only one that holds them, and the piece empties it: memory is free as soon as it can be.
         self._forget(value for value in dict.fromkeys(step.inputs) if value in dying)

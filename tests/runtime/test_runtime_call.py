@@ -352,7 +352,7 @@ def test_what_is_refused_has_reasons_and_what_is_served_has_none(model):
             device_index=None,
         )
         for x, mask in _calls():
-            accepted = served.ready().accept(x, mask, 1.0) is not None
+            accepted = loaded._ready(served).accept(x, mask, 1.0) is not None
             failures = explainer.failures({"x": x, "mask": mask, "scale": 1.0})
             outcomes.add(accepted)
             assert accepted == (not failures.kinds and not failures.sizes), (served.variant.name, x, mask, failures)

@@ -308,7 +308,7 @@ def test_a_hostile_piece_is_refused_before_it_becomes_code(node):
 def test_nothing_of_the_plan_can_reach_builtins(model):
     loaded = load(model)
     served = loaded._variants[0]
-    for function in (served.accept._make(), served.program._make(), served.weights._same):
+    for function in (served.accept._make(), served.program._make(), served.bound._same):
         assert list(function.__globals__["__builtins__"]) == ["__import__"]
         assert not re.search("import|exec|eval", " ".join(function.__code__.co_names))
 
