@@ -137,6 +137,8 @@ class _Builder:
         self._codes: dict[types.CodeType, None] = {}
         self._classes: dict[type, None] = {}
         self._variables_read: set[str] = set()
+        self._modules_asked: set[str] = set()
+        self._distributions_asked: set[str] = set()
         self._matched: dict[str, None] = {}
         self._fallbacks: list[Fallback] = []
         self._reasons: dict[str, str | None] = {}
@@ -171,6 +173,8 @@ class _Builder:
         self._codes.update(dict.fromkeys(trace.codes))
         self._classes.update(dict.fromkeys(trace.classes))
         self._variables_read.update(trace.variables)
+        self._modules_asked.update(trace.asked.modules)
+        self._distributions_asked.update(trace.asked.distributions)
         self._matched.update(dict.fromkeys(split.splitting_ops))
         if not self._text:
             self._text = graph_text(trace.graph_module, split.assignment)
@@ -203,7 +207,13 @@ class _Builder:
         )
         return Stitched(
             plan=plan,
-            code=user_code(self._codes, self._classes, self._variables_read),
+            code=user_code(
+                self._codes,
+                self._classes,
+                variables=self._variables_read,
+                modules=self._modules_asked,
+                distributions=self._distributions_asked,
+            ),
             ops=dict(sorted(ops.items())),
             splitting_ops=tuple(self._matched),
             fallbacks=tuple(self._fallbacks),

@@ -19,6 +19,11 @@ any_autocast_enabled = torch._C._is_any_autocast_enabled
 num_torch_function_modes = torch._C._len_torch_function_stack
 
 
+def process_group_is_initialized() -> bool:
+    """Return whether torch.distributed has a default process group; some builds of torch have no torch.distributed."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 @functools.cache
 def autocast_device_types() -> tuple[str, ...]:
     """Return every device type that autocast knows, whether or not this build of torch has it."""

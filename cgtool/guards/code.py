@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from cgtool.plan.pieces import Json
 #: Types of torch whose text is their value and holds no address.
 _TORCH_CONSTANTS = frozenset({"dtype", "device", "layout", "memory_format", "Size", "OpOverload", "OpOverloadPacket"})
 
+#: Modules whose immutable objects have a `repr` that is their value.
+_PLAIN_MODULES = frozenset({"pathlib", "decimal", "fractions", "datetime", "uuid", "ipaddress"})
 #: Types of constants in code whose `repr` is their value.
 _AS_REPR = frozenset({type(None), bool, int, float, str, bytes})
 
@@ -50,6 +53,13 @@ def code_digest(code: types.CodeType | object, *, follow_globals: bool = False) 
     ):
         return _digest_of_bare_function(code.__code__)
     return digest_of(_Describer(follow_globals=follow_globals).describe(code))
+
+
+def plain_text(value: Any) -> str | None:
+    """Return what a small value of the standard library is, a path or a date; None for anything else."""
+    if isinstance(value, re.Pattern):
+        return repr((value.pattern, value.flags))
+    return repr(value) if type(value).__module__ in _PLAIN_MODULES else None
 
 
 class _Describer:
@@ -104,6 +114,9 @@ class _Describer:
         owner = type(value)
         if owner.__module__.partition(".")[0] == "torch" and owner.__name__ in _TORCH_CONSTANTS:
             return ["torch", owner.__name__, str(value)]
+        text = plain_text(value)
+        if text is not None:
+            return ["plain", _type_name(value), text]
         if is_dataclass(value) and owner.__dataclass_params__.frozen:
             return ["dataclass", _type_name(value), [self.describe(getattr(value, f.name)) for f in fields(value)]]
         # A decorated function that is an object: a Triton kernel keeps its Python function in `fn`.

@@ -7,6 +7,7 @@ Grammar of an encoded literal::
             | ["dtype", name] | ["device", text] | ["layout", name] | ["format", name]
             | ["slice", literal, literal, literal] | ["range", int, int, int] | ["enum", "module:Class", name]
             | ["type", "module:Class"] | ["function", "module:name", digest] | ["module", name] | ["op", name]
+            | ["plain", "module:Class", repr]    a path, a date, a pattern
 
 A device is its type alone: its index is a fact of the process, not of the program.
 """
@@ -22,7 +23,7 @@ import torch
 
 from cgtool.errors import TraceError
 from cgtool.guards import _torch as private
-from cgtool.guards.code import code_digest
+from cgtool.guards.code import code_digest, plain_text
 from cgtool.guards.names import qualified_name
 from cgtool.guards.sources import canonical_module_name
 from cgtool.plan.grammar import canonical_json
@@ -103,6 +104,9 @@ def _object(value: Any) -> Json:
         return ["function", _builtin_name(value), ""]
     if private.is_op(value):
         return ["op", str(value)]
+    text = plain_text(value)
+    if text is not None:
+        return ["plain", qualified_name(type(value)), text]
     wrapped = getattr(value, "__wrapped__", None)
     if wrapped is not None and callable(value):
         return ["function", qualified_name(wrapped), code_digest(getattr(wrapped, "__func__", wrapped))]

@@ -8,6 +8,9 @@ stands in `cgtool.guards._torch`. The others::
     default_device         None, or the type that `torch.set_default_device` or `with device` chose
     torch_function_mode    names of the active modes, outermost first; a default device is not one
     recursion_limit        how deep Python may call
+    distributed            None, or the rank, the size and the backend of the default process group
+    machine                what `platform.uname()` tells: system, name, release, version, hardware
+    accelerators           name, memory, architecture and multiprocessors of the visible devices, equal ones once
 
 Entries are for inference, so `no_grad` and `inference_mode` share one. Each call looks at the names that matter to its
 model: those of `STATE_NAMES` always, others where traced code asks for them or a compiled piece is made by them.
@@ -15,6 +18,9 @@ model: those of `STATE_NAMES` always, others where traced code asks for them or 
 
 from __future__ import annotations
 
+import functools
+import json
+import platform
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -46,18 +52,43 @@ def _torch_function_mode() -> Json:
     return [f"{type(mode).__module__}:{type(mode).__qualname__}" for mode in private.torch_function_modes()]
 
 
+def _distributed() -> Json:
+    if not private.process_group_is_initialized():
+        return None
+    group = torch.distributed
+    return {"rank": group.get_rank(), "world_size": group.get_world_size(), "backend": group.get_backend()}
+
+
+def _machine() -> Json:
+    told = platform.uname()
+    return [told.system, told.node, told.release, told.version, told.machine]
+
+
+@functools.cache
+def _accelerators() -> Json:
+    if not torch.cuda.is_available():
+        return []
+    devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    told = ([p.name, p.total_memory, p.major, p.minor, p.multi_processor_count] for p in devices)
+    return [json.loads(text) for text in dict.fromkeys(map(json.dumps, told))]
+
+
 #: What takes more than one call: name → what people call it, and what reads it.
 _COMPUTED: dict[str, tuple[str, Callable[[], Json]]] = {
     "autocast": ("autocast", _autocast),
     "default_device": ("torch's default device", _default_device),
     "torch_function_mode": ("the list of active torch function modes", _torch_function_mode),
     "recursion_limit": ("Python's recursion limit", sys.getrecursionlimit),
+    "distributed": ("the default process group of torch.distributed", _distributed),
+    "machine": ("what platform.uname() tells of the machine", _machine),
+    "accelerators": ("what torch.cuda.get_device_properties tells", _accelerators),
 }
 #: What is inactive as a rule: name → its value then, and the one call that gives `False` or 0 then.
 _IDLE: dict[str, tuple[Json, Callable[[], Any]]] = {
     "autocast": ({}, private.any_autocast_enabled),
     "default_device": (None, private.num_torch_function_modes),
     "torch_function_mode": ([], private.num_torch_function_modes),
+    "distributed": (None, private.process_group_is_initialized),
 }
 #: An fp32_precision that nobody set is that of IEEE; setting it so changes nothing.
 _UNSET, _IEEE = "none", "ieee"
@@ -87,6 +118,10 @@ _ASKED: dict[str, tuple[str, ...]] = {
     "is_inference_mode_enabled": ("inference_mode",),
     "getrecursionlimit": ("recursion_limit",),
     "get_num_threads": ("num_threads",),
+    **dict.fromkeys(("is_initialized", "get_rank", "get_world_size", "get_backend"), ("distributed",)),
+    **dict.fromkeys(("get_node_local_rank", "get_process_group_ranks", "get_group_rank"), ("distributed",)),
+    "uname": ("machine",),
+    "get_device_properties": ("accelerators",),
     "get_autocast_dtype": _AUTOCAST_DTYPES,
     "get_autocast_cpu_dtype": _AUTOCAST_DTYPES,
     "get_autocast_gpu_dtype": _AUTOCAST_DTYPES,

@@ -24,7 +24,7 @@ from torch._dynamo.exc import (
     UserError,
 )
 from torch._dynamo.side_effects import AttributeMutationNew, ValueMutationNew
-from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._guards import Source, TracingContext, detect_fake_mode
@@ -60,12 +60,18 @@ __all__ = [
     "passed_through",
     "quiet_tracing",
     "trace_frame",
+    "translated_lines",
     "tree_leaves",
     "unset_fake_temporarily",
 ]
 
 
 _ABSENT = object()
+#: Calls that write to a log and give nothing back; a graph leaves them out.
+_LEVELS = ("debug", "info", "warning", "error", "critical", "exception", "log")
+_LOGGING = {getattr(owner, name) for owner in (logging, logging.Logger) for name in _LEVELS}
+#: Where Dynamo is told so; the older name became an alias of the newer one.
+_IGNORED = "ignore_logging_functions" if hasattr(dynamo.config, "ignore_logging_functions") else "ignore_logger_methods"
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 
 
@@ -135,6 +141,16 @@ def _is_restored(variable: Any, effects: Any) -> bool:
     return True
 
 
+def translated_lines(error: BaseException) -> Iterator[tuple[str, int, str]]:
+    """Yield (file, line, function) of the code that Dynamo was at as it failed, the outermost first."""
+    trace = error.__traceback__
+    while trace is not None:
+        translator = trace.tb_frame.f_locals.get("self")
+        if isinstance(translator, InstructionTranslatorBase) and translator.lineno > 0:
+            yield translator.f_code.co_filename, translator.lineno, translator.f_code.co_name
+        trace = trace.tb_next
+
+
 def fix_strides(fakes: Iterable[torch.Tensor]) -> None:
     """Let strides be constants that Dynamo made symbols of and that no size shows: gaps in memory."""
     tensors = list(fakes)
@@ -175,6 +191,7 @@ def quiet_tracing() -> Iterator[None]:
             allow_ignore_mark_dynamic=False,
             suppress_errors=False,
         ),
+        dynamo.config.patch({_IGNORED: _LOGGING}),
         shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]  # installed at run time
         _silenced("torch._guards", "torch._subclasses.fake_tensor"),
     ):

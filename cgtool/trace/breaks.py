@@ -11,9 +11,14 @@ from typing import Any
 
 from cgtool.errors import CgtoolError, GraphBreakError, TraceError
 from cgtool.trace import _torch as private
+from cgtool.trace.closure import is_covered_by_versions
 
 _WRAP = "wrap it into a custom op with `cgtool.direct_register_custom_op`."
 _HINTS = (
+    (
+        r"\brandom\b|RandomValueSource",
+        "Draw random numbers with torch (torch.rand): those of `random` and numpy would be the same in every call.",
+    ),
     (
         r"print|logging|warnings",
         "Remove the call from forward, or guard it with `if not torch.compiler.is_compiling()`.",
@@ -85,6 +90,10 @@ def _graph_break(error: Exception, method: Callable[..., Any]) -> TraceError:
     raised = _RAISED.search(full)
     if raised is not None:
         return _failed(raised[1], ", ".join(_SAID.findall(raised[2])) or raised[2].strip("'\""), error, method)
+    if "RecursionError" in what:
+        what = (
+            "Dynamo loops without end on an object here, such as a decimal.Decimal. Keep the value as a plain number."
+        )
     lines = [line.strip() for line in what.splitlines() if line.strip() and "report an issue" not in line]
     brief = "\n  ".join(lines[:_MAX_LINES])
     # Dynamo's own hints and examples name things that the model may not even use.
@@ -97,15 +106,18 @@ def _graph_break(error: Exception, method: Callable[..., Any]) -> TraceError:
 def _user_line(error: Exception, method: Callable[..., Any]) -> str:
     """Return where it happened, on a line of its own: the innermost frame of the user's, as Dynamo or Python saw it."""
     frames = [(f.filename, f.lineno or 0, f.name) for f in getattr(error, "real_stack", None) or ()]
+    frames = frames or list(private.translated_lines(error))
     trace = error.__traceback__
     while trace is not None:
         frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno, trace.tb_frame.f_code.co_name))
         trace = trace.tb_next
     own = inspect.getsourcefile(getattr(method, "__func__", method)) or ""
-    theirs = (lambda name: name == own, lambda name: not any(part in name for part in ("/torch/", "/cgtool/")))
-    for only in theirs:
-        chosen = [frame for frame in frames if only(frame[0])]
-        if chosen:
-            filename, line, name = chosen[-1]
-            return f"\n  {filename}:{line}, in {name}: {linecache.getline(filename, line).strip()}"
-    return ""
+    chosen = [frame for frame in frames if frame[0] == own or _is_users(frame[0])]
+    if not chosen:
+        return ""
+    filename, line, name = chosen[-1]
+    return f"\n  {filename}:{line}, in {name}: {linecache.getline(filename, line).strip()}"
+
+
+def _is_users(filename: str) -> bool:
+    return not is_covered_by_versions(filename) and "/cgtool/" not in filename

@@ -23,6 +23,7 @@ from cgtool.trace import _torch as private
 from cgtool.trace.breaks import explained
 from cgtool.trace.files import function_guards
 from cgtool.trace.guards import GuardRecorder, combined, module_frame, split_guards
+from cgtool.trace.installed import Asked, listening
 from cgtool.trace.outputs import MarkedSizes, TemplateReader, mark_outputs
 from cgtool.trace.questions import question_guards
 from cgtool.trace.refusals import (
@@ -49,6 +50,7 @@ class Trace:
         codes: The code that the trace went through.
         classes: The classes of the objects that it touched.
         variables: The variables of the environment that Dynamo guarded.
+        asked: The modules and distributions that the code asked for.
         output: The template of what the method returned; graph outputs are `["out", position]`.
         shape_env: Dynamo's ShapeEnv: ranges of symbols and relations between them.
     """
@@ -61,6 +63,7 @@ class Trace:
     codes: tuple[types.CodeType, ...]
     classes: tuple[type, ...]
     variables: frozenset[str]
+    asked: Asked
     output: Json
     shape_env: Any
 
@@ -68,8 +71,8 @@ class Trace:
 class _Capture:
     """The backend that keeps what Dynamo made of one frame."""
 
-    def __init__(self, method: Callable[..., Any], sizes: MarkedSizes) -> None:
-        self._method = method
+    def __init__(self, roots: Roots, sizes: MarkedSizes) -> None:
+        self._roots = roots
         self.graph_module: fx.GraphModule | None = None
         self.frame: Frame | None = None
         self.codes: list[types.CodeType] = []
@@ -84,7 +87,7 @@ class _Capture:
     def __call__(self, graph_module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
         output = private.current_output()
         self.graph_module = graph_module
-        self.frame = module_frame(self._method, output)
+        self.frame = module_frame(self._roots.method, output, self._roots)
         self.codes = [code for code in private.TracingContext.get().traced_code if code.co_filename != private.__file__]
         self.shape_env = output.shape_env
         self.changed = _changed(output, self.frame)
@@ -136,11 +139,12 @@ def capture(
     refuse_surroundings(Roots(module, method))
     for tensor, dim, _ in marked:
         private.mark_dynamic(tensor, dim)
-    captured = _Capture(method, MarkedSizes([tensor for tensor, _, _ in marked]))
+    roots = Roots(module, method, arguments)
+    captured = _Capture(roots, MarkedSizes([tensor for tensor, _, _ in marked]))
     recorder = GuardRecorder(frame=captured.current_frame, is_input=captured.takes)
     mode = private.detect_fake_mode(_tensors(arguments)) or contextlib.nullcontext()
     state = tuple(Guard(source=f"state:{name}", kind="state", expected=current(name)) for name in STATE_NAMES)
-    with torch.no_grad(), private.quiet_tracing(), explained(method):
+    with torch.no_grad(), private.quiet_tracing(), explained(method), listening() as asked:
         compiled = private.trace_frame(method, captured, recorder.filter)
         with mode, captured.sizes:
             result = signature.call(compiled, arguments)
@@ -153,13 +157,13 @@ def capture(
     refuse_subclasses({**captured.inputs, **captured.others})
     _add_placeholders(graph_module, captured.others)
     sources = (*captured.inputs, *captured.others)
-    roots = Roots(module, method, arguments)
     known = _known_tensors(sources, roots)
     guarded = (*recorder.finish(), *captured.returned)
     seen = touched(captured.codes, (*(guard.source for guard in guarded), *sources), roots)
+    asked.add_imported(seen.names)
     tensors = {source: roots.resolve(source) for source in sources}
-    asked = question_guards(captured.codes, seen.names, {**tensors, **seen.objects})
-    model_guards, call_guards = split_guards(combined((*guarded, *asked), seen.guards))
+    questions = question_guards(captured.codes, seen.names, {**tensors, **seen.objects})
+    model_guards, call_guards = split_guards(combined((*guarded, *questions), seen.guards))
     functions = function_guards(captured.codes)
     model_guards = (*ALWAYS, *_own_method(Roots(module, method)), *model_guards, *functions)
     _check_at_once(model_guards, Roots(module, method))
@@ -172,6 +176,7 @@ def capture(
         codes=tuple(captured.codes),
         classes=seen.classes,
         variables=frozenset(recorder.variables),
+        asked=asked,
         output=TemplateReader(captured.outputs, known, captured.sizes).read(result),
         shape_env=captured.shape_env,
     )

@@ -11,10 +11,12 @@ from __future__ import annotations
 import ast
 import functools
 import os
+import re
 import sys
 import sysconfig
+import types
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -26,6 +28,7 @@ from cgtool.records import dataclass
 
 #: Distributions whose versions are factors of their own.
 _FACTORS = frozenset({"torch", "cgtool"})
+_FROZEN = re.compile(r"<frozen ([\w.]+)>")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +47,17 @@ class Closure:
     trees: dict[str, ast.Module]
 
 
-def closure_of(modules: Iterable[str]) -> Closure:
+def closure_of(modules: Iterable[str], *, asked: Iterable[str] = ()) -> Closure:
     """Return what modules lead to.
 
     Args:
         modules: Those that a trace went through, by their canonical names.
+        asked: Further ones that it asked for, whether they are there or not.
     """
     found = Closure(digests={}, distributions={}, trees={})
     traced = set(modules)
-    pending, seen = sorted(traced), set(traced)
+    seen = traced.union(asked)
+    pending = sorted(seen)
     while pending:
         name = pending.pop()
         for other in _add(found, name, is_traced=name in traced):
@@ -183,6 +188,12 @@ def modules_by_file() -> dict[str, str]:
         if isinstance(file, str) and file.endswith(".py"):
             files.setdefault(os.path.realpath(file), canonical_module_name(name))
     return files
+
+
+def module_of(code: types.CodeType, by_file: Mapping[str, str]) -> str | None:
+    """Return the module that code lies in, those that are frozen into Python among them."""
+    frozen = _FROZEN.fullmatch(code.co_filename)
+    return frozen[1] if frozen is not None else by_file.get(os.path.realpath(code.co_filename))
 
 
 def is_covered_by_versions(filename: str) -> bool:

@@ -8,6 +8,7 @@ loads would have to import Dynamo.
 
 from __future__ import annotations
 
+import ast
 import os
 import types
 from collections.abc import Iterable, Mapping
@@ -16,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from cgtool.guards.code import code_digest
-from cgtool.guards.files import file_of
+from cgtool.guards.files import distributions_now, file_of
 from cgtool.guards.names import find_qualified
 from cgtool.guards.sources import SourceError, canonical_module_name
 from cgtool.plan.records import Guard
-from cgtool.trace.closure import closure_of, is_covered_by_versions, modules_by_file, parse
-from cgtool.trace.variables_read import variables_read
+from cgtool.trace.closure import closure_of, is_covered_by_versions, module_of, modules_by_file, parse
+from cgtool.trace.variables_read import names_a_variable, variables_read, variables_read_by_given
 
 _TRACER = "torch._dynamo"
 
@@ -32,52 +33,69 @@ class UserCode:
 
     Args:
         sources: {module: SHA-256 of its file}; None for one that is imported and is not there.
-        distributions: {normalised name: version} of what it imports.
+        distributions: {normalised name: version} of what it imports and asks for; None for one that is not installed.
         variables: The variables of the environment that it reads.
     """
 
     sources: Mapping[str, str | None]
-    distributions: Mapping[str, str]
+    distributions: Mapping[str, str | None]
     variables: tuple[str, ...]
 
 
-def user_code(codes: Iterable[types.CodeType], classes: Iterable[type], variables: Iterable[str] = ()) -> UserCode:
+def user_code(
+    codes: Iterable[types.CodeType],
+    classes: Iterable[type],
+    *,
+    variables: Iterable[str] = (),
+    modules: Iterable[str] = (),
+    distributions: Iterable[str] = (),
+) -> UserCode:
     """Return the user's code that a trace rests on.
 
     Args:
         codes: The code that the trace went through.
         classes: The classes of the objects that it touched; those that they inherit from count with them.
         variables: The variables of the environment that it is known to have read.
+        modules: The modules that it asked for, whether they are there or not.
+        distributions: The distributions that it asked for, likewise, by normalised name.
 
     Raises:
         TraceError: The code reads a variable of the environment whose name is computed.
     """
-    modules = modules_by_file()
+    by_file = modules_by_file()
     traced: dict[str, list[types.CodeType]] = {}
+    given: dict[str, list[types.CodeType]] = {}
     for code in codes:
-        module = modules.get(os.path.realpath(code.co_filename))
-        if module is not None and not is_covered_by_versions(code.co_filename):
+        module = module_of(code, by_file)
+        if module is None:
+            continue
+        if not is_covered_by_versions(code.co_filename):
             traced.setdefault(module, []).append(code)
+        elif names_a_variable(code):
+            given.setdefault(module, []).append(code)
     inherited = {canonical_module_name(str(base.__module__)) for kind in classes for base in kind.__mro__}
-    found = closure_of({*traced, *(name for name in inherited if file_of(name) is not None)})
-    trees = dict(found.trees)
-    for module in traced:  # one of an installed distribution is not followed, and read all the same
-        file = file_of(module)
-        if module not in trees and file is not None and (tree := parse(Path(file).read_bytes())) is not None:
-            trees[module] = tree
+    found = closure_of({*traced, *(name for name in inherited if file_of(name) is not None)}, asked=modules)
+    # one of an installed distribution is not followed, and read all the same
+    trees = {**found.trees, **_parsed(module for module in traced if module not in found.trees)}
+    read = {*variables, *variables_read(trees, traced), *variables_read_by_given(_parsed(given), given)}
     return UserCode(
         sources=dict(sorted(found.digests.items())),
-        distributions=dict(sorted(found.distributions.items())),
-        variables=tuple(sorted({*variables, *variables_read(trees, traced)})),
+        distributions=dict(sorted({**distributions_now(distributions), **found.distributions}.items())),
+        variables=tuple(sorted(read)),
     )
+
+
+def _parsed(modules: Iterable[str]) -> dict[str, ast.Module]:
+    trees = ((module, parse(Path(file).read_bytes())) for module in modules if (file := file_of(module)) is not None)
+    return {module: tree for module, tree in trees if tree is not None}
 
 
 def function_guards(codes: Iterable[types.CodeType]) -> tuple[Guard, ...]:
     """Return a guard on the code of every traced function that can be found again by its qualified name."""
-    modules = modules_by_file()
+    by_file = modules_by_file()
     guards: dict[str, Guard] = {}
     for code in codes:
-        module = modules.get(os.path.realpath(code.co_filename))
+        module = by_file.get(os.path.realpath(code.co_filename))
         if module is None or "<" in code.co_qualname or f"{module}.".startswith(f"{_TRACER}."):
             continue
         name = f"{module}:{code.co_qualname}"

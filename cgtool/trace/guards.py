@@ -6,17 +6,20 @@ in `_IMPLIED`), what speaks of this process alone, and what speaks of Dynamo alo
 
 from __future__ import annotations
 
+import enum
 import functools
 import json
 import re
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
 from cgtool.errors import TraceError
 from cgtool.guards.kinds import describe, names_of
 from cgtool.guards.literals import NoRuleError, encode_literal
+from cgtool.guards.sources import Roots
 from cgtool.plan.records import Guard
 from cgtool.plan.rendering import source_words
 from cgtool.trace.sources import Frame, UnknownSourceError, source_text, variable_of
@@ -43,6 +46,15 @@ _NAMED_TUPLE = re.compile(r"G\['___unnamed_scope_\w+'\](\['_tuple_new'\](\.__sel
 #: Functions that Dynamo traces in the place of what the model calls: the version of torch tells of them, and a process
 #: that loads would have to import Dynamo to look at them.
 _TRACERS_OWN = re.compile(r"(global|module):torch\._dynamo\b")
+
+#: Where a flag remembers the combinations that were made so far.
+_OF_A_FLAG = re.compile(r"\._value2member_map_\b")
+#: What a path keeps of itself in pieces, once someone asked.
+_OF_A_PATH = re.compile(rf"\.({'|'.join(PurePath.__slots__)})\b")
+#: A value of a dict whose key a plan cannot spell.
+_BY_PLACE = re.compile(r"\|values\[\d+\]")
+#: A question of which the factor `target` tells the answer.
+_OF_TARGET = ".current_accelerator()"
 
 _KINDS = {
     "TYPE_MATCH": "type",
@@ -128,8 +140,10 @@ class GuardRecorder:
         if variable is not None:  # a factor of the key, whether it is set or not
             self.variables.add(variable)
             return
+        if entry.name.endswith(_OF_TARGET):
+            return
         text = source_text(entry.orig_guard.originating_source, self.frame())
-        if _TRACERS_OWN.match(text):
+        if _TRACERS_OWN.match(text) or self._is_kept_otherwise(text):
             return
         if entry.guard_type == "DUPLICATE_INPUT":
             self._same(text, entry)
@@ -143,6 +157,23 @@ class GuardRecorder:
             msg = f"cgtool has no rule for this kind of guard ({source_words(text)})."
             raise NoRuleError(msg, actual=entry.guard_type)
         self._keep(text, _KINDS[entry.guard_type], entry)
+
+    def _is_kept_otherwise(self, text: str) -> bool:
+        """Return whether a source leads into what an object only remembers; its value is guarded in its place."""
+        for pattern in (_OF_A_FLAG, _OF_A_PATH, _BY_PLACE):
+            found = pattern.search(text)
+            if found is None:
+                continue
+            owner = text[: found.start()]
+            held = self.frame().resolve(owner)
+            if pattern is _BY_PLACE and isinstance(held, dict):
+                self._add(owner, "keys", describe("keys", held))
+            elif isinstance(held, PurePath):
+                self._add(owner, "value", encode_literal(held))
+                return True
+            elif isinstance(held, type) and issubclass(held, enum.Flag):
+                return True  # its class is guarded
+        return False
 
     def _keep(self, text: str, kind: str, entry: Any) -> None:
         if kind == "type" and _is_implied_type(text, entry.value):
@@ -237,7 +268,7 @@ def combined(recorded: Sequence[Guard], touched: Sequence[Guard]) -> tuple[Guard
     return tuple(kept.values())
 
 
-def module_frame(method: Any, output: Any) -> Frame:
+def module_frame(method: Any, output: Any, roots: Roots) -> Frame:
     """Return how names of the first frame are to be read, from the method and Dynamo's OutputGraph."""
     function = getattr(method, "__func__", method)
     code = function.__code__
@@ -247,4 +278,5 @@ def module_frame(method: Any, output: Any) -> Frame:
         free=frozenset(code.co_freevars),
         module=function.__globals__["__name__"],
         global_names=dict(output.import_sources),
+        roots=roots,
     )

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cgtool.errors import TraceError
-from cgtool.guards.sources import canonical_module_name
+from cgtool.guards.sources import Roots, SourceError, canonical_module_name
+from cgtool.plan.rendering import source_words
 from cgtool.trace import _torch as private
 
 _S = private.dynamo_source
@@ -32,12 +33,21 @@ class Frame:
         free: Names that the function closes over.
         module: The name of the module that the function's globals belong to.
         global_names: Names that Dynamo made for imported modules, and the modules' own names.
+        roots: The live model, its method and the arguments of the traced call.
     """
 
     owner: str | None
     free: frozenset[str]
     module: str
     global_names: Mapping[str, str]
+    roots: Roots | None = None
+
+    def resolve(self, text: str) -> Any:
+        """Return the live object of a source; None where there is none."""
+        try:
+            return None if self.roots is None else self.roots.resolve(text)
+        except SourceError:
+            return None
 
 
 class UnknownSourceError(TraceError):
@@ -105,7 +115,12 @@ def _attribute(base: str, name: str) -> str:
     if not _NAME.fullmatch(name):
         msg = f"The attribute {name!r} has a name that a plan cannot spell."
         raise UnknownSourceError(msg, actual=name)
-    return f"{base.replace('module:', 'global:', 1)}:{name}" if base.startswith("module:") else f"{base}.{name}"
+    if not base.startswith("module:"):
+        return f"{base}.{name}"
+    whole = f"{base.removeprefix('module:')}.{name}"
+    if whole in sys.modules and getattr(sys.modules.get(whole.rpartition(".")[0]), name, None) is sys.modules[whole]:
+        return f"module:{whole}"  # an import that the model makes as it runs has not been made at load
+    return f"{base.replace('module:', 'global:', 1)}:{name}"
 
 
 def _item(source: Any, frame: Frame) -> str:
@@ -114,6 +129,9 @@ def _item(source: Any, frame: Frame) -> str:
     if isinstance(index, _S.ConstDictKeySource):
         return f"{base}|values[{index.index}]"
     if isinstance(index, bool) or not isinstance(index, (str, int)):
+        held = frame.resolve(base)
+        if isinstance(held, dict) and index in held:
+            return f"{base}|values[{list(held).index(index)}]"
         msg = f"Dynamo's source {source.name!r} has a key that a plan cannot spell."
         raise UnknownSourceError(msg, actual=repr(index))
     if base.startswith("module:"):
@@ -141,6 +159,12 @@ def _nth(word: str) -> Callable[[Any, Frame], str]:
     return lambda source, frame: f"{source_text(source.base, frame)}|{word}[{source.index}]"
 
 
+def _answer(source: Any, frame: Frame) -> str:
+    asked = source_words(source_text(source.base, frame))
+    msg = f"{asked}() answers for this process alone. Ask as the model is built, and keep the answer in an attribute."
+    raise UnknownSourceError(msg, actual=source.name)
+
+
 def _tensor_property(source: Any, _frame: Frame) -> str:
     msg = f"Dynamo's source {source.name!r} is a size, which the plan reads from the tensor itself."
     raise UnknownSourceError(msg, actual=source.name)
@@ -160,6 +184,7 @@ _CHAINED: tuple[tuple[type, Callable[[Any, Frame], str]], ...] = (
     (_S.CodeSource, _with(".__code__")),
     (_S.NamedTupleFieldsSource, _with("._fields")),
     (_S.DataclassFieldsSource, _with(".__dataclass_fields__")),
+    (_S.CallFunctionNoArgsSource, _answer),
     (_S.WeakRefCallSource, _with("|call")),
     (_S.ConstDictKeySource, _nth("keys")),
     (_S.NonSerializableSetGetItemSource, _nth("list")),

@@ -38,7 +38,7 @@ from cgtool.guards.sources import Roots, SourceError, canonical_module_name, par
 from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json
 from cgtool.plan.records import Guard
-from cgtool.trace.closure import is_covered_by_versions
+from cgtool.trace.closure import is_covered_by_versions, module_of, modules_by_file
 from cgtool.trace.names import called_by_python, enumerates, names_in
 from cgtool.trace.objects import has_identity, is_computed, is_held, is_of_call, is_passed_by
 from cgtool.trace.variables_read import refuse_alias
@@ -51,6 +51,8 @@ _NAME = re.compile(r"[A-Za-z0-9_]+", re.ASCII)
 _BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
 #: Modules whose version stands for them; what the model reads there is guarded, and no further.
 _GIVEN_MODULES = frozenset({"torch", "numpy", *sys.stdlib_module_names})
+#: Where a flag remembers the combinations of its members that were made so far.
+_OF_A_FLAG = frozenset({"_value2member_map_", "_member_map_", "_member_names_"})
 #: Globals that say where a module lies and how it was started.
 _OF_EVERY_MODULE = frozenset(vars(types.ModuleType(""))) | {"__builtins__", "__cached__", "__file__", "__path__"}
 #: Instances of classes of the standard library that hold what the user put there.
@@ -88,9 +90,10 @@ def touched(codes: Sequence[types.CodeType], sources: Sequence[str], roots: Root
     """
     names = names_in(codes) | {"forward"}
     modules = _modules_of(codes, roots.method)
+    held = dict(_held_by_given(codes))
     while True:
         walk = _Walk(names, roots, frozenset(sources))
-        walk.run(sources, modules)
+        walk.run(sources, modules, held)
         grown = names | names_in(called_by_python(walk.classes))
         if grown == names:
             return walk.touched()
@@ -108,6 +111,22 @@ def _modules_of(codes: Iterable[types.CodeType], method: Any) -> list[types.Modu
     ]
 
 
+def _held_by_given(codes: Iterable[types.CodeType]) -> Iterator[tuple[str, Any]]:
+    """Yield the objects, with their sources, that traced code of the standard library keeps in its globals.
+
+    Dynamo has no guards on them. What `threading.main_thread` returns is one.
+    """
+    by_file = modules_by_file()
+    for code in codes:
+        name = module_of(code, by_file)
+        if name is not None and name.partition(".")[0] in sys.stdlib_module_names:
+            module = vars(sys.modules[name])
+            for known in set(code.co_names).intersection(module):
+                value = module[known]
+                if hasattr(value, "__dict__") and not callable(value) and not isinstance(value, types.ModuleType):
+                    yield f"global:{name}:{known}", value
+
+
 class _Walk:
     def __init__(self, names: frozenset[str], roots: Roots, guarded: Collection[str]) -> None:
         self.names = names
@@ -122,12 +141,14 @@ class _Walk:
         self.others: list[tuple[str, str]] = []
         self.pending: collections.deque[tuple[str, Any]] = collections.deque()
 
-    def run(self, sources: Iterable[str], modules: Iterable[types.ModuleType]) -> None:
+    def run(self, sources: Iterable[str], modules: Iterable[types.ModuleType], held: Mapping[str, Any]) -> None:
         steps = dict.fromkeys(itertools.chain.from_iterable(map(self._steps, sources)))
         self.visit("self", self.roots.module)
         self._start(step for step in steps if not is_of_call(step))
         for module in modules:
             self._module(module)
+        for source, value in held.items():
+            self._attributes(source, value)
         self._class("global:torch:Tensor", torch.Tensor)
         for name in sorted(self.names.intersection(vars(builtins)) - _OF_EVERY_MODULE):
             self._given(f"global:builtins:{name}", vars(builtins)[name])
@@ -238,8 +259,11 @@ class _Walk:
             self._dict(source, value)
         elif isinstance(value, (list, tuple, collections.deque)):
             self._sequence(source, value)
-        if not hasattr(value, "__dict__") and not own_attributes(value):
-            return
+        if hasattr(value, "__dict__") or own_attributes(value):
+            self._attributes(source, value)
+
+    def _attributes(self, source: str, value: Any) -> None:
+        cls = type(value)
         present = describe(f"named:{self.argument}", value)
         self.add(source, f"named:{self.argument}", present)
         if self.enumerates and not isinstance(value, nn.Module):
@@ -289,15 +313,18 @@ class _Walk:
             self.visit(f"{source}.__defaults__[{index}]", held)
         for name, held in (value.__kwdefaults__ or {}).items():
             self.visit(f"{source}.__kwdefaults__[{json.dumps(name)}]", held)
-        for name in sorted(self.names.intersection(vars(value))):
-            self.child(f"{source}.{name}", vars(value)[name])
+        if not is_of_call(source) and not is_passed_by(str(value.__module__)):
+            self.add(source, f"named:{self.argument}", describe(f"named:{self.argument}", value))
+        for name in sorted(self.names.intersection((*vars(value), "__annotations__"))):
+            self.child(f"{source}.{name}", getattr(value, name))
 
     def _module(self, module: types.ModuleType) -> None:
         name = canonical_module_name(module.__name__)
         if is_passed_by(name):
             return
         present = sorted(self.names.intersection(vars(module)) - _OF_EVERY_MODULE)
-        self.add(f"module:{name}", f"named:{self.argument}", describe(f"named:{self.argument}", module))
+        kind = f"named:{_argument({*self.names, '__getattr__'} - _BOOKKEEPING)}"
+        self.add(f"module:{name}", kind, describe(kind, module))
         if name.partition(".")[0] in _GIVEN_MODULES:
             for known in present:
                 self._given(f"global:{name}:{known}", vars(module)[known])
@@ -345,7 +372,7 @@ class _Walk:
             if not is_given(type(member)) and not isinstance(member, cls) and _NAME.fullmatch(name):
                 self._class(f'{source}|dict["{name}"]|type', type(member))
             if (
-                name in self.names
+                name in self.names.difference(_OF_A_FLAG if issubclass(cls, enum.Flag) else ())
                 and _NAME.fullmatch(name)
                 and (is_held(member) or isinstance(member, types.FunctionType))
             ):

@@ -13,10 +13,13 @@ import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cgtool.errors import TraceError
+from cgtool.guards.files import file_of
 from cgtool.plan.rendering import source_words
+from cgtool.trace.closure import parse
 
 _MAPPINGS = frozenset({"environ", "environb"})
 _FUNCTIONS = frozenset({"getenv", "getenvb"})
@@ -68,15 +71,44 @@ def variables_read(trees: Mapping[str, ast.Module], codes: Mapping[str, Iterable
     return found
 
 
+def names_a_variable(code: types.CodeType) -> bool:
+    """Return whether code may read the environment itself."""
+    return not _NAMES.isdisjoint(code.co_names)
+
+
+def variables_read_by_given(trees: Mapping[str, ast.Module], codes: Mapping[str, Iterable[types.CodeType]]) -> set[str]:
+    """Return the variables that traced code of torch and of the standard library reads by constant names.
+
+    A name that is computed there came from code that calls it, which is looked at itself.
+    """
+    lines = {module: {line for code in of for _, _, line in code.co_lines()} for module, of in codes.items()}
+    return {
+        read.name
+        for module, tree in trees.items()
+        for read in reads_in(tree)
+        if read.name is not None and not read.at_import and read.line in lines[module]
+    }
+
+
 def refuse_alias(source: str, value: Any) -> None:
     """Refuse the environment, or a function that reads it, under a name that does not tell what it is."""
     if any(value is reader for reader in _READERS) and re.split(r"[.:]", source)[-1] not in _NAMES:
+        root, _, name = source.removeprefix("global:").partition(":")
+        if source.startswith("global:") and name in _imported_from_os(root):
+            return  # the module's text tells what it is
         name = source_words(source)
         msg = (
             f"{name} is the environment, or reads it, under a name that does not say so: what is read through it while "
             "the model runs cannot be known. Write os.environ or os.getenv where it is used."
         )
         raise TraceError(msg, path=name, expected="os.environ[...] with a constant name")
+
+
+def _imported_from_os(module: str) -> set[str]:
+    """Return the names under which a module's imports give it the environment, or a function that reads it."""
+    file = file_of(module)
+    tree = None if file is None else parse(Path(file).read_bytes())
+    return set() if tree is None else {as_name for name, as_name in imported_from_os(tree) if name in _NAMES}
 
 
 def _computed(place: str) -> TraceError:
@@ -86,6 +118,13 @@ def _computed(place: str) -> TraceError:
         "name, or read it as the model is built and keep the value in an attribute."
     )
     return TraceError(msg, path=place, expected="os.environ[...] with a constant name")
+
+
+def imported_from_os(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield each name that a module takes from `os`, and what it calls it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            yield from ((alias.name, alias.asname or alias.name) for alias in node.names)
 
 
 def reads_in(tree: ast.Module) -> Iterator[Read]:
@@ -101,12 +140,8 @@ class _Finder(ast.NodeVisitor):
         self._depth = 0
         self._constants = _constants_of(tree)
         self._mappings, self._functions = set(_MAPPINGS), set(_FUNCTIONS)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module == "os":
-                for alias in node.names:
-                    for names, kept in ((_MAPPINGS, self._mappings), (_FUNCTIONS, self._functions)):
-                        if alias.name in names:
-                            kept.add(alias.asname or alias.name)
+        for names, kept in ((_MAPPINGS, self._mappings), (_FUNCTIONS, self._functions)):
+            kept.update(as_name for name, as_name in imported_from_os(tree) if name in names)
         self.visit(tree)
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:

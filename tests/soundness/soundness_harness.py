@@ -77,15 +77,17 @@ class Outcome:
 def cases(features: Mapping[str, Feature], ways: Collection[str] = WAYS) -> list[Any]:
     """Return the product of features, places and ways as parameters of a test.
 
-    One place of each feature is tried always, and which it is varies from feature to feature; the rest is slow.
+    One place of each feature is tried always, and there one of the looks after `load`; which they are varies from
+    feature to feature, and the rest is slow.
     """
     found = []
     for name, feature in features.items():
-        always = feature.places[zlib.crc32(name.encode()) % len(feature.places)]
+        number = zlib.crc32(name.encode())
+        always, looks = feature.places[number % len(feature.places)], LOOKS[number % len(LOOKS)]
         for place, way in itertools.product(feature.places, ways_of(feature)):
             if way in ways and (place, way) != ("helper", "early"):  # that object is made as its module is imported
                 case = Case(name=name, feature=feature, place=place, way=way)
-                marks = [] if place == always else [pytest.mark.slow]
+                marks = [] if place == always and (way == looks or way not in LOOKS) else [pytest.mark.slow]
                 if any(fnmatch.fnmatchcase(case.id, known) for known in KNOWN_WRONG):
                     marks.append(pytest.mark.xfail(reason="in KNOWN_WRONG", raises=AssertionError))
                 found.append(pytest.param(case, id=case.id, marks=marks))

@@ -8,12 +8,14 @@ pytest.importorskip("torch")
 
 from soundness_code import CODE
 from soundness_environment import ENVIRONMENT
+from soundness_further import FURTHER
 from soundness_harness import cases, judge
 from soundness_imports import IMPORTS
+from soundness_process import PROCESS
 
 pytestmark = pytest.mark.torch
 
-FEATURES = CODE | IMPORTS | ENVIRONMENT
+FEATURES = CODE | IMPORTS | ENVIRONMENT | PROCESS | FURTHER
 
 
 @pytest.mark.parametrize("case", cases(FEATURES))

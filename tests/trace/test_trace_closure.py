@@ -236,8 +236,8 @@ def test_a_variable_that_is_read_is_a_factor(project, tmp_path, monkeypatch, bod
 
 
 def test_another_name_for_getenv_is_refused_by_that_name(project, tmp_path):
-    with pytest.raises(TraceError, match="given is the environment, or reads it, under a name that does not say so"):
-        warm_reading(project, tmp_path, 'return x * float(given("GAIN") or 1)', "")
+    with pytest.raises(TraceError, match="kept is the environment, or reads it, under a name that does not say so"):
+        warm_reading(project, tmp_path, 'return x * float(kept("GAIN") or 1)', "kept = given")
 
 
 COMPUTED = [
