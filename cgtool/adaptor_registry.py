@@ -36,7 +36,7 @@ ADAPTORS = tuple(_OURS)
 KINDS: Mapping[str, str] = {AOT_INDUCTOR: "pt2", "inductor_standalone": "aot", "inductor": "mega", EAGER: "json"}
 
 #: As narrow as the suffix of a file's name.
-_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
+_NAME = "[a-z][a-z0-9_]{0,39}"
 _registered: dict[str, type] = {}
 _Adaptor = TypeVar("_Adaptor", bound=type)
 
@@ -133,7 +133,7 @@ def _installed() -> dict[str, EntryPoint]:
 
 
 def _check_name(name: str, how: str) -> None:
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _OURS or name in KINDS.values():
+    if not isinstance(name, str) or not re.fullmatch(_NAME, name) or name in _OURS or name in KINDS.values():
         raise ConfigError(
             f"{name!r}, which {how} as an adaptor, is not a name for one: it has lower-case letters, digits and "
             f"underscores, at most 40, begins with a letter, and is none of {', '.join((*_OURS, *KINDS.values()))}.",

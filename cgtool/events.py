@@ -5,16 +5,14 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple
 
 Phase = Literal[
     "model", "trace", "split", "compile", "store", "hit", "note", "prepare", "start", "verify", "prune", "capture"
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Event:
+class Event(NamedTuple):
     """One thing that began, moved on or ended.
 
     Args:
@@ -43,7 +41,7 @@ def ignore(event: Event) -> None:
 
 Happening = Literal["traces", "compiles", "opens", "captures", "replays"]
 
-_counts: Counter[str] = Counter(dict.fromkeys(get_args(Happening), 0))
+_counts: Counter[str] = Counter(traces=0, compiles=0, opens=0, captures=0, replays=0)
 _lock = threading.Lock()
 
 

@@ -136,7 +136,7 @@ KNOWN_ATTENTION_OPS: Final[tuple[str, ...]] = (
     "flash_attn_3::_flash_attn_forward",
 )
 
-_OP_NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*(\.[A-Za-z_]\w*)?|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
+_OP_NAME = r"[A-Za-z_]\w*::[A-Za-z_]\w*(\.[A-Za-z_]\w*)?|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"
 
 _registered: dict[str, None] = {}
 _lock = threading.Lock()
@@ -151,7 +151,7 @@ def register_splitting_op(name: str) -> None:
     Raises:
         UsageError: `name` has none of these forms.
     """
-    if not _OP_NAME.fullmatch(name):
+    if not re.fullmatch(_OP_NAME, name, re.ASCII):
         msg = (
             f"{name!r} does not name an op. Write it as ns::op (a custom op or an ATen op, with or without .overload) "
             "or as the dotted name of a Python function."

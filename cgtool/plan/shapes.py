@@ -21,7 +21,7 @@ Size = Annotated[int, Meta(ge=0, le=2**53)]
 Shape = dict[DimName, tuple[Size, Size]]
 
 GENERAL = "general"
-_PART = re.compile(r"(?:(?P<dim>[A-Za-z_]\w{0,63})=)?(?P<low>[0-9]{1,15})(?:-(?P<high>[0-9]{1,15}))?", re.ASCII)
+_PART = r"(?:(?P<dim>[A-Za-z_]\w{0,63})=)?(?P<low>[0-9]{1,15})(?:-(?P<high>[0-9]{1,15}))?"
 
 
 def of_sizes(sizes: Mapping[str, int]) -> Shape:
@@ -74,7 +74,7 @@ def parse_shape(text: str) -> dict[str, tuple[int, int]]:
     """
     if text == GENERAL:
         return {}
-    parts = [_PART.fullmatch(part) for part in text.split(":")]
+    parts = [re.fullmatch(_PART, part, re.ASCII) for part in text.split(":")]
     asked = {part["dim"] or "": (int(part["low"]), int(part["high"] or part["low"])) for part in parts if part}
     named_once = len(asked) == len(parts) and (len(parts) == 1 or "" not in asked)
     if not named_once or any(low > high for low, high in asked.values()):

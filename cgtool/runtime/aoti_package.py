@@ -51,7 +51,7 @@ _INNER = Path("data/aotinductor/model")
 #: Linux 6.3 and newer: the file may hold code although the system's default says otherwise.
 _MFD_EXEC = 0x10
 #: A line of /proc/self/maps that shows native code which torch's loader unpacked, and the folder that it made for it.
-_UNPACKED = re.compile(rf" (/tmp/(?:aotinductor_)?[A-Za-z0-9]{{6}})/piece/{_INNER}/{re.escape(NATIVE_FILE)}\Z")
+_UNPACKED = rf" (/tmp/(?:aotinductor_)?[A-Za-z0-9]{{6}})/piece/{_INNER}/{re.escape(NATIVE_FILE)}\Z"
 _MORE_FILES = "Close files that this process holds open, or let it open more: `ulimit -n`."
 #: Where a private folder is made, the first that takes it: some hundred bytes are needed. None is the system's own.
 _PARENTS = ("/dev/shm", None, "/tmp", "/var/tmp")  # noqa: S108 - private folders are made within
@@ -164,7 +164,7 @@ def _with_constants(run: Boxed, constants: list[torch.Tensor]) -> Boxed:
     return with_constants
 
 
-_NAME = re.compile(r"cgtool-[0-9a-f]{16}")
+_NAME = "cgtool-[0-9a-f]{16}"
 #: Folders that are there, the process that made each, and the descriptor that holds it. Ctrl-C may fall into the midst
 #: of making or removing one: then it goes as the process ends.
 _folders: dict[Path, tuple[int, int | None]] = {}
@@ -187,8 +187,10 @@ def _new_folder(parent: str) -> Path:
 def _sweep(parent: str) -> None:
     """Remove what killed processes of this user left."""
     with contextlib.suppress(OSError):
-        for name in filter(_NAME.fullmatch, os.listdir(parent)):  # noqa: PTH208 - names alone
+        for name in os.listdir(parent):  # noqa: PTH208 - names alone
             folder = Path(parent, name)
+            if not re.fullmatch(_NAME, name):
+                continue
             if folder not in _folders and folder.lstat().st_uid == os.getuid() and is_abandoned(folder):
                 _remove(folder)
 
@@ -239,7 +241,7 @@ def _open_on_disk(archive: bytes, device_index: int | None) -> Any:
 def _unpacked_folders() -> set[str]:
     """Return the folders into which torch unpacked the packages that are open."""
     lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-    return {match[1] for line in lines if (match := _UNPACKED.search(line))}
+    return {match[1] for line in lines if (match := re.search(_UNPACKED, line))}
 
 
 @contextlib.contextmanager
@@ -306,7 +308,7 @@ def _cannot_open(error: RuntimeError) -> ArtifactError:
 #: The metadata's name for how outputs are made.
 OUTPUTS = "CGTOOL_OUTPUTS"
 _SOURCES = frozenset({"input", "native"})
-_SYMBOL = re.compile(r"s(0|[1-9][0-9]*)\Z")
+_SYMBOL = r"s(0|[1-9][0-9]*)"
 _WHOLE, _VIEW = 2, 5
 
 
@@ -365,7 +367,7 @@ def _bind_inputs(code: Code, recipe: list[Any], graph: PieceGraph, num_inputs: i
     places = {dim: (n, axis) for n, meta in enumerate(graph.inputs) for axis, dim in enumerate(meta.shape)}
     symbols = tuple(symbol.name for symbol in graph.symbols if symbol.name in places)
     for name in symbols:
-        if not _SYMBOL.match(name):
+        if not re.fullmatch(_SYMBOL, name):
             raise malformed("symbol", name)
         code.add(f"{name} = args[{places[name][0]}].shape[{places[name][1]}]")
     return symbols

@@ -264,7 +264,7 @@ def _repairer(graph: PieceGraph) -> Callable[..., torch.Tensor]:
 
 
 _ENTER = "torch.amp.autocast_mode._enter_autocast"
-_REF = re.compile(r"%[0-9]{1,9}\Z")
+_REF = "%[0-9]{1,9}"
 _EXIT = "torch.amp.autocast_mode._exit_autocast"
 
 
@@ -477,7 +477,7 @@ def _plugged(data: Json) -> Json:
 
 
 def _ref_number(ref: Any) -> int:
-    if not isinstance(ref, str) or not _REF.match(ref):
+    if not isinstance(ref, str) or not re.fullmatch(_REF, ref):
         raise malformed("reference", ref)
     return int(ref[1:])
 
