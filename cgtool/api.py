@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from cgtool.errors import CacheMissError
@@ -31,13 +32,15 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+DEFAULT_PREFIX = "backbone"
+
 
 def load(
     module: Any,
     *,
     config: CompilationConfig | None = None,
     cache_dir: Path | str | None = None,
-    prefix: str = "backbone",
+    prefix: str | None = None,
     rank: int | None = None,
     trusted_keys: Sequence[Path | str] = (),
 ) -> Callable[..., Any]:
@@ -47,10 +50,11 @@ def load(
     which on the CPU builds the C++ of its kernels again where torch's own cache folder does not hold them.
 
     Args:
-        module: The model, built and in evaluation mode; its weights may be loaded before or after.
+        module: The model, built and in evaluation mode, or a bound method of it, such as `model.encode`. Its weights
+            may be loaded before or after.
         config: What the entry must have been compiled with; None takes the newest entry that fits.
         cache_dir: The cache's root; None takes the configuration's, `CGTOOL_CACHE_DIR` or the user's own.
-        prefix: Which compiled part of the model.
+        prefix: Which compiled part of the model; None takes the name of a bound method, else "backbone".
         rank: Which process of a model-parallel group; None takes the environment's word.
         trusted_keys: Files and folders of public keys, one of which must have signed the entry; none takes the
             configuration's and `CGTOOL_TRUSTED_KEYS`.
@@ -76,9 +80,19 @@ def load(
         )
         raise CacheMissError(msg, reasons=("the cache is switched off",))
     wanted_dir = cache_dir if cache_dir is not None else (config.cache_dir or None) if config is not None else None
+    module, _, prefix = _part(module, prefix)
     with gc_paused():
         layout = CacheLayout(root=resolve_root(wanted_dir))
         return _load_from(module, config, layout, prefix, rank=rank, trust=TrustPolicy.of(config, trusted_keys))
+
+
+def _part(module: Any, prefix: str | None) -> tuple[Any, str, str]:
+    """Return the model, the method that is compiled, and the prefix: what was handed over may be a bound method."""
+    if not isinstance(module, MethodType):
+        return module, "forward", prefix or DEFAULT_PREFIX
+    method = module.__name__
+    default = DEFAULT_PREFIX if method == "forward" else method.strip("_")
+    return module.__self__, method, prefix or default
 
 
 def _compiles_nothing(config: CompilationConfig) -> bool:
@@ -120,19 +134,19 @@ def compile(  # noqa: A001 - the name that a user of torch.compile looks for
     dynamic: DynamicDims | None = None,
     config: CompilationConfig | None = None,
     cache_dir: Path | str | None = None,
-    prefix: str = "backbone",
+    prefix: str | None = None,
 ) -> Callable[..., Any]:
     """Return a callable that runs `module` compiled: from the cache, or else compiled now and stored there.
 
     Args:
-        module: The model, in evaluation mode.
+        module: The model, in evaluation mode, or a bound method of it, such as `model.encode`.
         example_args: Positional arguments of an example call.
         example_kwargs: Keyword arguments of an example call. With neither, the first call's arguments serve, and that
             call waits for the compilation.
         dynamic: Which dimensions change from call to call: parameter → dimension → name, or (name, min, max).
         config: What to compile and how; None takes the defaults and `CGTOOL_*` variables.
         cache_dir: The cache's root; None takes the configuration's, `CGTOOL_CACHE_DIR` or the user's own.
-        prefix: Which compiled part of the model.
+        prefix: Which compiled part of the model; None takes the name of a bound method, else "backbone".
 
     Returns:
         A callable that takes what the model's forward takes and returns what it returns. At level 0, `module` itself.
@@ -148,7 +162,8 @@ def compile(  # noqa: A001 - the name that a user of torch.compile looks for
     config = CompilationConfig.from_variables(environment().variables) if config is None else config
     if _compiles_nothing(config):
         return module  # type: ignore[no-any-return]  # Any: to name its class, torch would have to load
-    maker = _Maker(module, dynamic or {}, config, cache_dir, prefix)
+    module, method, prefix = _part(module, prefix)
+    maker = _Maker(module, method, dynamic=dynamic or {}, config=config, cache_dir=cache_dir, prefix=prefix)
     if example_args is None and example_kwargs is None:
         return _OnFirstCall(maker)
     return maker.make(tuple(example_args or ()), dict(example_kwargs or {}))
@@ -160,12 +175,15 @@ class _Maker:
     def __init__(
         self,
         module: Any,
+        method: str,
+        *,
         dynamic: DynamicDims,
         config: CompilationConfig,
         cache_dir: Path | str | None,
         prefix: str,
     ) -> None:
         self.module = module
+        self._method = method
         self._dynamic = dynamic
         self._config = config
         self._cache_dir = cache_dir if cache_dir is not None else config.cache_dir or None
@@ -178,7 +196,9 @@ class _Maker:
         from cgtool.model import ExampleCall, ModelSpec
 
         call = ExampleCall(args=args, kwargs=kwargs)
-        spec = ModelSpec(module=self.module, calls=(call,), dynamic=self._dynamic, prefix=self._prefix)
+        spec = ModelSpec(
+            module=self.module, calls=(call,), dynamic=self._dynamic, method=self._method, prefix=self._prefix
+        )
         if self._config.disable_cache or environment().disable_cache:
             with tempfile.TemporaryDirectory(prefix="cgtool-") as folder:
                 return self._load(warm(spec, config=self._config, cache_dir=folder))

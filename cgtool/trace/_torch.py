@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch._dynamo as dynamo
+from torch import fx
 from torch._dynamo import source as dynamo_source
 from torch._dynamo.exc import (
     TorchDynamoException,
@@ -190,12 +191,30 @@ def quiet_tracing() -> Iterator[None]:
             assume_static_by_default=True,
             allow_ignore_mark_dynamic=False,
             suppress_errors=False,
+            allow_rnn=True,
         ),
         dynamo.config.patch({_IGNORED: _LOGGING}),
         shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]  # installed at run time
         _silenced("torch._guards", "torch._subclasses.fake_tensor"),
     ):
         yield
+
+
+def inline_checkpoints(graph_module: fx.GraphModule) -> None:
+    """Put the bodies of activation checkpoints in their places: without gradients nothing is computed again."""
+    graph = graph_module.graph
+    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint):
+        body, *arguments = node.args
+        inner = graph_module.get_submodule(body.target).graph
+        values = dict(zip(inner.find_nodes(op="placeholder"), arguments, strict=True))
+        with graph.inserting_before(node):
+            outputs = graph.graph_copy(inner, values)
+        for user in list(node.users):
+            user.replace_all_uses_with(outputs[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+        if not body.users:
+            graph.erase_node(body)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,206 @@
+"""Small modules, one for each thing that people write: name → (module, calls of three shapes, dynamic dimensions)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - what everyone calls it
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+ROWS = {"x": {0: "rows"}}
+
+
+def rows(*sizes, width=8):
+    return [(_numbers(size, width),) for size in sizes]
+
+
+def _numbers(*shape):
+    count = torch.Size(shape).numel()
+    return (torch.arange(count, dtype=torch.float32) * 0.37).sin().view(shape)
+
+
+def module(function, **parts):
+    """A module with these parts, whose forward is `function`."""
+    made = type("Small", (nn.Module,), {"forward": function})()
+    for name, part in parts.items():
+        if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
+            made.register_buffer(name, part)
+        else:
+            setattr(made, name, part)
+    with torch.no_grad():
+        for index, parameter in enumerate(made.parameters()):
+            parameter.copy_(_numbers(*parameter.shape) / 3 + index / 100)
+    return made.eval().requires_grad_(requires_grad=False)
+
+
+def lstm(self, x):
+    return self.layer(x.unsqueeze(1))[0]
+
+
+def gru(self, x):
+    return self.layer(x.unsqueeze(1))[0]
+
+
+def checkpointed(self, x):
+    return checkpoint(lambda y: self.layer(y).relu(), x, use_reentrant=False) + x
+
+
+def applied(self, x):
+    return self.layer(x)
+
+
+def attention(self, x):
+    return self.layer(x[None], x[None], x[None], need_weights=False)[0]
+
+
+def number(self, x):
+    return x * x.sum().item()
+
+
+def rfft(self, x):
+    return torch.fft.rfft(x).abs()
+
+
+def complex_numbers(self, x):
+    return torch.view_as_real(torch.view_as_complex(x.view(-1, 4, 2)) * (1 + 2j))
+
+
+def autocast(self, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = self.layer(x)
+    return y.float()
+
+
+def buffer_written(self, x):
+    self.count.add_(1)
+    return x * self.count
+
+
+def buffer_replaced(self, x):
+    self.count = self.count + 1
+    return x * self.count
+
+
+def argument_written(self, x):
+    x.add_(1)
+    return x, x[:, :2]
+
+
+def einsum(self, x):
+    return torch.einsum("bi,ij->bj", x, self.weight)
+
+
+def topk(self, x):
+    values, indices = x.topk(3)
+    return values.cumsum(-1), indices
+
+
+def masked(self, x):
+    kept = x.masked_fill(x > 0, 0).sort(-1).values
+    return kept.scatter_add(1, torch.zeros(x.shape[0], 1, dtype=torch.long), x[:, :1])
+
+
+def interpolated(self, x):
+    return F.interpolate(x.view(-1, 2, 2, 2), scale_factor=2.0, mode="bilinear")
+
+
+def rounded(self, x):
+    return (x / 0.1).round().clamp(-128, 127).to(torch.int8).float() * 0.1
+
+
+def nested(self, x):
+    return {"list": [x + 1, None], "tuple": (x.sum(), 3, "text")}
+
+
+def random_numbers(self, x):
+    return x + torch.rand_like(x)
+
+
+def arguments(self, *xs, **named):
+    return sum(xs) * named["gain"]
+
+
+def vmapped(self, x):
+    return torch.vmap(lambda row: row.sin().sum())(x)
+
+
+def chosen(self, x):
+    return torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,))
+
+
+def selected(self, x):
+    return x[x > 0].sum()
+
+
+def _images(*sizes):
+    return [(_numbers(size, 3, 8, 8),) for size in sizes]
+
+
+def _sequences(*sizes):
+    return [(_numbers(2, size, 8),) for size in sizes]
+
+
+def _signals(*sizes):
+    return [(_numbers(1, 4, size),) for size in sizes]
+
+
+SEQ, LENGTH = {"x": {1: "seq"}}, {"x": {2: "length"}}
+
+#: Equal to eager at every shape.
+SERVED = {
+    "lstm": lambda: (module(lstm, layer=nn.LSTM(8, 8)), rows(4, 2, 7), ROWS),
+    "lstm of two directions": lambda: (module(lstm, layer=nn.LSTM(8, 8, bidirectional=True)), rows(4, 2, 7), ROWS),
+    "gru of a fixed length": lambda: (module(gru, layer=nn.GRU(8, 8)), rows(4), {}),
+    "activation checkpoint": lambda: (module(checkpointed, layer=nn.Linear(8, 8)), rows(4, 2, 1), ROWS),
+    "conv1d of a dynamic length": lambda: (module(applied, layer=nn.Conv1d(4, 4, 5)), _signals(16, 12, 9), LENGTH),
+    "conv2d": lambda: (module(applied, layer=nn.Conv2d(3, 4, 3)), _images(4, 2, 1), ROWS),
+    "transposed convolution": lambda: (module(applied, layer=nn.ConvTranspose2d(3, 4, 3)), _images(4, 2, 1), ROWS),
+    "batch norm": lambda: (module(applied, layer=nn.BatchNorm1d(8)), rows(4, 2, 1), ROWS),
+    "group norm": lambda: (module(applied, layer=nn.GroupNorm(2, 8)), rows(4, 2, 1), ROWS),
+    "weight norm": lambda: (
+        module(applied, layer=nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))),
+        rows(4, 2, 1),
+        ROWS,
+    ),
+    "multi-head attention": lambda: (
+        module(attention, layer=nn.MultiheadAttention(8, 2, batch_first=True)),
+        rows(4, 2, 7),
+        ROWS,
+    ),
+    "transformer encoder": lambda: (
+        module(applied, layer=nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)),
+        _sequences(4, 2, 7),
+        SEQ,
+    ),
+    "embedding bag": lambda: (
+        module(applied, layer=nn.EmbeddingBag(10, 4)),
+        [(torch.arange(size * 3).view(size, 3) % 10,) for size in (4, 2, 1)],
+        ROWS,
+    ),
+    "a number out of a tensor": lambda: (module(number), rows(4, 2, 7), ROWS),
+    "fft": lambda: (module(rfft), rows(4, 2, 7), ROWS),
+    "complex numbers": lambda: (module(complex_numbers), rows(4, 2, 7), ROWS),
+    "autocast": lambda: (module(autocast, layer=nn.Linear(8, 8)), rows(4, 2, 7), ROWS),
+    "a buffer written to": lambda: (module(buffer_written, count=torch.zeros(())), rows(4, 2, 7), ROWS),
+    "an argument written to and returned": lambda: (module(argument_written), rows(4, 2, 7), ROWS),
+    "einsum": lambda: (module(einsum, weight=nn.Parameter(torch.zeros(8, 8))), rows(4, 2, 7), ROWS),
+    "topk and cumsum": lambda: (module(topk), rows(4, 2, 7), ROWS),
+    "masks, sort, scatter": lambda: (module(masked), rows(4, 2, 7), ROWS),
+    "interpolate": lambda: (module(interpolated), rows(4, 2, 7), ROWS),
+    "integers of eight bits": lambda: (module(rounded), rows(4, 2, 7), ROWS),
+    "nested outputs": lambda: (module(nested), rows(4, 2, 7), ROWS),
+    "random numbers": lambda: (module(random_numbers), rows(4, 2, 7), ROWS),
+}
+
+#: Refused, with the user's line where there is one.
+REFUSED = {
+    "gru of a dynamic length": (lambda: (module(gru, layer=nn.GRU(8, 8)), rows(4), ROWS), "rows|dimension 0"),
+    "a buffer replaced": (lambda: (module(buffer_replaced, count=torch.zeros(())), rows(4), ROWS), "attribute c|count"),
+    "any number of arguments": (
+        lambda: (module(arguments), [(_numbers(4, 8), _numbers(4, 8))], {"x": {0: "rows"}}),
+        "'x'|gain",
+    ),
+    "vmap": (lambda: (module(vmapped), rows(4), ROWS), r"small_modules\.py|SUPPORTED_NODES"),
+    "cond": (lambda: (module(chosen), rows(4), ROWS), r"small_modules\.py|SUPPORTED_NODES"),
+    "a size that depends on data": (lambda: (module(selected), rows(4), ROWS), r"x\[x > 0\]"),
+}

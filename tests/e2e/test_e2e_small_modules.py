@@ -1,0 +1,96 @@
+"""What people write, each thing in a small module: as compiled it equals eager, or it is refused in a sentence."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from e2e_harness import cgtool as command
+
+torch = pytest.importorskip("torch")
+
+import small_modules  # noqa: E402
+from e2e_compare import difference  # noqa: E402
+
+import cgtool  # noqa: E402
+from cgtool.errors import CgtoolError  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("adaptor", ["eager", pytest.param("aot_inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", small_modules.SERVED)
+def test_what_is_compiled_and_what_is_loaded_equal_eager_at_every_shape(tmp_path, name, adaptor):
+    module, calls, dynamic = small_modules.SERVED[name]()
+    config, root = cgtool.CompilationConfig(adaptor=adaptor, jobs=0), tmp_path / "cache"
+    run = cgtool.compile(module, example_args=calls[0], dynamic=dynamic, config=config, cache_dir=root)
+    for model in (run, cgtool.load(module, config=config, cache_dir=root)):
+        for call in calls:
+            eager, ours = copy.deepcopy(module), copy.deepcopy(call)
+            torch.manual_seed(0)
+            expected = eager(*(theirs := copy.deepcopy(call)))
+            torch.manual_seed(0)
+            difference(model(*ours), expected)
+            difference(ours, theirs)
+            difference(module.state_dict(), eager.state_dict())
+
+
+@pytest.mark.parametrize("name", small_modules.REFUSED)
+def test_what_cannot_be_is_refused_in_a_sentence(tmp_path, name):
+    make, words = small_modules.REFUSED[name]
+    module, (call, *_), dynamic = make()
+    config = cgtool.CompilationConfig(adaptor="eager", jobs=0)
+    with pytest.raises(CgtoolError, match=words):
+        cgtool.compile(module, example_args=call, dynamic=dynamic, config=config, cache_dir=tmp_path / "cache")
+
+
+def test_a_size_at_which_the_model_itself_fails_is_left_out_and_said(tmp_path, caplog):
+    from cgtool.compiler.pipeline import warm
+
+    module, (call, *_), dynamic = small_modules.SERVED["conv1d of a dynamic length"]()
+    spec = cgtool.ModelSpec(module=module, calls=[cgtool.ExampleCall(args=call)], dynamic=dynamic)
+    config = cgtool.CompilationConfig(adaptor="eager", jobs=0)
+    result = warm(spec, config=config, cache_dir=tmp_path)
+    assert any(
+        note.startswith(
+            "Calls of length 1 are not served, because the model itself fails: Calculated padded input size"
+        )
+        for note in result.notes
+    )
+    assert warm(spec, config=config, cache_dir=tmp_path).hit
+    loaded = cgtool.load(module, cache_dir=tmp_path)
+    for length in (1, 4):
+        with pytest.raises((cgtool.GuardError, RuntimeError)):
+            loaded(call[0][:, :, :length])
+
+
+def test_a_bound_method_is_a_part_of_its_own(tmp_path):
+    class Both(torch.nn.Module):
+        def forward(self, x):
+            return x + 1
+
+        def encode(self, x):
+            return x * 2
+
+    model, x = Both().eval(), torch.arange(3.0)
+    config = cgtool.CompilationConfig(adaptor="eager", jobs=0)
+    runs = [
+        cgtool.compile(part, example_args=(x,), config=config, cache_dir=tmp_path) for part in (model, model.encode)
+    ]
+    loaded = [cgtool.load(part, cache_dir=tmp_path) for part in (model, model.encode)]
+    assert [run(x).tolist() for run in (*runs, *loaded)] == [[1, 2, 3], [0, 2, 4]] * 2
+    entries = command("inspect", "cache", tmp_path, "--json").report["entries"]
+    assert sorted(entry["prefix"] for entry in entries) == ["backbone", "encode"]
+
+
+def test_a_function_is_told_to_become_a_module(tmp_path):
+    with pytest.raises(CgtoolError, match=r"make it the forward of an nn\.Module"):
+        cgtool.compile(torch.sin, example_args=(torch.ones(2),), cache_dir=tmp_path)
+    with pytest.raises(CgtoolError, match=r"make it the forward of an nn\.Module"):
+        cgtool.compile(lambda x: x + 1, example_args=(torch.ones(2),), cache_dir=tmp_path)
