@@ -204,11 +204,12 @@ def inline_checkpoints(graph_module: fx.GraphModule) -> None:
     """Put the bodies of activation checkpoints in their places: without gradients nothing is computed again."""
     graph = graph_module.graph
     for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint):
-        body, *arguments = node.args
-        inner = graph_module.get_submodule(body.target).graph
-        values = dict(zip(inner.find_nodes(op="placeholder"), arguments, strict=True))
+        body: Any = node.args[0]
+        arguments = node.args[1:]
+        inner: Any = getattr(graph_module, str(body.target))
+        values = dict(zip(inner.graph.find_nodes(op="placeholder"), arguments, strict=True))
         with graph.inserting_before(node):
-            outputs = graph.graph_copy(inner, values)
+            outputs: Any = graph.graph_copy(inner.graph, values)
         for user in list(node.users):
             user.replace_all_uses_with(outputs[user.args[1]])
             graph.erase_node(user)
