@@ -1,10 +1,9 @@
-"""Entries with genuine packages, and bundles of any shape, true or forged. Imports no torch."""
+"""Bundles of any shape, true or forged, and keys to sign them. Imports no torch."""
 
 from __future__ import annotations
 
 import io
 import json
-import stat
 import tarfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,143 +13,6 @@ import zstandard
 from cache_samples import sealed
 
 from cgtool.plan.grammar import sha256_hex
-from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
-from cgtool.plan.records import Plan, Step, Variant, encode_plan
-from cgtool.plan.shapes import parse_shape
-from cgtool.store.artifacts import Origin, Package, pack, with_origin
-from cgtool.store.entry import EntryWriter
-from cgtool.store.key import Factor, Key
-from cgtool.store.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout
-from cgtool.store.records import Artifact, Manifest, Row, VariantCounts
-
-ADAPTORS = {"pt2": "aot_inductor", "json": "eager", "aot": "inductor_standalone", "mega": "inductor"}
-LOOKUP = "cd" * 32
-
-
-def lay_entry(
-    root: Path,
-    *,
-    seed: int = 0,
-    model: str = "Toy",
-    rank: int = 0,
-    prefix: str = "backbone",
-    kind: str = "pt2",
-    shapes: tuple[str, ...] = ("general", "n=8"),
-    say: str = "",
-    native_bytes: int = 2000,
-    factors: Mapping[str, object] | None = None,
-) -> str:
-    """Publish an entry of three pieces, the middle one splitting, and return its hash.
-
-    Args:
-        seed: Another one gives another hash.
-        say: Another one gives another plan under the same hash.
-        native_bytes: The size of each package's native code.
-        factors: More of the key.
-    """
-    key = Key.of([Factor(name="model", value=seed), *(Factor(name=n, value=v) for n, v in (factors or {}).items())])
-    writer = EntryWriter(CacheLayout(root=root), key, rank=rank, prefix=prefix)
-    rows = tuple(
-        _row(writer, kind=kind, shape=shape, piece=piece, data=f"{seed} {rank}", native_bytes=native_bytes)
-        for shape in shapes
-        for piece in (0, 2)
-    )
-    manifest = Manifest(
-        hash=key.hash,
-        rank=rank,
-        prefix=prefix,
-        model=model,
-        level=3,
-        adaptor=ADAPTORS[kind],
-        splitting_ops=("ns::attn",),
-        variants=(VariantCounts(name="default", pieces=3, splitting_pieces=1, unique_pieces=2),),
-        rows=rows,
-        lookup=(LOOKUP,),
-        created="2026-01-31T12:00:00.123Z",
-    )
-    files = {
-        PLAN_FILE: encode_plan(_plan(say)),
-        GRAPH_FILE: b"# the graph\n",
-        CODE_FILE: b"# the code\n",
-    }
-    writer.publish(manifest, files)
-    return key.hash
-
-
-def package(text: str = "", *, native_bytes: int = 2000) -> bytes:
-    """A package that no loader would open, and that is one in every other way."""
-    native = b"\x7fELF" + text.encode()
-    return pack(Package(native=native.ljust(native_bytes, b"\x90"), metadata={"AOTI_DEVICE_KEY": "cpu"}))
-
-
-def _row(writer: EntryWriter, *, kind: str, shape: str, piece: int, data: str, native_bytes: int) -> Row:
-    text = f"{data} {shape} {piece}"
-    body = package(text, native_bytes=native_bytes) if kind == "pt2" else json.dumps(text).encode()
-    [variant] = _plan("").variants
-    [graph] = [step.graph for step in variant.steps if step.piece == piece]
-    body = with_origin(body, kind, Origin(piece=graph, shape=parse_shape(shape)))
-    return Row(
-        variant=0,
-        shape=parse_shape(shape),
-        piece_index=piece,
-        adaptor=ADAPTORS[kind],
-        artifact=Artifact(
-            digest=writer.objects.put(body, kind), kind=kind, size_bytes=len(body), compile_secs=1.5, kernels=2
-        ),
-    )
-
-
-def _plan(say: str) -> Plan:
-    meta = TensorMeta(dtype="float32", shape=("s0", 64), stride=(64, 1), device="cpu")
-    graphs = [
-        PieceGraph(
-            symbols=(SymbolRange(name="s0", min=2, max=None),),
-            facts=(),
-            inputs=(meta,),
-            aliases=(),
-            nodes=(Node(kind="function", target=target, args=("%0",), kwargs={}),),
-            outputs=("%1",),
-            results=(meta,),
-            ops={},
-        )
-        for target in ("torch.sin", "torch.ops.ns.attn", "torch.cos")
-    ]
-    steps = tuple(
-        Step(
-            piece=index,
-            splitting=index == 1,
-            graph=graph.identity(),
-            symbols={"s0": "s0"},
-            inputs=(index,),
-            outputs=(index + 1,),
-        )
-        for index, graph in enumerate(graphs)
-    )
-    variant = Variant(
-        name="default",
-        fixed={},
-        dims={"num_tokens": ("s0",)},
-        symbols=(SymbolRange(name="s0", min=2, max=None),),
-        relations=(),
-        inputs=(),
-        model_guards=(),
-        call_guards=(),
-        steps=steps,
-        output=["v", 3],
-    )
-    return Plan(
-        method="forward" + say, qualname="toy:Toy", variants=(variant,), graphs={g.identity(): g for g in graphs}
-    )
-
-
-def tree(root: Path) -> dict[str, tuple[int, bytes]]:
-    """Everything below a folder: name → permissions and content."""
-    found: dict[str, tuple[int, bytes]] = {}
-    for path in sorted(root.rglob("*")):
-        status = path.lstat()
-        content = b"" if not stat.S_ISREG(status.st_mode) else path.read_bytes()
-        found[str(path.relative_to(root))] = (status.st_mode, content)
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,19 @@
-"""Makes a large cache in seconds, as `UnitStore` and `EntryWriter` would lay it. Imports no torch.
+"""Makes caches that no compiler was needed for: single entries, and large ones in seconds. Imports no torch.
 
-Nothing is flushed to the disk, which is what makes it quick. Each entry is a decoder of `layers` layers, split at
-attention: artifacts for the general shape and for sizes, each compiled once as a unit and linked into the entry.
+`lay_entry` publishes one entry of genuine packages. `make_cache` lays as many as one likes, as `UnitStore` and
+`EntryWriter` would; nothing is flushed to the disk, which is what makes it quick. Each of its entries is a decoder of
+`layers` layers, split at attention: artifacts for the general shape and for sizes, each compiled once as a unit and
+linked into the entry.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,18 +22,103 @@ from msgspec.structs import replace
 from cgtool.plan.grammar import digest_of, sha256_hex
 from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
 from cgtool.plan.records import Plan, Step, Variant, encode_plan
-from cgtool.plan.shapes import Shape, shape_text
+from cgtool.plan.shapes import Shape, parse_shape, shape_text
 from cgtool.store.artifacts import Origin, Package, origin_member, pack, with_origin
+from cgtool.store.entry import EntryWriter
 from cgtool.store.files import ensure_root, seal
 from cgtool.store.key import Factor, Key
 from cgtool.store.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, UNIT_FILE, CacheLayout, RankName
 from cgtool.store.records import Artifact, FileRecord, Manifest, Row, Unit, VariantCounts, timestamp
 
 MODELS = ("Llama-3.1-8B", "Qwen3-4B", "Gemma-3-12B", "Mixtral-8x7B", "GPT-2")
+ADAPTORS = {"pt2": "aot_inductor", "json": "eager", "aot": "inductor_standalone", "mega": "inductor"}
+LOOKUP = "cd" * 32
 ADAPTOR, KIND = "aot_inductor", "pt2"
 DAY_SECS = 86400.0
 #: How many unique pieces an entry may have: 3 for a decoder, else what divides the number of its artifacts.
 _UNIQUE = (3, 5, 4, 2, 1)
+
+
+def lay_entry(
+    root: Path,
+    *,
+    seed: int = 0,
+    model: str = "Toy",
+    rank: int = 0,
+    prefix: str = "backbone",
+    kind: str = "pt2",
+    shapes: tuple[str, ...] = ("general", "n=8"),
+    say: str = "",
+    native_bytes: int = 2000,
+    factors: Mapping[str, object] | None = None,
+) -> str:
+    """Publish an entry of three pieces, the middle one splitting, and return its hash.
+
+    Args:
+        seed: Another one gives another hash.
+        say: Another one gives another plan under the same hash.
+        native_bytes: The size of each package's native code.
+        factors: More of the key.
+    """
+    key = Key.of([Factor(name="model", value=seed), *(Factor(name=n, value=v) for n, v in (factors or {}).items())])
+    writer = EntryWriter(CacheLayout(root=root), key, rank=rank, prefix=prefix)
+    rows = tuple(
+        _row(writer, kind=kind, shape=shape, piece=piece, data=f"{seed} {rank}", native_bytes=native_bytes)
+        for shape in shapes
+        for piece in (0, 2)
+    )
+    manifest = Manifest(
+        hash=key.hash,
+        rank=rank,
+        prefix=prefix,
+        model=model,
+        level=3,
+        adaptor=ADAPTORS[kind],
+        splitting_ops=("ns::attn",),
+        variants=(VariantCounts(name="default", pieces=3, splitting_pieces=1, unique_pieces=2),),
+        rows=rows,
+        lookup=(LOOKUP,),
+        created="2026-01-31T12:00:00.123Z",
+    )
+    files = {
+        PLAN_FILE: encode_plan(_plan(_TOY, splitting=_TOY[1], qualname="toy:Toy", say=say)),
+        GRAPH_FILE: b"# the graph\n",
+        CODE_FILE: b"# the code\n",
+    }
+    writer.publish(manifest, files)
+    return key.hash
+
+
+def package(text: str = "", *, native_bytes: int = 2000) -> bytes:
+    """A package that no loader would open, and that is one in every other way."""
+    native = b"\x7fELF" + text.encode()
+    return pack(Package(native=native.ljust(native_bytes, b"\x90"), metadata={"AOTI_DEVICE_KEY": "cpu"}))
+
+
+def _row(writer: EntryWriter, *, kind: str, shape: str, piece: int, data: str, native_bytes: int) -> Row:
+    text = f"{data} {shape} {piece}"
+    body = package(text, native_bytes=native_bytes) if kind == "pt2" else json.dumps(text).encode()
+    origin = Origin(piece=_TOY[piece].identity(), shape=parse_shape(shape))
+    body = with_origin(body, kind, origin)
+    return Row(
+        variant=0,
+        shape=parse_shape(shape),
+        piece_index=piece,
+        adaptor=ADAPTORS[kind],
+        artifact=Artifact(
+            digest=writer.objects.put(body, kind), kind=kind, size_bytes=len(body), compile_secs=1.5, kernels=2
+        ),
+    )
+
+
+def tree(root: Path) -> dict[str, tuple[int, bytes]]:
+    """Everything below a folder: name → permissions and content."""
+    found: dict[str, tuple[int, bytes]] = {}
+    for path in sorted(root.rglob("*")):
+        status = path.lstat()
+        content = b"" if not stat.S_ISREG(status.st_mode) else path.read_bytes()
+        found[str(path.relative_to(root))] = (status.st_mode, content)
+    return found
 
 
 def make_cache(
@@ -159,7 +248,7 @@ class _Maker:
 
     def _rank(self, manifest: Manifest, rank: int, layers: int, unique: int) -> RankName:
         if layers not in self.plans:
-            self.plans[layers] = encode_plan(_plan(layers, unique))
+            self.plans[layers] = encode_plan(_decoder(layers, unique))
         files = {PLAN_FILE: self.plans[layers], GRAPH_FILE: b"# the graph\n", CODE_FILE: b"# the code\n"}
         name = RankName(hash=manifest.hash, rank=rank, prefix=manifest.prefix)
         folder = self.layout.rank_dir(name)
@@ -216,15 +305,20 @@ def _rows(units: list[_Unit], unique: int, layers: int) -> Iterator[Row]:
             )
 
 
-def _plan(layers: int, unique: int) -> Plan:
-    attention = _graph("torch.ops.toy.attention.default", 64)
+def _decoder(layers: int, unique: int) -> Plan:
+    """Compiled pieces and attention by turns; the pieces between the first and the last are one."""
     graphs = [_graph("torch.sin", 64 + number) for number in range(unique)]
     order = [graphs[unique - 1 if i == layers else min(i, max(unique - 2, 0))] for i in range(layers + 1)]
+    attention = _graph("torch.ops.toy.attention.default")
     pieces = [piece for graph in order for piece in (graph, attention)][:-1]
+    return _plan(pieces, splitting=attention, qualname="models:Decoder")
+
+
+def _plan(pieces: list[PieceGraph], *, splitting: PieceGraph, qualname: str, say: str = "") -> Plan:
     steps = tuple(
         Step(
             piece=index,
-            splitting=graph is attention,
+            splitting=graph is splitting,
             graph=graph.identity(),
             symbols={"s0": "s0"},
             inputs=(index,),
@@ -244,11 +338,11 @@ def _plan(layers: int, unique: int) -> Plan:
         steps=steps,
         output=["v", len(pieces)],
     )
-    known = {graph.identity(): graph for graph in [*graphs, attention]}
-    return Plan(method="forward", qualname="models:Decoder", variants=(variant,), graphs=known)
+    known = {graph.identity(): graph for graph in pieces}
+    return Plan(method="forward" + say, qualname=qualname, variants=(variant,), graphs=known)
 
 
-def _graph(target: str, width: int) -> PieceGraph:
+def _graph(target: str, width: int = 64) -> PieceGraph:
     hidden = TensorMeta(dtype="float32", shape=("s0", width), stride=(width, 1), device="cpu")
     return PieceGraph(
         symbols=(SymbolRange(name="s0", min=2, max=None),),
@@ -271,3 +365,7 @@ def _write(path: str, data: bytes, *, mode: int = 0o644) -> None:
 
 
 _IDENTITIES = tuple(_graph("torch.sin", 64 + number).identity() for number in range(max(_UNIQUE)))
+
+
+#: The pieces of `lay_entry`, the middle one splitting.
+_TOY = [_graph(target) for target in ("torch.sin", "torch.ops.ns.attn", "torch.cos")]

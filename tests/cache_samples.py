@@ -121,13 +121,6 @@ def leftovers(root: Path) -> list[str]:
 # What other processes run.
 
 
-def publish_forever(root: Path, texts: tuple[str, ...], started: Path) -> None:
-    while True:
-        for text in texts:
-            publish(root, text)
-            started.touch()
-
-
 def publish_times(root: Path, texts: tuple[str, ...], times: int) -> None:
     for _ in range(times):
         for text in texts:

@@ -9,7 +9,8 @@ import subprocess
 import time
 
 import pytest
-from bundle_maker import Forge, lay_entry, make_keys, tree
+from bundle_maker import Forge, make_keys
+from cache_maker import lay_entry, tree
 from cli_harness import COMMAND, environment, run
 
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from bundle_maker import lay_entry as lay_whole
+from cache_maker import lay_entry as lay_whole
 from cache_samples import resealed
 from cli_harness import COMMAND, environment, lay_entry, run
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bundle_maker import lay_entry
+from cache_maker import lay_entry
 
 from cgtool.errors import CacheCorruptError, CacheError, CacheMissError
 from cgtool.store import leases

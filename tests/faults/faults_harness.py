@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from bundle_maker import LOOKUP, lay_entry, tree
+from cache_maker import LOOKUP, lay_entry, tree
 from cache_samples import view
 from prune_samples import DAY, lay
 

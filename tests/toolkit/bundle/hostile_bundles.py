@@ -9,7 +9,8 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 
-from bundle_maker import File, Forge, archive, index_of, opened, package, packed
+from bundle_maker import File, Forge, archive, index_of, opened, packed
+from cache_maker import package
 from cache_samples import sealed
 
 from cgtool.plan.grammar import sha256_hex

@@ -12,21 +12,18 @@ import time
 from pathlib import Path
 
 import pytest
-from bundle_maker import ADAPTORS, Forge, archive, lay_entry, make_keys, opened, tree
+from bundle_maker import Forge, archive, make_keys, opened
+from cache_maker import ADAPTORS, lay_entry, tree
 
 from cgtool.errors import CacheCorruptError, CacheError, RefusedError, UsageError
-from cgtool.plan.grammar import sha256_hex
 from cgtool.plan.shapes import shape_text
-from cgtool.store.bundle_index import Index, Member
 from cgtool.store.entry import read_entry
-from cgtool.store.files import seal
 from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.leases import claimed
 from cgtool.store.records import parse_manifest
-from cgtool.toolkit.bundle.choose import Choice, Content, Contents, gather
-from cgtool.toolkit.bundle.export import ExportOptions, export, packing_threads, write_archive
+from cgtool.toolkit.bundle.choose import Choice, gather
+from cgtool.toolkit.bundle.export import ExportOptions, export, write_archive
 from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
-from cgtool.toolkit.bundle.reading import header_bytes
 
 
 def exported(root, **choice) -> bytes:
@@ -52,12 +49,6 @@ def test_a_bundle_is_the_standard_librarys_archive_of_the_entry(tmp_path):
     index = read_in(bundle, "bundle.json")
     assert archive([*forge.heads(index), *forge.members()]) == opened(bundle)
     assert [member["path"] for member in json.loads(index)["members"]] == sorted(forge.files)
-
-
-@pytest.mark.parametrize(("name", "size"), [("x" * 101, 0), ("a", 2**33)])
-def test_what_a_header_cannot_say_is_an_error(name, size):
-    with pytest.raises(CacheError, match="cannot be put into a bundle"):
-        header_bytes(name, size, 0o644)
 
 
 @pytest.mark.skipif(shutil.which("tar") is None or shutil.which("zstd") is None, reason="no tar or zstd here")
@@ -107,11 +98,6 @@ def test_several_models_need_a_choice(tmp_path):
     assert {name.split("/")[1] for name in names_in(exported(tmp_path, everything=True))[1:]} == {one, other}
     assert {name.split("/")[1] for name in names_in(exported(tmp_path, hashes=(other[:6],)))[1:]} == {other}
     assert {name.split("/")[1] for name in names_in(exported(tmp_path, filters=("model~oth",)))[1:]} == {other}
-
-
-def test_several_entries_of_one_model_need_none(tmp_path):
-    hashes = {lay_entry(tmp_path, seed=seed) for seed in range(2)}
-    assert {name.split("/")[1] for name in names_in(exported(tmp_path))[1:]} == hashes
 
 
 @pytest.mark.parametrize("hashes", [("ffff",), ("",), ("../x",), ("zz",)])
@@ -189,18 +175,6 @@ def test_a_flipped_bit_is_not_shipped(tmp_path, kind):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["CACHEDIR.TAG", "out.tar.zst", "torch_compile_cache"]
 
 
-@pytest.mark.parametrize("change", ["shorter", "longer", "missing"])
-def test_an_artifact_of_another_size_is_not_shipped(tmp_path, change):
-    hash_ = lay_entry(tmp_path)
-    path = next((tmp_path / "torch_compile_cache" / hash_ / "artifacts").iterdir())
-    data = path.read_bytes()
-    path.unlink()
-    if change != "missing":
-        path.write_bytes(data[:-1] if change == "shorter" else data + b"x" * 2**21)
-    with pytest.raises(CacheCorruptError, match=path.name):
-        exported(tmp_path)
-
-
 def test_an_entry_that_is_published_anew_while_it_is_read_is_read_again(tmp_path, monkeypatch):
     lay_entry(tmp_path, shapes=("n=8",))
 
@@ -236,28 +210,6 @@ def test_an_artifact_that_changes_after_the_index_was_made_leaves_a_stream_that_
         import_bundle(ImportOptions(source=io.BytesIO(out.getvalue()), cache_dir=tmp_path / "there", trust=True))
     assert refusal.value.reason in {"truncated", "not_a_bundle"}  # by how much zstd had given out
     assert not (tmp_path / "there").exists()
-
-
-@pytest.mark.parametrize(
-    ("level", "data", "threads"),
-    [
-        pytest.param(3, bytes(2**20), False, id="zeros"),
-        pytest.param(19, b"".join(b"%d " % number**2 for number in range(2**12)), True, id="numbers"),
-    ],
-)
-def test_threads_pack_only_where_packing_takes_longer_than_hashing(tmp_path, level, data, threads):
-    path = tmp_path / "artifact"
-    path.write_bytes(data)
-    digest = sha256_hex(data)
-    members = [Member(path=f"{number:03}/{digest}.pt2", sha256=digest, size_bytes=len(data)) for number in range(128)]
-    index = Index(members=tuple(members))
-    contents = Contents(
-        contents=tuple(Content(member=member, file=path) for member in members),
-        manifests=(),
-        index=index,
-        index_bytes=seal(index),
-    )
-    assert bool(packing_threads(contents, level)) == threads
 
 
 def test_a_file_is_replaced_whole(tmp_path):

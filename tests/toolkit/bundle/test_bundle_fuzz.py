@@ -20,7 +20,8 @@ import pytest
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3])]
 
-from bundle_maker import File, Forge, index_of, lay_entry, opened, packed, tree
+from bundle_maker import File, Forge, index_of, opened, packed
+from cache_maker import lay_entry, tree
 from cache_samples import sealed
 from json_changes import mutated_json
 

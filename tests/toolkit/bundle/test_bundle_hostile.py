@@ -11,7 +11,8 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from bundle_maker import Forge, index_of, lay_entry, tree
+from bundle_maker import Forge, index_of
+from cache_maker import lay_entry, tree
 from cache_samples import sealed
 from hostile_bundles import CONSISTENT, CORPUS, EVIL, replacing
 

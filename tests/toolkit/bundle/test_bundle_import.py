@@ -8,7 +8,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from bundle_maker import LOOKUP, Forge, index_of, lay_entry, make_keys, tree
+from bundle_maker import Forge, index_of, make_keys
+from cache_maker import LOOKUP, lay_entry, tree
 from cache_samples import resealed
 
 from cgtool.errors import CacheError, RefusedError, UsageError

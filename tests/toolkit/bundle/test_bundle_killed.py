@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from bundle_maker import lay_entry, make_keys, tree
+from bundle_maker import make_keys
+from cache_maker import lay_entry, tree
 from cache_samples import no_flock, view
 from syscalls import Call, each_kill, killed_at
 
@@ -161,7 +162,7 @@ needs_mount = pytest.mark.skipif(not can_mount(), reason="no mounts may be made 
 ON_A_BAD_DISK = """
 import pathlib, subprocess, sys
 sys.path[:0] = {path!r}
-from bundle_maker import lay_entry, tree
+from cache_maker import lay_entry, tree
 from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
 from cgtool.toolkit.bundle.export import ExportOptions, export
 from cgtool.errors import CacheError

@@ -1,8 +1,11 @@
+"""Leases keep prune away from what live processes use, and locks save double work."""
+
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
+import logging
 import multiprocessing
 import os
 import signal
@@ -13,10 +16,11 @@ import time
 from pathlib import Path
 
 import pytest
-from cache_samples import publish
+from cache_samples import hold_lock, no_flock, publish
 
 from cgtool.errors import CacheError
 from cgtool.store import leases
+from cgtool.store import lock as lock_module
 from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.leases import (
     LeaseTable,
@@ -28,6 +32,7 @@ from cgtool.store.leases import (
     remove_if_idle,
     require_locks,
 )
+from cgtool.store.lock import FileLock
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -80,10 +85,6 @@ def kill(process):
     process.join()
 
 
-def test_an_entry_that_nobody_loaded_is_not_in_use(cache_root, layout):
-    assert not in_use(layout, publish(cache_root))
-
-
 def test_an_entry_is_in_use_from_its_load_to_the_death_of_the_process(cache_root, layout, tmp_path):
     name = publish(cache_root)
     other = publish(cache_root, level=2)
@@ -92,24 +93,6 @@ def test_an_entry_is_in_use_from_its_load_to_the_death_of_the_process(cache_root
     assert not in_use(layout, other)
     kill(process)
     assert not in_use(layout, name)
-
-
-def test_a_second_load_in_one_process_shares_the_first_ones_lease(cache_root, layout):
-    name = publish(cache_root)
-    assert hold(layout, name) is hold(layout, name)
-
-
-def test_to_hold_an_entry_costs_less_than_fifty_microseconds(cache_root, layout):
-    names = [RankName(hash=f"{index:064x}", rank=0, prefix="backbone") for index in range(200)]
-    hold(layout, publish(cache_root))
-    took = []
-    for _ in range(2):  # a first load makes the file, too
-        leases._held.clear()
-        for name in names:
-            start = time.perf_counter()
-            hold(layout, name)
-            took.append(time.perf_counter() - start)
-    assert sorted(took)[200] < 50e-6
 
 
 def test_an_entry_is_claimed_only_when_nobody_uses_it(cache_root, layout):
@@ -131,12 +114,6 @@ def test_a_writer_of_a_rank_that_is_not_there_yet_keeps_the_entry_from_being_cla
     del lease
     with claimed(layout, name.hash) as mine:
         assert mine
-
-
-def test_two_writers_share_an_entry(cache_root, layout):
-    name = publish(cache_root)
-    assert hold_writing(layout, name.hash) is not None
-    assert hold_writing(layout, name.hash) is not None
 
 
 def test_a_claim_for_leftovers_asks_writers_alone(cache_root, layout):
@@ -311,13 +288,108 @@ def test_no_descriptors_left_is_no_error(cache_root, layout):
     assert hold(layout, name) is not None
 
 
-def test_the_table_tells_all_of_a_caches_leases_apart(cache_root, layout):
-    name = publish(cache_root)
-    other = publish(cache_root, level=2)
-    kept = hold(layout, name), hold_writing(layout, other.hash)
-    table = LeaseTable(layout)
-    assert table.is_used(name.hash)
-    assert not table.is_written(name.hash)
-    assert table.is_used(other.hash)
-    assert table.is_written(other.hash)
-    assert all(lease.is_current for lease in kept)
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture(autouse=True)
+def _forget_the_warning():
+    lock_module._warn_once.cache_clear()
+    yield
+    lock_module._warn_once.cache_clear()
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the lock."""
+    held = tmp_path / "held"
+    process = SPAWN.Process(target=hold_lock, args=(tmp_path / "lock", held))
+    process.start()
+    while not held.exists():
+        time.sleep(0.005)
+    yield process
+    process.kill()
+    process.join()
+
+
+def test_two_holders_within_one_process_exclude_each_other(tmp_path):
+    order = []
+    first = FileLock(tmp_path / "lock")
+    first.acquire()
+
+    def second():
+        with FileLock(tmp_path / "lock", on_wait=lambda: order.append("waits")):
+            order.append("second")
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    while not order:
+        time.sleep(0.001)
+    order.append("first lets go")
+    first.release()
+    thread.join()
+    assert order == ["waits", "first lets go", "second"]
+
+
+def test_a_killed_holder_lets_go(tmp_path, holder):
+    def kill():
+        os.kill(holder.pid, signal.SIGKILL)
+
+    with FileLock(tmp_path / "lock", on_wait=kill) as lock:
+        assert lock.is_held
+
+
+def test_a_fork_of_the_holder_does_not_keep_the_lock(tmp_path):
+    lock = FileLock(tmp_path / "lock")
+    lock.acquire()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, b"running")
+        time.sleep(30)
+        os._exit(0)
+    os.read(reading, 7)
+    os.close(reading)
+    os.close(writing)
+    try:
+        # What the kernel does when a process dies: its descriptors close, and nothing is unlocked on purpose.
+        lock.drop()
+        waited = []
+        with FileLock(tmp_path / "lock", on_wait=lambda: waited.append(1)):
+            assert waited == []
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_lock_file_that_was_replaced_while_waiting_is_opened_anew(tmp_path):
+    path = tmp_path / "lock"
+    first = FileLock(path)
+    first.acquire()
+
+    def replace():
+        path.unlink()
+        first.release()
+
+    with FileLock(path, on_wait=replace) as second:
+        assert second.is_held
+        assert path.exists(), "a lock on a file that has no name excludes nobody"
+        waited = threading.Event()
+        third = threading.Thread(target=lambda: FileLock(path, on_wait=waited.set).__enter__().release())
+        third.start()
+        assert waited.wait(5)
+    third.join()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_flock_is_one_warning_and_no_error(tmp_path, caplog, number):
+    with no_flock(number), caplog.at_level(logging.WARNING):
+        for name in ("a", "b", "c"):
+            with FileLock(tmp_path / name / "lock") as lock:
+                assert not lock.is_held
+    assert len(caplog.records) == 1
+    assert "locks do not work" in caplog.text
+
+
+def test_another_error_of_flock_is_raised(tmp_path):
+    with no_flock(errno.EIO), pytest.raises(CacheError, match="could not be written"):
+        FileLock(tmp_path / "lock").acquire()

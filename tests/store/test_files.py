@@ -1,6 +1,10 @@
+"""Files reach the disk whole, errors are sentences, and an interrupt loses no descriptor."""
+
 from __future__ import annotations
 
+import dis
 import errno
+import itertools
 import os
 import stat
 import subprocess
@@ -11,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cgtool.errors import CacheCorruptError, CacheError
-from cgtool.store import files
+from cgtool.store import files, leases
 from cgtool.store.files import (
     cache_error,
     check_writable,
@@ -19,6 +23,7 @@ from cgtool.store.files import (
     ensure_root,
     write_atomic,
 )
+from cgtool.store.layout import CacheLayout
 
 
 def test_a_failed_write_leaves_the_old_bytes_and_no_temporary_file(tmp_path, monkeypatch):
@@ -34,13 +39,6 @@ def test_a_failed_write_leaves_the_old_bytes_and_no_temporary_file(tmp_path, mon
     assert [(child.name, child.read_bytes()) for child in tmp_path.iterdir()] == [("record", b"old")]
 
 
-def test_a_write_of_part_of_the_bytes_goes_on(tmp_path, monkeypatch):
-    write = os.write
-    monkeypatch.setattr(files.os, "write", lambda descriptor, data: write(descriptor, data[:3]))
-    write_atomic(tmp_path / "record", b"0123456789")
-    assert (tmp_path / "record").read_bytes() == b"0123456789"
-
-
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
 def test_files_are_never_more_open_than_the_umask_and_never_written_by_others(tmp_path, umask):
     before = os.umask(umask)
@@ -53,31 +51,12 @@ def test_files_are_never_more_open_than_the_umask_and_never_written_by_others(tm
     assert modes == {"record": 0o644 & ~umask, "artifact": 0o444 & ~umask}
 
 
-def test_a_root_carries_the_standard_tag(tmp_path):
-    ensure_root(tmp_path / "a" / "b")
-    text = (tmp_path / "a" / "b" / "CACHEDIR.TAG").read_text()
-    assert text.startswith("Signature: 8a477f597d28d172789f06886806bc55\n")
-
-
-def test_a_probe_leaves_nothing_but_the_root(tmp_path):
-    check_writable(tmp_path / "root")
-    assert sorted(path.name for path in (tmp_path / "root").rglob("*")) == ["CACHEDIR.TAG", "torch_compile_cache"]
-
-
 def test_a_probe_of_a_full_disk_says_so(small_disk):
     ensure_root(small_disk)
     with pytest.raises(OSError, match="No space"):
         (small_disk / "ballast").write_bytes(bytes(1_000_000))
     with pytest.raises(CacheError, match=r"disk is full.*Make room"):
         check_writable(small_disk)
-
-
-def test_a_probe_of_a_read_only_folder_says_so(tmp_path, read_only):
-    folder = tmp_path / "root"
-    folder.mkdir()
-    read_only(folder)
-    with pytest.raises(CacheError, match="read-only file system"):
-        check_writable(folder)
 
 
 @pytest.fixture
@@ -150,3 +129,76 @@ def test_a_pipe_in_a_files_place_is_corrupt_and_holds_nobody_up(tmp_path):
 def test_a_folder_in_a_files_place_is_a_sentence(tmp_path):
     with pytest.raises(CacheError, match="could not be read"):
         files.read_bytes(tmp_path)
+
+
+WATCHED = {module.__file__ for module in (files, leases, sys.modules[__name__])}
+#: After these Python looks for signals.
+LOOKS = {"RESUME", "CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
+
+
+def held():
+    """The numbers of the open files, less that of the list of them."""
+    return {path.name for path in list(Path("/proc/self/fd").iterdir()) if path.exists()}
+
+
+def interrupted_at(step, action):
+    """Run an action with a KeyboardInterrupt where Python looks for signals the step-th time; return whether it was."""
+    left = step
+    last = {}
+
+    def trace(frame, event, _):
+        nonlocal left
+        if frame.f_code.co_filename not in WATCHED or frame.f_code in (trace.__code__, interrupted_at.__code__):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            looked = last.get(frame) in LOOKS
+            last[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            left -= looked
+            if looked and left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+        last.clear()
+    return False
+
+
+def lost(action):
+    """Interrupt an action wherever Python would; return how often that was, and what it left open."""
+    before, open_still = held(), set()
+    for step in itertools.count(1):
+        interrupted = interrupted_at(step, action)
+        open_still |= held() - before
+        if not interrupted:
+            return step - 1, open_still
+    raise AssertionError
+
+
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / "file").write_bytes(b"abc")
+    return tmp_path / "file"
+
+
+def test_whoever_reads_a_file_loses_no_descriptor(path):
+    times, open_still = lost(lambda: files.read_bytes(path))
+    assert times > 8
+    assert open_still == set()
+
+
+def test_whoever_takes_a_lease_loses_no_descriptor(tmp_path):
+    taken = []
+    times, open_still = lost(lambda: taken.append(leases.hold_writing(CacheLayout(root=tmp_path), "ab" * 32)))
+    assert times > 8
+    for lease in taken:
+        open_still.remove(str(lease._files[0]))
+        lease.release()
+    assert open_still == set()

@@ -4,8 +4,7 @@ import multiprocessing
 import os
 
 import pytest
-from cache_samples import UNIT, compile_unit, publish, resealed, without_locks
-from msgspec.structs import replace
+from cache_samples import UNIT, compile_unit, resealed, without_locks
 from syscalls import each_kill
 
 from cgtool.errors import CacheCorruptError, CacheError
@@ -35,12 +34,6 @@ def test_what_was_put_is_found_with_everything_known_of_it(units):
     assert units.find(UNIT) == RECORD
     assert units.artifact_path(UNIT, RECORD).read_bytes() == DATA
     assert (RECORD.compile_secs, RECORD.kernels, RECORD.guards) == (1.235, 3, ("s0 <= 512",))
-
-
-def test_a_record_that_does_not_fit_the_bytes_is_refused(units, cache_root):
-    with pytest.raises(CacheError, match="does not describe"):
-        units.put(UNIT, b"other", RECORD)
-    assert not cache_root.exists()
 
 
 @pytest.mark.parametrize("key", ["", "ab", "../" + "a" * 61, "AB" * 32, "ab" * 32 + "\n"])
@@ -93,13 +86,6 @@ def test_a_unit_that_others_could_have_written_is_absent_and_told_of_once(units,
     assert units.find(UNIT) is None
     assert caplog.text.count("could have put any code there") == 1
     assert UnitStore(layout, allow_shared=True).find(UNIT) == RECORD
-
-
-def test_the_environment_says_whether_units_of_others_are_taken(units, layout, monkeypatch):
-    units.put(UNIT, DATA, RECORD)
-    layout.units_dir.chmod(0o777)
-    monkeypatch.setenv("CGTOOL_ALLOW_SHARED_CACHE", "1")
-    assert UnitStore(layout).find(UNIT) == RECORD
 
 
 def test_a_unit_of_a_newer_schema_is_absent(units, layout):
@@ -184,21 +170,3 @@ def test_a_put_killed_at_any_call_leaves_no_unit_or_a_whole_one(cache_root, unit
     assert [record for record in found if record not in (None, RECORD)] == []
     assert {record is None for record in found} == {True, False}
     assert len(found) > 10
-
-
-def test_a_replaced_unit_with_other_bytes_is_the_new_one(units):
-    units.put(UNIT, DATA, RECORD)
-    other = replace(Artifact.of(b"other", kind="eager", compile_secs=0, kernels=0))
-    units.put(UNIT, b"other", other)
-    assert units.find(UNIT) == other
-    assert units.artifact_path(UNIT, other).read_bytes() == b"other"
-
-
-def test_units_of_different_keys_do_not_wait_for_each_other(units):
-    with units.lock(UNIT), units.lock("ba" * 32, on_wait=lambda: pytest.fail("waited")):
-        pass
-
-
-def test_publishing_needs_no_unit(cache_root, layout):
-    publish(cache_root)
-    assert not layout.units_dir.exists()

@@ -1,6 +1,10 @@
+"""Cheap facts lead to every entry of theirs, and hits are counted beside it."""
+
 from __future__ import annotations
 
+import multiprocessing
 import shutil
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from cache_samples import FACTS, manifest_of, publish, put_row, writer
@@ -8,7 +12,7 @@ from msgspec.structs import replace
 
 from cgtool.errors import CacheError
 from cgtool.store.layout import CacheLayout
-from cgtool.store.lookup import LookupStore
+from cgtool.store.lookup import LookupStore, StateStore
 
 OTHER = "ef" * 32
 
@@ -27,13 +31,6 @@ def test_facts_lead_to_every_entry_that_was_published_under_them(cache_root, lay
 def test_an_empty_cache_has_no_candidates_and_is_not_made(cache_root, layout):
     assert tuple(LookupStore(layout).candidates(FACTS)) == ()
     assert not cache_root.exists()
-
-
-def test_a_lookup_that_was_removed_is_made_again(cache_root, layout):
-    name = publish(cache_root)
-    shutil.rmtree(layout.lookup_dir)
-    assert tuple(LookupStore(layout).candidates(FACTS)) == (name.hash,)
-    assert (layout.lookup_dir / FACTS / name.hash).exists()
 
 
 def test_an_entry_that_was_copied_in_is_found(cache_root, layout, tmp_path):
@@ -78,11 +75,6 @@ def test_a_read_only_cache_without_a_lookup_is_searched_all_the_same(cache_root,
     assert not layout.lookup_dir.exists()
 
 
-def test_a_digest_outside_of_the_grammar_is_refused(layout):
-    with pytest.raises(CacheError, match="cannot be a hash"):
-        LookupStore(layout).add("../x", "ab" * 32)
-
-
 def test_a_lookup_that_cannot_be_listed_is_no_miss(cache_root, layout):
     publish(cache_root)
     folder = layout.lookup_dir / FACTS
@@ -90,3 +82,55 @@ def test_a_lookup_that_cannot_be_listed_is_no_miss(cache_root, layout):
     folder.symlink_to(folder)
     with pytest.raises(CacheError, match=FACTS):
         list(LookupStore(layout).candidates(FACTS))
+
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def hit_often(root, name, times):
+    for _ in range(times):
+        StateStore(CacheLayout(root=root)).record_hit(name)
+
+
+def test_hits_are_counted_and_the_last_one_is_stamped(cache_root):
+    name = publish(cache_root)
+    hit_often(cache_root, name, 3)
+    usage = StateStore(CacheLayout(root=cache_root)).usage(name)
+    assert usage.hits == 3
+    stamped = datetime.fromisoformat(usage.last_used)
+    assert abs(datetime.now(UTC) - stamped) < timedelta(seconds=10)
+
+
+def test_hits_of_processes_that_load_together_are_all_counted(cache_root):
+    name = publish(cache_root)
+    processes = [SPAWN.Process(target=hit_often, args=(cache_root, name, 50)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert StateStore(CacheLayout(root=cache_root)).usage(name).hits == 150
+
+
+def test_a_hit_is_no_part_of_the_entry(cache_root):
+    name = publish(cache_root)
+    entry = CacheLayout(root=cache_root).entry_dir(name.hash)
+    before = sorted((path, path.stat().st_mtime_ns) for path in entry.rglob("*"))
+    hit_often(cache_root, name, 1)
+    assert sorted((path, path.stat().st_mtime_ns) for path in entry.rglob("*")) == before
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["again", "first hit"])
+def test_a_read_only_cache_is_not_stamped_and_not_an_error(cache_root, read_only, first):
+    name = publish(cache_root)
+    if not first:
+        hit_often(cache_root, name, 1)
+    read_only(cache_root)
+    hit_often(cache_root, name, 1)
+    assert StateStore(CacheLayout(root=cache_root)).usage(name).hits == (0 if first else 1)
+
+
+def test_a_full_disk_is_not_an_error(small_disk):
+    name = publish(small_disk)
+    with pytest.raises(OSError, match="No space"):
+        (small_disk / "ballast").write_bytes(bytes(1_000_000))
+    hit_often(small_disk, name, 2)

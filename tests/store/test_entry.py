@@ -1,10 +1,11 @@
+"""Entries and their artifacts: as before or as after, whatever is killed, torn, full or read at once."""
+
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from cache_samples import (
     manifest_of,
     no_flock,
     publish,
-    publish_forever,
     publish_times,
     put_row,
     read_whole,
@@ -29,13 +29,13 @@ from msgspec.structs import replace
 from syscalls import each_kill
 
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
+from cgtool.plan.grammar import sha256_hex
 from cgtool.plan.shapes import shape_text
 from cgtool.store import entry as entry_module
-from cgtool.store.entry import read_entry
+from cgtool.store.entry import ObjectStore, read_entry
 from cgtool.store.key import read_key
 from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.lookup import LookupStore
-from cgtool.store.records import read_manifest
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -59,10 +59,6 @@ def test_a_rank_folder_holds_exactly_the_four_files_that_people_know(cache_root)
     assert (folder / "plan.json").read_bytes() == files_of("two")["plan.json"]
 
 
-def test_an_entry_that_is_not_there_is_none(cache_root):
-    assert read_entry(CacheLayout(root=cache_root), RankName(hash="ab" * 32, rank=0, prefix="backbone")) is None
-
-
 def test_no_file_holds_the_path_of_the_cache(cache_root):
     publish(cache_root)
     holders = [
@@ -77,14 +73,6 @@ def test_a_copied_entry_folder_works_under_another_root(cache_root, tmp_path):
     shutil.copytree(CacheLayout(root=cache_root).entry_dir(name.hash), CacheLayout(root=other).entry_dir(name.hash))
     shutil.rmtree(cache_root)
     assert read_whole(other, name) == "one"
-
-
-def test_adding_a_row_keeps_the_plan_and_the_older_rows(cache_root):
-    name = publish(cache_root)
-    add_sizes(cache_root, (8,))
-    entry = read_entry(CacheLayout(root=cache_root), name)
-    assert [shape_text(row.shape) for row in entry.manifest.rows] == ["general", "num_tokens=8"]
-    assert entry.files["plan.json"] == files_of("one")["plan.json"]
 
 
 def test_adding_to_an_entry_that_is_not_there_is_refused(cache_root):
@@ -120,13 +108,6 @@ def test_a_row_without_its_artifact_is_never_published(cache_root):
     assert not list(cache_root.rglob("manifest.json"))
 
 
-def test_a_manifest_of_another_entry_is_refused(cache_root):
-    to = writer(cache_root)
-    other = replace(manifest_of(to, ()), hash="ab" * 32)
-    with pytest.raises(CacheError, match="another entry"):
-        to.publish(other, files_of("one"))
-
-
 @pytest.mark.parametrize("name", ["plan.json", "computation_graph.py", "transformed_code.py"])
 @pytest.mark.parametrize("harm", ["flip", "truncate", "empty", "remove"])
 def test_a_damaged_file_is_named_and_never_returned(cache_root, name, harm):
@@ -144,18 +125,6 @@ def test_a_damaged_file_is_named_and_never_returned(cache_root, name, harm):
     assert str(path) in str(raised.value)
     publish(cache_root)
     assert read_whole(cache_root, entry) == "one"
-
-
-def test_a_damaged_artifact_is_named_and_replaced_by_the_next_put(cache_root):
-    name = publish(cache_root)
-    entry = read_entry(CacheLayout(root=cache_root), name)
-    path = entry.objects.path(entry.manifest.rows[0].artifact.digest, "eager")
-    path.chmod(0o600)
-    path.write_bytes(b"0ne")
-    with pytest.raises(CacheCorruptError, match=path.name):
-        entry.artifact(entry.manifest.rows[0].artifact)
-    publish(cache_root)
-    assert entry.artifact(entry.manifest.rows[0].artifact) != b"0ne"
 
 
 def test_a_torn_manifest_is_corrupt_to_readers_and_replaced_by_writers(cache_root):
@@ -178,16 +147,6 @@ def test_a_manifest_of_a_newer_schema_is_neither_read_nor_replaced(cache_root):
     with pytest.raises(CacheSchemaError):
         publish(cache_root)
     assert path.read_bytes() == newer
-
-
-def test_a_manifest_of_an_older_schema_is_replaced(cache_root):
-    name = publish(cache_root)
-    path = CacheLayout(root=cache_root).manifest_file(name)
-    path.write_bytes(resealed(path.read_bytes(), {"record": "manifest-1"}))
-    with pytest.raises(CacheSchemaError, match="Warm the model again"):
-        read_whole(cache_root, name)
-    publish(cache_root)
-    assert read_whole(cache_root, name) == "one"
 
 
 def test_a_manifest_copied_to_another_rank_is_corrupt(cache_root):
@@ -301,41 +260,6 @@ def test_facts_that_changed_lead_to_the_entry_wherever_its_writer_was_killed(cac
     assert {(False, False), (True, True)} <= set(found)
 
 
-def test_without_locks_a_writer_that_is_overtaken_while_it_cleans_up_takes_nothing_away(cache_root, monkeypatch):
-    name = publish(cache_root)
-    reads = []
-
-    def overtaken(layout, which):
-        manifest = read_manifest(layout, which)
-        reads.append(manifest.model)
-        if len(reads) == 2:  # the second is that of the clean-up: the other writer comes and goes now
-            publish(cache_root, "three")
-        return manifest
-
-    with no_flock():
-        monkeypatch.setattr(entry_module, "read_manifest", overtaken)
-        publish(cache_root, "two")
-        monkeypatch.undo()
-    assert reads[:2] == ["one", "two"]
-    assert read_whole(cache_root, name) == "three"
-
-
-def test_killed_at_random_instants_the_entry_is_always_whole(cache_root, tmp_path):
-    name = publish(cache_root)
-    for attempt in range(8):
-        started = tmp_path / f"started-{attempt}"
-        process = SPAWN.Process(target=publish_forever, args=(cache_root, ("two", "three"), started))
-        process.start()
-        while not started.exists():
-            time.sleep(0.001)
-        time.sleep(0.0037 * attempt)
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        assert read_whole(cache_root, name) in {"one", "two", "three"}
-    publish(cache_root)
-    assert read_whole(cache_root, name) == "one"
-
-
 def test_a_full_disk_is_a_sentence_and_leaves_the_old_entry(small_disk):
     name = publish(small_disk)
     to = writer(small_disk)
@@ -386,3 +310,75 @@ def test_what_a_killed_writer_left_is_removed_once_it_is_old(cache_root):
     os.utime(old, (1, 1))
     publish(cache_root, "two")
     assert leftovers(cache_root) == [fresh.name]
+
+
+@pytest.fixture
+def objects(tmp_path):
+    return ObjectStore(tmp_path / "entry")
+
+
+def test_equal_artifacts_are_one_file_that_is_written_once(objects):
+    path = objects.path(objects.put(b"code", "pt2"), "pt2")
+    inode = path.stat().st_ino
+    objects.put(b"code", "pt2")
+    assert path.stat().st_ino == inode
+    assert len(list(objects.folder.iterdir())) == 1
+
+
+@pytest.mark.parametrize("harm", [b"", b"cod", b"c0de", b"code "])
+def test_a_damaged_artifact_is_never_returned_and_replaced_by_put(objects, harm):
+    digest = objects.put(b"code", "pt2")
+    path = objects.path(digest, "pt2")
+    path.chmod(0o600)
+    path.write_bytes(harm)
+    with pytest.raises(CacheCorruptError, match=path.name):
+        objects.get(digest, "pt2")
+    objects.put(b"code", "pt2")
+    assert objects.get(digest, "pt2") == b"code"
+
+
+@pytest.mark.parametrize(
+    ("digest", "kind"), [("../x", "pt2"), ("ab" * 32, "../x"), ("ab" * 32, ""), ("ab" * 32, "a" * 41)]
+)
+def test_names_outside_of_the_grammar_never_become_paths(objects, digest, kind):
+    with pytest.raises(CacheError, match="cannot be"):
+        objects.path(digest, kind)
+
+
+def test_a_link_shares_the_file(objects, tmp_path):
+    source = tmp_path / "unit"
+    source.write_bytes(b"code")
+    objects.link_from(source, sha256_hex(b"code"), "pt2")
+    objects.link_from(source, sha256_hex(b"code"), "pt2")
+    assert objects.path(sha256_hex(b"code"), "pt2").samefile(source)
+    assert len(list(objects.folder.iterdir())) == 1
+
+
+def test_where_links_do_not_work_the_bytes_are_copied(objects, tmp_path, monkeypatch):
+    source = tmp_path / "unit"
+    source.write_bytes(b"code")
+
+    def refuse(*_):
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(entry_module.os, "link", refuse)
+    objects.link_from(source, sha256_hex(b"code"), "pt2")
+    assert objects.get(sha256_hex(b"code"), "pt2") == b"code"
+    assert not objects.path(sha256_hex(b"code"), "pt2").samefile(source)
+
+
+def test_a_source_with_other_bytes_is_not_taken(objects, tmp_path):
+    source = tmp_path / "unit"
+    source.write_bytes(b"harm")
+    with pytest.raises(CacheCorruptError, match="unit is corrupt"):
+        objects.link_from(source, sha256_hex(b"code"), "pt2")
+    assert not objects.folder.exists()
+
+
+def test_an_artifact_that_cannot_be_looked_at_is_not_called_absent(objects):
+    path = objects.path(objects.put(b"code", "pt2"), "pt2")
+    path.unlink()
+    assert objects.size(sha256_hex(b"code"), "pt2") is None
+    path.symlink_to(path)
+    with pytest.raises(CacheError, match=path.name):
+        objects.size(sha256_hex(b"code"), "pt2")

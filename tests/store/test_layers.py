@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from bundle_maker import lay_entry, tree
+from cache_maker import lay_entry, tree
 from cache_samples import publish, put_row, read_whole, text_of, writer
 from prune_samples import is_whole, lay, units_in
 
