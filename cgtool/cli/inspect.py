@@ -1,4 +1,4 @@
-"""`cgtool inspect`, and its commands `cache` and `graph`: parse, look, print.
+"""`cgtool inspect` and its commands: parse, look, print.
 
 Must not import torch; the commands themselves load as they run.
 """
@@ -6,27 +6,33 @@ Must not import torch; the commands themselves load as they run.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import click
 
 from cgtool.cli import failures
 from cgtool.cli.lazy import LazyGroup
-from cgtool.cli.options import cache_dir_option, cache_folder, talk_options
+from cgtool.cli.options import cache_dir_option, cache_folder, read_shapes, talk_options
 from cgtool.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cgtool.cli.output import Output
+
+
+class _HasJson(Protocol):
+    def to_json(self) -> dict[str, Any]: ...
+
+
+_Report = TypeVar("_Report", bound=_HasJson)
 
 COMMANDS = {
     "cache": ("cgtool.cli.inspect:inspect_cache", "List the cache's entries and what they hold."),
-    "entry": ("cgtool.cli.inspect_one:inspect_entry", "Show what one entry is compiled for, and where holes are."),
-    "artifact": (
-        "cgtool.cli.inspect_one:inspect_artifact",
-        "Show what one artifact holds, and which pieces it serves.",
-    ),
+    "entry": ("cgtool.cli.inspect:inspect_entry", "Show what one entry is compiled for, and where holes are."),
+    "artifact": ("cgtool.cli.inspect:inspect_artifact", "Show what one artifact holds, and which pieces it serves."),
     "graph": ("cgtool.cli.inspect:inspect_graph", "Show the pieces of one entry as a table or a picture."),
-    "key": ("cgtool.cli.inspect_one:inspect_key", "Show every factor of an entry's key."),
+    "key": ("cgtool.cli.inspect:inspect_key", "Show every factor of an entry's key."),
 }
 
 EXAMPLES = """\b
@@ -50,6 +56,30 @@ Examples:
   cgtool inspect graph
   cgtool inspect graph 3f9a --variant 1
   cgtool inspect graph 3f9a --svg pieces.svg
+"""
+
+
+ENTRY_EXAMPLES = """\b
+Examples:
+  cgtool inspect entry
+  cgtool inspect entry 3f9a
+  cgtool inspect entry 3f9a --json | jq '.holes'
+  cgtool inspect entry 1572 --cache-dir ~/.cache/vllm
+"""
+
+ARTIFACT_EXAMPLES = """\b
+Examples:
+  cgtool inspect artifact 78e124d6
+  cgtool inspect artifact 3f9a/2 --shape 8
+  cgtool inspect artifact 3f9a/2 --shape general --json | jq '.kernels'
+  cgtool inspect artifact add_one.cubin --cache-dir ~/.triton/cache
+"""
+
+KEY_EXAMPLES = """\b
+Examples:
+  cgtool inspect key
+  cgtool inspect key 3f9a --json | jq '.factors[] | select(.name == "torch")'
+  cgtool inspect key 1572 --cache-dir ~/.cache/vllm
 """
 
 
@@ -103,7 +133,6 @@ def inspect_cache(
     missing, torn or moved is named, and --filter and --sort take hash, prefix, artifacts, size, created, last_used.
     """
     # The table needs rich, which `--help` does without.
-    from cgtool.cli.foreign_tables import show_foreign
     from cgtool.cli.inspect_tables import show_cache
     from cgtool.toolkit.inspect.cache import CacheOptions
     from cgtool.toolkit.inspect.cache import inspect_cache as run
@@ -111,19 +140,87 @@ def inspect_cache(
     if path is not None and cache_dir is not None:
         message = "PATH and --cache-dir name the same thing. Give one of them."
         raise click.UsageError(message)
-    asked = CacheOptions(
-        path=cache_folder(cache_dir if path is None else path),
-        filters=filters,
-        sort=sort,
-        limit=limit,
-    )
-    if show_foreign(output, asked):
-        return failures.DONE
-    report = run(asked)
+    folder = cache_folder(cache_dir if path is None else path)
+    report = run(CacheOptions(path=folder, filters=filters, sort=sort, limit=limit))
     if output.as_json:
         output.json_of_many(report.to_json(), "entries", report.entries_json())
     else:
         show_cache(output, report)
+    return failures.DONE
+
+
+@click.command("entry", epilog=ENTRY_EXAMPLES, short_help="Show what one entry is compiled for, and where holes are.")
+@click.argument("entry", required=False, metavar="[HASH]")
+@cache_dir_option
+@talk_options
+def inspect_entry(*, output: Output, entry: str | None, cache_dir: str | None) -> int:
+    """Show what the entry HASH is compiled for: each piece, for each shape, on each rank.
+
+    HASH is the beginning of a hash that `inspect cache` lists; a cache with one entry needs none. A hole is a shape
+    that one piece lacks and another piece, or another rank, has. Proved is an artifact that was run and compared with
+    its piece before it was stored.
+
+    --cache-dir may name a cache of another system, as PATH of `inspect cache` may: then HASH is the beginning of an
+    entry's name there, and what such a cache does not record is said in a sentence.
+    """
+    # The table needs rich, which `--help` does without.
+    from cgtool.cli.inspect_tables import show_entry
+    from cgtool.toolkit.inspect.entry import inspect_entry as run
+
+    _print(output, run(entry, cache_dir=cache_folder(cache_dir)), show_entry)
+    return failures.DONE
+
+
+@click.command(
+    "artifact", epilog=ARTIFACT_EXAMPLES, short_help="Show what one artifact holds, and which pieces it serves."
+)
+@click.argument("artifact", metavar="DIGEST|HASH/PIECE")
+@click.option(
+    "--shape",
+    metavar="SHAPE",
+    callback=read_shapes,
+    help="Of a piece: for which shape, such as general, 8, 2-16 or batch=4:seq=2-64.",
+)
+@click.option("--variant", type=click.IntRange(min=0), metavar="N", help="Of a piece: which variant.")
+@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Of a piece: which rank.")
+@click.option("--prefix", metavar="NAME", help="Of a piece: which compiled part of the model.")
+@cache_dir_option
+@talk_options
+def inspect_artifact(
+    *,
+    output: Output,
+    artifact: str,
+    shape: str | None,
+    variant: int | None,
+    rank: int | None,
+    prefix: str | None,
+    cache_dir: str | None,
+) -> int:
+    """Show what an artifact holds: kernels, generated code, what it was compiled for and with, and what it serves.
+
+    Name it by the beginning of its digest, or by the beginning of an entry's hash and a piece: 3f9a/2. It is read as
+    data: nothing of it is unpickled or executed. Packages of aot_inductor hold no sources: what the compiler wrote is
+    shown from beside the plan, where it was kept. Registers and shared memory are those of CUDA kernels that lie in
+    the package as files of their own.
+
+    --cache-dir may name a cache of another system. Then name a file by the beginning of its name or of its path below
+    the entry, or by an entry and a piece or a path: 1572/0. Of a kernel of Triton's, what its metadata says is shown;
+    of what holds code that Inductor generated, that code, though it lies in a pickle.
+    """
+    # The tables need rich, which `--help` does without.
+    from cgtool.cli.inspect_tables import show_artifact
+    from cgtool.toolkit.inspect.artifact import ArtifactOptions
+    from cgtool.toolkit.inspect.artifact import inspect_artifact as run
+
+    asked = ArtifactOptions(
+        artifact=artifact,
+        shape=shape,
+        variant=variant,
+        rank=rank,
+        prefix=prefix,
+        cache_dir=cache_folder(cache_dir),
+    )
+    _print(output, run(asked), show_artifact)
     return failures.DONE
 
 
@@ -155,38 +252,44 @@ def inspect_graph(
     shown; no other system holds pieces of a graph.
     """
     # The table needs rich, which `--help` does without.
-    from cgtool.cli.foreign_one_tables import show_foreign_graph
     from cgtool.cli.graph import html_of, show_graph, svg_of
-    from cgtool.toolkit.foreign.inspect_artifact import inspect_foreign_graph
-    from cgtool.toolkit.inspect.graph import GraphOptions
+    from cgtool.cli.inspect_tables import show_foreign_graph
+    from cgtool.toolkit.inspect.graph import ForeignGraphReport, GraphOptions
     from cgtool.toolkit.inspect.graph import inspect_graph as run
 
-    asked = GraphOptions(
-        entry=entry,
-        variant=variant,
-        rank=rank,
-        prefix=prefix,
-        cache_dir=cache_folder(cache_dir),
-    )
-    foreign = inspect_foreign_graph(asked)
-    if foreign is not None:
+    folder = cache_folder(cache_dir)
+    report = run(GraphOptions(entry=entry, variant=variant, rank=rank, prefix=prefix, cache_dir=folder))
+    if isinstance(report, ForeignGraphReport):
         if svg is not None or html is not None:
             message = "Entries of other systems hold no pieces to draw. Leave --svg and --html out to read the graph."
             raise click.UsageError(message)
-        if output.as_json:
-            output.json(foreign.to_json())
-        else:
-            show_foreign_graph(output, foreign)
+        _print(output, report, show_foreign_graph)
         return failures.DONE
-    report = run(asked)
     for file, draw in ((svg, svg_of), (html, html_of)):
         if file is not None:
             write_picture(Path(file), draw(report))
             output.note(f"Wrote {file}")
-    if output.as_json:
-        output.json(report.to_json())
-    else:
-        show_graph(output, report)
+    _print(output, report, show_graph)
+    return failures.DONE
+
+
+@click.command("key", epilog=KEY_EXAMPLES, short_help="Show every factor of an entry's key.")
+@click.argument("entry", required=False, metavar="[HASH]")
+@cache_dir_option
+@talk_options
+def inspect_key(*, output: Output, entry: str | None, cache_dir: str | None) -> int:
+    """Show every factor of the key of the entry HASH, with its value, those that tell most about a miss first.
+
+    HASH is the beginning of a hash that `inspect cache` lists; a cache with one entry needs none.
+
+    --cache-dir may name a cache of another system: what that wrote of the key is shown (cache_key_factors.json of vLLM,
+    the options of a Triton kernel), and what it did not write is said in a sentence.
+    """
+    # The lines need rich, which `--help` does without.
+    from cgtool.cli.inspect_tables import show_key
+    from cgtool.toolkit.inspect.entry import inspect_key as run
+
+    _print(output, run(entry, cache_dir=cache_folder(cache_dir)), show_key)
     return failures.DONE
 
 
@@ -200,3 +303,10 @@ def write_picture(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{path} could not be written: {error.strerror}. Name another file.", path=path) from error
+
+
+def _print(output: Output, report: _Report, show: Callable[[Output, _Report], None]) -> None:
+    if output.as_json:
+        output.json(report.to_json())
+    else:
+        show(output, report)

@@ -1,86 +1,462 @@
-"""What `inspect` found, as people read it: entries of a cache.
+"""What `inspect` found, as people read it: a cache, an entry, a key, an artifact, of ours and of other systems.
 
-Must not import torch. Strings of a model or of a cache folder go through `plain`, never into markup.
+Must not import torch. Everything that a model, a cache folder or a stranger says goes through `plain` (in `show_rows`,
+`Output.line` and `Output.note`), never into markup. People are shown some of what is long; programs get all.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from cgtool.cli.columns import show_rows
-from cgtool.cli.text import ago_text, count_text, secs_text, size_text
-from cgtool.plan.shapes import shape_text
+from cgtool.cli.text import ago_text, count_text, cut, indices_text, plain, secs_text, size_text
+from cgtool.plan.shapes import shape_order, shape_text
 from cgtool.store.layout import short
+from cgtool.toolkit.inspect.artifact import ArtifactReport
+from cgtool.toolkit.inspect.cache import CacheReport
+from cgtool.toolkit.inspect.entry import EntryReport, leaves, place_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from cgtool.cli.output import Output
     from cgtool.plan.shapes import Shape
-    from cgtool.toolkit.inspect.cache import CacheReport
-    from cgtool.toolkit.listing import EntryListing
+    from cgtool.store.compiled_code import Kernel
+    from cgtool.store.records import Row
+    from cgtool.toolkit.coverage import Place
+    from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignEntry
+    from cgtool.toolkit.inspect.artifact import ForeignArtifactReport
+    from cgtool.toolkit.inspect.cache import ForeignCacheReport
+    from cgtool.toolkit.inspect.entry import ForeignEntryReport, KeyReport
+    from cgtool.toolkit.inspect.graph import ForeignGraphReport
 
-#: How many shapes a cell names.
-_FEW_SHAPES = 4
-#: How many warnings people are shown; programs get all.
-_MOST_WARNINGS = 20
+#: How many shapes a cell names, and how many holes, uses, guards, warnings or problems are listed.
+_FEW_SHAPES, _MOST_LINES = 4, 20
+#: How much of one value is shown, and of one sentence.
+_MOST_CHARACTERS, _MOST_OF_SENTENCE = 200, 600
+_UNKNOWN = "unknown"
 
-#: Heading, and what stands below it; the columns of terminals that are as wide as this, a pipe being wider than any.
-_Column = tuple[str, "Callable[[EntryListing, float], object]"]
-_COLUMNS: tuple[tuple[int, _Column], ...] = (
-    (0, ("hash", lambda entry, _: short(entry.manifest.hash))),
-    (0, ("model", lambda entry, _: entry.manifest.model)),
-    (0, (">rank", lambda entry, _: entry.manifest.rank)),
-    (0, ("prefix", lambda entry, _: entry.manifest.prefix)),
-    (115, ("adaptor", lambda entry, _: entry.manifest.adaptor)),
-    (150, ("shapes", lambda entry, _: shapes_text(entry.shapes))),
-    (0, (">pieces", lambda entry, _: entry.manifest.variants[0].pieces)),
-    (0, (">unique", lambda entry, _: entry.manifest.variants[0].unique_pieces)),
-    (115, (">artifacts", lambda entry, _: len(entry.artifact_files))),
-    (0, (">size", lambda entry, _: size_text(entry.size_bytes))),
-    (115, (">unshared", lambda entry, _: size_text(entry.unshared_bytes))),
-    (150, (">saved", lambda entry, _: secs_text(entry.saved_secs))),
-    (150, ("created", lambda entry, now: ago_text(entry.manifest.created, now))),
-    (0, ("used", lambda entry, now: ago_text(entry.usage.last_used, now))),
-    (115, (">hits", lambda entry, _: entry.usage.hits)),
+_SYSTEMS = {
+    "vllm": "vLLM's cache",
+    "atom": "ATOM's cache",
+    "torch_inductor": "torch's own cache",
+    "triton": "Triton's cache",
+    "mega_cache": "a mega-cache of torch",
+    "compiled_artifact": "a compiled artifact of torch",
+}
+
+_Column = tuple[int, str, "Callable[[Any, float], object]"]
+#: From which width of a terminal on (a pipe is wider than any), heading, and what stands below it.
+_COLUMNS: tuple[_Column, ...] = (
+    (0, "hash", lambda entry, _: short(entry.manifest.hash)),
+    (0, "model", lambda entry, _: entry.manifest.model),
+    (0, ">rank", lambda entry, _: entry.manifest.rank),
+    (0, "prefix", lambda entry, _: entry.manifest.prefix),
+    (115, "adaptor", lambda entry, _: entry.manifest.adaptor),
+    (150, "shapes", lambda entry, _: _shapes_text(entry.shapes)),
+    (0, ">pieces", lambda entry, _: entry.manifest.variants[0].pieces),
+    (0, ">unique", lambda entry, _: entry.manifest.variants[0].unique_pieces),
+    (115, ">artifacts", lambda entry, _: len(entry.artifact_files)),
+    (0, ">size", lambda entry, _: size_text(entry.size_bytes)),
+    (115, ">unshared", lambda entry, _: size_text(entry.unshared_bytes)),
+    (150, ">saved", lambda entry, _: secs_text(entry.saved_secs)),
+    (150, "created", lambda entry, now: ago_text(entry.manifest.created, now)),
+    (0, "used", lambda entry, now: ago_text(entry.usage.last_used, now)),
+    (115, ">hits", lambda entry, _: entry.usage.hits),
+)
+_FOREIGN_COLUMNS: tuple[_Column, ...] = (
+    (0, "entry", lambda entry, _: cut(plain(entry.name), 24)),
+    (0, "kind", lambda entry, _: entry.kind),
+    (0, "ranks", lambda entry, _: " ".join(entry.ranks) or "-"),
+    (90, "holds", lambda entry, _: _held_by(entry)),
+    (115, "shapes", lambda entry, _: _shapes_text(_shapes_of(entry.artifacts)) or "-"),
+    (0, ">artifacts", lambda entry, _: len(entry.artifacts)),
+    (0, ">size", lambda entry, _: size_text(entry.size_bytes)),
+    (115, "created", lambda entry, now: ago_text(entry.created, now)),
+    (150, "read", lambda entry, now: ago_text(entry.last_used, now)),
+    (150, "deletable", lambda entry, _: "yes" if entry.deletable else "no"),
+    (0, ">problems", lambda entry, _: sum(1 for _ in entry.all_problems())),
 )
 
 
-def show_cache(output: Output, report: CacheReport) -> None:
-    """Print a cache's entries."""
-    listing = report.listing
-    for warning in listing.warnings[:_MOST_WARNINGS]:
-        output.note(f"Warning: {warning}", style="yellow")
-    if len(listing.warnings) > _MOST_WARNINGS:
-        output.note(f"Warning: and {len(listing.warnings) - _MOST_WARNINGS} more, which --json shows.", style="yellow")
+def show_cache(output: Output, report: CacheReport | ForeignCacheReport) -> None:
+    """Print the entries of a cache."""
+    if isinstance(report, CacheReport):
+        _show_listing(output, report)
+        return
+    cache = report.cache
+    _show_notes(output, cache.warnings, "Warning")
+    _show_entries(output, _FOREIGN_COLUMNS, report.shown, report.now)
+    if len(report.shown) == 1 and report.shown[0].artifacts:
+        _show_artifacts(output, report.shown[0].artifacts)
+    problems = [f"{entry.name}: {problem}" for entry in report.shown for problem in entry.all_problems()]
+    _show_notes(output, problems, "Problem")
+    count = len(cache.entries)
+    shown = "" if len(report.shown) == report.matching else f"{len(report.shown)} shown of "
+    matching = "" if report.matching == count else f"{report.matching} of "
+    version = "" if cache.version is None else f" ({cache.version})"
+    found = f"; {count_text(report.num_problems, 'problem')}" if report.num_problems else ""
+    output.line(
+        f"{_SYSTEMS[cache.system]}{version}: {shown}{matching}{count_text(count, 'entry', 'entries')} in {cache.root}, "
+        f"{size_text(cache.size_bytes)} on the disk{found}"
+    )
+    output.line(cache.deletion, style="dim")
+
+
+def _show_listing(output: Output, report: CacheReport) -> None:
+    listing, matching = report.listing, report.matching
+    _show_notes(output, listing.warnings, "Warning")
     if not report.num_entries:
         output.line(f"The cache at {listing.root} is empty. Fill it with: cgtool warm MODEL")
         return
-    columns = [column for width, column in _COLUMNS if output.stdout.width >= width]
-    if listing.entries:
-        rows = [[cell(entry, report.now) for _, cell in columns] for entry in listing.entries]
-        show_rows(output, [heading for heading, _ in columns], rows)
-    output.line(_total(report))
-
-
-def _total(report: CacheReport) -> str:
-    listing, matching = report.listing, report.matching
+    _show_entries(output, _COLUMNS, listing.entries, report.now)
     shown = "" if len(listing.entries) == matching else f"{len(listing.entries)} shown of "
-    if matching == report.num_entries:
-        count = count_text(matching, "entry", "entries")
-        line = f"{shown}{count} in {listing.root}, {size_text(listing.size_bytes)} on the disk"
-    else:
-        count = count_text(report.num_entries, "entry", "entries")
-        line = (
-            f"{shown}{matching} of {count} in {listing.root}, {size_text(report.matching_bytes)} of "
-            f"{size_text(listing.size_bytes)} on the disk"
+    some, part = "", ""
+    if matching != report.num_entries:
+        some, part = f"{matching} of ", f"{size_text(report.matching_bytes)} of "
+    saved = f"; hits saved {secs_text(report.saved_secs)} of compiling" if report.saved_secs else ""
+    output.line(
+        f"{shown}{some}{count_text(report.num_entries, 'entry', 'entries')} in {listing.root}, "
+        f"{part}{size_text(listing.size_bytes)} on the disk; without sharing {size_text(report.unshared_bytes)}{saved}"
+    )
+
+
+def _show_entries(
+    output: Output,
+    columns: Iterable[tuple[int, str, Callable[[Any, float], object]]],
+    entries: Sequence[Any],
+    now: float,
+) -> None:
+    fitting = [(heading, cell) for width, heading, cell in columns if output.stdout.width >= width]
+    if entries:
+        rows = ([cell(entry, now) for _, cell in fitting] for entry in entries)
+        show_rows(output, [heading for heading, _ in fitting], rows)
+
+
+def _show_artifacts(output: Output, artifacts: Iterable[ForeignArtifact]) -> None:
+    rows = (
+        [
+            artifact.path.rpartition("/")[2],
+            artifact.what,
+            artifact.rank or "-",
+            "-" if artifact.shape is None else shape_text(artifact.shape),
+            "-" if artifact.piece_index is None else artifact.piece_index,
+            artifact.target or "-",
+            size_text(artifact.size_bytes),
+            "yes" if artifact.holds_pickle else "no",
+        ]
+        for artifact in artifacts
+    )
+    show_rows(output, ["artifact", "what", "rank", "shape", ">piece", "target", ">size", "pickle"], rows)
+
+
+def _held_by(entry: ForeignEntry) -> str:
+    """The prefixes of a model, or the name and the target of a kernel."""
+    targets = {artifact.target for artifact in entry.artifacts if artifact.what == "kernel_binary" and artifact.target}
+    names = [str(entry.kernel["name"])] if "name" in entry.kernel else []
+    return " ".join([*entry.prefixes, *names, *sorted(targets)]) or "-"
+
+
+def _shapes_of(artifacts: Iterable[ForeignArtifact]) -> list[Shape]:
+    shapes = {shape_text(artifact.shape): artifact.shape for artifact in artifacts if artifact.shape is not None}
+    return sorted(shapes.values(), key=shape_order)
+
+
+def _shapes_text(shapes: Sequence[Shape]) -> str:
+    """Shapes for people: "general, 8", "general, 8, 16, 24, … (9)"."""
+    words = [shape_text(shape) for shape in shapes[: _FEW_SHAPES + 1]]
+    return ", ".join(words if len(shapes) <= len(words) else [*words[:-1], f"… ({len(shapes)})"])
+
+
+def _show_notes(output: Output, sentences: Iterable[str], word: str) -> None:
+    """Print some of what is to be noted, beside the output."""
+    given = list(sentences)
+    for sentence in given[:_MOST_LINES]:
+        output.note(f"{word}: {cut(plain(sentence), _MOST_OF_SENTENCE)}", style="yellow")
+    if len(given) > _MOST_LINES:
+        output.note(f"{word}: and {len(given) - _MOST_LINES} more, which --json shows.", style="yellow")
+
+
+def show_entry(output: Output, report: EntryReport | ForeignEntryReport) -> None:
+    """Print what an entry is compiled for, or holds."""
+    if isinstance(report, EntryReport):
+        _show_coverage(output, report)
+        return
+    entry = report.entry
+    output.line(_one_line(entry.name), style="bold", whole=True)
+    parts = [entry.kind, count_text(len(entry.artifacts), "artifact"), size_text(entry.size_bytes)]
+    parts += [f"rank {' '.join(entry.ranks)}"] * bool(entry.ranks)
+    parts += [f"{count_text(len(entry.prefixes), 'part')}: {' '.join(entry.prefixes)}"] * bool(entry.prefixes)
+    output.line(_one_line(", ".join(parts)))
+    pieces: dict[tuple[str, str, int], list[ForeignArtifact]] = {}
+    for one in entry.artifacts:
+        if one.piece_index is not None and one.size_bytes:
+            pieces.setdefault((one.rank, one.prefix, one.piece_index), []).append(one)
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for (rank, prefix, piece), artifacts in sorted(pieces.items()):
+        if shapes := _shapes_of(artifacts):
+            groups.setdefault((rank, prefix, ", ".join(map(shape_text, shapes))), []).append(piece)
+    compiled = [
+        f"{_where(rank, prefix)}{_pieces_text(numbers)} for {words}"
+        for (rank, prefix, words), numbers in groups.items()
+    ]
+    holes = [
+        f"{_where(hole.rank, hole.prefix)}piece {hole.piece_index} for {shape_text(hole.shape)}"
+        for hole in report.holes
+    ]
+    for line in (*_listed("Compiled:", compiled), *_listed("Holes:", holes)):
+        output.line(line)
+    if entry.artifacts:
+        output.line()
+        _show_artifacts(output, entry.artifacts)
+    _show_notes(output, entry.all_problems(), "Problem")
+    output.line(report.not_recorded, style="dim")
+
+
+def _where(rank: str, prefix: str) -> str:
+    where = " ".join([*([f"rank {rank}"] if rank else []), *([prefix] if prefix else [])])
+    return f"{where}, " if where else ""
+
+
+def _pieces_text(pieces: Sequence[int]) -> str:
+    return f"{'piece' if len(pieces) == 1 else 'pieces'} {indices_text(pieces)}"
+
+
+def _show_coverage(output: Output, report: EntryReport) -> None:
+    _show_notes(output, report.warnings, "Warning")
+    first = report.manifests[0]
+    output.line(f"{cut(plain(first.model))} {short(report.hash)}", style="bold")
+    several = len({manifest.rank for manifest in report.manifests}) > 1
+    by_part: dict[tuple[str, int], list[tuple[int, Place]]] = {}
+    for number, place in enumerate(report.coverage.places):
+        by_part.setdefault((place.prefix, place.variant), []).append((number, place))
+    for (prefix, variant), places in by_part.items():
+        manifest = next(one for one in report.manifests if one.prefix == prefix and variant < len(one.variants))
+        counts = manifest.variants[variant]
+        fixed = "".join(f", {cut(plain(name))}={size}" for name, size in counts.fixed.items())
+        output.line()
+        output.line(
+            f"{prefix}, variant {variant} ({cut(plain(counts.name))}{fixed}): {count_text(counts.pieces, 'piece')}, "
+            f"{counts.splitting_pieces} splitting, {counts.unique_pieces} unique, {manifest.adaptor}"
         )
-    line += f"; without sharing {size_text(report.unshared_bytes)}"
-    return line + (f"; hits saved {secs_text(report.saved_secs)} of compiling" if report.saved_secs else "")
+        _coverage_table(output, report, places, manifest.adaptor, several=several)
+    for line in _remarks(report):
+        output.line(line)
 
 
-def shapes_text(shapes: Sequence[Shape]) -> str:
-    """Return shapes for people: "general, 8", "general, 8, 16, 24, … (9)"."""
-    few = len(shapes) <= _FEW_SHAPES + 1
-    words = [shape_text(shape) for shape in (shapes if few else shapes[:_FEW_SHAPES])]
-    return ", ".join(words if few else [*words, f"… ({len(shapes)})"])
+def _coverage_table(
+    output: Output, report: EntryReport, places: Sequence[tuple[int, Place]], adaptor: str, *, several: bool
+) -> None:
+    """Print shapes against pieces; those of one rank whose cells are the same share a column, and so do such ranks."""
+    missing = {(place_name(hole), shape_text(hole.shape)) for hole in report.coverage.holes}
+    texts = {shape_text(shape): shape for shape in report.coverage.shapes}
+    columns: dict[tuple[str, ...], dict[int, list[int]]] = {}
+    for number, place in places:
+        by_shape = {shape_text(row.shape): row for row in report.rows.get(place_name(place), ())}
+        cells = tuple(
+            "HOLE"
+            if (place_name(place), text) in missing
+            else _cell(by_shape.get(text), adaptor, served=(number, text) in report.coverage.covered)
+            for text in texts
+        )
+        columns.setdefault(cells, {}).setdefault(place.rank, []).append(place.piece_index)
+    headings, shown = ["shape"], list(columns)
+    for by_rank in columns.values():
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank, pieces in by_rank.items():
+            groups.setdefault(tuple(sorted(pieces)), []).append(rank)
+        headings.append("; ".join(_heading(pieces, ranks, several=several) for pieces, ranks in groups.items()))
+    rows = [
+        [shape_text(shape), *(cells[at] for cells in shown)]
+        for at, shape in enumerate(texts.values())
+        if any(cells[at] for cells in shown)
+    ]
+    show_rows(output, headings, rows)
+
+
+def _heading(pieces: Sequence[int], ranks: Sequence[int], *, several: bool) -> str:
+    where = f"rank {indices_text(ranks)} " if several else ""
+    return f"{where}{_pieces_text(pieces)}"
+
+
+def _cell(row: Row | None, adaptor: str, *, served: bool) -> str:
+    if row is None:
+        return "as it stands" if served else ""
+    words = "proved" if row.artifact.proved else "not proved"
+    other = "" if row.adaptor == adaptor else f" ({row.adaptor})"
+    return f"{words}{other}" + (f", {count_text(len(row.artifact.guards), 'guard')}" if row.artifact.guards else "")
+
+
+def _remarks(report: EntryReport) -> Iterator[str]:
+    """Yield what stands below the tables: sums, holes, fallbacks, what is not proved."""
+    coverage = report.coverage
+    rows = [row for found in report.rows.values() for row in found]
+    sizes = {row.artifact.digest: row.artifact.size_bytes for row in rows}
+    yield ""
+    yield f"{count_text(len(sizes), 'artifact')} for {count_text(len(rows), 'row')}, {size_text(sum(sizes.values()))}"
+    holes = [
+        f"piece {hole.piece_index} for {shape_text(hole.shape)} (variant {hole.variant}, rank {hole.rank}, "
+        f"{hole.prefix})"
+        for hole in coverage.holes
+    ]
+    holes += [
+        f"{count_text(one.count, 'piece')} of variant {one.variant} without artifacts (rank {one.rank}, {one.prefix})"
+        for one in coverage.unknown
+    ]
+    yield from _listed("Holes, which warming the model again fills:", holes)
+    if not holes and not report.warnings:
+        yield "No holes: every piece has every shape."
+    fallbacks = [
+        f"piece {fallback.piece_index} for {shape_text(fallback.shape)} (variant {fallback.variant}, rank "
+        f"{manifest.rank}, {manifest.prefix}) by {fallback.adaptor}: {fallback.reason}"
+        for manifest in report.manifests
+        for fallback in manifest.fallbacks
+    ]
+    yield from _listed("Served by another adaptor:", fallbacks)
+    gaps: dict[str, int] = {}
+    for row in rows:
+        if row.artifact.proof_gap:
+            gaps[row.artifact.proof_gap] = gaps.get(row.artifact.proof_gap, 0) + 1
+    yield from _listed("Not proved:", [f"{count_text(times, 'row')}: {gap}" for gap, times in gaps.items()])
+
+
+def show_key(output: Output, report: KeyReport) -> None:
+    """Print every factor and the leaves of its value, and what another system did not write."""
+    output.line(_one_line(report.hash), style="bold", whole=True)
+    lines: list[str] = []
+    for factor in report.factors:
+        lines.append(f"{_one_line(factor.name)}  ({short(factor.hash)})")
+        lines += [f"  {_leaf(path, value)}" for path, value in leaves(factor.value)]
+    if lines:
+        output.line("\n".join(lines), whole=True)
+    if report.not_recorded:
+        output.line(report.not_recorded, style="dim")
+
+
+def show_artifact(output: Output, report: ArtifactReport | ForeignArtifactReport) -> None:
+    """Print what an artifact holds."""
+    contents = report.contents
+    if isinstance(report, ArtifactReport):
+        _show_notes(output, report.warnings, "Warning")
+        output.line(f"{report.digest}.{report.kind}", style="bold", whole=True)
+        count = _UNKNOWN if report.num_kernels is None else str(report.num_kernels)
+        proved = any(use.row.artifact.proved for use in report.uses)
+        output.line(f"{size_text(contents.size_bytes)}, {count} kernels, {'proved' if proved else 'not proved'}")
+        _show_facts(output, "Target", report.target)
+        _show_facts(output, "Compiler", report.compiler)
+        if contents.members:
+            output.line()
+            show_rows(output, ("member", ">size"), [(name, size_text(size)) for name, size in contents.members])
+        _show_kernels(output, contents.kernels)
+        for line in _uses(report):
+            output.line(line)
+    else:
+        artifact = report.artifact
+        output.line(_one_line(f"{report.entry.name}/{artifact.path}"), style="bold", whole=True)
+        output.line(_one_line(", ".join(_artifact_words(artifact))))
+        if report.facts:
+            _show_facts(output, "Kernel", report.facts)
+        if contents.compiler:
+            output.line(f"Compiler: {_one_line(contents.compiler)}")
+        held = [*artifact.members, *(f"{name} ({size_text(size)})" for name, size in contents.members)]
+        for line in _listed("Holds:", held):
+            output.line(line)
+        _show_kernels(output, report.kernels)
+        _show_notes(output, [*artifact.problems, *contents.warnings], "Problem")
+    for source in contents.sources:
+        output.line()
+        _show_source(output, source.text, source.language)
+
+
+def _artifact_words(artifact: ForeignArtifact) -> Iterator[str]:
+    yield artifact.what
+    yield size_text(artifact.size_bytes)
+    if artifact.piece_index is not None:
+        yield f"piece {artifact.piece_index}"
+    if artifact.shape is not None:
+        yield f"for {shape_text(artifact.shape)}"
+    if artifact.rank:
+        yield f"rank {artifact.rank}"
+    if artifact.prefix:
+        yield artifact.prefix
+    if artifact.target:
+        yield f"for {artifact.target}"
+    if artifact.holds_pickle:
+        yield "loading it unpickles"
+
+
+def show_foreign_graph(output: Output, report: ForeignGraphReport) -> None:
+    """Print the graph that another system wrote for people."""
+    output.note(f"The whole graph, not cut into pieces, from {report.path}")
+    _show_source(output, report.text, "python")
+
+
+def _show_kernels(output: Output, kernels: Sequence[Kernel]) -> None:
+    if kernels:
+        output.line()
+        rows = [
+            (one.name, _figure(one.registers), _figure(one.shared_bytes), _figure(one.constant_bytes))
+            for one in kernels
+        ]
+        show_rows(output, ("kernel", ">registers", ">shared bytes", ">constant bytes"), rows)
+
+
+def _uses(report: ArtifactReport) -> Iterator[str]:
+    places: dict[tuple[str, ...], list[int]] = {}
+    guards: dict[str, None] = {}
+    for use in report.uses:
+        row, name = use.row, use.name
+        where = f"{short(name.hash)} rank {name.rank} {name.prefix}", f"variant {row.variant}", shape_text(row.shape)
+        places.setdefault(where, []).append(row.piece_index)
+        guards.update(dict.fromkeys(row.artifact.guards))
+    served = [
+        f"{where}, {variant}, {_pieces_text(pieces)} for {shape}" for (where, variant, shape), pieces in places.items()
+    ]
+    yield ""
+    yield from _listed("Serves:", served) if served else ["No manifest names it."]
+    yield from _listed("Relies on:", guards)
+
+
+def _show_facts(output: Output, title: str, facts: Mapping[str, Any]) -> None:
+    """Print the leaves of some facts below a title; "unknown" where there are none."""
+    if not facts:
+        output.line(f"{title}: {_UNKNOWN}")
+        return
+    lines = [f"  {_leaf(path, value)}" for path, value in leaves(dict(facts))]
+    output.line("\n".join([f"{title}:", *lines]), whole=True)
+
+
+def _show_source(output: Output, text: str, language: str) -> None:
+    """Print text that a stranger wrote: highlighted on a terminal, else as it is, without what a terminal obeys."""
+    shown = plain(text, lines=True)
+    if output.stdout.is_terminal:
+        from rich.syntax import Syntax  # pygments, which a pipe does without
+
+        output.show(Syntax(shown, language, theme="ansi_dark", background_color="default", word_wrap=True))
+    else:
+        output.line(shown, whole=True)
+
+
+def _listed(title: str, lines: Iterable[str]) -> Iterator[str]:
+    """Yield a title and some of the lines below it; nothing where there are none."""
+    given = list(lines)
+    if given:
+        yield title
+        yield from (f"  {_one_line(line)}" for line in given[:_MOST_LINES])
+    if len(given) > _MOST_LINES:
+        yield f"  and {len(given) - _MOST_LINES} more, which --json shows"
+
+
+def _leaf(path: str, value: Any) -> str:
+    shown = value if isinstance(value, str) else json.dumps(value)
+    return f"{_one_line(path)}: {_one_line(shown)}" if path else _one_line(shown)
+
+
+def _one_line(text: str) -> str:
+    return cut(plain(text), _MOST_CHARACTERS)
+
+
+def _figure(value: int | None) -> str:
+    return _UNKNOWN if value is None else str(value)

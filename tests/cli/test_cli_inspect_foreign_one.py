@@ -10,9 +10,8 @@ import pytest
 from cli_harness import REPO, run_many
 
 from cgtool.errors import UsageError
-from cgtool.toolkit.foreign.inspect_artifact import inspect_foreign_artifact
-from cgtool.toolkit.foreign.inspect_entry import inspect_foreign_entry, inspect_foreign_key
-from cgtool.toolkit.inspect.artifact import ArtifactOptions
+from cgtool.toolkit.inspect.artifact import ArtifactOptions, inspect_artifact
+from cgtool.toolkit.inspect.entry import inspect_entry, inspect_key
 
 SCALE = "GH3I6RWKZUZXIUPED6PSHIIXCCFXMBSHBB577KUBWIVR7HYUXOYQ"
 BACKBONE = "torch_compile_cache/1572951577/rank_0_0/backbone"
@@ -37,7 +36,7 @@ def inspected(*asked: tuple[object, ...]):
 
 
 def artifact(cache: Path, name: str, **rest):
-    return inspect_foreign_artifact(ArtifactOptions(artifact=name, cache_dir=cache, **rest))
+    return inspect_artifact(ArtifactOptions(artifact=name, cache_dir=cache, **rest))
 
 
 def test_an_entry_of_vllms_says_what_is_compiled_and_what_is_not_recorded(samples):
@@ -70,9 +69,9 @@ def test_an_entry_of_vllms_says_what_is_compiled_and_what_is_not_recorded(sample
 def test_a_shape_that_one_piece_lacks_is_a_hole(tmp_path):
     root = _unpack("vllm", tmp_path)
     (root / BACKBONE / "artifact_compile_range_8_8_subgraph_1").unlink()
-    report = inspect_foreign_entry("1572", cache_dir=root)
-    assert [hole.to_json() for hole in report.holes] == [
-        {"rank": "0_0", "prefix": "backbone", "piece_index": 1, "shape": {"num_tokens": (8, 8)}}
+    report = inspect_entry("1572", cache_dir=root)
+    assert json.loads(json.dumps(report.to_json()["holes"])) == [
+        {"rank": "0_0", "prefix": "backbone", "piece_index": 1, "shape": {"num_tokens": [8, 8]}}
     ]
     (text,) = inspected(("entry", "1572", "--cache-dir", root))
     assert "Holes:\n  rank 0_0 backbone, piece 1 for num_tokens=8\n" in text.out
@@ -81,10 +80,10 @@ def test_a_shape_that_one_piece_lacks_is_a_hole(tmp_path):
 def test_an_entry_that_is_not_one_is_asked_for_again(samples):
     for entry, what in ((None, "Several entries fit"), ("x", "No entry fits")):
         with pytest.raises(UsageError, match=what) as error:
-            inspect_foreign_entry(entry, cache_dir=samples["vllm"])
+            inspect_entry(entry, cache_dir=samples["vllm"])
         assert str(error.value).splitlines()[1:3] == ["  1572951577", "  2e78731c30"]
-    assert inspect_foreign_entry("723f", cache_dir=samples["vllm"]).entry.kind == "aot_model"
-    assert inspect_foreign_entry("gh3i", cache_dir=samples["triton"]).entry.name == SCALE
+    assert inspect_entry("723f", cache_dir=samples["vllm"]).entry.kind == "aot_model"
+    assert inspect_entry("gh3i", cache_dir=samples["triton"]).entry.name == SCALE
 
 
 @pytest.mark.parametrize(
@@ -99,10 +98,10 @@ def test_an_entry_that_is_not_one_is_asked_for_again(samples):
     ],
 )
 def test_every_system_says_what_it_wrote_of_a_key_and_what_it_did_not(samples, sample, entry, factors):
-    report = inspect_foreign_key(entry, cache_dir=samples[sample])
+    report = inspect_key(entry, cache_dir=samples[sample])
     assert len(report.factors) == factors
     assert report.not_recorded.endswith(".")
-    assert inspect_foreign_entry(entry, cache_dir=samples[sample]).not_recorded.endswith(".")
+    assert inspect_entry(entry, cache_dir=samples[sample]).not_recorded.endswith(".")
 
 
 def test_a_kernel_of_tritons_says_how_it_is_launched_and_what_it_takes(samples):

@@ -15,6 +15,7 @@ import pytest
 from cli_harness import COMMAND, Ran, environment, lay_entry, run_many
 from msgspec.structs import replace
 
+from cgtool.cli.text import size_text
 from cgtool.plan.shapes import of_sizes
 from cgtool.store.entry import ObjectStore, read_entry
 from cgtool.store.key import Factor, Key
@@ -72,7 +73,7 @@ def test_an_entry_is_shown_by_shape_and_piece_with_its_holes(tmp_path):
         "shape         pieces 0-4 by 2\n"
         "num_tokens=1  HOLE\n"
         "\n"
-        "3 artifacts for 4 rows, 3.5 KiB\n"
+        f"3 artifacts for 4 rows, {size_text(sum(row.artifact.size_bytes for row in rows))}\n"
         "Holes, which warming the model again fills:\n"
         "  piece 2 for num_tokens=8 (variant 0, rank 0, backbone)\n"
         "  piece 4 for num_tokens=8 (variant 0, rank 0, backbone)\n"
@@ -226,7 +227,7 @@ def test_an_artifact_is_shown_by_digest_and_by_piece(tmp_path):
     )
     assert by_piece.out == (
         f"{row.artifact.digest}.aot\n"
-        "1.2 KiB, 1 kernels, proved\n"
+        f"{size_text(row.artifact.size_bytes)}, 1 kernels, proved\n"
         "Target: unknown\n"
         "Compiler: unknown\n"
         "\n"

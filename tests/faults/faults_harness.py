@@ -24,8 +24,7 @@ from cgtool.toolkit.bundle.choose import Choice
 from cgtool.toolkit.bundle.export import ExportOptions, export
 from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
 from cgtool.toolkit.inspect.cache import CacheOptions, inspect_cache
-from cgtool.toolkit.inspect.entry import inspect_entry
-from cgtool.toolkit.inspect.key import inspect_key
+from cgtool.toolkit.inspect.entry import inspect_entry, inspect_key
 from cgtool.toolkit.prune.plan import Rules
 from cgtool.toolkit.prune.run import plan_prune
 from cgtool.toolkit.verify.checks import check_entries, check_units

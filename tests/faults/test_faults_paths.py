@@ -20,9 +20,8 @@ from cgtool.toolkit.completion import completion
 from cgtool.toolkit.diff.run import DiffOptions, diff
 from cgtool.toolkit.inspect.artifact import ArtifactOptions, inspect_artifact
 from cgtool.toolkit.inspect.cache import CacheOptions, inspect_cache
-from cgtool.toolkit.inspect.entry import inspect_entry
+from cgtool.toolkit.inspect.entry import inspect_entry, inspect_key
 from cgtool.toolkit.inspect.graph import GraphOptions, inspect_graph
-from cgtool.toolkit.inspect.key import inspect_key
 from cgtool.toolkit.prune.plan import Rules
 from cgtool.toolkit.prune.run import plan_prune, prune_stats
 from cgtool.toolkit.verify.run import VerifyOptions, verify

@@ -1,14 +1,20 @@
 """`inspect artifact`: what one artifact holds, and which pieces it serves. Prints nothing; importable without torch.
 
-An artifact is matched to its digest and read as data: nothing of it is unpickled, linked or executed. JSON::
+An artifact of ours is matched to its digest; each is read as data, so nothing of it is unpickled, linked or executed.
+JSON::
 
     {"schema": 1, "root": str, "digest": sha256, "kind": str, "size_bytes": int, "uses": [use...],
      "num_kernels": int | null, "kernels": [kernel...], "target": {str: json}, "compiler": {str: json},
      "members": [{"name": str, "size_bytes": int}...], "sources": [{"language": str, "text": str}...],
      "warnings": [str...]}
-    use    = {"hash", "rank", "prefix", "variant", "piece_index", "shape", "adaptor", "compile_secs", "kernels",
-              "guards": [expr...], "proved", "proof_gap"}
+    use    = {"hash", "rank", "prefix", "variant", "piece_index", "shape", "adaptor", "tuned", "compile_secs",
+              "kernels", "guards": [expr...], "proved", "proof_gap"}
     kernel = {"name": str, "registers": int | null, "shared_bytes": int | null, "constant_bytes": int | null}
+
+and of another system's, `artifact` being as in `inspect cache` (`cgtool.toolkit.foreign.records`)::
+
+    {"schema": 1, "system": str, "root": str, "entry": str, "artifact": {...}, "kernels": [kernel...],
+     "facts": {str: json}, "compiler": str | null, "members": [...], "sources": [...], "warnings": [str...]}
 
 `null` is unknown. `shared_bytes` is static shared memory as its section has it, the driver's own kilobyte included.
 """
@@ -17,13 +23,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cgtool.errors import CacheError, UsageError
 from cgtool.plan.shapes import is_asked, parse_shape, shape_text
-from cgtool.store.compiled_code import generated_texts
+from cgtool.store.compiled_code import Kernel, generated_texts
 from cgtool.store.entry import ObjectStore
 from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.key import read_key
@@ -31,6 +37,10 @@ from cgtool.store.layout import CacheLayout, RankName, resolve_root, short
 from cgtool.store.records import Row
 from cgtool.store.walk import view_entry
 from cgtool.toolkit.contents import Contents, Source, contents_of
+from cgtool.toolkit.foreign.contents import foreign_contents
+from cgtool.toolkit.foreign.detect import read_foreign
+from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignCache, ForeignEntry, foreign_json
+from cgtool.toolkit.foreign.tree import shown
 from cgtool.toolkit.selection import beginning, one_hash, published
 
 SCHEMA = 1
@@ -41,7 +51,16 @@ TARGET = "target"
 
 _DIGITS = re.compile(r"[0-9a-f]{1,64}\Z")
 _PIECE = re.compile(r"([0-9a-f]{1,64})/([0-9]{1,7})\Z")
+_PIECE_NUMBER = re.compile(r"[0-9]{1,9}")
 _MOST_LISTED = 20
+_NAME_FIELDS = ("hash", "rank", "prefix")
+_ROW_FIELDS = ("variant", "piece_index", "shape", "adaptor", "tuned")
+_ARTIFACT_FIELDS = ("compile_secs", "kernels", "guards", "proved", "proof_gap")
+#: What Triton's metadata says of how a kernel is launched and what it takes.
+_LAUNCH = (
+    *("name", "target", "num_warps", "num_ctas", "num_stages", "warp_size", "waves_per_eu", "maxnreg", "shared"),
+    *("tmem_size", "global_scratch_size", "profile_scratch_size", "triton_version"),
+)
 #: Of what compilers wrote, by suffix.
 _LANGUAGES = {".cpp": "cpp", ".cu": "cuda", ".h": "cpp", ".py": "python", ".json": "json"}
 
@@ -76,22 +95,8 @@ class Use:
 
     def to_json(self) -> dict[str, Any]:
         """Return its JSON form."""
-        row = self.row
-        return {
-            "hash": self.name.hash,
-            "rank": self.name.rank,
-            "prefix": self.name.prefix,
-            "variant": row.variant,
-            "piece_index": row.piece_index,
-            "shape": row.shape,
-            "adaptor": row.adaptor,
-            "tuned": row.tuned,
-            "compile_secs": row.artifact.compile_secs,
-            "kernels": row.artifact.kernels,
-            "guards": row.artifact.guards,
-            "proved": row.artifact.proved,
-            "proof_gap": row.artifact.proof_gap,
-        }
+        parts = ((self.name, _NAME_FIELDS), (self.row, _ROW_FIELDS), (self.row.artifact, _ARTIFACT_FIELDS))
+        return {field: getattr(record, field) for record, fields in parts for field in fields}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,27 +138,80 @@ class ArtifactReport:
             "size_bytes": self.contents.size_bytes,
             "uses": [use.to_json() for use in self.uses],
             "num_kernels": self.num_kernels,
-            "kernels": [kernel.to_json() for kernel in self.contents.kernels],
+            "kernels": [asdict(kernel) for kernel in self.contents.kernels],
             "target": self.target,
             "compiler": self.compiler,
-            "members": [{"name": name, "size_bytes": size} for name, size in self.contents.members],
-            "sources": [{"language": source.language, "text": source.text} for source in self.contents.sources],
+            **_inside(self.contents),
             "warnings": list(self.warnings),
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class ForeignArtifactReport:
+    """What one artifact of another system's cache holds.
+
+    Args:
+        cache: The cache.
+        entry: The entry that it is of.
+        artifact: The artifact.
+        contents: What is in it.
+    """
+
+    cache: ForeignCache
+    entry: ForeignEntry
+    artifact: ForeignArtifact
+    contents: Contents
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the system wrote of a kernel, and the code of the machine that it is for."""
+        return {name: self.entry.kernel[name] for name in _LAUNCH if name in self.entry.kernel} | self.contents.target
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """Those that are named in it, or the one that its entry is."""
+        name = self.facts.get("name")
+        return self.contents.kernels or ((Kernel(name=name),) if isinstance(name, str) else ())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document that `inspect artifact --json` prints."""
+        return {
+            "schema": SCHEMA,
+            "system": self.cache.system,
+            "root": str(self.cache.root),
+            "entry": self.entry.name,
+            "artifact": foreign_json(self.artifact),
+            "kernels": [asdict(kernel) for kernel in self.kernels],
+            "facts": self.facts,
+            "compiler": self.contents.compiler,
+            **_inside(self.contents),
+            "warnings": list(self.contents.warnings),
+        }
+
+
+def _inside(contents: Contents) -> dict[str, Any]:
+    return {
+        "members": [{"name": name, "size_bytes": size} for name, size in contents.members],
+        "sources": [asdict(source) for source in contents.sources],
+    }
+
+
 @os_errors_as_cache_errors()
-def inspect_artifact(options: ArtifactOptions) -> ArtifactReport:
+def inspect_artifact(options: ArtifactOptions) -> ArtifactReport | ForeignArtifactReport:
     """Show what an artifact holds.
 
     Args:
-        options: Which artifact.
+        options: Which artifact. In another system's cache: the beginning of its file's name or of its path below the
+            entry, or the beginning of an entry's name, "/" and a piece or a path.
 
     Raises:
         UsageError: No artifact fits, or several do; the message lists them.
         CacheCorruptError: Its bytes differ from its digest.
         CacheError: The cache is empty or cannot be read.
     """
+    cache = read_foreign(options.cache_dir)
+    if cache is not None:
+        return _inspect_foreign(cache, options)
     root = resolve_root(options.cache_dir)
     layout = CacheLayout(root=root)
     warnings: list[str] = []
@@ -240,17 +298,20 @@ def _fits(use: Use, piece: int, options: ArtifactOptions) -> bool:
 
 
 def _not_one_row(options: ArtifactOptions, fitting: Sequence[Use], all_of_it: Sequence[Use]) -> UsageError:
-    shown = fitting or all_of_it
     listed = [
-        f"  {short(use.row.artifact.digest)}  piece {use.row.piece_index}, shape {shape_text(use.row.shape)}, variant "
+        f"{short(use.row.artifact.digest)}  piece {use.row.piece_index}, shape {shape_text(use.row.shape)}, variant "
         f"{use.row.variant}, rank {use.name.rank}, {use.name.prefix}"
-        for use in shown[:_MOST_LISTED]
+        for use in fitting or all_of_it
     ]
-    if len(shown) > _MOST_LISTED:
-        listed.append(f"  and {len(shown) - _MOST_LISTED} more, which cgtool inspect entry shows")
     what = "Several artifacts of this piece fit" if fitting else "No artifact of this entry fits"
-    advice = "Name one of these by its digest, or by --shape, --variant, --rank and --prefix"
-    return UsageError("\n".join([f"{what}. {advice}:", *listed]), actual=options.artifact)
+    return _not_one(f"{what}. Name one of these by its digest, or by --shape, --variant", listed, options)
+
+
+def _not_one(message: str, listed: Sequence[str], options: ArtifactOptions) -> UsageError:
+    lines = [f"{message}, --rank and --prefix:", *(f"  {line}" for line in listed[:_MOST_LISTED])]
+    if len(listed) > _MOST_LISTED:
+        lines.append(f"  and {len(listed) - _MOST_LISTED} more, which cgtool inspect entry shows")
+    return UsageError("\n".join(lines), actual=options.artifact)
 
 
 def _factors(layout: CacheLayout, hash_: str, warnings: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -265,3 +326,34 @@ def _factors(layout: CacheLayout, hash_: str, warnings: list[str]) -> tuple[dict
     target = key.value(TARGET)
     compilers = {name: value for name in COMPILERS if (value := key.value(name)) not in (None, {})}
     return target if isinstance(target, dict) else {}, compilers
+
+
+def _inspect_foreign(cache: ForeignCache, options: ArtifactOptions) -> ForeignArtifactReport:
+    if options.variant is not None:
+        raise UsageError("Entries of other systems have no variants. Leave --variant out.", actual=options.variant)
+    there = [(entry, artifact) for entry in cache.entries for artifact in entry.artifacts]
+    fitting = [pair for pair in there if _is_asked(*pair, options)]
+    exact = [pair for pair in fitting if options.artifact in (pair[1].path, f"{pair[0].name}/{pair[1].path}")]
+    chosen = exact if len(exact) == 1 else fitting
+    if len(chosen) != 1:
+        what = "Several artifacts fit" if fitting else "No artifact fits"
+        listed = [shown(f"{entry.name}/{artifact.path}") for entry, artifact in fitting or there]
+        raise _not_one(f"{what}. Name one of these, or choose by --shape", listed, options)
+    entry, artifact = chosen[0]
+    contents = foreign_contents(entry, artifact)
+    return ForeignArtifactReport(cache=cache, entry=entry, artifact=artifact, contents=contents)
+
+
+def _is_asked(entry: ForeignEntry, artifact: ForeignArtifact, options: ArtifactOptions) -> bool:
+    beginning, _, piece = options.artifact.rpartition("/")
+    names = (entry.name, entry.name.rpartition("/")[2])
+    is_piece = bool(beginning) and _PIECE_NUMBER.fullmatch(piece) and artifact.piece_index == int(piece)
+    starts = (artifact.path, artifact.path.rpartition("/")[2], *(f"{name}/{artifact.path}" for name in names))
+    named = (is_piece and any(name.startswith(beginning) for name in names)) or any(
+        start.startswith(options.artifact) for start in starts
+    )
+    fits = options.shape is None or (
+        artifact.shape is not None and is_asked(artifact.shape, parse_shape(options.shape))
+    )
+    is_rank = options.rank is None or artifact.rank.partition("_")[0] == str(options.rank)
+    return named and fits and is_rank and options.prefix in (None, artifact.prefix)

@@ -1,12 +1,19 @@
-"""`inspect graph`: the pieces of one entry, in order. Prints nothing; importable without torch."""
+"""`inspect graph`: the pieces of one entry, in order. Prints nothing; importable without torch.
+
+Of other systems, vLLM and ATOM write the whole graph of a part as a text, whose JSON is the fields of
+`ForeignGraphReport`.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from cgtool.errors import CacheError, UsageError
 from cgtool.plan.pieces import PieceGraph, TensorMeta
@@ -15,9 +22,13 @@ from cgtool.store.entry import read_entry
 from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.layout import GRAPH_FILE, PLAN_FILE, CacheLayout, RankName, resolve_root, short
 from cgtool.store.records import Row
+from cgtool.toolkit.foreign.detect import read_foreign
+from cgtool.toolkit.foreign.records import ForeignCache, foreign_json, one_entry
+from cgtool.toolkit.foreign.tree import Tree, shown
 from cgtool.toolkit.selection import one_name
 
 SCHEMA = 1
+_MOST_GRAPH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +69,6 @@ class VariantName:
         parts = [self.name, *(f"{name}={size}" for name, size in self.fixed.items())]
         return ", ".join([*parts, *(f"{name} any" for name in self.dims if name not in self.fixed)])
 
-    def to_json(self) -> dict[str, Any]:
-        """Return its JSON form."""
-        return {"name": self.name, "fixed": dict(self.fixed), "dims": list(self.dims)}
-
 
 @dataclass(frozen=True, kw_only=True)
 class PieceRow:
@@ -99,8 +106,8 @@ class PieceRow:
             "splitting": self.splitting,
             "identity": self.identity,
             "ops": dict(self.ops),
-            "inputs": [_tensor_json(tensor) for tensor in self.inputs],
-            "outputs": [_tensor_json(tensor) for tensor in self.outputs],
+            "inputs": [msgspec.structs.asdict(tensor) for tensor in self.inputs],
+            "outputs": [msgspec.structs.asdict(tensor) for tensor in self.outputs],
             "shapes": list(self.shapes),
             "artifacts": list(self.artifacts),
         }
@@ -140,27 +147,45 @@ class GraphReport:
             "prefix": self.name.prefix,
             "model": self.model,
             "splitting_ops": list(self.splitting_ops),
-            "variants": [variant.to_json() for variant in self.variants],
+            "variants": [asdict(variant) for variant in self.variants],
             "variant": self.variant,
             "pieces": [piece.to_json() for piece in self.pieces],
             "computation_graph": str(self.code_path),
         }
 
 
+class ForeignGraphReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole graph of one part of an entry, as its system wrote it for people."""
+
+    schema: int = SCHEMA
+    system: str
+    root: Path
+    entry: str
+    path: Path
+    text: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document that `inspect graph --json` prints."""
+        return foreign_json(self)
+
+
 @os_errors_as_cache_errors()
-def inspect_graph(options: GraphOptions) -> GraphReport:
-    """Show the pieces of one variant of an entry.
+def inspect_graph(options: GraphOptions) -> GraphReport | ForeignGraphReport:
+    """Show the pieces of one variant of an entry, or the graph that vLLM or ATOM wrote beside its artifacts.
 
     Args:
         options: What the user asked.
 
     Returns:
-        The pieces, and what they were compiled for.
+        The pieces, and what they were compiled for; or the graph.
 
     Raises:
         UsageError: No entry or variant fits, or several do; the message lists them.
-        CacheError: The cache is empty, or the entry cannot be read or trusted.
+        CacheError: The cache is empty, the entry cannot be read or trusted, or another system wrote no graph of it.
     """
+    cache = read_foreign(options.cache_dir)
+    if cache is not None:
+        return _inspect_foreign(cache, options)
     root = resolve_root(options.cache_dir)
     layout = CacheLayout(root=root)
     name = one_name(layout, options.entry, rank=options.rank, prefix=options.prefix)
@@ -215,10 +240,22 @@ def _piece(step: Step, graph: PieceGraph, rows: Sequence[Row]) -> PieceRow:
     )
 
 
-def _tensor_json(tensor: TensorMeta) -> dict[str, Any]:
-    return {
-        "dtype": tensor.dtype,
-        "shape": list(tensor.shape),
-        "stride": list(tensor.stride),
-        "device": tensor.device,
-    }
+def _inspect_foreign(cache: ForeignCache, options: GraphOptions) -> ForeignGraphReport:
+    entry = one_entry(cache, options.entry)
+    tree = Tree(entry.path, [])
+    paths = [
+        path
+        for path in sorted(tree.files)
+        if path.rpartition("/")[2] == GRAPH_FILE
+        and (options.rank is None or re.search(rf"(?:\A|/)rank_{options.rank}[_/]", path))
+        and (options.prefix is None or path.split("/")[-2:-1] == [options.prefix])
+    ]
+    if not paths:
+        message = (
+            f"The entry {shown(entry.name)} holds no graph: of other systems only vLLM and ATOM write one, and that "
+            "not cut into pieces. Look at what it holds with: cgtool inspect entry"
+        )
+        raise CacheError(message, path=entry.path)
+    text = tree.read(paths[0], _MOST_GRAPH_BYTES).decode("utf-8", "backslashreplace")
+    path = entry.path / paths[0]
+    return ForeignGraphReport(system=cache.system, root=cache.root, entry=entry.name, path=path, text=text)
