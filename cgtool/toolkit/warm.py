@@ -25,7 +25,7 @@ from cgtool.model import ModelSpec
 from cgtool.store.layout import CacheLayout, resolve_root
 from cgtool.toolkit.scan import list_entry
 
-SCHEMA = 1
+SCHEMA = 2
 DEFAULT_PREFIX = "backbone"
 
 

@@ -166,7 +166,7 @@ def test_graph_of_the_only_entry(tmp_path):
 def test_json_of_a_graph(tmp_path):
     hash_ = lay_entry(tmp_path)
     report = run("inspect", "graph", hash_[:4], "--cache-dir", tmp_path, "--json").report
-    assert report["schema"] == 1
+    assert report["schema"] == 2
     assert (report["hash"], report["rank"], report["prefix"], report["variant"]) == (hash_, 0, "backbone", 0)
     assert [variant["name"] for variant in report["variants"]] == ["prefill", "decode"]
     pieces = report["pieces"]

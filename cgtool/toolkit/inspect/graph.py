@@ -27,7 +27,7 @@ from cgtool.toolkit.foreign.records import ForeignCache, foreign_json, one_entry
 from cgtool.toolkit.foreign.tree import Tree, shown
 from cgtool.toolkit.selection import one_name
 
-SCHEMA = 1
+SCHEMA = 2
 _MOST_GRAPH_BYTES = 64 << 20
 
 
