@@ -170,7 +170,7 @@ def bench(*, output: Output, **options: Any) -> int:
 
 
 def _show(output: Output, report: BenchReport) -> None:
-    from cgtool.cli.columns import show_rows
+    from cgtool.cli.columns import Styled, show_rows
     from cgtool.toolkit.bench import words
 
     for note in report.notes:
@@ -178,8 +178,9 @@ def _show(output: Output, report: BenchReport) -> None:
     output.line(f"Ways to start {report.model}: medians (quartiles), ratios [95 % bound]", style="bold")
     width = output.stdout.width
     detail = words.FULL if width >= _FULL_COLUMNS else words.MEDIUM if width >= _MEDIUM_COLUMNS else words.SHORT
-    rows = [words.start_cells(report, way, detail=detail) for way in report.ways]
-    show_rows(output, _headings(words.start_columns(report, detail=detail)), rows)
+    starts = [words.start_cells(report, way, detail=detail) for way in report.ways]
+    marked = [[Styled(cell, "bold red") if cell.startswith("DIFFER") else cell for cell in row] for row in starts]
+    show_rows(output, _headings(words.start_columns(report, detail=detail)), marked)
     rows = [words.step_cells(report, way, detail=detail) for way in report.ways if way.steps]
     if rows:
         output.line()

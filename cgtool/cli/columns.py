@@ -7,7 +7,7 @@ a table that rich draws; a pipe, and a table of hundreds of rows, plain lines, t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.cells import cell_len
 
@@ -21,31 +21,42 @@ MOST_DRAWN = 200
 _GAP = "  "
 
 
+class Styled(NamedTuple):
+    """A cell that a terminal shows in a style of rich's."""
+
+    value: object
+    style: str
+
+
 def show_rows(output: Output, columns: Sequence[str], rows: Iterable[Sequence[object]], *, whole: bool = False) -> None:
     """Print a table.
 
     Args:
         output: Where to.
         columns: Headings; one that begins with ">" is of figures, which end at one column.
-        rows: As many cells each.
+        rows: As many cells each; the first is styled, others where they are `Styled`.
         whole: Neither cut cells nor join their lines.
     """
     known: dict[str, str] = {}  # most cells stand in many rows
 
     def shown(cell: object) -> str:
-        text = str(cell)
+        text = str(cell.value if isinstance(cell, Styled) else cell)
         if text not in known:
             known[text] = plain(text, lines=True) if whole else cut(plain(text))
         return known[text]
 
-    cells = [[shown(cell) for cell in row] for row in rows]
+    given = list(rows)
+    cells = [[shown(cell) for cell in row] for row in given]
     if output.stdout.is_terminal and len(cells) <= MOST_DRAWN:
-        _draw(output, columns, cells)
+        styles = [[cell.style if isinstance(cell, Styled) else "" for cell in row] for row in given]
+        _draw(output, columns, cells, styles)
     else:
         output.line("\n".join(_lines(columns, cells)), whole=True)
 
 
-def _draw(output: Output, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _draw(
+    output: Output, columns: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[Sequence[str]]
+) -> None:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -56,8 +67,10 @@ def _draw(output: Output, columns: Sequence[str], rows: Sequence[Sequence[str]])
             table.add_column(column[1:], justify="right", no_wrap=True)
         else:
             table.add_column(column, overflow="fold")
-    for first, *rest in rows:
-        table.add_row(Text(first, style="cyan"), *map(Text, rest))
+    for (first, *rest), (_, *looks) in zip(rows, styles, strict=True):
+        table.add_row(
+            Text(first, style="cyan"), *(Text(cell, style=look) for cell, look in zip(rest, looks, strict=True))
+        )
     output.show(table)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from cgtool.cli.columns import show_rows
+from cgtool.cli.columns import Styled, show_rows
 from cgtool.cli.text import count_text, cut, plain
 from cgtool.plan.shapes import shape_text
 from cgtool.store.layout import short
@@ -82,8 +82,10 @@ def _piece_cells(row: PieceRow, *, between: str, twin: int | None) -> tuple[obje
     """The cells of one piece; of a piece that equals an earlier one, its `twin`, the tensors are not said again."""
     return (
         row.index if row.index >= 0 else "-",
-        between.join(op.removeprefix("torch.ops.") for op in row.ops) if row.splitting else "compiled",
-        short(row.identity),
+        Styled(between.join(op.removeprefix("torch.ops.") for op in row.ops), "yellow")
+        if row.splitting
+        else "compiled",
+        Styled(short(row.identity), "dim" if row.splitting else "cyan"),
         row.num_ops,
         _tensors_text(row.inputs, between) if twin is None else f"as piece {twin}",
         _tensors_text(row.outputs, between) if twin is None else "",

@@ -100,7 +100,7 @@ def warm(*, output: Output, **options: Any) -> int:
 
 
 def _show_warm(output: Output, report: WarmReport, model: str) -> None:
-    from cgtool.cli.columns import show_rows
+    from cgtool.cli.columns import Styled, show_rows
     from cgtool.plan.shapes import shape_text
     from cgtool.store.layout import short
 
@@ -130,7 +130,7 @@ def _show_warm(output: Output, report: WarmReport, model: str) -> None:
                 indices_text(artifact["piece_index"]),
                 shape_text(artifact["shape"]),
                 len(artifact["piece_index"]),
-                short(artifact["digest"]),
+                Styled(short(artifact["digest"]), "cyan"),
                 f"{artifact['compile_secs']:.2f}",
                 size_text(artifact["size_bytes"]),
             )

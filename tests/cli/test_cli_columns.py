@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from cgtool.cli.columns import show_rows
+from cgtool.cli.columns import Styled, show_rows
 from cgtool.cli.output import Output
 
 
@@ -34,3 +34,9 @@ def test_a_cell_is_one_line_of_printable_text_and_is_cut(capsys):
 
 def test_a_table_without_rows_is_its_headings(capsys):
     assert shown(capsys, ("name", ">size")) == ["name  size"]
+
+
+def test_a_style_is_for_terminals_and_a_whole_cell_is_not_cut(capsys):
+    show_rows(Output(), ("a", "b"), [("x", Styled("y" * 70, "red"))], whole=True)
+    sys.stdout.flush()
+    assert capsys.readouterr().out.splitlines()[1] == "x  " + "y" * 70
