@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 
-from cgtool.model import registered_splitting_ops  # noqa: E402
 from cgtool.models import resolve_model  # noqa: E402
+from cgtool.ops import registered_splitting_ops  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from cgtool.errors import UsageError
-from cgtool.model import KNOWN_ATTENTION_OPS, register_splitting_op, registered_splitting_ops
+from cgtool.ops import KNOWN_ATTENTION_OPS, register_splitting_op, registered_splitting_ops
 
 
 def test_registering_twice_keeps_one_name_in_its_first_place():

@@ -24,7 +24,8 @@ from cgtool.guards.names import qualified_name
 from cgtool.guards.ops import is_composite
 from cgtool.guards.signature import CallSignature
 from cgtool.guards.state import current, names_for_pieces
-from cgtool.model import ExampleCall, ModelSpec, is_torchs_own
+from cgtool.model import ExampleCall, ModelSpec
+from cgtool.ops import is_torchs_own
 from cgtool.plan.pieces import PieceGraph, SymbolRange
 from cgtool.plan.records import Guard, Input, Plan, Variant
 from cgtool.plan.shapes import of_sizes

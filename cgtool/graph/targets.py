@@ -30,7 +30,7 @@ import torch.special
 
 from cgtool.errors import ArtifactError, SplitError
 from cgtool.graph import _torch
-from cgtool.model import is_torchs_own
+from cgtool.ops import is_torchs_own
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*\Z")
 _BUILTINS = frozenset({"abs", "bool", "divmod", "float", "getattr", "int", "len", "max", "min", "pow", "round", "sum"})

@@ -17,7 +17,7 @@ import torch
 
 from cgtool.errors import UsageError
 from cgtool.guards.code import code_digest
-from cgtool.model import register_splitting_op
+from cgtool.ops import register_splitting_op
 
 #: Where an op goes when its author names no namespace.
 DEFAULT_NAMESPACE: Final = "cgtool"

@@ -28,7 +28,7 @@ from torch import fx
 
 from cgtool.errors import SplitError, UnmatchedSplittingOpError
 from cgtool.graph.targets import target_name
-from cgtool.model import KNOWN_ATTENTION_OPS, registered_splitting_ops
+from cgtool.ops import KNOWN_ATTENTION_OPS, registered_splitting_ops
 from cgtool.split import _torch as private
 from cgtool.split.memory import Memory
 from cgtool.split.nodes import RUNS, Kind, example, is_getitem_of_bundle

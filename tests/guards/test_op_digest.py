@@ -8,7 +8,7 @@ import torch
 
 from cgtool.errors import SplitError
 from cgtool.guards.ops import op_digest
-from cgtool.model import is_torchs_own
+from cgtool.ops import is_torchs_own
 
 pytestmark = pytest.mark.torch
 

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cgtool.errors import UsageError  # noqa: E402
-from cgtool.model import registered_splitting_ops  # noqa: E402
+from cgtool.ops import registered_splitting_ops  # noqa: E402
 from cgtool.runtime.custom_ops import direct_register_custom_op  # noqa: E402
 
 pytestmark = pytest.mark.torch

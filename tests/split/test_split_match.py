@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812 - what everyone calls it
 from split_reference import OPS, capture
 
 from cgtool.errors import SplitError, UnmatchedSplittingOpError, UsageError
-from cgtool.model import register_splitting_op
+from cgtool.ops import register_splitting_op
 from cgtool.split.splitter import split_graph
 
 pytestmark = pytest.mark.torch

@@ -1,0 +1,110 @@
+"""Which ops a graph is split at when nobody names any: attention ops known to the field, and those registered here.
+
+Owns the registry that `splitting=True` writes to, and the spelling of an op's name. Must not import torch, so that the
+configuration and the command line can speak of ops. Names::
+
+    op      = ns "::" name | ns "::" name "." overload       a custom op or an ATen op
+    op      = ident ("." ident)+                             a Python function that a Dynamo graph calls, dotted
+
+A user may write `ns.name` for `ns::name`; whoever compares names with a graph settles which of the two was meant.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Final
+
+from cgtool.errors import UsageError
+
+#: Namespaces of ops that come with torch: its version stands for them.
+TORCH_NAMESPACES: Final = frozenset(
+    {
+        *("aten", "prim", "prims", "debugprims", "rngprims", "higher_order", "inductor", "profiler", "static_runtime"),
+        *("quantized", "quantized_decomposed", "_quantized", "sparse", "xnnpack", "prepacked", "streams"),
+        *("mkl", "mkldnn", "mkldnn_prepacked", "onednn", "symm_mem", "_inductor_test", "cuda", "export"),
+        *("_native", "_test", "debug_mode_ops", "inductor_prims", "onnx", "quantization"),
+        *("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "fsdp"),
+    }
+)
+#: Attention ops, and ops that live by attention's metadata (state-space mixers, KV-cache writes, sparse indexers), as
+#: they are named where they come from. Those that the graph at hand does not have are passed over.
+KNOWN_ATTENTION_OPS: Final[tuple[str, ...]] = (
+    # torch: what Dynamo leaves in a graph is the builtin, which is known by either of its two names.
+    "torch.nn.functional.scaled_dot_product_attention",
+    "torch._C._nn.scaled_dot_product_attention",
+    "aten::scaled_dot_product_attention",
+    "aten::_scaled_dot_product_attention_math",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "aten::_flash_attention_forward",
+    "aten::_efficient_attention_forward",
+    # ATOM
+    "aiter::unified_attention",
+    "aiter::unified_attention_with_output",
+    "aiter::mla_attention",
+    # vLLM
+    "vllm::unified_attention",
+    "vllm::unified_attention_with_output",
+    "vllm::unified_mla_attention",
+    "vllm::unified_mla_attention_with_output",
+    "vllm::unified_kv_cache_update",
+    "vllm::unified_mla_kv_cache_update",
+    "vllm::mamba_mixer",
+    "vllm::mamba_mixer2",
+    "vllm::plamo2_mamba_mixer",
+    "vllm::short_conv",
+    "vllm::linear_attention",
+    "vllm::gdn_attention_core",
+    "vllm::kda_attention",
+    "vllm::sparse_attn_indexer",
+    "vllm::rocm_aiter_sparse_attn_indexer",
+    # TensorRT-LLM
+    "trtllm::attn_custom_op_inplace",
+    "trtllm::mla_custom_op_inplace",
+    # sglang
+    "sglang::unified_attention_with_output",
+    # flash-attention 2 and 3
+    "flash_attn::_flash_attn_forward",
+    "flash_attn::_flash_attn_varlen_forward",
+    "flash_attn_3::fwd",
+    "flash_attn_3::_flash_attn_forward",
+)
+
+_OP_NAME = r"[A-Za-z_]\w*::[A-Za-z_]\w*(\.[A-Za-z_]\w*)?|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"
+
+_registered: dict[str, None] = {}
+_lock = threading.Lock()
+
+
+def register_splitting_op(name: str) -> None:
+    """Make an op one that graphs are split at when `splitting_ops` is None. Naming it again changes nothing.
+
+    Args:
+        name: `ns::op`, `ns.op`, with or without overload, or a dotted Python function.
+
+    Raises:
+        UsageError: `name` has none of these forms.
+    """
+    if not re.fullmatch(_OP_NAME, name, re.ASCII):
+        msg = (
+            f"{name!r} does not name an op. Write it as ns::op (a custom op or an ATen op, with or without .overload) "
+            "or as the dotted name of a Python function."
+        )
+        raise UsageError(msg, expected="ns::op", actual=name)
+    with _lock:
+        _registered[name] = None
+
+
+def registered_splitting_ops() -> tuple[str, ...]:
+    """Return the registered names, in the order in which they were first registered."""
+    with _lock:
+        return tuple(_registered)
+
+
+def is_torchs_own(name: str) -> bool:
+    """Return whether the op `ns::op` comes with torch itself."""
+    return name.partition("::")[0] in TORCH_NAMESPACES
