@@ -39,6 +39,7 @@ from collections.abc import Callable, Iterable
 from types import MemberDescriptorType, ModuleType
 from typing import Any
 
+import msgspec
 import torch
 
 from cgtool.errors import GuardError
@@ -52,7 +53,6 @@ from cgtool.guards.sources import NotImportedError, Roots, parse_source
 from cgtool.plan.grammar import digest_of
 from cgtool.plan.records import Guard
 from cgtool.plan.rendering import changed_words, expected_words, source_words
-from cgtool.records import dataclass
 
 Json = Any
 
@@ -196,8 +196,7 @@ _WITH_ARGUMENT: dict[str, Callable[[Any, str], Json]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Failure:
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """A guard that does not hold, and what is there instead (`actual` None when it could not be looked at)."""
 
     guard: Guard

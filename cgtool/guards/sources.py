@@ -30,9 +30,10 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+import msgspec
+
 from cgtool.errors import GuardError
 from cgtool.plan.rendering import source_words
-from cgtool.records import dataclass
 
 _MODULE = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _ROOT = re.compile(
@@ -55,16 +56,14 @@ class NotImportedError(SourceError):
     """A source leads into a module that this process has not imported."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Accessor:
+class Accessor(msgspec.Struct, frozen=True, kw_only=True):
     """One step from an object to a part of it: `word` is attr, item, type, dict, call, keys, values or list."""
 
     word: str
     key: str | int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
+class Source(msgspec.Struct, frozen=True, kw_only=True):
     """A parsed source; `prefixes[i]` is the text up to and without `accessors[i]`."""
 
     text: str

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
+import msgspec
 import torch
 
 from cgtool import host
@@ -21,14 +22,12 @@ from cgtool.guards.ops import op_digest
 from cgtool.host import variables_now
 from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json
-from cgtool.records import dataclass
 from cgtool.store.key import Factor, Key, difference_between, sentences
 
 When = Literal["first", "last", "elsewhere"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Live:
+class Live(msgspec.Struct, frozen=True, kw_only=True):
     """What a key says of a model and of this process, as far as it is found without a trace.
 
     Args:
@@ -60,8 +59,7 @@ class Live:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rule:
+class Rule(msgspec.Struct, frozen=True, kw_only=True):
     """How one factor is compared.
 
     Args:

@@ -11,14 +11,13 @@ An entry's figures:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from msgspec.structs import asdict, replace
 
 from cgtool.plan.pieces import Json
 from cgtool.plan.shapes import Shape, shape_order, shape_text
-from cgtool.records import dataclass
 from cgtool.store.lookup import Usage
 from cgtool.store.records import Manifest, Row
 

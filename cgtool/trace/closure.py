@@ -19,20 +19,19 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import msgspec
 import torch
 
 from cgtool.guards.files import file_of, find_spec, installed_in, normalised, version_of
 from cgtool.guards.sources import canonical_module_name
 from cgtool.plan.grammar import sha256_hex
-from cgtool.records import dataclass
 
 #: Distributions whose versions are factors of their own.
 _FACTORS = frozenset({"torch", "cgtool"})
 _FROZEN = re.compile(r"<frozen ([\w.]+)>")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Closure:
+class Closure(msgspec.Struct, frozen=True, kw_only=True):
     """What was found from some modules.
 
     Args:

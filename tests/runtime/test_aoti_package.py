@@ -20,10 +20,10 @@ HERE = Path(__file__).parent
 import torch  # noqa: E402
 from aot_cases import CUSTOM_OPS  # noqa: E402
 from aot_packages import package_of  # noqa: E402
+from msgspec.structs import replace  # noqa: E402
 from piece_cases import CASES, inputs_of  # noqa: E402
 
 from cgtool.errors import ArtifactError  # noqa: E402
-from cgtool.records import replace  # noqa: E402
 from cgtool.runtime import aoti_package  # noqa: E402
 from cgtool.runtime.aoti_package import open_package  # noqa: E402
 from cgtool.runtime.program import piece_function  # noqa: E402
