@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cgtool.config import EAGER
-from cgtool.plan.pieces import Json
 from cgtool.plan.records import Plan
 from cgtool.plan.shapes import Shape, of_sizes, shape_order, shape_text
 from cgtool.store.layout import RankName
@@ -55,16 +54,6 @@ class Hole:
     variant: int
     piece_index: int
     shape: Shape
-
-    def to_json(self) -> Json:
-        """Return the hole as JSON."""
-        return {
-            "rank": self.rank,
-            "prefix": self.prefix,
-            "variant": self.variant,
-            "piece_index": self.piece_index,
-            "shape": self.shape,
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,14 +119,39 @@ def entry_coverage(manifests: Sequence[Manifest], *, plans: Mapping[RankName, Pl
         raise ValueError(f"Give each manifest of one entry once, not {[name.flat for name in names]}.")
     groups: dict[tuple[str, int], list[_Part]] = defaultdict(list)
     for manifest in sorted(manifests, key=lambda manifest: (manifest.prefix, manifest.rank)):
-        planned_here = (plans or {}).get(manifest.name)
         for number in range(len(manifest.variants)):
-            groups[manifest.prefix, number].append(_Part(manifest, number, planned_here))
-    collected = _Collected()
-    for _, parts in sorted(groups.items(), key=lambda item: item[0]):
+            groups[manifest.prefix, number].append(_Part(manifest, number, (plans or {}).get(manifest.name)))
+    shapes: dict[str, Shape] = {}
+    places: list[Place] = []
+    covered: set[tuple[int, str]] = set()
+    holes: list[Hole] = []
+    unknown: list[UnknownPieces] = []
+    for (prefix, number), parts in sorted(groups.items(), key=lambda item: item[0]):
         for part in parts:
-            collected.add(part, parts)
-    return collected.coverage()
+            wanted = part.shapes_of(parts)
+            shapes |= wanted
+            pieces, missing = part.pieces_of(parts)
+            if missing:
+                unknown.append(UnknownPieces(rank=part.rank, prefix=prefix, variant=number, count=missing))
+            for piece in pieces:
+                place = part.place(piece, wanted)
+                there = set(wanted) if place.serves_all else set(part.rows.get(piece, {}))
+                # One artifact is all that a piece needs which runs as it stands: that of the base shape, the first.
+                needed = list(wanted)[: 1 if piece in part.eager else None]
+                holes += [
+                    Hole(rank=part.rank, prefix=prefix, variant=number, piece_index=piece, shape=wanted[text])
+                    for text in needed
+                    if text not in there
+                ]
+                covered |= {(len(places), text) for text in there}
+                places.append(place)
+    return Coverage(
+        shapes=tuple(_in_order(shapes).values()),
+        places=tuple(places),
+        covered=frozenset(covered),
+        holes=tuple(holes),
+        unknown=tuple(unknown),
+    )
 
 
 class _Part:
@@ -149,7 +163,8 @@ class _Part:
         self.plan = plans[number] if plans is not None and number < len(plans) else None
         #: piece → shape as text → adaptor
         self.rows: dict[int, dict[str, str]] = defaultdict(dict)
-        self.shapes: dict[str, Shape] = {}
+        base = of_sizes(self.counts.fixed)
+        self.shapes = {shape_text(base): base}
         for row in manifest.rows:
             if row.variant == number:
                 text = shape_text(row.shape)
@@ -161,14 +176,14 @@ class _Part:
             for fallback in manifest.fallbacks
             if fallback.variant == number and fallback.adaptor == EAGER != manifest.adaptor
         }
-        base = of_sizes(self.counts.fixed)
-        self.shapes.setdefault(shape_text(base), base)
 
-    def is_variant_of(self, other: _Part) -> bool:
-        """Return whether this is the same variant on another rank, so that it should have the same shapes."""
-        return (self.counts.name, self.counts.fixed) == (other.counts.name, other.counts.fixed)
+    def shapes_of(self, siblings: Sequence[_Part]) -> dict[str, Shape]:
+        """Return the shapes that the same variant has on any rank, itself among the siblings."""
+        key = (self.counts.name, self.counts.fixed)
+        alike = [part for part in siblings if (part.counts.name, part.counts.fixed) == key]
+        return _in_order({text: shape for part in alike for text, shape in part.shapes.items()})
 
-    def pieces(self, siblings: Sequence[_Part]) -> tuple[list[int], int]:
+    def pieces_of(self, siblings: Sequence[_Part]) -> tuple[list[int], int]:
         """Return the compiled pieces, and how many more there are that cannot be named."""
         if self.plan is not None:
             return sorted({*self.plan, *self.rows}), 0
@@ -176,62 +191,15 @@ class _Part:
         known = {piece for part in (self, *alike) for piece in (*part.rows, *part.eager)}
         return sorted(known), max(0, self.counts.pieces - self.counts.splitting_pieces - len(known))
 
-
-class _Collected:
-    """Places, and what is there and missing at each."""
-
-    def __init__(self) -> None:
-        self.shapes: dict[str, Shape] = {}
-        self.places: list[Place] = []
-        self.covered: set[tuple[int, str]] = set()
-        self.holes: list[Hole] = []
-        self.unknown: list[UnknownPieces] = []
-
-    def add(self, part: _Part, siblings: Sequence[_Part]) -> None:
-        """Add one variant of one rank.
-
-        Args:
-            part: The variant.
-            siblings: The variants of its number and prefix on all ranks, itself among them.
-        """
-        alike = [other for other in siblings if other.is_variant_of(part)]
-        shapes = _in_order({text: shape for other in alike for text, shape in other.shapes.items()})
-        self.shapes |= shapes
-        pieces, missing = part.pieces(siblings)
-        if missing:
-            self.unknown.append(UnknownPieces(rank=part.rank, prefix=part.prefix, variant=part.number, count=missing))
-        for piece in pieces:
-            self._piece(part, piece, shapes)
-
-    def _piece(self, part: _Part, piece: int, shapes: Mapping[str, Shape]) -> None:
-        own = part.rows.get(piece, {})
-        as_it_stands = piece in part.eager
-        place = Place(
-            rank=part.rank,
-            prefix=part.prefix,
-            variant=part.number,
+    def place(self, piece: int, shapes: Mapping[str, Shape]) -> Place:
+        own = self.rows.get(piece, {})
+        return Place(
+            rank=self.rank,
+            prefix=self.prefix,
+            variant=self.number,
             piece_index=piece,
             adaptor=next((own[text] for text in shapes if text in own), ""),
-            serves_all=as_it_stands and EAGER in own.values(),
-        )
-        here = set(shapes) if place.serves_all else set(own)
-        # One artifact is all that a piece needs which runs as it stands: that of the base shape, the first.
-        needed = list(shapes)[:1] if as_it_stands else list(shapes)
-        self.covered |= {(len(self.places), text) for text in here}
-        self.holes += [
-            Hole(rank=part.rank, prefix=part.prefix, variant=part.number, piece_index=piece, shape=shapes[text])
-            for text in needed
-            if text not in here
-        ]
-        self.places.append(place)
-
-    def coverage(self) -> Coverage:
-        return Coverage(
-            shapes=tuple(_in_order(self.shapes).values()),
-            places=tuple(self.places),
-            covered=frozenset(self.covered),
-            holes=tuple(self.holes),
-            unknown=tuple(self.unknown),
+            serves_all=piece in self.eager and EAGER in own.values(),
         )
 
 

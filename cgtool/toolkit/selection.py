@@ -26,12 +26,9 @@ def one_name(layout: CacheLayout, entry: str | None, *, rank: int | None, prefix
     if len(fitting) == 1:
         return fitting[0]
     hashes = [name.hash for name in fitting or there]
-    listed = "\n".join(
-        f"  {beginning(name.hash, hashes)} --rank {name.rank} --prefix {name.prefix}" for name in fitting or there
-    )
-    what = "Several entries fit" if fitting else "No entry fits"
     advice = "Name one of these by its hash, and by --rank and --prefix where the hash is the same"
-    raise UsageError(f"{what}. {advice}:\n{listed}", path=layout.root, actual=entry)
+    listed = [f"{beginning(name.hash, hashes)} --rank {name.rank} --prefix {name.prefix}" for name in fitting or there]
+    raise _ambiguous(layout, entry, advice, listed, fits=bool(fitting))
 
 
 def one_hash(layout: CacheLayout, entry: str | None) -> str:
@@ -50,9 +47,14 @@ def one_hash(layout: CacheLayout, entry: str | None) -> str:
     fitting = list(dict.fromkeys(name.hash for name in _of_entry(there, entry)))
     if len(fitting) == 1:
         return fitting[0]
-    listed = "\n".join(f"  {beginning(hash_, hashes)}" for hash_ in fitting or hashes)
-    what = "Several entries fit" if fitting else "No entry fits"
-    raise UsageError(f"{what}. Name one of these by its hash:\n{listed}", path=layout.root, actual=entry)
+    listed = [beginning(hash_, hashes) for hash_ in fitting or hashes]
+    raise _ambiguous(layout, entry, "Name one of these by its hash", listed, fits=bool(fitting))
+
+
+def _ambiguous(layout: CacheLayout, entry: str | None, advice: str, listed: Iterable[str], *, fits: bool) -> UsageError:
+    what = "Several entries fit" if fits else "No entry fits"
+    lines = "".join(f"\n  {line}" for line in listed)
+    return UsageError(f"{what}. {advice}:{lines}", path=layout.root, actual=entry)
 
 
 def published(layout: CacheLayout) -> list[RankName]:
