@@ -71,13 +71,7 @@ class _EagerArtifact(Origin, frozen=True, kw_only=True):
 
 
 def with_origin(data: bytes, kind: str, origin: Origin) -> bytes:
-    """Return an artifact that says what it was compiled from.
-
-    Args:
-        data: What the adaptor compiled.
-        kind: The kind of the adaptor's artifacts.
-        origin: What it was compiled from.
-    """
+    """Return an artifact that says what it was compiled from."""
     if kind == KINDS[EAGER]:
         graph = msgspec.Raw(data)
         return msgspec.json.encode(_EagerArtifact(piece=origin.piece, shape=origin.shape, graph=graph), order="sorted")
@@ -106,11 +100,6 @@ def parted(data: bytes, kind: str) -> tuple[Origin, bytes]:
 
 def code_of(data: bytes, row: Row, piece: str) -> bytes:
     """Return the bytes that the adaptor of a row opens, where the row is right in what it says of its artifact.
-
-    Args:
-        data: The artifact's bytes, whose digest was checked.
-        row: The row that leads to it.
-        piece: The identity of the row's piece.
 
     Raises:
         ArtifactError: The artifact is of another adaptor, another piece or another shape.

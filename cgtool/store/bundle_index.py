@@ -197,10 +197,6 @@ def parse_index(data: bytes, *, limits: Limits) -> Index:
 def check_values(data: bytes, name: str) -> None:
     """Check, before it is parsed, that JSON makes no more values than a record of cgtool's has.
 
-    Args:
-        data: The JSON; what is in its strings counts too.
-        name: The member that it is; a text that nobody parses passes.
-
     Raises:
         RefusedError: bomb.
     """

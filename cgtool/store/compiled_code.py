@@ -212,11 +212,7 @@ def generated_texts(layout: CacheLayout, digest: str) -> dict[str, str]:
 
 
 def generated_sources(data: bytes) -> tuple[str, ...]:
-    """Return the modules that Inductor wrote and an artifact holds, each once, in order.
-
-    Args:
-        data: The artifact's bytes, of any kind.
-    """
+    """Return the modules that Inductor wrote and an artifact holds, each once, in order."""
     found: dict[str, None] = {}
     end = tries = 0
     for mark in _MARK.finditer(data):

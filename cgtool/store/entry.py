@@ -111,11 +111,6 @@ class ObjectStore:
     def link_from(self, source: Path, digest: str, kind: str) -> None:
         """Take over an artifact from another place of the same cache: a hard link where possible, else a copy.
 
-        Args:
-            source: The file that holds the bytes.
-            digest: What its bytes must be.
-            kind: The artifact's kind.
-
         Raises:
             CacheCorruptError: `source` is missing or holds other bytes.
             CacheError: It cannot be written.
@@ -275,10 +270,6 @@ class EntryWriter:
 
     def add_rows(self, rows: Iterable[Row], fallbacks: Iterable[Fallback] = ()) -> Manifest:
         """Add rows to an entry that is there; rows that other processes added meanwhile are kept.
-
-        Args:
-            rows: The rows.
-            fallbacks: Which of them another adaptor serves than the entry's, and why.
 
         Raises:
             CacheError: There is no such entry, it cannot be written, or an artifact is not in place.

@@ -216,11 +216,6 @@ def written(path: Path, data: bytes, *, mode: int = RECORD_MODE) -> Iterator[Pat
 def write_atomic(path: Path, data: bytes, *, mode: int = RECORD_MODE) -> None:
     """Put a file in place whole: a reader finds the old bytes or the new ones, whenever this process dies.
 
-    Args:
-        path: Where; its folder is made when it is missing.
-        data: What.
-        mode: Permissions, less the umask.
-
     Raises:
         CacheError: The disk is full, the folder is read-only, ...
     """
@@ -401,10 +396,6 @@ def opening(make: Callable[..., int], *arguments: Any) -> Iterable[int]:
 def opened(make: Callable[..., int], *arguments: Any) -> Iterator[int]:
     """Hold a descriptor while the block runs.
 
-    Args:
-        make: As for `opening`.
-        arguments: As for `opening`.
-
     Raises:
         OSError: From `make`.
     """
@@ -440,11 +431,6 @@ def seal(record: Sealed) -> bytes:
 
 def unseal(data: bytes, kind: type[_SealedRecord], *, path: Path | str) -> _SealedRecord:
     """Return the record in the bytes of a sealed file.
-
-    Args:
-        data: The bytes.
-        kind: What it must be.
-        path: The file, for errors.
 
     Raises:
         CacheCorruptError: They are torn, differ from their digest, or break the record's grammar.

@@ -97,10 +97,6 @@ _held: dict[str, Lease] = {}
 def hold(layout: CacheLayout, name: RankName) -> Lease | None:
     """Say that this process uses an entry, until it ends. Waits for a second while prune removes the entry.
 
-    Args:
-        layout: Where the cache lies.
-        name: What was found.
-
     Returns:
         The lease; None where none can be had: locks do not work, say.
 
@@ -118,12 +114,7 @@ def hold(layout: CacheLayout, name: RankName) -> Lease | None:
 
 
 def keep(layout: CacheLayout, name: RankName) -> bool:
-    """Hold an entry that was found, and return whether it is still there: from here on prune leaves it alone.
-
-    Args:
-        layout: Where the cache lies.
-        name: What was found.
-    """
+    """Hold an entry that was found, and return whether it is still there: from here on prune leaves it alone."""
     try:
         lease = hold(layout, name)
     except BlockingIOError:
@@ -140,10 +131,6 @@ def hold_writing(layout: CacheLayout, hash_: str) -> Lease | None:
     """Say that this process is writing an entry, until the lease is released or nobody refers to it.
 
     Waits while prune removes the entry, for up to a minute. Never raises on account of the disk.
-
-    Args:
-        layout: Where the cache lies.
-        hash_: The entry's hash; the entry need not be there.
 
     Raises:
         CacheError: It is no hash.
@@ -371,11 +358,6 @@ def require_locks(layout: CacheLayout) -> None:
 
 def try_lock(descriptor: int, *, exclusive: bool, wait: bool = False) -> bool | None:
     """Lock an open file or folder.
-
-    Args:
-        descriptor: The file or folder.
-        exclusive: Whether nobody else may hold it, or only nobody who asks for that.
-        wait: Whether to wait for whoever holds it.
 
     Returns:
         Whether it is locked now; None where locks do not work.

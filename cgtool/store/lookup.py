@@ -70,9 +70,6 @@ class LookupStore:
         """Return the marks that should lead to a manifest and are gone, while the mark that it was taken in is there.
 
         No load finds such an entry. Without that last mark the next load takes it in, and nothing is lost.
-
-        Args:
-            manifest: Of the entry.
         """
         if not os.path.lexists(self._layout.lookup_dir / "indexed" / manifest.name.flat):
             return ()
@@ -86,9 +83,6 @@ class LookupStore:
         whole cache walked for manifests that were not taken in yet.
 
         Never raises on account of a lookup that is missing, torn or read-only; one that cannot be read is no miss.
-
-        Args:
-            digest: Of the cheap facts, 64 hexadecimal digits.
 
         Raises:
             CacheError: The cache folder or the lookup cannot be listed.

@@ -137,11 +137,7 @@ def this_machine() -> Machine:
 
 
 def parse_build(text: str) -> dict[str, str | None]:
-    """Return what torch's version.py says of its build.
-
-    Args:
-        text: The module's source.
-    """
+    """Return what torch's version.py says of its build."""
     build: dict[str, str | None] = {}
     for name, assigned in _BUILD.items():
         match = re.search(_ASSIGNED.format(re.escape(assigned)), text, re.MULTILINE)

@@ -46,12 +46,7 @@ def trash_dir(layout: CacheLayout) -> Path:
 
 
 def is_inside(layout: CacheLayout, path: str) -> bool:
-    """Return whether a path lies in the cache folder itself, so that no link between leads to anything else.
-
-    Args:
-        layout: Where the cache lies; its folder may be a link.
-        path: Below `layout.base`; its own last name may be a link, too.
-    """
+    """Return whether a path lies in the cache folder itself, so that no link between leads to anything else."""
     above, name = os.path.split(os.path.relpath(path, layout.base))
     if name in (os.curdir, os.pardir) or f"{above}{os.sep}".startswith(f"{os.pardir}{os.sep}"):
         return False
@@ -224,10 +219,6 @@ class Pruned:
 def note_pruned(layout: CacheLayout, removed: Mapping[str, Iterable[PrunedEntry]]) -> None:
     """Remember entries that are about to be removed.
 
-    Args:
-        layout: Where the cache lies.
-        removed: By the digest of cheap facts that leads to them.
-
     Raises:
         CacheError: It cannot be written.
     """
@@ -241,10 +232,6 @@ def note_pruned(layout: CacheLayout, removed: Mapping[str, Iterable[PrunedEntry]
 
 def count_miss(layout: CacheLayout, digest: str) -> Pruned | None:
     """Count a lookup that ended in a miss, if a prune may be why. Never raises on account of the disk.
-
-    Args:
-        layout: Where the cache lies.
-        digest: Of the cheap facts that nothing was found for.
 
     Returns:
         What prunes removed of it; None where they removed nothing.
@@ -261,12 +248,7 @@ def count_miss(layout: CacheLayout, digest: str) -> Pruned | None:
 
 
 def pruned(layout: CacheLayout, digest: str) -> Pruned | None:
-    """Return what prunes removed of a model; None where they removed nothing that is still missing.
-
-    Args:
-        layout: Where the cache lies.
-        digest: Of the model's cheap facts.
-    """
+    """Return what prunes removed of a model; None where they removed nothing that is still missing."""
     entries = tuple(entry for entry in _entries(layout, digest) if not layout.key_file(entry.hash).exists())
     if not entries:
         return None

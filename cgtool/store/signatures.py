@@ -90,9 +90,6 @@ def load_private_key(path: Path) -> Ed25519PrivateKey:
 def load_public_keys(paths: Iterable[Path | str]) -> PublicKeys:
     """Return the public keys in files and folders, by key id.
 
-    Args:
-        paths: Files, and folders of which every file is taken but for hidden ones.
-
     Raises:
         UsageError: A file holds no public key of Ed25519, or there is none at all.
         CacheError: A file cannot be read.

@@ -93,11 +93,7 @@ class TrustPolicy(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def read(self, layout: CacheLayout, name: RankName) -> Records | None:
-        """Read the records of an entry that may be believed; None where there is no such entry.
-
-        Args:
-            layout: Where the cache lies; its root as `os.path.realpath` gives it.
-            name: Which entry.
+        """Read the records of an entry that may be believed, below a resolved root; None where there is no such entry.
 
         Raises:
             RefusedError: foreign_owner, writable_by_others, unsigned, untrusted_key, wrong_signature or changed.
@@ -166,10 +162,7 @@ def check_unit_owner(layout: CacheLayout, key: str) -> None:
 
 
 def check_way(root: Path) -> None:
-    """Check that nobody else can put another folder in the place of a cache root, or of one above it.
-
-    Args:
-        root: The cache root, resolved.
+    """Check that nobody else can put another folder in the place of a resolved cache root, or of one above it.
 
     Raises:
         RefusedError: foreign_owner or writable_by_others.
@@ -277,12 +270,6 @@ def _has_acl(path: str) -> bool:
 
 def check_signed(layout: CacheLayout, name: RankName, records: Records, keys: PublicKeys) -> str:
     """Return the id of the trusted key that signed an entry as it is.
-
-    Args:
-        layout: Where the cache lies.
-        name: Which entry.
-        records: Its records as they were read; the manifest vouches for the plan and the artifacts.
-        keys: The keys that are trusted, by id.
 
     Raises:
         RefusedError: unsigned, untrusted_key, wrong_signature or changed: the most telling of all signatures there.

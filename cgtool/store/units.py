@@ -59,12 +59,7 @@ class UnitStore:
         self._told = False
 
     def lock(self, key: str, *, on_wait: Callable[[], None] | None = None) -> FileLock:
-        """Return the lock of a unit, to be held around `find` and `put`.
-
-        Args:
-            key: The unit's key, 64 hexadecimal digits.
-            on_wait: Called once if another process holds it: it is compiling the unit.
-        """
+        """Return the lock of a unit, to be held around `find` and `put`."""
         return FileLock(self._layout.unit_dir(key) / "lock", on_wait=on_wait)
 
     def find(self, key: str) -> Artifact | None:
@@ -95,11 +90,6 @@ class UnitStore:
 
     def put(self, key: str, data: bytes, artifact: Artifact) -> None:
         """Store a unit, replacing one that is corrupt or older.
-
-        Args:
-            key: The unit's key.
-            data: The artifact's bytes.
-            artifact: What is known of it; its digest and size must be those of `data`.
 
         Raises:
             CacheError: It cannot be written, or `artifact` does not fit `data`.
@@ -147,11 +137,6 @@ class UnitStore:
 
 def parse_unit(data: bytes, *, path: Path | str, key: str) -> Artifact:
     """Return the artifact that the bytes of a `unit.json` name.
-
-    Args:
-        data: The bytes.
-        path: The file, for errors.
-        key: Of the unit.
 
     Raises:
         CacheCorruptError: They are torn, break the grammar, or are another unit's.

@@ -163,11 +163,6 @@ def _filtered(layout: CacheLayout, hashes: list[str], filters: tuple[str, ...]) 
 def gather(layout: CacheLayout, names: Iterable[RankName], choice: Choice) -> Contents:
     """Return what goes into a bundle; artifacts are looked at when they are written.
 
-    Args:
-        layout: Where the cache lies.
-        names: The ranks and prefixes.
-        choice: Which rows and files of them.
-
     Raises:
         UsageError: No row has one of the shapes.
         CacheCorruptError: Something of an entry is missing or not as its digest says.

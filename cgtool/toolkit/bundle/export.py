@@ -183,12 +183,6 @@ def write_archive(
 ) -> int:
     """Write a bundle as an archive.
 
-    Args:
-        stream: Where to; it is neither flushed to the disk nor closed.
-        contents: What.
-        keys: Which keys sign it.
-        level: How hard zstd tries, 1 to 19.
-
     Returns:
         How many bytes were written.
 
@@ -223,10 +217,6 @@ def packing_threads(contents: Contents, level: int) -> int:
     """Return how many threads zstd is to have of its own: none where packing is quicker than reading and hashing.
 
     They would wait for bytes there, and packing with them takes up to twice as much of the processor's time in all.
-
-    Args:
-        contents: What is to be packed; a few artifacts are tried.
-        level: How hard zstd tries, 1 to 19.
 
     Returns:
         0, or one for each core; -1 for zstd to count those.
@@ -272,11 +262,6 @@ def write_folder(folder: Path, contents: Contents, *, keys: Sequence[Ed25519Priv
     """Write a bundle as a folder, which serves as the root of a cache as it stands.
 
     All times are the epoch, so that equal entries give equal layers of a container image.
-
-    Args:
-        folder: Where to; there may be an empty folder, and nothing else.
-        contents: What.
-        keys: Which keys sign it.
 
     Returns:
         How many bytes were written.

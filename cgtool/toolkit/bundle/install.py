@@ -86,9 +86,6 @@ def check_fits(layout: CacheLayout, unpacked: Unpacked, *, replacing: bool) -> N
 def check_no_links(folders: Iterable[Path]) -> None:
     """Check that folders of a cache are no links, through which an import would write elsewhere.
 
-    Args:
-        folders: Which; one that is missing passes.
-
     Raises:
         RefusedError: link_here.
         CacheError: One cannot be looked at.
@@ -141,11 +138,6 @@ def _check_plan(entry: Entry | None, manifest: Manifest, *, replacing: bool) -> 
 
 def install(layout: CacheLayout, unpacked: Unpacked, *, replacing: bool) -> tuple[Installed, ...]:
     """Put every entry of a bundle in place.
-
-    Args:
-        layout: The cache.
-        unpacked: The bundle, which lies in the same file system; it is used up.
-        replacing: Whether the bundle's plan wins where the cache holds another.
 
     Raises:
         RefusedError: Another process published another plan meanwhile.

@@ -87,10 +87,6 @@ class OpenBundle(Protocol):
 def opened(source: Path | IO[bytes], limits: Limits) -> Iterator[OpenBundle]:
     """Yield a bundle with its index and signatures read, and nothing else.
 
-    Args:
-        source: A file, a folder, or a stream that is read forwards.
-        limits: How much is read of it.
-
     Raises:
         RefusedError: It is no bundle, or not whole.
         CacheError: It cannot be read.

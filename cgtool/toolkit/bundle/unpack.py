@@ -144,10 +144,6 @@ def unpacked(source: Path | IO[bytes], *, limits: Limits | None = None) -> Itera
 
     What it holds was made by a stranger: it may be looked at, and must not be loaded.
 
-    Args:
-        source: A file, a folder, or a stream that is read forwards.
-        limits: How much it may hold.
-
     Raises:
         RefusedError: It is not believed.
         CacheError: It cannot be read, or the temporary folder cannot be written.
@@ -215,11 +211,6 @@ def _flush(descriptor: int, path: Path) -> None:
 
 def check_entry(layout: CacheLayout, hash_: str, members: Iterable[Member]) -> EntryContent:
     """Check one entry that lies unpacked under a cache root of its own.
-
-    Args:
-        layout: Where it lies.
-        hash_: Which entry.
-        members: The index's words for its files.
 
     Raises:
         RefusedError: Something in it is not as cgtool writes it; the error names the member.
