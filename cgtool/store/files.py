@@ -35,8 +35,7 @@ import msgspec
 
 from cgtool import __version__
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
-from cgtool.plan.grammar import Record, canonical_json, decode, encode, sha256_hex
-from cgtool.plan.pieces import Json
+from cgtool.plan.grammar import Record, decode, encode, sha256_hex
 from cgtool.store.layout import CACHE_FOLDER
 
 _log = logging.getLogger(__name__)
@@ -64,6 +63,14 @@ _SIGNATURE = (
 
 #: What EFBIG and SIGXFSZ mean, and what to do.
 FILE_LIMIT = "it is larger than a file may be here. Raise the limit on the size of files (`ulimit -f`)"
+#: What other errors mean, and what to do.
+_WHY = {
+    errno.EROFS: ("it is on a read-only file system", "Make it writable"),
+    errno.EACCES: ("permission denied", "Change its permissions"),
+    errno.EPERM: ("permission denied", "Change its permissions"),
+    errno.ENOTDIR: ("a part of this path is a file and not a folder", "Remove it"),
+    errno.ENOENT: ("there is no such file or folder", "Check the path"),
+}
 
 
 def cache_error(
@@ -87,17 +94,8 @@ def cache_error(
         return _full_disk(error, Path(path), needed_bytes, elsewhere)
     if error.errno == errno.EFBIG:
         return CacheError(f"{path} could not be written: {FILE_LIMIT}.", path=path)
-    if error.errno == errno.EROFS:
-        text = f"{path} could not be {doing}: it is on a read-only file system. Make it writable or {elsewhere}."
-    elif error.errno in (errno.EACCES, errno.EPERM):
-        text = f"{path} could not be {doing}: permission denied. Change its permissions or {elsewhere}."
-    elif error.errno == errno.ENOTDIR:
-        text = f"{path} could not be {doing}: a part of this path is a file and not a folder. Remove it or {elsewhere}."
-    elif error.errno == errno.ENOENT:
-        text = f"{path} could not be {doing}: there is no such file or folder. Check the path or {elsewhere}."
-    else:
-        text = f"{path} could not be {doing}: {error.strerror or error}. Check the disk or {elsewhere}."
-    return CacheError(text, path=path)
+    why, todo = _WHY.get(error.errno or 0, (error.strerror or str(error), "Check the disk"))
+    return CacheError(f"{path} could not be {doing}: {why}. {todo} or {elsewhere}.", path=path)
 
 
 @contextlib.contextmanager
@@ -187,12 +185,9 @@ def check_writable(root: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Flush the names in a folder to the disk, where the file system knows how to."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    flags = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
+    with contextlib.suppress(OSError), opened(os.open, folder, flags) as descriptor:
+        os.fsync(descriptor)
 
 
 @contextlib.contextmanager
@@ -204,7 +199,7 @@ def written(path: Path, data: bytes, *, mode: int = RECORD_MODE) -> Iterator[Pat
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(6).hex()}{_TEMPORARY_SUFFIX}")
     try:
-        _write(temporary, data, mode)
+        write_new(temporary, [data], mode)
         yield temporary
     except OSError as error:
         raise cache_error(error, path, needed_bytes=len(data)) from error
@@ -232,40 +227,35 @@ def write_atomic(path: Path, data: bytes, *, mode: int = RECORD_MODE) -> None:
     sync_folder(path.parent)
 
 
-def _write(temporary: Path, data: bytes, mode: int) -> None:
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), mode)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view) :]
+def write_new(path: Path, chunks: Iterable[bytes], mode: int = RECORD_MODE) -> int:
+    """Write a new file, flush it to the disk, and return its size.
+
+    Raises:
+        OSError: It is there already, the disk is full, ...
+    """
+    num_bytes = 0
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+    with opened(os.open, path, flags, mode) as descriptor:
+        for chunk in chunks:
+            view = memoryview(chunk)
+            num_bytes += len(view)
+            while view:
+                view = view[os.write(descriptor, view) :]
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return num_bytes
 
 
 def touch(path: Path) -> None:
-    """Make an empty file, durably enough: one that is lost is made again.
-
-    Raises:
-        CacheError: It cannot be made.
-    """
+    """Make an empty file, durably enough: one that is lost is made again. Raises CacheError."""
     ensure_folder(path.parent)
-    try:
+    with os_errors_as_cache_errors(path, doing="written"):
         path.touch(mode=RECORD_MODE)
-    except OSError as error:
-        raise cache_error(error, path, needed_bytes=0) from error
 
 
 def remove(path: Path) -> None:
-    """Remove a file; one that is gone already is fine.
-
-    Raises:
-        CacheError: It cannot be removed.
-    """
-    try:
+    """Remove a file; one that is gone already is fine. Raises CacheError."""
+    with os_errors_as_cache_errors(path, doing="removed"):
         path.unlink(missing_ok=True)
-    except OSError as error:
-        raise cache_error(error, path, doing="removed") from error
 
 
 def discard(folder: Path) -> None:
@@ -274,22 +264,13 @@ def discard(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def sweep(folder: Path, *, older_than_secs: float = _ABANDONED_SECS) -> int:
-    """Remove temporary files that killed processes left in a folder; never raises.
-
-    Returns:
-        How many were removed.
-    """
-    count = 0
+def sweep(folder: Path) -> None:
+    """Remove temporary files that killed processes left in a folder; never raises."""
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
-            if not is_temporary(path.name):
-                continue
             with contextlib.suppress(OSError):
-                if time.time() - path.lstat().st_mtime > older_than_secs:
+                if is_temporary(path.name) and time.time() - path.lstat().st_mtime > _ABANDONED_SECS:
                     path.unlink()
-                    count += 1
-    return count
 
 
 def is_temporary(name: str) -> bool:
@@ -375,11 +356,6 @@ def corrupt(path: Path | str, why: str, *, expected: Any = None, actual: Any = N
 def is_newer(error: CacheSchemaError) -> bool:
     """Return whether a file's schema is newer than ours, so that it must not be replaced."""
     return bool(error.actual > error.expected)
-
-
-def same_json(left: Json, right: Json) -> bool:
-    """Return whether two JSON values are the same, telling 1, 1.0 and true apart as Python's == does not."""
-    return canonical_json(left) == canonical_json(right)
 
 
 def opening(make: Callable[..., int], *arguments: Any) -> Iterable[int]:

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from cgtool.errors import CacheCorruptError, CacheSchemaError
-from cgtool.plan.grammar import Digest, digest_of
+from cgtool.plan.grammar import Digest, canonical_json, digest_of
 from cgtool.plan.pieces import Json
-from cgtool.store.files import Sealed, corrupt, is_newer, read_bytes, same_json, seal, unseal, write_atomic
+from cgtool.store.files import Sealed, corrupt, is_newer, read_bytes, seal, unseal, write_atomic
 from cgtool.store.layout import CacheLayout, check_hash, short
 
 _log = logging.getLogger(__name__)
@@ -239,7 +239,7 @@ def _leaves(path: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for position, (before, after) in enumerate(zip(old, new, strict=True)):
             yield from _leaves(f"{path}[{position}]", before, after)
-    elif old is _ABSENT or new is _ABSENT or not same_json(old, new):
+    elif old is _ABSENT or new is _ABSENT or canonical_json(old) != canonical_json(new):
         yield path, old, new
 
 

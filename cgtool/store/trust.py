@@ -168,77 +168,65 @@ def check_way(root: Path) -> None:
         RefusedError: foreign_owner or writable_by_others.
         CacheError: A folder cannot be looked at, or is a link by now.
     """
-    if not hasattr(os, "geteuid"):
-        return
-    user = os.geteuid()
     for above in (root, *root.parents):
         path = str(above)
-        try:
-            status = os.lstat(path)
-        except FileNotFoundError:
+        status = _status(path)
+        if status is None:
             continue
-        except OSError as error:
-            raise _unseen(path, error) from error
         if stat.S_ISLNK(status.st_mode):
             raise CacheError(f"{path} is a link, where a folder was. Name the cache by its own path.", path=path)
-        if above == root:
-            continue  # what is asked of it is asked of all that lies in it
-        # In a sticky folder only the owner of a file may rename it.
-        _check_status(path, status, user, may_write=bool(status.st_mode & stat.S_ISVTX))
+        if above != root:  # what is asked of it is asked of all that lies in it
+            # In a sticky folder only the owner of a file may rename it.
+            _check_status(path, status, may_write=bool(status.st_mode & stat.S_ISVTX))
 
 
 def check_paths(paths: Iterable[str]) -> None:
     """Check that files and folders belong to this user or root, and that nobody else may write to them.
 
-    Where one is a link, that holds for the link, for what it leads to, and for every folder on the way there.
-
-    Args:
-        paths: Which; what is missing passes, as an entry without artifacts or a plan that is being published.
+    Where one is a link, that holds for the link, for what it leads to, and for every folder on the way there. What is
+    missing passes, as the artifacts of an entry without any.
 
     Raises:
         RefusedError: foreign_owner or writable_by_others.
         CacheError: One cannot be looked at.
     """
+    for path in paths:
+        status = _status(path)
+        if status is not None and stat.S_ISLNK(status.st_mode):
+            _check_status(path, status, may_write=True)  # its owner alone may replace it
+            check_way(Path(os.path.realpath(path)))
+            status = _status(path, follow=True)
+        if status is not None:
+            _check_status(path, status)
+
+
+def _status(path: str, *, follow: bool = False) -> os.stat_result | None:
+    try:
+        return os.stat(path, follow_symlinks=follow)  # noqa: PTH116 - a str on the way of a load
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CacheError(f"{path} cannot be looked at: {error.strerror}. Check its permissions.", path=path) from error
+
+
+def _check_status(path: str, status: os.stat_result, *, may_write: bool = False) -> None:
     if not hasattr(os, "geteuid"):
         return  # Windows, where none of this says who may write
-    user = os.geteuid()
-    for path in paths:
-        try:
-            status = os.lstat(path)
-            if stat.S_ISLNK(status.st_mode):
-                _check_status(path, status, user, may_write=True)  # its owner alone may replace it
-                check_way(Path(os.path.realpath(path)))
-                status = os.stat(path)  # noqa: PTH116 - as its neighbours
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise _unseen(path, error) from error
-        _check_status(path, status, user)
-
-
-def _check_status(path: str, status: os.stat_result, user: int, *, may_write: bool = False) -> None:
-    if status.st_uid not in (user, 0):
-        raise _foreign(path, status.st_uid)
+    user, owner = os.geteuid(), status.st_uid
+    if owner not in (user, 0):
+        message = f"{path} belongs to another user ({owner}), who could have put any code there. {_SHARE}"
+        raise RefusedError(message, reason="foreign_owner", path=path, actual=owner)
     mode = 0 if may_write else status.st_mode
     if mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _is_private(path, status.st_gid, user)):
-        raise _writable(path, mode)
-
-
-def _unseen(path: str, error: OSError) -> CacheError:
-    return CacheError(f"{path} cannot be looked at: {error.strerror}. Check its permissions.", path=path)
-
-
-def _foreign(path: str, owner: int) -> RefusedError:
-    message = f"{path} belongs to another user ({owner}), who could have put any code there. {_SHARE}"
-    return RefusedError(message, reason="foreign_owner", path=path, actual=owner)
-
-
-def _writable(path: str, mode: int) -> RefusedError:
-    who = "everyone" if mode & stat.S_IWOTH else "its group"
-    message = f"{path} can be written to by {who}, who could have put any code there. Take that right away. {_SHARE}"
-    return RefusedError(
-        message, reason="writable_by_others", path=path, expected="no write for others", actual=f"{mode & 0o7777:04o}"
-    )
+        who = "everyone" if mode & stat.S_IWOTH else "its group"
+        actual = f"{mode & 0o7777:04o}"
+        raise RefusedError(
+            f"{path} can be written to by {who}, who could have put any code there. Take that right away. {_SHARE}",
+            reason="writable_by_others",
+            path=path,
+            expected="no write for others",
+            actual=actual,
+        )
 
 
 def _is_private(path: str, group: int, user: int) -> bool:

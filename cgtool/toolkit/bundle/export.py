@@ -18,7 +18,7 @@ import secrets
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ from cgtool.errors import CacheError, UsageError
 from cgtool.plan.grammar import sha256_hex
 from cgtool.store import signatures
 from cgtool.store.bundle_index import INDEX_FILE, SIGNATURE_FILE, names_of_folders
-from cgtool.store.files import RECORD_MODE, cache_error, os_errors_as_cache_errors, sync_folder
+from cgtool.store.files import RECORD_MODE, cache_error, os_errors_as_cache_errors, sync_folder, write_new
 from cgtool.store.layout import CACHE_FOLDER, SIGNATURES, CacheLayout, RankName, resolve_root
 from cgtool.store.leases import keep
 from cgtool.toolkit.bundle.choose import Choice, Contents, chosen_names, gather
@@ -283,9 +283,9 @@ def write_folder(folder: Path, contents: Contents, *, keys: Sequence[Ed25519Priv
             temporary.mkdir(parents=True)
             for name in sorted(names_of_folders([*heads, *(content.member.path for content in contents.contents)])):
                 (temporary / name).mkdir()
-            num_bytes = sum(_write(temporary / name, [data], RECORD_MODE) for name, data in heads.items())
+            num_bytes = sum(write_new(temporary / name, [data]) for name, data in heads.items())
             for content in contents.contents:
-                num_bytes += _write(temporary / content.member.path, content.chunks(), content.member.mode)
+                num_bytes += write_new(temporary / content.member.path, content.chunks(), content.member.mode)
             _settle(temporary)
             temporary.replace(folder)
         except OSError as error:
@@ -304,21 +304,6 @@ def check_free(folder: Path) -> None:
     """
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise UsageError(f"{folder} is there already. Name a folder that is not, or is empty.", path=folder)
-
-
-def _write(path: Path, chunks: Iterable[bytes], mode: int) -> int:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
-    num_bytes = 0
-    try:
-        for chunk in chunks:
-            view = memoryview(chunk)
-            num_bytes += len(view)
-            while view:
-                view = view[os.write(descriptor, view) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return num_bytes
 
 
 def _settle(folder: Path) -> None:
