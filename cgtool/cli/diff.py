@@ -1,6 +1,7 @@
 """`cgtool diff`: parse two sides, compare, print what differs.
 
-Must not import torch; the command itself loads as it runs.
+Must not import torch; the command itself loads as it runs. All that is shown may come from a stranger's cache: each
+sentence and line is quoted and has an end.
 """
 
 from __future__ import annotations
@@ -11,9 +12,17 @@ import click
 
 from cgtool.cli import failures
 from cgtool.cli.options import cache_dir_option, cache_folder, talk_options
+from cgtool.cli.text import count_text, one_line
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cgtool.cli.output import Output
+    from cgtool.toolkit.diff.run import DiffReport
+
+#: What is shown of a report unless all of it was asked for; programs get all.
+MOST_DIFFERENCES = MOST_LINES = 12
+_STYLES = {"-": "red", "+": "green"}
 
 EXAMPLES = """\b
 Examples:
@@ -42,8 +51,7 @@ def diff(*, output: Output, old: str, new: str | None, here: bool, everything: b
     Both may also be caches of one other system, or entries of such (ROOT:NAME), which is told by looking: vLLM, ATOM,
     torch, Triton, or a mega-cache file. Then the entries, factors and artifacts that differ are named.
     """
-    # The command and rich: what `--help` does without.
-    from cgtool.cli.diff_words import show_diff
+    # The command: what `--help` does without.
     from cgtool.toolkit.diff.run import DiffOptions
     from cgtool.toolkit.diff.run import diff as run
 
@@ -51,5 +59,37 @@ def diff(*, output: Output, old: str, new: str | None, here: bool, everything: b
     if output.as_json:
         output.json(report.to_json())
     else:
-        show_diff(output, report, everything=everything)
+        _show(output, report, everything=everything)
     return failures.DONE if report.equal else failures.CHECK_SAID_NO
+
+
+def _show(output: Output, report: DiffReport, *, everything: bool) -> None:
+    """Print what differs between two sides, and how much of it is not shown."""
+    if report.equal:
+        output.line(f"{one_line(report.old)} and {one_line(report.new)} are equal.")
+        return
+    count = count_text(len(report.differences), "difference")
+    output.line(f"{one_line(report.old)} → {one_line(report.new)}: {count}, the most telling first.", style="bold")
+    shown = report.differences if everything else report.differences[:MOST_DIFFERENCES]
+    for difference in shown:
+        output.line(f"{difference.what:>8}  {one_line(difference.sentence)}")
+        show_lines(output, difference.detail, everything=everything)
+    if len(shown) < len(report.differences):
+        output.line(f"and {len(report.differences) - len(shown)} more, which --all and --json show")
+
+
+def show_lines(output: Output, lines: Sequence[str], *, everything: bool) -> None:
+    """Print the lines that belong to a difference, those that changed in colour.
+
+    Args:
+        output: Where to.
+        lines: What is printed, indented.
+        everything: Leave nothing out.
+    """
+    from cgtool.toolkit.diff.records import ALSO
+
+    shown = lines if everything else [line for line in lines if not line.startswith(ALSO)][:MOST_LINES]
+    for line in shown:
+        output.line(f"          {one_line(line)}", style=_STYLES.get(line[:1], "dim"))
+    if len(shown) < len(lines) and len(shown) == MOST_LINES:
+        output.line(f"          and {count_text(len(lines) - len(shown), 'line')} more", style="dim")

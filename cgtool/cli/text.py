@@ -37,6 +37,12 @@ def cut(text: str, most: int = 60) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
+def one_line(text: object, most: int = 400) -> str:
+    """Return text on one line, quoted, and cut where it is longer than anybody reads."""
+    spelled = plain(str(text)[: 2 * most])
+    return spelled if len(spelled) <= most else f"{spelled[:most]}…"
+
+
 def _escaped(char: str) -> str:
     return char.encode("unicode_escape").decode("ascii")
 

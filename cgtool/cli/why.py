@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cgtool.cli import failures, logs
+from cgtool.cli.diff import MOST_DIFFERENCES, show_lines
 from cgtool.cli.options import (
     ADAPTOR_FIELDS,
     adaptor_options,
@@ -22,7 +23,7 @@ from cgtool.cli.options import (
     talk_options,
     weights_option,
 )
-from cgtool.cli.text import count_text
+from cgtool.cli.text import count_text, one_line
 
 if TYPE_CHECKING:
     from cgtool.cli.output import Output
@@ -90,8 +91,6 @@ def show_why(output: Output, report: WhyReport, model: str, *, everything: bool)
         model: MODEL as it was given.
         everything: Leave nothing out.
     """
-    from cgtool.cli.diff_words import MOST_DIFFERENCES, one_line, show_lines
-
     name = one_line(model)
     if report.entry is not None:
         output.line(f"{name} hits: {_entry_words(report.entry)} in {one_line(report.root)} serves it.")
@@ -114,7 +113,6 @@ def show_why(output: Output, report: WhyReport, model: str, *, everything: bool)
 
 
 def _pruned_words(pruned: Pruned) -> str:
-    from cgtool.cli.diff_words import one_line
     from cgtool.store.layout import short
 
     last = pruned.entries[-1]
@@ -123,7 +121,6 @@ def _pruned_words(pruned: Pruned) -> str:
 
 
 def _entry_words(entry: EntryFacts) -> str:
-    from cgtool.cli.diff_words import one_line
     from cgtool.store.layout import short
 
     made = "" if entry.created is None else f", made {one_line(entry.created)}"

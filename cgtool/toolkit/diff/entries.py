@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 from msgspec.structs import asdict, replace
 
@@ -133,7 +134,7 @@ class EntrySide:
         except CacheError:
             return None
 
-    def differences(self, new: EntrySide) -> list[Difference]:
+    def differences(self, new: Any) -> list[Difference]:
         """Return what differs between it and another entry; see `compare_entries`."""
         return compare_entries(self, new)
 

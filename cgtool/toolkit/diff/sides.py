@@ -16,7 +16,7 @@ import re
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from cgtool.errors import CacheError, UsageError
 from cgtool.plan.shapes import shape_text
@@ -34,48 +34,6 @@ _BEGINNING = re.compile(r"[0-9a-fA-F]{1,64}")
 _MOST_LISTED = 8
 
 
-class Comparable(Protocol):
-    """An entry of any system."""
-
-    @property
-    def hash(self) -> str:
-        """What its system calls it."""
-
-    @property
-    def label(self) -> str:
-        """What people are told of it."""
-
-    @property
-    def model(self) -> str:
-        """What its model is called; "" where its system does not say."""
-
-    @property
-    def likeness(self) -> Hashable:
-        """What it has in common with entries that it may be compared with; None where that is unknown."""
-
-    def differences(self, new: Any) -> list[Difference]:
-        """Return what differs between it and another entry of its system."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Side:
-    """One side of a comparison.
-
-    Args:
-        text: What the user wrote.
-        root: The cache that it is, or lies in.
-        system: Which system wrote that.
-        entries: What the cache holds, by hash.
-        hash: The entry that it is; None for a cache as a whole.
-    """
-
-    text: str
-    root: Path
-    system: str
-    entries: Mapping[str, Comparable]
-    hash: str | None
-
-
 class ForeignSide:
     """One entry of another system's cache, of which nothing is unpickled."""
 
@@ -87,7 +45,7 @@ class ForeignSide:
         self.label = shown(entry.name)
         self.likeness = (entry.kind, str(entry.kernel.get("name")), *entry.prefixes)
 
-    def differences(self, new: ForeignSide) -> list[Difference]:
+    def differences(self, new: Any) -> list[Difference]:
         """Return what differs between it and another entry of its system: factors first, then artifacts."""
         factors = factor_differences(Key.of(self.entry.key_factors), Key.of(new.entry.key_factors))
         return [*factors, *together(self._artifacts(new.entry))]
@@ -118,6 +76,29 @@ class ForeignSide:
                 said = f"has other bytes, {one.size_bytes} as before"
             sentence = f"{_artifact_words(artifact)} {said}"
             yield Difference(what="artifact", path=artifact.path, old=first, new=second, sentence=sentence)
+
+
+#: An entry of any system: its hash or name, what people are told of it, and what it may be compared with.
+Comparable = EntrySide | ForeignSide
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One side of a comparison.
+
+    Args:
+        text: What the user wrote.
+        root: The cache that it is, or lies in.
+        system: Which system wrote that.
+        entries: What the cache holds, by hash.
+        hash: The entry that it is; None for a cache as a whole.
+    """
+
+    text: str
+    root: Path
+    system: str
+    entries: Mapping[str, Comparable]
+    hash: str | None
 
 
 def _place(entry: ForeignEntry, artifact: ForeignArtifact) -> Hashable:

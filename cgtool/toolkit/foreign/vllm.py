@@ -33,8 +33,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -146,62 +145,29 @@ def _tokens(low: int, high: int) -> Shape:
     return {"num_tokens": (low, high)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """One entry's folder.
-
-    Args:
-        name: The entry's name.
-        path: Its folder.
-        part_of: The folder that is deleted with it; None if it is whole.
-        rank: Which rank it is a part of, if it is.
-        prefix: Which prefix it is, if it is one.
-    """
-
-    name: str
-    path: Path
-    part_of: Path | None = None
-    rank: str | None = None
-    prefix: str | None = None
-
-
 def detect_vllm(path: Path) -> str | None:
     """Return "vllm" or "atom" if one of them wrote a folder, else None."""
-    places = _find_places(path)
-    return _system_of(places) if places else None
+    return _system_of(_entries_in(path).values())
 
 
-def _find_places(path: Path) -> list[_Place]:
-    """The entries in a folder that vLLM or ATOM wrote, whichever folder of it a user names; none in another folder."""
-    names = _names(path)
-    match = _RANK.fullmatch(path.name)
-    if MANIFEST_FILE not in names and (not _RECORDS.isdisjoint(names) or any(map(artifact_name, names))):
-        rank = path if match else path.parent
-        rank_match = _RANK.fullmatch(rank.name)
-        if rank_match is None:
-            return [_Place(name=path.name, path=path)]
-        prefix = "" if rank is path else path.name
-        return [_Place(name=path.name, path=path, part_of=rank.parent, rank=rank_match[1], prefix=prefix)]
-    if match and _is_rank_folder(path):
-        return [_Place(name=path.name, path=path, part_of=path.parent, rank=match[1])]
+def _entries_in(path: Path) -> dict[str, Path]:
+    """The entries of a cache, or the one that a folder is, by name; none in a folder that neither system wrote."""
     if _is_hash_folder(path):
-        return [_Place(name=path.name, path=path)]
+        return {path.name: path}
     base = path / CACHE_FOLDER
     base = base if base.is_dir() else path
     if base.name == _AOT_FOLDER:
-        aot, places = base, []
+        aot, found = base, {}
     else:
-        aot, places = base / _AOT_FOLDER, [_Place(name=child.name, path=child) for child in _hash_folders(base)]
-    return [*places, *(_Place(name=f"{_AOT_FOLDER}/{child.name}", path=child) for child in _hash_folders(aot))]
+        aot, found = base / _AOT_FOLDER, {child.name: child for child in _hash_folders(base)}
+    return found | {f"{_AOT_FOLDER}/{child.name}": child for child in _hash_folders(aot)}
 
 
-def _system_of(places: list[_Place]) -> str:
-    """The system that spells ranks as these are spelled."""
-    for place in places:
-        for name in (place.path.name, place.path.parent.name, *(child.name for child in _folders(place.path))):
-            if match := _RANK.fullmatch(name):
-                return "vllm" if "_" in match[1] else "atom"
-    return "vllm"
+def _system_of(entries: Iterable[Path]) -> str | None:
+    """The system that spells ranks as these entries do."""
+    ranks = (match[1] for path in entries for child in _folders(path) if (match := _RANK.fullmatch(child.name)))
+    rank = next(ranks, None)
+    return None if rank is None else "vllm" if "_" in rank else "atom"
 
 
 def _is_rank_folder(path: Path) -> bool:
@@ -240,17 +206,18 @@ def _names(path: Path) -> set[str]:
 
 
 def read_vllm(path: Path) -> ForeignCache:
-    """Return what a folder that vLLM or ATOM wrote holds: a cache, an entry's folder, or a part of one."""
+    """Return what a cache or the folder of an entry holds that vLLM or ATOM wrote."""
     warnings: list[str] = []
-    places = _find_places(path)
-    root = path / CACHE_FOLDER if any(place.path.is_relative_to(path / CACHE_FOLDER) for place in places) else path
+    found = _entries_in(path)
+    root = path / CACHE_FOLDER if any(place.is_relative_to(path / CACHE_FOLDER) for place in found.values()) else path
     tree = Tree(root, warnings)
-    system = _system_of(places)
-    readers = {_inner(place.path, root): _EntryReader(tree, place, _inner(place.path, root)) for place in places}
-    entries = [reader.entry() for reader in readers.values()]
-    if "" not in readers:
-        entries += _strangers(tree, set(readers), _NAMES[system])
-    forms = {form for reader in readers.values() for form in reader.forms}
+    system = _system_of(found.values()) or "vllm"
+    tops = {name: "" if place == root else place.relative_to(root).as_posix() for name, place in found.items()}
+    readers = [_EntryReader(tree, name, top) for name, top in tops.items()]
+    entries = [reader.entry() for reader in readers]
+    if root not in found.values():
+        entries += _strangers(tree, set(tops.values()), _NAMES[system])
+    forms = {form for reader in readers for form in reader.forms}
     return ForeignCache(
         system=system,
         version=" ".join(sorted(forms)) or None,
@@ -280,22 +247,18 @@ def _strangers(tree: Tree, known: set[str], system: str) -> Iterator[ForeignEntr
             tree.warnings.append(f"{shown(tree.top / above / name)} is not part of the cache and was skipped.")
 
 
-def _inner(path: Path, root: Path) -> str:
-    return "" if path == root else path.relative_to(root).as_posix()
-
-
 class _EntryReader:
     """Reads one entry: its ranks and prefixes, what their indexes name, and what is there.
 
     Args:
         tree: What holds the entry's folder.
-        place: The folder.
-        top: The same below the tree's.
+        name: What the entry is called.
+        top: Its folder, below the tree's.
     """
 
-    def __init__(self, tree: Tree, place: _Place, top: str) -> None:
+    def __init__(self, tree: Tree, name: str, top: str) -> None:
         self.tree = tree
-        self.place = place
+        self.name = name
         self.top = top
         self.artifacts: list[ForeignArtifact] = []
         self.problems: list[str] = []
@@ -305,7 +268,7 @@ class _EntryReader:
 
     def entry(self) -> ForeignEntry:
         """Return the entry."""
-        place, parts = self.place, self._parts()
+        parts = self._parts()
         for rank, prefix, folder in parts:
             self._pieces(folder, {"rank": rank, "prefix": prefix})
         factors: dict[str, Json] = {}
@@ -324,34 +287,27 @@ class _EntryReader:
         self._shared()
         # The factors of all parts are one, as they should be, or are named by their parts.
         is_one = len({json.dumps(value, sort_keys=True) for value in factors.values()}) < 2  # noqa: PLR2004
-        part_of = place.part_of
         return ForeignEntry.of(
-            place.name,
+            self.name,
             kind,
-            place.path,
+            self.tree.top / self.top,
             self.tree.under(self.top),
             self.artifacts,
             ranks=tuple(dict.fromkeys(rank for rank, _, _ in parts if rank)),
             prefixes=tuple(dict.fromkeys(prefix for _, prefix, _ in parts if prefix)),
             factors=next(iter(factors.values()), None) if is_one else factors,
             problems=tuple(self.problems),
-            deletable=part_of is None,
-            why_not="" if part_of is None else f"it is a part of {shown(part_of)}, which may be removed whole",
         )
 
     def _parts(self) -> list[tuple[str, str, str]]:
         """The rank, prefix and folder of each part, by rank and prefix."""
-        place, top = self.place, self.top
-        if place.prefix is not None:
-            return [(place.rank or "", place.prefix, top)]
-        if place.rank is not None:
-            return [(place.rank, prefix, join(top, prefix)) for prefix in self._prefixes(top)]
+        top = self.top
         ranks = [match[1] for name in self.tree.folders(top) if (match := _RANK.fullmatch(name))]
         return [
             (rank, prefix, join(top, f"rank_{rank}", prefix))
             for rank in sorted(ranks, key=lambda rank: [int(number) for number in rank.split("_")])
             for prefix in self._prefixes(join(top, f"rank_{rank}"))
-        ] or [("", "", top)]
+        ]
 
     def _prefixes(self, rank_folder: str) -> list[str]:
         """The prefixes of a rank, with "" for what lies right in its folder."""

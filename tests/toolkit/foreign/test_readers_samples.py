@@ -11,7 +11,6 @@ from readers_samples import (
     AOT_KEY,
     FX_KEY,
     HASH,
-    PIECES,
     RANK,
     SAMPLES,
     SCALE,
@@ -140,26 +139,15 @@ def test_an_entry_that_compiled_nothing_still_says_its_ranks_and_factors(caches)
     assert (entry.size_bytes, list(entry.all_problems())) == (26_847, [])
 
 
-@pytest.mark.parametrize(
-    ("part", "name", "artifact"),
-    [
-        pytest.param(
-            "torch_compile_cache", "1572951577", "rank_0_0/backbone/artifact_compile_range_8_8_subgraph_0", id="base"
-        ),
-        pytest.param(HASH, "1572951577", "rank_0_0/backbone/artifact_compile_range_8_8_subgraph_0", id="hash"),
-        pytest.param(RANK, "rank_0_0", "backbone/artifact_compile_range_8_8_subgraph_0", id="rank"),
-        pytest.param(PIECES, "backbone", "artifact_compile_range_8_8_subgraph_0", id="prefix"),
-    ],
-)
-def test_vllms_cache_is_read_from_whichever_folder_of_it_is_named(samples, part, name, artifact):
+@pytest.mark.parametrize("part", ["torch_compile_cache", HASH])
+def test_vllms_cache_is_read_from_its_own_folder_and_from_an_entrys(samples, part):
     path = samples["vllm"] / part
     assert detect(path) == "vllm"
-    entry = entry_of(read_cache(path), name)
-    assert artifact_of(entry, artifact).shape == {"num_tokens": (8, 8)}
-    assert (entry.ranks, entry.prefixes) == (("0_0",), ("backbone",))
-    whole = name == "1572951577"
-    assert entry.deletable is whole
-    assert entry.why_not == ("" if whole else f"it is a part of {samples['vllm'] / HASH}, which may be removed whole")
+    entry = entry_of(read_cache(path), "1572951577")
+    artifact = artifact_of(entry, "rank_0_0/backbone/artifact_compile_range_8_8_subgraph_0")
+    assert artifact.shape == {"num_tokens": (8, 8)}
+    assert (entry.ranks, entry.prefixes, entry.deletable) == (("0_0",), ("backbone",), True)
+    assert detect(samples["vllm"] / RANK) is None
 
 
 def test_vllms_older_index_names_code_and_graphs_of_the_inductor_cache_beside_it(caches):
