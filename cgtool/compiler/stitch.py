@@ -29,6 +29,7 @@ from cgtool.ops import is_torchs_own
 from cgtool.plan.pieces import PieceGraph, SymbolRange
 from cgtool.plan.records import Guard, Input, Plan, Variant
 from cgtool.plan.shapes import of_sizes
+from cgtool.split.program import with_bodies
 from cgtool.split.splitter import SplitResult, split_graph
 from cgtool.split.text import graph_text
 from cgtool.store.records import Fallback
@@ -178,7 +179,7 @@ class _Builder:
         self._distributions_asked.update(trace.asked.distributions)
         self._matched.update(dict.fromkeys(split.splitting_ops))
         if not self._text:
-            self._text = graph_text(trace.graph_module, split.assignment)
+            self._text = graph_text(with_bodies(trace.graph_module), split.assignment)
 
     def _as_they_stand(self, split: SplitResult) -> dict[int, str]:
         """Return the pieces that could be compiled and may not be, and why."""

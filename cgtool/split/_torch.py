@@ -23,6 +23,11 @@ ENTER_AUTOCAST: Any = autocast_mode._enter_autocast
 EXIT_AUTOCAST: Any = autocast_mode._exit_autocast
 
 
+#: Ops that, where nothing is differentiated, do nothing but run the body that is their first argument → the position
+#: of the first argument that the body takes.
+BODY_OPS: dict[str, int] = {"tag_activation_checkpoint": 1, "invoke_subgraph": 2, "wrap": 1}
+
+
 def op_name(op: OpOverload | OpOverloadPacket) -> str:
     """Return `ns::op.overload` of an overload, `ns::op` of a packet."""
     namespace, _, rest = str(op).partition(".")

@@ -93,9 +93,7 @@ def kind_of(node: fx.Node) -> Kind:
 
 
 def _constant(node: fx.Node) -> Kind:
-    value: Any = node.graph.owning_module
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
+    value = attribute_of(node)
     if isinstance(value, torch.Tensor):
         return Kind.CONSTANT
     if isinstance(value, torch.nn.Module) and all(
@@ -105,12 +103,17 @@ def _constant(node: fx.Node) -> Kind:
     raise cannot_split(node, f"it holds a {type(value).__name__}; pass it as an argument, or make it a number")
 
 
-def constant_of(node: fx.Node) -> torch.Tensor:
-    """Return the tensor of a CONSTANT node."""
+def attribute_of(node: fx.Node) -> Any:
+    """Return what a get_attr node reads."""
     value: Any = node.graph.owning_module
     for part in str(node.target).split("."):
         value = getattr(value, part)
-    constant: torch.Tensor = value
+    return value
+
+
+def constant_of(node: fx.Node) -> torch.Tensor:
+    """Return the tensor of a CONSTANT node."""
+    constant: torch.Tensor = attribute_of(node)
     return constant
 
 

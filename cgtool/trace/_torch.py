@@ -191,7 +191,7 @@ def quiet_tracing() -> Iterator[None]:
             assume_static_by_default=True,
             allow_ignore_mark_dynamic=False,
             suppress_errors=False,
-            allow_rnn=True,
+            allow_rnn=True,  # RNN, LSTM and GRU are ops like others in inference
         ),
         dynamo.config.patch({_IGNORED: _LOGGING}),
         shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]  # installed at run time

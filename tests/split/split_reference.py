@@ -91,8 +91,10 @@ def capture(function: Callable[..., Any], *args: Any, dynamic: Sequence[tuple[in
 
 
 def toy_ops_in(graph_module: fx.GraphModule) -> tuple[str, ...]:
-    """Return those of AT_TOYS that the graph has."""
-    there = {str(node.target).replace(".", "::") for node in graph_module.graph.nodes if node.op == "call_function"}
+    """Return the toy ops in a graph and in the bodies within it."""
+    modules = [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
+    nodes = [node for module in modules for node in module.graph.nodes]
+    there = {str(node.target).replace(".", "::") for node in nodes if node.op == "call_function"}
     return tuple(name for name in AT_TOYS if name in there)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - what everyone calls it
 from split_reference import OPS, capture, check_split
+from torch.utils.checkpoint import checkpoint
 
 from cgtool.graph.expressions import evaluate
 from cgtool.split.splitter import split_graph
@@ -199,6 +200,28 @@ def dead_ends(a):
     OPS.mix(a, a)
     a.cos()
     return (a + 1,)
+
+
+def a_body_is_run_where_it_stands(a):
+    def body(b):
+        c = OPS.mix(b.sin(), b)
+        return c * torch.arange(4.0), b + b.shape[0]
+
+    left, right = checkpoint(body, a, use_reentrant=False)
+    view = left.view(-1)
+    OPS.mix(right, right)
+    view.mul_(2)
+    return left, right, view
+
+
+def a_body_within_a_body(a):
+    def inner(b):
+        return OPS.mix(b, b).cos()
+
+    def outer(b):
+        return checkpoint(inner, b, use_reentrant=False) + 1
+
+    return checkpoint(outer, a * 2, use_reentrant=False) * 3
 
 
 def views_of_an_input_are_returned(a):
