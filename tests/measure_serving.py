@@ -1,7 +1,8 @@
 """Measures steps that are served from CUDA graphs, and starts that capture them; prints a table of medians.
 
     python tests/measure_serving.py tiny FOLDER      tiny_llama, width 2048, 32 layers, bfloat16, paged attention
-    python tests/measure_serving.py llama FOLDER     transformers' Llama at 8B, bfloat16, no KV cache
+    python tests/measure_serving.py llama FOLDER     transformers' Llama at 8B, bfloat16, no KV cache: steps
+    python tests/measure_serving.py llama-starts FOLDER     its starts with 35 sizes, after `llama`
 
 Needs a CUDA device. FOLDER keeps what was compiled, so that a second run measures alone. A step is timed in a loop of
 steps that ends with the device's last kernel; ways take turns, and a ratio is that of their medians. The time to read
@@ -11,7 +12,6 @@ divided by the bandwidth of a copy on the device, measured in the same run. Star
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import statistics
@@ -235,12 +235,13 @@ def in_mode(model: Any, call: Mapping[str, Any], mode: cgtool.CUDAGraphMode, *, 
         return model(**call)
 
 
-def llama_steps(folder: Path) -> None:
+def llama(folder: Path) -> None:
     """One token, in every way."""
     module = llama_module()
     dynamic = {"input_ids": {1: "num_tokens"}}
     began = time.perf_counter()
-    cgtool.compile(module, example_kwargs=tokens(BATCH), dynamic=dynamic, cache_dir=folder / "llama")
+    tuned = cgtool.CompilationConfig(compile_sizes=[1])
+    cgtool.compile(module, example_kwargs=tokens(BATCH), dynamic=dynamic, config=tuned, cache_dir=folder / "llama")
     say("8B: warm, s", round(time.perf_counter() - began, 1))
     call, full, piecewise = tokens(1), cgtool.CUDAGraphMode.FULL, cgtool.CUDAGraphMode.PIECEWISE
     model = cgtool.load(module, cache_dir=folder / "llama")
@@ -268,11 +269,8 @@ def llama_steps(folder: Path) -> None:
     )
 
 
-def llama(folder: Path) -> None:
-    """One token, and starts with 35 sizes."""
-    llama_steps(folder)
-    gc.collect()
-    torch.cuda.empty_cache()
+def llama_starts(folder: Path) -> None:
+    """Starts with 35 sizes."""
     started("llama-start", folder, "torch.compile")  # fills its caches
     starts = {way: started("llama-start", folder, way) for way in ("torch.compile", "cgtool")}
     ratios({"8B: start with 35 sizes over torch.compile's": (starts["cgtool"], starts["torch.compile"])})
@@ -322,7 +320,7 @@ def main() -> None:
         start = {"tiny-start": tiny_start, "llama-start": llama_start}[what]
         sys.stdout.write(f"{start(Path(folder), rest[0])}\n")
     else:
-        {"tiny": tiny, "llama": llama}[what](Path(folder))
+        {"tiny": tiny, "llama": llama, "llama-starts": llama_starts}[what](Path(folder))
 
 
 if __name__ == "__main__":

@@ -195,7 +195,8 @@ def quiet_tracing() -> Iterator[None]:
         ),
         dynamo.config.patch({_IGNORED: _LOGGING}),
         shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]  # installed at run time
-        _silenced("torch._guards", "torch._subclasses.fake_tensor"),
+        # torch 2.11 logs that it cannot sort a setting that holds functions, where it logs its settings.
+        _silenced("torch._guards", "torch._subclasses.fake_tensor", "torch._dynamo.metrics_context"),
     ):
         yield
 
