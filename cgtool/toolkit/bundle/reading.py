@@ -51,6 +51,8 @@ _TYPES = {
     **dict.fromkeys((tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK), _EXTENDED),
 }
 _MAGIC = b"\x28\xb5\x2f\xfd"
+#: The magic number of a frame, and its descriptor.
+_HEAD_BYTES = 5
 _DICTIONARY_BITS = 0x03
 #: What is unpacked at once: a few bytes may come to a hundred thousand times as many.
 _FEED_BYTES = 4096
@@ -171,7 +173,9 @@ class Unpacker:
 
     def _feed(self) -> None:
         data = self._source.read(_FEED_BYTES)
-        if not self._packed and (data[:4] != _MAGIC or (data[4:5] and data[4] & _DICTIONARY_BITS)):
+        while not self._packed and len(data) < _HEAD_BYTES and (more := self._source.read(_FEED_BYTES)):
+            data += more
+        if not self._packed and (data[:4] != _MAGIC or data[4:5] == b"" or data[4] & _DICTIONARY_BITS):
             raise refused("not_a_bundle", "is not packed by zstd", advice="Name a file that cgtool export wrote.")
         if not data:
             raise refused("truncated", "ends too early")

@@ -346,7 +346,7 @@ def test_a_stream_is_read_forwards_in_small_pieces(tmp_path):
             return True
 
         def read(self, size=-1):
-            head, self.rest = self.rest[: min(size, 7)], self.rest[min(size, 7) :]
+            head, self.rest = self.rest[: min(size, 3)], self.rest[min(size, 3) :]
             return head
 
     lay_entry(tmp_path / "a")
