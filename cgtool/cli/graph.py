@@ -13,11 +13,12 @@ from cgtool.cli.columns import Styled, show_rows
 from cgtool.cli.text import count_text, cut, plain
 from cgtool.plan.shapes import shape_text
 from cgtool.store.layout import short
+from cgtool.toolkit.inspect.graph import variant_words
 
 if TYPE_CHECKING:
     from cgtool.cli.output import Output
     from cgtool.plan.pieces import TensorMeta
-    from cgtool.toolkit.inspect.graph import GraphReport, PieceRow
+    from cgtool.toolkit.inspect.graph import GraphReport, Piece
 
 _WIDTH, _BOX, _GAP, _LEFT, _LINE, _HEAD = 760, 74, 18, 20, 19, 58
 #: Hues lie apart by the golden angle, so that any number of neighbours differ.
@@ -62,34 +63,40 @@ svg {{ width: 100%; height: auto; }}
 
 def show_graph(output: Output, report: GraphReport) -> None:
     """Print the pieces of one variant of an entry."""
-    output.line(f"{report.model} {short(report.name.hash)} rank {report.name.rank} {report.name.prefix}", style="bold")
+    manifest = report.manifest
+    name = f"{manifest.model} {short(manifest.hash)} rank {manifest.rank} {manifest.prefix}"
+    output.line(name, style="bold")
     number, shown = report.variant, report.variants[report.variant]
     count = len(report.variants)
-    output.line(f"variant {number} of {count}: {shown.describe()}" if count > 1 else f"one variant: {shown.describe()}")
+    output.line(
+        f"variant {number} of {count}: {variant_words(shown)}" if count > 1 else f"one variant: {variant_words(shown)}"
+    )
     between = "\n" if output.stdout.is_terminal else "; "
     shown_at: dict[str, int] = {}
     rows = []
     for row in report.pieces:
-        twin = shown_at.setdefault(row.identity, row.index)
-        rows.append(_piece_cells(row, between=between, twin=None if twin == row.index else twin))
+        twin = shown_at.setdefault(row.step.graph, row.step.piece)
+        rows.append(_piece_cells(row, between=between, twin=None if twin == row.step.piece else twin))
     show_rows(output, (">piece", "runs", "identity", ">ops", "inputs", "outputs", "shapes"), rows, whole=True)
     if count > 1:
-        output.line("Variants: " + "; ".join(f"{i} {variant.describe()}" for i, variant in enumerate(report.variants)))
+        output.line(
+            "Variants: " + "; ".join(f"{i} {variant_words(variant)}" for i, variant in enumerate(report.variants))
+        )
     output.line(f"The whole graph as Python: {report.code_path}", whole=True)
 
 
-def _piece_cells(row: PieceRow, *, between: str, twin: int | None) -> tuple[object, ...]:
+def _piece_cells(row: Piece, *, between: str, twin: int | None) -> tuple[object, ...]:
     """The cells of one piece; of a piece that equals an earlier one, its `twin`, the tensors are not said again."""
     return (
-        row.index if row.index >= 0 else "-",
+        row.step.piece if row.step.piece >= 0 else "-",
         Styled(between.join(op.removeprefix("torch.ops.") for op in row.ops), "yellow")
-        if row.splitting
+        if row.step.splitting
         else "compiled",
-        Styled(short(row.identity), "dim" if row.splitting else "cyan"),
-        row.num_ops,
-        _tensors_text(row.inputs, between) if twin is None else f"as piece {twin}",
-        _tensors_text(row.outputs, between) if twin is None else "",
-        ", ".join(map(shape_text, row.shapes)) or ("-" if row.splitting else "nothing"),
+        Styled(short(row.step.graph), "dim" if row.step.splitting else "cyan"),
+        sum(row.ops.values()),
+        _tensors_text(row.graph.inputs, between) if twin is None else f"as piece {twin}",
+        _tensors_text(row.graph.results, between) if twin is None else "",
+        ", ".join(shape_text(one.shape) for one in row.rows) or ("-" if row.step.splitting else "nothing"),
     )
 
 
@@ -128,9 +135,9 @@ def svg_of(report: GraphReport) -> str:
     colours = _colours(report)
     height = _HEAD + len(report.pieces) * (_BOX + _GAP) + _GAP
     unique = len(colours)
-    splitting = sum(piece.splitting for piece in report.pieces)
+    splitting = sum(piece.step.splitting for piece in report.pieces)
     facts = (
-        f"{report.variants[report.variant].describe()}: {count_text(len(report.pieces), 'piece')}, {splitting} "
+        f"{variant_words(report.variants[report.variant])}: {count_text(len(report.pieces), 'piece')}, {splitting} "
         f"splitting, {unique} unique, one colour each"
     )
     size = f'viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}"'
@@ -146,24 +153,30 @@ def svg_of(report: GraphReport) -> str:
         if number:
             middle = _WIDTH // 2
             parts.append(f'<line class="arrow" x1="{middle}" x2="{middle}" y1="{top - _GAP}" y2="{top}"/>')
-        parts.append(_box(piece, top, colours.get(piece.identity)))
+        parts.append(_box(piece, top, colours.get(piece.step.graph)))
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _box(piece: PieceRow, top: int, colour: str | None) -> str:
+def _box(piece: Piece, top: int, colour: str | None) -> str:
     look = 'class="split"'
-    if colour is not None and not piece.splitting:
+    if colour is not None and not piece.step.splitting:
         look = f'class="piece" fill="{colour}" stroke="{colour}"'
-    name = f"piece {piece.index}" if piece.index >= 0 else "sizes"
-    what = "splitting" if piece.splitting else "compiled"
-    shapes = _few([shape_text(shape) for shape in piece.shapes], _FEW_SHAPES) or "nothing yet"
-    runs = "as it stands" if piece.splitting else f"for {shapes}"
+    name = f"piece {piece.step.piece}" if piece.step.piece >= 0 else "sizes"
+    what = "splitting" if piece.step.splitting else "compiled"
+    shapes = _few([shape_text(row.shape) for row in piece.rows], _FEW_SHAPES) or "nothing yet"
+    runs = "as it stands" if piece.step.splitting else f"for {shapes}"
     first = f"{name} · {what} {runs}"
-    tensors = f"{_tensors(piece.inputs)} → {_tensors(piece.outputs)}"
+    tensors = f"{_tensors(piece.graph.inputs)} → {_tensors(piece.graph.results)}"
     ops = _few([op.removeprefix("torch.ops.") for op in piece.ops], _FEW_OPS)
+    count = count_text(sum(piece.ops.values()), "op")
     lines = [
         _text(_LEFT + 14, top + 22, first, "name"),
-        _text(_LEFT + 14, top + 22 + _LINE, f"{short(piece.identity)} · {count_text(piece.num_ops, 'op')}: {ops}", ""),
+        _text(
+            _LEFT + 14,
+            top + 22 + _LINE,
+            f"{short(piece.step.graph)} · {count}: {ops}",
+            "",
+        ),
         _text(_LEFT + 14, top + 22 + 2 * _LINE, tensors, "soft"),
     ]
     box = f'<rect {look} x="{_LEFT}" y="{top}" width="{_WIDTH - 2 * _LEFT}" height="{_BOX}" rx="7"/>'
@@ -172,7 +185,9 @@ def _box(piece: PieceRow, top: int, colour: str | None) -> str:
 
 def _colours(report: GraphReport) -> dict[str, str]:
     """Return identity → colour of the pieces that are compiled, in order of first appearance."""
-    identities = dict.fromkeys(piece.identity for piece in report.pieces if not piece.splitting and piece.index >= 0)
+    identities = dict.fromkeys(
+        piece.step.graph for piece in report.pieces if not piece.step.splitting and piece.step.piece >= 0
+    )
     return {
         identity: f"hsl({round(210 + number * _GOLDEN_ANGLE) % 360}, 65%, 50%)"
         for number, identity in enumerate(identities)
@@ -189,8 +204,8 @@ def _few(words: list[str], most: int) -> str:
 
 
 def _title(report: GraphReport) -> str:
-    name = report.name
-    return f"{cut(plain(report.model), _MOST_OF_MODEL)} {short(name.hash)} rank {name.rank} {name.prefix}"
+    name = report.manifest
+    return f"{cut(plain(report.manifest.model), _MOST_OF_MODEL)} {short(name.hash)} rank {name.rank} {name.prefix}"
 
 
 def _text(x: int, y: int, words: str, kind: str) -> str:

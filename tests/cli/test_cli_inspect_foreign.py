@@ -86,12 +86,12 @@ def test_each_sample_is_one_table_and_one_json_document(samples):
     documents = [ran.report for ran in _inspect(samples, *((name, "--json") for name in samples))]
     assert all(list(document) == KEYS for document in documents)
     assert [(document["schema"], document["system"], document["num_entries"]) for document in documents] == [
-        (1, "vllm", 3),
-        (1, "atom", 2),
-        (1, "torch_inductor", 4),
-        (1, "triton", 3),
-        (1, "mega_cache", 1),
-        (1, "compiled_artifact", 1),
+        (2, "vllm", 3),
+        (2, "atom", 2),
+        (2, "torch_inductor", 4),
+        (2, "triton", 3),
+        (2, "mega_cache", 1),
+        (2, "compiled_artifact", 1),
     ]
     assert [document["num_problems"] for document in documents] == [1, 2, 0, 3, 0, 0]
     assert documents[0]["entries"][0]["artifacts"][0]["shape"] == {"num_tokens": [1, 2048]}

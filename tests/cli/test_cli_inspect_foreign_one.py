@@ -53,7 +53,7 @@ def test_an_entry_of_vllms_says_what_is_compiled_and_what_is_not_recorded(sample
     assert lines[-1].startswith("vLLM records no guards, no compile times and no uses")
     report = document.report
     assert list(report) == ["schema", "system", "version", "root", "entry", "shapes", "holes", "not_recorded"]
-    assert (report["schema"], report["system"], report["version"]) == (1, "vllm", "ranges")
+    assert (report["schema"], report["system"], report["version"]) == (2, "vllm", "ranges")
     assert (report["shapes"], report["holes"]) == ([{"num_tokens": [1, 2048]}, {"num_tokens": [8, 8]}], [])
     assert (report["entry"]["name"], len(report["entry"]["artifacts"])) == ("1572951577", 6)
     assert list(key.report) == ["schema", "system", "root", "entry", "factors", "not_recorded"]

@@ -237,7 +237,7 @@ def test_an_artifact_is_shown_by_digest_and_by_piece(tmp_path):
         "  s0 < 9\n"
     )
     assert by_digest.report == {
-        "schema": 1,
+        "schema": 2,
         "root": str(tmp_path),
         "digest": row.artifact.digest,
         "kind": "aot",

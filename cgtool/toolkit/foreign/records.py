@@ -20,7 +20,7 @@ from cgtool.store.key import Factor
 from cgtool.toolkit.foreign.formats import MOST_BYTES, native_target, parse_json, pickle_protocol, read_structure
 from cgtool.toolkit.foreign.tree import File, Tree, shown
 
-SCHEMA = 1
+SCHEMA = 2
 
 _HEAD_BYTES = 64
 _MOST_LISTED = 20

@@ -3,7 +3,7 @@
 An artifact of ours is matched to its digest; each is read as data, so nothing of it is unpickled, linked or executed.
 JSON::
 
-    {"schema": 1, "root": str, "digest": sha256, "kind": str, "size_bytes": int, "uses": [use...],
+    {"schema": 2, "root": str, "digest": sha256, "kind": str, "size_bytes": int, "uses": [use...],
      "num_kernels": int | null, "kernels": [kernel...], "target": {str: json}, "compiler": {str: json},
      "members": [{"name": str, "size_bytes": int}...], "sources": [{"language": str, "text": str}...],
      "warnings": [str...]}
@@ -13,7 +13,7 @@ JSON::
 
 and of another system's, `artifact` being as in `inspect cache` (`cgtool.toolkit.foreign.records`)::
 
-    {"schema": 1, "system": str, "root": str, "entry": str, "artifact": {...}, "kernels": [kernel...],
+    {"schema": 2, "system": str, "root": str, "entry": str, "artifact": {...}, "kernels": [kernel...],
      "facts": {str: json}, "compiler": str | null, "members": [...], "sources": [...], "warnings": [str...]}
 
 `null` is unknown. `shared_bytes` is static shared memory as its section has it, the driver's own kilobyte included.
@@ -43,7 +43,7 @@ from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignCache, Foreig
 from cgtool.toolkit.foreign.tree import shown
 from cgtool.toolkit.selection import beginning, one_hash, published
 
-SCHEMA = 1
+SCHEMA = 2
 
 #: Factors of the key that say what compiled an artifact, and for what.
 COMPILERS = ("torch", "triton", "compiler", "inductor")

@@ -44,7 +44,7 @@ from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignCache, Foreig
 from cgtool.toolkit.selection import one_hash
 
 SCHEMA = 2
-FOREIGN_SCHEMA = KEY_SCHEMA = 1
+KEY_SCHEMA = 1
 
 #: What one cell of the table is about: (rank, prefix, variant, piece).
 PlaceName = tuple[int, str, int, int]
@@ -157,7 +157,7 @@ class ForeignEntryReport(msgspec.Struct, frozen=True, kw_only=True):
         not_recorded: What such a cache does not say, in a sentence.
     """
 
-    schema: int = FOREIGN_SCHEMA
+    schema: int = SCHEMA
     system: str
     version: str | None
     root: Path

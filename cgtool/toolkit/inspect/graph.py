@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import asdict
 
 from cgtool.errors import CacheError, UsageError
-from cgtool.plan.pieces import PieceGraph, TensorMeta
-from cgtool.plan.records import Plan, Step, parse_plan
+from cgtool.plan.pieces import PieceGraph
+from cgtool.plan.records import Plan, Step, Variant, parse_plan
 from cgtool.store.entry import read_entry
 from cgtool.store.files import os_errors_as_cache_errors
-from cgtool.store.layout import GRAPH_FILE, PLAN_FILE, CacheLayout, RankName, resolve_root, short
-from cgtool.store.records import Row
+from cgtool.store.layout import GRAPH_FILE, PLAN_FILE, CacheLayout, resolve_root, short
+from cgtool.store.records import Manifest, Row
 from cgtool.toolkit.foreign.detect import read_foreign
 from cgtool.toolkit.foreign.records import ForeignCache, foreign_json, one_entry
 from cgtool.toolkit.foreign.tree import Tree, shown
@@ -51,65 +52,29 @@ class GraphOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VariantName:
-    """How a variant is told from its siblings.
+class Piece:
+    """One piece of a variant: its place, its graph, and the rows of what was compiled of it."""
 
-    Args:
-        name: The example call's name.
-        fixed: Dimensions that it fixes.
-        dims: Dimensions that it leaves open.
-    """
-
-    name: str
-    fixed: Mapping[str, int]
-    dims: tuple[str, ...]
-
-    def describe(self) -> str:
-        """Return it for people: "prefill, num_tokens any"."""
-        parts = [self.name, *(f"{name}={size}" for name, size in self.fixed.items())]
-        return ", ".join([*parts, *(f"{name} any" for name in self.dims if name not in self.fixed)])
-
-
-@dataclass(frozen=True, kw_only=True)
-class PieceRow:
-    """One piece of a variant.
-
-    Args:
-        index: Its `piece_index`; -1 for a step that only computes sizes.
-        splitting: Whether it holds a splitting op, and so runs as it stands.
-        identity: The digest of its canonical graph.
-        ops: What it calls, with how often, in order of first use.
-        inputs: Its tensors, in order.
-        outputs: What it returns.
-        shapes: What it was compiled for: "general", sizes, ranges.
-        artifacts: The digests of what was compiled, one for each of `shapes`.
-    """
-
-    index: int
-    splitting: bool
-    identity: str
-    ops: Mapping[str, int]
-    inputs: tuple[TensorMeta, ...]
-    outputs: tuple[TensorMeta, ...]
-    shapes: tuple[Any, ...]
-    artifacts: tuple[str, ...]
+    step: Step
+    graph: PieceGraph
+    rows: tuple[Row, ...]
 
     @property
-    def num_ops(self) -> int:
-        """How many operations it runs; reading a size is none."""
-        return sum(self.ops.values())
+    def ops(self) -> Mapping[str, int]:
+        """What it calls, with how often, in order of first use; reading a size is no call."""
+        return Counter(node.target for node in self.graph.nodes if node.target is not None)
 
     def to_json(self) -> dict[str, Any]:
         """Return its JSON form."""
         return {
-            "piece_index": self.index,
-            "splitting": self.splitting,
-            "identity": self.identity,
+            "piece_index": self.step.piece,
+            "splitting": self.step.splitting,
+            "identity": self.step.graph,
             "ops": dict(self.ops),
-            "inputs": [msgspec.structs.asdict(tensor) for tensor in self.inputs],
-            "outputs": [msgspec.structs.asdict(tensor) for tensor in self.outputs],
-            "shapes": list(self.shapes),
-            "artifacts": list(self.artifacts),
+            "inputs": [asdict(tensor) for tensor in self.graph.inputs],
+            "outputs": [asdict(tensor) for tensor in self.graph.results],
+            "shapes": [row.shape for row in self.rows],
+            "artifacts": [row.artifact.digest for row in self.rows],
         }
 
 
@@ -119,9 +84,7 @@ class GraphReport:
 
     Args:
         root: The cache's root.
-        name: The entry's hash, rank and prefix.
-        model: What the model is called.
-        splitting_ops: The ops that the model was split at.
+        manifest: Of the entry's rank and prefix.
         variants: All variants of the entry.
         variant: Which of them `pieces` is of.
         pieces: In order of execution.
@@ -129,12 +92,10 @@ class GraphReport:
     """
 
     root: Path
-    name: RankName
-    model: str
-    splitting_ops: tuple[str, ...]
-    variants: tuple[VariantName, ...]
+    manifest: Manifest
+    variants: tuple[Variant, ...]
     variant: int
-    pieces: tuple[PieceRow, ...]
+    pieces: tuple[Piece, ...]
     code_path: Path
 
     def to_json(self) -> dict[str, Any]:
@@ -142,22 +103,26 @@ class GraphReport:
         return {
             "schema": SCHEMA,
             "root": str(self.root),
-            "hash": self.name.hash,
-            "rank": self.name.rank,
-            "prefix": self.name.prefix,
-            "model": self.model,
-            "splitting_ops": list(self.splitting_ops),
-            "variants": [asdict(variant) for variant in self.variants],
+            **asdict(self.manifest.name),
+            "model": self.manifest.model,
+            "splitting_ops": list(self.manifest.splitting_ops),
+            "variants": [{"name": one.name, "fixed": one.fixed, "dims": list(one.dims)} for one in self.variants],
             "variant": self.variant,
             "pieces": [piece.to_json() for piece in self.pieces],
             "computation_graph": str(self.code_path),
         }
 
 
+def variant_words(variant: Variant) -> str:
+    """Return how a variant is told from its siblings: "prefill, num_tokens any"."""
+    parts = [variant.name, *(f"{name}={size}" for name, size in variant.fixed.items())]
+    return ", ".join([*parts, *(f"{name} any" for name in variant.dims if name not in variant.fixed)])
+
+
 class ForeignGraphReport(msgspec.Struct, frozen=True, kw_only=True):
     """The whole graph of one part of an entry, as its system wrote it for people."""
 
-    schema: int = SCHEMA
+    schema: int = 1
     system: str
     root: Path
     entry: str
@@ -195,17 +160,19 @@ def inspect_graph(options: GraphOptions) -> GraphReport | ForeignGraphReport:
         raise CacheError(message, path=layout.rank_dir(name))
     plan = parse_plan(entry.files[PLAN_FILE], path=layout.rank_dir(name) / PLAN_FILE)
     number = _one_variant(plan, options.variant)
-    rows = [row for row in entry.manifest.rows if row.variant == number]
+    rows: dict[int, list[Row]] = {}
+    for row in entry.manifest.rows:
+        if row.variant == number:
+            rows.setdefault(row.piece_index, []).append(row)
     return GraphReport(
         root=root,
-        name=name,
-        model=entry.manifest.model,
-        splitting_ops=entry.manifest.splitting_ops,
-        variants=tuple(
-            VariantName(name=variant.name, fixed=variant.fixed, dims=tuple(variant.dims)) for variant in plan.variants
-        ),
+        manifest=entry.manifest,
+        variants=plan.variants,
         variant=number,
-        pieces=tuple(_piece(step, plan.graphs[step.graph], rows) for step in plan.variants[number].steps),
+        pieces=tuple(
+            Piece(step=step, graph=plan.graphs[step.graph], rows=tuple(rows.get(step.piece, ())))
+            for step in plan.variants[number].steps
+        ),
         code_path=layout.rank_dir(name) / GRAPH_FILE,
     )
 
@@ -218,26 +185,9 @@ def _one_variant(plan: Plan, wanted: str | None) -> int:
     named = [number for number, variant in enumerate(plan.variants) if variant.name == wanted]
     if len(named) == 1:
         return named[0]
-    listed = "\n".join(
-        f"  {number}: {VariantName(name=variant.name, fixed=variant.fixed, dims=tuple(variant.dims)).describe()}"
-        for number, variant in enumerate(plan.variants)
-    )
+    listed = "".join(f"\n  {number}: {variant_words(variant)}" for number, variant in enumerate(plan.variants))
     what = f"Several variants are called {wanted!r}." if named else f"There is no variant {wanted!r}."
-    raise UsageError(f"{what} Name one of them by its number:\n{listed}", actual=wanted)
-
-
-def _piece(step: Step, graph: PieceGraph, rows: Sequence[Row]) -> PieceRow:
-    own = [row for row in rows if row.piece_index == step.piece]
-    return PieceRow(
-        index=step.piece,
-        splitting=step.splitting,
-        identity=step.graph,
-        ops=dict(Counter(node.target for node in graph.nodes if node.target is not None)),
-        inputs=graph.inputs,
-        outputs=graph.results,
-        shapes=tuple(row.shape for row in own),
-        artifacts=tuple(row.artifact.digest for row in own),
-    )
+    raise UsageError(f"{what} Name one of them by its number:{listed}", actual=wanted)
 
 
 def _inspect_foreign(cache: ForeignCache, options: GraphOptions) -> ForeignGraphReport:
