@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch._dynamo as dynamo
-from torch import fx
 from torch._dynamo import source as dynamo_source
 from torch._dynamo.exc import (
     TorchDynamoException,
@@ -199,24 +198,6 @@ def quiet_tracing() -> Iterator[None]:
         _silenced("torch._guards", "torch._subclasses.fake_tensor", "torch._dynamo.metrics_context"),
     ):
         yield
-
-
-def inline_checkpoints(graph_module: fx.GraphModule) -> None:
-    """Put the bodies of activation checkpoints in their places: without gradients nothing is computed again."""
-    graph = graph_module.graph
-    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint):
-        body: Any = node.args[0]
-        arguments = node.args[1:]
-        inner: Any = getattr(graph_module, str(body.target))
-        values = dict(zip(inner.graph.find_nodes(op="placeholder"), arguments, strict=True))
-        with graph.inserting_before(node):
-            outputs: Any = graph.graph_copy(inner.graph, values)
-        for user in list(node.users):
-            user.replace_all_uses_with(outputs[user.args[1]])
-            graph.erase_node(user)
-        graph.erase_node(node)
-        if not body.users:
-            graph.erase_node(body)
 
 
 @contextlib.contextmanager

@@ -86,7 +86,6 @@ class _Capture:
 
     def __call__(self, graph_module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
         output = private.current_output()
-        private.inline_checkpoints(graph_module)
         self.graph_module = graph_module
         self.frame = module_frame(self._roots.method, output, self._roots)
         self.codes = [code for code in private.TracingContext.get().traced_code if code.co_filename != private.__file__]
