@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
+
+from msgspec import structs
 
 from cgtool.errors import CacheError, CacheSchemaError
 from cgtool.store.files import cache_error, is_newer, read_bytes
@@ -126,6 +128,18 @@ class EntryView:
     def named(self) -> frozenset[str]:
         """The file names of the artifacts that its manifests name."""
         return frozenset(row.artifact.file for manifest in self.manifests for row in manifest.rows)
+
+    def without_rows(self, *, artifacts: bool = True) -> EntryView:
+        """Return the view with manifests that name no artifacts: a hundred thousand rows take a hundred megabytes.
+
+        Args:
+            artifacts: Whether to keep what is in the folder of artifacts.
+        """
+        ranks = (
+            rank if rank.manifest is None else replace(rank, manifest=structs.replace(rank.manifest, rows=()))
+            for rank in self.ranks
+        )
+        return replace(self, ranks=tuple(ranks), artifacts=self.artifacts if artifacts else {})
 
 
 def walk(layout: CacheLayout) -> Iterator[EntryView]:

@@ -54,7 +54,7 @@ def test_a_whole_cache_is_verified_in_a_table_and_in_json(cache_root: Path) -> N
         "repairs": [],
         "refused": False,
     }
-    assert (report["schema"], report["root"], report["units"], report["load"]) == (1, str(cache_root), None, None)
+    assert (report["schema"], report["root"], report["units"], report["load"]) == (2, str(cache_root), None, None)
     assert (report["files"], report["ok"]) == (8, False)
 
 

@@ -41,90 +41,106 @@ Leftover = tuple[str, str]
 
 _MINUTE_SECS, HOUR_SECS, DAY_SECS = 60.0, 3600.0, 86400.0
 
+_LOCK = "lock"
 _NEXT = re.compile(r"\.(?P<name>.+)\.(?P<digest>[0-9a-f]{64})\.next")
 _FLAT = re.compile(r"[0-9a-f]{64}-rank_(?:0|[1-9][0-9]*)-[^~]+")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheFacts:
-    """What lies in a cache.
+    """What a plan has to know of a cache, and no more: it may hold a hundred thousand artifacts.
 
     Args:
         layout: Where it lies.
-        entries: By hash, in order.
-        units: The names in each unit's folder, by key; where that was asked for of those alone that are not whole.
+        entries: By hash, in order, without their rows.
+        units: The names in each unit's folder but its lock, by key.
         is_readable: Whether it is known what every entry shares.
+        leftovers: What is left over in the entries' folders.
     """
 
     layout: CacheLayout
     entries: dict[str, EntryView]
     units: dict[str, tuple[str, ...]]
     is_readable: bool
+    leftovers: tuple[Leftover, ...]
 
     @classmethod
-    def of(cls, layout: CacheLayout, *, whole_units: bool = True) -> CacheFacts:
+    def of(cls, layout: CacheLayout, finder: LeftoverFinder, *, artifacts: bool = True) -> CacheFacts:
         """Walk through a cache; an entry that cannot be read is marked and never an error.
 
         Args:
             layout: Where it lies.
-            whole_units: Whether units that are as they should be are of interest: nearly all of a hundred thousand.
+            finder: Finds what is left over in each entry.
+            artifacts: Whether the names of artifacts are of interest, and units that are as they should be.
 
         Raises:
             CacheError: The cache folder itself cannot be listed.
         """
         unlisted: list[CacheError] = []
-        units = {
-            unit.key: unit.files
-            for unit in walk_units(layout, unlisted)
-            if unit.key and (whole_units or not _is_whole(unit.files))
-        }
-        entries = {entry.hash: entry for entry in walk(layout)}
-        is_readable = not unlisted and all(entry.is_readable for entry in entries.values())
-        return cls(layout=layout, entries=entries, units=units, is_readable=is_readable)
+        units: dict[str, tuple[str, ...]] = {}
+        for unit in walk_units(layout, unlisted):
+            if unit.key and (artifacts or not _is_whole(unit.files)):
+                # One string for the name that all of them have.
+                units[unit.key] = tuple(
+                    UNIT_FILE if name == UNIT_FILE else name for name in unit.files if name != _LOCK
+                )
+        entries: dict[str, EntryView] = {}
+        leftovers: list[Leftover] = []
+        is_readable = True
+        for entry in walk(layout):
+            leftovers += finder.of_entry(entry)
+            is_readable = is_readable and entry.is_readable
+            entries[entry.hash] = entry.without_rows(artifacts=artifacts)
+        return cls(
+            layout=layout,
+            entries=entries,
+            units=units,
+            is_readable=is_readable and not unlisted,
+            leftovers=tuple(leftovers),
+        )
 
 
 class LeftoverFinder:
     """Finds the leftovers of a cache.
 
     Args:
-        facts: What the cache holds.
+        layout: Where it lies.
         leases: Who uses it.
         now: Seconds since the epoch.
     """
 
-    def __init__(self, facts: CacheFacts, leases: LeaseTable, *, now: float) -> None:
-        self._facts = facts
+    def __init__(self, layout: CacheLayout, leases: LeaseTable, *, now: float) -> None:
+        self._layout = layout
         self._leases = leases
-        self._layout = facts.layout
-        self._base = f"{facts.layout.base}/"
+        self._base = f"{layout.base}/"
         self._now = now
         #: What is behind a link is no leftover of this cache.
-        self._has_state = not facts.layout.state_dir.is_symlink()
+        self._has_state = not layout.state_dir.is_symlink()
 
-    def find(self) -> Iterator[Leftover]:
-        """Yield leftovers, but units that are whole."""
+    def find(self, facts: CacheFacts) -> Iterator[Leftover]:
+        """Yield all leftovers, but units that are whole."""
+        yield from facts.leftovers
         for name in sorted(_listed(str(trash_dir(self._layout)))) if self._has_state else ():
             yield f"state/trash/{name}", "trash"
         yield from self._temporaries("", sorted(_listed(str(self._layout.base), follow=True)))
-        for entry in self._facts.entries.values():
-            yield from self._of_entry(entry)
-        for key, files in self._facts.units.items():
+        for key, files in facts.units.items():
             if not _is_whole(files):
                 yield from self._of_unit(f"units/{key[:2]}/{key}", key, files)
-        yield from self._of_lookup()
+        yield from self._of_lookup(facts)
         if self._has_state:
-            yield from self._of_state()
+            yield from self._of_state(facts)
 
-    def unshared_units(self, gone: frozenset[str]) -> Iterator[Leftover]:
+    def unshared_units(self, facts: CacheFacts, gone: frozenset[str]) -> Iterator[Leftover]:
         """Yield the units that no entry shares; none where it is not known what every entry shares.
 
         Args:
+            facts: What the cache holds.
             gone: The hashes of entries that go.
         """
-        if not self._facts.is_readable:
+        if not facts.is_readable:
             return
-        shared = {name for hash_, e in self._facts.entries.items() if hash_ not in gone for name in e.artifacts}
-        for key, files in self._facts.units.items():
+        shared = {name for hash_, entry in facts.entries.items() if hash_ not in gone for name in entry.artifacts}
+        for key, files in facts.units.items():
             path = f"units/{key[:2]}/{key}"
             if UNIT_FILE in files and shared.isdisjoint(files) and self._rests(path, HOUR_SECS):
                 yield path, "unit"
@@ -137,7 +153,8 @@ class LeftoverFinder:
             if name[0] == "." and is_temporary(name) and _is_dead(f"{self._base}{folder}{name}", self._now):
                 yield folder + name, "temporary"
 
-    def _of_entry(self, entry: EntryView) -> Iterator[Leftover]:
+    def of_entry(self, entry: EntryView) -> Iterator[Leftover]:
+        """Yield what is left over in an entry's folder, or the entry itself."""
         hash_ = entry.hash
         if entry.is_link:
             return
@@ -183,7 +200,7 @@ class LeftoverFinder:
                 if current is not None and name != current:
                     yield f"{path}/{name}", "artifact"
 
-    def _of_lookup(self) -> Iterator[Leftover]:
+    def _of_lookup(self, facts: CacheFacts) -> Iterator[Leftover]:
         lookup = f"{self._base}lookup"
         for digest in sorted(_listed(lookup)):
             names = _listed(f"{lookup}/{digest}")
@@ -191,16 +208,16 @@ class LeftoverFinder:
                 yield f"lookup/{digest}", "lookup"
             for name in names:
                 hash_ = name[:64]
-                if is_hash(hash_) and hash_ not in self._facts.entries:
+                if is_hash(hash_) and hash_ not in facts.entries:
                     yield f"lookup/{digest}/{name}", "lookup"
 
-    def _of_state(self) -> Iterator[Leftover]:
+    def _of_state(self, facts: CacheFacts) -> Iterator[Leftover]:
         state = f"{self._base}state"
-        known = {rank.name.flat for entry in self._facts.entries.values() for rank in entry.ranks}
+        known = {rank.name.flat for entry in facts.entries.values() for rank in entry.ranks}
         for folder in ("used", "locks", "leases"):
             for name in sorted(_listed(f"{state}/{folder}")):
                 is_flat = _FLAT.fullmatch(name) is not None
-                gone = name not in self._facts.entries if is_hash(name) else is_flat and name not in known
+                gone = name not in facts.entries if is_hash(name) else is_flat and name not in known
                 if gone and not self._leases.is_used(name[:64]):
                     yield f"state/{folder}/{name}", "state"
         yield from self._temporaries("state/pruned/", _listed(f"{state}/pruned"))
@@ -344,7 +361,7 @@ def _unlink_idle(path: str) -> None:
 
 def _is_whole(files: tuple[str, ...]) -> bool:
     """Whether a unit's folder holds its record and one artifact, and beside them a lock at most."""
-    others = set(files) - {UNIT_FILE, "lock"}
+    others = set(files) - {UNIT_FILE, _LOCK}
     return UNIT_FILE in files and len(others) == 1 and not others.pop().startswith(".")
 
 

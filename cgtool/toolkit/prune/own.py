@@ -72,11 +72,12 @@ def make_plan(
     """
     made = time.time() if now is None else now
     with gc_paused():  # hundreds of thousands of names, none of which is garbage
-        facts = CacheFacts.of(layout, whole_units=rules.units or rules.for_entries)
         leases = LeaseTable(layout)
+        finder = LeftoverFinder(layout, leases, now=made)
+        facts = CacheFacts.of(layout, finder, artifacts=rules.units or rules.for_entries)
         stale = StaleFinder(layout, pythonpath=pythonpath, machine=machine)
         chooser = Chooser(layout, facts.entries, rules, leases, stale, now=made)
-        return _Planner(facts, rules, chooser, LeftoverFinder(facts, leases, now=made), made).plan()
+        return _Planner(facts, rules, chooser, finder, made).plan()
 
 
 class _Planner:
@@ -110,7 +111,7 @@ class _Planner:
     def plan(self) -> OwnPlan:
         rules = self._rules
         if rules.for_leftovers:
-            self._add_files(self._leftovers.find())
+            self._add_files(self._leftovers.find(self._facts))
         chosen = self._chooser.chosen()
         for hash_ in sorted(chosen, key=lambda hash_: (self._chooser.last_seen(self._facts.entries[hash_]), hash_)):
             self._add_entry(self._facts.entries[hash_], chosen[hash_])
@@ -154,7 +155,11 @@ class _Planner:
         """Add the units that no entry shares which stays, where that was asked for: ahead of entries that make room."""
         if self._rules.units:
             gone = frozenset(entry.hash for entry in self._entries)
-            whole = [item for item in self._leftovers.unshared_units(gone) if item[0][-64:] not in self._planned_units]
+            whole = [
+                item
+                for item in self._leftovers.unshared_units(self._facts, gone)
+                if item[0][-64:] not in self._planned_units
+            ]
             self._planned_units.update(path[-64:] for path, _ in whole)
             self._add_files(whole)
 
@@ -170,8 +175,7 @@ class _Planner:
         for name in entry.artifacts:
             self._shares[name] -= 1
         for key in units:
-            files = [name for name in self._facts.units[key] if name != "lock"]  # which is empty
-            frees += self._ledger.take_files(f"{self._base}units/{key[:2]}/{key}", files)
+            frees += self._ledger.take_files(f"{self._base}units/{key[:2]}/{key}", self._facts.units[key])
         self._planned_units.update(units)
         self._entries.append(
             PlannedEntry(

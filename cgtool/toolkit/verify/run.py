@@ -2,7 +2,7 @@
 
 Prints nothing. Importable without torch: only the child of `--load`, and what `--repair` compiles, need it. As JSON::
 
-    {"schema": 1, "root": str, "entries": [entry...], "units": units | null, "load": load | null, "files": int,
+    {"schema": 2, "root": str, "entries": [entry...], "units": units | null, "load": load | null, "files": int,
      "size_bytes": int, "secs": float, "ok": bool}
     entry   = {"hash": str, "models": [str...], "verdict": {"level": word, "reasons": [str...]},
                "problems": [finding...], "notes": [finding...], "holes": [hole...], "missing_ranks": [[prefix, int]...],
@@ -46,7 +46,7 @@ from cgtool.toolkit.verify.load import LoadProof, ModelChoice, prove_load
 from cgtool.toolkit.verify.repair import Repair, compile_again, repair_entry, repair_units
 from cgtool.toolkit.verify.verdict import Level, Verdict, glibc_of_entry, verdict
 
-SCHEMA = 1
+SCHEMA = 2
 #: What is set right shows what else is wrong: a spelling, then an artifact, then an orphan that its successor leaves.
 _ROUNDS = 5
 

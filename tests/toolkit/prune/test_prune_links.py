@@ -10,9 +10,9 @@ from prune_samples import DAY, files_in, is_whole, lay, rest
 
 from cgtool.errors import CacheError
 from cgtool.store.layout import CacheLayout
-from cgtool.store.leases import hold, remove_idle
+from cgtool.store.leases import LeaseTable, hold, remove_idle
 from cgtool.store.pruned import is_inside, put_aside, sweep_trash
-from cgtool.toolkit.prune.leftovers import CacheFacts
+from cgtool.toolkit.prune.leftovers import CacheFacts, LeftoverFinder
 from cgtool.toolkit.prune.own import OwnPlan, make_plan
 from cgtool.toolkit.prune.plan import PlannedFile, Rules
 from cgtool.toolkit.prune.removal import Ledger
@@ -113,7 +113,7 @@ def test_a_link_in_place_of_a_rank_leaves_the_entry_unreadable(cache_root, outsi
     orphan = layout.entry_dir(name.hash) / "artifacts" / f"{'a' * 64}.eager"
     put_old(orphan)
     move_out(layout.entry_dir(name.hash) / "rank_1", outside)  # whose manifest may name the artifact
-    assert not CacheFacts.of(layout).is_readable
+    assert not CacheFacts.of(layout, LeftoverFinder(layout, LeaseTable(layout), now=0.0)).is_readable
     assert [found.rank for found in layout.rank_names(name.hash)] == [0]
     prune(cache_root)
     assert orphan.exists()
