@@ -161,13 +161,6 @@ class SeenOps(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[n
         return func(*args, **(kwargs or {}))
 
 
-def compile_tag(tag: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which torch's own caches know results of `tag` only."""
-    config: Any = torch.compiler.config
-    patched: contextlib.AbstractContextManager[Any] = config.patch(cache_key_tag=tag, force_disable_caches=False)
-    return patched
-
-
 @contextlib.contextmanager
 def compiling(tag: str) -> Iterator[None]:
     """Set up what every compile and every load through `compile_fx` runs under.
@@ -178,10 +171,11 @@ def compiling(tag: str) -> Iterator[None]:
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
 
+    compiler_config: Any = torch.compiler.config
     shape_config: Any = importlib.import_module("torch.fx.experimental._config")
     with (
         torch.no_grad(),
-        compile_tag(tag),
+        compiler_config.patch(cache_key_tag=tag, force_disable_caches=False),
         # where torch may choose between code for all sizes and faster code for some, it takes the one for all: else a
         # piece would hold up to some size that follows from the example sizes, such as 8 * s0 <= 4096
         shape_config.patch(backed_size_oblivious=True),

@@ -91,7 +91,8 @@ def narrowed_ranges(served: Iterable[Served], asked: Mapping[str, DynamicDim]) -
         ranges = _joined((one.low, one.high) for one in found)
         if ranges == [(asked[dim].min, asked[dim].max)]:
             continue
-        said = " and ".join(_range_text(low, high) for low, high in ranges)
+        texts = [str(low) if low == high else f"{low} to {'any' if high is None else high}" for low, high in ranges]
+        said = " and ".join(texts)
         lines = dict.fromkeys(line for one in found for line in one.lines)
         if lines:
             notes.append(f"{dim} serves {said} because of {' and '.join(lines)}. {_ADVICE}")
@@ -141,10 +142,6 @@ def _joined(ranges: Iterable[tuple[int, int | None]]) -> list[tuple[int, int | N
         else:
             found.append((low, high))
     return found
-
-
-def _range_text(low: int, high: int | None) -> str:
-    return str(low) if low == high else f"{low} to {'any' if high is None else high}"
 
 
 def _user_line(where: Any) -> str:

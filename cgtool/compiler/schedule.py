@@ -231,7 +231,9 @@ class _Run:
 
     def _step(self, task: _Task, *, in_worker: bool) -> None:
         """Give a task to its adaptor once."""
-        if self._fatal is not None or self._is_moot(task):
+        with self._lock:  # all that a task is for may run as it stands by now, whatever the size
+            is_moot = not task.work.is_base and all(item.place in self._as_it_stands for item in task.items)
+        if self._fatal is not None or is_moot:
             self._end(task)
             return
         with self._lock:
@@ -266,11 +268,6 @@ class _Run:
             with self._lock:
                 self._as_it_stands.update(item.place for item in task.items)
         self._enqueue(task)
-
-    def _is_moot(self, task: _Task) -> bool:
-        """Return whether all that a task is for runs as it stands, whatever the size."""
-        with self._lock:
-            return not task.work.is_base and all(item.place in self._as_it_stands for item in task.items)
 
     def _pause(self, task: _Task) -> None:
         with self._lock:

@@ -261,6 +261,10 @@ def _variant(name: str, fixed: Mapping[str, int], dims: Dims, trace: Trace, spli
         named.setdefault(dim_name, {})[str(by_source[source].shape[dim])] = None
     equal = [f"{first} == {other}" for first, *others in map(list, named.values()) for other in others]
     known = {symbol.name for symbol in symbols}
+    # guards on what the compiled pieces are made by: which kernels attention may use, say
+    compiled = dict.fromkeys(step.graph for step in split.steps if not step.splitting and step.piece >= 0)
+    settings = names_for_pieces(split.graphs[identity] for identity in compiled)
+    states = [Guard(source=f"state:{name}", kind="state", expected=current(name)) for name in settings]
     return Variant(
         name=name,
         fixed=dict(fixed),
@@ -269,17 +273,10 @@ def _variant(name: str, fixed: Mapping[str, int], dims: Dims, trace: Trace, spli
         relations=(*relations, *equal),
         inputs=inputs,
         model_guards=trace.model_guards,
-        call_guards=(*trace.call_guards, *_state_of_pieces(split), *_apart(inputs, placeholders, split)),
+        call_guards=(*trace.call_guards, *states, *_apart(inputs, placeholders, split)),
         steps=split.steps,
         output=place_outputs(trace.output, split.outputs, by_source),
     )
-
-
-def _state_of_pieces(split: SplitResult) -> Iterator[Guard]:
-    """Yield guards on what the compiled pieces are made by: which kernels attention may use, say."""
-    compiled = dict.fromkeys(step.graph for step in split.steps if not step.splitting and step.piece >= 0)
-    for name in names_for_pieces(split.graphs[identity] for identity in compiled):
-        yield Guard(source=f"state:{name}", kind="state", expected=current(name))
 
 
 def _apart(inputs: Sequence[Input], placeholders: Sequence[Any], split: SplitResult) -> Iterator[Guard]:

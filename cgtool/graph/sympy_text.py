@@ -129,11 +129,8 @@ def _truth(expr: Any, names: Mapping[str, str]) -> str:
 
 def _inner(expr: Any, names: Mapping[str, str]) -> str:
     text = _text(expr, names)
-    return text if text.isidentifier() or text.isdigit() or _is_call(text) else f"({text})"
-
-
-def _is_call(text: str) -> bool:
-    return isinstance(ast.parse(text, mode="eval").body, ast.Call)
+    is_whole = text.isidentifier() or text.isdigit() or isinstance(ast.parse(text, mode="eval").body, ast.Call)
+    return text if is_whole else f"({text})"
 
 
 def _sum(expr: Any, names: Mapping[str, str]) -> str:

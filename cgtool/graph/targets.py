@@ -141,12 +141,9 @@ def _candidates(fn: Any) -> list[str]:
     found = [f"{module}.{short}"] if module else []
     if short:
         found += [f"torch.{short}", f"_operator.{short}", f"math.{short}", f"builtins.{short}", f"torch.Tensor.{short}"]
-    found += [f"{where}.{name}" for where, (space, _) in _MODULES.items() for name in _names_of(space, fn)]
+    for where, (space, _) in _MODULES.items():
+        found += sorted(f"{where}.{name}" for name, value in vars(space).items() if value is fn)
     return found
-
-
-def _names_of(space: Any, fn: Any) -> list[str]:
-    return sorted(name for name, value in vars(space).items() if value is fn)
 
 
 @lru_cache(maxsize=4096)

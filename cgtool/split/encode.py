@@ -218,16 +218,14 @@ class _PieceWriter:
         kind = self._program.kinds[leaf]
         if kind is Kind.SIZE:
             return self._number(leaf)
-        if kind is Kind.CONSTANT or (leaf not in self.refs and self._root_kind(leaf) is Kind.CONSTANT):
-            root = leaf if kind is Kind.CONSTANT else self._program.memory.root[leaf]
-            return encode_value(constant_of(root), self._ref)
         if leaf in self.refs:
             return self.refs[leaf]
-        return self.refs[self._program.memory.root[leaf]]
-
-    def _root_kind(self, leaf: fx.Node) -> Kind | None:
-        root = self._program.memory.root.get(leaf)
-        return None if root is None else self._program.kinds[root]
+        root = leaf if kind is Kind.CONSTANT else self._program.memory.root[leaf]
+        return (
+            encode_value(constant_of(root), self._ref)
+            if self._program.kinds[root] is Kind.CONSTANT
+            else self.refs[root]
+        )
 
     def _number(self, node: fx.Node) -> Json:
         """Return the number that a SIZE node gives, computed from the piece's own tensors."""

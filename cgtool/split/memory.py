@@ -266,9 +266,9 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     """Return the arguments of `node` whose memory it writes to, as far as the call itself tells."""
     found: dict[fx.Node, None] = {}
     for value in _written_values(node):
-        for leaf in _nodes_in(value):
-            if any(True for _ in tensors_in(example(leaf))):
-                found[leaf] = None
+        leaves: list[fx.Node] = []
+        fx.map_arg(value, leaves.append)
+        found.update((leaf, None) for leaf in leaves if any(True for _ in tensors_in(example(leaf))))
     return list(found)
 
 
@@ -390,9 +390,3 @@ def _can_mean(op: Any, node: fx.Node) -> bool:
         not argument.kwarg_only or argument.has_default_value() or argument.name in node.kwargs
         for argument in arguments
     )
-
-
-def _nodes_in(value: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(value, found.append)
-    return found

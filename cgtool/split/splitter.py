@@ -84,6 +84,7 @@ def split_graph(gm: fx.GraphModule, *, splitting_ops: Sequence[str] | None) -> S
     pieces = [encode_piece(members[c.piece], c.gives, program) for c in crossings]
     reasons.update(_idle(crossings, pieces, reasons, program))
     steps, ids = _numbered(pieces, cut, program)
+    written = set(program.memory.writers)
     return SplitResult(
         graphs={step.graph: piece.graph for step, piece in zip(steps, pieces, strict=True)},
         steps=steps,
@@ -92,7 +93,7 @@ def split_graph(gm: fx.GraphModule, *, splitting_ops: Sequence[str] | None) -> S
         outputs=tuple(_output(value, ids, program) for value in program.output),
         splitting_ops=names,
         eager_pieces=dict(sorted(reasons.items())),
-        mutated_inputs=_mutated_inputs(program),
+        mutated_inputs=tuple(i for i, node in enumerate(program.inputs) if program.memory.of(node) & written),
         assignment={node.name: index for node, index in piece_of.items()},
     )
 
@@ -156,18 +157,13 @@ def _idle(
 ) -> dict[int, str]:
     """Return the pieces that give nothing and write to nothing outside: a compiler would leave an empty shell."""
     found = {}
-    writers = {writer for nodes in program.memory.writers.values() for writer in nodes}
     for crossing, piece in zip(crossings, pieces, strict=True):
         if not crossing.splitting and not piece.gives and crossing.piece not in known:
             taken = {key for node in piece.takes for key in program.memory.of(node)}
-            touched = {key for node in crossing.members & writers for key in taken & _written_keys(node, program)}
-            if not touched:
+            written = {key for key, nodes in program.memory.writers.items() if crossing.members.intersection(nodes)}
+            if not taken & written:
                 found[crossing.piece] = "nothing that it computes is used"
     return found
-
-
-def _written_keys(writer: fx.Node, program: Program) -> set[int]:
-    return {key for key, nodes in program.memory.writers.items() if writer in nodes}
 
 
 def _numbered(
@@ -217,8 +213,3 @@ def _number(value: Any, program: Program) -> Json:
     if value is None or type(value) in (bool, int, float, str):
         return ["const", value]
     raise SplitError(f"a {type(value).__name__} cannot be written into a plan; return a tensor or an integer")
-
-
-def _mutated_inputs(program: Program) -> tuple[int, ...]:
-    written = set(program.memory.writers)
-    return tuple(i for i, node in enumerate(program.inputs) if program.memory.of(node) & written)

@@ -6,7 +6,9 @@ import ast
 import os
 import subprocess
 import tempfile
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +17,8 @@ torch = pytest.importorskip("torch")
 import hostile_adaptors as hostile  # noqa: E402
 from worker_harness import compile_all, is_alive, stored_units  # noqa: E402
 
+from cgtool.compiler.pool import WorkerPool  # noqa: E402
+from cgtool.compiler.schedule import compile_work  # noqa: E402
 from cgtool.errors import UnitsFailedError, WorkerError  # noqa: E402
 from cgtool.store.artifacts import parted  # noqa: E402
 
@@ -111,3 +115,44 @@ def test_settings_of_this_process_hold_in_the_worker(cache_root):
     (path,) = (cache_root / "entry").rglob(f"{row.artifact.digest}.*")
     _, said = parted(path.read_bytes(), row.artifact.kind)
     assert ast.literal_eval(said.decode()) == wanted
+
+
+class Crashing:
+    """A manager whose workers all crash."""
+
+    def uses_workers(self, _adaptor):
+        return True
+
+    def key(self, _work):
+        return ""
+
+    def ensure(self, *_args, **_kwargs):
+        raise WorkerError("its worker crashed")
+
+
+def test_a_progress_that_cannot_be_told_ends_the_run_and_does_not_hang_it():
+    work = hostile.work_of(0, adaptor="aot_inductor")
+    pool = SimpleNamespace(jobs=1, start=lambda _count: None)
+    raised: list[BaseException] = []
+
+    def tell(event):
+        if "failed" in event.message:
+            raise BrokenPipeError
+
+    def run():
+        try:
+            compile_work(work, objects=None, manager=Crashing(), pool=pool, on_event=tell)
+        except BrokenPipeError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert len(raised) == 1
+
+
+def test_a_pool_without_room_for_temporary_files_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(WorkerError, match="TMPDIR"):
+        WorkerPool(jobs=1)

@@ -84,7 +84,7 @@ def test_none_takes_what_is_known_and_there(graph) -> None:
 
 
 def test_none_takes_registered_ops_and_passes_over_those_that_are_not_there(monkeypatch) -> None:
-    monkeypatch.setattr("cgtool.model._registered", {})
+    monkeypatch.setattr("cgtool.ops._registered", {})
     register_splitting_op("toysplit::mix")
     register_splitting_op("toysplit::absent")
     assert split_graph(capture(lambda a: OPS.mix(a, a) + 1, x()), splitting_ops=None).splitting_ops == (

@@ -1,4 +1,4 @@
-"""Compile or load: each unique piece once, whoever asks, and nothing half after an interruption."""
+"""Compile or find: each unique piece once, whoever asks, nothing half after an interruption, and what a proof says."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import time
 
+import hostile_adaptors as hostile
 import pytest
 import torch
 from piece_cases import CASES
@@ -15,13 +16,17 @@ from cgtool.compiler import manager as manager_module
 from cgtool.compiler.adaptors.eager import EagerAdaptor
 from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.compiler.manager import CompilerManager
+from cgtool.compiler.proof import prove
+from cgtool.compiler.proof.prover import ProofRecord
 from cgtool.compiler.wanted import Work
 from cgtool.config import CompilationConfig
-from cgtool.errors import CompileError
+from cgtool.errors import CompileError, NoRoomError
 from cgtool.graph.specialise import specialise
+from cgtool.runtime import aoti_package
 from cgtool.store.artifacts import parted
 from cgtool.store.entry import ObjectStore
 from cgtool.store.layout import CacheLayout
+from cgtool.store.records import Artifact
 from cgtool.store.units import UnitStore
 
 pytestmark = pytest.mark.torch
@@ -189,3 +194,55 @@ def test_a_wait_for_another_process_is_said(cache_root):
     manager.ensure(work_of(PIECE), objects=objects)
     assert [event.phase for event in events] == ["compile"]
     assert "another process" in events[0].message
+
+
+def test_a_unit_that_was_removed_is_found_no_more(tmp_path):
+    units = UnitStore(CacheLayout(root=tmp_path))
+    key = "ab" * 32
+    units.put(key, b"code", Artifact.of(b"code", kind="json", compile_secs=0.0, kernels=0))
+    assert units.find(key) is not None
+    units.remove(key)
+    assert units.find(key) is None
+    units.remove(key)  # twice is once
+
+
+def test_no_room_for_any_package_is_no_mismatch_of_one(tmp_path, monkeypatch):
+    """Else a full machine would send pieces to a slower compiler for good."""
+
+    def refuse(*_args, **_options):
+        raise aoti_package._no_room(OSError(28, "No space left on device"))
+
+    monkeypatch.setattr(prove, "open_package", refuse)
+    with pytest.raises(NoRoomError, match="Set TMPDIR"):
+        prove.open_artifact(b"", "aot_inductor", None, None)
+
+
+class _Finds:
+    """Finds what it is told to, in order; the real prover's findings are shown in tests/compiler/proof."""
+
+    def __init__(self, *records):
+        self.records = list(records)
+
+    def start(self):
+        pass
+
+    def prove(self, data, **_):
+        return self.records.pop(0)
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_only_what_lies_in_the_piece_is_remembered(tmp_path, lasting):
+    reason = "not proved: there was not enough memory"
+    failed = ProofRecord(shapes=(), worst_error=0.0, secs=0.0, reason=reason, may_pass_later=not lasting)
+    passed = ProofRecord(shapes=({"s0": 2},), worst_error=0.0, secs=0.0)
+    prover = _Finds(failed, passed)
+    manager = CompilerManager(CacheLayout(root=tmp_path), CompilationConfig(), prover=prover)
+    first, again = (manager.ensure(*hostile.work_of(0), objects=ObjectStore(tmp_path / "entry")) for _ in range(2))
+    assert (first.reused, again.reused) == (False, True)
+    assert not first.artifact.proved
+    if lasting:
+        assert (first.artifact.proof_gap, first.unproved, again.artifact.proof_gap) == (reason, "", reason)
+        assert len(prover.records) == 1, "it was tried again in vain"
+    else:
+        assert (first.artifact.proof_gap, first.unproved) == ("", reason)
+        assert (again.artifact.proved, again.artifact.proof_gap, again.unproved) == (True, "", "")
