@@ -171,12 +171,7 @@ def _box(piece: Piece, top: int, colour: str | None) -> str:
     count = count_text(sum(piece.ops.values()), "op")
     lines = [
         _text(_LEFT + 14, top + 22, first, "name"),
-        _text(
-            _LEFT + 14,
-            top + 22 + _LINE,
-            f"{short(piece.step.graph)} · {count}: {ops}",
-            "",
-        ),
+        _text(_LEFT + 14, top + 22 + _LINE, f"{short(piece.step.graph)} · {count}: {ops}", ""),
         _text(_LEFT + 14, top + 22 + 2 * _LINE, tensors, "soft"),
     ]
     box = f'<rect {look} x="{_LEFT}" y="{top}" width="{_WIDTH - 2 * _LEFT}" height="{_BOX}" rx="7"/>'

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-import tarfile
 from pathlib import Path
 
 import pytest
-from cli_harness import REPO, lay_entry, run, run_many
+from cli_harness import lay_entry, run, run_many
+from foreign_samples import PIECES, SAMPLES, SCALE, unpack
 
 from cgtool.errors import UsageError
 from cgtool.toolkit.diff.run import DiffOptions, diff
 
-BACKBONE = "torch_compile_cache/1572951577/rank_0_0/backbone"
-SCALE = "GH3I6RWKZUZXIUPED6PSHIIXCCFXMBSHBB577KUBWIVR7HYUXOYQ"
-SYSTEMS = ("vllm", "vllm-old", "atom", "torch_inductor", "triton", "mega_cache", "compiled_artifact")
-
-
-def _unpack(name: str, folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    with tarfile.open(REPO / "fixtures" / "caches" / f"{name}.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
-    return folder / name
-
 
 def both(name: str, tmp_path: Path) -> tuple[Path, Path]:
-    return _unpack(name, tmp_path / "a"), _unpack(name, tmp_path / "b")
+    return unpack(name, tmp_path / "a"), unpack(name, tmp_path / "b")
 
 
 def found(old: object, new: object, **rest) -> list[tuple[str, str, str]]:
@@ -40,7 +29,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("name", SAMPLES)
 def test_a_copy_of_a_cache_is_equal_to_it(tmp_path, name):
     assert found(*both(name, tmp_path)) == []
 
@@ -60,11 +49,11 @@ def test_mega_caches_that_are_torn_are_equal_only_if_their_bytes_are(tmp_path):
 
 def test_the_factor_and_the_artifacts_of_vllms_that_differ_are_named(tmp_path):
     old, new = both("vllm", tmp_path)
-    factors = new / BACKBONE / "cache_key_factors.json"
+    factors = new / PIECES / "cache_key_factors.json"
     changed = {**json.loads(factors.read_text()), "config_hash": "other", "env": {"VLLM_X": 1}}
     factors.write_text(json.dumps(changed))
-    flip(new / BACKBONE / "artifact_compile_range_8_8_subgraph_0")
-    (new / BACKBONE / "artifact_compile_range_8_8_subgraph_1").unlink()
+    flip(new / PIECES / "artifact_compile_range_8_8_subgraph_0")
+    (new / PIECES / "artifact_compile_range_8_8_subgraph_1").unlink()
     piece = "rank_0_0/backbone/artifact_compile_range_8_8_subgraph"
     label = "entry 1572951577: "
     expected = [
@@ -93,7 +82,7 @@ def test_entries_that_only_one_side_has_are_named_and_one_of_a_kind_is_compared(
     assert found(old, new) == [("entry", SCALE, f"entry {SCALE} is only in the second")]
     assert found(new, old) == [("entry", SCALE, f"entry {SCALE} is only in the first")]
     (new / SCALE).rename(new / f"{SCALE[:-1]}A")
-    old = _unpack("triton", tmp_path / "c")
+    old = unpack("triton", tmp_path / "c")
     (moved,) = found(old, new)
     assert moved[2] == f"entry {SCALE} is only in the first, and {SCALE[:-1]}A only in the second"
 
@@ -107,7 +96,7 @@ def test_a_member_of_a_file_is_compared_whatever_the_file_is_called(tmp_path):
 
 
 def test_sides_that_are_not_of_one_kind_are_wrong_usage(tmp_path):
-    vllm, triton = _unpack("vllm", tmp_path), _unpack("triton", tmp_path)
+    vllm, triton = unpack("vllm", tmp_path), unpack("triton", tmp_path)
     lay_entry(tmp_path / "own")
     for other in (triton, tmp_path / "own"):
         with pytest.raises(UsageError, match="is compared with what the same system wrote alone"):

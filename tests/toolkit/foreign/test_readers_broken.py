@@ -7,7 +7,7 @@ import random
 import shutil
 
 import pytest
-from readers_samples import (
+from foreign_samples import (
     BOMB,
     FX_KEY,
     KEY,

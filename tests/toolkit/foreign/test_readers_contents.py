@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from foreign_samples import SCALE, unpack
 from msgspec.structs import replace
-from readers_samples import SCALE, unpack
 
 from cgtool.toolkit.foreign.contents import foreign_contents
 from cgtool.toolkit.foreign.detect import read_cache

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from cache_samples import files_of, manifest_of, publish, put_row, writer
-from readers_samples import HASH, SCALE, entry_of, unpack
+from foreign_samples import HASH, SCALE, entry_of, unpack
 
 from cgtool.errors import CacheError
 from cgtool.store.files import ensure_root

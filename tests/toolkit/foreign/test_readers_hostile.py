@@ -9,7 +9,7 @@ import zlib
 from pathlib import Path
 
 import pytest
-from readers_samples import AOT, BOMB, HASH, KEY, PIECES, RANK, artifact_of, entry_of, field, number, sealed, unpack
+from foreign_samples import AOT, BOMB, HASH, KEY, PIECES, RANK, artifact_of, entry_of, field, number, sealed, unpack
 
 from cgtool.toolkit.foreign import tree
 from cgtool.toolkit.foreign.detect import detect, read_cache

@@ -6,7 +6,7 @@ import json
 import os
 
 import pytest
-from readers_samples import (
+from foreign_samples import (
     AOT,
     AOT_KEY,
     FX_KEY,

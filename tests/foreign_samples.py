@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignCache, ForeignEntry
 
-CACHES = Path(__file__).resolve().parents[3] / "fixtures" / "caches"
+CACHES = Path(__file__).resolve().parents[1] / "fixtures" / "caches"
 SAMPLES = {
     "vllm": "vllm",
     "vllm-old": "vllm",
@@ -34,6 +34,7 @@ SCALE = "GH3I6RWKZUZXIUPED6PSHIIXCCFXMBSHBB577KUBWIVR7HYUXOYQ"
 
 def unpack(name: str, folder: Path) -> Path:
     """Unpack a sample into a folder and return where it lies."""
+    folder.mkdir(exist_ok=True)
     with tarfile.open(CACHES / f"{name}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     return folder / name
