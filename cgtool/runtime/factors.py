@@ -142,7 +142,7 @@ def differences_now(key: Key, live: Live, *, when: When | None = None) -> tuple[
         live: The model and this process.
         when: Which factors to compare; None compares all.
     """
-    stored = {factor.name: factor.value for factor in key.factors}
+    stored = key.factors
     found = [f"the factor {name} is missing from its key" for name in FACTORS if name not in stored]
     found += [f"this cgtool does not know the factor {name} of its key" for name in stored if name not in FACTORS]
     for name, rule in FACTORS.items():

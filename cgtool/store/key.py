@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -88,14 +88,16 @@ class FactorDifference(msgspec.Struct, frozen=True, kw_only=True):
     sentence: str
 
 
-class Key(msgspec.Struct, frozen=True, kw_only=True):
-    """All factors of one entry, by name.
+class Key(Sealed, frozen=True, kw_only=True, tag="key-3"):
+    """`key.json`: all factors of one entry.
 
     Args:
-        factors: In order of their names.
+        hash: The entry's, which the factors give.
+        factors: Each factor's value, by the factor's name.
     """
 
-    factors: tuple[Factor, ...]
+    hash: Digest
+    factors: dict[str, Any]
 
     @classmethod
     def of(cls, factors: Iterable[Factor]) -> Key:
@@ -104,41 +106,25 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ValueError: Two of them have one name.
         """
-        ordered = tuple(sorted(factors, key=lambda factor: factor.name))
-        names = [factor.name for factor in ordered]
-        if len(set(names)) != len(names):
+        ordered = sorted(factors, key=lambda factor: factor.name)
+        values = {factor.name: factor.value for factor in ordered}
+        if len(values) != len(ordered):
+            names = [factor.name for factor in ordered]
             raise ValueError(f"Two factors have one name: {names}. Give each factor a name of its own.")
-        return cls(factors=ordered)
-
-    @property
-    def hash(self) -> str:
-        """The combined hash, 64 hexadecimal digits."""
-        return combine(self.factors)
+        return cls(hash=combine(values), factors=values)
 
     def value(self, name: str) -> Json:
         """Return the value of a factor, or None when there is no such factor."""
-        return next((factor.value for factor in self.factors if factor.name == name), None)
+        return cast("Json", self.factors.get(name))
 
     def to_bytes(self) -> bytes:
         """Return the text of `key.json`."""
-        return seal(KeyFile(hash=self.hash, factors={factor.name: factor.value for factor in self.factors}))
+        return seal(self)
 
 
-class KeyFile(Sealed, frozen=True, kw_only=True, tag="key-3"):
-    """`key.json`.
-
-    Args:
-        hash: The entry's, which its factors give.
-        factors: Each factor's value, by the factor's name.
-    """
-
-    hash: Digest
-    factors: dict[str, Any]
-
-
-def combine(factors: Iterable[Factor]) -> str:
-    """Return the hash of a set of factors, whatever their order."""
-    return digest_of({factor.name: factor.hash for factor in factors})
+def combine(factors: Mapping[str, Json]) -> str:
+    """Return the hash of factors by name, whatever their order."""
+    return digest_of({name: digest_of(value) for name, value in factors.items()})
 
 
 def write_key(layout: CacheLayout, key: Key) -> None:
@@ -180,13 +166,12 @@ def parse_key(data: bytes, *, path: Path, hash_: str) -> Key:
         CacheCorruptError: They are torn, or they are not the key of `hash_`.
         CacheSchemaError: Another version of cgtool wrote them.
     """
-    record = unseal(data, KeyFile, path=path)
+    key = unseal(data, Key, path=path)
     try:
-        key = Key.of(Factor(name=name, value=value) for name, value in record.factors.items())
-        found = key.hash
-    except RecursionError as error:  # of what is made of it
+        found = combine(key.factors)
+    except RecursionError as error:
         raise corrupt(path, "it is nested without end") from error
-    if not found == hash_ == record.hash:
+    if not found == hash_ == key.hash:
         raise corrupt(path, "its factors do not give the hash of its folder", expected=hash_, actual=found)
     return key
 
@@ -198,8 +183,7 @@ def differences(old: Key, new: Key) -> list[FactorDifference]:
         old: The stored key ("was").
         new: The key of things as they are ("is now").
     """
-    olds = {factor.name: factor.value for factor in old.factors}
-    news = {factor.name: factor.value for factor in new.factors}
+    olds, news = old.factors, new.factors
     found: list[FactorDifference] = []
     for name in sorted(olds.keys() | news.keys(), key=_telling):
         worded = _of_variable if name in _VARIABLES else _sentence

@@ -80,7 +80,7 @@ def rekeyed(
     """Publish an entry in another cache under changed factors."""
     layout, name = CacheLayout(root=root), only_name(root)
     key, entry = read_key(layout, name.hash), read_entry(layout, name, files=RANK_FILES)
-    factors = {factor.name: factor.value for factor in key.factors}
+    factors = dict(key.factors)
     change(factors)
     new = Key.of(Factor(name=factor, value=value) for factor, value in factors.items())
     writer = EntryWriter(CacheLayout(root=target), new, rank=0, prefix=name.prefix)

@@ -346,7 +346,7 @@ def rekeyed(root, hash_, change):
     layout = CacheLayout(root=root)
     name = RankName(hash=hash_, rank=0, prefix="backbone")
     entry = read_entry(layout, name)
-    key = Key.of(change(list(read_key(layout, hash_).factors)))
+    key = Key.of(change([Factor(name=name, value=value) for name, value in read_key(layout, hash_).factors.items()]))
     to = layout.entry_dir(key.hash)
     shutil.copytree(layout.entry_dir(hash_), to)
     for path in (to / "key.json", layout.manifest_file(RankName(hash=key.hash, rank=0, prefix="backbone"))):

@@ -216,7 +216,7 @@ def machine_differences(key: Key, machine: Machine) -> list[Difference]:
         key: The entry's.
         machine: This one.
     """
-    stored = {factor.name: factor.value for factor in key.factors}
+    stored = key.factors
     now = {
         name: _known(stored[name], value) if name == "target" else value
         for name, value in machine.factors.items()

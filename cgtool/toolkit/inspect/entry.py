@@ -303,7 +303,8 @@ def inspect_key(entry: str | None = None, *, cache_dir: Path | None = None) -> K
     if key is None:
         path = layout.key_file(hash_)
         raise CacheError(f"Entry {short(hash_)} has no {path.name}. Warm the model again.", path=path)
-    return KeyReport(root=root, hash=hash_, factors=tuple(sorted(key.factors, key=_telling)))
+    factors = [Factor(name=name, value=value) for name, value in key.factors.items()]
+    return KeyReport(root=root, hash=hash_, factors=tuple(sorted(factors, key=_telling)))
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

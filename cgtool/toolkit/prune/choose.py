@@ -222,11 +222,11 @@ class StaleFinder:
         if self._factors["torch"] is None:
             return ()  # a machine without torch runs none of it, and was not meant to
         reasons: list[str] = []
-        for factor in key.factors:
-            if factor.name in _FACTORS:
-                now = self._factors[factor.name]
-                known = now if factor.name in _KNOWN else _as_far_as_known(factor.value, now)
-                reasons += sentences(difference_between(factor.name, factor.value, known))
+        for name, value in key.factors.items():
+            if name in _FACTORS:
+                now = self._factors[name]
+                known = now if name in _KNOWN else _as_far_as_known(value, now)
+                reasons += sentences(difference_between(name, value, known))
         return tuple(reasons)
 
     def _sources(self, key: Key) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -127,18 +127,18 @@ def verdict(
 
 def _factors(key: Key, machine: Machine) -> Iterator[str]:
     now = machine.factors
-    for factor in sorted(key.factors, key=lambda factor: factor.name != "torch"):
-        if factor.name in _OF_THE_MODEL | _OF_THE_PROCESS:
+    for name, value in sorted(key.factors.items(), key=lambda factor: factor[0] != "torch"):
+        if name in _OF_THE_MODEL | _OF_THE_PROCESS:
             continue
-        if factor.name not in now:
-            yield f"It was keyed on {factor.name}, which this cgtool does not know"
+        if name not in now:
+            yield f"It was keyed on {name}, which this cgtool does not know"
             continue
-        if factor.name == "torch" and machine.torch is None:
+        if name == "torch" and machine.torch is None:
             yield "torch is not installed for this Python"
             continue
-        if factor.name == _COMPILER and machine.compiler is None:
+        if name == _COMPILER and machine.compiler is None:
             continue  # a machine without a compiler takes what was compiled elsewhere
-        for difference in difference_between(factor.name, factor.value, _known(now[factor.name], factor.value)):
+        for difference in difference_between(name, value, _known(now[name], value)):
             if difference.path == _INSTRUCTIONS:
                 yield "The processor's instruction sets are not those that it was compiled for"
             else:
