@@ -56,6 +56,7 @@ class Environment(NamedTuple):
 
 #: A variable with one of these prefixes is taken to change code, unless it is known not to.
 _CODE_PREFIXES = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_", "TRITON_", "AOT_INDUCTOR_", "ATEN_", "CUTLASS_")
+_LOOKED_AT = ("CGTOOL_", *_CODE_PREFIXES)
 
 #: Known to change no code: places, logs, caches, jobs, timeouts, communication. Read in torch 2.11 to 2.13. Plain names
 #: and beginnings of names: to compile one pattern for them all takes longer than a start has for its whole import.
@@ -100,14 +101,15 @@ def environment(source: Mapping[str, str] | None = None) -> Environment:
         ConfigError: A rank is no whole number, a bool is none, or CGTOOL_TRUSTED_KEYS are no paths.
     """
     values = os.environ if source is None else source
+    names = sorted(name for name in values if name.startswith(_LOOKED_AT))
     return Environment(
         cache_dir=values.get("CGTOOL_CACHE_DIR") or None,
         disable_cache=bool(_field(values, "disable_cache", otherwise=False)),
-        variables={name: values[name] for name in sorted(values) if name.startswith("CGTOOL_")},
+        variables={name: values[name] for name in names if name.startswith("CGTOOL_")},
         cxx=values.get("CXX"),
         code_variables={
             name: values[name]
-            for name in sorted(values)
+            for name in names
             if name.startswith(_CODE_PREFIXES) and name not in _HARMLESS and not name.startswith(_HARMLESS_PREFIXES)
         },
         rank=_rank(values, "RANK", _rank(values, "LOCAL_RANK", 0)),

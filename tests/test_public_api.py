@@ -74,4 +74,4 @@ def test_signatures_are_the_promised_ones(name):
     parameters = inspect.signature(getattr(cgtool, name)).parameters
     assert set(parameters) >= SIGNATURES[name]
     assert [p.name for p in parameters.values() if p.kind is not p.KEYWORD_ONLY] == ["module"]
-    assert parameters["prefix"].default == "backbone"
+    assert parameters["prefix"].default is None

@@ -11,6 +11,7 @@ from torch import nn
 
 from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
 from cgtool.plan.records import Guard, Input, Plan, Step, Variant
+from cgtool.runtime.call import LoadedModel
 from cgtool.runtime.dispatch import PiecewiseBackend
 from cgtool.runtime.program import piece_function
 
@@ -147,3 +148,8 @@ def opened(made: Plan) -> dict[tuple[int, int], PiecewiseBackend]:
         for step in item.steps
         if not step.splitting
     }
+
+
+def load(model, *variants, **changes) -> LoadedModel:
+    plan_ = plan(*variants, **changes)
+    return LoadedModel(model, plan_, opened(plan_))

@@ -13,23 +13,13 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
+import cgtool
 from cgtool.errors import ArtifactError, GuardError
 from cgtool.plan.pieces import SymbolRange
 from cgtool.plan.records import Guard, Input
 from cgtool.runtime.call import LoadedModel
 
-pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-
-
-def load(model, *variants, **changes):
-    plan = hand.plan(*variants, **changes)
-    return LoadedModel(model, plan, hand.opened(plan))
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_grad")]
 
 
 @pytest.fixture
@@ -40,7 +30,7 @@ def model():
 
 @pytest.fixture
 def loaded(model):
-    return load(model, hand.variant(), hand.one())
+    return hand.load(model, hand.variant(), hand.one())
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 17, 64])
@@ -102,7 +92,7 @@ def test_the_nearest_variant_is_the_one_with_the_fewest_differences(model):
         steps=_shifted(hand.variant().steps),
         output=["v", 6],
     )
-    loaded = load(model, hand.variant(), masked)
+    loaded = hand.load(model, hand.variant(), masked)
     x = torch.randn(3, hand.WIDTH)
     assert torch.equal(loaded(x, torch.randn(3, hand.WIDTH)), model(x))
     with pytest.raises(GuardError, match=r"dimension 0 is 2 and must be 3.*nearest is 'masked'"):
@@ -125,7 +115,7 @@ def _shifted(steps):
 
 def test_bounds_and_relations_are_said_with_the_users_names(model):
     bounded = hand.variant(symbols=(SymbolRange(name="s0", min=2, max=8),), relations=("s0 % 2 == 0",))
-    loaded = load(model, bounded, hand.one())
+    loaded = hand.load(model, bounded, hand.one())
     with pytest.raises(GuardError, match="num_tokens is 9 and must be from 1 to 8"):
         loaded(torch.randn(9, hand.WIDTH))
     with pytest.raises(GuardError, match=r"the sizes \(num_tokens 3\) do not meet num_tokens % 2 == 0"):
@@ -167,7 +157,7 @@ def test_state_guards_are_checked_and_named(model):
         Guard(source="state:default_dtype", kind="state", expected="float32"),
         Guard(source="state:torch_function_mode", kind="state", expected=[]),
     )
-    loaded = load(model, hand.variant(call_guards=guards))
+    loaded = hand.load(model, hand.variant(call_guards=guards))
     x = torch.randn(3, hand.WIDTH)
     assert torch.equal(loaded(x), model(x))
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(GuardError, match="autocast is on for cpu with bfloat16"):
@@ -198,7 +188,7 @@ def test_state_guards_are_checked_and_named(model):
     ids=str,
 )
 def test_guards_on_plain_arguments(model, guard, good, bad):
-    loaded = load(model, hand.variant(call_guards=(guard,)))
+    loaded = hand.load(model, hand.variant(call_guards=(guard,)))
     x = torch.randn(3, hand.WIDTH)
     assert torch.equal(loaded(x, good), model(x))
     with pytest.raises(GuardError, match="mask"):
@@ -207,7 +197,7 @@ def test_guards_on_plain_arguments(model, guard, good, bad):
 
 def test_one_object_twice_is_told_from_two(model):
     guards = (Guard(source="arg:mask", kind="same:arg:x", expected=True),)
-    loaded = load(model, hand.variant(call_guards=guards))
+    loaded = hand.load(model, hand.variant(call_guards=guards))
     x = torch.randn(3, hand.WIDTH)
     assert torch.equal(loaded(x, x), model(x))
     with pytest.raises(GuardError, match="mask and x were one object"):
@@ -231,7 +221,7 @@ def test_a_wrapper_is_called_by_place_and_by_name():
         Guard(source="arg:kwargs", kind="keys", expected=["x"]),
         Guard(source="arg:args", kind="empty", expected=True),
     )
-    loaded = load(model, hand.variant(inputs=inputs, call_guards=guards))
+    loaded = hand.load(model, hand.variant(inputs=inputs, call_guards=guards))
     x = torch.randn(3, hand.WIDTH)
     assert torch.equal(loaded(x), model(x))
     assert torch.equal(loaded(x=x), model(x))
@@ -283,7 +273,7 @@ def test_guards_cost_little(record_property):
         Guard(source="state:torch_function_mode", kind="state", expected=[]),
         Guard(source="state:functorch", kind="state", expected=False),
     )
-    served = load(model, hand.variant(call_guards=guards))._variants[0]
+    served = hand.load(model, hand.variant(call_guards=guards))._variants[0]
     x = torch.randn(3, hand.WIDTH)
     assert served.accept(x, None, 1.0) is not None
     best = min(_timed(served.accept, x, None, 1.0) for _ in range(20))
@@ -340,7 +330,7 @@ def test_what_is_refused_has_reasons_and_what_is_served_has_none(model):
         steps=_shifted(hand.variant().steps),
         output=["v", 6],
     )
-    loaded = load(model, bounded, masked, hand.one())
+    loaded = hand.load(model, bounded, masked, hand.one())
     outcomes = set()
     for served in loaded._variants:
         explainer = Explainer(
@@ -367,8 +357,58 @@ def test_a_view_that_begins_anywhere_is_served_where_kernels_read_so(model, load
 
 def test_a_view_that_begins_anywhere_is_refused_where_kernels_rely_on_alignment(model, monkeypatch):
     monkeypatch.setattr("cgtool.runtime.call_guards.ANYWHERE", frozenset())
-    loaded = load(model)
+    loaded = hand.load(model)
     x = torch.randn(4 * hand.WIDTH + 1)[1:].view(4, hand.WIDTH)
     with pytest.raises(GuardError, match=r"x does not begin at a multiple of 16 bytes; pass x.clone\(\)"):
         loaded(x)
     torch.testing.assert_close(loaded(x.clone()), model(x))
+
+
+CONFIG = cgtool.CompilationConfig(adaptor="eager")
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 2.0), requires_grad=False)
+        self.factor = 3
+
+    def forward(self, x):
+        return x * self.weight * self.factor
+
+
+@pytest.fixture(params=["compiled", "loaded", "first call"])
+def pair(request, tmp_path):
+    module = Scale().eval()
+    if request.param == "first call":
+        return module, cgtool.compile(module, config=CONFIG, cache_dir=tmp_path)
+    model = cgtool.compile(module, example_args=(torch.ones(4),), config=CONFIG, cache_dir=tmp_path)
+    return module, cgtool.load(module, cache_dir=tmp_path) if request.param == "loaded" else model
+
+
+def test_it_answers_as_the_module_does(pair):
+    module, model = pair
+    assert model(torch.ones(4)).tolist() == [6.0] * 4
+    assert list(model.state_dict()) == ["weight"]
+    assert [name for name, _ in model.named_parameters()] == ["weight"]
+    assert next(model.parameters()) is module.weight
+    assert (model.factor, model.training) == (3, False)
+    model.load_state_dict({"weight": torch.ones(4)})
+    assert model(torch.ones(4)).tolist() == [3.0] * 4
+    assert not hasattr(model, "no_such_attribute")
+
+
+def test_what_is_chained_stays_the_compiled_one(pair):
+    _, model = pair
+    assert model.eval() is model
+    assert model.to("cpu").requires_grad_(requires_grad=False) is model
+    assert model(torch.ones(4)).tolist() == [6.0] * 4
+
+
+def test_a_change_on_purpose_is_rechecked(pair):
+    module, model = pair
+    model.recheck()
+    model(torch.ones(4))
+    module.factor = 4
+    with pytest.raises(GuardError, match="factor"):
+        model.recheck()

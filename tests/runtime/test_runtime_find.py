@@ -15,40 +15,26 @@ from cache_samples import resealed
 
 torch = pytest.importorskip("torch")
 
+from small_model import Model, spec  # noqa: E402
 from torch import nn  # noqa: E402
 
 import cgtool  # noqa: E402
-from cgtool import CompilationConfig, ExampleCall, ModelSpec, host  # noqa: E402
+from cgtool import CompilationConfig, host  # noqa: E402
 from cgtool.compiler import stitch  # noqa: E402
 from cgtool.compiler.pipeline import warm  # noqa: E402
 from cgtool.errors import CacheCorruptError, CacheMissError, CacheSchemaError  # noqa: E402
 from cgtool.plan.grammar import canonical_json  # noqa: E402
-from cgtool.runtime.factors import FACTORS  # noqa: E402
+from cgtool.runtime.factors import FACTORS, state_of  # noqa: E402
 from cgtool.store.entry import EntryWriter, read_entry  # noqa: E402
 from cgtool.store.key import FACTOR_ORDER, Factor, Key, read_key  # noqa: E402
 from cgtool.store.layout import CacheLayout, RankName  # noqa: E402
 from cgtool.trace.capture import capture  # noqa: E402
 
-pytestmark = pytest.mark.torch
-
-
-class Model(nn.Module):
-    def __init__(self, width=4):
-        super().__init__()
-        self.layer = nn.Linear(width, width)
-
-    def forward(self, x):
-        return torch.tanh(self.layer(x))
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_grad")]
 
 
 class Other(Model):
     pass
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture
@@ -57,9 +43,8 @@ def model():
 
 
 def run(model, root, rank=None, prefix="backbone", check=False, **fields):
-    call = ExampleCall(args=(torch.rand(3, 4),))
-    spec = ModelSpec(module=model, calls=[call], dynamic={"x": {0: "n"}}, prefix=prefix)
-    return warm(spec, config=CompilationConfig(adaptor="eager", **fields), cache_dir=root, rank=rank, check=check)
+    config = CompilationConfig(adaptor="eager", **fields)
+    return warm(spec(model, prefix=prefix), config=config, cache_dir=root, rank=rank, check=check)
 
 
 @pytest.fixture(scope="module")
@@ -451,3 +436,10 @@ def test_compile_finds_the_entry_that_takes_the_call(tmp_path, monkeypatch, kind
         counts.append(len(traced))
     assert 0 < counts[0] < counts[1]
     assert counts[1:] == [counts[1]] * 4
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_buffers_that_have_no_strides_are_facts_as_others_are():
+    module = nn.Linear(2, 2)
+    module.register_buffer("table", torch.eye(3).to_sparse_csr())
+    assert state_of(module)["tensors"]["table"] == "float32[3, 3] cpu torch.sparse_csr"

@@ -12,13 +12,14 @@ import torch
 from msgspec.structs import replace
 
 from cgtool.errors import ArtifactError, CgtoolError
+from cgtool.graph.values import encode_value
 from cgtool.plan.pieces import Node, SymbolRange
 from cgtool.plan.records import Guard, Input, Step
 from cgtool.runtime.call import LoadedModel
 from cgtool.runtime.dispatch import PiecewiseBackend
-from cgtool.runtime.program import piece_function
+from cgtool.runtime.program import op_names, piece_function
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_grad")]
 
 
 class Pair(NamedTuple):
@@ -30,21 +31,10 @@ class Bag(dict):
     """A dict of its own class."""
 
 
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-
-
 @pytest.fixture
 def model():
     torch.manual_seed(0)
     return hand.Model()
-
-
-def load(model, *variants, graphs=()):
-    plan = hand.plan(*variants, graphs=graphs)
-    return LoadedModel(model, plan, hand.opened(plan))
 
 
 def test_an_output_is_put_together_from_its_template(model):
@@ -73,7 +63,7 @@ def test_an_output_is_put_together_from_its_template(model):
             ],
         ],
     ]
-    loaded = load(model, hand.variant(output=template, call_guards=()))
+    loaded = hand.load(model, hand.variant(output=template, call_guards=()))
     x, mask = torch.randn(3, hand.WIDTH), object()
     got = loaded(x, mask)
     assert type(got) is hand.Output
@@ -94,14 +84,14 @@ def test_an_output_is_put_together_from_its_template(model):
 
 
 def test_constants_that_a_caller_may_write_to_are_new_each_time(model):
-    loaded = load(model, hand.variant(output=["const", ["d", ["a", ["l", 1, 2]]]]))
+    loaded = hand.load(model, hand.variant(output=["const", ["d", ["a", ["l", 1, 2]]]]))
     x = torch.randn(3, hand.WIDTH)
     loaded(x)["a"].append(3)
     assert loaded(x) == {"a": [1, 2]}
 
 
 def test_an_input_that_is_returned_is_the_very_object(model):
-    loaded = load(model, hand.variant(output=["tuple", [["v", 0], ["v", 1]]]))
+    loaded = hand.load(model, hand.variant(output=["tuple", [["v", 0], ["v", 1]]]))
     x = torch.randn(3, hand.WIDTH)
     got = loaded(x)
     assert got[0] is x
@@ -120,7 +110,7 @@ def _attention(name, **meta):
 def test_strides_that_differ_from_the_promise_are_repaired(model):
     made, middle = _attention("attn", stride=(1, "s0"))
     x = torch.randn(3, hand.WIDTH)
-    attention, out = load(model, made, graphs=[middle])(x)
+    attention, out = hand.load(model, made, graphs=[middle])(x)
     assert attention.stride() == (1, 3)
     assert torch.equal(attention, model.first(x) * 2)
     assert torch.allclose(out, model(x))
@@ -145,7 +135,7 @@ def test_another_dtype_than_promised_names_the_op(model):
     made, middle = _attention("wrong")
     says = r"cgtool_runtime_test.wrong returned a tensor of float64 .* fake implementation promised float32"
     with pytest.raises(ArtifactError, match=says):
-        load(model, made, graphs=[middle])(torch.randn(3, hand.WIDTH))
+        hand.load(model, made, graphs=[middle])(torch.randn(3, hand.WIDTH))
 
 
 def test_an_artifact_with_too_few_outputs_is_named(model):
@@ -196,7 +186,7 @@ def test_a_symbol_may_be_read_from_a_multiple_or_from_a_stride(model):
         steps=tuple(replace(step, symbols={"s0": "2*s0"}) for step in hand.variant().steps),
         output=["tuple", [["v", 5], ["expr", "s0"]]],
     )
-    loaded = load(model, doubled)
+    loaded = hand.load(model, doubled)
     x = torch.randn(6, hand.WIDTH)
     out, half = loaded(x)
     assert torch.equal(out, model(x))
@@ -212,7 +202,7 @@ def test_a_symbol_may_be_read_from_a_multiple_or_from_a_stride(model):
         output=["tuple", [["v", 5], ["expr", "s1"]]],
     )
     wide = torch.randn(3, 9)[:, : hand.WIDTH]
-    out, step = load(model, strided)(wide)
+    out, step = hand.load(model, strided)(wide)
     assert torch.equal(out, model(wide))
     assert step == 9
 
@@ -269,7 +259,7 @@ def test_a_weak_reference_is_followed_and_nothing_else_is_called(model):
     called = []
     model.trap = lambda: called.append(1)
     guard = Guard(source="arg:mask|call", kind="value", expected=1)
-    loaded = load(model, hand.variant(call_guards=(guard,)))
+    loaded = hand.load(model, hand.variant(call_guards=(guard,)))
     with pytest.raises(CgtoolError):
         loaded(torch.randn(3, hand.WIDTH), model.trap)
     served = loaded._variants[0]
@@ -306,7 +296,7 @@ def test_a_hostile_piece_is_refused_before_it_becomes_code(node):
 
 
 def test_nothing_of_the_plan_can_reach_builtins(model):
-    loaded = load(model)
+    loaded = hand.load(model)
     served = loaded._variants[0]
     for function in (served.accept._make(), served.program._make(), served.bound._same):
         assert list(function.__globals__["__builtins__"]) == ["__import__"]
@@ -321,3 +311,86 @@ def test_a_step_without_a_piece_runs_op_by_op(model):
     opened = {key: value for key, value in hand.opened(plan).items() if key[1] >= 0}
     x = torch.randn(3, hand.WIDTH)
     assert torch.equal(LoadedModel(model, plan, opened)(x), model(x).relu())
+
+
+X = hand.ROWS
+
+
+def run(nodes, output, *inputs, metas=None):
+    function = piece_function(hand.graph(metas or [X] * len(inputs), nodes, [output], [X]))
+    args = list(inputs)
+    [result] = function(args)
+    assert args == []
+    return result
+
+
+def test_sizes_methods_containers_and_constants():
+    x = torch.randn(3, 4)
+    nodes = [
+        hand.size("%0", 0),
+        hand.call("_operator.mul", "%1", 2),
+        hand.method("view", "%0", "%2", 2),
+        hand.call("torch.cat", ["%3", "%3"], dim=1),
+        hand.call("_operator.getitem", "%4", {"t": [{"slice": [None, "%1", None]}, {"ellipsis": 0}]}),
+        hand.method("to", "%5", {"dtype": "float64"}),
+        hand.call("torch.full_like", "%6", {"f": "-inf"}),
+        hand.call("_operator.add", "%6", "%6"),
+        hand.call("torch.maximum", "%7", "%8"),
+        hand.call("_operator.add", "%9", {"const": encode_value(torch.tensor([1.0, 2, 3, 4]), None)["const"]}),
+        hand.method("add_", "%10", {"f": "0.5"}, alpha=-2),
+    ]
+    part = torch.cat([x.view(6, 2)] * 2, dim=1)[:3, ...].to(torch.float64)
+    want = part + part + torch.tensor([1.0, 2, 3, 4]) - 1
+    assert torch.equal(run(nodes, "%11", x), want)
+
+
+def test_intermediates_die_with_their_last_use():
+    refs = []
+    library = hand.LIBRARY
+    if not hasattr(torch.ops.cgtool_runtime_test, "watch"):
+        library.define("watch(Tensor x) -> Tensor")
+
+        def watch(x):
+            out = x + 1
+            refs.append((weakref.ref(out), [ref() is not None for ref, _ in refs]))
+            return out
+
+        library.impl("watch", watch, "CompositeExplicitAutograd")
+    nodes = [hand.call("torch.ops.cgtool_runtime_test.watch", f"%{i}") for i in range(4)]
+    out = run(nodes, "%4", torch.zeros(2, 4))
+    assert torch.equal(out, torch.full((2, 4), 4.0))
+    # The op's argument is alive while it runs, what came before it is not.
+    assert [alive for _, alive in refs] == [[], [True], [False, True], [False, False, True]]
+
+
+def test_a_value_that_nothing_uses_is_computed_and_forgotten():
+    x = torch.zeros(2, 4)
+    run([hand.method("add_", "%0", 1), hand.call("torch.sin", "%0")], "%2", x)
+    assert torch.equal(x, torch.ones(2, 4))
+
+
+def test_an_input_may_be_an_output_and_an_output_may_come_twice():
+    x = torch.zeros(2, 4)
+    function = piece_function(hand.graph([X], [hand.call("torch.sin", "%0")], ["%0", "%1", "%1"], [X] * 3))
+    first, second, third = function([x])
+    assert first is x
+    assert second is third
+
+
+def test_autocast_regions_close_when_an_op_raises():
+    enter = hand.call("torch.amp.autocast_mode._enter_autocast", {"s": "cpu"}, {"dtype": "bfloat16"}, True, None)
+    leave = hand.call("torch.amp.autocast_mode._exit_autocast", "%2")
+    nodes = [enter, hand.call("torch._C._nn.linear", "%0", "%1"), leave]
+    made = hand.graph([X, hand.WEIGHT], nodes, ["%3"], [X])
+    function = piece_function(made)
+    weight = torch.randn(4, 4)
+    assert function([torch.randn(3, 4), weight])[0].dtype is torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
+    with pytest.raises(RuntimeError, match="shape"):
+        function([torch.randn(3, 5), weight])
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_ops_are_named_for_people():
+    assert op_names(hand.ATTENTION) == ("cgtool_runtime_test.attn.default",)
+    assert op_names(hand.LINEAR) == ("torch._C._nn.linear",)

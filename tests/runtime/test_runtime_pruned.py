@@ -6,10 +6,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+from small_model import EAGER, Model, spec  # noqa: E402
 
 import cgtool  # noqa: E402
-from cgtool import CompilationConfig, ExampleCall, ModelSpec  # noqa: E402
 from cgtool.compiler.pipeline import warm  # noqa: E402
 from cgtool.errors import CacheMissError  # noqa: E402
 from cgtool.runtime import find as find_module  # noqa: E402
@@ -19,22 +18,7 @@ from cgtool.store.pruned import all_pruned  # noqa: E402
 from cgtool.toolkit.prune.own import make_plan  # noqa: E402
 from cgtool.toolkit.prune.plan import Rules  # noqa: E402
 
-pytestmark = pytest.mark.torch
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return torch.tanh(self.layer(x))
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_grad")]
 
 
 @pytest.fixture
@@ -56,9 +40,7 @@ def let_go():
 
 
 def warmed(model, root):
-    call = ExampleCall(args=(torch.rand(3, 4),))
-    spec = ModelSpec(module=model, calls=[call], dynamic={"x": {0: "n"}})
-    return warm(spec, config=CompilationConfig(adaptor="eager"), cache_dir=root)
+    return warm(spec(model), config=EAGER, cache_dir=root)
 
 
 def prune(root):

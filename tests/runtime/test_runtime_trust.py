@@ -10,10 +10,10 @@ from bundle_maker import make_keys
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+from small_model import EAGER, Model, spec  # noqa: E402
 
 import cgtool  # noqa: E402
-from cgtool import CompilationConfig, ExampleCall, ModelSpec  # noqa: E402
+from cgtool import CompilationConfig  # noqa: E402
 from cgtool.compiler.pipeline import warm  # noqa: E402
 from cgtool.errors import CacheMissError, RefusedError  # noqa: E402
 from cgtool.store.layout import CacheLayout  # noqa: E402
@@ -22,22 +22,7 @@ from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle  # noqa: 
 from cgtool.toolkit.verify.load import _open_all  # noqa: E402
 from cgtool.toolkit.why import why_spec  # noqa: E402
 
-pytestmark = pytest.mark.torch
-
-
-class Model(nn.Module):
-    def __init__(self, width=4):
-        super().__init__()
-        self.layer = nn.Linear(width, width)
-
-    def forward(self, x):
-        return torch.tanh(self.layer(x))
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_grad")]
 
 
 @pytest.fixture
@@ -46,8 +31,7 @@ def model():
 
 
 def fill(root, level):
-    spec = ModelSpec(module=Model().eval(), calls=[ExampleCall(args=(torch.rand(3, 4),))], dynamic={"x": {0: "n"}})
-    return warm(spec, config=CompilationConfig(adaptor="eager", level=level, proof=False), cache_dir=root).hash
+    return warm(spec(Model().eval()), config=EAGER.replace(level=level), cache_dir=root).hash
 
 
 @pytest.fixture(scope="module")
@@ -138,13 +122,6 @@ def test_a_cache_that_is_named_by_a_link_is_read_where_the_link_led(model, root,
     root.chmod(0o777)
     with pytest.raises(RefusedError, match=f"^{root} can be written to"):
         cgtool.load(model, cache_dir=tmp_path / "link")
-
-
-def spec(model):
-    return ModelSpec(module=model, calls=[ExampleCall(args=(torch.rand(3, 4),))], dynamic={"x": {0: "n"}})
-
-
-EAGER = CompilationConfig(adaptor="eager", proof=False)
 
 
 def _loads(root):

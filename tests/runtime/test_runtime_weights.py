@@ -9,20 +9,8 @@ from torch import nn
 
 from cgtool.errors import GuardError
 from cgtool.plan.records import Guard, Input
-from cgtool.runtime.call import LoadedModel
 
-pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-
-
-def load(model, *variants):
-    plan = hand.plan(*variants)
-    return LoadedModel(model, plan, hand.opened(plan))
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_grad")]
 
 
 @pytest.fixture
@@ -69,7 +57,7 @@ def to_and_back(model):
     "change", [assigned, loaded_state, assigned_state, swapped_data, written, replaced_module, to_and_back]
 )
 def test_new_values_are_used_by_the_next_call(model, x, change):
-    loaded = load(model)
+    loaded = hand.load(model)
     before = loaded(x)
     change(model)
     after = loaded(x)
@@ -114,7 +102,7 @@ def subclassed(model):
     ids=["half", "meta", "transposed", "reshaped", "deleted", "None", "subclass"],
 )
 def test_another_make_is_refused_by_the_next_call_and_by_load(model, x, change, says):
-    loaded = load(model)
+    loaded = hand.load(model)
     loaded(x)
     with torch.inference_mode():
         loaded(x)
@@ -126,11 +114,11 @@ def test_another_make_is_refused_by_the_next_call_and_by_load(model, x, change, 
     with torch.inference_mode(), pytest.raises(GuardError, match=says):
         loaded(x)
     with pytest.raises(GuardError):
-        load(model)
+        hand.load(model)
 
 
 def test_requires_grad_is_seen_whatever_mode_a_check_was_made_in(model, x):
-    loaded = load(model)
+    loaded = hand.load(model)
     loaded(x)
     model.requires_grad_(requires_grad=False)
     with torch.inference_mode():
@@ -144,7 +132,7 @@ def test_requires_grad_is_seen_whatever_mode_a_check_was_made_in(model, x):
 
 def test_a_replaced_module_has_the_model_checked_again(model, x):
     guards = (Guard(source="self.first|type", kind="value", expected=["type", "torch.nn.modules.linear:Linear"]),)
-    loaded = load(model, hand.variant(model_guards=guards))
+    loaded = hand.load(model, hand.variant(model_guards=guards))
     loaded(x)
     model.first = nn.Identity()
     model.first.weight = nn.Parameter(torch.randn(hand.WIDTH, hand.WIDTH))
@@ -154,7 +142,7 @@ def test_a_replaced_module_has_the_model_checked_again(model, x):
 
 def test_an_added_module_has_the_model_checked_again(model, x):
     guards = (Guard(source="self._modules", kind="keys", expected=["first", "last"]),)
-    loaded = load(model, hand.variant(model_guards=guards))
+    loaded = hand.load(model, hand.variant(model_guards=guards))
     loaded(x)
     model.more = nn.Identity()
     with pytest.raises(GuardError, match=r"keys first, last|keys 'first', 'last'"):
@@ -164,7 +152,7 @@ def test_an_added_module_has_the_model_checked_again(model, x):
 
 
 def test_recheck_sees_a_plain_attribute_that_changed(model, x):
-    loaded = load(model)
+    loaded = hand.load(model)
     loaded.recheck()
     model.eps = 0.25
     with pytest.raises(GuardError, match=r"eps was 0.5 when this was compiled and is 0.25 now"):
@@ -178,7 +166,7 @@ def test_untied_weights_are_refused(model, x):
     model.last.weight = model.first.weight
     tied = (Guard(source="self.last.weight", kind="same:self.first.weight", expected=True),)
     inputs = hand.variant().inputs
-    loaded = load(model, hand.variant(model_guards=tied, inputs=(*inputs[:2], inputs[1])))
+    loaded = hand.load(model, hand.variant(model_guards=tied, inputs=(*inputs[:2], inputs[1])))
     assert torch.equal(loaded(x), model(x))
     model.last.weight = nn.Parameter(model.first.weight.clone())
     with pytest.raises(GuardError, match=r"last.weight and first.weight were one object"):
@@ -193,7 +181,7 @@ def test_buffers_plain_attributes_and_globals_are_read_live(model, x):
         Input(source="self.scale", meta=hand.WEIGHT),
         Input(source='self.plain["w"][0]', meta=hand.WEIGHT),
     )
-    loaded = load(model, hand.variant(inputs=inputs))
+    loaded = hand.load(model, hand.variant(inputs=inputs))
     want = x @ model.scale.t() * 2 @ model.plain["w"][0].t()
     assert torch.allclose(loaded(x), want)
     model.scale = torch.full_like(model.scale, 3.0)
