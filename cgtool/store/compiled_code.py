@@ -56,15 +56,6 @@ class Kernel:
     shared_bytes: int | None = None
     constant_bytes: int | None = None
 
-    def to_json(self) -> dict[str, str | int | None]:
-        """Return its JSON form."""
-        return {
-            "name": self.name,
-            "registers": self.registers,
-            "shared_bytes": self.shared_bytes,
-            "constant_bytes": self.constant_bytes,
-        }
-
 
 @dataclass(frozen=True, kw_only=True)
 class NativeCode:

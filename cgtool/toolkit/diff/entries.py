@@ -101,16 +101,17 @@ class EntrySide:
     @cached_property
     def lines(self) -> tuple[TracedLine, ...]:
         """The lines of the model's own files that its first rank's trace went through; () where they cannot be read."""
-        for part, rank in self._ranks.items():
-            try:
-                record = self.manifest(part).files.get(GRAPH_FILE)
-                data = read_bytes(f"{rank.folder}/{GRAPH_FILE}")
-            except CacheError:
-                break  # for people only: what is damaged is for `verify` to say
-            if data is not None and record is not None and sha256_hex(data) == record.sha256:
-                return traced_lines(data.decode(errors="replace"))
-            break
-        return ()
+        part = next(iter(self._ranks), None)
+        if part is None:
+            return ()
+        try:
+            record = self.manifest(part).files.get(GRAPH_FILE)
+            data = read_bytes(f"{self._ranks[part].folder}/{GRAPH_FILE}")
+        except CacheError:
+            return ()  # for people only: what is damaged is for `verify` to say
+        if data is None or record is None or sha256_hex(data) != record.sha256:
+            return ()
+        return traced_lines(data.decode(errors="replace"))
 
     @property
     def label(self) -> str:
