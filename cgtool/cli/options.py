@@ -156,16 +156,21 @@ place_options = _together(
     ),
 )
 
-#: The parameters of `coverage_options` and `compiler_options` that are fields of the configuration.
-CONFIG_FIELDS = ("compile_sizes", "compile_ranges", "size_dim", "splitting_ops", "inductor_compile_config")
-#: Those of `adaptor_options` too.
-ADAPTOR_FIELDS = (*CONFIG_FIELDS, "level", "adaptor")
-
 cache_dir_option = click.option(
     "--cache-dir",
     metavar="DIR",
     help="The cache's root. Default: CGTOOL_CACHE_DIR, else the user's cache folder.",
 )
+
+#: All that says which model is warmed, or would be, and how.
+warming_options = _together(
+    model_options, weights_option, cache_dir_option, coverage_options, adaptor_options, compiler_options
+)
+
+#: The parameters of `coverage_options` and `compiler_options` that are fields of the configuration.
+CONFIG_FIELDS = ("compile_sizes", "compile_ranges", "size_dim", "splitting_ops", "inductor_compile_config")
+#: Those of `adaptor_options` too.
+ADAPTOR_FIELDS = (*CONFIG_FIELDS, "level", "adaptor")
 
 
 def cache_folder(given: str | None) -> Path | None:

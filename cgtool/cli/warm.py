@@ -10,18 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cgtool.cli import failures, logs
-from cgtool.cli.options import (
-    ADAPTOR_FIELDS,
-    adaptor_options,
-    cache_dir_option,
-    compiler_options,
-    coverage_options,
-    model_asked,
-    model_options,
-    place_options,
-    talk_options,
-    weights_option,
-)
+from cgtool.cli.options import ADAPTOR_FIELDS, model_asked, place_options, talk_options, warming_options
 from cgtool.cli.text import count_text, indices_text, secs_text, size_text
 
 if TYPE_CHECKING:
@@ -44,12 +33,7 @@ Examples:
 
 
 @click.command(epilog=EXAMPLES, short_help="Compile a model into the cache before it is served.")
-@model_options
-@weights_option
-@cache_dir_option
-@coverage_options
-@adaptor_options
-@compiler_options
+@warming_options
 @click.option(
     "--jobs", metavar="N", help="Compile N pieces at a time, each in a process; 0: in this one. Default: the cores."
 )

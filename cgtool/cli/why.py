@@ -11,18 +11,7 @@ import click
 
 from cgtool.cli import failures, logs
 from cgtool.cli.diff import MOST_DIFFERENCES, show_lines
-from cgtool.cli.options import (
-    ADAPTOR_FIELDS,
-    adaptor_options,
-    cache_dir_option,
-    compiler_options,
-    coverage_options,
-    model_asked,
-    model_options,
-    place_options,
-    talk_options,
-    weights_option,
-)
+from cgtool.cli.options import ADAPTOR_FIELDS, model_asked, place_options, talk_options, warming_options
 from cgtool.cli.text import count_text, one_line
 
 if TYPE_CHECKING:
@@ -52,12 +41,7 @@ class _Remembering(click.Command):
 
 
 @click.command(cls=_Remembering, epilog=EXAMPLES, short_help="Say whether a model would hit, and if not, why.")
-@model_options
-@weights_option
-@cache_dir_option
-@coverage_options
-@adaptor_options
-@compiler_options
+@warming_options
 @place_options
 @click.option("--all", "everything", is_flag=True, help="Show every reason with all of its lines.")
 @talk_options
