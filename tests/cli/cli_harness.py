@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,55 +47,83 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def run(*arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Ran:
-    """Run `cgtool` to its end."""
-    done = subprocess.run(
-        [*COMMAND, *map(str, arguments)],
-        cwd=cwd,
-        env=environment(**(env or {})),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-    )
-    return Ran(code=done.returncode, out=done.stdout, err=done.stderr)
+    """Run `cgtool` to its end, as a process of its own: in a fork of one that has imported what is slow to import.
 
-
-#: Runs the command as many times as it is asked, each in a fork of a process that has imported the start of `warm`.
-_FORKS = """
-import json, os, sys, tempfile
-import cgtool.cli.warm
-from cgtool.cli.main import main
-
-answers = []
-for cwd, changes, arguments in json.load(sys.stdin):
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        child = os.fork()
-        if child == 0:
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.dup2(out.fileno(), 1)
-            os.dup2(err.fileno(), 2)
-            os.chdir(cwd)
-            os.environ.update(changes)
-            sys.exit(main(arguments))
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        texts = [(file.seek(0), file.read().decode())[1] for file in (out, err)]
-    answers.append([code, *texts])
-json.dump(answers, sys.stdout)
-"""
+    What Python or torch reads of the environment as it starts needs a fresh process.
+    """
+    words = [str(argument) for argument in arguments]
+    if any(name.startswith(("PYTHON", "TORCH", "TRITON")) for name in env or {}):
+        done = subprocess.run(
+            [*COMMAND, *words],
+            cwd=cwd,
+            env=environment(**(env or {})),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=500,
+        )
+        return Ran(code=done.returncode, out=done.stdout, err=done.stderr)
+    with_torch = words[:1] in (["warm"], ["why"], ["check"]) and "--help" not in words
+    return _server(with_torch=with_torch).run(cwd or Path.cwd(), environment(**(env or {})), words)
 
 
 def run_many(runs: list[tuple[Path, Mapping[str, str], list[str]]]) -> list[Ran]:
     """Run `cgtool` to its end once for each (working directory, changes of the environment, arguments)."""
-    done = subprocess.run(
-        [sys.executable, "-c", _FORKS],
-        input=json.dumps([(str(cwd), changes, arguments) for cwd, changes, arguments in runs]),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=500,
-    )
-    return [Ran(code=code, out=out, err=err) for code, out, err in json.loads(done.stdout)]
+    return [run(*arguments, cwd=cwd, env=changes) for cwd, changes, arguments in runs]
+
+
+_LIGHT = ("rich.console", "rich.table", "rich.text", "cgtool.cli.inspect", "cgtool.toolkit.scan")
+_HEAVY = ("torch", "torch._dynamo", "cgtool.models", "cgtool.compiler.pipeline")
+
+_SERVE = """
+import gc, importlib, json, os, sys
+from cgtool.cli.main import main
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+gc.freeze()
+for line in iter(sys.stdin.readline, ""):
+    cwd, variables, arguments, out, err = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        for stream, (path, flags) in enumerate(((os.devnull, os.O_RDONLY), (out, os.O_WRONLY), (err, os.O_WRONLY))):
+            os.dup2(os.open(path, flags), stream)
+        os.chdir(cwd)
+        os.environ.clear()
+        os.environ.update(variables)
+        sys.argv[:] = ["cgtool", *arguments]
+        code = main()
+        sys.stderr.flush()
+        os._exit(code)  # taking torch's modules apart touches every page of them
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.write(1, f"{code}\\n".encode())
+"""
+
+
+class _Server:
+    """A process that runs the command in forks of itself; it ends with this one."""
+
+    def __init__(self, *modules: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _SERVE, *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment(),
+            text=True,
+        )
+        atexit.register(self._process.communicate)
+
+    def run(self, cwd: Path, variables: Mapping[str, str], arguments: list[str]) -> Ran:
+        with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
+            print(
+                json.dumps([str(cwd), variables, arguments, out.name, err.name]), file=self._process.stdin, flush=True
+            )
+            answer = self._process.stdout.readline()
+            return Ran(code=int(answer), out=out.read().decode(), err=err.read().decode())
+
+
+@functools.cache
+def _server(*, with_torch: bool) -> _Server:
+    return _Server(*(_HEAVY if with_torch else _LIGHT))
 
 
 def _graph(target: str, width: int) -> PieceGraph:

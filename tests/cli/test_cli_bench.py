@@ -274,9 +274,9 @@ def test_a_signal_leaves_no_process_and_no_folder(tmp_path, number, code):
 
 def test_a_process_that_takes_too_long_is_ended_with_its_children_and_said_to_have(tmp_path):
     pids = tmp_path / "pids"
-    ran = bench(f"{MODELS}:slow", "--arg", f"pids={pids}", "--timeout", "15", tmp=tmp_path / "tmp")
+    ran = bench(f"{MODELS}:slow", "--arg", f"pids={pids}", "--timeout", "5", tmp=tmp_path / "tmp")
     assert ran.code == 1
-    assert "it took longer than 15 s and was ended (--timeout gives it more)" in ran.err
+    assert "it took longer than 5 s and was ended (--timeout gives it more)" in ran.err
     assert [pid for pid in _written(pids, 2) if _runs(pid)] == []
 
 
