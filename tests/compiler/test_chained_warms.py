@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 
@@ -10,11 +9,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from standing_adaptor import SERVED, Standing  # noqa: E402
+
 import cgtool  # noqa: E402
 from cgtool import adaptor_registry  # noqa: E402
 from cgtool.cli.main import main  # noqa: E402
-from cgtool.compiler.adaptors.eager import EagerAdaptor  # noqa: E402
-from cgtool.plan.grammar import digest_of  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -32,33 +31,6 @@ def build():
     call = cgtool.ExampleCall(args=(torch.rand(3, 5, 4),))
     return cgtool.ModelSpec(module=Model().eval(), calls=[call], dynamic={"x": {0: "batch", 1: "seq"}})
 """
-#: What served the calls: the ranges of the graph's symbols, and whether the artifact was tuned.
-SERVED = []
-
-
-class Standing(EagerAdaptor):
-    """Stands in for a compiler: its artifacts say whether they were tuned, and note each call that they serve."""
-
-    name = "inductor_standalone"
-    kind = "aot"
-    compiles = True
-
-    def compute_hash(self, options, *, max_autotune=False):
-        return digest_of([super().compute_hash(options), max_autotune])
-
-    def compile(self, graph, *, options, max_autotune=False):
-        piece = super().compile(graph, options=options)
-        return dataclasses.replace(piece, artifact=piece.artifact + b" " * max_autotune)
-
-    def load(self, data, graph):
-        function = super().load(data, graph)
-        said = {"symbols": [(symbol.min, symbol.max) for symbol in graph.symbols], "tuned": data.endswith(b" ")}
-
-        def run(args):
-            SERVED.append(said)
-            return function(args)
-
-        return run
 
 
 @pytest.fixture(autouse=True)

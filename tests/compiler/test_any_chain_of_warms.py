@@ -1,0 +1,157 @@
+"""Any chain of warms, edits, imports and loads, against a model of what must be served: hypothesis draws the chains."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import linecache
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+torch = pytest.importorskip("torch")
+
+from standing_adaptor import SERVED, Standing  # noqa: E402
+
+import cgtool  # noqa: E402
+from cgtool import CompilationConfig, adaptor_registry  # noqa: E402
+from cgtool.compiler.pipeline import warm  # noqa: E402
+from cgtool.errors import CacheMissError  # noqa: E402
+from cgtool.toolkit.bundle.choose import Choice  # noqa: E402
+from cgtool.toolkit.bundle.export import ExportOptions, export  # noqa: E402
+from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+#: Files of one size, so that nothing but their content tells them apart.
+SOURCE = """
+import torch
+
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return torch.sin(x) * {scale}
+"""
+DYNAMIC = {"x": {0: ("batch", 2, None), 1: ("seq", 2, None)}}
+CALLS = list(itertools.product((3, 4, 6, 20), (3, 4, 6, 20)))
+
+scales, levels, prefixes = st.sampled_from([2, 3]), st.sampled_from([2, 3]), st.sampled_from(["backbone", "head"])
+dims = st.sampled_from(["batch", "seq"])
+wishes = st.sampled_from([("general",), ("size", 4), ("size", 6), ("range", 2, 8), ("range", 5, 16)])
+
+
+class Chain(RuleBasedStateMachine):
+    """A cache, and what must be in it: for each entry, which shapes were asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.root = self.folder / "cache"
+        self.source = self.folder / "chain_model.py"
+        self.asked = {}
+        self.units = set()
+        self.grad = torch.no_grad()
+        self.grad.__enter__()
+        self.before = dict(adaptor_registry._registered)
+        adaptor_registry._registered["inductor_standalone"] = Standing
+
+    def teardown(self):
+        adaptor_registry._registered.clear()
+        adaptor_registry._registered.update(self.before)
+        self.grad.__exit__(None, None, None)
+        shutil.rmtree(self.folder)
+
+    @initialize(scale=scales)
+    def write(self, scale):
+        self.edit(scale)
+
+    @rule(scale=scales)
+    def edit(self, scale):
+        self.scale = scale
+        self.source.write_text(SOURCE.format(scale=scale))
+        os.utime(self.source, (1e9, 1e9))  # an editor that keeps the time: it tells nothing
+        linecache.checkcache()
+
+    def module(self):
+        spec = importlib.util.spec_from_file_location("chain_model", self.source)
+        loaded = importlib.util.module_from_spec(spec)
+        exec(compile(self.source.read_text(), str(self.source), "exec"), loaded.__dict__)  # no stale .pyc
+        return loaded.Model().eval()
+
+    def warm_for(self, wish, dim, level, prefix, **options):
+        kind, *bounds = wish
+        shapes = {
+            "general": {},
+            "size": {"compile_sizes": bounds, "size_dim": dim},
+            "range": {"compile_ranges": [bounds], "size_dim": dim},
+        }[kind]
+        config = CompilationConfig(adaptor="inductor_standalone", level=level, jobs=0, proof=False, **shapes)
+        call = cgtool.ExampleCall(args=(torch.rand(3, 5, 4),))
+        spec = cgtool.ModelSpec(module=self.module(), calls=[call], dynamic=DYNAMIC, prefix=prefix)
+        return warm(spec, config=config, cache_dir=self.root, **options)
+
+    @rule(wish=wishes, dim=dims, level=levels, prefix=prefixes)
+    def warm(self, wish, dim, level, prefix):
+        shape = wish if wish == ("general",) else (*wish, dim)
+        entry = self.asked.setdefault((self.scale, level, prefix), set())
+        wanted = {("general",), shape}
+        result = self.warm_for(wish, dim, level, prefix)
+        assert result.hit == (wanted <= entry), (wanted, entry, result.reasons)
+        # A unit is a piece and a shape: whoever compiled it, it is compiled once.
+        new = {(self.scale, one) for one in wanted - entry} - self.units
+        assert result.compiled == len(new), (new, self.units)
+        entry |= wanted
+        self.units |= new
+        assert self.warm_for(wish, dim, level, prefix, check=True).hit
+
+    @rule(level=levels, prefix=prefixes, sizes=st.sampled_from(CALLS))
+    def load(self, level, prefix, sizes):
+        module, entry = self.module(), self.asked.get((self.scale, level, prefix))
+        config = CompilationConfig(adaptor="inductor_standalone", level=level)
+        if entry is None:
+            with pytest.raises(CacheMissError):
+                cgtool.load(module, config=config, cache_dir=self.root, prefix=prefix)
+            return
+        run, x = cgtool.load(module, config=config, cache_dir=self.root, prefix=prefix), torch.rand(*sizes, 4)
+        SERVED.clear()
+        torch.testing.assert_close(run(x), torch.sin(x) * self.scale)
+        (by,) = SERVED
+        by_dim = dict(zip(("batch", "seq"), sizes, strict=True))
+        hits = {kind: [one for one in entry if one[0] == kind and _holds(one, by_dim)] for kind in ("size", "range")}
+        if hits["size"]:  # a size wins over a range
+            assert by["tuned"]
+            assert len(by["symbols"]) < 2
+        elif hits["range"]:  # a range over the general shape
+            assert not by["tuned"]
+            assert {tuple(one[1:3]) for one in hits["range"]} & set(by["symbols"])
+        else:
+            assert not by["tuned"]
+            assert [high for _, high in by["symbols"]] == [None, None]
+
+    @rule()
+    def move(self):
+        """Export all of it, and go on with an empty cache into which it was imported."""
+        if not self.asked:
+            return
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        bundle = folder / "bundle.tar.zst"
+        export(ExportOptions(dest=bundle, cache_dir=self.root, choice=Choice(everything=True)))
+        self.root = folder / "cache"
+        import_bundle(ImportOptions(source=bundle, cache_dir=self.root, trust=True))
+
+
+def _holds(shape, by_dim):
+    kind, *bounds, dim = shape
+    return by_dim[dim] == bounds[0] if kind == "size" else bounds[0] <= by_dim[dim] <= bounds[1]
+
+
+TestAnyChain = Chain.TestCase
+TestAnyChain.settings = settings(
+    max_examples=6, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck)
+)
