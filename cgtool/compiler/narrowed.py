@@ -65,15 +65,17 @@ def served_by(
         if dim in variant.fixed:
             yield Served(dim=dim, others=others, low=variant.fixed[dim], high=variant.fixed[dim])
             continue
-        for name in variant.dims[dim]:
+        low, high, lines = asked[dim].min, asked[dim].max, []
+        for name in variant.dims[dim]:  # all of them are this dimension's size
             symbol, where = symbols[name], shape_env.var_to_range_sloc.get(traced[name])
-            found = []
             if symbol.min > max(asked[dim].min, FIRST_DYNAMIC):
-                found.append(_user_line(getattr(where, "lower", None)))
+                lines.append(_user_line(getattr(where, "lower", None)))
             if symbol.max != asked[dim].max:
-                found.append(_user_line(getattr(where, "upper", None)))
-            lines = tuple(line for line in found if line)
-            yield Served(dim=dim, others=others, low=symbol.min, high=symbol.max, lines=lines)
+                lines.append(_user_line(getattr(where, "upper", None)))
+            low = max(low, symbol.min)
+            high = min((bound for bound in (high, symbol.max) if bound is not None), default=None)
+        if variant.dims[dim]:
+            yield Served(dim=dim, others=others, low=low, high=high, lines=tuple(line for line in lines if line))
 
 
 def narrowed_ranges(served: Iterable[Served], asked: Mapping[str, DynamicDim]) -> tuple[str, ...]:
@@ -105,7 +107,7 @@ def narrowing_relations(variant: Variant, shape_env: Any, names: Mapping[str, st
     """Yield a sentence for the sizes that a variant refuses within its ranges, such as those that 4 does not divide."""
     lines = {text: _user_line(where) for text, where in lines_of_relations(shape_env, names).items()}
     dim_of = {symbol: dim for dim, carried in variant.dims.items() for symbol in carried}
-    lows = {dim_of[s.name]: s.min for s in variant.symbols if s.name in dim_of}
+    ends = {dim_of[s.name]: (s.min, s.max) for s in variant.symbols if s.name in dim_of}
     narrowing: dict[tuple[str, ...], list[str]] = {}
     for text in variant.relations:
         dims = tuple(dict.fromkeys(dim_of.get(symbol, "") for symbol in symbols_of(text)))
@@ -113,7 +115,11 @@ def narrowing_relations(variant: Variant, shape_env: Any, names: Mapping[str, st
             narrowing.setdefault(dims, []).append(text)
     for dims, texts in narrowing.items():
         span = _TRIED_ALONE if len(dims) == 1 else _TRIED_TOGETHER
-        tried = list(itertools.product(*(range(lows[dim], lows[dim] + span) for dim in dims)))
+        spans = [
+            (low, low + span if high is None else min(low + span, high + 1))
+            for low, high in (ends[dim] for dim in dims)
+        ]
+        tried = list(itertools.product(*(range(*span) for span in spans)))
         sizes = [{s: at[dims.index(dim)] for s, dim in dim_of.items() if dim in dims} for at in tried]
         refusing = [text for text in texts if not all(_holds(text, values) for values in sizes)]
         if not refusing:

@@ -44,6 +44,11 @@ class Product(nn.Module):
         return torch.cos(x)
 
 
+class Square(nn.Module):
+    def forward(self, x):
+        return torch.sin(x) if x.shape[0] * x.shape[0] <= 64 else torch.cos(x)
+
+
 class Convolution(nn.Module):
     def __init__(self):
         super().__init__()
@@ -84,9 +89,10 @@ def warmed(model, root, *sizes, dynamic=None):
         (Table, None, "n serves 1 to 64 because of `return x + self.rows[: x.shape[0]]` (test_narrowed.py:"),
         (Groups, None, "n serves only some sizes (8, 12, 16, ...) because of `return x.view(-1, 4, 4) + 1`"),
         (Product, {0: "n", 1: "m"}, "because of `if x.shape[0] * x.shape[1] <= 40` (test_narrowed.py:"),
+        (Square, None, "because of `return torch.sin(x) if x.shape[0] * x.shape[0] <= 64 else torch.cos(x)`"),
         (Convolution, None, "n serves 5 to "),
     ],
-    ids=["branch", "bounded branch", "table", "groups", "product", "convolution"],
+    ids=["branch", "bounded branch", "table", "groups", "product", "square", "convolution"],
 )
 def test_what_is_narrower_is_said_with_its_line(cache_root, model, dynamic, said):
     size = 8 if model is Groups else 6
@@ -96,8 +102,15 @@ def test_what_is_narrower_is_said_with_its_line(cache_root, model, dynamic, said
 
 @pytest.mark.parametrize(
     ("model", "dynamic"),
-    [(Plain, None), (Smallest, None), (Masked, None), (Branch, {0: ("n", 2, 8)}), (Table, {0: ("n", 1, 64)})],
-    ids=["plain", "smallest", "masked", "branch within bounds", "table within bounds"],
+    [
+        (Plain, None),
+        (Smallest, None),
+        (Masked, None),
+        (Branch, {0: ("n", 2, 8)}),
+        (Table, {0: ("n", 1, 64)}),
+        (Square, {0: ("n", 1, 8)}),
+    ],
+    ids=["plain", "smallest", "masked", "branch within bounds", "table within bounds", "relation within bounds"],
 )
 def test_nothing_is_said_where_nothing_narrowed(cache_root, model, dynamic):
     assert warmed(model(), cache_root, dynamic=dynamic).notes == ()
