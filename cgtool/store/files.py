@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import logging
 import os
 import re
 import shutil
@@ -37,8 +36,6 @@ from cgtool import __version__
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
 from cgtool.plan.grammar import Record, decode, encode, sha256_hex
 from cgtool.store.layout import CACHE_FOLDER
-
-_log = logging.getLogger(__name__)
 
 #: An artifact is written once and only ever removed; a record may be replaced by a rename. The umask applies to both.
 ARTIFACT_MODE = 0o444

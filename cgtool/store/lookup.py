@@ -163,13 +163,14 @@ class StateStore:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 _append(str(path))
 
-    def last_used(self) -> dict[str, float]:
-        """Return when each rank and prefix was loaded last, seconds since the epoch, by `RankName.flat`."""
-        found: dict[str, float] = {}
+    def stamps(self) -> dict[str, tuple[int, int]]:
+        """Return when each rank and prefix was loaded last, in ns since the epoch, and how often, by its flat name."""
+        found: dict[str, tuple[int, int]] = {}
         with contextlib.suppress(OSError), os.scandir(self._layout.state_dir / "used") as stamps:
             for stamp in stamps:
                 with contextlib.suppress(OSError):
-                    found[stamp.name] = stamp.stat(follow_symlinks=False).st_mtime
+                    status = stamp.stat()
+                    found[stamp.name] = status.st_mtime_ns, status.st_size
         return found
 
     def usage(self, name: RankName) -> Usage:

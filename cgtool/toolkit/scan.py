@@ -98,7 +98,7 @@ def with_artifacts(layout: CacheLayout, entry: EntryListing) -> EntryListing:
 class _Scan:
     def __init__(self, layout: CacheLayout, *, artifacts: bool) -> None:
         self.layout = layout
-        self.used = str(layout.state_dir / "used")
+        self.used = StateStore(layout).stamps()
         self.with_artifacts = artifacts
         self.entries: list[EntryListing] = []
         self.warnings: list[str] = []
@@ -150,8 +150,9 @@ class _Scan:
             self.own_bytes += sum(_size(f"{rank.folder}/{name}") for name in rank.files)
             return
         name = manifest.name
-        usage, inodes = self._usage(name), entry.artifacts
-        listing = EntryListing.of(manifest, status[1], usage, artifacts=self.with_artifacts, inodes=inodes)
+        used_ns, hits = self.used.get(name.flat, (0, 0))
+        usage = Usage(hits=hits, last_used=timestamp(used_ns / 1e9) if used_ns else None)
+        listing = EntryListing.of(manifest, status[1], usage, artifacts=self.with_artifacts, inodes=entry.artifacts)
         others = [file for file in rank.files if file not in _NAMED_FILES]
         self.own_bytes += listing.own_bytes + sum(_size(f"{rank.folder}/{file}") for file in others)
         missing = []
@@ -166,13 +167,6 @@ class _Scan:
                 f"missing, the first {short(missing[0])}: warm the model again."
             )
         self.entries.append(listing)
-
-    def _usage(self, name: RankName) -> Usage:
-        try:
-            status = os.stat(f"{self.used}/{name.flat}")  # noqa: PTH116 - one of thousands
-        except OSError:
-            return Usage()
-        return Usage(hits=status.st_size, last_used=timestamp(status.st_mtime))
 
     def _units(self, folder: str) -> None:
         """Count what units hold and entries do not."""

@@ -201,7 +201,7 @@ def unpacking_folder(layout: CacheLayout) -> Iterator[Path]:
     made = _make(layout.base)
     folder = layout.base / f".import.{os.getpid()}.{secrets.token_hex(6)}.tmp"
     try:
-        for leftover in abandoned(layout):
+        for leftover in _abandoned(layout):
             discard(leftover)
         try:
             folder.mkdir(mode=0o700)
@@ -220,7 +220,7 @@ def unpacking_folder(layout: CacheLayout) -> Iterator[Path]:
                 above.rmdir()
 
 
-def abandoned(layout: CacheLayout) -> list[Path]:
+def _abandoned(layout: CacheLayout) -> list[Path]:
     """Return the folders that killed imports left in a cache."""
     try:
         found = [path for path in layout.base.iterdir() if _NAME.fullmatch(path.name)]

@@ -26,8 +26,9 @@ from cgtool.plan.pieces import Json
 from cgtool.store.key import Key, difference_between, read_key, sentences
 from cgtool.store.layout import CacheLayout, short
 from cgtool.store.leases import LeaseTable
+from cgtool.store.lookup import StateStore
 from cgtool.store.machine import Machine, this_machine
-from cgtool.store.walk import EntryView, Status
+from cgtool.store.walk import EntryView
 from cgtool.toolkit.prune.leftovers import DAY_SECS, HOUR_SECS
 from cgtool.toolkit.prune.plan import Kept, Reason, Rules
 
@@ -69,7 +70,7 @@ class Chooser:
         self._leases = leases
         self._stale = stale
         self._now = now
-        self.stamps = _stamps(layout)
+        self.stamps = StateStore(layout).stamps()
         self._named = {self._entry_named(text) for text in rules.entries}
         self._last = self._last_of_models()
         self.kept: list[Kept] = []
@@ -266,14 +267,3 @@ def _as_far_as_known(stored: Json, now: Json) -> Json:
     if isinstance(stored, dict) and isinstance(now, dict):
         return {name: _as_far_as_known(value, now.get(name)) for name, value in stored.items()}
     return now
-
-
-def _stamps(layout: CacheLayout) -> dict[str, Status]:
-    """The stamps of loads, by `RankName.flat`; none where they cannot be read."""
-    found: dict[str, Status] = {}
-    with contextlib.suppress(OSError), os.scandir(layout.state_dir / "used") as stamps:
-        for stamp in stamps:
-            with contextlib.suppress(OSError):
-                status = stamp.stat()
-                found[stamp.name] = status.st_mtime_ns, status.st_size
-    return found
