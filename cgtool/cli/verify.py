@@ -211,7 +211,7 @@ def _show_repairs(output: Output, repairs: Sequence[Repair]) -> None:
 
 def _show_problems(output: Output, what: str, problems: Sequence[Finding]) -> None:
     if problems:
-        output.line(f"{what}: {count_text(len(problems), 'file')} not as it must be:", style="red")
+        output.line(f"{what}: {count_text(len(problems), 'damaged or missing file')}:", style="red")
         _show_lines(output, [problem.sentence for problem in problems])
 
 

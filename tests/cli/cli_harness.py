@@ -143,8 +143,14 @@ def _graph(target: str, width: int) -> PieceGraph:
     )
 
 
-def lay_entry(root: Path, *, model: str = "TinyModel", seed: int = 0, prefix: str = "backbone", rank: int = 0) -> str:
-    """Publish an entry of five pieces, two of them splitting and three unique ones compiled; return its hash."""
+def lay_entry(
+    root: Path, *, model: str = "TinyModel", seed: int = 0, prefix: str = "backbone", rank: int = 0, marked: bool = True
+) -> str:
+    """Publish an entry of five pieces, two of them splitting and three unique ones compiled; return its hash.
+
+    Args:
+        marked: Whether its artifacts say what they were compiled from.
+    """
     layout = CacheLayout(root=root)
     key = Key.of([Factor(name="model", value=seed)])
     writer = EntryWriter(layout, key, rank=rank, prefix=prefix)
@@ -186,7 +192,8 @@ def lay_entry(root: Path, *, model: str = "TinyModel", seed: int = 0, prefix: st
     rows = []
     for index in (0, 2, 4):
         origin = Origin(piece=order[index].identity(), shape={})
-        data = with_origin(f"artifact {index} {seed}".encode() * 100, "aot", origin)
+        data = f"artifact {index} {seed}".encode() * 100
+        data = with_origin(data, "aot", origin) if marked else data
         digest = writer.objects.put(data, "aot")
         rows.append(
             Row(

@@ -9,14 +9,20 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cache_maker import lay_entry as lay_whole
+from cache_maker import make_cache
 from cache_samples import resealed
 from cli_harness import COMMAND, environment, lay_entry, run
 
 from cgtool.store.layout import CacheLayout, RankName, short
 from cgtool.toolkit.verify.load import Opened, _open_all
+
+#: A cache with thousands of units, and ten times what checking it takes where nothing else runs.
+ENTRIES, ARTIFACTS = 100, 50
+MOST_SECS = 12.0
 
 
 def spoil(root: Path) -> Path:
@@ -133,6 +139,15 @@ def test_a_damaged_artifact_is_named_with_exit_code_3(cache_root: Path) -> None:
     (problem,) = report.report["entries"][0]["problems"]
     assert (report.code, problem["kind"]) == (3, "digest")
     assert problem["path"] == str(path.relative_to(cache_root))
+
+
+def test_an_artifact_that_does_not_say_what_it_was_compiled_from_is_a_problem(cache_root: Path) -> None:
+    lay_entry(cache_root, marked=False)
+    ran = run("verify", cache_root, "--json")
+    (entry,) = ran.report["entries"]
+    assert ran.code == 3
+    assert [problem["kind"] for problem in entry["problems"]] == ["misplaced"] * 3
+    assert all("does not say what it was compiled from" in problem["sentence"] for problem in entry["problems"])
 
 
 def test_ranks_of_the_world_that_are_missing_are_named(cache_root: Path) -> None:
@@ -274,3 +289,37 @@ def test_progress_shows_on_a_terminal_and_not_in_a_pipe(cache_root: Path) -> Non
     assert process.wait(60) == 3
     os.close(parent)
     assert b"verify" in shown
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("verified") / "cache"
+    make_cache(root, entries=ENTRIES, artifacts_per_entry=ARTIFACTS)
+    return root
+
+
+def verified(root: Path, jobs: int) -> dict[str, Any]:
+    report = run("verify", root, "--json", "--jobs", jobs).report
+    return {name: value for name, value in report.items() if name != "secs"}
+
+
+def test_one_thread_and_two_find_the_same_in_time(large: Path) -> None:
+    begin = time.perf_counter()
+    two = verified(large, 2)
+    assert time.perf_counter() - begin < MOST_SECS
+    assert two == verified(large, 1)
+    # of an entry the key, the manifest and three files of its rank; of a unit the record, and the artifact once more
+    assert two["files"] == ENTRIES * (5 + ARTIFACTS) + ENTRIES * ARTIFACTS * 2
+    assert two["units"]["problems"] == []
+    assert [problem for entry in two["entries"] for problem in entry["problems"]] == []
+
+
+def test_what_is_damaged_is_named_by_two_threads(large: Path) -> None:
+    record = min(large.rglob("unit.json"))
+    artifact = max(path for path in (large / "torch_compile_cache" / "units").rglob("*.pt2"))
+    for path in (record, artifact):
+        data = path.read_bytes()
+        path.unlink()  # an artifact has a name in an entry, too
+        path.write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
+    problems = verified(large, 2)["units"]["problems"]
+    assert {problem["path"] for problem in problems} == {str(path.relative_to(large)) for path in (record, artifact)}

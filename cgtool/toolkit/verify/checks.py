@@ -188,7 +188,7 @@ class _Check:
 
     def _of_error(self, path: str | Path, error: CacheError | Literal["not_a_file"]) -> Finding:
         if error == "not_a_file":
-            sentence = f"{path} is no ordinary file. Remove it, then mend the entry with `cgtool verify --repair`."
+            sentence = f"{path} is not an ordinary file. Remove it, then mend the entry with `cgtool verify --repair`."
             return self.say(path, error, sentence)
         if isinstance(error, CacheCorruptError):
             return self.say(path, "corrupt", str(error))
@@ -221,7 +221,7 @@ class _Check:
             sentence = f"{path} was left by a process that was ended as it wrote."
             self.notes.append(self.say(path, "temporary", sentence))
         else:
-            self.notes.append(self.say(path, "foreign", f"{path} is none of cgtool's files."))
+            self.notes.append(self.say(path, "foreign", f"{path} is not one of cgtool's files."))
 
     def _orphan(self, path: str) -> Finding:
         return self.say(path, "orphan", f"{path} is named by no manifest: `cgtool prune` removes it.")
@@ -476,7 +476,7 @@ def _signature_problem(path: str, stem: str, end: str, most: int) -> tuple[Probl
     is_ours = status is not None and stat.S_ISREG(status.st_mode) and status.st_size <= most
     data = read_bytes(path) if is_ours else None
     if data is None:
-        return "not_a_file", "is no file that import writes"
+        return "not_a_file", "is not a file that import writes"
     if end == ".json":
         return None if sha256_hex(data) == stem else ("digest", "differs from the digest in its name")
     try:

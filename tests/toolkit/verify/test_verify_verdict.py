@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import sysconfig
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cgtool.store.artifacts import Package, pack
 from cgtool.store.key import Factor, Key
-from cgtool.store.machine import Driver, Machine
-from cgtool.toolkit.verify.verdict import Verdict, verdict
+from cgtool.store.machine import Driver, Machine, version_pair
+from cgtool.toolkit.verify.verdict import Verdict, glibc_needed, glibc_of_entry, verdict
 
+LIBRARIES = sorted(Path(sysconfig.get_config_var("DESTSHARED") or "/nowhere").glob("*.so"))[:8]
 MACHINE = Machine(
     torch={"version": "2.13.0+cu130", "version_git": "cf30", "with_cuda": "13.0", "with_hip": None},
     triton="3.7.0",
@@ -154,3 +159,35 @@ def test_accelerators_that_only_torch_can_tell_are_not_promised() -> None:
 )
 def test_ranks_are_judged_by_the_world_that_loads_them(ranks: set[int], world_size: int | None, level: str) -> None:
     assert verdict(key_of(), MACHINE, ranks=ranks, world_size=world_size).level == level
+
+
+def said_by(data: bytes) -> str | None:
+    """The newest version among all names of versions in a file's bytes."""
+    return max((found.decode() for found in re.findall(rb"\0GLIBC_(\d+\.\d+)", data)), key=version_pair, default=None)
+
+
+@pytest.mark.skipif(not LIBRARIES, reason="this Python has no libraries of its own")
+def test_a_package_says_which_glibc_its_library_needs(tmp_path: Path) -> None:
+    for library in LIBRARIES:
+        path = tmp_path / f"{library.name}.pt2"
+        path.write_bytes(pack(Package(native=library.read_bytes(), metadata={})))
+        assert glibc_needed(path) == said_by(library.read_bytes()) == glibc_needed(library)
+    assert glibc_of_entry(map(str, tmp_path.iterdir())) == said_by(b"".join(path.read_bytes() for path in LIBRARIES))
+
+
+@pytest.mark.skipif(not LIBRARIES, reason="this Python has no libraries of its own")
+def test_a_torn_library_says_nothing_and_never_hangs(tmp_path: Path) -> None:
+    whole = LIBRARIES[0].read_bytes()
+    path = tmp_path / "torn.pt2"
+    for kept in range(0, len(whole), len(whole) // 50):
+        path.write_bytes(whole[:kept])
+        assert glibc_needed(path) in (None, said_by(whole))
+    for at in range(64):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        glibc_needed(path)
+
+
+def test_what_is_no_package_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "a.eager").write_bytes(b"\x7fELF\x02\x01")
+    (tmp_path / "b.pt2").write_bytes(b"")
+    assert glibc_of_entry([*map(str, tmp_path.iterdir()), "gone.pt2"]) is None

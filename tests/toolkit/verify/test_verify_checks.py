@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -383,3 +384,50 @@ def test_a_stopped_hasher_leaves_a_big_file_alone(tmp_path: Path) -> None:
     with Hasher(1) as hasher:
         future = hasher.submit(str(big))
     assert future.cancelled() or future.result().size_bytes < 1 << 40
+
+
+def sign(layout: CacheLayout) -> tuple[Path, str]:
+    """Lay beside the entry what import leaves of a signed bundle, and return the folder and the name of both files."""
+    folder = layout.entry_dir(HASH) / "signatures"
+    folder.mkdir()
+    stem = sha256_hex(b"an index")
+    (folder / f"{stem}.json").write_bytes(b"an index")
+    row = {"key": "0" * 64, "signature": "A" * 86 + "=="}
+    (folder / f"{stem}.sig").write_text(json.dumps({"schema": 1, "signatures": [row]}))
+    return folder, stem
+
+
+@pytest.mark.parametrize(
+    ("end", "harm", "kind"),
+    [
+        (".json", "change", "digest"),
+        (".sig", "change", "corrupt"),
+        (".json", "remove", "missing"),
+        (".sig", "remove", "missing"),
+        (".json", "pipe", "not_a_file"),
+        (".sig", "pipe", "not_a_file"),
+    ],
+)
+def test_what_an_entry_remembers_of_who_signed_it_is_checked(cache_root: Path, end: str, harm: str, kind: str) -> None:
+    layout = lay(cache_root)
+    folder, stem = sign(layout)
+    assert check_entry(layout, HASH).problems == []
+    path = folder / f"{stem}{end}"
+    if harm == "change":
+        path.write_bytes(path.read_bytes() + b"}")
+    else:
+        path.unlink()
+    if harm == "pipe":
+        os.mkfifo(path)
+    (problem,) = check_entry(layout, HASH).problems
+    assert (layout.root / problem.path, problem.kind) == (path, kind)
+    assert problem.sentence.endswith("import the signed bundle again.")
+
+
+def test_what_else_lies_among_signatures_is_a_note(cache_root: Path) -> None:
+    layout = lay(cache_root)
+    folder, _ = sign(layout)
+    (folder / "readme.txt").touch()
+    found = check_entry(layout, HASH)
+    assert [(note.kind, layout.root / note.path) for note in found.notes] == [("foreign", folder / "readme.txt")]
+    assert found.problems == []
