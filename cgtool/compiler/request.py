@@ -24,7 +24,7 @@ from cgtool.errors import CgtoolError, ModelError
 from cgtool.graph.metas import dtype_of
 from cgtool.guards import _torch as guards_private
 from cgtool.guards._torch import changed_inductor_settings
-from cgtool.guards.ops import op_digest
+from cgtool.guards.code import op_digest
 from cgtool.guards.state import current
 from cgtool.plan.grammar import Count, Digest, Record
 from cgtool.plan.pieces import Json, PieceGraph

@@ -20,9 +20,9 @@ from cgtool.errors import CgtoolError, TraceError
 from cgtool.events import Event, OnEvent
 from cgtool.graph._torch import share_storage
 from cgtool.graph.metas import tensor_meta
-from cgtool.guards.names import qualified_name
-from cgtool.guards.ops import is_composite
+from cgtool.guards.code import is_composite
 from cgtool.guards.signature import CallSignature
+from cgtool.guards.sources import qualified_name
 from cgtool.guards.state import current, names_for_pieces
 from cgtool.model import ExampleCall, ModelSpec
 from cgtool.ops import is_torchs_own

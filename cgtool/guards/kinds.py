@@ -45,11 +45,9 @@ import torch
 from cgtool.errors import GuardError
 from cgtool.guards import _torch as private
 from cgtool.guards import state
-from cgtool.guards.code import code_digest
-from cgtool.guards.definitions import define, registered
+from cgtool.guards.code import code_digest, define, registered
 from cgtool.guards.literals import NoRuleError, encode_literal
-from cgtool.guards.names import qualified_name
-from cgtool.guards.sources import NotImportedError, Roots, parse_source
+from cgtool.guards.sources import NotImportedError, Roots, parse_source, qualified_name
 from cgtool.plan.grammar import digest_of
 from cgtool.plan.records import Guard
 from cgtool.plan.rendering import changed_words, expected_words, source_words

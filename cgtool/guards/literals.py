@@ -24,8 +24,7 @@ import torch
 from cgtool.errors import TraceError
 from cgtool.guards import _torch as private
 from cgtool.guards.code import code_digest, plain_text
-from cgtool.guards.names import qualified_name
-from cgtool.guards.sources import canonical_module_name
+from cgtool.guards.sources import canonical_module_name, qualified_name
 from cgtool.plan.grammar import canonical_json
 
 Json = Any

@@ -16,7 +16,7 @@ Must not import torch. Grammar::
 
 `self` is the model, `arg:x` a local of its method's first frame, `free:x` a variable that the method closes over.
 `module:m` is a module itself and `global:m:x` a name in it; the first takes no accessor. `state:x` names global state
-of torch (see `state.py`) and has no accessors.
+of torch (see `state.py`) and has no accessors. Types and functions are named `module:Qualname`, in every process alike.
 """
 
 from __future__ import annotations
@@ -249,3 +249,24 @@ def canonical_module_name(name: str) -> str:
     if not path:
         return name
     return re.sub(r"\.py$", "", str(path).replace("\\", "/").rsplit("/", 1)[-1])
+
+
+def qualified_name(thing: Any) -> str:
+    """Return `module:Qualname` of a class or function; the running script goes by its import name."""
+    module = getattr(thing, "__module__", None) or ""
+    name = getattr(thing, "__qualname__", None) or getattr(thing, "__name__", None) or type(thing).__name__
+    return f"{canonical_module_name(module)}:{name}"
+
+
+def find_qualified(name: str) -> Any:
+    """Return the class or function that `qualified_name` named.
+
+    Raises:
+        SourceError: Its module cannot be imported here.
+        AttributeError: The module has no such name any more.
+    """
+    module, _, path = name.partition(":")
+    found: Any = find_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found

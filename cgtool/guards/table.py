@@ -15,8 +15,7 @@ from typing import Any
 from torch import nn
 
 from cgtool.guards.kinds import HOOKS, Failure, check, describe, names_of, same
-from cgtool.guards.names import qualified_name
-from cgtool.guards.sources import Accessor, Roots, apply_accessor, parse_accessor
+from cgtool.guards.sources import Accessor, Roots, apply_accessor, parse_accessor, qualified_name
 from cgtool.plan.pieces import Json
 from cgtool.plan.records import Guard, GuardGroup, GuardTable, Texts
 

@@ -22,8 +22,7 @@ from cgtool.errors import ArtifactError, CgtoolError
 from cgtool.graph.metas import device_of, dtype_of
 from cgtool.guards import state
 from cgtool.guards.kinds import are_apart, describe
-from cgtool.guards.names import find_qualified, qualified_name
-from cgtool.guards.sources import Accessor, Roots, Source, find_module, parse_source
+from cgtool.guards.sources import Accessor, Roots, Source, find_module, find_qualified, parse_source, qualified_name
 from cgtool.plan.grammar import canonical_json
 from cgtool.plan.pieces import Dim, Json, TensorMeta
 from cgtool.plan.records import Guard, Input, Variant

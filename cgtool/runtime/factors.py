@@ -16,9 +16,9 @@ import torch
 from cgtool import host
 from cgtool.errors import CgtoolError
 from cgtool.guards import environment
+from cgtool.guards.code import op_digest
 from cgtool.guards.files import distributions_now, sources_now
-from cgtool.guards.names import qualified_name
-from cgtool.guards.ops import op_digest
+from cgtool.guards.sources import qualified_name
 from cgtool.host import variables_now
 from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json

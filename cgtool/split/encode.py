@@ -19,7 +19,7 @@ from cgtool.graph.metas import tensor_meta
 from cgtool.graph.sympy_text import expression_text
 from cgtool.graph.targets import check_method, target_name
 from cgtool.graph.values import encode_value
-from cgtool.guards.ops import op_digest
+from cgtool.guards.code import op_digest
 from cgtool.ops import is_torchs_own
 from cgtool.plan.pieces import Json, Node, NodeKind, PieceGraph
 from cgtool.split import _torch as private

@@ -18,8 +18,7 @@ from typing import Any
 
 from cgtool.guards.code import code_digest
 from cgtool.guards.files import distributions_now, file_of
-from cgtool.guards.names import find_qualified
-from cgtool.guards.sources import SourceError, canonical_module_name
+from cgtool.guards.sources import SourceError, canonical_module_name, find_qualified
 from cgtool.plan.records import Guard
 from cgtool.trace.closure import closure_of, is_covered_by_versions, module_of, modules_by_file, parse
 from cgtool.trace.variables_read import names_a_variable, variables_read, variables_read_by_given

@@ -9,7 +9,7 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from cgtool.guards.definitions import is_given
+from cgtool.guards.code import is_given
 
 #: A longer string is a text.
 _MAX_LENGTH = 80

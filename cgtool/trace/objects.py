@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cgtool.guards.definitions import is_given
+from cgtool.guards.code import is_given
 
 #: Modules that Dynamo traces in the place of others, or that only a process that traces imports; and the namespaces of
 #: ops, which hold what was asked for so far and are no modules that can be found again.

@@ -19,7 +19,7 @@ import torch
 
 from cgtool.errors import TraceError
 from cgtool.guards.literals import NoRuleError, encode_literal
-from cgtool.guards.names import find_qualified, qualified_name
+from cgtool.guards.sources import find_qualified, qualified_name
 from cgtool.plan.pieces import Json, TensorMeta
 from cgtool.trace._torch import unset_fake_temporarily
 

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from cgtool.guards.definitions import define, is_given
+from cgtool.guards.code import define, is_given
 from cgtool.plan.rendering import definition_words
 
 pytestmark = pytest.mark.torch
@@ -140,7 +140,7 @@ class Everything(abc.ABC):  # noqa: B024
 def test_a_definition_is_the_same_in_every_process():
     code = (
         "import json, sys; sys.path.insert(0, sys.argv[1]); import test_guards_definitions as m;"
-        "from cgtool.guards.definitions import define; print(json.dumps(define(m.Everything)))"
+        "from cgtool.guards.code import define; print(json.dumps(define(m.Everything)))"
     )
     folder = __file__.rpartition("/")[0]
     told = {

@@ -19,14 +19,15 @@ from hypothesis import strategies as st
 
 import cgtool
 from cgtool.guards.kinds import check
-from cgtool.guards.names import find_qualified, qualified_name
 from cgtool.guards.sources import (
     NotImportedError,
     Roots,
     SourceError,
     canonical_module_name,
     find_module,
+    find_qualified,
     parse_source,
+    qualified_name,
 )
 from cgtool.plan.records import Guard
 from cgtool.plan.rendering import source_words
@@ -247,7 +248,7 @@ def test_names_are_found_again():
 
 SCRIPT = """
 import sys
-from cgtool.guards.names import find_qualified, qualified_name
+from cgtool.guards.sources import find_qualified, qualified_name
 from cgtool.guards.sources import Roots, canonical_module_name
 class Here: pass
 VALUE = 7

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cgtool.errors import SplitError
-from cgtool.guards.ops import op_digest
+from cgtool.guards.code import op_digest
 from cgtool.ops import is_torchs_own
 
 pytestmark = pytest.mark.torch
