@@ -61,7 +61,7 @@ def test_a_name_too_long_is_a_sentence_and_no_error_of_the_system(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "command", ["inspect artifact", "inspect entry", "inspect key", "inspect graph", "export from", "diff"]
+    "command", ["inspect artifact", "inspect entry", "inspect key", "inspect graph", "export from"]
 )
 def test_a_manifest_that_cannot_be_looked_at_is_a_sentence(tmp_path: Path, command: str) -> None:
     lay_start(tmp_path / "start", command)
