@@ -49,13 +49,11 @@ class CompilerInterface(ABC):
     name: str
     compiles: bool = True
 
-    def initialize_cache(self, cache_dir: Path, *, disable_cache: bool = False, prefix: str = "") -> None:  # noqa: B027  most have no state
+    def initialize_cache(self, cache_dir: Path) -> None:  # noqa: B027  most have no state
         """Prepare for compiles into one cache; called once, before the first. Nothing to do for most compilers.
 
         Args:
             cache_dir: The cache's root.
-            disable_cache: Whether nothing is to be stored.
-            prefix: The compiled part of the model.
         """
 
     @abstractmethod
@@ -79,6 +77,9 @@ class CompilerInterface(ABC):
             options: The user's options for the compiler.
             max_autotune: Whether the compiler may try variants of each kernel: for concrete sizes.
 
+        Returns:
+            The artifact and what is known of it. How long it took is measured by who asks.
+
         Raises:
             CompileError: The compiler cannot compile the piece, or cannot save what it compiled.
             ConfigError: An option is unknown, or one that cgtool keeps for itself.
@@ -91,6 +92,9 @@ class CompilerInterface(ABC):
         Args:
             data: What `compile` gave, in this process or in another.
             graph: The piece that was compiled.
+
+        Returns:
+            A function that takes the piece's inputs as a list, which it empties, and returns its outputs as a list.
 
         Raises:
             ArtifactError: The bytes cannot be opened here.
