@@ -7,10 +7,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cgtool.compiler.schedule import unique
 from cgtool.compiler.wanted import Work
 from cgtool.config import EAGER
 from cgtool.errors import CacheCorruptError, CacheMissError
+from cgtool.guards.literals import NoRuleError, encode_literal
+from cgtool.guards.names import qualified_name
 from cgtool.guards.signature import CallSignature
 from cgtool.model import ModelSpec
 from cgtool.plan.pieces import Json
@@ -20,6 +24,9 @@ from cgtool.runtime.find import Found
 from cgtool.store.entry import read_entry
 from cgtool.store.layout import CacheLayout
 from cgtool.store.records import Manifest, VariantCounts
+
+#: How far an example argument is looked into.
+_MAX_DEPTH = 3
 
 
 def calls_of(spec: ModelSpec) -> Json:
@@ -38,16 +45,22 @@ def calls_of(spec: ModelSpec) -> Json:
     return {"method": spec.method, "dynamic": dynamic, "calls": calls}
 
 
-def _shown(value: Any) -> Json:
-    """Return an example argument as what it is: tensors by dtype, shape and strides, containers by their parts."""
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
+def _shown(value: Any, depth: int = _MAX_DEPTH) -> Json:
+    """Return an example argument as what it is: tensors by dtype, shape and strides, objects by their parts.
+
+    An address, or a `repr` that may hold one, is another one in each process.
+    """
+    if isinstance(value, torch.Tensor):
         return {"tensor": str(value.dtype), "shape": list(value.shape), "stride": list(value.stride())}
     if isinstance(value, Mapping):
-        return {str(key): _shown(item) for key, item in value.items()}
+        return [[_shown(key), _shown(item)] for key, item in value.items()]
     if isinstance(value, (list, tuple)):
         return [_shown(item) for item in value]
-    is_plain = value is None or isinstance(value, (bool, int, str))
-    return value if is_plain else f"{type(value).__qualname__} {value!r:.80}"
+    try:
+        return encode_literal(value)
+    except NoRuleError:
+        held = getattr(value, "__dict__", {}) if depth else {}
+        return {"object": qualified_name(type(value))} | {n: _shown(part, depth - 1) for n, part in held.items()}
 
 
 def same_calls(one: Json, other: Json) -> bool:

@@ -1,9 +1,15 @@
-"""Random changes of a plan whose digests are redone: each ends in a sentence, or the model is served."""
+"""Random changes of a plan whose digests are redone: each ends in a sentence, or the model is served.
+
+A plan is a program. One that is changed and sealed again is another program, which can compute something else where the
+change is in what it computes: its steps, its pieces and its outputs. A change of anything else, of a guard, a size or
+the place of a tensor, may not: what is served is what eager gives.
+"""
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +19,7 @@ torch = pytest.importorskip("torch")
 
 from json_changes import mutated_json  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.utils import _pytree as pytree  # noqa: E402
 
 import cgtool  # noqa: E402
 from cgtool import CompilationConfig, ExampleCall, ModelSpec  # noqa: E402
@@ -23,6 +30,9 @@ from cgtool.store.key import read_key  # noqa: E402
 from cgtool.store.layout import CacheLayout, RankName  # noqa: E402
 
 pytestmark = pytest.mark.torch
+
+#: Where a plan says what is computed.
+COMPUTED = re.compile(r"\.variants\[\]\.(output|steps|inputs)|\.(graphs|inputs|texts)")
 
 
 class Output(NamedTuple):
@@ -62,6 +72,25 @@ def model() -> Model:
     return Model().eval()
 
 
+def agree(one: object, other: object) -> bool:
+    """Return whether two outputs are of one type and hold the same."""
+    have, made = pytree.tree_flatten(one)
+    want, meant = pytree.tree_flatten(other)
+    return made == meant and all(
+        type(a) is type(b) and (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b)
+        for a, b in zip(have, want, strict=True)
+    )
+
+
+def changed(one: object, other: object) -> str:
+    """Return the path of the one place where two documents differ, without numbers."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return next((f".{key}{changed(one[key], other[key])}" for key in one if one[key] != other[key]), "")
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return next((f"[]{changed(a, b)}" for a, b in zip(one, other, strict=True) if a != b), "")
+    return ""
+
+
 class Entry:
     """An entry whose plan can be replaced."""
 
@@ -72,21 +101,22 @@ class Entry:
             made = warm(spec, config=config, cache_dir=root)
         layout = CacheLayout(root=root)
         self._root = root
+        self._model = model()
+        self._inputs = [torch.rand(rows, 4) for rows in (3, 5)]
         self._entry = read_entry(layout, RankName(hash=made.hash, rank=0, prefix="backbone"))
         self._writer = EntryWriter(layout, read_key(layout, made.hash), rank=0, prefix="backbone")
         self.plan = json.loads(self._entry.files["plan.json"])
 
     def outcome(self, plan: object) -> str:
-        """Serve the model from this plan; return the name of the error that says why it is not, or "served"."""
+        """Serve the model from this plan; return "served", "different", or the name of the error that says why not."""
         data = json.dumps(plan).encode("utf-8", "surrogatepass")
         self._writer.publish(self._entry.manifest, {"plan.json": data})
         try:
-            loaded = cgtool.load(model(), cache_dir=self._root)
-            for rows in (3, 5):
-                loaded(torch.rand(rows, 4))
+            loaded = cgtool.load(self._model, cache_dir=self._root)
+            same = [agree(loaded(x), self._model(x)) for x in self._inputs]
         except CgtoolError as error:
             return type(error).__name__
-        return "served"
+        return "served" if all(same) else "different"
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +131,11 @@ def outcomes(entry: Entry, seeds: range) -> dict[str, int]:
     with torch.no_grad():
         for seed in seeds:
             try:
-                outcome = entry.outcome(mutated_json(entry.plan, random.Random(seed)))
+                plan = mutated_json(entry.plan, random.Random(seed))
+                outcome = entry.outcome(plan)
                 found[outcome] = found.get(outcome, 0) + 1
+                if outcome == "different" and not COMPUTED.match(path := changed(entry.plan, plan)):
+                    strange.append(f"seed {seed}: a change of {path} gives another output")
             except Exception as error:  # noqa: BLE001 - whatever it is, it is no sentence
                 strange.append(f"seed {seed}: {type(error).__name__}: {str(error)[:300]}")
     assert not strange, "\n".join(strange)

@@ -12,7 +12,7 @@ from trace_harness import EAGER, agree, plan_of, served, spec_of  # noqa: E402
 import cgtool  # noqa: E402
 from cgtool import ExampleCall  # noqa: E402
 from cgtool.compiler.pipeline import warm  # noqa: E402
-from cgtool.errors import GuardError, ModelError, UsageError  # noqa: E402
+from cgtool.errors import CacheMissError, GuardError, ModelError, UsageError  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -216,3 +216,28 @@ def test_a_model_is_compiled_and_loaded_under_inference_mode(tmp_path, made):
         loaded = cgtool.load(model, cache_dir=tmp_path)
         torch.testing.assert_close(loaded(x), eager(x))
         assert loaded(x).is_inference()
+
+
+class Scaling:
+    """An argument of the user's own; its `repr` shows an address."""
+
+    def __init__(self, gain):
+        self.gain = gain
+
+
+class Scaled(nn.Module):
+    def forward(self, x, scaling, table):
+        return x * scaling.gain * table[torch.float32].gain
+
+
+def test_an_object_as_an_argument_is_told_by_what_it_holds_and_not_by_its_address(tmp_path):
+    def spec(gain, other=1.0):
+        return spec_of(Scaled(), torch.rand(3), Scaling(gain), {torch.float32: Scaling(other)})
+
+    first = spec(2.0)  # alive throughout, so that no other object comes to lie there
+    with torch.no_grad():
+        warm(first, config=EAGER, cache_dir=tmp_path)
+        assert warm(spec(2.0), config=EAGER, cache_dir=tmp_path, check=True).hit
+        with pytest.raises(CacheMissError, match="example calls"):
+            warm(spec(2.0, other=3.0), config=EAGER, cache_dir=tmp_path, check=True)
+    assert " at 0x" not in "".join(path.read_text() for path in tmp_path.rglob("*.json"))
