@@ -25,7 +25,7 @@ from cgtool.trace.files import function_guards
 from cgtool.trace.guards import GuardRecorder, combined, module_frame, split_guards
 from cgtool.trace.installed import Asked, listening
 from cgtool.trace.outputs import MarkedSizes, TemplateReader, mark_outputs
-from cgtool.trace.questions import question_guards
+from cgtool.trace.questions import question_guards, shown_steps
 from cgtool.trace.refusals import (
     ALWAYS,
     refuse_identities,
@@ -163,7 +163,9 @@ def capture(
     asked.add_imported(seen.names)
     tensors = {source: roots.resolve(source) for source in sources}
     questions = question_guards(captured.codes, seen.names, {**tensors, **seen.objects})
-    model_guards, call_guards = split_guards(combined((*guarded, *questions), seen.guards))
+    shown = shown_steps(graph_module, {**captured.inputs, **captured.others}, captured.shape_env)
+    steps = [Guard(source=s, kind="steps_of_one", expected=describe("steps_of_one", tensors[s])) for s in shown]
+    model_guards, call_guards = split_guards(combined((*guarded, *questions, *steps), seen.guards))
     functions = function_guards(captured.codes)
     model_guards = (*ALWAYS, *_own_method(Roots(module, method)), *model_guards, *functions)
     _check_at_once(model_guards, Roots(module, method))

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import fx
 
 from cgtool.guards.kinds import describe
 from cgtool.guards.state import current, names_for_code
@@ -21,6 +22,7 @@ from cgtool.plan.records import Guard
 from cgtool.trace.names import compares_objects, names_in
 from cgtool.trace.objects import is_of_call
 
+_LARGE = 1 << 40
 #: Kinds of guards, and the names by which code asks what they see.
 _QUESTIONS: dict[str, frozenset[str]] = {
     "requires_grad": frozenset({"requires_grad"}),
@@ -56,6 +58,64 @@ def question_guards(
                     yield Guard(source=source, kind=kind, expected=describe(kind, value))
     if compares_objects(names, codes):
         yield from _distinct_arguments(objects)
+
+
+def shown_steps(graph_module: fx.GraphModule, inputs: Mapping[str, Any], shape_env: Any) -> list[str]:
+    """Return the inputs of which an output shows the stride of a dimension of size one.
+
+    A view, a copy or `zeros_like` keeps such a stride, and a sum or a product does not. So the graph is run on fake
+    tensors with other strides there, for all inputs, and where that shows for each. Of a graph that cannot be run so,
+    nothing is known.
+
+    Args:
+        graph_module: Dynamo's graph.
+        inputs: {source: fake tensor} of its inputs.
+        shape_env: Dynamo's ShapeEnv.
+    """
+    asked = [source for source, fake in inputs.items() if _has_one(fake)]
+    results = cast("tuple[fx.Node, ...]", graph_module.graph.output_node().args[0])
+    if not asked or not any(_has_one(node.meta["example_value"]) for node in results):
+        return []
+    sources = {id(fake): source for source, fake in inputs.items()}
+    given = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
+
+    def steps(moved: Collection[str]) -> list[str]:
+        values = [_moved(value) if sources.get(id(value)) in moved else value for value in given]
+        found = _Steps(graph_module).run(*values)
+        return [str(value.stride()) for value in found if isinstance(value, torch.Tensor)]
+
+    try:
+        with torch.no_grad(), inputs[asked[0]].fake_mode, shape_env.suppress_guards():
+            now = steps(())
+            return [] if steps(asked) == now else [source for source in asked if steps((source,)) != now]
+    except Exception:  # noqa: BLE001 - an op may ask for what fake tensors lack
+        return asked
+
+
+class _Steps(fx.Interpreter):
+    """Runs a graph on fake tensors; `empty_like` and its kin keep the strides of a dense tensor, as they really do."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        made = super().run_node(n)
+        like = n.args[0] if n.args and "memory_format" not in n.kwargs else None
+        if isinstance(like, fx.Node) and isinstance(made, torch.Tensor) and str(n.target).find("_like") >= 0:
+            of = self.env[like]
+            return torch.empty_strided(made.shape, of.stride(), dtype=made.dtype, device=made.device)
+        return made
+
+
+def _has_one(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and any(type(size) is int and size == 1 for size in value.shape)
+    )
+
+
+def _moved(fake: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like another, with a stride in its dimensions of size one that no tensor has by nature."""
+    steps = [_LARGE if size == 1 else own for size, own in zip(fake.shape, fake.stride(), strict=True)]
+    return torch.empty_strided(fake.shape, steps, dtype=fake.dtype, device=fake.device)
 
 
 def _is_torchs(code: types.CodeType) -> bool:
