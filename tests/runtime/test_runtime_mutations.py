@@ -7,6 +7,7 @@ the place of a tensor, may not: what is served is what eager gives.
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import re
@@ -146,6 +147,26 @@ def test_a_changed_plan_is_refused_in_a_sentence_or_serves(entry):
     with torch.no_grad():
         assert entry.outcome(entry.plan) == "served"
     assert {"served", "CacheMissError"} <= outcomes(entry, range(300)).keys()
+
+
+#: What a stranger makes of the output's class and its fields: one left out, one more, one without a value or a name.
+OUTPUTS = [
+    pytest.param(lambda fields: fields[:-1], [], id="missing"),
+    pytest.param(lambda fields: [*fields, fields[0]], [], id="more"),
+    pytest.param(lambda fields: fields[:-1], [[]], id="empty"),
+    pytest.param(lambda fields: fields[:-1], [["scale", ["const", 1]]], id="other name"),
+    pytest.param(lambda fields: fields, [["scales", ["const", 1]]], id="twice"),
+]
+
+
+@pytest.mark.parametrize(("by_place", "by_name"), OUTPUTS)
+def test_an_output_that_does_not_fit_its_class_is_refused_at_load(entry, by_place, by_name):
+    plan = copy.deepcopy(entry.plan)
+    for variant in plan["variants"]:
+        _, _, fields, _ = variant["output"]
+        variant["output"][2:] = [by_place(fields), by_name]
+    with torch.no_grad():
+        assert entry.outcome(plan) == "ArtifactError"
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from trace_harness import agree, plan_of, served  # noqa: E402
 
-from cgtool.errors import SplitError, TraceError  # noqa: E402
+from cgtool.errors import GuardError, SplitError, TraceError  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -248,3 +248,35 @@ def test_what_cannot_be_built_again_is_named_at_warm(make, words):
 def test_a_number_taken_out_of_data_is_refused():
     with pytest.raises(SplitError, match=r"return y, extra.item\(\)\) .*return tensors"):
         plan_of(Model(data_as_a_number), torch.rand(3, 4), torch.tensor(3))
+
+
+SHOWN = [
+    pytest.param(lambda x: x[:, 1:], True, id="slice"),
+    pytest.param(lambda x: x.transpose(0, 1), True, id="transposed"),
+    pytest.param(lambda x: x.clone(), True, id="copy"),
+    pytest.param(torch.zeros_like, True, id="zeros_like"),
+    pytest.param(lambda x: x + 1, False, id="sum"),
+    pytest.param(lambda x: x @ x.t(), False, id="product"),
+    pytest.param(lambda x: torch.cat([x, x]), False, id="joined"),
+    pytest.param(lambda x: x.squeeze(0) * 2, False, id="squeezed"),
+]
+
+
+class Applied(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize(("function", "is_shown"), SHOWN)
+def test_a_stride_of_a_dimension_of_size_one_counts_where_the_output_shows_it(tmp_path, function, is_shown):
+    model, part = Applied(function), torch.rand(2, 4)[::2]
+    loaded = served(tmp_path, model, torch.rand(1, 4))
+    if is_shown:
+        with pytest.raises(GuardError, match="x was a tensor whose dimensions of size one have the strides"):
+            loaded(part)
+    else:
+        assert agree(loaded, model, part).stride() == model(part).stride()
