@@ -14,8 +14,8 @@ from cgtool.compiler.wanted import Work
 from cgtool.config import EAGER
 from cgtool.errors import CacheCorruptError, CacheMissError
 from cgtool.guards.literals import NoRuleError, encode_literal
-from cgtool.guards.names import qualified_name
 from cgtool.guards.signature import CallSignature
+from cgtool.guards.sources import qualified_name
 from cgtool.model import ModelSpec
 from cgtool.plan.pieces import Json
 from cgtool.plan.records import Variant
