@@ -369,7 +369,7 @@ def _compile(layout: CacheLayout, key: Key, name: RankName, places: list[_Place]
         step = next((step for step in plan.variants[variant].steps if step.piece == piece), None)
         if step is None:
             raise CacheError(f"The manifest names piece {piece}, which its plan lacks. {_WARM}")
-        work.append(work_at(plan, variant, step, shape, adaptor=adaptor, tuned=tuned and adaptor != EAGER))
+        work.append(work_at(plan, variant, step, shape, adaptor=adaptor, tuned=tuned))
     config = CompilationConfig.from_mapping(key.value("config") or {})
     add_to_entry(layout, key, name, plan, work, config=config, on_event=on_event)
 
@@ -379,7 +379,8 @@ def _plan(layout: CacheLayout, entry: Entry) -> Plan:
 
 
 def _of_hole(manifest: Manifest, hole: Hole) -> _Place:
-    known = {fallback.place: fallback.adaptor for fallback in manifest.fallbacks}
-    adaptor = known.get((hole.variant, hole.piece_index, shape_text(hole.shape)), manifest.adaptor)
+    fallen = {fallback.place: fallback.adaptor for fallback in manifest.fallbacks}
+    adaptor = fallen.get((hole.variant, hole.piece_index, shape_text(hole.shape)))
     base = of_sizes(manifest.variants[hole.variant].fixed)
-    return hole.variant, hole.piece_index, hole.shape, adaptor, is_size(hole.shape) and hole.shape != base
+    tuned = is_size(hole.shape) and hole.shape != base and adaptor != EAGER
+    return hole.variant, hole.piece_index, hole.shape, adaptor or manifest.adaptor, tuned
