@@ -144,6 +144,7 @@ class Chain(RuleBasedStateMachine):
         export(ExportOptions(dest=bundle, cache_dir=self.root, choice=Choice(everything=True)))
         self.root = folder / "cache"
         import_bundle(ImportOptions(source=bundle, cache_dir=self.root, trust=True))
+        self.units.clear()  # a bundle holds entries: what another entry may share is compiled once more
 
 
 def _holds(shape, by_dim):
