@@ -22,6 +22,7 @@ def check(model, root, calls, **options):
 
 
 #: The default, and what serves a piece that it does not take.
+ALL_ADAPTORS = ("aot_inductor", "inductor_standalone")
 ADAPTORS = ("aot_inductor", pytest.param("inductor_standalone", marks=pytest.mark.slow))
 FIXTURE_CALLS = {"tiny_llama": TOKENS, "tiny_moe": TOKENS, "tiny_encoder": GRID, "tiny_vision": IMAGES}
 
@@ -69,7 +70,8 @@ def test_llama_with_each_adaptor(tmp_path, sized, adaptor):
     check(LLAMA, root, TOKENS[:8], config={"adaptor": adaptor, "compile_sizes": [1, 8]})
 
 
-@pytest.mark.parametrize("adaptor", ADAPTORS)
+@pytest.mark.slow
+@pytest.mark.parametrize("adaptor", ALL_ADAPTORS)
 def test_mixture_of_experts(tmp_path, sized, adaptor):
     root = tmp_path / "cache"
     report = sized("tiny_moe", root, adaptor)
@@ -77,7 +79,8 @@ def test_mixture_of_experts(tmp_path, sized, adaptor):
     check(MOE, root, TOKENS)
 
 
-@pytest.mark.parametrize("adaptor", ADAPTORS)
+@pytest.mark.slow
+@pytest.mark.parametrize("adaptor", ALL_ADAPTORS)
 def test_encoder_over_batch_and_sequence(tmp_path, sized, adaptor):
     """Two dynamic dimensions: one variant for both, one for each that is 1, one for both."""
     root = tmp_path / "cache"
@@ -88,7 +91,8 @@ def test_encoder_over_batch_and_sequence(tmp_path, sized, adaptor):
     check(ENCODER, root, GRID)
 
 
-@pytest.mark.parametrize("adaptor", ADAPTORS)
+@pytest.mark.slow
+@pytest.mark.parametrize("adaptor", ALL_ADAPTORS)
 def test_vision_over_batch(tmp_path, sized, adaptor):
     root = tmp_path / "cache"
     report = sized("tiny_vision", root, adaptor)
