@@ -158,6 +158,7 @@ CLASSES = {
         edit=("return 2.0", "return 3.0"),
         instance='it.__dict__["gain"] = 3.0',
         names="gain|Holder",
+        refused=True,
     ),
     "slots": Feature(
         body="__slots__ = ('gain',)",

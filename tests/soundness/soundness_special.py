@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from soundness_projects import PLAIN, Feature
+from soundness_projects import PLACES, PLAIN, Feature
 
 
 def special(method: str, probe: str, was: str, becomes: str, **fields) -> Feature:
@@ -12,7 +12,7 @@ def special(method: str, probe: str, was: str, becomes: str, **fields) -> Featur
         probe=probe,
         edit=(f"*args):\n        return {was}", f"*args):\n        return {becomes}"),
         live=f"Holder.{method} = lambda self, *args: {becomes}",
-        names=f"{method}|Holder",
+        names=fields.pop("names", f"{method}|Holder"),
         **fields,
     )
 
@@ -63,7 +63,14 @@ SPECIAL = {
         refused=True,
     ),
     "hash": special("__hash__", "2.0 if hash(it) == 5 else 3.0", "5", "6", refused=True),
-    "names_of_attributes": special("__dir__", "2.0 if 'gain' in dir(it) else 3.0", "['gain']", "[]", refused=True),
+    "names_of_attributes": special(
+        "__dir__",
+        "2.0 if 'gain' in dir(it) else 3.0",
+        "['gain']",
+        "[]",
+        refused=True,
+        names=r"__dir__|dir\(it\)|Holder",
+    ),
     "getattr": special("__getattr__", "it.gain", "2.0", "3.0", places=PLAIN),
     "getattr_of_a_module": Feature(
         body=(
@@ -137,6 +144,7 @@ SPECIAL = {
         edit=("cls.gain = 2.0", "cls.gain = 3.0"),
         live="Holder.gain = 3.0",
         names="gain|Parent|Holder",
+        places=tuple(place for place in PLACES if place != "base"),  # whose subclass has a gain of its own
     ),
     "name_of_a_member": Feature(
         head=(
