@@ -197,7 +197,7 @@ STATE = {
         probe="getattr(it, 'extra', 2.0)",
         live="torch.nn.Module.__getattr__ = lambda self, name: 3.0",
         names="__getattr__|Module|extra",
-        places=("model", "submodule"),
+        places=("model",),  # the submodule itself would be found by it
     ),
     "forward_of_torchs_class": hooked("torch.nn.Identity.forward = lambda self, x: x * 3", "Identity|forward"),
 }
