@@ -147,18 +147,29 @@ def _divisors(shape_env: Any, symbol: Any) -> list[int]:
     return found
 
 
-class SeenOps(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]  # 2.11 to 2.15
-    """Remembers the ops that are called while it is active, once each, in order."""
+class DrawingOps(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]  # 2.11 to 2.15
+    """Remembers the names of the ops that draw random numbers while it is active, once each, in order."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
-        self.ops: dict[Any, None] = {}
+        self.names: dict[str, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note `func` and call it."""
+        """Note `func` if it draws, and call it."""
         del types
-        self.ops[func] = None
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and _drops_out(func, args, kwargs) is not False:
+            self.names[str(func.overloadpacket)] = None
+        return func(*args, **kwargs)
+
+
+def _drops_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
+    """Return whether an op with a dropout, as attention has, is called with one; None for an op without."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(given)
+    return None
 
 
 @contextlib.contextmanager

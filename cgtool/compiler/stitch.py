@@ -237,11 +237,12 @@ def _why_as_it_stands(graph: PieceGraph) -> str | None:
         return (
             f"the op {composed[0]} is composed of other ops (CompositeImplicitAutograd), by code that cannot be watched"
         )
-    with _torch.SeenOps() as seen:
+    with _torch.DrawingOps() as draws:
         rebuild(graph)
-    draws = dict.fromkeys(str(op.overloadpacket) for op in seen.ops if torch.Tag.nondeterministic_seeded in op.tags)
-    if draws:
-        return f"it draws random numbers ({', '.join(draws)}), and compiled code would draw others than eager does"
+    if draws.names:
+        return (
+            f"it draws random numbers ({', '.join(draws.names)}), and compiled code would draw others than eager does"
+        )
     return None
 
 

@@ -13,6 +13,7 @@ import small_modules  # noqa: E402
 from e2e_compare import difference  # noqa: E402
 
 import cgtool  # noqa: E402
+from cgtool.compiler.pipeline import warm  # noqa: E402
 from cgtool.errors import CgtoolError  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -29,6 +30,10 @@ def no_grad():
 def test_what_is_compiled_and_what_is_loaded_equal_eager_at_every_shape(tmp_path, name, adaptor):
     module, calls, dynamic = small_modules.SERVED[name]()
     config, root = cgtool.CompilationConfig(adaptor=adaptor, jobs=0), tmp_path / "cache"
+    spec = cgtool.ModelSpec(module=module, calls=[cgtool.ExampleCall(args=calls[0])], dynamic=dynamic)
+    said = " ".join(warm(spec, config=config, cache_dir=root).notes)
+    assert small_modules.NOTED.get(name, "") in said
+    assert (name in small_modules.NOTED) == bool(said), said
     run = cgtool.compile(module, example_args=calls[0], dynamic=dynamic, config=config, cache_dir=root)
     for model in (run, cgtool.load(module, config=config, cache_dir=root)):
         for call in calls:
@@ -51,8 +56,6 @@ def test_what_cannot_be_is_refused_in_a_sentence(tmp_path, name):
 
 
 def test_a_size_at_which_the_model_itself_fails_is_left_out_and_said(tmp_path, caplog):
-    from cgtool.compiler.pipeline import warm
-
     module, (call, *_), dynamic = small_modules.SERVED["conv1d of a dynamic length"]()
     spec = cgtool.ModelSpec(module=module, calls=[cgtool.ExampleCall(args=call)], dynamic=dynamic)
     config = cgtool.CompilationConfig(adaptor="eager", jobs=0)

@@ -149,7 +149,7 @@ def ship(storm: Storm, chance: random.Random) -> str:
 def take_in(storm: Storm, chance: random.Random) -> str:
     options = ImportOptions(source=storm.bundle, cache_dir=storm.root, trust=True, any_machine=True)
     report = import_bundle(options)
-    return report.entries[0].installed.outcome
+    return "new" if any(entry.installed.outcome == "new" for entry in report.entries) else "there already"
 
 
 def warm(storm: Storm, chance: random.Random) -> str:
@@ -241,7 +241,7 @@ def test_a_storm_of_all_kinds_of_work_on_one_cache(tmp_path, processes, secs, lo
         seed=time.time_ns(),
     )
     storm.folder.mkdir()
-    for seed in range(storm.entries):
+    for seed in range(storm.entries + 1):  # nobody but an import brings the last: where nothing goes, it is new once
         lay_entry(tmp_path / "source", seed=seed, shapes=("general", f"n={8 + seed}"))
     export(ExportOptions(dest=storm.bundle, cache_dir=tmp_path / "source", choice=Choice(everything=True)))
     let_go()
