@@ -14,21 +14,20 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+
+from msgspec import structs
 
 from cgtool.errors import UsageError
 from cgtool.events import OnEvent, ignore
 from cgtool.store.files import cache_error, sync_folder
 from cgtool.toolkit.foreign.detect import read_cache
-from cgtool.toolkit.foreign.records import ForeignCache, ForeignEntry
-from cgtool.toolkit.prune.choose import age_reason
-from cgtool.toolkit.prune.leftovers import HOUR_SECS
-from cgtool.toolkit.prune.plan import TOO_LARGE, Kept, Outcome, Plan, PlannedEntry, PlannedFile, Reason, Rules
-from cgtool.toolkit.prune.removal import Ledger, Removal
+from cgtool.toolkit.foreign.records import ForeignCache
+from cgtool.toolkit.prune.plan import HOUR_SECS, Keeper, Kept, Outcome, Plan, PlannedEntry, PlannedFile, Planner, Rules
+from cgtool.toolkit.prune.removal import Removal
 
 _SUFFIX = ".cgtool-pruned"
 #: So deep below a cache's root entries lie, and so leftovers of pruning them.
@@ -58,109 +57,87 @@ def make_foreign_plan(root: Path, rules: Rules, *, now: float | None = None) -> 
     for text in rules.entries:
         if not any(entry.name.startswith(text) for entry in cache.entries):
             raise UsageError(f"No entry's name begins with {text!r}. `cgtool inspect cache` lists them.", actual=text)
-    return _Planner(cache, rules, time.time() if now is None else now).plan()
+    return _ForeignPlanner(cache, rules, time.time() if now is None else now).plan()
 
 
-class _Planner:
+class _ForeignPlanner(Planner):
     """One making of a plan; holds what its steps share."""
 
     def __init__(self, cache: ForeignCache, rules: Rules, now: float) -> None:
+        super().__init__(rules, now)
         self._cache = cache
-        self._rules = rules
-        self._now = now
-        self._ledger = Ledger()
-        self._kept: list[Kept] = []
-        self._entries: list[PlannedEntry] = []
+        self._entries = {entry.name: entry for entry in cache.entries}
 
     def plan(self) -> ForeignPlan:
-        rules, cache = self._rules, self._cache
-        found = {path for depth in _DEPTHS for path in cache.root.glob(f"{depth}.*{_SUFFIX}")}
+        rules, cache = self.rules, self._cache
+        found = {path.relative_to(cache.root) for depth in _DEPTHS for path in cache.root.glob(f"{depth}.*{_SUFFIX}")}
         files = [
-            PlannedFile(path=name, kind="trash", frees_bytes=self._ledger.take(str(cache.root / name))[1])
-            for name in sorted(str(path.relative_to(cache.root)) for path in found)
+            PlannedFile(path=str(path), kind="trash", frees_bytes=self.ledger.take(str(cache.root / path))[1])
+            for path in sorted(found)
         ]
-        waiting: list[ForeignEntry] = []
-        for entry in sorted(cache.entries, key=lambda entry: (self._seen(entry), entry.name)):
-            reasons = tuple(self._reasons(entry))
-            if not reasons:
-                waiting.append(entry)
-            elif self._may_go(entry, reasons):
-                self._add(entry, reasons)
-        notes = list(cache.warnings)
-        if rules.max_bytes is not None:
-            self._make_room(waiting, rules.max_bytes, notes)
-        if rules.older_than_secs is not None and not any(entry.last_used for entry in cache.entries):
-            notes.append("This disk notes no reads, so ages count from when entries were written.")
-        if not rules.for_entries:
-            notes.append(f"No rule was given, so that nothing is chosen. {cache.deletion}")
-        return ForeignPlan(
-            root=cache.root,
-            rules=rules,
-            entries=tuple(self._entries),
-            files=tuple(files),
-            kept=tuple(self._kept),
-            size_bytes=cache.size_bytes,
-            notes=tuple(notes),
-            made=self._now,
-            system=cache.system,
-        )
-
-    def _make_room(self, waiting: list[ForeignEntry], most: int, notes: list[str]) -> None:
-        for entry in waiting:
-            if self._cache.size_bytes - self._ledger.freed_bytes <= most:
-                return
-            if self._may_go(entry, (TOO_LARGE,)):
-                self._add(entry, (TOO_LARGE,))
-        left = self._cache.size_bytes - self._ledger.freed_bytes
-        if left > most:
-            notes.append(f"The cache will still take {left} bytes, more than the {most} asked for: the rest must stay.")
-
-    def _reasons(self, entry: ForeignEntry) -> Iterator[Reason]:
-        if any(entry.name.startswith(text) for text in self._rules.entries):
-            yield Reason(rule="entry", sentence="it was named")
-        age = self._now - self._seen(entry)
-        if self._rules.older_than_secs is not None and age > self._rules.older_than_secs:
-            yield age_reason(age, used=entry.last_used is not None)
-
-    def _may_go(self, entry: ForeignEntry, reasons: tuple[Reason, ...]) -> bool:
-        named = any(reason.rule == "entry" for reason in reasons)
-        path = entry.path
-        if not entry.deletable:
-            self._keep(entry, "shared", entry.why_not)
-        elif path == self._cache.root or not path.is_relative_to(self._cache.root) or path.is_symlink():
-            self._keep(entry, "shared", "it is no folder below the cache's own: name the cache that it lies in")
-        elif not named and self._now - _newest(path) < HOUR_SECS:
-            self._keep(entry, "in_use", "it was written within the last hour, and may not be finished")
-        else:
-            return True
-        return False
-
-    def _add(self, entry: ForeignEntry, reasons: tuple[Reason, ...]) -> None:
-        size, frees = self._ledger.take(str(entry.path))
-        self._entries.append(
+        entries = [
             PlannedEntry(
                 hash=entry.name,
                 model=", ".join(entry.prefixes) or entry.kind,
                 created=_epoch(entry.created),
                 last_used=_epoch(entry.last_used),
-                size_bytes=size,
-                frees_bytes=frees,
-                reasons=reasons,
-                path=str(entry.path),
             )
+            for entry in cache.entries
+        ]
+        self.notes += cache.warnings
+        self.choose(entries)
+        if rules.max_bytes is not None:
+            self.make_room(entries, cache.size_bytes, rules.max_bytes)
+        if rules.older_than_secs is not None and not any(entry.last_used for entry in entries):
+            self.notes.append("This disk notes no reads, so ages count from when entries were written.")
+        if not rules.for_entries:
+            self.notes.append(f"No rule was given, so that nothing is chosen. {cache.deletion}")
+        return ForeignPlan(
+            root=cache.root,
+            rules=rules,
+            entries=tuple(self.chosen.values()),
+            files=tuple(files),
+            kept=tuple(self.kept),
+            size_bytes=cache.size_bytes,
+            notes=tuple(self.notes),
+            system=cache.system,
+            paths={name: self._entries[name].path for name in self.chosen},
+            made=self.now,
         )
 
-    def _seen(self, entry: ForeignEntry) -> float:
-        known = [moment for text in (entry.last_used, entry.created) if (moment := _epoch(text)) is not None]
-        return max(known, default=self._now)
+    def is_named(self, entry: PlannedEntry) -> bool:
+        return entry.hash.startswith(self.rules.entries)
 
-    def _keep(self, entry: ForeignEntry, why: Literal["shared", "in_use"], sentence: str) -> None:
-        self._kept.append(Kept(hash=entry.name, model=entry.kind, why=why, sentence=sentence))
+    def last_seen(self, entry: PlannedEntry) -> float:
+        # A disk notes a read late or never, so that what it says of one may be older than the writing.
+        return max((at for at in (entry.last_used, entry.created) if at is not None), default=self.now)
+
+    def keeper(self, entry: PlannedEntry, *, named: bool) -> Keeper | None:
+        found, root = self._entries[entry.hash], self._cache.root
+        if not found.deletable:
+            return "shared", found.why_not
+        if found.path == root or not found.path.is_relative_to(root) or found.path.is_symlink():
+            return "shared", "it is no folder below the cache's own: name the cache that it lies in"
+        if not named and self.now - _newest(found.path) < HOUR_SECS:
+            return "in_use", "it was written within the last hour, and may not be finished"
+        return None
+
+    def take(self, entry: PlannedEntry) -> PlannedEntry:
+        size, frees = self.ledger.take(str(self._entries[entry.hash].path))
+        return structs.replace(entry, size_bytes=size, frees_bytes=frees)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignPlan(Plan):
-    """What a prune of another system's cache would do."""
+    """What a prune of another system's cache would do.
+
+    Args:
+        paths: Where each entry lies.
+        made: When the plan was made, seconds since the epoch.
+    """
+
+    paths: Mapping[str, Path]
+    made: float
 
     def execute(self, on_event: OnEvent = ignore) -> Outcome:  # noqa: ARG002 - it is done in a blink
         """Remove what the plan names, as far as that is still so; what cannot be removed is told in the outcome.
@@ -173,7 +150,7 @@ class ForeignPlan(Plan):
         kept: list[Kept] = []
         num_files = sum(removal.delete(str(self.root / file.path)) for file in self.files)
         for entry in self.entries:
-            path = Path(entry.path)
+            path = self.paths[entry.hash]
             if _newest(path) > self.made:
                 sentence = "it was written after the plan was made"
                 kept.append(Kept(hash=entry.hash, model=entry.model, why="used_meanwhile", sentence=sentence))
@@ -184,7 +161,7 @@ class ForeignPlan(Plan):
             except FileNotFoundError:
                 continue
             except OSError as error:
-                removal.fail(entry.path, cache_error(error, path, doing="removed"))
+                removal.fail(str(path), cache_error(error, path, doing="removed"))
                 continue
             sync_folder(path.parent)
             removed.append(entry.hash)

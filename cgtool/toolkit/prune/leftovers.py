@@ -11,8 +11,8 @@
 | lookup | a mark of an entry that is gone | always |
 | state | stamps, locks and leases of entries that are gone; records of prunes of half a year ago | nobody holds it |
 
-To rest is to be left unchanged. What the walk tells is only ever a suspicion: before anything is removed it is looked
-at again, under the lock of whoever might use it.
+To rest is to be left unchanged. What the walk tells is only ever a suspicion: before anything is removed, its entry or
+unit is looked at again in the same way, under the lock of whoever might use it.
 """
 
 from __future__ import annotations
@@ -21,90 +21,50 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from cgtool.errors import CacheError
-from cgtool.store.files import is_temporary, may_exist, read_sealed, remove, writer_lives
-from cgtool.store.layout import ARTIFACTS, UNIT_FILE, CacheLayout, RankName, is_hash, parse_rank_folder
-from cgtool.store.leases import LeaseTable, claimed, locked, remove_if_idle
-from cgtool.store.pruned import check_inside, forgotten, is_inside, put_aside, trash_dir
-from cgtool.store.records import Manifest, Unit, read_manifest
-from cgtool.store.walk import EntryView, RankView, view_entry, walk, walk_units
-from cgtool.toolkit.prune.plan import PlannedFile
+from cgtool.store.files import is_temporary, may_exist, read_sealed, writer_lives
+from cgtool.store.layout import ARTIFACTS, UNIT_FILE, CacheLayout, RankName, is_hash
+from cgtool.store.leases import LeaseTable, claimed, locked, remove_idle
+from cgtool.store.pruned import forgotten, is_inside, trash_dir
+from cgtool.store.records import Unit
+from cgtool.store.walk import EntryView, RankView, view_entry, view_unit, walk, walk_units
+from cgtool.toolkit.prune.plan import DAY_SECS, HOUR_SECS, PlannedFile
 from cgtool.toolkit.prune.removal import Removal
 
 #: (path below the cache folder, kind)
 Leftover = tuple[str, str]
 
-_MINUTE_SECS, HOUR_SECS, DAY_SECS = 60.0, 3600.0, 86400.0
-
+_MINUTE_SECS = 60.0
 _LOCK = "lock"
 _NEXT = re.compile(r"\.(?P<name>.+)\.(?P<digest>[0-9a-f]{64})\.next")
 _FLAT = re.compile(r"[0-9a-f]{64}-rank_(?:0|[1-9][0-9]*)-[^~]+")
 
 
-@dataclass(frozen=True, kw_only=True)
-class CacheFacts:
+@dataclass(kw_only=True)
+class Survey:
     """What a plan has to know of a cache, and no more: it may hold a hundred thousand artifacts.
 
     Args:
-        layout: Where it lies.
         entries: By hash, in order, without their rows.
         units: The names in each unit's folder but its lock, by key.
         is_readable: Whether it is known what every entry shares.
         leftovers: What is left over in the entries' folders.
     """
 
-    layout: CacheLayout
-    entries: dict[str, EntryView]
-    units: dict[str, tuple[str, ...]]
-    is_readable: bool
-    leftovers: tuple[Leftover, ...]
-
-    @classmethod
-    def of(cls, layout: CacheLayout, finder: LeftoverFinder, *, artifacts: bool = True) -> CacheFacts:
-        """Walk through a cache; an entry that cannot be read is marked and never an error.
-
-        Args:
-            layout: Where it lies.
-            finder: Finds what is left over in each entry.
-            artifacts: Whether the names of artifacts are of interest, and units that are as they should be.
-
-        Raises:
-            CacheError: The cache folder itself cannot be listed.
-        """
-        unlisted: list[CacheError] = []
-        units: dict[str, tuple[str, ...]] = {}
-        for unit in walk_units(layout, unlisted):
-            if unit.key and (artifacts or not _is_whole(unit.files)):
-                # One string for the name that all of them have.
-                units[unit.key] = tuple(
-                    UNIT_FILE if name == UNIT_FILE else name for name in unit.files if name != _LOCK
-                )
-        entries: dict[str, EntryView] = {}
-        leftovers: list[Leftover] = []
-        is_readable = True
-        for entry in walk(layout):
-            leftovers += finder.of_entry(entry)
-            is_readable = is_readable and entry.is_readable
-            entries[entry.hash] = entry.without_rows(artifacts=artifacts)
-        return cls(
-            layout=layout,
-            entries=entries,
-            units=units,
-            is_readable=is_readable and not unlisted,
-            leftovers=tuple(leftovers),
-        )
+    entries: dict[str, EntryView] = field(default_factory=dict)
+    units: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    is_readable: bool = True
+    leftovers: list[Leftover] = field(default_factory=list)
 
 
-class LeftoverFinder:
-    """Finds the leftovers of a cache.
+class Leftovers:
+    """Finds the leftovers of a cache, and removes those that still are some.
 
     Args:
-        layout: Where it lies.
+        layout: Where the cache lies.
         leases: Who uses it.
         now: Seconds since the epoch.
     """
@@ -114,80 +74,141 @@ class LeftoverFinder:
         self._leases = leases
         self._base = f"{layout.base}/"
         self._now = now
-        #: What is behind a link is no leftover of this cache.
-        self._has_state = not layout.state_dir.is_symlink()
 
-    def find(self, facts: CacheFacts) -> Iterator[Leftover]:
-        """Yield all leftovers, but units that are whole."""
-        yield from facts.leftovers
-        for name in sorted(_listed(str(trash_dir(self._layout)))) if self._has_state else ():
-            yield f"state/trash/{name}", "trash"
-        yield from self._temporaries("", sorted(_listed(str(self._layout.base), follow=True)))
-        for key, files in facts.units.items():
-            if not _is_whole(files):
-                yield from self._of_unit(f"units/{key[:2]}/{key}", key, files)
-        yield from self._of_lookup(facts)
-        if self._has_state:
-            yield from self._of_state(facts)
-
-    def unshared_units(self, facts: CacheFacts, gone: frozenset[str]) -> Iterator[Leftover]:
-        """Yield the units that no entry shares; none where it is not known what every entry shares.
+    def survey(self, *, artifacts: bool = True) -> Survey:
+        """Walk through the cache; an entry that cannot be read is marked and never an error.
 
         Args:
-            facts: What the cache holds.
-            gone: The hashes of entries that go.
+            artifacts: Whether the names of artifacts are of interest, and units that are as they should be.
+
+        Raises:
+            CacheError: The cache folder itself cannot be listed.
         """
-        if not facts.is_readable:
+        found, unlisted = Survey(), list[CacheError]()
+        for unit in walk_units(self._layout, unlisted):
+            if unit.key and (artifacts or not _is_whole(unit.files)):
+                # One string for the name that all of them have.
+                names = (UNIT_FILE if name == UNIT_FILE else name for name in unit.files if name != _LOCK)
+                found.units[unit.key] = tuple(names)
+        for entry in walk(self._layout):
+            found.leftovers += self._of_entry(entry, is_written=None)
+            found.is_readable = found.is_readable and entry.is_readable
+            found.entries[entry.hash] = entry.without_rows(artifacts=artifacts)
+        found.is_readable = found.is_readable and not unlisted
+        return found
+
+    def find(self, survey: Survey) -> Iterator[Leftover]:
+        """Yield all leftovers, but units that are whole."""
+        yield from survey.leftovers
+        yield from self._temporaries("", sorted(_listed(self._base, follow=True)))
+        for key, files in survey.units.items():
+            if not _is_whole(files):
+                yield from self._of_unit(key, files)
+        yield from self._of_lookup(survey.entries)
+        if not self._layout.state_dir.is_symlink():  # what is behind a link is no leftover of this cache
+            yield from self._of_state(survey.entries)
+
+    def unshared_units(self, survey: Survey, gone: Iterable[str]) -> Iterator[Leftover]:
+        """Yield the units that no entry shares but those that go; none where it is not known what every one shares."""
+        if not survey.is_readable:
             return
-        shared = {name for hash_, entry in facts.entries.items() if hash_ not in gone for name in entry.artifacts}
-        for key, files in facts.units.items():
-            path = f"units/{key[:2]}/{key}"
+        stay = survey.entries.keys() - gone
+        shared = {name for hash_ in stay for name in survey.entries[hash_].artifacts}
+        for key, files in survey.units.items():
+            path = unit_path(key)
             if UNIT_FILE in files and shared.isdisjoint(files) and self._rests(path, HOUR_SECS):
                 yield path, "unit"
 
-    def _rests(self, path: str, secs: float) -> bool:
-        return _rests(self._base + path, secs, self._now)
+    def remove(self, files: Iterable[PlannedFile], removal: Removal) -> int:
+        """Remove those leftovers that still are some, and return how many are gone."""
+        gone = 0
+        together: dict[tuple[str, bool], list[PlannedFile]] = {}
+        loose: list[PlannedFile] = []
+        for file in files:
+            if file.kind in ("trash", "unit", "lookup", "state") or file.path.endswith(".tmp"):
+                loose.append(file)
+            else:
+                owner = "/".join(file.path.split("/")[: 3 if file.path.startswith("units/") else 1])
+                together.setdefault((owner, file.kind in ("rank", "unfinished")), []).append(file)
+        for (owner, is_begun), group in together.items():
+            is_unit = owner.startswith("units/")
+            lock = f"{self._base}{owner}/{_LOCK}"
+            with locked(lock) if is_unit else claimed(self._layout, owner, loaders=is_begun) as mine:
+                still = set(self._again(owner, is_written=not mine))
+                for path in (self._base + file.path for file in group if (file.path, file.kind) in still):
+                    gone += removal.put_aside(path) if is_begun else removal.unlink(path)
+            if not is_unit and not may_exist(self._layout.entry_dir(owner)):
+                remove_idle(self._layout, owner)
+        # After those, for a folder out of which a temporary file goes was not left unchanged.
+        return gone + sum(self._remove_loose(file, removal) for file in loose)
 
-    def _temporaries(self, folder: str, names: Iterable[str]) -> Iterator[Leftover]:
-        for name in names:
-            if name[0] == "." and is_temporary(name) and _is_dead(f"{self._base}{folder}{name}", self._now):
-                yield folder + name, "temporary"
+    def _again(self, owner: str, *, is_written: bool) -> Iterator[Leftover]:
+        if not owner.startswith("units/"):
+            return self._of_entry(view_entry(self._layout, owner), is_written=is_written)
+        return self._of_unit(owner[-64:], () if is_written else view_unit(self._base + owner).files)
 
-    def of_entry(self, entry: EntryView) -> Iterator[Leftover]:
-        """Yield what is left over in an entry's folder, or the entry itself."""
+    def _remove_loose(self, file: PlannedFile, removal: Removal) -> bool:
+        """Remove what nobody claims as a whole, if it still is a leftover."""
+        path = self._base + file.path
+        match file.kind, file.path.split("/"):
+            case "trash", _:
+                return removal.delete(path)
+            case "temporary", _:
+                return _is_dead(path, self._now) and removal.delete(path)
+            case "unit", _:
+                with locked(f"{path}/{_LOCK}") as mine:
+                    return mine and removal.put_aside(path)
+            case "lookup", [_, _]:
+                with contextlib.suppress(OSError):
+                    if is_inside(self._layout, path):
+                        os.rmdir(path)  # noqa: PTH106 - paths are str all over prune
+                return not may_exist(path)
+            case "lookup", [_, _, name]:
+                return not may_exist(self._base + name[:64]) and removal.unlink(path)
+            case "state", [_, "pruned", _]:
+                return removal.unlink(path)
+            case "state", [_, folder, name]:
+                hash_, _, rank = name.partition("-")
+                if may_exist(f"{self._base}{hash_}/{rank.replace('-', '/', 1)}"):
+                    return False
+                return removal.unlink(path) if folder == "used" else removal.unlink_idle(path)
+        return False
+
+    def _of_entry(self, entry: EntryView, *, is_written: bool | None) -> Iterator[Leftover]:
+        """What is left over in an entry's folder, or the entry itself; without a word on it, leases tell who writes."""
         hash_ = entry.hash
         if entry.is_link:
             return
+
+        def written() -> bool:
+            return self._leases.is_written(hash_) if is_written is None else is_written
+
         if entry.is_readable and not entry.is_finished:
             places = [hash_, f"{hash_}/{ARTIFACTS}", *(_folder(rank.name) for rank in entry.ranks)]
-            if all(self._rests(place, DAY_SECS) for place in places) and not self._leases.is_written(hash_):
+            if all(self._rests(place, DAY_SECS) for place in places) and not written():
                 yield hash_, "unfinished"
             return
         yield from self._temporaries(f"{hash_}/", entry.files)
         yield from self._temporaries(f"{hash_}/{ARTIFACTS}/", entry.artifacts)
         for rank in entry.ranks:
-            yield from self._of_rank(rank)
-        unnamed = [name for name in entry.artifacts.keys() - entry.named if is_hash(name[:64])]
-        if unnamed and entry.is_readable and not self._leases.is_written(hash_):
-            again = view_entry(self._layout, hash_)
-            for name in sorted(unnamed):
-                if again.is_readable and name not in again.named:
-                    yield f"{hash_}/{ARTIFACTS}/{name}", "artifact"
+            folder = _folder(rank.name)
+            if not rank.has_manifest:
+                if self._rests(folder, DAY_SECS) and not written():
+                    yield folder, "rank"
+                continue
+            yield from self._temporaries(f"{folder}/", rank.files)
+            unnamed = [name for name in rank.files if name.endswith(".next") and _is_unnamed_next(name, rank)]
+            if unnamed and not written():
+                yield from ((f"{folder}/{name}", "temporary") for name in unnamed)
+        strays = [name for name in entry.artifacts.keys() - entry.named if is_hash(name[:64])]
+        if strays and entry.is_readable and not written():
+            # Its writer may have published a manifest since that names them.
+            again = entry if is_written is False else view_entry(self._layout, hash_)
+            if again.is_readable:
+                yield from ((f"{hash_}/{ARTIFACTS}/{name}", "artifact") for name in sorted({*strays} - again.named))
 
-    def _of_rank(self, rank: RankView) -> Iterator[Leftover]:
-        folder = _folder(rank.name)
-        if not rank.has_manifest:
-            if self._rests(folder, DAY_SECS) and not self._leases.is_written(rank.name.hash):
-                yield folder, "rank"
-            return
-        yield from self._temporaries(f"{folder}/", rank.files)
-        if any(name.endswith(".next") for name in rank.files) and not self._leases.is_written(rank.name.hash):
-            manifest = _trusted_manifest(self._layout, rank.name)
-            for name in rank.files:
-                if _is_unnamed_next(name, manifest):
-                    yield f"{folder}/{name}", "temporary"
-
-    def _of_unit(self, path: str, key: str, files: tuple[str, ...]) -> Iterator[Leftover]:
+    def _of_unit(self, key: str, files: tuple[str, ...]) -> Iterator[Leftover]:
+        path = unit_path(key)
         if UNIT_FILE not in files:
             if self._rests(path, HOUR_SECS):
                 yield path, "unit"
@@ -195,168 +216,52 @@ class LeftoverFinder:
         yield from self._temporaries(f"{path}/", files)
         artifacts = [name for name in files if is_hash(name[:64])]
         if len(artifacts) > 1 and self._rests(path, HOUR_SECS):
-            current = _unit_artifact(self._layout, key)
-            for name in sorted(artifacts):
-                if current is not None and name != current:
-                    yield f"{path}/{name}", "artifact"
+            with contextlib.suppress(CacheError):  # a record that cannot be trusted names everything
+                unit = read_sealed(self._layout.unit_dir(key) / UNIT_FILE, Unit)
+                if unit is not None:
+                    yield from ((f"{path}/{name}", "artifact") for name in artifacts if name != unit.artifact.file)
 
-    def _of_lookup(self, facts: CacheFacts) -> Iterator[Leftover]:
+    def _of_lookup(self, entries: Mapping[str, EntryView]) -> Iterator[Leftover]:
         lookup = f"{self._base}lookup"
         for digest in sorted(_listed(lookup)):
             names = _listed(f"{lookup}/{digest}")
             if not names and self._rests(f"lookup/{digest}", DAY_SECS):
                 yield f"lookup/{digest}", "lookup"
             for name in names:
-                hash_ = name[:64]
-                if is_hash(hash_) and hash_ not in facts.entries:
+                if is_hash(name[:64]) and name[:64] not in entries:
                     yield f"lookup/{digest}/{name}", "lookup"
 
-    def _of_state(self, facts: CacheFacts) -> Iterator[Leftover]:
-        state = f"{self._base}state"
-        known = {rank.name.flat for entry in facts.entries.values() for rank in entry.ranks}
+    def _of_state(self, entries: Mapping[str, EntryView]) -> Iterator[Leftover]:
+        for name in sorted(_listed(str(trash_dir(self._layout)))):
+            yield f"state/trash/{name}", "trash"
+        known = {rank.name.flat for entry in entries.values() for rank in entry.ranks}
         for folder in ("used", "locks", "leases"):
-            for name in sorted(_listed(f"{state}/{folder}")):
+            for name in sorted(_listed(f"{self._base}state/{folder}")):
                 is_flat = _FLAT.fullmatch(name) is not None
-                gone = name not in facts.entries if is_hash(name) else is_flat and name not in known
+                gone = name not in entries if is_hash(name) else is_flat and name not in known
                 if gone and not self._leases.is_used(name[:64]):
                     yield f"state/{folder}/{name}", "state"
-        yield from self._temporaries("state/pruned/", _listed(f"{state}/pruned"))
+        yield from self._temporaries("state/pruned/", _listed(f"{self._base}state/pruned"))
         for name in forgotten(self._layout, self._now):
             yield f"state/pruned/{name}", "state"
 
-
-class Remover:
-    """Removes what a plan names, each after another look. Nothing is raised on account of the disk.
-
-    Args:
-        layout: Where the cache lies.
-    """
-
-    def __init__(self, layout: CacheLayout) -> None:
-        self._layout = layout
-        self._base = f"{layout.base}/"
-        self.removal = Removal(partial(check_inside, layout))
-        #: What was renamed away, and is to be deleted once that is flushed.
-        self.aside: list[str] = []
-        #: Entries among it that were never finished.
-        self.unfinished: list[str] = []
-
-    def leftover(self, file: PlannedFile) -> bool:
-        """Remove a leftover, if it still is one, and return whether it is gone."""
-        path = self._base + file.path
-        try:
-            match file.kind:
-                case "trash":
-                    return self.removal.delete(path)
-                case "temporary":
-                    return self._temporary(file.path, path)
-                case "artifact":
-                    return self._artifact(file.path, path)
-                case "rank" | "unfinished":
-                    return self._begun(file.path, path)
-                case "unit":
-                    return self.unit(file.path)
-                case "lookup":
-                    return self._lookup(file.path, path)
-                case "state":
-                    return self._state(file.path, path)
-        except CacheError as error:
-            self.removal.fail(path, error)
-        return False
-
-    def unlink(self, path: str) -> bool:
-        """Remove a file, and return whether it is gone."""
-        return self.removal.remove(path, _unlink)
-
-    def unlink_idle(self, path: str) -> bool:
-        """Remove a lock that nobody holds, and return whether it is gone."""
-        return self.removal.remove(path, _unlink_idle)
-
-    def put_aside(self, path: str) -> bool:
-        """Rename a folder away, and return whether that was done here."""
-        try:
-            aside = put_aside(self._layout, path)
-        except CacheError as error:
-            self.removal.fail(path, error)
-            return False
-        self.aside += [] if aside is None else [aside]
-        return aside is not None
-
-    def unit(self, below: str) -> bool:
-        """Rename a unit away, unless it is being compiled, and return whether that was done."""
-        path = self._base + below
-        with locked(f"{path}/lock") as mine:
-            return mine and self.put_aside(path)
-
-    def forget(self, names: Iterable[RankName], lookup: Iterable[str], hash_: str) -> None:
-        """Remove the marks, stamps and locks of an entry that is gone; for who holds its claim.
-
-        The marks that say "taken in" go first and last: while one is there, an entry that somebody puts back is not
-        taken in again, and would be found by nobody.
-        """
-        taken_in = [f"{self._base}lookup/indexed/{name.flat}" for name in names]
-        for path in (*taken_in, *(f"{self._base}lookup/{digest}/{hash_}" for digest in lookup), *taken_in):
-            self.unlink(path)
+    def _temporaries(self, folder: str, names: Iterable[str]) -> Iterator[Leftover]:
         for name in names:
-            self.unlink(f"{self._base}state/used/{name.flat}")
-            self.unlink_idle(f"{self._base}state/locks/{name.flat}")
+            if name[0] == "." and is_temporary(name) and _is_dead(f"{self._base}{folder}{name}", self._now):
+                yield folder + name, "temporary"
 
-    def _temporary(self, below: str, path: str) -> bool:
-        if path.endswith(".tmp"):
-            return _is_dead(path, time.time()) and self.removal.delete(path)
-        hash_, rank, prefix, file = below.split("/")
-        name = RankName(hash=hash_, rank=parse_rank_folder(rank) or 0, prefix=prefix)
-        with claimed(self._layout, hash_, loaders=False) as mine:
-            return mine and _is_unnamed_next(file, _trusted_manifest(self._layout, name)) and self.unlink(path)
-
-    def _artifact(self, below: str, path: str) -> bool:
-        above, name = below.rsplit("/", 1)
-        if above.startswith("units/"):
-            with locked(f"{self._base}{above}/lock") as mine:
-                current = _unit_artifact(self._layout, above[-64:])
-                return mine and current is not None and name != current and self.unlink(path)
-        hash_ = above.removesuffix(f"/{ARTIFACTS}")
-        with claimed(self._layout, hash_, loaders=False) as mine:
-            entry = view_entry(self._layout, hash_)
-            return mine and entry.is_readable and name not in entry.named and self.unlink(path)
-
-    def _begun(self, below: str, path: str) -> bool:
-        """Remove a rank or an entry that no warm came to the end of."""
-        hash_ = below.split("/", maxsplit=1)[0]
-        with claimed(self._layout, hash_) as mine:
-            names = [name for name in self._layout.rank_names(hash_) if f"{self._base}{_folder(name)}".startswith(path)]
-            finished = any(may_exist(self._layout.manifest_file(name)) for name in names)
-            if not mine or finished or not _rests(path, DAY_SECS, time.time()) or not self.put_aside(path):
-                return False
-        self.unfinished += [hash_] if below == hash_ else []
-        return True
-
-    def _lookup(self, below: str, path: str) -> bool:
-        if below.count("/") == 1:
-            with contextlib.suppress(OSError):
-                if is_inside(self._layout, path):
-                    os.rmdir(path)  # noqa: PTH106 - paths are str all over prune
-            return not may_exist(path)
-        entry = self._layout.entry_dir(below.rsplit("/", 1)[1][:64])
-        return not may_exist(entry) and self.unlink(path)
-
-    def _state(self, below: str, path: str) -> bool:
-        _, folder, name = below.split("/")
-        if folder == "pruned":
-            return self.unlink(path)
-        hash_, _, rank = name.partition("-")
-        if may_exist(f"{self._base}{hash_}/{rank.replace('-', '/', 1)}"):
-            return False
-        return self.unlink(path) if folder == "used" else self.unlink_idle(path)
+    def _rests(self, path: str, secs: float) -> bool:
+        return _rests(self._base + path, secs, self._now)
 
 
-def _unlink(path: str) -> None:
-    remove(Path(path))
+def unit_path(key: str) -> str:
+    """Return where a unit lies below the cache folder."""
+    return f"units/{key[:2]}/{key}"
 
 
-def _unlink_idle(path: str) -> None:
-    if not remove_if_idle(path):
-        raise BlockingIOError
+def remove_leftovers(layout: CacheLayout, files: Iterable[PlannedFile], removal: Removal) -> int:
+    """Remove those of a plan's leftovers that still are some, and return how many are gone."""
+    return Leftovers(layout, LeaseTable(layout), now=time.time()).remove(files, removal)
 
 
 def _is_whole(files: tuple[str, ...]) -> bool:
@@ -380,29 +285,13 @@ def _rests(path: str, secs: float, now: float) -> bool:
         return True
 
 
-def _is_unnamed_next(name: str, manifest: Manifest | None) -> bool:
-    """Whether a file is a `.next` that its manifest does not name; False where there is no such manifest."""
+def _is_unnamed_next(name: str, rank: RankView) -> bool:
+    """Whether a file is a `.next` that its manifest does not name; False where that cannot be trusted."""
     match = _NEXT.fullmatch(name)
-    if match is None or manifest is None:
+    if match is None or rank.manifest is None:
         return False
-    record = manifest.files.get(match["name"])
+    record = rank.manifest.files.get(match["name"])
     return record is None or record.sha256 != match["digest"]
-
-
-def _trusted_manifest(layout: CacheLayout, name: RankName) -> Manifest | None:
-    try:
-        return read_manifest(layout, name)
-    except CacheError:
-        return None
-
-
-def _unit_artifact(layout: CacheLayout, key: str) -> str | None:
-    """The file name of the artifact that a unit's record names; None where it cannot be trusted."""
-    try:
-        unit = read_sealed(layout.unit_dir(key) / UNIT_FILE, Unit)
-    except CacheError:
-        return None
-    return None if unit is None else unit.artifact.file
 
 
 def _folder(name: RankName) -> str:

@@ -20,28 +20,31 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
-from cgtool.errors import CacheError
+from msgspec import structs
+
+from cgtool.errors import CacheError, UsageError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.host import gc_paused
 from cgtool.store.files import may_exist
 from cgtool.store.layout import CacheLayout, short
-from cgtool.store.leases import LeaseTable, claimed, remove_idle, require_locks
+from cgtool.store.leases import LeaseTable, claimed, locked, remove_idle, require_locks
+from cgtool.store.lookup import StateStore
 from cgtool.store.machine import Machine
 from cgtool.store.pruned import PrunedEntry, flush, note_pruned
 from cgtool.store.records import timestamp
-from cgtool.store.walk import EntryView, status_of
-from cgtool.toolkit.prune.choose import Chooser, StaleFinder
-from cgtool.toolkit.prune.leftovers import CacheFacts, Leftover, LeftoverFinder, Remover
-from cgtool.toolkit.prune.plan import TOO_LARGE, Kept, Outcome, Plan, PlannedEntry, PlannedFile, Reason, Rules
-from cgtool.toolkit.prune.removal import Ledger, disk_usage
+from cgtool.store.walk import EntryView, Status, status_of
+from cgtool.toolkit.prune.leftovers import Leftover, Leftovers, remove_leftovers, unit_path
+from cgtool.toolkit.prune.plan import Keeper, Kept, Outcome, Plan, PlannedEntry, PlannedFile, Planner, Reason, Rules
+from cgtool.toolkit.prune.removal import Removal, disk_usage
+from cgtool.toolkit.prune.stale import StaleFinder
 
 _log = logging.getLogger(__name__)
 
-#: Entries that may serve instead of one that goes are named up to so many.
+#: Modules that cannot be found, and entries that may serve instead of one that goes, are named up to so many.
 _MOST_NAMED = 3
 #: What no file that was planned is.
 _NEW = (-1, -1)
@@ -72,169 +75,202 @@ def make_plan(
     """
     made = time.time() if now is None else now
     with gc_paused():  # hundreds of thousands of names, none of which is garbage
-        leases = LeaseTable(layout)
-        finder = LeftoverFinder(layout, leases, now=made)
-        facts = CacheFacts.of(layout, finder, artifacts=rules.units or rules.for_entries)
         stale = StaleFinder(layout, pythonpath=pythonpath, machine=machine)
-        chooser = Chooser(layout, facts.entries, rules, leases, stale, now=made)
-        return _Planner(facts, rules, chooser, finder, made).plan()
+        return _OwnPlanner(layout, rules, stale, made).plan()
 
 
-class _Planner:
+class _OwnPlanner(Planner):
     """One making of a plan; holds what its steps share."""
 
-    def __init__(
-        self, facts: CacheFacts, rules: Rules, chooser: Chooser, leftovers: LeftoverFinder, made: float
-    ) -> None:
-        self._facts = facts
-        self._rules = rules
-        self._chooser = chooser
-        self._leftovers = leftovers
-        self._made = made
-        self._base = f"{facts.layout.base}/"
-        self._ledger = Ledger()
-        self._entries: list[PlannedEntry] = []
+    def __init__(self, layout: CacheLayout, rules: Rules, stale: StaleFinder, now: float) -> None:
+        super().__init__(rules, now)
+        self._layout = layout
+        self._base = f"{layout.base}/"
+        self._stale = stale
+        self._leases = LeaseTable(layout)
+        self._leftovers = Leftovers(layout, self._leases, now=now)
+        self._survey = self._leftovers.survey(artifacts=rules.units or rules.for_entries)
+        self._stamps = StateStore(layout).stamps()
         self._files: list[PlannedFile] = []
-        self._notes: list[str] = []
-        self._planned_units: set[str] = set()
+        self._units: set[str] = set()
+        views = self._survey.entries
+        self._entries = {hash_: self._entry(view) for hash_, view in views.items()}
+        self._named = {_entry_named(views, text) for text in rules.entries}
+        self._last = self._last_of_models()
+        #: How many entries share an artifact, and which units have it.
         self._shares = Counter[str]()
         self._units_of: dict[str, list[str]] = {}
         if rules.for_entries:
-            for entry in facts.entries.values():
-                self._shares.update(entry.artifacts.keys())
+            for view in views.values():
+                self._shares.update(view.artifacts.keys())
         if rules.for_entries and not rules.keep_units:
-            for key, files in facts.units.items():
+            for key, files in self._survey.units.items():
                 for name in files:
                     if name in self._shares:
                         self._units_of.setdefault(name, []).append(key)
 
     def plan(self) -> OwnPlan:
-        rules = self._rules
+        rules, survey = self.rules, self._survey
         if rules.for_leftovers:
-            self._add_files(self._leftovers.find(self._facts))
-        chosen = self._chooser.chosen()
-        for hash_ in sorted(chosen, key=lambda hash_: (self._chooser.last_seen(self._facts.entries[hash_]), hash_)):
-            self._add_entry(self._facts.entries[hash_], chosen[hash_])
+            self._add_files(self._leftovers.find(survey))
+        self.choose(self._entries.values())
         self._add_unshared_units()
-        size = None if rules.max_bytes is None else disk_usage(str(self._facts.layout.base))
+        size = None if rules.max_bytes is None else disk_usage(str(self._layout.base))
         if rules.max_bytes is not None and size is not None:
-            self._make_room(size, rules.max_bytes)
+            finished = (entry for entry in self._entries.values() if survey.entries[entry.hash].is_finished)
+            self.make_room(finished, size, rules.max_bytes)
             self._add_unshared_units()
-        if not self._facts.is_readable and (rules.units or (rules.for_entries and not rules.keep_units)):
-            self._notes.append("Parts of the cache cannot be read, so units that may be shared with them stay.")
+        if not survey.is_readable and (rules.units or (rules.for_entries and not rules.keep_units)):
+            self.notes.append("Parts of the cache cannot be read, so units that may be shared with them stay.")
         self._note_unseen()
         return OwnPlan(
-            root=self._facts.layout.root,
+            root=self._layout.root,
             rules=rules,
             entries=tuple(self._with_substitutes()),
             files=tuple(self._files),
-            kept=tuple(self._chooser.kept),
+            kept=tuple(self.kept),
             size_bytes=size,
-            notes=tuple(self._notes),
-            made=self._made,
+            notes=tuple(self.notes),
+            views={hash_: survey.entries[hash_] for hash_ in self.chosen},
+            stamps=self._stamps,
         )
+
+    def is_named(self, entry: PlannedEntry) -> bool:
+        return entry.hash in self._named
+
+    def keeper(self, entry: PlannedEntry, *, named: bool) -> Keeper | None:
+        if self._leases.is_used(entry.hash):
+            return "in_use", "a live process uses it"
+        if self._survey.entries[entry.hash].is_newer and not named:
+            return "newer_schema", "a newer version of cgtool wrote it"
+        if entry.hash in self._last and not named:
+            return "keep_last", f"it is among the last {self.rules.keep_last} of {entry.model or 'its model'}"
+        return None
+
+    def reasons(self, entry: PlannedEntry) -> Iterator[Reason]:
+        rules = self.rules
+        by_itself = super().reasons(entry)
+        if not self._survey.entries[entry.hash].is_finished:
+            yield from (reason for reason in by_itself if reason.rule == "entry")
+            return
+        yield from by_itself
+        if rules.stale:
+            changed, unknown = self._stale.of(entry.hash)
+            yield from (Reason(rule="stale", sentence=sentence) for sentence in changed)
+            if unknown and not changed:
+                more = len(unknown) - _MOST_NAMED
+                listed = "; ".join(unknown[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
+                self.keep(entry, "cannot_tell", f"whether it is stale cannot be told: {listed}")
+        alone = rules.older_than_secs is None and rules.max_bytes is None and not rules.stale and not rules.entries
+        if rules.keep_last is not None and alone and entry.hash not in self._last:
+            yield Reason(rule="keep_last", sentence=f"it is not among the last {rules.keep_last} of its model")
+
+    def take(self, entry: PlannedEntry) -> PlannedEntry:
+        artifacts, units = self._survey.entries[entry.hash].artifacts, self._units_with(entry)
+        size, frees = self.ledger.take(self._base + entry.hash)
+        for name in artifacts:
+            self._shares[name] -= 1
+        for key in units:
+            frees += self.ledger.take_files(self._base + unit_path(key), self._survey.units[key])
+        self._units.update(units)
+        return structs.replace(entry, size_bytes=size, frees_bytes=frees, units=units)
+
+    def frees(self, entry: PlannedEntry) -> bool:
+        """Whether any byte comes free with an entry: all its files may have other names on this disk."""
+        below = (entry.hash, *map(unit_path, self._units_with(entry)))
+        return self.ledger.would_free(self._base + path for path in below)
+
+    def _entry(self, view: EntryView) -> PlannedEntry:
+        stamps = [self._stamps[rank.name.flat] for rank in view.ranks if rank.name.flat in self._stamps]
+        return PlannedEntry(
+            hash=view.hash,
+            model=view.model,
+            ranks=tuple({"rank": rank.name.rank, "prefix": rank.name.prefix} for rank in view.ranks),
+            created=view.created,
+            last_used=max((used / 1e9 for used, _ in stamps), default=None),
+        )
+
+    def _last_of_models(self) -> frozenset[str]:
+        """The entries that `keep_last` protects."""
+        if self.rules.keep_last is None:
+            return frozenset()
+        models: dict[tuple[str, ...], list[PlannedEntry]] = {}
+        for hash_, view in self._survey.entries.items():
+            if view.is_finished:
+                # Of the factors "model" and "state": two models of one name must not push each other out.
+                digests = next((one.lookup for one in view.manifests if one.lookup), (hash_,))
+                models.setdefault(tuple(sorted(digests)), []).append(self._entries[hash_])
+        kept: set[str] = set()
+        for entries in models.values():
+            entries.sort(key=self.last_seen, reverse=True)
+            kept.update(entry.hash for entry in entries[: self.rules.keep_last])
+        return frozenset(kept)
 
     def _note_unseen(self) -> None:
         """Name what no rule could look at: an entry whose folder cannot be listed would stay, and nobody would know."""
-        entries = self._facts.entries.values()
-        unseen = sorted(
-            entry.hash for entry in entries if not (entry.is_readable or entry.is_link or entry.is_finished)
-        )
-        if self._rules.for_entries and unseen:
+        views = self._survey.entries.values()
+        unseen = sorted(view.hash for view in views if not (view.is_readable or view.is_link or view.is_finished))
+        if self.rules.for_entries and unseen:
             more = f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
-            self._notes.append(
+            self.notes.append(
                 f"Left alone, as it cannot be looked into: entry {short(unseen[0])}{more}. Check permissions and links."
             )
 
     def _add_files(self, found: Iterable[Leftover]) -> None:
         for path, kind in found:
-            _, frees = self._ledger.take(self._base + path)
+            _, frees = self.ledger.take(self._base + path)
             self._files.append(PlannedFile(path=path, kind=kind, frees_bytes=frees))
 
     def _add_unshared_units(self) -> None:
         """Add the units that no entry shares which stays, where that was asked for: ahead of entries that make room."""
-        if self._rules.units:
-            gone = frozenset(entry.hash for entry in self._entries)
-            whole = [
-                item
-                for item in self._leftovers.unshared_units(self._facts, gone)
-                if item[0][-64:] not in self._planned_units
-            ]
-            self._planned_units.update(path[-64:] for path, _ in whole)
-            self._add_files(whole)
+        if self.rules.units:
+            whole = self._leftovers.unshared_units(self._survey, self.chosen)
+            new = [item for item in whole if item[0][-64:] not in self._units]
+            self._units.update(path[-64:] for path, _ in new)
+            self._add_files(new)
 
-    def _units_with(self, entry: EntryView) -> tuple[str, ...]:
+    def _units_with(self, entry: PlannedEntry) -> tuple[str, ...]:
         """The keys of the units that go with an entry, for no other shares them that stays."""
-        last = [name for name in entry.artifacts if self._shares[name] == 1] if self._facts.is_readable else []
+        artifacts = self._survey.entries[entry.hash].artifacts if self._survey.is_readable else {}
+        last = (name for name in artifacts if self._shares[name] == 1)
         found = dict.fromkeys(key for name in last for key in self._units_of.get(name, ()))
-        return tuple(key for key in found if key not in self._planned_units)
+        return tuple(key for key in found if key not in self._units)
 
-    def _add_entry(self, entry: EntryView, reasons: tuple[Reason, ...]) -> None:
-        size, frees = self._ledger.take(self._base + entry.hash)
-        units = self._units_with(entry)
-        for name in entry.artifacts:
-            self._shares[name] -= 1
-        for key in units:
-            frees += self._ledger.take_files(f"{self._base}units/{key[:2]}/{key}", self._facts.units[key])
-        self._planned_units.update(units)
-        self._entries.append(
-            PlannedEntry(
-                hash=entry.hash,
-                names=tuple(rank.name for rank in entry.ranks),
-                model=entry.model,
-                created=entry.created,
-                last_used=self._chooser.last_used(entry),
-                size_bytes=size,
-                frees_bytes=frees,
-                units=units,
-                reasons=reasons,
-                lookup=entry.lookup,
-                manifests={rank.name.flat: rank.manifest_status for rank in entry.ranks},
-                stamps={rank.name.flat: self._chooser.stamps.get(rank.name.flat) for rank in entry.ranks},
-            )
-        )
-
-    def _make_room(self, size: int, most: int) -> None:
-        """Add the entries used longest ago until what stays is no more than `most`."""
-        planned = {entry.hash for entry in self._entries}
-        stays = {kept.hash for kept in self._chooser.kept if kept.why != "cannot_tell"}
-        for entry in self._chooser.by_last_use():
-            if size - self._ledger.freed_bytes <= most:
-                return
-            if entry.hash in planned or entry.hash in stays or not self._frees(entry):
-                continue
-            if self._chooser.may_go(entry, (TOO_LARGE,)):
-                self._add_entry(entry, (TOO_LARGE,))
-        left = size - self._ledger.freed_bytes
-        if left > most:
-            self._notes.append(
-                f"The cache will still take {left} bytes, more than the {most} asked for: the rest is in use, is kept "
-                "by a rule, or has other names on this disk."
-            )
-
-    def _frees(self, entry: EntryView) -> bool:
-        """Whether any byte comes free with an entry: all its files may have other names on this disk."""
-        units = (f"{self._base}units/{key[:2]}/{key}" for key in self._units_with(entry))
-        return self._ledger.would_free([self._base + entry.hash, *units])
-
-    def _with_substitutes(self) -> list[PlannedEntry]:
+    def _with_substitutes(self) -> Iterator[PlannedEntry]:
         """The planned entries, each with the entries that stay and that the same cheap facts lead to."""
-        gone = {entry.hash for entry in self._entries}
+        views = self._survey.entries
         staying: dict[str, list[str]] = {}
-        for hash_, entry in self._facts.entries.items():
-            if hash_ not in gone:
-                for digest in entry.lookup:
+        for hash_, view in views.items():
+            if hash_ not in self.chosen:
+                for digest in view.lookup:
                     staying.setdefault(digest, []).append(hash_)
-        instead = [[hash_ for digest in entry.lookup for hash_ in staying.get(digest, ())] for entry in self._entries]
-        return [
-            replace(entry, instead=tuple(dict.fromkeys(hashes))[:_MOST_NAMED])
-            for entry, hashes in zip(self._entries, instead, strict=True)
-        ]
+        for hash_, entry in self.chosen.items():
+            instead = dict.fromkeys(other for digest in views[hash_].lookup for other in staying.get(digest, ()))
+            yield structs.replace(entry, instead=tuple(instead)[:_MOST_NAMED])
+
+
+def _entry_named(hashes: Iterable[str], text: str) -> str:
+    found = [hash_ for hash_ in hashes if hash_.startswith(text)]
+    if len(found) == 1:
+        return found[0]
+    message = f"No entry's hash begins with {text!r}. `cgtool inspect cache` lists them."
+    if found:
+        listed = ", ".join(short(hash_) for hash_ in found[:_MOST_NAMED])
+        message = f"{len(found)} entries' hashes begin with {text!r} ({listed}, …). Give more digits."
+    raise UsageError(message, path="--entry", actual=text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnPlan(Plan):
-    """What a prune of cgtool's own cache would do."""
+    """What a prune of cgtool's own cache would do.
+
+    Args:
+        views: The entries as the plan saw them, by hash.
+        stamps: The stamps of loads as it saw them, by `RankName.flat`.
+    """
+
+    views: Mapping[str, EntryView]
+    stamps: Mapping[str, Status]
 
     def execute(self, on_event: OnEvent = ignore) -> Outcome:
         """Remove what the plan names, as far as that is still so; what cannot be removed is told in the outcome.
@@ -245,89 +281,86 @@ class OwnPlan(Plan):
         Raises:
             CacheError: File locks do not work there, so that nobody can tell what is used.
         """
-        require_locks(CacheLayout(root=self.root))
-        return _Execution(self, on_event).run()
-
-
-class _Execution:
-    """One carrying out of a plan; holds what its steps share."""
-
-    def __init__(self, plan: OwnPlan, on_event: OnEvent) -> None:
-        self._plan = plan
-        self._on_event = on_event
-        self._layout = CacheLayout(root=plan.root)
-        self._remover = Remover(self._layout)
-        self._removed: list[PlannedEntry] = []
-        self._kept: list[Kept] = []
-
-    def run(self) -> Outcome:
-        remover, aside = self._remover, self._remover.aside
+        layout = CacheLayout(root=self.root)
+        require_locks(layout)
+        removal = Removal(layout)
+        kept, removed = list[Kept](), list[PlannedEntry]()
         # Leftovers first: on a full disk they make room for what follows.
-        num_files = sum(map(remover.leftover, self._plan.files))
-        self._remember()
-        for entry in self._plan.entries:
-            self._entry(entry)
-        for entry in self._removed:
-            for key in entry.units:
-                remover.unit(f"units/{key[:2]}/{key}")
-        if aside:
-            flush(self._layout, self._layout.base)
-        for entry in self._removed:
-            self._forget(entry)
-        for hash_ in remover.unfinished:
-            remove_idle(self._layout, hash_)
-        for done, path in enumerate(aside):
-            self._on_event(Event(phase="prune", message="removing", done=done, total=len(aside)))
-            remover.removal.delete(path)
+        num_files = remove_leftovers(layout, self.files, removal)
+        self._remember(layout)
+        for entry in self.entries:
+            with claimed(layout, entry.hash) as mine:
+                if not mine:
+                    kept.append(_kept(entry, "in_use", "a live process uses it"))
+                elif self._changed(layout, entry):
+                    kept.append(_kept(entry, "used_meanwhile", "it was used or changed after the plan was made"))
+                elif removal.put_aside(f"{layout.base}/{entry.hash}"):
+                    removed.append(entry)
+        for path in (f"{layout.base}/{unit_path(key)}" for entry in removed for key in entry.units):
+            with locked(f"{path}/lock") as mine:  # else it is being compiled
+                if mine:
+                    removal.put_aside(path)
+        if removal.aside:
+            flush(layout, layout.base)
+        for entry in removed:
+            with claimed(layout, entry.hash) as mine:
+                if not mine or may_exist(layout.entry_dir(entry.hash)):
+                    continue  # its marks are in use again, or the next prune's to remove
+                _forget(f"{layout.base}/", self.views[entry.hash], removal)
+            remove_idle(layout, entry.hash)
+        for done, path in enumerate(removal.aside):
+            on_event(Event(phase="prune", message="removing", done=done, total=len(removal.aside)))
+            removal.delete(path)
         return Outcome(
-            removed=tuple(entry.hash for entry in self._removed),
+            removed=tuple(entry.hash for entry in removed),
             removed_files=num_files,
-            freed_bytes=remover.removal.freed_bytes,
-            kept=tuple(self._kept),
-            failed=tuple(remover.removal.failed),
+            freed_bytes=removal.freed_bytes,
+            kept=tuple(kept),
+            failed=tuple(removal.failed),
         )
 
-    def _remember(self) -> None:
+    def _remember(self, layout: CacheLayout) -> None:
         removed: dict[str, list[PrunedEntry]] = {}
         now = timestamp()
-        for entry in self._plan.entries:
+        for entry in self.entries:
             why = "; ".join(reason.sentence for reason in entry.reasons)
             told = PrunedEntry(hash=entry.hash, model=entry.model, when=now, why=why)
-            for digest in entry.lookup:
+            for digest in self.views[entry.hash].lookup:
                 removed.setdefault(digest, []).append(told)
         try:
-            note_pruned(self._layout, removed)
+            note_pruned(layout, removed)
         except CacheError as error:  # to make room on a full disk matters more
             _log.warning("What is pruned could not be noted, so that misses of it will not be explained: %s", error)
 
-    def _entry(self, entry: PlannedEntry) -> None:
-        with claimed(self._layout, entry.hash) as mine:
-            if not mine:
-                self._keep(entry, "in_use", "a live process uses it")
-            elif self._changed(entry):
-                self._keep(entry, "used_meanwhile", "it was used or changed after the plan was made")
-            elif self._remover.put_aside(f"{self._layout.base}/{entry.hash}"):
-                self._removed.append(entry)
-
-    def _changed(self, entry: PlannedEntry) -> bool:
+    def _changed(self, layout: CacheLayout, entry: PlannedEntry) -> bool:
         """Whether an entry was loaded or written since the plan was made, whatever the clocks say."""
         by_use = all(reason.rule in _BY_USE for reason in entry.reasons)
+        manifests = {rank.name: rank.manifest_status for rank in self.views[entry.hash].ranks}
         try:
-            names = list(self._layout.rank_names(entry.hash))
+            names = list(layout.rank_names(entry.hash))
         except CacheError:
             return True
-        manifests = {name.flat: status_of(self._layout.manifest_file(name)) for name in names}
-        stamps = {name.flat: status_of(self._layout.used_file(name)) for name in names} if by_use else {}
-        return any(entry.manifests.get(flat, _NEW) != status for flat, status in manifests.items()) or any(
-            entry.stamps.get(flat) != status for flat, status in stamps.items()
+        return any(
+            manifests.get(name, _NEW) != status_of(layout.manifest_file(name))
+            or (by_use and self.stamps.get(name.flat) != status_of(layout.used_file(name)))
+            for name in names
         )
 
-    def _forget(self, entry: PlannedEntry) -> None:
-        with claimed(self._layout, entry.hash) as mine:
-            if not mine or may_exist(self._layout.entry_dir(entry.hash)):
-                return  # its marks are in use again, or the next prune's to remove
-            self._remover.forget(entry.names, entry.lookup, entry.hash)
-        remove_idle(self._layout, entry.hash)
 
-    def _keep(self, entry: PlannedEntry, why: Literal["in_use", "used_meanwhile"], sentence: str) -> None:
-        self._kept.append(Kept(hash=entry.hash, model=entry.model, why=why, sentence=sentence))
+def _kept(entry: PlannedEntry, why: Literal["in_use", "used_meanwhile"], sentence: str) -> Kept:
+    return Kept(hash=entry.hash, model=entry.model, why=why, sentence=sentence)
+
+
+def _forget(base: str, view: EntryView, removal: Removal) -> None:
+    """Remove the marks, stamps and locks of an entry that is gone; for who holds its claim.
+
+    The marks that say "taken in" go first and last: while one is there, an entry that somebody puts back is not taken
+    in again, and would be found by nobody.
+    """
+    names = [rank.name.flat for rank in view.ranks]
+    taken_in = [f"{base}lookup/indexed/{name}" for name in names]
+    for path in (*taken_in, *(f"{base}lookup/{digest}/{view.hash}" for digest in view.lookup), *taken_in):
+        removal.unlink(path)
+    for name in names:
+        removal.unlink(f"{base}state/used/{name}")
+        removal.unlink_idle(f"{base}state/locks/{name}")

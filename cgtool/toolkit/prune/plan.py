@@ -1,4 +1,4 @@
-"""What a prune is asked for, what it plans and what comes of it; the plans' base. Must not import torch.
+"""What a prune is asked for, what it plans and what comes of it. Must not import torch.
 
 A deletion is a plan, which changes nothing and says what comes free, and then its `execute`. As JSON, a plan is::
 
@@ -12,19 +12,25 @@ and the other records are their fields.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+from msgspec import structs
 
 from cgtool.events import OnEvent, ignore
 from cgtool.plan.grammar import Record
-from cgtool.store.layout import RankName
-from cgtool.store.walk import Status
+from cgtool.toolkit.prune.removal import Failed, Ledger
 
 SCHEMA = 1
+
+HOUR_SECS, DAY_SECS = 3600.0, 86400.0
+
+_Why = Literal["in_use", "keep_last", "cannot_tell", "newer_schema", "used_meanwhile", "shared"]
+#: What keeps an entry: a stable word for programs, and a sentence for people.
+Keeper = tuple[_Why, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,60 +77,35 @@ class Reason(Record, frozen=True, kw_only=True):
     sentence: str
 
 
-#: What `max_bytes` says of an entry.
-TOO_LARGE = Reason(rule="max_size", sentence="the cache is too large, and it was used longest ago")
+_TOO_LARGE = Reason(rule="max_size", sentence="the cache is too large, and it was used longest ago")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedEntry:
+class PlannedEntry(Record, frozen=True, kw_only=True, omit_defaults=False):
     """An entry that goes.
 
     Args:
         hash: Its hash; what another system calls it.
         model: What people call the model; "" where no manifest can be read.
+        ranks: Its ranks and prefixes.
         created: When it was made, seconds since the epoch; None where that is not known.
         last_used: When it was loaded last, seconds since the epoch; None for never.
         size_bytes: What its files take.
         frees_bytes: What comes free on the disk, after those that go before it.
-        reasons: Why it goes.
-        names: Its ranks and prefixes.
         units: The keys of the units that go with it: no other entry shares them.
-        lookup: The digests of cheap facts that lead to it.
+        reasons: Why it goes.
         instead: Other entries that the same cheap facts lead to: they may serve instead.
-        path: Where it lies, for an entry of another system; "" for cgtool's own.
-        manifests: What tells whether a manifest was written since, by `RankName.flat`.
-        stamps: The same of the stamps of loads.
     """
 
     hash: str
     model: str
+    ranks: tuple[dict[str, int | str], ...] = ()
     created: float | None
     last_used: float | None
-    size_bytes: int
-    frees_bytes: int
-    reasons: tuple[Reason, ...]
-    names: tuple[RankName, ...] = ()
+    size_bytes: int = 0
+    frees_bytes: int = 0
     units: tuple[str, ...] = ()
-    lookup: tuple[str, ...] = ()
+    reasons: tuple[Reason, ...] = ()
     instead: tuple[str, ...] = ()
-    path: str = ""
-    manifests: Mapping[str, Status | None] = field(default_factory=dict)
-    stamps: Mapping[str, Status | None] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry as JSON."""
-        return {
-            "hash": self.hash,
-            "model": self.model,
-            "ranks": [{"rank": name.rank, "prefix": name.prefix} for name in self.names],
-            "created": self.created,
-            "last_used": self.last_used,
-            "size_bytes": self.size_bytes,
-            "frees_bytes": self.frees_bytes,
-            "units": list(self.units),
-            "reasons": msgspec.to_builtins(self.reasons),
-            "instead": list(self.instead),
-        }
 
 
 class PlannedFile(Record, frozen=True, kw_only=True):
@@ -142,25 +123,11 @@ class PlannedFile(Record, frozen=True, kw_only=True):
 
 
 class Kept(Record, frozen=True, kw_only=True):
-    """An entry that a rule chooses and that stays, and why.
-
-    Args:
-        hash: Its hash.
-        model: What people call the model.
-        why: A stable word for programs.
-        sentence: For people.
-    """
+    """An entry that a rule chooses and that stays: a stable word for programs, and a sentence for people."""
 
     hash: str
     model: str
-    why: Literal["in_use", "keep_last", "cannot_tell", "newer_schema", "used_meanwhile", "shared"]
-    sentence: str
-
-
-class Failed(Record, frozen=True, kw_only=True):
-    """Something that could not be removed, and stays whole or is swept later."""
-
-    path: str
+    why: _Why
     sentence: str
 
 
@@ -194,7 +161,6 @@ class Plan(ABC):
         kept: Entries that a rule chose and that stay.
         size_bytes: What the cache takes on the disk before; None where no rule asked for it.
         notes: What else the user should know.
-        made: When the plan was made, seconds since the epoch.
         system: Which system wrote the cache.
     """
 
@@ -205,7 +171,6 @@ class Plan(ABC):
     kept: tuple[Kept, ...]
     size_bytes: int | None
     notes: tuple[str, ...]
-    made: float
     system: str = "cgtool"
 
     @property
@@ -235,17 +200,108 @@ class Plan(ABC):
         Args:
             outcome: What came of the plan; None where nothing was done.
         """
-        return {
+        document = {
             "schema": SCHEMA,
             "system": self.system,
             "root": str(self.root),
             "rules": {**msgspec.to_builtins(self.rules), "orphans": self.rules.for_leftovers},
-            "entries": [entry.to_json() for entry in self.entries],
-            "files": msgspec.to_builtins(self.files),
-            "kept": msgspec.to_builtins(self.kept),
+            "entries": self.entries,
+            "files": self.files,
+            "kept": self.kept,
             "misses": [{"model": entry.model, "hash": entry.hash} for entry in self.entries if not entry.instead],
             "size_bytes": self.size_bytes,
             "frees_bytes": self.frees_bytes,
-            "notes": list(self.notes),
-            "outcome": msgspec.to_builtins(outcome),
+            "notes": self.notes,
+            "outcome": outcome,
         }
+        return dict(msgspec.to_builtins(document))
+
+
+class Planner(ABC):
+    """Chooses entries by the rules that every cache knows: by name, by age, and to make room.
+
+    Args:
+        rules: What was asked for.
+        now: Seconds since the epoch.
+    """
+
+    def __init__(self, rules: Rules, now: float) -> None:
+        self.rules = rules
+        self.now = now
+        self.ledger = Ledger()
+        self.chosen: dict[str, PlannedEntry] = {}
+        self.kept: list[Kept] = []
+        self.notes: list[str] = []
+
+    @abstractmethod
+    def is_named(self, entry: PlannedEntry) -> bool:
+        """Return whether the user named an entry."""
+
+    @abstractmethod
+    def keeper(self, entry: PlannedEntry, *, named: bool) -> Keeper | None:
+        """Return what keeps an entry though a rule chooses it, and why in a sentence; None where nothing does."""
+
+    @abstractmethod
+    def take(self, entry: PlannedEntry) -> PlannedEntry:
+        """Count an entry's files as gone, and return it with what it takes and frees."""
+
+    def frees(self, entry: PlannedEntry) -> bool:  # noqa: ARG002 - for those who can tell
+        """Return whether any byte comes free with an entry."""
+        return True
+
+    def last_seen(self, entry: PlannedEntry) -> float:
+        """Return when an entry was used last, or made where it never was; now where that is not known, or to come."""
+        known = entry.created if entry.last_used is None else entry.last_used
+        return self.now if known is None else min(known, self.now)
+
+    def reasons(self, entry: PlannedEntry) -> Iterator[Reason]:
+        """Yield why an entry goes, whatever the others do."""
+        if self.is_named(entry):
+            yield Reason(rule="entry", sentence="it was named")
+        age = self.now - self.last_seen(entry)
+        if self.rules.older_than_secs is not None and age > self.rules.older_than_secs:
+            how = "made and never used" if entry.last_used is None else "used last"
+            yield Reason(rule="older_than", sentence=f"it was {how} {_ago(age)}")
+
+    def choose(self, entries: Iterable[PlannedEntry]) -> None:
+        """Plan each entry that a rule chooses and nothing keeps, the one used longest ago first."""
+        for entry in self._by_use(entries):
+            reasons = tuple(self.reasons(entry))
+            if reasons:
+                self._plan(entry, reasons)
+
+    def make_room(self, entries: Iterable[PlannedEntry], size: int, most: int) -> None:
+        """Plan the entries used longest ago until what stays of `size` bytes is no more than `most`."""
+        stay = {kept.hash for kept in self.kept if kept.why != "cannot_tell"} | self.chosen.keys()
+        for entry in self._by_use(entries):
+            if size - self.ledger.freed_bytes <= most:
+                return
+            if entry.hash not in stay and self.frees(entry):
+                self._plan(entry, (_TOO_LARGE,))
+        left = size - self.ledger.freed_bytes
+        if left > most:
+            self.notes.append(
+                f"The cache will still take {left} bytes, more than the {most} asked for: the rest is in use, is kept "
+                "by a rule, or has other names on this disk."
+            )
+
+    def keep(self, entry: PlannedEntry, why: _Why, sentence: str) -> None:
+        """List an entry that stays."""
+        self.kept.append(Kept(hash=entry.hash, model=entry.model, why=why, sentence=sentence))
+
+    def _by_use(self, entries: Iterable[PlannedEntry]) -> list[PlannedEntry]:
+        return sorted(entries, key=lambda entry: (self.last_seen(entry), entry.hash))
+
+    def _plan(self, entry: PlannedEntry, reasons: tuple[Reason, ...]) -> None:
+        kept = self.keeper(entry, named=any(reason.rule == "entry" for reason in reasons))
+        if kept is not None:
+            self.keep(entry, *kept)
+        else:
+            self.chosen[entry.hash] = structs.replace(self.take(entry), reasons=reasons)
+
+
+def _ago(secs: float) -> str:
+    units = ((DAY_SECS, "day"), (HOUR_SECS, "hour"), (60.0, "minute"))
+    length, unit = next((found for found in units if secs >= found[0]), units[-1])
+    count = int(secs // length)
+    return f"{count} {unit}{'' if count == 1 else 's'} ago"

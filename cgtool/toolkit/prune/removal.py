@@ -10,10 +10,14 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 from cgtool.errors import CacheError
-from cgtool.store.pruned import remove_tree
-from cgtool.toolkit.prune.plan import Failed
+from cgtool.plan.grammar import Record
+from cgtool.store.files import remove
+from cgtool.store.layout import CacheLayout
+from cgtool.store.leases import remove_if_idle
+from cgtool.store.pruned import check_inside, put_aside, remove_tree
 
 
 class Ledger:
@@ -43,13 +47,7 @@ class Ledger:
         """
         before = self.freed_bytes
         for name in names:
-            try:
-                status = os.lstat(f"{folder}/{name}")
-            except OSError:  # gone meanwhile
-                continue
-            if status.st_nlink == 1:
-                self.freed_bytes += status.st_size
-            else:
+            for status in _file(f"{folder}/{name}"):
                 self._count(status)
         return self.freed_bytes - before
 
@@ -72,16 +70,25 @@ class Ledger:
             self.freed_bytes += status.st_size
 
 
+class Failed(Record, frozen=True, kw_only=True):
+    """Something that could not be removed, and stays whole or is swept later."""
+
+    path: str
+    sentence: str
+
+
 class Removal:
-    """Removes things, and counts what comes free with them.
+    """Removes things, and counts what comes free with them; what goes wrong is noted and never raised.
 
     Args:
-        check: Raises `CacheError` for a path that is not to be touched.
+        layout: The cache, out of which nothing is removed through a link; None for another system's.
     """
 
-    def __init__(self, check: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, layout: CacheLayout | None = None) -> None:
         self.failed: list[Failed] = []
-        self._check = check
+        #: What was renamed away, and is to be deleted once that is flushed.
+        self.aside: list[str] = []
+        self._layout = layout
         self._ledger = Ledger()
         self._lost_bytes = 0
 
@@ -92,35 +99,49 @@ class Removal:
 
     def delete(self, path: str) -> bool:
         """Delete a file, or a folder with all that is in it, and return whether all of it is gone."""
-        return self.remove(path, lambda path: list(remove_tree(path)))
+        return self._remove(path, lambda path: [*remove_tree(path)])
 
-    def remove(self, path: str, function: Callable[[str], Iterable[CacheError] | None]) -> bool:
-        """Remove something, and return whether it is gone.
+    def unlink(self, path: str) -> bool:
+        """Remove a file, and return whether it is gone."""
+        return self._remove(path, lambda path: remove(Path(path)))
 
-        Args:
-            path: What.
-            function: Removes it; returns what went wrong or raises it, or raises `BlockingIOError` where it is held by
-                now, so that it is no leftover.
-        """
-        frees = 0
-        errors: list[CacheError] = []
+    def unlink_idle(self, path: str) -> bool:
+        """Remove a lock that nobody holds, and return whether it is gone."""
+        return self._remove(path, _unlink_idle)
+
+    def put_aside(self, path: str) -> bool:
+        """Rename a folder of the cache away, and return whether that was done here."""
+        if self._layout is None:
+            return False
         try:
-            self._check(path)
-            _, frees = self._ledger.take(path)
-            errors += function(path) or ()
-            is_gone = not errors
+            aside = put_aside(self._layout, path)
         except CacheError as error:
-            errors, is_gone = [error], False
-        except BlockingIOError:
-            is_gone = False
-        self._lost_bytes += 0 if is_gone else frees
-        for wrong in errors:
-            self.fail(str(wrong.path or path), wrong)
-        return is_gone
+            self.fail(path, error)
+            return False
+        self.aside += [] if aside is None else [aside]
+        return aside is not None
 
     def fail(self, path: str, error: CacheError) -> None:
         """Note what could not be removed."""
         self.failed.append(Failed(path=path, sentence=str(error)))
+
+    def _remove(self, path: str, function: Callable[[str], Iterable[CacheError] | None]) -> bool:
+        """Call `function`, which returns or raises what went wrong, or BlockingIOError for what is held by now."""
+        frees, errors, is_gone = 0, list[CacheError](), False
+        try:
+            if self._layout is not None:
+                check_inside(self._layout, path)
+            _, frees = self._ledger.take(path)
+            errors += function(path) or ()
+            is_gone = not errors
+        except CacheError as error:
+            errors = [error]
+        except BlockingIOError:
+            pass
+        self._lost_bytes += 0 if is_gone else frees
+        for wrong in errors:
+            self.fail(str(wrong.path or path), wrong)
+        return is_gone
 
 
 def disk_usage(path: str) -> int:
@@ -137,6 +158,11 @@ def disk_usage(path: str) -> int:
     return total
 
 
+def _unlink_idle(path: str) -> None:
+    if not remove_if_idle(path):
+        raise BlockingIOError
+
+
 def _files(path: str, *, follow: bool = False) -> Iterator[os.stat_result]:
     """The status of a file or link, or of every file under a folder; `follow` goes through a link in its place."""
     folders = [path]
@@ -150,25 +176,18 @@ def _files(path: str, *, follow: bool = False) -> Iterator[os.stat_result]:
                 for item in found:
                     if item.is_dir(follow_symlinks=False):
                         folders.append(item.path)
-                    elif (status := _status(item)) is not None:
-                        yield status
+                    else:
+                        yield from _file(item.path)
         except NotADirectoryError:
             yield from _file(folder)
         except OSError:
             continue
 
 
-def _status(item: os.DirEntry[str]) -> os.stat_result | None:
-    try:
-        return item.stat(follow_symlinks=False)
-    except OSError:  # gone meanwhile
-        return None
-
-
 def _file(path: str) -> Iterator[os.stat_result]:
     try:
         status = os.lstat(path)
-    except OSError:
+    except OSError:  # gone meanwhile
         return
     if not stat.S_ISDIR(status.st_mode):
         yield status

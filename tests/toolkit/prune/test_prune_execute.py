@@ -23,7 +23,7 @@ from cgtool.store.leases import hold, hold_writing
 from cgtool.store.lookup import LookupStore
 from cgtool.store.pruned import all_pruned, count_miss, pruned, sweep_trash
 from cgtool.store.units import UnitStore
-from cgtool.toolkit.prune import leftovers, own
+from cgtool.toolkit.prune import own, removal
 from cgtool.toolkit.prune.own import make_plan
 from cgtool.toolkit.prune.plan import Rules
 from cgtool.toolkit.prune.removal import disk_usage
@@ -141,15 +141,15 @@ def test_an_entry_that_is_put_back_while_its_marks_go_is_found(cache_root, tmp_p
     name = lay(cache_root, 1, model="A")
     layout = CacheLayout(root=cache_root)
     shutil.copytree(layout.entry_dir(name.hash), tmp_path / "copy")
-    removed = leftovers._unlink
+    removed = removal.remove
 
     def unlink(path):
         removed(path)
-        if "/indexed/" in path and (tmp_path / "copy").exists():
+        if "/indexed/" in str(path) and (tmp_path / "copy").exists():
             shutil.move(tmp_path / "copy", layout.entry_dir(name.hash))
             assert tuple(LookupStore(layout).candidates(facts_of("A"))) == (name.hash,)
 
-    monkeypatch.setattr(leftovers, "_unlink", unlink)
+    monkeypatch.setattr(removal, "remove", unlink)
     assert prune(cache_root, entries=(name.hash,)).removed == (name.hash,)
     assert tuple(LookupStore(layout).candidates(facts_of("A"))) == (name.hash,)
 

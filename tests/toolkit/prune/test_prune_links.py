@@ -10,12 +10,13 @@ from prune_samples import DAY, files_in, is_whole, lay, rest
 
 from cgtool.errors import CacheError
 from cgtool.store.layout import CacheLayout
-from cgtool.store.leases import LeaseTable, hold, remove_idle
+from cgtool.store.leases import hold, remove_idle
 from cgtool.store.pruned import is_inside, put_aside, sweep_trash
-from cgtool.toolkit.prune.leftovers import CacheFacts, LeftoverFinder
-from cgtool.toolkit.prune.own import OwnPlan, make_plan
+from cgtool.store.walk import view_entry
+from cgtool.toolkit.prune.leftovers import remove_leftovers
+from cgtool.toolkit.prune.own import make_plan
 from cgtool.toolkit.prune.plan import PlannedFile, Rules
-from cgtool.toolkit.prune.removal import Ledger
+from cgtool.toolkit.prune.removal import Ledger, Removal
 
 DEAD = 2**22 + 5
 
@@ -113,7 +114,7 @@ def test_a_link_in_place_of_a_rank_leaves_the_entry_unreadable(cache_root, outsi
     orphan = layout.entry_dir(name.hash) / "artifacts" / f"{'a' * 64}.eager"
     put_old(orphan)
     move_out(layout.entry_dir(name.hash) / "rank_1", outside)  # whose manifest may name the artifact
-    assert not CacheFacts.of(layout, LeftoverFinder(layout, LeaseTable(layout), now=0.0)).is_readable
+    assert not view_entry(layout, name.hash).is_readable
     assert [found.rank for found in layout.rank_names(name.hash)] == [0]
     prune(cache_root)
     assert orphan.exists()
@@ -156,13 +157,11 @@ def test_a_link_that_is_laid_between_plan_and_deed_leads_nowhere(cache_root, out
     (outside / name).mkdir()
     rest(outside / name, 2 * DAY)
     file = PlannedFile(path=f"{folder}/{name}", kind=kind, frees_bytes=0)
-    plan = OwnPlan(
-        root=cache_root, rules=Rules(), entries=(), files=(file,), kept=(), size_bytes=None, notes=(), made=0.0
-    )
-    outcome = plan.execute()
-    assert outcome.removed_files == 0
+    layout = CacheLayout(root=cache_root)
+    removal = Removal(layout)
+    assert remove_leftovers(layout, [file], removal) == 0
     assert [path.name for path in outside.iterdir()] == [name]
-    assert all("a link in place of a folder leads there" in failed.sentence for failed in outcome.failed)
+    assert all("a link in place of a folder leads there" in failed.sentence for failed in removal.failed)
 
 
 def test_a_cache_behind_a_link_is_pruned_as_any(cache_root, outside):
