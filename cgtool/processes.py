@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from cgtool.child import GRACE_SECS, LAST, NOTE, REQUEST, Channel
 from cgtool.errors import CgtoolError
@@ -275,6 +275,8 @@ class Child:
 class Children:
     """Children of one program, each started when it is needed or before, and replaced when it died. Any thread may ask.
 
+    Leaving its `with` block ends them all.
+
     Args:
         program: As for `Child`.
         limit: How many run at a time.
@@ -291,7 +293,13 @@ class Children:
         self._all: set[Child] = set()
         self._is_closed = False
 
-    def start(self, count: int) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, count: int = 1) -> None:
         """Start children now, up to `count` and the limit in all, so that they are ready when there is work.
 
         Raises:

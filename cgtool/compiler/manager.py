@@ -199,9 +199,9 @@ class CompilerManager:
             return replace(artifact, proof_gap=f"not proved: {error}"), ""
         _, code = parted(data, artifact.kind)
         found = prover.prove(code, adaptor=work.adaptor, graph=work.graph, guards=artifact.guards, imports=imports)
-        if found.may_pass_later:
-            return replace(artifact, proved=False), found.reason or ""
-        return replace(artifact, proved=found.proved, proof_gap=found.reason or ""), ""
+        if found.verdict == "later":
+            return replace(artifact, proved=False), found.reason
+        return replace(artifact, proved=found.proved, proof_gap=found.reason), ""
 
     def _prover_of(self, work: Work) -> Prover | None:
         return self._prover if self._adaptor(work.adaptor).compiles else None

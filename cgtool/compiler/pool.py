@@ -1,7 +1,7 @@
 """The pool of compile workers: a piece in, its artifact out; and how many workers this machine bears.
 
 Any thread may ask; `jobs` pieces are compiled at a time. Leaving the pool's `with` block ends all workers and their
-compilers, whatever the reason.
+compilers, whatever the reason; whoever waits for one gets a WorkerError.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import signal
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from cgtool.compiler.request import CompileReport, CompileRequest, StaysHereError, WorkerSetup
 from cgtool.errors import CompileError, WorkerError
@@ -31,7 +29,7 @@ _OWN_CGROUP = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 
 
-class WorkerPool:
+class WorkerPool(Children):
     """Compile workers of this process.
 
     Args:
@@ -53,24 +51,16 @@ class WorkerPool:
             self._folder = Path(tempfile.mkdtemp(prefix="cgtool-work-"))
         threads = max(1, num_cores() // max(1, jobs))
         setup = WorkerSetup(threads=threads, inductor=inductor, native=native, shared=str(self._folder))
-        self._workers = Children("cgtool.compiler.worker:main", limit=max(1, jobs), setup=setup)
+        super().__init__("cgtool.compiler.worker:main", limit=max(1, jobs), setup=setup)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def start(self, count: int) -> None:
+    def start(self, count: int = 1) -> None:
         """Start workers now, up to `count` and `jobs` in all, so that they are ready when there is work.
 
         Raises:
             WorkerError: One could not be started.
         """
         with _os_errors_as_worker_errors():
-            self._workers.start(count)
+            super().start(count)
 
     def compile(self, request: CompileRequest) -> tuple[bytes, Artifact, Mapping[str, str]]:
         """Have a piece compiled by a worker, and wait for it.
@@ -88,7 +78,7 @@ class WorkerPool:
         """
         try:
             with _os_errors_as_worker_errors():
-                answer = self._workers.ask(request, answer=CompileReport, timeout_secs=self._timeout_secs)
+                answer = self.ask(request, answer=CompileReport, timeout_secs=self._timeout_secs)
         except ChildEndedError as error:
             raise WorkerError(_sentence(error.ending, self._folder), actual=error.ending.code) from error
         report: CompileReport = answer.record
@@ -101,8 +91,8 @@ class WorkerPool:
         return answer.data, report.artifact, report.generated
 
     def close(self) -> None:
-        """End all workers and their compilers; whoever waits for one gets a WorkerError."""
-        self._workers.close()
+        """End all workers and their compilers."""
+        super().close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

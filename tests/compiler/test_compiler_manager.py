@@ -233,9 +233,7 @@ class _Finds:
 @pytest.mark.parametrize("lasting", [False, True])
 def test_only_what_lies_in_the_piece_is_remembered(tmp_path, lasting):
     reason = "not proved: there was not enough memory"
-    failed = ProofRecord(shapes=(), worst_error=0.0, secs=0.0, reason=reason, may_pass_later=not lasting)
-    passed = ProofRecord(shapes=({"s0": 2},), worst_error=0.0, secs=0.0)
-    prover = _Finds(failed, passed)
+    prover = _Finds(ProofRecord(verdict="unknown" if lasting else "later", reason=reason), ProofRecord())
     manager = CompilerManager(CacheLayout(root=tmp_path), CompilationConfig(), prover=prover)
     first, again = (manager.ensure(*hostile.work_of(0), objects=ObjectStore(tmp_path / "entry")) for _ in range(2))
     assert (first.reused, again.reused) == (False, True)

@@ -8,14 +8,16 @@ import torch._dynamo, torch._inductor or sympy.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from cgtool.compiler.proof.reference import short_name, wide_dtype
 from cgtool.graph.expressions import evaluate
 from cgtool.graph.metas import device_of, dtype_of
+from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import PieceGraph, TensorMeta
 
 #: More numbers than these are the same ones again; a prime, so that no two rows are equal.
@@ -56,12 +58,19 @@ STYLES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _View:
+class _View(NamedTuple):
     storage: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """How much of its storage it spans."""
+        if 0 in self.shape:
+            return 0
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return (1 + last) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +87,7 @@ class Drawn:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the inputs as views of the storages themselves."""
-        return [self._view(view) for view in self.views]
+        return [self.storages[v.storage].view(v.dtype).as_strided(v.shape, v.stride) for v in self.views]
 
     def copy(self) -> Drawn:
         """Return the same inputs in storages of their own."""
@@ -86,31 +95,12 @@ class Drawn:
 
     def widened(self) -> Drawn | None:
         """Return a copy with floats in float64; None where one storage holds several dtypes."""
-        storages, dtypes = [], []
-        for number, flat in enumerate(self.storages):
-            kinds = {view.dtype for view in self.views if view.storage == number}
-            if len(kinds) > 1:
-                return None
-            wide = wide_dtype(next(iter(kinds)))
-            dtypes.append(wide)
-            storages.append(flat.to(wide, copy=True))
-        views = tuple(
-            _View(storage=v.storage, shape=v.shape, stride=v.stride, dtype=dtypes[v.storage]) for v in self.views
+        if any(view.dtype != self.storages[view.storage].dtype for view in self.views):
+            return None
+        return Drawn(
+            storages=tuple(flat.to(wide_dtype(flat.dtype), copy=True) for flat in self.storages),
+            views=tuple(view._replace(dtype=wide_dtype(view.dtype)) for view in self.views),
         )
-        return Drawn(storages=tuple(storages), views=views)
-
-    def _view(self, view: _View) -> torch.Tensor:
-        flat = self.storages[view.storage]
-        flat = flat if flat.dtype == view.dtype else flat.view(view.dtype)
-        return flat.as_strided(view.shape, view.stride)
-
-
-def seed_of(graph: PieceGraph, sizes: Mapping[str, int]) -> int:
-    """Return a seed that depends on the piece and its sizes alone."""
-    number = int(graph.identity()[:15], 16)
-    for name in sorted(sizes):
-        number = (number * 1_000_003 + sizes[name]) % (1 << 62)
-    return number
 
 
 def index_bound(graph: PieceGraph) -> int:
@@ -126,7 +116,7 @@ def writes_by_index(graph: PieceGraph) -> bool:
 
 
 def draw(graph: PieceGraph, sizes: Mapping[str, int], *, device_index: int | None, style: Style) -> Drawn:
-    """Return inputs for a piece.
+    """Return inputs for a piece, the same ones for the same piece and sizes.
 
     Args:
         graph: The piece.
@@ -134,104 +124,51 @@ def draw(graph: PieceGraph, sizes: Mapping[str, int], *, device_index: int | Non
         device_index: What a device without an index means; None is the current one.
         style: How to draw.
     """
-    generator = torch.Generator("cpu").manual_seed(seed_of(graph, sizes))
-    layout = _layout(graph, sizes)
+    generator = torch.Generator("cpu").manual_seed(int(digest_of([graph.identity(), dict(sizes)])[:15], 16))
+    views = _views(graph, sizes)
     bound, distinct = min(index_bound(graph), style.most), writes_by_index(graph)
-    storages: list[torch.Tensor] = []
-    for position, num_bytes in _owners(layout):
-        meta, view = graph.inputs[position], layout[position]
-        count = num_bytes // view.dtype.itemsize
+    owners: dict[int, int] = {}  # storage → the first input in it, in order
+    for position, view in enumerate(views):
+        owners.setdefault(view.storage, position)
+    storages = []
+    for number, position in owners.items():
+        meta, view = graph.inputs[position], views[position]
+        needed = max(other.num_bytes for other in views if other.storage == number)
+        count = -(-needed // _ALIGNED_BYTES) * _ALIGNED_BYTES // view.dtype.itemsize
         if view.dtype == torch.bool or view.dtype.is_floating_point or view.dtype.is_complex:
-            flat = _values(meta, view.dtype, count, generator, style)
+            values = _values(meta, view.dtype, min(count, _MOST_DRAWN), generator, style)
         else:
-            flat = _integers(view, count, generator, style, bound=bound, distinct=distinct)
-        storages.append(flat.to(device_of(meta.device, device_index)))
-    return Drawn(storages=tuple(storages), views=tuple(layout))
+            values = _integers(view, count, generator, style, bound=bound, distinct=distinct)
+        values = _cast(values, view.dtype)
+        if len(values) < count:
+            values = values.repeat(-(-count // len(values)))[:count]
+        storages.append(values.to(device_of(meta.device, device_index)))
+    return Drawn(storages=tuple(storages), views=views)
 
 
-def _layout(graph: PieceGraph, sizes: Mapping[str, int]) -> list[_View]:
-    storage_of: dict[int, int] = {}
-    for group in graph.aliases:
-        storage_of.update(dict.fromkeys(group, group[0]))
+def _views(graph: PieceGraph, sizes: Mapping[str, int]) -> tuple[_View, ...]:
+    first_of = {position: group[0] for group in graph.aliases for position in group}
     numbers: dict[int, int] = {}
-    found = []
-    for position, meta in enumerate(graph.inputs):
-        first = storage_of.get(position, position)
-        found.append(
-            _View(
-                storage=numbers.setdefault(first, len(numbers)),
-                shape=tuple(int(evaluate(dim, sizes)) for dim in meta.shape),
-                stride=tuple(int(evaluate(step, sizes)) for step in meta.stride),
-                dtype=dtype_of(meta.dtype),
-            )
+    return tuple(
+        _View(
+            storage=numbers.setdefault(first_of.get(position, position), len(numbers)),
+            shape=tuple(int(evaluate(dim, sizes)) for dim in meta.shape),
+            stride=tuple(int(evaluate(step, sizes)) for step in meta.stride),
+            dtype=dtype_of(meta.dtype),
         )
-    return found
-
-
-def _owners(layout: Sequence[_View]) -> list[tuple[int, int]]:
-    """Return for each storage the first input in it, and how many bytes it needs."""
-    found: dict[int, tuple[int, int]] = {}
-    for position, view in enumerate(layout):
-        needed = _extent(view.shape, view.stride) * view.dtype.itemsize
-        first, most = found.get(view.storage, (position, 0))
-        rounded = -(-needed // _ALIGNED_BYTES) * _ALIGNED_BYTES
-        found[view.storage] = (first, max(most, rounded))
-    return [found[number] for number in sorted(found)]
-
-
-def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        for position, meta in enumerate(graph.inputs)
+    )
 
 
 def _values(meta: TensorMeta, dtype: torch.dtype, count: int, generator: torch.Generator, style: Style) -> torch.Tensor:
-    """Return `count` numbers of a dtype that holds no integers."""
-    drawn = min(count, _MOST_DRAWN)
+    """Return `count` numbers for a dtype that holds no integers."""
     if dtype == torch.bool:
         # mostly true: a mask that hides a whole row tests little
-        values = torch.rand(drawn, generator=generator, device="cpu") < 0.75  # noqa: PLR2004 - see above
-        values[:1], values[1:2] = True, False
-    elif dtype.is_complex:
-        values = torch.randn(drawn, generator=generator, dtype=torch.complex64, device="cpu")
-    else:
-        values = _floats(meta, drawn, generator, style)
-    return _repeated(_cast(values, dtype), count)
-
-
-def _integers(
-    view: _View, count: int, generator: torch.Generator, style: Style, *, bound: int, distinct: bool
-) -> torch.Tensor:
-    """Return `count` integers; distinct ones differ in all of the view, or where it is too long for that, in a row."""
-    limits = torch.iinfo(view.dtype)
-    if style.any_byte and view.dtype.itemsize == 1:
-        low, high = limits.min, limits.max
-    else:
-        high = min(bound - 1, limits.max)
-        low = (high + 1) // 2 if style.upper_half else 0
-    span, numel = high + 1 - low, math.prod(view.shape)
-    if distinct and numel:
-        row = numel if numel <= span else view.shape[-1]
-        order = torch.rand(-(-count // row), max(span, row), generator=generator, device="cpu").argsort(dim=1)
-        values = low + order[:, :row].reshape(-1)[:count]
-    else:
-        values = torch.randint(low, high + 1, (min(count, _MOST_DRAWN),), generator=generator, device="cpu")
-    return _repeated(_cast(values, view.dtype), count)
-
-
-def _repeated(values: torch.Tensor, count: int) -> torch.Tensor:
-    return values if len(values) == count else values.repeat(-(-count // len(values)))[:count]
-
-
-def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    try:
-        return values.to(dtype)
-    except (RuntimeError, NotImplementedError):  # a dtype that nothing converts to: its bytes are what counts
-        raw = torch.arange(values.numel() * dtype.itemsize, dtype=torch.int64, device="cpu") % 113
-        return raw.to(torch.uint8).view(dtype)
-
-
-def _floats(meta: TensorMeta, count: int, generator: torch.Generator, style: Style) -> torch.Tensor:
+        flags = torch.rand(count, generator=generator, device="cpu") < 0.75  # noqa: PLR2004 - see above
+        flags[:1], flags[1:2] = True, False
+        return flags
+    if dtype.is_complex:
+        return torch.randn(count, generator=generator, dtype=torch.complex64, device="cpu")
     if style.unit:
         return torch.rand(count, generator=generator, dtype=torch.float32, device="cpu") * 0.9 + 0.05
     values = torch.randn(count, generator=generator, dtype=torch.float32, device="cpu")
@@ -243,3 +180,29 @@ def _floats(meta: TensorMeta, count: int, generator: torch.Generator, style: Sty
         return 1 + 0.25 * torch.tanh(values)
     # a matrix: what goes through it keeps its scale
     return values / math.sqrt(max(1, math.prod(int(dim) for dim in meta.shape[1:])))
+
+
+def _integers(
+    view: _View, count: int, generator: torch.Generator, style: Style, *, bound: int, distinct: bool
+) -> torch.Tensor:
+    """Return integers; distinct ones differ in all of the view, or where it is too long for that, in a row."""
+    limits = torch.iinfo(view.dtype)
+    if style.any_byte and view.dtype.itemsize == 1:
+        low, high = limits.min, limits.max
+    else:
+        high = min(bound - 1, limits.max)
+        low = (high + 1) // 2 if style.upper_half else 0
+    span, numel = high + 1 - low, math.prod(view.shape)
+    if not (distinct and numel):
+        return torch.randint(low, high + 1, (min(count, _MOST_DRAWN),), generator=generator, device="cpu")
+    row = numel if numel <= span else view.shape[-1]
+    order = torch.rand(-(-count // row), max(span, row), generator=generator, device="cpu").argsort(dim=1)
+    return low + order[:, :row].reshape(-1)[:count]
+
+
+def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    try:
+        return values.to(dtype)
+    except (RuntimeError, NotImplementedError):  # a dtype that nothing converts to: its bytes are what counts
+        raw = torch.arange(values.numel() * dtype.itemsize, dtype=torch.int64, device="cpu") % 113
+        return raw.to(torch.uint8).view(dtype)

@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+from msgspec import structs
 
 from cgtool.child import Channel
 from cgtool.compiler.adaptors.eager import eager_graph
 from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.compiler.proof import judge
 from cgtool.compiler.proof.inputs import STYLES, Drawn, draw, index_bound, writes_by_index
-from cgtool.compiler.proof.prover import Mismatch, NoRoom, ProofRecord, ProofRequest, Stage, StageName
+from cgtool.compiler.proof.prover import ProofRecord, ProofRequest, Stage, StageName
 from cgtool.compiler.proof.reference import filled, lowest_dtype, takes_steps, widened
 from cgtool.compiler.request import apply_settings, import_providers
 from cgtool.compiler.sizes import Limits, Sizes, sizes_to_prove
@@ -32,6 +33,9 @@ from cgtool.runtime.program import piece_function
 
 #: How often sizes that are too large for the piece or the memory are halved.
 _NUM_HALVINGS = 12
+_ADVICE = "the piece can be compiled by another adaptor, or run eagerly (adaptor 'eager')"
+
+_Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +46,11 @@ class _Given:
         drawn: Its inputs, untouched.
         inputs: The inputs that eager ran on.
         outputs: What eager gave.
-        undefined: For each output, where it holds memory that nothing wrote to; None where nothing is so.
     """
 
     drawn: Drawn
-    inputs: Drawn
-    outputs: list[torch.Tensor]
-    undefined: list[torch.Tensor | None]
+    inputs: _Tensors
+    outputs: _Tensors
 
 
 class _NotRunnableError(Exception):
@@ -64,36 +66,34 @@ def main(channel: Channel) -> None:
     for request, data in channel.requests(ProofRequest):
         found = _answer(request, data, channel)
         # what failed on an accelerator may have left its context unusable
-        spoiled = _on_accelerator(request.graph) and not (isinstance(found, ProofRecord) and found.proved)
+        spoiled = _on_accelerator(request.graph) and not found.proved
         channel.answer(found, last=spoiled)
         if spoiled:
             return
 
 
-def _answer(request: ProofRequest, data: bytes, channel: Channel) -> ProofRecord | Mismatch | NoRoom:
-    graph = request.graph
+def _answer(request: ProofRequest, data: bytes, channel: Channel) -> ProofRecord:
     try:
         import_providers(request.imports)
         apply_settings(request.settings)
-        if _on_accelerator(graph) and request.device_index is not None:
+        if _on_accelerator(request.graph) and request.device_index is not None:
             torch.accelerator.set_device_index(request.device_index)
         return prove_artifact(
             data,
             adaptor=request.adaptor,
-            graph=graph,
+            graph=request.graph,
             guards=request.guards,
             device_index=request.device_index,
             stage=lambda name: channel.note(Stage(name=name)),
         )
     except ProofMismatchError as error:
-        return Mismatch(sentence=str(error))
+        return ProofRecord(verdict="wrong", reason=str(error))
     except NoRoomError as error:
-        return NoRoom(sentence=str(error))
+        return ProofRecord(verdict="no room", reason=str(error))
     except Exception as error:  # noqa: BLE001 - nothing was learnt of the artifact, and the record says so
         traceback.print_exc()
         words = " ".join(str(error).split()) or type(error).__name__
-        reason = f"not proved: {type(error).__name__}: {words}"
-        return ProofRecord(shapes=(), worst_error=0.0, secs=0.0, reason=reason, may_pass_later=True)
+        return ProofRecord(verdict="later", reason=f"not proved: {type(error).__name__}: {words}")
 
 
 def prove_artifact(
@@ -126,17 +126,15 @@ def prove_artifact(
     with torch.no_grad():
         run = open_artifact(data, adaptor, graph, device_index)
     proof = _Proof(run, graph, device_index, stage)
-    reason: Exception | None = None
     try:
         proof.at_the_ends(guards)
-    except (_NotRunnableError, _NoMemoryError) as error:
-        reason = error
-    return ProofRecord(
-        shapes=tuple(proof.shapes),
-        worst_error=proof.worst_error,
-        secs=time.perf_counter() - started,
-        reason=None if reason is None else f"not proved: {reason}",
-        may_pass_later=isinstance(reason, _NoMemoryError),
+        found = ProofRecord()
+    except _NotRunnableError as error:
+        found = ProofRecord(verdict="unknown", reason=f"not proved: {error}")
+    except _NoMemoryError as error:
+        found = ProofRecord(verdict="later", reason=f"not proved: {error}")
+    return structs.replace(
+        found, shapes=tuple(proof.shapes), worst_error=proof.worst_error, secs=time.perf_counter() - started
     )
 
 
@@ -176,8 +174,6 @@ class _Proof:
         self._defined = filled(graph, 1.0)
         self._device_index = device_index
         self._stage = stage
-        self._steps = takes_steps(graph)
-        self._lowest = lowest_dtype(graph)
         self.shapes: list[Sizes] = []
         self.worst_error = 0.0
 
@@ -208,36 +204,41 @@ class _Proof:
             raise _NoMemoryError(msg)
 
     def _at(self, sizes: Sizes) -> None:
-        with torch.no_grad():
-            self._stage("eager")
-            with _one_thread():
-                given = self._given(sizes)
-                reference = self._reference(given)
-            self._synchronise()
-            self._stage("run")
-            inputs = given.drawn.tensors()
-            found = self._run(inputs, sizes)
-            self._stage("eager")
-            with _one_thread():
-                self._compare(found, inputs, given, reference, sizes)
+        try:
+            with torch.no_grad():
+                self._stage("eager")
+                with _one_thread():
+                    given = self._given(sizes)
+                self._synchronise()
+                self._stage("run")
+                inputs = given.drawn.copy().tensors()
+                found = self._run(inputs)
+                self._stage("eager")
+                with _one_thread():
+                    self._compare(found, inputs, given, sizes)
+        except judge.WrongError as error:
+            at = ", ".join(f"{name} = {size}" for name, size in sizes.items()) or "the piece's sizes"
+            msg = f"the artifact is wrong at {at}: it {error}; {_ADVICE}"
+            raise ProofMismatchError(msg, actual=str(error)) from error
+
+    def _function(self, graph: PieceGraph, inputs: _Tensors) -> _Tensors:
+        return list(piece_function(graph, device_index=self._device_index)(list(inputs)))
 
     def _given(self, sizes: Sizes) -> _Given:
         """Run the piece op by op, on the first inputs that it takes and that give no NaN."""
-        function = piece_function(self._defined, device_index=self._device_index)
         first: _Given | None = None
         failure: Exception | None = None
         for style in STYLES:
             try:
                 drawn = draw(self._graph, sizes, device_index=self._device_index, style=style)
-                inputs = drawn.copy()
-                outputs = list(function(inputs.tensors()))
+                inputs = drawn.copy().tensors()
+                given = _Given(drawn=drawn, inputs=inputs, outputs=self._function(self._defined, inputs))
             except Exception as error:  # whatever the user's ops say to drawn values
                 if _is_out_of_memory(error):
                     raise
                 failure = failure or error
                 continue
-            given = _Given(drawn=drawn, inputs=inputs, outputs=outputs, undefined=self._undefined(drawn, outputs))
-            if not any(tensor.is_floating_point() and bool(tensor.isnan().any()) for tensor in outputs):
+            if not any(tensor.is_floating_point() and bool(tensor.isnan().any()) for tensor in given.outputs):
                 return given
             first = first or given
         if first is None:
@@ -245,66 +246,63 @@ class _Proof:
             raise _NotRunnableError(msg)
         return first
 
-    def _undefined(self, drawn: Drawn, outputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Return where outputs depend on what uninitialised memory holds."""
+    def _undefined(self, given: _Given) -> list[torch.Tensor | None]:
+        """Return for each output where it depends on what uninitialised memory holds; None where nothing does."""
         if self._defined is self._graph:
-            return [None] * len(outputs)
-        other = piece_function(filled(self._graph, 0.0), device_index=self._device_index)
-        again = list(other(drawn.copy().tensors()))
-        differ = [(one != two) & ~(one.isnan() & two.isnan()) for one, two in zip(outputs, again, strict=True)]
+            return [None] * len(given.outputs)
+        again = self._function(filled(self._graph, 0.0), given.drawn.copy().tensors())
+        differ = [(one != two) & ~(one.isnan() & two.isnan()) for one, two in zip(given.outputs, again, strict=True)]
         return [place if bool(place.any()) else None for place in differ]
 
-    def _reference(self, given: _Given) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+    def _reference(self, given: _Given) -> tuple[_Tensors, _Tensors] | None:
         """Return outputs and inputs of the piece in float64; None where it does not run so, or is another one so."""
-        wide = widened(self._defined)
-        inputs = given.drawn.widened()
-        if wide is None or inputs is None:
+        wide, drawn = widened(self._defined), given.drawn.widened()
+        if wide is None or drawn is None:
             return None
-        tensors = inputs.tensors()
+        inputs = drawn.tensors()
         try:
             with _default_dtype(torch.float64):
-                outputs = list(piece_function(wide, device_index=self._device_index)(list(tensors)))
+                outputs = self._function(wide, inputs)
         except Exception as error:  # an op that has no float64, say
             if _is_out_of_memory(error):
                 raise
             return None
         pairs = zip(outputs, given.outputs, strict=True)
-        return (outputs, tensors) if all(_is_near(one, other) for one, other in pairs) else None
+        return (outputs, inputs) if all(_is_near(one, other) for one, other in pairs) else None
 
-    def _run(self, inputs: list[torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
+    def _run(self, inputs: _Tensors) -> _Tensors:
         try:
             found = list(self._artifact(list(inputs)))
             self._synchronise()
         except Exception as error:  # whatever it is, it is what the user would meet
             if _is_out_of_memory(error):
                 raise
-            what = f"fails where the piece runs: {type(error).__name__}: {_first_line(error)}"
-            raise judge.mismatch(what, sizes) from error
+            msg = f"fails where the piece runs: {type(error).__name__}: {_first_line(error)}"
+            raise judge.WrongError(msg) from error
         return found
 
-    def _compare(
-        self,
-        found: list[torch.Tensor],
-        inputs: list[torch.Tensor],
-        given: _Given,
-        reference: tuple[list[torch.Tensor], list[torch.Tensor]] | None,
-        sizes: Sizes,
-    ) -> None:
-        eager_inputs = given.inputs.tensors()
+    def _compare(self, found: _Tensors, inputs: _Tensors, given: _Given, sizes: Sizes) -> None:
         judge.check_metas(found, self._graph.results, sizes, self._device_index)
-        judge.check_overlaps(found, inputs, given.outputs, eager_inputs, sizes)
-        exact = reference or (given.outputs, eager_inputs)
-        tolerance = judge.tolerance_of(self._lowest, takes_steps=self._steps, has_reference=reference is not None)
+        judge.check_overlaps(found, inputs, given.outputs, given.inputs)
+        undefined, reference = self._undefined(given), self._reference(given)
+        exact = reference or (given.outputs, given.inputs)
         rows: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         for n, row in enumerate(zip(found, given.outputs, exact[0], strict=True)):
-            places = given.undefined[n]
+            places = undefined[n]
             ours, theirs, wide = row if places is None else (tensor[~places] for tensor in row)
             rows.append((f"gives output {n}: it", ours, theirs, wide))
-        for n, row in enumerate(zip(inputs, eager_inputs, exact[1], strict=True)):
+        for n, row in enumerate(zip(inputs, given.inputs, exact[1], strict=True)):
             if not _same_bytes(row[0], row[1]):  # most inputs are only read
                 rows.append((f"leaves input {n}: it", *row))
+        tolerance = judge.Tolerance.of(
+            lowest_dtype(self._graph), takes_steps=takes_steps(self._graph), has_reference=reference is not None
+        )
         for label, ours, theirs, wide in rows:
-            error = judge.check_numbers(label, ours, theirs, wide, tolerance=tolerance, sizes=sizes)
+            try:
+                error = judge.check_numbers(ours, theirs, wide, tolerance=tolerance)
+            except judge.WrongError as wrong:
+                msg = f"{label} {wrong}"
+                raise judge.WrongError(msg) from wrong
             self.worst_error = max(self.worst_error, error)
 
     def _synchronise(self) -> None:

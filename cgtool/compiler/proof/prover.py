@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 from cgtool.compiler.request import Provider, Settings, torch_settings
 from cgtool.errors import ProofCrashError, ProofMismatchError
@@ -71,7 +70,7 @@ class Stage(Record, frozen=True, kw_only=True):
     name: StageName
 
 
-class ProofRecord(Record, frozen=True, kw_only=True, tag="record"):
+class ProofRecord(Record, frozen=True, kw_only=True):
     """What was tried, and how near the artifact came.
 
     Args:
@@ -79,36 +78,25 @@ class ProofRecord(Record, frozen=True, kw_only=True, tag="record"):
         worst_error: The largest relative error of a tensor against the same piece in float64, as a root of mean
             squares; 0 where nothing is a float.
         secs: How long it took, in seconds.
-        reason: Why nothing was proved, as a sentence; None where the artifact was proved.
-        may_pass_later: Whether that lies in this moment or process and not in the piece: too little memory, a module
-            that could not be imported, a fault of the proof itself.
+        verdict: "right": it gave what the piece gives; "wrong": it gave something else; "unknown": the piece cannot be
+            run; "later": nor could it here and now, for want of memory or of a module, say; "no room": nothing can be
+            opened on this machine.
+        reason: Why it is not right, as a sentence.
     """
 
-    shapes: tuple[dict[str, int], ...]
-    worst_error: float
-    secs: Seconds
-    reason: str | None = None
-    may_pass_later: bool = False
+    shapes: tuple[dict[str, int], ...] = ()
+    worst_error: float = 0.0
+    secs: Seconds = 0.0
+    verdict: Literal["right", "wrong", "unknown", "later", "no room"] = "right"
+    reason: str = ""
 
     @property
     def proved(self) -> bool:
         """Whether the artifact ran and gave what it should."""
-        return self.reason is None
+        return self.verdict == "right"
 
 
-class Mismatch(Record, frozen=True, kw_only=True, tag="mismatch"):
-    """The artifact does not give what the piece gives."""
-
-    sentence: str
-
-
-class NoRoom(Record, frozen=True, kw_only=True, tag="no_room"):
-    """Nothing can be opened on this machine."""
-
-    sentence: str
-
-
-class Prover:
+class Prover(Children):
     """Proves artifacts in one child, which holds torch and cgtool's runtime.
 
     Several threads may ask; they are served one at a time.
@@ -119,29 +107,9 @@ class Prover:
     """
 
     def __init__(self, *, timeout_secs: float | None, device_index: int | None = None) -> None:
+        super().__init__("cgtool.compiler.proof.prove:main", limit=1)
         self._timeout_secs = timeout_secs
         self._device_index = device_index
-        self._children = Children("cgtool.compiler.proof.prove:main", limit=1)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def start(self) -> None:
-        """Start the child without waiting for it, so that it is ready when something is compiled.
-
-        Raises:
-            ClosedError: The prover was closed.
-        """
-        self._children.start(1)
-
-    def close(self) -> None:
-        """End the child for good; whoever waits for its answer is told that it is gone."""
-        self._children.close()
 
     def prove(
         self,
@@ -177,28 +145,18 @@ class Prover:
             device_index=self._device_index,
             settings=Settings(torch=torch_settings()),
         )
-        stage = "start"
-
-        def note(now: Stage) -> None:
-            nonlocal stage
-            stage = now.name
-
+        stages: list[Stage] = []
         try:
-            answer = self._children.ask(
-                request,
-                data,
-                answer=ProofRecord | Mismatch | NoRoom,
-                note=Stage,
-                on_note=note,
-                timeout_secs=self._timeout_secs,
+            answer = self.ask(
+                request, data, answer=ProofRecord, note=Stage, on_note=stages.append, timeout_secs=self._timeout_secs
             )
         except ChildEndedError as error:
-            raise _crash(error.ending, stage, adaptor) from None
-        found: ProofRecord | Mismatch | NoRoom = answer.record
-        if isinstance(found, Mismatch):
-            raise ProofMismatchError(found.sentence, expected=graph.identity(), actual=adaptor)
-        if isinstance(found, NoRoom):
-            raise ProofCrashError(f"An artifact could not be proved. {found.sentence}")
+            raise _crash(error.ending, stages[-1].name if stages else "start", adaptor) from None
+        found: ProofRecord = answer.record
+        if found.verdict == "wrong":
+            raise ProofMismatchError(found.reason, expected=graph.identity(), actual=adaptor)
+        if found.verdict == "no room":
+            raise ProofCrashError(f"An artifact could not be proved. {found.reason}")
         return found
 
 
