@@ -16,8 +16,6 @@ from cgtool.cli.options import CONFIG_FIELDS, compiler_options, coverage_options
 from cgtool.cli.text import secs_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from cgtool.cli.output import Output
     from cgtool.toolkit.bench.report import BenchReport
 
@@ -127,6 +125,7 @@ def bench(*, output: Output, **options: Any) -> int:
     eager's. A way that fails is shown with its error, and the others go on.
     """
     # Rich and the command itself: what `--help` does without.
+    from cgtool.cli.pages import bench_page, write_text
     from cgtool.cli.progress import reporting
     from cgtool.cli.settings import load_settings
     from cgtool.toolkit.bench.runner import bench as run
@@ -146,22 +145,18 @@ def bench(*, output: Output, **options: Any) -> int:
         config=config.to_json(),
         ways=parse_ways(options["ways"]),
         starts=parse_starts(options["starts"], default=6),
-        warm_ups=options["warm_ups"],
-        cold_starts=options["cold_starts"],
-        tokens=options["tokens"],
         dimension=config.size_dim,
-        repeats=options["repeats"],
-        seed=options["seed"],
         limit_secs=options["timeout"],
+        **{name: options[name] for name in ("warm_ups", "cold_starts", "tokens", "repeats", "seed")},
     )
+    html = Path(options["html"]) if options["html"] else None
+    if html is not None:
+        _check_writable(html)
+    keep = Path(options["keep"]) if options["keep"] else None
     with reporting(output) as on_event:
-        report = run(
-            settings,
-            keep=Path(options["keep"]) if options["keep"] else None,
-            html=Path(options["html"]) if options["html"] else None,
-            command=["cgtool", *sys.argv[1:]],
-            on_event=on_event,
-        )
+        report = run(settings, keep=keep, command=["cgtool", *sys.argv[1:]], on_event=on_event)
+    if html is not None:
+        write_text(html, bench_page(report))
     if output.as_json:
         output.json(report.to_json())
     else:
@@ -169,27 +164,34 @@ def bench(*, output: Output, **options: Any) -> int:
     return failures.DONE
 
 
+def _check_writable(file: Path) -> None:
+    """Let a page that cannot be written be known before minutes are spent."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    existed = file.exists()
+    file.open("a", encoding="utf-8").close()
+    if not existed:
+        file.unlink()
+
+
 def _show(output: Output, report: BenchReport) -> None:
+    from cgtool.cli import bench_tables as tables
     from cgtool.cli.columns import Styled, show_rows
-    from cgtool.toolkit.bench import words
+
+    def show(table: list[list[str]]) -> None:
+        cells = [[Styled(cell, "bold red") if cell.startswith("DIFFER") else cell for cell in row] for row in table[1:]]
+        show_rows(output, [table[0][0], *(f">{column}" for column in table[0][1:])], cells)
 
     for note in report.notes:
         output.note(f"Note: {note}", style="yellow")
     output.line(f"Ways to start {report.model}: medians (quartiles), ratios [95 % bound]", style="bold")
     width = output.stdout.width
-    detail = words.FULL if width >= _FULL_COLUMNS else words.MEDIUM if width >= _MEDIUM_COLUMNS else words.SHORT
-    starts = [words.start_cells(report, way, detail=detail) for way in report.ways]
-    marked = [[Styled(cell, "bold red") if cell.startswith("DIFFER") else cell for cell in row] for row in starts]
-    show_rows(output, _headings(words.start_columns(report, detail=detail)), marked)
-    rows = [words.step_cells(report, way, detail=detail) for way in report.ways if way.steps]
-    if rows:
+    detail = tables.FULL if width >= _FULL_COLUMNS else tables.MEDIUM if width >= _MEDIUM_COLUMNS else tables.SHORT
+    show(tables.start_table(report, detail))
+    steps = tables.step_table(report, detail)
+    if steps:
         output.line()
-        output.line(words.step_caption(report), style="bold")
-        show_rows(output, _headings(words.step_columns(report)), rows)
-    for line in words.failure_lines(report):
+        output.line(tables.step_caption(report), style="bold")
+        show(steps)
+    for line in tables.failure_lines(report):
         output.line(line, style="red")
-    output.line(f"{words.machine_line(report)}; took {secs_text(report.secs)}", style="dim")
-
-
-def _headings(columns: Sequence[str]) -> list[str]:
-    return [columns[0], *(f">{column}" for column in columns[1:])]
+    output.line(f"{tables.machine_line(report)}; took {secs_text(report.secs)}", style="dim")

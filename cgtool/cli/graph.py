@@ -10,6 +10,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from cgtool.cli.columns import Styled, show_rows
+from cgtool.cli.pages import document
 from cgtool.cli.text import count_text, cut, plain
 from cgtool.plan.shapes import shape_text
 from cgtool.store.layout import short
@@ -41,23 +42,11 @@ svg { color-scheme: light dark; --ink: #1b1f24; --soft: #57606a; --line: #8c959f
 .piece { fill-opacity: .22; stroke-width: 1.5; }
 """
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ margin: 1.5rem auto; padding: 0 1rem; max-width: 50rem; background: #fff; }}
-@media (prefers-color-scheme: dark) {{ body {{ background: #0d1117; }} }}
-svg {{ width: 100%; height: auto; }}
-</style>
-</head>
-<body>
-{picture}</body>
-</html>
+_PAGE_STYLE = """
+:root { color-scheme: light dark; }
+body { margin: 1.5rem auto; padding: 0 1rem; max-width: 50rem; background: #fff; }
+@media (prefers-color-scheme: dark) { body { background: #0d1117; } }
+svg { width: 100%; height: auto; }
 """
 
 
@@ -127,7 +116,7 @@ def _dtype_text(dtype: str) -> str:
 
 def html_of(report: GraphReport) -> str:
     """Return a page with the picture of a variant's pieces."""
-    return _PAGE.format(title=_safe(_title(report)), picture=svg_of(report))
+    return document(_title(report), _PAGE_STYLE, svg_of(report))
 
 
 def svg_of(report: GraphReport) -> str:

@@ -13,7 +13,6 @@ import click
 from cgtool.cli import failures
 from cgtool.cli.lazy import LazyGroup
 from cgtool.cli.options import cache_dir_option, cache_folder, read_shapes, talk_options
-from cgtool.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -254,6 +253,7 @@ def inspect_graph(
     # The table needs rich, which `--help` does without.
     from cgtool.cli.graph import html_of, show_graph, svg_of
     from cgtool.cli.inspect_tables import show_foreign_graph
+    from cgtool.cli.pages import write_text
     from cgtool.toolkit.inspect.graph import ForeignGraphReport, GraphOptions
     from cgtool.toolkit.inspect.graph import inspect_graph as run
 
@@ -267,7 +267,7 @@ def inspect_graph(
         return failures.DONE
     for file, draw in ((svg, svg_of), (html, html_of)):
         if file is not None:
-            write_picture(Path(file), draw(report))
+            write_text(Path(file), draw(report))
             output.note(f"Wrote {file}")
     _print(output, report, show_graph)
     return failures.DONE
@@ -291,18 +291,6 @@ def inspect_key(*, output: Output, entry: str | None, cache_dir: str | None) -> 
 
     _print(output, run(entry, cache_dir=cache_folder(cache_dir)), show_key)
     return failures.DONE
-
-
-def write_picture(path: Path, text: str) -> None:
-    """Write a picture.
-
-    Raises:
-        UsageError: The file cannot be written.
-    """
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} could not be written: {error.strerror}. Name another file.", path=path) from error
 
 
 def _print(output: Output, report: _Report, show: Callable[[Output, _Report], None]) -> None:

@@ -2,27 +2,21 @@
 
 Arguments are the example's own, at another size of a dynamic dimension: values are repeated or cut, so that token ids
 stay in range, and every way gets the same ones. They are made outside of inference mode, since guards of every kind
-tell inference tensors from others. Outputs are kept in one folder and compared with eager's::
-
-    <name>.json   a `Reference`
-    <name>.bin    the tensors' bytes one after the other, contiguous
+tell inference tensors from others.
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import hashlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from cgtool.errors import UsageError
 from cgtool.model import ModelSpec
-from cgtool.plan.grammar import Count, Record, decode, encode
 from cgtool.toolkit.bench.ways import Difference
 
 #: The greatest difference from eager that rounding explains, relative to a tensor's greatest value: fused kernels round
@@ -50,15 +44,12 @@ def dimension_of(spec: ModelSpec, asked: str | None) -> str | None:
     return asked
 
 
-def resized(spec: ModelSpec, dimension: str | None, size: int) -> Arguments:
+def resized(spec: ModelSpec, dimension: str, size: int) -> Arguments:
     """Return the first example call's arguments with `dimension` at another size.
 
     Raises:
-        UsageError: No dimension is dynamic, or the model bounds it.
+        UsageError: The model bounds it.
     """
-    if dimension is None:
-        message = f"The model names no dynamic dimension, so it cannot be called at size {size}: leave --tokens out."
-        raise UsageError(message, path="--tokens", actual=size)
     least, most = _bounds(spec)[dimension]
     if size < least or (most is not None and size > most):
         message = f"{dimension} lies from {least} to {most or 'no limit'}, and {size} does not. Give another size."
@@ -99,22 +90,6 @@ def _dims_of_args(spec: ModelSpec) -> list[Dims]:
     return found + [{}] * (len(spec.calls[0].args) - len(found))
 
 
-class Leaf(Record, frozen=True, kw_only=True):
-    """One part of an output: a tensor, which lies in the file beside this, or a plain value."""
-
-    path: str
-    dtype: str | None = None
-    shape: tuple[Count, ...] = ()
-    offset: Count = 0
-    value: bool | int | float | str | None = None
-
-
-class Reference(Record, frozen=True, kw_only=True):
-    """An output's parts, in order."""
-
-    leaves: tuple[Leaf, ...]
-
-
 def leaves_of(value: Any, path: str = "output") -> Iterator[tuple[str, Any]]:
     """Yield the parts of a nested output by path: tensors, numbers, texts; of anything else its type's name."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -126,37 +101,18 @@ def leaves_of(value: Any, path: str = "output") -> Iterator[tuple[str, Any]]:
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         for index, item in enumerate(value):
             yield from leaves_of(item, f"{path}[{index}]")
-    elif value is None or isinstance(value, torch.Tensor | bool | int | float | str):
-        yield path, value
+    elif isinstance(value, torch.Tensor):
+        yield path, value.detach().cpu().clone()
     else:
-        yield path, type(value).__qualname__
+        yield path, value if value is None or type(value) in (bool, int, float, str) else type(value).__qualname__
 
 
-def save(folder: Path, name: str, output: Any) -> None:
-    """Keep an output as the reference of that name."""
-    leaves: list[Leaf] = []
-    data = bytearray()
-    for path, leaf in leaves_of(output):
-        if isinstance(leaf, torch.Tensor):
-            dtype = str(leaf.dtype).removeprefix("torch.")
-            leaves.append(Leaf(path=path, dtype=dtype, shape=tuple(leaf.shape), offset=len(data)))
-            data += _bytes_of(leaf)
-        else:
-            leaves.append(Leaf(path=path, value=leaf))
-    (folder / f"{name}.bin").write_bytes(data)
-    (folder / f"{name}.json").write_bytes(encode(Reference(leaves=tuple(leaves))))
-
-
-def compare(folder: Path, name: str, output: Any) -> Difference | None:
-    """Return how an output differs from the reference of that name; None where there is no such reference."""
-    if not (folder / f"{name}.json").is_file():
-        return None
-    leaves = decode((folder / f"{name}.json").read_bytes(), Reference).leaves
-    data = bytearray((folder / f"{name}.bin").read_bytes())
-    actual = dict(leaves_of(output))
-    if list(actual) != [leaf.path for leaf in leaves]:
+def compare(eager: Mapping[str, Any], output: Any) -> Difference:
+    """Return how an output differs from eager's, of which the leaves are given."""
+    leaves = dict(leaves_of(output))
+    if list(leaves) != list(eager):
         return _exact("its parts are others than eager's")
-    found = [_leaf_difference(actual[leaf.path], leaf, data) for leaf in leaves]
+    found = [_leaf_difference(path, leaves[path], wanted) for path, wanted in eager.items()]
     return Difference(
         worst=max((one.worst for one in found), default=0.0),
         tolerance=max((one.tolerance for one in found), default=0.0),
@@ -169,22 +125,17 @@ def _exact(problem: str | None) -> Difference:
     return Difference(worst=0.0, tolerance=0.0, problem=problem)
 
 
-def _leaf_difference(actual: Any, wanted: Leaf, data: bytearray) -> Difference:
-    path = wanted.path
-    if not isinstance(actual, torch.Tensor) or wanted.dtype is None:
-        same = wanted.dtype is None and actual == wanted.value
+def _leaf_difference(path: str, actual: Any, wanted: Any) -> Difference:
+    if not isinstance(actual, torch.Tensor) or not isinstance(wanted, torch.Tensor):
+        same = not isinstance(wanted, torch.Tensor) and not isinstance(actual, torch.Tensor) and actual == wanted
         return _exact(None if same else f"{path} is not what eager gave")
-    dtype = getattr(torch, wanted.dtype)
-    if actual.dtype != dtype or tuple(actual.shape) != wanted.shape:
-        return _exact(f"{path} is {actual.dtype} {list(actual.shape)} and eager's {dtype} {list(wanted.shape)}")
-    if actual.numel() == 0:
-        return _exact(None)
-    expected = torch.frombuffer(data, dtype=dtype, count=actual.numel(), offset=wanted.offset).reshape(actual.shape)
-    actual = actual.detach().cpu()
-    if dtype not in TOLERANCE:
-        return _exact(None if torch.equal(actual, expected) else f"{path} differs from eager's")
-    tolerance = TOLERANCE[dtype]
-    wide, eager = actual.double(), expected.double()
+    if (actual.dtype, actual.shape) != (wanted.dtype, wanted.shape):
+        sides = f"{actual.dtype} {list(actual.shape)} and eager's {wanted.dtype} {list(wanted.shape)}"
+        return _exact(f"{path} is {sides}")
+    tolerance = TOLERANCE.get(actual.dtype)
+    if tolerance is None or actual.numel() == 0:
+        return _exact(None if torch.equal(actual, wanted) else f"{path} differs from eager's")
+    wide, eager = actual.double(), wanted.double()
     if not torch.equal(wide.isfinite(), eager.isfinite()):
         return Difference(worst=0.0, tolerance=tolerance, problem=f"{path} is finite elsewhere than eager's")
     scale = eager.abs().nan_to_num(posinf=0, neginf=0).max().item()
@@ -192,11 +143,6 @@ def _leaf_difference(actual: Any, wanted: Leaf, data: bytearray) -> Difference:
     relative = off / scale if scale else off
     problem = None if relative <= tolerance else f"{path} differs from eager's by {relative:.1e} of its greatest value"
     return Difference(worst=relative, tolerance=tolerance, problem=problem)
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous()
-    return ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.numel() else b""
 
 
 def weights_digest(module: torch.nn.Module) -> str:

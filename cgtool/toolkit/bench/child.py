@@ -13,7 +13,8 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -25,8 +26,8 @@ from cgtool.child import Channel
 from cgtool.errors import CgtoolError
 from cgtool.model import ModelSpec
 from cgtool.models import resolve_model
-from cgtool.toolkit.bench.calls import compare, dimension_of, dynamic_tensors, resized, save, weights_digest
-from cgtool.toolkit.bench.ways import Answer, Kind, Request, Step
+from cgtool.toolkit.bench.calls import compare, dimension_of, dynamic_tensors, leaves_of, resized, weights_digest
+from cgtool.toolkit.bench.ways import Request, Start, Step
 
 #: Steps are repeated as often as asked, or for this long, whichever ends first; but three times.
 _STEP_SECS = 3.0
@@ -37,6 +38,8 @@ _WARM_UP = 3
 _MOST_CHARS = 400
 #: Compilers and what they bring: which of them 'ready' imported is part of the answer.
 _HEAVY = ("torch._dynamo", "torch._inductor", "sympy", "triton")
+
+_Function = Callable[..., Any]
 
 
 def main(channel: Channel) -> None:
@@ -50,85 +53,86 @@ def main(channel: Channel) -> None:
 class _Measurement:
     def __init__(self, request: Request, found: dict[str, Any]) -> None:
         self._request = request
+        self._settings = request.settings
         self._phase = "build"
         self._found = found
 
-    def run(self) -> Answer:
+    def run(self) -> Start:
         try:
             spec = self._build()
             if self._request.action == "start":
                 self._start(spec)
             else:
                 self._phase = "work"
-                began = time.perf_counter()
-                self._found |= {"warm": _warm, "precompile": _precompile}[self._request.action](spec, self._request)
-                self._found["work_secs"] = time.perf_counter() - began
+                with self._timed("work_secs"):
+                    self._found |= (_warm if self._request.action == "warm" else _precompile)(spec, self._request)
             self._phase = "report"
             self._found["torch"] = _torch_facts()
         except BaseException as error:  # noqa: BLE001  whatever ends a start is what the report says of it
             traceback.print_exc()
-            self._found["error"] = one_line(error)
+            self._found |= {"error": one_line(error), "failed_in": self._phase}
             if isinstance(error, CgtoolError):
                 self._found["sentence"] = str(error)  # made for people, and says what to do
-            self._found["failed_in"] = self._phase
-        return Answer(**self._found)
+        return Start(**self._found)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        _synchronise()
+        self._found[name] = time.perf_counter() - began
 
     def _build(self) -> ModelSpec:
-        random.seed(self._request.seed)
-        torch.manual_seed(self._request.seed)
-        model = self._request.model
-        began = time.perf_counter()
-        spec = resolve_model(
-            model.text,
-            factory_args=dict(model.factory_args),
-            weights=model.warm_weights if self._request.action == "warm" else "real",
-            device=model.device,
-            dtype=model.dtype,
-            pythonpath=model.pythonpath,
-        )
-        _synchronise()
-        self._found["build_secs"] = time.perf_counter() - began
-        return spec
+        random.seed(self._settings.seed)
+        torch.manual_seed(self._settings.seed)
+        model = self._settings.model
+        with self._timed("build_secs"):
+            return resolve_model(
+                model.text,
+                factory_args=dict(model.factory_args),
+                weights=model.warm_weights if self._request.action == "warm" else "real",
+                device=model.device,
+                dtype=model.dtype,
+                pythonpath=model.pythonpath,
+            )
 
     def _start(self, spec: ModelSpec) -> None:
         self._phase = "ready"
         before = set(sys.modules)
         args, kwargs = tuple(spec.calls[0].args), dict(spec.calls[0].kwargs)
-        with torch.inference_mode():
-            began = time.perf_counter()
-            run = _STARTERS[self._request.kind](spec, self._request)
+        with torch.inference_mode(), self._timed("ready_secs"):
+            run = _STARTERS[self._request.way.kind](spec, self._request)
             first = run(*args, **kwargs)
-            _synchronise()
-            self._found["ready_secs"] = time.perf_counter() - began
         self._found["ready_imported"] = tuple(name for name in _HEAVY if name in sys.modules and name not in before)
         self._phase = "steps"
         outputs = {"example": first, **self._steps(run, spec)}
         self._found["rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         self._found["device_bytes"] = torch.cuda.max_memory_allocated() if _uses_cuda() else None
         if self._request.save_artifacts:
-            began = time.perf_counter()
-            saved = torch.compiler.save_cache_artifacts()
-            if saved is not None:
-                Path(self._request.artifact).write_bytes(saved[0])
-            self._found["save_secs"] = time.perf_counter() - began
+            with self._timed("save_secs"):
+                saved = torch.compiler.save_cache_artifacts()
+                if saved is not None:
+                    Path(self._request.artifact).write_bytes(saved[0])
         self._phase = "compare"
-        folder = Path(self._request.reference)
         self._found["weights"] = weights_digest(spec.module)
+        reference = Path(self._request.reference)
         if self._request.write_reference:
-            for name, output in outputs.items():
-                save(folder, name, output)
-        self._found["outputs"] = {name: compare(folder, name, output) for name, output in outputs.items()}
+            torch.save({name: dict(leaves_of(output)) for name, output in outputs.items()}, reference)
+        eager = torch.load(reference, weights_only=True)  # tensors and plain values: nothing in it is executed
+        self._found["outputs"] = {
+            name: compare(eager[name], output) if name in eager else None for name, output in outputs.items()
+        }
 
-    def _steps(self, run: Callable[..., Any], spec: ModelSpec) -> dict[str, Any]:
+    def _steps(self, run: _Function, spec: ModelSpec) -> dict[str, Any]:
         """Time a step of each size; return each size's first output, all of which come before the first repeat."""
-        dimension = dimension_of(spec, self._request.dimension)
+        dimension = dimension_of(spec, self._settings.dimension)
         self._found["dimension"] = dimension
         steps: dict[str, Step] = {}
         outputs: dict[str, Any] = {}
         served = []
-        for size in self._request.tokens if dimension is not None else ():
+        for size in self._settings.tokens if dimension is not None else ():
             try:
-                args, kwargs = resized(spec, dimension, size)
+                args, kwargs = resized(spec, str(dimension), size)
                 with torch.inference_mode():
                     began = time.perf_counter()
                     outputs[str(size)] = run(*args, **kwargs)
@@ -138,7 +142,7 @@ class _Measurement:
                 traceback.print_exc()
                 steps[str(size)] = Step(error=one_line(error))
         for name, args, kwargs, first_secs in served:
-            taken = _timed(run, args, kwargs, self._request.repeats)
+            taken = _repeated(run, args, kwargs, self._settings.repeats)
             steps[name] = Step(
                 first_secs=first_secs,
                 median_secs=median(taken),
@@ -150,7 +154,7 @@ class _Measurement:
         return outputs
 
 
-def _timed(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], repeats: int) -> list[float]:
+def _repeated(run: _Function, args: tuple[Any, ...], kwargs: dict[str, Any], repeats: int) -> list[float]:
     """Time a step many times; the model was called at its size before."""
     taken: list[float] = []
     with torch.inference_mode():
@@ -170,7 +174,10 @@ def _warm(spec: ModelSpec, request: Request) -> dict[str, Any]:
     from cgtool.compiler.pipeline import warm
     from cgtool.config import CompilationConfig
 
-    result = warm(spec, config=CompilationConfig.from_mapping(request.config), cache_dir=request.cache)
+    adaptor = request.way.adaptor
+    ours = {"adaptor": adaptor, "use_inductor": adaptor != "eager", "cache_dir": "", "disable_cache": False}
+    config = CompilationConfig.from_mapping({**request.settings.config, **ours})
+    result = warm(spec, config=config, cache_dir=request.cache)
     return {name: getattr(result, name) for name in ("trace_secs", "compile_secs", "compiled", "notes")}
 
 
@@ -184,41 +191,41 @@ def _precompile(spec: ModelSpec, request: Request) -> dict[str, Any]:
     return {"notes": notes}
 
 
-def _eager(spec: ModelSpec, request: Request) -> Callable[..., Any]:  # noqa: ARG001  a starter's signature
+def _eager(spec: ModelSpec, request: Request) -> _Function:  # noqa: ARG001  a starter's signature
     # The module itself, as a user calls it: its hooks run.
-    method: Callable[..., Any] = spec.module if spec.method == "forward" else getattr(spec.module, spec.method)
+    method: _Function = spec.module if spec.method == "forward" else getattr(spec.module, spec.method)
     return method
 
 
-def _compile(spec: ModelSpec, request: Request) -> Callable[..., Any]:
+def _compile(spec: ModelSpec, request: Request) -> _Function:
     from cgtool.toolkit.bench._torch import mark_dynamic
 
     mark_dynamic(dynamic_tensors(spec))
     return torch.compile(_eager(spec, request))
 
 
-def _mega(spec: ModelSpec, request: Request) -> Callable[..., Any]:
+def _mega(spec: ModelSpec, request: Request) -> _Function:
     if torch.compiler.load_cache_artifacts(Path(request.artifact).read_bytes()) is None:
         message = "torch took nothing from its mega-cache. Start in another way."
         raise CgtoolError(message, path=request.artifact)
     return _compile(spec, request)
 
 
-def _precompiled(spec: ModelSpec, request: Request) -> Callable[..., Any]:
+def _precompiled(spec: ModelSpec, request: Request) -> _Function:
     from cgtool.toolkit.bench._torch import load_precompiled
 
     loaded = load_precompiled(Path(request.artifact))
     return lambda *args, **kwargs: loaded(spec.module, *args, **kwargs)
 
 
-def _cgtool(spec: ModelSpec, request: Request) -> Callable[..., Any]:
+def _cgtool(spec: ModelSpec, request: Request) -> _Function:
     from cgtool.api import load
 
     return load(spec.module, cache_dir=request.cache, prefix=spec.prefix)
 
 
 #: How a built model becomes something to call. All that a function here does, its imports too, counts as 'ready'.
-_STARTERS: Mapping[Kind, Callable[[ModelSpec, Request], Callable[..., Any]]] = {
+_STARTERS: Mapping[str, Callable[[ModelSpec, Request], _Function]] = {
     "eager": _eager,
     "compile": _compile,
     "mega": _mega,

@@ -6,7 +6,6 @@ the same round.
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import random
@@ -14,14 +13,14 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import msgspec
 
 from cgtool import __version__
 from cgtool.plan.grammar import Count, Record
-from cgtool.toolkit.bench.ways import BASE, Settings, Start, Way
+from cgtool.toolkit.bench.ways import BASE, Difference, Settings, Start, Way
 
 SCHEMA = 1
 
@@ -29,8 +28,8 @@ SCHEMA = 1
 PHASES = ("import_secs", "build_secs", "ready_secs")
 #: What other ways are compared with, where they were started.
 BASES = (BASE, "compile-warm", "compile-cold")
-#: How sure the bound of a ratio is, and how many samples it is drawn from.
-CONFIDENCE, RESAMPLES = 0.95, 4000
+#: The bound of a ratio leaves out the first and the last of so many parts (it holds 95 %) of so many samples.
+PARTS, RESAMPLES = 40, 4000
 #: Fewer pairs than this cannot bound a median with 95 %: even their whole range holds it less often, 1 - 2 / 2**n.
 FEWEST_PAIRS = 6
 _BUSY = 1.5
@@ -64,13 +63,10 @@ class Refused(Record, frozen=True, kw_only=True):
     error: str
 
 
-class Outputs(Record, frozen=True, kw_only=True):
-    """How all outputs of a way compare with eager's; the fields are those of `Difference`."""
+class Outputs(Difference, frozen=True, kw_only=True):
+    """How all outputs of a way compare with eager's."""
 
     equal: bool
-    worst: float
-    tolerance: float
-    problem: str | None
 
 
 class Prepared(Record, frozen=True, kw_only=True):
@@ -176,6 +172,10 @@ class Measured:
     log: tuple[str, ...] = ()
     num_bytes: int = 0
 
+    def fail(self, start: Start) -> None:
+        """Take over why a start failed."""
+        self.error, self.log = start.error, start.log or ()
+
     def summary(self, value: Value) -> Summary | None:
         """Return a value of the starts in short; None where none has it."""
         return summarise(list(self._by_round(value).values()))
@@ -187,7 +187,7 @@ class Measured:
     def _by_round(self, value: Value) -> dict[int, float]:
         """A value of each start that counts and has it, by its round."""
         counted = [start for start in self.starts if start.counted and start.error is None]
-        return {one.round: found for one in counted if one.round is not None and (found := value(one)) is not None}
+        return {one.round: found for one in counted if isinstance(one.round, int) and (found := value(one)) is not None}
 
 
 def report_ways(
@@ -201,21 +201,30 @@ def report_ways(
         sources: What each preparation gave, by its name.
     """
     sizes = [str(size) for size in settings.tokens]
+    medians = {size: _of_step(size, "median_secs") for size in sizes}
     metrics = {name: _at(name) for name in (*PHASES, "rss_bytes", "device_bytes", "start_secs")}
     metrics |= {f"first_{size}": _of_step(size, "first_secs") for size in sizes}
-    medians = {size: _of_step(size, "median_secs") for size in sizes}
-    compared = {name: _at(name) for name in ("ready_secs", "start_secs", "rss_bytes")}
+    compared = {name: metrics[name] for name in ("ready_secs", "start_secs", "rss_bytes")}
     compared |= {f"step_{size}": value for size, value in medians.items()}
+
+    def ratios(measured: Measured, base: Measured, values: Mapping[str, Value]) -> dict[str, Ratio]:
+        return _known({name: measured.ratio(base, value, seed=settings.seed) for name, value in values.items()})
+
+    def prepared(source: Measured) -> Prepared:
+        values = {"work_secs": _at("prepare_secs"), "total_secs": _at("total_secs")}
+        return Prepared(
+            work_secs=source.summary(values["work_secs"]),
+            total_secs=source.summary(values["total_secs"]),
+            process_secs=source.summary(_at("process_secs")),
+            reused=any(start.reused for start in source.starts),
+            notes=tuple(note for start in source.starts[:1] for note in start.notes or ()),
+            over_cold=ratios(source, sources["torch"], values) if "torch" in sources else {},
+        )
 
     def report(way: Way) -> WayReport:
         measured = ways[way.name]
-        ratios = {
-            base: _known(
-                {name: measured.ratio(ways[base], value, seed=settings.seed) for name, value in compared.items()}
-            )
-            for base in BASES
-            if base != way.name and base in ways
-        }
+        bases = [base for base in BASES if base != way.name and base in ways]
+        against = {base: ratios(measured, ways[base], compared) for base in bases}
         return WayReport(
             way=way.name,
             label=way.label,
@@ -225,9 +234,9 @@ def report_ways(
             num_bytes=measured.num_bytes,
             summary=_known({name: measured.summary(value) for name, value in metrics.items()}),
             steps=_known({s: measured.summary(value) or _refused(measured, s) for s, value in medians.items()}),
-            ratios={base: found for base, found in ratios.items() if found},
+            ratios=_known({base: found or None for base, found in against.items()}),
             outputs=_outputs(measured),
-            prepare=None if not way.source or way.is_cold else _prepared(sources, way.source, settings.seed),
+            prepare=prepared(sources[way.source]) if way.source and not way.is_cold else None,
             starts=measured.starts,
         )
 
@@ -247,11 +256,7 @@ def _at(name: str) -> Value:
 
 
 def _of_step(size: str, name: str) -> Value:
-    def value(start: Start) -> float | None:
-        step = (start.steps or {}).get(size)
-        return None if step is None else getattr(step, name)
-
-    return value
+    return lambda start: getattr((start.steps or {}).get(size), name, None)
 
 
 def _refused(measured: Measured, size: str) -> Refused | None:
@@ -266,25 +271,6 @@ def _outputs(measured: Measured) -> Outputs | None:
     problem = next((row.problem for row in rows if row.problem), None)
     worst, tolerance = max(row.worst for row in rows), max(row.tolerance for row in rows)
     return Outputs(equal=problem is None, worst=worst, tolerance=tolerance, problem=problem)
-
-
-def _prepared(sources: Mapping[str, Measured], name: str, seed: int) -> Prepared:
-    source, cold = sources[name], sources.get("torch")
-    work, total = _at("prepare_secs"), _at("total_secs")
-    over_cold = {}
-    if cold is not None:
-        over_cold = {
-            "work_secs": source.ratio(cold, work, seed=seed),
-            "total_secs": source.ratio(cold, total, seed=seed),
-        }
-    return Prepared(
-        work_secs=source.summary(work),
-        total_secs=source.summary(total),
-        process_secs=source.summary(_at("process_secs")),
-        reused=any(start.reused for start in source.starts),
-        notes=tuple(note for start in source.starts[:1] for note in start.notes or ()),
-        over_cold=_known(over_cold),
-    )
 
 
 def notes_on(ways: Sequence[WayReport], machine: Mapping[str, Any]) -> tuple[str, ...]:
@@ -308,23 +294,13 @@ def summarise(values: Sequence[float]) -> Summary | None:
     """Return `values` in short; None where there are none."""
     if not values:
         return None
-    ordered = sorted(values)
-    return Summary(
-        count=len(ordered),
-        median=median(ordered),
-        q1=quantile(ordered, 0.25),
-        q3=quantile(ordered, 0.75),
-        low=ordered[0],
-        high=ordered[-1],
-    )
+    q1, middle, q3 = _quantiles(values, 4)
+    return Summary(count=len(values), median=middle, q1=q1, q3=q3, low=min(values), high=max(values))
 
 
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the value below which a share (0 to 1) of sorted values lies, linear between neighbours."""
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+def _quantiles(values: Sequence[float], count: int) -> list[float]:
+    """The values between `count` equal parts of `values`, linear between neighbours; one value is all of them."""
+    return quantiles([*values, *values] if len(values) == 1 else values, n=count, method="inclusive")
 
 
 def paired_ratio(values: Mapping[int, float], base: Mapping[int, float], *, seed: int) -> Ratio | None:
@@ -354,9 +330,8 @@ def bootstrap(values: Sequence[float], *, seed: int) -> tuple[float, float]:
         Efron, "Bootstrap methods: another look at the jackknife", 1979; percentile interval.
     """
     draw = random.Random(seed)  # noqa: S311  a reproducible sample, no secret
-    medians = sorted(median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
-    tail = (1 - CONFIDENCE) / 2
-    return quantile(medians, tail), quantile(medians, 1 - tail)
+    bounds = _quantiles([median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES)], PARTS)
+    return bounds[0], bounds[-1]
 
 
 def machine_facts() -> dict[str, Any]:

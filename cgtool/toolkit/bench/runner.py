@@ -10,18 +10,19 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from msgspec import to_builtins
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from cgtool.errors import ModelError
 from cgtool.events import Event, OnEvent, ignore
+from cgtool.plan.grammar import decode, encode
 from cgtool.processes import Child, ChildEndedError, Ending, log_words
-from cgtool.toolkit.bench.page import page
+from cgtool.store.files import write_atomic
 from cgtool.toolkit.bench.report import (
     SCHEMA,
     BenchReport,
@@ -32,28 +33,21 @@ from cgtool.toolkit.bench.report import (
     report_ways,
     version_facts,
 )
-from cgtool.toolkit.bench.ways import BASE, WAYS, Action, Answer, Request, Settings, Start, Way
+from cgtool.toolkit.bench.ways import BASE, WAYS, Action, Request, Settings, Start, Way
 from cgtool.toolkit.bench.workspace import Caches, Workspace, bytes_of, opened
 
 #: A way that failed so often is not started again.
 _ENOUGH_FAILURES = 2
-_PREPARED_BY: Mapping[str, Action] = {"torch": "start", "precompile": "precompile"}
 
 
 def bench(
-    settings: Settings,
-    *,
-    keep: Path | None = None,
-    html: Path | None = None,
-    command: Sequence[str] = (),
-    on_event: OnEvent = ignore,
+    settings: Settings, *, keep: Path | None = None, command: Sequence[str] = (), on_event: OnEvent = ignore
 ) -> BenchReport:
-    """Measure every way, and write the page where one is asked for.
+    """Measure every way.
 
     Args:
         settings: What is measured.
         keep: A folder for what is prepared, used again by the next bench of the same; None keeps nothing.
-        html: Where the page goes; None writes none.
         command: The command line, for the report.
         on_event: Told of each preparation and start as it goes.
 
@@ -63,16 +57,14 @@ def bench(
     Raises:
         UsageError: The folder to keep holds something else.
         ModelError: The model does not even run eagerly.
-        OSError: A folder or the page cannot be written.
+        OSError: A folder cannot be written.
     """
-    if html is not None:
-        _check_writable(html)
     machine = {**machine_facts(), "load_before": load_average()}
     began, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     versions = version_facts()
     about = {  # what preparations depend on: a kept folder serves a bench of the same alone
         "model": to_builtins(settings.model),
-        "configuration": dict(settings.config),
+        "configuration": settings.config,
         "tokens": list(settings.tokens),
         "size-dim": settings.dimension,
         "seed": settings.seed,
@@ -84,7 +76,7 @@ def bench(
     torch: dict[str, Any] = runner.first("torch") or {}
     machine |= {"load_after": load_average(), "gpu": torch.get("gpu"), "threads": torch.get("threads")}
     ways = report_ways(settings, runner.ways, runner.sources)
-    report = BenchReport(
+    return BenchReport(
         schema=SCHEMA,
         model=settings.model.text,
         about={**about, "starts": {way.name: settings.starts[way.name] for way in settings.ways}},
@@ -97,18 +89,6 @@ def bench(
         began=began,
         secs=time.monotonic() - clock,
     )
-    if html is not None:
-        html.write_text(page(report), encoding="utf-8")
-    return report
-
-
-def _check_writable(file: Path) -> None:
-    """Let a page that cannot be written be known before minutes are spent."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    existed = file.exists()
-    file.open("a", encoding="utf-8").close()
-    if not existed:
-        file.unlink()
 
 
 class _Runner:
@@ -142,8 +122,7 @@ class _Runner:
         self._rounds()
         for way in self._settings.ways:
             if way.is_cold:
-                cold = self.sources[way.source]
-                self.ways[way.name] = Measured(starts=list(cold.starts), error=cold.error, log=cold.log)
+                self.ways[way.name] = self.sources[way.source]
             elif way.source:
                 caches = self._workspace.prepared(way.source)
                 needed = [caches.cgtool if way.kind == "cgtool" else caches.artifact] if way.kind != "compile" else []
@@ -157,7 +136,7 @@ class _Runner:
 
     def _take_reference(self) -> None:
         with self._workspace.start() as caches:
-            start = self._process(self._request(WAYS[BASE], caches, write_reference=True), caches, number=None)
+            start = self._process(WAYS[BASE], caches, caches, write_reference=True)
         self._event("start", "eager, whose outputs the others are compared with", secs=start.process_secs)
         if start.failed_in == "build" and start.sentence is not None:
             raise ModelError(start.sentence, path=self._settings.model.text)  # as `warm` would say it
@@ -167,33 +146,27 @@ class _Runner:
         self.ways[BASE].starts.append(start)
 
     def _prepare(self, source: str, number: int) -> None:
+        """Fill the folder that stays, the first time; every other time one that goes."""
         measured = self.sources[source]
-        kept = self._workspace.answer_of(source) if number == 0 else None
-        if kept is not None:
-            measured.starts.append(replace(kept, reused=True))
+        stays = self._workspace.prepared(source)
+        if number == 0 and stays.answer.is_file():
+            measured.starts.append(replace(decode(stays.answer.read_bytes(), Start), reused=True))
             return
         way = next(way for way in self._settings.ways if way.source == source)
-        words, way = ("torch", WAYS["compile-cold"]) if source == "torch" else (way.label, way)
+        action: Action = "precompile" if source == "precompile" else "warm"
+        words = way.label
+        if source == "torch":
+            words, action, way = "torch", "start", WAYS["compile-cold"]
         self._event("prepare", words)
-        with self._folders(source, number) as caches:
-            action = _PREPARED_BY.get(source, "warm")
-            request = self._request(way, caches, action=action, save_artifacts=source == "torch")
-            start = replace(self._process(request, caches, number=number), reused=False)
+        with self._workspace.start() if number else contextlib.nullcontext(stays.make()) as caches:
+            start = self._process(way, caches, caches, action, number=number, save_artifacts=source == "torch")
+        start = replace(start, reused=False)
         measured.starts.append(start)
         if number == 0 and start.error is None:
-            self._workspace.finish(source, start)
+            write_atomic(stays.answer, encode(start))
         elif number == 0:
-            measured.error, measured.log = start.error, start.log or ()
+            measured.fail(start)
         self._event("prepare", words, secs=start.process_secs)
-
-    @contextlib.contextmanager
-    def _folders(self, source: str, number: int) -> Iterator[Caches]:
-        """The folder that stays for the first time that something is prepared, one that goes for every other time."""
-        if number == 0:
-            yield self._workspace.anew(source)
-        else:
-            with self._workspace.start() as caches:
-                yield caches
 
     def _rounds(self) -> None:
         settings = self._settings
@@ -212,69 +185,69 @@ class _Runner:
     def _start(self, way: Way, number: int, total: int) -> None:
         measured = self.ways[way.name]
         words = f"round {number + 1}: {way.label}" if number >= 0 else f"not counted: {way.label}"
-        done = sum(start.counted for one in self.ways.values() for start in one.starts)
+        done = sum(bool(start.counted) for one in self.ways.values() for start in one.starts)
         self._event("start", words, done=done, total=total)
         with self._workspace.start() as empty:
             kept = self._workspace.prepared(way.source) if way.source else empty
             caches = kept if way.torch_caches else empty
-            start = self._process(
-                self._request(way, kept), caches, number=number if number >= 0 else None, cgtool=kept.cgtool
-            )
+            start = self._process(way, kept, caches, number=number if number >= 0 else None)
         measured.starts.append(start)
         failures = sum(start.error is not None for start in measured.starts)
         if failures and (number < 0 or failures >= _ENOUGH_FAILURES):
-            measured.error, measured.log = start.error, start.log or ()
+            measured.fail(start)
         self._event("start", words, done=done + (number >= 0), total=total, secs=start.process_secs)
 
-    def _request(
+    def _process(
         self,
         way: Way,
+        prepared: Caches,
         caches: Caches,
-        *,
         action: Action = "start",
-        write_reference: bool = False,
+        *,
+        number: int | None = None,
         save_artifacts: bool = False,
-    ) -> Request:
-        settings = self._settings
-        adaptor = {} if way.adaptor is None else {"adaptor": way.adaptor, "use_inductor": way.adaptor != BASE}
-        return Request(
+        write_reference: bool = False,
+    ) -> Start:
+        """Run one process, and return what it answered with the end of its log where it failed.
+
+        Args:
+            way: How it starts.
+            prepared: Where cgtool's cache and torch's artifact are.
+            caches: The folders that torch sees.
+            action: What it does.
+            number: Its round; None where it does not count.
+            save_artifacts: Whether it writes torch's artifact.
+            write_reference: Whether it writes eager's outputs.
+        """
+        limit = self._settings.limit_secs
+        child = Child("cgtool.toolkit.bench.child:main", variables=caches.variables(prepared.cgtool))
+        request = Request(
             action=action,
-            kind=way.kind,
-            model=settings.model,
-            config={**settings.config, **adaptor, "cache_dir": "", "disable_cache": False},
-            seed=settings.seed,
-            tokens=settings.tokens,
-            dimension=settings.dimension,
-            repeats=settings.repeats,
-            cache=str(caches.cgtool),
-            artifact=str(caches.artifact),
+            settings=self._settings,
+            way=way,
+            cache=str(prepared.cgtool),
+            artifact=str(prepared.artifact),
             save_artifacts=save_artifacts,
             reference=str(self._workspace.reference),
             write_reference=write_reference,
+            spawned=child.started,
         )
-
-    def _process(self, request: Request, caches: Caches, *, number: int | None, cgtool: Path | None = None) -> Start:
-        """Run one process; what it answered, with the end of its log where it failed."""
-        limit = self._settings.limit_secs
-        child = Child("cgtool.toolkit.bench.child:main", variables=caches.variables(cgtool))
+        log: tuple[str, ...] | None
         try:
-            answered = child.ask(replace(request, spawned=child.started), answer=Answer, timeout_secs=limit)
-            answer, log = answered.record, answered.log
+            answered = child.ask(request, answer=Start, timeout_secs=limit)
+            start, log = answered.record, answered.log
             ending = child.finish(limit)
             # What a process measured that then crashed may be sound; how it ends is not.
             if ending.code is None or ending.code < 0:
-                answer, log = Answer(error=_error(ending)), ending.log
+                start, log = Start(error=_error(ending)), ending.log
         except ChildEndedError as error:
-            answer, log = Answer(error=_error(error.ending)), error.ending.log
+            start, log = Start(error=_error(error.ending)), error.ending.log
         finally:
             child.close()
-        return Start(
-            **asdict(answer),
-            round=number,
-            counted=number is not None,
-            process_secs=time.monotonic() - child.started,
-            log=None if answer.error is None else log,
-        )
+        secs = time.monotonic() - child.started
+        log = None if start.error is None else log
+        done: Start = replace(start, round=number, counted=number is not None, process_secs=secs, log=log)
+        return done
 
     def _event(self, phase: Literal["prepare", "start"], message: str, **counts: Any) -> None:
         self._on_event(Event(phase=phase, message=message, **counts))

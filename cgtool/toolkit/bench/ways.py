@@ -10,7 +10,6 @@ Grammar of what `--ways` and `--starts` take::
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType, field
@@ -21,15 +20,13 @@ from cgtool.errors import UsageError
 from cgtool.plan.grammar import Count, Record
 from cgtool.plan.pieces import EAGER
 
-Kind = Literal["eager", "compile", "mega", "precompile", "cgtool"]
 Action = Literal["start", "warm", "precompile"]
 
 #: What every other way is compared with.
 BASE = "eager"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Way:
+class Way(Record, frozen=True, kw_only=True):
     """One way to start.
 
     Args:
@@ -43,7 +40,7 @@ class Way:
 
     name: str
     label: str
-    kind: Kind
+    kind: Literal["eager", "compile", "mega", "precompile", "cgtool"]
     source: str = ""
     adaptor: str | None = None
     torch_caches: bool = False
@@ -54,38 +51,38 @@ class Way:
         return self.kind == "compile" and not self.torch_caches
 
 
-def _of_torch(name: str, label: str, kind: Kind, *, torch_caches: bool = False) -> Way:
-    source = "precompile" if kind == "precompile" else "torch"
-    return Way(name=name, label=label, kind=kind, source=source, torch_caches=torch_caches)
+def _ways_of_cgtool() -> list[Way]:
+    return [
+        Way(
+            name=f"cgtool/{adaptor}",
+            label=f"cgtool, {adaptor}",
+            kind="cgtool",
+            source=f"cgtool-{adaptor}",
+            adaptor=adaptor,
+            # What Inductor's own artifacts load from; a package and a piece graph hold all that they need.
+            torch_caches=adaptor.startswith("inductor"),
+        )
+        for adaptor in sorted(ADAPTORS, key=lambda adaptor: (adaptor == EAGER, adaptor))
+    ]
 
 
-def _of_cgtool(adaptor: str) -> Way:
-    return Way(
-        name=f"cgtool/{adaptor}",
-        label=f"cgtool, {adaptor}",
-        kind="cgtool",
-        source=f"cgtool-{adaptor}",
-        adaptor=adaptor,
-        # What Inductor's own artifacts load from; a package and a piece graph hold all that they need.
-        torch_caches=adaptor.startswith("inductor"),
-    )
-
-
+_COLD, _WARM = "torch.compile, empty caches", "torch.compile, warm local caches"
+_MEGA, _AOT = "mega-cache loaded into empty caches", "torch's AOT precompile"
 WAYS: Mapping[str, Way] = {
     way.name: way
     for way in (
         Way(name=BASE, label="eager", kind="eager"),
-        _of_torch("compile-cold", "torch.compile, empty caches", "compile"),
-        _of_torch("compile-warm", "torch.compile, warm local caches", "compile", torch_caches=True),
-        _of_torch("mega-cache", "mega-cache loaded into empty caches", "mega"),
-        _of_torch("aot-precompile", "torch's AOT precompile", "precompile", torch_caches=True),
-        *map(_of_cgtool, sorted(ADAPTORS, key=lambda adaptor: (adaptor == EAGER, adaptor))),
+        Way(name="compile-cold", label=_COLD, kind="compile", source="torch"),
+        Way(name="compile-warm", label=_WARM, kind="compile", source="torch", torch_caches=True),
+        Way(name="mega-cache", label=_MEGA, kind="mega", source="torch"),
+        Way(name="aot-precompile", label=_AOT, kind="precompile", source="precompile", torch_caches=True),
+        *_ways_of_cgtool(),
     )
 }
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "all": tuple(WAYS),
-    "torch": tuple(name for name, way in WAYS.items() if way.kind in {"compile", "mega", "precompile"}),
+    "torch": tuple(name for name, way in WAYS.items() if way.source and way.adaptor is None),
     "cgtool": tuple(name for name, way in WAYS.items() if way.kind == "cgtool"),
 }
 
@@ -124,13 +121,13 @@ def _words(text: str) -> list[str]:
 
 
 def _named(word: str, option: str) -> tuple[str, ...]:
+    if word in WAYS:
+        return (word,)
     if word in GROUPS:
         return GROUPS[word]
-    if word not in WAYS:
-        known = [*WAYS, *GROUPS]
-        message = f"{option}: there is no way {word!r}; the nearest is {nearest(word, known)!r}."
-        raise UsageError(f"{message} Choose of {', '.join(known)}.", path=option, expected=known, actual=word)
-    return (word,)
+    known = [*WAYS, *GROUPS]
+    message = f"{option}: there is no way {word!r}; the nearest is {nearest(word, known)!r}."
+    raise UsageError(f"{message} Choose of {', '.join(known)}.", path=option, expected=known, actual=word)
 
 
 class ModelText(Record, frozen=True, kw_only=True):
@@ -153,8 +150,7 @@ class ModelText(Record, frozen=True, kw_only=True):
     warm_weights: str = "fake"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(Record, frozen=True, kw_only=True):
     """What a bench does.
 
     Args:
@@ -172,24 +168,25 @@ class Settings:
     """
 
     model: ModelText
-    config: Mapping[str, Any]
+    config: dict[str, Any]
     ways: tuple[Way, ...]
-    starts: Mapping[str, int]
+    starts: dict[str, int]
     warm_ups: int = 1
     cold_starts: int = 1
-    tokens: tuple[int, ...] = ()
+    tokens: tuple[Count, ...] = ()
     dimension: str | None = None
-    repeats: int = 30
+    repeats: Count = 30
     seed: int = 0
     limit_secs: float = 1800.0
 
 
 class Request(Record, frozen=True, kw_only=True):
-    """What one process does; `model` to `repeats` are the bench's `Settings`.
+    """What one process does.
 
     Args:
         action: "start" builds the model and starts it; "warm" fills cgtool's cache, "precompile" torch's AOT file.
-        kind: Of a start: how.
+        settings: The bench's.
+        way: How it starts, or what is prepared for.
         cache: cgtool's cache.
         artifact: The file of the mega-cache or of the AOT precompile.
         save_artifacts: Write torch's cache artifacts into `artifact` at the end.
@@ -199,13 +196,8 @@ class Request(Record, frozen=True, kw_only=True):
     """
 
     action: Action
-    kind: Kind
-    model: ModelText
-    config: dict[str, Any]
-    seed: int
-    tokens: tuple[Count, ...]
-    dimension: str | None
-    repeats: Count
+    settings: Settings
+    way: Way
     cache: str
     artifact: str
     save_artifacts: bool = False
@@ -239,7 +231,7 @@ class Difference(Record, frozen=True, kw_only=True):
     problem: str | None
 
 
-class Answer(Record, frozen=True, kw_only=True):
+class Start(Record, frozen=True, kw_only=True):
     """What one process measured, as far as it came. Times are seconds, sizes bytes.
 
     Args:
@@ -263,6 +255,11 @@ class Answer(Record, frozen=True, kw_only=True):
         compiled: How many artifacts were compiled.
         notes: What a reader should know of a preparation.
         torch: Versions and device.
+        round: In which round; None for those that do not count. The bench sets this and what follows.
+        counted: Whether its figures count.
+        process_secs: How long the process took.
+        log: The last lines that a failed process printed.
+        reused: Of a preparation: whether another bench made it.
     """
 
     error: str | None = None
@@ -285,22 +282,9 @@ class Answer(Record, frozen=True, kw_only=True):
     compiled: Count | None = None
     notes: tuple[str, ...] | None = None
     torch: dict[str, Any] | None = None
-
-
-class Start(Answer, frozen=True, kw_only=True):
-    """An answer as the bench keeps it.
-
-    Args:
-        round: In which round; None for those that do not count.
-        counted: Whether its figures count.
-        process_secs: How long the process took.
-        log: The last lines that a failed process printed.
-        reused: Of a preparation: whether another bench made it.
-    """
-
-    round: Count | None
-    counted: bool
-    process_secs: float
+    round: Count | UnsetType | None = UNSET
+    counted: bool | None = None
+    process_secs: float | None = None
     log: tuple[str, ...] | None = None
     reused: bool | None = None
 

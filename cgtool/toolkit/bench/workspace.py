@@ -3,7 +3,7 @@
 Must not import torch. On disk::
 
     bench.json               what it was prepared for (`Purpose`)
-    reference/               eager's outputs (`calls`)
+    reference                eager's outputs, as `torch.save` writes tensors and plain values
     prepared/<source>/       caches of one preparation; whole once prepared.json is there
       prepared.json          the preparation's answer (`Start`)
       inductor/ triton/ tmp/ torch's cache folders and TMPDIR
@@ -26,12 +26,9 @@ from cgtool.errors import UsageError
 from cgtool.host import child_variables
 from cgtool.plan.grammar import Digest, Record, decode, digest_of, encode
 from cgtool.store.files import write_atomic
-from cgtool.toolkit.bench.ways import Start
 
-_ABOUT = "bench.json"
-_PREPARED = "prepared.json"
 #: Raise it when what is prepared changes.
-_SCHEMA = 2
+_SCHEMA = 3
 
 
 class Purpose(Record, frozen=True, kw_only=True):
@@ -49,12 +46,13 @@ class Caches:
         triton: Triton's.
         cgtool: The root of cgtool's.
         artifact: The file of the mega-cache or of the AOT precompile.
+        answer: Of a preparation: what it answered, once it is whole.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.inductor, self.triton, self._tmp = folder / "inductor", folder / "triton", folder / "tmp"
-        self.cgtool, self.artifact = folder / "cache", folder / "artifact"
+        self.cgtool, self.artifact, self.answer = folder / "cache", folder / "artifact", folder / "prepared.json"
 
     def make(self) -> Caches:
         """Make empty folders, and return this."""
@@ -63,19 +61,19 @@ class Caches:
             folder.mkdir(parents=True)
         return self
 
-    def variables(self, cgtool: Path | None) -> dict[str, str]:
+    def variables(self, cgtool: Path) -> dict[str, str]:
         """Return the environment of a process that sees these folders and no other cache.
 
         Other CGTOOL_* variables are left out: what they say is in the request.
 
         Args:
-            cgtool: The root of cgtool's cache, where it is another.
+            cgtool: The root of cgtool's cache, which may be another's.
         """
         changes = {
             "TORCHINDUCTOR_CACHE_DIR": str(self.inductor),
             "TRITON_CACHE_DIR": str(self.triton),
             "TMPDIR": str(self._tmp),
-            "CGTOOL_CACHE_DIR": str(cgtool or self.cgtool),
+            "CGTOOL_CACHE_DIR": str(cgtool),
         }
         return child_variables(changes, without="CGTOOL_")
 
@@ -84,38 +82,24 @@ class Workspace:
     """One bench's folder; make it with `opened`.
 
     Attributes:
-        root: The folder.
-        reference: Where eager's outputs are.
+        reference: The file with eager's outputs.
     """
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.reference = root / "reference"
+        self._root = root
         self._starts = 0
+        self.reference = root / "reference"
 
     def prepared(self, source: str) -> Caches:
         """Return the folders of a preparation, whole or not."""
-        return Caches(self.root / "prepared" / source)
-
-    def answer_of(self, source: str) -> Start | None:
-        """Return what a preparation answered; None where it is not whole."""
-        path = self.prepared(source).folder / _PREPARED
-        return decode(path.read_bytes(), Start) if path.is_file() else None
-
-    def finish(self, source: str, answer: Start) -> None:
-        """Say that a preparation is whole."""
-        write_atomic(self.prepared(source).folder / _PREPARED, encode(answer))
-
-    def anew(self, source: str) -> Caches:
-        """Return empty folders for a preparation."""
-        return self.prepared(source).make()
+        return Caches(self._root / "prepared" / source)
 
     @contextlib.contextmanager
     def start(self) -> Iterator[Caches]:
         """Give a process a folder with empty caches; it is gone afterwards."""
         self._starts += 1
         # Two benches may share a folder that is kept.
-        caches = Caches(self.root / "starts" / f"{os.getpid()}-{self._starts}").make()
+        caches = Caches(self._root / "starts" / f"{os.getpid()}-{self._starts}").make()
         try:
             yield caches
         finally:
@@ -146,7 +130,7 @@ def opened(keep: Path | None, about: Mapping[str, Any]) -> Iterator[Workspace]:
 def _claim(root: Path, about: Mapping[str, Any]) -> None:
     root.mkdir(parents=True, exist_ok=True)
     identity = digest_of({"schema": _SCHEMA, **about})
-    path = root / _ABOUT
+    path = root / "bench.json"
     if not path.is_file():
         if any(root.iterdir()):
             message = f"{root} holds something that no bench has made. Give --keep an empty or a new folder."
@@ -162,8 +146,6 @@ def _claim(root: Path, about: Mapping[str, Any]) -> None:
         differing = sorted(name for name in {*was, *about} if was.get(name) != about.get(name))
         message = f"{root} was prepared for another {', '.join(differing) or 'bench'}. Give --keep another folder."
         raise UsageError(message, path=str(root), expected=dict(about), actual=was)
-    for name in ("reference", "prepared", "starts"):
-        (root / name).mkdir(exist_ok=True)
 
 
 def bytes_of(*paths: Path) -> int:

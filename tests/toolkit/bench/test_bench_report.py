@@ -8,7 +8,7 @@ import pytest
 from bench_reports import MACHINE, Bench, filled, made_report, start
 from msgspec.structs import replace
 
-from cgtool.toolkit.bench import words
+from cgtool.cli import bench_tables as words
 from cgtool.toolkit.bench.report import notes_on
 from cgtool.toolkit.bench.ways import Start, Step
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgtool.toolkit.bench.report import FEWEST_PAIRS, bootstrap, paired_ratio, quantile, summarise
+from cgtool.toolkit.bench.report import FEWEST_PAIRS, bootstrap, paired_ratio, summarise
 
 VALUES = st.lists(st.floats(min_value=1e-6, max_value=1e6), min_size=1, max_size=30)
 MANY = st.lists(st.floats(min_value=1e-3, max_value=1e3), min_size=FEWEST_PAIRS, max_size=12)
@@ -38,11 +38,6 @@ def test_nothing_has_no_summary():
     assert summarise([]) is None
 
 
-@pytest.mark.parametrize(("share", "expected"), [(0, 1), (0.25, 2), (0.5, 3), (0.6, 3.4), (1, 5)])
-def test_quantiles_of_one_to_five(share, expected):
-    assert quantile([1, 2, 3, 4, 5], share) == pytest.approx(expected)
-
-
 @settings(max_examples=20)  # each draws thousands of samples
 @given(MANY, st.floats(min_value=0.01, max_value=100))
 def test_a_way_that_is_always_so_many_times_slower_has_exactly_that_ratio_and_no_width(base, factor):
@@ -58,7 +53,8 @@ def test_a_bound_lies_within_the_ratios_around_their_median_and_comes_again_with
     rounds = dict(enumerate(values))
     ones = dict.fromkeys(rounds, 1.0)
     found = paired_ratio(rounds, ones, seed=3)
-    assert min(values) <= found.low <= found.ratio <= found.high <= max(values)
+    slack = 1 + 1e-12
+    assert min(values) <= found.low * slack <= found.ratio * slack**2 <= found.high * slack**3 <= max(values) * slack**4
     assert found == paired_ratio(rounds, ones, seed=3)
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from bench_reports import Bench, made_report
 
-from cgtool.toolkit.bench.page import page as page_of
+from cgtool.cli.pages import bench_page as page_of
 from cgtool.toolkit.bench.ways import WAYS
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

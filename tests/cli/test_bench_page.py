@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from bench_reports import made_report
 
-from cgtool.toolkit.bench.page import LONGEST, Bar, chart, page
+from cgtool.cli.pages import LONGEST, Bar, bench_page, chart
 
 HOSTILE = "</title><script>alert(1)</script>\"'&<img src=x onerror=alert(1)>.py:build"
 
@@ -31,7 +31,7 @@ class Tags(HTMLParser):
 
 
 def test_what_strangers_wrote_is_text_and_nothing_else():
-    tags = Tags(page(made_report(model=HOSTILE, notes=(f"a note of {HOSTILE}",))))
+    tags = Tags(bench_page(made_report(model=HOSTILE, notes=(f"a note of {HOSTILE}",))))
     kinds = {tag for tag, _ in tags.found}
     assert not kinds & {"script", "img", "iframe", "object", "b"}
     assert not [name for _, attrs in tags.found for name in attrs if name.startswith("on")]
@@ -41,16 +41,16 @@ def test_what_strangers_wrote_is_text_and_nothing_else():
 
 
 def test_nothing_is_loaded_from_anywhere():
-    tags = Tags(page(made_report()))
+    tags = Tags(bench_page(made_report()))
     links = [value for _, attrs in tags.found for name, value in attrs.items() if name in {"src", "href", "srcset"}]
     assert links == ["data:,"]
     (policy,) = [attrs["content"] for tag, attrs in tags.found if "http-equiv" in attrs]
     assert policy.startswith("default-src 'none';")
-    assert not re.findall(r"url\(|@import", page(made_report()))
+    assert not re.findall(r"url\(|@import", bench_page(made_report()))
 
 
 def test_it_is_spoken_for_who_cannot_see_it():
-    tags = Tags(page(made_report()))
+    tags = Tags(bench_page(made_report()))
     assert ("html", {"lang": "en"}) in tags.found
     charts = [attrs for tag, attrs in tags.found if tag == "svg"]
     assert [attrs["role"] for attrs in charts] == ["img", "img"]

@@ -1,20 +1,25 @@
-"""The page of `cgtool bench --html`: one file that needs no network and no script.
+"""The pages that `--html` writes: one file each, which needs no network and no script.
 
-Start-up is drawn as bars, inline SVG: one row a way, its phases one after the other, on one linear scale. A bar's width
-is its seconds times one factor for the whole chart; nothing is widened to be seen, the number beside it says what is
-too short. Must not import torch. Whatever a model's author wrote (its name, an error's text) is escaped, and the page's
-Content-Security-Policy forbids it to load or run anything.
+Must not import torch. Whatever a model's author wrote (its name, an error's text) is escaped, and a page's
+Content-Security-Policy forbids it to load or run anything. A bench's start-up is drawn as bars, inline SVG: one row a
+way, its phases one after the other, on one linear scale. A bar's width is its seconds times one factor for the whole
+chart; nothing is widened to be seen, the number beside it says what is too short.
 """
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from cgtool.toolkit.bench import words
-from cgtool.toolkit.bench.report import FEWEST_PAIRS, PHASES, BenchReport
+from cgtool.cli import bench_tables as tables
+from cgtool.errors import UsageError
+from cgtool.toolkit.bench.report import FEWEST_PAIRS
+
+if TYPE_CHECKING:
+    from cgtool.toolkit.bench.report import BenchReport
 
 #: Units of the picture: where bars begin, how long the longest may be, and what a row takes.
 LEFT, LONGEST, RIGHT = 310.0, 560.0, 100.0
@@ -70,9 +75,14 @@ _METHOD = (
 )
 
 
-def page(report: BenchReport) -> str:
-    """Return the page."""
-    model = escape(report.model)
+def document(title: str, style: str, body: str) -> str:
+    """Return a page.
+
+    Args:
+        title: Plain text.
+        style: Its style sheet, ours.
+        body: HTML in which whatever is a stranger's is escaped.
+    """
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -80,57 +90,62 @@ def page(report: BenchReport) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
 <link rel="icon" href="data:,">
-<title>Ways to start {model}</title>
-<style>{_STYLE}</style>
+<title>{escape(title)}</title>
+<style>{style}</style>
 </head>
 <body>
-<header>
-<h1>Ways to start <code>{model}</code></h1>
-<p class="soft">{escape(report.began)}; {escape(words.machine_line(report))}</p>
-</header>
-<main>
-{_failures(report)}
-<h2>From the process's start to the first output</h2>
-{_legend()}
-{chart([*_bars(report, PHASES)], title="Start-up by phase, medians", name="phases")}
-<h2>From the built model to the first output</h2>
-{chart([*_bars(report, PHASES[2:])], title="Ready, medians", name="ready")}
-<h2>Figures</h2>
-{_table("Starts", words.start_columns(report), [words.start_cells(report, way) for way in report.ways])}
-{_steps(report)}
-{_list("Notes", report.notes)}
-{_list("How it was measured", _METHOD)}
-<h2>Command</h2>
-<p><code>{escape(shlex.join(report.command))}</code></p>
-</main>
+{body}
 </body>
 </html>
 """
 
 
-def _bars(report: BenchReport, phases: Sequence[str]) -> Iterator[Bar]:
-    for way in report.ways:
-        if all(phase in way.summary for phase in phases):
-            yield Bar(label=way.label, parts={phase: way.summary[phase].median for phase in phases})
-        else:
-            yield Bar(label=way.label, parts={}, remark="failed" if way.error else "not started")
+def write_text(path: Path, text: str) -> None:
+    """Write a page or a picture that the user asked for.
+
+    Raises:
+        UsageError: The file cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} could not be written: {error.strerror}. Name another file.", path=path) from error
 
 
-def _legend() -> str:
-    items = "".join(f'<li><span class="{word}"></span>{word}</li>' for word in words.PHASE_WORDS.values())
-    return f'<ul class="legend">{items}</ul>'
+def bench_page(report: BenchReport) -> str:
+    """Return the page of a bench."""
+    phases = list(tables.PHASE_WORDS)
+    legend = "".join(f'<li><span class="{word}"></span>{word}</li>' for word in tables.PHASE_WORDS.values())
+    failures = "".join(f'<p class="bad">{escape(line)}</p>' for line in tables.failure_lines(report))
+    body = f"""<header>
+<h1>Ways to start <code>{escape(report.model)}</code></h1>
+<p class="soft">{escape(report.began)}; {escape(tables.machine_line(report))}</p>
+</header>
+<main>
+{failures}
+<h2>From the process's start to the first output</h2>
+<ul class="legend">{legend}</ul>
+{chart([*_bars(report, phases)], title="Start-up by phase, medians", name="phases")}
+<h2>From the built model to the first output</h2>
+{chart([*_bars(report, phases[2:])], title="Ready, medians", name="ready")}
+<h2>Figures</h2>
+{_table("Starts", tables.start_table(report))}
+{_table(tables.step_caption(report), tables.step_table(report))}
+{_list("Notes", report.notes)}
+{_list("How it was measured", _METHOD)}
+<h2>Command</h2>
+<p><code>{escape(shlex.join(report.command))}</code></p>
+</main>"""
+    return document(f"Ways to start {report.model}", _STYLE, body)
 
 
-def _steps(report: BenchReport) -> str:
-    rows = [words.step_cells(report, way) for way in report.ways if way.steps]
-    return _table(words.step_caption(report), words.step_columns(report), rows) if rows else ""
-
-
-def _table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
+def _table(caption: str, table: Sequence[Sequence[str]]) -> str:
+    if not table:
+        return ""
+    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in table[0])
     body = "\n".join(
-        f'<tr><th scope="row">{escape(row[0])}</th>' + "".join(f"<td>{_cell(cell)}</td>" for cell in row[1:]) + "</tr>"
-        for row in rows
+        f'<tr><th scope="row">{escape(name)}</th>' + "".join(f"<td>{_cell(cell)}</td>" for cell in cells) + "</tr>"
+        for name, *cells in table[1:]
     )
     # What scrolls must be reachable from the keyboard.
     return (
@@ -143,24 +158,25 @@ def _cell(text: str) -> str:
     return f'<span class="bad">{escape(text)}</span>' if text.startswith("DIFFER") else escape(text)
 
 
-def _failures(report: BenchReport) -> str:
-    lines = words.failure_lines(report)
-    return "".join(f'<p class="bad">{escape(line)}</p>' for line in lines)
-
-
 def _list(heading: str, items: Sequence[str]) -> str:
-    if not items:
-        return ""
-    return f"<h2>{escape(heading)}</h2>\n<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
+    lines = "".join(f"<li>{escape(item)}</li>" for item in items)
+    return f"<h2>{escape(heading)}</h2>\n<ul>{lines}</ul>" if items else ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bar:
+class Bar(NamedTuple):
     """One row of a chart: seconds by phase, in order; or, where there are none, a remark in place of the bar."""
 
     label: str
     parts: Mapping[str, float]
     remark: str = ""
+
+
+def _bars(report: BenchReport, phases: Sequence[str]) -> Iterator[Bar]:
+    for way in report.ways:
+        if all(phase in way.summary for phase in phases):
+            yield Bar(way.label, {phase: way.summary[phase].median for phase in phases})
+        else:
+            yield Bar(way.label, {}, "failed" if way.error else "not started")
 
 
 def chart(bars: Sequence[Bar], *, title: str, name: str) -> str:
@@ -171,40 +187,33 @@ def chart(bars: Sequence[Bar], *, title: str, name: str) -> str:
         title: What the picture shows, for who cannot see it and for who points at it.
         name: Its identifier in the page.
     """
-    longest = max((sum(bar.parts.values()) for bar in bars), default=0.0) or 1.0
+    scale = LONGEST / (max((sum(bar.parts.values()) for bar in bars), default=0.0) or 1.0)
     height = TOP * 2 + ROW * len(bars)
-    width = LEFT + LONGEST + RIGHT
-    rows = "\n".join(_row(bar, TOP + ROW * index, LONGEST / longest) for index, bar in enumerate(bars))
-    spoken = ". ".join(_spoken(bar) for bar in bars)
+    rows = "\n".join(_row(bar, TOP + ROW * (index + 0.5), scale) for index, bar in enumerate(bars))
+    spoken = ". ".join(f"{bar.label}: {', '.join(_spoken(bar).values()) or bar.remark}" for bar in bars)
     return (
-        f'<svg id="{escape(name)}" class="chart" role="img" viewBox="0 0 {width:g} {height:g}" '
-        f'aria-labelledby="{escape(name)}-title {escape(name)}-words">\n'
-        f'<title id="{escape(name)}-title">{escape(title)}</title>\n'
-        f'<desc id="{escape(name)}-words">{escape(spoken)}</desc>\n{rows}\n'
+        f'<svg id="{name}" class="chart" role="img" viewBox="0 0 {LEFT + LONGEST + RIGHT:g} {height:g}" '
+        f'aria-labelledby="{name}-title {name}-words">\n'
+        f'<title id="{name}-title">{escape(title)}</title>\n'
+        f'<desc id="{name}-words">{escape(spoken)}</desc>\n{rows}\n'
         f'<line class="axis" x1="{LEFT:g}" y1="{TOP / 2:g}" x2="{LEFT:g}" y2="{height - TOP / 2:g}"/>\n</svg>'
     )
 
 
-def _row(bar: Bar, top: float, scale: float) -> str:
-    middle = top + ROW / 2
+def _row(bar: Bar, middle: float, scale: float) -> str:
     parts = [f'<text class="label" x="{LEFT - 10:g}" y="{middle:g}">{escape(bar.label)}</text>']
     left = LEFT
-    for phase, secs in bar.parts.items():
-        word = words.PHASE_WORDS[phase]
-        width = secs * scale
+    for phase, said in _spoken(bar).items():
+        width = bar.parts[phase] * scale
         parts.append(
-            f'<rect class="{word}" x="{left:.3f}" y="{middle - BAR / 2:g}" width="{width:.3f}" height="{BAR:g}">'
-            f"<title>{escape(bar.label)}: {word} {words.secs_words(secs)}</title></rect>"
+            f'<rect class="{tables.PHASE_WORDS[phase]}" x="{left:.3f}" y="{middle - BAR / 2:g}" width="{width:.3f}" '
+            f'height="{BAR:g}"><title>{escape(bar.label)}: {said}</title></rect>'
         )
         left += width
-    said = words.secs_words(sum(bar.parts.values())) if bar.parts else bar.remark
-    parts.append(f'<text class="value" x="{left + 8:.3f}" y="{middle:g}">{escape(said)}</text>')
+    total = tables.secs_words(sum(bar.parts.values())) if bar.parts else bar.remark
+    parts.append(f'<text class="value" x="{left + 8:.3f}" y="{middle:g}">{escape(total)}</text>')
     return f'<g class="row">{"".join(parts)}</g>'
 
 
-def _spoken(bar: Bar) -> str:
-    if not bar.parts:
-        return f"{bar.label}: {bar.remark}"
-    return f"{bar.label}: " + ", ".join(
-        f"{words.PHASE_WORDS[phase]} {words.secs_words(secs)}" for phase, secs in bar.parts.items()
-    )
+def _spoken(bar: Bar) -> dict[str, str]:
+    return {phase: f"{tables.PHASE_WORDS[phase]} {tables.secs_words(secs)}" for phase, secs in bar.parts.items()}
