@@ -7,12 +7,15 @@ tell inference tensors from others.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from cgtool.errors import UsageError
@@ -105,6 +108,33 @@ def leaves_of(value: Any, path: str = "output") -> Iterator[tuple[str, Any]]:
         yield path, value.detach().cpu().clone()
     else:
         yield path, value if value is None or type(value) in (bool, int, float, str) else type(value).__qualname__
+
+
+def save(file: Path, outputs: Mapping[str, Any]) -> None:
+    """Write eager's outputs by name: the leaves of each, in MessagePack, a tensor as its dtype, its shape, its bytes."""
+    leaves = {name: {path: _written(leaf) for path, leaf in leaves_of(output)} for name, output in outputs.items()}
+    file.write_bytes(msgspec.msgpack.encode(leaves))
+
+
+def saved(file: Path) -> dict[str, dict[str, Any]]:
+    """Return the leaves of eager's outputs, by name."""
+    outputs = msgspec.msgpack.decode(file.read_bytes(), type=dict[str, dict[str, Any]])
+    return {name: {path: _read(leaf) for path, leaf in leaves.items()} for name, leaves in outputs.items()}
+
+
+def _written(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    flat = leaf.contiguous()
+    data = ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.numel() else b""
+    return str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape), data
+
+
+def _read(leaf: Any) -> Any:
+    if not isinstance(leaf, list):
+        return leaf
+    dtype, shape, data = getattr(torch, leaf[0]), leaf[1], bytearray(leaf[2])
+    return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)).reshape(shape)
 
 
 def compare(eager: Mapping[str, Any], output: Any) -> Difference:

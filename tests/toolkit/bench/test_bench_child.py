@@ -10,7 +10,7 @@ import torch
 
 from cgtool.errors import CacheMissError, UsageError
 from cgtool.model import ExampleCall, ModelSpec
-from cgtool.toolkit.bench.calls import compare, dimension_of, leaves_of, resized, weights_digest
+from cgtool.toolkit.bench.calls import compare, dimension_of, resized, save, saved, weights_digest
 from cgtool.toolkit.bench.child import one_line
 from cgtool.toolkit.bench.ways import Difference
 
@@ -81,7 +81,12 @@ class Pair(NamedTuple):
 
 HIDDEN = torch.linspace(-3, 4, 24).reshape(2, 12)
 OUTPUT = {"hidden": HIDDEN.bfloat16(), "rest": (Pair(HIDDEN.T, 3), torch.arange(4), torch.empty(0, 3), None, object())}
-EAGER = dict(leaves_of(OUTPUT))
+
+
+@pytest.fixture
+def eager(tmp_path):
+    save(tmp_path / "reference", {"one": OUTPUT})
+    return saved(tmp_path / "reference")["one"]
 
 
 def changed(hidden=HIDDEN, count=3, ids=None):
@@ -89,14 +94,14 @@ def changed(hidden=HIDDEN, count=3, ids=None):
     return {"hidden": HIDDEN.bfloat16(), "rest": rest}
 
 
-def test_the_same_output_has_no_difference():
-    assert compare(EAGER, OUTPUT) == Difference(worst=0.0, tolerance=5e-2, problem=None)
+def test_the_same_output_has_no_difference(eager):
+    assert compare(eager, OUTPUT) == Difference(worst=0.0, tolerance=5e-2, problem=None)
 
 
-def test_rounding_is_no_problem_and_its_size_is_told():
+def test_rounding_is_no_problem_and_its_size_is_told(eager):
     off = HIDDEN.clone()
     off[1, 3] += 4e-5
-    found = compare(EAGER, changed(off))
+    found = compare(eager, changed(off))
     assert found.problem is None
     assert found.worst == pytest.approx(1e-5, rel=0.05)
 
@@ -115,8 +120,8 @@ def test_rounding_is_no_problem_and_its_size_is_told():
         pytest.param({"hidden": HIDDEN.bfloat16()}, "parts are others", id="parts"),
     ],
 )
-def test_every_other_difference_is_a_problem(output, words):
-    problem = compare(EAGER, output).problem
+def test_every_other_difference_is_a_problem(eager, output, words):
+    problem = compare(eager, output).problem
     assert problem is not None
     assert re.search(words, problem)
 
