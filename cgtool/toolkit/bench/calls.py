@@ -110,13 +110,13 @@ def leaves_of(value: Any, path: str = "output") -> Iterator[tuple[str, Any]]:
         yield path, value if value is None or type(value) in (bool, int, float, str) else type(value).__qualname__
 
 
-def save(file: Path, outputs: Mapping[str, Any]) -> None:
-    """Write eager's outputs by name: the leaves of each, in MessagePack, a tensor as its dtype, its shape, its bytes."""
+def write_outputs(file: Path, outputs: Mapping[str, Any]) -> None:
+    """Write the leaves of eager's outputs by name, in MessagePack: a tensor as its dtype, its shape and its bytes."""
     leaves = {name: {path: _written(leaf) for path, leaf in leaves_of(output)} for name, output in outputs.items()}
     file.write_bytes(msgspec.msgpack.encode(leaves))
 
 
-def saved(file: Path) -> dict[str, dict[str, Any]]:
+def read_outputs(file: Path) -> dict[str, dict[str, Any]]:
     """Return the leaves of eager's outputs, by name."""
     outputs = msgspec.msgpack.decode(file.read_bytes(), type=dict[str, dict[str, Any]])
     return {name: {path: _read(leaf) for path, leaf in leaves.items()} for name, leaves in outputs.items()}

@@ -26,7 +26,15 @@ from cgtool.child import Channel
 from cgtool.errors import CgtoolError
 from cgtool.model import ModelSpec
 from cgtool.models import resolve_model
-from cgtool.toolkit.bench.calls import compare, dimension_of, dynamic_tensors, resized, save, saved, weights_digest
+from cgtool.toolkit.bench.calls import (
+    compare,
+    dimension_of,
+    dynamic_tensors,
+    read_outputs,
+    resized,
+    weights_digest,
+    write_outputs,
+)
 from cgtool.toolkit.bench.ways import Request, Start, Step
 
 #: Steps are repeated as often as asked, or for this long, whichever ends first; but three times.
@@ -117,8 +125,8 @@ class _Measurement:
         self._found["weights"] = weights_digest(spec.module)
         reference = Path(self._request.reference)
         if self._request.write_reference:
-            save(reference, outputs)
-        eager = saved(reference)
+            write_outputs(reference, outputs)
+        eager = read_outputs(reference)
         self._found["outputs"] = {
             name: compare(eager[name], output) if name in eager else None for name, output in outputs.items()
         }

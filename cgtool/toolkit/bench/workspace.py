@@ -3,7 +3,7 @@
 Must not import torch. On disk::
 
     bench.json               what it was prepared for (`Purpose`)
-    reference                eager's outputs (`calls.save`)
+    reference                eager's outputs (`calls.write_outputs`)
     prepared/<source>/       caches of one preparation; whole once prepared.json is there
       prepared.json          the preparation's answer (`Start`)
       inductor/ triton/ tmp/ torch's cache folders and TMPDIR

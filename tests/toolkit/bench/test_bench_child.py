@@ -10,7 +10,7 @@ import torch
 
 from cgtool.errors import CacheMissError, UsageError
 from cgtool.model import ExampleCall, ModelSpec
-from cgtool.toolkit.bench.calls import compare, dimension_of, resized, save, saved, weights_digest
+from cgtool.toolkit.bench.calls import compare, dimension_of, read_outputs, resized, weights_digest, write_outputs
 from cgtool.toolkit.bench.child import one_line
 from cgtool.toolkit.bench.ways import Difference
 
@@ -85,8 +85,8 @@ OUTPUT = {"hidden": HIDDEN.bfloat16(), "rest": (Pair(HIDDEN.T, 3), torch.arange(
 
 @pytest.fixture
 def eager(tmp_path):
-    save(tmp_path / "reference", {"one": OUTPUT})
-    return saved(tmp_path / "reference")["one"]
+    write_outputs(tmp_path / "reference", {"one": OUTPUT})
+    return read_outputs(tmp_path / "reference")["one"]
 
 
 def changed(hidden=HIDDEN, count=3, ids=None):
