@@ -96,7 +96,7 @@ def export(*, output: Output, dest: str, **options: Any) -> int:
         )
     )
     if output.as_json:
-        output.json(report.to_json())
+        output.json(report)
     else:
         _show(output, report)
     return failures.DONE
@@ -108,15 +108,14 @@ def _show(output: Output, report: ExportReport) -> None:
     from cgtool.cli.columns import show_rows
     from cgtool.store.layout import short
 
-    manifests = report.contents.manifests
-    entries = count_text(len({manifest.hash for manifest in manifests}), "entry", "entries")
+    entries = count_text(len({entry.hash for entry in report.entries}), "entry", "entries")
     packed = "" if report.form == "folder" else f", {size_text(report.written_bytes)} packed"
     signed = f", signed by {', '.join(map(short, report.signed_by))}" if report.signed_by else ""
     line = f"Wrote {entries} ({size_text(report.size_bytes)}{packed}{signed}) to {report.dest}"
     if report.dest == "-":
         output.note(line.removesuffix(" to -"))
         return
-    rows = [(short(found.hash), found.model, found.rank, found.prefix, len(found.rows)) for found in manifests]
+    rows = [(short(entry.hash), entry.model, entry.rank, entry.prefix, entry.rows) for entry in report.entries]
     show_rows(output, ("hash", "model", ">rank", "prefix", ">rows"), rows)
     output.line(line)
     if not report.signed_by:

@@ -93,7 +93,7 @@ def import_(*, output: Output, source: str, **options: Any) -> int:
         )
     )
     if output.as_json:
-        output.json(report.to_json())
+        output.json(report)
     else:
         _show(output, report)
     return failures.DONE
@@ -109,16 +109,16 @@ def _show(output: Output, report: ImportReport) -> None:
         output.note(f"Warning: {warning}", style="yellow")
     rows = [
         (
-            short(manifest.hash),
-            manifest.model,
-            manifest.rank,
-            manifest.prefix,
-            entry.installed.outcome,
-            len({row.artifact.digest for row in manifest.rows}),
+            short(entry.hash),
+            one.model,
+            one.rank,
+            one.prefix,
+            entry.outcome,
+            entry.artifacts,
             size_text(entry.size_bytes),
         )
         for entry in report.entries
-        for manifest in entry.content.manifests
+        for one in entry.ranks
     ]
     show_rows(output, ("hash", "model", ">rank", "prefix", "outcome", ">artifacts", ">size"), rows)
     count = count_text(len(report.entries), "entry", "entries")

@@ -55,9 +55,11 @@ class Output:
         """Where talk is drawn: what was the standard error when this was made."""
         return _console_of(self._streams[1])
 
-    def json(self, document: dict[str, Any]) -> None:
-        """Print a report for programs: indented, ASCII only, so that no terminal obeys what is in it."""
-        _write(sys.stdout, json.dumps(document, indent=2, ensure_ascii=True, allow_nan=False) + "\n")
+    def json(self, document: Any) -> None:
+        """Print a report for programs, a record or a mapping: indented, ASCII only, so that no terminal obeys it."""
+        from msgspec import to_builtins  # which `--help` does without
+
+        _write(sys.stdout, json.dumps(to_builtins(document), indent=2, ensure_ascii=True, allow_nan=False) + "\n")
 
     def json_of_many(self, document: dict[str, Any], name: str, items: Iterable[Any]) -> None:
         """Print a report whose field `name` is a long list: an item a line, each made as it is printed.

@@ -149,7 +149,7 @@ def ship(storm: Storm, chance: random.Random) -> str:
 def take_in(storm: Storm, chance: random.Random) -> str:
     options = ImportOptions(source=storm.bundle, cache_dir=storm.root, trust=True, any_machine=True)
     report = import_bundle(options)
-    return "new" if any(entry.installed.outcome == "new" for entry in report.entries) else "there already"
+    return "new" if any(entry.outcome == "new" for entry in report.entries) else "there already"
 
 
 def warm(storm: Storm, chance: random.Random) -> str:

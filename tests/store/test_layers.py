@@ -141,13 +141,13 @@ def test_a_bundle_is_taken_in_beside_and_into_what_lies_below(layered, tmp_path)
     export(ExportOptions(dest=tmp_path / "bundle", cache_dir=source))
     root = layered(lower)
     report = import_bundle(ImportOptions(source=tmp_path / "bundle", cache_dir=root, trust=True, any_machine=True))
-    assert {item.installed.hash: item.installed.outcome for item in report.entries} == {same: "merged", new: "new"}
+    assert {item.hash: item.outcome for item in report.entries} == {same: "merged", new: "new"}
     rows = read_entry(CacheLayout(root=root), RankName(hash=same, rank=0, prefix="backbone")).manifest.rows
     assert {shape_text(row.shape) for row in rows} == {"general", "n=8", "n=16"}
     check_clean(root)
     prune(root, entries=(new,))
     report = import_bundle(ImportOptions(source=tmp_path / "bundle", cache_dir=root, trust=True, any_machine=True))
-    assert {item.installed.hash: item.installed.outcome for item in report.entries} == {same: "same", new: "new"}
+    assert {item.hash: item.outcome for item in report.entries} == {same: "same", new: "new"}
     check_clean(root)
 
 

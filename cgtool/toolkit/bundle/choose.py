@@ -59,12 +59,7 @@ class Content:
     file: Path | None = None
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield the bytes, which match the member's digest once the last was yielded.
-
-        Raises:
-            CacheCorruptError: The file holds others.
-            CacheError: It cannot be read.
-        """
+        """Yield the bytes, which match the member's digest once the last was yielded."""
         if self.data is not None:
             yield self.data
         elif self.file is not None:
@@ -73,14 +68,7 @@ class Content:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """Everything that goes into a bundle.
-
-    Args:
-        contents: Of each member, in order.
-        manifests: As they will stand in the bundle.
-        index: Of all members.
-        index_bytes: The text of it.
-    """
+    """Everything that goes into a bundle."""
 
     contents: tuple[Content, ...]
     manifests: tuple[Manifest, ...]
@@ -89,12 +77,7 @@ class Contents:
 
 
 def chosen_names(layout: CacheLayout, choice: Choice) -> tuple[RankName, ...]:
-    """Return the ranks and prefixes that a choice means, in order.
-
-    Raises:
-        UsageError: A hash or a rank is not there, or nothing says which of several models is meant.
-        CacheError: The cache is empty, an entry is not finished, or a manifest cannot be read or trusted.
-    """
+    """Return the ranks and prefixes that a choice means, in order."""
     there = layout.hashes()
     if choice.hashes:
         hashes = _named(layout, there, choice.hashes)
@@ -161,14 +144,7 @@ def _filtered(layout: CacheLayout, hashes: list[str], filters: tuple[str, ...]) 
 
 
 def gather(layout: CacheLayout, names: Iterable[RankName], choice: Choice) -> Contents:
-    """Return what goes into a bundle; artifacts are looked at when they are written.
-
-    Raises:
-        UsageError: No row has one of the shapes.
-        CacheCorruptError: Something of an entry is missing or not as its digest says.
-        CacheSchemaError: Another version of cgtool wrote it.
-        CacheError: It cannot be read, or `import` would refuse it.
-    """
+    """Return what goes into a bundle; artifacts are looked at when they are written."""
     found: dict[str, Content] = {}
     manifests = []
     for name in names:
@@ -243,11 +219,7 @@ def _rank_at_once(layout: CacheLayout, name: RankName, choice: Choice) -> tuple[
 
 
 def trimmed(manifest: Manifest, choice: Choice) -> Manifest:
-    """Return a manifest without the rows and files that a choice leaves out.
-
-    Raises:
-        UsageError: No row has one of the shapes.
-    """
+    """Return a manifest without the rows and files that a choice leaves out."""
     if choice.shapes:
         wanted = [parse_shape(text) for text in choice.shapes]
         rows = tuple(row for row in manifest.rows if any(is_asked(row.shape, asked) for asked in wanted))

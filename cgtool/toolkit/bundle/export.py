@@ -2,12 +2,6 @@
 
 The same entries give the same archive byte for byte before it is packed, wherever and whenever they lie: only names,
 sizes, modes and bytes enter. Each byte is matched to its digest as it is written, so that nothing broken is shipped.
-
-The report as JSON::
-
-    {"schema": 1, "root": str, "dest": str, "form": "archive"|"folder", "size_bytes": int, "written_bytes": int,
-     "members": int, "sha256_of_index": digest, "signed_by": [key id...],
-     "entries": [{"hash": hash, "rank": int, "prefix": str, "model": str, "rows": int}...]}
 """
 
 from __future__ import annotations
@@ -22,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from cgtool.errors import CacheError, UsageError
-from cgtool.plan.grammar import sha256_hex
+from cgtool.plan.grammar import Record, sha256_hex
 from cgtool.store import signatures
 from cgtool.store.bundle_index import INDEX_FILE, SIGNATURE_FILE, names_of_folders
 from cgtool.store.files import RECORD_MODE, cache_error, os_errors_as_cache_errors, sync_folder, write_new
@@ -72,40 +66,41 @@ class ExportOptions:
     sign: tuple[Path, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportReport:
-    """What was exported; the JSON form stands at the head of this module."""
+class Exported(Record, frozen=True, kw_only=True):
+    """One rank and prefix of an entry in a bundle, and how many rows its manifest has there."""
 
-    root: Path
+    hash: str
+    rank: int
+    prefix: str
+    model: str
+    rows: int
+
+
+class ExportReport(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """What was exported; its fields are those that `export --json` prints.
+
+    Args:
+        root: The cache's root.
+        dest: Where to; "-" for a stream.
+        form: What was written.
+        size_bytes: The size of all members together.
+        written_bytes: How many bytes were written.
+        members: How many files the bundle holds.
+        sha256_of_index: The digest of its index, which signatures sign.
+        signed_by: The ids of the keys that signed it.
+        entries: What it holds of entries.
+    """
+
+    schema: int = SCHEMA
+    root: str
     dest: str
-    form: str
+    form: Literal["archive", "folder"]
+    size_bytes: int
     written_bytes: int
-    contents: Contents
+    members: int
+    sha256_of_index: str
     signed_by: tuple[str, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        """The size of all members together."""
-        return self.contents.index.size_bytes
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the document that `export --json` prints."""
-        index = self.contents.index
-        return {
-            "schema": SCHEMA,
-            "root": str(self.root),
-            "dest": self.dest,
-            "form": self.form,
-            "size_bytes": index.size_bytes,
-            "written_bytes": self.written_bytes,
-            "members": len(index.members),
-            "sha256_of_index": sha256_hex(self.contents.index_bytes),
-            "signed_by": list(self.signed_by),
-            "entries": [
-                {"hash": m.hash, "rank": m.rank, "prefix": m.prefix, "model": m.model, "rows": len(m.rows)}
-                for m in self.contents.manifests
-            ],
-        }
+    entries: tuple[Exported, ...]
 
 
 @os_errors_as_cache_errors()
@@ -129,22 +124,25 @@ def export(options: ExportOptions) -> ExportReport:
         written = write_folder(options.dest, contents, keys=keys)
     else:
         written = _write_file(options.dest, contents, keys=keys, level=options.level)
+    index = contents.index
     return ExportReport(
-        root=layout.root,
+        root=str(layout.root),
         dest=str(options.dest) if isinstance(options.dest, Path) else "-",
         form="folder" if options.folder else "archive",
+        size_bytes=index.size_bytes,
         written_bytes=written,
-        contents=contents,
+        members=len(index.members),
+        sha256_of_index=sha256_hex(contents.index_bytes),
         signed_by=tuple(sorted(signatures.key_id(key.public_key()) for key in keys)),
+        entries=tuple(
+            Exported(hash=found.hash, rank=found.rank, prefix=found.prefix, model=found.model, rows=len(found.rows))
+            for found in contents.manifests
+        ),
     )
 
 
 def _held_names(layout: CacheLayout, choice: Choice) -> tuple[RankName, ...]:
-    """Choose, and hold what was chosen until this process ends: prune leaves alone what is being read.
-
-    Raises:
-        CacheError: Prune goes on removing what is chosen, or has stopped in the midst of it.
-    """
+    """Choose, and hold what was chosen until this process ends: prune leaves alone what is being read."""
     before: tuple[RankName, ...] = ()
     times = 0
     while times < _ATTEMPTS:
@@ -181,15 +179,7 @@ def _write_file(dest: Path, contents: Contents, *, keys: list[Any], level: int) 
 def write_archive(
     stream: IO[bytes], contents: Contents, *, keys: Sequence[Ed25519PrivateKey] = (), level: int = 3
 ) -> int:
-    """Write a bundle as an archive.
-
-    Returns:
-        How many bytes were written.
-
-    Raises:
-        CacheError: An entry cannot be read, or is not whole.
-        OSError: `stream` cannot be written.
-    """
+    """Write a bundle as an archive."""
     import zstandard  # milliseconds, and only for who writes a bundle
 
     threads = packing_threads(contents, level)
@@ -217,12 +207,6 @@ def packing_threads(contents: Contents, level: int) -> int:
     """Return how many threads zstd is to have of its own: none where packing is quicker than reading and hashing.
 
     They would wait for bytes there, and packing with them takes up to twice as much of the processor's time in all.
-
-    Returns:
-        0, or one for each core; -1 for zstd to count those.
-
-    Raises:
-        CacheError: One that was tried cannot be read, or is missing or too long.
     """
     import zstandard
 
@@ -262,13 +246,6 @@ def write_folder(folder: Path, contents: Contents, *, keys: Sequence[Ed25519Priv
     """Write a bundle as a folder, which serves as the root of a cache as it stands.
 
     All times are the epoch, so that equal entries give equal layers of a container image.
-
-    Returns:
-        How many bytes were written.
-
-    Raises:
-        UsageError: Something is at `folder`.
-        CacheError: An entry cannot be read or is not whole, or the folder cannot be written.
     """
     check_free(folder)
     index = contents.index_bytes
@@ -297,11 +274,7 @@ def write_folder(folder: Path, contents: Contents, *, keys: Sequence[Ed25519Priv
 
 
 def check_free(folder: Path) -> None:
-    """Check that nothing would be overwritten.
-
-    Raises:
-        UsageError: Something is at `folder`.
-    """
+    """Check that nothing would be overwritten."""
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise UsageError(f"{folder} is there already. Name a folder that is not, or is empty.", path=folder)
 

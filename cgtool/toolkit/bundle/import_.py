@@ -1,12 +1,5 @@
 """`import`: take a bundle into a cache, once all of it was checked. Prints nothing; importable without torch.
 
-The report as JSON::
-
-    {"schema": 1, "source": str, "root": str, "signed_by": key id|null, "size_bytes": int, "warnings": [str...],
-     "entries": [{"hash": hash, "outcome": "new"|"merged"|"same", "rows_added": int, "artifacts": int,
-                  "size_bytes": int, "verdict": "optimal"|"loads"|"unsupported"|null,
-                  "ranks": [{"rank": int, "prefix": str, "model": str}...]}...]}
-
 A bundle is unpacked in `torch_compile_cache/.import.<pid>.<token>.tmp/`, a cache root of its own that no reader looks
 into, before any of it is believed. Its maker holds a lock on it, so that one which nobody holds was left by a killed
 process and is removed by the next import.
@@ -21,15 +14,16 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from cgtool.errors import RefusedError
+from cgtool.plan.grammar import Record
 from cgtool.store import signatures
 from cgtool.store.bundle_index import Limits, refused, shown
 from cgtool.store.files import cache_error, discard, os_errors_as_cache_errors, sync_folder
 from cgtool.store.layout import CacheLayout, resolve_root, short
 from cgtool.store.leases import hold_folder, is_abandoned
-from cgtool.toolkit.bundle.install import Installed, check_fits, check_no_links, install
+from cgtool.toolkit.bundle.install import Outcome, check_fits, check_no_links, install
 from cgtool.toolkit.bundle.unpack import EntryContent, unpack
 
 SCHEMA = 1
@@ -62,60 +56,55 @@ class ImportOptions:
     max_ratio: float = Limits().max_ratio
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImportedEntry:
+class ImportedRank(Record, frozen=True, kw_only=True):
+    """One rank and prefix of an entry of the bundle."""
+
+    rank: int
+    prefix: str
+    model: str
+
+
+class ImportedEntry(Record, frozen=True, kw_only=True, omit_defaults=False):
     """One entry of the bundle, and what became of it.
 
     Args:
-        installed: What became of it.
-        content: What it holds.
+        hash: Its hash.
+        outcome: "new", "merged" with what was there, or the "same" as it.
+        rows_added: How many rows the cache did not have.
+        artifacts: How many artifacts it has in the bundle.
+        size_bytes: The size of those.
         verdict: What was said of this machine; None where nobody asked.
+        ranks: Its ranks and prefixes.
     """
 
-    installed: Installed
-    content: EntryContent
+    hash: str
+    outcome: Outcome
+    rows_added: int
+    artifacts: int
+    size_bytes: int
     verdict: str | None
-
-    @property
-    def size_bytes(self) -> int:
-        """The size of its artifacts."""
-        return sum(self.content.artifacts.values())
-
-    def to_json(self) -> dict[str, Any]:
-        """Return its JSON form."""
-        return {
-            "hash": self.content.hash,
-            "outcome": self.installed.outcome,
-            "rows_added": self.installed.rows_added,
-            "artifacts": len(self.content.artifacts),
-            "size_bytes": self.size_bytes,
-            "verdict": self.verdict,
-            "ranks": [{"rank": m.rank, "prefix": m.prefix, "model": m.model} for m in self.content.manifests],
-        }
+    ranks: tuple[ImportedRank, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImportReport:
-    """What was imported; the JSON form stands at the head of this module."""
+class ImportReport(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """What was imported; its fields are those that `import --json` prints.
 
+    Args:
+        source: The bundle; "-" for a stream.
+        root: The cache's root.
+        signed_by: The id of the trusted key that signed it; None where no keys were asked for.
+        size_bytes: The size of all members together.
+        entries: What became of each entry.
+        warnings: What the user should know.
+    """
+
+    schema: int = SCHEMA
     source: str
-    root: Path
+    root: str
     signed_by: str | None
     size_bytes: int
     entries: tuple[ImportedEntry, ...]
     warnings: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the document that `import --json` prints."""
-        return {
-            "schema": SCHEMA,
-            "source": self.source,
-            "root": str(self.root),
-            "signed_by": self.signed_by,
-            "size_bytes": self.size_bytes,
-            "entries": [entry.to_json() for entry in self.entries],
-            "warnings": list(self.warnings),
-        }
 
 
 def import_bundle(options: ImportOptions) -> ImportReport:
@@ -143,12 +132,20 @@ def import_bundle(options: ImportOptions) -> ImportReport:
         installed = install(layout, unpacked, replacing=options.replace)
     return ImportReport(
         source=_spelled(options.source),
-        root=layout.root,
+        root=str(layout.root),
         signed_by=unpacked.signed_by,
         size_bytes=unpacked.index.size_bytes,
         entries=tuple(
-            ImportedEntry(installed=done, content=content, verdict=verdicts[content.hash])
-            for done, content in zip(installed, unpacked.entries, strict=True)
+            ImportedEntry(
+                hash=content.hash,
+                outcome=outcome,
+                rows_added=rows,
+                artifacts=len(content.artifacts),
+                size_bytes=sum(content.artifacts.values()),
+                verdict=verdicts[content.hash],
+                ranks=tuple(ImportedRank(rank=m.rank, prefix=m.prefix, model=m.model) for m in content.manifests),
+            )
+            for content, (outcome, rows) in zip(unpacked.entries, installed, strict=True)
         ),
         warnings=tuple(warnings),
     )
@@ -191,12 +188,7 @@ def _verdict(content: EntryContent, options: ImportOptions, warnings: list[str])
 
 @contextlib.contextmanager
 def unpacking_folder(layout: CacheLayout) -> Iterator[Path]:
-    """Yield a new folder beside the entries of a cache; what was made for it is gone afterwards, unless it holds more.
-
-    Raises:
-        RefusedError: link_here: the folder of the entries is a link.
-        CacheError: It cannot be made: read-only, full, no permission.
-    """
+    """Yield a new folder beside the entries of a cache; what was made for it is gone afterwards."""
     check_no_links([layout.base])
     made = _make(layout.base)
     folder = layout.base / f".import.{os.getpid()}.{secrets.token_hex(6)}.tmp"

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -48,29 +47,8 @@ from cgtool.toolkit.bundle.unpack import EntryContent, Unpacked
 Outcome = Literal["new", "merged", "same"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Installed:
-    """What became of one entry.
-
-    Args:
-        hash: Its hash.
-        outcome: "new", "merged" with what was there, or the "same" as it.
-        rows_added: How many rows the cache did not have.
-    """
-
-    hash: str
-    outcome: Outcome
-    rows_added: int
-
-
 def check_fits(layout: CacheLayout, unpacked: Unpacked, *, replacing: bool) -> None:
-    """Check that a bundle can be merged with what is there, before anything changes.
-
-    Raises:
-        RefusedError: link_here: a folder to be written to is a link; other_plan: an entry of the same hash has another
-            plan; other_schema_here: another version of cgtool wrote it.
-        CacheError: The cache cannot be read.
-    """
+    """Check that a bundle can be merged with what is there, before anything changes."""
     for content in unpacked.entries:
         check_no_links(_written_to(layout, content))
         try:
@@ -84,12 +62,7 @@ def check_fits(layout: CacheLayout, unpacked: Unpacked, *, replacing: bool) -> N
 
 
 def check_no_links(folders: Iterable[Path]) -> None:
-    """Check that folders of a cache are no links, through which an import would write elsewhere.
-
-    Raises:
-        RefusedError: link_here.
-        CacheError: One cannot be looked at.
-    """
+    """Check that folders of a cache are no links, through which an import would write elsewhere."""
     for folder in folders:
         with os_errors_as_cache_errors(folder):
             is_link = folder.is_symlink()
@@ -136,13 +109,8 @@ def _check_plan(entry: Entry | None, manifest: Manifest, *, replacing: bool) -> 
     raise RefusedError(message, reason="other_plan", path=manifest.name.flat)
 
 
-def install(layout: CacheLayout, unpacked: Unpacked, *, replacing: bool) -> tuple[Installed, ...]:
-    """Put every entry of a bundle in place.
-
-    Raises:
-        RefusedError: Another process published another plan meanwhile.
-        CacheError: The cache cannot be written.
-    """
+def install(layout: CacheLayout, unpacked: Unpacked, *, replacing: bool) -> list[tuple[Outcome, int]]:
+    """Put every entry of a bundle in place; return what became of each, and how many rows the cache did not have."""
     ensure_root(layout.root)
     ensure_folder(layout.base)
     for content in unpacked.entries:
@@ -155,10 +123,10 @@ def install(layout: CacheLayout, unpacked: Unpacked, *, replacing: bool) -> tupl
         finally:
             if lease is not None:
                 lease.release()
-    return tuple(installed)
+    return installed
 
 
-def _install(layout: CacheLayout, unpacked: Unpacked, content: EntryContent, *, replacing: bool) -> Installed:
+def _install(layout: CacheLayout, unpacked: Unpacked, content: EntryContent, *, replacing: bool) -> tuple[Outcome, int]:
     source, target = unpacked.layout.entry_dir(content.hash), layout.entry_dir(content.hash)
     names = [manifest.name for manifest in content.manifests]
     with os_errors_as_cache_errors(target):
@@ -172,7 +140,7 @@ def _install(layout: CacheLayout, unpacked: Unpacked, content: EntryContent, *, 
                 with contextlib.suppress(CacheError):  # whoever looks next takes it in
                     lookup.index(manifest.name, manifest.lookup)
             rows = sum(len(manifest.rows) for manifest in content.manifests)
-            return Installed(hash=content.hash, outcome="new", rows_added=rows)
+            return "new", rows
     return _merge(layout, unpacked, content, replacing=replacing)
 
 
@@ -192,7 +160,7 @@ def _renamed(source: Path, target: Path) -> bool:
     return True
 
 
-def _merge(layout: CacheLayout, unpacked: Unpacked, content: EntryContent, *, replacing: bool) -> Installed:
+def _merge(layout: CacheLayout, unpacked: Unpacked, content: EntryContent, *, replacing: bool) -> tuple[Outcome, int]:
     objects = ObjectStore(layout.entry_dir(content.hash))
     theirs = ObjectStore(unpacked.layout.entry_dir(content.hash))
     for digest, kind in content.artifacts:
@@ -224,7 +192,7 @@ def _merge(layout: CacheLayout, unpacked: Unpacked, content: EntryContent, *, re
         changed = True
     if _is_whole(layout, unpacked, content):
         _add_signature(layout.entry_dir(content.hash), unpacked)
-    return Installed(hash=content.hash, outcome="merged" if changed else "same", rows_added=added)
+    return ("merged" if changed else "same"), added
 
 
 def _is_intact(layout: CacheLayout, entry: Entry) -> bool:

@@ -62,8 +62,10 @@ _MAX_WINDOW_BYTES = 2**27
 _MOST_GROWTH, _GROWTH_FROM_BYTES = 1.01, 2**20
 #: The slashes in the longest names that the grammar of `cgtool.store.bundle_index` knows: those are files.
 _DEEPEST = 4
-#: What lies beside the members in a folder that served as a cache: it is left alone.
-_OF_A_CACHE = frozenset({"units", "lookup", "state"})
+#: What lies beside the entries in a folder that is a bundle.
+_BESIDE = (INDEX_FILE, SIGNATURE_FILE, "CACHEDIR.TAG")
+#: Folders of a cache, so deep, that hold no members and are left alone. Load checks signatures; import writes its own.
+_LEFT_ALONE = frozenset({(1, "units"), (1, "lookup"), (1, "state"), (2, SIGNATURES)})
 
 
 class OpenBundle(Protocol):
@@ -78,28 +80,22 @@ class OpenBundle(Protocol):
     signature_bytes: bytes | None
 
     def members(self, index: Index) -> Iterator[tuple[Member, Iterator[bytes]]]:
-        """Yield every member of `index` in order with its bytes, which must be read before the next is asked for.
-
-        Raises:
-            RefusedError: The bundle holds something else than the index says.
-        """
+        """Yield every member of `index` in order with its bytes, which must be read before the next is asked for."""
 
 
 @contextlib.contextmanager
 def opened(source: Path | IO[bytes], limits: Limits) -> Iterator[OpenBundle]:
-    """Yield a bundle with its index and signatures read, and nothing else.
-
-    Raises:
-        RefusedError: It is no bundle, or not whole.
-        CacheError: It cannot be read.
-    """
+    """Yield a bundle with its index and signatures read, and nothing else."""
     if not isinstance(source, Path):
         yield Archive(source, limits)
         return
     try:
         if source.is_dir():
-            with _folder(source) as descriptor:
+            descriptor = os.open(source, _READ | os.O_DIRECTORY)
+            try:
                 yield Folder(descriptor, limits)
+            finally:
+                os.close(descriptor)
         else:
             # Without waiting for a writer of what is a pipe.
             with open(source, "rb", opener=lambda path, _: os.open(path, _READ | os.O_NONBLOCK)) as stream:
@@ -111,11 +107,7 @@ def opened(source: Path | IO[bytes], limits: Limits) -> Iterator[OpenBundle]:
 
 
 def header_bytes(name: str, size_bytes: int, mode: int) -> bytes:
-    """Return the header of a file: plain ustar, without times and users.
-
-    Raises:
-        CacheError: The name or the size does not fit.
-    """
+    """Return the header of a file: plain ustar, without times and users."""
     info = tarfile.TarInfo(name)
     info.size, info.mode = size_bytes, mode
     try:
@@ -131,12 +123,7 @@ def padding(size_bytes: int) -> bytes:
 
 
 class Unpacker:
-    """Unpacks exactly one frame of zstd, and refuses what grows out of all proportion.
-
-    Args:
-        source: Where the frame comes from.
-        limits: What it may grow to.
-    """
+    """Unpacks exactly one frame of zstd, and refuses what grows out of all proportion."""
 
     def __init__(self, source: IO[bytes], limits: Limits) -> None:
         import zstandard  # milliseconds, and only for who reads a bundle
@@ -150,22 +137,14 @@ class Unpacker:
         self._waiting = memoryview(b"")
 
     def read(self, size: int, /) -> bytes:
-        """Return at most `size` bytes; none at the end.
-
-        Raises:
-            RefusedError: bad_compression, truncated, bomb or not_a_bundle.
-        """
+        """Return at most `size` bytes; none at the end."""
         while not self._waiting and not self._frame.eof:
             self._feed()
         chunk, self._waiting = bytes(self._waiting[:size]), self._waiting[size:]
         return chunk
 
     def check_end(self) -> None:
-        """Check that all was read and that nothing follows.
-
-        Raises:
-            RefusedError: trailing_data.
-        """
+        """Check that all was read and that nothing follows."""
         if self.read(1):
             raise refused("trailing_data", "holds something after its end")
         if self._frame.unused_data or self._source.read(1):
@@ -196,12 +175,7 @@ class Unpacker:
 
 
 class Archive:
-    """A bundle as one file.
-
-    Args:
-        source: Its bytes.
-        limits: How much is read of it.
-    """
+    """A bundle as one file."""
 
     def __init__(self, source: IO[bytes], limits: Limits) -> None:
         self._source = Unpacker(source, limits)
@@ -317,12 +291,7 @@ def _stray(name: str, expected: str | None, index: Index) -> RefusedError:
 
 
 class Folder:
-    """A bundle as a folder.
-
-    Args:
-        descriptor: The open folder.
-        limits: How much is read of it.
-    """
+    """A bundle as a folder."""
 
     def __init__(self, descriptor: int, limits: Limits) -> None:
         self._descriptor = descriptor
@@ -367,86 +336,61 @@ def _chunks(file: int, size: int, name: str) -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def _folder(path: Path | str, *, above: int | None = None) -> Iterator[int]:
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-    descriptor = os.open(path, flags if above is None else flags | os.O_NOFOLLOW, dir_fd=above)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
 def _file(top: int, name: str) -> Iterator[tuple[int, int]]:
-    """Yield a regular file below an open folder, and its size; no link is followed on the way."""
-    with contextlib.ExitStack() as stack:
-        *folders, own = name.split("/")
-        above = top
-        try:
-            for folder in folders:
-                above = stack.enter_context(_folder(folder, above=above))
-            file = os.open(own, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=above)
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
-                raise refused("link", "is a link or no file, or lies below one", member=name) from error
-            if isinstance(error, FileNotFoundError):
-                raise
-            raise CacheError(f"{name} cannot be read: {error.strerror}. Check its permissions.", path=name) from error
-        stack.callback(os.close, file)
+    """Yield a regular file below an open folder, and its size.
+
+    No link in its own place is followed. One that is laid in place of a folder once all folders were looked at leads to
+    bytes that must have the digest of the index, too.
+    """
+    try:
+        file = os.open(name, _READ | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=top)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
+            raise refused("link", "is a link or no file, or lies below one", member=name) from error
+        raise CacheError(f"{name} cannot be read: {error.strerror}. Check its permissions.", path=name) from error
+    try:
         status = os.fstat(file)
         _check_type(status.st_mode, name)
         yield file, status.st_size
+    finally:
+        os.close(file)
 
 
 def _check_type(mode: int, name: str) -> None:
-    if stat.S_ISLNK(mode):
-        raise refused("link", "is a link", member=name)
-    if stat.S_ISFIFO(mode):
-        raise refused("fifo", "is a named pipe", member=name)
-    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-        raise refused("device", "is a device", member=name)
+    kinds = {stat.S_IFLNK: tarfile.SYMTYPE, stat.S_IFIFO: tarfile.FIFOTYPE}
+    kinds |= {stat.S_IFCHR: tarfile.CHRTYPE, stat.S_IFBLK: tarfile.BLKTYPE}
     if not stat.S_ISREG(mode):
-        raise refused("strange_type", "is no file", member=name)
+        reason, why = _TYPES.get(kinds.get(stat.S_IFMT(mode), b""), ("strange_type", "is no file"))
+        raise refused(reason, why, member=name)
 
 
 def _walk(top: int) -> Iterator[str]:
-    """Yield the name of everything in a folder that is no folder and that its index must name."""
-    for entry in _listed(top, ""):
-        if entry.name in (INDEX_FILE, SIGNATURE_FILE, "CACHEDIR.TAG") and entry.is_file(follow_symlinks=False):
-            continue
-        if entry.name != CACHE_FOLDER or not entry.is_dir(follow_symlinks=False):
-            raise refused("outside_layout", "is nothing that a bundle holds", member=entry.name)
-    try:
-        with _folder(CACHE_FOLDER, above=top) as base:
-            for entry in _listed(base, CACHE_FOLDER):
-                name = f"{CACHE_FOLDER}/{entry.name}"
-                if entry.name in _OF_A_CACHE and entry.is_dir(follow_symlinks=False):
+    """Yield the name of everything in a folder that is no folder and that its index must name; follows no link."""
+    for above, folders, files, descriptor in os.fwalk(".", dir_fd=top, onerror=_unlisted):
+        parts = above.split("/")[1:]
+        base = "".join(f"{part}/" for part in parts)
+        folders.sort()
+        for name in sorted([*files, *folders]):
+            mode = os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode
+            is_folder = stat.S_ISDIR(mode)
+            if not parts:
+                if name == CACHE_FOLDER if is_folder else name in _BESIDE and stat.S_ISREG(mode):
                     continue
-                if not is_hash(entry.name):
-                    place_of(name)
-                yield from _below(base, entry, name)
-    except FileNotFoundError:
-        return
+                raise refused("outside_layout", "is nothing that a bundle holds", member=name)
+            if is_folder and (len(parts), name) in _LEFT_ALONE:
+                folders.remove(name)
+                continue
+            if len(parts) == 1 and not is_hash(name):
+                place_of(base + name)
+            if is_folder and len(parts) >= _DEEPEST:
+                raise refused("outside_layout", "is a folder where a bundle has none", member=base + name)
+            if not is_folder:
+                _check_type(mode, base + name)
+                yield base + name
 
 
-def _below(above: int, entry: os.DirEntry[str], name: str) -> Iterator[str]:
-    if not entry.is_dir(follow_symlinks=False):
-        _check_type(entry.stat(follow_symlinks=False).st_mode, name)
-        yield name
-        return
-    if name.count("/") == 2 and entry.name == SIGNATURES:  # noqa: PLR2004 - in the entry's own folder
-        return  # what load checks: import writes its own
-    if name.count("/") >= _DEEPEST:
-        raise refused("outside_layout", "is a folder where a bundle has none", member=name)
-    with _folder(entry.name, above=above) as descriptor:
-        for child in _listed(descriptor, name):
-            yield from _below(descriptor, child, f"{name}/{child.name}")
-
-
-def _listed(descriptor: int, name: str) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(descriptor) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
-    except OSError as error:
-        where = name or "The bundle"
-        raise CacheError(f"{where} cannot be listed: {error.strerror}. Check its permissions.", path=where) from error
+def _unlisted(error: OSError) -> None:
+    where = str(error.filename or "The bundle")
+    raise CacheError(f"{where} cannot be listed: {error.strerror}. Check its permissions.", path=where) from error

@@ -48,18 +48,12 @@ _MOST_OPEN = 64
 
 @dataclass(frozen=True, kw_only=True)
 class EntryContent:
-    """One entry of a bundle, checked.
-
-    Args:
-        hash: Its hash.
-        key: Its factors.
-        manifests: Of each rank and prefix, in order.
-        pickles: The artifacts that torch would unpickle, by member name.
-    """
+    """One entry of a bundle, checked."""
 
     hash: str
     key: Key
     manifests: tuple[Manifest, ...]
+    #: The artifacts that torch would unpickle, by member name.
     pickles: tuple[str, ...]
 
     @property
@@ -74,21 +68,13 @@ class EntryContent:
 
 @dataclass(frozen=True, kw_only=True)
 class Unpacked:
-    """A bundle that was checked.
-
-    Args:
-        layout: The cache root that it lies under.
-        index: Its members.
-        index_bytes: The text of its bundle.json.
-        signature_bytes: The text of its bundle.sig; None where there is none.
-        signed_by: The id of the trusted key that signed it; None where no keys were asked for.
-        entries: Its entries, by hash.
-    """
+    """A bundle that was checked."""
 
     layout: CacheLayout
     index: Index
     index_bytes: bytes
     signature_bytes: bytes | None
+    #: The id of the trusted key that signed it; None where no keys were asked for.
     signed_by: str | None
     entries: tuple[EntryContent, ...]
 
@@ -210,12 +196,7 @@ def _flush(descriptor: int, path: Path) -> None:
 
 
 def check_entry(layout: CacheLayout, hash_: str, members: Iterable[Member]) -> EntryContent:
-    """Check one entry that lies unpacked under a cache root of its own.
-
-    Raises:
-        RefusedError: Something in it is not as cgtool writes it; the error names the member.
-        CacheError: It cannot be read.
-    """
+    """Check one entry that lies unpacked under a cache root of its own."""
     there = {member.path: member for member in members}
     base = f"{CACHE_FOLDER}/{hash_}"
     key_name = f"{base}/{KEY_FILE}"
@@ -319,11 +300,7 @@ def _artifact_names(base: str, rows: Iterator[Row], there: Mapping[str, Member])
 
 
 def check_package(path: Path, member: Member) -> None:
-    """Check that a package holds native code, kernels and metadata of ours, and nothing else.
-
-    Raises:
-        RefusedError: strange_package.
-    """
+    """Check that a package holds native code, kernels and metadata of ours, and nothing else."""
     try:
         unpack_package(path.read_bytes(), vouched=True)
     except ArtifactError as error:

@@ -129,22 +129,13 @@ class _ForeignPlanner(Planner):
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignPlan(Plan):
-    """What a prune of another system's cache would do.
-
-    Args:
-        paths: Where each entry lies.
-        made: When the plan was made, seconds since the epoch.
-    """
+    """What a prune of another system's cache would do."""
 
     paths: Mapping[str, Path]
     made: float
 
     def execute(self, on_event: OnEvent = ignore) -> Outcome:  # noqa: ARG002 - it is done in a blink
-        """Remove what the plan names, as far as that is still so; what cannot be removed is told in the outcome.
-
-        Args:
-            on_event: Told of nothing.
-        """
+        """Remove what the plan names, as far as that is still so; what cannot be removed is told in the outcome."""
         removal = Removal()
         removed: list[str] = []
         kept: list[Kept] = []

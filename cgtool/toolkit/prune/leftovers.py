@@ -45,29 +45,19 @@ _FLAT = re.compile(r"[0-9a-f]{64}-rank_(?:0|[1-9][0-9]*)-[^~]+")
 
 @dataclass(kw_only=True)
 class Survey:
-    """What a plan has to know of a cache, and no more: it may hold a hundred thousand artifacts.
+    """What a plan has to know of a cache, and no more: it may hold a hundred thousand artifacts."""
 
-    Args:
-        entries: By hash, in order, without their rows.
-        units: The names in each unit's folder but its lock, by key.
-        is_readable: Whether it is known what every entry shares.
-        leftovers: What is left over in the entries' folders.
-    """
-
+    #: By hash, in order, without their rows.
     entries: dict[str, EntryView] = field(default_factory=dict)
+    #: The names in each unit's folder but its lock, by key.
     units: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    #: Whether it is known what every entry shares.
     is_readable: bool = True
     leftovers: list[Leftover] = field(default_factory=list)
 
 
 class Leftovers:
-    """Finds the leftovers of a cache, and removes those that still are some.
-
-    Args:
-        layout: Where the cache lies.
-        leases: Who uses it.
-        now: Seconds since the epoch.
-    """
+    """Finds the leftovers of a cache, and removes those that still are some."""
 
     def __init__(self, layout: CacheLayout, leases: LeaseTable, *, now: float) -> None:
         self._layout = layout
@@ -76,14 +66,7 @@ class Leftovers:
         self._now = now
 
     def survey(self, *, artifacts: bool = True) -> Survey:
-        """Walk through the cache; an entry that cannot be read is marked and never an error.
-
-        Args:
-            artifacts: Whether the names of artifacts are of interest, and units that are as they should be.
-
-        Raises:
-            CacheError: The cache folder itself cannot be listed.
-        """
+        """Walk through the cache; an entry that cannot be read is marked and never an error."""
         found, unlisted = Survey(), list[CacheError]()
         for unit in walk_units(self._layout, unlisted):
             if unit.key and (artifacts or not _is_whole(unit.files)):

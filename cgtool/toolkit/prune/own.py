@@ -262,25 +262,13 @@ def _entry_named(hashes: Iterable[str], text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnPlan(Plan):
-    """What a prune of cgtool's own cache would do.
-
-    Args:
-        views: The entries as the plan saw them, by hash.
-        stamps: The stamps of loads as it saw them, by `RankName.flat`.
-    """
+    """What a prune of cgtool's own cache would do."""
 
     views: Mapping[str, EntryView]
     stamps: Mapping[str, Status]
 
     def execute(self, on_event: OnEvent = ignore) -> Outcome:
-        """Remove what the plan names, as far as that is still so; what cannot be removed is told in the outcome.
-
-        Args:
-            on_event: Told of each folder as it goes.
-
-        Raises:
-            CacheError: File locks do not work there, so that nobody can tell what is used.
-        """
+        """Remove what the plan names, as far as that is still so; what cannot be removed is told in the outcome."""
         layout = CacheLayout(root=self.root)
         require_locks(layout)
         removal = Removal(layout)

@@ -28,11 +28,7 @@ class Ledger:
         self.freed_bytes = 0
 
     def take(self, path: str) -> tuple[int, int]:
-        """Count a file, or a folder with all that is in it, as gone.
-
-        Returns:
-            What its files take, and what comes free with them, in bytes; what is gone meanwhile counts nothing.
-        """
+        """Count a file, or a folder with all that is in it, as gone."""
         before, size = self.freed_bytes, 0
         for status in _files(path):
             size += status.st_size
@@ -40,11 +36,7 @@ class Ledger:
         return size, self.freed_bytes - before
 
     def take_files(self, folder: str, names: Iterable[str]) -> int:
-        """Count files of a folder as gone, whose names are known: quicker than to list a hundred thousand folders.
-
-        Returns:
-            What comes free with them, in bytes.
-        """
+        """Count files of a folder as gone, whose names are known: quicker than to list a hundred thousand folders."""
         before = self.freed_bytes
         for name in names:
             for status in _file(f"{folder}/{name}"):
@@ -78,11 +70,7 @@ class Failed(Record, frozen=True, kw_only=True):
 
 
 class Removal:
-    """Removes things, and counts what comes free with them; what goes wrong is noted and never raised.
-
-    Args:
-        layout: The cache, out of which nothing is removed through a link; None for another system's.
-    """
+    """Removes things, and counts what comes free with them; what goes wrong is noted and never raised."""
 
     def __init__(self, layout: CacheLayout | None = None) -> None:
         self.failed: list[Failed] = []

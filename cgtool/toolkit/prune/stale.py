@@ -29,13 +29,7 @@ _KNOWN = ("cgtool", "triton")
 
 
 class StaleFinder:
-    """Compares entries with this machine.
-
-    Args:
-        layout: Where the cache lies.
-        pythonpath: Folders in which modules are looked for first.
-        machine: This machine; None asks it.
-    """
+    """Compares entries with this machine."""
 
     def __init__(self, layout: CacheLayout, *, pythonpath: Sequence[str] = (), machine: Machine | None = None) -> None:
         self._layout = layout

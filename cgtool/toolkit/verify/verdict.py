@@ -11,24 +11,17 @@ What belongs to the model (its sources, its weights, its guards) is for load its
 instructions of the processor than before are a miss too, for the key holds only their digest.
 
 Which glibc native code asks for stands in its shared library, which lies uncompressed in a package
-(`cgtool.store.artifacts`), in the section of needed versions. By the layout of ELF for 64 bits and little endian::
-
-    Elf64_Ehdr     at byte 40: where the section headers are; at 58 and 60: the bytes of each and how many
-    Elf64_Shdr     at byte 4: its type (0x6ffffffe: needed versions); at 24 and 40: its offset, the section of its names
-    Elf64_Verneed  2 version, 2 how many, 4 file, 4 its first Vernaux, 4 the next Verneed
-    Elf64_Vernaux  4 hash, 2 flags, 2 other, 4 name ("GLIBC_2.34"), 4 the next Vernaux
-
-Source: the Linux Standard Base, "Symbol Versioning".
+(`cgtool.store.artifacts`): the linker puts the name of each version that is needed ("GLIBC_2.34") among the names of
+symbols, each between two zeros.
 """
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import re
-import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from cgtool.plan.grammar import Record
@@ -69,16 +62,15 @@ _UNKNOWN = frozenset({"accelerators", "capability"})
 _COMPILER = "compiler"
 _INSTRUCTIONS = "target.cpu.instructions"
 
-_ELF = b"\x7fELF\x02\x01"
-_VERNEED = 0x6FFFFFFE
-_GLIBC = re.compile(rb"GLIBC_(\d+\.\d+)(?:\.\d+)?\0")
-#: What a stranger's library may claim to have, at most: a loop of records has an end.
-_MOST_RECORDS = 4096
+_NAME = b"\0GLIBC_"
+_VERSION = re.compile(rb"\d{1,4}\.\d{1,4}")
+#: What a stranger's library may name, at most.
+_MOST_NAMES = 4096
 #: How many artifacts of an entry are looked into: those of one entry were made by one compiler.
 _MOST_ARTIFACTS = 64
 #: What is no longer than this is read, which is quicker than to map it.
 _SMALL_BYTES = 1 << 16
-_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 
 
 class Verdict(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -208,60 +200,25 @@ def glibc_of_entry(artifacts: Iterable[str]) -> str | None:
     return max(needed, key=version_pair, default=None)
 
 
-def glibc_needed(path: str) -> str | None:
-    """Return the newest glibc that a package's library needs; None where it holds none or does not say.
-
-    Args:
-        path: The package, or a library as it is.
-    """
+def glibc_needed(path: str | Path) -> str | None:
+    """Return the newest glibc that a package's library needs; None where it holds none or does not say."""
     try:
-        with _content(path) as data:
-            start = data.find(_ELF)
-            versions = [] if start < 0 else list(_versions(data, start))
-    except (OSError, ValueError, OverflowError, struct.error, IndexError):  # gone, empty, torn: the digests tell
+        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | _NONBLOCK)) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size <= _SMALL_BYTES:  # asked of each artifact of a cache, and quicker than to map it
+                return max(_versions(file.read(size)), key=version_pair, default=None)
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return max(_versions(data), key=version_pair, default=None)
+    except (OSError, ValueError):  # gone, or cut meanwhile: the digests tell
         return None
-    return max(versions, key=version_pair, default=None)
 
 
-@contextlib.contextmanager
-def _content(path: str) -> Iterator[bytes | mmap.mmap]:
-    descriptor = os.open(path, _FLAGS)
-    try:
-        size = os.fstat(descriptor).st_size
-        if size <= _SMALL_BYTES:  # asked of each artifact of a cache, and quicker than to map it
-            yield os.read(descriptor, size)
+def _versions(data: bytes | mmap.mmap) -> Iterator[str]:
+    at = -1
+    for _ in range(_MOST_NAMES):
+        at = data.find(_NAME, at + 1)
+        if at < 0:
             return
-        with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
-            yield data
-    finally:
-        os.close(descriptor)
-
-
-def _versions(data: bytes | mmap.mmap, start: int) -> Iterator[str]:
-    (table,) = struct.unpack_from("<Q", data, start + 40)
-    size, count = struct.unpack_from("<HH", data, start + 58)
-    headers = [start + table + size * number for number in range(count)]
-    for at in headers:
-        (kind,) = struct.unpack_from("<I", data, at + 4)
-        if kind == _VERNEED:
-            (offset,) = struct.unpack_from("<Q", data, at + 24)
-            (link,) = struct.unpack_from("<I", data, at + 40)
-            (names,) = struct.unpack_from("<Q", data, headers[link] + 24)
-            yield from _needed(data, start + offset, start + names)
-
-
-def _needed(data: bytes | mmap.mmap, at: int, names: int) -> Iterator[str]:
-    left = _MOST_RECORDS
-    more = True
-    while more and left > 0:
-        _, count, _, first, following = struct.unpack_from("<HHIII", data, at)
-        inner = at + first
-        for _ in range(min(count, left)):
-            left -= 1
-            _, _, _, name, after = struct.unpack_from("<IHHII", data, inner)
-            match = _GLIBC.match(data, names + name)
-            if match is not None:
-                yield match[1].decode("ascii")
-            inner += after
-        left -= 1
-        at, more = at + following, bool(following)
+        match = _VERSION.match(data, at + len(_NAME))
+        if match is not None:
+            yield match[0].decode("ascii")

@@ -65,8 +65,8 @@ def test_the_bundle_that_all_of_them_are_forged_from_is_taken(tmp_path, genuine)
     bundle = tmp_path / "genuine.tar.zst"
     bundle.write_bytes(genuine.bytes())
     report = import_bundle(ImportOptions(source=bundle, cache_dir=tmp_path / "cache", trust=True))
-    assert [entry.installed.outcome for entry in report.entries] == ["new"]
-    assert Forge.of(tmp_path / "cache", report.entries[0].content.hash).files == genuine.files
+    assert [entry.outcome for entry in report.entries] == ["new"]
+    assert Forge.of(tmp_path / "cache", report.entries[0].hash).files == genuine.files
 
 
 def test_a_refusal_leaves_no_cache_where_there_was_none(tmp_path, genuine):

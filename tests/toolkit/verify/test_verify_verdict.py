@@ -181,7 +181,7 @@ def test_a_torn_library_says_nothing_and_never_hangs(tmp_path: Path) -> None:
     path = tmp_path / "torn.pt2"
     for kept in range(0, len(whole), len(whole) // 50):
         path.write_bytes(whole[:kept])
-        assert glibc_needed(path) in (None, said_by(whole))
+        assert glibc_needed(path) == said_by(whole[:kept])
     for at in range(64):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
         glibc_needed(path)
