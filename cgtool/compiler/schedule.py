@@ -89,46 +89,23 @@ def compile_work(
     started = time.perf_counter()
     # what serves all sizes comes first: where it falls to eager, nothing else of the piece is compiled
     groups = sorted(unique(work), key=lambda group: not group[0].is_base)
-    tasks = [_Task(items=group, work=group[0]) for group in groups]
-    _Run(tasks, objects, manager, on_event).run(pool)
-    # fell to eager; where eager was asked for, every size that was asked for has its artifact
-    as_it_stands = {item.place for task in tasks if task.fell_to_eager for item in task.items}
-    for task in tasks:
-        task.items = [item for item in task.items if item.is_base or item.place not in as_it_stands]
-    tasks = [task for task in tasks if task.items]
-    _raise_failures([task for task in tasks if task.error is not None])
-    built = [(task, task.built) for task in tasks if task.built is not None]
+    run = _Run([_Task(items=group, work=group[0]) for group in groups], objects, manager, on_event)
+    run.go(pool)
+    served = [
+        (item, task) for task in run.tasks for item in task.items if item.is_base or item.place not in run.as_it_stands
+    ]
+    _raise_failures(list(dict.fromkeys(task for _, task in served if task.error is not None)))
+    done = [(item, task, task.built) for item, task in served if task.built is not None]
+    units = {task: unit for _, task, unit in done}.values()
     return Compiled(
-        rows=tuple(
-            Row(
-                variant=item.variant,
-                piece_index=item.piece_index,
-                shape=item.shape,
-                adaptor=task.work.adaptor,
-                tuned=item.tuned,
-                artifact=unit.artifact,
-            )
-            for task, unit in built
-            for item in task.items
-        ),
-        compiled=sum(not unit.reused for _, unit in built),
+        rows=tuple(item.row(task.work.adaptor, unit.artifact) for item, task, unit in done),
+        compiled=sum(not unit.reused for unit in units),
         secs=time.perf_counter() - started,
         fallbacks=tuple(
-            Fallback(
-                variant=item.variant,
-                piece_index=item.piece_index,
-                shape=item.shape,
-                adaptor=task.work.adaptor,
-                reason="; ".join(task.refusals),
-            )
-            for task, _ in built
-            if task.refusals
-            for item in task.items
+            item.fallback(task.work.adaptor, "; ".join(task.refusals)) for item, task, _ in done if task.refusals
         ),
-        unproved=tuple(
-            (item.piece_index, unit.unproved) for task, unit in built if unit.unproved for item in task.items
-        ),
-        generated={unit.artifact.digest: unit.generated for _, unit in built if unit.generated},
+        unproved=tuple((item.piece_index, unit.unproved) for item, _, unit in done if unit.unproved),
+        generated={unit.artifact.digest: unit.generated for unit in units if unit.generated},
     )
 
 
@@ -142,7 +119,7 @@ def unique(work: Iterable[Work]) -> Iterator[list[Work]]:
     yield from groups.values()
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class _Task:
     """Work that one artifact serves, and what came of it so far.
 
@@ -161,11 +138,6 @@ class _Task:
     error: CompileError | None = None
 
     @property
-    def fell_to_eager(self) -> bool:
-        """Whether the piece runs as it stands at every size, because no compiler took it."""
-        return self.work.is_base and self.work.adaptor == EAGER and bool(self.refusals)
-
-    @property
     def label(self) -> str:
         """What is compiled, for people: "pieces 2, 4, 6 (general)"."""
         indices = sorted({item.piece_index for item in self.items})
@@ -175,26 +147,31 @@ class _Task:
 
 
 class _Run:
-    """Does all tasks; each then has a unit or an error. Whatever is no single piece's fault ends the run at once."""
+    """Does all tasks; each then has a unit or an error. Whatever is no single piece's fault ends the run at once.
+
+    Attributes:
+        tasks: All of them.
+        as_it_stands: Variant and piece of what fell to eager: it runs so at every size.
+    """
 
     def __init__(self, tasks: list[_Task], objects: ObjectStore, manager: CompilerManager, on_event: OnEvent) -> None:
-        self._tasks = tasks
+        self.tasks = tasks
+        self.as_it_stands: set[tuple[int, int]] = set()
         self._objects = objects
         self._manager = manager
         self._on_event = on_event
         self._for_workers: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._here: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._running: dict[int, str] = {}
+        self._running: dict[_Task, str] = {}
         self._left = len(tasks)
         self._fatal: BaseException | None = None
-        self._as_it_stands: set[tuple[int, int]] = set()
 
-    def run(self, pool: WorkerPool | None) -> None:
-        for task in self._tasks:
+    def go(self, pool: WorkerPool | None) -> None:
+        for task in self.tasks:
             self._manager.key(task.work)  # slow for the first, and an option that is unknown ends all of it here
-            self._enqueue(task)
-        away = sum(self._manager.uses_workers(task.work.adaptor) for task in self._tasks)
+            self._queue_of(task.work).put(task)
+        away = sum(self._manager.uses_workers(task.work.adaptor) for task in self.tasks)
         count = 0
         if pool is not None:
             pool.start(away)
@@ -217,8 +194,8 @@ class _Run:
         if self._fatal is not None:
             raise self._fatal
 
-    def _enqueue(self, task: _Task) -> None:
-        (self._for_workers if self._manager.uses_workers(task.work.adaptor) else self._here).put(task)
+    def _queue_of(self, work: Work) -> queue.SimpleQueue[_Task | None]:
+        return self._for_workers if self._manager.uses_workers(work.adaptor) else self._here
 
     def _serve(self) -> None:
         """What the threads do: they wait for workers, and never compile."""
@@ -230,52 +207,49 @@ class _Run:
                 self._end(task)
 
     def _step(self, task: _Task, *, in_worker: bool) -> None:
-        """Give a task to its adaptor once."""
+        """Give a task to its adaptor once, and put it into a queue again where that is not the end of it."""
         with self._lock:  # all that a task is for may run as it stands by now, whatever the size
-            is_moot = not task.work.is_base and all(item.place in self._as_it_stands for item in task.items)
-        if self._fatal is not None or is_moot:
+            is_moot = not task.work.is_base and all(item.place in self.as_it_stands for item in task.items)
+            if self._fatal is None and not is_moot:
+                self._running[task] = task.label
+                self._tell()
+        if task not in self._running:
             self._end(task)
             return
-        with self._lock:
-            self._running[id(task)] = task.label
-            self._tell()
+        goes_on = None
         try:
             task.built = self._manager.ensure(task.work, objects=self._objects, in_worker=in_worker)
         except StaysHereError as reason:
             _log.info("%s is compiled in this process and not in a worker: %s.", task.label, reason)
-            self._pause(task)
-            self._here.put(task)
+            goes_on = self._here
         except WorkerError as error:
             task.error = error
-            self._end(task)
         except CompileError as error:
-            self._fall(task, error)
-        else:
+            goes_on = self._fall(task, error)
+        if goes_on is None:
             self._end(task)
+        else:
+            with self._lock:
+                self._running.pop(task)
+            goes_on.put(task)
 
-    def _fall(self, task: _Task, error: CompileError) -> None:
-        """Give a task that an adaptor refused to the next one."""
+    def _fall(self, task: _Task, error: CompileError) -> queue.SimpleQueue[_Task | None] | None:
+        """Turn a task that an adaptor refused to the next one; return where it goes on, None where nothing is left."""
         refused, follower = task.work.adaptor, next_adaptor(task.work.adaptor)
         if follower is None or (follower == EAGER and not task.work.is_base):
             task.error = error
-            self._end(task)
-            return
+            return None
         _log.info("%s goes from %s to %s: %s", task.label, refused, follower, error)
         task.refusals.append(f"{refused}: {error}")
         task.work = dataclasses.replace(task.work, adaptor=follower)
-        self._pause(task)
         if follower == EAGER:
             with self._lock:
-                self._as_it_stands.update(item.place for item in task.items)
-        self._enqueue(task)
-
-    def _pause(self, task: _Task) -> None:
-        with self._lock:
-            self._running.pop(id(task), None)
+                self.as_it_stands.update(item.place for item in task.items)
+        return self._queue_of(task.work)
 
     def _end(self, task: _Task) -> None:
         with self._lock:
-            self._running.pop(id(task), None)
+            self._running.pop(task, None)
             self._left -= 1
             unit = task.built
             if unit is not None and self._fatal is None:
@@ -291,7 +265,7 @@ class _Run:
     def _tell(self, message: str | None = None, *, secs: float | None = None) -> None:
         """Tell of one task, or of all that run now; the lock is held."""
         words = "; ".join(self._running.values()) if message is None else message
-        total = len(self._tasks)
+        total = len(self.tasks)
         self._on_event(Event(phase="compile", message=words, done=total - self._left, total=total, secs=secs))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 
 from cgtool.compiler import _torch
 from cgtool.compiler.fx_piece import rebuild
-from cgtool.compiler.narrowed import Served, narrowed_ranges, narrowing_relations, served_by
+from cgtool.compiler.narrowed import narrowed_ranges, narrowing_relations, served_by
 from cgtool.config import EAGER
 from cgtool.errors import CgtoolError, TraceError
 from cgtool.events import Event, OnEvent
@@ -91,7 +90,8 @@ def stitch(spec: ModelSpec, splitting_ops: Sequence[str] | None, on_event: OnEve
     signature = CallSignature.of(method)
     dims = Dims.of(spec.dynamic)
     todo = [(call, fixed) for call in spec.calls for fixed in variants_of(_present(dims, call, signature))]
-    builder = _Builder(splitting_ops)
+    traced: list[_Traced] = []
+    notes: list[str] = []
     for index, (call, fixed) in enumerate(todo):
         label = call.name + "".join(f", {name}={size}" for name, size in fixed.items())
         begun = time.perf_counter()
@@ -100,15 +100,19 @@ def stitch(spec: ModelSpec, splitting_ops: Sequence[str] | None, on_event: OnEve
         try:
             trace = capture(method, signature, arguments, marked)
         except CgtoolError as error:
-            reason = _why_not_runnable(method, signature, arguments) if fixed and not builder.is_empty else None
+            reason = _why_not_runnable(method, signature, arguments) if fixed and traced else None
             if reason is None:
                 raise
-            builder.leave_out(fixed, reason, error)
+            sizes = " and ".join(f"{name} = {size}" for name, size in fixed.items())
+            _log.info("There is no variant for %s: %s", sizes, error)
+            notes.append(f"No variant serves {sizes}, at which the model itself does not run: {reason}")
         else:
-            builder.add(call.name, fixed, dims, trace)
+            split = split_graph(trace.graph_module, splitting_ops=splitting_ops)
+            traced.append(_Traced(variant=_variant(call.name, fixed, dims, trace, split), trace=trace, split=split))
+            notes += narrowing_relations(traced[-1].variant, trace.shape_env, split.symbol_names)
         secs = time.perf_counter() - begun
         on_event(Event(phase="trace", message=label, done=index + 1, total=len(todo), secs=secs))
-    return builder.finish(spec, dims, time.perf_counter() - started)
+    return _stitched(spec, dims, traced, notes, time.perf_counter() - started)
 
 
 def _why_not_runnable(method: Callable[..., Any], signature: CallSignature, arguments: Mapping[str, Any]) -> str | None:
@@ -129,101 +133,64 @@ def _present(dims: Dims, call: ExampleCall, signature: CallSignature) -> Dims:
     return Dims(by_name={n: d for n, d in dims.by_name.items() if n in names}, places=places)
 
 
-class _Builder:
-    """Collects variants into one plan."""
+@dataclass(frozen=True, kw_only=True)
+class _Traced:
+    variant: Variant
+    trace: Trace
+    split: SplitResult
 
-    def __init__(self, splitting_ops: Sequence[str] | None) -> None:
-        self._asked = None if splitting_ops is None else tuple(splitting_ops)
-        self._variants: list[Variant] = []
-        self._graphs: dict[str, PieceGraph] = {}
-        self._codes: dict[types.CodeType, None] = {}
-        self._classes: dict[type, None] = {}
-        self._variables_read: set[str] = set()
-        self._modules_asked: set[str] = set()
-        self._distributions_asked: set[str] = set()
-        self._matched: dict[str, None] = {}
-        self._fallbacks: list[Fallback] = []
-        self._reasons: dict[str, str | None] = {}
-        self._served: list[Served] = []
-        self._notes: list[str] = []
-        self._text = ""
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is no variant yet."""
-        return not self._variants
+def _stitched(spec: ModelSpec, dims: Dims, traced: Sequence[_Traced], notes: Sequence[str], secs: float) -> Stitched:
+    """Join the variants of a model into one plan."""
+    used = {step.graph for one in traced for step in one.variant.steps}
+    graphs = {identity: graph for one in traced for identity, graph in one.split.graphs.items() if identity in used}
+    plan = Plan(
+        method=spec.method,
+        qualname=qualified_name(type(spec.module)),
+        variants=tuple(one.variant for one in traced),
+        graphs=graphs,
+    )
+    served = [
+        served
+        for one in traced
+        for served in served_by(one.variant, one.trace.shape_env, one.split.symbol_names, dims.by_name)
+    ]
+    targets = {str(node.target) for graph in graphs.values() for node in graph.nodes}
+    names = sorted(target.removeprefix("torch.ops.") for target in targets if target.startswith("torch.ops."))
+    traces = [one.trace for one in traced]
+    return Stitched(
+        plan=plan,
+        code=user_code(
+            dict.fromkeys(code for trace in traces for code in trace.codes),
+            dict.fromkeys(kind for trace in traces for kind in trace.classes),
+            variables={name for trace in traces for name in trace.variables},
+            modules={name for trace in traces for name in trace.asked.modules},
+            distributions={name for trace in traces for name in trace.asked.distributions},
+        ),
+        ops=dict(sorted(item for graph in graphs.values() for item in graph.ops.items())),
+        splitting_ops=tuple(dict.fromkeys(name for one in traced for name in one.split.splitting_ops)),
+        fallbacks=tuple(_fallbacks(traced)),
+        slow_ops=slow_ops(tuple(names)),
+        notes=tuple(dict.fromkeys((*narrowed_ranges(served, dims.by_name), *notes))),
+        computation_graph=graph_text(with_bodies(traces[0].graph_module), traced[0].split.assignment),
+        trace_secs=secs,
+    )
 
-    def leave_out(self, fixed: Mapping[str, int], reason: str, error: CgtoolError) -> None:
-        """Note that there is no variant for these sizes, because the model itself does not run at them."""
-        sizes = " and ".join(f"{name} = {size}" for name, size in fixed.items())
-        _log.info("There is no variant for %s: %s", sizes, error)
-        self._notes.append(f"No variant serves {sizes}, at which the model itself does not run: {reason}")
 
-    def add(self, name: str, fixed: Mapping[str, int], dims: Dims, trace: Trace) -> None:
-        split = split_graph(trace.graph_module, splitting_ops=self._asked)
-        self._fallbacks += [
-            Fallback(
-                variant=len(self._variants), piece_index=piece, shape=of_sizes(fixed), adaptor=EAGER, reason=reason
-            )
-            for piece, reason in {**split.eager_pieces, **self._as_they_stand(split)}.items()
-        ]
-        variant = _variant(name, fixed, dims, trace, split)
-        self._variants.append(variant)
-        self._served += served_by(variant, trace.shape_env, split.symbol_names, dims.by_name)
-        self._notes += narrowing_relations(variant, trace.shape_env, split.symbol_names)
-        self._graphs.update(split.graphs)
-        self._codes.update(dict.fromkeys(trace.codes))
-        self._classes.update(dict.fromkeys(trace.classes))
-        self._variables_read.update(trace.variables)
-        self._modules_asked.update(trace.asked.modules)
-        self._distributions_asked.update(trace.asked.distributions)
-        self._matched.update(dict.fromkeys(split.splitting_ops))
-        if not self._text:
-            self._text = graph_text(with_bodies(trace.graph_module), split.assignment)
-
-    def _as_they_stand(self, split: SplitResult) -> dict[int, str]:
-        """Return the pieces that could be compiled and may not be, and why."""
-        found: dict[int, str] = {}
-        for step in split.steps:
-            if step.splitting or step.piece < 0 or step.piece in split.eager_pieces:
-                continue
-            if step.graph not in self._reasons:
-                self._reasons[step.graph] = _why_as_it_stands(split.graphs[step.graph])
-            reason = self._reasons[step.graph]
+def _fallbacks(traced: Sequence[_Traced]) -> Iterator[Fallback]:
+    """Yield the pieces that must run as they stand, and why: the split's, and what no compiler may be given."""
+    known: dict[str, str | None] = {}
+    for index, one in enumerate(traced):
+        reasons: dict[int, str | None] = {**one.split.eager_pieces}
+        for step in one.split.steps:
+            if not step.splitting and step.piece >= 0 and step.piece not in reasons:
+                if step.graph not in known:
+                    known[step.graph] = _why_as_it_stands(one.split.graphs[step.graph])
+                reasons[step.piece] = known[step.graph]
+        for piece, reason in reasons.items():
             if reason is not None:
-                found[step.piece] = reason
-        return found
-
-    def finish(self, spec: ModelSpec, dims: Dims, secs: float) -> Stitched:
-        used = {step.graph for variant in self._variants for step in variant.steps}
-        plan = Plan(
-            method=spec.method,
-            qualname=qualified_name(type(spec.module)),
-            variants=tuple(self._variants),
-            graphs={identity: graph for identity, graph in self._graphs.items() if identity in used},
-        )
-        ops = {name: digest for graph in plan.graphs.values() for name, digest in graph.ops.items()}
-        targets = {str(node.target) for graph in plan.graphs.values() for node in graph.nodes}
-        names = tuple(
-            sorted(target.removeprefix("torch.ops.") for target in targets if target.startswith("torch.ops."))
-        )
-        return Stitched(
-            plan=plan,
-            code=user_code(
-                self._codes,
-                self._classes,
-                variables=self._variables_read,
-                modules=self._modules_asked,
-                distributions=self._distributions_asked,
-            ),
-            ops=dict(sorted(ops.items())),
-            splitting_ops=tuple(self._matched),
-            fallbacks=tuple(self._fallbacks),
-            slow_ops=slow_ops(names),
-            notes=tuple(dict.fromkeys((*narrowed_ranges(self._served, dims.by_name), *self._notes))),
-            computation_graph=self._text,
-            trace_secs=secs,
-        )
+                shape = of_sizes(one.variant.fixed)
+                yield Fallback(variant=index, piece_index=piece, shape=shape, adaptor=EAGER, reason=reason)
 
 
 def _why_as_it_stands(graph: PieceGraph) -> str | None:

@@ -16,7 +16,7 @@ from cgtool.plan.records import Plan, Step, Variant
 from cgtool.plan.shapes import Shape, is_size, of_sizes, shape_text
 from cgtool.runtime.dispatch import graph_at, symbol_bounds
 from cgtool.store.artifacts import Origin
-from cgtool.store.records import Fallback, Manifest, Row
+from cgtool.store.records import Artifact, Fallback, Manifest, Row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,23 @@ class Work:
     def place(self) -> tuple[int, int]:
         """The variant and the piece."""
         return self.variant, self.piece_index
+
+    def row(self, adaptor: str, artifact: Artifact) -> Row:
+        """Return the manifest's row for it, once `adaptor` compiled it."""
+        return Row(
+            variant=self.variant,
+            piece_index=self.piece_index,
+            shape=self.shape,
+            adaptor=adaptor,
+            tuned=self.tuned,
+            artifact=artifact,
+        )
+
+    def fallback(self, adaptor: str, reason: str) -> Fallback:
+        """Return the note that `adaptor` serves it, and not the one that was asked for."""
+        return Fallback(
+            variant=self.variant, piece_index=self.piece_index, shape=self.shape, adaptor=adaptor, reason=reason
+        )
 
     def row_in(self, manifest: Manifest) -> Row | None:
         """Return the manifest's row for it."""
