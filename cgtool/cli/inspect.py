@@ -133,14 +133,13 @@ def inspect_cache(
     """
     # The table needs rich, which `--help` does without.
     from cgtool.cli.inspect_tables import show_cache
-    from cgtool.toolkit.inspect.cache import CacheOptions
     from cgtool.toolkit.inspect.cache import inspect_cache as run
 
     if path is not None and cache_dir is not None:
         message = "PATH and --cache-dir name the same thing. Give one of them."
         raise click.UsageError(message)
     folder = cache_folder(cache_dir if path is None else path)
-    report = run(CacheOptions(path=folder, filters=filters, sort=sort, limit=limit))
+    report = run(folder, filters=filters, sort=sort, limit=limit)
     if output.as_json:
         output.json_of_many(report.to_json(), "entries", report.entries_json())
     else:
@@ -208,18 +207,11 @@ def inspect_artifact(
     """
     # The tables need rich, which `--help` does without.
     from cgtool.cli.inspect_tables import show_artifact
-    from cgtool.toolkit.inspect.artifact import ArtifactOptions
     from cgtool.toolkit.inspect.artifact import inspect_artifact as run
 
-    asked = ArtifactOptions(
-        artifact=artifact,
-        shape=shape,
-        variant=variant,
-        rank=rank,
-        prefix=prefix,
-        cache_dir=cache_folder(cache_dir),
-    )
-    _print(output, run(asked), show_artifact)
+    folder = cache_folder(cache_dir)
+    report = run(artifact, shape=shape, variant=variant, rank=rank, prefix=prefix, cache_dir=folder)
+    _print(output, report, show_artifact)
     return failures.DONE
 
 
@@ -246,25 +238,13 @@ def inspect_graph(
     """Show the pieces of ENTRY, the beginning of a hash that `inspect cache` lists.
 
     A cache with one entry needs no ENTRY. Pieces of the same identity are compiled once.
-
-    --cache-dir may name a cache of another system. vLLM and ATOM write the whole graph of a part as a text, which is
-    shown; no other system holds pieces of a graph.
     """
     # The table needs rich, which `--help` does without.
     from cgtool.cli.graph import html_of, show_graph, svg_of
-    from cgtool.cli.inspect_tables import show_foreign_graph
     from cgtool.cli.pages import write_text
-    from cgtool.toolkit.inspect.graph import ForeignGraphReport, GraphOptions
     from cgtool.toolkit.inspect.graph import inspect_graph as run
 
-    folder = cache_folder(cache_dir)
-    report = run(GraphOptions(entry=entry, variant=variant, rank=rank, prefix=prefix, cache_dir=folder))
-    if isinstance(report, ForeignGraphReport):
-        if svg is not None or html is not None:
-            message = "Entries of other systems hold no pieces to draw. Leave --svg and --html out to read the graph."
-            raise click.UsageError(message)
-        _print(output, report, show_foreign_graph)
-        return failures.DONE
+    report = run(entry, variant=variant, rank=rank, prefix=prefix, cache_dir=cache_folder(cache_dir))
     for file, draw in ((svg, svg_of), (html, html_of)):
         if file is not None:
             write_text(Path(file), draw(report))

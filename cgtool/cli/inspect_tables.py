@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from cgtool.toolkit.inspect.artifact import ForeignArtifactReport
     from cgtool.toolkit.inspect.cache import ForeignCacheReport
     from cgtool.toolkit.inspect.entry import ForeignEntryReport, KeyReport
-    from cgtool.toolkit.inspect.graph import ForeignGraphReport
 
 #: How many shapes a cell names, and how many holes, uses, guards, warnings or problems are listed.
 _FEW_SHAPES, _MOST_LINES = 4, 20
@@ -93,9 +92,9 @@ def show_cache(output: Output, report: CacheReport | ForeignCacheReport) -> None
         _show_artifacts(output, report.shown[0].artifacts)
     problems = [f"{entry.name}: {problem}" for entry in report.shown for problem in entry.all_problems()]
     _show_notes(output, problems, "Problem")
-    count = len(cache.entries)
-    shown = "" if len(report.shown) == report.matching else f"{len(report.shown)} shown of "
-    matching = "" if report.matching == count else f"{report.matching} of "
+    count, passing = len(cache.entries), len(report.matching)
+    shown = "" if len(report.shown) == passing else f"{len(report.shown)} shown of "
+    matching = "" if passing == count else f"{passing} of "
     version = "" if cache.version is None else f" ({cache.version})"
     found = f"; {count_text(report.num_problems, 'problem')}" if report.num_problems else ""
     output.line(
@@ -106,20 +105,22 @@ def show_cache(output: Output, report: CacheReport | ForeignCacheReport) -> None
 
 
 def _show_listing(output: Output, report: CacheReport) -> None:
-    listing, matching = report.listing, report.matching
-    _show_notes(output, listing.warnings, "Warning")
-    if not report.num_entries:
-        output.line(f"The cache at {listing.root} is empty. Fill it with: cgtool warm MODEL")
+    cache, figures = report.cache, report.figures
+    count, matching, saved_secs = figures["num_entries"], figures["matching"], figures["saved_secs"]
+    _show_notes(output, cache.warnings, "Warning")
+    if not count:
+        output.line(f"The cache at {cache.root} is empty. Fill it with: cgtool warm MODEL")
         return
-    _show_entries(output, _COLUMNS, listing.entries, report.now)
-    shown = "" if len(listing.entries) == matching else f"{len(listing.entries)} shown of "
+    _show_entries(output, _COLUMNS, report.shown, report.now)
+    shown = "" if len(report.shown) == matching else f"{len(report.shown)} shown of "
     some, part = "", ""
-    if matching != report.num_entries:
-        some, part = f"{matching} of ", f"{size_text(report.matching_bytes)} of "
-    saved = f"; hits saved {secs_text(report.saved_secs)} of compiling" if report.saved_secs else ""
+    if matching != count:
+        some, part = f"{matching} of ", f"{size_text(figures['matching_bytes'])} of "
+    saved = f"; hits saved {secs_text(saved_secs)} of compiling" if saved_secs else ""
+    unshared = size_text(figures["unshared_bytes"])
     output.line(
-        f"{shown}{some}{count_text(report.num_entries, 'entry', 'entries')} in {listing.root}, "
-        f"{part}{size_text(listing.size_bytes)} on the disk; without sharing {size_text(report.unshared_bytes)}{saved}"
+        f"{shown}{some}{count_text(count, 'entry', 'entries')} in {cache.root}, "
+        f"{part}{size_text(cache.size_bytes)} on the disk; without sharing {unshared}{saved}"
     )
 
 
@@ -385,12 +386,6 @@ def _artifact_words(artifact: ForeignArtifact) -> Iterator[str]:
         yield f"for {artifact.target}"
     if artifact.holds_pickle:
         yield "loading it unpickles"
-
-
-def show_foreign_graph(output: Output, report: ForeignGraphReport) -> None:
-    """Print the graph that another system wrote for people."""
-    output.note(f"The whole graph, not cut into pieces, from {report.path}")
-    _show_source(output, report.text, "python")
 
 
 def _show_kernels(output: Output, kernels: Sequence[Kernel]) -> None:

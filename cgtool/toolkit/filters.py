@@ -22,13 +22,11 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from cgtool.errors import UsageError
-from cgtool.toolkit.listing import EntryListing
 
 _EXPRESSION = re.compile(r"\s*([A-Za-z_]+)\s*(!=|>=|<=|=|>|<|~)\s*(.*?)\s*\Z", re.DOTALL)
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\Z")
@@ -49,57 +47,62 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
 }
 #: A longer ago is an earlier moment.
 _AGES = {">": "<", ">=": "<=", "<": ">", "<=": ">="}
-_NEVER = "never"
 _SHOWN_CHARACTERS = 60
 
-Predicate = Callable[[EntryListing], bool]
+Predicate = Callable[[Any], bool]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Field:
-    """A field of an entry: how it is read, and what it is compared with."""
+class Field(NamedTuple):
+    """A field of an entry: what kind of value it holds, and how it is read."""
 
-    get: Callable[[EntryListing], Any]
-    kind: str
+    kind: Literal["hash", "text", "number", "bytes", "seconds", "time"]
+    get: Callable[[Any], Any]
 
 
-_FIELDS = {
-    "hash": _Field(get=lambda entry: entry.manifest.hash, kind="hash"),
-    "model": _Field(get=lambda entry: entry.manifest.model, kind="text"),
-    "rank": _Field(get=lambda entry: entry.manifest.rank, kind="number"),
-    "prefix": _Field(get=lambda entry: entry.manifest.prefix, kind="text"),
-    "adaptor": _Field(get=lambda entry: entry.manifest.adaptor, kind="text"),
-    "pieces": _Field(get=lambda entry: entry.manifest.variants[0].pieces, kind="number"),
-    "unique": _Field(get=lambda entry: entry.manifest.variants[0].unique_pieces, kind="number"),
-    "artifacts": _Field(get=lambda entry: len(entry.artifact_files), kind="number"),
-    "size": _Field(get=lambda entry: entry.size_bytes, kind="bytes"),
-    "unshared": _Field(get=lambda entry: entry.unshared_bytes, kind="bytes"),
-    "artifact_secs": _Field(get=lambda entry: entry.artifact_secs, kind="seconds"),
-    "saved_secs": _Field(get=lambda entry: entry.saved_secs, kind="seconds"),
-    "hits": _Field(get=lambda entry: entry.usage.hits, kind="number"),
-    "created": _Field(get=lambda entry: _moment(entry.manifest.created), kind="time"),
-    "last_used": _Field(get=lambda entry: _moment(entry.usage.last_used or entry.manifest.created), kind="time"),
+#: The fields of an `EntryListing`, in the order in which people are told them.
+FIELDS: Mapping[str, Field] = {
+    "hash": Field("hash", lambda entry: entry.manifest.hash),
+    "model": Field("text", lambda entry: entry.manifest.model),
+    "rank": Field("number", lambda entry: entry.manifest.rank),
+    "prefix": Field("text", lambda entry: entry.manifest.prefix),
+    "adaptor": Field("text", lambda entry: entry.manifest.adaptor),
+    "pieces": Field("number", lambda entry: entry.manifest.variants[0].pieces),
+    "unique": Field("number", lambda entry: entry.manifest.variants[0].unique_pieces),
+    "artifacts": Field("number", lambda entry: len(entry.artifact_files)),
+    "size": Field("bytes", lambda entry: entry.size_bytes),
+    "unshared": Field("bytes", lambda entry: entry.unshared_bytes),
+    "artifact_secs": Field("seconds", lambda entry: entry.artifact_secs),
+    "saved_secs": Field("seconds", lambda entry: entry.saved_secs),
+    "hits": Field("number", lambda entry: entry.usage.hits),
+    "created": Field("time", lambda entry: entry.manifest.created),
+    "last_used": Field("time", lambda entry: entry.usage.last_used),
 }
-
-#: The names of all fields, in the order in which people are told them.
-FIELDS = tuple(_FIELDS)
-
-_OPERATORS = {
-    "hash": ("=", "!=", "~"),
-    "text": ("=", "!=", "~"),
-    "number": tuple(_COMPARE),
-    "bytes": tuple(_COMPARE),
-    "seconds": tuple(_COMPARE),
-    "time": tuple(_COMPARE),
+#: Those of a `ForeignEntry`, whose hash is its name.
+FOREIGN_FIELDS: Mapping[str, Field] = {
+    "hash": Field("hash", lambda entry: entry.name),
+    "prefix": Field("text", lambda entry: " ".join(entry.prefixes)),
+    "artifacts": Field("number", lambda entry: len(entry.artifacts)),
+    "size": Field("bytes", lambda entry: entry.size_bytes),
+    "created": Field("time", lambda entry: entry.created),
+    "last_used": Field("time", lambda entry: entry.last_used),
 }
 
 
-def parse_filter(expression: str, *, now: float) -> Predicate:
+def _value(fields: Mapping[str, Field], name: str) -> Callable[[Any], Any]:
+    """What reads a field as it is compared: a time in seconds, that of the last use being the creation's for never."""
+    field = fields[name]
+    if field.kind != "time":
+        return field.get
+    return lambda entry: _moment(field.get(entry) or fields["created"].get(entry) or "")
+
+
+def parse_filter(expression: str, *, now: float, fields: Mapping[str, Field] = FIELDS) -> Predicate:
     """Return what a filter asks of an entry.
 
     Args:
         expression: As the module's grammar has it.
         now: Seconds since the epoch, from which ages count.
+        fields: Those of the entries: `FIELDS`, or `FOREIGN_FIELDS` for another system's.
 
     Raises:
         UsageError: It is outside of the grammar; the message says what would be within.
@@ -107,66 +110,68 @@ def parse_filter(expression: str, *, now: float) -> Predicate:
     match = _EXPRESSION.match(expression)
     if match is None:
         example = "model~llama, size>1GB or last_used>30d"
-        raise _wrong(expression, f"is no filter. Write FIELD OPERATOR VALUE, such as {example}", FIELDS)
-    name, sign, value = match.groups()
-    field = _FIELDS.get(name.lower())
-    if field is None:
-        raise _wrong(expression, f"names no field. Use one of: {', '.join(FIELDS)}", FIELDS)
-    if sign not in _OPERATORS[field.kind]:
-        allowed = _OPERATORS[field.kind]
-        raise _wrong(expression, f"compares {name} in a way it has not. Use one of: {'  '.join(allowed)}", allowed)
-    if field.kind in ("hash", "text"):
-        return _text_predicate(field, sign, value)
-    if field.kind == "time":
-        return _time_predicate(field, expression, sign, value, now)
-    wanted = _number(expression, field.kind, value)
-    compare = _COMPARE[sign]
-    return lambda entry: compare(field.get(entry), wanted)
+        raise _wrong(expression, f"is no filter. Write FIELD OPERATOR VALUE, such as {example}", tuple(fields))
+    named, sign, value = match.groups()
+    name = _known(expression, named, fields)
+    kind, get = fields[name].kind, _value(fields, name)
+    allowed = ("=", "!=", "~") if kind in ("hash", "text") else tuple(_COMPARE)
+    if sign not in allowed:
+        raise _wrong(expression, f"compares {named} in a way it has not. Use one of: {'  '.join(allowed)}", allowed)
+    equals = sign == "="
+    if kind in ("hash", "text"):
+        wanted = value.casefold()
+        if sign == "~":
+            return lambda entry: wanted in str(get(entry)).casefold()
+        if kind == "hash":  # any beginning of one names it
+            return lambda entry: str(get(entry)).casefold().startswith(wanted) == equals
+        return lambda entry: (str(get(entry)) == value) == equals
+    if kind == "time":
+        if value.lower() == "never" and name == "last_used" and sign in ("=", "!="):
+            return lambda entry: (fields[name].get(entry) is None) == equals
+        return _time_predicate(get, expression, sign, value, now)
+    number, compare = _number(expression, kind, value), _COMPARE[sign]
+    return lambda entry: compare(get(entry), number)
 
 
-def parse_order(order: str) -> Callable[[Iterable[EntryListing]], list[EntryListing]]:
+def parse_order(order: str, *, fields: Mapping[str, Field] = FIELDS) -> Callable[[Iterable[Any]], list[Any]]:
     """Return what sorts entries as asked: text from a to z, and what is counted from the most and the latest on.
 
     Args:
         order: A field, or one with ":asc" or ":desc".
+        fields: As `parse_filter` takes them.
 
     Raises:
         UsageError: There is no such field or direction.
     """
-    name, _, direction = order.strip().partition(":")
-    field = _FIELDS.get(name.lower())
-    if field is None:
-        raise _wrong(order, f"names no field to sort by. Use one of: {', '.join(FIELDS)}", FIELDS)
+    named, _, direction = order.strip().partition(":")
+    name = _known(order, named, fields, " to sort by")
     if direction not in ("", "asc", "desc") or order.strip().endswith(":"):
-        raise _wrong(order, f"has no direction. Write {name}, {name}:asc or {name}:desc", ("asc", "desc"))
-    down = direction == "desc" if direction else field.kind not in ("hash", "text")
-    return lambda entries: sorted(entries, key=field.get, reverse=down)
+        raise _wrong(order, f"has no direction. Write {named}, {named}:asc or {named}:desc", ("asc", "desc"))
+    down = direction == "desc" if direction else fields[name].kind not in ("hash", "text")
+    return lambda entries: sorted(entries, key=_value(fields, name), reverse=down)
 
 
-def _text_predicate(field: _Field, sign: str, value: str) -> Predicate:
-    wanted = value.casefold()
-    if sign == "~":
-        return lambda entry: wanted in str(field.get(entry)).casefold()
-    if field.kind == "hash":  # any beginning of one names it
-        return lambda entry: str(field.get(entry)).startswith(wanted) == (sign == "=")
-    return lambda entry: (str(field.get(entry)) == value) == (sign == "=")
+def _known(expression: str, named: str, fields: Mapping[str, Field], to: str = "") -> str:
+    """The name of a field, as the table spells it."""
+    if named.lower() in fields:
+        return named.lower()
+    of = to if fields is FIELDS else " that entries of other systems have"
+    raise _wrong(expression, f"names no field{of}. Use one of: {', '.join(fields)}", tuple(fields))
 
 
-def _time_predicate(field: _Field, expression: str, sign: str, value: str, now: float) -> Predicate:
-    if value.lower() == _NEVER and field is _FIELDS["last_used"] and sign in ("=", "!="):
-        return lambda entry: (entry.usage.last_used is None) == (sign == "=")
+def _time_predicate(get: Callable[[Any], float], expression: str, sign: str, value: str, now: float) -> Predicate:
     age = _QUANTITY.match(value)
     if age is not None and age[2].lower() in _SECS:
         bound = now - float(age[1]) * _SECS[age[2].lower()]
         compare = _COMPARE[_AGES.get(sign, sign)]
-        return lambda entry: compare(field.get(entry), bound)
+        return lambda entry: compare(get(entry), bound)
     start, end = _span(expression, value)
     if sign in ("=", "!="):
-        return lambda entry: (start <= field.get(entry) < end) == (sign == "=")
+        return lambda entry: (start <= get(entry) < end) == (sign == "=")
     # A day as a whole: later than it is after its end, and up to it is before its end.
     edge = end if sign in (">", "<=") else start
     compare = _COMPARE[{">": ">=", "<=": "<"}.get(sign, sign)]
-    return lambda entry: compare(field.get(entry), edge)
+    return lambda entry: compare(get(entry), edge)
 
 
 def _span(expression: str, value: str) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from cgtool.plan.grammar import digest_of
 from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.records import read_manifest
 from cgtool.toolkit.bundle.export import ExportOptions, export
-from cgtool.toolkit.inspect.artifact import ArtifactOptions, inspect_artifact
+from cgtool.toolkit.inspect.artifact import inspect_artifact
 from cgtool.toolkit.verify.run import VerifyOptions, verify
 
 pytestmark = pytest.mark.torch
@@ -85,7 +85,7 @@ def test_it_is_dumped_by_entry_and_rank_on_a_hit_too(cache_root, tmp_path):
 
 def test_it_is_shown_by_inspect_and_no_matter_to_verify_and_export(cache_root, tmp_path):
     result = warmed(cache_root)
-    report = inspect_artifact(ArtifactOptions(artifact=f"{result.hash[:12]}/0", cache_dir=cache_root))
+    report = inspect_artifact(f"{result.hash[:12]}/0", cache_dir=cache_root)
     assert [(source.language, source.text) for source in report.contents.sources] == [("cpp", "// 1 nodes")]
     found = verify(VerifyOptions(cache_dir=cache_root))
     assert found.ok

@@ -23,7 +23,7 @@ from cgtool.store.trust import TrustPolicy
 from cgtool.toolkit.bundle.choose import Choice
 from cgtool.toolkit.bundle.export import ExportOptions, export
 from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
-from cgtool.toolkit.inspect.cache import CacheOptions, inspect_cache
+from cgtool.toolkit.inspect.cache import inspect_cache
 from cgtool.toolkit.inspect.entry import inspect_entry, inspect_key
 from cgtool.toolkit.prune.plan import Rules
 from cgtool.toolkit.prune.run import plan_prune
@@ -123,13 +123,13 @@ def repair(folder: Path) -> None:
 
 
 def inspect_all(folder: Path) -> None:
-    report = inspect_cache(CacheOptions(path=folder / "cache"))
-    if report.listing.warnings:
-        raise CacheError(" ".join(report.listing.warnings))
-    if report.num_entries != 3:
+    report = inspect_cache(folder / "cache")
+    if report.cache.warnings:
+        raise CacheError(" ".join(report.cache.warnings))
+    if len(report.shown) != 3:
         raise AssertionError(report)
     list(report.entries_json())
-    for entry in report.listing.entries:
+    for entry in report.shown:
         inspect_entry(entry.manifest.hash, cache_dir=folder / "cache").to_json()
         inspect_key(entry.manifest.hash, cache_dir=folder / "cache").to_json()
 

@@ -18,10 +18,10 @@ from cgtool.toolkit.bundle.export import ExportOptions, export
 from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
 from cgtool.toolkit.completion import completion
 from cgtool.toolkit.diff.run import DiffOptions, diff
-from cgtool.toolkit.inspect.artifact import ArtifactOptions, inspect_artifact
-from cgtool.toolkit.inspect.cache import CacheOptions, inspect_cache
+from cgtool.toolkit.inspect.artifact import inspect_artifact
+from cgtool.toolkit.inspect.cache import inspect_cache
 from cgtool.toolkit.inspect.entry import inspect_entry, inspect_key
-from cgtool.toolkit.inspect.graph import GraphOptions, inspect_graph
+from cgtool.toolkit.inspect.graph import inspect_graph
 from cgtool.toolkit.prune.plan import Rules
 from cgtool.toolkit.prune.run import plan_prune, prune_stats
 from cgtool.toolkit.verify.run import VerifyOptions, verify
@@ -43,12 +43,12 @@ COMMANDS: dict[str, Callable[[Path, Path], object]] = {
     "import to": lambda there, path: import_bundle(
         ImportOptions(source=there / "bundle", cache_dir=path, trust=True, any_machine=True)
     ),
-    "inspect cache": lambda _, path: inspect_cache(CacheOptions(path=path)),
+    "inspect cache": lambda _, path: inspect_cache(path),
     "inspect entry": lambda _, path: inspect_entry(cache_dir=path),
     "inspect key": lambda _, path: inspect_key(cache_dir=path),
-    "inspect graph": lambda _, path: inspect_graph(GraphOptions(cache_dir=path)),
+    "inspect graph": lambda _, path: inspect_graph(cache_dir=path),
     "diff": lambda there, path: diff(DiffOptions(old=str(path), new=str(there / "other"))),
-    "inspect artifact": lambda _, path: inspect_artifact(ArtifactOptions(artifact="0" * 10, cache_dir=path)),
+    "inspect artifact": lambda _, path: inspect_artifact("0" * 10, cache_dir=path),
 }
 
 

@@ -26,7 +26,7 @@ from cgtool.store.lookup import StateStore
 from cgtool.toolkit.bundle.choose import Choice
 from cgtool.toolkit.bundle.export import ExportOptions, export
 from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
-from cgtool.toolkit.inspect.cache import CacheOptions, inspect_cache
+from cgtool.toolkit.inspect.cache import inspect_cache
 from cgtool.toolkit.prune.own import make_plan
 from cgtool.toolkit.prune.plan import Outcome, Rules
 from cgtool.toolkit.verify.run import VerifyOptions, verify
@@ -118,8 +118,8 @@ def test_what_lies_below_is_shared_by_what_is_new(layered, tmp_path):
     name = lay(root, 2, pieces=("own", "both"))
     assert len(units_in(root)) == 3
     assert is_whole(root, name)
-    report = inspect_cache(CacheOptions(path=root)).to_json()
-    assert len(report["entries"]) == 2
+    report = inspect_cache(root)
+    assert len(report.shown) == 2
     check_clean(root)
 
 

@@ -22,7 +22,7 @@ and of another system's, `artifact` being as in `inspect cache` (`cgtool.toolkit
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,9 +45,8 @@ from cgtool.toolkit.selection import beginning, one_hash, published
 
 SCHEMA = 2
 
-#: Factors of the key that say what compiled an artifact, and for what.
+#: Factors of the key that say what compiled an artifact.
 COMPILERS = ("torch", "triton", "compiler", "inductor")
-TARGET = "target"
 
 _DIGITS = re.compile(r"[0-9a-f]{1,64}\Z")
 _PIECE = re.compile(r"([0-9a-f]{1,64})/([0-9]{1,7})\Z")
@@ -63,27 +62,6 @@ _LAUNCH = (
 )
 #: Of what compilers wrote, by suffix.
 _LANGUAGES = {".cpp": "cpp", ".cu": "cuda", ".h": "cpp", ".py": "python", ".json": "json"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ArtifactOptions:
-    """What the user asked of `inspect artifact`.
-
-    Args:
-        artifact: The beginning of a digest, or the beginning of an entry's hash, "/" and a piece.
-        shape: Of a piece: for which shape, as `inspect entry` writes it; None where it has one.
-        variant: Of a piece: which variant; None where the piece has one artifact.
-        rank: Of a piece: which rank; None for any.
-        prefix: Of a piece: which compiled part; None for any.
-        cache_dir: The cache's root; None means the cache that `warm` fills.
-    """
-
-    artifact: str
-    shape: str | None = None
-    variant: int | None = None
-    rank: int | None = None
-    prefix: str | None = None
-    cache_dir: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,14 +126,7 @@ class ArtifactReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignArtifactReport:
-    """What one artifact of another system's cache holds.
-
-    Args:
-        cache: The cache.
-        entry: The entry that it is of.
-        artifact: The artifact.
-        contents: What is in it.
-    """
+    """What one artifact of an entry of another system's cache holds."""
 
     cache: ForeignCache
     entry: ForeignEntry
@@ -197,75 +168,109 @@ def _inside(contents: Contents) -> dict[str, Any]:
 
 
 @os_errors_as_cache_errors()
-def inspect_artifact(options: ArtifactOptions) -> ArtifactReport | ForeignArtifactReport:
+def inspect_artifact(
+    artifact: str,
+    *,
+    shape: str | None = None,
+    variant: int | None = None,
+    rank: int | None = None,
+    prefix: str | None = None,
+    cache_dir: Path | None = None,
+) -> ArtifactReport | ForeignArtifactReport:
     """Show what an artifact holds.
 
     Args:
-        options: Which artifact. In another system's cache: the beginning of its file's name or of its path below the
-            entry, or the beginning of an entry's name, "/" and a piece or a path.
+        artifact: The beginning of its digest, or the beginning of an entry's hash, "/" and a piece. In another
+            system's cache: the beginning of its file's name or of its path below the entry, or the beginning of an
+            entry's name, "/" and a piece or a path.
+        shape: Of a piece: for which shape, as `inspect entry` writes it; None where it has one.
+        variant: Of a piece: which variant; None where the piece has one artifact.
+        rank: Of a piece: which rank; None for any.
+        prefix: Of a piece: which compiled part; None for any.
+        cache_dir: The cache's root; None means the cache that `warm` fills.
 
     Raises:
         UsageError: No artifact fits, or several do; the message lists them.
         CacheCorruptError: Its bytes differ from its digest.
         CacheError: The cache is empty or cannot be read.
     """
-    cache = read_foreign(options.cache_dir)
+    wanted_shape = None if shape is None else parse_shape(shape)
+    cache = read_foreign(cache_dir)
     if cache is not None:
-        return _inspect_foreign(cache, options)
-    root = resolve_root(options.cache_dir)
-    layout = CacheLayout(root=root)
+        if variant is not None:
+            raise UsageError("Entries of other systems have no variants. Leave --variant out.", actual=variant)
+
+        def fits(artifact: ForeignArtifact) -> bool:
+            is_shape = wanted_shape is None or (artifact.shape is not None and is_asked(artifact.shape, wanted_shape))
+            is_rank = rank is None or artifact.rank.partition("_")[0] == str(rank)
+            return is_shape and is_rank and prefix in (None, artifact.prefix)
+
+        return _inspect_foreign(cache, artifact, fits)
+
+    def serves(use: Use) -> bool:
+        is_shape = wanted_shape is None or is_asked(use.row.shape, wanted_shape)
+        is_place = variant in (None, use.row.variant) and rank in (None, use.name.rank)
+        return is_shape and is_place and prefix in (None, use.name.prefix)
+
+    layout = CacheLayout(root=resolve_root(cache_dir))
     warnings: list[str] = []
-    hashes, digest, kind = _chosen(layout, options, warnings)
+    hashes, digest, kind = _chosen(layout, artifact, serves, warnings)
     uses = tuple(use for use in _uses(layout, hashes, warnings) if use.row.artifact.file == f"{digest}.{kind}")
     contents = contents_of(ObjectStore(layout.entry_dir(hashes[0])).get(digest, kind), kind)
-    contents = replace(contents, sources=(*contents.sources, *_generated(layout, digest, contents)))
+    held = {source.text for source in contents.sources}
+    generated = (  # what the compiler wrote and the artifact does not hold, where an entry keeps it
+        Source(language=_LANGUAGES.get(Path(name).suffix, "text"), text=text)
+        for name, text in generated_texts(layout, digest).items()
+        if text not in held
+    )
     target, compiler = _factors(layout, hashes[0], warnings)
     return ArtifactReport(
-        root=root,
+        root=layout.root,
         digest=digest,
         kind=kind,
         uses=uses,
-        contents=contents,
+        contents=replace(contents, sources=(*contents.sources, *generated)),
         target={**target, **contents.target},
         compiler={**compiler, **({"native": contents.compiler} if contents.compiler else {})},
         warnings=(*warnings, *contents.warnings),
     )
 
 
-def _generated(layout: CacheLayout, digest: str, contents: Contents) -> Iterator[Source]:
-    """Yield what the compiler wrote and the artifact does not hold, where an entry keeps it."""
-    held = {source.text for source in contents.sources}
-    for name, text in generated_texts(layout, digest).items():
-        if text not in held:
-            yield Source(language=_LANGUAGES.get(Path(name).suffix, "text"), text=text)
-
-
-def _chosen(layout: CacheLayout, options: ArtifactOptions, warnings: list[str]) -> tuple[list[str], str, str]:
+def _chosen(
+    layout: CacheLayout, artifact: str, serves: Callable[[Use], bool], warnings: list[str]
+) -> tuple[list[str], str, str]:
     """Return the entries that hold the artifact, its digest and its kind."""
-    wanted = options.artifact.lower()
+    wanted = artifact.lower()
     piece = _PIECE.match(wanted)
     if piece is not None:
         hash_ = one_hash(layout, piece[1])
-        uses = [use for use in _uses(layout, [hash_], warnings) if _fits(use, int(piece[2]), options)]
+        every = list(_uses(layout, [hash_], warnings))
+        uses = [use for use in every if use.row.piece_index == int(piece[2]) and serves(use)]
         found = dict.fromkeys((use.row.artifact.digest, use.row.artifact.kind) for use in uses)
         if len(found) == 1:
             return ([hash_], *next(iter(found)))
-        raise _not_one_row(options, uses, list(_uses(layout, [hash_], [])))
+        listed = [
+            f"{short(use.row.artifact.digest)}  piece {use.row.piece_index}, shape {shape_text(use.row.shape)}, "
+            f"variant {use.row.variant}, rank {use.name.rank}, {use.name.prefix}"
+            for use in uses or every
+        ]
+        what = "Several artifacts of this piece fit" if uses else "No artifact of this entry fits"
+        raise _not_one(f"{what}. Name one of these by its digest, or by --shape, --variant", listed, artifact)
     if _DIGITS.match(wanted) is None:
         message = (
-            f"{options.artifact[:80]!r} names no artifact. Give the beginning of its digest, or of an entry's hash "
-            "with a piece, such as 3f9a/2."
+            f"{artifact[:80]!r} names no artifact. Give the beginning of its digest, or of an entry's hash with a "
+            "piece, such as 3f9a/2."
         )
-        raise UsageError(message, actual=options.artifact)
+        raise UsageError(message, actual=artifact)
     held = _artifacts(layout, wanted)
     if len(held) == 1:
         (digest, kind), hashes = next(iter(held.items()))
         return hashes, digest, kind
     advice = "Name one by more of its digest" if held else "cgtool inspect entry shows the digests of an entry"
     digests = [digest for digest, _ in held]
-    listed = "".join(f"\n  {beginning(digest, digests)} {kind}" for digest, kind in list(held)[:_MOST_LISTED])
+    lines = "".join(f"\n  {beginning(digest, digests)} {kind}" for digest, kind in list(held)[:_MOST_LISTED])
     what = f"{len(held)} artifacts fit" if held else "No artifact fits"
-    raise UsageError(f"{what}. {advice}{':' if held else '.'}{listed}", path=layout.root, actual=options.artifact)
+    raise UsageError(f"{what}. {advice}{':' if held else '.'}{lines}", path=layout.root, actual=artifact)
 
 
 def _artifacts(layout: CacheLayout, digits: str) -> dict[tuple[str, str], list[str]]:
@@ -286,32 +291,11 @@ def _uses(layout: CacheLayout, hashes: Sequence[str], warnings: list[str]) -> It
         yield from (Use(name=manifest.name, row=row) for manifest in entry.manifests for row in manifest.rows)
 
 
-def _fits(use: Use, piece: int, options: ArtifactOptions) -> bool:
-    row = use.row
-    return (
-        row.piece_index == piece
-        and (options.shape is None or is_asked(row.shape, parse_shape(options.shape)))
-        and options.variant in (None, row.variant)
-        and options.rank in (None, use.name.rank)
-        and options.prefix in (None, use.name.prefix)
-    )
-
-
-def _not_one_row(options: ArtifactOptions, fitting: Sequence[Use], all_of_it: Sequence[Use]) -> UsageError:
-    listed = [
-        f"{short(use.row.artifact.digest)}  piece {use.row.piece_index}, shape {shape_text(use.row.shape)}, variant "
-        f"{use.row.variant}, rank {use.name.rank}, {use.name.prefix}"
-        for use in fitting or all_of_it
-    ]
-    what = "Several artifacts of this piece fit" if fitting else "No artifact of this entry fits"
-    return _not_one(f"{what}. Name one of these by its digest, or by --shape, --variant", listed, options)
-
-
-def _not_one(message: str, listed: Sequence[str], options: ArtifactOptions) -> UsageError:
+def _not_one(message: str, listed: Sequence[str], artifact: str) -> UsageError:
     lines = [f"{message}, --rank and --prefix:", *(f"  {line}" for line in listed[:_MOST_LISTED])]
     if len(listed) > _MOST_LISTED:
         lines.append(f"  and {len(listed) - _MOST_LISTED} more, which cgtool inspect entry shows")
-    return UsageError("\n".join(lines), actual=options.artifact)
+    return UsageError("\n".join(lines), actual=artifact)
 
 
 def _factors(layout: CacheLayout, hash_: str, warnings: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -323,37 +307,30 @@ def _factors(layout: CacheLayout, hash_: str, warnings: list[str]) -> tuple[dict
         key = None
     if key is None:
         return {}, {}
-    target = key.value(TARGET)
+    target = key.value("target")
     compilers = {name: value for name in COMPILERS if (value := key.value(name)) not in (None, {})}
     return target if isinstance(target, dict) else {}, compilers
 
 
-def _inspect_foreign(cache: ForeignCache, options: ArtifactOptions) -> ForeignArtifactReport:
-    if options.variant is not None:
-        raise UsageError("Entries of other systems have no variants. Leave --variant out.", actual=options.variant)
+def _inspect_foreign(cache: ForeignCache, asked: str, fits: Callable[[ForeignArtifact], bool]) -> ForeignArtifactReport:
     there = [(entry, artifact) for entry in cache.entries for artifact in entry.artifacts]
-    fitting = [pair for pair in there if _is_asked(*pair, options)]
-    exact = [pair for pair in fitting if options.artifact in (pair[1].path, f"{pair[0].name}/{pair[1].path}")]
+    fitting = [(entry, artifact) for entry, artifact in there if _is_named(entry, artifact, asked) and fits(artifact)]
+    exact = [pair for pair in fitting if asked in (pair[1].path, f"{pair[0].name}/{pair[1].path}")]
     chosen = exact if len(exact) == 1 else fitting
     if len(chosen) != 1:
         what = "Several artifacts fit" if fitting else "No artifact fits"
         listed = [shown(f"{entry.name}/{artifact.path}") for entry, artifact in fitting or there]
-        raise _not_one(f"{what}. Name one of these, or choose by --shape", listed, options)
+        raise _not_one(f"{what}. Name one of these, or choose by --shape", listed, asked)
     entry, artifact = chosen[0]
     contents = foreign_contents(entry, artifact)
     return ForeignArtifactReport(cache=cache, entry=entry, artifact=artifact, contents=contents)
 
 
-def _is_asked(entry: ForeignEntry, artifact: ForeignArtifact, options: ArtifactOptions) -> bool:
-    beginning, _, piece = options.artifact.rpartition("/")
+def _is_named(entry: ForeignEntry, artifact: ForeignArtifact, asked: str) -> bool:
+    beginning, _, piece = asked.rpartition("/")
     names = (entry.name, entry.name.rpartition("/")[2])
     is_piece = bool(beginning) and _PIECE_NUMBER.fullmatch(piece) and artifact.piece_index == int(piece)
-    starts = (artifact.path, artifact.path.rpartition("/")[2], *(f"{name}/{artifact.path}" for name in names))
-    named = (is_piece and any(name.startswith(beginning) for name in names)) or any(
-        start.startswith(options.artifact) for start in starts
+    paths = (artifact.path, artifact.path.rpartition("/")[2], *(f"{name}/{artifact.path}" for name in names))
+    return any(path.startswith(asked) for path in paths) or (
+        is_piece and any(name.startswith(beginning) for name in names)
     )
-    fits = options.shape is None or (
-        artifact.shape is not None and is_asked(artifact.shape, parse_shape(options.shape))
-    )
-    is_rank = options.rank is None or artifact.rank.partition("_")[0] == str(options.rank)
-    return named and fits and is_rank and options.prefix in (None, artifact.prefix)

@@ -15,117 +15,66 @@ and of another system's: what `cgtool.toolkit.foreign.records` says of the cache
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import msgspec
 
-from cgtool.errors import UsageError
 from cgtool.store.layout import CacheLayout, resolve_root
-from cgtool.toolkit.filters import parse_filter, parse_order
+from cgtool.toolkit.filters import FIELDS, FOREIGN_FIELDS, parse_filter, parse_order
 from cgtool.toolkit.foreign.detect import check_known, read_foreign
 from cgtool.toolkit.foreign.records import SCHEMA, ForeignCache, ForeignEntry, foreign_json
+from cgtool.toolkit.listing import CacheListing, EntryListing
 from cgtool.toolkit.scan import scan, with_artifacts
-
-if TYPE_CHECKING:
-    from cgtool.toolkit.listing import CacheListing, EntryListing
-
-#: The fields of `cgtool.toolkit.filters` that entries of other systems have; their hash is their name.
-FOREIGN_FIELDS = ("hash", "prefix", "artifacts", "size", "created", "last_used")
-_FIELD = re.compile(r"\s*([A-Za-z_]*)")
-_EPOCH = "1970-01-01T00:00:00.000Z"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheOptions:
-    """What the user asked of `inspect cache`.
-
-    Args:
-        path: The cache's root, or another system's folder or file; None means the cache that `warm` fills.
-        filters: All of which an entry must pass, see `cgtool.toolkit.filters`.
-        sort: A field, or one with ":asc" or ":desc"; None is by hash, rank and prefix.
-        limit: How many entries to show at most; None for all.
-    """
-
-    path: Path | None = None
-    filters: Sequence[str] = ()
-    sort: str | None = None
-    limit: int | None = None
-
-    def choose(self, entries: Sequence[EntryListing], now: float) -> tuple[list[EntryListing], list[EntryListing]]:
-        """Return the entries that pass the filters, and those of them that are shown.
-
-        Raises:
-            UsageError: A filter or the order is outside of its grammar.
-        """
-        passes = [parse_filter(expression, now=now) for expression in self.filters]
-        order = list if self.sort is None else parse_order(self.sort)
-        matching = [entry for entry in entries if all(test(entry) for test in passes)]
-        return matching, order(matching)[: self.limit]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheReport:
-    """What a cache of cgtool's holds, and when that was looked at.
+    """What a cache of cgtool's holds; `matching` entries pass the filters, `now` is in seconds since the epoch."""
 
-    Args:
-        listing: The cache, with the entries that are shown.
-        num_entries: How many it has in all.
-        matching: How many pass the filters.
-        matching_bytes: What those take on the disk.
-        unshared_bytes: What they would take without sharing.
-        saved_secs: Seconds of compiling that their hits did without.
-        now: Seconds since the epoch.
-    """
-
-    listing: CacheListing
-    num_entries: int
-    matching: int
-    matching_bytes: int
-    unshared_bytes: int
-    saved_secs: float
+    cache: CacheListing
+    matching: Sequence[EntryListing]
+    shown: Sequence[EntryListing]
     now: float
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The figures of all entries that pass, by their names in the document."""
+        return {
+            "num_entries": len(self.cache.entries),
+            "matching": len(self.matching),
+            "matching_bytes": self.cache.bytes_of(self.matching),
+            "unshared_bytes": sum(entry.unshared_bytes for entry in self.matching),
+            "saved_secs": round(sum(entry.saved_secs for entry in self.matching), 3),
+        }
 
     def to_json(self) -> dict[str, Any]:
         """Return the document that `inspect cache --json` prints, but for its entries."""
-        return {
-            **self.listing.to_json(),
-            "num_entries": self.num_entries,
-            "matching": self.matching,
-            "matching_bytes": self.matching_bytes,
-            "unshared_bytes": self.unshared_bytes,
-            "saved_secs": self.saved_secs,
-        }
+        return {**self.cache.to_json(), "entries": [], **self.figures}
 
     def entries_json(self) -> Iterator[dict[str, Any]]:
         """Yield the entries of the document, each with its artifacts as its manifest has them at this moment."""
-        layout = CacheLayout(root=self.listing.root)
-        for entry in self.listing.entries:
+        layout = CacheLayout(root=self.cache.root)
+        for entry in self.shown:
             yield dict(with_artifacts(layout, entry).to_json())
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignCacheReport:
-    """What another system's cache holds, and when that was looked at.
-
-    Args:
-        cache: The cache, as it is read.
-        shown: The entries that are shown.
-        matching: How many pass the filters.
-        num_problems: How many problems those have.
-        now: Seconds since the epoch.
-    """
+    """The same of another system's cache."""
 
     cache: ForeignCache
-    shown: tuple[ForeignEntry, ...]
-    matching: int
-    num_problems: int
+    matching: Sequence[ForeignEntry]
+    shown: Sequence[ForeignEntry]
     now: float
+
+    @property
+    def num_problems(self) -> int:
+        """How many problems the entries that pass have."""
+        return sum(1 for entry in self.matching for _ in entry.all_problems())
 
     def to_json(self) -> dict[str, Any]:
         """Return the document that `inspect cache --json` prints, but for its entries."""
@@ -133,7 +82,7 @@ class ForeignCacheReport:
             "schema": SCHEMA,
             **foreign_json(msgspec.structs.replace(self.cache, entries=())),
             "num_entries": len(self.cache.entries),
-            "matching": self.matching,
+            "matching": len(self.matching),
             "num_problems": self.num_problems,
         }
 
@@ -142,11 +91,16 @@ class ForeignCacheReport:
         return map(foreign_json, self.shown)
 
 
-def inspect_cache(options: CacheOptions) -> CacheReport | ForeignCacheReport:
+def inspect_cache(
+    path: Path | None = None, *, filters: Sequence[str] = (), sort: str | None = None, limit: int | None = None
+) -> CacheReport | ForeignCacheReport:
     """List the entries of a cache, whichever system wrote it.
 
     Args:
-        options: What the user asked.
+        path: The cache's root, or another system's folder or file; None means the cache that `warm` fills.
+        filters: All of which an entry must pass, see `cgtool.toolkit.filters`.
+        sort: A field, or one with ":asc" or ":desc"; None is by hash, rank and prefix.
+        limit: How many entries to show at most; None for all.
 
     Returns:
         The entries; none where the default cache does not exist yet.
@@ -156,56 +110,18 @@ def inspect_cache(options: CacheOptions) -> CacheReport | ForeignCacheReport:
         CacheError: `path` is no folder, cannot be listed, or holds other things than a cache.
     """
     now = time.time()
-    cache = read_foreign(options.path)
-    if cache is not None:
-        return _inspect_foreign(cache, options, now)
-    options.choose((), now)  # wrong usage is told before a large cache is read
-    root = resolve_root(options.path)
+    foreign = read_foreign(path)
+    fields = FIELDS if foreign is None else FOREIGN_FIELDS
+    # Wrong usage is told before a large cache is read.
+    passes = [parse_filter(expression, now=now, fields=fields) for expression in filters]
+    order = list if sort is None else parse_order(sort, fields=fields)
+    if foreign is not None:
+        found = [entry for entry in foreign.entries if all(test(entry) for test in passes)]
+        return ForeignCacheReport(cache=foreign, matching=found, shown=order(found)[:limit], now=now)
+    root = resolve_root(path)
     # A cache that was named must be there; the default one may wait for its first warm.
-    listing = scan(root, missing_ok=options.path is None, artifacts=False)
-    if not listing.entries:
+    cache = scan(root, missing_ok=path is None, artifacts=False)
+    if not cache.entries:
         check_known(root)
-    matching, shown = options.choose(listing.entries, now)
-    return CacheReport(
-        listing=replace(listing, entries=tuple(shown)),
-        num_entries=len(listing.entries),
-        matching=len(matching),
-        matching_bytes=listing.bytes_of(matching),
-        unshared_bytes=sum(entry.unshared_bytes for entry in matching),
-        saved_secs=round(sum(entry.saved_secs for entry in matching), 3),
-        now=now,
-    )
-
-
-def _inspect_foreign(cache: ForeignCache, options: CacheOptions, now: float) -> ForeignCacheReport:
-    for expression in (*options.filters, *([] if options.sort is None else [options.sort])):
-        match = _FIELD.match(expression)
-        name = "" if match is None else match[1].lower()
-        if name not in FOREIGN_FIELDS:
-            fields = ", ".join(FOREIGN_FIELDS)
-            raise UsageError(
-                f"{expression!r} names no field that entries of other systems have. Use one of: {fields}.",
-                expected=FOREIGN_FIELDS,
-                actual=name,
-            )
-    chosen = options.choose([_as_listing(entry) for entry in cache.entries], now)
-    matching, shown = ([cast("Any", facts).entry for facts in entries] for entries in chosen)
-    return ForeignCacheReport(
-        cache=cache,
-        shown=tuple(shown),
-        matching=len(matching),
-        num_problems=sum(1 for entry in matching for _ in entry.all_problems()),
-        now=now,
-    )
-
-
-def _as_listing(entry: ForeignEntry) -> EntryListing:
-    """An entry with the names of a listing's fields, which is what filters and orders read."""
-    facts = SimpleNamespace(
-        entry=entry,
-        manifest=SimpleNamespace(hash=entry.name, prefix=" ".join(entry.prefixes), created=entry.created or _EPOCH),
-        usage=SimpleNamespace(last_used=entry.last_used),
-        artifact_files=entry.artifacts,
-        size_bytes=entry.size_bytes,
-    )
-    return cast("EntryListing", facts)
+    matching = [entry for entry in cache.entries if all(test(entry) for test in passes)]
+    return CacheReport(cache=cache, matching=matching, shown=order(matching)[:limit], now=now)

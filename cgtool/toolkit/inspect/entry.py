@@ -86,7 +86,7 @@ class EntryReport:
         hash: The entry's.
         manifests: Of its ranks and prefixes, in order.
         coverage: What they cover.
-        rows: The rows of each place, by shape.
+        rows: The rows of each place, in the order of their shapes.
         warnings: What of the entry could not be read.
     """
 
@@ -147,11 +147,7 @@ class ForeignEntryReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one entry of another system's cache holds; the fields are the document that `--json` prints.
 
     Args:
-        schema: Of the document.
-        system: Which system wrote the cache.
-        version: Which version of it, where the files say so.
-        root: The cache.
-        entry: The entry.
+        version: Of the system, where the files say so.
         shapes: That its artifacts were compiled for, in order.
         holes: What some pieces lack.
         not_recorded: What such a cache does not say, in a sentence.

@@ -1,19 +1,13 @@
-"""`inspect graph`: the pieces of one entry, in order. Prints nothing; importable without torch.
-
-Of other systems, vLLM and ATOM write the whole graph of a part as a text, whose JSON is the fields of
-`ForeignGraphReport`.
-"""
+"""`inspect graph`: the pieces of one entry, in order. Prints nothing; importable without torch."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec.structs import asdict
 
 from cgtool.errors import CacheError, UsageError
@@ -23,32 +17,10 @@ from cgtool.store.entry import read_entry
 from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.layout import GRAPH_FILE, PLAN_FILE, CacheLayout, resolve_root, short
 from cgtool.store.records import Manifest, Row
-from cgtool.toolkit.foreign.detect import read_foreign
-from cgtool.toolkit.foreign.records import ForeignCache, foreign_json, one_entry
-from cgtool.toolkit.foreign.tree import Tree, shown
+from cgtool.toolkit.foreign.detect import detect
 from cgtool.toolkit.selection import one_name
 
 SCHEMA = 2
-_MOST_GRAPH_BYTES = 64 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class GraphOptions:
-    """What the user asked of `inspect graph`.
-
-    Args:
-        entry: The beginning of an entry's hash; None where the cache has one.
-        variant: A variant's number or its name; None is the first.
-        rank: Which rank; None where the entry has one.
-        prefix: Which compiled part of the model; None where the entry has one.
-        cache_dir: The cache's root; None means the cache that `warm` fills.
-    """
-
-    entry: str | None = None
-    variant: str | None = None
-    rank: int | None = None
-    prefix: str | None = None
-    cache_dir: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,54 +91,54 @@ def variant_words(variant: Variant) -> str:
     return ", ".join([*parts, *(f"{name} any" for name in variant.dims if name not in variant.fixed)])
 
 
-class ForeignGraphReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole graph of one part of an entry, as its system wrote it for people."""
-
-    schema: int = 1
-    system: str
-    root: Path
-    entry: str
-    path: Path
-    text: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the document that `inspect graph --json` prints."""
-        return foreign_json(self)
-
-
 @os_errors_as_cache_errors()
-def inspect_graph(options: GraphOptions) -> GraphReport | ForeignGraphReport:
-    """Show the pieces of one variant of an entry, or the graph that vLLM or ATOM wrote beside its artifacts.
+def inspect_graph(
+    entry: str | None = None,
+    *,
+    variant: str | None = None,
+    rank: int | None = None,
+    prefix: str | None = None,
+    cache_dir: Path | None = None,
+) -> GraphReport:
+    """Show the pieces of one variant of an entry.
 
     Args:
-        options: What the user asked.
+        entry: The beginning of its hash; None where the cache has one.
+        variant: A variant's number or its name; None is the first.
+        rank: Which rank; None where the entry has one.
+        prefix: Which compiled part of the model; None where the entry has one.
+        cache_dir: The cache's root; None means the cache that `warm` fills.
 
     Returns:
-        The pieces, and what they were compiled for; or the graph.
+        The pieces, and what they were compiled for.
 
     Raises:
         UsageError: No entry or variant fits, or several do; the message lists them.
-        CacheError: The cache is empty, the entry cannot be read or trusted, or another system wrote no graph of it.
+        CacheError: The cache is empty or another system's, or the entry cannot be read or trusted.
     """
-    cache = read_foreign(options.cache_dir)
-    if cache is not None:
-        return _inspect_foreign(cache, options)
-    root = resolve_root(options.cache_dir)
+    root = resolve_root(cache_dir)
     layout = CacheLayout(root=root)
-    name = one_name(layout, options.entry, rank=options.rank, prefix=options.prefix)
-    entry = read_entry(layout, name)
-    if entry is None:
+    system = detect(root)
+    if system not in (None, "cgtool"):
+        message = (
+            f"{root} is a cache of another system ({system}), and none of those holds pieces of a graph. Look at what it "
+            "holds with: cgtool inspect entry"
+        )
+        raise CacheError(message, path=root)
+    name = one_name(layout, entry, rank=rank, prefix=prefix)
+    found = read_entry(layout, name)
+    if found is None:
         message = f"Entry {short(name.hash)} is gone. Look again with: cgtool inspect cache"
         raise CacheError(message, path=layout.rank_dir(name))
-    plan = parse_plan(entry.files[PLAN_FILE], path=layout.rank_dir(name) / PLAN_FILE)
-    number = _one_variant(plan, options.variant)
+    plan = parse_plan(found.files[PLAN_FILE], path=layout.rank_dir(name) / PLAN_FILE)
+    number = _one_variant(plan, variant)
     rows: dict[int, list[Row]] = {}
-    for row in entry.manifest.rows:
+    for row in found.manifest.rows:
         if row.variant == number:
             rows.setdefault(row.piece_index, []).append(row)
     return GraphReport(
         root=root,
-        manifest=entry.manifest,
+        manifest=found.manifest,
         variants=plan.variants,
         variant=number,
         pieces=tuple(
@@ -188,24 +160,3 @@ def _one_variant(plan: Plan, wanted: str | None) -> int:
     listed = "".join(f"\n  {number}: {variant_words(variant)}" for number, variant in enumerate(plan.variants))
     what = f"Several variants are called {wanted!r}." if named else f"There is no variant {wanted!r}."
     raise UsageError(f"{what} Name one of them by its number:{listed}", actual=wanted)
-
-
-def _inspect_foreign(cache: ForeignCache, options: GraphOptions) -> ForeignGraphReport:
-    entry = one_entry(cache, options.entry)
-    tree = Tree(entry.path, [])
-    paths = [
-        path
-        for path in sorted(tree.files)
-        if path.rpartition("/")[2] == GRAPH_FILE
-        and (options.rank is None or re.search(rf"(?:\A|/)rank_{options.rank}[_/]", path))
-        and (options.prefix is None or path.split("/")[-2:-1] == [options.prefix])
-    ]
-    if not paths:
-        message = (
-            f"The entry {shown(entry.name)} holds no graph: of other systems only vLLM and ATOM write one, and that "
-            "not cut into pieces. Look at what it holds with: cgtool inspect entry"
-        )
-        raise CacheError(message, path=entry.path)
-    text = tree.read(paths[0], _MOST_GRAPH_BYTES).decode("utf-8", "backslashreplace")
-    path = entry.path / paths[0]
-    return ForeignGraphReport(system=cache.system, root=cache.root, entry=entry.name, path=path, text=text)
