@@ -329,8 +329,8 @@ def _inspect_foreign(cache: ForeignCache, asked: str, fits: Callable[[ForeignArt
 def _is_named(entry: ForeignEntry, artifact: ForeignArtifact, asked: str) -> bool:
     beginning, _, piece = asked.rpartition("/")
     names = (entry.name, entry.name.rpartition("/")[2])
-    is_piece = bool(beginning) and _PIECE_NUMBER.fullmatch(piece) and artifact.piece_index == int(piece)
+    number = int(piece) if beginning and _PIECE_NUMBER.fullmatch(piece) else None
     paths = (artifact.path, artifact.path.rpartition("/")[2], *(f"{name}/{artifact.path}" for name in names))
     return any(path.startswith(asked) for path in paths) or (
-        is_piece and any(name.startswith(beginning) for name in names)
+        number is not None and artifact.piece_index == number and any(name.startswith(beginning) for name in names)
     )

@@ -121,8 +121,8 @@ def inspect_graph(
     system = detect(root)
     if system not in (None, "cgtool"):
         message = (
-            f"{root} is a cache of another system ({system}), and none of those holds pieces of a graph. Look at what it "
-            "holds with: cgtool inspect entry"
+            f"{root} is a cache of another system ({system}), and none of those holds pieces of a graph. Look at what "
+            "it holds with: cgtool inspect entry"
         )
         raise CacheError(message, path=root)
     name = one_name(layout, entry, rank=rank, prefix=prefix)
