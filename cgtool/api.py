@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import logging
 import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
-from cgtool.errors import CacheMissError
+from cgtool.errors import CacheMissError, UsageError
+from cgtool.events import told_while_waiting
 from cgtool.host import environment, gc_paused
 from cgtool.plan.pieces import PieceGraph
 from cgtool.runtime.assemble import open_entry
-from cgtool.runtime.call import AsModule, LoadedModel
+from cgtool.runtime.call import LoadedModel
 from cgtool.runtime.dispatch import Boxed
 from cgtool.runtime.factors import Live
 from cgtool.runtime.find import Finder
@@ -28,7 +28,8 @@ from cgtool.store.trust import TrustPolicy
 if TYPE_CHECKING:
     from cgtool.compiler.pipeline import WarmResult
     from cgtool.config import CompilationConfig
-    from cgtool.model import DynamicDims
+    from cgtool.model import DynamicDims, ModelSpec
+    from cgtool.runtime.otherwise import AnyCall, Otherwise
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ def load(
     prefix: str | None = None,
     rank: int | None = None,
     trusted_keys: Sequence[Path | str] = (),
+    otherwise: Otherwise = "raise",
 ) -> Callable[..., Any]:
     """Return a callable that runs `module` from what was compiled for it; nothing is traced.
 
@@ -50,19 +52,21 @@ def load(
     which on the CPU builds the C++ of its kernels again where torch's own cache folder does not hold them.
 
     Args:
-        module: The model, built and in evaluation mode, or a bound method of it, such as `model.encode`. Its weights
-            may be loaded before or after.
+        module: The model, built and in evaluation mode, or a bound method of it, such as `model.encode`, or a function.
+            Its weights may be loaded before or after.
         config: What the entry must have been compiled with; None takes the newest entry that fits.
         cache_dir: The cache's root; None takes the configuration's, `CGTOOL_CACHE_DIR` or the user's own.
         prefix: Which compiled part of the model; None takes the name of a bound method, else "backbone".
         rank: Which process of a model-parallel group; None takes the environment's word.
         trusted_keys: Files and folders of public keys, one of which must have signed the entry; none takes the
             configuration's and `CGTOOL_TRUSTED_KEYS`.
+        otherwise: What a call gets that nothing in the entry serves: "raise" or "eager", as `compile` has them.
 
     Returns:
         A callable that takes what the model's method takes and returns what it returns.
 
     Raises:
+        UsageError: `otherwise` would have to compile.
         CacheMissError: No entry fits; `reasons` says why, the most telling first.
         RefusedError: An entry fits, and is not signed as it must be, or others own it or may write to it.
         CacheCorruptError: What the entry holds differs from its digests.
@@ -79,15 +83,35 @@ def load(
             "Switch it on, or call cgtool.compile, which compiles in this process then."
         )
         raise CacheMissError(msg, reasons=("the cache is switched off",))
+    if otherwise not in {"raise", "eager"}:
+        msg = f"cgtool.load compiles nothing, so otherwise={otherwise!r} is not for it: call cgtool.compile."
+        raise UsageError(msg, path="otherwise", expected=["raise", "eager"], actual=otherwise)
     wanted_dir = cache_dir if cache_dir is not None else (config.cache_dir or None) if config is not None else None
-    module, _, prefix = _part(module, prefix)
+    module, method, prefix = _part(module, prefix)
     with gc_paused():
         layout = CacheLayout(root=resolve_root(wanted_dir))
-        return _load_from(module, config, layout, prefix, rank=rank, trust=TrustPolicy.of(config, trusted_keys))
+        loaded = _load_from(module, config, layout, prefix, rank=rank, trust=TrustPolicy.of(config, trusted_keys))
+    return loaded if otherwise == "raise" else _any_call(module, method, otherwise, loaded=loaded)
+
+
+def _any_call(module: Any, method: str, otherwise: Otherwise, **more: Any) -> AnyCall:
+    # Most programs have every other call refused.
+    from cgtool.runtime._torch import eager_call
+    from cgtool.runtime.otherwise import AnyCall
+
+    own = getattr(module, method)
+    return AnyCall(module, eager_call(module) if method == "forward" else own, own.__qualname__, otherwise, **more)
 
 
 def _part(module: Any, prefix: str | None) -> tuple[Any, str, str]:
-    """Return the model, the method that is compiled, and the prefix: what was handed over may be a bound method."""
+    """Return the model, the method that is compiled, and the prefix.
+
+    What was handed over may be a bound method, or a function: that is the forward of a model without weights.
+    """
+    if isinstance(module, FunctionType):
+        from cgtool.runtime.function import FunctionModel  # most programs hand over a model
+
+        return FunctionModel(module), "forward", prefix or DEFAULT_PREFIX
     if not isinstance(module, MethodType):
         return module, "forward", prefix or DEFAULT_PREFIX
     method = module.__name__
@@ -135,11 +159,12 @@ def compile(  # noqa: A001 - the name that a user of torch.compile looks for
     config: CompilationConfig | None = None,
     cache_dir: Path | str | None = None,
     prefix: str | None = None,
+    otherwise: Otherwise = "raise",
 ) -> Callable[..., Any]:
     """Return a callable that runs `module` compiled: from the cache, or else compiled now and stored there.
 
     Args:
-        module: The model, in evaluation mode, or a bound method of it, such as `model.encode`.
+        module: The model, in evaluation mode, or a bound method of it, such as `model.encode`, or a function.
         example_args: Positional arguments of an example call.
         example_kwargs: Keyword arguments of an example call. With neither, the first call's arguments serve, and that
             call waits for the compilation.
@@ -147,6 +172,11 @@ def compile(  # noqa: A001 - the name that a user of torch.compile looks for
         config: What to compile and how; None takes the defaults and `CGTOOL_*` variables.
         cache_dir: The cache's root; None takes the configuration's, `CGTOOL_CACHE_DIR` or the user's own.
         prefix: Which compiled part of the model; None takes the name of a bound method, else "backbone".
+        otherwise: What a call gets that nothing compiled serves: "raise", a `GuardError` that says why; "eager", the
+            model itself, with one warning for each cause; "warm", a further variant that is compiled now; "background",
+            one that is compiled in a thread, and the model itself meanwhile, from the first call on. After eight
+            variants the rest runs eagerly. In training mode, and where gradients are asked for, "eager" and
+            "background" run the model itself. `cgtool.counters()` has the number of eager calls.
 
     Returns:
         A callable that takes what the model's forward takes and returns what it returns. At level 0, `module` itself.
@@ -165,8 +195,9 @@ def compile(  # noqa: A001 - the name that a user of torch.compile looks for
     module, method, prefix = _part(module, prefix)
     maker = _Maker(module, method, dynamic=dynamic or {}, config=config, cache_dir=cache_dir, prefix=prefix)
     if example_args is None and example_kwargs is None:
-        return _OnFirstCall(maker)
-    return maker.make(tuple(example_args or ()), dict(example_kwargs or {}))
+        return _any_call(module, method, otherwise, warm=maker.make)
+    loaded = maker.make(tuple(example_args or ()), dict(example_kwargs or {}))
+    return loaded if otherwise == "raise" else _any_call(module, method, otherwise, loaded=loaded, warm=maker.make)
 
 
 class _Maker:
@@ -183,6 +214,7 @@ class _Maker:
         prefix: str,
     ) -> None:
         self.module = module
+        self.name = getattr(getattr(module, method, None), "__qualname__", type(module).__name__)
         self._method = method
         self._dynamic = dynamic
         self._config = config
@@ -192,48 +224,39 @@ class _Maker:
     def make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LoadedModel:
         """Load the model, warming it for this example first where the cache does not serve it."""
         # A program that only loads needs none of it; Dynamo itself is imported where something has to be traced.
-        from cgtool.compiler.pipeline import warm
         from cgtool.model import ExampleCall, ModelSpec
 
         call = ExampleCall(args=args, kwargs=kwargs)
         spec = ModelSpec(
-            module=self.module, calls=(call,), dynamic=self._dynamic, method=self._method, prefix=self._prefix
+            module=self.module,
+            calls=(call,),
+            dynamic=self._dynamic,
+            method=self._method,
+            prefix=self._prefix,
+            name=self.name if isinstance(getattr(self.module, self._method, None), FunctionType) else None,
         )
         if self._config.disable_cache or environment().disable_cache:
             with tempfile.TemporaryDirectory(prefix="cgtool-") as folder:
-                return self._load(warm(spec, config=self._config, cache_dir=folder))
+                return self._load(self._warmed(spec, folder))
         refusing: list[str] = []
         while True:
-            result = warm(spec, config=self._config, cache_dir=self._cache_dir, without=refusing)
+            result = self._warmed(spec, self._cache_dir, refusing)
             loaded = self._load(result)
             # An entry for other sizes may fit all that is known before a call. The next warm looks past it.
             if loaded.serves(args, kwargs) or result.hash in refusing:
                 return loaded
             refusing.append(result.hash)
 
+    def _warmed(self, spec: ModelSpec, cache_dir: Path | str | None, without: Sequence[str] = ()) -> WarmResult:
+        from cgtool.compiler.pipeline import warm
+
+        with told_while_waiting(self.name) as tell:
+            result = warm(spec, config=self._config, cache_dir=cache_dir, without=without, on_event=tell)
+        if not result.hit:
+            for note in result.notes:
+                _log.warning("%s: %s", self.name, note)
+        return result
+
     def _load(self, result: WarmResult) -> LoadedModel:
         layout, trust = CacheLayout(root=result.root), TrustPolicy.of(self._config)
         return _load_from(self.module, self._config, layout, self._prefix, rank=None, trust=trust, hash_=result.hash)
-
-
-class _OnFirstCall(AsModule):
-    """A model that is compiled when it is first called, for that call's arguments."""
-
-    def __init__(self, maker: _Maker) -> None:
-        self.module = maker.module
-        self._maker = maker
-        self._loaded: LoadedModel | None = None
-        self._lock = threading.Lock()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._loaded is None:
-            with self._lock:  # a second thread's first call waits for what the first one's makes
-                if self._loaded is None:
-                    _log.info("Compiling %s for its first call.", type(self._maker.module).__name__)
-                    self._loaded = self._maker.make(args, kwargs)
-        return self._loaded(*args, **kwargs)
-
-    def recheck(self) -> None:
-        """Do what `LoadedModel.recheck` does; before the first call there is nothing to check."""
-        if self._loaded is not None:
-            self._loaded.recheck()

@@ -24,7 +24,8 @@ from cgtool.errors import UsageError
 from cgtool.host import environment
 from cgtool.model import DynamicDims
 from cgtool.runtime import _torch as private
-from cgtool.runtime.call import LoadedModel
+from cgtool.runtime.call import AsModule
+from cgtool.runtime.otherwise import Otherwise
 
 _Class = TypeVar("_Class", bound=type[nn.Module])
 
@@ -43,6 +44,7 @@ def support_torch_compile(
     config: CompilationConfig | None = None,
     cache_dir: Path | str | None = None,
     prefix: str = "backbone",
+    otherwise: Otherwise = "raise",
 ) -> Callable[[_Class], _Class]: ...
 
 
@@ -54,6 +56,7 @@ def support_torch_compile(
     config: CompilationConfig | None = None,
     cache_dir: Path | str | None = None,
     prefix: str = "backbone",
+    otherwise: Otherwise = "raise",
 ) -> Any:
     """Make the instances of a class of models run compiled: from the cache, or compiled at their first call.
 
@@ -68,6 +71,8 @@ def support_torch_compile(
         config: What to compile and how; None takes the defaults and `CGTOOL_*` variables at the first call.
         cache_dir: The cache's root; None takes the configuration's, `CGTOOL_CACHE_DIR` or the user's own.
         prefix: Which compiled part of the model.
+        otherwise: What a call gets that nothing compiled serves: "raise", "eager", "warm" or "background", as
+            `cgtool.compile` has them.
 
     Returns:
         The class, or a decorator.
@@ -79,9 +84,14 @@ def support_torch_compile(
     """
     if cls is None:
         return functools.partial(
-            _decorated, dynamic=dynamic_arg_dims, config=config, cache_dir=cache_dir, prefix=prefix
+            _decorated,
+            dynamic=dynamic_arg_dims,
+            config=config,
+            cache_dir=cache_dir,
+            prefix=prefix,
+            otherwise=otherwise,
         )
-    return _decorated(cls, dynamic=None, config=None, cache_dir=None, prefix=prefix)
+    return _decorated(cls, dynamic=None, config=None, cache_dir=None, prefix=prefix, otherwise=otherwise)
 
 
 def _decorated(
@@ -91,6 +101,7 @@ def _decorated(
     config: CompilationConfig | None,
     cache_dir: Path | str | None,
     prefix: str,
+    otherwise: Otherwise,
 ) -> type[nn.Module]:
     wanted = _tensor_arguments(cls.forward) if dynamic is None else dynamic
     unknown = set(wanted) - set(inspect.signature(cls.forward).parameters)
@@ -105,14 +116,16 @@ def _decorated(
         chosen = CompilationConfig.from_variables(environment().variables) if config is None else config
         if chosen.effective_level == CompilationLevel.NO_COMPILATION:
             return private.eager_call(self)
+        waits = otherwise != "background"
         return compile_model(
             self,
-            example_args=args,
-            example_kwargs=kwargs,
+            example_args=args if waits else None,
+            example_kwargs=kwargs if waits else None,
             dynamic=_named_dims(wanted, inspect.signature(self.forward).bind(*args, **kwargs).arguments),
             config=chosen,
             cache_dir=cache_dir,
             prefix=prefix,
+            otherwise=otherwise,
         )
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +168,7 @@ def _recheck(self: nn.Module) -> None:
         GuardError: Some fact that the model was compiled with no longer holds; the message names it.
     """
     held = self.__dict__.get(_HELD)
-    if held is not None and isinstance(held.function, LoadedModel):
+    if held is not None and isinstance(held.function, AsModule):
         held.function.recheck()
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import shutil
+import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 Phase = Literal[
@@ -39,9 +43,48 @@ def ignore(event: Event) -> None:
     """Take an event and do nothing: the default of every `on_event`."""
 
 
-Happening = Literal["traces", "compiles", "opens", "captures", "replays"]
+@contextlib.contextmanager
+def told_while_waiting(name: str) -> Iterator[OnEvent]:
+    """Give what tells whoever waits for a compilation how far it is; a hit, which takes no time, is not told.
 
-_counts: Counter[str] = Counter(traces=0, compiles=0, opens=0, captures=0, replays=0)
+    On a terminal one line of stderr shows what runs now and goes in the end; elsewhere the log gets a line of level
+    INFO for each thing that is over.
+
+    Args:
+        name: What is compiled.
+    """
+    log = logging.getLogger("cgtool")
+    shows = sys.stderr is not None and sys.stderr.isatty()
+    written = False
+
+    def tell(event: Event) -> None:
+        nonlocal written
+        if event.phase in {"hit", "note"}:
+            return
+        counted = "" if event.total is None else f" {event.done or 0}/{event.total}"
+        line = f"{event.phase}{counted}: {event.message if event.message.isprintable() else ascii(event.message)}"
+        if shows:
+            written = True
+            width = shutil.get_terminal_size().columns - 1
+            _write("\r\x1b[2K" + f"Compiling {name}, {line}"[:width])
+        elif event.secs is not None:
+            log.info("Compiling %s, %s (%.1f s)", name, line, event.secs)
+
+    try:
+        yield tell
+    finally:
+        if written:
+            _write("\r\x1b[2K")
+
+
+def _write(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+Happening = Literal["traces", "compiles", "opens", "captures", "replays", "eager_calls"]
+
+_counts: Counter[str] = Counter(traces=0, compiles=0, opens=0, captures=0, replays=0, eager_calls=0)
 _lock = threading.Lock()
 
 
@@ -52,6 +95,10 @@ def count(what: Happening) -> None:
 
 
 def counters() -> dict[str, int]:
-    """Return how often each thing happened in this process: traces, compiles, opens, captures and replays."""
+    """Return how often each thing happened in this process.
+
+    Traces, compiles, opens of artifacts, captures and replays of CUDA graphs, and calls that no compiled variant served
+    and that ran eagerly, as was asked for.
+    """
     with _lock:
         return dict(_counts)

@@ -123,8 +123,6 @@ def warm(
     if not callable(getattr(spec.module, spec.method, None)):
         kind = type(spec.module).__name__
         msg = f"The model, a {kind}, has no method {spec.method!r}. Name one that it has."
-        if not isinstance(spec.module, torch.nn.Module):
-            msg = "A function has no weights to load and no class to be found by: make it the forward of an nn.Module."
         raise ModelError(msg, path=spec.method)
     config = _leveled(config, spec)
     layout = CacheLayout(root=resolve_root(cache_dir if cache_dir is not None else config.cache_dir or None))

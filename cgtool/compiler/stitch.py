@@ -98,7 +98,7 @@ def stitch(spec: ModelSpec, splitting_ops: Sequence[str] | None, on_event: OnEve
         on_event(Event(phase="trace", message=label, done=index, total=len(todo)))
         arguments, marked = arguments_for(call, signature, dims, fixed)
         try:
-            trace = capture(method, signature, arguments, marked)
+            trace = capture(spec.module, method, signature, arguments, marked)
         except CgtoolError as error:
             reason = _why_not_runnable(method, signature, arguments) if fixed and traced else None
             if reason is None:

@@ -50,6 +50,14 @@ class AsModule:
 
     module: nn.Module
 
+    def recheck(self) -> None:
+        """Check every guard on the model and on globals again, after the model was changed on purpose.
+
+        Raises:
+            GuardError: Some fact that the model was compiled with no longer holds; the message names it.
+        """
+        raise NotImplementedError
+
     def __getattr__(self, name: str) -> Any:
         if name == "module" or name.startswith("__"):  # not there yet, or asked for by copy and pickle
             raise AttributeError(name)
@@ -64,6 +72,9 @@ class AsModule:
 
         return chained
 
+
+#: What an attempt returns where no variant serves the call.
+NOT_SERVED: Any = object()
 
 _INFERENCE = "Compiled entries are for inference"
 
@@ -128,6 +139,13 @@ class LoadedModel(AsModule):
             ArtifactError: An op returned something else than its fake implementation promised, or what this call needs
                 first cannot be opened here.
         """
+        answer = self.attempt(*args, **kwargs)
+        if answer is NOT_SERVED:
+            raise self.refusal(args, kwargs)
+        return answer
+
+    def attempt(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, or return `NOT_SERVED` where no variant serves this call; raises what a call does else."""
         values = self._bind(*args, **kwargs)
         if self.module.training:
             msg = f"The model is in training mode. {_INFERENCE}: call model.eval() first."
@@ -138,15 +156,11 @@ class LoadedModel(AsModule):
             return self._run(values)
         except StructureChangedError:
             self.recheck()
-        except NoVariantError:
-            raise self._refusal(args, kwargs, values) from None
         try:
             return self._run(values)
         except StructureChangedError as error:
             msg = "The model's modules change while it is called: change them between calls only."
             raise GuardError(msg) from error
-        except NoVariantError:
-            raise self._refusal(args, kwargs, values) from None
 
     def serves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return whether some variant's guards accept this call; nothing is run."""
@@ -172,14 +186,9 @@ class LoadedModel(AsModule):
             if torch.is_grad_enabled():
                 self._refuse_gradients(served, tensors, weights, needs_grad=needs_grad)
             return served.program(tensors, sizes, passed, weights, table)
-        raise NoVariantError
+        return NOT_SERVED
 
-    def recheck(self) -> None:
-        """Check every guard on the model and on globals again, after the model was changed on purpose.
-
-        Raises:
-            GuardError: Some fact that the model was compiled with no longer holds; the message names it.
-        """
+    def recheck(self) -> None:  # noqa: D102 - as its base says
         self._check_live()
         # Replaced as a whole: a call that runs meanwhile keeps what it began with.
         self._variants = self._serve()
@@ -257,10 +266,12 @@ class LoadedModel(AsModule):
     def _spoken(self, source: str) -> str:
         return self._signature.spoken(source) if source.startswith("arg:") else source_words(source)
 
-    def _refusal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: tuple[Any, ...]) -> Exception:
+    def refusal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exception:
+        """Return the error that says why no variant serves a call: a `GuardError`, or a TypeError."""
         # Nobody who calls the model rightly needs the words for it.
         from cgtool.runtime.explain import Explainer, refusal
 
+        values = self._bind(*args, **kwargs)
         misfit = self._signature.misfit(args, kwargs)
         if misfit is not None:
             return TypeError(f"{self.plan.method}() {misfit}")
@@ -322,10 +333,6 @@ class LoadedModel(AsModule):
         if key not in shared:
             shared[key] = Weights(self.module, self._signature.method, inputs, same, self._device_index)
         return shared[key]
-
-
-class NoVariantError(Exception):
-    """No variant serves a call; raised and caught within the runtime."""
 
 
 class _Served:

@@ -318,7 +318,7 @@ class Reader:
         if source.root == "module":
             return constant(find_module(source.names[0]))
         if source.root == "free":
-            return f"{constant(_resolver(self._module, self._method, source.text))}()"
+            return f"{constant(_resolver(self._module, self._method, f'free:{source.names[0]}'))}()"
         raise malformed("source of an object", source.text)
 
     def _from_module(self, source: Source) -> str:

@@ -117,6 +117,7 @@ class _Capture:
 
 
 def capture(
+    module: torch.nn.Module,
     method: Callable[..., Any],
     signature: CallSignature,
     arguments: Mapping[str, Any],
@@ -125,7 +126,8 @@ def capture(
     """Trace `method` on these root locals.
 
     Args:
-        method: The bound method of the model.
+        module: The model.
+        method: Its method: bound, or a function that was set on the model.
         signature: Its signature.
         arguments: The root locals, as `signature.bind` gives them.
         marked: (tensor, dimension, name) of each dimension that must stay symbolic.
@@ -135,7 +137,6 @@ def capture(
         TraceError: Something that the graph rests on, or that it returns, cannot be kept as data.
     """
     count("traces")
-    module = getattr(method, "__self__", None)
     refuse_surroundings(Roots(module, method))
     for tensor, dim, _ in marked:
         private.mark_dynamic(tensor, dim)

@@ -1,0 +1,287 @@
+"""What a call gets that nothing compiled serves, functions in a model's place, and what who waits is told."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pty
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import cgtool  # noqa: E402
+from cgtool import CacheMissError, CompilationConfig, GuardError, counters, support_torch_compile  # noqa: E402
+from cgtool.errors import TraceError, UsageError  # noqa: E402
+from cgtool.runtime.otherwise import MOST_WARMS  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+CONFIG = CompilationConfig(adaptor="eager")
+FACTOR = 3
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Compiles in a cache of the test's own; a call of more than one row gets what `otherwise` says."""
+
+    def make(model, otherwise, rows=1):
+        example = None if rows is None else (torch.ones(rows, 4),)
+        return cgtool.compile(model, example_args=example, config=CONFIG, cache_dir=tmp_path, otherwise=otherwise)
+
+    return make
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x).relu()
+
+
+class Breaks(Model):
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+@pytest.fixture
+def model():
+    return Model().eval()
+
+
+def rows(count):
+    return torch.arange(4.0 * count).reshape(count, 4)
+
+
+def happened(do: Callable[[], object]) -> dict[str, int]:
+    before = counters()
+    do()
+    return {name: value - before[name] for name, value in counters().items() if value != before[name]}
+
+
+def test_eager_runs_the_model_itself_and_warns_once_for_each_cause(made, model, caplog):
+    served = made(model, "eager")
+
+    def calls():
+        for count in (1, 2, 3, 2, 3):
+            assert torch.equal(served(rows(count)), model(rows(count)))
+        served(rows(2).double().float().T.contiguous().T)  # the same cause: a size
+        with pytest.raises(RuntimeError, match="dtype"):
+            served(rows(1).double())  # the model's own error, and another cause
+
+    assert happened(calls) == {"eager_calls": 6}
+    said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(said) == 2
+    assert said[0].startswith("A call of Model.forward runs eagerly: the size of x in dimension 0 is 2 and must be 1.")
+    assert "has dtype float64 and was traced with float32" in said[1]
+
+
+@pytest.mark.parametrize("otherwise", ["eager", "background"])
+def test_training_and_gradients_are_the_models_own_affair(made, model, otherwise):
+    served = made(model, otherwise)
+    with torch.enable_grad():
+        assert served(rows(1)).requires_grad
+    served.train()
+    assert torch.equal(served(rows(1)), model(rows(1)))
+
+
+def test_warm_compiles_what_is_missing_and_uses_it_from_then_on(made, model, caplog):
+    caplog.set_level(logging.INFO, logger="cgtool")
+    served = made(model, "warm")
+
+    def calls():
+        for count in (1, 2, 3, 2, 3, 1):
+            assert torch.equal(served(rows(count)), model(rows(count)))
+
+    assert happened(calls)["traces"] == 2
+    again = [record.message for record in caplog.records if "again" in record.message]
+    assert [message.split(".")[0] for message in again[:1]] == ["Compiling Model"]
+    assert "the size of x in dimension 0 is 2 and must be 1" in again[0]
+    assert happened(calls) == {}
+    # The next process finds all of it.
+    fresh = made(model, "warm")
+    assert happened(lambda: [fresh(rows(count)) for count in (1, 2, 3)]).keys() == {"opens"}
+
+
+def test_after_many_variants_the_rest_runs_eagerly(made, model):
+    served = made(model, "warm")
+    more = MOST_WARMS + 2
+    done = happened(lambda: [served(rows(count)) for count in range(1, more + 1)])
+    assert (done["traces"], done["eager_calls"]) == (MOST_WARMS - 1, 2)
+
+
+def test_a_model_that_cannot_be_compiled_for_a_call_is_an_error_of_that_call(made):
+    served = made(Breaks().eval(), "warm", rows=None)
+    for _ in range(2):
+        with pytest.raises(TraceError, match="graph_break"):
+            served(rows(1))
+
+
+def ended(name: str) -> None:
+    for thread in threading.enumerate():
+        if thread.name == name:
+            thread.join(timeout=120)
+
+
+def test_in_the_background_no_call_waits(made, model, caplog):
+    served = made(model, "background", rows=None)
+
+    def first():
+        assert torch.equal(served(rows(1)), model(rows(1)))
+
+    assert happened(first)["eager_calls"] == 1
+    ended("cgtool-warm")
+    assert happened(first).get("eager_calls", 0) == 0
+    assert torch.equal(served(rows(2)), model(rows(2)))
+    ended("cgtool-warm")
+    assert happened(lambda: (served(rows(1)), served(rows(2)))).get("eager_calls", 0) == 0
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_what_cannot_be_compiled_in_the_background_is_tried_once_and_told_once(made, caplog):
+    served = made(Breaks().eval(), "background", rows=None)
+    served(rows(1))
+    ended("cgtool-warm")
+    done = happened(lambda: [served(rows(count)) for count in (1, 2, 3)])
+    assert done == {"eager_calls": 3}
+    (said,) = (record.message for record in caplog.records if record.levelno == logging.WARNING)
+    assert said.startswith("A call of Breaks.forward runs eagerly: It cannot be compiled:")
+
+
+def test_of_threads_that_come_at_once_the_first_compiles(made, model):
+    served = made(model, "warm")
+    barrier, answers = threading.Barrier(4), []
+
+    def call():
+        with torch.no_grad():
+            barrier.wait()
+            answers.append(served(rows(5)))
+
+    def all_at_once():
+        threads = [threading.Thread(target=call) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    assert happened(all_at_once)["traces"] == 1
+    assert all(torch.equal(answer, model(rows(5))) for answer in answers)
+    assert len(answers) == 4
+
+
+def test_load_runs_eagerly_if_asked_and_never_compiles(made, model, tmp_path):
+    made(model, "raise")
+    with pytest.raises(GuardError, match="must be 1"):
+        cgtool.load(model, cache_dir=tmp_path)(rows(2))
+    served = cgtool.load(model, cache_dir=tmp_path, otherwise="eager")
+    assert torch.equal(served(rows(2)), model(rows(2)))
+    assert served.state_dict().keys() == model.state_dict().keys()
+    with pytest.raises(UsageError, match=r"call cgtool\.compile"):
+        cgtool.load(model, cache_dir=tmp_path, otherwise="warm")
+
+
+@pytest.mark.parametrize("otherwise", ["eager", "warm", "background"])
+def test_the_decorator_takes_it_too(tmp_path, otherwise):
+    @support_torch_compile(dynamic_arg_dims={"x": {1: "width"}}, config=CONFIG, cache_dir=tmp_path, otherwise=otherwise)
+    class Decorated(torch.nn.Module):
+        def forward(self, x):
+            return x.relu() + 1
+
+    model = Decorated().eval()
+    for count in (1, 2, 1, 3):
+        assert torch.equal(model(rows(count)), rows(count).relu() + 1)
+        ended("cgtool-warm")
+    model.recheck()
+    done = happened(lambda: [model(rows(count)) for count in (1, 2, 3)])
+    assert done == ({"eager_calls": 2} if otherwise == "eager" else {})
+
+
+def scaled(x, by=2):
+    return x * FACTOR * by
+
+
+def shifted(x, by=2):
+    return x + FACTOR * by
+
+
+def test_a_function_is_compiled_and_loaded_and_known_by_its_code(made, tmp_path, monkeypatch):
+    served = made(scaled, "raise")
+    assert torch.equal(served(rows(1)), scaled(rows(1)))
+    assert torch.equal(cgtool.load(scaled, cache_dir=tmp_path)(rows(1)), scaled(rows(1)))
+    with pytest.raises(CacheMissError, match="scaled"):
+        cgtool.load(shifted, cache_dir=tmp_path)
+    with pytest.raises(GuardError, match="by"):
+        served(rows(1), by=4)
+    monkeypatch.setitem(globals(), "FACTOR", 5)
+    with pytest.raises(CacheMissError, match="FACTOR"):
+        cgtool.load(scaled, cache_dir=tmp_path)
+    assert torch.equal(made(scaled, "raise")(rows(1)), scaled(rows(1)))
+
+
+def test_a_function_may_close_over_a_model(made, model):
+    other = Model().eval()
+
+    def both(x):
+        return model(x) + other.layer(x)
+
+    served = made(both, "warm")
+    assert torch.equal(served(rows(1)), both(rows(1)))
+    other.layer.weight.data.mul_(2)
+    other.layer.bias = torch.nn.Parameter(torch.ones(4))
+    assert torch.equal(served(rows(1)), both(rows(1)))
+    assert torch.equal(served(rows(3)), both(rows(3)))
+
+
+PROGRAM = """
+import sys, torch, cgtool
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return x.relu() + 1
+served = cgtool.compile(Model().eval(), config=cgtool.CompilationConfig(adaptor="eager"), cache_dir=sys.argv[1])
+with torch.no_grad():
+    print(served(torch.ones(3)).tolist())
+"""
+
+
+def test_who_waits_at_a_terminal_sees_what_runs_and_a_log_has_lines(tmp_path, made, model, caplog):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    shown, terminal = pty.openpty()
+    command = [sys.executable, str(program), str(tmp_path / "cache")]
+    first = subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal, check=True, timeout=300)
+    os.close(terminal)
+    text = read_all(shown)
+    assert first.stdout == b"[2.0, 2.0, 2.0]\n"
+    assert "\x1b[2KCompiling Model.forward, trace 0/1: default" in text
+    assert text.endswith("\r\x1b[2K")
+    second = subprocess.run(command, capture_output=True, check=True, timeout=300)
+    assert (second.stdout, second.stderr) == (first.stdout, b"")  # a hit tells nothing
+    caplog.set_level(logging.INFO, logger="cgtool")
+    made(model, "raise")
+    assert any(message.startswith("Compiling Model.forward, trace 1/1: default (") for message in caplog.messages)
+
+
+def read_all(descriptor: int) -> str:
+    """Return what was written to a terminal whose other end is closed."""
+    text = b""
+    try:
+        while more := os.read(descriptor, 4096):
+            text += more
+    except OSError:  # Linux says EIO at the end of a terminal
+        pass
+    finally:
+        os.close(descriptor)
+    return text.decode()
