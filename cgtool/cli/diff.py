@@ -52,10 +52,9 @@ def diff(*, output: Output, old: str, new: str | None, here: bool, everything: b
     torch, Triton, or a mega-cache file. Then the entries, factors and artifacts that differ are named.
     """
     # The command: what `--help` does without.
-    from cgtool.toolkit.diff.run import DiffOptions
     from cgtool.toolkit.diff.run import diff as run
 
-    report = run(DiffOptions(old=old, new=new, here=here, cache_dir=cache_folder(cache_dir)))
+    report = run(old, new, here=here, cache_dir=cache_folder(cache_dir))
     if output.as_json:
         output.json(report.to_json())
     else:

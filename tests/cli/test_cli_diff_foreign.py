@@ -11,7 +11,7 @@ from cli_harness import lay_entry, run, run_many
 from foreign_samples import PIECES, SAMPLES, SCALE, unpack
 
 from cgtool.errors import UsageError
-from cgtool.toolkit.diff.run import DiffOptions, diff
+from cgtool.toolkit.diff.run import diff
 
 
 def both(name: str, tmp_path: Path) -> tuple[Path, Path]:
@@ -19,7 +19,7 @@ def both(name: str, tmp_path: Path) -> tuple[Path, Path]:
 
 
 def found(old: object, new: object, **rest) -> list[tuple[str, str, str]]:
-    report = diff(DiffOptions(old=str(old), new=str(new), **rest))
+    report = diff(str(old), str(new), **rest)
     return [(one.what, one.path, one.sentence) for one in report.differences]
 
 
@@ -100,11 +100,11 @@ def test_sides_that_are_not_of_one_kind_are_wrong_usage(tmp_path):
     lay_entry(tmp_path / "own")
     for other in (triton, tmp_path / "own"):
         with pytest.raises(UsageError, match="is compared with what the same system wrote alone"):
-            diff(DiffOptions(old=str(vllm), new=str(other)))
+            diff(str(vllm), str(other))
     with pytest.raises(UsageError, match="is compared with what the same system wrote alone"):
-        diff(DiffOptions(old=str(vllm), here=True))
+        diff(str(vllm), here=True)
     with pytest.raises(UsageError, match="Several entries fit"):
-        diff(DiffOptions(old=f"{vllm}:", new=f"{vllm}:1572"))
+        diff(f"{vllm}:", f"{vllm}:1572")
 
 
 def test_the_command_says_it_in_words_and_in_json_and_with_its_exit_code(tmp_path):

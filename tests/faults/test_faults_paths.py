@@ -17,7 +17,7 @@ from cgtool.toolkit.bundle.choose import Choice
 from cgtool.toolkit.bundle.export import ExportOptions, export
 from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
 from cgtool.toolkit.completion import completion
-from cgtool.toolkit.diff.run import DiffOptions, diff
+from cgtool.toolkit.diff.run import diff
 from cgtool.toolkit.inspect.artifact import inspect_artifact
 from cgtool.toolkit.inspect.cache import inspect_cache
 from cgtool.toolkit.inspect.entry import inspect_entry, inspect_key
@@ -47,7 +47,7 @@ COMMANDS: dict[str, Callable[[Path, Path], object]] = {
     "inspect entry": lambda _, path: inspect_entry(cache_dir=path),
     "inspect key": lambda _, path: inspect_key(cache_dir=path),
     "inspect graph": lambda _, path: inspect_graph(cache_dir=path),
-    "diff": lambda there, path: diff(DiffOptions(old=str(path), new=str(there / "other"))),
+    "diff": lambda there, path: diff(str(path), str(there / "other")),
     "inspect artifact": lambda _, path: inspect_artifact("0" * 10, cache_dir=path),
 }
 

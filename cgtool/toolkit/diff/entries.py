@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property
@@ -17,7 +18,7 @@ from cgtool.plan.shapes import shape_text
 from cgtool.store.entry import read_entry
 from cgtool.store.files import read_bytes
 from cgtool.store.key import FactorDifference, Key, differences, read_key
-from cgtool.store.layout import GRAPH_FILE, PLAN_FILE, CacheLayout, RankName, short
+from cgtool.store.layout import GRAPH_FILE, PLAN_FILE, CacheLayout, short
 from cgtool.store.records import Manifest, Row
 from cgtool.store.walk import RankView, view_entry
 from cgtool.toolkit.diff.plans import changed_functions, compare_plans, pieces_text, variant_name
@@ -51,11 +52,7 @@ class EntrySide:
 
     @cached_property
     def key(self) -> Key:
-        """Its factors.
-
-        Raises:
-            CacheError: It has none, or they cannot be read or trusted.
-        """
+        """Its factors; where it has none, or they cannot be read or trusted, a CacheError is raised."""
         key = read_key(self.layout, self.hash)
         if key is None:
             path = self.layout.key_file(self.hash)
@@ -63,14 +60,10 @@ class EntrySide:
         return key
 
     @cached_property
-    def _ranks(self) -> dict[_Part, RankView]:
+    def parts(self) -> dict[_Part, RankView]:
+        """The ranks and prefixes that were published."""
         ranks = view_entry(self.layout, self.hash).ranks
         return {(rank.name.rank, rank.name.prefix): rank for rank in ranks if rank.has_manifest}
-
-    @property
-    def names(self) -> dict[_Part, RankName]:
-        """The ranks and prefixes that were published."""
-        return {part: rank.name for part, rank in self._ranks.items()}
 
     def manifest(self, part: _Part) -> Manifest:
         """Return the manifest of a rank and prefix.
@@ -78,7 +71,7 @@ class EntrySide:
         Raises:
             CacheError: It cannot be read or trusted.
         """
-        rank = self._ranks[part]
+        rank = self.parts[part]
         if rank.manifest is None:
             raise rank.problem or CacheError(f"{rank.folder} was removed meanwhile. Look again.", path=rank.folder)
         return rank.manifest
@@ -90,7 +83,7 @@ class EntrySide:
             CacheError: It is gone, or cannot be read or trusted.
         """
         if part not in self._plans:
-            name = self._ranks[part].name
+            name = self.parts[part].name
             path = self.layout.rank_dir(name) / PLAN_FILE
             entry = read_entry(self.layout, name)
             if entry is None:
@@ -101,17 +94,14 @@ class EntrySide:
     @cached_property
     def lines(self) -> tuple[TracedLine, ...]:
         """The lines of the model's own files that its first rank's trace went through; () where they cannot be read."""
-        part = next(iter(self._ranks), None)
-        if part is None:
-            return ()
-        try:
-            record = self.manifest(part).files.get(GRAPH_FILE)
-            data = read_bytes(f"{self._ranks[part].folder}/{GRAPH_FILE}")
-        except CacheError:
-            return ()  # for people only: what is damaged is for `verify` to say
-        if data is None or record is None or sha256_hex(data) != record.sha256:
-            return ()
-        return traced_lines(data.decode(errors="replace"))
+        for part, rank in self.parts.items():
+            with contextlib.suppress(CacheError):  # for people only: what is damaged is for `verify` to say
+                record = self.manifest(part).files.get(GRAPH_FILE)
+                data = read_bytes(f"{rank.folder}/{GRAPH_FILE}")
+                if data is not None and record is not None and sha256_hex(data) == record.sha256:
+                    return traced_lines(data.decode(errors="replace"))
+            break
+        return ()
 
     @property
     def label(self) -> str:
@@ -122,7 +112,7 @@ class EntrySide:
     def model(self) -> str:
         """What its model is called; "a model" where its manifest cannot be read."""
         try:
-            return next((self.manifest(part).model for part in self.names), "a model")
+            return next((self.manifest(part).model for part in self.parts), "a model")
         except CacheError:
             return "a model"
 
@@ -130,7 +120,7 @@ class EntrySide:
     def likeness(self) -> Hashable:
         """What entries of one model have in common: its class, its name, its prefixes; None where that is unknown."""
         try:
-            prefixes = sorted({prefix for _, prefix in self.names})
+            prefixes = sorted({prefix for _, prefix in self.parts})
             return canonical_json([self.key.value("model"), self.model, prefixes]) if prefixes else None
         except CacheError:
             return None
@@ -149,13 +139,13 @@ def compare_entries(old: EntrySide, new: EntrySide) -> list[Difference]:
     factors = [] if old.hash == new.hash else factor_differences(old.key, new.key, lambda m: _lines(m, old, new))
     guards: list[Difference] = []
     rest: list[Difference] = []
-    for (rank, prefix), was, _ in changes(dict.fromkeys(old.names, True), dict.fromkeys(new.names, True)):
+    for (rank, prefix), was, _ in changes(dict.fromkeys(old.parts, True), dict.fromkeys(new.parts, True)):
         name, gone = f"rank_{rank}/{prefix}", was is not None
         said = f"rank {rank}, prefix {prefix}, {only_in(gone=gone)}"
         rest.append(Difference.of_one_side("coverage", name, name, said, gone=gone))
-    several = len(old.names.keys() | new.names.keys()) > 1
-    for part in old.names:
-        if part in new.names:
+    several = len(old.parts.keys() | new.parts.keys()) > 1
+    for part in old.parts:
+        if part in new.parts:
             where = f"rank {part[0]} {part[1]}" if several else ""
             of_guards, of_rank = _compare_part(old, new, part)
             guards += located(of_guards, where)
@@ -206,7 +196,7 @@ def _leads(difference: Difference) -> bool:
 
 def _lines(module: str, old: EntrySide, new: EntrySide) -> LineChanges:
     found = between_graphs(module, old.lines, new.lines)
-    shared = next((part for part in old.names if part in new.names), None)
+    shared = next((part for part in old.parts if part in new.parts), None)
     if found.sentence or shared is None:
         return found
     return found._replace(sentence=changed_functions(old.plan(shared), new.plan(shared), module))

@@ -94,15 +94,15 @@ def together(found: Iterable[Difference]) -> list[Difference]:
     for difference in found:
         key = difference.what, _NUMBER.sub("#", difference.path), repr(difference.old), repr(difference.new)
         groups.setdefault(key, []).append(difference)
-    return [_told_once(*group) for group in groups.values()]
-
-
-def _told_once(first: Difference, *others: Difference) -> Difference:
-    if not others:
-        return first
-    named = others[0].path if len(others) == 1 else f"{len(others)} more, to {others[-1].path}"
-    detail = (*first.detail, *(f"{ALSO}{other.path}" for other in others))
-    return replace(first, sentence=f"{first.sentence} (and so {named})", detail=detail)
+    told = []
+    for first, *others in groups.values():
+        if others:
+            named = others[0].path if len(others) == 1 else f"{len(others)} more, to {others[-1].path}"
+            detail = (*first.detail, *(f"{ALSO}{other.path}" for other in others))
+            told.append(replace(first, sentence=f"{first.sentence} (and so {named})", detail=detail))
+        else:
+            told.append(first)
+    return told
 
 
 def located(found: Iterable[Difference], where: str) -> list[Difference]:
@@ -130,23 +130,7 @@ def matched(old: Sequence[str], new: Sequence[str]) -> list[tuple[int, int]]:
 
 def line_diff(old: Sequence[str], new: Sequence[str]) -> tuple[str, ...]:
     """Return what differs as lines that begin with "-", "+" or " ", each run of changes with two lines around it."""
-    edits: list[tuple[str, str]] = []
-    i = j = 0
-    for left, right in [*matched(old, new), (len(old), len(new))]:
-        edits += [("-", line) for line in old[i:left]]
-        edits += [("+", line) for line in new[j:right]]
-        edits += [(" ", line) for line in old[left : left + 1]]
-        i, j = left + 1, right + 1
-    shown: list[str] = []
-    last = 0
-    for position, (mark, line) in enumerate(edits):
-        near = edits[max(0, position - _CONTEXT) : position + _CONTEXT + 1]
-        if all(other == " " for other, _ in near):
-            continue
-        if shown and position > last + 1:
-            shown.append("...")
-        shown.append(f"{mark} {line}")
-        last = position
-    if len(shown) > _MOST_LINES:
-        shown = [*shown[:_MOST_LINES], f"... {len(shown) - _MOST_LINES} more lines"]
-    return tuple(shown)
+    edits = list(difflib.unified_diff(old, new, n=_CONTEXT, lineterm=""))[3:]
+    shown = ["..." if line.startswith("@@") else f"{line[0]} {line[1:]}" for line in edits]
+    rest = len(shown) - _MOST_LINES
+    return tuple([*shown[:_MOST_LINES], f"... {rest} more lines"] if rest > 0 else shown)

@@ -1,16 +1,15 @@
 """`diff`: what differs between two caches, entries or bundles, or between an entry and this machine.
 
-Owns what the user asked (`DiffOptions`) and what was found (`DiffReport`). Caches and entries are told apart by their
-names and paired by what they have in common, whichever system wrote them. Prints nothing; importable without torch.
+Caches and entries are told apart by their names and paired by what they have in common, whichever system wrote them.
+Prints nothing; importable without torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from msgspec.structs import asdict
 
@@ -31,32 +30,8 @@ SCHEMA = 1
 _UNKNOWN = frozenset({"compiler"})
 
 
-@dataclass(frozen=True, kw_only=True)
-class DiffOptions:
-    """What the user asked of `diff`.
-
-    Args:
-        old: The first side, as `cgtool.toolkit.diff.sides` reads it.
-        new: The second side; None with `here`.
-        here: Compare the first side, an entry, with this machine.
-        cache_dir: The cache in which hashes are looked up; None means the one that `warm` fills.
-    """
-
-    old: str
-    new: str | None = None
-    here: bool = False
-    cache_dir: Path | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class DiffReport:
-    """What differs.
-
-    Args:
-        old: What the first side is, for people.
-        new: What the second side is, for people.
-        differences: The most telling first; empty where the sides are equal.
-    """
+class DiffReport(NamedTuple):
+    """What differs between two sides, of which people are told `old` and `new`: the most telling first."""
 
     old: str
     new: str
@@ -73,14 +48,14 @@ class DiffReport:
 
 
 @os_errors_as_cache_errors()
-def diff(options: DiffOptions) -> DiffReport:
+def diff(old: str, new: str | None = None, *, here: bool = False, cache_dir: Path | None = None) -> DiffReport:
     """Compare two sides.
 
     Args:
-        options: What the user asked.
-
-    Returns:
-        What differs, the most telling first.
+        old: The first side, as `cgtool.toolkit.diff.sides` reads it.
+        new: The second side; None with `here`.
+        here: Compare the first side, an entry, with this machine.
+        cache_dir: The cache in which hashes are looked up; None means the one that `warm` fills.
 
     Raises:
         UsageError: A side names nothing or several things, the sides are of several systems, or an entry is compared
@@ -88,27 +63,25 @@ def diff(options: DiffOptions) -> DiffReport:
         CacheError: A side cannot be read or trusted.
         RefusedError: A bundle is not whole.
     """
-    if options.here == (options.new is not None):
-        message = "Name two sides, A and B, or one entry and --here."
-        raise UsageError(message)
+    if here == (new is not None):
+        raise UsageError("Name two sides, A and B, or one entry and --here.")
     with contextlib.ExitStack() as stack:
-        old = stack.enter_context(open_side(options.old, options.cache_dir))
-        new = None if options.new is None else stack.enter_context(open_side(options.new, options.cache_dir))
-        strange = [side.system for side in (old, new) if side is not None and side.system != "cgtool"]
-        if strange and (new is None or old.system != new.system):
+        left = stack.enter_context(open_side(old, cache_dir))
+        right = None if new is None else stack.enter_context(open_side(new, cache_dir))
+        strange = [side.system for side in (left, right) if side is not None and side.system != "cgtool"]
+        if strange and (right is None or left.system != right.system):
             message = (
                 f"What {' and '.join(strange)} wrote is compared with what the same system wrote alone. Name two sides "
                 "of one kind; `cgtool inspect cache PATH` tells what wrote a path."
             )
-            raise UsageError(message, actual=[options.old, options.new])
-        if new is None:
-            return _with_machine(old)
-        if old.hash is None and new.hash is None:
-            return DiffReport(old=old.text, new=new.text, differences=tuple(compare_caches(old, new)))
-        first = _chosen(old) if new.hash is None else _like(old, _chosen(new))
-        second = _like(new, first)
-        labels = [_label(side, entry) for side, entry in ((old, first), (new, second))]
-        return DiffReport(old=labels[0], new=labels[1], differences=tuple(first.differences(second)))
+            raise UsageError(message, actual=[old, new])
+        if right is None:
+            return _with_machine(left)
+        if left.hash is None and right.hash is None:
+            return DiffReport(old, right.text, tuple(compare_caches(left, right)))
+        first = _chosen(left) if right.hash is None else _like(left, _chosen(right))
+        second = _like(right, first)
+        return DiffReport(_label(left, first), _label(right, second), tuple(first.differences(second)))
 
 
 def _label(side: Side, entry: Comparable) -> str:
@@ -204,7 +177,7 @@ def _with_machine(side: Side) -> DiffReport:
 
     entry = cast("EntrySide", _chosen(side))
     found = machine_differences(entry.key, this_machine())
-    return DiffReport(old=_label(side, entry), new="this machine", differences=tuple(found))
+    return DiffReport(_label(side, entry), "this machine", tuple(found))
 
 
 def machine_differences(key: Key, machine: Machine) -> list[Difference]:

@@ -14,9 +14,8 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cgtool.errors import CacheError, UsageError
 from cgtool.plan.shapes import shape_text
@@ -82,8 +81,7 @@ class ForeignSide:
 Comparable = EntrySide | ForeignSide
 
 
-@dataclass(frozen=True, kw_only=True)
-class Side:
+class Side(NamedTuple):
     """One side of a comparison.
 
     Args:
@@ -126,31 +124,26 @@ def open_side(text: str, cache_dir: Path | None = None) -> Iterator[Side]:
         CacheError: A folder cannot be read.
         RefusedError: The bundle is not whole.
     """
-    path = _path(text)
-    there = bool(text) and _exists(path)
+    path = _existing(text)
     root_text, colon, beginning = text.rpartition(":")
-    above = _path(root_text) if root_text else cache_dir
-    has_root = bool(colon and root_text) and above is not None and _exists(above)
-    if there or has_root or not (colon and root_text):
-        cache = read_foreign(path if there else above)
-        if cache is not None:
-            entries = {entry.name: ForeignSide(entry) for entry in cache.entries}
-            hash_ = None if there else one_entry(cache, beginning).name
-            yield Side(text=text, root=cache.root, system=cache.system, entries=entries, hash=hash_)
-            return
-    if there and not path.is_dir():
+    has_root = bool(colon and root_text)
+    above = _existing(root_text) if has_root else cache_dir
+    cache = read_foreign(path or above) if path or above or not has_root else None
+    if cache is not None:
+        entries = {entry.name: ForeignSide(entry) for entry in cache.entries}
+        yield Side(text, cache.root, cache.system, entries, None if path else one_entry(cache, beginning).name)
+    elif path is not None and not path.is_dir():
         from cgtool.toolkit.bundle.unpack import unpacked  # zstandard and more, for bundles alone
 
         with unpacked(path) as root:
             layout = CacheLayout(root=root)
             hashes = layout.hashes()
             yield _own(text, layout, hashes[0] if len(hashes) == 1 else None)
-    elif there:
+    elif path is not None:
         yield _folder(text, path.absolute())
-    elif has_root and _BEGINNING.fullmatch(beginning):
-        yield _entry(text, CacheLayout(root=resolve_root(above)), beginning)
-    elif _BEGINNING.fullmatch(text):
-        yield _entry(text, CacheLayout(root=resolve_root(cache_dir)), text)
+    elif _BEGINNING.fullmatch(beginning) and (above is not None or not has_root):
+        layout = CacheLayout(root=resolve_root(above))
+        yield _own(text, layout, _one_hash(layout, beginning))
     else:
         raise UsageError(
             f"There is no {text!r:.200}. Name a cache's folder, an entry by its hash or as ROOT:HASH, or a bundle.",
@@ -158,23 +151,18 @@ def open_side(text: str, cache_dir: Path | None = None) -> Iterator[Side]:
         )
 
 
-def _path(text: str) -> Path:
+def _existing(text: str) -> Path | None:
+    """The path that a text names; None where there is none."""
     try:
-        return Path(text).expanduser()
-    except RuntimeError:  # the home of a user who is not there
-        return Path(text)
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # a name that is too long for a path, or holds a null byte, may be anything else
-        return False
+        path = Path(text).expanduser()
+        return path if text and path.exists() else None
+    except (OSError, ValueError, RuntimeError):  # too long for a path, a null byte, the home of nobody
+        return None
 
 
 def _own(text: str, layout: CacheLayout, hash_: str | None) -> Side:
     entries = {other: EntrySide(layout, other) for other in layout.hashes()}
-    return Side(text=text, root=layout.root, system="cgtool", entries=entries, hash=hash_)
+    return Side(text, layout.root, "cgtool", entries, hash_)
 
 
 def _folder(text: str, path: Path) -> Side:
@@ -187,11 +175,11 @@ def _folder(text: str, path: Path) -> Side:
     return _own(text, layout, None)
 
 
-def _entry(text: str, layout: CacheLayout, beginning: str) -> Side:
+def _one_hash(layout: CacheLayout, beginning: str) -> str:
     hashes = layout.hashes()
     fitting = [hash_ for hash_ in hashes if hash_.startswith(beginning.lower())]
     if len(fitting) == 1:
-        return _own(text, layout, fitting[0])
+        return fitting[0]
     if not hashes:
         raise CacheError(
             f"The cache at {layout.root} holds no entry. Fill it with: cgtool warm MODEL", path=layout.root

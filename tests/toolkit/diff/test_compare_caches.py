@@ -15,12 +15,12 @@ from cgtool.store.machine import Machine
 from cgtool.toolkit.bundle.choose import Choice
 from cgtool.toolkit.bundle.export import ExportOptions, export
 from cgtool.toolkit.diff.records import Difference
-from cgtool.toolkit.diff.run import DiffOptions, diff, machine_differences
+from cgtool.toolkit.diff.run import diff, machine_differences
 from cgtool.toolkit.diff.sides import Side, open_side
 
 
 def compare(tmp_path: Path) -> list[Difference]:
-    return list(diff(DiffOptions(old=str(tmp_path / "old"), new=str(tmp_path / "new"))).differences)
+    return list(diff(str(tmp_path / "old"), str(tmp_path / "new")).differences)
 
 
 def test_a_copy_of_a_cache_is_equal(tmp_path):
@@ -101,7 +101,7 @@ def test_a_bundle_is_its_entry_or_a_cache_of_its_entries_and_is_gone_afterwards(
         assert (both.hash, list(both.entries)) == (None, sorted(hashes))
         root = one.root
     assert root.exists() == folder
-    assert diff(DiffOptions(old=str(tmp_path / "both"), new=str(tmp_path / "cache"))).equal
+    assert diff(str(tmp_path / "both"), str(tmp_path / "cache")).equal
 
 
 def test_a_file_that_is_no_bundle_is_refused(tmp_path):

@@ -286,7 +286,7 @@ def test_ranks_of_one_side_are_coverage_and_others_are_told_apart(tmp_path):
 
 def test_a_torn_plan_is_an_error_that_names_it(tmp_path):
     old, new = lay(tmp_path / "old"), lay(tmp_path / "new", data=b"other")
-    path = new.layout.rank_dir(new.names[0, "backbone"]) / PLAN_FILE
+    path = new.layout.rank_dir(new.parts[0, "backbone"].name) / PLAN_FILE
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CacheCorruptError, match=r"plan\.json"):
         compare_entries(old, new)
