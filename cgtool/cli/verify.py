@@ -114,7 +114,7 @@ def verify(*, output: Output, targets: tuple[str, ...], **options: Any) -> int:
     with reporting(output) as on_event:
         report = run(asked, on_event)
     if output.as_json:
-        output.json(report.to_json())
+        output.json(report)
     else:
         _show(output, report)
     return failures.DONE if report.ok else failures.CHECK_SAID_NO
@@ -141,21 +141,21 @@ def _show(output: Output, report: VerifyReport) -> None:
     from cgtool.cli.columns import show_rows
 
     units = report.units
-    if not report.entries and (units is None or not units.num_files):
+    if not report.entries and (units is None or not units.files):
         output.line(f"The cache at {report.root} is empty: nothing to verify.")
         return
     show_rows(output, ("hash", "model", ">files", ">size", ">problems", "verdict"), map(_cells, report.entries))
     _show_verdicts(output, report.entries)
     for entry in report.entries:
-        hash_ = short(entry.found.name)
+        hash_ = short(entry.hash)
         _show_repairs(output, entry.repairs)
-        _show_problems(output, hash_, entry.found.problems)
+        _show_problems(output, hash_, entry.problems)
         missing = list(_missing(entry))
         if missing:
             output.line(f"{hash_} is incomplete; warm the model again to add what is missing:", style="red")
             _show_lines(output, missing)
-    _show_repairs(output, report.unit_repairs)
-    notes = [note for entry in report.entries for note in entry.found.notes]
+    _show_repairs(output, () if units is None else units.repairs)
+    notes = [note for entry in report.entries for note in entry.notes]
     if units is not None:
         _show_problems(output, "units", units.problems)
         notes += units.notes
@@ -169,11 +169,10 @@ def _show(output: Output, report: VerifyReport) -> None:
 
 
 def _cells(entry: EntryReport) -> tuple[object, ...]:
-    found = entry.found
-    wrong = len(found.problems) + len(entry.holes) + len(entry.missing_ranks) + bool(entry.unknown_pieces)
+    wrong = len(entry.problems) + len(entry.holes) + len(entry.missing_ranks) + bool(entry.unknown_pieces)
     verdict = "unfinished" if entry.is_unfinished else entry.verdict.level
     models = cut(", ".join(entry.models))
-    return short(found.name), models, found.num_files, size_text(found.size_bytes), wrong, verdict
+    return short(entry.hash), models, entry.files, size_text(entry.size_bytes), wrong, verdict
 
 
 def _show_verdicts(output: Output, entries: Sequence[EntryReport]) -> None:
@@ -181,7 +180,7 @@ def _show_verdicts(output: Output, entries: Sequence[EntryReport]) -> None:
     alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for entry in entries:
         if entry.verdict.reasons and not entry.is_unfinished:
-            alike.setdefault((entry.verdict.level, entry.verdict.reasons), []).append(short(entry.found.name))
+            alike.setdefault((entry.verdict.level, entry.verdict.reasons), []).append(short(entry.hash))
     for (level, reasons), hashes in alike.items():
         named = ", ".join(hashes[:_MOST_NAMED])
         more = f" and {len(hashes) - _MOST_NAMED} more" if len(hashes) > _MOST_NAMED else ""
@@ -216,7 +215,7 @@ def _show_problems(output: Output, what: str, problems: Sequence[Finding]) -> No
 
 
 def _show_load(output: Output, proof: LoadProof) -> None:
-    for opened in proof.opened:
+    for opened in proof.entries:
         words = f"{short(opened.hash)} rank {opened.rank} {opened.prefix}: {count_text(opened.opened, 'artifact')}"
         output.line(f"{words} opened where nothing can be compiled", style="red" if opened.problems else "green")
         _show_lines(output, [f"{one.path[:10]} {one.sentence}".strip() for one in opened.problems])
@@ -242,9 +241,9 @@ def _show_lines(output: Output, lines: Sequence[str]) -> None:
 
 
 def _summary(report: VerifyReport) -> str:
-    read = f"{count_text(report.num_files, 'file')}, {size_text(report.size_bytes)}, {secs_text(report.secs)}"
+    read = f"{count_text(report.files, 'file')}, {size_text(report.size_bytes)}, {secs_text(report.secs)}"
     if not report.ok:
-        bad = len(report.failed)
+        bad = report.failed
         units = len(report.units.problems) if report.units is not None else 0
         parts = [f"{count_text(bad, 'entry', 'entries')} of {len(report.entries)}"] * bool(bad)
         parts += [count_text(units, "file of units", "files of units")] * bool(units)

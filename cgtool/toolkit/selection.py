@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 from cgtool.errors import CacheError, UsageError
 from cgtool.store.layout import SHORT_DIGITS, CacheLayout, RankName
 
+#: Entries that a message lists.
+_MOST_LISTED = 20
+
 
 def one_name(layout: CacheLayout, entry: str | None, *, rank: int | None, prefix: str | None) -> RankName:
     """Return the one rank and prefix that fits.
@@ -49,6 +52,23 @@ def one_hash(layout: CacheLayout, entry: str | None) -> str:
         return fitting[0]
     listed = [beginning(hash_, hashes) for hash_ in fitting or hashes]
     raise _ambiguous(layout, entry, "Name one of these by its hash", listed, fits=bool(fitting))
+
+
+def hash_named(layout: CacheLayout, text: str, hashes: Sequence[str]) -> str:
+    """Return the one of several hashes that begins with `text`.
+
+    Raises:
+        UsageError: None does, or several do; the message lists them.
+    """
+    found = [hash_ for hash_ in hashes if hash_.startswith(text.lower())]
+    if len(found) == 1 and text:
+        return found[0]
+    what = f"{len(found)} entries begin" if found else "No entry begins"
+    listed = "".join(f"\n  {beginning(hash_, hashes)}" for hash_ in (found or hashes)[:_MOST_LISTED])
+    more = len(found or hashes) - _MOST_LISTED
+    listed += f"\n  and {more} more, which `cgtool inspect cache` lists" if more > 0 else ""
+    message = f"{what} with {text[:64]!r} in {layout.root}. Name one of these:{listed or ' there is none.'}"
+    raise UsageError(message, path=layout.root, actual=text[:64])
 
 
 def _ambiguous(layout: CacheLayout, entry: str | None, advice: str, listed: Iterable[str], *, fits: bool) -> UsageError:

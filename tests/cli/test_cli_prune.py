@@ -163,7 +163,7 @@ def test_misses_of_what_was_pruned_are_shown(tmp_path):
         (("--max-size", "9" * 400), "'99999999999999999999'… is more than can be counted."),
         (("--older-than", f"{'9' * 308}w"), "'99999999999999999999'… is more than can be counted."),
         (("--entry", "../x"), "'../x' is not the beginning of a hash"),
-        (("--entry", "abc", "--dry-run"), "No entry's hash begins with 'abc'."),
+        (("--entry", "abc", "--dry-run"), "No entry begins with 'abc'"),
         (("--keep-last", "-1"), "-1 is not in the range"),
     ],
 )

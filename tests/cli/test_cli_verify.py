@@ -18,7 +18,7 @@ from cache_samples import resealed
 from cli_harness import COMMAND, environment, lay_entry, run
 
 from cgtool.store.layout import CacheLayout, RankName, short
-from cgtool.toolkit.verify.load import Opened, _open_all
+from cgtool.toolkit.verify.load import Note, _open_all
 
 #: A cache with thousands of units, and ten times what checking it takes where nothing else runs.
 ENTRIES, ARTIFACTS = 100, 50
@@ -42,7 +42,7 @@ def test_a_whole_cache_is_verified_in_a_table_and_in_json(cache_root: Path) -> N
     assert first.split() == ["hash", "model", "files", "size", "problems", "verdict"]
     assert second.split()[:3] == [short(hash_), "TinyModel", "8"]
     report = run("verify", hash_[:12], "--cache-dir", cache_root, "--json").report
-    assert set(report) == {"schema", "root", "entries", "units", "load", "files", "size_bytes", "secs", "ok"}
+    assert set(report) == {"schema", "root", "entries", "units", "load", "files", "size_bytes", "secs", "failed", "ok"}
     (entry,) = report["entries"]
     decode = [
         {"rank": 0, "prefix": "backbone", "variant": 1, "piece_index": piece, "shape": {"num_tokens": [1, 1]}}
@@ -59,6 +59,8 @@ def test_a_whole_cache_is_verified_in_a_table_and_in_json(cache_root: Path) -> N
         "unknown_pieces": 0,
         "repairs": [],
         "refused": False,
+        "files": 8,
+        "size_bytes": report["size_bytes"],
     }
     assert (report["schema"], report["root"], report["units"], report["load"]) == (2, str(cache_root), None, None)
     assert (report["files"], report["ok"]) == (8, False)
@@ -121,11 +123,13 @@ def test_entries_that_are_unsupported_for_the_same_reasons_are_named_together(tm
 def test_the_process_that_opens_asks_what_load_asks_before_it_opens_anything(cache_root: Path) -> None:
     name = RankName(hash=lay_whole(cache_root), rank=0, prefix="backbone")
     (cache_root / "torch_compile_cache").chmod(0o777)
-    said: list[Opened] = []
+    said: list[Note] = []
     _open_all(CacheLayout(root=cache_root), name, said.append)
     (done,) = said
-    assert (done.opened, done.problems[0].path) == (0, "")
-    assert done.problems[0].sentence.startswith(f"{cache_root}/torch_compile_cache can be written to by everyone")
+    assert (done.opened.opened, done.opened.problems[0].path) == (0, "")
+    assert done.opened.problems[0].sentence.startswith(
+        f"{cache_root}/torch_compile_cache can be written to by everyone"
+    )
 
 
 def test_a_damaged_artifact_is_named_with_exit_code_3(cache_root: Path) -> None:
@@ -172,7 +176,7 @@ def test_a_strangers_model_name_does_no_harm_on_a_terminal(cache_root: Path) -> 
     [
         pytest.param("/nowhere/at/all", 1, "/nowhere/at/all does not exist", id="missing path"),
         pytest.param(__file__, 3, "Name a file that cgtool export wrote", id="a file that is no bundle"),
-        pytest.param("abcdef", 2, "No entry begins with abcdef", id="unknown hash"),
+        pytest.param("abcdef", 2, "No entry begins with 'abcdef'", id="unknown hash"),
     ],
 )
 def test_what_is_no_cache_is_said_in_a_sentence(cache_root: Path, target: str, code: int, words: str) -> None:

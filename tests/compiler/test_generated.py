@@ -89,7 +89,7 @@ def test_it_is_shown_by_inspect_and_no_matter_to_verify_and_export(cache_root, t
     assert [(source.language, source.text) for source in report.contents.sources] == [("cpp", "// 1 nodes")]
     found = verify(VerifyOptions(cache_dir=cache_root))
     assert found.ok
-    assert [note for entry in found.entries for note in entry.found.notes] == []
+    assert [note for entry in found.entries for note in entry.notes] == []
     for file in (cache_root / "torch_compile_cache" / result.hash).rglob("wrapper.cpp"):
         file.write_text("edited")
     assert verify(VerifyOptions(cache_dir=cache_root)).ok

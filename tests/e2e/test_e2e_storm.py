@@ -125,7 +125,7 @@ def prune(storm: Storm, chance: random.Random) -> str:
 
 def check(storm: Storm, chance: random.Random) -> str:
     report = verify(VerifyOptions(cache_dir=storm.root, jobs=1))
-    problems = [problem for entry in report.entries for problem in entry.found.problems]
+    problems = [problem for entry in report.entries for problem in entry.problems]
     if problems or report.units.problems:
         raise AssertionError((problems, report.units.problems))
     return "looked"

@@ -106,7 +106,7 @@ def export_folder(folder: Path) -> None:
 
 def verify_all(folder: Path) -> None:
     report = verify(VerifyOptions(cache_dir=folder / "cache", jobs=1))
-    wrong = [problem.sentence for entry in report.entries for problem in entry.found.problems]
+    wrong = [problem.sentence for entry in report.entries for problem in entry.problems]
     wrong += [problem.sentence for problem in report.units.problems]
     if wrong:
         raise CacheError(" ".join(wrong))
@@ -116,7 +116,7 @@ def verify_all(folder: Path) -> None:
 
 def repair(folder: Path) -> None:
     report = verify(VerifyOptions(cache_dir=folder / "damaged", jobs=1, repair=True))
-    left = [problem.sentence for entry in report.entries for problem in entry.found.problems]
+    left = [problem.sentence for entry in report.entries for problem in entry.problems]
     left += [problem.sentence for problem in report.units.problems]
     if left:
         raise CacheError(" ".join(left))

@@ -129,7 +129,7 @@ def _loads(root):
     said = []
     for name in CacheLayout(root=root).rank_names(CacheLayout(root=root).hashes()[0]):
         _open_all(CacheLayout(root=root), name, said.append)
-    ((problem,),) = (opened.problems for opened in said)
+    ((problem,),) = (note.opened.problems for note in said)
     reason = "writable_by_others" if "can be written" in problem.sentence else "unsigned"
     raise RefusedError(problem.sentence, reason=reason)
 

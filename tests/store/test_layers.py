@@ -74,9 +74,9 @@ def prune(root: Path, **rules: object) -> Outcome:
 def check_clean(root: Path) -> None:
     """Nothing of the cache is broken or missing."""
     report = verify(VerifyOptions(cache_dir=root))
-    assert [entry.found.problems for entry in report.entries] == [[]] * len(report.entries)
+    assert [entry.problems for entry in report.entries] == [()] * len(report.entries)
     assert report.units is not None
-    assert report.units.problems == []
+    assert report.units.problems == ()
 
 
 def in_use(layout, name):
@@ -160,7 +160,7 @@ def test_what_is_broken_below_is_found_and_mended_above(layered, tmp_path):
     artifact.write_bytes(b"x" + data[1:])
     root = layered(lower)
     report = verify(VerifyOptions(cache_dir=root))
-    assert [Path(problem.path).name for problem in report.entries[0].found.problems] == [artifact.name]
+    assert [Path(problem.path).name for problem in report.entries[0].problems] == [artifact.name]
     verify(VerifyOptions(cache_dir=root, repair=True))
     assert is_whole(root, name)
     check_clean(root)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -23,8 +22,8 @@ from cgtool.store.layout import CACHE_FOLDER, MANIFEST_FILE, SHORT_DIGITS, Cache
 from cgtool.store.records import Manifest, parse_manifest
 from cgtool.store.walk import EntryView, walk
 from cgtool.toolkit.bundle.reading import CHUNK_BYTES, header_bytes
+from cgtool.toolkit.selection import hash_named
 
-_BEGINNING = re.compile(r"[0-9a-f]{1,64}")
 #: How often an entry is looked at again that writers change meanwhile.
 _ATTEMPTS = 20
 
@@ -80,7 +79,7 @@ def chosen_names(layout: CacheLayout, choice: Choice) -> tuple[RankName, ...]:
     """Return the ranks and prefixes that a choice means, in order."""
     there = layout.hashes()
     if choice.hashes:
-        hashes = _named(layout, there, choice.hashes)
+        hashes = sorted({hash_named(layout, text, there) for text in choice.hashes})
     else:
         entries = []
         for entry in walk(layout):
@@ -110,19 +109,6 @@ def chosen_names(layout: CacheLayout, choice: Choice) -> tuple[RankName, ...]:
         message = f"There is no rank {missing[0]} in what was chosen. Name one of these: {known}."
         raise UsageError(message, path=layout.root, actual=missing)
     return tuple(kept)
-
-
-def _named(layout: CacheLayout, there: list[str], beginnings: Iterable[str]) -> list[str]:
-    found: dict[str, None] = {}
-    for beginning in beginnings:
-        fitting = [hash_ for hash_ in there if hash_.startswith(beginning.lower())]
-        if not _BEGINNING.fullmatch(beginning.lower()) or len(fitting) != 1:
-            listed = "".join(f"\n  {hash_[: max(SHORT_DIGITS, len(beginning) + 2)]}" for hash_ in fitting or there)
-            what = "Several entries begin" if fitting else "No entry begins"
-            message = f"{what} with {beginning[:64]!r}. Name one of these:{listed or ' there is none.'}"
-            raise UsageError(message, path=layout.root, actual=beginning[:64])
-        found[fitting[0]] = None
-    return sorted(found)
 
 
 def _check_one_model(layout: CacheLayout, entries: Iterable[EntryView]) -> None:

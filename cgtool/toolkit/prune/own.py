@@ -26,7 +26,7 @@ from typing import Literal
 
 from msgspec import structs
 
-from cgtool.errors import CacheError, UsageError
+from cgtool.errors import CacheError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.host import gc_paused
 from cgtool.store.files import may_exist
@@ -41,6 +41,7 @@ from cgtool.toolkit.prune.leftovers import Leftover, Leftovers, remove_leftovers
 from cgtool.toolkit.prune.plan import Keeper, Kept, Outcome, Plan, PlannedEntry, PlannedFile, Planner, Reason, Rules
 from cgtool.toolkit.prune.removal import Removal, disk_usage
 from cgtool.toolkit.prune.stale import StaleFinder
+from cgtool.toolkit.selection import hash_named
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class _OwnPlanner(Planner):
         self._units: set[str] = set()
         views = self._survey.entries
         self._entries = {hash_: self._entry(view) for hash_, view in views.items()}
-        self._named = {_entry_named(views, text) for text in rules.entries}
+        self._named = {hash_named(layout, text, list(views)) for text in rules.entries}
         self._last = self._last_of_models()
         #: How many entries share an artifact, and which units have it.
         self._shares = Counter[str]()
@@ -247,17 +248,6 @@ class _OwnPlanner(Planner):
         for hash_, entry in self.chosen.items():
             instead = dict.fromkeys(other for digest in views[hash_].lookup for other in staying.get(digest, ()))
             yield structs.replace(entry, instead=tuple(instead)[:_MOST_NAMED])
-
-
-def _entry_named(hashes: Iterable[str], text: str) -> str:
-    found = [hash_ for hash_ in hashes if hash_.startswith(text)]
-    if len(found) == 1:
-        return found[0]
-    message = f"No entry's hash begins with {text!r}. `cgtool inspect cache` lists them."
-    if found:
-        listed = ", ".join(short(hash_) for hash_ in found[:_MOST_NAMED])
-        message = f"{len(found)} entries' hashes begin with {text!r} ({listed}, …). Give more digits."
-    raise UsageError(message, path="--entry", actual=text)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,48 +90,41 @@ class Finding(Record, frozen=True, kw_only=True):
     sentence: str
 
 
-class _Expected(NamedTuple):
-    """A file that is being read, and what it must be.
+@dataclass(kw_only=True)
+class Findings:
+    """What a check finds: the problems in the order of their paths, notes, and how many files and bytes were read."""
 
-    Args:
-        path: The file.
-        digest: What its digest must be.
-        sizes: Its size, as each that names it says it; none where nothing does.
-        who: What names it: "the manifest".
-        read: What reads it.
-        other: The name that it has while it is being published; "" where that is the same.
-        note: What is said of it where nothing is wrong.
-    """
+    problems: list[Finding] = field(default_factory=list)
+    notes: list[Finding] = field(default_factory=list)
+    files: int = 0
+    size_bytes: int = 0
+
+
+class _Expected(NamedTuple):
+    """A file that is being read, and what it must be."""
 
     path: str
     digest: str
+    #: As each that names it says it; none where nothing does.
     sizes: Collection[int]
+    #: What names it: "the manifest".
     who: str
     read: Future[Hashed]
+    #: The name that it has while it is being published; "" where that is the same.
     other: str = ""
+    #: What is said of it where nothing is wrong.
     note: Finding | None = None
 
 
-class _Check:
-    """One look at an entry or a unit: making it begins to read, and `finish` waits for what is read.
-
-    Args:
-        layout: Where the cache lies.
-        name: The entry's hash, or the unit's key.
-        folder: Where it lies.
-        hasher: What reads its files.
-        fresh: Read also what `hasher` has read before under another name.
-    """
+class _Check(Findings):
+    """One look at an entry or a unit: making it begins to read, and `finish` waits for what is read."""
 
     def __init__(self, layout: CacheLayout, name: str, folder: str, hasher: Hasher, *, fresh: bool) -> None:
+        super().__init__()
         self.layout = layout
         self.name = name
         self.folder = folder
         self.hasher = hasher
-        self.problems: list[Finding] = []
-        self.notes: list[Finding] = []
-        self.num_files = 0
-        self.size_bytes = 0
         self._fresh = fresh
         self._expected: list[_Expected] = []
 
@@ -139,7 +132,7 @@ class _Check:
         """Wait for what is read, and return this check with all that it finds."""
         for one in self._expected:
             hashed = one.read.result()
-            self.num_files += hashed.failed != "missing"
+            self.files += hashed.failed != "missing"
             self.size_bytes += hashed.size_bytes
             problem = self._matched(one, hashed)
             if problem is not None and one.other:  # it may be in the midst of being published
@@ -197,7 +190,7 @@ class _Check:
     def _of_record(self, path: str, error: CacheError) -> None:
         strange = os.path.exists(path) and not os.path.isfile(path)  # noqa: PTH110, PTH113 - Path's raise
         self.problems.append(self._of_error(path, "not_a_file" if strange else error))
-        self.num_files += 1
+        self.files += 1
 
     def _record(self, path: str, parse: Callable[[bytes], _Parsed]) -> _Parsed | None:
         """Read a sealed record; None where it is missing, or among the problems."""
@@ -207,7 +200,7 @@ class _Check:
         except CacheError as error:
             self._of_record(path, error)
             return None
-        self.num_files += data is not None
+        self.files += data is not None
         self.size_bytes += len(data or b"")
         return record
 
@@ -234,7 +227,7 @@ class _Check:
 class EntryCheck(_Check):
     """One look at an entry: what it finds, and the records that are intact.
 
-    Its fields, once it is finished: `problems` in the order of their paths, `notes`, `num_files` and `size_bytes` that
+    Its fields, once it is finished: `problems` in the order of their paths, `notes`, `files` and `size_bytes` that
     were read; `key` (None where key.json is not intact), `manifests`, and which pieces their plans say are compiled.
     """
 
@@ -292,7 +285,7 @@ class EntryCheck(_Check):
             for name in filter(is_temporary, rank.files):
                 self._stray(f"{rank.folder}/{name}")
             return
-        self.num_files += 1
+        self.files += 1
         self.size_bytes += 0 if rank.manifest_status is None else rank.manifest_status[1]
         others = set(rank.files) - {MANIFEST_FILE, GENERATED, *manifest.files}
         for name, record in manifest.files.items():
@@ -395,27 +388,8 @@ class UnitCheck(_Check):
         return type(self)(self.layout, view_unit(self.folder), self.hasher, fresh=True)
 
 
-@dataclass(kw_only=True)
-class UnitFindings:
-    """What is found among all units; the fields mean what those of `EntryCheck` mean."""
-
-    problems: list[Finding] = field(default_factory=list)
-    notes: list[Finding] = field(default_factory=list)
-    num_files: int = 0
-    size_bytes: int = 0
-
-
 def check_entry(layout: CacheLayout, hash_: str, *, jobs: int | None = None) -> EntryCheck:
-    """Read and match every file of one entry; one that is not there lacks its key.json.
-
-    Args:
-        layout: Where the cache lies.
-        hash_: The entry's hash.
-        jobs: How many files are read at a time; None: as many as there are cores.
-
-    Raises:
-        CacheError: `hash_` is no hash.
-    """
+    """Read and match every file of one entry; one that is not there lacks its key.json."""
     with Hasher(jobs) as hasher:
         return _settled(EntryCheck(layout, hash_, hasher).finish())
 
@@ -425,14 +399,14 @@ def check_entries(layout: CacheLayout, hashes: Iterable[str], hasher: Hasher) ->
     yield from _finished((EntryCheck(layout, hash_, hasher) for hash_ in hashes), _ENTRIES_AHEAD)
 
 
-def check_units(layout: CacheLayout, hasher: Hasher) -> UnitFindings:
+def check_units(layout: CacheLayout, hasher: Hasher) -> Findings:
     """Read and match every unit of a cache; what an entry shares, and `hasher` has read, is not read again."""
     unlisted: list[CacheError] = []
-    found = UnitFindings()
+    found = Findings()
     for check in _finished((UnitCheck(layout, unit, hasher) for unit in walk_units(layout, unlisted)), _UNITS_AHEAD):
         found.problems += check.problems
         found.notes += check.notes
-        found.num_files += check.num_files
+        found.files += check.files
         found.size_bytes += check.size_bytes
     for error in unlisted:
         path = str(error.path).removeprefix(f"{layout.root}/")

@@ -36,11 +36,7 @@ class Hashed(NamedTuple):
 
 
 class Hasher:
-    """Reads files in threads, and what is one file of the disk (hard links) once.
-
-    Args:
-        jobs: How many at a time; None: as many as this process has cores.
-    """
+    """Reads files in threads, and what is one file of the disk (hard links) once."""
 
     def __init__(self, jobs: int | None = None) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -43,7 +43,7 @@ _TOOLS = (
 )
 _NO_COMPILER = "/nonexistent/c++"
 
-_Say = Callable[["Opening | Opened | Called"], None]
+_Say = Callable[["Note"], None]
 
 
 class ModelChoice(Record, frozen=True, kw_only=True):
@@ -67,14 +67,7 @@ class ModelChoice(Record, frozen=True, kw_only=True):
 
 
 class LoadRequest(Record, frozen=True, kw_only=True):
-    """What a child is to open and to call.
-
-    Args:
-        root: The cache's root.
-        names: What to open; with a model and none, the entry that serves it.
-        model: The model to load and call.
-        rank: The rank to load the model as; None takes the environment's word.
-    """
+    """What a child is to open and to call."""
 
     root: str
     names: tuple[RankName, ...]
@@ -82,7 +75,7 @@ class LoadRequest(Record, frozen=True, kw_only=True):
     rank: int | None
 
 
-class Opening(Record, frozen=True, kw_only=True, tag="opening"):
+class Opening(Record, frozen=True, kw_only=True):
     """The child is about to open an artifact."""
 
     name: RankName
@@ -97,7 +90,7 @@ class LoadProblem(Record, frozen=True, kw_only=True, omit_defaults=False):
     sentence: str
 
 
-class Opened(Record, frozen=True, kw_only=True, tag="opened"):
+class Opened(Record, frozen=True, kw_only=True):
     """What came of opening one rank and prefix: how many artifacts could be opened, and which could not."""
 
     hash: str
@@ -106,13 +99,8 @@ class Opened(Record, frozen=True, kw_only=True, tag="opened"):
     opened: Count
     problems: tuple[LoadProblem, ...]
 
-    @property
-    def name(self) -> RankName:
-        """The hash, rank and prefix."""
-        return RankName(hash=self.hash, rank=self.rank, prefix=self.prefix)
 
-
-class Called(Record, frozen=True, kw_only=True, tag="called"):
+class Called(Record, frozen=True, kw_only=True):
     """What came of loading the model and calling it once.
 
     Args:
@@ -126,36 +114,36 @@ class Called(Record, frozen=True, kw_only=True, tag="called"):
     sentence: str
 
 
+class Note(Record, frozen=True, kw_only=True):
+    """One of what the child says as it goes."""
+
+    opening: Opening | None = None
+    opened: Opened | None = None
+    called: Called | None = None
+
+
 class Done(Record, frozen=True, kw_only=True):
     """The child has said all."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadProof:
+class LoadProof(Record, frozen=True, kw_only=True, omit_defaults=False):
     """What the child could open where nothing can be compiled.
 
     Args:
-        opened: What came of each rank and prefix.
+        entries: What came of each rank and prefix.
         model: What came of the model; None where none was named.
         compiled: Commands of compilers that were tried.
     """
 
-    opened: tuple[Opened, ...]
+    entries: tuple[Opened, ...]
     model: Called | None
     compiled: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
         """Whether everything opened, the model ran, and nothing tried to compile."""
-        failed = self.compiled or any(opened.problems for opened in self.opened)
+        failed = self.compiled or any(opened.problems for opened in self.entries)
         return not failed and (self.model is None or self.model.called)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the proof as `verify --json` prints it."""
-        entries, model = msgspec.to_builtins((self.opened, self.model))
-        for record in (*entries, model or {}):
-            record.pop("type", None)  # which tells them apart on their way from the child
-        return {"entries": entries, "model": model, "compiled": list(self.compiled)}
 
 
 def prove_load(
@@ -179,7 +167,7 @@ def prove_load(
             if (len(found.names), found.called) == before:  # a child that says nothing would be started for ever
                 break
         compiled = sorted(set(tried.read_text(encoding="utf-8", errors="replace").splitlines()))
-        return LoadProof(opened=tuple(found.opened), model=found.called, compiled=tuple(compiled))
+        return LoadProof(entries=tuple(found.opened), model=found.called, compiled=tuple(compiled))
 
 
 @dataclass(kw_only=True)
@@ -196,15 +184,12 @@ class _Progress:
     def is_left(self) -> bool:
         return bool(self.names) or (self.model is not None and self.called is None)
 
-    def take(self, note: Opening | Opened | Called) -> None:
-        if isinstance(note, Opening):
-            self.opening = note
-        elif isinstance(note, Opened):
-            self.opened.append(note)
-            self.names = [name for name in self.names if name != note.name]
-            self.opening = None
-        else:
-            self.called = note
+    def take(self, note: Note) -> None:
+        self.opening, self.called = note.opening, note.called or self.called
+        if note.opened is not None:
+            name = RankName(hash=note.opened.hash, rank=note.opened.rank, prefix=note.opened.prefix)
+            self.opened.append(note.opened)
+            self.names = [other for other in self.names if other != name]
 
     def take_ending(self, ending: Ending) -> None:
         """Note what a child died at: that is done."""
@@ -224,7 +209,7 @@ def _run_child(found: _Progress, request: LoadRequest, variables: dict[str, str]
     found.opening = None
     child = Child("cgtool.toolkit.verify.load:main", variables=variables)
     try:
-        child.ask(request, answer=Done, note=Opening | Opened | Called, on_note=found.take, timeout_secs=None)
+        child.ask(request, answer=Done, note=Note, on_note=found.take, timeout_secs=None)
     except ChildEndedError as error:
         found.take_ending(error.ending)
     finally:
@@ -259,8 +244,9 @@ def _nothing_that_compiles() -> Iterator[tuple[dict[str, str], Path]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _opened(name: RankName, opened: int, problems: Sequence[LoadProblem]) -> Opened:
-    return Opened(hash=name.hash, rank=name.rank, prefix=name.prefix, opened=opened, problems=tuple(problems))
+def _opened(name: RankName, opened: int, problems: Sequence[LoadProblem]) -> Note:
+    found = Opened(hash=name.hash, rank=name.rank, prefix=name.prefix, opened=opened, problems=tuple(problems))
+    return Note(opened=found)
 
 
 # The program of the child.
@@ -279,12 +265,12 @@ def _answer(request: LoadRequest, say: _Say) -> None:
     try:
         spec = None if request.model is None else _built(request.model)
     except CgtoolError as error:
-        say(Called(hash=None, called=False, sentence=str(error)))
+        say(Note(called=Called(hash=None, called=False, sentence=str(error))))
         spec = None
     for name in request.names:
         _open_all(layout, name, say)
     if spec is not None and request.model is not None:
-        say(_called(layout, spec, request, request.model.prefix or spec.prefix, say))
+        say(Note(called=_called(layout, spec, request, request.model.prefix or spec.prefix, say)))
 
 
 def _built(asked: ModelChoice) -> ModelSpec:
@@ -338,7 +324,7 @@ def _open_entry(layout: CacheLayout, name: RankName, entry: Entry, say: _Say) ->
             if key in seen:
                 continue
             seen.add(key)
-            say(Opening(name=name, file=file))
+            say(Note(opening=Opening(name=name, file=file)))
             try:
                 bounds = symbol_bounds(plan.variants[row.variant], row.shape)
                 graph = graph_at(plan.graphs[step.graph], step, bounds)

@@ -49,7 +49,7 @@ from cgtool.store.lookup import LookupStore
 from cgtool.store.pruned import flush, is_inside, put_aside
 from cgtool.store.records import Manifest
 from cgtool.toolkit.coverage import Hole
-from cgtool.toolkit.verify.checks import EntryCheck, Finding, UnitFindings
+from cgtool.toolkit.verify.checks import EntryCheck, Finding, Findings
 from cgtool.toolkit.verify.verdict import Verdict, of_the_process
 
 #: What one artifact is to serve: a row without its artifact.
@@ -57,6 +57,9 @@ _Place = tuple[int, int, Shape, str, bool]
 
 _WARM = "Warm the model again."
 _LOST = b"# This file was damaged. It is for people alone, and loading does without it.\n"
+
+
+Action = Literal["linked", "rewritten", "removed", "set_aside", "compiled", "not_repaired"]
 
 
 class Repair(Record, frozen=True, kw_only=True):
@@ -69,7 +72,7 @@ class Repair(Record, frozen=True, kw_only=True):
     """
 
     path: str
-    action: Literal["linked", "rewritten", "removed", "set_aside", "compiled", "not_repaired"]
+    action: Action
     sentence: str
 
     @property
@@ -79,22 +82,12 @@ class Repair(Record, frozen=True, kw_only=True):
 
 
 def repair_entry(layout: CacheLayout, found: EntryCheck) -> Iterator[Repair]:
-    """Mend what can be mended of an entry without compiling, and yield what was done.
-
-    Args:
-        layout: Where the cache lies.
-        found: What a check found in the entry; another check tells what is left.
-
-    Raises:
-        CacheError: The cache cannot be written.
-    """
+    """Mend what can be mended of an entry without compiling, and yield what was done."""
     folder = layout.entry_dir(found.name)
     known = []
-    for problem in found.problems:
-        if problem.kind in ("schema", "unreadable"):
-            yield _not_repaired(problem, problem.sentence)
-        elif not is_inside(layout, str(layout.root / problem.path)):
-            yield _behind_link(layout, problem)
+    for problem, left in _mendable(layout, found.problems):
+        if left is not None:
+            yield left
         else:
             known.append(problem)
     of_key = [problem for problem in known if layout.root / problem.path == folder / KEY_FILE]
@@ -111,23 +104,12 @@ def repair_entry(layout: CacheLayout, found: EntryCheck) -> Iterator[Repair]:
             yield from _rank_file(layout, found, problem)
 
 
-def repair_units(layout: CacheLayout, found: UnitFindings) -> Iterator[Repair]:
-    """Mend units, and yield what was done.
-
-    Args:
-        layout: Where the cache lies.
-        found: What a check found among them.
-
-    Raises:
-        CacheError: The cache cannot be written.
-    """
-    for problem in found.problems:
+def repair_units(layout: CacheLayout, found: Findings) -> Iterator[Repair]:
+    """Mend units, and yield what was done."""
+    for problem, left in _mendable(layout, found.problems):
         path = layout.root / problem.path
-        if problem.kind in ("schema", "unreadable"):
-            yield _not_repaired(problem, problem.sentence)
-            continue
-        if not is_inside(layout, str(path)):
-            yield _behind_link(layout, problem)
+        if left is not None:
+            yield left
             continue
         with FileLock(path.parent / "lock"):
             try:
@@ -137,28 +119,17 @@ def repair_units(layout: CacheLayout, found: UnitFindings) -> Iterator[Repair]:
                 continue
             if data is not None:
                 _put(layout, path, data, mode=ARTIFACT_MODE)
-                yield _done(problem, "linked", f"{path} was taken from an entry that has it.")
+                yield _repair(problem, "linked", f"{path} was taken from an entry that has it.")
                 continue
             remove(path.parent / UNIT_FILE)
             _clear(layout, path)
-            yield _done(problem, "removed", f"{path} was removed: it is compiled when asked for.")
+            yield _repair(problem, "removed", f"{path} was removed: it is compiled when asked for.")
 
 
 def compile_again(
     layout: CacheLayout, found: EntryCheck, holes: Iterable[Hole], verdict: Verdict, on_event: OnEvent
 ) -> Iterator[Repair]:
-    """Compile the damaged artifacts and the holes of an entry from its plan, and yield what came of it.
-
-    Args:
-        layout: Where the cache lies.
-        found: What a check found in the entry.
-        holes: Shapes that pieces lack.
-        verdict: Whether this machine supports the entry.
-        on_event: Told of each artifact.
-
-    Raises:
-        CacheError: The cache cannot be written.
-    """
+    """Compile the damaged artifacts and the holes of an entry from its plan, and yield what came of it."""
     folder = layout.entry_dir(found.name) / ARTIFACTS
     paths_of = [layout.root / problem.path for problem in found.problems]
     broken = {path.name: path for path in paths_of if path.parent == folder}
@@ -194,7 +165,7 @@ def _artifact(layout: CacheLayout, found: EntryCheck, problem: Finding) -> Itera
     digest, _, kind = path.name.partition(".")
     if not any(row.artifact.file == path.name for manifest in found.manifests for row in manifest.rows):
         _clear(layout, path)
-        yield _done(problem, "removed", f"{path} was removed: no manifest names it.")
+        yield _repair(problem, "removed", f"{path} was removed: no manifest names it.")
         return
     if problem.kind == "misplaced":
         return
@@ -210,7 +181,7 @@ def _artifact(layout: CacheLayout, found: EntryCheck, problem: Finding) -> Itera
         if not path.is_file():  # a pipe in its place would be waited for
             _clear(layout, path)
         ObjectStore(layout.entry_dir(found.name)).link_from(source, digest, kind)
-        yield _done(problem, "linked", f"{path} was taken from {source}, which is intact.")
+        yield _repair(problem, "linked", f"{path} was taken from {source}, which is intact.")
         return
 
 
@@ -224,7 +195,7 @@ def _rank_file(layout: CacheLayout, found: EntryCheck, problem: Finding) -> Iter
     path = layout.root / problem.path
     name = next((name for name in layout.rank_names(found.name) if layout.rank_dir(name) == path.parent), None)
     if name is None:
-        yield _not_repaired(problem, problem.sentence)
+        yield _repair(problem, "not_repaired", problem.sentence)
         return
     manifest = next((manifest for manifest in found.manifests if manifest.name == name), None)
     record = None if manifest is None or path.name == MANIFEST_FILE else manifest.files.get(path.name)
@@ -237,12 +208,12 @@ def _rank_file(layout: CacheLayout, found: EntryCheck, problem: Finding) -> Iter
             return
         if data is not None:
             _put(layout, path, data, mode=RECORD_MODE)
-            yield _done(problem, "rewritten", f"{path} was taken from another rank.")
+            yield _repair(problem, "rewritten", f"{path} was taken from another rank.")
             return
         if path.name != PLAN_FILE:
             if found.key is not None and name in found.plans:
                 _rewrite(layout, found.key, manifest, path.name)
-                yield _done(problem, "rewritten", f"{path}, which is for people alone, was written anew.")
+                yield _repair(problem, "rewritten", f"{path}, which is for people alone, was written anew.")
             return
     yield _set_aside(layout, path.parent, problem, [name])
 
@@ -268,7 +239,7 @@ def _marked(layout: CacheLayout, problem: Finding) -> Repair:
     if not mark.parent.is_dir():
         remove(mark.parent)
     LookupStore(layout).add(mark.parent.name, mark.name)
-    return _done(problem, "rewritten", f"{mark} was made again: load finds the entry.")
+    return _repair(problem, "rewritten", f"{mark} was made again: load finds the entry.")
 
 
 def _set_aside(layout: CacheLayout, folder: Path, problem: Finding, names: Iterable[RankName]) -> Repair:
@@ -281,35 +252,35 @@ def _set_aside(layout: CacheLayout, folder: Path, problem: Finding, names: Itera
     where = "" if target is None else f" as {target}, until the next prune or warm"
     broken = layout.root / problem.path
     sentence = f"{broken} cannot be made again from what is here, so {folder} was set aside{where}. {_WARM}"
-    return _done(problem, "set_aside", sentence)
+    return _repair(problem, "set_aside", sentence)
 
 
-def _done(
-    problem: Finding, action: Literal["linked", "rewritten", "removed", "set_aside", "compiled"], sentence: str
-) -> Repair:
+def _mendable(layout: CacheLayout, problems: Iterable[Finding]) -> Iterator[tuple[Finding, Repair | None]]:
+    """Yield each problem, with why it is left as it is where it is."""
+    for problem in problems:
+        path = layout.root / problem.path
+        if problem.kind in ("schema", "unreadable"):
+            yield problem, _repair(problem, "not_repaired", problem.sentence)
+        elif not is_inside(layout, str(path)):
+            sentence = (
+                f"{path} is behind a link in place of a folder of the cache, and stays as it is. Remove the link."
+            )
+            yield problem, _repair(problem, "not_repaired", sentence)
+        else:
+            yield problem, None
+
+
+def _repair(problem: Finding, action: Action, sentence: str) -> Repair:
     return Repair(path=problem.path, action=action, sentence=sentence)
 
 
-def _not_repaired(problem: Finding, sentence: str) -> Repair:
-    return Repair(path=problem.path, action="not_repaired", sentence=sentence)
-
-
-def _behind_link(layout: CacheLayout, problem: Finding) -> Repair:
-    path = layout.root / problem.path
-    sentence = f"{path} is behind a link in place of a folder of the cache, and is left as it is. Remove the link."
-    return _not_repaired(problem, sentence)
-
-
 def _left_alone(problem: Finding, path: Path, error: CacheError) -> Repair:
-    return _not_repaired(problem, f"{path} is left as it is, for what it can be mended from could not be read. {error}")
+    sentence = f"{path} is left as it is, for what it can be mended from could not be read. {error}"
+    return _repair(problem, "not_repaired", sentence)
 
 
 def _copy(places: Iterable[Path], digest: str) -> bytes | None:
-    """Return the bytes of the first of several files that holds what it should.
-
-    Raises:
-        CacheError: None does, and one could not be read: it may be the one.
-    """
+    """Return the bytes of the first of several files that holds what it should."""
     unread: CacheError | None = None
     for place in places:
         try:

@@ -1,17 +1,7 @@
 """`verify`: whether everything in a cache is what it was, whole, and fit for this machine; mending and proving it.
 
-Prints nothing. Importable without torch: only the child of `--load`, and what `--repair` compiles, need it. As JSON::
-
-    {"schema": 2, "root": str, "entries": [entry...], "units": units | null, "load": load | null, "files": int,
-     "size_bytes": int, "secs": float, "ok": bool}
-    entry   = {"hash": str, "models": [str...], "verdict": {"level": word, "reasons": [str...]},
-               "problems": [finding...], "notes": [finding...], "holes": [hole...], "missing_ranks": [[prefix, int]...],
-               "unknown_pieces": int, "repairs": [repair...], "refused": bool}
-    units   = {"problems": [finding...], "notes": [finding...], "repairs": [repair...], "files": int}
-    load    = {"entries": [{"hash", "rank", "prefix", "opened": int, "problems": [finding...]}...],
-               "model": {"hash": str | null, "called": bool, "sentence": str} | null, "compiled": [command...]}
-    finding = {"path": str below the root, "kind": word, "sentence": str}
-    repair  = {"path": str below the root, "action": word, "sentence": str}
+Prints nothing. Importable without torch: only the child of `--load`, and what `--repair` compiles, need it. The fields
+of `VerifyReport` and of the records below it are what `verify --json` prints.
 
 The check says no where anything is damaged, missing or refused. A verdict alone makes it say no where an entry was
 named (or a bundle, which `import` takes whole or not at all), where no entry is supported here, and under `--strict`: a
@@ -23,16 +13,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import msgspec
+from msgspec import structs
 
 from cgtool.errors import CacheError, RefusedError, UsageError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.host import gc_paused
+from cgtool.plan.grammar import Record
 from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.layout import ARTIFACTS, CACHE_FOLDER, KEY_FILE, CacheLayout, is_hash, resolve_root, short
 from cgtool.store.machine import Machine, this_machine
@@ -40,7 +30,8 @@ from cgtool.store.records import Manifest
 from cgtool.store.trust import TrustPolicy
 from cgtool.toolkit.bundle.unpack import unpacked
 from cgtool.toolkit.coverage import Hole, entry_coverage
-from cgtool.toolkit.verify.checks import EntryCheck, UnitFindings, check_entries, check_entry, check_units
+from cgtool.toolkit.selection import hash_named
+from cgtool.toolkit.verify.checks import EntryCheck, Finding, Findings, check_entries, check_entry, check_units
 from cgtool.toolkit.verify.hashing import Hasher
 from cgtool.toolkit.verify.load import LoadProof, ModelChoice, prove_load
 from cgtool.toolkit.verify.repair import Repair, compile_again, repair_entry, repair_units
@@ -82,127 +73,82 @@ class VerifyOptions:
     rank: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class EntryReport:
+class EntryReport(Record, frozen=True, kw_only=True, omit_defaults=False):
     """What is to be said of one entry.
 
     Args:
-        found: What reading its files gave; nothing of an entry that was set aside.
+        hash: Its hash.
+        models: What its models are called, each once.
         verdict: Whether this machine loads it.
+        problems: What is wrong with its files; nothing of an entry that was set aside.
+        notes: What is in nobody's way.
         holes: Shapes that a piece lacks.
         missing_ranks: (prefix, rank) of each rank that should be there.
         unknown_pieces: How many compiled pieces are missing that cannot be named.
         repairs: What was done about it before this was found.
         refused: Whether load would not believe it: for who may write to it, or for want of a signature.
+        files: How many of its files were read.
+        size_bytes: How many bytes they hold.
     """
 
-    found: EntryCheck
+    hash: str
+    models: tuple[str, ...]
     verdict: Verdict
+    problems: tuple[Finding, ...]
+    notes: tuple[Finding, ...]
     holes: tuple[Hole, ...] = ()
     missing_ranks: tuple[tuple[str, int], ...] = ()
     unknown_pieces: int = 0
     repairs: tuple[Repair, ...] = ()
     refused: bool = False
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        """What its models are called, each once."""
-        return tuple(dict.fromkeys(manifest.model for manifest in self.found.manifests))
+    files: int
+    size_bytes: int
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether a warm has begun it and not published anything yet."""
-        return not (self.found.key or self.found.manifests or self.found.problems)
+        """Whether nothing of it is published: a warm has begun it, or it was set aside."""
+        return not self.problems and not self.models
 
     def is_ok(self, levels: Collection[Level]) -> bool:
-        """Return whether the check says yes.
-
-        Args:
-            levels: The verdicts that will do.
-        """
-        wrong = self.found.problems or self.holes or self.missing_ranks or self.unknown_pieces or self.refused
+        """Return whether the check says yes, where these verdicts will do."""
+        wrong = self.problems or self.holes or self.missing_ranks or self.unknown_pieces or self.refused
         return not wrong and (self.verdict.level in levels or self.is_unfinished)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry as `verify --json` prints it."""
-        rows: dict[str, Any] = {
-            "hash": self.found.name,
-            "models": self.models,
-            "verdict": self.verdict,
-            "problems": self.found.problems,
-            "notes": self.found.notes,
-            "holes": self.holes,
-            "missing_ranks": self.missing_ranks,
-            "unknown_pieces": self.unknown_pieces,
-            "repairs": self.repairs,
-            "refused": self.refused,
-        }
-        return dict(msgspec.to_builtins(rows))
+
+class UnitsReport(Record, frozen=True, kw_only=True):
+    """What was found among the units, and what was done about them before that."""
+
+    problems: tuple[Finding, ...]
+    notes: tuple[Finding, ...]
+    repairs: tuple[Repair, ...]
+    files: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class VerifyReport:
+class VerifyReport(Record, frozen=True, kw_only=True, omit_defaults=False):
     """What was found in a cache.
 
     Args:
         root: The cache's root, or the bundle.
         entries: What was found in each entry.
         units: What was found among the units; None where only entries were asked for.
-        unit_repairs: What was done about units before that.
         load: What a process that can compile nothing could open; None where that was not asked for.
-        strict: Whether only "optimal" will do.
+        files: How many files were read.
+        size_bytes: How many bytes they hold; what an entry shares with a unit counts for both.
         secs: How long it took.
+        failed: On account of how many entries the check says no.
+        ok: Whether the check says yes.
     """
 
-    root: Path
+    schema: int = SCHEMA
+    root: str
     entries: tuple[EntryReport, ...]
-    units: UnitFindings | None
-    unit_repairs: tuple[Repair, ...] = ()
-    load: LoadProof | None = None
-    strict: bool = False
-    secs: float = field(compare=False)
-
-    @property
-    def ok(self) -> bool:
-        """Whether the check says yes."""
-        units = self.units is None or not self.units.problems
-        return not self.failed and units and (self.load is None or self.load.ok)
-
-    @property
-    def failed(self) -> tuple[EntryReport, ...]:
-        """The entries on account of which the check says no."""
-        levels: tuple[Level, ...] = ("optimal",) if self.strict else ("optimal", "loads")
-        if not self.strict and self.units is not None and any(entry.verdict.level in levels for entry in self.entries):
-            levels = (*levels, "unsupported")
-        return tuple(entry for entry in self.entries if not entry.is_ok(levels))
-
-    @property
-    def num_files(self) -> int:
-        """How many files were read."""
-        return sum(entry.found.num_files for entry in self.entries) + (self.units.num_files if self.units else 0)
-
-    @property
-    def size_bytes(self) -> int:
-        """How many bytes they hold; what an entry shares with a unit counts for both."""
-        return sum(entry.found.size_bytes for entry in self.entries) + (self.units.size_bytes if self.units else 0)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the document that `verify --json` prints."""
-        units: dict[str, Any] | None = None
-        if self.units is not None:
-            rows = {"problems": self.units.problems, "notes": self.units.notes, "repairs": self.unit_repairs}
-            units = {**msgspec.to_builtins(rows), "files": self.units.num_files}
-        return {
-            "schema": SCHEMA,
-            "root": str(self.root),
-            "entries": [entry.to_json() for entry in self.entries],
-            "units": units,
-            "load": None if self.load is None else self.load.to_json(),
-            "files": self.num_files,
-            "size_bytes": self.size_bytes,
-            "secs": round(self.secs, 3),
-            "ok": self.ok,
-        }
+    units: UnitsReport | None
+    load: LoadProof | None
+    files: int
+    size_bytes: int
+    secs: float
+    failed: int
+    ok: bool
 
 
 @os_errors_as_cache_errors()
@@ -220,46 +166,66 @@ def verify(options: VerifyOptions, on_event: OnEvent = ignore) -> VerifyReport:
     """
     bundle = _bundle(options)
     if bundle is None:
-        return _verified(options, on_event, policy=TrustPolicy.of())
+        return _verified(options, on_event)
     with unpacked(bundle) as root:  # of which load asks nothing, for it must be imported first
-        inner = replace(options, targets=(), cache_dir=root, names_cache=True)
-        return replace(_verified(inner, on_event, policy=None), root=bundle, units=None)
+        return _verified(replace(options, targets=(), cache_dir=root, names_cache=True), on_event, bundle=bundle)
 
 
-def _verified(options: VerifyOptions, on_event: OnEvent, *, policy: TrustPolicy | None) -> VerifyReport:
+def _verified(options: VerifyOptions, on_event: OnEvent, *, bundle: Path | None = None) -> VerifyReport:
     began = time.perf_counter()
     layout, hashes = _chosen(options)
+    policy = TrustPolicy.of() if bundle is None else None
     judge = partial(_judged, layout, machine=this_machine(), world_size=options.world_size, policy=policy)
+    checks: list[EntryCheck] = []
     entries: list[EntryReport] = []
-    units: UnitFindings | None = None
+    units: Findings | None = None
+    unit_repairs: tuple[Repair, ...] = ()
     wanted = layout.hashes() if hashes is None else hashes
     if not wanted:
         _check_own(layout.root)
     with gc_paused(), Hasher(options.jobs) as hasher:
         for found in check_entries(layout, wanted, hasher):
+            checks.append(found)
             entries.append(judge(found))
             on_event(Event(phase="verify", message=short(found.name), done=len(entries), total=len(wanted)))
-        if hashes is None:
+        if hashes is None and bundle is None:
             on_event(Event(phase="verify", message="units"))
             units = check_units(layout, hasher)
-    unit_repairs: tuple[Repair, ...] = ()
     if options.repair:
-        entries = [_repaired(layout, entry, judge, options, on_event) for entry in entries]
-        entries = [entry for entry in entries if entry.repairs or layout.entry_dir(entry.found.name).exists()]
+        mended = [_repaired(*pair, judge, options, on_event) for pair in zip(checks, entries, strict=True)]
+        checks = [check for check, _ in mended]
+        entries = [entry for _, entry in mended if entry.repairs or layout.entry_dir(entry.hash).exists()]
         if units is not None and units.problems:
             with Hasher(options.jobs) as hasher:  # mending the entries may have mended units, too
                 unit_repairs = tuple(repair_units(layout, check_units(layout, hasher)))
             with Hasher(options.jobs) as hasher:
                 units = check_units(layout, hasher)
+    load = _loaded(layout, checks, entries, options, on_event)
+    failed = _failed(entries, strict=options.strict, is_cache=units is not None)
+    read: list[EntryReport | Findings] = [*entries, *([] if units is None else [units])]
     return VerifyReport(
-        root=layout.root,
+        root=str(layout.root if bundle is None else bundle),
         entries=tuple(entries),
-        units=units,
-        unit_repairs=unit_repairs,
-        load=_loaded(layout, entries, options, on_event),
-        strict=options.strict,
-        secs=time.perf_counter() - began,
+        units=None
+        if units is None
+        else UnitsReport(
+            problems=tuple(units.problems), notes=tuple(units.notes), repairs=unit_repairs, files=units.files
+        ),
+        load=load,
+        files=sum(found.files for found in read),
+        size_bytes=sum(found.size_bytes for found in read),
+        secs=round(time.perf_counter() - began, 3),
+        failed=failed,
+        ok=not failed and not (units and units.problems) and (load is None or load.ok),
     )
+
+
+def _failed(entries: Sequence[EntryReport], *, strict: bool, is_cache: bool) -> int:
+    """Count the entries on account of which the check says no; those of other machines are no failure of a cache."""
+    levels: tuple[Level, ...] = ("optimal",) if strict else ("optimal", "loads")
+    if not strict and is_cache and any(entry.verdict.level in levels for entry in entries):
+        levels = (*levels, "unsupported")
+    return sum(not entry.is_ok(levels) for entry in entries)
 
 
 def _judged(
@@ -285,12 +251,17 @@ def _judged(
     expected = max((rank for _, rank in there), default=-1) + 1 if world_size is None else world_size
     missing = [(prefix, rank) for prefix in sorted({prefix for prefix, _ in there}) for rank in range(expected)]
     return EntryReport(
-        found=found,
+        hash=found.name,
+        models=tuple(dict.fromkeys(manifest.model for manifest in manifests)),
         verdict=said,
+        problems=tuple(found.problems),
+        notes=tuple(found.notes),
         holes=coverage.holes,
         missing_ranks=tuple(place for place in missing if place not in there),
         unknown_pieces=sum(unknown.count for unknown in coverage.unknown),
         refused=bool(against),
+        files=found.files,
+        size_bytes=found.size_bytes,
     )
 
 
@@ -307,44 +278,45 @@ def _refusals(layout: CacheLayout, manifests: Iterable[Manifest], policy: TrustP
 
 
 def _repaired(
-    layout: CacheLayout,
+    found: EntryCheck,
     entry: EntryReport,
     judge: Callable[[EntryCheck], EntryReport],
     options: VerifyOptions,
     on_event: OnEvent,
-) -> EntryReport:
+) -> tuple[EntryCheck, EntryReport]:
     """Mend an entry in rounds, since what one round mends shows what is left, and return how it is then."""
-    hash_ = entry.found.name
-    done: list[Repair] = []
+    layout, done = found.layout, list[Repair]()
     for _ in range(_ROUNDS):
-        if not (entry.found.problems or entry.holes):
+        if not (found.problems or entry.holes):
             break
-        repairs = list(repair_entry(layout, entry.found))
+        repairs = list(repair_entry(layout, found))
         if not any(repair.is_done for repair in repairs):
-            repairs += compile_again(layout, entry.found, entry.holes, entry.verdict, on_event)
+            repairs += compile_again(layout, found, entry.holes, entry.verdict, on_event)
         done += [repair for repair in repairs if repair not in done]
-        found = check_entry(layout, hash_, jobs=options.jobs)
-        if not layout.entry_dir(hash_).exists():
+        found = check_entry(layout, found.name, jobs=options.jobs)
+        is_gone = not layout.entry_dir(found.name).exists()
+        if is_gone:
             found.problems.clear()  # there is nothing left to be wrong
-            said = Verdict(level="unsupported", reasons=("Its factors are not known: it was set aside",))
-            return EntryReport(found=found, verdict=said, repairs=tuple(done))
         entry = judge(found)
-        if not any(repair.is_done for repair in repairs):
+        if is_gone:
+            said = Verdict(level="unsupported", reasons=("Its factors are not known: it was set aside",))
+            entry = structs.replace(entry, verdict=said)
+        if is_gone or not any(repair.is_done for repair in repairs):
             break
-    return replace(entry, repairs=tuple(done))
+    return found, structs.replace(entry, repairs=tuple(done))
 
 
 def _loaded(
-    layout: CacheLayout, entries: Sequence[EntryReport], options: VerifyOptions, on_event: OnEvent
+    layout: CacheLayout,
+    checks: Iterable[EntryCheck],
+    entries: Iterable[EntryReport],
+    options: VerifyOptions,
+    on_event: OnEvent,
 ) -> LoadProof | None:
     if not options.load and options.model is None:
         return None
-    names = [
-        manifest.name
-        for entry in entries
-        if entry.verdict.level != "unsupported" and not entry.found.problems
-        for manifest in entry.found.manifests
-    ]
+    fit = {entry.hash for entry in entries if entry.verdict.level != "unsupported" and not entry.problems}
+    names = [manifest.name for found in checks if found.name in fit for manifest in found.manifests]
     if options.model is not None and not options.targets:
         names = []  # the one that serves the model is opened
     on_event(Event(phase="start", message="opening artifacts in a process that can compile nothing"))
@@ -377,7 +349,7 @@ def _chosen(options: VerifyOptions) -> tuple[CacheLayout, list[str] | None]:
     if options.cache_dir is not None or layout.root.exists():
         _existing(layout, named=layout.root)
     hashes = layout.hashes()
-    return layout, [_one(target.lower(), hashes, layout) for target in dict.fromkeys(options.targets)] or None
+    return layout, [hash_named(layout, target, hashes) for target in dict.fromkeys(options.targets)] or None
 
 
 def _bundle(options: VerifyOptions) -> Path | None:
@@ -396,16 +368,6 @@ def _existing(layout: CacheLayout, *, named: Path) -> CacheLayout:
         return layout
     msg = f"{named} does not exist. Name the folder of a cache or of one entry, or a bundle."
     raise CacheError(msg, path=named)
-
-
-def _one(beginning: str, hashes: Sequence[str], layout: CacheLayout) -> str:
-    fitting = [hash_ for hash_ in hashes if hash_.startswith(beginning)]
-    if len(fitting) == 1:
-        return fitting[0]
-    listed = ", ".join(map(short, fitting or hashes)) or "none"
-    what = f"{len(fitting)} entries begin with {beginning}" if fitting else f"No entry begins with {beginning}"
-    msg = f"{what} in {layout.root}. There are: {listed}. Give more digits, or look with: cgtool inspect cache"
-    raise UsageError(msg, path=layout.root, actual=beginning)
 
 
 def _may_be_hash(target: str) -> bool:

@@ -148,11 +148,7 @@ def _known(now: Json, stored: Json) -> Any:
 
 
 def of_the_process(key: Key) -> tuple[str, ...]:
-    """Return the settings of torch that a process must change as the one that compiled did: "precision.float32_matmul".
-
-    Args:
-        key: The entry's factors.
-    """
+    """Return which of torch's settings a process must change as the one that compiled did."""
     precision, inductor = key.value("precision") or {}, key.value("inductor") or {}
     other = [f"precision.{name}" for name, usual in _USUAL.items() if precision.get(name, usual) != usual]
     return (*other, *(f"inductor.{name}" for name in inductor))
@@ -190,11 +186,7 @@ def _ranks(absent: list[int]) -> str:
 
 
 def glibc_of_entry(artifacts: Iterable[str]) -> str | None:
-    """Return the newest glibc that any of several artifacts needs, "2.34"; None where none of them says.
-
-    Args:
-        artifacts: Files; those that are no packages are passed over.
-    """
+    """Return the newest glibc that any of several artifacts needs, "2.34"; None where none of them says."""
     packages = sorted(path for path in artifacts if path.endswith(".pt2"))[:_MOST_ARTIFACTS]
     needed = [version for path in packages if (version := glibc_needed(path)) is not None]
     return max(needed, key=version_pair, default=None)

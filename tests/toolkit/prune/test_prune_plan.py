@@ -230,7 +230,7 @@ def test_rules_add_up(cache_root):
 def test_a_hash_that_names_no_single_entry_is_refused(cache_root, text):
     lay(cache_root, 1)
     lay(cache_root, 2)
-    with pytest.raises(UsageError, match="hash"):
+    with pytest.raises(UsageError, match="Name one of these"):
         plan_of(cache_root, entries=(text,))
 
 

@@ -51,7 +51,7 @@ def test_an_intact_entry_has_no_problem_and_every_file_was_read(cache_root: Path
     found = check_entry(layout, HASH)
     assert found.problems == []
     assert found.notes == []
-    assert found.num_files == len(entry_files(layout)) == 1 + 2 * 4 + 4
+    assert found.files == len(entry_files(layout)) == 1 + 2 * 4 + 4
     assert found.size_bytes == sum(path.stat().st_size for path in entry_files(layout))
     assert found.key == sample_key()
     assert [manifest.rank for manifest in found.manifests] == [0, 1]
@@ -291,7 +291,7 @@ def test_an_intact_unit_has_no_problem_and_is_read_once_with_its_entry(cache_roo
         before = len(hasher._shared)
         found = check_units(layout, hasher)
         assert len(hasher._shared) == before
-    assert (found.problems, found.notes, found.num_files) == ([], [], 2)
+    assert (found.problems, found.notes, found.files) == ([], [], 2)
 
 
 def test_one_bit_flipped_anywhere_in_a_unit_is_named(cache_root: Path) -> None:

@@ -18,7 +18,7 @@ from cgtool.plan.grammar import sha256_hex
 from cgtool.store.entry import read_entry
 from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.lookup import LookupStore
-from cgtool.toolkit.verify.checks import UnitFindings, check_entries, check_entry, check_units
+from cgtool.toolkit.verify.checks import Findings, check_entries, check_entry, check_units
 from cgtool.toolkit.verify.hashing import Hasher
 from cgtool.toolkit.verify.repair import Repair, repair_entry, repair_units
 
@@ -33,7 +33,7 @@ def mended(layout: CacheLayout) -> list[Repair]:
     return list(repair_entry(layout, check_entry(layout, HASH)))
 
 
-def units_of(layout: CacheLayout) -> UnitFindings:
+def units_of(layout: CacheLayout) -> Findings:
     with Hasher() as hasher:
         return check_units(layout, hasher)
 
