@@ -5,8 +5,6 @@ Canonical JSON has sorted keys, no spaces, ASCII only and no NaN, so that equal 
 machine. Must not import torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from typing import Annotated, Any, TypeVar, dataclass_transform

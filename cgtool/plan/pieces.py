@@ -16,8 +16,6 @@ In JSON a tensor, a symbol and a node are arrays, whose members are the fields o
 Devices are a type, or a type and a relative order ("cuda", "cuda:+1"): the device index of this process must not enter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 

@@ -11,8 +11,6 @@ here does not say::
     literal  = a value as data           see cgtool.guards.literals
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, overload

@@ -6,8 +6,6 @@ which serves every size, names none. People read and write it as text, in which 
     general      num_tokens=8      num_tokens=2-64      batch=1:seq=2-64
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Annotated

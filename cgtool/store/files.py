@@ -16,8 +16,6 @@ A sealed record is a JSON object whose last member is the SHA-256 of all bytes b
 So a torn file and a flipped bit are noticed by one hash, before anything is parsed, and a newer version says so.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -3,8 +3,6 @@
 A factor's hash is the SHA-256 of its value's canonical JSON; the key's hash is that of `{name: factor hash}`.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -100,7 +98,7 @@ class Key(Sealed, frozen=True, kw_only=True, tag="key-3"):
     factors: dict[str, Any]
 
     @classmethod
-    def of(cls, factors: Iterable[Factor]) -> Key:
+    def of(cls, factors: Iterable[Factor]) -> "Key":
         """Return the key of factors in any order.
 
         Raises:

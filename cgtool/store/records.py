@@ -3,8 +3,6 @@
 Their classes are their grammar on disk; `cgtool.store.files` says how a file of them ends.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -64,7 +62,7 @@ class Artifact(Record, frozen=True, kw_only=True):
     @classmethod
     def of(
         cls, data: bytes, *, kind: str, compile_secs: float, kernels: int = 0, guards: tuple[str, ...] = ()
-    ) -> Artifact:
+    ) -> "Artifact":
         """Return the record of bytes that were compiled just now, which nobody has proved yet."""
         return cls(
             digest=sha256_hex(data),
@@ -173,7 +171,7 @@ class FileRecord(Record, frozen=True, kw_only=True):
     size_bytes: Count
 
     @classmethod
-    def of(cls, data: bytes) -> FileRecord:
+    def of(cls, data: bytes) -> "FileRecord":
         """Return the record of a file's bytes."""
         return cls(sha256=sha256_hex(data), size_bytes=len(data))
 
@@ -243,7 +241,7 @@ class Manifest(Sealed, frozen=True, kw_only=True, tag="manifest-3"):
         distinct = {tuple(row.shape.items()): row.shape for row in self.rows}
         return tuple(sorted({shape_text(shape): shape for shape in distinct.values()}.values(), key=shape_order))
 
-    def with_rows(self, rows: Iterable[Row], fallbacks: Iterable[Fallback] = ()) -> Manifest:
+    def with_rows(self, rows: Iterable[Row], fallbacks: Iterable[Fallback] = ()) -> "Manifest":
         """Return a manifest with more rows and fallbacks, in order; one of the same place is replaced.
 
         Where an adaptor fell back, rows of the one that it fell from go: a later proof may have refuted them.
