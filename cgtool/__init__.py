@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cgtool.config import CompilationConfig, CompilationLevel, CUDAGraphMode
     from cgtool.decorator import support_torch_compile
     from cgtool.errors import CacheMissError, CgtoolError, GraphError, GuardError
-    from cgtool.events import counters
+    from cgtool.host import counters
     from cgtool.model import ExampleCall, ModelSpec, Serving
     from cgtool.runtime.custom_ops import direct_register_custom_op
     from cgtool.serving.batch import BatchLimits, Request
@@ -104,7 +104,7 @@ _HOMES = {
     "capture_cudagraphs": "cgtool.serving.capture",
     "check_model": "cgtool.serving.check",
     "compile": "cgtool.api",
-    "counters": "cgtool.events",
+    "counters": "cgtool.host",
     "direct_register_custom_op": "cgtool.runtime.custom_ops",
     "get_forward_context": "cgtool.serving.forward_context",
     "load": "cgtool.api",

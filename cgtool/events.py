@@ -6,8 +6,6 @@ import contextlib
 import logging
 import shutil
 import sys
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
@@ -80,25 +78,3 @@ def told_while_waiting(name: str) -> Iterator[OnEvent]:
 def _write(text: str) -> None:
     sys.stderr.write(text)
     sys.stderr.flush()
-
-
-Happening = Literal["traces", "compiles", "opens", "captures", "replays", "eager_calls"]
-
-_counts: Counter[str] = Counter(traces=0, compiles=0, opens=0, captures=0, replays=0, eager_calls=0)
-_lock = threading.Lock()
-
-
-def count(what: Happening) -> None:
-    """Note that something happened once."""
-    with _lock:
-        _counts[what] += 1
-
-
-def counters() -> dict[str, int]:
-    """Return how often each thing happened in this process.
-
-    Traces, compiles, opens of artifacts, captures and replays of CUDA graphs, and calls that no compiled variant served
-    and that ran eagerly, as was asked for.
-    """
-    with _lock:
-        return dict(_counts)

@@ -1,4 +1,4 @@
-"""What this process runs in: its environment, the machine, this Python and its garbage collector. No torch.
+"""What this process runs in and does: its environment, the machine, this Python, counters. No torch.
 
 The only reader of `os.environ`. A start from the cache imports this and not `cgtool.config`, which knows what the
 fields of a configuration may hold. The C++ compiler is asked for its version once per process, and again only when its
@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from cgtool import __version__
 from cgtool.errors import ConfigError
@@ -36,7 +36,6 @@ class Environment(NamedTuple):
         disable_cache: CGTOOL_DISABLE_CACHE; False where it is unset or empty.
         variables: Every CGTOOL_ variable by its full name, unread and unchecked.
         cxx: CXX, the C++ compiler that Inductor is told to use; None where it is unset.
-        code_variables: The variables of torch, Inductor, Dynamo and triton that may change code, by name.
         rank: RANK, else LOCAL_RANK, else 0: this process's place in its model-parallel group.
         shell: SHELL, the user's own shell; None where it is unset or empty.
         trusted_keys: CGTOOL_TRUSTED_KEYS, paths with commas between; none where it is unset.
@@ -47,7 +46,6 @@ class Environment(NamedTuple):
     disable_cache: bool
     variables: Mapping[str, str]
     cxx: str | None
-    code_variables: Mapping[str, str]
     rank: int
     shell: str | None
     trusted_keys: tuple[str, ...]
@@ -56,7 +54,6 @@ class Environment(NamedTuple):
 
 #: A variable with one of these prefixes is taken to change code, unless it is known not to.
 _CODE_PREFIXES = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_", "TRITON_", "AOT_INDUCTOR_", "ATEN_", "CUTLASS_")
-_LOOKED_AT = ("CGTOOL_", *_CODE_PREFIXES)
 
 #: Known to change no code: places, logs, caches, jobs, timeouts, communication. Read in torch 2.11 to 2.13. Plain names
 #: and beginnings of names: to compile one pattern for them all takes longer than a start has for its whole import.
@@ -101,22 +98,30 @@ def environment(source: Mapping[str, str] | None = None) -> Environment:
         ConfigError: A rank is no whole number, a bool is none, or CGTOOL_TRUSTED_KEYS are no paths.
     """
     values = os.environ if source is None else source
-    names = sorted(name for name in values if name.startswith(_LOOKED_AT))
     return Environment(
         cache_dir=values.get("CGTOOL_CACHE_DIR") or None,
         disable_cache=bool(_field(values, "disable_cache", otherwise=False)),
-        variables={name: values[name] for name in names if name.startswith("CGTOOL_")},
+        variables={name: values[name] for name in sorted(values) if name.startswith("CGTOOL_")},
         cxx=values.get("CXX"),
-        code_variables={
-            name: values[name]
-            for name in names
-            if name.startswith(_CODE_PREFIXES) and name not in _HARMLESS and not name.startswith(_HARMLESS_PREFIXES)
-        },
         rank=_rank(values, "RANK", _rank(values, "LOCAL_RANK", 0)),
         shell=values.get("SHELL") or None,
         trusted_keys=_field(values, "trusted_keys", otherwise=()),
         allow_shared_cache=bool(_field(values, "allow_shared_cache", otherwise=False)),
     )
+
+
+def code_variables(source: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables of torch, Inductor, Dynamo and Triton that may change code, by name.
+
+    Args:
+        source: Where to read; None means this process's environment.
+    """
+    values = os.environ if source is None else source
+    return {
+        name: values[name]
+        for name in sorted(values)
+        if name.startswith(_CODE_PREFIXES) and name not in _HARMLESS and not name.startswith(_HARMLESS_PREFIXES)
+    }
 
 
 def variables_now(names: Iterable[str]) -> dict[str, str | None]:
@@ -230,11 +235,12 @@ def _own_source() -> str | None:
 def cpu_flags() -> list[str]:
     """Return the instruction sets of the first CPU, sorted; [] where the system does not say."""
     try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        with Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as lines:
+            named = (line.partition(":") for line in lines)
+            flags = next((flags for name, _, flags in named if name.strip() in ("flags", "Features")), "")
     except OSError:
         return []
-    match = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    return sorted(flag for flag in match.group(1).split() if flag.startswith(_INSTRUCTIONS)) if match else []
+    return sorted(flag for flag in flags.split() if flag.startswith(_INSTRUCTIONS))
 
 
 #: Path, modification time and size of a compiler.
@@ -330,7 +336,8 @@ def _said_by(process: subprocess.Popen[str]) -> str | None:
     if process.returncode != 0 or not lines:
         return None  # what cannot say its version compiles nothing
     # GCC begins with the name that it was called by: c++, g++ and x86_64-linux-gnu-g++ are one compiler
-    return re.sub(r"^\S+ (?=\()", "", lines[0])
+    name, _, said = lines[0].partition(" ")
+    return said if said.startswith("(") and name else lines[0]
 
 
 @contextlib.contextmanager
@@ -352,3 +359,21 @@ def gc_paused() -> Iterator[None]:
             gc.freeze()
             gc.unfreeze()  # into the oldest generation
         gc.enable()
+
+
+Happening = Literal["traces", "compiles", "opens", "captures", "replays", "eager_calls"]
+
+_counts = {"traces": 0, "compiles": 0, "opens": 0, "captures": 0, "replays": 0, "eager_calls": 0}
+_counting = threading.Lock()
+
+
+def count(what: Happening) -> None:
+    """Note that something happened once."""
+    with _counting:
+        _counts[what] += 1
+
+
+def counters() -> dict[str, int]:
+    """Return how often each thing happened in this process: traces, compiles, opens, captures, ..."""
+    with _counting:
+        return dict(_counts)

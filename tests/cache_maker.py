@@ -21,8 +21,9 @@ from msgspec.structs import replace
 
 from cgtool.plan.grammar import digest_of, sha256_hex
 from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
-from cgtool.plan.records import Plan, Step, Variant, encode_plan
+from cgtool.plan.records import Plan, Step, Variant
 from cgtool.plan.shapes import Shape, parse_shape, shape_text
+from cgtool.plan.writing import encode_plan
 from cgtool.store.artifacts import Origin, Package, origin_member, pack, with_origin
 from cgtool.store.entry import EntryWriter
 from cgtool.store.files import ensure_root, seal

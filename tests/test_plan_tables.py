@@ -9,8 +9,9 @@ from msgspec.structs import replace
 
 from cgtool.errors import ArtifactError
 from cgtool.plan.grammar import decode, encode
-from cgtool.plan.pieces import GraphRows, Graphs, Node, PieceGraph, TensorMeta, graph_rows, put_together
-from cgtool.plan.records import TextRows, Texts, TextTable
+from cgtool.plan.pieces import GraphRows, Graphs, Node, PieceGraph, TensorMeta, put_together
+from cgtool.plan.records import TextRows, Texts
+from cgtool.plan.writing import TextTable, graph_rows
 
 ROWS = TensorMeta(dtype="float32", shape=("s0", 4), stride=(4, 1), device="cpu")
 

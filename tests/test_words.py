@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cgtool.plan.rendering import changed_words, expected_words, source_words, spell
+from cgtool.plan.records import source_words
+from cgtool.plan.rendering import changed_words, expected_words, spell
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from cgtool.compiler.request import CompileRequest, StaysHereError, changed_sett
 from cgtool.compiler.wanted import Work
 from cgtool.config import EAGER, CompilationConfig
 from cgtool.errors import CacheCorruptError, ProofMismatchError
-from cgtool.events import Event, OnEvent, count, ignore
+from cgtool.events import Event, OnEvent, ignore
+from cgtool.host import count
 from cgtool.plan.grammar import digest_of
 from cgtool.plan.shapes import shape_text
 from cgtool.store.artifacts import parted

@@ -39,8 +39,9 @@ from cgtool.events import Event, OnEvent, ignore
 from cgtool.host import environment, variables_now
 from cgtool.model import ModelSpec
 from cgtool.plan.grammar import canonical_json, digest_of
-from cgtool.plan.records import Plan, encode_plan
+from cgtool.plan.records import Plan
 from cgtool.plan.rendering import plan_text
+from cgtool.plan.writing import encode_plan
 from cgtool.runtime.call import first_index
 from cgtool.runtime.factors import Live, key_of
 from cgtool.runtime.find import Finder, Found

@@ -12,7 +12,6 @@ expression that reaches generated code passes `check_expression` first. Must not
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -21,7 +20,6 @@ from cgtool.errors import ArtifactError
 
 _BINARY = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.BitAnd, ast.BitOr, ast.BitXor)
 _COMPARE = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
-_SYMBOL = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z")
 #: What an expression may call: the Python of an expression needs these names in its namespace.
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {"Max": max, "Min": min}
 #: Larger powers only burn time: no size needs them.
@@ -111,7 +109,7 @@ def _check(node: ast.expr, text: str, names: dict[str, None]) -> None:
     """Walk `node`, collect its symbols into `names`, and refuse what is outside the grammar."""
     operands: Sequence[ast.expr] = ()
     match node:
-        case ast.Name(id=name) if _SYMBOL.match(name):
+        case ast.Name(id=name) if name.isascii() and name[0] != "_":  # Python has seen that it is an identifier
             names[name] = None
         case ast.Constant(value=value) if type(value) is int:
             pass

@@ -16,7 +16,7 @@ import torch
 from cgtool.errors import ArtifactError
 from cgtool.plan.pieces import Dim, TensorMeta
 
-_DEVICE = re.compile(r"([a-z]+)(?::([+-][0-9]{1,3}))?\Z")
+_DEVICE = r"([a-z]+)(?::([+-][0-9]{1,3}))?"
 
 
 def dtype_text(dtype: torch.dtype) -> str:
@@ -62,7 +62,7 @@ def device_of(text: str, base: int | None = None) -> torch.device:
     Raises:
         ArtifactError: `text` is not a device.
     """
-    match = _DEVICE.match(text) if isinstance(text, str) else None
+    match = re.fullmatch(_DEVICE, text) if isinstance(text, str) else None
     message = f"{text!r} is not a device that this torch knows; warm again"
     if match is None:
         raise ArtifactError(message, actual=text)

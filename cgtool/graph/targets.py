@@ -32,7 +32,7 @@ from cgtool.errors import ArtifactError, SplitError
 from cgtool.graph import _torch
 from cgtool.ops import is_torchs_own
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*\Z")
+_NAME = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*"
 _BUILTINS = frozenset({"abs", "bool", "divmod", "float", "getattr", "int", "len", "max", "min", "pow", "round", "sum"})
 _IN_PLACE = ("add", "and", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor")
 _OPERATORS = frozenset(
@@ -148,7 +148,7 @@ def _candidates(fn: Any) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def _resolved(name: str) -> Callable[..., Any]:
-    if not _NAME.match(name):
+    if not re.fullmatch(_NAME, name):
         raise ArtifactError(f"{name!r} is not the name of an op; the plan was changed or torn: warm again", actual=name)
     root, _, rest = name.partition(".")
     fn: Callable[..., Any] | None = None

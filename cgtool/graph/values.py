@@ -20,7 +20,7 @@ from cgtool.errors import ArtifactError, SplitError
 from cgtool.graph.metas import device_of, device_text, dtype_of, dtype_text
 from cgtool.plan.pieces import Json, PieceGraph
 
-_REF = re.compile(r"%(0|[1-9][0-9]*)\Z")
+_REF = r"%(0|[1-9][0-9]*)"
 _LAYOUTS = {str(v).removeprefix("torch."): v for v in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
 _FORMATS = {
     str(v).removeprefix("torch."): v
@@ -121,7 +121,7 @@ def decode_value(data: Json, lookup: Callable[[str], Any]) -> Any:
     if data is None or type(data) in (bool, int):
         return data
     if type(data) is str:
-        if not _REF.match(data):
+        if not re.fullmatch(_REF, data):
             raise _malformed(data)
         return lookup(data)
     if type(data) is list:

@@ -15,7 +15,6 @@ import torch
 from cgtool import host
 from cgtool.guards import _torch as private
 from cgtool.guards import state
-from cgtool.host import environment
 from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json
 
@@ -48,7 +47,7 @@ def factors_but_compiler() -> dict[str, Json]:
         "python": host.python_name(),
         "target": {"cpu": _cpu(), "accelerators": _accelerators()},
         "precision": _precision(),
-        "inductor_environment": dict(environment().code_variables),
+        "inductor_environment": host.code_variables(),
         "inductor": {name: plain(value) for name, value in sorted(private.changed_inductor_settings().items())},
     }
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import sys
 import threading
 from collections.abc import Iterable, Sequence
@@ -163,4 +162,7 @@ def version_of(record: str) -> str:
 
 def normalised(name: str) -> str:
     """Return the one spelling of a distribution's name: `Foo.Bar_baz` is `foo-bar-baz`."""
-    return re.sub(r"[-_.]+", "-", name).lower()
+    spelled = name.lower().replace("_", "-").replace(".", "-")  # a load asks for each of what is installed
+    while "--" in spelled:
+        spelled = spelled.replace("--", "-")
+    return spelled

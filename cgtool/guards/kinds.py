@@ -49,8 +49,7 @@ from cgtool.guards.code import code_digest, define, registered
 from cgtool.guards.literals import NoRuleError, encode_literal
 from cgtool.guards.sources import NotImportedError, Roots, parse_source, qualified_name
 from cgtool.plan.grammar import digest_of
-from cgtool.plan.records import Guard
-from cgtool.plan.rendering import changed_words, expected_words, source_words
+from cgtool.plan.records import Guard, source_words
 
 Json = Any
 
@@ -227,6 +226,8 @@ def _looked_at(guard: Guard, roots: Roots) -> Json:
     except NoRuleError as error:
         now = qualified_name(type(roots.resolve(guard.source)))
         name = source_words(guard.source)
+        from cgtool.plan.rendering import expected_words  # kept off the way of a hit
+
         was = expected_words(guard.kind, guard.expected)
         msg = f"{name} was {was} when this was compiled and is of type {now} now."
         raise GuardError(msg, actual=now) from error
@@ -277,6 +278,8 @@ def same(one: Json, other: Json) -> bool:
 
 def sentence(guard: Guard, actual: Json) -> str:
     """Say what a guard expected and what is there now: 'layers.0.eps was 1e-06 when this was compiled ...'."""
+    from cgtool.plan.rendering import changed_words  # kept off the way of a hit
+
     try:
         return f"{changed_words(guard.source, guard.kind, guard.expected, actual, when=' when this was compiled')}."
     except (AttributeError, LookupError, TypeError, ValueError):  # no kind sees what it expects: the plan was changed

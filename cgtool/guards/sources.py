@@ -33,7 +33,7 @@ from typing import Any
 import msgspec
 
 from cgtool.errors import GuardError
-from cgtool.plan.rendering import source_words
+from cgtool.plan.records import source_words
 
 _MODULE = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _ROOT = re.compile(

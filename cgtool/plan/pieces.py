@@ -263,17 +263,3 @@ class Graphs(Mapping[str, PieceGraph]):
     def __len__(self) -> int:
         """Return how many graphs there are."""
         return len(self._members)
-
-
-def graph_rows(graphs: Mapping[str, PieceGraph]) -> GraphRows:
-    """Return graphs as they are written, each frame once."""
-    numbers: dict[bytes, int] = {}
-    frames: list[PieceGraph] = []
-    members: list[Member] = []
-    for identity, graph in graphs.items():
-        frame, constants = taken_apart(graph)
-        number = numbers.setdefault(frame.canonical(), len(frames))
-        if number == len(frames):
-            frames.append(frame)
-        members.append(Member(identity=identity, frame=number, constants=constants))
-    return GraphRows(frames=tuple(frames), members=tuple(members))

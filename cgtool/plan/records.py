@@ -11,6 +11,7 @@ here does not say::
     literal  = a value as data           see cgtool.guards.literals
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, overload
@@ -19,19 +20,8 @@ import msgspec
 from msgspec import Meta
 
 from cgtool.errors import CacheCorruptError, CacheSchemaError
-from cgtool.plan.grammar import Count, DimName, Record, canonical_json, decode
-from cgtool.plan.pieces import (
-    Expression,
-    GraphRows,
-    Graphs,
-    Json,
-    PieceGraph,
-    Row,
-    SymbolName,
-    SymbolRange,
-    TensorMeta,
-    graph_rows,
-)
+from cgtool.plan.grammar import Count, DimName, Record, decode
+from cgtool.plan.pieces import Expression, GraphRows, Graphs, Json, PieceGraph, Row, SymbolName, SymbolRange, TensorMeta
 
 SCHEMA: Literal[3] = 3
 
@@ -47,7 +37,6 @@ ValueId = Annotated[int, Meta(ge=0, lt=2**24)]
 PieceIndex = Annotated[int, Meta(ge=-1, lt=2**24)]
 
 
-_WITH_INDEX = ("|keys", "|values", "|list")
 #: What a plan's texts may come to: beginnings are shared, so a few bytes may promise gigabytes.
 _MAX_CHARACTERS = 2**28
 
@@ -60,31 +49,6 @@ class TextRows(Record):
 
     parents: tuple[int, ...]
     ends: tuple[str, ...]
-
-
-class TextTable:
-    """Texts by number while a plan is written; a text shares its beginning with an earlier one."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-        self._parents: list[int] = []
-        self._ends: list[str] = []
-
-    def rows(self) -> TextRows:
-        """Return the texts as they are written."""
-        return TextRows(parents=tuple(self._parents), ends=tuple(self._ends))
-
-    def number(self, text: str) -> int:
-        """Return the number of `text`, which is added where it is new."""
-        if text not in self._numbers:
-            cut = max(text.rfind("."), text.rfind("["), text.rfind("|"))
-            if text[:cut].endswith(_WITH_INDEX):  # `|keys[0]` is one step
-                cut = text.rfind("|")
-            parent = self.number(text[:cut]) if cut > 0 else -1
-            self._parents.append(parent)
-            self._ends.append(text[max(cut, 0) :])
-            self._numbers[text] = len(self._ends) - 1
-        return self._numbers[text]
 
 
 class Texts:
@@ -302,98 +266,18 @@ class PlanRows(Record):
     variants: Annotated[tuple[VariantRows, ...], Meta(min_length=1)]
 
 
-def encode_plan(plan: Plan) -> bytes:
-    """Return the text of `plan.json`; equal plans give equal bytes."""
-    return msgspec.json.encode(_PlanWriter(plan).rows(), order="sorted")
-
-
-class _PlanWriter:
-    """Numbers what a plan repeats."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.texts = TextTable()
-        self.metas = _Numbers()
-        self.inputs = _Numbers()
-        self.symbols = _Numbers()
-        self.kinds = _Numbers()
-        self.graphs = graph_rows(plan.graphs)
-        self.graph_numbers = {member.identity: number for number, member in enumerate(self.graphs.members)}
-        self.guards, self.of_variant = self._guards()
-
-    def rows(self) -> PlanRows:
-        variants = [self._variant(variant, of) for variant, of in zip(self.plan.variants, self.of_variant, strict=True)]
-        return PlanRows(
-            schema=SCHEMA,
-            method=self.plan.method,
-            qualname=self.plan.qualname,
-            texts=self.texts.rows(),
-            metas=tuple(self.metas.rows),
-            inputs=tuple(self.inputs.rows),
-            symbols=tuple(self.symbols.rows),
-            kinds=tuple(self.kinds.rows),
-            guards=self.guards,
-            graphs=self.graphs,
-            variants=tuple(variants),
-        )
-
-    def _guards(self) -> tuple[tuple[GroupRow, ...], list[list[int]]]:
-        """Return the groups of guards, each of which the same variants have, and which each variant has."""
-        owners: dict[tuple[str, str, bytes], tuple[Guard, list[int]]] = {}
-        for number, variant in enumerate(self.plan.variants):
-            for guard in variant.model_guards:
-                key = guard.source, guard.kind, canonical_json(guard.expected)
-                held = owners.setdefault(key, (guard, []))[1]
-                if number not in held:
-                    held.append(number)
-        groups: dict[Any, tuple[Guard, list[int], list[int]]] = {}
-        for (source, kind, expected), (guard, held) in owners.items():
-            group = groups.setdefault((kind, expected, tuple(held)), (guard, held, []))
-            group[2].append(self.texts.number(source))
-        rows = [
-            GroupRow(kind=self.kinds.of(guard.kind), expected=guard.expected, sources=tuple(sources))
-            for guard, _, sources in groups.values()
-        ]
-        of_variant = [
-            [number for number, (_, held, _) in enumerate(groups.values()) if variant in held]
-            for variant in range(len(self.plan.variants))
-        ]
-        return tuple(rows), of_variant
-
-    def _variant(self, variant: Variant, guards: list[int]) -> VariantRows:
-        number = self.texts.number
-        inputs = [self.inputs.of((number(item.source), self.metas.of(item.meta))) for item in variant.inputs]
-        steps = [
-            StepRow(
-                piece=step.piece,
-                splitting=step.splitting,
-                graph=self.graph_numbers[step.graph],
-                symbols=self.symbols.of(step.symbols),
-                inputs=step.inputs,
-                outputs=step.outputs,
-            )
-            for step in variant.steps
-        ]
-        return VariantRows(**_head(variant), inputs=tuple(inputs), steps=tuple(steps), model_guards=tuple(guards))
-
-
-class _Numbers:
-    """Numbers for values, equal ones alike."""
-
-    def __init__(self) -> None:
-        self.rows: list[Any] = []
-        self._known: dict[bytes, int] = {}
-
-    def of(self, value: Any) -> int:
-        """Return the number of `value`, which is added where it is new."""
-        number = self._known.setdefault(msgspec.json.encode(value, order="sorted"), len(self.rows))
-        if number == len(self.rows):
-            self.rows.append(value)
-        return number
-
-
-def _head(variant: VariantHead) -> dict[str, Any]:
+def head_of(variant: VariantHead) -> dict[str, Any]:
+    """Return what a variant says in the file as in memory, by field."""
     return {name: getattr(variant, name) for name in VariantHead.__struct_fields__}
+
+
+def source_words(text: str) -> str:
+    """Return a source as a person would write it: "layers.0.eps", "input_ids", "tiny_llama.SCALE"."""
+    if text == "self":
+        return "the model"
+    text = re.sub(r"^(self\.|arg:|free:|module:|state:)", "", text)
+    text = re.sub(r"^global:([^:]+):", r"\1.", text)
+    return text.replace("|type", "'s type")
 
 
 def parse_plan(data: bytes, *, path: Path) -> Plan:
@@ -436,7 +320,7 @@ def _plan(rows: PlanRows) -> Plan:
     ]
     variants = [
         Variant(
-            **_head(variant),
+            **head_of(variant),
             inputs=tuple([inputs[number] for number in variant.inputs]),
             steps=tuple(
                 [

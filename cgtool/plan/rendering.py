@@ -7,12 +7,11 @@ Nothing ever runs that Python (`transformed_code.py`). The grammar of sources an
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 
 from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json, Node, PieceGraph, TensorMeta
-from cgtool.plan.records import Plan, Step
+from cgtool.plan.records import Plan, Step, source_words
 
 #: Kinds of guards that answer a question: what is said where the answer was yes, and where it was no.
 _ANSWERS = {
@@ -29,15 +28,6 @@ _ANSWERS = {
     "is_inference": ("was an inference tensor", "was not an inference tensor"),
 }
 _MOST_CHARACTERS = 200
-
-
-def source_words(text: str) -> str:
-    """Return a source as a person would write it: "layers.0.eps", "input_ids", "tiny_llama.SCALE"."""
-    if text == "self":
-        return "the model"
-    text = re.sub(r"^(self\.|arg:|free:|module:|state:)", "", text)
-    text = re.sub(r"^global:([^:]+):", r"\1.", text)
-    return text.replace("|type", "'s type")
 
 
 def spell(literal: Json) -> str:

@@ -188,9 +188,9 @@ def _sweep(parent: str) -> None:
     """Remove what killed processes of this user left."""
     with contextlib.suppress(OSError):
         for name in os.listdir(parent):  # noqa: PTH208 - names alone
-            folder = Path(parent, name)
-            if not re.fullmatch(_NAME, name):
+            if not name.startswith("cgtool-") or not re.fullmatch(_NAME, name):
                 continue
+            folder = Path(parent, name)
             if folder not in _folders and folder.lstat().st_uid == os.getuid() and is_abandoned(folder):
                 _remove(folder)
 

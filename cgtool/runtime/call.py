@@ -17,9 +17,8 @@ from cgtool.guards.signature import CallSignature
 from cgtool.guards.sources import Roots
 from cgtool.guards.table import failures_of
 from cgtool.host import variables_now
-from cgtool.plan.pieces import Graphs, PieceGraph, graph_rows
-from cgtool.plan.records import Guard, GuardTable, Input, Plan, Variant
-from cgtool.plan.rendering import source_words
+from cgtool.plan.pieces import Graphs, PieceGraph
+from cgtool.plan.records import Guard, GuardTable, Input, Plan, Variant, source_words
 from cgtool.runtime.call_guards import Accept, AcceptWriter, check_symbols
 from cgtool.runtime.dispatch import Boxed, ForkedLock, PiecewiseBackend, ShapeTable
 from cgtool.runtime.generate import template_needs
@@ -33,7 +32,6 @@ from cgtool.runtime.program import (
     piece_maker,
 )
 from cgtool.runtime.weights import StructureChangedError, Weights, is_weight
-from cgtool.store.key import difference_between
 
 #: Methods of a module that return it, to be chained: here they return the callable.
 _CHAINED = frozenset(
@@ -122,7 +120,7 @@ class LoadedModel(AsModule):
         self._opened = dict(opened)
         self._environment = dict(variables)
         self._recheck_calls = recheck_calls
-        self._graphs = plan.graphs if isinstance(plan.graphs, Graphs) else Graphs(graph_rows(plan.graphs))
+        self._graphs = plan.graphs if isinstance(plan.graphs, Graphs) else _as_read(plan.graphs)
         self._eager: dict[str, Boxed] = {}
         self._makers: dict[int, Callable[..., Boxed]] = {}
         self._lock = ForkedLock()  # held while a variant's functions are written: variants share what they are made of
@@ -219,6 +217,8 @@ class LoadedModel(AsModule):
         failures = failures_of((variant.model_guards for variant in self.plan.variants), roots)
         said = [(source_words(failure.guard.source), failure.sentence) for failure in failures]
         if self._environment != (now := variables_now(self._environment)):
+            from cgtool.store.key import difference_between  # kept off the way of a hit
+
             differing = difference_between("variables", self._environment, now)
             said += [(difference.path, difference.sentence) for difference in differing]
         if said:
@@ -333,6 +333,12 @@ class LoadedModel(AsModule):
         if key not in shared:
             shared[key] = Weights(self.module, self._signature.method, inputs, same, self._device_index)
         return shared[key]
+
+
+def _as_read(graphs: Mapping[str, PieceGraph]) -> Graphs:
+    from cgtool.plan.writing import graph_rows  # a plan that was read has them in this form
+
+    return Graphs(graph_rows(graphs))
 
 
 class _Served:

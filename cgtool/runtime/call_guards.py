@@ -7,6 +7,7 @@ The function takes the root locals of a call and returns what the variant's prog
 from __future__ import annotations
 
 import contextlib
+import itertools
 import keyword
 import re
 import sys
@@ -32,6 +33,7 @@ from cgtool.runtime.generate import Code, expression, malformed, tuple_source
 Accepted = tuple[tuple[torch.Tensor, ...], tuple[int, ...], tuple[Any, ...]]
 Accept = Callable[..., Accepted | None]
 
+_SYMBOL = "s[0-9]{1,6}"
 _SCALED = r"(?:([1-9][0-9]*) ?\* ?(s[0-9]+)|(s[0-9]+) ?\* ?([1-9][0-9]*))"
 #: What Inductor's kernels for accelerators assume of the memory of their inputs, in bytes.
 ALIGNMENT = 16
@@ -47,7 +49,7 @@ def check_symbols(variant: Variant) -> tuple[str, ...]:
         ArtifactError: A name is not of the form s<n>.
     """
     for symbol in variant.symbols:
-        if not re.fullmatch("s[0-9]{1,6}", symbol.name):
+        if not re.fullmatch(_SYMBOL, symbol.name):
             raise malformed("symbol", symbol.name)
     return tuple(symbol.name for symbol in variant.symbols)
 
@@ -70,8 +72,8 @@ def find_bindings(variant: Variant, inputs: Sequence[Input]) -> tuple[Binding, .
     """
     names = {symbol.name for symbol in variant.symbols}
     found: dict[str, Binding] = {}
-    for scaled in (False, True):
-        for is_stride in (False, True):
+    for scaled, is_stride in itertools.product((False, True), (False, True)):
+        if len(found) < len(names):
             for tensor, item in enumerate(inputs):
                 for dim, size in enumerate(item.meta.stride if is_stride else item.meta.shape):
                     symbol, factor = _shown(size) if scaled else (size, 1)

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from cgtool.errors import ArtifactError
-from cgtool.events import count
 from cgtool.graph.expressions import evaluate, symbols_of
+from cgtool.host import count
 from cgtool.plan.pieces import PieceGraph
 from cgtool.plan.records import Step, Variant
 from cgtool.plan.shapes import Shape, shape_order, shape_text

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from cgtool.errors import GuardError
-from cgtool.events import count
+from cgtool.host import count
 from cgtool.runtime.call import NOT_SERVED, AsModule, LoadedModel
 from cgtool.runtime.dispatch import ForkedLock
 

@@ -8,7 +8,6 @@ run op by op with torch alone.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -264,7 +263,8 @@ def _repairer(graph: PieceGraph) -> Callable[..., torch.Tensor]:
 
 
 _ENTER = "torch.amp.autocast_mode._enter_autocast"
-_REF = "%[0-9]{1,9}"
+#: Of a value's number.
+_MOST_DIGITS = 9
 _EXIT = "torch.amp.autocast_mode._exit_autocast"
 
 
@@ -477,9 +477,10 @@ def _plugged(data: Json) -> Json:
 
 
 def _ref_number(ref: Any) -> int:
-    if not isinstance(ref, str) or not re.fullmatch(_REF, ref):
+    digits = ref[1:] if isinstance(ref, str) and ref[:1] == "%" else ""
+    if not (digits.isascii() and digits.isdecimal() and len(digits) <= _MOST_DIGITS):
         raise malformed("reference", ref)
-    return int(ref[1:])
+    return int(digits)
 
 
 def _target(node: Node) -> str:

@@ -28,8 +28,7 @@ from cgtool.errors import GuardError
 from cgtool.graph.metas import device_of, dtype_of, dtype_text
 from cgtool.guards.sources import Roots, SourceError, parse_source
 from cgtool.plan.pieces import TensorMeta
-from cgtool.plan.records import Guard, Input
-from cgtool.plan.rendering import source_words
+from cgtool.plan.records import Guard, Input, source_words
 from cgtool.runtime import _torch as private
 from cgtool.runtime.call_guards import ALIGNMENT, ANYWHERE, Places, Reader
 from cgtool.runtime.generate import Code

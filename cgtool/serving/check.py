@@ -18,7 +18,7 @@ from torch import nn
 
 from cgtool.config_values import CUDAGraphMode
 from cgtool.errors import GraphError
-from cgtool.events import counters
+from cgtool.host import counters
 from cgtool.serving.batch import Request
 from cgtool.serving.forward_context import BatchDescriptor
 from cgtool.serving.runner import ModelRunner

@@ -21,8 +21,7 @@ import torch
 
 from cgtool.config_values import CUDAGraphMode
 from cgtool.errors import GraphError, UsageError
-from cgtool.events import count
-from cgtool.host import gc_paused
+from cgtool.host import count, gc_paused
 from cgtool.serving.forward_context import BatchDescriptor, get_forward_context
 from cgtool.serving.graphs import Graph, GraphBackend
 from cgtool.serving.tensors import ModelTensors, copied, data_ptr, map_tensors

@@ -155,7 +155,7 @@ _FOLDER = _ROOT + "data/aotinductor/model/"
 _STEM = "model.wrapper"
 _HEAD = {_ROOT + "archive_format": b"pt2", _ROOT + "archive_version": b"0", _ROOT + ".data/version": b"6\n"}
 _ORIGIN = _ROOT + "extra/cgtool_origin.json"
-_KERNEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}\.(cubin|fatbin|hsaco|spv)\Z")
+_KERNEL = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}\.(cubin|fatbin|hsaco|spv)"
 _OURS = {*_HEAD, _ORIGIN}
 _DATE = (1980, 1, 1, 0, 0, 0)
 _REMEDY = "Warm again."
@@ -258,7 +258,7 @@ def unpack(data: bytes, *, vouched: bool = False) -> Package:
         ArtifactError: It is no package, or holds a member that no package of ours has.
     """
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        with zipfile.ZipFile(io.BytesIO(data), metadata_encoding="ascii") as archive:
             infos = archive.infolist()
             _check_members(infos)
             _check_layout(infos, len(data))
@@ -319,7 +319,7 @@ def _body(data: bytes, info: zipfile.ZipInfo, *, vouched: bool) -> bytes:
 
 
 def _check_kernel(name: str) -> str:
-    if not _KERNEL.match(name):
+    if not re.fullmatch(_KERNEL, name):
         msg = f"A package holds the member {name!r}, which is neither native code nor a kernel. {_REMEDY}"
         raise ArtifactError(msg, path=name)
     return name

@@ -143,7 +143,7 @@ def _holds(path: Path, digest: str) -> bool:
     return False
 
 
-_NEXT = re.compile(r"\.(?P<name>.+)\.(?P<digest>[0-9a-f]{64})\.next")
+_NEXT = r"\.(?P<name>.+)\.(?P<digest>[0-9a-f]{64})\.next"
 _ABANDONED_SECS = 3600.0
 #: How often a reader starts over while writers replace the manifest; each time takes them several flushes of the disk.
 _ATTEMPTS = 20
@@ -360,7 +360,7 @@ class EntryWriter:
         with os_errors_as_cache_errors(folder):
             paths = list(folder.iterdir())
         for path in paths:
-            match = _NEXT.fullmatch(path.name)
+            match = re.fullmatch(_NEXT, path.name)
             if match is None:
                 continue
             current = named.get(match["name"]) == match["digest"]

@@ -40,7 +40,7 @@ ARTIFACT_MODE = 0o444
 RECORD_MODE = 0o644
 
 _TEMPORARY_SUFFIX = ".tmp"
-_TEMPORARY = re.compile(r"\..*\.([0-9]{1,10})\.[0-9a-f]+\.tmp")
+_TEMPORARY = r"\..*\.([0-9]{1,10})\.[0-9a-f]+\.tmp"
 #: A temporary file that has not grown for so long belongs to a process that is gone.
 _ABANDONED_SECS = 3600.0
 #: Without waiting for a writer of what is a pipe.
@@ -278,7 +278,7 @@ def writer_lives(name: str) -> bool | None:
 
     A number of a process says nothing of another machine's or container's.
     """
-    match = _TEMPORARY.fullmatch(name)
+    match = re.fullmatch(_TEMPORARY, name)
     if match is None:
         return None
     if os.name != "posix":  # elsewhere signal 0 is no question
@@ -379,10 +379,11 @@ def opened(make: Callable[..., int], *arguments: Any) -> Iterator[int]:
 
 _SEAL = b',\n "sha256": "'
 _END = b'"\n}\n'
-_TAG = re.compile(rb'\{\n "record": "([a-z_]+)-([0-9]{1,9})"')
+_BEGINNING = b'{\n "record": "%s",'
+_TAG = rb'\{\n "record": "([a-z_]+)-([0-9]{1,9})"'
 #: How caches looked before records had tags.
-_UNTAGGED = re.compile(rb'\{\n "schema": ([0-9]{1,9}),\n "cgtool": "([^"]*)"')
-_WRITER = re.compile(rb'\n "cgtool": "([^"]*)"')
+_UNTAGGED = rb'\{\n "schema": ([0-9]{1,9}),\n "cgtool": "([^"]*)"'
+_WRITER = rb'\n "cgtool": "([^"]*)"'
 
 
 class Sealed(Record, frozen=True, kw_only=True, tag_field="record"):
@@ -435,12 +436,15 @@ def read_sealed(path: Path, kind: type[_SealedRecord]) -> _SealedRecord | None:
 
 
 def _check_version(data: bytes, kind: type[Sealed], path: Path | str, *, is_intact: bool) -> None:
-    name, _, number = str(kind.__struct_config__.tag).rpartition("-")
-    tag, untagged = _TAG.match(data), _UNTAGGED.match(data)
+    own = str(kind.__struct_config__.tag)
+    if data.startswith(_BEGINNING % own.encode()):
+        return
+    name, _, number = own.rpartition("-")
+    tag, untagged = re.match(_TAG, data), re.match(_UNTAGGED, data)
     if untagged is not None:
         found, writer = int(untagged[1]), untagged[2].decode("utf-8", "replace")
     elif tag is not None and is_intact and tag[1] == name.encode():
-        wrote = _WRITER.search(data)
+        wrote = re.search(_WRITER, data)
         found, writer = int(tag[2]), "unknown" if wrote is None else wrote[1].decode("utf-8", "replace")
     else:
         return

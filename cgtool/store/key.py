@@ -16,7 +16,7 @@ from cgtool.errors import CacheCorruptError, CacheSchemaError
 from cgtool.plan.grammar import Digest, canonical_json, digest_of
 from cgtool.plan.pieces import Json
 from cgtool.store.files import Sealed, corrupt, is_newer, read_bytes, seal, unseal, write_atomic
-from cgtool.store.layout import CacheLayout, check_hash, short
+from cgtool.store.layout import CacheLayout, check_hash, is_hash, short
 
 _log = logging.getLogger(__name__)
 
@@ -29,8 +29,7 @@ FACTOR_ORDER = (
 
 #: Factors whose leaves are variables of the environment.
 _VARIABLES = frozenset({"variables", "inductor_environment"})
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_./:-]+")
+_PLAIN_NAME = r"[A-Za-z0-9_./:-]+"
 _SHOWN_CHARACTERS = 80
 
 
@@ -226,7 +225,7 @@ def _leaves(path: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _dotted(path: str, key: str) -> str:
-    return f"{path}.{key}" if _PLAIN_NAME.fullmatch(key) else f"{path}[{json.dumps(key)}]"
+    return f"{path}.{key}" if re.fullmatch(_PLAIN_NAME, key) else f"{path}[{json.dumps(key)}]"
 
 
 def _sentence(path: str, old: Any, new: Any) -> str:
@@ -250,7 +249,7 @@ def _of_variable(path: str, old: Any, new: Any) -> str:
 
 
 def _is_digest(value: Any) -> bool:
-    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
+    return isinstance(value, str) and is_hash(value)
 
 
 def _shown(value: Json) -> str:

@@ -52,21 +52,22 @@ UNIT_FILE = "unit.json"
 #: How many digits of a hash people are shown.
 SHORT_DIGITS = 10
 
-_HASH = re.compile(r"[0-9a-f]{64}")
-_KIND = re.compile(r"(?=.{1,40}\Z)[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)*")
-_PREFIX = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-_RANK = re.compile(r"0|[1-9][0-9]{0,6}")
-_RANK_FOLDER = re.compile(r"rank_(0|[1-9][0-9]{0,6})")
+#: Compiled when one is first asked for: the way of a load needs but the first three.
+_HASH = r"[0-9a-f]{64}"
+_PREFIX = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
+_KIND = r"(?=.{1,40}\Z)[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)*"
+_RANK_FOLDER = r"rank_(0|[1-9][0-9]{0,6})"
+_MAX_RANK = 9_999_999
 
 
 def is_hash(text: str) -> bool:
     """Return whether `text` is 64 lower-case hexadecimal digits."""
-    return _HASH.fullmatch(text) is not None
+    return re.fullmatch(_HASH, text) is not None
 
 
 def is_prefix(text: str) -> bool:
     """Return whether `text` may name a compiled part of a model."""
-    return _PREFIX.fullmatch(text) is not None
+    return re.fullmatch(_PREFIX, text) is not None
 
 
 def check_hash(text: str) -> str:
@@ -98,7 +99,7 @@ def check_prefix(text: str) -> str:
 
 def parse_rank_folder(name: str) -> int | None:
     """Return the rank of a folder name such as "rank_0", or None for a foreign folder."""
-    match = _RANK_FOLDER.fullmatch(name)
+    match = re.fullmatch(_RANK_FOLDER, name)
     return None if match is None else int(match[1])
 
 
@@ -145,7 +146,9 @@ class RankName(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         check_hash(self.hash)
         check_prefix(self.prefix)
-        _checked(str(self.rank), _RANK, "a number from 0 to 9999999", "rank")
+        if type(self.rank) is not int or not 0 <= self.rank <= _MAX_RANK:
+            expected = f"a number from 0 to {_MAX_RANK}"
+            raise CacheError(f"'{self.rank}' cannot be a rank: use {expected}.", expected=expected, actual=self.rank)
 
     @property
     def flat(self) -> str:
@@ -244,7 +247,7 @@ def _listed(folder: Path, *, links: bool = True) -> list[str]:
         ) from error
 
 
-def _checked(text: str, grammar: re.Pattern[str], expected: str, what: str) -> str:
-    if grammar.fullmatch(text) is None:
+def _checked(text: str, grammar: str, expected: str, what: str) -> str:
+    if re.fullmatch(grammar, text) is None:
         raise CacheError(f"{text!r} cannot be a {what}: use {expected}.", expected=expected, actual=text)
     return text

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cgtool import host
-from cgtool.host import environment
 from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json
 
@@ -118,7 +117,7 @@ def this_machine() -> Machine:
     build = _torch_build()
     flags = host.cpu_flags()
     driver = _nvidia() if build is not None and build["with_cuda"] else None
-    variables = environment().code_variables
+    variables = host.code_variables()
     return Machine(
         torch=build,
         triton=host.triton_version(),
@@ -131,7 +130,7 @@ def this_machine() -> Machine:
         accelerators=_accelerators(build, driver),
         driver=driver,
         glibc=_glibc(),
-        code_variables=dict(variables),
+        code_variables=variables,
         cgtool=host.cgtool_build(),
     )
 

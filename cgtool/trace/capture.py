@@ -12,11 +12,11 @@ import torch
 from torch import fx
 
 from cgtool.errors import TraceError
-from cgtool.events import count
 from cgtool.guards.kinds import check, describe
 from cgtool.guards.signature import CallSignature
 from cgtool.guards.sources import Roots
 from cgtool.guards.state import STATE_NAMES, current
+from cgtool.host import count
 from cgtool.plan.pieces import Json
 from cgtool.plan.records import Guard
 from cgtool.trace import _torch as private

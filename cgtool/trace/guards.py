@@ -20,8 +20,7 @@ from cgtool.errors import TraceError
 from cgtool.guards.kinds import describe, names_of
 from cgtool.guards.literals import NoRuleError, encode_literal
 from cgtool.guards.sources import Roots
-from cgtool.plan.records import Guard
-from cgtool.plan.rendering import source_words
+from cgtool.plan.records import Guard, source_words
 from cgtool.trace.sources import Frame, UnknownSourceError, source_text, variable_of
 
 #: Guards that something else in the plan implies, and what.

@@ -14,8 +14,7 @@ from cgtool.errors import TraceError
 from cgtool.guards.kinds import check
 from cgtool.guards.literals import encode_literal
 from cgtool.guards.sources import Roots
-from cgtool.plan.records import Guard
-from cgtool.plan.rendering import source_words
+from cgtool.plan.records import Guard, source_words
 from cgtool.trace import _torch as private
 from cgtool.trace.closure import is_covered_by_versions
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from cgtool.errors import TraceError
 from cgtool.guards.sources import Roots, SourceError, canonical_module_name
-from cgtool.plan.rendering import source_words
+from cgtool.plan.records import source_words
 from cgtool.trace import _torch as private
 
 _S = private.dynamo_source

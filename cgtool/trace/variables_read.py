@@ -18,7 +18,7 @@ from typing import Any
 
 from cgtool.errors import TraceError
 from cgtool.guards.files import file_of
-from cgtool.plan.rendering import source_words
+from cgtool.plan.records import source_words
 from cgtool.trace.closure import parse
 
 _MAPPINGS = frozenset({"environ", "environb"})

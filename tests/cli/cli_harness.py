@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
-from cgtool.plan.records import Plan, Step, Variant, encode_plan
+from cgtool.plan.records import Plan, Step, Variant
+from cgtool.plan.writing import encode_plan
 from cgtool.store.artifacts import Origin, with_origin
 from cgtool.store.entry import EntryWriter
 from cgtool.store.key import Factor, Key

@@ -13,7 +13,8 @@ from cgtool.guards.kinds import check, describe
 from cgtool.guards.sources import Roots
 from cgtool.guards.table import failures_of
 from cgtool.plan.grammar import canonical_json
-from cgtool.plan.records import Guard, GuardTable, Plan, Variant, encode_plan, parse_plan
+from cgtool.plan.records import Guard, GuardTable, Plan, Variant, parse_plan
+from cgtool.plan.writing import encode_plan
 
 pytestmark = pytest.mark.torch
 

@@ -29,8 +29,7 @@ from cgtool.guards.sources import (
     parse_source,
     qualified_name,
 )
-from cgtool.plan.records import Guard
-from cgtool.plan.rendering import source_words
+from cgtool.plan.records import Guard, source_words
 
 SCALE = 2.5
 

@@ -9,7 +9,7 @@ from serving_traffic import VOCAB, Cached, paged_llama
 
 from cgtool.config import CompilationConfig
 from cgtool.config_values import CUDAGraphMode
-from cgtool.events import count
+from cgtool.host import count
 from cgtool.serving.check import check_model
 from cgtool.serving.forward_context import get_forward_context
 

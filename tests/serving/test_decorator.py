@@ -12,7 +12,7 @@ from torch import nn
 from cgtool.config import CompilationConfig
 from cgtool.decorator import support_torch_compile
 from cgtool.errors import GuardError, TraceError, UsageError
-from cgtool.events import counters
+from cgtool.host import counters
 
 pytestmark = pytest.mark.torch
 

@@ -12,7 +12,7 @@ from serving_traffic import VOCAB, Cached, Traffic, expected, paged_llama
 from cgtool.config import CompilationConfig
 from cgtool.config_values import CUDAGraphMode
 from cgtool.errors import GraphError, UsageError
-from cgtool.events import counters
+from cgtool.host import counters
 from cgtool.serving.batch import BatchLimits, Request
 from cgtool.serving.forward_context import get_forward_context
 from cgtool.serving.modes import AttentionCGSupport

@@ -9,8 +9,8 @@ from serving_traffic import LAYERS, Cached, Traffic, expected, paged_llama
 import cgtool
 from cgtool.config import CompilationConfig
 from cgtool.errors import UsageError
-from cgtool.events import counters
 from cgtool.guards import _torch as private
+from cgtool.host import counters
 
 pytestmark = pytest.mark.torch
 

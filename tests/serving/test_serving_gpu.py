@@ -8,7 +8,7 @@ from serving_traffic import Cached, Traffic, expected, paged_llama
 
 import cgtool
 from cgtool.config import CompilationConfig
-from cgtool.events import counters
+from cgtool.host import counters
 from cgtool.serving.modes import AttentionCGSupport
 
 pytestmark = [

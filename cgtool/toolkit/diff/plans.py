@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from cgtool.plan.grammar import canonical_json
 from cgtool.plan.pieces import Json, Node, PieceGraph
-from cgtool.plan.records import GuardTable, Plan, Step, Variant
-from cgtool.plan.rendering import changed_words, expected_words, node_text, source_words, tensor_text, value_text
+from cgtool.plan.records import GuardTable, Plan, Step, Variant, source_words
+from cgtool.plan.rendering import changed_words, expected_words, node_text, tensor_text, value_text
 from cgtool.store.layout import short
 from cgtool.toolkit.diff.records import Difference, changes, line_diff, matched, together, was_and_is
 

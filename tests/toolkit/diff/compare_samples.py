@@ -9,8 +9,9 @@ import msgspec
 
 from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json, Node, PieceGraph, SymbolRange, TensorMeta
-from cgtool.plan.records import Guard, Input, Plan, Step, Variant, encode_plan
+from cgtool.plan.records import Guard, Input, Plan, Step, Variant
 from cgtool.plan.shapes import parse_shape
+from cgtool.plan.writing import encode_plan
 from cgtool.store.artifacts import Origin, with_origin
 from cgtool.store.entry import EntryWriter
 from cgtool.store.key import Factor, Key
