@@ -10,13 +10,13 @@ Must not import torch, and imports an adaptor's module only when that adaptor is
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cgtool.errors import ConfigError
-from cgtool.plan.pieces import AOT_INDUCTOR, EAGER
+from cgtool.plan.pieces import AOT_INDUCTOR, EAGER, KINDS
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -32,8 +32,6 @@ _OURS = {
 }
 #: cgtool's own adaptors, the default first.
 ADAPTORS = tuple(_OURS)
-#: The kinds of their artifacts.
-KINDS: Mapping[str, str] = {AOT_INDUCTOR: "pt2", "inductor_standalone": "aot", "inductor": "mega", EAGER: "json"}
 
 #: As narrow as the suffix of a file's name.
 _NAME = "[a-z][a-z0-9_]{0,39}"
@@ -79,11 +77,6 @@ def is_adaptor(name: str) -> bool:
 def is_kind(kind: str) -> bool:
     """Return whether some adaptor makes artifacts of this kind."""
     return kind in KINDS.values() or (kind not in _OURS and is_adaptor(kind))
-
-
-def kind_of(adaptor: str) -> str:
-    """Return the kind of an adaptor's artifacts."""
-    return KINDS.get(adaptor, adaptor)
 
 
 def adaptor_class(name: str) -> Any:

@@ -16,11 +16,10 @@ from cgtool.errors import CacheMissError, UsageError
 from cgtool.events import told_while_waiting
 from cgtool.host import environment, gc_paused
 from cgtool.plan.pieces import PieceGraph
-from cgtool.runtime.assemble import open_entry
 from cgtool.runtime.call import LoadedModel
 from cgtool.runtime.dispatch import Boxed
 from cgtool.runtime.factors import Live
-from cgtool.runtime.find import Finder
+from cgtool.runtime.find import Finder, open_entry
 from cgtool.store.layout import CacheLayout, resolve_root
 from cgtool.store.lookup import StateStore
 from cgtool.store.trust import TrustPolicy

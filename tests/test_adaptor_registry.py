@@ -7,8 +7,9 @@ import sys
 import pytest
 
 from cgtool import CompilationConfig, adaptor_registry, register_adaptor
-from cgtool.adaptor_registry import ADAPTORS, KINDS, adaptor_names, is_adaptor, is_kind, kind_of
+from cgtool.adaptor_registry import ADAPTORS, adaptor_names, is_adaptor, is_kind
 from cgtool.errors import ConfigError
+from cgtool.plan.pieces import KINDS, kind_of
 
 
 @pytest.fixture(autouse=True)

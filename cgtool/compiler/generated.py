@@ -17,9 +17,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from cgtool.adaptor_registry import kind_of
 from cgtool.compiler.adaptors.interface import CompilerInterface
-from cgtool.plan.pieces import Json, PieceGraph
+from cgtool.plan.pieces import Json, PieceGraph, kind_of
 from cgtool.store.artifacts import Origin, with_origin
 from cgtool.store.compiled_code import generated_dir, generated_sources, generated_texts
 from cgtool.store.files import read_bytes, write_atomic

@@ -10,10 +10,10 @@ import torch
 
 from cgtool.compiler import _torch
 from cgtool.errors import ConfigError
-from cgtool.guards.environment import environment_factors, plain
 from cgtool.host import compiler_version, environment
 from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json
+from cgtool.runtime.factors import environment_factors, plain
 
 #: In force for every compile unless the user sets them.
 _BASE: dict[str, Json] = {

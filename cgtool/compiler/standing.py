@@ -13,7 +13,7 @@ from cgtool.compiler.schedule import unique
 from cgtool.compiler.wanted import Work
 from cgtool.config import EAGER
 from cgtool.errors import CacheCorruptError, CacheMissError
-from cgtool.guards.literals import NoRuleError, encode_literal
+from cgtool.guards.kinds import NoRuleError, encode_literal
 from cgtool.guards.signature import CallSignature
 from cgtool.guards.sources import qualified_name
 from cgtool.model import ModelSpec

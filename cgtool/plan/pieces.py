@@ -32,6 +32,8 @@ Json = Any
 EAGER = "eager"
 #: The adaptor whose artifacts are packages of native code, which torch alone opens.
 AOT_INDUCTOR = "aot_inductor"
+#: The kinds of artifacts that cgtool's own adaptors make; the kind of another's is the adaptor's name.
+KINDS: Mapping[str, str] = {AOT_INDUCTOR: "pt2", "inductor_standalone": "aot", "inductor": "mega", EAGER: "json"}
 
 #: A size, a stride or a bound of one, in elements.
 Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -49,6 +51,11 @@ NodeKind = Literal["function", "method", "size"]
 Target = Annotated[str, Meta(pattern=r"\A[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*){0,7}\Z", max_length=200)]
 #: The name of an argument.
 Keyword = Annotated[str, Meta(pattern=r"\A[A-Za-z_][A-Za-z0-9_]{0,63}\Z")]
+
+
+def kind_of(adaptor: str) -> str:
+    """Return the kind of an adaptor's artifacts."""
+    return KINDS.get(adaptor, adaptor)
 
 
 class Row(Record, array_like=True):

@@ -8,7 +8,7 @@ here does not say::
     template = ["v", value id] | ["const", literal] | ["expr", expr] | ["list"|"tuple", [template...]]
              | ["dict", [[key literal, template]...]] | ["call", "module:Qual", [template...], [[name, template]...]]
              | ["source", source]        the very object that was passed in, or an attribute of the model
-    literal  = a value as data           see cgtool.guards.literals
+    literal  = a value as data           see cgtool.guards.kinds
 """
 
 import re

@@ -1,7 +1,7 @@
 """Render what a plan says as text for people: sources, encoded values, changed definitions, and a whole plan as Python.
 
 Nothing ever runs that Python (`transformed_code.py`). The grammar of sources and of literals stands in
-`cgtool.guards.sources` and `cgtool.guards.literals`. Must not import torch.
+`cgtool.guards.sources` and `cgtool.guards.kinds`. Must not import torch.
 """
 
 from __future__ import annotations

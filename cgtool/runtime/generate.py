@@ -4,7 +4,7 @@ Every string of a plan that reaches a line was matched to a grammar by whoever w
 but stand in the function's namespace. The namespace has no builtins but the import that torch's own C code looks for in
 the frame that calls it, and no line may name that: a line can use only what it was given.
 
-The grammar of an output template is in `cgtool.plan.records`, that of literals in `cgtool.guards.literals`. A class is
+The grammar of an output template is in `cgtool.plan.records`, that of literals in `cgtool.guards.kinds`. A class is
 looked up by name and must be a container of fields: a dataclass, a named tuple, one of torch.return_types, or a
 subclass of dict. Anything else is refused, so that a plan cannot call what it likes.
 """
@@ -288,7 +288,7 @@ def _find(name: Any) -> Any:
 
 
 def decode_literal(data: Json) -> Any:
-    """Return the value that `cgtool.guards.literals.encode_literal` wrote as `data`.
+    """Return the value that `cgtool.guards.kinds.encode_literal` wrote as `data`.
 
     Functions, modules and ops have no place in an output and are refused.
 

@@ -37,10 +37,9 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from cgtool.adaptor_registry import KINDS, kind_of
 from cgtool.errors import ArtifactError
 from cgtool.plan.grammar import Digest, Record, decode
-from cgtool.plan.pieces import AOT_INDUCTOR, EAGER
+from cgtool.plan.pieces import AOT_INDUCTOR, EAGER, KINDS, kind_of
 from cgtool.plan.records import Plan
 from cgtool.plan.shapes import Shape, shape_text
 from cgtool.store.records import Artifact, Manifest, Row

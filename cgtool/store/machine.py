@@ -1,6 +1,6 @@
 """What of this machine decides whether an entry loads here, found without torch. Must not import torch.
 
-`Machine.factors` spells what `cgtool.guards.environment` writes into `key.json`; a test with torch holds the two equal.
+`Machine.factors` spells what `cgtool.runtime.factors` writes into `key.json`; a test with torch holds the two equal.
 What only torch itself could say here is None, and is compared with nothing:
 
 - the architectures of AMD's accelerators (torch's name for one says more than the kernel driver does);

@@ -17,8 +17,7 @@ from pathlib import PurePath
 from typing import Any
 
 from cgtool.errors import TraceError
-from cgtool.guards.kinds import describe, names_of
-from cgtool.guards.literals import NoRuleError, encode_literal
+from cgtool.guards.kinds import NoRuleError, describe, encode_literal, names_of
 from cgtool.guards.sources import Roots
 from cgtool.plan.records import Guard, source_words
 from cgtool.trace.sources import Frame, UnknownSourceError, source_text, variable_of

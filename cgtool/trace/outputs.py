@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from cgtool.errors import TraceError
-from cgtool.guards.literals import NoRuleError, encode_literal
+from cgtool.guards.kinds import NoRuleError, encode_literal
 from cgtool.guards.sources import find_qualified, qualified_name
 from cgtool.plan.pieces import Json, TensorMeta
 from cgtool.trace._torch import unset_fake_temporarily

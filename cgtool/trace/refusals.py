@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from cgtool.errors import TraceError
-from cgtool.guards.kinds import check
-from cgtool.guards.literals import encode_literal
+from cgtool.guards.kinds import check, encode_literal
 from cgtool.guards.sources import Roots
 from cgtool.plan.records import Guard, source_words
 from cgtool.trace import _torch as private

@@ -31,8 +31,7 @@ from torch import nn
 
 from cgtool.errors import TraceError
 from cgtool.guards.code import is_given
-from cgtool.guards.kinds import describe, own_attributes
-from cgtool.guards.literals import NoRuleError, encode_literal
+from cgtool.guards.kinds import NoRuleError, describe, encode_literal, own_attributes
 from cgtool.guards.sources import Roots, SourceError, canonical_module_name, parse_source, qualified_name
 from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from cgtool.guards.literals import NoRuleError, encode_literal  # noqa: E402
+from cgtool.guards.kinds import NoRuleError, encode_literal  # noqa: E402
 from cgtool.plan.grammar import canonical_json  # noqa: E402
 from cgtool.plan.rendering import spell  # noqa: E402
 

@@ -15,8 +15,8 @@ REPO = Path(__file__).parents[2]
 
 @pytest.mark.torch
 def test_the_machine_spells_its_factors_as_the_key_does() -> None:
-    from cgtool.guards.environment import environment_factors
     from cgtool.host import cgtool_build
+    from cgtool.runtime.factors import environment_factors
 
     wanted = environment_factors()
     found = this_machine().factors

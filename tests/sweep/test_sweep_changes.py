@@ -19,7 +19,7 @@ from cgtool import host
 from cgtool.compiler.pipeline import warm
 from cgtool.config import CompilationConfig
 from cgtool.errors import CacheMissError, GuardError
-from cgtool.guards import environment
+from cgtool.runtime import factors
 from cgtool.store import key as cache_key
 
 pytestmark = pytest.mark.torch
@@ -75,18 +75,18 @@ def test_a_key_field_of_the_configuration_is_a_miss(name, warm_root):
     ("asked", "value", "words"),
     [
         (
-            (environment, "_torch_build"),
+            (factors, "_torch_build"),
             {"version": "9.9.9", "version_git": "0", "with_cuda": None, "with_hip": None},
             r"torch\.version .*9\.9\.9",
         ),
         ((host, "triton_version"), "9.9.9", r"triton.*9\.9\.9"),
         ((host, "compiler_version"), "g++ 99.1", r"compiler.*99\.1"),
         (
-            (environment, "_cpu"),
+            (factors, "_cpu"),
             {"machine": "riscv", "capability": "DEFAULT", "instructions": None},
             r"target.*riscv|target\.cpu",
         ),
-        ((environment, "_accelerators"), ["sm_90 x132"], r"target\.accelerators"),
+        ((factors, "_accelerators"), ["sm_90 x132"], r"target\.accelerators"),
     ],
 )
 def test_another_environment_is_a_miss(asked, value, words, warm_root, monkeypatch):
@@ -161,4 +161,4 @@ def test_a_call_in_another_state_is_refused(warm_root, restored_state):
 
 
 def test_the_order_of_reasons_covers_every_factor():
-    assert set(environment.environment_factors()) <= set(cache_key.FACTOR_ORDER) | {"precision", "inductor_environment"}
+    assert set(factors.environment_factors()) <= set(cache_key.FACTOR_ORDER) | {"precision", "inductor_environment"}

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from cgtool.guards import environment
+from cgtool.runtime import factors
 
 pytestmark = pytest.mark.torch
 
 SOURCE = """
 import json, sys
-from cgtool.guards.environment import environment_factors
+from cgtool.runtime.factors import environment_factors
 heavy = ("torch._inductor", "torch._dynamo", "sympy", "triton")
 found = []
 for step in json.loads(sys.argv[1]):
@@ -64,7 +64,7 @@ def test_where_things_are_changes_nothing_and_what_changes_code_is_named(tmp_pat
         PYTHONHASHSEED="7",
         TORCHINDUCTOR_MAX_AUTOTUNE="1",
     )
-    plain = environment.environment_factors()
+    plain = factors.environment_factors()
     variables = {**plain["inductor_environment"], "TORCHINDUCTOR_MAX_AUTOTUNE": "1"}
     assert found == {**plain, "inductor_environment": variables}
 
@@ -73,21 +73,21 @@ def test_where_things_are_changes_nothing_and_what_changes_code_is_named(tmp_pat
 def test_the_precision_of_each_backend_is_a_factor_however_they_differ(backend):
     *path, last = f"{backend}fp32_precision".split(".")
     owner = functools.reduce(getattr, path, torch.backends)
-    before, was = environment.environment_factors()["precision"], getattr(owner, last)
+    before, was = factors.environment_factors()["precision"], getattr(owner, last)
     other = "ieee" if was == "tf32" else "tf32"
     setattr(owner, last, other)
     try:
-        assert environment.environment_factors()["precision"] != before
+        assert factors.environment_factors()["precision"] != before
     finally:
         setattr(owner, last, was)
-    assert environment.environment_factors()["precision"] == before
+    assert factors.environment_factors()["precision"] == before
 
 
 def test_precision_is_a_factor():
-    before = environment.environment_factors()["precision"]
+    before = factors.environment_factors()["precision"]
     torch.set_float32_matmul_precision("high")
     try:
-        assert environment.environment_factors()["precision"] != before
+        assert factors.environment_factors()["precision"] != before
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert environment.environment_factors()["precision"] == before
+    assert factors.environment_factors()["precision"] == before
