@@ -16,10 +16,10 @@ import re
 import shutil
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from cgtool import __version__
 from cgtool.errors import ConfigError
@@ -338,6 +338,26 @@ def _said_by(process: subprocess.Popen[str]) -> str | None:
     # GCC begins with the name that it was called by: c++, g++ and x86_64-linux-gnu-g++ are one compiler
     name, _, said = lines[0].partition(" ")
     return said if said.startswith("(") and name else lines[0]
+
+
+_Item = TypeVar("_Item")
+
+
+def on_two_threads(work: Callable[[Sequence[_Item]], None], items: Sequence[_Item]) -> None:
+    """Do work on each half of `items` at once; reading and hashing hold no lock of Python's.
+
+    Args:
+        work: Must not raise.
+        items: Handed to it in two parts.
+    """
+    half = len(items) // 2
+    if not half:
+        work(items)
+        return
+    other = threading.Thread(target=work, args=(items[:half],))
+    other.start()
+    work(items[half:])
+    other.join()
 
 
 @contextlib.contextmanager

@@ -10,15 +10,15 @@ import contextlib
 import functools
 import os
 import sys
-import threading
 from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
 from cgtool.guards.sources import canonical_module_name
+from cgtool.host import on_two_threads
 from cgtool.plan.grammar import sha256_hex
 
-#: From this many files on a second thread reads half of them: reading and hashing hold no lock of Python's.
+#: From this many files on a second thread reads half of them.
 _MANY_FILES = 64
 #: How many bytes of a file are read at once; few hold more.
 _AT_ONCE = 1 << 18
@@ -37,15 +37,10 @@ def sources_now(modules: Iterable[str]) -> dict[str, str | None]:
                 with contextlib.suppress(OSError):
                     digests[name] = _digest(file)
 
-    names = list(files)
-    half = len(names) // 2 if len(names) >= _MANY_FILES else 0
-    if not half:
-        read(names)
-        return digests
-    other = threading.Thread(target=read, args=(names[:half],))
-    other.start()
-    read(names[half:])
-    other.join()
+    if len(files) < _MANY_FILES:
+        read(list(files))
+    else:
+        on_two_threads(read, list(files))
     return digests
 
 

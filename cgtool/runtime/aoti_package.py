@@ -68,7 +68,9 @@ def open_package(data: bytes, graph: PieceGraph, *, device_index: int | None = N
 
 
 class Packages:
-    """Opens packages; they share one private folder, which is gone when the `with` block ends.
+    """Opens packages; in a `with` block they share one private folder, which is gone when it ends.
+
+    Outside of the block each gets a folder of its own. One thread at a time may be in the block.
 
     Args:
         device_index: What a device without an index means ("cuda" → "cuda:1"); None: the current device.
@@ -76,14 +78,17 @@ class Packages:
 
     def __init__(self, *, device_index: int | None = None) -> None:
         self.device_index = device_index
+        self._is_entered = False
+
+    def __enter__(self) -> Self:
+        self._is_entered = True
         self._parents = iter(_PARENTS)
         self._folder: Path | None = None
         self._keeps_kernels = False
-
-    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_error: object) -> None:
+        self._is_entered = False
         if self._folder is not None and not self._keeps_kernels:
             _remove(self._folder)
 
@@ -101,6 +106,8 @@ class Packages:
         Raises:
             ArtifactError: The bytes are no package, or cannot be opened here.
         """
+        if not self._is_entered:
+            return open_package(data, graph, device_index=self.device_index)
         package = unpack(data, vouched=True)
         try:
             if private.opens_folders():

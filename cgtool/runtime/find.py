@@ -32,7 +32,7 @@ from cgtool.guards.table import failures_of
 from cgtool.plan.pieces import AOT_INDUCTOR, EAGER, PieceGraph
 from cgtool.plan.records import Plan, Step, parse_plan
 from cgtool.plan.shapes import dispatch_order
-from cgtool.runtime.aoti_package import open_package
+from cgtool.runtime.aoti_package import Packages
 from cgtool.runtime.call import LoadedModel, first_index
 from cgtool.runtime.dispatch import Bounds, Boxed, Choice, PiecewiseBackend, Unopened, graph_at, symbol_bounds
 from cgtool.runtime.factors import Live, differences_now
@@ -254,11 +254,54 @@ def open_entry(found: Found, module: Any, opener: Opener, *, recheck_calls: bool
             first to choose an artifact.
         GuardError: A tensor of the model is of another make than when it was compiled.
     """
+    index = first_index(module, found.plan)
+    with Packages(device_index=index) as packages:
+        pieces = _pieces(found, _Openers(found.plan, packages, opener, device_index=index))
+        return LoadedModel(
+            module,
+            _with_added_guards(found.plan, pieces),
+            {place: _backend(rows) for place, rows in pieces.items()},
+            variables=found.key.value("variables"),
+            recheck_calls=recheck_calls,
+        )
+
+
+class _Opened(msgspec.Struct, frozen=True, kw_only=True):
+    """A row, what it means for its variant's symbols, and its function."""
+
+    row: Row
+    bounds: Bounds
+    guards: tuple[str, ...]
+    function: Unopened
+
+
+class _Openers:
+    """Makes what opens an artifact for a step of a plan."""
+
+    def __init__(self, plan: Plan, packages: Packages, opener: Opener, *, device_index: int | None) -> None:
+        self._plan = plan
+        self._packages = packages
+        self._opener = opener
+        self._device_index = device_index
+
+    def of(self, adaptor: str, code: bytes, step: Step, bounds: Bounds) -> Callable[[], Boxed]:
+        def open_now() -> Boxed:
+            graph = graph_at(self._plan.graphs[step.graph], step, bounds)
+            if adaptor == EAGER:
+                return piece_function(graph, device_index=self._device_index)
+            if adaptor == AOT_INDUCTOR:
+                return self._packages.open(code, graph)
+            return self._opener(adaptor, code, graph)
+
+        return open_now
+
+
+def _pieces(found: Found, openers: _Openers) -> dict[tuple[int, int], list[_Opened]]:
+    """Return the rows of each piece of each variant, by (variant, piece), in the order of the choice among them."""
     opened: dict[tuple[str, str, str, str], Unopened] = {}
-    read: dict[str, bytes] = {}  # graphs that differ in sizes alone may share an artifact
     pieces: dict[tuple[int, int], list[_Opened]] = {}
     plan, manifest = found.plan, found.entry.manifest
-    index = first_index(module, plan)
+    read = found.entry.artifacts(row.artifact for row in manifest.rows)
     steps = [{step.piece: step for step in variant.steps} for variant in plan.variants]
     for row in sorted(manifest.rows, key=lambda row: (dispatch_order(row.shape), not row.tuned)):
         step = steps[row.variant].get(row.piece_index) if row.variant < len(steps) else None
@@ -273,44 +316,12 @@ def open_entry(found: Found, module: Any, opener: Opener, *, recheck_calls: bool
         # What the graph at this shape is made from: its own identity would have to be computed for each row.
         key = digest, step.graph, repr(row.shape), repr(step.symbols)
         if key not in opened:
-            if digest not in read:
-                read[digest] = found.entry.artifact(row.artifact)
             code = code_of(read[digest], row, step.graph)
-            opened[key] = Unopened(_opening(row.adaptor, code, plan, step, bounds=bounds, index=index, opener=opener))
+            opened[key] = Unopened(openers.of(row.adaptor, code, step, bounds))
         guards = tuple(rename(text, step.symbols) for text in row.artifact.guards)
         place = row.variant, row.piece_index
         pieces.setdefault(place, []).append(_Opened(row=row, bounds=bounds, guards=guards, function=opened[key]))
-    backends = {place: _backend(rows) for place, rows in pieces.items()}
-    return LoadedModel(
-        module,
-        _with_added_guards(plan, pieces),
-        backends,
-        variables=found.key.value("variables"),
-        recheck_calls=recheck_calls,
-    )
-
-
-class _Opened(msgspec.Struct, frozen=True, kw_only=True):
-    """A row, what it means for its variant's symbols, and its function."""
-
-    row: Row
-    bounds: Bounds
-    guards: tuple[str, ...]
-    function: Unopened
-
-
-def _opening(
-    adaptor: str, code: bytes, plan: Plan, step: Step, *, bounds: Bounds, index: int | None, opener: Opener
-) -> Callable[[], Boxed]:
-    def open_now() -> Boxed:
-        graph = graph_at(plan.graphs[step.graph], step, bounds)
-        if adaptor == EAGER:
-            return piece_function(graph, device_index=index)
-        if adaptor == AOT_INDUCTOR:
-            return open_package(code, graph, device_index=index)
-        return opener(adaptor, code, graph)
-
-    return open_now
+    return pieces
 
 
 def _backend(rows: list[_Opened]) -> PiecewiseBackend:

@@ -30,13 +30,14 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
 
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
+from cgtool.host import on_two_threads
 from cgtool.plan.grammar import sha256_hex
 from cgtool.store.files import (
     ARTIFACT_MODE,
@@ -175,6 +176,29 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
             CacheError: It cannot be read.
         """
         return self.objects.get(artifact.digest, artifact.kind)
+
+    def artifacts(self, artifacts: Iterable[Artifact]) -> dict[str, bytes]:
+        """Return the bytes of artifacts by digest, each read once.
+
+        Raises:
+            CacheCorruptError: One is missing, or its bytes differ.
+            CacheError: One cannot be read.
+        """
+        found: dict[str, bytes | CacheError] = {}
+
+        def read(some: Sequence[Artifact]) -> None:
+            for artifact in some:
+                try:
+                    found[artifact.digest] = self.artifact(artifact)
+                except CacheError as error:
+                    found[artifact.digest] = error
+
+        distinct = list({artifact.digest: artifact for artifact in artifacts}.values())
+        on_two_threads(read, distinct)
+        for result in found.values():
+            if isinstance(result, CacheError):
+                raise result
+        return {digest: data for digest, data in found.items() if isinstance(data, bytes)}
 
 
 def read_entry(
