@@ -13,7 +13,6 @@ from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from cgtool.errors import CacheMissError, UsageError
-from cgtool.events import told_while_waiting
 from cgtool.host import environment, gc_paused
 from cgtool.plan.pieces import PieceGraph
 from cgtool.runtime.call import LoadedModel
@@ -248,6 +247,7 @@ class _Maker:
 
     def _warmed(self, spec: ModelSpec, cache_dir: Path | str | None, without: Sequence[str] = ()) -> WarmResult:
         from cgtool.compiler.pipeline import warm
+        from cgtool.events import told_while_waiting
 
         with told_while_waiting(self.name) as tell:
             result = warm(spec, config=self._config, cache_dir=cache_dir, without=without, on_event=tell)

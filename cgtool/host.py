@@ -394,6 +394,10 @@ def count(what: Happening) -> None:
 
 
 def counters() -> dict[str, int]:
-    """Return how often each thing happened in this process: traces, compiles, opens, captures, ..."""
+    """Return how often each thing happened in this process.
+
+    Traces, compiles, opens of artifacts, captures and replays of CUDA graphs, and calls that no compiled variant served
+    and that ran eagerly, as was asked for.
+    """
     with _counting:
         return dict(_counts)
