@@ -43,7 +43,7 @@ def foreign_contents(entry: ForeignEntry, artifact: ForeignArtifact) -> Contents
         artifact: One of the entry's.
     """
     warnings: list[str] = []
-    tree = Tree(entry.path, [])  # what of the cache is skipped, `inspect cache` says
+    tree = Tree(entry.path)  # what of the cache is skipped, `inspect cache` says
     if entry.kind == "mega_cache":
         parts = list(_member(tree, artifact, warnings))
         names: tuple[tuple[str, int], ...] = ()
@@ -62,7 +62,7 @@ def digests_of(entry: ForeignEntry) -> dict[str, str]:
     Args:
         entry: The entry, as a reader found it just now.
     """
-    tree = Tree(entry.path, [])
+    tree = Tree(entry.path)
     found: dict[str, str] = {}
     if entry.kind == "mega_cache":
         with contextlib.suppress(CacheError, OSError), tree.opened("") as stream:

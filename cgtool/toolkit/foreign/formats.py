@@ -30,13 +30,13 @@ from __future__ import annotations
 import ast
 import base64
 import binascii
-import json
-import math
 import os
 import re
 import zlib
 from dataclasses import dataclass
 from typing import Any, BinaryIO
+
+import msgspec
 
 from cgtool.errors import CacheError
 from cgtool.toolkit.foreign.tree import shown
@@ -92,9 +92,9 @@ def parse_json(data: bytes) -> Any:
     Raises:
         FormatError: It is anything else, is torn, or is over a limit.
     """
-    text = _text_of(data)
+    _text_of(data)
     try:
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        value = msgspec.json.decode(data)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"it is no whole JSON ({shown(error)})") from error
     level = [value]
@@ -139,17 +139,6 @@ def _check_tokens(text: str) -> None:
         raise FormatError(f"it is no plain literal: line {line} goes on with {shown(text[position : position + 40])}")
     if before is None or depth != 0:
         raise FormatError("it ends too early")
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{shown(text)} is no number that can be written again")
-    return value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -106,15 +106,23 @@ class ForeignEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(
-        cls, name: str, kind: str, path: Path, files: Iterable[File], artifacts: Iterable[ForeignArtifact], **rest: Any
+        cls,
+        name: str,
+        kind: str,
+        tree: Tree,
+        artifacts: Iterable[ForeignArtifact],
+        *,
+        folder: str = "",
+        files: Iterable[File] | None = None,
+        **rest: Any,
     ) -> ForeignEntry:
-        """Return an entry with the sizes and times of `files`, which are all that are its own."""
-        own = list(files)
+        """Return an entry with the sizes and times of `files`, or else of all files in its folder of the tree."""
+        own = list(tree.under(folder) if files is None else files)
         used = [file.read for file in own if file.read > file.written + _SECS_AFTER_WRITING]
         return cls(
             name=name,
             kind=kind,
-            path=path,
+            path=tree.top / folder,
             artifacts=tuple(artifacts),
             size_bytes=size_of(own),
             num_files=len(own),
@@ -122,6 +130,12 @@ class ForeignEntry(msgspec.Struct, frozen=True, kw_only=True):
             last_used=_iso(max(used, default=None)),
             **rest,
         )
+
+    @classmethod
+    def others(cls, tree: Tree, files: Iterable[File], why: str) -> list[ForeignEntry]:
+        """Return what lies in a cache and belongs to none of its entries as one entry, if there is any."""
+        own = list(files)
+        return [cls.of("other files", "other", tree, (), files=own, deletable=False, why_not=why)] if own else []
 
     @property
     def key_factors(self) -> tuple[Factor, ...]:
@@ -162,6 +176,21 @@ class ForeignCache(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     warnings: tuple[str, ...]
     deletion: str
+
+    @classmethod
+    def of(
+        cls, system: str, tree: Tree, entries: Iterable[ForeignEntry], *, version: str | None = None, deletion: str
+    ) -> ForeignCache:
+        """Return the cache that a tree is."""
+        return cls(
+            system=system,
+            version=version,
+            root=tree.top,
+            entries=tuple(entries),
+            size_bytes=size_of(tree.files.values()),
+            warnings=tuple(tree.warnings),
+            deletion=deletion,
+        )
 
 
 def foreign_json(record: msgspec.Struct) -> dict[str, Any]:
@@ -210,28 +239,30 @@ def read_json(tree: Tree, path: str) -> Any:
     return parse_json(tree.read(path, MOST_BYTES))
 
 
-def pickle_artifact(tree: Tree, file: File, what: str, *, top: str = "", **rest: Any) -> ForeignArtifact:
-    """Return the artifact of a file that its system unpickles, of which the beginning is read and nothing else."""
-    problems: list[str] = []
-    protocol = pickle_protocol(_head(tree, file, problems))
-    if protocol is None and not problems:
-        problems.append("does not begin as a pickle does")
-    members = () if protocol is None else (f"pickle protocol {protocol}",)
-    return _artifact(file, what, problems, top=top, holds_pickle=True, members=members, **rest)
+def file_artifact(
+    tree: Tree, file: File, what: str, *, top: str = "", pickled: bool = False, **rest: Any
+) -> ForeignArtifact:
+    """Return the artifact of a file; its path is given under the folder `top`.
 
-
-def plain_artifact(tree: Tree, file: File, what: str, *, top: str = "", **rest: Any) -> ForeignArtifact:
-    """Return the artifact of a file that is no pickle by its name; only native code and unknown endings are opened."""
-    problems: list[str] = []
+    No more than its beginning is read, and that only if its system unpickles it or its ending does not say what it is.
+    """
+    problems = [] if file.size_bytes else ["zero bytes"]
     head = b""
-    if not file.name.endswith(_UNOPENED):
-        head = _head(tree, file, problems)
+    if file.size_bytes and (pickled or not file.name.endswith(_UNOPENED)):
+        try:
+            with tree.opened(file.path) as stream:
+                head = stream.read(_HEAD_BYTES)
+        except (CacheError, OSError) as error:
+            problems.append(str(error))
+    protocol = pickle_protocol(head)
+    if pickled:
+        rest["members"] = () if protocol is None else (f"pickle protocol {protocol}",)
+        problems += ["does not begin as a pickle does"] * (protocol is None and not problems)
+    else:
         rest.setdefault("target", native_target(head))
-    elif not file.size_bytes:
-        problems.append("zero bytes")
-    if file.name.endswith((".so", ".o")) and head and not head.startswith(b"\x7fELF"):
-        problems.append("is no native code, by its beginning")
-    return _artifact(file, what, problems, top=top, holds_pickle=pickle_protocol(head) is not None, **rest)
+        if file.name.endswith((".so", ".o")) and head and not head.startswith(b"\x7fELF"):
+            problems.append("is no native code, by its beginning")
+    return _artifact(file, what, problems, top=top, holds_pickle=pickled or protocol is not None, **rest)
 
 
 def binary_artifact(
@@ -239,12 +270,7 @@ def binary_artifact(
 ) -> tuple[ForeignArtifact, str | None]:
     """Return the artifact of a file that `CompiledArtifact.save` wrote, and the digest of the torch that wrote it.
 
-    Args:
-        tree: Where it lies.
-        file: The file.
-        key: What an index says that it is looked up by; None where no index does.
-        top: The folder that its path is given under.
-        rest: More fields of the artifact.
+    `key` is what an index says that it is looked up by; None where no index does.
     """
     what, problems = "compiled_artifact", []
     try:
@@ -268,18 +294,6 @@ def binary_artifact(
 def _artifact(file: File, what: str, problems: list[str], *, top: str, **rest: Any) -> ForeignArtifact:
     path = file.path.removeprefix(f"{top}/") if top else file.path
     return ForeignArtifact(path=path, what=what, size_bytes=file.size_bytes, problems=tuple(problems), **rest)
-
-
-def _head(tree: Tree, file: File, problems: list[str]) -> bytes:
-    if file.size_bytes == 0:
-        problems.append("zero bytes")
-        return b""
-    try:
-        with tree.opened(file.path) as stream:
-            return stream.read(_HEAD_BYTES)
-    except (CacheError, OSError) as error:
-        problems.append(str(error))
-        return b""
 
 
 def _iso(secs: float | None) -> str | None:

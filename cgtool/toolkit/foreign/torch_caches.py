@@ -36,16 +36,14 @@ from msgspec.structs import replace
 
 from cgtool.errors import CacheError
 from cgtool.plan.pieces import Json
-from cgtool.toolkit.foreign.formats import read_structure, sniff
+from cgtool.toolkit.foreign.formats import Member, read_structure, sniff
 from cgtool.toolkit.foreign.records import (
     ForeignArtifact,
     ForeignCache,
     ForeignEntry,
     binary_artifact,
-    pickle_artifact,
-    plain_artifact,
+    file_artifact,
     read_json,
-    size_of,
 )
 from cgtool.toolkit.foreign.tree import File, Tree, join, opened, shown
 
@@ -86,8 +84,7 @@ def is_torch_inductor(path: Path) -> bool:
 
 def read_torch_inductor(path: Path) -> ForeignCache:
     """Return what torch's compile cache holds, the folder that TORCHINDUCTOR_CACHE_DIR names."""
-    warnings: list[str] = []
-    tree = Tree(path, warnings)
+    tree = Tree(path)
     # A folder whose name begins with a dot is being written or removed.
     graphs = [folder for group in tree.folders(_GRAPHS) for folder in _visible(tree, join(_GRAPHS, group))]
     autograd = _visible(tree, _AUTOGRAD_GRAPHS)
@@ -103,45 +100,37 @@ def read_torch_inductor(path: Path) -> ForeignCache:
             "compiled graphs share it, and a process that runs may be about to open it; the whole cache may be removed "
             "when no process uses it"
         )
-        artifacts = [_code(tree, file) for file in code if not _is_temporary(file)]
-        name = "generated code"
-        entries.append(ForeignEntry.of(name, "generated_code", path, code, artifacts, deletable=False, why_not=why))
+        artifacts = [
+            file_artifact(
+                tree, file, "header" if file.name.endswith(_HEADERS) else _KINDS.get(Path(file.name).suffix, "data")
+            )
+            for file in code
+            if not _is_temporary(file)
+        ]
+        entries.append(
+            ForeignEntry.of(
+                "generated code", "generated_code", tree, artifacts, files=code, deletable=False, why_not=why
+            )
+        )
     rest = [file for name, file in tree.files.items() if name not in claimed]
     why = "it belongs to no one graph; the whole cache may be removed when no process uses it"
-    return ForeignCache(
-        system="torch_inductor",
-        version=_versions(entries),
-        root=path,
-        entries=(*entries, *_others(path, rest, why)),
-        size_bytes=size_of(tree.files.values()),
-        warnings=tuple(warnings),
-        deletion=(
-            "The folder of a compiled graph, of an AOTAutograd graph or of a Triton kernel may be removed: torch "
-            "compiles it again. Generated code is shared: remove it only with the whole folder, when no process uses "
-            "it."
-        ),
+    deletion = (
+        "The folder of a compiled graph, of an AOTAutograd graph or of a Triton kernel may be removed: torch compiles "
+        "it again. Generated code is shared: remove it only with the whole folder, when no process uses it."
     )
+    entries += ForeignEntry.others(tree, rest, why)
+    return ForeignCache.of("torch_inductor", tree, entries, version=_versions(entries), deletion=deletion)
 
 
 def _visible(tree: Tree, folder: str) -> list[str]:
     return [join(folder, name) for name in tree.folders(folder) if not name.startswith(".")]
 
 
-def _others(root: Path, files: list[File], why: str) -> tuple[ForeignEntry, ...]:
-    """What lies in a cache and belongs to none of its entries, as one entry, if there is any."""
-    return (ForeignEntry.of("other files", "other", root, files, (), deletable=False, why_not=why),) if files else ()
-
-
 def _graph(tree: Tree, folder: str, kind: str, what: str) -> ForeignEntry:
-    files = tree.under(folder)
-    artifacts = [pickle_artifact(tree, file, what, top=folder) for file in files if not _is_temporary(file)]
+    graphs = [file for file in tree.under(folder) if not _is_temporary(file)]
+    artifacts = [file_artifact(tree, file, what, top=folder, pickled=True) for file in graphs]
     problems = () if artifacts else ("it holds no graph",)
-    return ForeignEntry.of(folder.rpartition("/")[2], kind, tree.top / folder, files, artifacts, problems=problems)
-
-
-def _code(tree: Tree, file: File) -> ForeignArtifact:
-    what = "header" if file.name.endswith(_HEADERS) else _KINDS.get(Path(file.name).suffix, "data")
-    return plain_artifact(tree, file, what)
+    return ForeignEntry.of(folder.rpartition("/")[2], kind, tree, artifacts, folder=folder, problems=problems)
 
 
 def _is_temporary(file: File) -> bool:
@@ -167,21 +156,13 @@ def _holds_kernels(folder: Path) -> bool:
 
 def read_triton(path: Path) -> ForeignCache:
     """Return what Triton's cache holds: the folder that TRITON_CACHE_DIR names, or the one above ".../cache"."""
-    root = find_triton(path) or path
-    warnings: list[str] = []
-    tree = Tree(root, warnings)
+    tree = Tree(find_triton(path) or path)
     folders = [name for name in tree.folders() if _KERNEL_FOLDER.fullmatch(name)]
     entries = [_kernel(tree, folder) for folder in folders]
     rest = [file for file in tree.files.values() if file.path.partition("/")[0] not in set(folders)]
-    return ForeignCache(
-        system="triton",
-        version=_versions(entries),
-        root=root,
-        entries=(*entries, *_others(root, rest, "Triton did not write it in a form that is known")),
-        size_bytes=size_of(tree.files.values()),
-        warnings=tuple(warnings),
-        deletion="A hash folder may be removed whole: Triton compiles the kernel again when it is asked for next.",
-    )
+    entries += ForeignEntry.others(tree, rest, "Triton did not write it in a form that is known")
+    deletion = "A hash folder may be removed whole: Triton compiles the kernel again when it is asked for next."
+    return ForeignCache.of("triton", tree, entries, version=_versions(entries), deletion=deletion)
 
 
 def _kernel(tree: Tree, folder: str) -> ForeignEntry:
@@ -193,8 +174,8 @@ def _kernel(tree: Tree, folder: str) -> ForeignEntry:
     artifacts = []
     for file in files:
         what = _KERNEL_FILES.get(Path(file.name).suffix, "data")
-        rest = {"target": target} if what in ("kernel_binary", "kernel_code") else {}
-        artifacts.append(plain_artifact(tree, file, what, top=folder, **rest))
+        rest: dict[str, Any] = {"target": target} if what in ("kernel_binary", "kernel_code") else {}
+        artifacts.append(file_artifact(tree, file, what, top=folder, **rest))
     is_launcher = metadata is None and any(file.name.endswith(".so") for file in files)
     if metadata is None and not is_launcher and not problems:
         problems.append("it has no metadata of a kernel and no launcher")
@@ -205,9 +186,7 @@ def _kernel(tree: Tree, folder: str) -> ForeignEntry:
     if any(name.startswith("tmp.pid_") for name in tree.folders(folder)):
         problems.append("it holds what a process was writing and did not finish")
     kind = "launcher" if is_launcher else "kernel"
-    return ForeignEntry.of(
-        folder, kind, tree.top / folder, files, artifacts, factors=metadata, problems=tuple(problems)
-    )
+    return ForeignEntry.of(folder, kind, tree, artifacts, folder=folder, factors=metadata, problems=tuple(problems))
 
 
 def _versions(entries: Iterable[ForeignEntry]) -> str | None:
@@ -277,51 +256,44 @@ def detect_file(path: Path) -> str | None:
 
 def read_file(path: Path) -> ForeignCache:
     """Return what a mega-cache or a compiled artifact that lies alone holds."""
-    warnings: list[str] = []
-    tree = Tree(path, warnings)
+    tree = Tree(path)
     system = detect_file(path) or "mega_cache"
-    read = _alone if system == "compiled_artifact" else _mega
-    entries = tuple(read(path, tree, file) for file in tree.files.values())
+    read = _compiled if system == "compiled_artifact" else _mega
+    entries = [read(tree, file) for file in tree.files.values()]
     if not entries:
-        warnings.append(f"{shown(path)} is gone or no regular file.")
-    return ForeignCache(
-        system=system,
-        version=None,
-        root=path,
-        entries=entries,
-        size_bytes=size_of(tree.files.values()),
-        warnings=tuple(warnings),
-        deletion="The file may be removed whole; a program that loads it by its name must then do without.",
-    )
+        tree.warnings.append(f"{shown(path)} is gone or no regular file.")
+    deletion = "The file may be removed whole; a program that loads it by its name must then do without."
+    return ForeignCache.of(system, tree, entries, deletion=deletion)
 
 
-def _mega(path: Path, tree: Tree, file: File) -> ForeignEntry:
+def _mega(tree: Tree, file: File) -> ForeignEntry:
     problems: tuple[str, ...] = ()
-    artifacts: list[ForeignArtifact] = []
+    members: tuple[Member, ...] = ()
     try:
         with tree.opened(file.path) as stream:
             structure = read_structure(stream)
     except CacheError as error:
         problems = (str(error),)
     else:
-        for member in structure.members:
-            protocol = member.protocol
-            artifacts.append(
-                ForeignArtifact(
-                    path=f"{member.kind}/{member.key}",
-                    what="member",
-                    size_bytes=member.size_bytes,
-                    holds_pickle=protocol is not None,
-                    members=() if protocol is None else (f"pickle protocol {protocol}",),
-                    problems=() if member.size_bytes else ("zero bytes",),
-                )
-            )
+        members = structure.members
         if not structure.checked:
             problems = ("its checksum was not compared, for it is too large to read now",)
-    return ForeignEntry.of(path.name, "mega_cache", path, [file], artifacts, problems=problems)
+    artifacts = [
+        ForeignArtifact(
+            path=f"{member.kind}/{member.key}",
+            what="member",
+            size_bytes=member.size_bytes,
+            holds_pickle=member.protocol is not None,
+            members=() if member.protocol is None else (f"pickle protocol {member.protocol}",),
+            problems=() if member.size_bytes else ("zero bytes",),
+        )
+        for member in members
+    ]
+    return ForeignEntry.of(tree.top.name, "mega_cache", tree, artifacts, files=[file], problems=problems)
 
 
-def _alone(path: Path, tree: Tree, file: File) -> ForeignEntry:
+def _compiled(tree: Tree, file: File) -> ForeignEntry:
     artifact, torch_key = binary_artifact(tree, file)
+    named = replace(artifact, path=tree.top.name)
     factors = None if torch_key is None else {"torch_key": torch_key}
-    return ForeignEntry.of(path.name, "artifact", path, [file], [replace(artifact, path=path.name)], factors=factors)
+    return ForeignEntry.of(tree.top.name, "artifact", tree, [named], files=[file], factors=factors)

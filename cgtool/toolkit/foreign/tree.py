@@ -51,12 +51,15 @@ class Tree:
 
     Args:
         top: The folder or the file. It may itself be a link, for the user named it.
-        warnings: Where to put what was skipped.
+
+    Attributes:
+        files: By path.
+        warnings: What was skipped.
     """
 
-    def __init__(self, top: Path, warnings: list[str]) -> None:
+    def __init__(self, top: Path) -> None:
         self.top = top
-        self.warnings = warnings
+        self.warnings: list[str] = []
         self.files: dict[str, File] = {}
         #: folder → the names of the folders and of the files right in it
         self._held: dict[str, tuple[list[str], list[str]]] = {}

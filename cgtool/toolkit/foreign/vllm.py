@@ -31,9 +31,8 @@ Source: vllm/compilation/backends.py, atom/utils/backends.py.
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +49,7 @@ from cgtool.toolkit.foreign.records import (
     ForeignCache,
     ForeignEntry,
     binary_artifact,
-    pickle_artifact,
+    file_artifact,
     read_json,
     size_of,
 )
@@ -156,11 +155,10 @@ def _entries_in(path: Path) -> dict[str, Path]:
         return {path.name: path}
     base = path / CACHE_FOLDER
     base = base if base.is_dir() else path
-    if base.name == _AOT_FOLDER:
-        aot, found = base, {}
-    else:
-        aot, found = base / _AOT_FOLDER, {child.name: child for child in _hash_folders(base)}
-    return found | {f"{_AOT_FOLDER}/{child.name}": child for child in _hash_folders(aot)}
+    found = {} if base.name == _AOT_FOLDER else {child.name: child for child in _folders(base)}
+    aot = base if base.name == _AOT_FOLDER else base / _AOT_FOLDER
+    found |= {f"{_AOT_FOLDER}/{child.name}": child for child in _folders(aot)}
+    return {name: child for name, child in found.items() if _is_hash_folder(child)}
 
 
 def _system_of(entries: Iterable[Path]) -> str | None:
@@ -170,32 +168,27 @@ def _system_of(entries: Iterable[Path]) -> str | None:
     return None if rank is None else "vllm" if "_" in rank else "atom"
 
 
-def _is_rank_folder(path: Path) -> bool:
-    """Whether it holds a compiled part that cgtool did not write: an entry of its own has folders of the same names."""
-    return any(
-        MANIFEST_FILE not in names and (not _PART_FILES.isdisjoint(names) or any(map(artifact_name, names)))
-        for names in map(_names, (path, *_folders(path)))
-    )
-
-
 def _is_hash_folder(path: Path) -> bool:
-    return any(_RANK.fullmatch(child.name) and _is_rank_folder(child) for child in _folders(path))
+    """Whether a rank of it holds a compiled part that cgtool did not write, whose folders have the same names."""
+    ranks = [child for child in _folders(path) if _RANK.fullmatch(child.name)]
+    names = [_names(folder) for rank in ranks for folder in (rank, *_folders(rank))]
+    return any(MANIFEST_FILE not in here and _is_part(here) for here in names)
 
 
-def _hash_folders(path: Path) -> list[Path]:
-    return [child for child in _folders(path) if _is_hash_folder(child)]
+def _is_part(names: Collection[str]) -> bool:
+    return not _PART_FILES.isdisjoint(names) or any(map(artifact_name, names))
 
 
-def _folders(path: Path) -> Iterator[Path]:
-    """Yield the folders right in a folder, sorted, but for links, hidden ones and what cannot be listed."""
+def _folders(path: Path) -> list[Path]:
+    """The folders right in a folder, sorted, but for links, hidden ones and what cannot be listed."""
     try:
-        with os.scandir(path) as found:
-            names = sorted(
-                child.name for child in found if child.is_dir(follow_symlinks=False) and child.name[0] != "."
-            )
+        return sorted(child for child in path.iterdir() if _is_plain_folder(child))
     except OSError:
-        return
-    yield from map(path.joinpath, names)
+        return []
+
+
+def _is_plain_folder(path: Path) -> bool:
+    return path.name[0] != "." and not path.is_symlink() and path.is_dir()
 
 
 def _names(path: Path) -> set[str]:
@@ -207,29 +200,22 @@ def _names(path: Path) -> set[str]:
 
 def read_vllm(path: Path) -> ForeignCache:
     """Return what a cache or the folder of an entry holds that vLLM or ATOM wrote."""
-    warnings: list[str] = []
     found = _entries_in(path)
     root = path / CACHE_FOLDER if any(place.is_relative_to(path / CACHE_FOLDER) for place in found.values()) else path
-    tree = Tree(root, warnings)
+    tree = Tree(root)
     system = _system_of(found.values()) or "vllm"
     tops = {name: "" if place == root else place.relative_to(root).as_posix() for name, place in found.items()}
     readers = [_EntryReader(tree, name, top) for name, top in tops.items()]
     entries = [reader.entry() for reader in readers]
     if root not in found.values():
         entries += _strangers(tree, set(tops.values()), _NAMES[system])
-    forms = {form for reader in readers for form in reader.forms}
-    return ForeignCache(
-        system=system,
-        version=" ".join(sorted(forms)) or None,
-        root=root,
-        entries=tuple(sorted(entries, key=lambda entry: entry.name)),
-        size_bytes=size_of(tree.files.values()),
-        warnings=tuple(warnings),
-        deletion=(
-            f"A hash folder may be removed whole: {_NAMES[system]} compiles it again. It takes no locks, so stop the "
-            "servers that use it first."
-        ),
+    deletion = (
+        f"A hash folder may be removed whole: {_NAMES[system]} compiles it again. It takes no locks, so stop the "
+        "servers that use it first."
     )
+    version = " ".join(sorted({form for reader in readers for form in reader.forms})) or None
+    in_order = sorted(entries, key=lambda entry: entry.name)
+    return ForeignCache.of(system, tree, in_order, version=version, deletion=deletion)
 
 
 def _strangers(tree: Tree, known: set[str], system: str) -> Iterator[ForeignEntry]:
@@ -242,7 +228,7 @@ def _strangers(tree: Tree, known: set[str], system: str) -> Iterator[ForeignEntr
             kind, why = "other", f"{system} did not write it in a form that is known"
             if name in _SHARED_FOLDERS:
                 kind, why = "shared", "compiled models beside it may load from it"
-            yield ForeignEntry.of(path, kind, tree.top / path, tree.under(path), (), deletable=False, why_not=why)
+            yield ForeignEntry.of(path, kind, tree, (), folder=path, deletable=False, why_not=why)
         for name in tree.names(above):
             tree.warnings.append(f"{shown(tree.top / above / name)} is not part of the cache and was skipped.")
 
@@ -272,12 +258,11 @@ class _EntryReader:
         for rank, prefix, folder in parts:
             self._pieces(folder, {"rank": rank, "prefix": prefix})
         factors: dict[str, Json] = {}
-        kind = "model"
         for rank, prefix, folder in parts:
             model = self.tree.files.get(join(folder, _AOT_MODEL))
             if model is not None:
-                kind = "aot_model"
-                self.artifacts.append(pickle_artifact(self.tree, model, "aot_model", top=self.top, rank=rank))
+                of_rank = {"top": self.top, "rank": rank}
+                self.artifacts.append(file_artifact(self.tree, model, "aot_model", pickled=True, **of_rank))
             if join(folder, _FACTORS_FILE) in self.tree.files:
                 part = f"rank_{rank}/{prefix}".rstrip("/")
                 try:
@@ -289,10 +274,10 @@ class _EntryReader:
         is_one = len({json.dumps(value, sort_keys=True) for value in factors.values()}) < 2  # noqa: PLR2004
         return ForeignEntry.of(
             self.name,
-            kind,
-            self.tree.top / self.top,
-            self.tree.under(self.top),
+            "aot_model" if any(one.what == "aot_model" for one in self.artifacts) else "model",
+            self.tree,
             self.artifacts,
+            folder=self.top,
             ranks=tuple(dict.fromkeys(rank for rank, _, _ in parts if rank)),
             prefixes=tuple(dict.fromkeys(prefix for _, prefix, _ in parts if prefix)),
             factors=next(iter(factors.values()), None) if is_one else factors,
@@ -300,23 +285,19 @@ class _EntryReader:
         )
 
     def _parts(self) -> list[tuple[str, str, str]]:
-        """The rank, prefix and folder of each part, by rank and prefix."""
-        top = self.top
-        ranks = [match[1] for name in self.tree.folders(top) if (match := _RANK.fullmatch(name))]
-        return [
-            (rank, prefix, join(top, f"rank_{rank}", prefix))
-            for rank in sorted(ranks, key=lambda rank: [int(number) for number in rank.split("_")])
-            for prefix in self._prefixes(join(top, f"rank_{rank}"))
-        ]
-
-    def _prefixes(self, rank_folder: str) -> list[str]:
-        """The prefixes of a rank, with "" for what lies right in its folder."""
-        names = [name for name in self.tree.folders(rank_folder) if self._is_part(join(rank_folder, name))]
-        return ["", *names] if self._is_part(rank_folder) or not names else names
+        """The rank, prefix and folder of each part, by rank and prefix; "" is the prefix of what lies in no folder."""
+        tree, found = self.tree, []
+        ranks = [match[1] for name in tree.folders(self.top) if (match := _RANK.fullmatch(name))]
+        for rank in sorted(ranks, key=lambda rank: [int(number) for number in rank.split("_")]):
+            above = join(self.top, f"rank_{rank}")
+            prefixes = [name for name in tree.folders(above) if self._is_part(join(above, name))]
+            if self._is_part(above) or not prefixes:
+                prefixes.insert(0, "")
+            found += [(rank, prefix, join(above, prefix)) for prefix in prefixes]
+        return found
 
     def _is_part(self, folder: str) -> bool:
-        names = self.tree.names(folder)
-        return not _PART_FILES.isdisjoint(names) or any(map(artifact_name, (*names, *self.tree.folders(folder))))
+        return _is_part([*self.tree.names(folder), *self.tree.folders(folder)])
 
     def _pieces(self, folder: str, where: dict[str, str]) -> None:
         """Add the pieces of one rank and prefix: what the index names, then what lies there unnamed."""
@@ -388,15 +369,8 @@ class _EntryReader:
         if not any("/aotautograd/" in file.path for file in files):
             problems.append("it holds no graph of AOTAutograd, with which loading begins")
         pickles = sum(map(self._is_pickle, files))
-        return ForeignArtifact(
-            path=self._below(path),
-            what="unpacked_artifact",
-            size_bytes=size_of(files),
-            holds_pickle=pickles > 0,
-            members=(f"{len(files)} files, {pickles} of them pickle",),
-            problems=tuple(problems),
-            **facts,
-        )
+        facts |= {"members": (f"{len(files)} files, {pickles} of them pickle",), "problems": tuple(problems)}
+        return self._of_files(path, "unpacked_artifact", files, holds_pickle=pickles > 0, **facts)
 
     def _old(self, folder: str, row: IndexRow, facts: dict[str, Any]) -> ForeignArtifact:
         """An artifact of the adaptor "inductor": generated code, and a graph in torch's cache beside it."""
@@ -411,31 +385,20 @@ class _EntryReader:
             problems.append(f"the index names the compiled graph {shown(row.name)} and that is missing")
         files = [*graph, code] if code else graph
         problems += [f"{shown(file.name)} has zero bytes" for file in files if not file.size_bytes]
-        return ForeignArtifact(
-            path=self._below(path),
-            what="generated_code",
-            size_bytes=size_of(files),
-            holds_pickle=any(map(self._is_pickle, graph)),
-            members=(f"compiled graph {row.name}",),
-            problems=tuple(problems),
-            **facts,
-        )
+        facts |= {"members": (f"compiled graph {row.name}",), "problems": tuple(problems)}
+        return self._of_files(path, "generated_code", files, holds_pickle=any(map(self._is_pickle, graph)), **facts)
+
+    def _of_files(self, path: str, what: str, files: Iterable[File], **rest: Any) -> ForeignArtifact:
+        return ForeignArtifact(path=self._below(path), what=what, size_bytes=size_of(files), **rest)
 
     def _shared(self) -> None:
         """Add the caches of torch and Triton inside of the entry, each as one."""
         ranks = [name for name in self.tree.folders(self.top) if _RANK.fullmatch(name)]
-        self.artifacts += [
-            ForeignArtifact(
-                path=join(above, name),
-                what=name,
-                size_bytes=size_of(files),
-                holds_pickle=name == "inductor_cache",
-                members=(f"{len(files)} files",),
-            )
-            for above in ("", *ranks)
-            for name in _SHARED_FOLDERS
-            if (files := self.tree.under(join(self.top, above, name)))
-        ]
+        for path in (join(self.top, above, name) for above in ("", *ranks) for name in _SHARED_FOLDERS):
+            files, what = self.tree.under(path), path.rpartition("/")[2]
+            if files:
+                rest = {"holds_pickle": what == "inductor_cache", "members": (f"{len(files)} files",)}
+                self.artifacts.append(self._of_files(path, what, files, **rest))
 
     def _is_pickle(self, file: File) -> bool:
         try:
