@@ -26,6 +26,7 @@ writes a guard and checks it, so the two cannot drift apart. Kinds::
                        what a tensor answers to these questions
     steps_of_one       the strides of a tensor's dimensions of size one; null for one that follows from the others
     code               the digest of a function's code
+    answers            what a probe of transformers answers to each way of calling it
     ops                what the compiler believes of a custom op, see `code.py`
     state              global state of torch, see `state.py`
 
@@ -46,6 +47,8 @@ from __future__ import annotations
 import abc
 import enum
 import functools
+import inspect
+import itertools
 import json
 import types
 from collections.abc import Callable, Iterable
@@ -206,7 +209,33 @@ def _steps_of_one(tensor: Any) -> Json:
 
 
 def _contains(value: Any, key: str) -> Json:
-    return _plain_key(json.loads(key)) in value
+    wanted = json.loads(key)
+    if not isinstance(wanted, list):
+        return _plain_key(wanted) in value
+    return any(_literal_or_none(held) == wanted for held in list(value))  # a type, an enum's member, a tuple
+
+
+def _literal_or_none(value: Any) -> Json:
+    try:
+        return encode_literal(value)
+    except NoRuleError:
+        return None
+
+
+#: Where transformers asks what is installed and what the machine has. It marks these functions as constants of the
+#: process for Dynamo, which calls them and keeps no guard; a plan may name no others to be called.
+PROBES = "transformers.utils.import_utils"
+
+
+def _answers(value: Any) -> Json:
+    if getattr(value, "__module__", None) != PROBES or not getattr(value, "_dynamo_marked_constant", False):
+        msg = f"{qualified_name(value)} is no probe of transformers, and cgtool calls no other function."
+        raise NoRuleError(msg)
+    given = inspect.signature(value).parameters.values()
+    if not all(isinstance(parameter.default, bool) for parameter in given):
+        msg = f"{qualified_name(value)} takes more than flags, and its answers depend on what it is given."
+        raise NoRuleError(msg)
+    return [encode_literal(value(*flags)) for flags in itertools.product((False, True), repeat=len(given))]
 
 
 def own_attributes(value: Any) -> list[str]:
@@ -272,6 +301,7 @@ _PLAIN: dict[str, Callable[[Any], Json]] = {
     "value": encode_literal,
     "digest": lambda value: digest_of(encode_literal(value)),
     "attributes": own_attributes,
+    "answers": _answers,
     "type": _type,
     "length": _length,
     "keys": lambda value: [encode_literal(key) for key in value],

@@ -1,4 +1,4 @@
-"""`hf:PATH`: a base model of transformers, built from its config alone. Nothing is downloaded, no weights are read.
+"""`hf:PATH`: a model of transformers, built from its config alone. Nothing is downloaded, no weights are read.
 
 transformers is an optional extra and is imported when the first such model is asked for. Under fake weights the model
 is built on the meta device, which every model of transformers knows how to do (it is how it loads checkpoints), and
@@ -9,36 +9,37 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import inspect
 import json
+import re
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from cgtool.errors import ModelError, UsageError
-from cgtool.model import DynamicDims, ExampleCall, ModelSpec
-from cgtool.models import user_code
+from cgtool.model import ExampleCall, ModelSpec
+from cgtool.models import hf_inputs, user_code
 
-#: The sizes of the example: small, and neither 0 nor 1.
-_BATCH: Final = 2
-_SEQ: Final = 16
 #: What `--arg` may say beside the fields of the config.
-_OPTIONS: Final = ("attention_mask",)
+_OPTIONS: Final = ("task", "attn_implementation", *hf_inputs.OPTIONS)
 
 
 def build(path: Path, arguments: dict[str, Any], *, fake: bool, dtype: torch.dtype | None) -> ModelSpec:
-    """Build the base model (`AutoModel`) of a config, with SDPA attention.
+    """Build the model of a config: the base model (`AutoModel`), or one with the head of a task.
+
+    Attention is SDPA where the architecture takes it, and what transformers chooses elsewhere.
 
     Args:
         path: A folder with a config.json, or such a file.
-        arguments: Fields of the config to set, and `attention_mask=True` for an example with a mask.
+        arguments: Fields of the config to set, and `task="causal-lm"` for a head, `attn_implementation="eager"`,
+            `attention_mask=True` for an example with a mask, `image_size=224` where the config has none.
         fake: Build with meta tensors; otherwise with random weights that are the same each time.
         dtype: Of the weights; what the config says when None.
 
     Returns:
-        The model; text models are called with `input_ids`, vision models with `pixel_values`, models of two towers
-        with both, all by name.
+        The model and an example call by name: `input_ids`, `pixel_values`, `input_features`, ..., the decoder's ids of
+        an encoder-decoder, both inputs of a model with two towers.
 
     Raises:
         ModelError: transformers or the config is missing, or the model cannot be built from it.
@@ -46,14 +47,17 @@ def build(path: Path, arguments: dict[str, Any], *, fake: bool, dtype: torch.dty
     """
     transformers = _transformers()
     fields = _read_config(path)
-    options = {name: arguments[name] for name in _OPTIONS if name in arguments}
+    options: dict[str, Any] = {name: arguments[name] for name in _OPTIONS if name in arguments}
     overrides = {name: value for name, value in arguments.items() if name not in _OPTIONS}
     config = _config(transformers, path, fields, overrides)
-    model_class = _model_class(transformers, path, config)
-    module = _module(model_class, transformers, config, path, fake=fake, dtype=dtype)
+    if hasattr(config, "image_size") and "image_size" in options:
+        config = _config(transformers, path, fields, {**overrides, "image_size": options.pop("image_size")})
+    auto_class, model_class = _model_class(transformers, path, config, options.get("task"))
+    attention = options.get("attn_implementation")
+    module = _module(model_class, auto_class, config, path, attention=attention, fake=fake, dtype=dtype).eval()
     device = "meta" if fake else None
-    kwargs, dynamic = _example(module, config, path, options, device=device)
-    return ModelSpec(module=module.eval(), calls=[ExampleCall(kwargs=kwargs)], dynamic=dynamic)
+    kwargs, dynamic = hf_inputs.example_inputs(module, config, path, options, device=device)
+    return ModelSpec(module=module, calls=[ExampleCall(kwargs=kwargs)], dynamic=dynamic)
 
 
 def _transformers() -> Any:
@@ -109,7 +113,8 @@ def _config(transformers: Any, path: Path, fields: dict[str, Any], overrides: di
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             msg = (
-                f"{config_class.__name__} has no field {name}.{hint} --arg sets fields of the config, or {_OPTIONS[0]}."
+                f"{config_class.__name__} has no field {name}.{hint} --arg sets fields of the config, "
+                f"or {', '.join(_OPTIONS[:-1])} or {_OPTIONS[-1]}."
             )
             raise UsageError(msg, path=name, expected=known, actual=name)
     merged = {**fields, **overrides}
@@ -129,45 +134,72 @@ def _repeat(pattern: list[Any], length: Any) -> list[Any]:
     return [pattern[index % len(pattern)] for index in range(length)]
 
 
-def _model_class(transformers: Any, path: Path, config: Any) -> Any:
-    """Import the base model's class here: under fake tensors or on meta, its module's own tensors would become so."""
-    if type(config) not in transformers.MODEL_MAPPING:
-        kind = type(config).__name__
-        msg = f"transformers has no base model for {kind} ({path}). Write a factory in a file of your own."
-        raise ModelError(msg, path=path, actual=kind)
-    found = transformers.MODEL_MAPPING[type(config)]
-    if isinstance(found, tuple):
-        found = found[0]
-    if config.is_encoder_decoder or found.main_input_name not in ("input_ids", "pixel_values"):
-        msg = (
-            f"hf: builds models that take input_ids or pixel_values alone, and {found.__name__} takes others. Write a "
-            "factory in a file of your own that returns the module and an example call."
-        )
-        raise ModelError(msg, path=path, expected="input_ids | pixel_values", actual=found.main_input_name)
-    return found
+def _model_class(transformers: Any, path: Path, config: Any, task: Any) -> tuple[Any, Any]:
+    """Return the auto class of a task and what it builds for a config.
+
+    The model's class is imported here: under fake tensors or on meta, its module's own tensors would become so.
+    """
+    kind = type(config).__name__
+    heads = {_task_name(name): name for name in dir(transformers) if name.startswith("AutoModelFor")}
+    known = [task for task, head in heads.items() if type(config) in _mapping(getattr(transformers, head))]
+    if task is not None and task not in heads:
+        msg = f"There is no task {task!r}. For {kind} transformers has {', '.join(known) or 'none'}."
+        raise UsageError(msg, path="task", expected=known, actual=task)
+    auto_class = transformers.AutoModel if task is None else getattr(transformers, heads[task])
+    if type(config) not in _mapping(auto_class):
+        what = "base model" if task is None else f"model for {task}"
+        advice = f" --task takes {', '.join(known)} for it." if known else ""
+        msg = f"transformers has no {what} for {kind} ({path}).{advice} Or write a factory in a file of your own."
+        raise ModelError(msg, path=path, expected=known, actual=kind)
+    try:
+        found = _mapping(auto_class)[type(config)]
+        model_class = found[0] if isinstance(found, tuple) else found
+        model_class.forward  # noqa: B018  # a stand-in for a model whose libraries are missing raises here
+    except (ImportError, ValueError, AttributeError) as error:
+        msg = f"transformers cannot import the model of {kind} ({path}): {str(error).strip()}"
+        raise ModelError(msg, path=path, actual=kind) from error
+    return auto_class, model_class
+
+
+def _mapping(auto_class: Any) -> Any:
+    """Return {class of config: class of model} of an auto class."""
+    return auto_class._model_mapping  # noqa: SLF001 - not every task's mapping is exported
+
+
+def _task_name(auto_class: str) -> str:
+    """Return how a task is spelled: "causal-lm" for AutoModelForCausalLM."""
+    words = re.findall(r"Seq2Seq|[A-Z]+(?![a-z])|[A-Z][a-z]+", auto_class.removeprefix("AutoModelFor"))
+    return "-".join(word.lower() for word in words)
 
 
 def _module(
-    model_class: Any, transformers: Any, config: Any, path: Path, *, fake: bool, dtype: torch.dtype | None
+    model_class: Any,
+    auto_class: Any,
+    config: Any,
+    path: Path,
+    *,
+    attention: Any,
+    fake: bool,
+    dtype: torch.dtype | None,
 ) -> torch.nn.Module:
     """Build the model on the default device, or on meta."""
-    extra = {} if dtype is None else {"dtype": dtype}
+    extra: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    if attention is not None:
+        extra["attn_implementation"] = attention
     try:
-        with user_code.running_user_code():
+        with user_code.running_user_code(), ExitStack() as stack:
             if fake:
-                with torch.device("meta"):
-                    module = transformers.AutoModel.from_config(config, attn_implementation="sdpa", **extra)
+                stack.enter_context(torch.device("meta"))
             else:
-                with torch.random.fork_rng(_cuda_devices()):
-                    torch.manual_seed(0)
-                    module = transformers.AutoModel.from_config(config, attn_implementation="sdpa", **extra)
+                stack.enter_context(torch.random.fork_rng(_cuda_devices()))
+                torch.manual_seed(0)
+            return auto_class.from_config(config, **extra)  # type: ignore[no-any-return]  # transformers is Any here
     except Exception as error:  # the code of a model raises what it likes
         advice = "Correct the config or the --arg values."
         if fake:
             advice += " If it reads values while it is built, --weights real builds it for real."
         msg = f"{model_class.__name__} could not be built from {path}: {type(error).__name__}: {error}\n{advice}"
         raise ModelError(msg, path=path) from error
-    return module  # type: ignore[no-any-return]  # transformers is typed as Any here
 
 
 def _cuda_devices() -> list[int]:
@@ -176,63 +208,3 @@ def _cuda_devices() -> list[int]:
     if device.type != "cuda":
         return []
     return [torch.cuda.current_device() if device.index is None else device.index]
-
-
-def _example(
-    module: Any, config: Any, path: Path, options: dict[str, Any], *, device: str | None
-) -> tuple[dict[str, Any], DynamicDims]:
-    """Return the arguments of the example call, and which of their dimensions change."""
-    if module.main_input_name == "pixel_values":
-        if options:
-            msg = f"{type(module).__name__} takes images and no attention_mask. Leave --arg attention_mask out."
-            raise UsageError(msg, path=path, actual=sorted(options))
-        return {"pixel_values": _pixels(module, config, path, device)}, {"pixel_values": {0: "batch"}}
-    text = config.get_text_config()  # of two towers, the one that takes words
-    if not isinstance(getattr(text, "vocab_size", None), int):
-        msg = f"The config of {path} has no vocab_size to make an example of input_ids from. Write a factory."
-        raise ModelError(msg, path=path, expected="vocab_size")
-    limit = getattr(text, "max_position_embeddings", None)
-    seq = min(_SEQ, limit) if isinstance(limit, int) else _SEQ
-    ids = torch.arange(_BATCH * seq, dtype=torch.int64, device=device).view(_BATCH, seq) % text.vocab_size
-    dims = {0: "batch", 1: ("seq", 1, limit if isinstance(limit, int) else None)}
-    kwargs: dict[str, Any] = {"input_ids": ids}
-    dynamic: dict[str, Any] = {"input_ids": dims}
-    if _flag(options, "attention_mask"):
-        kwargs["attention_mask"] = torch.ones((_BATCH, seq), dtype=torch.int64, device=device)
-        dynamic["attention_mask"] = dims
-    takes = inspect.signature(module.forward).parameters
-    if "pixel_values" in takes and hasattr(config, "vision_config"):
-        kwargs["pixel_values"] = _pixels(module, config.vision_config, path, device)
-        dynamic["pixel_values"] = {0: "images"}
-    if "use_cache" in takes:
-        # A cache object is no tensor: it would be an output that a plan cannot describe.
-        kwargs["use_cache"] = False
-    return kwargs, dynamic
-
-
-def _pixels(module: Any, config: Any, path: Path, device: str | None) -> torch.Tensor:
-    """Return an example image batch of the size that the config names."""
-    size = getattr(config, "image_size", None)
-    channels = getattr(config, "num_channels", None)
-    height, width = (size, size) if isinstance(size, int) else (tuple(size or ()) or (None, None))
-    if not isinstance(channels, int) or not isinstance(height, int) or not isinstance(width, int):
-        msg = f"The config of {path} has no num_channels and image_size to make an example from. Write a factory."
-        raise ModelError(msg, path=path, expected="num_channels, image_size")
-    shape = (_BATCH, channels, height, width)
-    dtype = next(module.parameters()).dtype
-    numel = _BATCH * channels * height * width
-    return torch.linspace(-1, 1, numel, device=device).sin().view(shape).to(dtype)
-
-
-def _flag(options: dict[str, Any], name: str) -> bool:
-    """Return an option that is true or false.
-
-    Raises:
-        UsageError: It is something else.
-    """
-    value = options.get(name, False)
-    if not isinstance(value, bool):
-        raise UsageError(
-            f"{name} is true or false, and not {value!r}. Write --arg {name}=true.", path=name, actual=value
-        )
-    return value

@@ -12,6 +12,7 @@ import abc
 import argparse
 import builtins
 import collections
+import contextlib
 import enum
 import functools
 import inspect
@@ -31,7 +32,7 @@ from torch import nn
 
 from cgtool.errors import TraceError
 from cgtool.guards.code import is_given
-from cgtool.guards.kinds import NoRuleError, describe, encode_literal, own_attributes
+from cgtool.guards.kinds import PROBES, NoRuleError, describe, encode_literal, own_attributes
 from cgtool.guards.sources import Roots, SourceError, canonical_module_name, parse_source, qualified_name
 from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json
@@ -53,6 +54,10 @@ _GIVEN_MODULES = frozenset({"torch", "numpy", *sys.stdlib_module_names})
 _OF_A_FLAG = frozenset({"_value2member_map_", "_member_map_", "_member_names_"})
 #: Globals that say where a module lies and how it was started.
 _OF_EVERY_MODULE = frozenset(vars(types.ModuleType(""))) | {"__builtins__", "__cached__", "__file__", "__path__"}
+#: Functions marked as constants whose every answer the version of torch tells, which is a factor of the key.
+_ANSWERED_BY_VERSION = frozenset(
+    f"{PROBES}:{name}" for name in ("is_torch_greater_or_equal", "is_torch_less_or_equal", "get_torch_version")
+)
 #: Instances of classes of the standard library that hold what the user put there.
 _HOLDERS = (
     *(types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList, collections.deque),
@@ -296,6 +301,12 @@ class _Walk:
 
     def _function(self, source: str, value: types.FunctionType) -> None:
         if getattr(value, "_dynamo_marked_constant", False):
+            if qualified_name(value) in _ANSWERED_BY_VERSION:
+                return
+            if value.__module__ == PROBES:
+                with contextlib.suppress(NoRuleError):
+                    self.add(source, "answers", describe("answers", value))
+                    return
             msg = (
                 f"{qualified_name(value)} is marked with assume_constant_result, so nothing tells when what it returns "
                 "changes. Remove the mark, or keep its result in an attribute of the model."

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from cgtool.errors import GuardError  # noqa: E402
-from cgtool.guards.kinds import are_apart, check, describe, evaluate, same  # noqa: E402
+from cgtool.guards.kinds import NoRuleError, are_apart, check, describe, evaluate, same  # noqa: E402
 from cgtool.guards.sources import Roots  # noqa: E402
 from cgtool.plan.records import Guard  # noqa: E402
 
@@ -25,6 +25,7 @@ class Model(nn.Module):
         self.layer = nn.Linear(2, 3)
         self.eps = 1e-6
         self.table = {"a": 1, (0, 1): 2}
+        self.kinds = {dict: 1}
         self.names = ["x", "y"]
         self.mask = torch.zeros(2, 3)
         self.other = self.mask
@@ -55,6 +56,8 @@ SEES = {
     ("self.table", 'contains:"a"'): True,
     ("self.table", 'contains:"b"'): False,
     ("self.table", 'contains:["t", 0, 1]'): True,
+    ("self.kinds", 'contains:["type", "builtins:dict"]'): True,
+    ("self.kinds", 'contains:["type", "builtins:list"]'): False,
     ("self.layer", "hasattr:weight"): True,
     ("self.layer", "hasattr:scale"): False,
     ("self", "absent:forward"): True,
@@ -224,3 +227,9 @@ def test_views_of_one_storage_are_not_apart():
     assert not are_apart(x[:2], x[2:])
     assert not are_apart(x, x.view(2, 2))
     assert are_apart(x, x.clone())
+
+
+@pytest.mark.parametrize("function", [re.compile, len, lambda: 3], ids=["library", "builtin", "own"])
+def test_no_function_is_called_for_its_answers_but_a_probe_of_transformers(function):
+    with pytest.raises(NoRuleError, match="no probe of transformers"):
+        describe("answers", function)

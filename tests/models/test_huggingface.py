@@ -153,6 +153,67 @@ def test_two_towers_take_words_and_images_of_their_own_number(write, name):
     assert spec.dynamic == {"input_ids": {0: "batch", 1: ("seq", 1, 12)}, "pixel_values": {0: "images"}}
 
 
+#: Models that take more than ids or pixels: their config, and the shapes of their example.
+OTHERS = {
+    "t5": (
+        {"vocab_size": 64, "d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 1, "num_heads": 4},
+        {"input_ids": (2, 16), "decoder_input_ids": (2, 16)},
+    ),
+    "whisper": (
+        {"vocab_size": 64, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "max_source_positions": 24}
+        | {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_mel_bins": 8, "pad_token_id": 0},
+        {"input_features": (2, 8, 48), "decoder_input_ids": (2, 16)},
+    ),
+    "wav2vec2": ({"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}, {"input_values": (2, 4000)}),
+    "audio-spectrogram-transformer": (
+        {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "max_length": 32, "num_mel_bins": 24},
+        {"input_values": (2, 32, 24)},
+    ),
+    "videomae": (
+        {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "num_frames": 4},
+        {"pixel_values": (2, 4, 3, 32, 32)},
+    ),
+    "resnet": ({"embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1]}, {"pixel_values": (2, 3, 64, 64)}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_example_is_what_the_models_own_words_say(write, name):
+    config, shapes = OTHERS[name]
+    arguments = {"image_size": 64} if name == "resnet" else None
+    spec = resolve_model(f"hf:{write(name, **config)}", weights="real", factory_args=arguments)
+    kwargs = spec.calls[0].kwargs
+    assert {key: tuple(value.shape) for key, value in kwargs.items() if key != "use_cache"} == shapes
+    assert all(dims[0] == "batch" for dims in spec.dynamic.values())
+    with torch.no_grad():
+        assert spec.module(**kwargs)[0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "kind"),
+    [
+        ("llama", "causal-lm", "LlamaForCausalLM"),
+        ("bert", "sequence-classification", "BertForSequenceClassification"),
+        ("t5", "seq2seq-lm", "T5ForConditionalGeneration"),
+        ("vit", "image-classification", "ViTForImageClassification"),
+    ],
+)
+def test_a_task_builds_its_head(write, name, task, kind):
+    folder = write(name, **(OTHERS[name][0] if name in OTHERS else {}))
+    spec = resolve_model(f"hf:{folder}", factory_args={"task": task})
+    assert type(spec.module).__name__ == kind
+
+
+def test_attention_is_the_architectures_own_where_it_has_no_sdpa_and_the_users_choice_elsewhere(write):
+    def attention(name, **arguments):
+        folder = write(name, **(OTHERS[name][0] if name in OTHERS else {}))
+        return resolve_model(f"hf:{folder}", factory_args=arguments).module.config._attn_implementation
+
+    assert attention("t5") == "eager"
+    assert attention("llama") == "sdpa"
+    assert attention("llama", attn_implementation="eager") == "eager"
+
+
 @pytest.mark.parametrize(
     ("name", "field"), [("llama", "num_hidden_layers"), ("gpt2", "n_layer"), ("gpt2", "num_hidden_layers")]
 )
@@ -236,9 +297,15 @@ class TestWrongInput:
         with pytest.raises(ModelError, match="runs no such code"):
             resolve_model(f"hf:{write('of_tomorrow', auto_map={'AutoModel': 'modeling.Model'})}")
 
-    def test_a_model_that_takes_more_than_ids_or_pixels(self, write):
-        with pytest.raises(ModelError, match=r"[Ww]rite a factory"):
-            resolve_model(f"hf:{write('t5', d_model=32, d_ff=64, d_kv=8, num_layers=1, num_heads=4)}")
+    def test_a_task_that_transformers_does_not_have_for_it(self, write):
+        with pytest.raises(UsageError, match=r"no task 'chat'\. For LlamaConfig transformers has .*causal-lm"):
+            resolve_model(f"hf:{write('llama')}", factory_args={"task": "chat"})
+        with pytest.raises(ModelError, match=r"no model for ctc for LlamaConfig .*--task takes .*causal-lm"):
+            resolve_model(f"hf:{write('llama')}", factory_args={"task": "ctc"})
+
+    def test_an_input_of_which_nothing_tells_the_size(self, write):
+        with pytest.raises(ModelError, match=r"cannot tell the size num_images_or_videos of grid_thw.*Write a factory"):
+            resolve_model(f"hf:{write('qwen2_5_vl_vision', depth=1)}")
 
     def test_a_field_that_the_config_does_not_have(self, write):
         with pytest.raises(
@@ -251,7 +318,7 @@ class TestWrongInput:
             resolve_model(f"hf:{write('llama')}", factory_args={"attention_mask": 1})
 
     def test_a_mask_for_images(self, write):
-        with pytest.raises(UsageError, match="takes images and no attention_mask"):
+        with pytest.raises(UsageError, match="takes no attention_mask over ids"):
             resolve_model(f"hf:{write('vit')}", factory_args={"attention_mask": True})
 
     def test_a_config_that_makes_no_model(self, write):

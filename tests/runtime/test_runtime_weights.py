@@ -9,6 +9,8 @@ from torch import nn
 
 from cgtool.errors import GuardError
 from cgtool.plan.records import Guard, Input
+from cgtool.runtime.call_guards import Reader
+from cgtool.runtime.generate import Code
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_grad")]
 
@@ -191,3 +193,16 @@ def test_buffers_plain_attributes_and_globals_are_read_live(model, x):
     model.plain["w"] = []
     with pytest.raises(GuardError, match="gone"):
         loaded(x)
+
+
+def test_a_part_of_what_a_method_closes_over_is_read_from_there():
+    held = {"part": [1]}
+
+    class Closed(nn.Module):
+        def forward(self, x):
+            return x * held["part"][0]
+
+    model, code = Closed(), Code("part")
+    part = Reader(code, model, model.forward).read('free:held["part"]')
+    code.add(f"return {part}")
+    assert code.define("read")() is held["part"]

@@ -7,9 +7,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
-from trace_harness import plan_of  # noqa: E402
+from trace_harness import agree, plan_of, served  # noqa: E402
 
-from cgtool.errors import TraceError  # noqa: E402
+import cgtool  # noqa: E402
+from cgtool.errors import CgtoolError, TraceError  # noqa: E402
+from cgtool.guards.kinds import describe  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -67,3 +69,20 @@ def test_another_way_to_call_modules_is_refused_by_name(name, monkeypatch):
     monkeypatch.setattr(nn.Module, name, lambda self, *args: self.forward(*args) * 2)
     with pytest.raises(TraceError, match=rf"torch\.nn\.Module\.{name} was replaced"):
         plan_of(Plain(), torch.rand(3, 4))
+
+
+def test_what_transformers_asks_of_the_machine_is_asked_again_at_load(tmp_path, monkeypatch):
+    probes = pytest.importorskip("transformers.utils.import_utils")
+    asked = probes.is_torch_distributed_available.__wrapped__
+
+    class Asking(nn.Module):
+        def forward(self, x):
+            return x + 1 if asked() else x - 1
+
+    model, x = Asking(), torch.ones(2)
+    agree(served(tmp_path, model, x), model, x)
+    assert describe("answers", asked) == [True]
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    assert describe("answers", asked) == [False]
+    with pytest.raises(CgtoolError, match=r"asked was \[true\] when this was compiled and is \[false\] now"):
+        cgtool.load(model, cache_dir=tmp_path)

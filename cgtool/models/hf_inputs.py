@@ -1,0 +1,269 @@
+"""Example inputs for a model of transformers, from its own words: its signature, its docstring and its config.
+
+transformers documents an argument of `forward` with its dtype and with a shape whose dimensions have names. The names
+are looked up in the config; what neither tells has a usual value. Given are the main input, the arguments without a
+default, the decoder's ids of an encoder-decoder, and the second tower's input of a model with two towers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from cgtool.errors import ModelError, UsageError
+
+#: The sizes of the example: small, and neither 0 nor 1.
+_BATCH: Final = 2
+_SEQ: Final = 16
+#: What `--arg` may say of the example.
+OPTIONS: Final = ("attention_mask", "image_size")
+
+#: The shapes that the names of arguments stand for where the docstring has none.
+_USUAL: Final[Mapping[str, str]] = {
+    "input_ids": "batch_size, sequence_length",
+    "decoder_input_ids": "batch_size, target_length",
+    "attention_mask": "batch_size, sequence_length",
+    "bbox": "batch_size, sequence_length, 4",
+    "pixel_values": "batch_size, num_channels, height, width",
+    "pixel_values_videos": "batch_size, num_frames, num_channels, height, width",
+    "input_values": "batch_size, num_samples",
+    "input_features": "batch_size, feature_size, sequence_length",
+    "inputs_embeds": "batch_size, sequence_length, hidden_size",
+    "past_values": "batch_size, context_length",
+    "task_inputs": "batch_size, task_seq_len",
+    "audio_mel": "batch_size, frames, num_mel_bins",
+    "audio_mel_mask": "batch_size, frames",
+}
+#: The fields of a config that a shape's word stands for, first of all itself, and its size where none is there.
+_WORDS: Final[Mapping[str, tuple[tuple[str, ...], int]]] = {
+    "num_channels": (("in_channels", "in_chans", "num_input_channels"), 3),
+    "num_input_channels": ((), 1),
+    "channels": (("audio_channels", "num_channels"), 1),
+    "audio_channels": ((), 1),
+    "num_frames": (("frames_per_clip",), 8),
+    "feature_size": (("num_mel_bins",), 80),
+    "mel_bins": (("num_mel_bins",), 80),
+    "num_mel_bins": (("input_feat_size",), 80),
+    "feature_dim": (
+        ("feature_projection_input_dim", "input_feat_per_channel", "input_dim", "num_mel_bins", "feature_size"),
+        80,
+    ),
+    "hidden_size": (("d_model", "hidden_dim"), 64),
+    "context_length": (("prediction_length",), 32),
+    "max_length": ((), 64),
+    "num_features": (("num_time_features",), 0),
+    "state_dim": ((), 8),
+    "task_seq_len": ((), 77),
+    "input_size": ((), 1),
+}
+#: Raw audio: a quarter of a second at 16 kHz.
+_SAMPLES: Final = 4000
+_FRAMES: Final = 64
+_IMAGE_SIDE: Final = 224
+#: Ids below this are in any vocabulary; some models hash characters and have none.
+_ANY_VOCAB: Final = 32
+#: A second tower: its input, and the config that it has.
+_TOWERS: Final = {"pixel_values": "vision_config", "input_features": "audio_config"}
+
+
+def example_inputs(
+    module: Any, config: Any, path: Path, options: Mapping[str, Any], *, device: str | None
+) -> tuple[dict[str, Any], dict[str, dict[int, Any]]]:
+    """Return the arguments of an example call, all by name, and which of their dimensions change from call to call.
+
+    Args:
+        module: The model; only its signature, its docstring and its dtype are read.
+        config: Its config.
+        path: Where the config was read, for messages.
+        options: `attention_mask` (true or false) and `image_size`, as the user gave them.
+        device: Where the tensors come to lie.
+
+    Raises:
+        ModelError: The model takes something of which neither its docstring nor its config tells the size.
+        UsageError: An option has no meaning for this model.
+    """
+    takes = inspect.signature(module.forward).parameters
+    names = list(_names(module, config, takes))
+    if _flag(options, "attention_mask"):
+        if "attention_mask" not in takes or "input_ids" not in names:
+            msg = f"{type(module).__name__} takes no attention_mask over ids. Leave --arg attention_mask out."
+            raise UsageError(msg, path=path, actual="attention_mask")
+        names.append("attention_mask")
+    inputs = _Inputs(module, config, path, options, device)
+    kwargs: dict[str, Any] = {}
+    dynamic: dict[str, dict[int, Any]] = {}
+    for name in dict.fromkeys(names):
+        kwargs[name], dynamic[name] = inputs.make(name, tower="input_ids" in names and name in _TOWERS)
+    if "use_cache" in takes:
+        # A cache object is no tensor: it would be an output that a plan cannot describe.
+        kwargs["use_cache"] = False
+    return kwargs, dynamic
+
+
+def _names(module: Any, config: Any, takes: Mapping[str, inspect.Parameter]) -> Iterator[str]:
+    """Yield the arguments that the example gives."""
+    main = module.main_input_name
+    yield from (name for name in ([main] if isinstance(main, str) else main) if name in takes)
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    yield from (name for name, p in takes.items() if p.default is p.empty and p.kind in named)
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in takes:
+        yield "decoder_input_ids"
+    if main == "input_ids":
+        # Where ids hold a place for an image, how many they hold depends on the image: such a model is given words.
+        placeholders = any(re.search(r"(image|audio|video)_token_(id|index)$", key) for key in vars(config))
+        yield from (
+            name for name, tower in _TOWERS.items() if name in takes and hasattr(config, tower) and not placeholders
+        )
+
+
+class _Inputs:
+    """Makes tensors for one model."""
+
+    def __init__(self, module: Any, config: Any, path: Path, options: Mapping[str, Any], device: str | None) -> None:
+        self._module = module
+        self._config = config
+        self._path = path
+        self._device = device
+        self._side = options.get("image_size")
+        self._doc = inspect.getdoc(type(module).forward) or ""
+        self._dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+
+    def make(self, name: str, *, tower: bool) -> tuple[torch.Tensor, dict[int, Any]]:
+        """Return the tensor for an argument, and the names of its dynamic dimensions."""
+        words = self._words(name)
+        config = getattr(self._config, _TOWERS[name]) if tower else self._config
+        sizes = [self._size(word, name, config) for word in words]
+        dims: dict[int, Any] = {}
+        for index, word in enumerate(words):
+            if word == "batch_size":
+                dims[index] = "images" if tower else "batch"
+            elif name in ("input_ids", "attention_mask", "decoder_input_ids", "bbox") and index == 1:
+                dims[index] = ("seq" if name != "decoder_input_ids" else "target", 1, self._limit())
+        return self._tensor(name, sizes), dims
+
+    def _words(self, name: str) -> list[str]:
+        """Return the words of an argument's shape."""
+        found = re.search(rf"^\s*{re.escape(name)} \([^\n]*?of shape `[(\[]+([^`]*?)[)\]]+`", self._doc, re.MULTILINE)
+        said = found.group(1) if found is not None and name not in _KNOWN else _USUAL.get(name)
+        if name.startswith("pixel_values") and self._has("num_frames", "frames_per_clip"):
+            said = _USUAL["pixel_values_videos"]
+        if name == "input_features" and (self._frames() is not None or not said or said.count(",") < 2):  # noqa: PLR2004
+            # Whisper and its kin take spectrograms of one length, whatever the docstring says.
+            said = _USUAL[name] if self._frames() is not None else "batch_size, sequence_length, feature_dim"
+        if said is None:
+            msg = (
+                f"hf: cannot tell what {type(self._module).__name__} takes as {name}. Write a factory in a file of "
+                "your own that returns the module and an example call."
+            )
+            raise ModelError(msg, path=self._path, expected="a documented shape", actual=name)
+        return [word.strip() for word in said.split(",") if word.strip()]
+
+    def _has(self, *fields: str) -> bool:
+        config = getattr(self._config, "vision_config", self._config)
+        return any(isinstance(getattr(config, field, None), int) for field in fields)
+
+    def _size(self, word: str, name: str, config: Any) -> int:
+        if word.isdigit():
+            return int(word)
+        if word in ("batch_size", "bs"):
+            return _BATCH
+        if word in ("height", "width", "image_size", "frame_size"):
+            return self._image_side(config, 1 if word == "width" else 0)
+        if "sequence_length" in word or word in (
+            "seq_len",
+            "input_ids_length",
+            "target_length",
+            "num_samples",
+            "time_steps",
+            "audio_length",
+            "frames",
+            "seq_length",
+        ):
+            return self._length(name, config)
+        fields, usual = _WORDS.get(word, ((), 0))
+        for field in (word, *fields):
+            value = getattr(config, field, None)
+            if isinstance(value, int) and value > 0:
+                return value
+        if usual:
+            return usual
+        msg = (
+            f"hf: cannot tell the size {word} of {name}, which {type(self._module).__name__} takes. Write a factory "
+            "in a file of your own that returns the module and an example call."
+        )
+        raise ModelError(msg, path=self._path, expected=word)
+
+    def _length(self, name: str, config: Any) -> int:
+        """Return how long the example's sequence is."""
+        limit = self._limit()
+        if name == "input_features":
+            return self._frames() or _FRAMES
+        if name == "input_values":
+            return _SAMPLES
+        if name.startswith("past_") or name == "states":
+            context: int = getattr(config, "context_length", None) or _FRAMES
+            lags: list[int] = getattr(config, "lags_sequence", None) or [0]
+            return context + max(lags)
+        return _SEQ if limit is None else min(_SEQ, limit)
+
+    def _frames(self) -> int | None:
+        """Return how many frames a spectrogram has for a model that takes one number of them."""
+        audio = getattr(self._config, "audio_config", self._config)
+        positions = getattr(audio, "max_source_positions", None)
+        return 2 * positions if isinstance(positions, int) and hasattr(audio, "num_mel_bins") else None
+
+    def _limit(self) -> int | None:
+        limit = getattr(self._config.get_text_config(), "max_position_embeddings", None)
+        return limit if isinstance(limit, int) and limit > 0 else None
+
+    def _image_side(self, config: Any, axis: int) -> int:
+        size = self._side
+        for holder in (config, getattr(config, "vision_config", None), getattr(config, "backbone_config", None)):
+            size = getattr(holder, "image_size", None) if size is None else size
+        if isinstance(size, Mapping):
+            size = [size.get("height"), size.get("width")]
+        if isinstance(size, (tuple, list)) and len(size) > axis:
+            size = size[axis]
+        return size if isinstance(size, int) and size > 0 else _IMAGE_SIDE
+
+    def _tensor(self, name: str, sizes: list[int]) -> torch.Tensor:
+        """Return values that a model can take: ids of its vocabulary, ones for a mask, small numbers."""
+        numel = math.prod(sizes)
+        if name.endswith("_mask"):
+            told = re.search(rf"^\s*{re.escape(name)} \(`torch.BoolTensor`", self._doc, re.MULTILINE)
+            dtype = torch.bool if told is not None or name.startswith("audio_mel") else torch.int64
+            return torch.ones(sizes, dtype=dtype, device=self._device)
+        if name.endswith("input_ids") or name in ("bbox", "task_inputs", "freq"):
+            vocab = self._vocab() if name.endswith("input_ids") else 2
+            return (torch.arange(numel, dtype=torch.int64, device=self._device) % vocab).view(sizes)
+        return torch.linspace(-1, 1, numel, device=self._device).mul(50).sin().view(sizes).to(self._dtype)
+
+    def _vocab(self) -> int:
+        for config in (self._config.get_text_config(), self._config):
+            size = getattr(config, "vocab_size", None)
+            if isinstance(size, int):
+                return size
+        return _ANY_VOCAB
+
+
+#: Arguments whose documented shape is loose or wrong in some models.
+_KNOWN: Final = frozenset({"input_ids", "decoder_input_ids", "attention_mask", "pixel_values_videos"})
+
+
+def _flag(options: Mapping[str, Any], name: str) -> bool:
+    """Return an option that is true or false.
+
+    Raises:
+        UsageError: It is something else.
+    """
+    value = options.get(name, False)
+    if not isinstance(value, bool):
+        msg = f"{name} is true or false, and not {value!r}. Write --arg {name}=true."
+        raise UsageError(msg, path=name, actual=value)
+    return value
