@@ -100,8 +100,8 @@ def test_no_text_of_these_letters_does_more_than_be_read_or_refused(text):
     [
         pytest.param("", "zero bytes", id="nothing"),
         pytest.param('{"a": ', "no whole JSON", id="torn"),
-        pytest.param('{"a": NaN}', "NaN is no number", id="no number"),
-        pytest.param('{"a": 1e999}', "1e999 is no number that can be written again", id="a number beyond all"),
+        pytest.param('{"a": NaN}', "no whole JSON", id="no number"),
+        pytest.param('{"a": 1e999}', "no whole JSON .Number out of range", id="a number beyond all"),
         pytest.param("[" * 100_000, "no whole JSON", id="deep and torn"),
         pytest.param("[" * 40 + "]" * 40, f"nested more than {MOST_DEPTH} deep", id="deep"),
         pytest.param("9" * 5000, "no whole JSON", id="a number as long as the text"),
