@@ -157,10 +157,7 @@ def bench(*, output: Output, **options: Any) -> int:
         report = run(settings, keep=keep, command=["cgtool", *sys.argv[1:]], on_event=on_event)
     if html is not None:
         write_text(html, bench_page(report))
-    if output.as_json:
-        output.json(report.to_json())
-    else:
-        _show(output, report)
+    output.report(report, _show)
     return failures.DONE
 
 

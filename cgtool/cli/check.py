@@ -5,6 +5,7 @@ Must not import torch; the command itself loads as it runs.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -78,14 +79,11 @@ def check(*, output: Output, **options: Any) -> int:
     asked = model_asked({**options, "weights": "real"}, _FIELDS)
     with reporting(output) as on_event:
         report = run(asked, num_rounds=options["rounds"], seed=options["seed"], on_event=logs.hushing(output, on_event))
-    if output.as_json:
-        output.json(report.to_json())
-    else:
-        _show(output, report, asked.model)
+    output.report(report, partial(_show, model=asked.model))
     return failures.DONE if report.record.may_be_served else failures.CHECK_SAID_NO
 
 
-def _show(output: Output, report: CheckReport, model: str) -> None:
+def _show(output: Output, report: CheckReport, *, model: str) -> None:
     from cgtool.cli.columns import show_rows
     from cgtool.cli.text import count_text, secs_text, size_text
 

@@ -6,6 +6,7 @@ sentence and line is quoted and has an end.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -55,10 +56,7 @@ def diff(*, output: Output, old: str, new: str | None, here: bool, everything: b
     from cgtool.toolkit.diff.run import diff as run
 
     report = run(old, new, here=here, cache_dir=cache_folder(cache_dir))
-    if output.as_json:
-        output.json(report.to_json())
-    else:
-        _show(output, report, everything=everything)
+    output.report(report, partial(_show, everything=everything))
     return failures.DONE if report.equal else failures.CHECK_SAID_NO
 
 

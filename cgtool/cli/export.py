@@ -95,10 +95,7 @@ def export(*, output: Output, dest: str, **options: Any) -> int:
             sign=options["sign"],
         )
     )
-    if output.as_json:
-        output.json(report)
-    else:
-        _show(output, report)
+    output.report(report, _show)
     return failures.DONE
 
 

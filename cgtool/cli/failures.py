@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -29,15 +29,12 @@ CHECK_SAID_NO = 3
 INTERRUPTED = 128 + signal.SIGINT
 READER_GONE = 128 + signal.SIGPIPE
 
+_KEPT = "What was finished is kept and nothing is half done: run the same command again."
 _REPORT = "This is a fault of cgtool or of a library under it: run it again with --traceback and report what it shows."
 
 
 class Terminated(BaseException):
-    """The process was asked to end. A BaseException, so that no `except Exception` on the way swallows it.
-
-    Attributes:
-        signum: The signal's number; the exit code is 128 and it.
-    """
+    """The process was asked to end. A BaseException, so that no `except Exception` on the way swallows it."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -66,41 +63,20 @@ def signals_raised() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What an exception means to the user.
-
-    Args:
-        type: The exception's name, for programs.
-        message: A sentence for people; empty where there is nobody to tell.
-        exit_code: What the process returns.
-        path: What the error is about; None where nothing is named.
-        reason: A stable word for why something was refused; None for other failures.
-        reasons: More sentences, the most telling first.
-        expected: What should have been there.
-        actual: What was there.
-    """
+    """What an exception means to the user; its fields are those of the document that `--json` prints."""
 
     type: str
     message: str
     exit_code: int
     path: str | None = None
     reason: str | None = None
-    reasons: tuple[str, ...] = ()
     expected: Any = None
     actual: Any = None
+    reasons: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the document that `--json` prints: {"schema": 1, "error": {...}}."""
-        error = {
-            "type": self.type,
-            "message": self.message,
-            "exit_code": self.exit_code,
-            "path": self.path,
-            "reason": self.reason,
-            "expected": _simple(self.expected),
-            "actual": _simple(self.actual),
-            "reasons": list(self.reasons),
-        }
-        return {"schema": SCHEMA, "error": error}
+        return {"schema": SCHEMA, "error": vars(self)}
 
 
 def is_help(error: BaseException) -> bool:
@@ -109,92 +85,48 @@ def is_help(error: BaseException) -> bool:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Return what `error` means: the first row of the table that fits, in order."""
-    for kind, words in _TABLE:
-        if isinstance(error, kind):
-            return words(error)
-    return _unexpected(error)
-
-
-def _ours(error: Any) -> Failure:
-    return Failure(
-        type=type(error).__name__,
-        message=str(error),
-        exit_code=error.exit_code,
-        path=None if error.path is None else str(error.path),
-        reason=getattr(error, "reason", None),
-        reasons=tuple(getattr(error, "reasons", ())),
-        expected=error.expected,
-        actual=error.actual,
-    )
-
-
-def _usage(error: Any) -> Failure:
-    message = error.format_message().rstrip()
-    if error.ctx is not None and not is_help(error):
-        message += f"\nTry '{error.ctx.command_path} --help'."
-    return Failure(type="UsageError", message=message, exit_code=USAGE)
-
-
-def _interrupted(error: Any) -> Failure:  # noqa: ARG001  a row's signature
-    return Failure(
-        type="Interrupted",
-        message="Interrupted. What was finished is kept and nothing is half done: run the same command again.",
-        exit_code=INTERRUPTED,
-    )
-
-
-def _terminated(error: Any) -> Failure:
-    return Failure(
-        type="Terminated",
-        message=f"Ended by {error}. What was finished is kept and nothing is half done: run the same command again.",
-        exit_code=128 + error.signum,
-    )
-
-
-def _reader_gone(error: Any) -> Failure:
-    return Failure(type=type(error).__name__, message="", exit_code=READER_GONE)
-
-
-def _missing_module(error: Any) -> Failure:
-    name = error.name or "a module"
-    return Failure(
-        type=type(error).__name__,
-        message=f"{name} is not installed here ({error}). Install it into this Python and try again.",
-        exit_code=FAILED,
-    )
-
-
-def _system(error: Any) -> Failure:
-    path = None if error.filename is None else str(error.filename)
-    where = f"{path}: " if path else ""
-    return Failure(
-        type=type(error).__name__,
-        message=f"{where}{error.strerror or error}. Check the path and its permissions and try again.",
-        exit_code=FAILED,
-        path=path,
-    )
-
-
-def _memory(error: Any) -> Failure:
-    return Failure(
-        type=type(error).__name__,
-        message=f"There was not enough memory: {error or 'none is left'}. Free some, or warm a smaller model.",
-        exit_code=FAILED,
-    )
-
-
-def _ended(error: Any) -> Failure:
-    return Failure(
-        type=type(error).__name__,
-        message=f"The model's code ended the process with sys.exit({error.code!r}). Let it raise or return instead.",
-        exit_code=FAILED,
-    )
-
-
-def _unexpected(error: BaseException) -> Failure:
-    words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return Failure(type=type(error).__name__, message=f"{words}\n{_REPORT}", exit_code=FAILED)
+    """Return what `error` means."""
+    if isinstance(error, CgtoolError):
+        return Failure(
+            type=type(error).__name__,
+            message=str(error),
+            exit_code=error.exit_code,
+            path=None if error.path is None else str(error.path),
+            reason=getattr(error, "reason", None),
+            expected=_simple(error.expected),
+            actual=_simple(error.actual),
+            reasons=tuple(getattr(error, "reasons", ())),
+        )
+    if isinstance(error, click.UsageError):
+        message = error.format_message().rstrip()
+        if error.ctx is not None and not is_help(error):
+            message += f"\nTry '{error.ctx.command_path} --help'."
+        return Failure(type="UsageError", message=message, exit_code=USAGE)
+    name, message, code, path = type(error).__name__, "", FAILED, None
+    match error:
+        case click.Abort() | KeyboardInterrupt():
+            name, message, code = "Interrupted", f"Interrupted. {_KEPT}", INTERRUPTED
+        case Terminated():
+            name, message, code = "Terminated", f"Ended by {error}. {_KEPT}", 128 + error.signum
+        case BrokenPipeError():
+            code = READER_GONE
+        case ModuleNotFoundError():
+            missing = error.name or "a module"
+            message = f"{missing} is not installed here ({error}). Install it into this Python and try again."
+        case OSError():
+            path = None if error.filename is None else str(error.filename)
+            where = f"{path}: " if path else ""
+            message = f"{where}{error.strerror or error}. Check the path and its permissions and try again."
+        case MemoryError():
+            said = " ".join(map(str, error.args)) or "none is left"
+            message = f"There was not enough memory: {said}. Free some, or warm a smaller model."
+        case SystemExit():
+            message = (
+                f"The model's code ended the process with sys.exit({error.code!r}). Let it raise or return instead."
+            )
+        case _:
+            message = f"{name}: {error}\n{_REPORT}" if str(error) else f"{name}\n{_REPORT}"
+    return Failure(type=name, message=message, exit_code=code, path=path)
 
 
 def _simple(value: Any) -> Any:
@@ -203,17 +135,3 @@ def _simple(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_simple(item) for item in value]
     return str(value)
-
-
-_TABLE: tuple[tuple[type[BaseException], Callable[[Any], Failure]], ...] = (
-    (CgtoolError, _ours),
-    (click.UsageError, _usage),
-    (click.Abort, _interrupted),
-    (KeyboardInterrupt, _interrupted),
-    (Terminated, _terminated),
-    (BrokenPipeError, _reader_gone),
-    (ModuleNotFoundError, _missing_module),
-    (OSError, _system),
-    (MemoryError, _memory),
-    (SystemExit, _ended),
-)

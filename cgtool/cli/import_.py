@@ -92,10 +92,7 @@ def import_(*, output: Output, source: str, **options: Any) -> int:
             max_ratio=options["max_ratio"],
         )
     )
-    if output.as_json:
-        output.json(report)
-    else:
-        _show(output, report)
+    output.report(report, _show)
     return failures.DONE
 
 

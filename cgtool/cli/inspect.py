@@ -6,7 +6,7 @@ Must not import torch; the commands themselves load as they run.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,16 +15,7 @@ from cgtool.cli.lazy import LazyGroup
 from cgtool.cli.options import cache_dir_option, cache_folder, read_shapes, talk_options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from cgtool.cli.output import Output
-
-
-class _HasJson(Protocol):
-    def to_json(self) -> dict[str, Any]: ...
-
-
-_Report = TypeVar("_Report", bound=_HasJson)
 
 COMMANDS = {
     "cache": ("cgtool.cli.inspect:inspect_cache", "List the cache's entries and what they hold."),
@@ -165,7 +156,7 @@ def inspect_entry(*, output: Output, entry: str | None, cache_dir: str | None) -
     from cgtool.cli.inspect_tables import show_entry
     from cgtool.toolkit.inspect.entry import inspect_entry as run
 
-    _print(output, run(entry, cache_dir=cache_folder(cache_dir)), show_entry)
+    output.report(run(entry, cache_dir=cache_folder(cache_dir)), show_entry)
     return failures.DONE
 
 
@@ -211,7 +202,7 @@ def inspect_artifact(
 
     folder = cache_folder(cache_dir)
     report = run(artifact, shape=shape, variant=variant, rank=rank, prefix=prefix, cache_dir=folder)
-    _print(output, report, show_artifact)
+    output.report(report, show_artifact)
     return failures.DONE
 
 
@@ -249,7 +240,7 @@ def inspect_graph(
         if file is not None:
             write_text(Path(file), draw(report))
             output.note(f"Wrote {file}")
-    _print(output, report, show_graph)
+    output.report(report, show_graph)
     return failures.DONE
 
 
@@ -269,12 +260,5 @@ def inspect_key(*, output: Output, entry: str | None, cache_dir: str | None) -> 
     from cgtool.cli.inspect_tables import show_key
     from cgtool.toolkit.inspect.entry import inspect_key as run
 
-    _print(output, run(entry, cache_dir=cache_folder(cache_dir)), show_key)
+    output.report(run(entry, cache_dir=cache_folder(cache_dir)), show_key)
     return failures.DONE
-
-
-def _print(output: Output, report: _Report, show: Callable[[Output, _Report], None]) -> None:
-    if output.as_json:
-        output.json(report.to_json())
-    else:
-        show(output, report)

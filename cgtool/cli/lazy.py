@@ -37,11 +37,7 @@ class LazyGroup(click.Group):
         return list(self.table)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002  click's signature
-        """Load the module of a command and return the command; None for a name that the table lacks.
-
-        Raises:
-            TypeError: The table points at something else than a command.
-        """
+        """Load the module of a command and return the command; None for a name that the table lacks."""
         if cmd_name not in self.table:
             return None
         module, attribute = self.table[cmd_name][0].split(":")

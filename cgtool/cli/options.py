@@ -1,21 +1,26 @@
-"""Options that many commands share, each spelled once.
+"""Options that many commands share, each spelled once, and how their values are read.
 
-Must not import torch.
+Must not import torch. The values of configuration fields are spelled as `cgtool.config` says. Grammar::
+
+    pair = name "=" (JSON | any other text, taken as a string)
+
+An option that is repeated adds to what came before.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from cgtool.cli import logs, values
+from cgtool.cli import logs
 from cgtool.cli.output import Output
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from cgtool.toolkit.warm import ModelOptions
 
@@ -42,11 +47,7 @@ def talk_options(function: Callable[..., int | None]) -> Callable[..., int | Non
 
 
 def read_shapes(ctx: click.Context, param: click.Parameter, given: Any) -> Any:
-    """Return the texts of shapes that were given, once each is known to be one.
-
-    Raises:
-        click.BadParameter: One is none.
-    """
+    """Return the texts of shapes that were given, once each is known to be one."""
     from cgtool.plan.shapes import parse_shape  # msgspec, which `--help` does without
 
     for text in (given,) if isinstance(given, str) else given or ():
@@ -56,6 +57,59 @@ def read_shapes(ctx: click.Context, param: click.Parameter, given: Any) -> Any:
             message = f"{text[:80]!r} is no shape. Give general, a size (8), a range (2-64) or batch=4:seq=2-64."
             raise click.BadParameter(message, ctx=ctx, param=param) from error
     return given
+
+
+def read_arguments(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> dict[str, Any]:
+    """Read `--arg`: keyword arguments, each given once."""
+    result: dict[str, Any] = {}
+    for text in texts:
+        name, value = _pair(text, ctx, param)
+        if not name.isidentifier():
+            message = f"{name!r} cannot name an argument. Give one such as num_layers=4."
+            raise click.BadParameter(message, ctx=ctx, param=param)
+        if name in result:
+            raise click.BadParameter(f"{name!r} is given twice. Give it once.", ctx=ctx, param=param)
+        result[name] = value
+    return result
+
+
+def read_settings(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> dict[str, Any] | None:
+    """Read `--inductor-config`: JSON objects and name=value, what comes later wins; None where it was not given."""
+    if not texts:
+        return None
+    result: dict[str, Any] = {}
+    for text in texts:
+        if text.lstrip().startswith("{"):
+            result.update(_mapping(text, ctx, param))
+        else:
+            name, value = _pair(text, ctx, param)
+            result[name] = value
+    return result
+
+
+def read_listed(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:  # noqa: ARG001  click's signature
+    """Let a bare JSON object stand for a list: {"batch": 4} is [{"batch": 4}]."""
+    return f"[{text}]" if text is not None and text.lstrip().startswith("{") else text
+
+
+def _mapping(text: str, ctx: click.Context, param: click.Parameter) -> dict[str, Any]:
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        hint = "Quote it for the shell: '{\"max_autotune\": true}'."
+        raise click.BadParameter(f"{text!r} is no JSON ({error}). {hint}", ctx=ctx, param=param) from error
+    return dict(document)
+
+
+def _pair(text: str, ctx: click.Context, param: click.Parameter) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        message = f"{text!r} is no name=value. Put an equals sign between the name and the value: name=4."
+        raise click.BadParameter(message, ctx=ctx, param=param)
+    try:
+        return name.strip(), json.loads(value)
+    except ValueError:
+        return name.strip(), value
 
 
 def _together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -69,32 +123,33 @@ def _together(*options: Callable[[Command], Command]) -> Callable[[Command], Com
     return decorate
 
 
-#: What is compiled or measured: MODEL, and how it is built.
-model_options = _together(
-    click.argument("model", metavar="MODEL"),
+#: How MODEL is built.
+build_options = _together(
     click.option(
         "--arg",
         "factory_args",
         multiple=True,
-        callback=values.arguments,
+        callback=read_arguments,
         metavar="NAME=VALUE",
-        help="A keyword argument for the factory; JSON, else a string. Repeatable.",
+        help="A keyword argument for MODEL's factory; JSON, else a string. Repeatable.",
     ),
-    click.option("--device", metavar="DEVICE", help="Where the model is built: cpu, cuda, cuda:1."),
-    click.option("--dtype", metavar="DTYPE", help="Its default floating dtype: float32, bfloat16."),
+    click.option("--device", metavar="DEVICE", help="Where MODEL is built: cpu, cuda, cuda:1."),
+    click.option("--dtype", metavar="DTYPE", help="MODEL's default floating dtype: float32, bfloat16."),
     click.option(
         "--pythonpath",
         multiple=True,
         metavar="DIR",
-        help="A folder in which the model's modules are looked for first. Repeatable.",
+        help="A folder in which MODEL's modules are looked for first. Repeatable.",
     ),
 )
+#: What is compiled or measured, and how it is built.
+model_options = _together(click.argument("model", metavar="MODEL"), build_options)
 
 #: For which sizes cgtool compiles.
 coverage_options = _together(
     click.option(
         "--compile-sizes",
-        callback=values.listed,
+        callback=read_listed,
         metavar="SIZES",
         help="Sizes that cgtool compiles for themselves: 1,8 or cudagraph_capture_sizes or batch=4:seq=128 or JSON.",
     ),
@@ -119,7 +174,7 @@ compiler_options = _together(
         "--inductor-config",
         "inductor_compile_config",
         multiple=True,
-        callback=values.settings,
+        callback=read_settings,
         metavar="JSON|NAME=VALUE",
         help="Options that cgtool gives to Inductor. Repeatable.",
     ),
@@ -149,11 +204,9 @@ place_options = _together(
         "--rank",
         type=click.IntRange(min=0),
         metavar="N",
-        help="Place in a model-parallel group. Default: RANK, else 0.",
+        help="MODEL's place in a model-parallel group. Default: RANK, else 0.",
     ),
-    click.option(
-        "--prefix", metavar="NAME", help="Which compiled part of the model this is. Default: the factory's word."
-    ),
+    click.option("--prefix", metavar="NAME", help="Which compiled part MODEL is. Default: the factory's word."),
 )
 
 cache_dir_option = click.option(

@@ -12,14 +12,16 @@ import functools
 import json
 import os
 import sys
-from typing import IO, TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any, TextIO, TypeVar
 
 from cgtool.cli.text import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from rich.console import Console, RenderableType
+
+_Report = TypeVar("_Report")
 
 _CHUNK = 1024
 #: Wider than any table: where nobody looks at a terminal, nothing is cut or wrapped.
@@ -60,6 +62,13 @@ class Output:
         from msgspec import to_builtins  # which `--help` does without
 
         _write(sys.stdout, json.dumps(to_builtins(document), indent=2, ensure_ascii=True, allow_nan=False) + "\n")
+
+    def report(self, report: _Report, show: Callable[[Output, _Report], None]) -> None:
+        """Print a report: as JSON where that was asked for, else as `show` shows it to people."""
+        if self.as_json:
+            self.json(report.to_json() if hasattr(report, "to_json") else report)
+        else:
+            show(self, report)
 
     def json_of_many(self, document: dict[str, Any], name: str, items: Iterable[Any]) -> None:
         """Print a report whose field `name` is a long list: an item a line, each made as it is printed.

@@ -1,13 +1,11 @@
 """`cgtool prune`: parse the rules, show the plan, ask, and tell what came of it.
 
-Must not import torch; the command itself loads as it runs. Grammar of amounts, as in the filters of `inspect cache`::
-
-    AGE  = number ("s" | "min" | "h" | "d" | "w")
-    SIZE = number ("" | "B" | "KB" | "MB" | "GB" | "TB" | ("K" | "M" | "G" | "T") ("" | "iB"))    KB is 1000, KiB 1024
+Must not import torch; the command itself loads as it runs.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import sys
@@ -38,15 +36,6 @@ Examples:
   cgtool prune --cache-dir ~/.cache/vllm/torch_compile_cache --older-than 60d
 """
 
-_AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
-_SECS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
-_BYTES = {
-    "": 1,
-    "b": 1,
-    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
-    **{f"{letter}{end}": 1024**power for power, letter in enumerate("kmgt", 1) for end in ("", "ib")},
-}
-
 #: Lines of one kind that people are shown; `--json` has all.
 _MOST = 20
 _KINDS = {
@@ -62,21 +51,25 @@ _KINDS = {
 
 
 def _age(ctx: click.Context, param: click.Parameter, text: str | None) -> float | None:
-    return None if text is None else _amount(text, _SECS, "an age such as 30d, 12h or 90min", ctx, param)
+    return _amount(text, "SECS", "an age such as 30d, 12h or 90min", ctx, param)
 
 
 def _size(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
-    return None if text is None else int(_amount(text, _BYTES, "a size such as 10GB or 512MiB", ctx, param))
+    size = _amount(text, "BYTES", "a size such as 10GB or 512MiB", ctx, param)
+    return None if size is None else int(size)
 
 
-def _amount(text: str, units: dict[str, Any], what: str, ctx: click.Context, param: click.Parameter) -> float:
-    match = _AMOUNT.fullmatch(text.strip())
-    if match is None or match[2].lower() not in units:
+def _amount(text: str | None, units: str, what: str, ctx: click.Context, param: click.Parameter) -> float | None:
+    if text is None:
+        return None
+    from cgtool.toolkit import filters  # what `--help` does without
+
+    found = filters.amount(text, getattr(filters, units))
+    if found is None:
         raise click.BadParameter(f"{text!r} is not {what}.", ctx=ctx, param=param)
-    amount = float(match[1]) * float(units[match[2].lower()])
-    if not math.isfinite(amount):
+    if not math.isfinite(found):
         raise click.BadParameter(f"{text[:20]!r}… is more than can be counted. Give less.", ctx=ctx, param=param)
-    return amount
+    return found
 
 
 def _hashes(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> tuple[str, ...]:
@@ -88,9 +81,19 @@ def _hashes(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) 
 
 
 @click.command(epilog=EXAMPLES, short_help="Remove from the cache what is old, stale, too much or left over.")
-@click.option("--older-than", callback=_age, metavar="AGE", help="Entries not used for longer: 30d, 12h, 90min, 2w.")
 @click.option(
-    "--max-size", callback=_size, metavar="SIZE", help="Entries used longest ago, until the cache takes no more: 10GB."
+    "--older-than",
+    "older_than_secs",
+    callback=_age,
+    metavar="AGE",
+    help="Entries not used for longer: 30d, 12h, 90min, 2w.",
+)
+@click.option(
+    "--max-size",
+    "max_bytes",
+    callback=_size,
+    metavar="SIZE",
+    help="Entries used longest ago, until the cache takes no more: 10GB.",
 )
 @click.option(
     "--stale",
@@ -140,25 +143,12 @@ def prune(*, output: Output, cache_dir: str | None, **options: Any) -> int:
 
     folder = cache_folder(cache_dir)
     if options["stats"]:
-        stats = prune_stats(folder)
-        if output.as_json:
-            output.json(stats.to_json())
-        else:
-            _show_stats(output, stats)
+        output.report(prune_stats(folder), _show_stats)
         return failures.DONE
     asks = not options["yes"] and not options["dry_run"]
     if asks:
         _check_terminal(output)
-    rules = Rules(
-        older_than_secs=options["older_than"],
-        max_bytes=options["max_size"],
-        stale=options["stale"],
-        orphans=options["orphans"],
-        units=options["units"],
-        keep_last=options["keep_last"],
-        entries=options["entries"],
-        keep_units=options["keep_units"],
-    )
+    rules = Rules(**{field.name: options[field.name] for field in dataclasses.fields(Rules)})
     with reporting(output) as on_event:
         plan = plan_prune(rules, cache_dir=folder, pythonpath=options["pythonpath"], on_event=on_event)
     if not output.as_json:
@@ -206,7 +196,17 @@ def _show_plan(output: Output, plan: Plan, *, dry_run: bool) -> None:
         output.line(f"Nothing to remove in {plan.root}.")
         return
     if plan.entries:
-        rows = [_row(entry, now) for entry in plan.entries]
+        rows = [
+            (
+                short(entry.hash),
+                entry.model,
+                ago_text(entry.last_used, now),
+                size_text(entry.size_bytes),
+                size_text(entry.frees_bytes),
+                "; ".join(reason.sentence for reason in entry.reasons),
+            )
+            for entry in plan.entries
+        ]
         show_rows(output, ("hash", "model", "used", ">size", ">comes free", "why"), rows)
     for kind, count in Counter(file.kind for file in plan.files).items():
         frees = sum(file.frees_bytes for file in plan.files if file.kind == kind)
@@ -262,17 +262,6 @@ def _show_kept(output: Output, kept: tuple[Kept, ...]) -> None:
         output.note(f"Stays: {short(item.hash)} {cut(plain(item.model))}: {plain(item.sentence)}.", style="dim")
     if len(kept) > _MOST:
         output.note(f"Stays: {len(kept) - _MOST} more, which --json shows.", style="dim")
-
-
-def _row(entry: PlannedEntry, now: float) -> tuple[str, ...]:
-    return (
-        short(entry.hash),
-        entry.model,
-        ago_text(entry.last_used, now),
-        size_text(entry.size_bytes),
-        size_text(entry.frees_bytes),
-        "; ".join(reason.sentence for reason in entry.reasons),
-    )
 
 
 def _models(entries: list[PlannedEntry]) -> str:

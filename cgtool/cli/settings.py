@@ -32,13 +32,7 @@ _PATHS = frozenset({"cache_dir", "debug_dump_path", "trusted_keys"})
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """A configuration, and where it comes from.
-
-    Args:
-        config: What holds.
-        origins: The source of each field that is not a default, in words.
-        file: The configuration file that was read, if any.
-    """
+    """A configuration, and where it comes from."""
 
     config: CompilationConfig
     origins: Mapping[str, str]
@@ -96,11 +90,7 @@ def load_settings(
 
 
 def find_file(start: Path) -> Path | None:
-    """Return the nearest configuration file, from `start` upwards to the repository's root or the file system's.
-
-    Raises:
-        ConfigError: A file cannot be read, or one folder holds two that speak of cgtool.
-    """
+    """Return the nearest configuration file, from `start` upwards to the repository's root or the file system's."""
     start = start.resolve()
     for folder in (start, *start.parents):
         own, shared = folder / "cgtool.toml", folder / "pyproject.toml"

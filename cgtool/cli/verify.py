@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cgtool.cli import failures, values
-from cgtool.cli.options import cache_dir_option, cache_folder, talk_options
+from cgtool.cli import failures
+from cgtool.cli.options import build_options, cache_dir_option, cache_folder, place_options, talk_options
 from cgtool.cli.text import count_text, cut, secs_text, size_text
 from cgtool.store.layout import short
 
@@ -58,26 +58,8 @@ _MOST_NAMED = 8
 @click.option("--repair", is_flag=True, help="Mend what is damaged; compile again what nothing else has.")
 @click.option("--load", is_flag=True, help="Open every artifact in a fresh process in which nothing can be compiled.")
 @click.option("--model", metavar="MODEL", help="With --load: also load this model, as warm takes it, and call it once.")
-@click.option(
-    "--arg",
-    "factory_args",
-    multiple=True,
-    callback=values.arguments,
-    metavar="NAME=VALUE",
-    help="A keyword argument for MODEL's factory; JSON, else a string. Repeatable.",
-)
-@click.option("--device", metavar="DEVICE", help="Where MODEL is built: cpu, cuda, cuda:1.")
-@click.option("--dtype", metavar="DTYPE", help="MODEL's default floating dtype: float32, bfloat16.")
-@click.option(
-    "--pythonpath",
-    multiple=True,
-    metavar="DIR",
-    help="A folder in which MODEL's modules are looked for first. Repeatable.",
-)
-@click.option(
-    "--rank", type=click.IntRange(min=0), metavar="N", help="The rank to load MODEL as. Default: RANK, else 0."
-)
-@click.option("--prefix", metavar="NAME", help="Which compiled part MODEL is. Default: the factory's word.")
+@build_options
+@place_options
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Read N files at a time. Default: the cores.")
 @cache_dir_option
 @talk_options
@@ -113,10 +95,7 @@ def verify(*, output: Output, targets: tuple[str, ...], **options: Any) -> int:
     )
     with reporting(output) as on_event:
         report = run(asked, on_event)
-    if output.as_json:
-        output.json(report)
-    else:
-        _show(output, report)
+    output.report(report, _show)
     return failures.DONE if report.ok else failures.CHECK_SAID_NO
 
 

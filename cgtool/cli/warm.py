@@ -5,6 +5,7 @@ Must not import torch; the command itself loads as it runs.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -74,16 +75,11 @@ def warm(*, output: Output, **options: Any) -> int:
     )
     with reporting(output) as on_event:
         report = run(asked, check=options["check"], on_event=logs.hushing(output, on_event))
-    if output.as_json:
-        output.json(report.to_json())
-    elif options["check"]:
-        _show_check(output, report, asked.model)
-    else:
-        _show_warm(output, report, asked.model)
+    output.report(report, partial(_show_check if options["check"] else _show_warm, model=asked.model))
     return failures.CHECK_SAID_NO if options["check"] and not report.hit else failures.DONE
 
 
-def _show_warm(output: Output, report: WarmReport, model: str) -> None:
+def _show_warm(output: Output, report: WarmReport, *, model: str) -> None:
     from cgtool.cli.columns import Styled, show_rows
     from cgtool.plan.shapes import shape_text
     from cgtool.store.layout import short
@@ -127,7 +123,7 @@ def _show_warm(output: Output, report: WarmReport, model: str) -> None:
     output.line(f"  {report.start}", whole=True)
 
 
-def _show_check(output: Output, report: WarmReport, model: str) -> None:
+def _show_check(output: Output, report: WarmReport, *, model: str) -> None:
     for note in report.notes:
         output.note(f"Note: {note}", style="yellow")
     if report.hit:

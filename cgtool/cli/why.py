@@ -5,6 +5,7 @@ Must not import torch; the command itself loads as it runs.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -59,22 +60,12 @@ def why(ctx: click.Context, /, *, output: Output, everything: bool, **options: A
     asked = model_asked(options, ADAPTOR_FIELDS)
     with reporting(output) as on_event:
         report = run(asked, arguments=ctx.meta[_ARGUMENTS], on_event=logs.hushing(output, on_event))
-    if output.as_json:
-        output.json(report.to_json())
-    else:
-        show_why(output, report, asked.model, everything=everything)
+    output.report(report, partial(show_why, model=asked.model, everything=everything))
     return failures.DONE if report.hit else failures.CHECK_SAID_NO
 
 
-def show_why(output: Output, report: WhyReport, model: str, *, everything: bool) -> None:
-    """Print whether a model would hit, and if not, why not and what to run.
-
-    Args:
-        output: Where to.
-        report: What was found.
-        model: MODEL as it was given.
-        everything: Leave nothing out.
-    """
+def show_why(output: Output, report: WhyReport, *, model: str, everything: bool) -> None:
+    """Print whether a model would hit, and if not, why not and what to run."""
     name = one_line(model)
     if report.entry is not None:
         output.line(f"{name} hits: {_entry_words(report.entry)} in {one_line(report.root)} serves it.")

@@ -30,13 +30,14 @@ from cgtool.errors import UsageError
 
 _EXPRESSION = re.compile(r"\s*([A-Za-z_]+)\s*(!=|>=|<=|=|>|<|~)\s*(.*?)\s*\Z", re.DOTALL)
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\Z")
-_BYTES = {
+#: The units of sizes, as text in small letters, and those of durations.
+BYTES: dict[str, float] = {
     "": 1,
     "b": 1,
     **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
     **{f"{letter}{end}": 1024**power for power, letter in enumerate("kmgt", 1) for end in ("", "ib")},
 }
-_SECS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+SECS: dict[str, float] = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "=": operator.eq,
     "!=": operator.ne,
@@ -94,6 +95,12 @@ def _value(fields: Mapping[str, Field], name: str) -> Callable[[Any], Any]:
     if field.kind != "time":
         return field.get
     return lambda entry: _moment(field.get(entry) or fields["created"].get(entry) or "")
+
+
+def amount(text: str, units: Mapping[str, float]) -> float | None:
+    """Return a number with a unit, counted in the smallest of `units`; None where the text is none."""
+    match = _QUANTITY.match(text.strip())
+    return None if match is None or match[2].lower() not in units else float(match[1]) * units[match[2].lower()]
 
 
 def parse_filter(expression: str, *, now: float, fields: Mapping[str, Field] = FIELDS) -> Predicate:
@@ -160,9 +167,9 @@ def _known(expression: str, named: str, fields: Mapping[str, Field], to: str = "
 
 
 def _time_predicate(get: Callable[[Any], float], expression: str, sign: str, value: str, now: float) -> Predicate:
-    age = _QUANTITY.match(value)
-    if age is not None and age[2].lower() in _SECS:
-        bound = now - float(age[1]) * _SECS[age[2].lower()]
+    age = amount(value, SECS)
+    if age is not None:
+        bound = now - age
         compare = _COMPARE[_AGES.get(sign, sign)]
         return lambda entry: compare(get(entry), bound)
     start, end = _span(expression, value)
@@ -185,20 +192,19 @@ def _span(expression: str, value: str) -> tuple[float, float]:
         start = start.replace(tzinfo=UTC)
     secs = start.timestamp()
     is_day = re.fullmatch(r"[0-9-]+", value) is not None
-    return secs, secs + (_SECS["d"] if is_day else 1.0)
+    return secs, secs + (SECS["d"] if is_day else 1.0)
 
 
 def _number(expression: str, kind: str, value: str) -> float:
-    units: dict[str, Any] = {"bytes": _BYTES, "seconds": {"": 1.0, **_SECS}, "number": {"": 1}}[kind]
-    match = _QUANTITY.match(value)
-    if match is None or match[2].lower() not in units:
+    found = amount(value, {"bytes": BYTES, "seconds": {"": 1.0, **SECS}, "number": {"": 1.0}}[kind])
+    if found is None:
         how = {
             "bytes": "a size such as 512MiB, 1GB or 4096",
             "seconds": "seconds such as 30, 2min or 1h",
             "number": "a number such as 3",
         }[kind]
         raise _wrong(expression, f"needs {how}", how)
-    return float(match[1]) * float(units[match[2].lower()])
+    return found
 
 
 def _moment(stamp: str) -> float:

@@ -43,7 +43,7 @@ def test_a_bundle_goes_through_a_pipe(tmp_path):
 
 
 def test_json_of_both(tmp_path):
-    lay_entry(tmp_path / "a")
+    hash_ = lay_entry(tmp_path / "a")
     make_keys(tmp_path / "keys", "k")
     keys = tmp_path / "keys"
     out = run(
@@ -55,6 +55,8 @@ def test_json_of_both(tmp_path):
         "entries",
     ]
     assert (report["schema"], report["form"], report["members"]) == (1, "folder", 9)
+    one = {"hash": hash_, "rank": 0, "prefix": "backbone", "model": "Toy"}
+    assert report["entries"] == [{**one, "rows": 4}]
     back = run(
         *("import", tmp_path / "layer", "--require-signature", keys / "k.pub", "--cache-dir", tmp_path / "b", "--json")
     ).report
@@ -62,7 +64,10 @@ def test_json_of_both(tmp_path):
     assert list(back["entries"][0]) == [
         *("hash", "outcome", "rows_added", "artifacts", "size_bytes", "verdict", "ranks")
     ]
-    assert back["signed_by"] == report["signed_by"][0]
+    assert (back["signed_by"], back["size_bytes"]) == (report["signed_by"][0], report["size_bytes"])
+    (entry,) = back["entries"]
+    assert (entry["outcome"], entry["rows_added"], entry["artifacts"]) == ("new", 4, 4)
+    assert {"hash": entry["hash"], **entry["ranks"][0]} == one
 
 
 def test_a_refusal_exits_with_3_and_a_stable_reason(tmp_path):

@@ -143,7 +143,7 @@ def test_the_adaptor_is_one_reason_and_layers_that_say_the_same_are_another():
 def shown(report, monkeypatch, *, everything=False):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stdout", stream)
-    show_why(Output(), report, "m.py:build", everything=everything)
+    show_why(Output(), report, model="m.py:build", everything=everything)
     return stream.getvalue().splitlines()
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cgtool.errors import CacheError
 from cgtool.events import Event, OnEvent, ignore
+from cgtool.plan.grammar import Record
 from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.layout import CacheLayout, resolve_root
 from cgtool.store.pruned import Pruned, all_pruned
@@ -45,27 +44,19 @@ def plan_prune(
     return make_foreign_plan(root, rules)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PruneStats:
-    """What earlier prunes removed and how often that was missed.
+class PruneStats(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """What earlier prunes removed and how often that was missed, as `prune --stats --json` prints it.
 
     Args:
         root: The cache's root.
+        misses: How many lookups missed what a prune had removed.
         pruned: One record for each set of cheap facts, the most missed first.
     """
 
-    root: Path
+    schema: int = SCHEMA
+    root: str
+    misses: int
     pruned: tuple[Pruned, ...]
-
-    @property
-    def misses(self) -> int:
-        """How many lookups missed what a prune had removed."""
-        return sum(record.misses for record in self.pruned)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the document that `prune --stats --json` prints."""
-        pruned = [record.to_json() for record in self.pruned]
-        return {"schema": SCHEMA, "root": str(self.root), "misses": self.misses, "pruned": pruned}
 
 
 @os_errors_as_cache_errors()
@@ -79,7 +70,8 @@ def prune_stats(cache_dir: Path | None) -> PruneStats:
         CacheError: There is no such folder.
     """
     root = _root(cache_dir)
-    return PruneStats(root=root, pruned=all_pruned(CacheLayout(root=root)))
+    pruned = all_pruned(CacheLayout(root=root))
+    return PruneStats(root=str(root), misses=sum(record.misses for record in pruned), pruned=pruned)
 
 
 def _root(cache_dir: Path | None) -> Path:

@@ -1,7 +1,4 @@
-"""Random changes of a genuine bundle and of its parts: refused, or taken for what it is; never anything else.
-
-`python tests/toolkit/bundle/test_bundle_fuzz.py SECONDS` goes on as long as asked and prints the seed of each find.
-"""
+"""Random changes of a genuine bundle and of its parts: refused, or taken for what it is; never anything else."""
 
 from __future__ import annotations
 
@@ -10,16 +7,9 @@ import io
 import json
 import random
 import shutil
-import sys
-import tempfile
-import time
 from pathlib import Path
 
 import pytest
-
-if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3])]
-
 from bundle_maker import File, Forge, index_of, opened, packed
 from cache_maker import lay_entry, tree
 from cache_samples import sealed
@@ -128,15 +118,8 @@ def try_one(forge: Forge, seed: int, folder: Path) -> str:
 
 def test_no_change_of_a_bundle_does_anything_but_be_refused_or_be_whole(genuine, tmp_path):
     reasons = {try_one(genuine, seed, tmp_path) for seed in range(400)}
-    assert {
-        "",
-        "bad_index",
-        "truncated",
-        "bad_compression",
-        "bad_header",
-        "corrupt_manifest",
-        "corrupt_plan",
-    } <= reasons
+    wanted = "bad_index truncated bad_compression bad_header corrupt_manifest corrupt_plan"
+    assert {"", *wanted.split()} <= reasons
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -155,32 +138,3 @@ def test_no_change_of_a_record_does_anything_but_be_refused_or_be_read(genuine, 
         ):
             with contextlib.suppress(CacheError, RefusedError):
                 parse()
-
-
-def main(secs: float) -> None:
-    """Go on until the time is over."""
-    folder = Path(tempfile.mkdtemp())
-    forge = Forge.of(folder / "cache", lay_entry(folder / "cache"))
-    (folder / "work").mkdir()
-    end, seed, found = time.monotonic() + secs, int(time.time()) * 1000, 0
-    reasons: dict[str, int] = {}
-    while time.monotonic() < end:
-        seed += 1
-        start = time.monotonic()
-        try:
-            reason = try_one(forge, seed, folder / "work")
-        except Exception as error:  # noqa: BLE001 - anything at all is a find
-            found += 1
-            sys.stdout.write(f"seed {seed}: {type(error).__name__}: {str(error)[:300]}\n")
-            shutil.rmtree(folder / "work", ignore_errors=True)
-            (folder / "work").mkdir()
-            continue
-        reasons[reason] = reasons.get(reason, 0) + 1
-        if time.monotonic() - start > 10:
-            sys.stdout.write(f"seed {seed}: took {time.monotonic() - start:.0f} s\n")
-    sys.stdout.write(f"{sum(reasons.values())} bundles, {found} finds: {reasons}\n")
-    shutil.rmtree(folder)
-
-
-if __name__ == "__main__":
-    main(float(sys.argv[1]))

@@ -158,11 +158,7 @@ def test_what_needs_more_memory_than_there_is_is_refused(genuine):
         "",
         "lookup",
         "state",
-        "{hash}",
-        "{hash}/artifacts",
-        "{hash}/signatures",
-        "{hash}/rank_0",
-        "{hash}/rank_0/backbone",
+        *(f"{{hash}}{end}" for end in ("", "/artifacts", "/signatures", "/rank_0", "/rank_0/backbone")),
     ],
 )
 def test_an_import_writes_through_no_link_that_lies_in_the_cache(tmp_path, genuine, place, is_dangling):
