@@ -101,4 +101,4 @@ def _entry_words(entry: EntryFacts) -> str:
     made = "" if entry.created is None else f", made {one_line(entry.created)}"
     used = "never used" if entry.last_used is None else f"used {count_text(entry.hits, 'time')}, last {entry.last_used}"
     model = "" if entry.model is None else f"{one_line(entry.model)} "
-    return f"{model}{short(entry.name.hash)} (rank {entry.name.rank} {entry.name.prefix}{made}, {used})"
+    return f"{model}{short(entry.hash)} (rank {entry.rank} {entry.prefix}{made}, {used})"

@@ -10,15 +10,14 @@ Importable without torch. Files that `install` writes, each for one user:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+import msgspec
 
 from cgtool.errors import UsageError
 from cgtool.host import environment
 from cgtool.store.files import os_errors_as_cache_errors, write_atomic
-
-SCHEMA = 1
 
 Shell = Literal["bash", "zsh", "fish"]
 SHELLS: tuple[Shell, ...] = get_args(Shell)
@@ -31,9 +30,8 @@ autoload -Uz compinit && compinit
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompletionReport:
-    """What completes cgtool's commands in a shell.
+class CompletionReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What completes cgtool's commands in a shell; its fields are what `completion --json` prints.
 
     Args:
         shell: Which shell.
@@ -41,18 +39,15 @@ class CompletionReport:
         written: The files that were written or changed; empty where the script was only asked for.
     """
 
+    schema: int = 1
     shell: Shell
     script: str
     written: tuple[Path, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the document that `completion --json` prints."""
-        return {
-            "schema": SCHEMA,
-            "shell": self.shell,
-            "script": self.script,
-            "written": [str(path) for path in self.written],
-        }
+        found: dict[str, Any] = msgspec.to_builtins(self, enc_hook=str)
+        return found
 
 
 @os_errors_as_cache_errors(doing="written")

@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from cgtool.errors import ArtifactError
 from cgtool.store.artifacts import NATIVE_FILE, parted, unpack
-from cgtool.store.compiled_code import Kernel, NativeCode, generated_sources, read_native
+from cgtool.store.compiled_code import Kernel, generated_sources, read_native
 
 _MEGA_LENGTH_BYTES = 8
 _MOST_HEAD_BYTES = 1 << 20
@@ -92,25 +91,18 @@ def _of_package(data: bytes) -> Contents:
     members = {NATIVE_FILE: len(package.native)}
     members |= {name: len(body) for name, body in package.files("model.wrapper").items()}
     read = {name: read_native(body) for name, body in package.kernels.items()}
+    # A file that says nothing of itself is one kernel, by its name.
+    kernels = [kernel for name, code in read.items() for kernel in code.kernels or (Kernel(name=name),)]
+    architectures = sorted({code.target for code in read.values() if code.target})
     called = () if package.extern is None else (Source(language="json", text=_spaced(package.extern)),)
     return Contents(
         size_bytes=len(data),
         members=tuple(members.items()),
-        kernels=(*native.kernels, *_kernels(read.items())),
-        target={**package.metadata, **_architectures(read.values())},
+        kernels=(*native.kernels, *kernels),
+        target={**package.metadata, **({"architectures": architectures} if architectures else {})},
         compiler=native.compiler,
         sources=called,
     )
-
-
-def _kernels(read: Iterable[tuple[str, NativeCode]]) -> list[Kernel]:
-    """Return the kernels of files beside the native code; a file that says nothing of itself is one, by its name."""
-    return [kernel for name, code in read for kernel in code.kernels or (Kernel(name=name),)]
-
-
-def _architectures(codes: Iterable[NativeCode]) -> dict[str, Any]:
-    found = sorted({code.target for code in codes if code.target})
-    return {"architectures": found} if found else {}
 
 
 def _mega_head(data: bytes) -> dict[str, Any]:

@@ -6,14 +6,15 @@ the command runs.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
+from msgspec.structs import asdict, replace
 
 from cgtool.config import CompilationConfig
 from cgtool.errors import CacheError, CacheMissError
@@ -37,38 +38,19 @@ SCHEMA = 1
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.[A-Za-z_])")
 
 
-@dataclass(frozen=True, kw_only=True)
-class EntryFacts:
-    """What people want to know of an entry.
+class EntryFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What people want to know of an entry; times are in UTC, and the model's name is None where none can be read."""
 
-    Args:
-        name: Its hash, rank and prefix.
-        model: What its model is called; None where its manifest cannot be read.
-        created: When it was made, in UTC.
-        last_used: When it was loaded last, in UTC; None for never.
-        hits: How often it was loaded.
-    """
-
-    name: RankName
+    hash: str
+    rank: int
+    prefix: str
     model: str | None
     created: str | None
     last_used: str | None
     hits: int
 
-    def to_json(self) -> dict[str, Any]:
-        """Return its JSON form."""
-        return {
-            "hash": self.name.hash,
-            "rank": self.name.rank,
-            "prefix": self.name.prefix,
-            "model": self.model,
-            "created": self.created,
-            "last_used": self.last_used,
-            "hits": self.hits,
-        }
 
-
-class Reason(NamedTuple):
+class Reason(msgspec.Struct, frozen=True):
     """Why an entry does not serve the model.
 
     Args:
@@ -80,8 +62,7 @@ class Reason(NamedTuple):
     detail: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class WhyReport:
+class WhyReport(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a model would hit, and why not.
 
     Args:
@@ -107,16 +88,7 @@ class WhyReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the document that `why --json` prints."""
-        return {
-            "schema": SCHEMA,
-            "root": self.root,
-            "hit": self.hit,
-            "entry": None if self.entry is None else self.entry.to_json(),
-            "nearest": None if self.nearest is None else self.nearest.to_json(),
-            "reasons": [{"sentence": reason.sentence, "detail": list(reason.detail)} for reason in self.reasons],
-            "run": self.run,
-            "pruned": None if self.pruned is None else self.pruned.to_json(),
-        }
+        return {"schema": SCHEMA, "root": self.root, "hit": self.hit, **msgspec.to_builtins(self)}
 
 
 def why(options: ModelOptions, *, arguments: Sequence[str] = (), on_event: OnEvent = ignore) -> WhyReport:
@@ -138,7 +110,7 @@ def why(options: ModelOptions, *, arguments: Sequence[str] = (), on_event: OnEve
     require_cache(options.config)
     spec = options.build(on_event)
     report = why_spec(spec, config=options.config, cache_dir=options.cache_dir, rank=options.rank)
-    return report if report.hit else dataclasses.replace(report, run=shlex.join(["cgtool", "warm", *arguments]))
+    return report if report.hit else replace(report, run=shlex.join(["cgtool", "warm", *arguments]))
 
 
 def why_spec(
@@ -182,41 +154,27 @@ def _facts(layout: CacheLayout, name: RankName) -> EntryFacts:
         manifest = read_manifest(layout, name)
     except CacheError:
         manifest = None  # a reason says what is wrong with it
-    return EntryFacts(
-        name=name,
-        model=None if manifest is None else manifest.model,
-        created=None if manifest is None else manifest.created,
-        last_used=usage.last_used,
-        hits=usage.hits,
-    )
+    model, created = (None, None) if manifest is None else (manifest.model, manifest.created)
+    return EntryFacts(**asdict(name), model=model, created=created, last_used=usage.last_used, hits=usage.hits)
 
 
 def _reasons(sentences: Sequence[str], nearest: EntrySide | None) -> tuple[Reason, ...]:
     """Return reasons with the lines of files that changed, those told once that say the same of several layers."""
     known = _of_files(nearest) if nearest is not None else {}
-    groups: dict[str, list[str]] = {}
-    for sentence in _without_echoes(sentences):
-        groups.setdefault(_LAYER.sub("#", sentence), []).append(sentence)
-    return tuple(_reason(group, known) for group in groups.values())
-
-
-def _without_echoes(sentences: Sequence[str]) -> Iterator[str]:
-    """Yield sentences without those that another one implies: the adaptor says whether Inductor is used."""
+    # The adaptor says whether Inductor is used.
     names_adaptor = any(sentence.startswith("config.adaptor ") for sentence in sentences)
+    groups: dict[str, list[str]] = {}
     for sentence in sentences:
         if not (names_adaptor and sentence.startswith("config.use_inductor ")):
-            yield sentence
+            groups.setdefault(_LAYER.sub("#", sentence), []).append(sentence)
+    return tuple(
+        known.get(first) or Reason(first + (f" (and {len(others)} more like it)" if others else ""), tuple(others))
+        for first, *others in groups.values()
+    )
 
 
-def _reason(group: Sequence[str], known: Mapping[str, Difference]) -> Reason:
-    first, *others = group
-    if first in known:
-        return Reason(known[first].sentence, known[first].detail)
-    return Reason(first + (f" (and {len(others)} more like it)" if others else ""), tuple(others))
-
-
-def _of_files(nearest: EntrySide) -> dict[str, Difference]:
-    """Return the differences of source files with their lines, by the sentence without them."""
+def _of_files(nearest: EntrySide) -> dict[str, Reason]:
+    """Return the reasons that source files are, with their lines, by the sentence without them."""
     try:
         stored = nearest.key.value("sources") or {}
     except CacheError:
@@ -226,10 +184,11 @@ def _of_files(nearest: EntrySide) -> dict[str, Difference]:
         module = difference.path.removeprefix("sources.")
         text = _text_now(module)
         if text is not None and module in stored:
-            record = Difference(
-                what="source", path=difference.path, old=difference.old, new=difference.new, sentence=""
+            changed = with_lines(
+                Difference(what="source", path=difference.path, old=difference.old, new=difference.new, sentence=""),
+                in_file_now(module, nearest.lines, text),
             )
-            found[difference.sentence] = with_lines(record, in_file_now(module, nearest.lines, text))
+            found[difference.sentence] = Reason(changed.sentence, changed.detail)
     return found
 
 

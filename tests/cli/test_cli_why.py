@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shlex
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ from cli_harness import environment, run
 
 from cgtool.cli.output import Output
 from cgtool.cli.why import show_why
-from cgtool.store.layout import CacheLayout, RankName
+from cgtool.store.layout import CacheLayout
 from cgtool.store.pruned import Pruned, PrunedEntry, all_pruned
 from cgtool.toolkit.why import EntryFacts, Reason, WhyReport, _reasons
 
@@ -134,9 +135,9 @@ def test_the_adaptor_is_one_reason_and_layers_that_say_the_same_are_another():
         "layers.2.eps was 0.5 when this was compiled and is 1e-05 now.",
     )
     assert _reasons(sentences, None) == (
-        (sentences[0], ()),
-        (f"{sentences[2]} (and 1 more like it)", (sentences[3],)),
-        (sentences[4], ()),
+        Reason(sentences[0]),
+        Reason(f"{sentences[2]} (and 1 more like it)", (sentences[3],)),
+        Reason(sentences[4]),
     )
 
 
@@ -165,12 +166,15 @@ def test_an_entry_that_was_pruned_is_told_of(monkeypatch):
         "Entry bbbbbbbbbb of this model was pruned 2026-01-31T12:00:00Z (not used for 31 days\\x1b); it was missed 2 "
         "times since."
     )
-    assert report.to_json()["pruned"] == gone.to_json()
+    printed = json.loads(json.dumps(report.to_json()["pruned"]))
+    assert list(printed) == ["lookup", "entries", "misses", "last_missed"]
+    assert printed["entries"] == [{"hash": "b" * 64, "model": "M", "when": entry.when, "why": entry.why}]
 
 
 def test_what_a_stranger_wrote_is_quoted_and_has_an_end(monkeypatch):
-    name = RankName(hash="a" * 64, rank=0, prefix="backbone")
-    nearest = EntryFacts(name=name, model="E\x1b[2Jvil\n", created="2026\x07", last_used=None, hits=0)
+    nearest = EntryFacts(
+        hash="a" * 64, rank=0, prefix="backbone", model="E\x1b[2Jvil\n", created="2026\x07", last_used=None, hits=0
+    )
     reasons = tuple(Reason(sentence="\x1b" * 5000, detail=("- \u202e",) * 20) for _ in range(20))
     report = WhyReport(root="/cache", entry=None, nearest=nearest, reasons=reasons)
     lines = shown(report, monkeypatch)

@@ -43,7 +43,7 @@ def first_reason(spec: ModelSpec, base: EntrySide, config: CompilationConfig = E
     with torch.no_grad():
         report = why_spec(spec, config=config, cache_dir=base.layout.root)
     assert report.nearest is not None
-    assert report.nearest.name.hash == base.hash
+    assert report.nearest.hash == base.hash
     return report.reasons[0].sentence
 
 
@@ -106,7 +106,7 @@ def test_the_same_model_hits_and_its_entry_equals_itself(base, tmp_path):
         report = why_spec(subject.build(), config=EAGER, cache_dir=base.layout.root)
     assert report.hit
     assert report.entry is not None
-    assert (report.entry.name.hash, report.entry.model) == (base.hash, "Subject")
+    assert (report.entry.hash, report.entry.model) == (base.hash, "Subject")
     assert (report.nearest, report.reasons, report.run) == (None, (), "")
     shutil.copytree(base.layout.root, tmp_path / "copy")
     assert compare_entries(base, EntrySide(CacheLayout(root=tmp_path / "copy"), base.hash)) == []
