@@ -16,7 +16,7 @@ from cgtool.plan.shapes import shape_order, shape_text
 from cgtool.store.layout import short
 from cgtool.toolkit.inspect.artifact import ArtifactReport
 from cgtool.toolkit.inspect.cache import CacheReport
-from cgtool.toolkit.inspect.entry import EntryReport, leaves, place_name
+from cgtool.toolkit.inspect.entry import EntryReport, leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -161,8 +161,11 @@ def _held_by(entry: ForeignEntry) -> str:
 
 
 def _shapes_of(artifacts: Iterable[ForeignArtifact]) -> list[Shape]:
-    shapes = {shape_text(artifact.shape): artifact.shape for artifact in artifacts if artifact.shape is not None}
-    return sorted(shapes.values(), key=shape_order)
+    return _in_order(artifact.shape for artifact in artifacts if artifact.shape is not None)
+
+
+def _in_order(shapes: Iterable[Shape]) -> list[Shape]:
+    return sorted({shape_text(shape): shape for shape in shapes}.values(), key=shape_order)
 
 
 def _shapes_text(shapes: Sequence[Shape]) -> str:
@@ -230,9 +233,9 @@ def _show_coverage(output: Output, report: EntryReport) -> None:
     first = report.manifests[0]
     output.line(f"{cut(plain(first.model))} {short(report.hash)}", style="bold")
     several = len({manifest.rank for manifest in report.manifests}) > 1
-    by_part: dict[tuple[str, int], list[tuple[int, Place]]] = {}
-    for number, place in enumerate(report.coverage.places):
-        by_part.setdefault((place.prefix, place.variant), []).append((number, place))
+    by_part: dict[tuple[str, int], list[Place]] = {}
+    for place in report.coverage.places:
+        by_part.setdefault((place.prefix, place.variant), []).append(place)
     for (prefix, variant), places in by_part.items():
         manifest = next(one for one in report.manifests if one.prefix == prefix and variant < len(one.variants))
         counts = manifest.variants[variant]
@@ -242,49 +245,36 @@ def _show_coverage(output: Output, report: EntryReport) -> None:
             f"{prefix}, variant {variant} ({cut(plain(counts.name))}{fixed}): {count_text(counts.pieces, 'piece')}, "
             f"{counts.splitting_pieces} splitting, {counts.unique_pieces} unique, {manifest.adaptor}"
         )
-        _coverage_table(output, report, places, manifest.adaptor, several=several)
+        _coverage_table(output, places, manifest.adaptor, several=several)
     for line in _remarks(report):
         output.line(line)
 
 
-def _coverage_table(
-    output: Output, report: EntryReport, places: Sequence[tuple[int, Place]], adaptor: str, *, several: bool
-) -> None:
+def _coverage_table(output: Output, places: Sequence[Place], adaptor: str, *, several: bool) -> None:
     """Print shapes against pieces; those of one rank whose cells are the same share a column, and so do such ranks."""
-    missing = {(place_name(hole), shape_text(hole.shape)) for hole in report.coverage.holes}
-    texts = {shape_text(shape): shape for shape in report.coverage.shapes}
+    texts = [shape_text(shape) for shape in _in_order(shape for place in places for shape in place.shapes)]
     columns: dict[tuple[str, ...], dict[int, list[int]]] = {}
-    for number, place in places:
-        by_shape = {shape_text(row.shape): row for row in report.rows.get(place_name(place), ())}
-        cells = tuple(
-            "HOLE"
-            if (place_name(place), text) in missing
-            else _cell(by_shape.get(text), adaptor, served=(number, text) in report.coverage.covered)
-            for text in texts
-        )
-        columns.setdefault(cells, {}).setdefault(place.rank, []).append(place.piece_index)
-    headings, shown = ["shape"], list(columns)
+    for place in places:
+        cells = dict.fromkeys(map(shape_text, place.shapes), "as it stands" if place.serves_all else "")
+        cells |= {shape_text(row.shape): _cell(row, adaptor) for row in place.rows}
+        cells |= {shape_text(shape): "HOLE" for shape in place.missing}
+        column = tuple(cells.get(text, "") for text in texts)
+        columns.setdefault(column, {}).setdefault(place.rank, []).append(place.piece_index)
+    headings = ["shape"]
     for by_rank in columns.values():
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank, pieces in by_rank.items():
             groups.setdefault(tuple(sorted(pieces)), []).append(rank)
-        headings.append("; ".join(_heading(pieces, ranks, several=several) for pieces, ranks in groups.items()))
-    rows = [
-        [shape_text(shape), *(cells[at] for cells in shown)]
-        for at, shape in enumerate(texts.values())
-        if any(cells[at] for cells in shown)
-    ]
-    show_rows(output, headings, rows)
+        words = [
+            f"rank {indices_text(ranks)} {_pieces_text(pieces)}" if several else _pieces_text(pieces)
+            for pieces, ranks in groups.items()
+        ]
+        headings.append("; ".join(words))
+    rows = [[text, *(column[at] for column in columns)] for at, text in enumerate(texts)]
+    show_rows(output, headings, [row for row in rows if any(row[1:])])
 
 
-def _heading(pieces: Sequence[int], ranks: Sequence[int], *, several: bool) -> str:
-    where = f"rank {indices_text(ranks)} " if several else ""
-    return f"{where}{_pieces_text(pieces)}"
-
-
-def _cell(row: Row | None, adaptor: str, *, served: bool) -> str:
-    if row is None:
-        return "as it stands" if served else ""
+def _cell(row: Row, adaptor: str) -> str:
     words = "proved" if row.artifact.proved else "not proved"
     other = "" if row.adaptor == adaptor else f" ({row.adaptor})"
     return f"{words}{other}" + (f", {count_text(len(row.artifact.guards), 'guard')}" if row.artifact.guards else "")
@@ -293,7 +283,7 @@ def _cell(row: Row | None, adaptor: str, *, served: bool) -> str:
 def _remarks(report: EntryReport) -> Iterator[str]:
     """Yield what stands below the tables: sums, holes, fallbacks, what is not proved."""
     coverage = report.coverage
-    rows = [row for found in report.rows.values() for row in found]
+    rows = [row for place in coverage.places for row in place.rows]
     sizes = {row.artifact.digest: row.artifact.size_bytes for row in rows}
     yield ""
     yield f"{count_text(len(sizes), 'artifact')} for {count_text(len(rows), 'row')}, {size_text(sum(sizes.values()))}"

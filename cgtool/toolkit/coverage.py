@@ -13,36 +13,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cgtool.config import EAGER
 from cgtool.plan.records import Plan
 from cgtool.plan.shapes import Shape, of_sizes, shape_order, shape_text
 from cgtool.store.layout import RankName
-from cgtool.store.records import Manifest
+from cgtool.store.records import Manifest, Row
 
 #: Of each variant of a plan, the indices of its compiled pieces.
 Planned = tuple[frozenset[int], ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """One compiled piece of one variant on one rank.
-
-    Args:
-        rank: Which process of a model-parallel group.
-        prefix: Which compiled part of the model.
-        variant: Which of the manifest's variants.
-        piece_index: Which piece.
-        adaptor: What compiled it, for its first shape; "" where nothing is compiled yet.
-        serves_all: Whether its one artifact serves every shape, because it runs as it stands.
-    """
-
-    rank: int
-    prefix: str
-    variant: int
-    piece_index: int
-    adaptor: str
-    serves_all: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,16 +38,42 @@ class Hole:
 
 @dataclass(frozen=True, kw_only=True)
 class UnknownPieces:
-    """Compiled pieces of a variant that no row names, where no plan says which they are.
-
-    Args:
-        count: How many.
-    """
+    """How many compiled pieces of a variant no row names, where no plan says which they are."""
 
     rank: int
     prefix: str
     variant: int
     count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One compiled piece of one variant on one rank.
+
+    Args:
+        rank: Which process of a model-parallel group.
+        prefix: Which compiled part of the model.
+        variant: Which of the manifest's variants.
+        piece_index: Which piece.
+        rows: What was compiled of it, in the order of shapes.
+        shapes: What its variant is compiled for, in order.
+        missing: Those of them that it lacks.
+        serves_all: Whether its one artifact serves every shape, because it runs as it stands.
+    """
+
+    rank: int
+    prefix: str
+    variant: int
+    piece_index: int
+    rows: tuple[Row, ...]
+    shapes: tuple[Shape, ...]
+    missing: tuple[Shape, ...]
+    serves_all: bool = False
+
+    @property
+    def adaptor(self) -> str:
+        """What compiled it, for its first shape; "" where nothing is compiled yet."""
+        return self.rows[0].adaptor if self.rows else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,17 +83,21 @@ class Coverage:
     Args:
         shapes: Every shape of any variant, in order.
         places: Every compiled piece, by prefix, variant, rank and piece.
-        covered: (index into `places`, shape as text) of everything that is served; a place that serves all has every
-            shape of its variant here.
-        holes: What is missing, in the order of `places` and `shapes`.
         unknown: Pieces that are missing and cannot be named.
     """
 
     shapes: tuple[Shape, ...]
     places: tuple[Place, ...]
-    covered: frozenset[tuple[int, str]]
-    holes: tuple[Hole, ...]
     unknown: tuple[UnknownPieces, ...] = ()
+
+    @property
+    def holes(self) -> tuple[Hole, ...]:
+        """What is missing, in the order of `places` and shapes."""
+        return tuple(
+            Hole(rank=one.rank, prefix=one.prefix, variant=one.variant, piece_index=one.piece_index, shape=shape)
+            for one in self.places
+            for shape in one.missing
+        )
 
     @property
     def is_whole(self) -> bool:
@@ -123,53 +133,31 @@ def entry_coverage(manifests: Sequence[Manifest], *, plans: Mapping[RankName, Pl
             groups[manifest.prefix, number].append(_Part(manifest, number, (plans or {}).get(manifest.name)))
     shapes: dict[str, Shape] = {}
     places: list[Place] = []
-    covered: set[tuple[int, str]] = set()
-    holes: list[Hole] = []
     unknown: list[UnknownPieces] = []
     for (prefix, number), parts in sorted(groups.items(), key=lambda item: item[0]):
         for part in parts:
             wanted = part.shapes_of(parts)
-            shapes |= wanted
+            shapes |= {shape_text(shape): shape for shape in wanted}
             pieces, missing = part.pieces_of(parts)
+            where: dict[str, Any] = {"rank": part.rank, "prefix": prefix, "variant": number}
             if missing:
-                unknown.append(UnknownPieces(rank=part.rank, prefix=prefix, variant=number, count=missing))
-            for piece in pieces:
-                place = part.place(piece, wanted)
-                there = set(wanted) if place.serves_all else set(part.rows.get(piece, {}))
-                # One artifact is all that a piece needs which runs as it stands: that of the base shape, the first.
-                needed = list(wanted)[: 1 if piece in part.eager else None]
-                holes += [
-                    Hole(rank=part.rank, prefix=prefix, variant=number, piece_index=piece, shape=wanted[text])
-                    for text in needed
-                    if text not in there
-                ]
-                covered |= {(len(places), text) for text in there}
-                places.append(place)
-    return Coverage(
-        shapes=tuple(_in_order(shapes).values()),
-        places=tuple(places),
-        covered=frozenset(covered),
-        holes=tuple(holes),
-        unknown=tuple(unknown),
-    )
+                unknown.append(UnknownPieces(**where, count=missing))
+            places += [Place(**where, **part.filled(piece, wanted)) for piece in pieces]
+    ordered = sorted(shapes.values(), key=shape_order)
+    return Coverage(shapes=tuple(ordered), places=tuple(places), unknown=tuple(unknown))
 
 
 class _Part:
     """One variant of one manifest: which of its pieces have which shapes."""
 
     def __init__(self, manifest: Manifest, number: int, plans: Planned | None) -> None:
-        self.rank, self.prefix, self.number = manifest.rank, manifest.prefix, number
+        self.rank = manifest.rank
         self.counts = manifest.variants[number]
         self.plan = plans[number] if plans is not None and number < len(plans) else None
-        #: piece → shape as text → adaptor
-        self.rows: dict[int, dict[str, str]] = defaultdict(dict)
-        base = of_sizes(self.counts.fixed)
-        self.shapes = {shape_text(base): base}
-        for row in manifest.rows:
+        self.rows: dict[int, list[Row]] = defaultdict(list)
+        for row in sorted(manifest.rows, key=lambda row: (shape_order(row.shape), row.adaptor)):
             if row.variant == number:
-                text = shape_text(row.shape)
-                self.shapes[text] = row.shape
-                self.rows[row.piece_index].setdefault(text, row.adaptor)
+                self.rows[row.piece_index].append(row)
         #: pieces that run as they stand, though the entry's adaptor is another
         self.eager = {
             fallback.piece_index
@@ -177,11 +165,13 @@ class _Part:
             if fallback.variant == number and fallback.adaptor == EAGER != manifest.adaptor
         }
 
-    def shapes_of(self, siblings: Sequence[_Part]) -> dict[str, Shape]:
-        """Return the shapes that the same variant has on any rank, itself among the siblings."""
-        key = (self.counts.name, self.counts.fixed)
-        alike = [part for part in siblings if (part.counts.name, part.counts.fixed) == key]
-        return _in_order({text: shape for part in alike for text, shape in part.shapes.items()})
+    def shapes_of(self, siblings: Sequence[_Part]) -> tuple[Shape, ...]:
+        """Return the shapes that the same variant has on any rank, itself among the siblings, in order."""
+        found = [of_sizes(self.counts.fixed)]
+        for part in siblings:
+            if (part.counts.name, part.counts.fixed) == (self.counts.name, self.counts.fixed):
+                found += [row.shape for rows in part.rows.values() for row in rows]
+        return tuple(sorted({shape_text(shape): shape for shape in found}.values(), key=shape_order))
 
     def pieces_of(self, siblings: Sequence[_Part]) -> tuple[list[int], int]:
         """Return the compiled pieces, and how many more there are that cannot be named."""
@@ -191,17 +181,13 @@ class _Part:
         known = {piece for part in (self, *alike) for piece in (*part.rows, *part.eager)}
         return sorted(known), max(0, self.counts.pieces - self.counts.splitting_pieces - len(known))
 
-    def place(self, piece: int, shapes: Mapping[str, Shape]) -> Place:
-        own = self.rows.get(piece, {})
-        return Place(
-            rank=self.rank,
-            prefix=self.prefix,
-            variant=self.number,
-            piece_index=piece,
-            adaptor=next((own[text] for text in shapes if text in own), ""),
-            serves_all=piece in self.eager and EAGER in own.values(),
-        )
-
-
-def _in_order(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    return dict(sorted(shapes.items(), key=lambda item: shape_order(item[1])))
+    def filled(self, piece: int, shapes: tuple[Shape, ...]) -> dict[str, Any]:
+        """Return the fields of a piece's place that say what there is of it."""
+        rows = tuple(self.rows.get(piece, ()))
+        there = {shape_text(row.shape) for row in rows}
+        as_it_stands = piece in self.eager
+        serves_all = as_it_stands and any(row.adaptor == EAGER for row in rows)
+        # One artifact is all that a piece needs which runs as it stands: that of the base shape, the first.
+        needed = () if serves_all else shapes[: 1 if as_it_stands else None]
+        missing = tuple(shape for shape in needed if shape_text(shape) not in there)
+        return {"piece_index": piece, "rows": rows, "shapes": shapes, "missing": missing, "serves_all": serves_all}

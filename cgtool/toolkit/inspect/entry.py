@@ -20,7 +20,7 @@ of another system's, the fields of `ForeignEntryReport`; and of a key::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict as fields_of
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ from cgtool.store.entry import read_entry
 from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.key import FACTOR_ORDER, Factor, read_key
 from cgtool.store.layout import PLAN_FILE, CacheLayout, RankName, resolve_root, short
-from cgtool.store.records import Manifest, Row
+from cgtool.store.records import Manifest
 from cgtool.store.walk import view_entry
 from cgtool.toolkit.coverage import Coverage, Planned, entry_coverage, planned
 from cgtool.toolkit.foreign.detect import read_foreign
@@ -45,9 +45,6 @@ from cgtool.toolkit.selection import one_hash
 
 SCHEMA = 2
 KEY_SCHEMA = 1
-
-#: What one cell of the table is about: (rank, prefix, variant, piece).
-PlaceName = tuple[int, str, int, int]
 
 _OF_VLLM = "no guards, no compile times and no uses, and of a binary artifact neither a digest nor its target"
 #: What the cache of another system does not say of entries.
@@ -86,7 +83,6 @@ class EntryReport:
         hash: The entry's.
         manifests: Of its ranks and prefixes, in order.
         coverage: What they cover.
-        rows: The rows of each place, in the order of their shapes.
         warnings: What of the entry could not be read.
     """
 
@@ -94,7 +90,6 @@ class EntryReport:
     hash: str
     manifests: tuple[Manifest, ...]
     coverage: Coverage
-    rows: Mapping[PlaceName, Sequence[Row]]
     warnings: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -111,12 +106,12 @@ class EntryReport:
                 for manifest in self.manifests
             ],
             "places": [
-                {
-                    **fields_of(place),
+                {name: getattr(place, name) for name in _PLACE_FIELDS}
+                | {
                     "cells": [
                         {"shape": row.shape, "adaptor": row.adaptor, "tuned": row.tuned, **asdict(row.artifact)}
-                        for row in self.rows.get(place_name(place), ())
-                    ],
+                        for row in place.rows
+                    ]
                 }
                 for place in self.coverage.places
             ],
@@ -131,6 +126,7 @@ class EntryReport:
         }
 
 
+_PLACE_FIELDS = ("rank", "prefix", "variant", "piece_index", "adaptor", "serves_all")
 _RANK_FIELDS = ("rank", "prefix", "model", "level", "adaptor", "cgtool", "created")
 
 
@@ -227,23 +223,13 @@ def inspect_entry(entry: str | None = None, *, cache_dir: Path | None = None) ->
     if not manifests:
         gone = f"Entry {short(hash_)} is gone. Look again with: cgtool inspect cache"
         raise failures[0] if failures else CacheError(gone, path=layout.entry_dir(hash_))
-    rows: dict[PlaceName, list[Row]] = {}
-    for manifest in manifests:
-        for row in sorted(manifest.rows, key=lambda row: (shape_order(row.shape), row.adaptor)):
-            rows.setdefault((manifest.rank, manifest.prefix, row.variant, row.piece_index), []).append(row)
     return EntryReport(
         root=root,
         hash=hash_,
         manifests=manifests,
         coverage=entry_coverage(manifests, plans=plans),
-        rows=rows,
         warnings=tuple(map(str, failures)),
     )
-
-
-def place_name(place: Any) -> PlaceName:
-    """Return what names the place of a `Place` or of a `Hole`."""
-    return place.rank, place.prefix, place.variant, place.piece_index
 
 
 def _planned(layout: CacheLayout, name: RankName) -> Planned:
