@@ -56,6 +56,8 @@ class ModelSpec:
         method: The method of the module that is compiled.
         prefix: Which compiled part of the model this is ("backbone", "eagle_head", ...).
         name: What `inspect` shows; the class's name by default.
+        require: Dynamic dimension → its smallest and its largest size: further variants are traced until all of
+            these sizes are served, at which the model itself runs.
         serving: How it is served, for `cgtool check`.
     """
 
@@ -66,4 +68,5 @@ class ModelSpec:
     method: str = "forward"
     prefix: str = "backbone"
     name: str | None = None
+    require: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     serving: Serving | None = None

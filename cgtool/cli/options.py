@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from cgtool.toolkit.warm import ModelOptions
 
     Command = Callable[..., Any]
+
+
+_REQUIRED = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)=(?P<low>[0-9]{1,12})(?:-(?P<high>[0-9]{1,12}))?")
 
 
 def talk_options(function: Callable[..., int | None]) -> Callable[..., int | None]:
@@ -70,6 +74,25 @@ def read_arguments(ctx: click.Context, param: click.Parameter, texts: Sequence[s
         if name in result:
             raise click.BadParameter(f"{name!r} is given twice. Give it once.", ctx=ctx, param=param)
         result[name] = value
+    return result
+
+
+def read_required(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Read `--require`: "num_tokens=1-512" or "num_tokens=7", each dimension once.
+
+    Raises:
+        click.BadParameter: A text is neither, or a dimension comes twice.
+    """
+    result: dict[str, tuple[int, int]] = {}
+    for text in texts:
+        match = _REQUIRED.fullmatch(text)
+        if match is None:
+            message = f"{text!r} is no range of sizes. Give one such as num_tokens=1-512."
+            raise click.BadParameter(message, ctx=ctx, param=param)
+        name, low = match["name"], int(match["low"])
+        if name in result:
+            raise click.BadParameter(f"{name!r} is given twice. Give it once.", ctx=ctx, param=param)
+        result[name] = low, int(match["high"] or low)
     return result
 
 
@@ -257,9 +280,9 @@ def model_asked(options: Mapping[str, Any], fields: Iterable[str], **flags: Any)
 
     given = {name: options[name] for name in ("cache_dir", *fields)}
     config = load_settings(compilation_config=options["compilation_config"], flags={**given, **flags}).config
-    named = ("model", "factory_args", "weights", "device", "dtype", "pythonpath", "rank", "prefix")
+    named = ("model", "factory_args", "weights", "device", "dtype", "pythonpath", "rank", "prefix", "require")
     return ModelOptions(
-        **{name: options[name] for name in named},
+        **{name: options[name] for name in named if name in options},
         config=config,
         cache_dir=Path(config.cache_dir) if config.cache_dir else None,
     )

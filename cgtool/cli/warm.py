@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cgtool.cli import failures, logs
-from cgtool.cli.options import ADAPTOR_FIELDS, model_asked, place_options, talk_options, warming_options
+from cgtool.cli.options import ADAPTOR_FIELDS, model_asked, place_options, read_required, talk_options, warming_options
 from cgtool.cli.text import count_text, indices_text, secs_text, size_text
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ Examples:
   cgtool warm mypackage.models:build --weights real --dtype bfloat16
   cgtool warm hf:checkpoints/llama --compile-sizes batch=4:seq=128
   cgtool warm mypackage.models:build --jobs 4 --compile-timeout 600
+  cgtool warm mypackage.models:build --require num_tokens=1-512
   cgtool warm fixtures/tiny_llama.py:build --check || echo "not warm yet"
   cgtool warm fixtures/tiny_llama.py:build --json | jq .compiled
 """
@@ -47,6 +48,13 @@ Examples:
     "debug_dump_path",
     metavar="DIR",
     help="Write the model's graph, program and generated code into this folder, for people; on a hit, too.",
+)
+@click.option(
+    "--require",
+    multiple=True,
+    callback=read_required,
+    metavar="DIM=LOW-HIGH",
+    help="Trace further variants until all of these sizes of a dynamic dimension are served. Repeatable.",
 )
 @place_options
 @click.option("--check", is_flag=True, help="Only say whether the cache serves the model: exit code 3 where not.")

@@ -23,9 +23,7 @@ _USER_LINE = re.compile(r"(?P<code>.*?)\s*# (?:.*/)?(?P<file>[^/:]+):(?P<line>[0
 #: How many sizes of one dimension, and of each of two, are tried to see whether a relation narrows anything.
 _TRIED_ALONE, _TRIED_TOGETHER = 600, 40
 _EXAMPLES = 3
-_ADVICE = (
-    "An example call of another size (ModelSpec.calls) may widen it, if the model's code has another way for that."
-)
+_ADVICE = "What must be served besides can be required (--require, ModelSpec.require): further variants serve it then."
 
 
 @dataclass(frozen=True, kw_only=True)

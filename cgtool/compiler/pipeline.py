@@ -21,6 +21,7 @@ from cgtool.compiler.generated import dump_entry, dump_traced, keep_generated
 from cgtool.compiler.manager import CompilerManager
 from cgtool.compiler.pool import WorkerPool, default_jobs, early_jobs
 from cgtool.compiler.proof.prover import Prover
+from cgtool.compiler.required import unserved
 from cgtool.compiler.schedule import Compiled, compile_work, unique
 from cgtool.compiler.standing import (
     broken_work,
@@ -196,7 +197,7 @@ class _Warm:
             only_asks=check,
         )
         try:
-            found = finder.find(functools.partial(self._refusal, without))
+            found = finder.find(functools.partial(self._refusal, without, check))
         except CacheMissError as miss:
             if check:
                 raise
@@ -205,13 +206,20 @@ class _Warm:
             return self._fresh(damaged)  # its units are there: only the trace is made again
         return self._found(found, check=check)
 
-    def _refusal(self, without: Collection[str], found: Found) -> tuple[str, ...]:
+    def _refusal(self, without: Collection[str], check: bool, found: Found) -> tuple[str, ...]:
         """Say whether an entry was made of other example calls than this model's, or does not serve them."""
         if found.entry.name.hash in without:
             return ("no variant serves the example",)
-        if not same_calls(found.key.value("calls"), calls_of(self._spec)):
+        then, now = found.key.value("calls"), calls_of(self._spec)
+        if not same_calls(then, now):
             return ("the example calls or their dynamic dimensions are not those of the entry",)
-        return ()
+        # What was left out under the same requirement would be left out again.
+        if not self._spec.require or not (check or then.get("require") != now["require"]):
+            return ()
+        # Dynamo, which a hit must not pay for.
+        from cgtool.compiler.stitch import sizes_of_calls
+
+        return unserved(found.plan.variants, self._spec.require, sizes_of_calls(self._spec))
 
     def _found(self, found: Found, *, check: bool) -> WarmResult:
         """Say that an entry is complete, or complete it."""

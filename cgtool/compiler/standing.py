@@ -42,7 +42,8 @@ def calls_of(spec: ModelSpec) -> Json:
         with contextlib.suppress(TypeError):  # where they do not fit, the trace says so in its own words
             args, kwargs = signature.arguments(signature.bind(args, kwargs))
         calls.append([call.name, [_shown(a) for a in args], {k: _shown(v) for k, v in kwargs.items()}])
-    return {"method": spec.method, "dynamic": dynamic, "calls": calls}
+    require = {name: list(bounds) for name, bounds in spec.require.items()}
+    return {"method": spec.method, "dynamic": dynamic, "calls": calls} | ({"require": require} if require else {})
 
 
 def _shown(value: Any, depth: int = _MAX_DEPTH) -> Json:
@@ -66,8 +67,10 @@ def _shown(value: Any, depth: int = _MAX_DEPTH) -> Json:
 def same_calls(one: Json, other: Json) -> bool:
     """Return whether two models' example calls may be served by one entry.
 
-    Where dimensions are dynamic, an example's own sizes decide nothing that guards do not.
+    Where dimensions are dynamic, an example's own sizes decide nothing that guards do not. Nor does what was required:
+    what an entry serves of it is asked of its plan.
     """
+    one, other = ({**calls, "require": None} if isinstance(calls, dict) else calls for calls in (one, other))
     if not isinstance(one, dict) or not one.get("dynamic"):
         return bool(one == other)
     return bool(_without_sizes(one) == _without_sizes(other))

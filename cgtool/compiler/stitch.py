@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ import torch
 from cgtool.compiler import _torch
 from cgtool.compiler.fx_piece import rebuild
 from cgtool.compiler.narrowed import narrowed_ranges, narrowing_relations, served_by
+from cgtool.compiler.required import check_required, required_sizes, serves
 from cgtool.config import EAGER
 from cgtool.errors import CgtoolError, TraceError
 from cgtool.events import Event, OnEvent
@@ -33,12 +35,23 @@ from cgtool.split.splitter import SplitResult, split_graph
 from cgtool.split.text import graph_text
 from cgtool.store.records import Fallback
 from cgtool.trace.capture import Trace, capture, slow_ops
-from cgtool.trace.examples import Dims, arguments_for, outer_arguments, unique_names, variants_of
+from cgtool.trace.examples import (
+    FIRST_DYNAMIC,
+    Dims,
+    arguments_for,
+    outer_arguments,
+    sizes_of,
+    unique_names,
+    variants_of,
+)
 from cgtool.trace.files import UserCode, user_code
 from cgtool.trace.outputs import place_outputs
 from cgtool.trace.relations import relations_of_trace, symbols_of_trace
 
 _log = logging.getLogger(__name__)
+
+#: How many further variants a call gets for what is required of it, and how many sizes are found not to run.
+_MOST_FURTHER, _MOST_LEFT_OUT = 16, 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,41 +101,143 @@ def stitch(spec: ModelSpec, splitting_ops: Sequence[str] | None, on_event: OnEve
         msg = "The model is in training mode, and an entry is for inference. Call model.eval() first."
         raise TraceError(msg)
     signature = CallSignature.of(method)
-    dims = Dims.of(spec.dynamic)
-    todo = [(call, fixed) for call in spec.calls for fixed in variants_of(_present(dims, call, signature))]
-    traced: list[_Traced] = []
-    notes: list[str] = []
-    for index, (call, fixed) in enumerate(todo):
-        label = call.name + "".join(f", {name}={size}" for name, size in fixed.items())
+    tracing = _Tracing(spec, method, signature, splitting_ops, on_event)
+    check_required(spec.require, _bounds(tracing.dims))
+    tracing.run()
+    return _stitched(spec, tracing.dims, tracing.traced, tracing.notes, time.perf_counter() - started)
+
+
+def sizes_of_calls(spec: ModelSpec) -> dict[str, dict[str, int]]:
+    """Return for each example call, by name, a size of each dynamic dimension that it passes."""
+    signature, dims = CallSignature.of(getattr(spec.module, spec.method)), Dims.of(spec.dynamic)
+    check_required(spec.require, _bounds(dims))
+    return {call.name: sizes_of(call, signature, _present(dims, call, signature)) for call in spec.calls}
+
+
+def _bounds(dims: Dims) -> dict[str, tuple[int, int | None]]:
+    return {name: (dim.min, dim.max) for name, dim in dims.by_name.items()}
+
+
+class _Tracing:
+    """The variants of a model as they are traced.
+
+    Args:
+        spec: The model.
+        method: Its method.
+        signature: The method's.
+        splitting_ops: Ops to split at.
+        on_event: Told of each trace.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        method: Callable[..., Any],
+        signature: CallSignature,
+        splitting_ops: Sequence[str] | None,
+        on_event: OnEvent,
+    ) -> None:
+        self.dims = Dims.of(spec.dynamic)
+        self.traced: list[_Traced] = []
+        self.notes: list[str] = []
+        self._spec = spec
+        self._method = method
+        self._signature = signature
+        self._splitting_ops = splitting_ops
+        self._on_event = on_event
+
+    def run(self) -> None:
+        """Trace what every example call needs, then what is required beyond that."""
+        calls = {call.name: (call, _present(self.dims, call, self._signature)) for call in self._spec.calls}
+        todo = [(call, fixed) for call, dims in calls.values() for fixed in variants_of(dims)]
+        for index, (call, fixed) in enumerate(todo):
+            try:
+                self._keep(self._trace(call, fixed, progress=(index, len(todo))))
+            except CgtoolError as error:
+                arguments, _ = arguments_for(call, self._signature, self.dims, fixed)
+                reason = self._why_not_runnable(arguments) if fixed and self.traced else None
+                if reason is None:
+                    raise
+                _log.info("There is no variant for %s: %s", _spelled(fixed), error)
+                self._leave_out([_spelled(fixed)], reason)
+        for call, dims in calls.values():
+            self._widen(call, sizes_of(call, self._signature, dims))
+
+    def _widen(self, call: ExampleCall, sizes: Mapping[str, int]) -> None:
+        """Trace further variants of a call until all sizes that are required of it are served."""
+        require = {name: bounds for name, bounds in self._spec.require.items() if name in sizes}
+        own = [one.variant for one in self.traced if one.variant.name == call.name]
+        left_out: dict[str, list[str]] = {}
+        more = 0
+        for point in required_sizes(require, sizes, tuple(own)) if require else ():
+            if any(serves(variant, point) for variant in own):
+                continue
+            asked = {name: point[name] for name in require}
+            if more == _MOST_FURTHER or sum(map(len, left_out.values())) == _MOST_LEFT_OUT:
+                self.notes.append(f"Nothing further was traced from {_spelled(asked)} on: too many sizes differ.")
+                break
+            arguments, _ = arguments_for(call, self._signature, self.dims, asked)
+            reason = self._why_not_runnable(arguments)
+            if reason is not None:
+                left_out.setdefault(reason, []).append(_spelled(asked))
+                continue
+            more += 1
+            own.append(self._serving(call, point, asked))
+        for reason, points in left_out.items():
+            self._leave_out(points, reason)
+
+    def _serving(self, call: ExampleCall, point: Mapping[str, int], asked: Mapping[str, int]) -> Variant:
+        """Trace a variant that serves these sizes: of as many others as the model's code allows, or of these alone."""
+        small = {name: size for name, size in asked.items() if size < FIRST_DYNAMIC}
+        with contextlib.suppress(CgtoolError):  # Dynamo fixes a size that the code asks for
+            wide = self._trace(call, small, point)
+            if serves(wide.variant, point):
+                return self._keep(wide)
+        return self._keep(self._trace(call, asked, point))
+
+    def _keep(self, one: _Traced) -> Variant:
+        self.traced.append(one)
+        dynamic = one.variant.dims.keys() - one.variant.fixed.keys()
+        if not dynamic <= self._spec.require.keys():  # else further variants serve what this one does not
+            self.notes += narrowing_relations(one.variant, one.trace.shape_env, one.split.symbol_names)
+        return one.variant
+
+    def _leave_out(self, points: Sequence[str], reason: str) -> None:
+        self.notes.append(f"No variant serves {', '.join(points)}, at which the model itself does not run: {reason}")
+
+    def _trace(
+        self,
+        call: ExampleCall,
+        fixed: Mapping[str, int],
+        sizes: Mapping[str, int] | None = None,
+        progress: tuple[int, int] | None = None,
+    ) -> _Traced:
+        shown = fixed if sizes is None else {name: sizes[name] for name in self._spec.require if name in sizes}
+        label = call.name + "".join(f", {name}={size}" for name, size in shown.items())
         begun = time.perf_counter()
-        on_event(Event(phase="trace", message=label, done=index, total=len(todo)))
-        arguments, marked = arguments_for(call, signature, dims, fixed)
-        try:
-            trace = capture(spec.module, method, signature, arguments, marked)
-        except CgtoolError as error:
-            reason = _why_not_runnable(method, signature, arguments) if fixed and traced else None
-            if reason is None:
-                raise
-            sizes = " and ".join(f"{name} = {size}" for name, size in fixed.items())
-            _log.info("There is no variant for %s: %s", sizes, error)
-            notes.append(f"No variant serves {sizes}, at which the model itself does not run: {reason}")
-        else:
-            split = split_graph(trace.graph_module, splitting_ops=splitting_ops)
-            traced.append(_Traced(variant=_variant(call.name, fixed, dims, trace, split), trace=trace, split=split))
-            notes += narrowing_relations(traced[-1].variant, trace.shape_env, split.symbol_names)
+        done, total = progress or (None, None)
+        self._on_event(Event(phase="trace", message=label, done=done, total=total))
+        arguments, marked = arguments_for(call, self._signature, self.dims, fixed, sizes)
+        trace = capture(self._spec.module, self._method, self._signature, arguments, marked)
+        split = split_graph(trace.graph_module, splitting_ops=self._splitting_ops)
+        variant = _variant(call.name, fixed, self.dims, trace, split)
         secs = time.perf_counter() - begun
-        on_event(Event(phase="trace", message=label, done=index + 1, total=len(todo), secs=secs))
-    return _stitched(spec, dims, traced, notes, time.perf_counter() - started)
+        done = None if done is None else done + 1
+        self._on_event(Event(phase="trace", message=label, done=done, total=total, secs=secs))
+        return _Traced(variant=variant, trace=trace, split=split)
+
+    def _why_not_runnable(self, arguments: Mapping[str, Any]) -> str | None:
+        """Return why the model itself does not run on these arguments, or None where it does; nothing is computed."""
+        try:
+            with torch.no_grad(), _torch.fake_mode_of(arguments):
+                self._signature.call(self._method, arguments)
+        except Exception as error:  # noqa: BLE001  the model's own code raises what it likes
+            return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return None
 
 
-def _why_not_runnable(method: Callable[..., Any], signature: CallSignature, arguments: Mapping[str, Any]) -> str | None:
-    """Return why the model itself does not run on these arguments, or None where it does; nothing is computed."""
-    try:
-        with torch.no_grad(), _torch.fake_mode_of(arguments):
-            signature.call(method, arguments)
-    except Exception as error:  # noqa: BLE001  the model's own code raises what it likes
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return None
+def _spelled(sizes: Mapping[str, int]) -> str:
+    return " and ".join(f"{name} = {size}" for name, size in sizes.items())
 
 
 def _present(dims: Dims, call: ExampleCall, signature: CallSignature) -> Dims:

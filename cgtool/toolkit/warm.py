@@ -44,6 +44,7 @@ class ModelOptions:
         cache_dir: The cache's root; None means the configured or the user's own.
         rank: This process's place in a model-parallel group; None takes the environment's word.
         prefix: Which compiled part of the model this is; None takes the factory's word.
+        require: Dynamic dimension → its smallest and its largest size that must be served; beside the factory's word.
     """
 
     model: str
@@ -56,6 +57,7 @@ class ModelOptions:
     cache_dir: Path | None = None
     rank: int | None = None
     prefix: str | None = None
+    require: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     def build(self, on_event: OnEvent) -> ModelSpec:
         """Build the model.
@@ -78,7 +80,8 @@ class ModelOptions:
             pythonpath=self.pythonpath,
         )
         on_event(Event(phase="model", message=self.model, secs=time.perf_counter() - began))
-        return spec if self.prefix is None else dataclasses.replace(spec, prefix=self.prefix)
+        prefix = spec.prefix if self.prefix is None else self.prefix
+        return dataclasses.replace(spec, prefix=prefix, require={**spec.require, **self.require})
 
 
 def require_cache(config: CompilationConfig) -> None:

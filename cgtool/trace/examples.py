@@ -107,9 +107,20 @@ def variants_of(dims: Dims) -> tuple[Mapping[str, int], ...]:
 
 
 def arguments_for(
-    call: ExampleCall, signature: CallSignature, dims: Dims, fixed: Mapping[str, int]
+    call: ExampleCall,
+    signature: CallSignature,
+    dims: Dims,
+    fixed: Mapping[str, int],
+    sizes: Mapping[str, int] | None = None,
 ) -> tuple[dict[str, Any], list[tuple[torch.Tensor, int, str]]]:
     """Return the call's root locals with its tensors at this variant's sizes, and which of their dims are dynamic.
+
+    Args:
+        call: The example.
+        signature: The method's.
+        dims: All dynamic dimensions.
+        fixed: Those that the variant fixes, with their sizes.
+        sizes: The sizes of others; by default the example's own, or the nearest that is allowed.
 
     Returns:
         The root locals, and (tensor, dimension, name) of each dynamic dimension.
@@ -120,7 +131,7 @@ def arguments_for(
     outer = outer_arguments(call, signature)
     for place in dims.places:
         signature.source(place.parameter)
-    targets = _targets(outer, dims, fixed)
+    targets = _targets(outer, dims, {**(sizes or {}), **fixed})
     given = [leaf for leaf in private.tree_leaves(outer) if isinstance(leaf, torch.Tensor)]
     marked: list[tuple[torch.Tensor, int, str]] = []
     by_parameter: dict[str, list[Place]] = {}
@@ -138,6 +149,15 @@ def arguments_for(
         marked += [(tensor, place.dim % tensor.dim(), place.name) for place in places if place.name not in fixed]
     args, kwargs = _as_call(outer, signature)
     return signature.bind(args, kwargs), marked
+
+
+def sizes_of(call: ExampleCall, signature: CallSignature, dims: Dims) -> dict[str, int]:
+    """Return the sizes at which the variant of a call is traced that fixes none: of each dimension that it passes.
+
+    Raises:
+        ModelError: The example does not fit the method, or a named dimension is not there.
+    """
+    return _targets(outer_arguments(call, signature), dims, {})
 
 
 def outer_arguments(call: ExampleCall, signature: CallSignature) -> dict[str, Any]:

@@ -82,6 +82,8 @@ USAGE = {
     "torn JSON": (["warm", "m.py:b", "--compile-sizes", '{"batch": 1'], "it is no JSON"),
     "range that ends before it starts": (["warm", "m.py:b", "--compile-ranges", "16-1"], "--compile-ranges:"),
     "range of words": (["warm", "m.py:b", "--compile-ranges", "few-many"], "--compile-ranges:"),
+    "required without a size": (["warm", "m.py:b", "--require", "n"], "'n' is no range of sizes."),
+    "required twice": (["warm", "m.py:b", "--require", "n=1", "--require", "n=2-3"], "'n' is given twice."),
     "level": (["warm", "m.py:b", "--level", "4"], "--level: level is 4: levels are 0 (NO_COMPILATION)"),
     "adaptor": (["warm", "m.py:b", "--adaptor", "inductr"], "--adaptor: adaptor is 'inductr'"),
     "op": (["warm", "m.py:b", "--splitting-ops", "attention"], "'attention' is none of these"),

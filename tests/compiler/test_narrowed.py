@@ -116,9 +116,9 @@ def test_nothing_is_said_where_nothing_narrowed(cache_root, model, dynamic):
     assert warmed(model(), cache_root, dynamic=dynamic).notes == ()
 
 
-def test_a_second_example_widens_and_is_what_the_note_advises(cache_root):
+def test_a_second_example_widens_and_the_note_says_how_further_sizes_are_required(cache_root):
     (note,) = warmed(Branch(), cache_root).notes
-    assert "An example call of another size (ModelSpec.calls) may widen it" in note
+    assert "can be required (--require, ModelSpec.require)" in note
     assert warmed(Branch(), cache_root, 6, 20).notes == ()
 
 

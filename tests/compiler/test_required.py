@@ -1,0 +1,146 @@
+"""Sizes that are required get variants of their own where others leave them out; what the model cannot run is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import cgtool  # noqa: E402
+from cgtool import CacheMissError, CompilationConfig, ExampleCall, GuardError, ModelSpec  # noqa: E402
+from cgtool.compiler.pipeline import warm  # noqa: E402
+from cgtool.compiler.required import required_sizes  # noqa: E402
+from cgtool.errors import UsageError  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+EAGER = CompilationConfig(adaptor="eager")
+
+
+class Branch(torch.nn.Module):
+    """Another way for each of three kinds of size."""
+
+    def forward(self, x):
+        if x.shape[0] > 8:
+            return x * 2
+        return x + 1 if x.shape[0] % 2 == 0 else x - 1
+
+
+class Conv(torch.nn.Module):
+    """Cannot run below 3; torch chooses another kernel from 10,241 on; gives one column at 3, which Dynamo fixes."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv1d(2, 2, 3)
+
+    def forward(self, x):
+        return self.conv(x.T.unsqueeze(0)).relu()
+
+
+class Both(torch.nn.Module):
+    """Takes another way where the product of both dimensions is large."""
+
+    def forward(self, x):
+        return x * 2 if x.shape[0] * x.shape[1] <= 40 else x + 3
+
+
+class Steps(torch.nn.Module):
+    """Takes another way for every second size."""
+
+    def forward(self, x):
+        for step in range(2, 200, 2):
+            if x.shape[0] <= step:
+                return x + step
+        return x
+
+
+def spec(model, require, *, rows=4, columns=2, dynamic=None):
+    call = ExampleCall(args=(torch.rand(rows, columns),))
+    return ModelSpec(module=model.eval(), calls=[call], dynamic={"x": dynamic or {0: "n"}}, require=require)
+
+
+def compare(model, root, shapes):
+    loaded = cgtool.load(model, cache_dir=root)
+    with torch.no_grad():
+        for shape in shapes:
+            x = torch.rand(*shape)
+            assert torch.equal(loaded(x), model(x)), shape
+
+
+@pytest.mark.parametrize(
+    ("model", "require", "dynamic", "shapes", "variants"),
+    [
+        (Branch, {"n": (1, 512)}, None, [(n, 2) for n in (1, 2, 3, 4, 7, 8, 9, 10, 11, 512, 4000)], 4),
+        (Conv, {"n": (3, 30000)}, None, [(n, 2) for n in (3, 4, 5, 100, 10240, 10241, 30000)], 3),
+        (Both, {"n": (2, 30), "m": (2, 30)}, {0: "n", 1: "m"}, [(4, 2), (4, 10), (4, 11), (2, 21), (30, 30)], 5),
+    ],
+    ids=["a branch and a rest", "a convolution", "two dimensions"],
+)
+def test_every_size_that_is_required_is_served(cache_root, model, require, dynamic, shapes, variants):  # noqa: PLR0917
+    model = model().eval()
+    result = warm(spec(model, require, dynamic=dynamic), config=EAGER, cache_dir=cache_root)
+    assert len(result.manifest.variants) == variants
+    compare(model, cache_root, shapes)
+    again = warm(spec(model, require, dynamic=dynamic), config=EAGER, cache_dir=cache_root, check=True)
+    assert again.hit
+
+
+def test_an_entry_that_serves_less_is_traced_again_and_one_that_serves_more_is_a_hit(cache_root):
+    model = Branch().eval()
+    first = warm(spec(model, {}), config=EAGER, cache_dir=cache_root)
+    assert any("--require" in note for note in first.notes)
+    wanted = spec(model, {"n": (1, 8)})
+    with pytest.raises(CacheMissError) as missed:
+        warm(wanted, config=EAGER, cache_dir=cache_root, check=True)
+    assert missed.value.reasons[0] == "n = 3 is required of the call 'default', and no variant serves it"
+    second = warm(wanted, config=EAGER, cache_dir=cache_root)
+    assert (second.hit, second.compiled) == (False, 1)
+    assert warm(wanted, config=EAGER, cache_dir=cache_root).hit
+    for less in ({}, {"n": (2, 7)}):
+        assert warm(spec(model, less), config=EAGER, cache_dir=cache_root).hit
+    assert not warm(spec(model, {"n": (1, 9)}), config=EAGER, cache_dir=cache_root).hit
+    compare(model, cache_root, [(n, 2) for n in range(1, 12)])
+
+
+def test_sizes_that_the_model_itself_cannot_run_are_named_once_and_a_check_says_no(cache_root):
+    model = Conv().eval()
+    wanted = spec(model, {"n": (1, 64)})
+    result = warm(wanted, config=EAGER, cache_dir=cache_root)
+    (said,) = (note for note in result.notes if "n = 2" in note)
+    assert said.startswith("No variant serves n = 2, at which the model itself does not run: Calculated padded input")
+    assert warm(wanted, config=EAGER, cache_dir=cache_root).hit  # another trace would leave out the same
+    with pytest.raises(CacheMissError):
+        warm(wanted, config=EAGER, cache_dir=cache_root, check=True)
+    compare(model, cache_root, [(3, 2), (64, 2)])
+
+
+def test_where_too_many_sizes_are_programs_of_their_own_there_is_an_end(cache_root):
+    model = Steps().eval()
+    result = warm(spec(model, {"n": (1, 100)}), config=EAGER, cache_dir=cache_root)
+    (said,) = (note for note in result.notes if note.startswith("Nothing further was traced from n = "))
+    last = int(said.split(" on:")[0].split()[-1]) - 1
+    compare(model, cache_root, [(n, 2) for n in range(1, last + 1)])
+    with pytest.raises(GuardError):
+        compare(model, cache_root, [(last + 1, 2)])
+
+
+@pytest.mark.parametrize(
+    ("require", "message"),
+    [
+        ({"m": (1, 8)}, "m is required and is no dynamic dimension of this model"),
+        ({"n": (8, 1)}, "n is required from 8 to 1 and is declared as 1 to any"),
+        ({"n": (0, 1)}, "n is required from 0 to 1 and is declared as 1 to any"),
+    ],
+)
+def test_what_cannot_be_required_is_refused(cache_root, require, message):
+    with pytest.raises(UsageError, match=message):
+        warm(spec(Branch(), require), config=EAGER, cache_dir=cache_root)
+    assert not list(Path(cache_root).rglob("manifest.json"))
+
+
+def test_of_very_many_sizes_the_small_ones_and_the_ends_are_looked_at():
+    points = [point["n"] for point in required_sizes({"n": (1, 10**9)}, {"n": 4}, ())]
+    assert points == [*range(1, 257), 10**9]
+    assert list(required_sizes({"n": (7, 8)}, {"n": 4, "m": 3}, ())) == [{"n": 7, "m": 3}, {"n": 8, "m": 3}]
