@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from cgtool.store.bundle_index import INDEX_FILE, SIGNATURE_FILE, names_of_folde
 from cgtool.store.files import RECORD_MODE, cache_error, os_errors_as_cache_errors, sync_folder, write_new
 from cgtool.store.layout import CACHE_FOLDER, SIGNATURES, CacheLayout, RankName, resolve_root
 from cgtool.store.leases import keep
+from cgtool.store.pruned import remove_tree
 from cgtool.toolkit.bundle.choose import Choice, Contents, chosen_names, gather
 from cgtool.toolkit.bundle.reading import END, header_bytes, padding
 
@@ -160,20 +160,25 @@ def _write_file(dest: Path, contents: Contents, *, keys: list[Any], level: int) 
     if dest.is_dir():
         message = f"{dest} is a folder. Name a file such as {dest / 'model.tar.zst'}, or write a folder with --folder."
         raise UsageError(message, path=dest)
+    with _appearing(dest) as temporary, temporary.open("xb") as stream:
+        written = write_archive(stream, contents, keys=keys, level=level)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return written
+
+
+@contextlib.contextmanager
+def _appearing(dest: Path) -> Iterator[Path]:
+    """Yield a path beside `dest` that is renamed to it once the block has ended well, and else removed."""
     temporary = dest.with_name(f".{dest.name}.{os.getpid()}.{secrets.token_hex(6)}.tmp")
     try:
-        with temporary.open("xb") as stream:
-            written = write_archive(stream, contents, keys=keys, level=level)
-            stream.flush()
-            os.fsync(stream.fileno())
+        yield temporary
         temporary.replace(dest)
     except OSError as error:
         raise cache_error(error, dest, elsewhere=_ELSEWHERE) from error
     finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        list(remove_tree(str(temporary)))
     sync_folder(dest.parent)
-    return written
 
 
 def write_archive(
@@ -254,22 +259,14 @@ def write_folder(folder: Path, contents: Contents, *, keys: Sequence[Ed25519Priv
         for hash_ in contents.index.hashes:
             start = f"{CACHE_FOLDER}/{hash_}/{SIGNATURES}/{sha256_hex(index)}"
             heads |= {f"{start}.json": index, f"{start}.sig": heads[SIGNATURE_FILE]}
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.{secrets.token_hex(6)}.tmp")
-    try:
-        try:
-            temporary.mkdir(parents=True)
-            for name in sorted(names_of_folders([*heads, *(content.member.path for content in contents.contents)])):
-                (temporary / name).mkdir()
-            num_bytes = sum(write_new(temporary / name, [data]) for name, data in heads.items())
-            for content in contents.contents:
-                num_bytes += write_new(temporary / content.member.path, content.chunks(), content.member.mode)
-            _settle(temporary)
-            temporary.replace(folder)
-        except OSError as error:
-            raise cache_error(error, folder, elsewhere=_ELSEWHERE) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    sync_folder(folder.parent)
+    with _appearing(folder) as temporary:
+        temporary.mkdir(parents=True)
+        for name in sorted(names_of_folders([*heads, *(content.member.path for content in contents.contents)])):
+            (temporary / name).mkdir()
+        num_bytes = sum(write_new(temporary / name, [data]) for name, data in heads.items())
+        for content in contents.contents:
+            num_bytes += write_new(temporary / content.member.path, content.chunks(), content.member.mode)
+        _settle(temporary)
     return num_bytes
 
 

@@ -66,6 +66,7 @@ class _ForeignPlanner(Planner):
     def __init__(self, cache: ForeignCache, rules: Rules, now: float) -> None:
         super().__init__(rules, now)
         self._cache = cache
+        #: Of two that have one name, the next prune finds the other.
         self._entries = {entry.name: entry for entry in cache.entries}
 
     def plan(self) -> ForeignPlan:
@@ -82,7 +83,7 @@ class _ForeignPlanner(Planner):
                 created=_epoch(entry.created),
                 last_used=_epoch(entry.last_used),
             )
-            for entry in cache.entries
+            for entry in self._entries.values()
         ]
         self.notes += cache.warnings
         self.choose(entries)
