@@ -59,6 +59,7 @@ class ModelSpec:
         require: Dynamic dimension → its smallest and its largest size: further variants are traced until all of
             these sizes are served, at which the model itself runs.
         serving: How it is served, for `cgtool check`.
+        notes: What its author tells the user of it as it is warmed, a sentence each.
     """
 
     module: Any
@@ -70,3 +71,4 @@ class ModelSpec:
     name: str | None = None
     require: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     serving: Serving | None = None
+    notes: Sequence[str] = ()

@@ -63,6 +63,14 @@ def read_shapes(ctx: click.Context, param: click.Parameter, given: Any) -> Any:
     return given
 
 
+def read_task(ctx: click.Context, param: click.Parameter, text: str | None) -> None:
+    """Read `--task`, which is `--arg task=...`; `--arg` is read before it."""
+    if text is not None:
+        if "task" in ctx.params["factory_args"]:
+            raise click.BadParameter("--arg gives a task too. Give it once.", ctx=ctx, param=param)
+        ctx.params["factory_args"]["task"] = text
+
+
 def read_arguments(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> dict[str, Any]:
     """Read `--arg`: keyword arguments, each given once."""
     result: dict[str, Any] = {}
@@ -153,8 +161,16 @@ build_options = _together(
         "factory_args",
         multiple=True,
         callback=read_arguments,
+        is_eager=True,
         metavar="NAME=VALUE",
-        help="A keyword argument for MODEL's factory; JSON, else a string. Repeatable.",
+        help="A keyword argument for MODEL's factory, or a config field of hf:PATH; JSON, else a string. Repeatable.",
+    ),
+    click.option(
+        "--task",
+        callback=read_task,
+        expose_value=False,
+        metavar="TASK",
+        help="The head of hf:PATH: causal-lm, sequence-classification, ...; the base model by default.",
     ),
     click.option("--device", metavar="DEVICE", help="Where MODEL is built: cpu, cuda, cuda:1."),
     click.option("--dtype", metavar="DTYPE", help="MODEL's default floating dtype: float32, bfloat16."),

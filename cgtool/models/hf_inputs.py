@@ -62,6 +62,10 @@ _WORDS: Final[Mapping[str, tuple[tuple[str, ...], int]]] = {
     "task_seq_len": ((), 77),
     "input_size": ((), 1),
 }
+#: What a sequence's length is called beside `sequence_length`.
+_LENGTHS: Final = frozenset(
+    "seq_len seq_length input_ids_length target_length num_samples time_steps audio_length frames".split()  # noqa: SIM905
+)
 #: Raw audio: a quarter of a second at 16 kHz.
 _SAMPLES: Final = 4000
 _FRAMES: Final = 64
@@ -114,12 +118,13 @@ def _names(module: Any, config: Any, takes: Mapping[str, inspect.Parameter]) -> 
     yield from (name for name, p in takes.items() if p.default is p.empty and p.kind in named)
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in takes:
         yield "decoder_input_ids"
-    if main == "input_ids":
-        # Where ids hold a place for an image, how many they hold depends on the image: such a model is given words.
-        placeholders = any(re.search(r"(image|audio|video)_token_(id|index)$", key) for key in vars(config))
-        yield from (
-            name for name, tower in _TOWERS.items() if name in takes and hasattr(config, tower) and not placeholders
-        )
+    if main == "input_ids" and not has_placeholders(config):
+        yield from (name for name, tower in _TOWERS.items() if name in takes and hasattr(config, tower))
+
+
+def has_placeholders(config: Any) -> bool:
+    """Return whether ids hold places for an image or a sound, as many as depend on it: such a model is given words."""
+    return any(re.search(r"(image|audio|video)_token_(id|index)$", key) for key in vars(config))
 
 
 class _Inputs:
@@ -138,7 +143,11 @@ class _Inputs:
         """Return the tensor for an argument, and the names of its dynamic dimensions."""
         words = self._words(name)
         config = getattr(self._config, _TOWERS[name]) if tower else self._config
-        sizes = [self._size(word, name, config) for word in words]
+        # A side that is named twice is the height, then the width.
+        sizes = [
+            self._size("width" if word.endswith("_size") and word in words[:index] else word, name, config)
+            for index, word in enumerate(words)
+        ]
         dims: dict[int, Any] = {}
         for index, word in enumerate(words):
             if word == "batch_size":
@@ -175,16 +184,7 @@ class _Inputs:
             return _BATCH
         if word in ("height", "width", "image_size", "frame_size"):
             return self._image_side(config, 1 if word == "width" else 0)
-        if "sequence_length" in word or word in (
-            "seq_len",
-            "input_ids_length",
-            "target_length",
-            "num_samples",
-            "time_steps",
-            "audio_length",
-            "frames",
-            "seq_length",
-        ):
+        if "sequence_length" in word or word in _LENGTHS:
             return self._length(name, config)
         fields, usual = _WORDS.get(word, ((), 0))
         for field in (word, *fields):

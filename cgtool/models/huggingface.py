@@ -57,7 +57,18 @@ def build(path: Path, arguments: dict[str, Any], *, fake: bool, dtype: torch.dty
     module = _module(model_class, auto_class, config, path, attention=attention, fake=fake, dtype=dtype).eval()
     device = "meta" if fake else None
     kwargs, dynamic = hf_inputs.example_inputs(module, config, path, options, device=device)
-    return ModelSpec(module=module, calls=[ExampleCall(kwargs=kwargs)], dynamic=dynamic)
+    notes = []
+    if attention is None and getattr(module.config, "_attn_implementation", "sdpa") != "sdpa":
+        notes.append(
+            f"{type(module).__name__} has no SDPA attention in transformers {transformers.__version__}, so there is "
+            "none to split at: it is compiled as it is."
+        )
+    if hf_inputs.has_placeholders(config) and "input_ids" in kwargs:
+        notes.append(
+            "The example has ids alone: how many of them stand for an image or a sound depends on it. Write a factory "
+            "for calls that bring one."
+        )
+    return ModelSpec(module=module, calls=[ExampleCall(kwargs=kwargs)], dynamic=dynamic, notes=notes)
 
 
 def _transformers() -> Any:

@@ -186,7 +186,7 @@ def warm(options: ModelOptions, *, check: bool = False, on_event: OnEvent = igno
         trace_secs=result.trace_secs,
         compile_secs=result.compile_secs,
         reasons=tuple(result.reasons),
-        notes=tuple(result.notes),
+        notes=(*spec.notes, *result.notes),
         **lines,
     )
 

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,7 @@ def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
 def quiet_tracing() -> Iterator[None]:
     """Trace alone: sizes are dynamic only where marked, equal sizes are not one symbol, no earlier trace counts."""
     with (
+        warnings.catch_warnings(),
         dynamo.config.patch(
             automatic_dynamic_shapes=False,
             assume_static_by_default=True,
@@ -197,6 +199,8 @@ def quiet_tracing() -> Iterator[None]:
         # torch 2.11 logs that it cannot sort a setting that holds functions, where it logs its settings.
         _silenced("torch._guards", "torch._subclasses.fake_tensor", "torch._dynamo.metrics_context"),
     ):
+        # Dynamo looks through `functools.lru_cache`, and what it sees there is guarded like the rest.
+        warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
         yield
 
 

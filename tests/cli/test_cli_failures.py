@@ -71,6 +71,7 @@ USAGE = {
     "no model": (["warm"], "Missing argument 'MODEL'."),
     "argument without a value": (["warm", "m.py:b", "--arg", "num_layers"], "'num_layers' is no name=value."),
     "argument that is no name": (["warm", "m.py:b", "--arg", "a-b=1"], "'a-b' cannot name an argument."),
+    "task given twice": (["warm", "m.py:b", "--task", "a", "--arg", "task=b"], "--arg gives a task too. Give it once."),
     "argument given twice": (["warm", "m.py:b", "--arg", "a=1", "--arg", "a=2"], "'a' is given twice. Give it once."),
     "weights": (["warm", "m.py:b", "--weights", "none"], "'none' is not one of 'fake', 'real'."),
     "rank": (["warm", "m.py:b", "--rank", "-1"], "-1 is not in the range x>=0."),

@@ -1,0 +1,37 @@
+"""Every base model of transformers, small, from `MODEL_MAPPING` itself: served as eager, or refused in a sentence."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from sweep import outcome, outcome_apart
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+pytestmark = pytest.mark.torch
+
+#: One of each kind: decoders, experts, an encoder, encoder-decoders, images, sound, two towers, a state space.
+SERVED = ("llama", "gpt2", "mixtral", "bert", "t5", "vit", "convnext", "whisper", "wav2vec2", "clip")
+PARTS = 20
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", SERVED)
+def test_it_is_served_as_eager_serves_it(tmp_path, name):
+    assert outcome(name, tmp_path) == "served"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_architecture_is_served_or_explained(tmp_path, record_property, part):
+    outcomes = {}
+    for name in sorted(MODEL_MAPPING_NAMES)[part::PARTS]:
+        (tmp_path / name).mkdir()
+        outcomes[name] = outcome_apart(name, tmp_path / name, limit_secs=300)
+    (tmp_path / "outcomes.json").write_text(json.dumps(outcomes, indent=1))
+    record_property("outcomes", outcomes)
+    assert {name: said for name, said in outcomes.items() if said.startswith("defect")} == {}
