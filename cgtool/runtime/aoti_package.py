@@ -27,7 +27,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -124,34 +124,36 @@ class Packages:
 
     def _open_in_folder(self, package: Package) -> Any:
         stem = f"piece-{next(_numbers)}.wrapper"
+        files = package.files(stem)
         with _in_memory(package.native) as path:
-            inner = self._filled(package, stem)
-            native = inner / f"{stem}.so"
+            inner = self._filled(files)
+            native = f"{inner}/{stem}.so"
             try:
                 if path is None:
-                    native.write_bytes(package.native)
+                    _write(native, package.native)
                 else:
-                    native.symlink_to(path)
+                    os.symlink(path, native)  # noqa: PTH211 - as in `_write`
                 loader = private.open_package(str(self._folder), self.device_index)
             except OSError as error:
                 raise _no_room(error) from error
             finally:
-                for name in (native.name, *package.files(stem).keys() - package.kernels.keys()):
-                    (inner / name).unlink(missing_ok=True)
+                for name in (native, *(f"{inner}/{name}" for name in files.keys() - package.kernels.keys())):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(name)  # noqa: PTH108 - as in `_write`
         self._keeps_kernels |= bool(package.kernels)  # torch reads them when they first run
         return loader
 
-    def _filled(self, package: Package, stem: str) -> Path:
+    def _filled(self, files: Mapping[str, bytes]) -> str:
         """Put a package's files into a folder that only this user can enter, and return where torch's loader looks."""
         error: OSError | None = None
         while True:
             try:
                 if self._folder is None:
                     self._folder = _new_folder(next(self._parents) or tempfile.gettempdir())
-                inner = self._folder / _INNER
-                inner.mkdir(parents=True, exist_ok=True)
-                for name, body in package.files(stem).items():
-                    (inner / name).write_bytes(body)
+                    (self._folder / _INNER).mkdir(parents=True)
+                inner = f"{self._folder}/{_INNER}"
+                for name, body in files.items():
+                    _write(f"{inner}/{name}", body)
             except StopIteration:
                 raise _no_room(error) from error
             except OSError as failed:  # no such folder, full, read-only: another may serve
@@ -161,6 +163,11 @@ class Packages:
                 self._folder = None
             else:
                 return inner
+
+
+def _write(path: str, data: bytes) -> None:
+    with open(path, "wb") as file:  # noqa: PTH123 - a Path costs as much as the file, and a start has many
+        file.write(data)
 
 
 def _with_constants(run: Boxed, constants: list[torch.Tensor]) -> Boxed:

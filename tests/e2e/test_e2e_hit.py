@@ -33,6 +33,34 @@ TRACING = ("cgtool.compiler.stitch", "cgtool.trace", "cgtool.split", "torch._ind
 COMPILER = (*TRACING, "torch._dynamo", "torch._inductor", "sympy", "triton")
 
 
+#: How many modules of cgtool a start may import; each costs a quarter of a millisecond.
+MOST_MODULES = 47
+#: What a hit has no use for.
+NEVER = (
+    *(
+        "cgtool.cli",
+        "cgtool.toolkit",
+        "cgtool.compiler",
+        "cgtool.trace",
+        "cgtool.split",
+        "cgtool.config",
+        "cgtool.events",
+    ),
+    *("cgtool.adaptor_registry", "cgtool.plan.rendering", "cgtool.plan.writing", "cgtool.runtime.explain"),
+    *("cgtool.runtime.otherwise", "cgtool.store.bundle", "cgtool.store.lock", "cgtool.store.pruned"),
+    *("cgtool.store.signatures", "cgtool.store.units", "cgtool.store.walk"),
+)
+COUNT = """
+import sys
+import torch, tiny_llama
+spec = tiny_llama.build()
+import cgtool
+with torch.no_grad():
+    cgtool.load(spec.module, cache_dir=sys.argv[1])(*spec.calls[0].args)
+print(*sorted(name for name in sys.modules if name.partition(".")[0] == "cgtool"))
+"""
+
+
 def what_happened(report):
     return {key: report[key] for key in ("hit", "compiled", "reused", "trace_secs", "compile_secs")}
 
@@ -92,6 +120,13 @@ def test_eager_artifacts_are_served_where_there_is_no_compiler(tmp_path):
     env = poisoned(tmp_path / "poison", COMPILER)
     report = compare(LLAMA, root, [{"num_tokens": n} for n in (1, 2, 8, 9)], env=env)
     assert (report["calls"], report["failures"], report["imported"]) == (4, [], [])
+
+
+def test_a_load_imports_few_modules_and_none_that_only_a_warm_or_a_miss_needs(warmed):
+    ran = python("-c", COUNT, str(warmed), env={"PYTHONPATH": f"{FIXTURES}:{environment()['PYTHONPATH']}"})
+    imported = ran.out.split()
+    assert len(imported) <= MOST_MODULES
+    assert [name for name in imported if name.startswith(NEVER)] == []
 
 
 def test_so_does_a_warm_from_a_copy_with_everything_elsewhere(warmed, tmp_path):
