@@ -27,9 +27,8 @@ from cgtool.plan.writing import encode_plan
 from cgtool.store.artifacts import Origin, Package, origin_member, pack, with_origin
 from cgtool.store.entry import EntryWriter
 from cgtool.store.files import ensure_root, seal
-from cgtool.store.key import Factor, Key
 from cgtool.store.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, UNIT_FILE, CacheLayout, RankName
-from cgtool.store.records import Artifact, FileRecord, Manifest, Row, Unit, VariantCounts, timestamp
+from cgtool.store.records import Artifact, Factor, FileRecord, Key, Manifest, Row, Unit, VariantCounts, timestamp
 
 MODELS = ("Llama-3.1-8B", "Qwen3-4B", "Gemma-3-12B", "Mixtral-8x7B", "GPT-2")
 ADAPTORS = {"pt2": "aot_inductor", "json": "eager", "aot": "inductor_standalone", "mega": "inductor"}

@@ -19,9 +19,9 @@ from cgtool.plan.shapes import parse_shape, shape_text
 from cgtool.store import leases
 from cgtool.store import lock as lock_module
 from cgtool.store.entry import Entry, EntryWriter, read_entry
-from cgtool.store.key import Factor, Key, read_key
+from cgtool.store.key import read_key
 from cgtool.store.layout import CacheLayout, RankName
-from cgtool.store.records import Artifact, Manifest, Row, VariantCounts
+from cgtool.store.records import Artifact, Factor, Key, Manifest, Row, VariantCounts
 from cgtool.store.units import UnitStore
 
 FACTS = "cd" * 32

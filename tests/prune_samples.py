@@ -7,9 +7,8 @@ from pathlib import Path
 
 from cgtool.plan.grammar import digest_of
 from cgtool.store.entry import EntryWriter, read_entry
-from cgtool.store.key import Factor, Key
 from cgtool.store.layout import CacheLayout, RankName
-from cgtool.store.records import Artifact, Manifest, Row, VariantCounts
+from cgtool.store.records import Artifact, Factor, Key, Manifest, Row, VariantCounts
 from cgtool.store.units import UnitStore
 
 DAY = 86400.0

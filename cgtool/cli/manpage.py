@@ -69,8 +69,7 @@ Nothing is executed before its digest matched; under a signature policy, before 
 _SECTIONS = (
     ("THE TREE", "cgtool.store.layout"),
     ("HOW FILES ARE WRITTEN", "cgtool.store.files"),
-    ("KEY", "cgtool.store.key"),
-    ("MANIFESTS AND ARTIFACTS", "cgtool.store.records"),
+    ("KEYS, MANIFESTS AND ARTIFACTS", "cgtool.store.records"),
     ("SHAPES", "cgtool.plan.shapes"),
     ("PLAN", "cgtool.plan.records"),
     ("PUBLISHING AN ENTRY", "cgtool.store.entry"),

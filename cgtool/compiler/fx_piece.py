@@ -20,10 +20,9 @@ from cgtool.compiler import _torch
 from cgtool.compiler.sizes import choose_hints
 from cgtool.errors import CompileError, SplitError
 from cgtool.graph.expressions import check_expression
-from cgtool.graph.metas import device_of, dtype_of
 from cgtool.graph.sympy_text import expression_text
 from cgtool.graph.targets import ATTRIBUTES, check_method, resolve_target
-from cgtool.graph.values import constants_of, decode_value
+from cgtool.graph.values import constants_of, decode_value, device_of, dtype_of
 from cgtool.plan.pieces import Dim, Node, PieceGraph, TensorMeta
 
 _METHOD_PREFIXES = ("torch.Tensor.", "torch._C.TensorBase.")

@@ -48,9 +48,8 @@ from cgtool.runtime.factors import Live, key_of
 from cgtool.runtime.find import Finder, Found
 from cgtool.store.entry import EntryWriter
 from cgtool.store.files import check_writable
-from cgtool.store.key import Key
 from cgtool.store.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout, RankName, resolve_root, short
-from cgtool.store.records import Manifest
+from cgtool.store.records import Key, Manifest
 from cgtool.store.trust import TrustPolicy
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from cgtool.errors import CgtoolError, ModelError
-from cgtool.graph.metas import dtype_of
+from cgtool.graph.values import dtype_of
 from cgtool.guards import _torch as guards_private
 from cgtool.guards._torch import changed_inductor_settings
 from cgtool.guards.code import op_digest

@@ -20,7 +20,7 @@ from cgtool.config import EAGER
 from cgtool.errors import CgtoolError, TraceError
 from cgtool.events import Event, OnEvent
 from cgtool.graph._torch import share_storage
-from cgtool.graph.metas import tensor_meta
+from cgtool.graph.values import tensor_meta
 from cgtool.guards.code import is_composite
 from cgtool.guards.signature import CallSignature
 from cgtool.guards.sources import qualified_name

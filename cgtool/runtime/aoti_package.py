@@ -34,8 +34,7 @@ from typing import Any, Self
 import torch
 
 from cgtool.errors import ArtifactError, NoRoomError
-from cgtool.graph.metas import device_of
-from cgtool.graph.values import constants_of
+from cgtool.graph.values import constants_of, device_of
 from cgtool.plan.pieces import Json, PieceGraph
 from cgtool.runtime import _torch as private
 from cgtool.runtime.dispatch import Boxed, ForkedLock

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from cgtool.errors import ArtifactError, CgtoolError
-from cgtool.graph.metas import device_of, dtype_of
+from cgtool.graph.values import device_of, dtype_of
 from cgtool.guards import state
 from cgtool.guards.kinds import are_apart, describe
 from cgtool.guards.sources import Accessor, Roots, Source, find_module, find_qualified, parse_source, qualified_name

@@ -28,7 +28,7 @@ from cgtool.guards.sources import qualified_name
 from cgtool.host import variables_now
 from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json
-from cgtool.store.key import Factor, Key, difference_between, sentences
+from cgtool.store.records import Factor, Key
 
 When = Literal["first", "last", "elsewhere"]
 
@@ -155,6 +155,8 @@ def differences_now(key: Key, live: Live, *, when: When | None = None) -> tuple[
         if name in stored and when in (rule.when, None):
             now = rule.now(live, stored[name])
             if not _equal(stored[name], now):
+                from cgtool.store.key import difference_between, sentences  # kept off the way of a hit
+
                 found += sentences(difference_between(name, stored[name], now))
     return tuple(found)
 

@@ -40,11 +40,10 @@ from cgtool.runtime.program import piece_function
 from cgtool.runtime.weights import is_weight, tensor_differences
 from cgtool.store.artifacts import code_of
 from cgtool.store.entry import Entry
-from cgtool.store.key import Key, parse_key
 from cgtool.store.layout import PLAN_FILE, CacheLayout, RankName, short
 from cgtool.store.leases import keep
 from cgtool.store.lookup import LookupStore
-from cgtool.store.records import Row
+from cgtool.store.records import Key, Row, parse_key
 from cgtool.store.trust import TELLING, Records, TrustPolicy
 
 #: How many reasons a miss tells, and how many other entries it looks at to find the nearest.

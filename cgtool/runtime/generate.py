@@ -27,7 +27,7 @@ import torch
 
 from cgtool.errors import ArtifactError, GuardError
 from cgtool.graph.expressions import FUNCTIONS, check_expression, python_source
-from cgtool.graph.metas import device_of, dtype_of
+from cgtool.graph.values import device_of, dtype_of
 from cgtool.guards.sources import find_qualified
 from cgtool.plan.pieces import Json
 

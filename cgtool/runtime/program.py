@@ -15,9 +15,8 @@ import torch
 
 from cgtool.errors import ArtifactError
 from cgtool.graph.expressions import rename
-from cgtool.graph.metas import device_of, dtype_of
 from cgtool.graph.targets import ATTRIBUTES, check_method, resolve_target
-from cgtool.graph.values import decode_value, refs_of
+from cgtool.graph.values import decode_value, device_of, dtype_of, refs_of
 from cgtool.plan.pieces import Dim, Graphs, Json, Node, PieceGraph, TensorMeta
 from cgtool.plan.records import Step, Variant
 from cgtool.runtime.call_guards import strides_matter

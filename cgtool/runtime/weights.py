@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from cgtool.errors import GuardError
-from cgtool.graph.metas import device_of, dtype_of, dtype_text
+from cgtool.graph.values import device_of, dtype_of, dtype_text
 from cgtool.guards.sources import Roots, SourceError, parse_source
 from cgtool.plan.pieces import TensorMeta
 from cgtool.plan.records import Guard, Input, source_words

@@ -15,10 +15,9 @@ import torch
 from torch import fx
 
 from cgtool.errors import ArtifactError, SplitError
-from cgtool.graph.metas import tensor_meta
 from cgtool.graph.sympy_text import expression_text
 from cgtool.graph.targets import check_method, target_name
-from cgtool.graph.values import encode_value
+from cgtool.graph.values import encode_value, tensor_meta
 from cgtool.guards.code import op_digest
 from cgtool.ops import is_torchs_own
 from cgtool.plan.pieces import Json, Node, NodeKind, PieceGraph

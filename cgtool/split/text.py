@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from cgtool.errors import SplitError
-from cgtool.graph.metas import dtype_text, tensor_meta
 from cgtool.graph.sympy_text import expression_text
+from cgtool.graph.values import dtype_text, tensor_meta
 from cgtool.split import _torch as private
 from cgtool.split.cut import names_of
 from cgtool.split.nodes import described, example, user_line

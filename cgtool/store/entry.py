@@ -52,11 +52,10 @@ from cgtool.store.files import (
     sync_folder,
     write_atomic,
 )
-from cgtool.store.key import Key, write_key
 from cgtool.store.layout import ARTIFACTS, PLAN_FILE, CacheLayout, RankName, check_hash, check_kind
 from cgtool.store.leases import hold_writing
 from cgtool.store.lookup import LookupStore
-from cgtool.store.records import Artifact, Fallback, FileRecord, Manifest, Row, parse_manifest, read_manifest
+from cgtool.store.records import Artifact, Fallback, FileRecord, Key, Manifest, Row, parse_manifest, read_manifest
 
 _log = logging.getLogger(__name__)
 
@@ -322,7 +321,8 @@ class EntryWriter:
             CacheSchemaError: A newer version of cgtool wrote what is there.
             CacheError: It cannot be written, or an artifact is not in place.
         """
-        from cgtool.store.lock import FileLock  # who reads needs none
+        from cgtool.store.key import write_key  # who reads needs neither
+        from cgtool.store.lock import FileLock
 
         ensure_root(self._layout.root)
         with FileLock(self._layout.entry_lock(self.name), on_wait=self._on_wait) as lock:

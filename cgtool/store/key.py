@@ -1,22 +1,19 @@
-"""The key: named factors, their combined hash, `key.json`, and the words for what differs. Must not import torch.
-
-A factor's hash is the SHA-256 of its value's canonical JSON; the key's hash is that of `{name: factor hash}`.
-"""
+"""`key.json` on the disk, the order of factors, and the words for what differs between two keys. No torch."""
 
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 
 from cgtool.errors import CacheCorruptError, CacheSchemaError
-from cgtool.plan.grammar import Digest, canonical_json, digest_of
+from cgtool.plan.grammar import canonical_json
 from cgtool.plan.pieces import Json
-from cgtool.store.files import Sealed, corrupt, is_newer, read_bytes, seal, unseal, write_atomic
+from cgtool.store.files import is_newer, read_bytes, write_atomic
 from cgtool.store.layout import CacheLayout, check_hash, is_hash, short
+from cgtool.store.records import Factor, Key, parse_key
 
 _log = logging.getLogger(__name__)
 
@@ -40,33 +37,6 @@ class _Absent:
 _ABSENT = _Absent()
 
 
-class Factor(msgspec.Struct, frozen=True, kw_only=True):
-    """A named input of the key.
-
-    Args:
-        name: What people call it, one of `FACTOR_ORDER` where that fits.
-        value: JSON; tuples become lists.
-
-    Raises:
-        TypeError: The value holds something that JSON has no word for.
-        ValueError: The value holds a NaN or an infinity.
-    """
-
-    name: str
-    value: Json
-
-    def __post_init__(self) -> None:
-        # So that a factor equals itself once it was written and read; half a character, as of a file's name that is
-        # no UTF-8, has no place in a file of UTF-8.
-        text = json.dumps(self.value, ensure_ascii=False, allow_nan=False).encode("utf-8", "xmlcharrefreplace")
-        msgspec.structs.force_setattr(self, "value", json.loads(text))
-
-    @property
-    def hash(self) -> str:
-        """The SHA-256 of the value's canonical JSON."""
-        return digest_of(self.value)
-
-
 class FactorDifference(msgspec.Struct, frozen=True, kw_only=True):
     """One leaf in which two keys differ.
 
@@ -83,45 +53,6 @@ class FactorDifference(msgspec.Struct, frozen=True, kw_only=True):
     old: Json
     new: Json
     sentence: str
-
-
-class Key(Sealed, frozen=True, kw_only=True, tag="key-3"):
-    """`key.json`: all factors of one entry.
-
-    Args:
-        hash: The entry's, which the factors give.
-        factors: Each factor's value, by the factor's name.
-    """
-
-    hash: Digest
-    factors: dict[str, Any]
-
-    @classmethod
-    def of(cls, factors: Iterable[Factor]) -> "Key":
-        """Return the key of factors in any order.
-
-        Raises:
-            ValueError: Two of them have one name.
-        """
-        ordered = sorted(factors, key=lambda factor: factor.name)
-        values = {factor.name: factor.value for factor in ordered}
-        if len(values) != len(ordered):
-            names = [factor.name for factor in ordered]
-            raise ValueError(f"Two factors have one name: {names}. Give each factor a name of its own.")
-        return cls(hash=combine(values), factors=values)
-
-    def value(self, name: str) -> Json:
-        """Return the value of a factor, or None when there is no such factor."""
-        return cast("Json", self.factors.get(name))
-
-    def to_bytes(self) -> bytes:
-        """Return the text of `key.json`."""
-        return seal(self)
-
-
-def combine(factors: Mapping[str, Json]) -> str:
-    """Return the hash of factors by name, whatever their order."""
-    return digest_of({name: digest_of(value) for name, value in factors.items()})
 
 
 def write_key(layout: CacheLayout, key: Key) -> None:
@@ -154,23 +85,6 @@ def read_key(layout: CacheLayout, hash_: str) -> Key | None:
     path = layout.key_file(check_hash(hash_))
     data = read_bytes(path)
     return None if data is None else parse_key(data, path=path, hash_=hash_)
-
-
-def parse_key(data: bytes, *, path: Path, hash_: str) -> Key:
-    """Return the key in the bytes of a file.
-
-    Raises:
-        CacheCorruptError: They are torn, or they are not the key of `hash_`.
-        CacheSchemaError: Another version of cgtool wrote them.
-    """
-    key = unseal(data, Key, path=path)
-    try:
-        found = combine(key.factors)
-    except RecursionError as error:
-        raise corrupt(path, "it is nested without end") from error
-    if not found == hash_ == key.hash:
-        raise corrupt(path, "its factors do not give the hash of its folder", expected=hash_, actual=found)
-    return key
 
 
 def differences(old: Key, new: Key) -> list[FactorDifference]:

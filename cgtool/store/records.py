@@ -1,20 +1,22 @@
-"""The records of compiled artifacts: the artifact, a manifest's row, the manifest, the unit. Must not import torch.
+"""The records of a cache: the artifact, a manifest's row, the manifest, the unit, the key. Must not import torch.
 
-Their classes are their grammar on disk; `cgtool.store.files` says how a file of them ends.
+Their classes are their grammar on disk; `cgtool.store.files` says how a file of them ends. A factor's hash is the
+SHA-256 of its value's canonical JSON; the key's hash is that of `{name: factor hash}`.
 """
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from cgtool.plan.grammar import Count, Digest, DimName, Name, Record, Seconds, sha256_hex
-from cgtool.plan.pieces import EAGER
+from cgtool.plan.grammar import Count, Digest, DimName, Name, Record, Seconds, digest_of, sha256_hex
+from cgtool.plan.pieces import EAGER, Json
 from cgtool.plan.shapes import Shape, Size, check_shape, of_sizes, shape_order, shape_text
 from cgtool.store.files import Sealed, corrupt, read_bytes, seal, unseal
 from cgtool.store.layout import RANK_FILES, CacheLayout, RankName
@@ -307,3 +309,86 @@ def _is_refuted(row: Row, fallen: Mapping[tuple[int, int, str], Fallback]) -> bo
 
 def _row_order(row: Row) -> tuple[Any, ...]:
     return row.variant, shape_order(row.shape), row.piece_index, row.adaptor, row.tuned
+
+
+class Factor(msgspec.Struct, frozen=True, kw_only=True):
+    """A named input of the key.
+
+    Args:
+        name: What people call it, one of `cgtool.store.key.FACTOR_ORDER` where that fits.
+        value: JSON; tuples become lists.
+
+    Raises:
+        TypeError: The value holds something that JSON has no word for.
+        ValueError: The value holds a NaN or an infinity.
+    """
+
+    name: str
+    value: Json
+
+    def __post_init__(self) -> None:
+        # So that a factor equals itself once it was written and read; half a character, as of a file's name that is
+        # no UTF-8, has no place in a file of UTF-8.
+        text = json.dumps(self.value, ensure_ascii=False, allow_nan=False).encode("utf-8", "xmlcharrefreplace")
+        msgspec.structs.force_setattr(self, "value", json.loads(text))
+
+    @property
+    def hash(self) -> str:
+        """The SHA-256 of the value's canonical JSON."""
+        return digest_of(self.value)
+
+
+class Key(Sealed, frozen=True, kw_only=True, tag="key-3"):
+    """`key.json`: all factors of one entry.
+
+    Args:
+        hash: The entry's, which the factors give.
+        factors: Each factor's value, by the factor's name.
+    """
+
+    hash: Digest
+    factors: dict[str, Any]
+
+    @classmethod
+    def of(cls, factors: Iterable[Factor]) -> "Key":
+        """Return the key of factors in any order.
+
+        Raises:
+            ValueError: Two of them have one name.
+        """
+        ordered = sorted(factors, key=lambda factor: factor.name)
+        values = {factor.name: factor.value for factor in ordered}
+        if len(values) != len(ordered):
+            names = [factor.name for factor in ordered]
+            raise ValueError(f"Two factors have one name: {names}. Give each factor a name of its own.")
+        return cls(hash=combine(values), factors=values)
+
+    def value(self, name: str) -> Json:
+        """Return the value of a factor, or None when there is no such factor."""
+        return cast("Json", self.factors.get(name))
+
+    def to_bytes(self) -> bytes:
+        """Return the text of `key.json`."""
+        return seal(self)
+
+
+def combine(factors: Mapping[str, Json]) -> str:
+    """Return the hash of factors by name, whatever their order."""
+    return digest_of({name: digest_of(value) for name, value in factors.items()})
+
+
+def parse_key(data: bytes, *, path: Path, hash_: str) -> Key:
+    """Return the key in the bytes of a file.
+
+    Raises:
+        CacheCorruptError: They are torn, or they are not the key of `hash_`.
+        CacheSchemaError: Another version of cgtool wrote them.
+    """
+    key = unseal(data, Key, path=path)
+    try:
+        found = combine(key.factors)
+    except RecursionError as error:
+        raise corrupt(path, "it is nested without end") from error
+    if not found == hash_ == key.hash:
+        raise corrupt(path, "its factors do not give the hash of its folder", expected=hash_, actual=found)
+    return key

@@ -19,9 +19,8 @@ from cgtool.plan.records import Plan, Step, Variant
 from cgtool.plan.writing import encode_plan
 from cgtool.store.artifacts import Origin, with_origin
 from cgtool.store.entry import EntryWriter
-from cgtool.store.key import Factor, Key
 from cgtool.store.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout
-from cgtool.store.records import Artifact, Manifest, Row, VariantCounts
+from cgtool.store.records import Artifact, Factor, Key, Manifest, Row, VariantCounts
 
 REPO = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "cgtool")

@@ -18,9 +18,8 @@ from msgspec.structs import replace
 from cgtool.cli.text import size_text
 from cgtool.plan.shapes import of_sizes
 from cgtool.store.entry import ObjectStore, read_entry
-from cgtool.store.key import Factor, Key
 from cgtool.store.layout import CacheLayout, RankName
-from cgtool.store.records import Fallback, Manifest, Row
+from cgtool.store.records import Factor, Fallback, Key, Manifest, Row
 
 EVIL = "[bold red]Evil\x1b[2J\u202e\n</text><script>alert(1)</script>[/]" + "x" * 10_000
 SVG = "{http://www.w3.org/2000/svg}"

@@ -34,7 +34,7 @@ COMPILER = (*TRACING, "torch._dynamo", "torch._inductor", "sympy", "triton")
 
 
 #: How many modules of cgtool a start may import; each costs a quarter of a millisecond.
-MOST_MODULES = 47
+MOST_MODULES = 46
 #: What a hit has no use for.
 NEVER = (
     *(
@@ -47,7 +47,13 @@ NEVER = (
         "cgtool.events",
     ),
     *("cgtool.adaptor_registry", "cgtool.plan.rendering", "cgtool.plan.writing", "cgtool.runtime.explain"),
-    *("cgtool.runtime.otherwise", "cgtool.store.bundle", "cgtool.store.lock", "cgtool.store.pruned"),
+    *(
+        "cgtool.runtime.otherwise",
+        "cgtool.store.bundle",
+        "cgtool.store.key",
+        "cgtool.store.lock",
+        "cgtool.store.pruned",
+    ),
     *("cgtool.store.signatures", "cgtool.store.units", "cgtool.store.walk"),
 )
 COUNT = """

@@ -22,10 +22,10 @@ from cgtool.config import CompilationConfig
 from cgtool.errors import CacheCorruptError, CacheMissError
 from cgtool.store.artifacts import Package, pack, parted, unpack, with_origin
 from cgtool.store.entry import EntryWriter, read_entry
-from cgtool.store.key import Factor, Key, read_key
+from cgtool.store.key import read_key
 from cgtool.store.layout import RANK_FILES, CacheLayout, RankName
 from cgtool.store.machine import this_machine
-from cgtool.store.records import Manifest
+from cgtool.store.records import Factor, Key, Manifest
 from cgtool.toolkit.verify.checks import check_entry
 from cgtool.toolkit.verify.run import VerifyOptions, verify
 from cgtool.toolkit.verify.verdict import verdict

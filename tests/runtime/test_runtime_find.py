@@ -26,8 +26,9 @@ from cgtool.errors import CacheCorruptError, CacheMissError, CacheSchemaError  #
 from cgtool.plan.grammar import canonical_json  # noqa: E402
 from cgtool.runtime.factors import FACTORS, state_of  # noqa: E402
 from cgtool.store.entry import EntryWriter, read_entry  # noqa: E402
-from cgtool.store.key import FACTOR_ORDER, Factor, Key, read_key  # noqa: E402
+from cgtool.store.key import FACTOR_ORDER, read_key  # noqa: E402
 from cgtool.store.layout import CacheLayout, RankName  # noqa: E402
+from cgtool.store.records import Factor, Key  # noqa: E402
 from cgtool.trace.capture import capture  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_grad")]

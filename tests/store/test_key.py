@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from cgtool.errors import CacheCorruptError
 from cgtool.plan.grammar import sha256_hex
-from cgtool.store.key import FACTOR_ORDER, Factor, Key, differences, parse_key, read_key, sentences, write_key
+from cgtool.store.key import FACTOR_ORDER, differences, read_key, sentences, write_key
 from cgtool.store.layout import CacheLayout
+from cgtool.store.records import Factor, Key, parse_key
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

@@ -16,7 +16,7 @@ import torch
 
 from cgtool.compiler.proof.reference import short_name, wide_dtype
 from cgtool.graph.expressions import evaluate
-from cgtool.graph.metas import device_of, dtype_of
+from cgtool.graph.values import device_of, dtype_of
 from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import PieceGraph, TensorMeta
 

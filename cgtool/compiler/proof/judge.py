@@ -18,7 +18,7 @@ import torch
 
 from cgtool.compiler.proof.reference import eps_of
 from cgtool.graph.expressions import evaluate
-from cgtool.graph.metas import device_of, dtype_of
+from cgtool.graph.values import device_of, dtype_of
 from cgtool.plan.pieces import TensorMeta
 
 

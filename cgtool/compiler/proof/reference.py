@@ -10,8 +10,7 @@ from collections.abc import Callable
 import torch
 from msgspec.structs import replace
 
-from cgtool.graph.metas import dtype_of, dtype_text
-from cgtool.graph.values import atoms_of, decode_value, encode_value, with_atoms
+from cgtool.graph.values import atoms_of, decode_value, dtype_of, dtype_text, encode_value, with_atoms
 from cgtool.plan.pieces import Json, Node, PieceGraph, TensorMeta
 
 _ENTER = "torch.amp.autocast_mode._enter_autocast"

@@ -35,9 +35,8 @@ from cgtool.store.bundle_index import (
     refused,
 )
 from cgtool.store.files import cache_error, discard, os_errors_as_cache_errors
-from cgtool.store.key import Key, parse_key
 from cgtool.store.layout import ARTIFACTS, CACHE_FOLDER, KEY_FILE, MANIFEST_FILE, PLAN_FILE, CacheLayout, RankName
-from cgtool.store.records import Manifest, Row, parse_manifest
+from cgtool.store.records import Key, Manifest, Row, parse_key, parse_manifest
 from cgtool.toolkit.bundle.reading import OpenBundle, opened
 
 #: One flush after another waits for the disk each time; a disk takes many together in the time of one.

@@ -17,9 +17,9 @@ from cgtool.plan.records import Plan, parse_plan
 from cgtool.plan.shapes import shape_text
 from cgtool.store.entry import read_entry
 from cgtool.store.files import read_bytes
-from cgtool.store.key import FactorDifference, Key, differences, read_key
+from cgtool.store.key import FactorDifference, differences, read_key
 from cgtool.store.layout import GRAPH_FILE, PLAN_FILE, CacheLayout, short
-from cgtool.store.records import Manifest, Row
+from cgtool.store.records import Key, Manifest, Row
 from cgtool.store.walk import RankView, view_entry
 from cgtool.toolkit.diff.plans import changed_functions, compare_plans, pieces_text, variant_name
 from cgtool.toolkit.diff.records import Difference, changes, located, only_in, together, was_and_is

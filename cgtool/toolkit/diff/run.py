@@ -16,7 +16,7 @@ from msgspec.structs import asdict
 from cgtool.errors import CacheError, UsageError
 from cgtool.plan.pieces import Json
 from cgtool.store.files import os_errors_as_cache_errors
-from cgtool.store.key import Factor, Key
+from cgtool.store.records import Factor, Key
 from cgtool.toolkit.diff.entries import EntrySide, factor_differences
 from cgtool.toolkit.diff.records import Difference, located, only_in
 from cgtool.toolkit.diff.sides import Comparable, Side, open_side

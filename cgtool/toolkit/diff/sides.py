@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from cgtool.errors import CacheError, UsageError
 from cgtool.plan.shapes import shape_text
-from cgtool.store.key import Key
 from cgtool.store.layout import CACHE_FOLDER, CacheLayout, is_hash, resolve_root
+from cgtool.store.records import Key
 from cgtool.toolkit.diff.entries import EntrySide, factor_differences
 from cgtool.toolkit.diff.records import Difference, only_in, together
 from cgtool.toolkit.foreign.contents import digests_of

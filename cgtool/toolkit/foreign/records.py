@@ -16,7 +16,7 @@ import msgspec
 from cgtool.errors import CacheError, UsageError
 from cgtool.plan.pieces import Json
 from cgtool.plan.shapes import Shape
-from cgtool.store.key import Factor
+from cgtool.store.records import Factor
 from cgtool.toolkit.foreign.formats import MOST_BYTES, native_target, parse_json, pickle_protocol, read_structure
 from cgtool.toolkit.foreign.tree import File, Tree, shown
 

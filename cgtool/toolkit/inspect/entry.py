@@ -34,9 +34,9 @@ from cgtool.plan.records import parse_plan
 from cgtool.plan.shapes import Shape, shape_order, shape_text
 from cgtool.store.entry import read_entry
 from cgtool.store.files import os_errors_as_cache_errors
-from cgtool.store.key import FACTOR_ORDER, Factor, read_key
+from cgtool.store.key import FACTOR_ORDER, read_key
 from cgtool.store.layout import PLAN_FILE, CacheLayout, RankName, resolve_root, short
-from cgtool.store.records import Manifest
+from cgtool.store.records import Factor, Manifest
 from cgtool.store.walk import view_entry
 from cgtool.toolkit.coverage import Coverage, Planned, entry_coverage, planned
 from cgtool.toolkit.foreign.detect import read_foreign

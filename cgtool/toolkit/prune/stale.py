@@ -18,9 +18,10 @@ from cgtool.errors import CacheError, CacheSchemaError
 from cgtool.guards.files import find_spec
 from cgtool.plan.grammar import sha256_hex
 from cgtool.plan.pieces import Json
-from cgtool.store.key import Key, difference_between, read_key, sentences
+from cgtool.store.key import difference_between, read_key, sentences
 from cgtool.store.layout import CacheLayout
 from cgtool.store.machine import Machine, this_machine
+from cgtool.store.records import Key
 
 #: The factors that a machine and what is installed on it decide.
 _FACTORS = ("cgtool", "torch", "triton", "python", "target")

@@ -32,7 +32,6 @@ from cgtool.plan.records import parse_plan
 from cgtool.store.artifacts import misplaced
 from cgtool.store.bundle_index import MAX_SIGNATURE_BYTES, Limits
 from cgtool.store.files import is_temporary, may_exist, read_bytes, writer_lives
-from cgtool.store.key import Key, parse_key
 from cgtool.store.layout import (
     ARTIFACTS,
     GENERATED,
@@ -48,7 +47,7 @@ from cgtool.store.layout import (
     parse_rank_folder,
 )
 from cgtool.store.lookup import LookupStore
-from cgtool.store.records import Manifest
+from cgtool.store.records import Key, Manifest, parse_key
 from cgtool.store.signatures import parse_signatures
 from cgtool.store.units import parse_unit
 from cgtool.store.walk import RankView, UnitView, view_entry, view_unit, walk_units

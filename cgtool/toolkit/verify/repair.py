@@ -33,7 +33,6 @@ from cgtool.plan.records import Plan, parse_plan
 from cgtool.plan.shapes import Shape, is_size, of_sizes, shape_text
 from cgtool.store.entry import Entry, EntryWriter, ObjectStore, read_entry
 from cgtool.store.files import ARTIFACT_MODE, RECORD_MODE, read_bytes, remove, write_atomic
-from cgtool.store.key import Key
 from cgtool.store.layout import (
     ARTIFACTS,
     CODE_FILE,
@@ -47,7 +46,7 @@ from cgtool.store.layout import (
 from cgtool.store.lock import FileLock
 from cgtool.store.lookup import LookupStore
 from cgtool.store.pruned import flush, is_inside, put_aside
-from cgtool.store.records import Manifest
+from cgtool.store.records import Key, Manifest
 from cgtool.toolkit.coverage import Hole
 from cgtool.toolkit.verify.checks import EntryCheck, Finding, Findings
 from cgtool.toolkit.verify.verdict import Verdict, of_the_process

@@ -26,8 +26,9 @@ from typing import Any, Literal
 
 from cgtool.plan.grammar import Record
 from cgtool.plan.pieces import Json
-from cgtool.store.key import Key, difference_between
+from cgtool.store.key import difference_between
 from cgtool.store.machine import Machine, version_pair
+from cgtool.store.records import Key
 
 Level = Literal["optimal", "loads", "unsupported"]
 

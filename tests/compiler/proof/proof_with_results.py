@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from cgtool.compiler.fx_piece import rebuild
-from cgtool.graph.metas import tensor_meta
+from cgtool.graph.values import tensor_meta
 
 
 def with_results(graph):

@@ -14,9 +14,8 @@ from cgtool.plan.shapes import parse_shape
 from cgtool.plan.writing import encode_plan
 from cgtool.store.artifacts import Origin, with_origin
 from cgtool.store.entry import EntryWriter
-from cgtool.store.key import Factor, Key
 from cgtool.store.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout
-from cgtool.store.records import Artifact, Fallback, Manifest, Row, VariantCounts
+from cgtool.store.records import Artifact, Factor, Fallback, Key, Manifest, Row, VariantCounts
 from cgtool.toolkit.diff.entries import EntrySide
 
 FACTORS: Mapping[str, Json] = {

@@ -9,9 +9,9 @@ import pytest
 from compare_samples import lay
 
 from cgtool.errors import CacheError, RefusedError, UsageError
-from cgtool.store.key import Factor, Key
 from cgtool.store.layout import KEY_FILE
 from cgtool.store.machine import Machine
+from cgtool.store.records import Factor, Key
 from cgtool.toolkit.bundle.choose import Choice
 from cgtool.toolkit.bundle.export import ExportOptions, export
 from cgtool.toolkit.diff.records import Difference

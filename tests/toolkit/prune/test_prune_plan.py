@@ -17,10 +17,11 @@ from prune_samples import DAY, facts_of, files_in, lay, put_unit, rest, units_in
 from cgtool.errors import UsageError
 from cgtool.guards.files import find_spec
 from cgtool.plan.grammar import sha256_hex
-from cgtool.store.key import Factor, read_key
+from cgtool.store.key import read_key
 from cgtool.store.layout import CacheLayout, short
 from cgtool.store.leases import hold, hold_writing
 from cgtool.store.machine import Machine
+from cgtool.store.records import Factor
 from cgtool.store.units import UnitStore
 from cgtool.toolkit.prune.own import make_plan
 from cgtool.toolkit.prune.plan import Rules

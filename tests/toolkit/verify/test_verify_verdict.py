@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from cgtool.store.artifacts import Package, pack
-from cgtool.store.key import Factor, Key
 from cgtool.store.machine import Driver, Machine, version_pair
+from cgtool.store.records import Factor, Key
 from cgtool.toolkit.verify.verdict import Verdict, glibc_needed, glibc_of_entry, verdict
 
 LIBRARIES = sorted(Path(sysconfig.get_config_var("DESTSHARED") or "/nowhere").glob("*.so"))[:8]
