@@ -27,10 +27,9 @@ from cgtool.toolkit.foreign.contents import digests_of
 from cgtool.toolkit.foreign.detect import read_foreign
 from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignEntry, one_entry
 from cgtool.toolkit.foreign.tree import shown
-from cgtool.toolkit.selection import beginning as beginning_of
+from cgtool.toolkit.selection import hash_named
 
 _BEGINNING = re.compile(r"[0-9a-fA-F]{1,64}")
-_MOST_LISTED = 8
 
 
 class ForeignSide:
@@ -177,14 +176,7 @@ def _folder(text: str, path: Path) -> Side:
 
 def _one_hash(layout: CacheLayout, beginning: str) -> str:
     hashes = layout.hashes()
-    fitting = [hash_ for hash_ in hashes if hash_.startswith(beginning.lower())]
-    if len(fitting) == 1:
-        return fitting[0]
     if not hashes:
-        raise CacheError(
-            f"The cache at {layout.root} holds no entry. Fill it with: cgtool warm MODEL", path=layout.root
-        )
-    listed = "".join(f"\n  {beginning_of(hash_, hashes)}" for hash_ in (fitting or hashes)[:_MOST_LISTED])
-    what = "Several entries fit" if fitting else "No entry fits"
-    message = f"{what} {beginning} in {layout.root}. Name one of these:{listed}"
-    raise UsageError(message, path=layout.root, actual=beginning)
+        message = f"The cache at {layout.root} holds no entry. Fill it with: cgtool warm MODEL"
+        raise CacheError(message, path=layout.root)
+    return hash_named(layout, beginning, hashes)

@@ -216,8 +216,13 @@ def inspect_entry(entry: str | None = None, *, cache_dir: Path | None = None) ->
     manifests, failures = view.manifests, list(view.problems)
     plans: dict[RankName, Planned] = {}
     for manifest in manifests:
+        folder = layout.rank_dir(manifest.name)
         try:
-            plans[manifest.name] = _planned(layout, manifest.name)
+            read = read_entry(layout, manifest.name)
+            if read is not None:
+                plans[manifest.name] = planned(parse_plan(read.files[PLAN_FILE], path=folder / PLAN_FILE))
+            else:
+                failures.append(CacheError(f"{folder} was removed while it was read. Try again.", path=folder))
         except CacheError as error:
             failures.append(error)
     if not manifests:
@@ -230,13 +235,6 @@ def inspect_entry(entry: str | None = None, *, cache_dir: Path | None = None) ->
         coverage=entry_coverage(manifests, plans=plans),
         warnings=tuple(map(str, failures)),
     )
-
-
-def _planned(layout: CacheLayout, name: RankName) -> Planned:
-    entry = read_entry(layout, name)
-    if entry is None:
-        raise CacheError(f"{layout.rank_dir(name)} was removed while it was read. Try again.", path=name.flat)
-    return planned(parse_plan(entry.files[PLAN_FILE], path=layout.rank_dir(name) / PLAN_FILE))
 
 
 def _inspect_foreign(cache: ForeignCache, entry: ForeignEntry) -> ForeignEntryReport:
@@ -286,7 +284,9 @@ def inspect_key(entry: str | None = None, *, cache_dir: Path | None = None) -> K
         path = layout.key_file(hash_)
         raise CacheError(f"Entry {short(hash_)} has no {path.name}. Warm the model again.", path=path)
     factors = [Factor(name=name, value=value) for name, value in key.factors.items()]
-    return KeyReport(root=root, hash=hash_, factors=tuple(sorted(factors, key=_telling)))
+    order = {name: place for place, name in enumerate(FACTOR_ORDER)}
+    factors.sort(key=lambda factor: (order.get(factor.name, len(order)), factor.name))
+    return KeyReport(root=root, hash=hash_, factors=tuple(factors))
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -299,7 +299,3 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(inner, f"{path}[{number}]")
     else:
         yield path, value
-
-
-def _telling(factor: Factor) -> tuple[int, str]:
-    return FACTOR_ORDER.index(factor.name) if factor.name in FACTOR_ORDER else len(FACTOR_ORDER), factor.name
