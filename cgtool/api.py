@@ -12,7 +12,10 @@ from pathlib import Path
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
-from cgtool.errors import CacheMissError, UsageError
+import torch
+from torch import nn
+
+from cgtool.errors import CacheMissError, ModelError, UsageError
 from cgtool.host import environment, gc_paused
 from cgtool.plan.pieces import PieceGraph
 from cgtool.runtime.call import LoadedModel
@@ -65,6 +68,7 @@ def load(
 
     Raises:
         UsageError: `otherwise` would have to compile.
+        ModelError: It is no model.
         CacheMissError: No entry fits; `reasons` says why, the most telling first.
         RefusedError: An entry fits, and is not signed as it must be, or others own it or may write to it.
         CacheCorruptError: What the entry holds differs from its digests.
@@ -111,10 +115,29 @@ def _part(module: Any, prefix: str | None) -> tuple[Any, str, str]:
 
         return FunctionModel(module), "forward", prefix or DEFAULT_PREFIX
     if not isinstance(module, MethodType):
-        return module, "forward", prefix or DEFAULT_PREFIX
+        return _checked(module), "forward", prefix or DEFAULT_PREFIX
     method = module.__name__
     default = DEFAULT_PREFIX if method == "forward" else method.strip("_")
-    return module.__self__, method, prefix or default
+    return _checked(module.__self__), method, prefix or default
+
+
+def _checked(module: Any) -> nn.Module:
+    """Return a model that can be compiled.
+
+    Raises:
+        ModelError: It cannot.
+    """
+    if not isinstance(module, nn.Module):
+        why = "cgtool compiles a torch.nn.Module, a method of one, or a function: write a function that calls it"
+    elif isinstance(module, torch.jit.ScriptModule):
+        why = "TorchScript has its own code, which Dynamo does not trace: hand over the model that it was made from"
+    elif "_orig_mod" in module.__dict__.get("_modules", ()):
+        why = "torch.compile would compile it once more: hand over the model itself, its _orig_mod"
+    else:
+        model: nn.Module = module
+        return model
+    kind = type(module).__qualname__
+    raise ModelError(f"The model is of the type {kind}. {why}.", path="module", actual=kind)
 
 
 def _compiles_nothing(config: CompilationConfig) -> bool:
@@ -180,6 +203,7 @@ def compile(  # noqa: A001 - the name that a user of torch.compile looks for
         A callable that takes what the model's forward takes and returns what it returns. At level 0, `module` itself.
 
     Raises:
+        ModelError: It is no model, or the example does not fit it.
         TraceError: The model cannot be traced, or not be kept as data.
         SplitError: The graph cannot be split.
         CompileError: A piece cannot be compiled.

@@ -122,6 +122,12 @@ class CallSignature:
         open_ended = any(p.kind is _VAR_KEYWORD for p in self.outer.parameters.values())
         if self.var_keyword is not None and (shown is not None or open_ended):
             return f"arg:{self.var_keyword}[{json.dumps(name)}]"
+        if shown is not None:
+            msg = (
+                f"{name!r} collects arguments that have no names of their own (*{name}), so cgtool cannot speak of one "
+                "of them. Give the method named parameters."
+            )
+            raise ModelError(msg, path=name)
         known = ", ".join(self.outer.parameters) or "none"
         msg = f"The model's method takes no argument {name!r}; its parameters are: {known}."
         raise ModelError(msg, path=name, expected=list(self.outer.parameters), actual=name)

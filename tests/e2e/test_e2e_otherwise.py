@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import pty
+import re
 import subprocess
 import sys
 import threading
@@ -16,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 import cgtool  # noqa: E402
 from cgtool import CacheMissError, CompilationConfig, GuardError, counters, support_torch_compile  # noqa: E402
-from cgtool.errors import TraceError, UsageError  # noqa: E402
+from cgtool.errors import ModelError, TraceError, UsageError  # noqa: E402
 from cgtool.runtime.otherwise import MOST_WARMS  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -243,6 +245,34 @@ def test_a_function_may_close_over_a_model(made, model):
     other.layer.bias = torch.nn.Parameter(torch.ones(4))
     assert torch.equal(served(rows(1)), both(rows(1)))
     assert torch.equal(served(rows(3)), both(rows(3)))
+
+
+@pytest.mark.parametrize(
+    ("made_of", "said"),
+    [
+        (lambda model: functools.partial(model.forward), "of the type partial. cgtool compiles a torch.nn.Module"),
+        (lambda _: None, "of the type NoneType. cgtool compiles a torch.nn.Module"),
+        (lambda model: torch.jit.trace(model, rows(1)), "TorchScript has its own code"),
+        (torch.compile, "hand over the model itself, its _orig_mod"),
+    ],
+    ids=["a partial", "nothing", "TorchScript", "what torch.compile returned"],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_is_no_model_is_refused_with_a_sentence(made, model, tmp_path, made_of, said):
+    for use in (lambda given: made(given, "raise"), lambda given: cgtool.load(given, cache_dir=tmp_path)):
+        with pytest.raises(ModelError, match=re.escape(said)):
+            use(made_of(model))
+
+
+def test_arguments_without_names_cannot_be_dynamic(tmp_path):
+    def total(*terms):
+        return terms[0] + terms[1]
+
+    example = (rows(1), rows(1))
+    served = cgtool.compile(total, example_args=example, config=CONFIG, cache_dir=tmp_path)
+    assert torch.equal(served(*example), total(*example))
+    with pytest.raises(ModelError, match="'terms' collects arguments that have no names of their own"):
+        cgtool.compile(total, example_args=example, dynamic={"terms": {0: "n"}}, config=CONFIG, cache_dir=tmp_path)
 
 
 PROGRAM = """
