@@ -17,7 +17,7 @@ import click
 
 from cgtool.cli import failures
 from cgtool.cli.options import cache_dir_option, cache_folder, talk_options
-from cgtool.cli.text import ago_text, count_text, cut, plain, size_text
+from cgtool.cli.text import ago_text, count_text, cut, first, plain, size_text
 from cgtool.store.layout import short
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ Examples:
   cgtool prune --cache-dir ~/.cache/vllm/torch_compile_cache --older-than 60d
 """
 
-#: Lines of one kind that people are shown; `--json` has all.
+#: Models that people are shown; `--json` has all.
 _MOST = 20
 _KINDS = {
     "temporary": ("temporary file", "temporary files"),
@@ -224,10 +224,8 @@ def _show_plan(output: Output, plan: Plan, *, dry_run: bool) -> None:
 def _show_outcome(output: Output, plan: Plan, outcome: Outcome) -> None:
     """Print what came of a plan."""
     _show_kept(output, outcome.kept)
-    for failed in outcome.failed[:_MOST]:
-        output.error(failed.sentence)
-    if len(outcome.failed) > _MOST:
-        output.error(f"and {len(outcome.failed) - _MOST} more, which --json shows.")
+    for sentence in first([failed.sentence for failed in outcome.failed]):
+        output.error(sentence)
     entries = count_text(len(outcome.removed), "entry", "entries")
     leftovers = f" and {count_text(outcome.removed_files, 'leftover')}" if plan.files else ""
     output.line(f"Removed {entries}{leftovers}; {size_text(outcome.freed_bytes)} came free.", style="bold")
@@ -258,10 +256,8 @@ def _show_stats(output: Output, stats: PruneStats) -> None:
 
 
 def _show_kept(output: Output, kept: tuple[Kept, ...]) -> None:
-    for item in kept[:_MOST]:
-        output.note(f"Stays: {short(item.hash)} {cut(plain(item.model))}: {plain(item.sentence)}.", style="dim")
-    if len(kept) > _MOST:
-        output.note(f"Stays: {len(kept) - _MOST} more, which --json shows.", style="dim")
+    for line in first([f"{short(item.hash)} {cut(plain(item.model))}: {plain(item.sentence)}." for item in kept]):
+        output.note(f"Stays: {line}", style="dim")
 
 
 def _models(entries: list[PlannedEntry]) -> str:

@@ -6,7 +6,7 @@ every string that is not ours goes through `plain` and is printed as a `rich.tex
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -99,6 +99,12 @@ def _epoch(stamp: Any) -> float | None:
 def count_text(count: int, noun: str, plural: str | None = None) -> str:
     """Return "1 piece", "3 pieces"."""
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
+def first(lines: Sequence[str], most: int = 20) -> list[str]:
+    """Return the first of many lines, and one that says how many more `--json` shows."""
+    rest = len(lines) - most
+    return [*lines] if rest <= 1 else [*lines[:most], f"and {rest} more, which --json shows"]
 
 
 def indices_text(indices: Iterable[int]) -> str:

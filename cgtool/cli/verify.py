@@ -11,7 +11,7 @@ import click
 
 from cgtool.cli import failures
 from cgtool.cli.options import build_options, cache_dir_option, cache_folder, place_options, talk_options
-from cgtool.cli.text import count_text, cut, secs_text, size_text
+from cgtool.cli.text import count_text, cut, first, secs_text, size_text
 from cgtool.store.layout import short
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ _VERDICTS = {
 }
 #: A stranger may write a line of any length, and a damaged disk has no end of problems.
 _LINE_CHARACTERS = 1000
-_MOST_LINES = 20
 _MOST_NAMED = 8
 
 
@@ -138,10 +137,8 @@ def _show(output: Output, report: VerifyReport) -> None:
     if units is not None:
         _show_problems(output, "units", units.problems)
         notes += units.notes
-    for note in notes[:_MOST_LINES]:
-        output.note(f"Note: {cut(note.sentence, _LINE_CHARACTERS)}", style="dim")
-    if len(notes) > _MOST_LINES:
-        output.note(f"Note: and {len(notes) - _MOST_LINES} more, which --json shows.", style="dim")
+    for line in first([cut(note.sentence, _LINE_CHARACTERS) for note in notes]):
+        output.note(f"Note: {line}", style="dim")
     if report.load is not None:
         _show_load(output, report.load)
     output.line(_summary(report), style="bold")
@@ -213,10 +210,8 @@ def _show_load(output: Output, proof: LoadProof) -> None:
 
 
 def _show_lines(output: Output, lines: Sequence[str]) -> None:
-    for line in lines[:_MOST_LINES]:
+    for line in first(lines):
         output.line(f"  - {cut(line, _LINE_CHARACTERS)}")
-    if len(lines) > _MOST_LINES:
-        output.line(f"  - and {len(lines) - _MOST_LINES} more, which --json shows")
 
 
 def _summary(report: VerifyReport) -> str:

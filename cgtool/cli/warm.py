@@ -12,7 +12,7 @@ import click
 
 from cgtool.cli import failures, logs
 from cgtool.cli.options import ADAPTOR_FIELDS, model_asked, place_options, read_required, talk_options, warming_options
-from cgtool.cli.text import count_text, indices_text, secs_text, size_text
+from cgtool.cli.text import count_text, first, indices_text, secs_text, size_text
 
 if TYPE_CHECKING:
     from cgtool.cli.output import Output
@@ -95,7 +95,7 @@ def _show_warm(output: Output, report: WarmReport, *, model: str) -> None:
     for note in report.notes:
         output.note(f"Note: {note}", style="yellow")
     if report.reasons:
-        reasons = _most_telling(report.reasons)
+        reasons = first(report.reasons, _MOST_REASONS)
         listed = f" {reasons[0]}" if len(reasons) == 1 else "".join(f"\n  - {reason}" for reason in reasons)
         output.note(f"Compiled because:{listed}", style="dim")
     reused = count_text(report.reused, "artifact")
@@ -138,10 +138,5 @@ def _show_check(output: Output, report: WarmReport, *, model: str) -> None:
         output.line(f"{model} is warm: the cache at {report.root} serves it.")
         return
     output.line(f"{model} is not warm. Run the same command without --check to make it so. Reasons:")
-    for reason in _most_telling(report.reasons or ("The cache does not hold it.",)):
+    for reason in first(report.reasons or ("The cache does not hold it.",), _MOST_REASONS):
         output.line(f"  - {reason}")
-
-
-def _most_telling(reasons: tuple[str, ...]) -> tuple[str, ...]:
-    rest = len(reasons) - _MOST_REASONS
-    return reasons if rest <= 1 else (*reasons[:_MOST_REASONS], f"and {rest} more, which --json shows")

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from cgtool.cli import text
 from cgtool.cli.progress import line_of
-from cgtool.cli.warm import _most_telling
 from cgtool.events import Event
 
 
@@ -115,7 +114,7 @@ def test_an_event_is_one_plain_line(event, shown):
 
 def test_many_reasons_are_cut_and_said_to_be():
     reasons = tuple(f"reason {number}" for number in range(20))
-    shown = _most_telling(reasons)
-    assert shown[:-1] == reasons[:8]
+    shown = text.first(reasons, 8)
+    assert tuple(shown[:-1]) == reasons[:8]
     assert shown[-1] == "and 12 more, which --json shows"
-    assert _most_telling(reasons[:9]) == reasons[:9]
+    assert text.first(reasons[:9], 8) == [*reasons[:9]]
