@@ -256,7 +256,7 @@ def factors_but_compiler() -> dict[str, Json]:
 @lru_cache(maxsize=1)
 def _torch_build() -> Json:
     return {
-        "version": torch.__version__,
+        "version": str(torch.__version__),  # which is of a class of its own, and would equal no stored one
         # In this order also by name: of two builds that differ, the version tells most.
         "version_git": torch.version.git_version,
         "with_cuda": torch.version.cuda,
