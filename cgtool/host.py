@@ -351,13 +351,15 @@ def on_two_threads(work: Callable[[Sequence[_Item]], None], items: Sequence[_Ite
         items: Handed to it in two parts.
     """
     half = len(items) // 2
-    if not half:
-        work(items)
-        return
     other = threading.Thread(target=work, args=(items[:half],))
-    other.start()
+    try:
+        if half:
+            other.start()
+    except RuntimeError:  # this user may have no more threads
+        half = 0
     work(items[half:])
-    other.join()
+    if half:
+        other.join()
 
 
 @contextlib.contextmanager

@@ -117,3 +117,16 @@ def test_where_collections_are_off_they_stay_off():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+@pytest.mark.parametrize("threads", [True, False])
+def test_work_on_two_threads_is_done_once_with_or_without_a_second_thread(count, threads, monkeypatch):
+    def refuse(_thread):
+        raise RuntimeError("can't start new thread")
+
+    if not threads:
+        monkeypatch.setattr(host.threading.Thread, "start", refuse)
+    done = []
+    host.on_two_threads(done.extend, range(count))
+    assert sorted(done) == list(range(count))

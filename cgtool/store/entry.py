@@ -183,19 +183,19 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
             CacheCorruptError: One is missing, or its bytes differ.
             CacheError: One cannot be read.
         """
-        found: dict[str, bytes | CacheError] = {}
+        found: dict[str, bytes | Exception] = {}
 
         def read(some: Sequence[Artifact]) -> None:
             for artifact in some:
                 try:
                     found[artifact.digest] = self.artifact(artifact)
-                except CacheError as error:
+                except Exception as error:  # noqa: BLE001 - raised below, whichever thread met it
                     found[artifact.digest] = error
 
         distinct = list({artifact.digest: artifact for artifact in artifacts}.values())
         on_two_threads(read, distinct)
         for result in found.values():
-            if isinstance(result, CacheError):
+            if isinstance(result, Exception):
                 raise result
         return {digest: data for digest, data in found.items() if isinstance(data, bytes)}
 

@@ -382,3 +382,17 @@ def test_an_artifact_that_cannot_be_looked_at_is_not_called_absent(objects):
     path.symlink_to(path)
     with pytest.raises(CacheError, match=path.name):
         objects.size(sha256_hex(b"code"), "pt2")
+
+
+def test_artifacts_are_read_together_and_a_damaged_one_is_named(cache_root):
+    name = publish(cache_root)
+    layout = CacheLayout(root=cache_root)
+    add_sizes(cache_root, (2, 3, 4))
+    found = read_entry(layout, name)
+    artifacts = [row.artifact for row in found.manifest.rows]
+    read = found.artifacts(artifacts)
+    assert {digest: sha256_hex(data) for digest, data in read.items()} == {one.digest: one.digest for one in artifacts}
+    path = found.objects.path(artifacts[-1].digest, artifacts[-1].kind)
+    path.unlink()
+    with pytest.raises(CacheCorruptError, match=path.name):
+        found.artifacts(artifacts)
