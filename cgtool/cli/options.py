@@ -86,11 +86,7 @@ def read_arguments(ctx: click.Context, param: click.Parameter, texts: Sequence[s
 
 
 def read_required(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Read `--require`: "num_tokens=1-512" or "num_tokens=7", each dimension once.
-
-    Raises:
-        click.BadParameter: A text is neither, or a dimension comes twice.
-    """
+    """Read `--require`: "num_tokens=1-512" or "num_tokens=7", each dimension once."""
     result: dict[str, tuple[int, int]] = {}
     for text in texts:
         match = _REQUIRED.fullmatch(text)
@@ -266,14 +262,7 @@ ADAPTOR_FIELDS = (*CONFIG_FIELDS, "level", "adaptor")
 
 
 def cache_folder(given: str | None) -> Path | None:
-    """Return the cache's root as the settings have it (flag, variable, file); None where none of them names one.
-
-    Args:
-        given: The value of the flag.
-
-    Raises:
-        ConfigError: A configuration file or a variable cannot be read or understood.
-    """
+    """Return the cache's root as the settings have it (flag, variable, file); None where none of them names one."""
     from cgtool.cli.settings import load_settings  # kept out of `--help`
 
     folder = load_settings(flags={"cache_dir": given}).config.cache_dir
@@ -281,16 +270,7 @@ def cache_folder(given: str | None) -> Path | None:
 
 
 def model_asked(options: Mapping[str, Any], fields: Iterable[str], **flags: Any) -> ModelOptions:
-    """Return what `warm`, `why` and `check` were asked of a model.
-
-    Args:
-        options: The values of their options, by parameter.
-        fields: Which of them are fields of the configuration, "cache_dir" aside.
-        flags: More fields of the configuration; None is not given.
-
-    Raises:
-        ConfigError: A setting cannot be understood.
-    """
+    """Return what `warm`, `why` and `check` were asked of a model; `fields` names those options that configure it."""
     from cgtool.cli.settings import load_settings  # kept out of `--help`
     from cgtool.toolkit.warm import ModelOptions
 

@@ -29,14 +29,7 @@ _PIPE_WIDTH = 100_000
 
 
 class Output:
-    """Where a command's words go.
-
-    Args:
-        as_json: Print reports and errors as JSON on stdout.
-        quiet: Say nothing on stderr but errors.
-        verbose: Say more on stderr.
-        traceback: Show an error's traceback.
-    """
+    """Where a command's words go."""
 
     def __init__(
         self, *, as_json: bool = False, quiet: bool = False, verbose: bool = False, traceback: bool = False

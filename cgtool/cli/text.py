@@ -71,12 +71,7 @@ def secs_text(secs: float | None) -> str:
 
 
 def ago_text(stamp: Any, now: float) -> str:
-    """Return how long ago a time was: "3 min ago"; "never" where there was none.
-
-    Args:
-        stamp: Seconds since the epoch, or ISO 8601 text, or None.
-        now: Seconds since the epoch.
-    """
+    """Return how long before `now` a time was, in seconds since the epoch or as ISO 8601: "3 min ago", or "never"."""
     then = _epoch(stamp)
     if then is None:
         return "never"

@@ -218,12 +218,7 @@ class Plan(ABC):
 
 
 class Planner(ABC):
-    """Chooses entries by the rules that every cache knows: by name, by age, and to make room.
-
-    Args:
-        rules: What was asked for.
-        now: Seconds since the epoch.
-    """
+    """Chooses entries by the rules that every cache knows: by name, by age, and to make room."""
 
     def __init__(self, rules: Rules, now: float) -> None:
         self.rules = rules
