@@ -16,6 +16,8 @@ from hypothesis import HealthCheck, settings
 # sessions, since the first C++ compile (headers, probes of the instruction set) costs more than everything after it.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"cgtool-tests-{os.getuid()}"))
 
+TESTS = Path(__file__).parent
+
 # A busy machine draws examples slowly, which says nothing of the code. Under CI, Hypothesis' own profile is the parent.
 settings.register_profile(
     "cgtool", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -34,8 +36,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the whole way first: its files have few tests and take longest, and short ones even out the end."""
-    items.sort(key=lambda item: "e2e" not in item.path.parts)
+    """Put first whose files have few tests and take longest, so that short ones even out the end."""
+    order = {name: place for place, name in enumerate(("e2e", "soundness", "cli", "compiler"))}
+    items.sort(key=lambda item: order.get(item.path.relative_to(TESTS).parts[0], len(order)))
 
 
 @pytest.fixture(scope="session", autouse=True)

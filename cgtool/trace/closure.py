@@ -182,10 +182,15 @@ def _text(path: Path) -> str:
 def modules_by_file() -> dict[str, str]:
     """Return {resolved file: canonical name} of the modules that are imported."""
     files: dict[str, str] = {}
+    folders: dict[str, str] = {}  # thousands of modules lie in some hundred folders
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and file.endswith(".py"):
-            files.setdefault(os.path.realpath(file), canonical_module_name(name))
+            folder, base = os.path.split(file)
+            if folder not in folders:
+                folders[folder] = os.path.realpath(folder)
+            path = os.path.join(folders[folder], base)
+            files.setdefault(os.path.realpath(path) if os.path.islink(path) else path, canonical_module_name(name))
     return files
 
 

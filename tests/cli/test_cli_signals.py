@@ -56,14 +56,14 @@ def test_while_the_model_is_built(tmp_path, number, code, kind):
 )
 def test_while_pieces_are_compiled(tmp_path, number, code, kind):
     root = tmp_path / "cache"
-    model = f"{SAMPLE}:build"
-    returned, out, err = _signal_at("compile 1/4", number, model, "--cache-dir", root, "--json")
+    arguments = (f"{SAMPLE}:build", "--adaptor", "inductor_standalone", "--cache-dir", root, "--json")
+    returned, out, err = _signal_at("compile 1/4", number, *arguments)
     assert returned == code
     assert f'"type": "{kind}"' in out
     assert "Traceback" not in err
     listing = run("inspect", "cache", root, "--json")
     assert (listing.code, listing.report["entries"], listing.report["warnings"]) == (0, [], [])
-    again = run("warm", model, "--cache-dir", root, "--json")
+    again = run("warm", *arguments)
     assert again.code == 0
     assert again.report["compiled"] < 4
     assert again.report["compiled"] + again.report["reused"] == 4

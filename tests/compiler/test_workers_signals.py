@@ -36,7 +36,12 @@ def warming(tmp_path, cache_root):
 
 
 @pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)], ids=str
+    ("signum", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, id="SIGINT"),
+        pytest.param(signal.SIGTERM, 143, id="SIGTERM", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, -9, id="SIGKILL"),
+    ],
 )
 def test_no_process_outlives_a_warm_that_was_ended(warming, tmp_path, cache_root, signum, code):
     compilers = [int(pid) for pid in (tmp_path / "pids").read_text().split()]

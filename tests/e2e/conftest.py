@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_harness import HEAVY, REPO, Server
 from e2e_harness import FIXTURES, SIZES, warm
 from hold_harness import warm_fixture
 
@@ -79,9 +81,11 @@ def aot_cache(once: Callable[..., Path], sized_cache: Callable[[str], Warmed]) -
         return root
 
     def warm_general(name: str, root: Path) -> None:
-        if name == "tiny_llama":  # what its sizes need, too: what was compiled for the general shape there is the same
+        if name == "llama":  # what its sizes need, too: what was compiled for the general shape there is the same
             units = Path("torch_compile_cache", "units")
-            shutil.copytree(sized_cache(name).root / units, root / units, copy_function=_copy_new, dirs_exist_ok=True)
+            shutil.copytree(
+                sized_cache("tiny_llama").root / units, root / units, copy_function=_copy_new, dirs_exist_ok=True
+            )
         warm_fixture(name, root)
 
     return warmed
@@ -93,8 +97,24 @@ def _copy_new(source: str, target: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def eager_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the root of a cache that serves `tiny_llama` with `eager` artifacts."""
-    root = tmp_path_factory.mktemp("eager") / "cache"
-    warm_fixture("tiny_llama", root, adaptor="eager")
-    return root
+def eager_cache(once: Callable[..., Path]) -> Path:
+    """Return the root of a cache that serves `llama` with `eager` artifacts."""
+    return once("eager", lambda folder: warm_fixture("llama", folder / "cache", adaptor="eager")) / "cache"
+
+
+@pytest.fixture(scope="session")
+def worded_site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return an environment in which a distribution that brings an adaptor is installed (worded_adaptor.py)."""
+    site = tmp_path_factory.mktemp("site")
+    metadata = site / "worded-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: worded\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[cgtool.adaptors]\nworded = worded_adaptor:Worded\n")
+    shutil.copy(Path(__file__).with_name("worded_adaptor.py"), site)
+    return {"PYTHONPATH": os.pathsep.join([str(site), str(REPO)])}
+
+
+@pytest.fixture(scope="session")
+def worded(worded_site: dict[str, str]) -> Server:
+    """Return the command where that distribution is installed."""
+    return Server(*HEAVY, env=worded_site)

@@ -1,9 +1,9 @@
-"""Runs cgtool as its users do, in processes of their own, and compares a loaded model with eager in a fresh one."""
+"""Runs cgtool as its users do, in processes of their own, and compares a loaded model with eager in another one."""
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parents[2]
+import cli_harness
+from cli_harness import REPO, Server, needs_fresh_process
+
 FIXTURES = REPO / "fixtures"
 COMPARE = Path(__file__).with_name("e2e_compare.py")
+SERVED = Path(__file__).with_name("served.py")
 LLAMA = f"{FIXTURES / 'tiny_llama.py'}:build"
 #: The sizes that the fixtures are compiled for beside the general shape, where sizes are compiled for.
 SIZES = {"tiny_llama": "1,8", "tiny_moe": "1,8", "tiny_encoder": "batch=4:seq=16", "tiny_vision": "1,4"}
@@ -36,12 +39,11 @@ class Ran:
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment, with cgtool from this checkout, and `changes`."""
-    path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "PYTHONPATH": path, **(changes or {})}
+    return cli_harness.environment(**(changes or {}))
 
 
 def python(*arguments: object, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Ran:
-    """Run Python to its end."""
+    """Run Python to its end, from its start."""
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=cwd,
@@ -55,8 +57,15 @@ def python(*arguments: object, env: Mapping[str, str] | None = None, cwd: Path |
 
 
 def cgtool(*arguments: object, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Ran:
-    """Run the command to its end."""
-    return python("-m", "cgtool", *arguments, env=env, cwd=cwd)
+    """Run the command to its end, in a fork of what has imported torch unless `env` says how Python or torch start."""
+    ran = cli_harness.run(*arguments, env=env, cwd=cwd)
+    return Ran(code=ran.code, out=ran.out, err=ran.err)
+
+
+@functools.cache
+def comparer() -> Server:
+    """Return what compares in forks of itself, which begin as fresh processes do once they imported torch."""
+    return Server("torch", "cgtool.models", program=str(COMPARE))
 
 
 def warm(model: str, root: Path, *arguments: object, **options: Any) -> Any:
@@ -73,7 +82,7 @@ def inspect(root: Path) -> Any:
 
 
 def compare(model: str, root: Path, calls: list[dict[str, int]], **options: Any) -> Any:
-    """Load a model in a fresh process and compare it with eager at sizes of its dynamic dimensions.
+    """Load a model in another process and compare it with eager at sizes of its dynamic dimensions.
 
     Args:
         model: As MODEL of the command line.
@@ -86,7 +95,10 @@ def compare(model: str, root: Path, calls: list[dict[str, int]], **options: Any)
     """
     env, cwd = options.pop("env", None), options.pop("cwd", None)
     request = {"model": model, "root": str(root), "calls": calls, **options}
-    return python(COMPARE, json.dumps(request), env=env, cwd=cwd).report
+    if needs_fresh_process(env):
+        return python(COMPARE, json.dumps(request), env=env, cwd=cwd).report
+    ran = comparer().run(cwd or Path.cwd(), environment(env), [json.dumps(request)])
+    return Ran(code=ran.code, out=ran.out, err=ran.err).report
 
 
 def units(root: Path) -> int:

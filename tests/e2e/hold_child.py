@@ -1,6 +1,6 @@
 """A server's start: builds a fixture, loads it, calls it once; prints what came of it as JSON.
 
-    python hold_child.py '["tiny_llama", CACHE]'
+    python hold_child.py '["llama", CACHE]'
 
 prints {"error": [class, sentence] or None, "worst": the greatest relative difference from eager or None, "heavy": which
 modules of a compiler there are after the first call}.
@@ -26,7 +26,8 @@ def heavy() -> list[str]:
 
 def main() -> None:
     name, root = json.loads(sys.argv[1])
-    spec = importlib.import_module(name).build()
+    sys.path.insert(0, str(Path(__file__).parent))
+    spec = getattr(importlib.import_module("served"), name)()
     (call,) = spec.calls
     report = {"error": None, "worst": None}
     with torch.no_grad():
@@ -37,7 +38,6 @@ def main() -> None:
             report["error"] = [type(error).__name__, str(error)]
         report["heavy"] = heavy()
         if found is not None:
-            sys.path.insert(0, str(Path(__file__).parent))
             from e2e_compare import difference  # after the modules were counted: it imports more of cgtool
 
             report["worst"] = difference(found, spec.module(*call.args, **call.kwargs))

@@ -10,17 +10,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from e2e_harness import FIXTURES, REPO, Ran, warm
+from e2e_harness import FIXTURES, REPO, SERVED, Ran, warm
 
 CHILD = Path(__file__).with_name("hold_child.py")
-NAMES = ("tiny_llama", "tiny_moe", "tiny_encoder", "tiny_vision")
+NAMES = ("llama", "encoder", "vision")
 #: What a machine that compiles has and a server need not have.
 TOOLS = ("g++", "gcc", "c++", "cc", "clang", "clang++", "cpp", "ld", "as", "ptxas", "nvcc")
 
 
 def warm_fixture(name: str, root: Path, *, adaptor: str = "aot_inductor") -> None:
-    """Compile a fixture."""
-    warm_model(f"{FIXTURES / name}.py:build", root, adaptor=adaptor)
+    """Compile a fixture as tests/e2e/served.py has it."""
+    warm_model(f"{SERVED}:{name}", root, adaptor=adaptor)
 
 
 def warm_model(model: str, root: Path, *, adaptor: str = "aot_inductor") -> None:
@@ -92,6 +92,4 @@ class Bare:
 
 def fixture_spec(name: str) -> Any:
     """Build a fixture in this process, as it is imported by one that loads it."""
-    if str(FIXTURES) not in sys.path:
-        sys.path.insert(0, str(FIXTURES))
-    return importlib.import_module(name).build()
+    return getattr(importlib.import_module("served"), name)()

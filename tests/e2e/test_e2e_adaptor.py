@@ -2,43 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
-from e2e_harness import REPO, cgtool, python, warm
+from e2e_harness import REPO, cgtool, environment, python
 
 pytestmark = pytest.mark.torch
 
 MODEL = f"{REPO / 'tests/cli/cli_sample_model.py'}:build"
-ADAPTOR = '''
-"""A compiler whose artifact is the piece itself, under a word of its own."""
-
-import sys
-
-from cgtool import CompiledPiece, CompilerInterface
-from cgtool.plan.grammar import canonical_json, digest_of
-from cgtool.runtime.program import piece_function
-
-WORD = b"worded\\n"
-
-
-class Worded(CompilerInterface):
-    name = "worded"
-
-    def compute_hash(self, options, *, max_autotune=False):
-        return digest_of({"adaptor": self.name, "options": options})
-
-    def compile(self, graph, *, options, max_autotune=False):
-        with open(options["log"], "a") as log:
-            log.write(f"{sys.argv[0]}\\n")
-        return CompiledPiece(artifact=WORD + graph.canonical(), kernels=1)
-
-    def load(self, data, graph):
-        if data != WORD + graph.canonical():
-            raise ValueError("another piece")
-        return piece_function(graph)
-'''
 COMPARE = """
 import sys
 import torch
@@ -57,51 +28,45 @@ with torch.no_grad():
 
 
 @pytest.fixture
-def installed(tmp_path: Path) -> dict[str, str]:
-    """An environment in which a distribution that brings the adaptor is installed."""
-    site = tmp_path / "site"
-    metadata = site / "worded-1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: worded\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[cgtool.adaptors]\nworded = worded_adaptor:Worded\n")
-    (site / "worded_adaptor.py").write_text(ADAPTOR)
-    return {"PYTHONPATH": os.pathsep.join([str(site), str(REPO)])}
+def installed(worded, worded_site):
+    """Runs the command where the distribution is installed."""
+    return lambda *arguments: worded.run(Path.cwd(), environment(worded_site), [*map(str, arguments)])
 
 
 def compared(root, **options):
     return python("-c", COMPARE, root, REPO / "tests/cli", **options)
 
 
-def test_an_adaptor_of_another_distribution_warms_travels_and_loads(installed, tmp_path, cache_root):
+def test_an_adaptor_of_another_distribution_warms_travels_and_loads(installed, worded_site, tmp_path, cache_root):
     log = tmp_path / "log"
     arguments = ("--adaptor", "worded", "--jobs", "1", "--inductor-config", f'{{"log": "{log}"}}')
-    report = warm(MODEL, cache_root, *arguments, env=installed)
+    warm = ("warm", MODEL, "--cache-dir", cache_root, "--json", "--quiet", *arguments)
+    report = installed(*warm).report
     assert (report["compiled"], report["notes"]) == (4, [])
     assert log.read_text().split() == ["-c"] * 4  # a worker's program
-    assert warm(MODEL, cache_root, *arguments, env=installed)["hit"]
+    assert installed(*warm).report["hit"]
 
     bundle, there = tmp_path / "bundle.tar.zst", tmp_path / "there"
-    assert cgtool("export", bundle, "--cache-dir", cache_root, env=installed).code == 0
-    taken = cgtool("import", bundle, "--trust", "--cache-dir", there, env=installed)
+    assert installed("export", bundle, "--cache-dir", cache_root).code == 0
+    taken = installed("import", bundle, "--trust", "--cache-dir", there)
     assert taken.code == 0, taken.err
     assert {path.suffix for path in there.rglob("artifacts/*")} == {".worded"}
-    verified = cgtool("verify", "--load", "--cache-dir", there, env=installed)
+    verified = installed("verify", "--load", "--cache-dir", there)
     assert verified.code == 0, verified.out + verified.err
-    shown = cgtool("inspect", "cache", there, "--json", env=installed).report
+    shown = installed("inspect", "cache", there, "--json").report
     assert [entry["adaptor"] for entry in shown["entries"]] == ["worded"]
-    done = compared(there, env=installed)
+    done = compared(there, env=worded_site)
     assert done.code == 0, done.err
 
 
 def test_where_the_distribution_is_not_installed_it_is_named(installed, tmp_path, cache_root):
-    log = tmp_path / "log"
-    arguments = ("--adaptor", "worded", "--jobs", "0", "--no-proof", "--inductor-config", f'{{"log": "{log}"}}')
-    warm(MODEL, cache_root, *arguments, env=installed)
+    warm = installed("warm", MODEL, "--cache-dir", cache_root, "--adaptor", "worded", "--jobs", "0", "--no-proof")
+    assert warm.code == 0, warm.err
     done = compared(cache_root)
     assert "ConfigError: There is no adaptor 'worded'" in done.err
     assert "entry-point group cgtool.adaptors" in done.err
     bundle = tmp_path / "bundle.tar.zst"
-    assert cgtool("export", bundle, "--cache-dir", cache_root, env=installed).code == 0
+    assert installed("export", bundle, "--cache-dir", cache_root).code == 0
     taken = cgtool("import", bundle, "--trust", "--cache-dir", tmp_path / "there")
     assert taken.code == 3
     assert "of a kind that no adaptor here makes" in taken.err

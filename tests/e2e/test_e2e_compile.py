@@ -44,9 +44,9 @@ def no_workers(monkeypatch):
 
 
 @pytest.fixture
-def quick(monkeypatch):
-    """For what is not about what the default compiles."""
-    monkeypatch.setenv("CGTOOL_ADAPTOR", QUICK)
+def eager(monkeypatch):
+    """For what is not about what is compiled."""
+    monkeypatch.setenv("CGTOOL_ADAPTOR", "eager")
 
 
 def shapes(root):
@@ -76,7 +76,7 @@ def nested(tmp_path_factory):
 def signature(tmp_path_factory):
     """The cache of a model that was compiled for an example by position."""
     root, module = tmp_path_factory.mktemp("signature") / "cache", models.Signature().eval()
-    config = CompilationConfig(jobs=0)
+    config = CompilationConfig(adaptor="eager", jobs=0)
     with torch.no_grad():
         cgtool.compile(module, example_args=(models.x_of(),), dynamic=BATCH, config=config, cache_dir=root)
     return root
@@ -117,7 +117,7 @@ def test_what_an_output_holds_twice_is_one_tensor(nested):
 
 
 @pytest.mark.parametrize("spelled", ["by position", "by name", "with its defaults"])
-def test_a_second_compile_loads_however_the_example_is_spelled(signature, spelled):
+def test_a_second_compile_loads_however_the_example_is_spelled(signature, eager, spelled):
     root, module = signature, models.Signature().eval()
     x = models.x_of()
     before = files(root)
@@ -159,7 +159,7 @@ def test_what_dynamo_named_for_one_process_is_found_in_the_next(tmp_path):
     assert compare(model, root, [{"batch": n} for n in (1, 2, 5)])["failures"] == []
 
 
-def test_without_an_example_the_first_call_is_one(tmp_path, quick):
+def test_without_an_example_the_first_call_is_one(tmp_path, eager):
     root, module = tmp_path / "cache", models.Signature().eval()
     run = cgtool.compile(module, dynamic=BATCH, cache_dir=root)
     assert not root.exists()
@@ -174,7 +174,7 @@ def test_without_an_example_the_first_call_is_one(tmp_path, quick):
     assert files(root) == before  # nothing compiles behind a request
 
 
-def test_without_dynamic_dimensions_other_sizes_are_refused(tmp_path, quick):
+def test_without_dynamic_dimensions_other_sizes_are_refused(tmp_path, eager):
     module = models.Signature().eval()
     run = cgtool.compile(module, example_args=(models.x_of(4),), cache_dir=tmp_path / "cache")
     same(run, module, models.x_of(4))
@@ -182,7 +182,7 @@ def test_without_dynamic_dimensions_other_sizes_are_refused(tmp_path, quick):
         run(models.x_of(5))
 
 
-def test_defaults_and_keywords_are_the_models_own(signature):
+def test_defaults_and_keywords_are_the_models_own(signature, eager):
     module = models.Signature().eval()
     run = cgtool.compile(module, example_args=(models.x_of(4),), dynamic=BATCH, cache_dir=signature)
     for batch in (1, 2, 6):
@@ -204,7 +204,7 @@ def test_defaults_and_keywords_are_the_models_own(signature):
             run(*args, **kwargs)
 
 
-def test_containers_of_tensors_are_arguments(tmp_path, quick):
+def test_containers_of_tensors_are_arguments(tmp_path, eager):
     module = models.Gathered().eval()
 
     def arguments(rows):
@@ -221,7 +221,8 @@ def test_containers_of_tensors_are_arguments(tmp_path, quick):
         run(*args[:-1], **kwargs)  # one of *rest is missing
 
 
-def test_writes_into_buffers_and_arguments_and_returned_arguments(tmp_path):
+def test_writes_into_buffers_and_arguments_and_returned_arguments(tmp_path, monkeypatch):
+    monkeypatch.setenv("CGTOOL_ADAPTOR", QUICK)
     module = models.Memory().eval()
     eager = copy.deepcopy(module)
     dynamic = {"x": {0: "rows"}, "slots": {0: "rows"}, "out": {0: "rows"}}
@@ -245,7 +246,7 @@ def test_writes_into_buffers_and_arguments_and_returned_arguments(tmp_path):
 
 def test_the_cache_switched_off_compiles_and_leaves_nothing(tmp_path, monkeypatch):
     root, module = tmp_path / "cache", models.Signature().eval()
-    off = CompilationConfig(disable_cache=True, jobs=0)
+    off = CompilationConfig(adaptor=QUICK, disable_cache=True, jobs=0)
     run = cgtool.compile(module, example_args=(models.x_of(),), dynamic=BATCH, config=off, cache_dir=root)
     same(run, module, models.x_of(5))
     assert not root.exists()
@@ -313,7 +314,9 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if "mappings" in name else [pytest.mark.slow]) for name in CONFIGS]
+)
 def test_sizes_and_ranges_of_two_dimensions(tmp_path, pieces, name):
     fields, added = CONFIGS[name]
     root, spec = with_units(tmp_path / "cache", pieces), models.attention()
@@ -341,7 +344,7 @@ def test_an_integer_size_of_two_dimensions_needs_size_dim(tmp_path):
     assert list(root.rglob("manifest.json")) == []
 
 
-def test_bounds_of_a_dimension_are_kept(tmp_path, quick):
+def test_bounds_of_a_dimension_are_kept(tmp_path, eager):
     root, module = tmp_path / "cache", models.Signature().eval()
     run = cgtool.compile(module, example_args=(models.x_of(4),), dynamic={"x": {0: ("batch", 2, 16)}}, cache_dir=root)
     assert inspect(root)["variants"] == 1

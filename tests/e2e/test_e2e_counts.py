@@ -10,6 +10,8 @@ from cgtool.plan.shapes import shape_text
 pytestmark = pytest.mark.torch
 
 SIZES = ("--compile-sizes", "1,8")
+#: Artifacts are counted here, and none is native code.
+EAGER = ("--adaptor", "eager")
 #: Of every artifact of general shape, size 1 and size 8: which of 2L + 1 pieces share it.
 SHAPES = ["general", "num_tokens=1", "num_tokens=8"]
 
@@ -29,17 +31,23 @@ def digests(report):
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory, sized_cache):
-    """A cache in which four layers were warmed, and what that run said."""
-    warmed = sized_cache("tiny_llama")
-    return warmed.copy(tmp_path_factory.mktemp("four") / "cache"), warmed.report
+def alone(tmp_path_factory):
+    """A cache in which four layers were warmed, what that run said, and what `inspect` said then."""
+    root = tmp_path_factory.mktemp("four") / "cache"
+    return root, warm(LLAMA, root, *SIZES, *EAGER), inspect(root)
+
+
+@pytest.fixture(scope="module")
+def four(alone):
+    """The same cache and report, for tests that add to the cache."""
+    return alone[:2]
 
 
 @pytest.fixture(scope="module")
 def two(four):
     """What warming two layers in the cache of four said."""
     root, _ = four
-    return warm(LLAMA, root, *SIZES, "--arg", "num_layers=2")
+    return warm(LLAMA, root, *SIZES, *EAGER, "--arg", "num_layers=2")
 
 
 def test_four_layers_are_nine_pieces_and_nine_artifacts(four):
@@ -61,10 +69,8 @@ def test_two_layers_are_five_pieces_and_use_what_was_compiled_for_four(four, two
     assert units(root) == 9
 
 
-def test_inspect_shows_what_warm_reported(four, two, tmp_path_factory):
-    root = tmp_path_factory.mktemp("alone") / "cache"
-    report = warm(LLAMA, root, *SIZES, "--adaptor", "eager")
-    entry = inspect(root)
+def test_inspect_shows_what_warm_reported(alone):
+    _, report, entry = alone
     assert {key: report[key] for key in entry if key != "last_used"} == {
         key: value for key, value in entry.items() if key != "last_used"
     }
@@ -74,22 +80,22 @@ def test_inspect_shows_what_warm_reported(four, two, tmp_path_factory):
 
 def test_an_added_size_compiles_three_artifacts_and_traces_nothing(four, two):
     root, first = four
-    report = warm(LLAMA, root, "--compile-sizes", "1,8,16")
+    report = warm(LLAMA, root, "--compile-sizes", "1,8,16", *EAGER)
     assert (report["hit"], report["compiled"], report["reused"], report["trace_secs"]) == (False, 3, 9, 0.0)
     assert counts(report) == (9, 4, 3, 12)
     assert report["hash"] == first["hash"]
     assert digests(report) > digests(first)
     assert units(root) == 12
-    other = warm(LLAMA, root, "--compile-sizes", "16", "--arg", "num_layers=2")
+    other = warm(LLAMA, root, "--compile-sizes", "16", *EAGER, "--arg", "num_layers=2")
     assert (other["compiled"], other["trace_secs"]) == (0, 0.0)  # another entry, and the same units
 
 
 def test_an_artifact_is_stored_once_for_all_entries(four, two):
     root, _ = four
     stored = {}
-    for path in (*root.rglob("artifacts/*"), *root.rglob("units/*/*/*.pt2")):
+    for path in (*root.rglob("artifacts/*"), *root.rglob("units/*/*/*.eager")):
         stored.setdefault(path.name, set()).add(path.stat().st_ino)
-    assert set(stored) >= {f"{digest}.pt2" for digest in digests(two)}
+    assert set(stored) >= {f"{digest}.eager" for digest in digests(two)}
     assert all(len(inodes) == 1 for inodes in stored.values())
 
 
@@ -117,7 +123,7 @@ def test_eighty_layers_compile_what_four_do_in_the_same_time(tmp_path):
 @pytest.mark.slow
 def test_eighty_layers_use_all_that_was_compiled_for_four(four):
     root, first = four
-    report = warm(LLAMA, root, *SIZES, "--arg", "num_layers=80")
+    report = warm(LLAMA, root, *SIZES, *EAGER, "--arg", "num_layers=80")
     assert counts(report) == (161, 80, 3, 9)
     assert (report["compiled"], report["reused"]) == (0, 9)
     assert digests(report) == digests(first)

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from e2e_harness import FIXTURES
+from e2e_harness import warm as warm_model
 
 pytestmark = pytest.mark.torch
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 
-
-def warm(folder: Path, cache: Path) -> dict:
-    command = [sys.executable, "-m", "cgtool", "warm", f"{folder / 'tiny_llama.py'}:build", "--json"]
-    command += ["--adaptor", "inductor_standalone"]  # as the default does it, in half the time
-    done = subprocess.run(
-        [*command, "--arg", "num_layers=3", "--cache-dir", str(cache)],
-        capture_output=True,
-        text=True,
-        env=dict(os.environ),
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+def warm(folder, cache):
+    return warm_model(f"{folder / 'tiny_llama.py'}:build", cache, "--adaptor", "eager", "--arg", "num_layers=3")
 
 
 def test_an_edit_of_the_last_norm_compiles_the_last_piece_alone_for_each_variant(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from e2e_harness import FIXTURES, LLAMA, SIZES, compare, counts, warm
+from e2e_harness import FIXTURES, LLAMA, SERVED, SIZES, compare, counts, warm
 
 pytestmark = pytest.mark.torch
 
@@ -24,7 +24,8 @@ def check(model, root, calls, **options):
 #: The default, and what serves a piece that it does not take.
 ALL_ADAPTORS = ("aot_inductor", "inductor_standalone")
 ADAPTORS = ("aot_inductor", pytest.param("inductor_standalone", marks=pytest.mark.slow))
-FIXTURE_CALLS = {"tiny_llama": TOKENS, "tiny_moe": TOKENS, "tiny_encoder": GRID, "tiny_vision": IMAGES}
+#: Calls of what tests/e2e/served.py has.
+SERVED_CALLS = {"llama": TOKENS, "vision": IMAGES, "encoder": [call for call in GRID if 1 not in call.values()]}
 
 
 def warmed(model, root, adaptor, *arguments):
@@ -52,14 +53,14 @@ def sized(sized_cache):
     return made
 
 
-@pytest.mark.parametrize("name", FIXTURE_CALLS)
+@pytest.mark.parametrize("name", SERVED_CALLS)
 def test_a_fixture_as_native_code_at_every_size(aot_cache, name):
     """Compiled for the general shape alone, by whichever test came first."""
-    checked = check(f"{FIXTURES / name}.py:build", aot_cache(name), FIXTURE_CALLS[name])
+    checked = check(f"{SERVED}:{name}", aot_cache(name), SERVED_CALLS[name])
     assert checked["imported"] == []
 
 
-@pytest.mark.parametrize("adaptor", [*ADAPTORS, "inductor", "eager"])
+@pytest.mark.parametrize("adaptor", [*ADAPTORS, pytest.param("inductor", marks=pytest.mark.slow), "eager"])
 def test_llama_with_each_adaptor(tmp_path, sized, adaptor):
     root = tmp_path / "cache"
     report = sized("tiny_llama", root, adaptor)

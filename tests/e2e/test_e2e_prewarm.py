@@ -54,7 +54,7 @@ def test_the_steps_warm_once_and_hand_over_what_serves(tmp_path, monkeypatch):
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{command.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(REPO))
-    monkeypatch.setenv("MODEL", str(REPO / "fixtures" / "tiny_llama.py") + ":build")
+    monkeypatch.setenv("MODEL", str(REPO / "tests" / "cli" / "cli_sample_model.py") + ":build")
     monkeypatch.setenv("CGTOOL_CACHE_DIR", str(tmp_path / ".cgtool"))
     monkeypatch.setenv("CGTOOL_ADAPTOR", "eager")  # the steps are shown here, and not a compiler
     script = "\n".join(github_steps())

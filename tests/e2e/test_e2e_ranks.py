@@ -13,23 +13,34 @@ pytestmark = pytest.mark.torch
 MODEL = Path(__file__).with_name("ranks_model.py")
 
 
-def torchrun(log, *arguments):
+def torchrun(env, log, *arguments):
     """Run a program as two ranks; return what each printed, which is JSON."""
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    ran = python(*ranks, "--log-dir", log, "--redirects", "3", *arguments)
+    ran = python(*ranks, "--log-dir", log, "--redirects", "3", *arguments, env=env)
     assert ran.code == 0, ran.err
     return [json.loads(path.read_text()) for path in sorted(log.rglob("stdout.log"))]
 
 
-def test_two_ranks_compile_once_between_them_and_equal_the_whole_model(tmp_path):
+def test_two_ranks_compile_once_between_them_and_equal_the_whole_model(tmp_path, worded_site):
     root = tmp_path / "cache"
-    arguments = ("warm", f"{MODEL}:build", "--cache-dir", root, "--json", "--quiet", "--jobs", "1")
-    reports = torchrun(tmp_path / "warm", "-m", "cgtool", *arguments)
+    arguments = (
+        "warm",
+        f"{MODEL}:build",
+        "--cache-dir",
+        root,
+        "--json",
+        "--quiet",
+        "--jobs",
+        "1",
+        "--adaptor",
+        "worded",
+    )
+    reports = torchrun(worded_site, tmp_path / "warm", "-m", "cgtool", *arguments)
     assert sorted(report["rank"] for report in reports) == [0, 1]
     assert len({report["hash"] for report in reports}) == 1
     assert sum(report["compiled"] for report in reports) == units(root) == 3
     for rank in (0, 1):
         assert len(list(root.glob(f"torch_compile_cache/*/rank_{rank}/*/manifest.json"))) == 1
     # Each holds half of the weights; the sums over both equal the model that holds all.
-    loaded = torchrun(tmp_path / "load", MODEL, root)
+    loaded = torchrun(worded_site, tmp_path / "load", MODEL, root)
     assert loaded == [{"rank": rank, "equal": [True] * 3} for rank in (0, 1)]

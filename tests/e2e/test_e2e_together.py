@@ -20,25 +20,43 @@ pytestmark = pytest.mark.torch
 #: Unique artifacts of a decoder of two layers: three pieces, each of general shape, of 1 and of 8 tokens.
 UNITS = 9
 ARGUMENTS = ("--arg", "num_layers=2", "--compile-sizes", "1,8")
-#: Compiles in workers as the default does, in half the time: for what is not about the default.
-QUICK = ("--adaptor", "inductor_standalone")
+NATIVE = [("--adaptor", adaptor) for adaptor in ("aot_inductor", "inductor_standalone")]
 
 
-def start(root, *arguments, layers=2, sizes="1,8"):
+def worded(**options):
+    """The arguments of an adaptor that compiles in a worker as the default does, without using the machine's time."""
+    return ("--adaptor", "worded", "--jobs", "1", "--no-proof", "--inductor-config", json.dumps(options))
+
+
+#: What gives others time to ask for the same.
+SLOW = worded(secs=0.4)
+
+
+def start(root, *arguments, env=None, layers=2, sizes="1,8"):
     """Start a warm of the decoder in a process group of its own."""
-    return start_model(root, LLAMA, "--arg", f"num_layers={layers}", "--compile-sizes", sizes, *arguments)
+    return start_model(root, LLAMA, "--arg", f"num_layers={layers}", "--compile-sizes", sizes, *arguments, env=env)
 
 
-def start_model(root, *arguments):
+def start_model(root, *arguments, env=None):
     """Start a warm in a process group of its own."""
     return subprocess.Popen(
         [sys.executable, "-m", "cgtool", "warm", *arguments, "--cache-dir", root, "--json"],
-        env=environment({"PYTHONUNBUFFERED": "1"}),
+        env=environment({"PYTHONUNBUFFERED": "1", **(env or {})}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
+
+
+def reports_of(processes):
+    """Wait for warms, all of which go well, and return what they report."""
+    reports = []
+    for process in processes:
+        out, err = process.communicate(timeout=500)
+        assert process.returncode == 0, err
+        reports.append(json.loads(out))
+    return reports
 
 
 def kill(process):
@@ -56,13 +74,17 @@ def wait_for(process, line):
     raise AssertionError(f"it ended without {line!r}: {process.wait()}")
 
 
-def check_whole(root: Path, *arguments: str):
+def check_whole(root: Path, *arguments: str, env=None):
     """The cache holds one entry, which serves the model."""
     entry = inspect(root)
     assert counts(entry) == (5, 2, 3, UNITS)
-    assert cgtool("warm", LLAMA, "--cache-dir", root, "--check", *ARGUMENTS, *arguments).code == 0
+    assert cgtool("warm", LLAMA, "--cache-dir", root, "--check", *ARGUMENTS, *arguments, env=env).code == 0
+    check_serves(root, env=env)
+
+
+def check_serves(root, layers=2, env=None):
     sizes = [{"num_tokens": n} for n in (1, 2, 8, 9)]
-    assert compare(LLAMA, root, sizes, arguments={"num_layers": 2})["failures"] == []
+    assert compare(LLAMA, root, sizes, arguments={"num_layers": layers}, env=env)["failures"] == []
 
 
 def check_goes_on(root: Path, *arguments: str):
@@ -75,15 +97,11 @@ def check_goes_on(root: Path, *arguments: str):
     return stored
 
 
-@pytest.mark.parametrize("adaptor", [QUICK, pytest.param(("--adaptor", "aot_inductor"), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("adaptor", NATIVE)
 def test_four_processes_on_an_empty_cache_compile_each_piece_once(tmp_path, adaptor):
     root = tmp_path / "cache"
-    processes = [start(root, "--quiet", *adaptor) for _ in range(4)]
-    reports = []
-    for process in processes:
-        out, err = process.communicate(timeout=500)
-        assert process.returncode == 0, err
-        reports.append(json.loads(out))
+    reports = reports_of([start(root, "--quiet", *adaptor) for _ in range(4)])
     assert sum(report["compiled"] for report in reports) == UNITS
     assert all(report["compiled"] + report["reused"] == UNITS for report in reports)
     assert len({report["hash"] for report in reports}) == 1
@@ -91,54 +109,51 @@ def test_four_processes_on_an_empty_cache_compile_each_piece_once(tmp_path, adap
     check_whole(root, *adaptor)
 
 
-def test_four_ranks_and_two_models_share_what_is_equal(tmp_path):
-    """Ranks of one entry and entries of one cache: four processes, four plans, nine units."""
+def test_processes_ranks_and_models_share_what_is_equal(tmp_path, worded_site):
+    """Another rank and prefix, another model: three processes, three entries, nine units."""
     root = tmp_path / "cache"
-    processes = [
-        start(root, "--quiet", *QUICK, "--rank", "0"),
-        start(root, "--quiet", *QUICK, "--rank", "1"),
-        start(root, "--quiet", *QUICK, "--prefix", "head"),
-        start(root, "--quiet", *QUICK, layers=3),
-    ]
-    compiled = 0
-    for process in processes:
-        out, err = process.communicate(timeout=500)
-        assert process.returncode == 0, err
-        compiled += json.loads(out)["compiled"]
-    assert compiled == UNITS
+    asked = [((), 2), (("--rank", "1", "--prefix", "head"), 2), ((), 3)]
+    reports = reports_of(
+        [start(root, "--quiet", *SLOW, *options, env=worded_site, layers=layers) for options, layers in asked]
+    )
+    assert sum(report["compiled"] for report in reports) == UNITS == units(root)
+    assert all(report["compiled"] + report["reused"] == UNITS for report in reports)
     listing = cgtool("inspect", "cache", root, "--json").report
     named = sorted((entry["rank"], entry["prefix"], entry["pieces"]) for entry in listing["entries"])
-    assert named == [(0, "backbone", 5), (0, "backbone", 7), (0, "head", 5), (1, "backbone", 5)]
+    assert named == [(0, "backbone", 5), (0, "backbone", 7), (1, "head", 5)]
     assert listing["warnings"] == []
+    check_serves(root, 3, env=worded_site)
 
 
-def test_a_kill_between_two_compiles_loses_at_most_one(tmp_path):
-    """With the default, and one piece in each of two variants: the C++ compiler is at work on the second."""
-    root, model = tmp_path / "cache", f"{Path(__file__).with_name('e2e_models.py')}:nested"
-    process = start_model(root, model, "--jobs", "1")
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["worded", "native"])
+def test_a_kill_between_two_compiles_loses_at_most_one(tmp_path, worded_site, native):
+    """One piece in each of two variants: the compiler is at work on the second."""
+    root, model, gate = tmp_path / "cache", f"{Path(__file__).with_name('e2e_models.py')}:nested", tmp_path / "gate"
+    arguments = ("--jobs", "1") if native else worded(log=str(tmp_path / "log"), gate=str(gate))
+    process = start_model(root, model, *arguments, env=worded_site)
     wait_for(process, "compile 1/")
     kill(process)
     assert units(root) == 1
-    report = warm(model, root)
+    gate.touch()
+    report = warm(model, root, *arguments, env=worded_site)
     assert (report["compiled"], report["reused"], units(root)) == (1, 1, 2)
-    assert {artifact["adaptor"] for artifact in report["artifacts"]} == {"aot_inductor"}
+    assert {artifact["adaptor"] for artifact in report["artifacts"]} == {"aot_inductor" if native else "worded"}
     assert inspect(root)["hash"] == report["hash"]
-    assert compare(model, root, [{"batch": n} for n in (1, 2, 5)])["failures"] == []
+    assert compare(model, root, [{"batch": n} for n in (1, 2, 5)], env=worded_site)["failures"] == []
 
 
-def test_a_kill_of_one_of_two_leaves_the_other_to_finish(tmp_path):
+def test_a_kill_of_one_of_two_leaves_the_other_to_finish(tmp_path, worded_site):
     """The one that waits for a unit goes on by itself when its holder dies."""
     root = tmp_path / "cache"
-    first = start(root, *QUICK)
+    first = start(root, *SLOW, env=worded_site)
     wait_for(first, "split")
-    second = start(root, *QUICK)
+    second = start(root, *SLOW, env=worded_site)
     wait_for(first, "compile 3/")
     kill(first)
-    out, err = second.communicate(timeout=300)
-    assert second.returncode == 0, err
-    assert json.loads(out)["compiled"] <= UNITS - 3
+    (report,) = reports_of([second])
+    assert report["compiled"] <= UNITS - 3
     assert units(root) == UNITS
-    check_whole(root, *QUICK)
+    check_whole(root, *SLOW, env=worded_site)
 
 
 @pytest.mark.slow
@@ -166,17 +181,17 @@ def test_kills_at_ten_instants_lose_nothing_that_was_stored(tmp_path):
 def test_kills_while_an_entry_grows_leave_it_serving_what_it_served(tmp_path):
     """An entry that is whole gets further sizes, and is killed meanwhile: what it held is still there and serves."""
     root = tmp_path / "cache"
-    assert warm(LLAMA, root, *ARGUMENTS, *QUICK)["compiled"] == UNITS
+    assert warm(LLAMA, root, *ARGUMENTS, *NATIVE[1])["compiled"] == UNITS
     rng = random.Random(7)
     for size in (16, 32, 64):
-        process = start(root, *QUICK, sizes=f"1,8,{size}")
+        process = start(root, *NATIVE[1], sizes=f"1,8,{size}")
         wait_for(process, f"compile {rng.choice([1, 2, 3])}/")
         kill(process)
-        report = warm(LLAMA, root, *ARGUMENTS, *QUICK)
+        report = warm(LLAMA, root, *ARGUMENTS, *NATIVE[1])
         assert (report["hit"], report["compiled"]) == (True, 0)
         sizes = [{"num_tokens": n} for n in (1, 8, size)]
         assert compare(LLAMA, root, sizes, arguments={"num_layers": 2})["failures"] == []
     before = units(root)
-    report = warm(LLAMA, root, *QUICK, "--arg", "num_layers=2", "--compile-sizes", "1,8,16,32,64")
+    report = warm(LLAMA, root, *NATIVE[1], "--arg", "num_layers=2", "--compile-sizes", "1,8,16,32,64")
     assert report["compiled"] == UNITS + 9 - before
     assert counts(report) == (5, 2, 3, UNITS + 9)

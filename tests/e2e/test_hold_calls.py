@@ -22,8 +22,8 @@ class Subclass(torch.Tensor):
 @pytest.fixture(scope="module")
 def vision(aot_cache):
     """A loaded model that takes floats, and what it takes."""
-    spec = fixture_spec("tiny_vision")
-    root = aot_cache("tiny_vision")
+    spec = fixture_spec("vision")
+    root = aot_cache("vision")
     with torch.no_grad():
         return cgtool.load(spec.module, cache_dir=root), spec.calls[0].args[0]
 
@@ -31,8 +31,8 @@ def vision(aot_cache):
 @pytest.fixture(scope="module")
 def llama(aot_cache):
     """A loaded model that takes whole numbers, and what it takes."""
-    spec = fixture_spec("tiny_llama")
-    root = aot_cache("tiny_llama")
+    spec = fixture_spec("llama")
+    root = aot_cache("llama")
     with torch.no_grad():
         return cgtool.load(spec.module, cache_dir=root), spec.calls[0].args
 

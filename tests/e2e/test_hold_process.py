@@ -28,7 +28,7 @@ def bare(tmp_path):
 
 @pytest.fixture(scope="module")
 def root(aot_cache):
-    return aot_cache("tiny_llama")
+    return aot_cache("llama")
 
 
 #: Closes the standard streams as a daemon does, and lets the next files that are opened have their numbers.
@@ -47,7 +47,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def test_closed_standard_streams_serve(bare, root, tmp_path):
     answer = tmp_path / "answer.json"
-    program = ["-c", DAEMON, str(CHILD), json.dumps(["tiny_llama", str(root)]), str(answer)]
+    program = ["-c", DAEMON, str(CHILD), json.dumps(["llama", str(root)]), str(answer)]
     ran = bare.run([sys.executable, *program], env={"HOME": None})
     assert ran.code == 0
     assert well(json.loads(answer.read_text()))
@@ -61,7 +61,7 @@ def limited():
 
 
 def test_little_memory_and_few_files_serve(bare, root):
-    report = bare.start("tiny_llama", root, preexec_fn=limited)
+    report = bare.start("llama", root, preexec_fn=limited)
     assert well(report), report
 
 

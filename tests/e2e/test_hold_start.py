@@ -79,12 +79,12 @@ def test_a_fixture_starts_where_there_is_nothing_but_a_read_only_copy_of_a_cache
 
 
 def test_a_path_without_any_program_and_no_home_serve(moved, bare):
-    report = bare.start("tiny_llama", moved, env={"PATH": "", "HOME": None})
+    report = bare.start("llama", moved, env={"PATH": "", "HOME": None})
     assert well(report), report
 
 
 def test_a_miss_on_a_machine_without_a_compiler_does_not_speak_of_compilers(moved, bare):
-    report = bare.start("tiny_llama", moved, env={"TORCHINDUCTOR_MAX_AUTOTUNE": "1"})
+    report = bare.start("llama", moved, env={"TORCHINDUCTOR_MAX_AUTOTUNE": "1"})
     name, sentence = report["error"]
     assert name == "CacheMissError"
     assert "TORCHINDUCTOR_MAX_AUTOTUNE" in sentence
@@ -94,7 +94,7 @@ def test_a_miss_on_a_machine_without_a_compiler_does_not_speak_of_compilers(move
 @pytest.mark.skipif(compiler_version() is None, reason="the entry is keyed on the compiler that there is")
 def test_another_compiler_is_a_miss_that_names_it(moved, bare):
     (bare.tools / "g++").write_text('#!/bin/sh\necho "g++ (Other) 99.1.0"\n')
-    report = bare.start("tiny_llama", moved)
+    report = bare.start("llama", moved)
     name, sentence = report["error"]
     assert name == "CacheMissError"
     assert f'compiler was "{compiler_version()}" and is "(Other) 99.1.0" now' in sentence
@@ -107,7 +107,7 @@ def test_a_tiny_temporary_folder_that_runs_no_code_serves(moved, bare, mounted):
     probe.chmod(0o755)
     with pytest.raises(PermissionError):
         subprocess.run([probe], check=True)
-    report = bare.start("tiny_llama", moved)
+    report = bare.start("llama", moved)
     assert well(report), report
 
 
@@ -116,7 +116,7 @@ def test_a_full_temporary_folder_serves_or_is_a_sentence(moved, bare, mounted):
     with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
-    report = bare.start("tiny_llama", moved)
+    report = bare.start("llama", moved)
     assert well(report) or report["error"][0] == "ArtifactError", report
 
 
@@ -145,7 +145,7 @@ def test_no_temporary_folder_at_all_is_a_sentence(moved, bare):
             "sh",
             sys.executable,
             str(CHILD),
-            json.dumps(["tiny_llama", str(moved)]),
+            json.dumps(["llama", str(moved)]),
         ],
         env={"TMPDIR": None, "PATH": os.defpath, "CXX": str(bare.tools / "g++")},
         cwd="/proc",

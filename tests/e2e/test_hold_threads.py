@@ -46,8 +46,8 @@ def same(found, expected):
 
 @pytest.fixture(params=["aot_inductor", "eager"])
 def loaded(request, aot_cache, eager_cache):
-    module = fixture_spec("tiny_llama").module
-    root = aot_cache("tiny_llama") if request.param == "aot_inductor" else eager_cache
+    module = fixture_spec("llama").module
+    root = aot_cache("llama") if request.param == "aot_inductor" else eager_cache
     with torch.no_grad():
         yield cgtool.load(module, cache_dir=root)
 

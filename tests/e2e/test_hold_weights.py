@@ -28,12 +28,12 @@ def no_grad():
 
 @pytest.fixture(scope="module")
 def root(aot_cache):
-    return aot_cache("tiny_llama")
+    return aot_cache("llama")
 
 
 @pytest.fixture
 def spec():
-    return fixture_spec("tiny_llama")
+    return fixture_spec("llama")
 
 
 def state(module, factor=1.0):
@@ -239,11 +239,11 @@ def test_another_make_is_refused_and_never_served(root, spec, change, says):
 
 def test_a_model_without_memory_is_told_to_get_some_and_is_served_then(root):
     with torch.device("meta"):
-        spec = fixture_spec("tiny_llama")
+        spec = fixture_spec("llama")
     args = [arg.new_ones(arg.shape, device="cpu") for arg in spec.calls[0].args]
     with pytest.raises(cgtool.CacheMissError, match=r"on the meta device .*to_empty.*load_state_dict"):
         cgtool.load(spec.module, cache_dir=root)
-    real = fixture_spec("tiny_llama").module
+    real = fixture_spec("llama").module
     spec.module.to_empty(device="cpu")
     spec.module.load_state_dict(real.state_dict())
     for name, value in real.named_buffers():
@@ -253,8 +253,8 @@ def test_a_model_without_memory_is_told_to_get_some_and_is_served_then(root):
 
 def test_a_model_without_memory_takes_over_what_was_read(root):
     with torch.device("meta"):
-        module = fixture_spec("tiny_llama").module
-    real = fixture_spec("tiny_llama")
+        module = fixture_spec("llama").module
+    real = fixture_spec("llama")
     module.load_state_dict(real.module.state_dict(), assign=True)
     rotary = module.layers[0].self_attn.rotary
     rotary.cos_sin = real.module.layers[0].self_attn.rotary.cos_sin
@@ -264,7 +264,7 @@ def test_a_model_without_memory_takes_over_what_was_read(root):
 
 def test_a_fake_model_is_refused_in_a_sentence(root):
     with FakeTensorMode():
-        module = fixture_spec("tiny_llama").module
+        module = fixture_spec("llama").module
     with pytest.raises(cgtool.CgtoolError, match="is of type FakeTensor"):
         cgtool.load(module, cache_dir=root)
 

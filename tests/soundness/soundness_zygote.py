@@ -169,6 +169,7 @@ def main() -> None:
     jobs = {"serve": serve} if kind == "serve" else {"warm": warm, "command": command}
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():  # imports what every child of this kind needs
         if "warm" in jobs:
+            importlib.import_module("torch.distributed.tensor.experimental")  # by Dynamo, for any call of a function
             cgtool.compile(torch.nn.Identity().eval(), example_args=(torch.ones(1),), cache_dir=folder, config=CONFIG)
             torch.compiler.reset()
         else:

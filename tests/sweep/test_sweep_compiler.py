@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cli_harness import run
 
 pytestmark = [
     pytest.mark.torch,
@@ -36,10 +37,9 @@ def script(path: Path, text: str) -> str:
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory) -> str:
     folder = str(tmp_path_factory.mktemp("compiler") / "cache")
-    command = [sys.executable, "-m", "cgtool", "warm", f"{FIXTURES / 'tiny_llama.py'}:build", "--arg", "num_layers=2"]
-    subprocess.run(
-        [*command, "--adaptor", "eager", "--cache-dir", folder], check=True, capture_output=True, timeout=600
-    )
+    model = f"{FIXTURES / 'tiny_llama.py'}:build"
+    done = run("warm", model, "--arg", "num_layers=2", "--adaptor", "eager", "--cache-dir", folder)
+    assert done.code == 0, done.err
     return folder
 
 

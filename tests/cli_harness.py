@@ -22,7 +22,7 @@ from cgtool.store.entry import EntryWriter
 from cgtool.store.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout
 from cgtool.store.records import Artifact, Factor, Key, Manifest, Row, VariantCounts
 
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[1]
 COMMAND = (sys.executable, "-m", "cgtool")
 
 
@@ -46,13 +46,18 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "COLUMNS": "80", **changes}
 
 
+def needs_fresh_process(env: Mapping[str, str] | None) -> bool:
+    """Return whether a variable decides how Python or torch start."""
+    return any(name.startswith(("PYTHON", "TORCH", "TRITON")) for name in env or {})
+
+
 def run(*arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Ran:
     """Run `cgtool` to its end, as a process of its own: in a fork of one that has imported what is slow to import.
 
     What Python or torch reads of the environment as it starts needs a fresh process.
     """
     words = [str(argument) for argument in arguments]
-    if any(name.startswith(("PYTHON", "TORCH", "TRITON")) for name in env or {}):
+    if needs_fresh_process(env):
         done = subprocess.run(
             [*COMMAND, *words],
             cwd=cwd,
@@ -72,13 +77,14 @@ def run_many(runs: list[tuple[Path, Mapping[str, str], list[str]]]) -> list[Ran]
     return [run(*arguments, cwd=cwd, env=changes) for cwd, changes, arguments in runs]
 
 
-_LIGHT = ("rich.console", "rich.table", "rich.text", "cgtool.cli.inspect", "cgtool.toolkit.scan")
-_HEAVY = ("torch", "torch._dynamo", "cgtool.models", "cgtool.compiler.pipeline")
+_LIGHT = ("cgtool.cli.main", "rich.console", "rich.table", "rich.text", "cgtool.cli.inspect", "cgtool.toolkit.scan")
+#: What a command that traces imports.
+HEAVY = ("cgtool.cli.main", "torch", "torch._dynamo", "cgtool.models", "cgtool.compiler.pipeline")
 
 _SERVE = """
-import gc, importlib, json, os, sys
-from cgtool.cli.main import main
-for name in sys.argv[1:]:
+import gc, importlib, json, os, runpy, sys
+*modules, program = sys.argv[1:]
+for name in modules:
     importlib.import_module(name)
 gc.freeze()
 for line in iter(sys.stdin.readline, ""):
@@ -90,8 +96,20 @@ for line in iter(sys.stdin.readline, ""):
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(variables)
-        sys.argv[:] = ["cgtool", *arguments]
-        code = main()
+        if program == "cgtool":
+            from cgtool.cli.main import main
+            sys.argv[:] = ["cgtool", *arguments]
+            code = main()
+        else:
+            sys.argv[:] = [program, *arguments]
+            sys.path[0] = os.path.dirname(program)
+            try:
+                runpy.run_path(program, run_name="__main__")
+                code = 0
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+                code = 1
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # taking torch's modules apart touches every page of them
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -99,15 +117,21 @@ for line in iter(sys.stdin.readline, ""):
 """
 
 
-class _Server:
-    """A process that runs the command in forks of itself; it ends with this one."""
+class Server:
+    """A process that runs a program in forks of itself, one at a time; it ends with this one.
 
-    def __init__(self, *modules: str) -> None:
+    Args:
+        modules: What it has imported before.
+        program: The path of a script; `cgtool` is the command.
+        env: Changes of the environment that it starts in.
+    """
+
+    def __init__(self, *modules: str, program: str = "cgtool", env: Mapping[str, str] | None = None) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _SERVE, *modules],
+            [sys.executable, "-c", _SERVE, *modules, program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment(),
+            env=environment(**(env or {})),
             text=True,
         )
         atexit.register(self._process.communicate)
@@ -122,8 +146,8 @@ class _Server:
 
 
 @functools.cache
-def _server(*, with_torch: bool) -> _Server:
-    return _Server(*(_HEAVY if with_torch else _LIGHT))
+def _server(*, with_torch: bool) -> Server:
+    return Server(*(HEAVY if with_torch else _LIGHT))
 
 
 def _graph(target: str, width: int) -> PieceGraph:
