@@ -1,9 +1,9 @@
 """Makes caches that no compiler was needed for: single entries, and large ones in seconds. Imports no torch.
 
-`lay_entry` publishes one entry of genuine packages. `make_cache` lays as many as one likes, as `UnitStore` and
-`EntryWriter` would; nothing is flushed to the disk, which is what makes it quick. Each of its entries is a decoder of
-`layers` layers, split at attention: artifacts for the general shape and for sizes, each compiled once as a unit and
-linked into the entry.
+`lay_entry` publishes one entry of genuine packages, `lay_decoder` one of two variants. `make_cache` lays as many as one
+likes, as `UnitStore` and `EntryWriter` would; nothing is flushed to the disk, which is what makes it quick. Each of its
+entries is a decoder of `layers` layers, split at attention: artifacts for the general shape and for sizes, each compiled
+once as a unit and linked into the entry.
 """
 
 from __future__ import annotations
@@ -86,6 +86,48 @@ def lay_entry(
         CODE_FILE: b"# the code\n",
     }
     writer.publish(manifest, files)
+    return key.hash
+
+
+def lay_decoder(
+    root: Path, *, model: str = "TinyModel", seed: int = 0, prefix: str = "backbone", rank: int = 0, marked: bool = True
+) -> str:
+    """Publish an entry of five pieces, two of them splitting and three unique ones compiled; return its hash.
+
+    Args:
+        seed: Another one gives another hash.
+        marked: Whether its artifacts say what they were compiled from.
+    """
+    key = Key.of([Factor(name="model", value=seed)])
+    writer = EntryWriter(CacheLayout(root=root), key, rank=rank, prefix=prefix)
+    targets = ("torch.sin", "torch.cos", "torch.tan")
+    first, middle, last = (_graph(target, 64 + seed, sized=True) for target in targets)
+    attention = _graph("torch.ops.toy.attention", 64 + seed, sized=True)
+    pieces = [first, attention, middle, attention, last]
+    fixed = {"prefill": {}, "decode": {"num_tokens": 1}}
+    rows = []
+    for index in (0, 2, 4):
+        data = f"artifact {index} {seed}".encode() * 100
+        data = with_origin(data, "aot", Origin(piece=pieces[index].identity(), shape={})) if marked else data
+        digest = writer.objects.put(data, "aot")
+        artifact = Artifact(digest=digest, kind="aot", size_bytes=len(data), compile_secs=1.25, kernels=1)
+        rows.append(Row(variant=0, shape={}, piece_index=index, adaptor="inductor_standalone", artifact=artifact))
+    manifest = Manifest(
+        hash=key.hash,
+        rank=rank,
+        prefix=prefix,
+        model=model,
+        level=3,
+        adaptor="inductor_standalone",
+        splitting_ops=("toy.attention",),
+        variants=tuple(
+            VariantCounts(name=name, pieces=5, splitting_pieces=2, unique_pieces=3, fixed=dims)
+            for name, dims in fixed.items()
+        ),
+        rows=tuple(rows),
+    )
+    plan = _plan(pieces, splitting=attention, qualname="tiny:TinyModel", fixed=fixed)
+    writer.publish(manifest, {PLAN_FILE: encode_plan(plan), GRAPH_FILE: b"# graph\n", CODE_FILE: b"# code\n"})
     return key.hash
 
 
@@ -314,7 +356,14 @@ def _decoder(layers: int, unique: int) -> Plan:
     return _plan(pieces, splitting=attention, qualname="models:Decoder")
 
 
-def _plan(pieces: list[PieceGraph], *, splitting: PieceGraph, qualname: str, say: str = "") -> Plan:
+def _plan(
+    pieces: list[PieceGraph],
+    *,
+    splitting: PieceGraph,
+    qualname: str,
+    say: str = "",
+    fixed: Mapping[str, dict[str, int]] | None = None,
+) -> Plan:
     steps = tuple(
         Step(
             piece=index,
@@ -326,31 +375,38 @@ def _plan(pieces: list[PieceGraph], *, splitting: PieceGraph, qualname: str, say
         )
         for index, graph in enumerate(pieces)
     )
-    variant = Variant(
-        name="default",
-        fixed={},
-        dims={"num_tokens": ("s0",)},
-        symbols=(SymbolRange(name="s0", min=2, max=None),),
-        relations=(),
-        inputs=(),
-        model_guards=(),
-        call_guards=(),
-        steps=steps,
-        output=["v", len(pieces)],
+    variants = tuple(
+        Variant(
+            name=name,
+            fixed=dims,
+            dims={"num_tokens": ("s0",)},
+            symbols=(SymbolRange(name="s0", min=2, max=None),),
+            relations=(),
+            inputs=(),
+            model_guards=(),
+            call_guards=(),
+            steps=steps,
+            output=["v", len(pieces)],
+        )
+        for name, dims in (fixed or {"default": {}}).items()
     )
     known = {graph.identity(): graph for graph in pieces}
-    return Plan(method="forward" + say, qualname=qualname, variants=(variant,), graphs=known)
+    return Plan(method="forward" + say, qualname=qualname, variants=variants, graphs=known)
 
 
-def _graph(target: str, width: int = 64) -> PieceGraph:
+def _graph(target: str, width: int = 64, *, sized: bool = False) -> PieceGraph:
+    """A piece of one op; `sized` asks for a size first."""
+    size = Node(kind="size", target=None, args=("%0", 0), kwargs={})
+    op = Node(kind="function", target=target, args=("%0",), kwargs={})
+    nodes = (size, op) if sized else (op,)
     hidden = TensorMeta(dtype="float32", shape=("s0", width), stride=(width, 1), device="cpu")
     return PieceGraph(
         symbols=(SymbolRange(name="s0", min=2, max=None),),
         facts=(),
         inputs=(hidden,),
         aliases=(),
-        nodes=(Node(kind="function", target=target, args=("%0",), kwargs={}),),
-        outputs=("%1",),
+        nodes=nodes,
+        outputs=(f"%{len(nodes)}",),
         results=(hidden,),
         ops={},
     )

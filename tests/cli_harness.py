@@ -1,4 +1,4 @@
-"""Runs the installed command as a user does, and lays down a cache without compiling anything."""
+"""Runs the installed command as a user does, quickly: in forks of processes that imported what it needs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
-from cgtool.plan.records import Plan, Step, Variant
-from cgtool.plan.writing import encode_plan
-from cgtool.store.artifacts import Origin, with_origin
-from cgtool.store.entry import EntryWriter
-from cgtool.store.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout
-from cgtool.store.records import Artifact, Factor, Key, Manifest, Row, VariantCounts
 
 REPO = Path(__file__).resolve().parents[1]
 COMMAND = (sys.executable, "-m", "cgtool")
@@ -148,99 +140,3 @@ class Server:
 @functools.cache
 def _server(*, with_torch: bool) -> Server:
     return Server(*(HEAVY if with_torch else _LIGHT))
-
-
-def _graph(target: str, width: int) -> PieceGraph:
-    hidden = TensorMeta(dtype="float32", shape=("s0", width), stride=(width, 1), device="cpu")
-    return PieceGraph(
-        symbols=(SymbolRange(name="s0", min=2, max=None),),
-        facts=(),
-        inputs=(hidden,),
-        aliases=(),
-        nodes=(
-            Node(kind="size", target=None, args=("%0", 0), kwargs={}),
-            Node(kind="function", target=target, args=("%0",), kwargs={}),
-        ),
-        outputs=("%2",),
-        results=(hidden,),
-        ops={},
-    )
-
-
-def lay_entry(
-    root: Path, *, model: str = "TinyModel", seed: int = 0, prefix: str = "backbone", rank: int = 0, marked: bool = True
-) -> str:
-    """Publish an entry of five pieces, two of them splitting and three unique ones compiled; return its hash.
-
-    Args:
-        marked: Whether its artifacts say what they were compiled from.
-    """
-    layout = CacheLayout(root=root)
-    key = Key.of([Factor(name="model", value=seed)])
-    writer = EntryWriter(layout, key, rank=rank, prefix=prefix)
-    graphs = [_graph("torch.sin", 64 + seed), _graph("torch.cos", 64 + seed), _graph("torch.tan", 64 + seed)]
-    attention = _graph("torch.ops.toy.attention", 64 + seed)
-    order = [graphs[0], attention, graphs[1], attention, graphs[2]]
-    steps = tuple(
-        Step(
-            piece=index,
-            splitting=graph is attention,
-            graph=graph.identity(),
-            symbols={"s0": "s0"},
-            inputs=(index,),
-            outputs=(index + 1,),
-        )
-        for index, graph in enumerate(order)
-    )
-    variants = tuple(
-        Variant(
-            name=name,
-            fixed=fixed,
-            dims={"num_tokens": ("s0",)},
-            symbols=(SymbolRange(name="s0", min=2, max=None),),
-            relations=(),
-            inputs=(),
-            model_guards=(),
-            call_guards=(),
-            steps=steps,
-            output=["v", 5],
-        )
-        for name, fixed in (("prefill", {}), ("decode", {"num_tokens": 1}))
-    )
-    plan = Plan(
-        method="forward",
-        qualname="tiny:TinyModel",
-        variants=variants,
-        graphs={graph.identity(): graph for graph in [*graphs, attention]},
-    )
-    rows = []
-    for index in (0, 2, 4):
-        origin = Origin(piece=order[index].identity(), shape={})
-        data = f"artifact {index} {seed}".encode() * 100
-        data = with_origin(data, "aot", origin) if marked else data
-        digest = writer.objects.put(data, "aot")
-        rows.append(
-            Row(
-                variant=0,
-                shape={},
-                piece_index=index,
-                adaptor="inductor_standalone",
-                artifact=Artifact(digest=digest, kind="aot", size_bytes=len(data), compile_secs=1.25, kernels=1),
-            )
-        )
-    counts = [
-        VariantCounts(name=v.name, pieces=5, splitting_pieces=2, unique_pieces=3, fixed=v.fixed) for v in variants
-    ]
-    manifest = Manifest(
-        hash=key.hash,
-        rank=rank,
-        prefix=prefix,
-        model=model,
-        level=3,
-        adaptor="inductor_standalone",
-        splitting_ops=("toy.attention",),
-        variants=tuple(counts),
-        rows=tuple(rows),
-    )
-    writer.publish(manifest, {PLAN_FILE: encode_plan(plan), GRAPH_FILE: b"# graph\n", CODE_FILE: b"# code\n"})
-    return key.hash

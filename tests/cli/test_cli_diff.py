@@ -8,8 +8,9 @@ import subprocess
 import sys
 
 import pytest
+from cache_maker import lay_decoder as lay_entry
 from cache_samples import sealed
-from cli_harness import environment, lay_entry, run
+from cli_harness import environment, run
 
 KEYS = ["what", "path", "old", "new", "sentence", "detail"]
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import click
 import pytest
-from cli_harness import COMMAND, environment, lay_entry, run, run_many
+from cache_maker import lay_decoder as lay_entry
+from cli_harness import COMMAND, environment, run, run_many
 
 from cgtool import errors
 from cgtool.cli import failures

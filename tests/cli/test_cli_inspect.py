@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from cache_maker import lay_decoder as lay_entry
 from cache_samples import resealed
-from cli_harness import lay_entry, run
+from cli_harness import run
 
 from cgtool.store.layout import CacheLayout, RankName
 

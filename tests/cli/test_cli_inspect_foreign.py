@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_harness import lay_entry, run, run_many
+from cache_maker import lay_decoder as lay_entry
+from cli_harness import run, run_many
 from foreign_samples import PIECES, SAMPLES, SCALE, unpack
 
 from cgtool.errors import UsageError

@@ -12,7 +12,8 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
-from cli_harness import COMMAND, Ran, environment, lay_entry, run_many
+from cache_maker import lay_decoder as lay_entry
+from cli_harness import COMMAND, Ran, environment, run_many
 from msgspec.structs import replace
 
 from cgtool.cli.text import size_text

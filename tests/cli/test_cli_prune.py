@@ -12,7 +12,8 @@ import time
 
 import msgspec
 import pytest
-from cli_harness import COMMAND, environment, lay_entry, run
+from cache_maker import lay_decoder as lay_entry
+from cli_harness import COMMAND, environment, run
 
 from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.leases import hold

@@ -9,7 +9,8 @@ import sys
 
 import click
 import pytest
-from cli_harness import REPO, environment, lay_entry, run
+from cache_maker import lay_decoder as lay_entry
+from cli_harness import REPO, environment, run
 
 from cgtool import __version__
 from cgtool.cli import manpage

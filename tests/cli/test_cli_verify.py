@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cache_maker import lay_decoder as lay_entry
 from cache_maker import lay_entry as lay_whole
 from cache_maker import make_cache
 from cache_samples import resealed
-from cli_harness import COMMAND, environment, lay_entry, run
+from cli_harness import COMMAND, environment, run
 
 from cgtool.store.layout import CacheLayout, RankName, short
 from cgtool.toolkit.verify.load import Note, _open_all

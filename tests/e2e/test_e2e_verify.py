@@ -259,7 +259,7 @@ def test_load_opens_every_artifact_and_calls_the_model_where_nothing_compiles(si
 
 def test_flips_in_real_packages_are_never_opened(sized_cache: Any, tmp_path: Path) -> None:
     root = sized_cache("tiny_llama").copy(tmp_path / "cache")
-    spec = fixture_spec("tiny_llama")
+    spec = fixture_spec("llama")
     draw = random.Random(5)
     for path in loaded_files(root):
         intact = path.read_bytes()
