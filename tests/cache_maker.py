@@ -2,8 +2,8 @@
 
 `lay_entry` publishes one entry of genuine packages, `lay_decoder` one of two variants. `make_cache` lays as many as one
 likes, as `UnitStore` and `EntryWriter` would; nothing is flushed to the disk, which is what makes it quick. Each of its
-entries is a decoder of `layers` layers, split at attention: artifacts for the general shape and for sizes, each compiled
-once as a unit and linked into the entry.
+entries is a decoder of `layers` layers, split at attention: artifacts for the general shape and for sizes, each
+compiled once as a unit and linked into the entry.
 """
 
 from __future__ import annotations
