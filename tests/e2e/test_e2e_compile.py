@@ -39,8 +39,10 @@ def no_grad():
 
 
 @pytest.fixture(autouse=True)
-def no_workers(monkeypatch):
+def in_this_process(monkeypatch):
+    """Compile here, and prove nothing in another process: outputs are compared with eager's here."""
     monkeypatch.setenv("CGTOOL_JOBS", "0")
+    monkeypatch.setenv("CGTOOL_PROOF", "0")
 
 
 @pytest.fixture
@@ -91,7 +93,7 @@ def pieces(tmp_path_factory):
             spec.module,
             example_args=spec.calls[0].args,
             dynamic=spec.dynamic,
-            config=CompilationConfig(adaptor=QUICK),
+            config=CompilationConfig(adaptor=QUICK, jobs=0, proof=False),
             cache_dir=root,
         )
     return root
@@ -276,7 +278,7 @@ LEVELS = {1: ("eager", 1, 0, 1), 2: ("aot_inductor", 1, 0, 1), 3: ("aot_inductor
 
 
 def check_level(root, level, by, **fields):
-    spec, config = models.attention(), CompilationConfig(level=level, jobs=0, **fields)
+    spec, config = models.attention(), CompilationConfig(level=level, jobs=0, proof=False, **fields)
     run = cgtool.compile(
         spec.module, example_args=spec.calls[0].args, dynamic=spec.dynamic, config=config, cache_dir=root
     )
@@ -293,9 +295,13 @@ def check_level(root, level, by, **fields):
         cgtool.load(spec.module, config=other, cache_dir=root)
 
 
-@pytest.mark.parametrize("level", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("level", [1, *(pytest.param(level, marks=pytest.mark.slow) for level in (2, 3))])
 def test_levels_1_to_3(tmp_path, level):
     check_level(tmp_path / "cache", level, LEVELS[level][0])
+
+
+def test_level_2_is_one_piece_whatever_compiles_it(tmp_path):
+    check_level(tmp_path / "cache", 2, "eager", adaptor="eager")
 
 
 def test_level_3_with_the_compiler_that_is_quickest(tmp_path, pieces):
@@ -320,7 +326,7 @@ CONFIGS = {
 def test_sizes_and_ranges_of_two_dimensions(tmp_path, pieces, name):
     fields, added = CONFIGS[name]
     root, spec = with_units(tmp_path / "cache", pieces), models.attention()
-    config = CompilationConfig(adaptor=QUICK, jobs=0, **fields)
+    config = CompilationConfig(adaptor=QUICK, jobs=0, proof=False, **fields)
     run = cgtool.compile(
         spec.module, example_args=spec.calls[0].args, dynamic=spec.dynamic, config=config, cache_dir=root
     )
