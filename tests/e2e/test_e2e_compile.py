@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import shutil
 from pathlib import Path
 
 import pytest
@@ -68,10 +67,12 @@ def same(run, module, *args, **kwargs):
 
 @pytest.fixture(scope="module")
 def nested(tmp_path_factory):
-    """A model that was compiled for an example, and its cache."""
+    """A model that was compiled for an example in a worker, and its cache."""
     root, module = tmp_path_factory.mktemp("nested") / "cache", models.Nested().eval()
+    example, config = (models.x_of(),), CompilationConfig(adaptor=QUICK, jobs=1)
     with torch.no_grad():
-        return root, module, cgtool.compile(module, example_args=(models.x_of(),), dynamic=BATCH, cache_dir=root)
+        run = cgtool.compile(module, example_args=example, dynamic=BATCH, config=config, cache_dir=root)
+    return root, module, run
 
 
 @pytest.fixture(scope="module")
@@ -81,27 +82,6 @@ def signature(tmp_path_factory):
     config = CompilationConfig(adaptor="eager", jobs=0)
     with torch.no_grad():
         cgtool.compile(module, example_args=(models.x_of(),), dynamic=BATCH, config=config, cache_dir=root)
-    return root
-
-
-@pytest.fixture(scope="module")
-def pieces(tmp_path_factory):
-    """A cache with all that two dimensions need for the general shape, by the compiler that is quickest."""
-    root, spec = tmp_path_factory.mktemp("pieces") / "cache", models.attention()
-    with torch.no_grad():
-        cgtool.compile(
-            spec.module,
-            example_args=spec.calls[0].args,
-            dynamic=spec.dynamic,
-            config=CompilationConfig(adaptor=QUICK, jobs=0, proof=False),
-            cache_dir=root,
-        )
-    return root
-
-
-def with_units(root, source):
-    """Give a cache that is not there yet what another compiled, and no entry."""
-    shutil.copytree(source / "torch_compile_cache" / "units", root / "torch_compile_cache" / "units")
     return root
 
 
@@ -223,8 +203,9 @@ def test_containers_of_tensors_are_arguments(tmp_path, eager):
         run(*args[:-1], **kwargs)  # one of *rest is missing
 
 
-def test_writes_into_buffers_and_arguments_and_returned_arguments(tmp_path, monkeypatch):
-    monkeypatch.setenv("CGTOOL_ADAPTOR", QUICK)
+@pytest.mark.parametrize("adaptor", ["eager", pytest.param("aot_inductor", marks=pytest.mark.slow)])
+def test_writes_into_buffers_and_arguments_and_returned_arguments(tmp_path, monkeypatch, adaptor):
+    monkeypatch.setenv("CGTOOL_ADAPTOR", adaptor)
     module = models.Memory().eval()
     eager = copy.deepcopy(module)
     dynamic = {"x": {0: "rows"}, "slots": {0: "rows"}, "out": {0: "rows"}}
@@ -248,7 +229,7 @@ def test_writes_into_buffers_and_arguments_and_returned_arguments(tmp_path, monk
 
 def test_the_cache_switched_off_compiles_and_leaves_nothing(tmp_path, monkeypatch):
     root, module = tmp_path / "cache", models.Signature().eval()
-    off = CompilationConfig(adaptor=QUICK, disable_cache=True, jobs=0)
+    off = CompilationConfig(adaptor="eager", disable_cache=True, jobs=0)
     run = cgtool.compile(module, example_args=(models.x_of(),), dynamic=BATCH, config=off, cache_dir=root)
     same(run, module, models.x_of(5))
     assert not root.exists()
@@ -300,12 +281,9 @@ def test_levels_1_to_3(tmp_path, level):
     check_level(tmp_path / "cache", level, LEVELS[level][0])
 
 
-def test_level_2_is_one_piece_whatever_compiles_it(tmp_path):
-    check_level(tmp_path / "cache", 2, "eager", adaptor="eager")
-
-
-def test_level_3_with_the_compiler_that_is_quickest(tmp_path, pieces):
-    check_level(with_units(tmp_path / "cache", pieces), 3, QUICK, adaptor=QUICK)
+@pytest.mark.parametrize("level", [2, 3])
+def test_levels_are_what_they_are_whatever_compiles(tmp_path, level):
+    check_level(tmp_path / "cache", level, "eager", adaptor="eager")
 
 
 CONFIGS = {
@@ -320,13 +298,12 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if "mappings" in name else [pytest.mark.slow]) for name in CONFIGS]
-)
-def test_sizes_and_ranges_of_two_dimensions(tmp_path, pieces, name):
+@pytest.mark.parametrize("adaptor", ["eager", pytest.param(QUICK, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sizes_and_ranges_of_two_dimensions(tmp_path, name, adaptor):
     fields, added = CONFIGS[name]
-    root, spec = with_units(tmp_path / "cache", pieces), models.attention()
-    config = CompilationConfig(adaptor=QUICK, jobs=0, proof=False, **fields)
+    root, spec = tmp_path / "cache", models.attention()
+    config = CompilationConfig(adaptor=adaptor, jobs=0, proof=False, **fields)
     run = cgtool.compile(
         spec.module, example_args=spec.calls[0].args, dynamic=spec.dynamic, config=config, cache_dir=root
     )

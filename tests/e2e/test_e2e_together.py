@@ -109,6 +109,7 @@ def test_four_processes_on_an_empty_cache_compile_each_piece_once(tmp_path, adap
     check_whole(root, *adaptor)
 
 
+@pytest.mark.slow
 def test_processes_ranks_and_models_share_what_is_equal(tmp_path, worded_site):
     """Another rank and prefix, another model: three processes, three entries, nine units."""
     root = tmp_path / "cache"
@@ -125,7 +126,8 @@ def test_processes_ranks_and_models_share_what_is_equal(tmp_path, worded_site):
     check_serves(root, 3, env=worded_site)
 
 
-@pytest.mark.parametrize("native", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["worded", "native"])
+@pytest.mark.slow
+@pytest.mark.parametrize("native", [False, True], ids=["worded", "native"])
 def test_a_kill_between_two_compiles_loses_at_most_one(tmp_path, worded_site, native):
     """One piece in each of two variants: the compiler is at work on the second."""
     root, model, gate = tmp_path / "cache", f"{Path(__file__).with_name('e2e_models.py')}:nested", tmp_path / "gate"
