@@ -189,8 +189,8 @@ def modules_by_file() -> dict[str, str]:
             folder, base = os.path.split(file)
             if folder not in folders:
                 folders[folder] = os.path.realpath(folder)
-            path = os.path.join(folders[folder], base)
-            files.setdefault(os.path.realpath(path) if os.path.islink(path) else path, canonical_module_name(name))
+            path = f"{folders[folder]}{os.sep}{base}"
+            files.setdefault(os.path.realpath(path) if Path(path).is_symlink() else path, canonical_module_name(name))
     return files
 
 
