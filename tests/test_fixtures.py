@@ -167,6 +167,7 @@ SIZES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_one_trace_serves_every_size_from_two(name):
     spec = build(name)
@@ -193,6 +194,7 @@ ONES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "sizes"), [(name, sizes) for name in ONES for sizes in ONES[name]])
 def test_size_one_is_one_graph_too(name, sizes):
     spec = build(name)

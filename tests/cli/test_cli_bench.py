@@ -193,6 +193,7 @@ def test_a_way_that_fails_is_shown_and_the_others_go_on(tmp_path):
     assert failed["error"].startswith("GraphBreakError: ")
 
 
+@pytest.mark.slow
 def test_weights_that_no_seed_fixes_are_seen(tmp_path):
     arguments = ["--ways", "eager", "--starts", "1", "--warm-ups", "0", "--tokens", "", "--json"]
     report = bench(f"{MODELS}:unseeded", *arguments, tmp=tmp_path / "tmp").report

@@ -130,7 +130,7 @@ def test_a_fresh_process_loads_what_was_compiled_for_the_same_model(nested):
     calls = [{"batch": n} for n in range(1, 10)]
     report = compare(model, root, calls)
     assert (report["calls"], report["failures"]) == (9, [])
-    assert command("warm", model, "--cache-dir", root, "--check", "--weights", "real").code == 0
+    assert command("warm", model, "--cache-dir", root, "--check", "--weights", "real", "--adaptor", QUICK).code == 0
 
 
 def test_what_dynamo_named_for_one_process_is_found_in_the_next(tmp_path):

@@ -24,6 +24,7 @@ def warmed(tmp_path, model_type, **fields):
     return f"hf:{folder}"
 
 
+@pytest.mark.slow
 def test_a_model_whose_code_asks_for_the_grad_mode_is_served_as_it_was_traced(tmp_path):
     # The head of SigLIP is torch's MultiheadAttention, which looks whether gradients are recorded.
     model = warmed(tmp_path, "siglip_vision_model", **_VISION)

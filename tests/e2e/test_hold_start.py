@@ -169,6 +169,7 @@ except cgtool.CgtoolError as error:
 """
 
 
+@pytest.mark.slow
 def test_inductors_own_artifacts_say_that_they_need_a_compiler(bare, tmp_path):
     """On the CPU torch builds their kernels as it opens them, where its own cache does not have them."""
     warm_model(f"{CHILD.parent / 'hold_models.py'}:tied", tmp_path / "cache", adaptor="inductor_standalone")

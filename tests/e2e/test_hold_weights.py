@@ -287,7 +287,7 @@ def test_a_model_that_goes_elsewhere_and_comes_back_is_served(root, spec):
 @pytest.fixture(scope="module")
 def tied_root(tmp_path_factory):
     root = tmp_path_factory.mktemp("tied") / "cache"
-    warm_model(f"{__file__.rpartition('/')[0]}/hold_models.py:tied", root)
+    warm_model(f"{__file__.rpartition('/')[0]}/hold_models.py:tied", root, adaptor="eager")
     return root
 
 

@@ -196,7 +196,14 @@ def mounted(script):
     return before
 
 
-@pytest.mark.parametrize("options", ["size=64k", "noexec", "size=64k,noexec", "ro", "size=4k"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "size=64k,noexec",
+        "ro",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("size=64k", "noexec", "size=4k")),
+    ],
+)
 def test_a_package_opens_beside_any_temporary_folder(tmp_path, options):
     before = mounted(f"mount -t tmpfs -o {options} tmpfs {tmp_path}")
     done = in_a_process(before, TMPDIR=str(tmp_path))

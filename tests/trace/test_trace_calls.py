@@ -56,6 +56,7 @@ def test_two_example_calls_serve_both(tmp_path):
                 agree(loaded, model, ids(batch, seq), torch.rand(batch, past, 4))
 
 
+@pytest.mark.slow
 def test_each_call_has_variants_of_the_dimensions_that_it_passes():
     plan = plan_of(Decoder(), calls=decoder_calls(), dynamic=DECODER).plan
     by_call = {name: [v.fixed for v in plan.variants if v.name == name] for name in ("prefill", "decode")}
