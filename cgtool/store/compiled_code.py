@@ -21,6 +21,7 @@ length and its UTF-8 bytes: that is looked for and nothing is unpickled::
 
 from __future__ import annotations
 
+import glob
 import re
 import struct
 from collections.abc import Iterator
@@ -191,7 +192,9 @@ def generated_dir(layout: CacheLayout, name: RankName, digest: str) -> Path:
 
 def generated_texts(layout: CacheLayout, digest: str) -> dict[str, str]:
     """Return what a compiler wrote for an artifact, by name, from whichever rank of the cache kept it."""
-    for folder in sorted(layout.base.glob(f"*/rank_*/*/{GENERATED}/{digest[:_NAME_DIGITS]}")):
+    # Not Path.glob: it raises where an entry is removed meanwhile.
+    for found in sorted(glob.glob(f"*/rank_*/*/{GENERATED}/{digest[:_NAME_DIGITS]}", root_dir=layout.base)):  # noqa: PTH207
+        folder = layout.base / found
         try:
             files = sorted(path for path in folder.iterdir() if path.is_file() and not is_temporary(path.name))
             texts = {path.name: path.read_text(encoding="utf-8", errors="replace") for path in files}
