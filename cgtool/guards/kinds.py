@@ -191,7 +191,7 @@ def _length(value: Any) -> Json:
 
 def _tensor(value: Any) -> Json:
     return [
-        qualified_name(type(value)),
+        _type(value),
         str(value.dtype).removeprefix("torch."),
         list(value.shape),
         list(value.stride()),

@@ -104,7 +104,8 @@ def example_inputs(
     dynamic: dict[str, dict[int, Any]] = {}
     for name in dict.fromkeys(names):
         kwargs[name], dynamic[name] = inputs.make(name, tower="input_ids" in names and name in _TOWERS)
-    if "use_cache" in takes:
+    passes_on = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    if "use_cache" in takes or (passes_on and has_placeholders(config) and "input_ids" in names):
         # A cache object is no tensor: it would be an output that a plan cannot describe.
         kwargs["use_cache"] = False
     return kwargs, dynamic

@@ -70,7 +70,6 @@ __all__ = [
 _ABSENT = object()
 #: Calls that write to a log and give nothing back; a graph leaves them out.
 _LEVELS = ("debug", "info", "warning", "error", "critical", "exception", "log")
-_LOGGING = {getattr(owner, name) for owner in (logging, logging.Logger) for name in _LEVELS}
 #: Where Dynamo is told so; the older name became an alias of the newer one.
 _IGNORED = "ignore_logging_functions" if hasattr(dynamo.config, "ignore_logging_functions") else "ignore_logger_methods"
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -182,6 +181,12 @@ def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
     dynamo.mark_dynamic(tensor, dim)
 
 
+def _logging_functions() -> set[Any]:
+    """Return what writes to a log, with what libraries add to `logging.Logger` (transformers: `warning_once`)."""
+    names = {*_LEVELS, *(name for name in vars(logging.Logger) if name.endswith("_once"))}
+    return {getattr(owner, name) for owner in (logging, logging.Logger) for name in names if hasattr(owner, name)}
+
+
 @contextlib.contextmanager
 def quiet_tracing() -> Iterator[None]:
     """Trace alone: sizes are dynamic only where marked, equal sizes are not one symbol, no earlier trace counts."""
@@ -194,7 +199,7 @@ def quiet_tracing() -> Iterator[None]:
             suppress_errors=False,
             allow_rnn=True,  # RNN, LSTM and GRU are ops like others in inference
         ),
-        dynamo.config.patch({_IGNORED: _LOGGING}),
+        dynamo.config.patch({_IGNORED: _logging_functions()}),
         shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]  # installed at run time
         # torch 2.11 logs that it cannot sort a setting that holds functions, where it logs its settings.
         _silenced("torch._guards", "torch._subclasses.fake_tensor", "torch._dynamo.metrics_context"),

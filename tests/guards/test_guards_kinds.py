@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from cgtool.errors import GuardError  # noqa: E402
 from cgtool.guards.kinds import NoRuleError, are_apart, check, describe, evaluate, same  # noqa: E402
@@ -233,3 +234,12 @@ def test_views_of_one_storage_are_not_apart():
 def test_no_function_is_called_for_its_answers_but_a_probe_of_transformers(function):
     with pytest.raises(NoRuleError, match="no probe of transformers"):
         describe("answers", function)
+
+
+@pytest.mark.parametrize("make", [nn.Parameter, lambda tensor: tensor], ids=["parameter", "tensor"])
+def test_a_fake_tensor_is_described_as_the_real_one_that_it_stands_for(make):
+    real = make(torch.zeros(2, 3))
+    with FakeTensorMode():
+        fake = make(torch.zeros(2, 3))
+    assert describe("tensor", fake) == describe("tensor", real)
+    assert describe("type", fake) == describe("type", real)

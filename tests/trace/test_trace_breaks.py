@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import math
@@ -341,3 +342,13 @@ def test_a_failed_trace_leaves_nothing_behind_for_the_next(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         agree(served(tmp_path, model, torch.rand(3, 4), dynamic={"x": {0: "n"}}), model, torch.rand(5, 4))
+
+
+def test_what_a_library_adds_to_loggers_to_write_once_is_left_out_of_the_graph(monkeypatch):
+    class Telling(nn.Module):
+        def forward(self, x):
+            _log.warning_once("seen")
+            return x + 1
+
+    monkeypatch.setattr(logging.Logger, "warning_once", functools.lru_cache(logging.Logger.warning), raising=False)
+    plan_of(Telling(), torch.ones(4))
