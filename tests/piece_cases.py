@@ -6,6 +6,7 @@ import base64
 from dataclasses import dataclass, field
 
 import torch
+from msgspec.structs import replace
 
 from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
 
@@ -62,6 +63,16 @@ def graph(inputs, nodes, outputs, *, symbols=(("s0", 2, None),), facts=(), alias
         results=tuple(results or (tensor(1),) * len(outputs)),
         ops={},
     )
+
+
+def with_results(piece):
+    """Return `piece` with the results that it has on fake inputs."""
+    from cgtool.compiler.fx_piece import rebuild
+    from cgtool.graph.values import tensor_meta
+
+    made = rebuild(piece)
+    found = [node.meta["val"] for node in made.module.graph.output_node().args[0]] if piece.outputs else []
+    return replace(piece, results=tuple(tensor_meta(value, made.names) for value in found))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +237,14 @@ CASES = {
         tolerance=5e-2,
     ),
 }
+
+#: A cat of two memory formats: eager gives the first's, and the trace promised the second's.
+OTHERWISE_LAID = graph(
+    [tensor("s0", 3, 4, 4), tensor("s0", 3, 4, 4, stride=(48, 1, 12, 3))],
+    [call("torch.cat", ["%0", "%1"], 1)],
+    ["%2"],
+    results=(tensor("s0", 6, 4, 4, stride=(96, 1, 24, 6)),),
+)
 
 
 def inputs_of(case, sizes, seed=0):

@@ -89,6 +89,11 @@ def symbol_of(size: torch.SymInt) -> Any:
     return size.node.expr
 
 
+def hint_of(size: int | torch.SymInt) -> int:
+    """Return the example value of a size; to ask for it takes nothing for granted."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often `tensor`'s storage was written to."""
     return int(tensor._version)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import fx
 from cgtool.compiler import _torch
 from cgtool.compiler.sizes import choose_hints
 from cgtool.errors import CompileError, SplitError
-from cgtool.graph.expressions import check_expression
+from cgtool.graph.expressions import check_expression, evaluate
 from cgtool.graph.sympy_text import expression_text
 from cgtool.graph.targets import ATTRIBUTES, check_method, resolve_target
 from cgtool.graph.values import constants_of, decode_value, device_of, dtype_of
@@ -184,7 +184,7 @@ def rebuild(graph: PieceGraph) -> RebuiltPiece:
         with _leaving_autocast():
             for index, node in enumerate(graph.nodes):
                 writer.add(node, index)
-        writer.finish(graph.outputs)
+        writer.finish(graph, {name: _torch.hint_of(size) for name, size in symbols.sizes.items()})
     written = {n for n, fake in enumerate(inputs) if _torch.version_of(fake) != versions[n]}
     _refuse_shared_writes(graph, written)
     return RebuiltPiece(
@@ -250,18 +250,44 @@ class _Writer:
             ) from error
         self._values.append(self._remember(self.graph.create_node(op, target, args, kwargs), value))
 
-    def finish(self, outputs: tuple[str, ...]) -> None:
+    def finish(self, graph: PieceGraph, hints: Mapping[str, int]) -> None:
         """End the graph with its outputs; a piece without any gives its first value, for a compiler to hold on to."""
-        found = [self._lookup(ref) for ref in outputs]
-        plain = [ref for ref, node in zip(outputs, found, strict=True) if not _is_tensor(node)]
+        found = [self._lookup(ref) for ref in graph.outputs]
+        plain = [ref for ref, node in zip(graph.outputs, found, strict=True) if not _is_tensor(node)]
         if plain:
             raise CompileError(
                 f"output {plain[0]} of the piece is no tensor, and a compiled piece gives tensors only; it runs "
                 f"eagerly instead",
                 actual=plain[0],
             )
+        found = [self._as_promised(node, meta, hints) for node, meta in zip(found, graph.results, strict=True)]
         self.graph.output(tuple(found or self._values[:1]))
         self.graph.lint()
+
+    def _as_promised(self, node: fx.Node, meta: TensorMeta, hints: Mapping[str, int]) -> fx.Node:
+        """Return a node that gives a tensor with the strides that the trace promised to the pieces that take it.
+
+        The very same ops may give others here: what a fake op makes of strides depends on what is known of its sizes.
+        """
+        value = node.meta["example_value"]
+        shape = [_torch.hint_of(size) for size in value.shape]
+        have = [_torch.hint_of(step) for step in value.stride()]
+        want = [evaluate(step, hints) for step in meta.stride]
+        if shape != [evaluate(dim, hints) for dim in meta.shape] or _same_strides(shape, have, want):
+            return node
+        outer_first = sorted(range(len(want)), key=lambda dim: (-want[dim], -shape[dim]))
+        back = [outer_first.index(dim) for dim in range(len(want))]
+        for name, args in (("permute", outer_first), ("clone", ()), ("permute", back)):
+            kwargs: dict[str, Any] = {"memory_format": torch.contiguous_format} if name == "clone" else {}
+            value = getattr(node.meta["example_value"], name)(*args, **kwargs)
+            node = self._remember(self.graph.call_method(name, (node, *args), kwargs), value)
+        if not _same_strides(shape, [_torch.hint_of(step) for step in value.stride()], want):
+            raise CompileError(
+                f"the trace promised an output with strides {meta.stride}, which leave gaps and which the compiler "
+                f"would not give; the piece can run eagerly",
+                expected=list(meta.stride),
+            )
+        return node
 
     def _decode(self, data: Any) -> Any:
         return self._with_placeholders(decode_value(data, self._lookup))
@@ -307,6 +333,11 @@ def _call(node: Node, args: tuple[Any, ...]) -> tuple[str, Any, Callable[..., An
     if target is getattr and args[1:] not in [(name,) for name in ATTRIBUTES]:
         raise CompileError(f"the piece reads {args[1:]} of a tensor; the plan was changed: warm again", actual=args[1:])
     return "call_function", target, target
+
+
+def _same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """Return whether strides are the same; those of a dimension of size 1, and of nothing at all, say nothing."""
+    return 0 in shape or all(size == 1 or a == b for size, a, b in zip(shape, one, other, strict=True))
 
 
 def _is_tensor(node: Any) -> bool:

@@ -36,7 +36,7 @@ from cgtool.runtime.aoti_package import Packages
 from cgtool.runtime.call import LoadedModel, first_index
 from cgtool.runtime.dispatch import Bounds, Boxed, Choice, PiecewiseBackend, Unopened, graph_at, symbol_bounds
 from cgtool.runtime.factors import Live, differences_now
-from cgtool.runtime.program import piece_function
+from cgtool.runtime.program import promised_function
 from cgtool.runtime.weights import is_weight, tensor_differences
 from cgtool.store.artifacts import code_of
 from cgtool.store.entry import Entry
@@ -287,7 +287,7 @@ class _Openers:
         def open_now() -> Boxed:
             graph = graph_at(self._plan.graphs[step.graph], step, bounds)
             if adaptor == EAGER:
-                return piece_function(graph, device_index=self._device_index)
+                return promised_function(graph, device_index=self._device_index)
             if adaptor == AOT_INDUCTOR:
                 return self._packages.open(code, graph)
             return self._opener(adaptor, code, graph)

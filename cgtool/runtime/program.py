@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cgtool.errors import ArtifactError
-from cgtool.graph.expressions import rename
+from cgtool.graph.expressions import rename, symbols_of
 from cgtool.graph.targets import ATTRIBUTES, check_method, resolve_target
 from cgtool.graph.values import decode_value, device_of, dtype_of, refs_of
 from cgtool.plan.pieces import Dim, Graphs, Json, Node, PieceGraph, TensorMeta
@@ -187,12 +187,10 @@ class ProgramWriter:
         code = self.code
         shape = tuple_source(self._size(size, step) for size in meta.shape)
         stride = tuple_source(self._size(size, step) for size in meta.stride)
-        dtype = code.constant(dtype_of(meta.dtype))
         if id(graph) not in self.repairers:
             self.repairers[id(graph)] = _repairer(graph)
-        repair = code.constant(self.repairers[id(graph)])
-        test = f"{name}.stride() != {stride} or {name}.shape != {shape} or {name}.dtype is not {dtype}"
-        code.add(f"if {test}: {name} = {repair}({name}, {dtype}, {shape}, {stride})")
+        dtype = code.constant(dtype_of(meta.dtype))
+        code.add(_check_line(name, dtype, shape, stride, code.constant(self.repairers[id(graph)])))
 
     def _size(self, size: Dim, step: Step) -> str:
         if type(size) is not str:
@@ -244,6 +242,12 @@ def _refuse_count(
     return refuse
 
 
+def _check_line(name: str, dtype: str, shape: str, stride: str, repair: str) -> str:
+    """Return the line that repairs the tensor called `name` where it is not of this make."""
+    test = f"{name}.stride() != {stride} or {name}.shape != {shape} or {name}.dtype is not {dtype}"
+    return f"if {test}: {name} = {repair}({name}, {dtype}, {shape}, {stride})"
+
+
 def _repairer(graph: PieceGraph) -> Callable[..., torch.Tensor]:
     def repair(value: Any, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
         """Return `value` with the promised strides, which compiled pieces rely on without looking."""
@@ -282,6 +286,21 @@ def piece_function(graph: PieceGraph, *, device_index: int | None = None) -> Box
         ArtifactError: The graph holds something outside its grammar, or an op that this process does not have.
     """
     return piece_maker(graph, device_index=device_index)()
+
+
+def promised_function(graph: PieceGraph, *, device_index: int | None = None) -> Boxed:
+    """Return `piece_function(graph)`, whose outputs are of the make that the trace promised whatever its ops give.
+
+    The pieces that come after it were compiled for that, and do not look.
+
+    Args:
+        graph: A piece that runs as it stands in a compiled one's place.
+        device_index: As for `piece_function`.
+
+    Raises:
+        ArtifactError: As `piece_function`; the function itself, where an op gives another shape or dtype than promised.
+    """
+    return _PieceWriter(graph, device_index, 0, keeps_promise=True).maker()()
 
 
 def piece_maker(graph: PieceGraph, *, num_holes: int = 0, device_index: int | None = None) -> Callable[..., Boxed]:
@@ -325,8 +344,11 @@ def op_names(graph: PieceGraph) -> tuple[str, ...]:
 
 
 class _PieceWriter:
-    def __init__(self, graph: PieceGraph, device_index: int | None, num_holes: int) -> None:
+    def __init__(
+        self, graph: PieceGraph, device_index: int | None, num_holes: int, *, keeps_promise: bool = False
+    ) -> None:
         self.graph = graph
+        self.keeps_promise = keeps_promise
         self.num_holes = num_holes
         self.device_index = device_index
         self.code = Code("piece")
@@ -342,6 +364,7 @@ class _PieceWriter:
         names = [f"v{i}" for i in range(self.num_inputs)]
         code.add(f"{tuple_source(names)} = args" if names else "pass")
         code.add(f"{code.constant(list.clear)}(args)")
+        sizes = self._read_sizes() if self.keeps_promise else {}
         if self.enters:
             code.add("entered = []")
             code.add("try:")
@@ -351,6 +374,17 @@ class _PieceWriter:
             self._node(node, used=index not in dying.get(index, ()))
             self.defined += 1
             self._forget(dying.get(index, ()), but=index)
+        if self.keeps_promise:
+            repair, known = code.constant(_repairer(graph)), tuple(sizes.values())
+            for ref, meta in dict(zip(graph.outputs, graph.results, strict=True)).items():
+                dims = [*meta.shape, *meta.stride]
+                if any(name not in sizes for dim in dims if isinstance(dim, str) for name in symbols_of(dim)):
+                    continue  # a size that no input shows
+                shape, stride = (
+                    tuple_source(expression(rename(d, sizes) if isinstance(d, str) else d, known) for d in part)
+                    for part in (meta.shape, meta.stride)
+                )
+                code.add(_check_line(self._local(ref), code.constant(dtype_of(meta.dtype)), shape, stride, repair))
         code.add(f"return [{', '.join(self._local(ref) for ref in graph.outputs)}]")
         if self.enters:
             code.depth -= 1
@@ -358,6 +392,17 @@ class _PieceWriter:
         code.depth -= 1
         code.add("return piece")
         return code.define("make", [f"h{n}" for n in range(self.num_holes)])
+
+    def _read_sizes(self) -> dict[str, str]:
+        """Read the symbols off the inputs' dimensions; return what each is called in the function."""
+        names: dict[str, str] = {}
+        symbols = {symbol.name for symbol in self.graph.symbols}
+        for position, meta in enumerate(self.graph.inputs):
+            for dim, size in enumerate(meta.shape):
+                if size in symbols and size not in names:
+                    names[str(size)] = f"n{len(names)}"
+                    self.code.add(f"{names[str(size)]} = v{position}.size({dim})")
+        return names
 
     def _last_uses(self) -> dict[int, list[int]]:
         """Return node index → values (as node indices, inputs negative past -1) that nothing needs after it."""

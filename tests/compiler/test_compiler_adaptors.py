@@ -6,10 +6,11 @@ import itertools
 
 import pytest
 import torch
-from piece_cases import CASES, inputs_of
+from msgspec.structs import replace
+from piece_cases import CASES, OTHERWISE_LAID, inputs_of, tensor, with_results
 
 from cgtool.compiler.adaptors.interface import get_adaptor
-from cgtool.errors import ConfigError
+from cgtool.errors import ArtifactError, ConfigError
 from cgtool.runtime.program import piece_function
 
 pytestmark = pytest.mark.torch
@@ -37,10 +38,11 @@ def pairs():
 @pytest.mark.parametrize(("adaptor", "name"), pairs())
 def test_an_adaptor_computes_what_the_piece_computes(adaptor, name):
     case = CASES[name]
+    piece = with_results(case.piece)
     compiler = get_adaptor(adaptor)
-    compiled = compiler.compile(case.piece, options={})
+    compiled = compiler.compile(piece, options={})
     assert compiled.guards == ()
-    run = compiler.load(compiled.artifact, case.piece)
+    run = compiler.load(compiled.artifact, piece)
     eager = piece_function(case.piece)
     for sizes in case.sizes:
         ours, theirs = inputs_of(case, sizes), inputs_of(case, sizes)
@@ -54,12 +56,34 @@ def test_an_adaptor_computes_what_the_piece_computes(adaptor, name):
 
 def test_inputs_are_taken_over():
     case = CASES["two inputs"]
+    piece = with_results(case.piece)
     for adaptor in ADAPTORS:
         compiler = get_adaptor(adaptor)
-        run = compiler.load(compiler.compile(case.piece, options={}).artifact, case.piece)
+        run = compiler.load(compiler.compile(piece, options={}).artifact, piece)
         boxed = inputs_of(case, {"s0": 3})
         run(boxed)
         assert boxed == []
+
+
+@pytest.mark.parametrize("adaptor", [*ADAPTORS, "aot_inductor"])
+def test_outputs_lie_in_memory_as_the_trace_promised_and_not_as_eager_happens_to_lay_them(adaptor):
+    piece = OTHERWISE_LAID
+    compiler = get_adaptor(adaptor)
+    run = compiler.load(compiler.compile(piece, options={}).artifact, piece)
+    inputs = [torch.randn(5, 3, 4, 4), torch.randn(5, 3, 4, 4).to(memory_format=torch.channels_last)]
+    eager = torch.cat(inputs, 1)
+    with torch.no_grad():
+        (found,) = run(list(inputs))
+    assert found.stride() == (96, 1, 24, 6) != eager.stride()
+    assert torch.equal(found, eager)
+
+
+def test_what_runs_as_it_stands_gives_no_other_shape_than_promised():
+    piece = replace(OTHERWISE_LAID, results=(tensor("s0", 7, 4, 4),))
+    compiler = get_adaptor("eager")
+    run = compiler.load(compiler.compile(piece, options={}).artifact, piece)
+    with pytest.raises(ArtifactError, match=r"shape \(5, 6, 4, 4\).*promised float32 of shape \(5, 7, 4, 4\)"):
+        run([torch.randn(5, 3, 4, 4), torch.randn(5, 3, 4, 4).to(memory_format=torch.channels_last)])
 
 
 def test_an_unknown_adaptor_is_named():

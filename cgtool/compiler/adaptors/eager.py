@@ -14,7 +14,7 @@ from cgtool.config import EAGER
 from cgtool.errors import ArtifactError
 from cgtool.plan.grammar import decode, digest_of
 from cgtool.plan.pieces import Json, PieceGraph
-from cgtool.runtime.program import piece_function
+from cgtool.runtime.program import promised_function
 
 
 class EagerAdaptor(CompilerInterface):
@@ -40,12 +40,12 @@ class EagerAdaptor(CompilerInterface):
         max_autotune: bool = False,  # noqa: ARG002 - nothing is tuned
     ) -> CompiledPiece:
         """Write the graph down, once it is known to run from what was written."""
-        piece_function(graph)
+        promised_function(graph)
         return CompiledPiece(artifact=graph.canonical())
 
     def load(self, data: bytes, graph: PieceGraph) -> PieceCallable:
         """Return the piece as Python."""
-        return piece_function(eager_graph(data, graph))
+        return promised_function(eager_graph(data, graph))
 
 
 def eager_graph(data: bytes, graph: PieceGraph) -> PieceGraph:

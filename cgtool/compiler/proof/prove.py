@@ -29,7 +29,7 @@ from cgtool.errors import ArtifactError, CompileError, NoRoomError, ProofMismatc
 from cgtool.plan.pieces import PieceGraph
 from cgtool.runtime.aoti_package import open_package
 from cgtool.runtime.dispatch import Boxed
-from cgtool.runtime.program import piece_function
+from cgtool.runtime.program import piece_function, promised_function
 
 #: How often sizes that are too large for the piece or the memory are halved.
 _NUM_HALVINGS = 12
@@ -147,7 +147,7 @@ def open_artifact(data: bytes, adaptor: str, graph: PieceGraph, device_index: in
     """
     try:
         if adaptor == EAGER:
-            return piece_function(eager_graph(data, graph), device_index=device_index)
+            return promised_function(eager_graph(data, graph), device_index=device_index)
         if adaptor == AOT_INDUCTOR:
             return open_package(data, graph, device_index=device_index)
         # what needs Inductor brings it along

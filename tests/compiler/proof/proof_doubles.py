@@ -81,6 +81,15 @@ def _none(outputs, inputs):
     outputs[0] = None
 
 
+def _as_promised(outputs, inputs):
+    outputs[0] = outputs[0].contiguous(memory_format=torch.channels_last)
+
+
+def _promised_and_wrong(outputs, inputs):
+    _as_promised(outputs, inputs)
+    outputs[0][-1] = 0
+
+
 #: name → what is done to the outputs and inputs of a right run
 SPOILED = {
     "a factor of 1.01": _first_scaled,
@@ -94,6 +103,8 @@ SPOILED = {
     "an input written": _an_input_written,
     "no tensor": _none,
     "an error": _raise,
+    "as promised": _as_promised,
+    "promised and wrong": _promised_and_wrong,
 }
 
 

@@ -8,9 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from piece_cases import CASES, X, call, graph, tensor
+from piece_cases import CASES, X, call, graph, tensor, with_results
 from proof_doubles import IMPORTS
-from proof_with_results import with_results
 
 from cgtool.child import descendants
 from cgtool.compiler.proof.prover import Prover

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from piece_cases import call, graph, method, size, tensor
-from proof_with_results import with_results
+from piece_cases import call, graph, method, size, tensor, with_results
 
 from cgtool.compiler.proof.inputs import STYLES, draw
 from cgtool.compiler.proof.prove import prove_artifact

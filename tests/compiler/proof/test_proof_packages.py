@@ -6,9 +6,8 @@ import subprocess
 
 import proof_doubles  # noqa: F401 - for the adaptor that it registers
 import pytest
-from piece_cases import CASES, X, call, graph, tensor
+from piece_cases import CASES, X, call, graph, tensor, with_results
 from proof_pieces import imports_of, pieces_of
-from proof_with_results import with_results
 
 from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.compiler.proof.prove import prove_artifact

@@ -7,8 +7,7 @@ import json
 import proof_doubles
 import pytest
 import torch
-from piece_cases import CASES, X, call, graph, method, tensor
-from proof_with_results import with_results
+from piece_cases import CASES, OTHERWISE_LAID, X, call, graph, method, tensor, with_results
 
 from cgtool.compiler.proof.prove import prove_artifact
 from cgtool.errors import ProofMismatchError
@@ -81,6 +80,15 @@ def test_a_common_factor_is_caught_in_every_precision(dtype):
     assert prove_double("right", piece).proved
     with pytest.raises(ProofMismatchError):
         prove_double("a factor of 1.01", piece)
+
+
+def test_how_outputs_lie_in_memory_is_judged_by_the_trace_and_not_by_eager():
+    with pytest.raises(ProofMismatchError, match=r"strides \(96, 16, 4, 1\) and the trace has \(96, 1, 24, 6\)"):
+        prove_artifact(b'"right"', adaptor="double", graph=OTHERWISE_LAID)  # just what eager gives
+    assert prove_artifact(b'"as promised"', adaptor="double", graph=OTHERWISE_LAID).proved
+    assert prove_artifact(OTHERWISE_LAID.canonical(), adaptor="eager", graph=OTHERWISE_LAID).proved
+    with pytest.raises(ProofMismatchError, match="output 0"):
+        prove_artifact(b'"promised and wrong"', adaptor="double", graph=OTHERWISE_LAID)
 
 
 def test_a_wrong_integer_is_caught():
