@@ -21,14 +21,12 @@ from cgtool.plan.pieces import Graphs, PieceGraph
 from cgtool.plan.records import Guard, GuardTable, Input, Plan, Variant, source_words
 from cgtool.runtime.call_guards import Accept, AcceptWriter, check_symbols
 from cgtool.runtime.dispatch import Boxed, ForkedLock, PiecewiseBackend, ShapeTable
-from cgtool.runtime.generate import template_needs
+from cgtool.runtime.generate import hole_value, op_names, template_needs
 from cgtool.runtime.program import (
     Program,
     ProgramWriter,
     check_steps,
     compiled_steps,
-    hole_value,
-    op_names,
     piece_maker,
 )
 from cgtool.runtime.weights import StructureChangedError, Weights, is_weight

@@ -27,7 +27,7 @@ from cgtool.guards.sources import Accessor, Roots, Source, find_module, find_qua
 from cgtool.plan.grammar import canonical_json
 from cgtool.plan.pieces import Dim, Json, TensorMeta
 from cgtool.plan.records import Guard, Input, Variant
-from cgtool.runtime.generate import Code, expression, malformed, tuple_source
+from cgtool.runtime.generate import Code, expression, malformed, strides_matter, tuple_source
 
 #: (tensors of the call, values of the symbols, objects that the output passes through), or None
 Accepted = tuple[tuple[torch.Tensor, ...], tuple[int, ...], tuple[Any, ...]]
@@ -268,14 +268,6 @@ def _sees(kind: str, value: Any, expected: bytes) -> bool:
 def needs_alignment(device: torch.device) -> bool:
     """Return whether compiled code for `device` relies on tensors that begin at a multiple of `ALIGNMENT` bytes."""
     return device.type not in ANYWHERE
-
-
-def strides_matter(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
-    """Return whether `tensor` lies otherwise in memory than `stride` says."""
-    if not tensor.numel():
-        return False
-    have = tensor.stride()
-    return any(size > 1 and have[i] != stride[i] for i, size in enumerate(tensor.shape))
 
 
 class Reader:

@@ -16,7 +16,8 @@ from cgtool.guards.sources import Roots, SourceError, parse_source
 from cgtool.plan.pieces import Dim, SymbolRange
 from cgtool.plan.records import Guard, Input, Variant, source_words
 from cgtool.plan.rendering import spell
-from cgtool.runtime.call_guards import ALIGNMENT, Binding, find_bindings, known_class, needs_alignment, strides_matter
+from cgtool.runtime.call_guards import ALIGNMENT, Binding, find_bindings, known_class, needs_alignment
+from cgtool.runtime.generate import strides_matter
 from cgtool.runtime.weights import make_problem
 
 

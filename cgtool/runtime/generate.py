@@ -27,9 +27,9 @@ import torch
 
 from cgtool.errors import ArtifactError, GuardError
 from cgtool.graph.expressions import FUNCTIONS, check_expression, python_source
-from cgtool.graph.values import device_of, dtype_of
+from cgtool.graph.values import decode_value, device_of, dtype_of
 from cgtool.guards.sources import find_qualified
-from cgtool.plan.pieces import Json
+from cgtool.plan.pieces import Json, PieceGraph
 
 _INDENT = "    "
 
@@ -356,3 +356,62 @@ _DECODERS: dict[str, Callable[[list[Json]], Any]] = {
     "enum": _enum,
     "type": _type,
 }
+
+
+def check_line(name: str, dtype: str, shape: str, stride: str, repair: str) -> str:
+    """Return the line that repairs the tensor called `name` where it is not of this make."""
+    test = f"{name}.stride() != {stride} or {name}.shape != {shape} or {name}.dtype is not {dtype}"
+    return f"if {test}: {name} = {repair}({name}, {dtype}, {shape}, {stride})"
+
+
+def repairer(graph: PieceGraph) -> Callable[..., torch.Tensor]:
+    """Return what `check_line` calls: it gives a tensor its strides, and refuses one of another shape or dtype."""
+
+    def repair(value: Any, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+        """Return `value` with the promised strides, which compiled pieces rely on without looking."""
+        if value.dtype is not dtype or tuple(value.shape) != shape:
+            have = f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
+            want = f"{str(dtype).removeprefix('torch.')} of shape {shape}"
+            ops = ", ".join(op_names(graph))
+            msg = f"{ops} returned a tensor of {have}, and its fake implementation promised {want}: make the two agree."
+            raise ArtifactError(msg, path=ops, expected=want, actual=have)
+        if not strides_matter(value, stride):
+            return value  # type: ignore[no-any-return]  # what has a dtype is a tensor
+        placed = torch.empty_strided(shape, stride, dtype=dtype, device=value.device)
+        return placed.copy_(value)
+
+    return repair
+
+
+def op_names(graph: PieceGraph) -> tuple[str, ...]:
+    """Return the custom and ATen ops, or else all functions, that `graph` calls, each once, as people write them."""
+    targets = dict.fromkeys(node.target for node in graph.nodes if node.kind == "function" and node.target)
+    ops = [name.removeprefix("torch.ops.") for name in targets if name.startswith("torch.ops.")]
+    return tuple(ops or targets)
+
+
+def strides_matter(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
+    """Return whether `tensor` lies otherwise in memory than `stride` says."""
+    if not tensor.numel():
+        return False
+    have = tensor.stride()
+    return any(size > 1 and have[i] != stride[i] for i, size in enumerate(tensor.shape))
+
+
+def hole_value(data: Json) -> int | float | str:
+    """Return the constant that a plan gives for a hole.
+
+    Raises:
+        ArtifactError: It is no constant that a hole can hold.
+    """
+    if type(data) is int:
+        return data
+    if type(data) is dict and list(data) in (["s"], ["f"]):
+        value = decode_value(data, _no_reference)
+        if type(value) in (str, float):
+            return value  # type: ignore[no-any-return]  # `in` narrows nothing
+    raise malformed("constant", data)
+
+
+def _no_reference(ref: str) -> Any:
+    raise malformed("constant", ref)

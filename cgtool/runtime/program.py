@@ -19,13 +19,15 @@ from cgtool.graph.targets import ATTRIBUTES, check_method, resolve_target
 from cgtool.graph.values import decode_value, device_of, dtype_of, refs_of
 from cgtool.plan.pieces import Dim, Graphs, Json, Node, PieceGraph, TensorMeta
 from cgtool.plan.records import Step, Variant
-from cgtool.runtime.call_guards import strides_matter
 from cgtool.runtime.dispatch import Boxed
 from cgtool.runtime.generate import (
     Code,
     check_identifier,
+    check_line,
     expression,
     malformed,
+    op_names,
+    repairer,
     template_needs,
     template_source,
     tuple_source,
@@ -188,9 +190,9 @@ class ProgramWriter:
         shape = tuple_source(self._size(size, step) for size in meta.shape)
         stride = tuple_source(self._size(size, step) for size in meta.stride)
         if id(graph) not in self.repairers:
-            self.repairers[id(graph)] = _repairer(graph)
+            self.repairers[id(graph)] = repairer(graph)
         dtype = code.constant(dtype_of(meta.dtype))
-        code.add(_check_line(name, dtype, shape, stride, code.constant(self.repairers[id(graph)])))
+        code.add(check_line(name, dtype, shape, stride, code.constant(self.repairers[id(graph)])))
 
     def _size(self, size: Dim, step: Step) -> str:
         if type(size) is not str:
@@ -240,29 +242,6 @@ def _refuse_count(
         raise ArtifactError(msg, path=step.piece, expected=expected) from None
 
     return refuse
-
-
-def _check_line(name: str, dtype: str, shape: str, stride: str, repair: str) -> str:
-    """Return the line that repairs the tensor called `name` where it is not of this make."""
-    test = f"{name}.stride() != {stride} or {name}.shape != {shape} or {name}.dtype is not {dtype}"
-    return f"if {test}: {name} = {repair}({name}, {dtype}, {shape}, {stride})"
-
-
-def _repairer(graph: PieceGraph) -> Callable[..., torch.Tensor]:
-    def repair(value: Any, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
-        """Return `value` with the promised strides, which compiled pieces rely on without looking."""
-        if value.dtype is not dtype or tuple(value.shape) != shape:
-            have = f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
-            want = f"{str(dtype).removeprefix('torch.')} of shape {shape}"
-            ops = ", ".join(op_names(graph))
-            msg = f"{ops} returned a tensor of {have}, and its fake implementation promised {want}: make the two agree."
-            raise ArtifactError(msg, path=ops, expected=want, actual=have)
-        if not strides_matter(value, stride):
-            return value  # type: ignore[no-any-return]  # what has a dtype is a tensor
-        placed = torch.empty_strided(shape, stride, dtype=dtype, device=value.device)
-        return placed.copy_(value)
-
-    return repair
 
 
 _ENTER = "torch.amp.autocast_mode._enter_autocast"
@@ -317,32 +296,6 @@ def piece_maker(graph: PieceGraph, *, num_holes: int = 0, device_index: int | No
     return _PieceWriter(graph, device_index, num_holes).maker()
 
 
-def hole_value(data: Json) -> int | float | str:
-    """Return the constant that a plan gives for a hole.
-
-    Raises:
-        ArtifactError: It is no constant that a hole can hold.
-    """
-    if type(data) is int:
-        return data
-    if type(data) is dict and list(data) in (["s"], ["f"]):
-        value = decode_value(data, _no_reference)
-        if type(value) in (str, float):
-            return value  # type: ignore[no-any-return]  # `in` narrows nothing
-    raise malformed("constant", data)
-
-
-def _no_reference(ref: str) -> Any:
-    raise malformed("constant", ref)
-
-
-def op_names(graph: PieceGraph) -> tuple[str, ...]:
-    """Return the custom and ATen ops, or else all functions, that `graph` calls, each once, as people write them."""
-    targets = dict.fromkeys(node.target for node in graph.nodes if node.kind == "function" and node.target)
-    ops = [name.removeprefix("torch.ops.") for name in targets if name.startswith("torch.ops.")]
-    return tuple(ops or targets)
-
-
 class _PieceWriter:
     def __init__(
         self, graph: PieceGraph, device_index: int | None, num_holes: int, *, keeps_promise: bool = False
@@ -375,7 +328,7 @@ class _PieceWriter:
             self.defined += 1
             self._forget(dying.get(index, ()), but=index)
         if self.keeps_promise:
-            repair, known = code.constant(_repairer(graph)), tuple(sizes.values())
+            repair, known = code.constant(repairer(graph)), tuple(sizes.values())
             for ref, meta in dict(zip(graph.outputs, graph.results, strict=True)).items():
                 dims = [*meta.shape, *meta.stride]
                 if any(name not in sizes for dim in dims if isinstance(dim, str) for name in symbols_of(dim)):
@@ -384,7 +337,7 @@ class _PieceWriter:
                     tuple_source(expression(rename(d, sizes) if isinstance(d, str) else d, known) for d in part)
                     for part in (meta.shape, meta.stride)
                 )
-                code.add(_check_line(self._local(ref), code.constant(dtype_of(meta.dtype)), shape, stride, repair))
+                code.add(check_line(self._local(ref), code.constant(dtype_of(meta.dtype)), shape, stride, repair))
         code.add(f"return [{', '.join(self._local(ref) for ref in graph.outputs)}]")
         if self.enters:
             code.depth -= 1

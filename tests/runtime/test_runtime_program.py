@@ -17,7 +17,8 @@ from cgtool.plan.pieces import Node, SymbolRange
 from cgtool.plan.records import Guard, Input, Step
 from cgtool.runtime.call import LoadedModel
 from cgtool.runtime.dispatch import PiecewiseBackend
-from cgtool.runtime.program import op_names, piece_function
+from cgtool.runtime.generate import op_names
+from cgtool.runtime.program import piece_function
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_grad")]
 
