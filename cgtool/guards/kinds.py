@@ -240,17 +240,17 @@ def _answers(value: Any) -> Json:
 
 def own_attributes(value: Any) -> list[str]:
     """Return the names of what an object itself holds, in order: attributes, slots, and the parts of an `nn.Module`."""
-    if isinstance(value, ModuleType):  # what is imported beside it sooner or later is not its own
-        inside = f"{value.__name__}."
-        return [
-            name
-            for name, held in list(vars(value).items())
-            if not (isinstance(held, ModuleType) and held.__name__.startswith(inside))
-        ]
+    if isinstance(value, ModuleType):
+        return [name for name, held in list(vars(value).items()) if not _is_part(held, value)]
     found = list(getattr(value, "__dict__", ()))
     if isinstance(value, torch.nn.Module):
         return found + [name for part in PARTS for name in vars(value)[part]]
     return found + [name for name in _slots(type(value)) if hasattr(value, name)]
+
+
+def _is_part(held: Any, module: ModuleType) -> bool:
+    """Return whether it is a module within another one, which is imported sooner or later and not its own."""
+    return isinstance(held, ModuleType) and held.__name__.startswith(f"{module.__name__}.")
 
 
 def _slots(cls: type) -> tuple[str, ...]:
@@ -270,7 +270,11 @@ def names_of(argument: str) -> frozenset[str]:
 
 
 def _named(value: Any, argument: str) -> Json:
-    return sorted(names_of(argument).intersection(own_attributes(value)))
+    names = names_of(argument)
+    if isinstance(value, ModuleType):  # which may hold thousands more
+        held = vars(value)
+        return sorted(name for name in names if name in held and not _is_part(held[name], value))
+    return sorted(names.intersection(own_attributes(value)))
 
 
 def _named_keys(value: Any, argument: str) -> Json:

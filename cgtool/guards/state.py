@@ -1,8 +1,8 @@
 """Global state of torch that compiled code was made under, by name, as data: what the source `state:<name>` speaks of.
 
-Owns which names there are, when each matters and what it is now; `cgtool.guards.setters` says of every setter of torch
-which name sees it, or why none has to. Most names are settings that one call of torch reads: what people call them
-stands in `cgtool.guards._torch`. The others::
+Owns which names there are, when each matters and what it is now; the tests have a table that says of every setter of
+torch which name sees it, or why none has to. Most names are settings that one call of torch reads: what people call
+them stands in `cgtool.guards._torch`. The others::
 
     autocast               {} or {device type: dtype} of the types that are on
     default_device         None, or the type that `torch.set_default_device` or `with device` chose

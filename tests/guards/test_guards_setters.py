@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed
 import torch.nn.attention
+from torch_setters import GUARDED, IRRELEVANT
 
 from cgtool.guards import _torch as private
 from cgtool.guards import state
-from cgtool.guards.setters import GUARDED, IRRELEVANT
 
 pytestmark = pytest.mark.torch
 

@@ -2,8 +2,8 @@
 
 A setter is a function `set_…` or `use_…` of a public module of torch, a function `set_…` or `_set_…` of `torch._C` and
 its parts, or an attribute of a module of `torch.backends` that can be assigned to. A name that ends with `.*` stands
-for all setters of a module. The test of this module asks the installed torch for its setters, and fails on one that is
-not here: read what it sets, and give it a guard in `cgtool.guards.state` unless nothing compiled depends on it.
+for all setters of a module. `test_guards_setters.py` asks the installed torch for its setters, and fails on one that
+is not here: read what it sets, and give it a guard in `cgtool.guards.state` unless nothing compiled depends on it.
 """
 
 from __future__ import annotations
