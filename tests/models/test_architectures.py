@@ -15,11 +15,15 @@ pytestmark = pytest.mark.torch
 
 #: One of each kind: decoders, experts, an encoder, encoder-decoders, images, sound, two towers, a state space.
 SERVED = ("llama", "gpt2", "mixtral", "bert", "t5", "vit", "convnext", "whisper", "wav2vec2", "clip")
+#: Of these, what differs most from each other; the others are slow.
+FIRST = ("llama", "mixtral", "t5", "convnext", "whisper")
 PARTS = 20
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FIRST else [pytest.mark.slow]) for name in SERVED]
+)
 def test_it_is_served_as_eager_serves_it(tmp_path, name):
     assert outcome(name, tmp_path) == "served"
 

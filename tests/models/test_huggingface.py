@@ -253,7 +253,7 @@ def test_the_sequence_of_the_example_fits_the_model(write):
     assert spec.calls[0].kwargs["input_ids"].shape == (2, 8)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in [*CONFIGS][1:])])
 def test_it_traces_to_one_graph_with_an_attention_for_each_layer(write, name):
     spec = resolve_model(f"hf:{write(name)}")
     kwargs = spec.calls[0].kwargs
