@@ -274,7 +274,14 @@ class _Walk:
             self.add(source, "attributes", present)
         for name in present:
             if _NAME.fullmatch(name) and name not in _BOOKKEEPING and not is_computed(cls, name):
-                self.child(f"{source}.{name}", getattr(value, name))
+                try:
+                    held = getattr(value, name)
+                except Exception:  # noqa: BLE001 - a lookup of the object's own refuses as it likes
+                    # It decides by what the object holds, so all of that counts, read where it lies.
+                    for key, lies in list(vars(value).items()):
+                        self.child(f"{source}|dict[{json.dumps(key)}]", lies)
+                else:
+                    self.child(f"{source}.{name}", held)
 
     def _dict(self, source: str, value: Mapping[Any, Any]) -> None:
         """Take in a dict: all of it, or the keys that code names where Dynamo's own guards say what else it read."""

@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
-from trace_harness import served  # noqa: E402
+from trace_harness import agree, served  # noqa: E402
 
 import cgtool  # noqa: E402
 from cgtool.errors import CacheMissError  # noqa: E402
@@ -238,3 +238,30 @@ def test_what_no_code_names_is_no_guard(warmed, monkeypatch):
     model.unheard_of = types.SimpleNamespace(a=1)
     monkeypatch.setattr(HERE, "UNHEARD_OF", 1, raising=False)
     cgtool.load(model, cache_dir=warmed)
+
+
+class Reticent:
+    def __init__(self):
+        self.width, self.gain = 2, 3.0
+
+    def __getattribute__(self, name):
+        if name == "width":
+            raise RuntimeError(name)
+        return super().__getattribute__(name)
+
+
+class Asking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.config, self.width = Reticent(), 4
+
+    def forward(self, x):
+        return x * self.width * self.config.gain
+
+
+def test_what_an_object_keeps_to_itself_is_guarded_where_it_lies(tmp_path):
+    model, x = Asking(), torch.ones(2)
+    agree(served(tmp_path, model, x), model, x)
+    vars(model.config)["width"] = 5
+    with pytest.raises(CacheMissError, match="width"):
+        cgtool.load(model, cache_dir=tmp_path)
