@@ -24,6 +24,13 @@ def process_group_is_initialized() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def group_of_processes(value: Any) -> tuple[str, int, int] | None:
+    """Return a process group's name, this process's rank in it and its size; None for anything else."""
+    if not torch.distributed.is_available() or not isinstance(value, torch.distributed.ProcessGroup):
+        return None
+    return value.group_name, value.rank(), value.size()
+
+
 @functools.cache
 def autocast_device_types() -> tuple[str, ...]:
     """Return every device type that autocast knows, whether or not this build of torch has it."""

@@ -38,6 +38,7 @@ Grammar of an encoded literal::
             | ["slice", literal, literal, literal] | ["range", int, int, int] | ["enum", "module:Class", name]
             | ["type", "module:Class"] | ["function", "module:name", digest] | ["module", name] | ["op", name]
             | ["plain", "module:Class", repr]    a path, a date, a pattern
+            | ["group", name, rank, size]        a process group, and this process's rank in it
 
 A device is its type alone: its index is a fact of the process, not of the program.
 """
@@ -148,6 +149,9 @@ def _object(value: Any) -> Json:
         return ["function", _builtin_name(value), ""]
     if private.is_op(value):
         return ["op", str(value)]
+    group = private.group_of_processes(value)
+    if group is not None:
+        return ["group", *group]
     text = plain_text(value)
     if text is not None:
         return ["plain", qualified_name(type(value)), text]
@@ -250,7 +254,8 @@ def own_attributes(value: Any) -> list[str]:
 
 def _is_part(held: Any, module: ModuleType) -> bool:
     """Return whether it is a module within another one, which is imported sooner or later and not its own."""
-    return isinstance(held, ModuleType) and held.__name__.startswith(f"{module.__name__}.")
+    # By `type`: `isinstance` asks the object itself, and a deprecated one of torch.distributed warns then.
+    return issubclass(type(held), ModuleType) and held.__name__.startswith(f"{module.__name__}.")
 
 
 def _slots(cls: type) -> tuple[str, ...]:

@@ -57,6 +57,8 @@ def _spelled(literal: Json) -> str:
         return ":".join("" if part is None else _spelled(part) for part in rest)
     if tag == "range":
         return f"range({rest[0]}, {rest[1]}, {rest[2]})"
+    if tag == "group":
+        return f"process group {rest[0]} (rank {rest[1]} of {rest[2]})"
     return " ".join(map(str, rest)) or "..."
 
 

@@ -73,6 +73,9 @@ _KINDS = {
     "DICT_KEYS_MATCH": "keys",
     "MAPPING_KEYS_CHECK": "keys",
     "DICT_VERSION": "value",
+    # Process groups, which Dynamo takes for such objects from torch 2.12 on.
+    "OPAQUE_OBJ_GUARD_FN_MATCH": "value",
+    "FAKE_SCRIPT_TYPE_MATCH": "type",
     "EMPTY_NN_MODULE_HOOKS_DICT": "empty",
     "TENSOR_MATCH": "tensor",
     "NN_MODULE": "type",

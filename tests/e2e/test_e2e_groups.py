@@ -1,0 +1,74 @@
+"""Process groups in forward: kept as data, found again in the next process, and another group is a miss."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+import torch.distributed._functional_collectives as collectives  # noqa: E402
+from torch import nn  # noqa: E402
+
+import cgtool  # noqa: E402
+from cgtool import CacheMissError, CompilationConfig  # noqa: E402
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed"),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_process(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    with torch.no_grad():
+        yield
+    dist.destroy_process_group()
+
+
+class OfTheWorld(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return collectives.all_reduce(self.layer(x), "sum", dist.group.WORLD).relu()
+
+
+class InPlace(OfTheWorld):
+    def forward(self, x):
+        y = self.layer(x)
+        dist.all_reduce(y)
+        return y.relu()
+
+
+class Held(OfTheWorld):
+    def __init__(self):
+        super().__init__()
+        self.group = dist.new_group([0])
+
+    def forward(self, x):
+        return collectives.all_reduce(self.layer(x), "sum", self.group) * self.group.size()
+
+
+@pytest.mark.parametrize("kind", [OfTheWorld, InPlace, Held])
+def test_a_group_in_forward_is_data(tmp_path, kind):
+    model = kind().eval()
+    config, example = CompilationConfig(adaptor="eager", proof=False), torch.randn(3, 8)
+    served = cgtool.compile(
+        model, example_args=(example,), dynamic={"x": {0: "n"}}, config=config, cache_dir=tmp_path / "cache"
+    )
+    loaded = cgtool.load(model, cache_dir=tmp_path / "cache")
+    for x in (example, torch.randn(1, 8), torch.randn(7, 8)):
+        assert torch.equal(served(x), model(x))
+        assert torch.equal(loaded(x), model(x))
+
+
+def test_another_group_is_a_miss_that_names_it(tmp_path):
+    model = Held().eval()
+    config, example = CompilationConfig(adaptor="eager", proof=False), torch.randn(3, 8)
+    cgtool.compile(model, example_args=(example,), config=config, cache_dir=tmp_path)
+    model.group = dist.new_group([0])
+    with pytest.raises(CacheMissError, match=r"group was process group 1 \(rank 0 of 1\)"):
+        cgtool.load(model, cache_dir=tmp_path)
