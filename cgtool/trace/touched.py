@@ -296,7 +296,9 @@ class _Walk:
         except NoRuleError:
             self.add(source, "length", describe("length", value))
         for index, (key, held) in enumerate(list(value.items())):
-            step = f"[{json.dumps(key)}]" if type(key) in (str, int) else f"|values[{index}]"
+            # A class with a lookup of its own may give something else than what it holds.
+            named = type(key) in (str, int) and type(value).__getitem__ is dict.__getitem__
+            step = f"[{json.dumps(key)}]" if named else f"|values[{index}]"
             self.visit(f"{source}|keys[{index}]", key)
             self.child(source + step, held)
 

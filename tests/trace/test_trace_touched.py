@@ -265,3 +265,28 @@ def test_what_an_object_keeps_to_itself_is_guarded_where_it_lies(tmp_path):
     vars(model.config)["width"] = 5
     with pytest.raises(CacheMissError, match="width"):
         cgtool.load(model, cache_dir=tmp_path)
+
+
+class Making(dict):
+    def __getitem__(self, name):
+        return super().__getitem__(name)()
+
+
+MAKERS = Making(relu=nn.ReLU, silu=nn.SiLU)
+
+
+class Choosing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.activation = MAKERS["relu"]
+
+    def forward(self, x):
+        return MAKERS["silu"](x) if self.activation is None else self.activation(x)
+
+
+def test_a_dict_that_makes_what_it_gives_is_guarded_by_what_it_holds(tmp_path, monkeypatch):
+    model, x = Choosing(), torch.ones(2)
+    agree(served(tmp_path, model, x), model, x)
+    monkeypatch.setitem(MAKERS, "silu", nn.GELU)
+    with pytest.raises(CacheMissError, match="MAKERS"):
+        cgtool.load(model, cache_dir=tmp_path)
