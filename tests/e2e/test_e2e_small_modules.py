@@ -86,10 +86,3 @@ def test_a_bound_method_is_a_part_of_its_own(tmp_path):
     assert [run(x).tolist() for run in (*runs, *loaded)] == [[1, 2, 3], [0, 2, 4]] * 2
     entries = command("inspect", "cache", tmp_path, "--json").report["entries"]
     assert sorted(entry["prefix"] for entry in entries) == ["backbone", "encode"]
-
-
-def test_a_function_is_told_to_become_a_module(tmp_path):
-    with pytest.raises(CgtoolError, match=r"make it the forward of an nn\.Module"):
-        cgtool.compile(torch.sin, example_args=(torch.ones(2),), cache_dir=tmp_path)
-    with pytest.raises(CgtoolError, match=r"make it the forward of an nn\.Module"):
-        cgtool.compile(lambda x: x + 1, example_args=(torch.ones(2),), cache_dir=tmp_path)

@@ -105,7 +105,12 @@ PROCESS = {
         "import platform",
     ),
     "flags_of_python": asks(
-        "sys.flags.optimize == 5", "import types; sys.flags = types.SimpleNamespace(optimize=5)", "flags", "import sys"
+        "sys.flags.optimize == 5",
+        # with all the others: what imports a module asks for some
+        "import types; flags = {n: getattr(sys.flags, n) for n in dir(sys.flags) if n[0] != '_'}; "
+        "sys.flags = types.SimpleNamespace(**flags | {'optimize': 5})",
+        "flags",
+        "import sys",
     ),
     "path_of_python": asks("'/elsewhere' in sys.path", "sys.path.append('/elsewhere')", "path", "import sys"),
     "python_itself": asks(
