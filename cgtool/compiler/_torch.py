@@ -94,6 +94,11 @@ def hint_of(size: int | torch.SymInt) -> int:
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
+def is_backed(size: int | torch.SymInt) -> bool:
+    """Return whether a size has an example value; one that comes from a tensor's values has none."""
+    return not isinstance(size, torch.SymInt) or size.node.hint is not None
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often `tensor`'s storage was written to."""
     return int(tensor._version)

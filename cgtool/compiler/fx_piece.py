@@ -270,6 +270,8 @@ class _Writer:
         The very same ops may give others here: what a fake op makes of strides depends on what is known of its sizes.
         """
         value = node.meta["example_value"]
+        if not all(map(_torch.is_backed, value.shape)):
+            return node  # the compilers refuse it, each in its words
         shape = [_torch.hint_of(size) for size in value.shape]
         have = [_torch.hint_of(step) for step in value.stride()]
         want = [evaluate(step, hints) for step in meta.stride]
