@@ -49,7 +49,7 @@ def serves(folder: Path) -> bool:
     return True
 
 
-@pytest.mark.parametrize("stride", [32, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("stride", [16, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_a_warm_killed_at_any_call_leaves_no_entry_or_a_whole_one(tmp_path: Path, stride: int) -> None:
     (tmp_path / "start").mkdir()
     work = tmp_path / "work"
