@@ -13,7 +13,7 @@ from torch import fx
 from torch.utils._sympy.functions import FloorDiv, Mod
 
 from cgtool.errors import ArtifactError, SplitError, UsageError
-from cgtool.graph import expressions, metas, values
+from cgtool.graph import expressions, values
 from cgtool.graph.specialise import restrict, specialise
 from cgtool.graph.sympy_text import expression_text
 from cgtool.graph.targets import check_method, resolve_target, target_name
@@ -240,15 +240,15 @@ def test_a_fraction_and_an_unknown_symbol_are_named():
 
 
 def test_a_tensor_is_described_without_its_device_index():
-    meta = metas.tensor_meta(torch.empty(3, 4, dtype=torch.bfloat16).t())
+    meta = values.tensor_meta(torch.empty(3, 4, dtype=torch.bfloat16).t())
     assert meta == TensorMeta(dtype="bfloat16", shape=(4, 3), stride=(1, 4), device="cpu")
-    assert metas.device_text("cuda:3") == "cuda"
-    assert metas.device_text("cuda:3", base=2) == "cuda:+1"
-    assert metas.device_of("cuda:+1", base=2) == torch.device("cuda", 3)
+    assert values.device_text("cuda:3") == "cuda"
+    assert values.device_text("cuda:3", base=2) == "cuda:+1"
+    assert values.device_of("cuda:+1", base=2) == torch.device("cuda", 3)
     with pytest.raises(ArtifactError):
-        metas.device_of("cuda:1")
+        values.device_of("cuda:1")
     with pytest.raises(ArtifactError):
-        metas.dtype_of("Tensor")
+        values.dtype_of("Tensor")
 
 
 def piece(**changes):
