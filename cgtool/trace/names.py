@@ -5,8 +5,10 @@ from __future__ import annotations
 import dis
 import itertools
 import re
+import sys
 import types
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from cgtool.guards.code import is_given
@@ -23,6 +25,8 @@ _ENUMERATORS = frozenset(
 )
 #: Names by which code asks whether two objects are one, beside `is`, `in` and sets.
 _IDENTITY = frozenset({"id", "is_", "is_not", "contains", "set", "frozenset", "fromkeys", "index", "count", "remove"})
+#: Where a checkpoint lies: code of transformers names it in its configs, and computes nothing by it.
+PLACE = frozenset({"name_or_path", "_name_or_path"})
 _IDENTITY_OPS = frozenset({"CONTAINS_OP", "BUILD_SET", "SET_ADD", "SET_UPDATE"})
 
 
@@ -30,14 +34,26 @@ def names_in(codes: Iterable[types.CodeType]) -> frozenset[str]:
     """Return every name that `codes`, and the code in them, hold."""
     found: set[str] = set()
     for code in codes:
-        found.update(code.co_names)
-        for text in _strings(code.co_consts):
-            if len(text) <= _MAX_LENGTH and "\n" not in text:
-                found.add(text)
-                if " " not in text:
-                    found.update(_IDENTIFIER.findall(text))
-        found |= names_in(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+        found |= _names_of(code)
     return frozenset(found)
+
+
+def _names_of(code: types.CodeType) -> set[str]:
+    found = set(code.co_names)
+    for text in _strings(code.co_consts):
+        if len(text) <= _MAX_LENGTH and "\n" not in text:
+            found.add(text)
+            if " " not in text:
+                found.update(_IDENTIFIER.findall(text))
+    found |= names_in(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    if not found.isdisjoint(PLACE) and _is_transformers(code.co_filename):
+        found -= PLACE
+    return found
+
+
+def _is_transformers(file: str) -> bool:
+    package = getattr(sys.modules.get("transformers"), "__file__", None)
+    return package is not None and file.startswith(f"{Path(package).parent}/")
 
 
 def _strings(constants: Iterable[Any]) -> Iterator[str]:

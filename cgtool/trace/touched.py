@@ -38,7 +38,7 @@ from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json
 from cgtool.plan.records import Guard
 from cgtool.trace.closure import is_covered_by_versions, module_of, modules_by_file
-from cgtool.trace.names import called_by_python, enumerates, names_in
+from cgtool.trace.names import PLACE, called_by_python, enumerates, names_in
 from cgtool.trace.objects import has_identity, is_computed, is_held, is_of_call, is_passed_by
 from cgtool.trace.variables_read import refuse_alias
 
@@ -273,6 +273,8 @@ class _Walk:
             present = describe("attributes", value)
             self.add(source, "attributes", present)
         for name in present:
+            if name in PLACE - self.names and any(c.__module__.startswith("transformers.") for c in cls.__mro__):
+                continue
             if _NAME.fullmatch(name) and name not in _BOOKKEEPING and not is_computed(cls, name):
                 try:
                     held = getattr(value, name)

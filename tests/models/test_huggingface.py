@@ -10,6 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+import cgtool  # noqa: E402
+from cgtool.compiler.pipeline import warm  # noqa: E402
 from cgtool.errors import ModelError, UsageError  # noqa: E402
 from cgtool.models import huggingface, resolve_model  # noqa: E402
 from cgtool.models._torch import is_fake  # noqa: E402
@@ -335,3 +337,36 @@ class TestWrongInput:
         monkeypatch.setattr(huggingface.importlib, "import_module", missing)
         with pytest.raises(ModelError, match=r"pip install 'cgtool\[transformers\]'"):
             resolve_model(f"hf:{write('llama')}")
+
+
+EAGER = cgtool.CompilationConfig(adaptor="eager", proof=False)
+
+
+def test_what_was_warmed_from_a_checkpoints_folder_serves_the_checkpoint(write, tmp_path):
+    saved = tmp_path / "somewhere"
+    transformers.AutoModel.from_config(transformers.AutoConfig.from_pretrained(write("llama"))).save_pretrained(saved)
+    root = tmp_path / "cache"
+    warm(resolve_model(f"hf:{saved}"), config=EAGER, cache_dir=root)
+    elsewhere = saved.rename(tmp_path / "elsewhere")
+    model = transformers.AutoModel.from_pretrained(elsewhere).eval()
+    served = cgtool.load(model, cache_dir=root)
+    ids = torch.arange(10).reshape(2, 5)
+    with torch.no_grad():
+        assert torch.equal(served(input_ids=ids, use_cache=False)[0], model(input_ids=ids, use_cache=False)[0])
+
+
+class AsksForItsName(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+
+    def forward(self, x):
+        return x * 2 if "large" in self.config._name_or_path else x
+
+
+def test_the_name_of_a_checkpoint_counts_where_the_users_code_asks_for_it(tmp_path):
+    model = AsksForItsName(transformers.LlamaConfig()).eval()
+    cgtool.compile(model, example_args=(torch.ones(3),), config=EAGER, cache_dir=tmp_path)
+    model.config._name_or_path = "a-large-one"
+    with pytest.raises(cgtool.CacheMissError, match="_name_or_path"):
+        cgtool.load(model, cache_dir=tmp_path)
