@@ -55,11 +55,14 @@ def isolated_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def log_as_it_was() -> Iterator[None]:
-    """Put back cgtool's log, which a command run in this process sends to its own output."""
+    """Put back cgtool's log, which a command run in this process sends to its own output.
+
+    Before a test too: fixtures of a module and of the session run commands as well, and run before this one.
+    """
     logger = logging.getLogger("cgtool")
-    before = logger.handlers, logger.propagate, logger.level
+    logger.handlers, logger.propagate, logger.level = [], True, logging.NOTSET
     yield
-    logger.handlers, logger.propagate, logger.level = before
+    logger.handlers, logger.propagate, logger.level = [], True, logging.NOTSET
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ def pairs():
         yield pytest.param(adaptor, name, id=f"{adaptor}-{name}", marks=marks)
 
 
-@pytest.mark.parametrize(("adaptor", "name"), pairs())
+@pytest.mark.parametrize(("adaptor", "name"), list(pairs()))
 def test_an_adaptor_computes_what_the_piece_computes(adaptor, name):
     case = CASES[name]
     piece = with_results(case.piece)
