@@ -76,13 +76,7 @@ def _show(output: Output, report: DiffReport, *, everything: bool) -> None:
 
 
 def show_lines(output: Output, lines: Sequence[str], *, everything: bool) -> None:
-    """Print the lines that belong to a difference, those that changed in colour.
-
-    Args:
-        output: Where to.
-        lines: What is printed, indented.
-        everything: Leave nothing out.
-    """
+    """Print the lines that belong to a difference, those that changed in colour."""
     from cgtool.toolkit.diff.records import ALSO
 
     shown = lines if everything else [line for line in lines if not line.startswith(ALSO)][:MOST_LINES]

@@ -72,11 +72,7 @@ def cgtool() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `cgtool` and return its exit code; prints, and never raises.
-
-    Args:
-        argv: The arguments without the program's name; None means this process's.
-    """
+    """Run `cgtool` and return its exit code; prints, and never raises."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     _have_streams()
     streams = sys.stdout, sys.stderr

@@ -76,13 +76,7 @@ _METHOD = (
 
 
 def document(title: str, style: str, body: str) -> str:
-    """Return a page.
-
-    Args:
-        title: Plain text.
-        style: Its style sheet, ours.
-        body: HTML in which whatever is a stranger's is escaped.
-    """
+    """Return a page."""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -101,11 +95,7 @@ def document(title: str, style: str, body: str) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a page or a picture that the user asked for.
-
-    Raises:
-        UsageError: The file cannot be written.
-    """
+    """Write a page or a picture that the user asked for."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -180,13 +170,7 @@ def _bars(report: BenchReport, phases: Sequence[str]) -> Iterator[Bar]:
 
 
 def chart(bars: Sequence[Bar], *, title: str, name: str) -> str:
-    """Return the chart as an SVG element.
-
-    Args:
-        bars: The rows, from above.
-        title: What the picture shows, for who cannot see it and for who points at it.
-        name: Its identifier in the page.
-    """
+    """Return the chart as an SVG element."""
     scale = LONGEST / (max((sum(bar.parts.values()) for bar in bars), default=0.0) or 1.0)
     height = TOP * 2 + ROW * len(bars)
     rows = "\n".join(_row(bar, TOP + ROW * (index + 0.5), scale) for index, bar in enumerate(bars))

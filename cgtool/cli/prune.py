@@ -165,11 +165,7 @@ def prune(*, output: Output, cache_dir: str | None, **options: Any) -> int:
 
 
 def _check_terminal(output: Output) -> None:
-    """Refuse to remove anything where nobody can be asked.
-
-    Raises:
-        click.UsageError: This is no terminal, or the output is JSON.
-    """
+    """Refuse to remove anything where nobody can be asked."""
     if output.as_json or not (sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()):
         what = "--json asks nobody" if output.as_json else "There is nobody to ask, for this is no terminal"
         raise click.UsageError(f"{what}: give --yes to remove what the plan names, or --dry-run to see the plan.")

@@ -16,12 +16,7 @@ _ABSURD_BYTES = 1 << 70
 def plain(text: object, *, lines: bool = False) -> str:
     """Return `str(text)` with everything that a terminal would obey spelled out as an escape.
 
-    Args:
-        text: Anything; its `str` is taken.
-        lines: Keep line ends (for messages that show the user's own code); a tab becomes four spaces.
-
-    Returns:
-        Printable text: control characters, bidirectional marks and lone surrogates are spelled as in Python's source.
+    With `lines`, line ends stay (for messages that show the user's own code) and a tab becomes four spaces.
     """
     source = str(text)
     if source.isprintable():  # nearly all are, and a listing has thousands

@@ -103,7 +103,11 @@ def _model(options: dict[str, Any]) -> ModelChoice | None:
 
     names = ("factory_args", "device", "dtype", "pythonpath", "prefix")
     if options["model"] is None:
-        given = [f"--{'arg' if name == 'factory_args' else name}" for name in (*names, "rank") if options[name]]
+        given = [
+            f"--{'arg' if name == 'factory_args' else name}"
+            for name in (*names, "rank")
+            if options[name] not in (None, {}, ())
+        ]
         if given:
             message = f"{given[0]} speaks of a model, and none is named. Name it with --model."
             raise click.UsageError(message)

@@ -54,12 +54,7 @@ class Contents:
 
 
 def contents_of(data: bytes, kind: str) -> Contents:
-    """Return what an artifact holds.
-
-    Args:
-        data: Its bytes, which match their digest.
-        kind: Its kind.
-    """
+    """Return what an artifact holds."""
     size_bytes = len(data)
     if kind == "pt2":
         return _of_package(data)

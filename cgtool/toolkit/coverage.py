@@ -116,13 +116,7 @@ def planned(plan: Plan) -> Planned:
 def entry_coverage(manifests: Sequence[Manifest], *, plans: Mapping[RankName, Planned] | None = None) -> Coverage:
     """Return what the ranks and prefixes of one entry are compiled for.
 
-    Args:
-        manifests: Those of one entry, in any order.
-        plans: What `planned` says of a manifest's plan, where it was read. With it, pieces without any row are holes,
-            and without it they are `unknown`.
-
-    Raises:
-        ValueError: The manifests are of several entries, or one is given twice.
+    Where `plans` holds what `planned` says of a manifest's plan, pieces without any row are holes, and else `unknown`.
     """
     names = [manifest.name for manifest in manifests]
     if len({name.hash for name in names}) > 1 or len(set(names)) != len(names):

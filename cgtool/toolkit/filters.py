@@ -104,16 +104,7 @@ def amount(text: str, units: Mapping[str, float]) -> float | None:
 
 
 def parse_filter(expression: str, *, now: float, fields: Mapping[str, Field] = FIELDS) -> Predicate:
-    """Return what a filter asks of an entry.
-
-    Args:
-        expression: As the module's grammar has it.
-        now: Seconds since the epoch, from which ages count.
-        fields: Those of the entries: `FIELDS`, or `FOREIGN_FIELDS` for another system's.
-
-    Raises:
-        UsageError: It is outside of the grammar; the message says what would be within.
-    """
+    """Return what a filter asks of an entry; ages count from `now`, in seconds since the epoch."""
     match = _EXPRESSION.match(expression)
     if match is None:
         example = "model~llama, size>1GB or last_used>30d"
@@ -141,15 +132,7 @@ def parse_filter(expression: str, *, now: float, fields: Mapping[str, Field] = F
 
 
 def parse_order(order: str, *, fields: Mapping[str, Field] = FIELDS) -> Callable[[Iterable[Any]], list[Any]]:
-    """Return what sorts entries as asked: text from a to z, and what is counted from the most and the latest on.
-
-    Args:
-        order: A field, or one with ":asc" or ":desc".
-        fields: As `parse_filter` takes them.
-
-    Raises:
-        UsageError: There is no such field or direction.
-    """
+    """Return what sorts entries as asked: text from a to z, and what is counted from the most and the latest on."""
     named, _, direction = order.strip().partition(":")
     name = _known(order, named, fields, " to sort by")
     if direction not in ("", "asc", "desc") or order.strip().endswith(":"):

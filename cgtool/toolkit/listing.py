@@ -57,15 +57,7 @@ class EntryListing:
         artifacts: bool = True,
         inodes: Mapping[str, int] | None = None,
     ) -> EntryListing:
-        """Return the listing of an entry.
-
-        Args:
-            manifest: Its manifest.
-            num_bytes: How many bytes that takes.
-            usage: How often and when it was used.
-            artifacts: Whether to list each artifact.
-            inodes: Artifact's file name → which file of the disk that is.
-        """
+        """Return the listing of an entry; `inodes` has which file of the disk an artifact is, by its file's name."""
         here = inodes or {}
         own_bytes = num_bytes + sum(file.size_bytes for file in manifest.files.values())
         found = {row.artifact.file: row.artifact for row in manifest.rows}

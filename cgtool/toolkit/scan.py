@@ -49,16 +49,7 @@ _NAME = attrgetter("name")
 
 
 def scan(root: Path, *, missing_ok: bool = False, artifacts: bool = True) -> CacheListing:
-    """Return what is in a cache.
-
-    Args:
-        root: The cache root, as `resolve_root` gives it.
-        missing_ok: Whether a root that does not exist is an empty cache, as the default one is before the first warm.
-        artifacts: Whether to list each artifact.
-
-    Raises:
-        CacheError: There is no such folder, or it cannot be listed.
-    """
+    """Return what is in a cache."""
     with os_errors_as_cache_errors(root):
         is_folder, is_there = root.is_dir(), root.exists()
     if not is_folder and not (missing_ok and not is_there):
@@ -69,11 +60,7 @@ def scan(root: Path, *, missing_ok: bool = False, artifacts: bool = True) -> Cac
 
 
 def list_entry(layout: CacheLayout, name: RankName) -> EntryListing | None:
-    """Return the listing of one rank and prefix, as `warm --json` prints it, or None when there is none.
-
-    Raises:
-        CacheError: Its manifest cannot be trusted or read.
-    """
+    """Return the listing of one rank and prefix, as `warm --json` prints it, or None when there is none."""
     path = layout.manifest_file(name)
     data = read_bytes(path)
     if data is None:

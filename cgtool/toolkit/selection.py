@@ -12,18 +12,7 @@ _MOST_LISTED = 20
 
 
 def one_name(layout: CacheLayout, entry: str | None, *, rank: int | None, prefix: str | None) -> RankName:
-    """Return the one rank and prefix that fits.
-
-    Args:
-        layout: Where the cache lies.
-        entry: The beginning of an entry's hash; None where the cache has one.
-        rank: Which rank; None where the entry has one.
-        prefix: Which compiled part of the model; None where the entry has one.
-
-    Raises:
-        UsageError: None fits, or several do; the message lists them.
-        CacheError: The cache is empty, or cannot be listed.
-    """
+    """Return the one rank and prefix that fits."""
     there = published(layout)
     fitting = [name for name in _of_entry(there, entry) if rank in (None, name.rank) and prefix in (None, name.prefix)]
     if len(fitting) == 1:
@@ -35,16 +24,7 @@ def one_name(layout: CacheLayout, entry: str | None, *, rank: int | None, prefix
 
 
 def one_hash(layout: CacheLayout, entry: str | None) -> str:
-    """Return the hash of the one entry that fits.
-
-    Args:
-        layout: Where the cache lies.
-        entry: The beginning of its hash; None where the cache has one.
-
-    Raises:
-        UsageError: None fits, or several do; the message lists them.
-        CacheError: The cache is empty, or cannot be listed.
-    """
+    """Return the hash of the one entry that fits."""
     there = published(layout)
     hashes = list(dict.fromkeys(name.hash for name in there))
     fitting = list(dict.fromkeys(name.hash for name in _of_entry(there, entry)))
@@ -55,11 +35,7 @@ def one_hash(layout: CacheLayout, entry: str | None) -> str:
 
 
 def hash_named(layout: CacheLayout, text: str, hashes: Sequence[str]) -> str:
-    """Return the one of several hashes that begins with `text`.
-
-    Raises:
-        UsageError: None does, or several do; the message lists them.
-    """
+    """Return the one of several hashes that begins with `text`."""
     found = [hash_ for hash_ in hashes if hash_.startswith(text.lower())]
     if len(found) == 1 and text:
         return found[0]
@@ -78,11 +54,7 @@ def _ambiguous(layout: CacheLayout, entry: str | None, advice: str, listed: Iter
 
 
 def published(layout: CacheLayout) -> list[RankName]:
-    """Return every rank and prefix that has a manifest.
-
-    Raises:
-        CacheError: There is none, or the cache cannot be listed.
-    """
+    """Return every rank and prefix that has a manifest."""
     found = [
         name for hash_ in layout.hashes() for name in layout.rank_names(hash_) if layout.manifest_file(name).is_file()
     ]

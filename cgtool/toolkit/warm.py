@@ -60,11 +60,7 @@ class ModelOptions:
     require: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     def build(self, on_event: OnEvent) -> ModelSpec:
-        """Build the model.
-
-        Raises:
-            ModelError: MODEL could not be found or built.
-        """
+        """Build the model."""
         began = time.perf_counter()
         on_event(Event(phase="model", message="importing torch"))
         # Seconds that `--help` and wrong usage need not wait for.
@@ -85,11 +81,7 @@ class ModelOptions:
 
 
 def require_cache(config: CompilationConfig) -> None:
-    """Refuse a configuration that switches the cache off.
-
-    Raises:
-        UsageError: It does.
-    """
+    """Refuse a configuration that switches the cache off."""
     if config.disable_cache:
         message = (
             "The cache is switched off (--no-cache, CGTOOL_DISABLE_CACHE or disable_cache): nothing is stored in it, "
@@ -192,22 +184,12 @@ def warm(options: ModelOptions, *, check: bool = False, on_event: OnEvent = igno
 
 
 def load_call(module: str, place: Mapping[str, Any]) -> str:
-    """Return the Python expression that loads `module` from its entry: "cgtool.load(module)".
-
-    Args:
-        module: How the expression names the module.
-        place: Keyword arguments that say where the entry is; what is None is left out.
-    """
+    """Return the Python expression that loads `module` from its entry: "cgtool.load(module)"."""
     return _call("cgtool.load", module, **place)
 
 
 def start_line(options: ModelOptions, place: Mapping[str, Any]) -> str:
-    """Return a shell line that builds the model for real, loads it from the cache and calls it once.
-
-    Args:
-        options: The model, as `warm` was given it.
-        place: As for `load_call`.
-    """
+    """Return a shell line that builds the model for real, loads it from the cache and calls it once."""
     build = _call(
         "resolve_model",
         repr(options.model),

@@ -116,17 +116,7 @@ def why(options: ModelOptions, *, arguments: Sequence[str] = (), on_event: OnEve
 def why_spec(
     spec: ModelSpec, *, config: CompilationConfig, cache_dir: Path | None = None, rank: int | None = None
 ) -> WhyReport:
-    """Say whether the cache serves a model that is built already; see `why`.
-
-    Args:
-        spec: The model and its example calls.
-        config: What is to be compiled and how.
-        cache_dir: The cache's root; None means the configured or the user's own.
-        rank: This process's place in a model-parallel group; None takes the environment's word.
-
-    Raises:
-        CacheError: The cache cannot be read.
-    """
+    """Say whether the cache serves a model that is built already; see `why`."""
     # Imports torch: seconds that `--help` and wrong usage need not wait for.
     from cgtool.compiler.pipeline import warm
     from cgtool.runtime.factors import Live

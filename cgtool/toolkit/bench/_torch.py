@@ -22,14 +22,7 @@ def mark_dynamic(tensors: Iterable[tuple[torch.Tensor, tuple[int, ...]]]) -> Non
 def precompile(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], path: Path
 ) -> tuple[str, ...]:
-    """Compile ahead of time with torch's own means, into one file.
-
-    Returns:
-        What a reader should know of it.
-
-    Raises:
-        Exception: Whatever torch raises where it cannot.
-    """
+    """Compile ahead of time with torch's own means, into one file."""
     try:
         compiled: Any = torch.compile(function, fullgraph=True)
         compiled.aot_compile((args, kwargs)).save_compiled_function(str(path))

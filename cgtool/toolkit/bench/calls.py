@@ -32,11 +32,7 @@ Dims = Mapping[int, Any]
 
 
 def dimension_of(spec: ModelSpec, asked: str | None) -> str | None:
-    """Return the dimension that sizes speak of: the one asked for, else the last; None where none is dynamic.
-
-    Raises:
-        UsageError: The model has no dynamic dimension of that name.
-    """
+    """Return the dimension that sizes speak of: the one asked for, else the last; None where none is dynamic."""
     known = list(_bounds(spec))
     if asked is None:
         return known[-1] if known else None
@@ -48,11 +44,7 @@ def dimension_of(spec: ModelSpec, asked: str | None) -> str | None:
 
 
 def resized(spec: ModelSpec, dimension: str, size: int) -> Arguments:
-    """Return the first example call's arguments with `dimension` at another size.
-
-    Raises:
-        UsageError: The model bounds it.
-    """
+    """Return the first example call's arguments with `dimension` at another size."""
     least, most = _bounds(spec)[dimension]
     if size < least or (most is not None and size > most):
         message = f"{dimension} lies from {least} to {most or 'no limit'}, and {size} does not. Give another size."

@@ -193,13 +193,7 @@ class Measured:
 def report_ways(
     settings: Settings, ways: Mapping[str, Measured], sources: Mapping[str, Measured]
 ) -> tuple[WayReport, ...]:
-    """Return what is known of each way.
-
-    Args:
-        settings: What was measured.
-        ways: What each way gave, by its name.
-        sources: What each preparation gave, by its name.
-    """
+    """Return what is known of each way."""
     sizes = [str(size) for size in settings.tokens]
     medians = {size: _of_step(size, "median_secs") for size in sizes}
     metrics = {name: _at(name) for name in (*PHASES, "rss_bytes", "device_bytes", "start_secs")}
@@ -307,14 +301,6 @@ def paired_ratio(values: Mapping[int, float], base: Mapping[int, float], *, seed
     """Return how much larger `values` are than `base`, round by round: what disturbed a round disturbed both.
 
     The bound is the percentile bootstrap of the median over rounds.
-
-    Args:
-        values: Measured value by round.
-        base: What it is compared with, by round; rounds that only one of the two has are left out.
-        seed: Of the resampling: the same numbers give the same bound.
-
-    Returns:
-        The ratio, without a bound where there are fewer than `FEWEST_PAIRS` pairs; None where there is no pair.
     """
     ratios = [values[number] / base[number] for number in sorted(values) if base.get(number, 0) > 0]
     if not ratios:

@@ -107,11 +107,7 @@ class _Runner:
         self.sources = {way.source: Measured() for way in settings.ways if way.source}
 
     def run(self) -> None:
-        """Do it all.
-
-        Raises:
-            ModelError: The model does not even run eagerly.
-        """
+        """Do it all."""
         self._take_reference()
         for number in range(self._settings.cold_starts if self.sources else 0):
             names = list(self.sources)
@@ -208,17 +204,7 @@ class _Runner:
         save_artifacts: bool = False,
         write_reference: bool = False,
     ) -> Start:
-        """Run one process, and return what it answered with the end of its log where it failed.
-
-        Args:
-            way: How it starts.
-            prepared: Where cgtool's cache and torch's artifact are.
-            caches: The folders that torch sees.
-            action: What it does.
-            number: Its round; None where it does not count.
-            save_artifacts: Whether it writes torch's artifact.
-            write_reference: Whether it writes eager's outputs.
-        """
+        """Run one process, and return what it answered with the end of its log where it failed."""
         limit = self._settings.limit_secs
         child = Child("cgtool.toolkit.bench.child:main", variables=caches.variables(prepared.cgtool))
         request = Request(

@@ -88,21 +88,13 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 
 
 def parse_ways(text: str) -> tuple[Way, ...]:
-    """Return the ways that `--ways` names, in the table's order; the base is always among them.
-
-    Raises:
-        UsageError: A name is unknown; the message names the nearest.
-    """
+    """Return the ways that `--ways` names, in the table's order; the base is always among them."""
     names = {BASE, *(name for word in _words(text) for name in _named(word, "--ways"))}
     return tuple(way for way in WAYS.values() if way.name in names)
 
 
 def parse_starts(text: str, default: int) -> dict[str, int]:
-    """Return how often each way starts, as `--starts` says; what it does not say is `default`.
-
-    Raises:
-        UsageError: A name is unknown, or a value is not a number of 0 or more.
-    """
+    """Return how often each way starts, as `--starts` says; what it does not say is `default`."""
     counts: dict[str, int] = {}
     for word in _words(text):
         name, equals, number = word.rpartition("=")

@@ -65,9 +65,6 @@ class Caches:
         """Return the environment of a process that sees these folders and no other cache.
 
         Other CGTOOL_* variables are left out: what they say is in the request.
-
-        Args:
-            cgtool: The root of cgtool's cache, which may be another's.
         """
         changes = {
             "TORCHINDUCTOR_CACHE_DIR": str(self.inductor),
@@ -108,15 +105,7 @@ class Workspace:
 
 @contextlib.contextmanager
 def opened(keep: Path | None, about: Mapping[str, Any]) -> Iterator[Workspace]:
-    """Give a bench its folder: a temporary one that is gone afterwards, or `keep`, which stays.
-
-    Args:
-        keep: The folder; made where it is missing.
-        about: What is benched, as JSON: what was prepared for something else is refused.
-
-    Raises:
-        UsageError: `keep` holds something else.
-    """
+    """Give a bench its folder: a temporary one that is gone afterwards, or `keep`, which stays."""
     root = (Path(tempfile.mkdtemp(prefix="cgtool-bench-")) if keep is None else keep).resolve()
     try:
         _claim(root, about)

@@ -86,17 +86,9 @@ class Unpacked:
 def unpack(
     source: Path | IO[bytes], folder: Path, *, keys: signatures.PublicKeys | None = None, limits: Limits | None = None
 ) -> Unpacked:
-    """Unpack a bundle into an empty folder, and check all of it.
+    """Unpack a bundle into an empty folder of the caller's own, and check all of it.
 
-    Args:
-        source: A file, a folder, or a stream that is read forwards.
-        folder: An empty folder of the caller's own.
-        keys: Public keys by id, one of which must have signed it; None asks for no signature.
-        limits: How much it may hold.
-
-    Raises:
-        RefusedError: It is not believed; nothing of it may be used.
-        CacheError: It cannot be read, or the folder cannot be written.
+    Without `keys` no signature is asked for. What is refused (RefusedError) is not believed: nothing of it may be used.
     """
     limits = limits or Limits()
     with opened(source, limits) as bundle:
@@ -128,10 +120,6 @@ def unpacked(source: Path | IO[bytes], *, limits: Limits | None = None) -> Itera
     """Check a bundle and yield a cache root that holds it, for as long as the block runs.
 
     What it holds was made by a stranger: it may be looked at, and must not be loaded.
-
-    Raises:
-        RefusedError: It is not believed.
-        CacheError: It cannot be read, or the temporary folder cannot be written.
     """
     folder = Path(tempfile.mkdtemp(prefix="cgtool-bundle-"))
     try:

@@ -66,22 +66,14 @@ class EntrySide:
         return {(rank.name.rank, rank.name.prefix): rank for rank in ranks if rank.has_manifest}
 
     def manifest(self, part: _Part) -> Manifest:
-        """Return the manifest of a rank and prefix.
-
-        Raises:
-            CacheError: It cannot be read or trusted.
-        """
+        """Return the manifest of a rank and prefix."""
         rank = self.parts[part]
         if rank.manifest is None:
             raise rank.problem or CacheError(f"{rank.folder} was removed meanwhile. Look again.", path=rank.folder)
         return rank.manifest
 
     def plan(self, part: _Part) -> Plan:
-        """Return the plan of a rank and prefix.
-
-        Raises:
-            CacheError: It is gone, or cannot be read or trusted.
-        """
+        """Return the plan of a rank and prefix."""
         if part not in self._plans:
             name = self.parts[part].name
             path = self.layout.rank_dir(name) / PLAN_FILE
@@ -131,11 +123,7 @@ class EntrySide:
 
 
 def compare_entries(old: EntrySide, new: EntrySide) -> list[Difference]:
-    """Return what differs between two entries, the most telling first; their age and use are no difference.
-
-    Raises:
-        CacheError: One of them cannot be read or trusted.
-    """
+    """Return what differs between two entries, the most telling first; their age and use are no difference."""
     factors = [] if old.hash == new.hash else factor_differences(old.key, new.key, lambda m: _lines(m, old, new))
     guards: list[Difference] = []
     rest: list[Difference] = []
@@ -164,10 +152,7 @@ def factor_differences(
 ) -> list[Difference]:
     """Return the factors in which two keys differ, leaf by leaf, but for "guards", which is a digest of many.
 
-    Args:
-        old: The first side's key.
-        new: The second side's.
-        lines: Says what became of the traced lines of a module whose file differs.
+    `lines` says what became of the traced lines of a module whose file differs.
     """
     found = []
     for one in differences(old, new):

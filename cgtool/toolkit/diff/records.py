@@ -67,13 +67,7 @@ def changes(
 
 
 def was_and_is(said: str, old: object, new: object) -> str:
-    """Return how a fact was and is, in a sentence.
-
-    Args:
-        said: What the fact is of: "the size rows".
-        old: What it was, None for nothing.
-        new: What it is, likewise.
-    """
+    """Return how a fact ("the size rows") was and is, in a sentence; None is nothing."""
     if old is None:
         return f"{said} is {new} now and was not there before"
     return f"{said} was {old} and is gone now" if new is None else f"{said} was {old} and is {new} now"
@@ -85,11 +79,7 @@ def only_in(*, gone: bool) -> str:
 
 
 def together(found: Iterable[Difference]) -> list[Difference]:
-    """Return differences with those told once that say the same of several layers: equal but for numbers in the path.
-
-    Args:
-        found: In order, which is kept.
-    """
+    """Return differences in order, those told once that are equal but for numbers in the path: of several layers."""
     groups: dict[tuple[str, str, str, str], list[Difference]] = {}
     for difference in found:
         key = difference.what, _NUMBER.sub("#", difference.path), repr(difference.old), repr(difference.new)

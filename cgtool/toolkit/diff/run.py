@@ -122,9 +122,6 @@ def compare_caches(old: Side, new: Side) -> list[Difference]:
 
     Entries of one hash come first; then each pair of entries of which either side has only one of their model, down to
     the factor; then what only one side has. An entry that cannot be read is a difference of its own.
-
-    Raises:
-        CacheError: A cache's folder cannot be listed.
     """
     found: list[Difference] = []
     for hash_, one in old.entries.items():
@@ -184,10 +181,6 @@ def machine_differences(key: Key, machine: Machine) -> list[Difference]:
     """Return in which factors a machine differs from the one on which an entry was compiled.
 
     What the machine cannot say without torch is no difference, nor is a C++ compiler that it lacks.
-
-    Args:
-        key: The entry's.
-        machine: This one.
     """
     stored = key.factors
     now = {

@@ -112,17 +112,7 @@ def _artifact_words(artifact: ForeignArtifact) -> str:
 
 @contextlib.contextmanager
 def open_side(text: str, cache_dir: Path | None = None) -> Iterator[Side]:
-    """Yield what `text` names; a bundle is unpacked for as long as the block runs.
-
-    Args:
-        text: See the module's grammar.
-        cache_dir: The cache in which beginnings of hashes are looked up; None means the one that `warm` fills.
-
-    Raises:
-        UsageError: It names nothing, or several things.
-        CacheError: A folder cannot be read.
-        RefusedError: The bundle is not whole.
-    """
+    """Yield what `text` names; a bundle is unpacked for as long as the block runs."""
     path = _existing(text)
     root_text, colon, beginning = text.rpartition(":")
     has_root = bool(colon and root_text)

@@ -88,13 +88,7 @@ def between_graphs(module: str, old: Sequence[TracedLine], new: Sequence[TracedL
 
 
 def in_file_now(module: str, traced: Sequence[TracedLine], text: str) -> LineChanges:
-    """Return which traced lines of a module's file are not in it any more.
-
-    Args:
-        module: The module.
-        traced: The lines of an entry.
-        text: The file as it is now.
-    """
+    """Return which traced lines of a module's file are not in it any more."""
     if not traced:
         return _NOTHING_KNOWN
     then = _in_file(_file_name(module, traced), traced)

@@ -36,12 +36,7 @@ _MOST_FILES = 64
 
 
 def foreign_contents(entry: ForeignEntry, artifact: ForeignArtifact) -> Contents:
-    """Return what an artifact holds.
-
-    Args:
-        entry: The entry that it is of, as a reader found it just now.
-        artifact: One of the entry's.
-    """
+    """Return what an artifact holds."""
     warnings: list[str] = []
     tree = Tree(entry.path)  # what of the cache is skipped, `inspect cache` says
     if entry.kind == "mega_cache":
@@ -58,9 +53,6 @@ def digests_of(entry: ForeignEntry) -> dict[str, str]:
     """Return the SHA-256 of the bytes of each artifact, by its path; of a folder with the names in it.
 
     One that is missing or cannot be read has none. A mega-cache that is torn has one, by the path "": the file's.
-
-    Args:
-        entry: The entry, as a reader found it just now.
     """
     tree = Tree(entry.path)
     found: dict[str, str] = {}

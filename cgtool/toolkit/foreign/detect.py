@@ -39,11 +39,7 @@ _TAG_BYTES = 512
 
 
 def detect(path: Path) -> str | None:
-    """Return which system wrote a folder or a file, one of `SYSTEMS`; None if none is known to.
-
-    Args:
-        path: A cache's root or what lies in it, or a file. It may be missing.
-    """
+    """Return which system wrote a folder or a file, one of `SYSTEMS`; None if none is known to."""
     path = path.absolute()
     try:
         if not path.is_dir():
@@ -59,17 +55,7 @@ def detect(path: Path) -> str | None:
 
 
 def read_cache(path: Path) -> ForeignCache:
-    """Return what another system's cache holds; opens what it must and executes nothing.
-
-    Args:
-        path: A cache's root or what lies in it, or a file.
-
-    Returns:
-        The cache; what is torn, missing or strange in it is a warning or a problem there.
-
-    Raises:
-        CacheError: No other system that is known wrote it, or it is not there.
-    """
+    """Return what another system's cache holds; what is torn, missing or strange in it is a warning or a problem."""
     cache = read_foreign(path)
     if cache is None:
         raise _unknown(path.absolute())
@@ -77,14 +63,7 @@ def read_cache(path: Path) -> ForeignCache:
 
 
 def read_foreign(path: Path | None) -> ForeignCache | None:
-    """Return what another system's cache holds, as `read_cache` does.
-
-    Args:
-        path: A folder or a file; None means the cache that `warm` fills, which is cgtool's.
-
-    Returns:
-        The cache; None where cgtool wrote what lies there, or no known system did.
-    """
+    """Return what another system's cache holds; None where cgtool or no known system wrote what lies there."""
     if path is None:
         return None
     path = path.expanduser().absolute()
@@ -93,14 +72,7 @@ def read_foreign(path: Path | None) -> ForeignCache | None:
 
 
 def check_known(root: Path) -> None:
-    """Check that a folder without entries is one that cgtool may fill, and not a folder of other things.
-
-    Args:
-        root: A cache's root, as `resolve_root` gives it; it may be missing.
-
-    Raises:
-        CacheError: Something is in it, and no known system wrote it; or it cannot be listed.
-    """
+    """Check that a folder without entries is one that cgtool may fill, and not a folder of other things."""
     try:
         holds_others = root.is_dir() and not CacheLayout(root=root).base.is_dir() and any(root.iterdir())
     except OSError as error:

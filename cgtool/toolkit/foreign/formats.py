@@ -73,11 +73,7 @@ class FormatError(CacheError):
 
 
 def parse_literal(data: bytes) -> Any:
-    """Return the value of one Python literal in UTF-8.
-
-    Raises:
-        FormatError: It is anything else, is torn, or is over a limit.
-    """
+    """Return the value of one Python literal in UTF-8."""
     text = _text_of(data)
     _check_tokens(text)
     try:
@@ -87,11 +83,7 @@ def parse_literal(data: bytes) -> Any:
 
 
 def parse_json(data: bytes) -> Any:
-    """Return the value of one JSON document in UTF-8.
-
-    Raises:
-        FormatError: It is anything else, is torn, or is over a limit.
-    """
+    """Return the value of one JSON document in UTF-8."""
     _text_of(data)
     try:
         value = msgspec.json.decode(data)
@@ -212,14 +204,7 @@ def sniff(head: bytes) -> str | None:
 
 
 def read_structure(stream: BinaryIO) -> Structure:
-    """Return the structure of a mega-cache or of a compiled artifact.
-
-    Args:
-        stream: The file, at its beginning.
-
-    Raises:
-        FormatError: It is torn, its bytes differ from its checksum, or it has another form.
-    """
+    """Return the structure of a mega-cache or of a compiled artifact."""
     try:
         size = os.fstat(stream.fileno()).st_size
         checked = _check(stream, size)

@@ -200,15 +200,7 @@ def foreign_json(record: msgspec.Struct) -> dict[str, Any]:
 
 
 def one_entry(cache: ForeignCache, beginning: str | None) -> ForeignEntry:
-    """Return the one entry of a cache that fits.
-
-    Args:
-        cache: The cache.
-        beginning: Of its name, or of the last part of that; None where the cache has one.
-
-    Raises:
-        UsageError: None fits, or several do; the message lists them.
-    """
+    """Return the one entry of a cache that fits."""
     wanted = (beginning or "").lower()
     fitting = [
         entry
@@ -231,11 +223,7 @@ def size_of(files: Iterable[File]) -> int:
 
 
 def read_json(tree: Tree, path: str) -> Any:
-    """Return the value of a JSON file.
-
-    Raises:
-        CacheError: It cannot be read, is torn, or is over a limit; the sentence is a clause without the path.
-    """
+    """Return the value of a JSON file."""
     return parse_json(tree.read(path, MOST_BYTES))
 
 

@@ -94,20 +94,12 @@ class Tree:
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[BinaryIO]:
-        """Yield one of its files, open for reading.
-
-        Raises:
-            CacheError: It is gone, is no regular file any more, or may not be read.
-        """
+        """Yield one of its files, open for reading."""
         with opened(self.top / path if path else self.top, follow=not path) as stream:
             yield stream
 
     def read(self, path: str, most: int) -> bytes:
-        """Return the bytes of one of its files, at most `most` and one more.
-
-        Raises:
-            CacheError: It is gone or may not be read.
-        """
+        """Return the bytes of one of its files, at most `most` and one more."""
         with self.opened(path) as stream:
             return stream.read(most + 1)
 
@@ -163,15 +155,7 @@ def join(*parts: str) -> str:
 
 @contextlib.contextmanager
 def opened(path: Path, *, follow: bool = False) -> Iterator[BinaryIO]:
-    """Yield a regular file, open for reading, without touching its access time where that is allowed.
-
-    Args:
-        path: The file.
-        follow: Whether it may be a link.
-
-    Raises:
-        CacheError: It is missing, is no regular file, or may not be read.
-    """
+    """Yield a regular file, open for reading, without touching its access time where that is allowed."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     try:
         try:

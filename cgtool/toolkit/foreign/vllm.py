@@ -102,11 +102,7 @@ class Index(NamedTuple):
 
 
 def parse_index(data: bytes) -> Index:
-    """Return what an index says; a row outside of its grammar is a problem.
-
-    Raises:
-        FormatError: It is no literal of a dictionary, or is over a limit.
-    """
+    """Return what an index says; a row outside of its grammar is a problem."""
     value = parse_literal(data)
     if not isinstance(value, dict):
         raise FormatError("it is no dictionary")

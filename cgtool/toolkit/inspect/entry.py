@@ -266,12 +266,7 @@ def _holes(artifacts: tuple[ForeignArtifact, ...]) -> Iterator[ForeignHole]:
 
 @os_errors_as_cache_errors()
 def inspect_key(entry: str | None = None, *, cache_dir: Path | None = None) -> KeyReport:
-    """Show the factors of an entry's key; the arguments are those of `inspect_entry`.
-
-    Raises:
-        UsageError: No entry fits, or several do; the message lists them.
-        CacheError: The cache is empty, or the key is missing, torn or not the entry's.
-    """
+    """Show the factors of an entry's key; the arguments are those of `inspect_entry`."""
     cache = read_foreign(cache_dir)
     if cache is not None:
         found = one_entry(cache, entry)

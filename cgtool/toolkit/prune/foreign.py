@@ -35,17 +35,7 @@ _DEPTHS = ("", "*/", "*/*/")
 
 
 def make_foreign_plan(root: Path, rules: Rules, *, now: float | None = None) -> ForeignPlan:
-    """Return what a prune of another system's cache would do.
-
-    Args:
-        root: The cache.
-        rules: What was asked for; ages, sizes and names have a meaning there.
-        now: Seconds since the epoch; None for now.
-
-    Raises:
-        CacheError: No known system wrote it.
-        UsageError: A rule has no meaning there, or a name is no entry's.
-    """
+    """Return what a prune of another system's cache would do."""
     cache = read_cache(root)
     asked = {"stale": rules.stale, "orphans": rules.orphans, "units": rules.units, "keep-last": rules.keep_last}
     wrong = [f"--{word}" for word, value in asked.items() if value not in (False, None)]

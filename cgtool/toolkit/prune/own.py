@@ -61,19 +61,7 @@ def make_plan(
     machine: Machine | None = None,
     now: float | None = None,
 ) -> OwnPlan:
-    """Return what a prune by these rules would do.
-
-    Args:
-        layout: Where the cache lies.
-        rules: What was asked for.
-        pythonpath: Folders in which traced modules are looked for first, for `rules.stale`.
-        machine: What entries are compared with; None asks this machine.
-        now: Seconds since the epoch; None for now.
-
-    Raises:
-        CacheError: The cache folder cannot be listed.
-        UsageError: A hash in the rules is no entry's, or more than one entry's.
-    """
+    """Return what a prune by these rules would do."""
     made = time.time() if now is None else now
     with gc_paused():  # hundreds of thousands of names, none of which is garbage
         stale = StaleFinder(layout, pythonpath=pythonpath, machine=machine)

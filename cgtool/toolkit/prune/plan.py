@@ -185,21 +185,10 @@ class Plan(ABC):
 
     @abstractmethod
     def execute(self, on_event: OnEvent = ignore) -> Outcome:
-        """Remove what the plan names, as far as that is still so; what cannot be removed is told in the outcome.
-
-        Args:
-            on_event: Told of each folder as it goes.
-
-        Raises:
-            CacheError: File locks do not work there, so that nobody can tell what is used.
-        """
+        """Remove what the plan names, as far as that is still so; what cannot be removed is told in the outcome."""
 
     def to_json(self, outcome: Outcome | None = None) -> dict[str, Any]:
-        """Return the document that `prune --json` prints.
-
-        Args:
-            outcome: What came of the plan; None where nothing was done.
-        """
+        """Return the document that `prune --json` prints."""
         document = {
             "schema": SCHEMA,
             "system": self.system,

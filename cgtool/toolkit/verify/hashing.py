@@ -52,13 +52,7 @@ class Hasher:
         self._pool.shutdown(cancel_futures=True)
 
     def submit(self, path: str, *, limit: int | None = None, fresh: bool = False) -> Future[Hashed]:
-        """Begin to read a file.
-
-        Args:
-            path: The file.
-            limit: How many bytes it should have, so that a stranger's cannot be endless; None: any number.
-            fresh: Read it even if it was read before under another name.
-        """
+        """Begin to read a file, no further than `limit` bytes; `fresh` reads again what was read under another name."""
         try:
             status = os.stat(path)  # noqa: PTH116 - asked of each file, and pathlib's way takes twice as long
         except OSError:

@@ -151,11 +151,7 @@ def prove_load(
 ) -> LoadProof:
     """Open every artifact of some entries, and call a model once, in a process that can compile nothing.
 
-    Args:
-        root: The cache's root.
-        names: What to open; with a model and none, the entry that serves it.
-        model: The model to load and call.
-        rank: The rank to load the model as; None takes the environment's word.
+    With a model and no names, the entry that serves the model is opened.
     """
     with _nothing_that_compiles() as (variables, tried):
         found = _Progress(names=list(names), model=model)

@@ -94,15 +94,7 @@ def verdict(
     ranks: Collection[int] | None = None,
     glibc_needed: str | None = None,
 ) -> Verdict:
-    """Return whether an entry loads on a machine.
-
-    Args:
-        key: The entry's factors.
-        machine: The machine, as `this_machine` tells of it.
-        world_size: How many processes will load it, each as a rank of its own; None: not known.
-        ranks: The ranks that the entry holds; None: not known.
-        glibc_needed: The newest glibc that its native code asks for: "2.34"; None: not known.
-    """
+    """Return whether an entry loads on a machine; what is None is not known."""
     against = [*_factors(key, machine), *_glibc(machine, glibc_needed)]
     advice = [*_process(key), *_driver(machine)]
     if world_size is not None and ranks is not None:
