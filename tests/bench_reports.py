@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from cgtool.toolkit.bench.report import SCHEMA, BenchReport, Measured, notes_on, report_ways
-from cgtool.toolkit.bench.ways import Difference, ModelText, Settings, Start, Step, parse_ways
+from cgtool.toolkit.bench.ways import Difference, Settings, Start, Step, parse_ways
+from cgtool.toolkit.model_choice import ModelChoice
 
 MACHINE = {"cpu": "Some CPU", "cores": 4, "cores_available": 2, "gpu": None, "load_before": 0.1}
 VERSIONS = {"python": "3.12.1", "torch": "2.13.0", "triton": None, "cuda": None, "cgtool": "0.1.0", "commit": "abc"}
@@ -32,7 +33,7 @@ class Bench:
 
     def __init__(self, ways="eager,compile-warm,cgtool/eager", *, tokens=(8,)):
         starts = dict.fromkeys(ways, 7)
-        model = ModelText(text="model.py:build")
+        model = ModelChoice(model="model.py:build")
         self.settings = Settings(model=model, config={}, ways=parse_ways(ways), starts=starts, tokens=tokens)
         self.ways = {way.name: Measured() for way in self.settings.ways}
         self.sources = {way.source: Measured() for way in self.settings.ways if way.source}

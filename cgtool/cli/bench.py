@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cgtool.cli import failures
-from cgtool.cli.options import CONFIG_FIELDS, compiler_options, coverage_options, model_options, talk_options
+from cgtool.cli.options import (
+    CONFIG_FIELDS,
+    compiler_options,
+    coverage_options,
+    model_asked,
+    model_options,
+    talk_options,
+)
 from cgtool.cli.text import secs_text
 
 if TYPE_CHECKING:
@@ -127,21 +134,12 @@ def bench(*, output: Output, **options: Any) -> int:
     # Rich and the command itself: what `--help` does without.
     from cgtool.cli.pages import bench_page, write_text
     from cgtool.cli.progress import reporting
-    from cgtool.cli.settings import load_settings
     from cgtool.toolkit.bench.runner import bench as run
-    from cgtool.toolkit.bench.ways import ModelText, Settings, parse_starts, parse_ways
+    from cgtool.toolkit.bench.ways import Settings, parse_starts, parse_ways
 
-    flags = {name: options[name] for name in CONFIG_FIELDS}
-    config = load_settings(compilation_config=options["compilation_config"], flags=flags).config
+    choice, config = model_asked(options, CONFIG_FIELDS)
     settings = Settings(
-        model=ModelText(
-            text=options["model"],
-            factory_args=options["factory_args"],
-            device=options["device"],
-            dtype=options["dtype"],
-            pythonpath=options["pythonpath"],
-            warm_weights=options["weights"],
-        ),
+        model=choice,
         config=config.to_json(),
         ways=parse_ways(options["ways"]),
         starts=parse_starts(options["starts"], default=6),

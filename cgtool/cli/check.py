@@ -76,10 +76,11 @@ def check(*, output: Output, **options: Any) -> int:
     from cgtool.cli.progress import reporting
     from cgtool.toolkit.check import check as run
 
-    asked = model_asked({**options, "weights": "real"}, _FIELDS)
+    choice, config = model_asked(options, _FIELDS)
+    figures = {"rank": options["rank"], "num_rounds": options["rounds"], "seed": options["seed"]}
     with reporting(output) as on_event:
-        report = run(asked, num_rounds=options["rounds"], seed=options["seed"], on_event=logs.hushing(output, on_event))
-    output.report(report, partial(_show, model=asked.model))
+        report = run(choice, config=config, **figures, on_event=logs.hushing(output, on_event))
+    output.report(report, partial(_show, model=choice.model))
     return failures.DONE if report.record.may_be_served else failures.CHECK_SAID_NO
 
 

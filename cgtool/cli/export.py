@@ -73,27 +73,16 @@ def export(*, output: Output, dest: str, **options: Any) -> int:
     """
     # The command itself: what `--help` does without.
     from cgtool.toolkit.bundle.choose import Choice
-    from cgtool.toolkit.bundle.export import ExportOptions
     from cgtool.toolkit.bundle.export import export as run
 
     _check(dest, options, output)
-    choice = Choice(
-        hashes=options["hashes"],
-        everything=options["everything"],
-        filters=options["filters"],
-        ranks=options["ranks"],
-        shapes=options["shapes"],
-        debug=not options["no_debug"],
-    )
+    named = ("hashes", "everything", "filters", "ranks", "shapes")
+    choice = Choice(**{name: options[name] for name in named}, debug=not options["no_debug"])
     report = run(
-        ExportOptions(
-            dest=sys.stdout.buffer if dest == "-" else Path(dest),
-            choice=choice,
-            cache_dir=cache_folder(options["cache_dir"]),
-            folder=options["folder"],
-            level=options["level"],
-            sign=options["sign"],
-        )
+        sys.stdout.buffer if dest == "-" else Path(dest),
+        choice=choice,
+        cache_dir=cache_folder(options["cache_dir"]),
+        **{name: options[name] for name in ("folder", "level", "sign")},
     )
     output.report(report, _show)
     return failures.DONE

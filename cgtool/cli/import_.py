@@ -78,19 +78,14 @@ def import_(*, output: Output, source: str, **options: Any) -> int:
     Entries that are there already are merged. A refusal exits with 3, and with a stable reason under --json.
     """
     # The command itself: what `--help` does without.
-    from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
+    from cgtool.toolkit.bundle.import_ import import_bundle
 
+    named = ("trust", "require_signature", "any_machine", "replace", "max_ratio")
     report = import_bundle(
-        ImportOptions(
-            source=sys.stdin.buffer if source == "-" else Path(source),
-            cache_dir=cache_folder(options["cache_dir"]),
-            trust=options["trust"],
-            require_signature=options["require_signature"],
-            any_machine=options["any_machine"],
-            replace=options["replace"],
-            max_bytes=int(options["max_size"] * _GIB),
-            max_ratio=options["max_ratio"],
-        )
+        sys.stdin.buffer if source == "-" else Path(source),
+        cache_dir=cache_folder(options["cache_dir"]),
+        max_bytes=int(options["max_size"] * _GIB),
+        **{name: options[name] for name in named},
     )
     output.report(report, _show)
     return failures.DONE

@@ -23,7 +23,8 @@ from cgtool.cli.output import Output
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from cgtool.toolkit.warm import ModelOptions
+    from cgtool.config import CompilationConfig
+    from cgtool.toolkit.model_choice import ModelChoice
 
     Command = Callable[..., Any]
 
@@ -269,16 +270,14 @@ def cache_folder(given: str | None) -> Path | None:
     return Path(folder) if folder else None
 
 
-def model_asked(options: Mapping[str, Any], fields: Iterable[str], **flags: Any) -> ModelOptions:
-    """Return what `warm`, `why` and `check` were asked of a model; `fields` names those options that configure it."""
+def model_asked(
+    options: Mapping[str, Any], fields: Iterable[str], **flags: Any
+) -> tuple[ModelChoice, CompilationConfig]:
+    """Return which model a command was asked for, and its configuration; `fields` names the options that configure."""
     from cgtool.cli.settings import load_settings  # kept out of `--help`
-    from cgtool.toolkit.warm import ModelOptions
+    from cgtool.toolkit.model_choice import ModelChoice
 
-    given = {name: options[name] for name in ("cache_dir", *fields)}
+    given = {name: options[name] for name in ("cache_dir", *fields) if name in options}
     config = load_settings(compilation_config=options["compilation_config"], flags={**given, **flags}).config
-    named = ("model", "factory_args", "weights", "device", "dtype", "pythonpath", "rank", "prefix", "require")
-    return ModelOptions(
-        **{name: options[name] for name in named if name in options},
-        config=config,
-        cache_dir=Path(config.cache_dir) if config.cache_dir else None,
-    )
+    named = (name for name in ModelChoice.__struct_fields__ if name in options)
+    return ModelChoice(**{name: options[name] for name in named}), config

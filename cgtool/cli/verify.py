@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from cgtool.cli.output import Output
+    from cgtool.toolkit.model_choice import ModelChoice
     from cgtool.toolkit.verify.checks import Finding
-    from cgtool.toolkit.verify.load import LoadProof, ModelChoice
+    from cgtool.toolkit.verify.load import LoadProof
     from cgtool.toolkit.verify.repair import Repair
     from cgtool.toolkit.verify.run import EntryReport, VerifyReport
 
@@ -76,30 +77,18 @@ def verify(*, output: Output, targets: tuple[str, ...], **options: Any) -> int:
     """
     # Rich and the command itself: what `--help` does without.
     from cgtool.cli.progress import reporting
-    from cgtool.toolkit.verify.run import VerifyOptions
     from cgtool.toolkit.verify.run import verify as run
 
-    model = _model(options)
-    asked = VerifyOptions(
-        targets=targets,
-        cache_dir=cache_folder(options["cache_dir"]),
-        names_cache=options["cache_dir"] is not None,
-        strict=options["strict"],
-        world_size=options["world_size"],
-        jobs=options["jobs"],
-        load=options["load"],
-        repair=options["repair"],
-        model=model,
-        rank=options["rank"],
-    )
+    asked = {name: options[name] for name in ("strict", "world_size", "jobs", "load", "repair", "rank")}
+    asked |= {"model": _model(options), "names_cache": options["cache_dir"] is not None}
     with reporting(output) as on_event:
-        report = run(asked, on_event)
+        report = run(targets, cache_dir=cache_folder(options["cache_dir"]), **asked, on_event=on_event)
     output.report(report, _show)
     return failures.DONE if report.ok else failures.CHECK_SAID_NO
 
 
 def _model(options: dict[str, Any]) -> ModelChoice | None:
-    from cgtool.toolkit.verify.load import ModelChoice  # kept out of `--help`
+    from cgtool.toolkit.model_choice import ModelChoice  # kept out of `--help`
 
     names = ("factory_args", "device", "dtype", "pythonpath", "prefix")
     if options["model"] is None:

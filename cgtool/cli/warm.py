@@ -75,15 +75,16 @@ def warm(*, output: Output, **options: Any) -> int:
     from cgtool.toolkit.warm import warm as run
 
     disable_cache, proof = options["no_cache"] or None, False if options["no_proof"] else None
-    asked = model_asked(
+    choice, config = model_asked(
         options,
         (*ADAPTOR_FIELDS, "jobs", "compile_timeout", "debug_dump_path"),
         disable_cache=disable_cache,
         proof=proof,
     )
     with reporting(output) as on_event:
-        report = run(asked, check=options["check"], on_event=logs.hushing(output, on_event))
-    output.report(report, partial(_show_check if options["check"] else _show_warm, model=asked.model))
+        told = logs.hushing(output, on_event)
+        report = run(choice, config=config, rank=options["rank"], check=options["check"], on_event=told)
+    output.report(report, partial(_show_check if options["check"] else _show_warm, model=choice.model))
     return failures.CHECK_SAID_NO if options["check"] and not report.hit else failures.DONE
 
 

@@ -57,10 +57,11 @@ def why(ctx: click.Context, /, *, output: Output, everything: bool, **options: A
     from cgtool.cli.progress import reporting
     from cgtool.toolkit.why import why as run
 
-    asked = model_asked(options, ADAPTOR_FIELDS)
+    choice, config = model_asked(options, ADAPTOR_FIELDS)
     with reporting(output) as on_event:
-        report = run(asked, arguments=ctx.meta[_ARGUMENTS], on_event=logs.hushing(output, on_event))
-    output.report(report, partial(show_why, model=asked.model, everything=everything))
+        told = logs.hushing(output, on_event)
+        report = run(choice, config=config, rank=options["rank"], arguments=ctx.meta[_ARGUMENTS], on_event=told)
+    output.report(report, partial(show_why, model=choice.model, everything=everything))
     return failures.DONE if report.hit else failures.CHECK_SAID_NO
 
 

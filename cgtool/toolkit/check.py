@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cgtool.config import CompilationLevel
+from cgtool.config import CompilationConfig, CompilationLevel
 from cgtool.errors import ModelError, UsageError
 from cgtool.events import Event, OnEvent, ignore
-from cgtool.toolkit.warm import ModelOptions
+from cgtool.toolkit.model_choice import ModelChoice
 
 if TYPE_CHECKING:
     from cgtool.model import ModelSpec
@@ -69,12 +69,22 @@ class CheckReport:
         }
 
 
-def check(options: ModelOptions, *, num_rounds: int = 3, seed: int = 0, on_event: OnEvent = ignore) -> CheckReport:
+def check(
+    choice: ModelChoice,
+    *,
+    config: CompilationConfig,
+    rank: int | None = None,
+    num_rounds: int = 3,
+    seed: int = 0,
+    on_event: OnEvent = ignore,
+) -> CheckReport:
     """Load a model from the cache, capture its CUDA graphs, and look for what would go wrong behind a server.
 
     Args:
-        options: What the user asked, with real weights; the factory's `ModelSpec` says how the model is served. At
-            level 0 the module itself is checked, else the newest entry that fits it.
+        choice: The model, built with real weights; the factory's `ModelSpec` says how it is served.
+        config: How it is served, and where the cache lies. At level 0 the module itself is checked, else the newest
+            entry that fits it.
+        rank: This process's place in a model-parallel group; None takes the environment's word.
         num_rounds: How often each graph is replayed.
         seed: Fixes batches and their order.
         on_event: Told of each phase as it goes.
@@ -85,29 +95,29 @@ def check(options: ModelOptions, *, num_rounds: int = 3, seed: int = 0, on_event
         UsageError: No graph would be captured; the message says why.
         GraphError: A capture failed.
     """
-    spec = options.build(on_event)
+    spec = choice.build(weights="real", on_event=on_event)
     # Imports torch: seconds that `--help` and wrong usage need not wait for.
     from cgtool.api import load
     from cgtool.serving.check import check_model
 
     if spec.serving is None:
         message = (
-            f"{options.model} does not say how it is served. Give its ModelSpec "
+            f"{choice.model} does not say how it is served. Give its ModelSpec "
             "serving=cgtool.Serving(runner=...), a function that returns a ModelRunner over a KV cache."
         )
-        raise ModelError(message, path=options.model)
+        raise ModelError(message, path=choice.model)
     embeddings = [_embedding(spec, name) for name in spec.serving.token_embeddings]
-    compiles = options.config.effective_level != CompilationLevel.NO_COMPILATION
+    compiles = config.effective_level != CompilationLevel.NO_COMPILATION
     model = spec.module
     if compiles:  # the newest entry that fits, however it was compiled
         model = load(
             spec.module,
-            cache_dir=options.cache_dir,
+            cache_dir=config.cache_dir or None,
             prefix=spec.prefix,
-            rank=options.rank,
-            trusted_keys=options.config.trusted_keys,
+            rank=rank,
+            trusted_keys=config.trusted_keys,
         )
-    runner: ModelRunner = spec.serving.runner(model, options.config)
+    runner: ModelRunner = spec.serving.runner(model, config)
     if not list(runner.dispatcher.keys()):
         reasons = " ".join(runner.mode_reasons) or "The configuration asks for none."
         message = f"No CUDA graph would be captured, so there is nothing to check. {reasons}"

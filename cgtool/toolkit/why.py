@@ -30,7 +30,7 @@ from cgtool.store.records import read_manifest
 from cgtool.toolkit.diff.entries import EntrySide
 from cgtool.toolkit.diff.records import Difference
 from cgtool.toolkit.diff.traced import in_file_now, with_lines
-from cgtool.toolkit.warm import ModelOptions, require_cache
+from cgtool.toolkit.model_choice import ModelChoice, require_cache
 
 SCHEMA = 1
 
@@ -91,11 +91,20 @@ class WhyReport(msgspec.Struct, frozen=True, kw_only=True):
         return {"schema": SCHEMA, "root": self.root, "hit": self.hit, **msgspec.to_builtins(self)}
 
 
-def why(options: ModelOptions, *, arguments: Sequence[str] = (), on_event: OnEvent = ignore) -> WhyReport:
+def why(
+    choice: ModelChoice,
+    *,
+    config: CompilationConfig,
+    rank: int | None = None,
+    arguments: Sequence[str] = (),
+    on_event: OnEvent = ignore,
+) -> WhyReport:
     """Say whether the cache serves a model, and if not, why; compiles and writes nothing.
 
     Args:
-        options: What the user asked.
+        choice: The model.
+        config: What is to be compiled and how, and where the cache lies.
+        rank: This process's place in a model-parallel group; None takes the environment's word.
         arguments: MODEL and the options as `cgtool warm` would take them, for the line that mends a miss.
         on_event: Told of each phase as it goes.
 
@@ -107,9 +116,8 @@ def why(options: ModelOptions, *, arguments: Sequence[str] = (), on_event: OnEve
         ModelError: MODEL could not be found or built.
         CacheError: The cache cannot be read.
     """
-    require_cache(options.config)
-    spec = options.build(on_event)
-    report = why_spec(spec, config=options.config, cache_dir=options.cache_dir, rank=options.rank)
+    require_cache(config)
+    report = why_spec(choice.build(on_event=on_event), config=config, rank=rank)
     return report if report.hit else replace(report, run=shlex.join(["cgtool", "warm", *arguments]))
 
 

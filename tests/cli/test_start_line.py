@@ -7,11 +7,11 @@ import shlex
 
 import pytest
 
-from cgtool.toolkit.warm import ModelOptions, load_call, start_line
+from cgtool.toolkit.model_choice import ModelChoice, load_call, start_line
 
 
 def line(model="m.py:build", place=None, **changes):
-    return start_line(ModelOptions(model=model, **changes), place or {})
+    return start_line(ModelChoice(model=model, **changes), place or {})
 
 
 def code_of(text):

@@ -24,8 +24,8 @@ from cgtool import CompilationConfig, adaptor_registry  # noqa: E402
 from cgtool.compiler.pipeline import warm  # noqa: E402
 from cgtool.errors import CacheMissError  # noqa: E402
 from cgtool.toolkit.bundle.choose import Choice  # noqa: E402
-from cgtool.toolkit.bundle.export import ExportOptions, export  # noqa: E402
-from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle  # noqa: E402
+from cgtool.toolkit.bundle.export import export  # noqa: E402
+from cgtool.toolkit.bundle.import_ import import_bundle  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -141,9 +141,9 @@ class Chain(RuleBasedStateMachine):
             return
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         bundle = folder / "bundle.tar.zst"
-        export(ExportOptions(dest=bundle, cache_dir=self.root, choice=Choice(everything=True)))
+        export(dest=bundle, cache_dir=self.root, choice=Choice(everything=True))
         self.root = folder / "cache"
-        import_bundle(ImportOptions(source=bundle, cache_dir=self.root, trust=True))
+        import_bundle(source=bundle, cache_dir=self.root, trust=True)
         self.units.clear()  # a bundle holds entries: what another entry may share is compiled once more
 
 

@@ -15,9 +15,9 @@ from cgtool.model import ExampleCall, ModelSpec
 from cgtool.plan.grammar import digest_of
 from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.records import read_manifest
-from cgtool.toolkit.bundle.export import ExportOptions, export
+from cgtool.toolkit.bundle.export import export
 from cgtool.toolkit.inspect.artifact import inspect_artifact
-from cgtool.toolkit.verify.run import VerifyOptions, verify
+from cgtool.toolkit.verify.run import verify
 
 pytestmark = pytest.mark.torch
 
@@ -87,11 +87,11 @@ def test_it_is_shown_by_inspect_and_no_matter_to_verify_and_export(cache_root, t
     result = warmed(cache_root)
     report = inspect_artifact(f"{result.hash[:12]}/0", cache_dir=cache_root)
     assert [(source.language, source.text) for source in report.contents.sources] == [("cpp", "// 1 nodes")]
-    found = verify(VerifyOptions(cache_dir=cache_root))
+    found = verify(cache_dir=cache_root)
     assert found.ok
     assert [note for entry in found.entries for note in entry.notes] == []
     for file in (cache_root / "torch_compile_cache" / result.hash).rglob("wrapper.cpp"):
         file.write_text("edited")
-    assert verify(VerifyOptions(cache_dir=cache_root)).ok
-    export(ExportOptions(dest=tmp_path / "out", cache_dir=cache_root, folder=True))
+    assert verify(cache_dir=cache_root).ok
+    export(dest=tmp_path / "out", cache_dir=cache_root, folder=True)
     assert generated(tmp_path / "out") == {}

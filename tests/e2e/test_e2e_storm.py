@@ -25,11 +25,11 @@ from cgtool.store import leases
 from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.lookup import LookupStore, StateStore
 from cgtool.toolkit.bundle.choose import Choice
-from cgtool.toolkit.bundle.export import ExportOptions, export
-from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
+from cgtool.toolkit.bundle.export import export
+from cgtool.toolkit.bundle.import_ import import_bundle
 from cgtool.toolkit.prune.plan import Rules
 from cgtool.toolkit.prune.run import plan_prune
-from cgtool.toolkit.verify.run import VerifyOptions, verify
+from cgtool.toolkit.verify.run import verify
 
 pytestmark = pytest.mark.torch
 
@@ -124,7 +124,7 @@ def prune(storm: Storm, chance: random.Random) -> str:
 
 
 def check(storm: Storm, chance: random.Random) -> str:
-    report = verify(VerifyOptions(cache_dir=storm.root, jobs=1))
+    report = verify(cache_dir=storm.root, jobs=1)
     problems = [problem for entry in report.entries for problem in entry.problems]
     if problems or report.units.problems:
         raise AssertionError((problems, report.units.problems))
@@ -135,7 +135,7 @@ def ship(storm: Storm, chance: random.Random) -> str:
     dest = storm.folder / f"{chance.random()}.tar.zst"
     choice = Choice(everything=True, filters=("model~Toy",))  # others have no packages
     try:
-        export(ExportOptions(dest=dest, cache_dir=storm.root, choice=choice))
+        export(dest=dest, cache_dir=storm.root, choice=choice)
     except CacheError as error:
         if "holds no entry" not in str(error):
             raise
@@ -147,18 +147,17 @@ def ship(storm: Storm, chance: random.Random) -> str:
 
 
 def take_in(storm: Storm, chance: random.Random) -> str:
-    options = ImportOptions(source=storm.bundle, cache_dir=storm.root, trust=True, any_machine=True)
-    report = import_bundle(options)
+    report = import_bundle(storm.bundle, cache_dir=storm.root, trust=True, any_machine=True)
     return "new" if any(entry.outcome == "new" for entry in report.entries) else "there already"
 
 
 def warm(storm: Storm, chance: random.Random) -> str:
     from cgtool.config import CompilationConfig
-    from cgtool.toolkit.warm import ModelOptions
+    from cgtool.toolkit.model_choice import ModelChoice
     from cgtool.toolkit.warm import warm as warm_model
 
     config, name = CompilationConfig(adaptor="eager", jobs=0), chance.choice(MODELS)
-    report = warm_model(ModelOptions(model=f"{MODEL}:{name}", config=config, cache_dir=storm.root, rank=0))
+    report = warm_model(ModelChoice(model=f"{MODEL}:{name}"), config=config, cache_dir=storm.root, rank=0)
     let_go()
     return "hit" if report.hit else "compiled"
 
@@ -258,7 +257,7 @@ def test_a_storm_of_all_kinds_of_work_on_one_cache(tmp_path, processes, secs, lo
     storm.folder.mkdir()
     for seed in range(storm.entries + 1):  # nobody but an import brings the last: where nothing goes, it is new once
         lay_entry(tmp_path / "source", seed=seed, shapes=("general", f"n={8 + seed}"))
-    export(ExportOptions(dest=storm.bundle, cache_dir=tmp_path / "source", choice=Choice(everything=True)))
+    export(dest=storm.bundle, cache_dir=tmp_path / "source", choice=Choice(everything=True))
     let_go()
     lay_entry(storm.root)
     kinds = [kind for kind, count in enumerate(processes) for _ in range(count)]

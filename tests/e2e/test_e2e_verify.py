@@ -27,7 +27,7 @@ from cgtool.store.layout import RANK_FILES, CacheLayout, RankName
 from cgtool.store.machine import this_machine
 from cgtool.store.records import Factor, Key, Manifest
 from cgtool.toolkit.verify.checks import check_entry
-from cgtool.toolkit.verify.run import VerifyOptions, verify
+from cgtool.toolkit.verify.run import verify
 from cgtool.toolkit.verify.verdict import verdict
 
 pytestmark = pytest.mark.torch
@@ -145,8 +145,8 @@ def test_a_process_that_must_set_precision_is_told_so(eager_cache: Path, tmp_pat
     name = rekeyed(eager_cache, tmp_path, setter("precision", "float32_matmul", value="high"))
     said = verdict(read_key(CacheLayout(root=tmp_path), name.hash), this_machine())
     assert said.level == "loads"
-    assert verify(VerifyOptions(cache_dir=tmp_path)).ok
-    assert not verify(VerifyOptions(cache_dir=tmp_path, strict=True)).ok
+    assert verify(cache_dir=tmp_path).ok
+    assert not verify(cache_dir=tmp_path, strict=True).ok
     with pytest.raises(CacheMissError, match="float32_matmul"):
         package.load(Doubler().eval(), cache_dir=tmp_path)
     before = torch.get_float32_matmul_precision()
@@ -202,7 +202,7 @@ def test_a_damaged_artifact_that_nothing_else_has_is_compiled_from_the_plan(root
     path.unlink()
     for unit in (root / "torch_compile_cache" / "units").rglob(path.name):
         unit.unlink()
-    report = verify(VerifyOptions(cache_dir=root, repair=True))
+    report = verify(cache_dir=root, repair=True)
     assert report.ok
     assert [repair.action for repair in report.entries[0].repairs] == ["compiled"]
     assert path.exists()
@@ -217,7 +217,7 @@ def test_killed_at_any_call_a_repair_that_compiles_leaves_the_cache_as_before_or
     for unit in (root / "torch_compile_cache" / "units").rglob(path.name):
         unit.unlink()
     copy = tmp_path / "killed"
-    repair = partial(verify, VerifyOptions(cache_dir=copy, repair=True))
+    repair = partial(verify, cache_dir=copy, repair=True)
     found, entry = [], only_name(root).hash
     for _ in each_kill(root, copy, repair):
         found.append([Path(problem.path).name for problem in check_entry(CacheLayout(root=copy), entry).problems])
@@ -229,10 +229,10 @@ def test_killed_at_any_call_a_repair_that_compiles_leaves_the_cache_as_before_or
 
 def test_a_hole_is_found_and_compiled(eager_cache: Path, tmp_path: Path) -> None:
     rekeyed(eager_cache, tmp_path, lambda _: None, rows=lambda manifest: replace(manifest, rows=()))
-    found = verify(VerifyOptions(cache_dir=tmp_path))
+    found = verify(cache_dir=tmp_path)
     assert [(hole.piece_index, hole.shape) for hole in found.entries[0].holes] == [(0, {})]
     assert not found.ok
-    assert verify(VerifyOptions(cache_dir=tmp_path, repair=True)).ok
+    assert verify(cache_dir=tmp_path, repair=True).ok
     package.load(Doubler().eval(), cache_dir=tmp_path)
 
 
@@ -240,7 +240,7 @@ def test_an_entry_of_another_machine_is_not_compiled_for_here(eager_cache: Path,
     name = rekeyed(eager_cache, tmp_path, setter("torch", "version", value="2.0.0"))
     artifact = next((CacheLayout(root=tmp_path).entry_dir(name.hash) / "artifacts").iterdir())
     artifact.unlink()
-    report = verify(VerifyOptions(cache_dir=tmp_path, repair=True))
+    report = verify(cache_dir=tmp_path, repair=True)
     assert not report.ok
     assert [repair.action for repair in report.entries[0].repairs] == ["not_repaired"]
     assert not artifact.exists()

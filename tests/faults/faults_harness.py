@@ -21,15 +21,15 @@ from cgtool.store.leases import hold
 from cgtool.store.lookup import LookupStore, StateStore
 from cgtool.store.trust import TrustPolicy
 from cgtool.toolkit.bundle.choose import Choice
-from cgtool.toolkit.bundle.export import ExportOptions, export
-from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
+from cgtool.toolkit.bundle.export import export
+from cgtool.toolkit.bundle.import_ import import_bundle
 from cgtool.toolkit.inspect.cache import inspect_cache
 from cgtool.toolkit.inspect.entry import inspect_entry, inspect_key
 from cgtool.toolkit.prune.plan import Rules
 from cgtool.toolkit.prune.run import plan_prune
 from cgtool.toolkit.verify.checks import check_entries, check_units
 from cgtool.toolkit.verify.hashing import Hasher
-from cgtool.toolkit.verify.run import VerifyOptions, verify
+from cgtool.toolkit.verify.run import verify
 
 #: Exit code of a process in which an action raised what is documented.
 TOLD = 3
@@ -52,7 +52,7 @@ def lay_start(folder: Path, name: str) -> None:
     StateStore(CacheLayout(root=cache)).record_hit(name)
     lay_entry(folder / "other", seed=LOOKED_UP, shapes=("general", "n=16"))
     lay_entry(folder / "other", seed=8)
-    export(ExportOptions(dest=folder / "bundle", cache_dir=folder / "other", choice=Choice(everything=True)))
+    export(dest=folder / "bundle", cache_dir=folder / "other", choice=Choice(everything=True))
 
 
 def lay_damaged(layout: CacheLayout) -> None:
@@ -90,22 +90,20 @@ def prune_two(folder: Path) -> None:
 
 
 def import_all(folder: Path) -> None:
-    import_bundle(ImportOptions(source=folder / "bundle", cache_dir=folder / "cache", trust=True, any_machine=True))
+    import_bundle(source=folder / "bundle", cache_dir=folder / "cache", trust=True, any_machine=True)
 
 
 def export_file(folder: Path) -> None:
-    export(ExportOptions(dest=folder / "out", cache_dir=folder / "other", choice=Choice(everything=True)))
+    export(dest=folder / "out", cache_dir=folder / "other", choice=Choice(everything=True))
 
 
 def export_folder(folder: Path) -> None:
     shutil.rmtree(folder / "layer", ignore_errors=True)  # that of the time before
-    export(
-        ExportOptions(dest=folder / "layer", cache_dir=folder / "other", folder=True, choice=Choice(everything=True))
-    )
+    export(dest=folder / "layer", cache_dir=folder / "other", folder=True, choice=Choice(everything=True))
 
 
 def verify_all(folder: Path) -> None:
-    report = verify(VerifyOptions(cache_dir=folder / "cache", jobs=1))
+    report = verify(cache_dir=folder / "cache", jobs=1)
     wrong = [problem.sentence for entry in report.entries for problem in entry.problems]
     wrong += [problem.sentence for problem in report.units.problems]
     if wrong:
@@ -115,7 +113,7 @@ def verify_all(folder: Path) -> None:
 
 
 def repair(folder: Path) -> None:
-    report = verify(VerifyOptions(cache_dir=folder / "damaged", jobs=1, repair=True))
+    report = verify(cache_dir=folder / "damaged", jobs=1, repair=True)
     left = [problem.sentence for entry in report.entries for problem in entry.problems]
     left += [problem.sentence for problem in report.units.problems]
     if left:

@@ -14,8 +14,8 @@ from syscalls import calls_of, copy_anew, failed_at
 from cgtool.errors import CacheError
 from cgtool.store.layout import CacheLayout
 from cgtool.toolkit.bundle.choose import Choice
-from cgtool.toolkit.bundle.export import ExportOptions, export
-from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
+from cgtool.toolkit.bundle.export import export
+from cgtool.toolkit.bundle.import_ import import_bundle
 from cgtool.toolkit.completion import completion
 from cgtool.toolkit.diff.run import diff
 from cgtool.toolkit.inspect.artifact import inspect_artifact
@@ -24,24 +24,24 @@ from cgtool.toolkit.inspect.entry import inspect_entry, inspect_key
 from cgtool.toolkit.inspect.graph import inspect_graph
 from cgtool.toolkit.prune.plan import Rules
 from cgtool.toolkit.prune.run import plan_prune, prune_stats
-from cgtool.toolkit.verify.run import VerifyOptions, verify
+from cgtool.toolkit.verify.run import verify
 
 EVERYTHING = Choice(everything=True)
 COMMANDS: dict[str, Callable[[Path, Path], object]] = {
-    "verify a cache": lambda _, path: verify(VerifyOptions(cache_dir=path)),
-    "verify a path": lambda _, path: verify(VerifyOptions(targets=(str(path),))),
+    "verify a cache": lambda _, path: verify(cache_dir=path),
+    "verify a path": lambda _, path: verify(targets=(str(path),)),
     "prune": lambda _, path: plan_prune(Rules(), cache_dir=path),
     "prune --stats": lambda _, path: prune_stats(path),
-    "export from": lambda there, path: export(ExportOptions(dest=there / "out", cache_dir=path, choice=EVERYTHING)),
-    "export to": lambda there, path: export(ExportOptions(dest=path, cache_dir=there / "other", choice=EVERYTHING)),
+    "export from": lambda there, path: export(dest=there / "out", cache_dir=path, choice=EVERYTHING),
+    "export to": lambda there, path: export(dest=path, cache_dir=there / "other", choice=EVERYTHING),
     "export to a folder": lambda there, path: export(
-        ExportOptions(dest=path, cache_dir=there / "other", choice=EVERYTHING, folder=True)
+        dest=path, cache_dir=there / "other", choice=EVERYTHING, folder=True
     ),
     "import from": lambda there, path: import_bundle(
-        ImportOptions(source=path, cache_dir=there / "cache", trust=True, any_machine=True)
+        source=path, cache_dir=there / "cache", trust=True, any_machine=True
     ),
     "import to": lambda there, path: import_bundle(
-        ImportOptions(source=there / "bundle", cache_dir=path, trust=True, any_machine=True)
+        source=there / "bundle", cache_dir=path, trust=True, any_machine=True
     ),
     "inspect cache": lambda _, path: inspect_cache(path),
     "inspect entry": lambda _, path: inspect_entry(cache_dir=path),

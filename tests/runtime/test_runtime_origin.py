@@ -21,7 +21,7 @@ from cgtool.store.key import read_key  # noqa: E402
 from cgtool.store.layout import CacheLayout, RankName  # noqa: E402
 from cgtool.store.records import Artifact, Row  # noqa: E402
 from cgtool.toolkit.verify.checks import check_entry  # noqa: E402
-from cgtool.toolkit.verify.run import VerifyOptions, verify  # noqa: E402
+from cgtool.toolkit.verify.run import verify  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -83,7 +83,7 @@ def test_rows_that_were_exchanged_are_found_by_load_and_by_verify(cache, model, 
     with pytest.raises(ArtifactError, match="compiled from another piece or for another shape"):
         cgtool.load(model, cache_dir=layout.root)
     assert {problem.kind for problem in check_entry(layout, name.hash).problems} == {"misplaced"}
-    assert verify(VerifyOptions(cache_dir=layout.root, repair=True)).ok
+    assert verify(cache_dir=layout.root, repair=True).ok
     with torch.no_grad():
         torch.testing.assert_close(cgtool.load(model, cache_dir=layout.root)(torch.ones(8, 4)), model(torch.ones(8, 4)))
 

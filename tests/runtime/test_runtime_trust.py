@@ -17,8 +17,8 @@ from cgtool import CompilationConfig  # noqa: E402
 from cgtool.compiler.pipeline import warm  # noqa: E402
 from cgtool.errors import CacheMissError, RefusedError  # noqa: E402
 from cgtool.store.layout import CacheLayout  # noqa: E402
-from cgtool.toolkit.bundle.export import ExportOptions, export  # noqa: E402
-from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle  # noqa: E402
+from cgtool.toolkit.bundle.export import export  # noqa: E402
+from cgtool.toolkit.bundle.import_ import import_bundle  # noqa: E402
 from cgtool.toolkit.verify.load import _open_all  # noqa: E402
 from cgtool.toolkit.why import why_spec  # noqa: E402
 
@@ -42,8 +42,8 @@ def made(tmp_path_factory):
     with torch.no_grad():
         signed = fill(folder / "source", 3)
         bundle = folder / "signed.tar.zst"
-        export(ExportOptions(dest=bundle, cache_dir=folder / "source", sign=(folder / "keys/ours.pem",)))
-        import_bundle(ImportOptions(source=bundle, cache_dir=folder / "cache", trust=True, any_machine=True))
+        export(dest=bundle, cache_dir=folder / "source", sign=(folder / "keys/ours.pem",))
+        import_bundle(source=bundle, cache_dir=folder / "cache", trust=True, any_machine=True)
         unsigned = fill(folder / "cache", 2)
     return folder, signed, unsigned
 

@@ -24,12 +24,12 @@ from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.leases import LeaseTable, hold
 from cgtool.store.lookup import StateStore
 from cgtool.toolkit.bundle.choose import Choice
-from cgtool.toolkit.bundle.export import ExportOptions, export
-from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
+from cgtool.toolkit.bundle.export import export
+from cgtool.toolkit.bundle.import_ import import_bundle
 from cgtool.toolkit.inspect.cache import inspect_cache
 from cgtool.toolkit.prune.own import make_plan
 from cgtool.toolkit.prune.plan import Outcome, Rules
-from cgtool.toolkit.verify.run import VerifyOptions, verify
+from cgtool.toolkit.verify.run import verify
 
 OPTIONS = "redirect_dir=off,index=off,metacopy=off,xino=off"
 
@@ -73,7 +73,7 @@ def prune(root: Path, **rules: object) -> Outcome:
 
 def check_clean(root: Path) -> None:
     """Nothing of the cache is broken or missing."""
-    report = verify(VerifyOptions(cache_dir=root))
+    report = verify(cache_dir=root)
     assert [entry.problems for entry in report.entries] == [()] * len(report.entries)
     assert report.units is not None
     assert report.units.problems == ()
@@ -138,15 +138,15 @@ def test_a_bundle_is_taken_in_beside_and_into_what_lies_below(layered, tmp_path)
     lay_entry(lower, seed=1)
     lay_entry(source, shapes=("general", "n=16"))
     new = lay_entry(source, seed=2)
-    export(ExportOptions(dest=tmp_path / "bundle", cache_dir=source))
+    export(dest=tmp_path / "bundle", cache_dir=source)
     root = layered(lower)
-    report = import_bundle(ImportOptions(source=tmp_path / "bundle", cache_dir=root, trust=True, any_machine=True))
+    report = import_bundle(source=tmp_path / "bundle", cache_dir=root, trust=True, any_machine=True)
     assert {item.hash: item.outcome for item in report.entries} == {same: "merged", new: "new"}
     rows = read_entry(CacheLayout(root=root), RankName(hash=same, rank=0, prefix="backbone")).manifest.rows
     assert {shape_text(row.shape) for row in rows} == {"general", "n=8", "n=16"}
     check_clean(root)
     prune(root, entries=(new,))
-    report = import_bundle(ImportOptions(source=tmp_path / "bundle", cache_dir=root, trust=True, any_machine=True))
+    report = import_bundle(source=tmp_path / "bundle", cache_dir=root, trust=True, any_machine=True)
     assert {item.hash: item.outcome for item in report.entries} == {same: "same", new: "new"}
     check_clean(root)
 
@@ -159,9 +159,9 @@ def test_what_is_broken_below_is_found_and_mended_above(layered, tmp_path):
     artifact.unlink()  # the unit, which has the same bytes, stays
     artifact.write_bytes(b"x" + data[1:])
     root = layered(lower)
-    report = verify(VerifyOptions(cache_dir=root))
+    report = verify(cache_dir=root)
     assert [Path(problem.path).name for problem in report.entries[0].problems] == [artifact.name]
-    verify(VerifyOptions(cache_dir=root, repair=True))
+    verify(cache_dir=root, repair=True)
     assert is_whole(root, name)
     check_clean(root)
 
@@ -230,8 +230,8 @@ def test_beside_a_cache_that_is_read_only_as_a_whole_another_works(read_only, tm
     outcome = make_plan(layout, Rules(entries=(name.hash,))).execute()
     assert outcome.removed == ()
     assert "read-only file system" in outcome.failed[0].sentence
-    export(ExportOptions(dest=tmp_path / "layer", cache_dir=lower, choice=Choice(hashes=(exported,)), folder=True))
-    import_bundle(ImportOptions(source=tmp_path / "layer", cache_dir=tmp_path / "own", trust=True, any_machine=True))
+    export(dest=tmp_path / "layer", cache_dir=lower, choice=Choice(hashes=(exported,)), folder=True)
+    import_bundle(source=tmp_path / "layer", cache_dir=tmp_path / "own", trust=True, any_machine=True)
     publish(tmp_path / "own", "two")
     assert CacheLayout(root=tmp_path / "own").hashes() == sorted([exported, name.hash])
     assert (read_whole(tmp_path / "own", name), read_whole(lower, name)) == ("two", "one")

@@ -21,8 +21,8 @@ from cgtool.store.key import read_key
 from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.trust import TrustPolicy
 from cgtool.toolkit.bundle.choose import Choice
-from cgtool.toolkit.bundle.export import ExportOptions, export
-from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
+from cgtool.toolkit.bundle.export import export
+from cgtool.toolkit.bundle.import_ import import_bundle
 
 OTHER_USER = 54321
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
@@ -160,8 +160,8 @@ def signed(tmp_path):
     bundle = tmp_path / "signed.tar.zst"
     choice = Choice(everything=True)
     key = tmp_path / "keys/ours.pem"
-    export(ExportOptions(dest=bundle, choice=choice, cache_dir=tmp_path / "source", sign=(key,)))
-    import_bundle(ImportOptions(source=bundle, cache_dir=tmp_path / "cache", trust=True, any_machine=True))
+    export(dest=bundle, choice=choice, cache_dir=tmp_path / "source", sign=(key,))
+    import_bundle(source=bundle, cache_dir=tmp_path / "cache", trust=True, any_machine=True)
     return tmp_path / "cache", min(hashes), tmp_path / "keys/ours.pub"
 
 
@@ -303,12 +303,11 @@ def test_keys_that_are_not_there_are_an_error_and_no_policy(signed, tmp_path):
 
 def test_a_folder_that_was_exported_signed_is_a_cache_that_is_signed(signed, tmp_path):
     _, hash_, key = signed
-    options = ExportOptions(
+    export(
         dest=tmp_path / "layer",
         choice=Choice(everything=True),
         cache_dir=tmp_path / "source",
         folder=True,
         sign=(key.with_suffix(".pem"),),
     )
-    export(options)
     check(tmp_path / "layer", hash_, trusted_keys=[key])

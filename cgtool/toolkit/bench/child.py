@@ -25,7 +25,7 @@ import torch
 from cgtool.child import Channel
 from cgtool.errors import CgtoolError
 from cgtool.model import ModelSpec
-from cgtool.models import resolve_model
+from cgtool.models import resolve_model  # noqa: F401 - belongs to the import phase, not to build
 from cgtool.toolkit.bench.calls import (
     compare,
     dimension_of,
@@ -93,16 +93,8 @@ class _Measurement:
     def _build(self) -> ModelSpec:
         random.seed(self._settings.seed)
         torch.manual_seed(self._settings.seed)
-        model = self._settings.model
         with self._timed("build_secs"):
-            return resolve_model(
-                model.text,
-                factory_args=dict(model.factory_args),
-                weights=model.warm_weights if self._request.action == "warm" else "real",
-                device=model.device,
-                dtype=model.dtype,
-                pythonpath=model.pythonpath,
-            )
+            return self._settings.model.build(weights=None if self._request.action == "warm" else "real")
 
     def _start(self, spec: ModelSpec) -> None:
         self._phase = "ready"

@@ -78,7 +78,7 @@ def bench(
     ways = report_ways(settings, runner.ways, runner.sources)
     return BenchReport(
         schema=SCHEMA,
-        model=settings.model.text,
+        model=settings.model.model,
         about={**about, "starts": {way.name: settings.starts[way.name] for way in settings.ways}},
         command=command,
         machine=machine,
@@ -135,10 +135,10 @@ class _Runner:
             start = self._process(WAYS[BASE], caches, caches, write_reference=True)
         self._event("start", "eager, whose outputs the others are compared with", secs=start.process_secs)
         if start.failed_in == "build" and start.sentence is not None:
-            raise ModelError(start.sentence, path=self._settings.model.text)  # as `warm` would say it
+            raise ModelError(start.sentence, path=self._settings.model.model)  # as `warm` would say it
         if start.error is not None:
             message = f"The model does not run eagerly: {start.error}{log_words(start.log or ())}"
-            raise ModelError(f"{message}\nMend the model or its arguments first.", path=self._settings.model.text)
+            raise ModelError(f"{message}\nMend the model or its arguments first.", path=self._settings.model.model)
         self.ways[BASE].starts.append(start)
 
     def _prepare(self, source: str, number: int) -> None:

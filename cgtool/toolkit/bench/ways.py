@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from msgspec import UNSET, UnsetType, field
+from msgspec import UNSET, UnsetType
 
 from cgtool.adaptor_registry import ADAPTORS
 from cgtool.config_values import nearest
 from cgtool.errors import UsageError
 from cgtool.plan.grammar import Count, Record
 from cgtool.plan.pieces import EAGER
+from cgtool.toolkit.model_choice import ModelChoice
 
 Action = Literal["start", "warm", "precompile"]
 
@@ -122,31 +123,11 @@ def _named(word: str, option: str) -> tuple[str, ...]:
     raise UsageError(f"{message} Choose of {', '.join(known)}.", path=option, expected=known, actual=word)
 
 
-class ModelText(Record, frozen=True, kw_only=True):
-    """The model, as the user named it.
-
-    Args:
-        text: MODEL of the command line.
-        factory_args: Keyword arguments for the factory.
-        device: Where it is built; None leaves it to the factory.
-        dtype: Its default floating dtype; likewise.
-        pythonpath: Folders put on `sys.path` first.
-        warm_weights: How the model is built to be warmed. Starts always build it for real.
-    """
-
-    text: str
-    factory_args: dict[str, Any] = field(default_factory=dict)
-    device: str | None = None
-    dtype: str | None = None
-    pythonpath: tuple[str, ...] = ()
-    warm_weights: str = "fake"
-
-
 class Settings(Record, frozen=True, kw_only=True):
     """What a bench does.
 
     Args:
-        model: The model.
+        model: The model, with how it is built to be warmed; starts always build it for real.
         config: cgtool's configuration as JSON, for every adaptor; its own adaptor and cache are replaced.
         ways: What is compared, eager among them.
         starts: How often each way starts, by name.
@@ -159,7 +140,7 @@ class Settings(Record, frozen=True, kw_only=True):
         limit_secs: How long one process may take.
     """
 
-    model: ModelText
+    model: ModelChoice
     config: dict[str, Any]
     ways: tuple[Way, ...]
     starts: dict[str, int]

@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
@@ -43,27 +42,6 @@ _AHEAD = 16
 _SAMPLED = 128
 #: What a user can do where a bundle cannot be written.
 _ELSEWHERE = "name another place"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """What the user asked.
-
-    Args:
-        dest: Where to, or an open stream.
-        choice: Which entries, ranks and shapes.
-        cache_dir: The cache's root; None means the one that `warm` fills.
-        folder: Write a folder instead of an archive.
-        level: How hard zstd tries, 1 to 19.
-        sign: Files of private keys.
-    """
-
-    dest: Path | IO[bytes]
-    choice: Choice = field(default_factory=Choice)
-    cache_dir: Path | None = None
-    folder: bool = False
-    level: int = DEFAULT_LEVEL
-    sign: tuple[Path, ...] = ()
 
 
 class Exported(Record, frozen=True, kw_only=True):
@@ -104,31 +82,48 @@ class ExportReport(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 @os_errors_as_cache_errors()
-def export(options: ExportOptions) -> ExportReport:
+def export(
+    dest: Path | IO[bytes],
+    *,
+    choice: Choice | None = None,
+    cache_dir: Path | None = None,
+    folder: bool = False,
+    level: int = DEFAULT_LEVEL,
+    sign: Sequence[Path] = (),
+) -> ExportReport:
     """Write chosen entries as a bundle; what is at the destination is replaced whole or not at all.
+
+    Args:
+        dest: Where to, or an open stream.
+        choice: Which entries, ranks and shapes; None means all of the one model.
+        cache_dir: The cache's root; None means the one that `warm` fills.
+        folder: Write a folder instead of an archive.
+        level: How hard zstd tries, 1 to 19.
+        sign: Files of private keys.
 
     Raises:
         UsageError: The choice fits nothing, a key is none, or a folder is in the way.
         CacheCorruptError: Something of an entry is missing or not as its digest says.
         CacheError: The cache cannot be read, or the destination cannot be written.
     """
-    keys = [signatures.load_private_key(path) for path in options.sign]
-    layout = CacheLayout(root=resolve_root(options.cache_dir))
-    if isinstance(options.dest, Path) and options.folder:
-        check_free(options.dest)
-    contents = gather(layout, _held_names(layout, options.choice), options.choice)
-    if not isinstance(options.dest, Path):
-        written = write_archive(options.dest, contents, keys=keys, level=options.level)
-        options.dest.flush()
-    elif options.folder:
-        written = write_folder(options.dest, contents, keys=keys)
+    choice = choice or Choice()
+    keys = [signatures.load_private_key(path) for path in sign]
+    layout = CacheLayout(root=resolve_root(cache_dir))
+    if isinstance(dest, Path) and folder:
+        check_free(dest)
+    contents = gather(layout, _held_names(layout, choice), choice)
+    if not isinstance(dest, Path):
+        written = write_archive(dest, contents, keys=keys, level=level)
+        dest.flush()
+    elif folder:
+        written = write_folder(dest, contents, keys=keys)
     else:
-        written = _write_file(options.dest, contents, keys=keys, level=options.level)
+        written = _write_file(dest, contents, keys=keys, level=level)
     index = contents.index
     return ExportReport(
         root=str(layout.root),
-        dest=str(options.dest) if isinstance(options.dest, Path) else "-",
-        form="folder" if options.folder else "archive",
+        dest=str(dest) if isinstance(dest, Path) else "-",
+        form="folder" if folder else "archive",
         size_bytes=index.size_bytes,
         written_bytes=written,
         members=len(index.members),

@@ -11,8 +11,7 @@ import contextlib
 import os
 import re
 import secrets
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -29,31 +28,6 @@ from cgtool.toolkit.bundle.unpack import EntryContent, unpack
 SCHEMA = 1
 
 _NAME = re.compile(r"\.import\.[0-9]+\.[0-9a-f]+\.tmp")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImportOptions:
-    """What the user asked.
-
-    Args:
-        source: A file, a folder, or an open stream.
-        cache_dir: The cache's root; None means the one that `warm` fills.
-        trust: Whether the user vouches for native code that nobody signed.
-        require_signature: Files and folders of public keys, one of which must have signed it.
-        any_machine: Whether to take what this machine cannot load.
-        replace: Whether the bundle's plan wins where the cache holds another of the same hash.
-        max_bytes: The most that all members may come to.
-        max_ratio: The most that a packed byte may grow to.
-    """
-
-    source: Path | IO[bytes]
-    cache_dir: Path | None = None
-    trust: bool = False
-    require_signature: tuple[Path, ...] = ()
-    any_machine: bool = False
-    replace: bool = False
-    max_bytes: int = Limits().max_bytes
-    max_ratio: float = Limits().max_ratio
 
 
 class ImportedRank(Record, frozen=True, kw_only=True):
@@ -107,31 +81,51 @@ class ImportReport(Record, frozen=True, kw_only=True, omit_defaults=False):
     warnings: tuple[str, ...]
 
 
-def import_bundle(options: ImportOptions) -> ImportReport:
+def import_bundle(
+    source: Path | IO[bytes],
+    *,
+    cache_dir: Path | None = None,
+    trust: bool = False,
+    require_signature: Sequence[Path] = (),
+    any_machine: bool = False,
+    replace: bool = False,
+    max_bytes: int = Limits().max_bytes,
+    max_ratio: float = Limits().max_ratio,
+) -> ImportReport:
     """Check a bundle and take it into a cache; where anything is wrong with it, nothing is changed.
+
+    Args:
+        source: A file, a folder, or an open stream.
+        cache_dir: The cache's root; None means the one that `warm` fills.
+        trust: Whether the user vouches for native code that nobody signed.
+        require_signature: Files and folders of public keys, one of which must have signed it.
+        any_machine: Whether to take what this machine cannot load.
+        replace: Whether the bundle's plan wins where the cache holds another of the same hash.
+        max_bytes: The most that all members may come to.
+        max_ratio: The most that a packed byte may grow to.
 
     Raises:
         RefusedError: It is not trusted, not whole, or not fit for this machine; `reason` says which.
         UsageError: There are no public keys where some were named.
         CacheError: It cannot be read, or the cache cannot be written.
     """
-    keys = signatures.load_public_keys(options.require_signature) if options.require_signature else None
-    if keys is None and not options.trust:
+    keys = signatures.load_public_keys(require_signature) if require_signature else None
+    if keys is None and not trust:
         message = (
             "A bundle holds native code that runs in your process. Import what you trust with --trust, or better check "
             "who made it with --require-signature KEYS."
         )
-        raise RefusedError(message, reason="not_trusted", path=_spelled(options.source))
-    layout = CacheLayout(root=resolve_root(options.cache_dir))
-    limits = Limits(max_bytes=options.max_bytes, max_ratio=options.max_ratio)
+        raise RefusedError(message, reason="not_trusted", path=_spelled(source))
+    layout = CacheLayout(root=resolve_root(cache_dir))
+    limits = Limits(max_bytes=max_bytes, max_ratio=max_ratio)
     with unpacking_folder(layout) as folder:
-        unpacked = unpack(options.source, folder, keys=keys, limits=limits)
-        warnings = list(_check_pickles(unpacked.entries, trust=options.trust))
-        verdicts = {content.hash: _verdict(content, options, warnings) for content in unpacked.entries}
-        check_fits(layout, unpacked, replacing=options.replace)
-        installed = install(layout, unpacked, replacing=options.replace)
+        unpacked = unpack(source, folder, keys=keys, limits=limits)
+        warnings = list(_check_pickles(unpacked.entries, trust=trust))
+        verdicts = {} if any_machine else {content.hash: _verdict(content, warnings) for content in unpacked.entries}
+        check_fits(layout, unpacked, replacing=replace)
+        installed = install(layout, unpacked, replacing=replace)
     return ImportReport(
-        source=_spelled(options.source),
+        source=_spelled(source),
         root=str(layout.root),
         signed_by=unpacked.signed_by,
         size_bytes=unpacked.index.size_bytes,
@@ -142,7 +136,7 @@ def import_bundle(options: ImportOptions) -> ImportReport:
                 rows_added=rows,
                 artifacts=len(content.artifacts),
                 size_bytes=sum(content.artifacts.values()),
-                verdict=verdicts[content.hash],
+                verdict=verdicts.get(content.hash),
                 ranks=tuple(ImportedRank(rank=m.rank, prefix=m.prefix, model=m.model) for m in content.manifests),
             )
             for content, (outcome, rows) in zip(unpacked.entries, installed, strict=True)
@@ -167,9 +161,7 @@ def _check_pickles(entries: tuple[EntryContent, ...], *, trust: bool) -> list[st
     return [f"{shown(names[0])}{more} will be unpickled by torch when loaded, which runs any code in it."]
 
 
-def _verdict(content: EntryContent, options: ImportOptions, warnings: list[str]) -> str | None:
-    if options.any_machine:
-        return None
+def _verdict(content: EntryContent, warnings: list[str]) -> str:
     from cgtool.store.machine import this_machine
     from cgtool.toolkit.verify.verdict import verdict
 

@@ -15,9 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-import msgspec
+from typing import TYPE_CHECKING, Literal
 
 from cgtool.child import Channel
 from cgtool.config import AOT_INDUCTOR, EAGER
@@ -30,6 +28,7 @@ from cgtool.store.artifacts import code_of
 from cgtool.store.entry import Entry
 from cgtool.store.layout import PLAN_FILE, CacheLayout, RankName, short
 from cgtool.store.trust import TrustPolicy
+from cgtool.toolkit.model_choice import ModelChoice
 
 if TYPE_CHECKING:
     from cgtool.model import ModelSpec
@@ -44,26 +43,6 @@ _TOOLS = (
 _NO_COMPILER = "/nonexistent/c++"
 
 _Say = Callable[["Note"], None]
-
-
-class ModelChoice(Record, frozen=True, kw_only=True):
-    """A model to load and call once, as `warm` takes it.
-
-    Args:
-        model: MODEL: "path/to/file.py:factory", "package.module:factory", "hf:PATH".
-        factory_args: Keyword arguments for the factory.
-        device: Where the module is built; None leaves it to the factory.
-        dtype: Its default floating dtype; None leaves it to the factory.
-        pythonpath: Folders put on `sys.path` first.
-        prefix: Which compiled part of the model; None takes the factory's word.
-    """
-
-    model: str
-    factory_args: dict[str, Any] = msgspec.field(default_factory=dict)
-    device: str | None = None
-    dtype: str | None = None
-    pythonpath: tuple[str, ...] = ()
-    prefix: str | None = None
 
 
 class LoadRequest(Record, frozen=True, kw_only=True):
@@ -259,27 +238,14 @@ def main(channel: Channel) -> None:
 def _answer(request: LoadRequest, say: _Say) -> None:
     layout = CacheLayout(root=Path(os.path.realpath(request.root)))
     try:
-        spec = None if request.model is None else _built(request.model)
+        spec = None if request.model is None else request.model.build(weights="real")
     except CgtoolError as error:
         say(Note(called=Called(hash=None, called=False, sentence=str(error))))
         spec = None
     for name in request.names:
         _open_all(layout, name, say)
-    if spec is not None and request.model is not None:
-        say(Note(called=_called(layout, spec, request, request.model.prefix or spec.prefix, say)))
-
-
-def _built(asked: ModelChoice) -> ModelSpec:
-    from cgtool.models import resolve_model  # imports torch, which the process that waits does without
-
-    return resolve_model(
-        asked.model,
-        factory_args=asked.factory_args,
-        weights="real",
-        device=asked.device,
-        dtype=asked.dtype,
-        pythonpath=asked.pythonpath,
-    )
+    if spec is not None:
+        say(Note(called=_called(layout, spec, request, say)))
 
 
 def _open_all(layout: CacheLayout, name: RankName, say: _Say) -> None:
@@ -347,7 +313,7 @@ def _open(adaptor: str, data: bytes, graph: PieceGraph, packages: Packages) -> N
         get_adaptor(adaptor).load(data, graph)
 
 
-def _called(layout: CacheLayout, spec: ModelSpec, request: LoadRequest, prefix: str, say: _Say) -> Called:
+def _called(layout: CacheLayout, spec: ModelSpec, request: LoadRequest, say: _Say) -> Called:
     """Load the model and call it once; where no entry was named, the one that serves it is opened too."""
     import torch
 
@@ -359,7 +325,7 @@ def _called(layout: CacheLayout, spec: ModelSpec, request: LoadRequest, prefix: 
     hash_: str | None = None
     try:
         live = Live.of(spec.module)
-        finder = Finder(layout, spec.module, live, rank=as_rank, prefix=prefix, trust=TrustPolicy.of())
+        finder = Finder(layout, spec.module, live, rank=as_rank, prefix=spec.prefix, trust=TrustPolicy.of())
         found = finder.find().entry.name
         hash_ = found.hash
         if not request.names:
@@ -368,7 +334,7 @@ def _called(layout: CacheLayout, spec: ModelSpec, request: LoadRequest, prefix: 
             known = ", ".join(dict.fromkeys(short(name.hash) for name in request.names))
             sentence = f"The model is served by entry {short(found.hash)}, and {known} was to be proved."
             return Called(hash=hash_, called=False, sentence=sentence)
-        loaded = load(spec.module, cache_dir=layout.root, prefix=prefix, rank=as_rank)
+        loaded = load(spec.module, cache_dir=layout.root, prefix=spec.prefix, rank=as_rank)
         (call, *_) = spec.calls
         with torch.no_grad():
             loaded(*call.args, **call.kwargs)

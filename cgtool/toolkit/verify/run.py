@@ -10,11 +10,10 @@ cache that many machines fill holds entries of others, and that is no failure of
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from msgspec import structs
@@ -24,16 +23,17 @@ from cgtool.events import Event, OnEvent, ignore
 from cgtool.host import gc_paused
 from cgtool.plan.grammar import Record
 from cgtool.store.files import os_errors_as_cache_errors
-from cgtool.store.layout import ARTIFACTS, CACHE_FOLDER, KEY_FILE, CacheLayout, is_hash, resolve_root, short
-from cgtool.store.machine import Machine, this_machine
+from cgtool.store.layout import ARTIFACTS, CACHE_FOLDER, KEY_FILE, CacheLayout, RankName, is_hash, resolve_root, short
+from cgtool.store.machine import this_machine
 from cgtool.store.records import Manifest
 from cgtool.store.trust import TrustPolicy
 from cgtool.toolkit.bundle.unpack import unpacked
 from cgtool.toolkit.coverage import Hole, entry_coverage
+from cgtool.toolkit.model_choice import ModelChoice
 from cgtool.toolkit.selection import hash_named
 from cgtool.toolkit.verify.checks import EntryCheck, Finding, Findings, check_entries, check_entry, check_units
 from cgtool.toolkit.verify.hashing import Hasher
-from cgtool.toolkit.verify.load import LoadProof, ModelChoice, prove_load
+from cgtool.toolkit.verify.load import LoadProof, prove_load
 from cgtool.toolkit.verify.repair import Repair, compile_again, repair_entry, repair_units
 from cgtool.toolkit.verify.verdict import Level, Verdict, glibc_of_entry, verdict
 
@@ -42,35 +42,6 @@ SCHEMA = 2
 _ROUNDS = 5
 
 _HEX = frozenset("0123456789abcdef")
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
-    """What the user asked of `verify`.
-
-    Args:
-        targets: Beginnings of hashes, or one path: of a cache, an entry or a bundle. Empty: the whole cache.
-        cache_dir: The cache's root; None means the user's own.
-        names_cache: Whether the user named that root with an option.
-        strict: Whether an entry that loads and is not optimal fails the check.
-        world_size: How many ranks each entry must have; None: as many as its greatest.
-        jobs: How many files are read at a time; None: as many as there are cores.
-        load: Whether to open every artifact in a process that can compile nothing.
-        repair: Whether to mend what is found wrong.
-        model: A model to load and call once in that process; None: artifacts alone are opened.
-        rank: The rank to load it as; None takes the environment's word.
-    """
-
-    targets: tuple[str, ...] = ()
-    cache_dir: Path | None = None
-    names_cache: bool = False
-    strict: bool = False
-    world_size: int | None = None
-    jobs: int | None = None
-    load: bool = False
-    repair: bool = False
-    model: ModelChoice | None = None
-    rank: int | None = None
 
 
 class EntryReport(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -152,71 +123,74 @@ class VerifyReport(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 @os_errors_as_cache_errors()
-def verify(options: VerifyOptions, on_event: OnEvent = ignore) -> VerifyReport:
+def verify(
+    targets: Sequence[str] = (),
+    *,
+    cache_dir: Path | None = None,
+    names_cache: bool = False,
+    strict: bool = False,
+    world_size: int | None = None,
+    jobs: int | None = None,
+    load: bool = False,
+    repair: bool = False,
+    model: ModelChoice | None = None,
+    rank: int | None = None,
+    on_event: OnEvent = ignore,
+) -> VerifyReport:
     """Read and match every file of a cache, and judge whether this machine loads its entries.
 
     Args:
-        options: What the user asked.
+        targets: Beginnings of hashes, or one path: of a cache, an entry or a bundle. Empty: the whole cache.
+        cache_dir: The cache's root; None means the user's own.
+        names_cache: Whether the user named that root with an option.
+        strict: Whether an entry that loads and is not optimal fails the check.
+        world_size: How many ranks each entry must have; None: as many as its greatest.
+        jobs: How many files are read at a time; None: as many as there are cores.
+        load: Whether to open every artifact in a process that can compile nothing.
+        repair: Whether to mend what is found wrong.
+        model: A model to load and call once in that process; None: artifacts alone are opened.
+        rank: The rank to load it as; None takes the environment's word.
         on_event: Told of each entry as it goes.
 
     Raises:
         UsageError: A target fits no entry or several; or a bundle is to be loaded or mended.
         RefusedError: A bundle is not whole, or not what its index says.
-        CacheError: There is no such cache, it is none, or it cannot be listed; with `options.repair`, or be written.
+        CacheError: There is no such cache, it is none, or it cannot be listed; with `repair`, or be written.
     """
-    bundle = _bundle(options)
-    if bundle is None:
-        return _verified(options, on_event)
-    with unpacked(bundle) as root:  # of which load asks nothing, for it must be imported first
-        return _verified(replace(options, targets=(), cache_dir=root, names_cache=True), on_event, bundle=bundle)
-
-
-def _verified(options: VerifyOptions, on_event: OnEvent, *, bundle: Path | None = None) -> VerifyReport:
     began = time.perf_counter()
-    layout, hashes = _chosen(options)
-    policy = TrustPolicy.of() if bundle is None else None
-    judge = partial(_judged, layout, machine=this_machine(), world_size=options.world_size, policy=policy)
-    checks: list[EntryCheck] = []
-    entries: list[EntryReport] = []
-    units: Findings | None = None
-    unit_repairs: tuple[Repair, ...] = ()
-    wanted = layout.hashes() if hashes is None else hashes
-    if not wanted:
-        _check_own(layout.root)
-    with gc_paused(), Hasher(options.jobs) as hasher:
-        for found in check_entries(layout, wanted, hasher):
-            checks.append(found)
-            entries.append(judge(found))
-            on_event(Event(phase="verify", message=short(found.name), done=len(entries), total=len(wanted)))
-        if hashes is None and bundle is None:
-            on_event(Event(phase="verify", message="units"))
-            units = check_units(layout, hasher)
-    if options.repair:
-        mended = [_repaired(*pair, judge, options, on_event) for pair in zip(checks, entries, strict=True)]
-        checks = [check for check, _ in mended]
-        entries = [entry for _, entry in mended if entry.repairs or layout.entry_dir(entry.hash).exists()]
-        if units is not None and units.problems:
-            with Hasher(options.jobs) as hasher:  # mending the entries may have mended units, too
-                unit_repairs = tuple(repair_units(layout, check_units(layout, hasher)))
-            with Hasher(options.jobs) as hasher:
-                units = check_units(layout, hasher)
-    load = _loaded(layout, checks, entries, options, on_event)
-    failed = _failed(entries, strict=options.strict, is_cache=units is not None)
-    read: list[EntryReport | Findings] = [*entries, *([] if units is None else [units])]
+    bundle = _bundle(targets)
+    with contextlib.ExitStack() as stack:
+        if bundle is None:
+            layout, hashes = _chosen(targets, cache_dir, names_cache=names_cache)
+        elif load or repair or names_cache:
+            msg = (
+                f"{bundle} is a bundle: it is only looked at. Import it first (`cgtool import`), then load or mend it."
+            )
+            raise UsageError(msg, path=bundle)
+        else:
+            layout, hashes = CacheLayout(root=stack.enter_context(unpacked(bundle))), None
+        found = _Verification(layout, jobs=jobs, world_size=world_size, is_bundle=bundle is not None, on_event=on_event)
+        found.check(hashes)
+        if repair:
+            found.repair()
+        proof = None
+        if load or model is not None:
+            # Of a model alone, the entry that serves it is opened.
+            names = found.loadable() if targets or model is None else []
+            on_event(Event(phase="start", message="opening artifacts in a process that can compile nothing"))
+            proof = prove_load(layout.root, names, model=model, rank=rank)
+    entries, units = tuple(found.entries), found.units
+    failed = _failed(entries, strict=strict, is_cache=units is not None)
     return VerifyReport(
-        root=str(layout.root if bundle is None else bundle),
-        entries=tuple(entries),
-        units=None
-        if units is None
-        else UnitsReport(
-            problems=tuple(units.problems), notes=tuple(units.notes), repairs=unit_repairs, files=units.files
-        ),
-        load=load,
-        files=sum(found.files for found in read),
-        size_bytes=sum(found.size_bytes for found in read),
+        root=str(bundle or layout.root),
+        entries=entries,
+        units=units,
+        load=proof,
+        files=sum(one.files for one in entries) + (units.files if units else 0),
+        size_bytes=sum(one.size_bytes for one in entries) + found.unit_bytes,
         secs=round(time.perf_counter() - began, 3),
         failed=failed,
-        ok=not failed and not (units and units.problems) and (load is None or load.ok),
+        ok=not failed and not (units and units.problems) and (proof is None or proof.ok),
     )
 
 
@@ -228,99 +202,130 @@ def _failed(entries: Sequence[EntryReport], *, strict: bool, is_cache: bool) -> 
     return sum(not entry.is_ok(levels) for entry in entries)
 
 
-def _judged(
-    layout: CacheLayout, found: EntryCheck, machine: Machine, *, world_size: int | None, policy: TrustPolicy | None
-) -> EntryReport:
-    """Return what is to be said of an entry whose files were read; without a policy, load asks nothing of it."""
-    manifests = found.manifests
-    against: tuple[str, ...] = ()
-    if found.key is None:
-        damaged = any(problem.path.endswith(f"/{KEY_FILE}") for problem in found.problems)
-        why = f"its {KEY_FILE} is damaged or missing" if damaged else "it was never finished"
-        said = Verdict(level="unsupported", reasons=(f"Its factors are not known: {why}. Warm the model again",))
-    else:
-        ranks = {manifest.rank for manifest in manifests}
-        files = {row.artifact.file for manifest in manifests for row in manifest.rows}
-        needed = glibc_of_entry(f"{found.folder}/{ARTIFACTS}/{file}" for file in files)
-        said = verdict(found.key, machine, world_size=world_size, ranks=ranks, glibc_needed=needed)
-        against = () if policy is None else tuple(dict.fromkeys(_refusals(layout, manifests, policy)))
-        if against:
-            said = Verdict(level="unsupported", reasons=(*against, *said.reasons))
-    coverage = entry_coverage(manifests, plans=found.plans)
-    there = {(manifest.prefix, manifest.rank) for manifest in manifests}
-    expected = max((rank for _, rank in there), default=-1) + 1 if world_size is None else world_size
-    missing = [(prefix, rank) for prefix in sorted({prefix for prefix, _ in there}) for rank in range(expected)]
-    return EntryReport(
-        hash=found.name,
-        models=tuple(dict.fromkeys(manifest.model for manifest in manifests)),
-        verdict=said,
-        problems=tuple(found.problems),
-        notes=tuple(found.notes),
-        holes=coverage.holes,
-        missing_ranks=tuple(place for place in missing if place not in there),
-        unknown_pieces=sum(unknown.count for unknown in coverage.unknown),
-        refused=bool(against),
-        files=found.files,
-        size_bytes=found.size_bytes,
-    )
+class _Verification:
+    """One look at a cache: what it found in each entry (`checks`, `entries`) and among the units."""
 
+    def __init__(
+        self, layout: CacheLayout, *, jobs: int | None, world_size: int | None, is_bundle: bool, on_event: OnEvent
+    ) -> None:
+        self.layout = layout
+        self.checks: list[EntryCheck] = []
+        self.entries: list[EntryReport] = []
+        self.units: UnitsReport | None = None
+        self.unit_bytes = 0
+        self._jobs = jobs
+        self._world_size = world_size
+        self._is_bundle = is_bundle
+        self._on_event = on_event
+        self._machine = this_machine()
+        #: Load asks nothing of a bundle, for it must be imported first.
+        self._policy = None if is_bundle else TrustPolicy.of()
 
-def _refusals(layout: CacheLayout, manifests: Iterable[Manifest], policy: TrustPolicy) -> Iterator[str]:
-    """Yield why load would not believe what was found."""
-    resolved = CacheLayout(root=Path(os.path.realpath(layout.root)))
-    for manifest in manifests:
-        try:
-            policy.read(resolved, manifest.name)
-        except RefusedError as error:
-            yield f"Load refuses it ({error.reason}): {str(error).rstrip('.')}"
-        except CacheError:  # it is among the problems
-            continue
+    def check(self, hashes: Sequence[str] | None) -> None:
+        """Look at some entries; with None at all of them, and at the units."""
+        wanted = self.layout.hashes() if hashes is None else hashes
+        if not wanted:
+            _check_own(self.layout.root)
+        with gc_paused(), Hasher(self._jobs) as hasher:
+            for found in check_entries(self.layout, wanted, hasher):
+                self.checks.append(found)
+                self.entries.append(self._judged(found))
+                done = len(self.entries)
+                self._on_event(Event(phase="verify", message=short(found.name), done=done, total=len(wanted)))
+            if hashes is None and not self._is_bundle:
+                self._on_event(Event(phase="verify", message="units"))
+                self._take_units(check_units(self.layout, hasher))
 
+    def repair(self) -> None:
+        """Mend what was found, and look again."""
+        mended = [self._repaired(*pair) for pair in zip(self.checks, self.entries, strict=True)]
+        self.checks = [check for check, _ in mended]
+        self.entries = [one for _, one in mended if one.repairs or self.layout.entry_dir(one.hash).exists()]
+        if self.units is not None and self.units.problems:
+            with Hasher(self._jobs) as hasher:  # mending the entries may have mended units, too
+                repairs = tuple(repair_units(self.layout, check_units(self.layout, hasher)))
+            with Hasher(self._jobs) as hasher:
+                self._take_units(check_units(self.layout, hasher), repairs)
 
-def _repaired(
-    found: EntryCheck,
-    entry: EntryReport,
-    judge: Callable[[EntryCheck], EntryReport],
-    options: VerifyOptions,
-    on_event: OnEvent,
-) -> tuple[EntryCheck, EntryReport]:
-    """Mend an entry in rounds, since what one round mends shows what is left, and return how it is then."""
-    layout, done = found.layout, list[Repair]()
-    for _ in range(_ROUNDS):
-        if not (found.problems or entry.holes):
-            break
-        repairs = list(repair_entry(layout, found))
-        if not any(repair.is_done for repair in repairs):
-            repairs += compile_again(layout, found, entry.holes, entry.verdict, on_event)
-        done += [repair for repair in repairs if repair not in done]
-        found = check_entry(layout, found.name, jobs=options.jobs)
-        is_gone = not layout.entry_dir(found.name).exists()
-        if is_gone:
-            found.problems.clear()  # there is nothing left to be wrong
-        entry = judge(found)
-        if is_gone:
-            said = Verdict(level="unsupported", reasons=("Its factors are not known: it was set aside",))
-            entry = structs.replace(entry, verdict=said)
-        if is_gone or not any(repair.is_done for repair in repairs):
-            break
-    return found, structs.replace(entry, repairs=tuple(done))
+    def loadable(self) -> list[RankName]:
+        """Return the ranks of the entries that this machine supports, and in which nothing is wrong."""
+        fit = {one.hash for one in self.entries if one.verdict.level != "unsupported" and not one.problems}
+        return [manifest.name for found in self.checks if found.name in fit for manifest in found.manifests]
 
+    def _take_units(self, found: Findings, repairs: tuple[Repair, ...] = ()) -> None:
+        problems, notes = tuple(found.problems), tuple(found.notes)
+        self.units = UnitsReport(problems=problems, notes=notes, repairs=repairs, files=found.files)
+        self.unit_bytes = found.size_bytes
 
-def _loaded(
-    layout: CacheLayout,
-    checks: Iterable[EntryCheck],
-    entries: Iterable[EntryReport],
-    options: VerifyOptions,
-    on_event: OnEvent,
-) -> LoadProof | None:
-    if not options.load and options.model is None:
-        return None
-    fit = {entry.hash for entry in entries if entry.verdict.level != "unsupported" and not entry.problems}
-    names = [manifest.name for found in checks if found.name in fit for manifest in found.manifests]
-    if options.model is not None and not options.targets:
-        names = []  # the one that serves the model is opened
-    on_event(Event(phase="start", message="opening artifacts in a process that can compile nothing"))
-    return prove_load(layout.root, names, model=options.model, rank=options.rank)
+    def _judged(self, found: EntryCheck) -> EntryReport:
+        """Return what is to be said of an entry whose files were read."""
+        manifests = found.manifests
+        against: tuple[str, ...] = ()
+        if found.key is None:
+            damaged = any(problem.path.endswith(f"/{KEY_FILE}") for problem in found.problems)
+            why = f"its {KEY_FILE} is damaged or missing" if damaged else "it was never finished"
+            said = Verdict(level="unsupported", reasons=(f"Its factors are not known: {why}. Warm the model again",))
+        else:
+            ranks = {manifest.rank for manifest in manifests}
+            files = {row.artifact.file for manifest in manifests for row in manifest.rows}
+            needed = glibc_of_entry(f"{found.folder}/{ARTIFACTS}/{file}" for file in files)
+            said = verdict(found.key, self._machine, world_size=self._world_size, ranks=ranks, glibc_needed=needed)
+            against = tuple(dict.fromkeys(self._refusals(manifests)))
+            if against:
+                said = Verdict(level="unsupported", reasons=(*against, *said.reasons))
+        coverage = entry_coverage(manifests, plans=found.plans)
+        there = {(manifest.prefix, manifest.rank) for manifest in manifests}
+        greatest = max((rank for _, rank in there), default=-1)
+        expected = range(greatest + 1 if self._world_size is None else self._world_size)
+        missing = [(prefix, rank) for prefix in sorted({prefix for prefix, _ in there}) for rank in expected]
+        return EntryReport(
+            hash=found.name,
+            models=tuple(dict.fromkeys(manifest.model for manifest in manifests)),
+            verdict=said,
+            problems=tuple(found.problems),
+            notes=tuple(found.notes),
+            holes=coverage.holes,
+            missing_ranks=tuple(place for place in missing if place not in there),
+            unknown_pieces=sum(unknown.count for unknown in coverage.unknown),
+            refused=bool(against),
+            files=found.files,
+            size_bytes=found.size_bytes,
+        )
+
+    def _refusals(self, manifests: Iterable[Manifest]) -> Iterator[str]:
+        """Yield why load would not believe what was found."""
+        if self._policy is None:
+            return
+        resolved = CacheLayout(root=Path(os.path.realpath(self.layout.root)))
+        for manifest in manifests:
+            try:
+                self._policy.read(resolved, manifest.name)
+            except RefusedError as error:
+                yield f"Load refuses it ({error.reason}): {str(error).rstrip('.')}"
+            except CacheError:  # it is among the problems
+                continue
+
+    def _repaired(self, found: EntryCheck, entry: EntryReport) -> tuple[EntryCheck, EntryReport]:
+        """Mend an entry in rounds, since what one round mends shows what is left, and return how it is then."""
+        layout, done = self.layout, list[Repair]()
+        for _ in range(_ROUNDS):
+            if not (found.problems or entry.holes):
+                break
+            repairs = list(repair_entry(layout, found))
+            if not any(repair.is_done for repair in repairs):
+                repairs += compile_again(layout, found, entry.holes, entry.verdict, self._on_event)
+            done += [repair for repair in repairs if repair not in done]
+            found = check_entry(layout, found.name, jobs=self._jobs)
+            is_gone = not layout.entry_dir(found.name).exists()
+            if is_gone:
+                found.problems.clear()  # there is nothing left to be wrong
+            entry = self._judged(found)
+            if is_gone:
+                said = Verdict(level="unsupported", reasons=("Its factors are not known: it was set aside",))
+                entry = structs.replace(entry, verdict=said)
+            if is_gone or not any(repair.is_done for repair in repairs):
+                break
+        return found, structs.replace(entry, repairs=tuple(done))
 
 
 def _check_own(root: Path) -> None:
@@ -334,33 +339,30 @@ def _check_own(root: Path) -> None:
         raise CacheError(message, path=root, actual=system)
 
 
-def _chosen(options: VerifyOptions) -> tuple[CacheLayout, list[str] | None]:
+def _chosen(
+    targets: Sequence[str], cache_dir: Path | None, *, names_cache: bool
+) -> tuple[CacheLayout, list[str] | None]:
     """Return the cache, and which of its entries were asked for; None for all, and the units."""
-    paths = [target for target in options.targets if not _may_be_hash(target)]
-    if paths and (len(options.targets) > 1 or options.names_cache):
+    paths = [target for target in targets if not _may_be_hash(target)]
+    if paths and (len(targets) > 1 or names_cache):
         msg = "Give beginnings of hashes, or one path of a cache or an entry and no --cache-dir."
-        raise UsageError(msg, actual=list(options.targets))
+        raise UsageError(msg, actual=list(targets))
     if paths:
         path = Path(paths[0]).expanduser().absolute()
         if is_hash(path.name) and path.parent.name == CACHE_FOLDER:
             return _existing(CacheLayout(root=path.parent.parent), named=path), [path.name]
         return _existing(CacheLayout(root=resolve_root(path)), named=path), None
-    layout = CacheLayout(root=resolve_root(options.cache_dir))
-    if options.cache_dir is not None or layout.root.exists():
+    layout = CacheLayout(root=resolve_root(cache_dir))
+    if cache_dir is not None or layout.root.exists():
         _existing(layout, named=layout.root)
     hashes = layout.hashes()
-    return layout, [hash_named(layout, target, hashes) for target in dict.fromkeys(options.targets)] or None
+    return layout, [hash_named(layout, target, hashes) for target in dict.fromkeys(targets)] or None
 
 
-def _bundle(options: VerifyOptions) -> Path | None:
+def _bundle(targets: Sequence[str]) -> Path | None:
     """Return the bundle that is to be checked, if it is one: a stranger's, so nothing of it is opened."""
-    if len(options.targets) != 1 or not Path(options.targets[0]).expanduser().is_file():
-        return None
-    path = Path(options.targets[0]).expanduser().absolute()
-    if options.load or options.repair or options.names_cache:
-        msg = f"{path} is a bundle: it is only looked at. Import it first (`cgtool import`), then load or mend it."
-        raise UsageError(msg, path=path)
-    return path
+    path = Path(targets[0]).expanduser() if len(targets) == 1 else None
+    return path.absolute() if path is not None and path.is_file() else None
 
 
 def _existing(layout: CacheLayout, *, named: Path) -> CacheLayout:

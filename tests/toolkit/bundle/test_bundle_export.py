@@ -22,13 +22,13 @@ from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.leases import claimed
 from cgtool.store.records import parse_manifest
 from cgtool.toolkit.bundle.choose import Choice, gather
-from cgtool.toolkit.bundle.export import ExportOptions, export, write_archive
-from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
+from cgtool.toolkit.bundle.export import export, write_archive
+from cgtool.toolkit.bundle.import_ import import_bundle
 
 
 def exported(root, **choice) -> bytes:
     out = io.BytesIO()
-    export(ExportOptions(dest=out, cache_dir=root, choice=Choice(**choice)))
+    export(dest=out, cache_dir=root, choice=Choice(**choice))
     return out.getvalue()
 
 
@@ -170,7 +170,7 @@ def test_a_flipped_bit_is_not_shipped(tmp_path, kind):
     dest = tmp_path / "out.tar.zst"
     dest.write_text("what was there")
     with pytest.raises(CacheCorruptError, match=path.name):
-        export(ExportOptions(dest=dest, cache_dir=tmp_path))
+        export(dest=dest, cache_dir=tmp_path)
     assert dest.read_text() == "what was there"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["CACHEDIR.TAG", "out.tar.zst", "torch_compile_cache"]
 
@@ -203,7 +203,7 @@ def test_an_artifact_that_changes_after_the_index_was_made_leaves_a_stream_that_
     with pytest.raises(CacheCorruptError, match=path.name):
         write_archive(out, contents)
     with pytest.raises(RefusedError) as refusal:
-        import_bundle(ImportOptions(source=io.BytesIO(out.getvalue()), cache_dir=tmp_path / "there", trust=True))
+        import_bundle(source=io.BytesIO(out.getvalue()), cache_dir=tmp_path / "there", trust=True)
     assert refusal.value.reason in {"truncated", "not_a_bundle"}  # by how much zstd had given out
     assert not (tmp_path / "there").exists()
 
@@ -214,12 +214,12 @@ def test_a_file_is_replaced_whole(tmp_path):
     dest.write_text("old")
     reader = tmp_path / "reader"
     reader.hardlink_to(dest)
-    report = export(ExportOptions(dest=dest, cache_dir=tmp_path / "cache"))
+    report = export(dest=dest, cache_dir=tmp_path / "cache")
     assert dest.stat().st_size == report.written_bytes
     assert dest.read_bytes() == exported(tmp_path / "cache")
     assert reader.read_text() == "old"
     with pytest.raises(UsageError, match=r"is a folder\. Name a file such as"):
-        export(ExportOptions(dest=tmp_path, cache_dir=tmp_path / "cache"))
+        export(dest=tmp_path, cache_dir=tmp_path / "cache")
 
 
 def test_a_folder_is_written_for_a_layer(tmp_path):
@@ -227,14 +227,14 @@ def test_a_folder_is_written_for_a_layer(tmp_path):
     make_keys(tmp_path / "keys", "k")
     dest = tmp_path / "layer"
     options = {"cache_dir": tmp_path / "cache", "folder": True}
-    export(ExportOptions(dest=dest, **options))
+    export(dest=dest, **options)
     assert Forge.of(dest, hash_).files == Forge.of(tmp_path / "cache", hash_).files
     assert sorted(path.name for path in dest.iterdir()) == ["bundle.json", "torch_compile_cache"]
     assert {path.stat().st_mtime for path in [dest, *dest.rglob("*")]} == {0}
     with pytest.raises(UsageError, match="is there already"):
-        export(ExportOptions(dest=dest, **options))
+        export(dest=dest, **options)
     (tmp_path / "empty").mkdir()
-    export(ExportOptions(dest=tmp_path / "empty", **options))
+    export(dest=tmp_path / "empty", **options)
     assert tree(tmp_path / "empty") == tree(dest)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "empty", "keys", "layer"]
 
@@ -243,7 +243,7 @@ def test_a_signed_folder_holds_its_signature_where_load_looks(tmp_path):
     hash_ = lay_entry(tmp_path / "cache")
     make_keys(tmp_path / "keys", "k")
     dest = tmp_path / "layer"
-    export(ExportOptions(dest=dest, cache_dir=tmp_path / "cache", folder=True, sign=(tmp_path / "keys/k.pem",)))
+    export(dest=dest, cache_dir=tmp_path / "cache", folder=True, sign=(tmp_path / "keys/k.pem",))
     kept = sorted((dest / "torch_compile_cache" / hash_ / "signatures").iterdir())
     assert [path.suffix for path in kept] == [".json", ".sig"]
     assert kept[0].read_bytes() == (dest / "bundle.json").read_bytes()
@@ -255,9 +255,9 @@ def test_a_place_that_cannot_be_written_is_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     for dest in (tmp_path / "absent/out.tar.zst", tmp_path / "file/out.tar.zst"):
         with pytest.raises(CacheError, match=r"could not be written: [^.]+\. .* name another place\."):
-            export(ExportOptions(dest=dest, cache_dir=tmp_path / "cache"))
+            export(dest=dest, cache_dir=tmp_path / "cache")
     with pytest.raises(CacheError, match="could not be written"):
-        export(ExportOptions(dest=tmp_path / "file/layer", cache_dir=tmp_path / "cache", folder=True))
+        export(dest=tmp_path / "file/layer", cache_dir=tmp_path / "cache", folder=True)
 
 
 def test_an_entry_that_a_prune_holds_and_does_not_remove_is_a_sentence(tmp_path, monkeypatch):
@@ -266,9 +266,9 @@ def test_an_entry_that_a_prune_holds_and_does_not_remove_is_a_sentence(tmp_path,
     with claimed(CacheLayout(root=tmp_path / "cache"), hash_) as mine:
         assert mine
         with pytest.raises(CacheError, match=r"Another process is removing what was chosen from .* Wait for its end"):
-            export(ExportOptions(dest=tmp_path / "out.tar.zst", cache_dir=tmp_path / "cache"))
+            export(dest=tmp_path / "out.tar.zst", cache_dir=tmp_path / "cache")
     assert not (tmp_path / "out.tar.zst").exists()
-    export(ExportOptions(dest=tmp_path / "out.tar.zst", cache_dir=tmp_path / "cache"))
+    export(dest=tmp_path / "out.tar.zst", cache_dir=tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_a_plan_that_import_refuses_is_not_exported(tmp_path: Path, say: str, wh
     (tmp_path / "out").mkdir()
     for dest, folder in dests:
         with pytest.raises(CacheError, match=why) as error:
-            export(ExportOptions(dest=dest, cache_dir=tmp_path / "cache", folder=folder))
+            export(dest=dest, cache_dir=tmp_path / "cache", folder=folder)
         assert str(error.value).startswith("Nothing was exported, for import would refuse it. The member")
         assert str(error.value).endswith(". Choose other entries, or fewer of them.")
     assert stream.getvalue() == b""
@@ -298,4 +298,4 @@ def test_prefixes_that_are_one_name_on_some_file_system_are_not_exported(tmp_pat
     for prefix in ("backbone", "Backbone"):
         lay_entry(tmp_path, prefix=prefix)
     with pytest.raises(CacheError, match="differs from another in upper and lower case only"):
-        export(ExportOptions(dest=io.BytesIO(), cache_dir=tmp_path))
+        export(dest=io.BytesIO(), cache_dir=tmp_path)

@@ -19,7 +19,7 @@ from hostile_bundles import CONSISTENT, CORPUS, EVIL, replacing
 from cgtool.errors import RefusedError
 from cgtool.store.artifacts import Package, origin_member, pack
 from cgtool.store.bundle_index import Limits, parse_index
-from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
+from cgtool.toolkit.bundle.import_ import import_bundle
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_a_hostile_bundle_is_refused_for_its_reason_and_changes_nothing(tmp_path
     bundle.write_bytes(make(genuine))
     before = tree(tmp_path)
     with pytest.raises(RefusedError) as refusal:
-        import_bundle(ImportOptions(source=bundle, cache_dir=target, trust=True))
+        import_bundle(source=bundle, cache_dir=target, trust=True)
     assert refusal.value.reason == reason
     assert refusal.value.exit_code == 3
     assert ".. " not in str(refusal.value)
@@ -56,7 +56,7 @@ def test_what_is_consistent_and_hostile_is_refused_in_either_form(tmp_path, genu
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes(data)
     with pytest.raises(RefusedError) as refusal:
-        import_bundle(ImportOptions(source=source, cache_dir=tmp_path / "cache", trust=True))
+        import_bundle(source=source, cache_dir=tmp_path / "cache", trust=True)
     assert refusal.value.reason == reason
     assert not (tmp_path / "cache").exists()
 
@@ -64,23 +64,21 @@ def test_what_is_consistent_and_hostile_is_refused_in_either_form(tmp_path, genu
 def test_the_bundle_that_all_of_them_are_forged_from_is_taken(tmp_path, genuine):
     bundle = tmp_path / "genuine.tar.zst"
     bundle.write_bytes(genuine.bytes())
-    report = import_bundle(ImportOptions(source=bundle, cache_dir=tmp_path / "cache", trust=True))
+    report = import_bundle(source=bundle, cache_dir=tmp_path / "cache", trust=True)
     assert [entry.outcome for entry in report.entries] == ["new"]
     assert Forge.of(tmp_path / "cache", report.entries[0].hash).files == genuine.files
 
 
 def test_a_refusal_leaves_no_cache_where_there_was_none(tmp_path, genuine):
     with pytest.raises(RefusedError):
-        import_bundle(
-            ImportOptions(source=io.BytesIO(genuine.bytes()[:-1]), cache_dir=tmp_path / "a" / "b", trust=True)
-        )
+        import_bundle(source=io.BytesIO(genuine.bytes()[:-1]), cache_dir=tmp_path / "a" / "b", trust=True)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_every_refusal_names_the_member_and_says_what_to_do(tmp_path, genuine):
     bundle = replacing("/key.json", type=tarfile.SYMTYPE, linkname="/etc/passwd")(genuine)
     with pytest.raises(RefusedError, match=r"is a symbolic link\. Nothing was changed\. Ask whoever") as refusal:
-        import_bundle(ImportOptions(source=io.BytesIO(bundle), cache_dir=tmp_path, trust=True))
+        import_bundle(source=io.BytesIO(bundle), cache_dir=tmp_path, trust=True)
     assert refusal.value.path == genuine.name("/key.json")
 
 
@@ -88,7 +86,7 @@ def test_a_name_of_ten_thousand_letters_and_control_characters_is_cut_and_escape
     bundle = genuine.with_file("torch_compile_cache/" + "\x1b[31m" * 2000, EVIL)
     record = index_of(bundle.files)
     with pytest.raises(RefusedError) as refusal:
-        import_bundle(ImportOptions(source=io.BytesIO(genuine.bytes(index=record)), cache_dir=tmp_path, trust=True))
+        import_bundle(source=io.BytesIO(genuine.bytes(index=record)), cache_dir=tmp_path, trust=True)
     assert refusal.value.reason == "strange_name"
     assert len(str(refusal.value)) < 1500
     assert "\x1b" not in str(refusal.value)
@@ -97,11 +95,10 @@ def test_a_name_of_ten_thousand_letters_and_control_characters_is_cut_and_escape
 def test_limits_are_the_users(tmp_path, genuine):
     origin = origin_member(genuine.files[genuine.name(".pt2")])
     zeros = genuine.with_artifact(pack(Package(native=bytes(48 * 2**20), metadata={}, origin=origin)))
-    options = ImportOptions(source=io.BytesIO(zeros.bytes()), cache_dir=tmp_path, trust=True, max_ratio=1e6)
-    assert import_bundle(options).size_bytes > 48 * 2**20
-    small = ImportOptions(source=io.BytesIO(genuine.bytes()), cache_dir=tmp_path / "b", trust=True, max_bytes=100)
+    report = import_bundle(source=io.BytesIO(zeros.bytes()), cache_dir=tmp_path, trust=True, max_ratio=1e6)
+    assert report.size_bytes > 48 * 2**20
     with pytest.raises(RefusedError) as refusal:
-        import_bundle(small)
+        import_bundle(io.BytesIO(genuine.bytes()), cache_dir=tmp_path / "b", trust=True, max_bytes=100)
     assert refusal.value.reason == "too_large"
 
 
@@ -117,7 +114,7 @@ def _values(count: int) -> bytes:
 
 def _refusal_of(bundle: bytes, folder) -> RefusedError:
     with pytest.raises(RefusedError) as refusal:
-        import_bundle(ImportOptions(source=io.BytesIO(bundle), cache_dir=folder, trust=True, max_ratio=1e9))
+        import_bundle(source=io.BytesIO(bundle), cache_dir=folder, trust=True, max_ratio=1e9)
     assert not folder.exists()
     return refusal.value
 
@@ -170,7 +167,7 @@ def test_an_import_writes_through_no_link_that_lies_in_the_cache(tmp_path, genui
         (tmp_path / "outside").mkdir()
     before = tree(tmp_path)
     with pytest.raises(RefusedError, match=f"^{link} is a link") as refusal:
-        import_bundle(ImportOptions(source=io.BytesIO(genuine.bytes()), cache_dir=tmp_path / "cache", trust=True))
+        import_bundle(source=io.BytesIO(genuine.bytes()), cache_dir=tmp_path / "cache", trust=True)
     assert refusal.value.reason == "link_here"
     assert tree(tmp_path) == before
     assert link.is_symlink()
@@ -185,7 +182,7 @@ def test_a_source_that_is_no_file_is_refused_and_not_waited_for(tmp_path, how):
     with pytest.raises(
         RefusedError, match=r"neither a file nor a folder\. Name a file .* or - to read a pipe"
     ) as refusal:
-        import_bundle(ImportOptions(source=source, cache_dir=tmp_path / "cache", trust=True))
+        import_bundle(source=source, cache_dir=tmp_path / "cache", trust=True)
     assert refusal.value.reason == "not_a_bundle"
 
 
@@ -194,7 +191,7 @@ def test_empty_blocks_without_end_are_refused(tmp_path, genuine):
     head = frame[:6] if not frame[4] & 0x20 else frame[:5]
     stream = io.BytesIO(head + b"\0\0\0" * 10**6)
     with pytest.raises(RefusedError, match="longer than what it holds") as refusal:
-        import_bundle(ImportOptions(source=stream, cache_dir=tmp_path, trust=True))
+        import_bundle(source=stream, cache_dir=tmp_path, trust=True)
     assert refusal.value.reason == "bad_compression"
     assert stream.tell() < 2 * 2**20
 
@@ -208,7 +205,7 @@ def test_a_folder_that_is_deeper_than_any_name_is_refused_where_the_names_end(tm
     deep.mkdir()
     (deep / "b").write_bytes(b"")
     with pytest.raises(RefusedError, match="is a folder where a bundle has none") as refusal:
-        import_bundle(ImportOptions(source=lay_folder, cache_dir=tmp_path / "cache", trust=True))
+        import_bundle(source=lay_folder, cache_dir=tmp_path / "cache", trust=True)
     assert (refusal.value.reason, refusal.value.path) == ("outside_layout", str(deep.relative_to(lay_folder)))
 
 
@@ -218,5 +215,5 @@ def test_without_trust_nothing_is_read(tmp_path):
             raise AssertionError
 
     with pytest.raises(RefusedError) as refusal:
-        import_bundle(ImportOptions(source=Untouched(), cache_dir=tmp_path))
+        import_bundle(source=Untouched(), cache_dir=tmp_path)
     assert refusal.value.reason == "not_trusted"

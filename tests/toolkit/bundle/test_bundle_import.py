@@ -20,8 +20,8 @@ from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.lookup import LookupStore
 from cgtool.store.signatures import load_private_key, sign
 from cgtool.toolkit.bundle.choose import Choice
-from cgtool.toolkit.bundle.export import ExportOptions, export
-from cgtool.toolkit.bundle.import_ import ImportOptions, ImportReport, import_bundle
+from cgtool.toolkit.bundle.export import export
+from cgtool.toolkit.bundle.import_ import ImportReport, import_bundle
 from cgtool.toolkit.bundle.unpack import unpacked
 from cgtool.toolkit.scan import scan
 from cgtool.toolkit.verify.checks import check_entry
@@ -29,13 +29,13 @@ from cgtool.toolkit.verify.checks import check_entry
 
 def exported(root: Path, **choice) -> bytes:
     out = io.BytesIO()
-    export(ExportOptions(dest=out, cache_dir=root, choice=Choice(**choice)))
+    export(dest=out, cache_dir=root, choice=Choice(**choice))
     return out.getvalue()
 
 
 def imported(source, root: Path, **options) -> ImportReport:
     source = io.BytesIO(source) if isinstance(source, bytes) else source
-    return import_bundle(ImportOptions(**{"source": source, "cache_dir": root, "trust": True, **options}))
+    return import_bundle(**{"source": source, "cache_dir": root, "trust": True, **options})
 
 
 def outcomes(report: ImportReport) -> list[tuple[str, int]]:
@@ -162,7 +162,7 @@ def test_a_folder_is_imported_as_a_file_is_and_served_as_a_cache_meanwhile(tmp_p
     hash_ = lay_entry(tmp_path / "a")
     make_keys(tmp_path / "keys", "k")
     layer = tmp_path / "layer"
-    export(ExportOptions(dest=layer, cache_dir=tmp_path / "a", folder=True, sign=(tmp_path / "keys/k.pem",)))
+    export(dest=layer, cache_dir=tmp_path / "a", folder=True, sign=(tmp_path / "keys/k.pem",))
     list(LookupStore(CacheLayout(root=layer)).candidates(LOOKUP))
     (layer / "CACHEDIR.TAG").write_text("")
     report = imported(layer, tmp_path / "b", trust=False, require_signature=(tmp_path / "keys/k.pub",))
@@ -216,7 +216,7 @@ HOSTILE_FOLDERS = {
 @pytest.mark.parametrize(("reason", "spoil"), HOSTILE_FOLDERS.values(), ids=HOSTILE_FOLDERS)
 def test_a_hostile_folder_is_refused_for_its_reason(tmp_path, reason, spoil):
     hash_ = lay_entry(tmp_path / "a")
-    export(ExportOptions(dest=tmp_path / "in/layer", cache_dir=tmp_path / "a", folder=True))
+    export(dest=tmp_path / "in/layer", cache_dir=tmp_path / "a", folder=True)
     spoil(tmp_path / "in/layer/torch_compile_cache" / hash_)
     lay_entry(tmp_path / "b", seed=9)
     before = tree(tmp_path / "b")

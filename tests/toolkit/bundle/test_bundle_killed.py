@@ -18,8 +18,8 @@ from syscalls import Call, each_kill, killed_at
 
 from cgtool.errors import CacheError
 from cgtool.toolkit.bundle.choose import Choice
-from cgtool.toolkit.bundle.export import ExportOptions, export
-from cgtool.toolkit.bundle.import_ import ImportOptions, import_bundle
+from cgtool.toolkit.bundle.export import export
+from cgtool.toolkit.bundle.import_ import import_bundle
 
 #: What may lie in a cache after a kill and is no part of it.
 LEFTOVER = re.compile(r"(^|/)\.[^/]+\.(tmp|next)(/|$)|^torch_compile_cache/(state|lookup)(/|$)|^CACHEDIR.TAG$")
@@ -44,12 +44,12 @@ def bundle(tmp_path) -> bytes:
     make_keys(tmp_path / "keys", "k")
     out = io.BytesIO()
     choice = Choice(everything=True)
-    export(ExportOptions(dest=out, cache_dir=tmp_path / "source", choice=choice, sign=(tmp_path / "keys/k.pem",)))
+    export(dest=out, cache_dir=tmp_path / "source", choice=choice, sign=(tmp_path / "keys/k.pem",))
     return out.getvalue()
 
 
 def imported(bundle: bytes, root: Path) -> None:
-    import_bundle(ImportOptions(source=io.BytesIO(bundle), cache_dir=root, trust=True, any_machine=True))
+    import_bundle(source=io.BytesIO(bundle), cache_dir=root, trust=True, any_machine=True)
 
 
 def killed_everywhere(
@@ -114,13 +114,13 @@ def test_killed_at_any_call_an_export_leaves_the_old_file_or_the_new_one(tmp_pat
     start.mkdir()
     (start / "out.tar.zst").write_text("old")
     new = io.BytesIO()
-    export(ExportOptions(dest=new, cache_dir=tmp_path / "cache"))
+    export(dest=new, cache_dir=tmp_path / "cache")
 
     def check(folder: Path) -> None:
         assert (folder / "out.tar.zst").read_bytes() in (b"old", new.getvalue())
 
     def action(folder: Path) -> None:
-        export(ExportOptions(dest=folder / "out.tar.zst", cache_dir=tmp_path / "cache"))
+        export(dest=folder / "out.tar.zst", cache_dir=tmp_path / "cache")
 
     assert killed_everywhere(start, tmp_path / "work", action, check) >= 3
 
@@ -129,14 +129,14 @@ def test_killed_at_any_call_an_export_leaves_no_folder_or_a_whole_one(tmp_path):
     lay_entry(tmp_path / "cache")
     start = tmp_path / "start"
     start.mkdir()
-    export(ExportOptions(dest=tmp_path / "whole", cache_dir=tmp_path / "cache", folder=True))
+    export(dest=tmp_path / "whole", cache_dir=tmp_path / "cache", folder=True)
 
     def check(folder: Path) -> None:
         if (folder / "layer").exists():
             assert tree(folder / "layer") == tree(tmp_path / "whole")
 
     def action(folder: Path) -> None:
-        export(ExportOptions(dest=folder / "layer", cache_dir=tmp_path / "cache", folder=True))
+        export(dest=folder / "layer", cache_dir=tmp_path / "cache", folder=True)
 
     assert killed_everywhere(start, tmp_path / "work", action, check) > 15
 
@@ -145,7 +145,7 @@ def test_killed_at_any_call_an_export_leaves_no_folder_or_a_whole_one(tmp_path):
 def test_a_full_or_read_only_disk_is_a_sentence_and_nothing_is_half(tmp_path, small_disk, read_only, free):
     lay_entry(tmp_path / "source", native_bytes=60_000, shapes=("general", "n=8", "n=16", "n=32"))
     bundle = tmp_path / "bundle.tar.zst"
-    export(ExportOptions(dest=bundle, cache_dir=tmp_path / "source"))
+    export(dest=bundle, cache_dir=tmp_path / "source")
     lay_entry(small_disk / "cache", seed=7)
     if free is None:
         read_only(small_disk)
@@ -159,11 +159,11 @@ def test_a_full_or_read_only_disk_is_a_sentence_and_nothing_is_half(tmp_path, sm
         imported(bundle.read_bytes(), small_disk / "cache")
     assert tree(small_disk) == before
     with pytest.raises(CacheError, match=sentence):
-        export(ExportOptions(dest=small_disk / "layer", cache_dir=tmp_path / "source", folder=True))
+        export(dest=small_disk / "layer", cache_dir=tmp_path / "source", folder=True)
     assert tree(small_disk) == before
     if not free:  # else there is room for it: it packs well
         with pytest.raises(CacheError, match=f"out.tar.zst could not be written: {sentence}"):
-            export(ExportOptions(dest=small_disk / "out.tar.zst", cache_dir=tmp_path / "source"))
+            export(dest=small_disk / "out.tar.zst", cache_dir=tmp_path / "source")
         assert tree(small_disk) == before
 
 

@@ -13,7 +13,7 @@ from cgtool.store.layout import KEY_FILE
 from cgtool.store.machine import Machine
 from cgtool.store.records import Factor, Key
 from cgtool.toolkit.bundle.choose import Choice
-from cgtool.toolkit.bundle.export import ExportOptions, export
+from cgtool.toolkit.bundle.export import export
 from cgtool.toolkit.diff.records import Difference
 from cgtool.toolkit.diff.run import diff, machine_differences
 from cgtool.toolkit.diff.sides import Side, open_side
@@ -95,7 +95,7 @@ def test_a_bundle_is_its_entry_or_a_cache_of_its_entries_and_is_gone_afterwards(
     hashes = [entry.hash for entry in entries]
     for name, chosen in (("one", hashes[:1]), ("both", hashes)):
         choice = Choice(hashes=tuple(chosen))
-        export(ExportOptions(dest=tmp_path / name, choice=choice, cache_dir=tmp_path / "cache", folder=folder))
+        export(dest=tmp_path / name, choice=choice, cache_dir=tmp_path / "cache", folder=folder)
     with open_side(str(tmp_path / "one")) as one, open_side(str(tmp_path / "both")) as both:
         assert one.hash == (None if folder else hashes[0])
         assert (both.hash, list(both.entries)) == (None, sorted(hashes))

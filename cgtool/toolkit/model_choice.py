@@ -1,0 +1,120 @@
+"""A model as the user names it on a command line: how it is built, here or in a child, and the lines that load it.
+
+Importable without torch, which building the model imports.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from msgspec import field
+
+from cgtool.config import CompilationConfig
+from cgtool.errors import UsageError
+from cgtool.events import Event, OnEvent, ignore
+from cgtool.model import ModelSpec
+from cgtool.plan.grammar import Record
+
+
+class ModelChoice(Record, frozen=True, kw_only=True):
+    """A model as the user names it.
+
+    Args:
+        model: MODEL as it was given: "path/to/file.py:factory", "package.module:factory", "hf:PATH".
+        factory_args: Keyword arguments for the factory.
+        weights: "fake" builds the module without memory for its weights, "real" builds it as the factory does.
+        device: Where the module is built, as torch spells it; None leaves it to the factory.
+        dtype: Its default floating dtype, as torch spells it; None leaves it to the factory.
+        pythonpath: Folders put on `sys.path` first.
+        prefix: Which compiled part of the model this is; None takes the factory's word.
+        require: Dynamic dimension → its smallest and its largest size that must be served; beside the factory's word.
+    """
+
+    model: str
+    factory_args: dict[str, Any] = field(default_factory=dict)
+    weights: Literal["fake", "real"] = "fake"
+    device: str | None = None
+    dtype: str | None = None
+    pythonpath: tuple[str, ...] = ()
+    prefix: str | None = None
+    require: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def build(self, *, weights: Literal["fake", "real"] | None = None, on_event: OnEvent = ignore) -> ModelSpec:
+        """Build the model; a ModelError says that it could not be found or built."""
+        began = time.perf_counter()
+        on_event(Event(phase="model", message="importing torch"))
+        # Seconds that `--help` and wrong usage need not wait for.
+        from cgtool.models import resolve_model
+
+        on_event(Event(phase="model", message=self.model))
+        spec = resolve_model(
+            self.model,
+            factory_args=dict(self.factory_args),
+            weights=weights or self.weights,
+            device=self.device,
+            dtype=self.dtype,
+            pythonpath=self.pythonpath,
+        )
+        on_event(Event(phase="model", message=self.model, secs=time.perf_counter() - began))
+        prefix = spec.prefix if self.prefix is None else self.prefix
+        return dataclasses.replace(spec, prefix=prefix, require={**spec.require, **self.require})
+
+
+def require_cache(config: CompilationConfig) -> None:
+    """Refuse a configuration that switches the cache off."""
+    if config.disable_cache:
+        message = (
+            "The cache is switched off (--no-cache, CGTOOL_DISABLE_CACHE or disable_cache): nothing is stored in it, "
+            "and nothing hits. Switch it on and run this again; cgtool.compile compiles without a cache."
+        )
+        raise UsageError(message)
+
+
+def load_call(module: str, place: Mapping[str, Any]) -> str:
+    """Return the Python expression that loads `module` from its entry at `place`: "cgtool.load(module)"."""
+    return _call("cgtool.load", module, **place)
+
+
+def start_line(choice: ModelChoice, place: Mapping[str, Any]) -> str:
+    """Return a shell line that builds the model for real, loads it from the cache and calls it once."""
+    build = _call(
+        "resolve_model",
+        repr(choice.model),
+        factory_args=choice.factory_args or None,
+        weights="real",
+        device=choice.device,
+        dtype=choice.dtype,
+        pythonpath=choice.pythonpath or None,
+    )
+    statements = (
+        "import cgtool, torch",
+        "from cgtool.models import resolve_model",
+        f"spec = {build}",
+        f"model = {load_call('spec.module', place)}",
+        "torch.set_grad_enabled(False)",
+        "print(model(*spec.calls[0].args, **spec.calls[0].kwargs))",
+    )
+    return f"{_python()} -c {_quoted('; '.join(statements))}"
+
+
+def _call(function: str, first: str, **keywords: Any) -> str:
+    named = [f"{name}={value!r}" for name, value in keywords.items() if value is not None]
+    return f"{function}({', '.join([first, *named])})"
+
+
+def _quoted(code: str) -> str:
+    # Double quotes around Python's single ones read better; the shell must find nothing to expand in them.
+    return f'"{code}"' if not set(code) & set('"$`\\!') else shlex.quote(code)
+
+
+def _python() -> str:
+    found = shutil.which("python")
+    same = found is not None and Path(found).absolute() == Path(sys.executable).absolute()
+    return "python" if same else shlex.quote(sys.executable)
