@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cgtool.toolkit.bench.report import SCHEMA, BenchReport, Measured, notes_on, report_ways
+from cgtool.toolkit.bench.report import SCHEMA, BenchReport, Measured, notes_on, report_way
 from cgtool.toolkit.bench.ways import Difference, Settings, Start, Step, parse_ways
 from cgtool.toolkit.model_choice import ModelChoice
 
@@ -39,7 +39,7 @@ class Bench:
         self.sources = {way.source: Measured() for way in self.settings.ways if way.source}
 
     def reports(self):
-        return report_ways(self.settings, self.ways, self.sources)
+        return [report_way(way, self.settings, self.ways, self.sources) for way in self.settings.ways]
 
 
 def filled():

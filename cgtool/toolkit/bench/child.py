@@ -59,6 +59,8 @@ def main(channel: Channel) -> None:
 
 
 class _Measurement:
+    """One process: what it found (`found`, fields of `Start`), and the phase that it is in."""
+
     def __init__(self, request: Request, found: dict[str, Any]) -> None:
         self._request = request
         self._settings = request.settings
@@ -67,16 +69,21 @@ class _Measurement:
 
     def run(self) -> Start:
         try:
-            spec = self._build()
+            with self._timed("build_secs"):
+                random.seed(self._settings.seed)
+                torch.manual_seed(self._settings.seed)
+                spec = self._settings.model.build(weights=None if self._request.action == "warm" else "real")
             if self._request.action == "start":
-                self._start(spec)
+                outputs = self._start(spec)
+                self._phase = "compare"
+                self._compare(spec, outputs)
             else:
                 self._phase = "work"
                 with self._timed("work_secs"):
                     self._found |= (_warm if self._request.action == "warm" else _precompile)(spec, self._request)
             self._phase = "report"
             self._found["torch"] = _torch_facts()
-        except BaseException as error:  # noqa: BLE001  whatever ends a start is what the report says of it
+        except BaseException as error:  # noqa: BLE001 - whatever ends a start is what the report says of it
             traceback.print_exc()
             self._found |= {"error": one_line(error), "failed_in": self._phase}
             if isinstance(error, CgtoolError):
@@ -90,13 +97,8 @@ class _Measurement:
         _synchronise()
         self._found[name] = time.perf_counter() - began
 
-    def _build(self) -> ModelSpec:
-        random.seed(self._settings.seed)
-        torch.manual_seed(self._settings.seed)
-        with self._timed("build_secs"):
-            return self._settings.model.build(weights=None if self._request.action == "warm" else "real")
-
-    def _start(self, spec: ModelSpec) -> None:
+    def _start(self, spec: ModelSpec) -> dict[str, Any]:
+        """Start the model and time its steps; return its outputs for the example and for each size."""
         self._phase = "ready"
         before = set(sys.modules)
         args, kwargs = tuple(spec.calls[0].args), dict(spec.calls[0].kwargs)
@@ -113,7 +115,9 @@ class _Measurement:
                 saved = torch.compiler.save_cache_artifacts()
                 if saved is not None:
                     Path(self._request.artifact).write_bytes(saved[0])
-        self._phase = "compare"
+        return outputs
+
+    def _compare(self, spec: ModelSpec, outputs: dict[str, Any]) -> None:
         self._found["weights"] = weights_digest(spec.module)
         reference = Path(self._request.reference)
         if self._request.write_reference:
@@ -126,7 +130,6 @@ class _Measurement:
     def _steps(self, run: _Function, spec: ModelSpec) -> dict[str, Any]:
         """Time a step of each size; return each size's first output, all of which come before the first repeat."""
         dimension = dimension_of(spec, self._settings.dimension)
-        self._found["dimension"] = dimension
         steps: dict[str, Step] = {}
         outputs: dict[str, Any] = {}
         served = []
@@ -138,19 +141,16 @@ class _Measurement:
                     outputs[str(size)] = run(*args, **kwargs)
                     _synchronise()
                 served.append((str(size), args, kwargs, time.perf_counter() - began))
-            except Exception as error:  # noqa: BLE001  a size that a way does not serve is part of the report
+            except Exception as error:  # noqa: BLE001 - a size that a way does not serve is part of the report
                 traceback.print_exc()
                 steps[str(size)] = Step(error=one_line(error))
         for name, args, kwargs, first_secs in served:
             taken = _repeated(run, args, kwargs, self._settings.repeats)
+            least, most = min(taken), max(taken)
             steps[name] = Step(
-                first_secs=first_secs,
-                median_secs=median(taken),
-                min_secs=min(taken),
-                max_secs=max(taken),
-                count=len(taken),
+                first_secs=first_secs, median_secs=median(taken), min_secs=least, max_secs=most, count=len(taken)
             )
-        self._found["steps"] = steps
+        self._found |= {"dimension": dimension, "steps": steps}
         return outputs
 
 
@@ -191,7 +191,7 @@ def _precompile(spec: ModelSpec, request: Request) -> dict[str, Any]:
     return {"notes": notes}
 
 
-def _eager(spec: ModelSpec, request: Request) -> _Function:  # noqa: ARG001  a starter's signature
+def _eager(spec: ModelSpec, request: Request) -> _Function:  # noqa: ARG001 - a starter's signature
     # The module itself, as a user calls it: its hooks run.
     method: _Function = spec.module if spec.method == "forward" else getattr(spec.module, spec.method)
     return method

@@ -10,7 +10,7 @@ import os
 import platform
 import random
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
@@ -33,8 +33,7 @@ PARTS, RESAMPLES = 40, 4000
 #: Fewer pairs than this cannot bound a median with 95 %: even their whole range holds it less often, 1 - 2 / 2**n.
 FEWEST_PAIRS = 6
 _BUSY = 1.5
-
-Value = Callable[[Start], float | None]
+_COMPARED = ("ready_secs", "start_secs", "rss_bytes")
 
 
 class Summary(Record, frozen=True, kw_only=True):
@@ -99,7 +98,7 @@ class WayReport(Record, frozen=True, kw_only=True):
         error: Why it failed, or failed in the end; one line.
         log: The last lines of the process that failed.
         num_bytes: Bytes on the disk that a start needs.
-        summary: By name of the metric.
+        summary: By name of the metric (`Start.figures`).
         steps: Of each size, the summary of its starts' medians; or why it has none.
         ratios: base way → metric → ratio.
         outputs: How the outputs compare with eager's; None where none were compared.
@@ -150,11 +149,6 @@ class BenchReport(Record, frozen=True, kw_only=True):
     began: str
     secs: float
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the document that `bench --json` prints."""
-        found: dict[str, Any] = msgspec.to_builtins(self)
-        return found
-
 
 @dataclass(kw_only=True)
 class Measured:
@@ -172,94 +166,65 @@ class Measured:
     log: tuple[str, ...] = ()
     num_bytes: int = 0
 
-    def fail(self, start: Start) -> None:
-        """Take over why a start failed."""
-        self.error, self.log = start.error, start.log or ()
+    @property
+    def figures(self) -> dict[str, dict[int, float]]:
+        """Metric → round → value, of the starts that count."""
+        found: dict[str, dict[int, float]] = {}
+        for start in self.starts:
+            if start.counted and start.error is None and start.round is not None:
+                for name, value in start.figures.items():
+                    found.setdefault(name, {})[start.round] = value
+        return found
 
-    def summary(self, value: Value) -> Summary | None:
-        """Return a value of the starts in short; None where none has it."""
-        return summarise(list(self._by_round(value).values()))
-
-    def ratio(self, base: Measured, value: Value, *, seed: int) -> Ratio | None:
-        """Return how much larger a value is than another's; None where no round has both."""
-        return paired_ratio(self._by_round(value), base._by_round(value), seed=seed)
-
-    def _by_round(self, value: Value) -> dict[int, float]:
-        """A value of each start that counts and has it, by its round."""
-        counted = [start for start in self.starts if start.counted and start.error is None]
-        return {one.round: found for one in counted if isinstance(one.round, int) and (found := value(one)) is not None}
-
-
-def report_ways(
-    settings: Settings, ways: Mapping[str, Measured], sources: Mapping[str, Measured]
-) -> tuple[WayReport, ...]:
-    """Return what is known of each way."""
-    sizes = [str(size) for size in settings.tokens]
-    medians = {size: _of_step(size, "median_secs") for size in sizes}
-    metrics = {name: _at(name) for name in (*PHASES, "rss_bytes", "device_bytes", "start_secs")}
-    metrics |= {f"first_{size}": _of_step(size, "first_secs") for size in sizes}
-    compared = {name: metrics[name] for name in ("ready_secs", "start_secs", "rss_bytes")}
-    compared |= {f"step_{size}": value for size, value in medians.items()}
-
-    def ratios(measured: Measured, base: Measured, values: Mapping[str, Value]) -> dict[str, Ratio]:
-        return _known({name: measured.ratio(base, value, seed=settings.seed) for name, value in values.items()})
-
-    def prepared(source: Measured) -> Prepared:
-        values = {"work_secs": _at("prepare_secs"), "total_secs": _at("total_secs")}
-        return Prepared(
-            work_secs=source.summary(values["work_secs"]),
-            total_secs=source.summary(values["total_secs"]),
-            process_secs=source.summary(_at("process_secs")),
-            reused=any(start.reused for start in source.starts),
-            notes=tuple(note for start in source.starts[:1] for note in start.notes or ()),
-            over_cold=ratios(source, sources["torch"], values) if "torch" in sources else {},
-        )
-
-    def report(way: Way) -> WayReport:
-        measured = ways[way.name]
-        bases = [base for base in BASES if base != way.name and base in ways]
-        against = {base: ratios(measured, ways[base], compared) for base in bases}
-        return WayReport(
-            way=way.name,
-            label=way.label,
-            adaptor=way.adaptor,
-            error=measured.error or next((start.error for start in measured.starts if start.error is not None), None),
-            log=measured.log or next((start.log for start in measured.starts if start.log is not None), ()),
-            num_bytes=measured.num_bytes,
-            summary=_known({name: measured.summary(value) for name, value in metrics.items()}),
-            steps=_known({s: measured.summary(value) or _refused(measured, s) for s, value in medians.items()}),
-            ratios=_known({base: found or None for base, found in against.items()}),
-            outputs=_outputs(measured),
-            prepare=prepared(sources[way.source]) if way.source and not way.is_cold else None,
-            starts=measured.starts,
-        )
-
-    return tuple(map(report, settings.ways))
+    def ratios(self, base: Measured, names: Iterable[str], *, seed: int) -> dict[str, Ratio]:
+        """Return how much larger metrics are than another's, those of which some round has both."""
+        mine, others = self.figures, base.figures
+        found = {name: paired_ratio(mine.get(name, {}), others.get(name, {}), seed=seed) for name in names}
+        return {name: ratio for name, ratio in found.items() if ratio is not None}
 
 
-def _known(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in found.items() if value is not None}
+def report_way(
+    way: Way, settings: Settings, ways: Mapping[str, Measured], sources: Mapping[str, Measured]
+) -> WayReport:
+    """Return what is known of a way, given what each way and each preparation gave, by name."""
+    measured, sizes = ways[way.name], [str(size) for size in settings.tokens]
+    summary = {name: summarise(list(values.values())) for name, values in measured.figures.items()}
+    steps: dict[str, Summary | Refused] = {size: summary[f"step_{size}"] for size in sizes if f"step_{size}" in summary}
+    refused = {size: step.error for start in measured.starts for size, step in start.steps.items() if step.error}
+    steps |= {size: Refused(error=error) for size, error in refused.items() if size not in steps}
+    compared = [*_COMPARED, *(f"step_{size}" for size in sizes)]
+    bases = [base for base in BASES if base != way.name and base in ways]
+    against = {base: measured.ratios(ways[base], compared, seed=settings.seed) for base in bases}
+    return WayReport(
+        way=way.name,
+        label=way.label,
+        adaptor=way.adaptor,
+        error=measured.error or next((start.error for start in measured.starts if start.error is not None), None),
+        log=measured.log or next((start.log for start in measured.starts if start.log), ()),
+        num_bytes=measured.num_bytes,
+        summary={name: found for name, found in summary.items() if not name.startswith("step_")},
+        steps={size: steps[size] for size in sizes if size in steps},
+        ratios={base: found for base, found in against.items() if found},
+        outputs=_outputs(measured),
+        prepare=_prepared(sources[way.source], sources, settings.seed) if way.source and not way.is_cold else None,
+        starts=measured.starts,
+    )
 
 
-def _at(name: str) -> Value:
-    def value(start: Start) -> float | None:
-        found = getattr(start, name)
-        return None if found is msgspec.UNSET else found
-
-    return value
-
-
-def _of_step(size: str, name: str) -> Value:
-    return lambda start: getattr((start.steps or {}).get(size), name, None)
-
-
-def _refused(measured: Measured, size: str) -> Refused | None:
-    steps = [(start.steps or {}).get(size) for start in measured.starts]
-    return next((Refused(error=step.error) for step in steps if step is not None and step.error), None)
+def _prepared(source: Measured, sources: Mapping[str, Measured], seed: int) -> Prepared:
+    metrics = ("work_secs", "total_secs", "process_secs")
+    figures = source.figures
+    spread = {name: summarise(list(figures[name].values())) if name in figures else None for name in metrics}
+    return Prepared(
+        **spread,
+        reused=any(start.reused for start in source.starts),
+        notes=tuple(note for start in source.starts[:1] for note in start.notes),
+        over_cold=source.ratios(sources["torch"], metrics[:2], seed=seed) if "torch" in sources else {},
+    )
 
 
 def _outputs(measured: Measured) -> Outputs | None:
-    rows = [row for start in measured.starts for row in (start.outputs or {}).values() if row is not None]
+    rows = [row for start in measured.starts for row in start.outputs.values() if row is not None]
     if not rows:
         return None
     problem = next((row.problem for row in rows if row.problem), None)
@@ -284,10 +249,8 @@ def notes_on(ways: Sequence[WayReport], machine: Mapping[str, Any]) -> tuple[str
     return tuple(dict.fromkeys(notes))
 
 
-def summarise(values: Sequence[float]) -> Summary | None:
-    """Return `values` in short; None where there are none."""
-    if not values:
-        return None
+def summarise(values: Sequence[float]) -> Summary:
+    """Return one or more values in short."""
     q1, middle, q3 = _quantiles(values, 4)
     return Summary(count=len(values), median=middle, q1=q1, q3=q3, low=min(values), high=max(values))
 
@@ -300,7 +263,8 @@ def _quantiles(values: Sequence[float], count: int) -> list[float]:
 def paired_ratio(values: Mapping[int, float], base: Mapping[int, float], *, seed: int) -> Ratio | None:
     """Return how much larger `values` are than `base`, round by round: what disturbed a round disturbed both.
 
-    The bound is the percentile bootstrap of the median over rounds.
+    Rounds that only one of the two has are left out; None where none is left. The bound, from `FEWEST_PAIRS` pairs on,
+    is the percentile bootstrap of the median over rounds; the same numbers and `seed` give the same bound.
     """
     ratios = [values[number] / base[number] for number in sorted(values) if base.get(number, 0) > 0]
     if not ratios:
@@ -315,40 +279,27 @@ def bootstrap(values: Sequence[float], *, seed: int) -> tuple[float, float]:
     Source:
         Efron, "Bootstrap methods: another look at the jackknife", 1979; percentile interval.
     """
-    draw = random.Random(seed)  # noqa: S311  a reproducible sample, no secret
+    draw = random.Random(seed)  # noqa: S311 - a reproducible sample, no secret
     bounds = _quantiles([median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES)], PARTS)
     return bounds[0], bounds[-1]
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return the processor, its cores, the memory and the system."""
+    """Return the processor, its cores, the memory, the system, and how many processes ran in the last minute."""
     try:
-        cpu_lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (OSError, ValueError):
-        cpu_lines, memory_bytes = [], None
-    named = (line.partition(":")[2].strip() for line in cpu_lines if line.startswith("model name"))
+        lines, memory_bytes = [], None
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
         "cpu": next(named, None) or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "cores_available": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": memory_bytes,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "load_before": load_average(),
     }
-
-
-def version_facts() -> dict[str, Any]:
-    """Return the versions of Python and of cgtool, with the commit where cgtool runs from a git checkout.
-
-    A commit ends in "+" where the package differs from it.
-    """
-    package = Path(__file__).resolve().parents[2]
-    commit = None
-    if (package.parent / ".git").exists():
-        commit = _git(package, "rev-parse", "--short=10", "HEAD") or None
-        if commit and _git(package, "status", "--porcelain", "--", "."):
-            commit += "+"
-    return {"python": platform.python_version(), "cgtool": __version__, "commit": commit}
 
 
 def load_average() -> float | None:
@@ -359,10 +310,17 @@ def load_average() -> float | None:
         return None
 
 
-def _git(folder: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(folder), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)  # noqa: S603  fixed words
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+def version_facts() -> dict[str, Any]:
+    """Return the versions of Python and of cgtool, with the commit where cgtool runs from a git checkout.
+
+    A commit ends in "+" where the checkout differs from it.
+    """
+    package, commit = Path(__file__).resolve().parents[2], None
+    if (package.parent / ".git").exists():
+        command = ["git", "-C", str(package), "describe", "--always", "--exclude=*", "--abbrev=10", "--dirty=+"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)  # noqa: S603 - fixed
+            commit = done.stdout.strip() or None
+        except (OSError, subprocess.SubprocessError):
+            commit = None
+    return {"python": platform.python_version(), "cgtool": __version__, "commit": commit}

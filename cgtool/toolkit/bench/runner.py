@@ -30,10 +30,10 @@ from cgtool.toolkit.bench.report import (
     load_average,
     machine_facts,
     notes_on,
-    report_ways,
+    report_way,
     version_facts,
 )
-from cgtool.toolkit.bench.ways import BASE, WAYS, Action, Request, Settings, Start, Way
+from cgtool.toolkit.bench.ways import BASE, WAYS, Request, Settings, Start, Way
 from cgtool.toolkit.bench.workspace import Caches, Workspace, bytes_of, opened
 
 #: A way that failed so often is not started again.
@@ -59,7 +59,7 @@ def bench(
         ModelError: The model does not even run eagerly.
         OSError: A folder cannot be written.
     """
-    machine = {**machine_facts(), "load_before": load_average()}
+    machine = machine_facts()
     began, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     versions = version_facts()
     about = {  # what preparations depend on: a kept folder serves a bench of the same alone
@@ -75,7 +75,7 @@ def bench(
         runner.run()
     torch: dict[str, Any] = runner.first("torch") or {}
     machine |= {"load_after": load_average(), "gpu": torch.get("gpu"), "threads": torch.get("threads")}
-    ways = report_ways(settings, runner.ways, runner.sources)
+    ways = tuple(report_way(way, settings, runner.ways, runner.sources) for way in settings.ways)
     return BenchReport(
         schema=SCHEMA,
         model=settings.model.model,
@@ -92,12 +92,7 @@ def bench(
 
 
 class _Runner:
-    """One bench.
-
-    Attributes:
-        ways: What each way gave.
-        sources: What each preparation gave.
-    """
+    """One bench: what each way (`ways`) and each preparation (`sources`) gave, by its name."""
 
     def __init__(self, settings: Settings, workspace: Workspace, on_event: OnEvent) -> None:
         self._settings = settings
@@ -107,7 +102,7 @@ class _Runner:
         self.sources = {way.source: Measured() for way in settings.ways if way.source}
 
     def run(self) -> None:
-        """Do it all."""
+        """Prepare and start everything; a ModelError says that the model does not even run eagerly."""
         self._take_reference()
         for number in range(self._settings.cold_starts if self.sources else 0):
             names = list(self.sources)
@@ -137,7 +132,7 @@ class _Runner:
         if start.failed_in == "build" and start.sentence is not None:
             raise ModelError(start.sentence, path=self._settings.model.model)  # as `warm` would say it
         if start.error is not None:
-            message = f"The model does not run eagerly: {start.error}{log_words(start.log or ())}"
+            message = f"The model does not run eagerly: {start.error}{log_words(start.log)}"
             raise ModelError(f"{message}\nMend the model or its arguments first.", path=self._settings.model.model)
         self.ways[BASE].starts.append(start)
 
@@ -149,19 +144,18 @@ class _Runner:
             measured.starts.append(replace(decode(stays.answer.read_bytes(), Start), reused=True))
             return
         way = next(way for way in self._settings.ways if way.source == source)
-        action: Action = "precompile" if source == "precompile" else "warm"
         words = way.label
+        asked: dict[str, Any] = {"action": "precompile" if source == "precompile" else "warm"}
         if source == "torch":
-            words, action, way = "torch", "start", WAYS["compile-cold"]
+            words, asked, way = "torch", {"save_artifacts": True}, WAYS["compile-cold"]
         self._event("prepare", words)
         with self._workspace.start() if number else contextlib.nullcontext(stays.make()) as caches:
-            start = self._process(way, caches, caches, action, number=number, save_artifacts=source == "torch")
-        start = replace(start, reused=False)
+            start = self._process(way, caches, caches, number=number, **asked)
         measured.starts.append(start)
         if number == 0 and start.error is None:
             write_atomic(stays.answer, encode(start))
         elif number == 0:
-            measured.fail(start)
+            measured.error, measured.log = start.error, start.log
         self._event("prepare", words, secs=start.process_secs)
 
     def _rounds(self) -> None:
@@ -169,8 +163,8 @@ class _Runner:
         ways = [way for way in settings.ways if not way.is_cold and settings.starts[way.name] > 0]
         for way in ways:
             if way.source:
-                self.ways[way.name].error = self.sources[way.source].error
-                self.ways[way.name].log = self.sources[way.source].log
+                source = self.sources[way.source]
+                self.ways[way.name].error, self.ways[way.name].log = source.error, source.log
         total = sum(settings.starts[way.name] for way in ways)
         for number in range(-settings.warm_ups, max((settings.starts[way.name] for way in ways), default=0)):
             draw = random.Random(f"{settings.seed}/{number}")  # noqa: S311  a reproducible order, no secret
@@ -181,7 +175,7 @@ class _Runner:
     def _start(self, way: Way, number: int, total: int) -> None:
         measured = self.ways[way.name]
         words = f"round {number + 1}: {way.label}" if number >= 0 else f"not counted: {way.label}"
-        done = sum(bool(start.counted) for one in self.ways.values() for start in one.starts)
+        done = sum(start.counted for one in self.ways.values() for start in one.starts)
         self._event("start", words, done=done, total=total)
         with self._workspace.start() as empty:
             kept = self._workspace.prepared(way.source) if way.source else empty
@@ -190,38 +184,30 @@ class _Runner:
         measured.starts.append(start)
         failures = sum(start.error is not None for start in measured.starts)
         if failures and (number < 0 or failures >= _ENOUGH_FAILURES):
-            measured.fail(start)
+            measured.error, measured.log = start.error, start.log
         self._event("start", words, done=done + (number >= 0), total=total, secs=start.process_secs)
 
-    def _process(
-        self,
-        way: Way,
-        prepared: Caches,
-        caches: Caches,
-        action: Action = "start",
-        *,
-        number: int | None = None,
-        save_artifacts: bool = False,
-        write_reference: bool = False,
-    ) -> Start:
-        """Run one process, and return what it answered with the end of its log where it failed."""
+    def _process(self, way: Way, prepared: Caches, caches: Caches, *, number: int | None = None, **asked: Any) -> Start:
+        """Run one process, and return what it answered with the end of its log where it failed.
+
+        cgtool's cache and torch's artifact are `prepared`'s, the folders that torch sees those of `caches`; a process
+        without a number does not count. What else it is asked are fields of `Request`.
+        """
         limit = self._settings.limit_secs
         child = Child("cgtool.toolkit.bench.child:main", variables=caches.variables(prepared.cgtool))
         request = Request(
-            action=action,
             settings=self._settings,
             way=way,
             cache=str(prepared.cgtool),
             artifact=str(prepared.artifact),
-            save_artifacts=save_artifacts,
             reference=str(self._workspace.reference),
-            write_reference=write_reference,
             spawned=child.started,
+            **asked,
         )
-        log: tuple[str, ...] | None
         try:
             answered = child.ask(request, answer=Start, timeout_secs=limit)
-            start, log = answered.record, answered.log
+            start: Start = answered.record
+            log = answered.log if start.error is not None else ()
             ending = child.finish(limit)
             # What a process measured that then crashed may be sound; how it ends is not.
             if ending.code is None or ending.code < 0:
@@ -231,9 +217,7 @@ class _Runner:
         finally:
             child.close()
         secs = time.monotonic() - child.started
-        log = None if start.error is None else log
-        done: Start = replace(start, round=number, counted=number is not None, process_secs=secs, log=log)
-        return done
+        return replace(start, round=number, counted=number is not None, process_secs=secs, log=log)
 
     def _event(self, phase: Literal["prepare", "start"], message: str, **counts: Any) -> None:
         self._on_event(Event(phase=phase, message=message, **counts))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from msgspec import UNSET, UnsetType
+from msgspec import field
 
 from cgtool.adaptor_registry import ADAPTORS
 from cgtool.config_values import nearest
@@ -20,8 +20,6 @@ from cgtool.errors import UsageError
 from cgtool.plan.grammar import Count, Record
 from cgtool.plan.pieces import EAGER
 from cgtool.toolkit.model_choice import ModelChoice
-
-Action = Literal["start", "warm", "precompile"]
 
 #: What every other way is compared with.
 BASE = "eager"
@@ -52,35 +50,34 @@ class Way(Record, frozen=True, kw_only=True):
         return self.kind == "compile" and not self.torch_caches
 
 
-def _ways_of_cgtool() -> list[Way]:
-    return [
-        Way(
-            name=f"cgtool/{adaptor}",
-            label=f"cgtool, {adaptor}",
-            kind="cgtool",
-            source=f"cgtool-{adaptor}",
-            adaptor=adaptor,
-            # What Inductor's own artifacts load from; a package and a piece graph hold all that they need.
-            torch_caches=adaptor.startswith("inductor"),
-        )
-        for adaptor in sorted(ADAPTORS, key=lambda adaptor: (adaptor == EAGER, adaptor))
-    ]
-
-
-_COLD, _WARM = "torch.compile, empty caches", "torch.compile, warm local caches"
-_MEGA, _AOT = "mega-cache loaded into empty caches", "torch's AOT precompile"
-WAYS: Mapping[str, Way] = {
-    way.name: way
-    for way in (
-        Way(name=BASE, label="eager", kind="eager"),
-        Way(name="compile-cold", label=_COLD, kind="compile", source="torch"),
-        Way(name="compile-warm", label=_WARM, kind="compile", source="torch", torch_caches=True),
-        Way(name="mega-cache", label=_MEGA, kind="mega", source="torch"),
-        Way(name="aot-precompile", label=_AOT, kind="precompile", source="precompile", torch_caches=True),
-        *_ways_of_cgtool(),
+def _of_cgtool(adaptor: str) -> Way:
+    return Way(
+        name=f"cgtool/{adaptor}",
+        label=f"cgtool, {adaptor}",
+        kind="cgtool",
+        source=f"cgtool-{adaptor}",
+        adaptor=adaptor,
+        # What Inductor's own artifacts load from; a package and a piece graph hold all that they need.
+        torch_caches=adaptor.startswith("inductor"),
     )
-}
 
+
+_MEGA, _AOT = "mega-cache loaded into empty caches", "torch's AOT precompile"
+_TABLE = (
+    Way(name=BASE, label="eager", kind="eager"),
+    Way(name="compile-cold", label="torch.compile, empty caches", kind="compile", source="torch"),
+    Way(
+        name="compile-warm",
+        label="torch.compile, warm local caches",
+        kind="compile",
+        source="torch",
+        torch_caches=True,
+    ),
+    Way(name="mega-cache", label=_MEGA, kind="mega", source="torch"),
+    Way(name="aot-precompile", label=_AOT, kind="precompile", source="precompile", torch_caches=True),
+    *map(_of_cgtool, sorted(ADAPTORS, key=lambda adaptor: (adaptor == EAGER, adaptor))),
+)
+WAYS: Mapping[str, Way] = {way.name: way for way in _TABLE}
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "all": tuple(WAYS),
     "torch": tuple(name for name, way in WAYS.items() if way.source and way.adaptor is None),
@@ -114,13 +111,11 @@ def _words(text: str) -> list[str]:
 
 
 def _named(word: str, option: str) -> tuple[str, ...]:
-    if word in WAYS:
-        return (word,)
-    if word in GROUPS:
-        return GROUPS[word]
-    known = [*WAYS, *GROUPS]
-    message = f"{option}: there is no way {word!r}; the nearest is {nearest(word, known)!r}."
-    raise UsageError(f"{message} Choose of {', '.join(known)}.", path=option, expected=known, actual=word)
+    known = {**{name: (name,) for name in WAYS}, **GROUPS}
+    if word not in known:
+        message = f"{option}: there is no way {word!r}; the nearest is {nearest(word, known)!r}."
+        raise UsageError(f"{message} Choose of {', '.join(known)}.", path=option, expected=[*known], actual=word)
+    return known[word]
 
 
 class Settings(Record, frozen=True, kw_only=True):
@@ -163,12 +158,12 @@ class Request(Record, frozen=True, kw_only=True):
         cache: cgtool's cache.
         artifact: The file of the mega-cache or of the AOT precompile.
         save_artifacts: Write torch's cache artifacts into `artifact` at the end.
-        reference: The folder with eager's outputs.
+        reference: The file with eager's outputs.
         write_reference: This process is eager and writes them.
         spawned: When the process was started, on `time.monotonic`'s clock.
     """
 
-    action: Action
+    action: Literal["start", "warm", "precompile"] = "start"
     settings: Settings
     way: Way
     cache: str
@@ -176,7 +171,7 @@ class Request(Record, frozen=True, kw_only=True):
     save_artifacts: bool = False
     reference: str
     write_reference: bool = False
-    spawned: float = 0.0
+    spawned: float
 
 
 class Step(Record, frozen=True, kw_only=True):
@@ -204,7 +199,7 @@ class Difference(Record, frozen=True, kw_only=True):
     problem: str | None
 
 
-class Start(Record, frozen=True, kw_only=True):
+class Start(Record, frozen=True, kw_only=True, omit_defaults=False):
     """What one process measured, as far as it came. Times are seconds, sizes bytes.
 
     Args:
@@ -241,40 +236,42 @@ class Start(Record, frozen=True, kw_only=True):
     import_secs: float | None = None
     build_secs: float | None = None
     ready_secs: float | None = None
-    ready_imported: tuple[str, ...] | None = None
-    dimension: str | UnsetType | None = UNSET
-    steps: dict[str, Step] | None = None
+    ready_imported: tuple[str, ...] = ()
+    dimension: str | None = None
+    steps: dict[str, Step] = field(default_factory=dict)
     rss_bytes: Count | None = None
-    device_bytes: Count | UnsetType | None = UNSET
+    device_bytes: Count | None = None
     save_secs: float | None = None
     weights: str | None = None
-    outputs: dict[str, Difference | None] | None = None
+    outputs: dict[str, Difference | None] = field(default_factory=dict)
     work_secs: float | None = None
     trace_secs: float | None = None
     compile_secs: float | None = None
     compiled: Count | None = None
-    notes: tuple[str, ...] | None = None
-    torch: dict[str, Any] | None = None
-    round: Count | UnsetType | None = UNSET
-    counted: bool | None = None
+    notes: tuple[str, ...] = ()
+    torch: dict[str, Any] = field(default_factory=dict)
+    round: Count | None = None
+    counted: bool = False
     process_secs: float | None = None
-    log: tuple[str, ...] | None = None
-    reused: bool | None = None
+    log: tuple[str, ...] = ()
+    reused: bool = False
 
     @property
-    def start_secs(self) -> float | None:
-        """From the process's start to its first output; None where it did not come so far."""
-        return _sum(self.import_secs, self.build_secs, self.ready_secs)
+    def figures(self) -> dict[str, float]:
+        """What is summed up of it, by name; what it did not come to is left out.
 
-    @property
-    def prepare_secs(self) -> float | None:
-        """A preparation's work; of a cold torch.compile its 'ready' is the work."""
-        return self.ready_secs if self.work_secs is None else self.work_secs
-
-    @property
-    def total_secs(self) -> float | None:
-        """From a preparation's start to the end of its work."""
-        return _sum(self.import_secs, self.build_secs, self.prepare_secs)
+        `start_secs` is from the process's start to its first output; of a preparation `total_secs` is that to the end
+        of its work, which is the 'ready' of a cold torch.compile. `step_8` is the median step of size 8, `first_8` the
+        first one.
+        """
+        until = self.import_secs, self.build_secs
+        work = self.ready_secs if self.work_secs is None else self.work_secs
+        found = {name: getattr(self, name) for name in ("import_secs", "build_secs", "ready_secs", "process_secs")}
+        found |= {"rss_bytes": self.rss_bytes, "device_bytes": self.device_bytes, "work_secs": work}
+        found |= {"start_secs": _sum(*until, self.ready_secs), "total_secs": _sum(*until, work)}
+        for size, step in self.steps.items():
+            found |= {f"first_{size}": step.first_secs, f"step_{size}": step.median_secs}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def _sum(*parts: float | None) -> float | None:

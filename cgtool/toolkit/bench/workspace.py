@@ -2,7 +2,7 @@
 
 Must not import torch. On disk::
 
-    bench.json               what it was prepared for (`Purpose`)
+    bench.json               what it was prepared for
     reference                eager's outputs (`calls.write_outputs`)
     prepared/<source>/       caches of one preparation; whole once prepared.json is there
       prepared.json          the preparation's answer (`Start`)
@@ -15,6 +15,7 @@ Must not import torch. On disk::
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
@@ -24,27 +25,17 @@ from typing import Any
 
 from cgtool.errors import UsageError
 from cgtool.host import child_variables
-from cgtool.plan.grammar import Digest, Record, decode, digest_of, encode
+from cgtool.plan.grammar import canonical_json
 from cgtool.store.files import write_atomic
 
 #: Raise it when what is prepared changes.
-_SCHEMA = 3
-
-
-class Purpose(Record, frozen=True, kw_only=True):
-    """What a folder was prepared for, and the digest of that and of the schema."""
-
-    identity: Digest
-    about: dict[str, Any]
+_SCHEMA = 4
 
 
 class Caches:
-    """The cache folders that a process sees.
+    """The cache folders that a process sees: torch's own, Triton's, TMPDIR, and the root of cgtool's.
 
     Attributes:
-        inductor: Torch's own cache.
-        triton: Triton's.
-        cgtool: The root of cgtool's.
         artifact: The file of the mega-cache or of the AOT precompile.
         answer: Of a preparation: what it answered, once it is whole.
     """
@@ -62,7 +53,7 @@ class Caches:
         return self
 
     def variables(self, cgtool: Path) -> dict[str, str]:
-        """Return the environment of a process that sees these folders and no other cache.
+        """Return the environment of a process that sees these folders, the cache `cgtool`, and no other.
 
         Other CGTOOL_* variables are left out: what they say is in the request.
         """
@@ -76,11 +67,7 @@ class Caches:
 
 
 class Workspace:
-    """One bench's folder; make it with `opened`.
-
-    Attributes:
-        reference: The file with eager's outputs.
-    """
+    """One bench's folder; make it with `opened`. `reference` is the file with eager's outputs."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -105,10 +92,13 @@ class Workspace:
 
 @contextlib.contextmanager
 def opened(keep: Path | None, about: Mapping[str, Any]) -> Iterator[Workspace]:
-    """Give a bench its folder: a temporary one that is gone afterwards, or `keep`, which stays."""
+    """Give a bench its folder: a temporary one that is gone afterwards, or `keep`, which stays.
+
+    `about` is what is benched, as JSON: a folder that was prepared for something else is refused (UsageError).
+    """
     root = (Path(tempfile.mkdtemp(prefix="cgtool-bench-")) if keep is None else keep).resolve()
     try:
-        _claim(root, about)
+        _claim(root, {"schema": _SCHEMA, **about})
         yield Workspace(root)
     finally:
         # A process that was ended a moment ago may still be writing its last file.
@@ -118,22 +108,21 @@ def opened(keep: Path | None, about: Mapping[str, Any]) -> Iterator[Workspace]:
 
 def _claim(root: Path, about: Mapping[str, Any]) -> None:
     root.mkdir(parents=True, exist_ok=True)
-    identity = digest_of({"schema": _SCHEMA, **about})
     path = root / "bench.json"
     if not path.is_file():
         if any(root.iterdir()):
             message = f"{root} holds something that no bench has made. Give --keep an empty or a new folder."
             raise UsageError(message, path=str(root))
-        write_atomic(path, encode(Purpose(identity=identity, about=dict(about))))
+        write_atomic(path, canonical_json(about))
     try:
-        found = decode(path.read_bytes(), Purpose)
-    except ValueError as error:
+        was = dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
         message = f"{path} was not written by this cgtool ({error}). Give --keep another folder."
         raise UsageError(message, path=str(root)) from error
-    if found.identity != identity:
-        was = found.about
-        differing = sorted(name for name in {*was, *about} if was.get(name) != about.get(name))
-        message = f"{root} was prepared for another {', '.join(differing) or 'bench'}. Give --keep another folder."
+    names = sorted({*was, *about})
+    differing = [name for name in names if canonical_json(was.get(name)) != canonical_json(about.get(name))]
+    if differing:
+        message = f"{root} was prepared for another {', '.join(differing)}. Give --keep another folder."
         raise UsageError(message, path=str(root), expected=dict(about), actual=was)
 
 

@@ -34,10 +34,6 @@ def test_a_summary_is_in_order_whatever_the_order_of_its_values(values):
     assert (found.count, found.low, found.high) == (len(values), min(values), max(values))
 
 
-def test_nothing_has_no_summary():
-    assert summarise([]) is None
-
-
 @settings(max_examples=20)  # each draws thousands of samples
 @given(MANY, st.floats(min_value=0.01, max_value=100))
 def test_a_way_that_is_always_so_many_times_slower_has_exactly_that_ratio_and_no_width(base, factor):
