@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -188,6 +189,21 @@ class LoadedModel(AsModule):
         self._check_live()
         # Replaced as a whole: a call that runs meanwhile keeps what it began with.
         self._variants = self._serve()
+
+    def live_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that calls read without getting them, as they are now, by source.
+
+        Raises:
+            GuardError: One is gone or of another make, or the module tree is not the one that was compiled.
+        """
+        try:
+            return self._live_tensors()
+        except StructureChangedError:
+            self.recheck()
+        return self._live_tensors()
+
+    def _live_tensors(self) -> dict[str, torch.Tensor]:
+        return dict(itertools.chain.from_iterable(served.bound.named() for served in self._variants))
 
     def open_all(self) -> None:
         """Open every artifact and write every variant's functions now, so that no call waits for them.

@@ -100,6 +100,10 @@ class Weights:
             return tensors, known[1]
         return tensors, self._check(tensors)
 
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the source and the tensor, as it is now, of each; raises as `read` does."""
+        return zip([item.source for item in self._inputs], self.read()[0], strict=True)
+
     def _check(self, tensors: list[torch.Tensor]) -> bool:
         wanted = {make: (dtype_of(make[0]), device_of(make[1], self._device_index)) for make in set(self._makes)}
         for item, make, tensor in zip(self._inputs, self._makes, tensors, strict=True):

@@ -6,9 +6,10 @@ of its compiled pieces be replaced (`wrap_pieces`). Models that keep to this by 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import nn
 
 from cgtool.config_values import CUDAGraphMode
@@ -17,7 +18,7 @@ from cgtool.runtime.call import Piece, WrapPiece
 from cgtool.runtime.dispatch import Boxed
 from cgtool.serving.forward_context import BatchDescriptor, get_forward_context
 from cgtool.serving.graphs import GraphBackend
-from cgtool.serving.tensors import ModelTensors, copied
+from cgtool.serving.tensors import HeldTensors, ModelTensors, ReadTensors, copied
 from cgtool.serving.wrapper import CUDAGraphWrapper, Pools
 
 
@@ -29,6 +30,9 @@ class PiecewiseModel(Protocol):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
+
+    def live_tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return what calls read of the module, as it is now, by source."""
 
     def open_all(self) -> None:
         """Open whatever calls would open otherwise."""
@@ -70,14 +74,13 @@ class GraphedModel:
         self._lend = lend_outputs
         self._copy_inputs = copy_inputs
         self._debug = debug
-        module = model if isinstance(model, nn.Module) else getattr(model, "module", None)
         self._pieces: list[CUDAGraphWrapper] = []
         self.full = CUDAGraphWrapper(
             model,
             CUDAGraphMode.FULL,
             backend=backend,
             pools=self.pools,
-            weights=None if module is None else ModelTensors(module),
+            weights=_tensors_of(model),
             copied_inputs=None if copy_inputs else (),
             lend_outputs=lend_outputs,
             debug=debug,
@@ -132,6 +135,14 @@ class GraphedModel:
         )
         self._pieces.append(wrapper)
         return wrapper
+
+
+def _tensors_of(model: Callable[..., Any]) -> HeldTensors | None:
+    """Return what a FULL graph of the model reads beside its arguments, as far as it can be told."""
+    if isinstance(model, PiecewiseModel):
+        return ReadTensors(model.live_tensors)
+    module = model if isinstance(model, nn.Module) else getattr(model, "module", None)
+    return None if module is None else ModelTensors(module)
 
 
 def _refuse(piece: Piece, *, copy_inputs: bool) -> None:

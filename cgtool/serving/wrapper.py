@@ -24,7 +24,7 @@ from cgtool.errors import GraphError, UsageError
 from cgtool.host import count, gc_paused
 from cgtool.serving.forward_context import BatchDescriptor, get_forward_context
 from cgtool.serving.graphs import Graph, GraphBackend
-from cgtool.serving.tensors import ModelTensors, copied, data_ptr, map_tensors
+from cgtool.serving.tensors import HeldTensors, copied, data_ptr, map_tensors
 
 
 class Pools:
@@ -100,7 +100,7 @@ class CUDAGraphWrapper:
         backend: GraphBackend,
         pools: Pools,
         name: str = "the model",
-        weights: ModelTensors | None = None,
+        weights: HeldTensors | None = None,
         copied_inputs: Collection[int] | None = (),
         lend_outputs: bool = False,
         boxed: bool = False,

@@ -33,6 +33,9 @@ class HandPieces(nn.Module):
     def module(self):
         return self
 
+    def live_tensors(self):
+        return dict(self.named_parameters())
+
     def open_all(self):
         """Nothing is kept in files."""
 

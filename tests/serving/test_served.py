@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from graph_double import DoubleGraphs
+from serving_models import step
 from serving_traffic import LAYERS, Cached, Traffic, expected, paged_llama
 
 import cgtool
 from cgtool.config import CompilationConfig
-from cgtool.errors import UsageError
+from cgtool.errors import GraphError, UsageError
 from cgtool.guards import _torch as private
 from cgtool.host import counters
+from cgtool.serving.model import GraphedModel
 
 pytestmark = pytest.mark.torch
 
@@ -203,3 +206,66 @@ def test_an_op_that_returns_its_result_is_refused_by_name_unless_inputs_are_copi
     piecewise = CONFIG.replace(cudagraph_mode="PIECEWISE")
     with pytest.raises(UsageError, match=r"of piece 2 is returned by .*scaled_dot_product_attention"):
         Cached(model, "cpu", config=piecewise).capture()
+
+
+SHIFT = torch.full((4,), 11.0)
+
+
+class ReadsTensors(torch.nn.Module):
+    """Reads tensors from wherever people keep them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.register_buffer("buffer", torch.full((4,), 2.0))
+        self.plain = torch.full((4,), 3.0)
+        self.listed = [torch.full((4,), 5.0)]
+        self.by_name = {"scale": torch.full((4,), 7.0)}
+
+    def forward(self, x):
+        return (self.linear(x) * self.buffer * self.plain + self.listed[0]) * self.by_name["scale"] + SHIFT
+
+
+def swap(module, place):
+    """Put another tensor in a place of the model's, or in the module's globals; return how errors name it."""
+    if place == "parameter":
+        module.linear.weight = torch.nn.Parameter(torch.ones(4, 4), requires_grad=False)
+        return "linear.weight"
+    if place == "listed":
+        module.listed[0] = torch.ones(4)
+        return r"listed\[0\]"
+    if place == "by_name":
+        module.by_name["scale"] = torch.ones(4)
+        return r'by_name\["scale"\]'
+    if place == "global":
+        globals()["SHIFT"] = torch.ones(4)
+        return f"{__name__}.SHIFT"
+    setattr(module, place, torch.ones(4))
+    return place
+
+
+@pytest.mark.parametrize("level", [1, 3])
+@pytest.mark.parametrize("place", ["parameter", "buffer", "plain", "listed", "by_name", "global"])
+def test_a_full_graph_reads_no_tensor_that_was_replaced_wherever_the_model_holds_it(
+    tmp_path, monkeypatch, level, place
+):
+    monkeypatch.setitem(private.SETTINGS, "torch_dispatch_mode", private.Setting("dispatch modes", lambda: 0, ()))
+    monkeypatch.setitem(globals(), "SHIFT", torch.full((4,), 11.0))
+    module, x = ReadsTensors().eval().requires_grad_(requires_grad=False), torch.ones(2, 4)
+    config = CompilationConfig(adaptor="eager", level=level)
+    model = cgtool.compile(module, example_args=(x,), config=config, cache_dir=tmp_path)
+    graphed = GraphedModel(model, backend=DoubleGraphs(), piecewise=False)
+    with step("FULL", 2, capturing=True):
+        graphed(x)
+    for tensor in (module.buffer, module.plain, module.listed[0], module.by_name["scale"], SHIFT):
+        tensor.mul_(2)
+    with step("FULL", 2):
+        torch.testing.assert_close(graphed(x), module(x))
+        name = swap(module, place)
+        with pytest.raises(GraphError, match=f"^{name} is another tensor than when the model was captured"):
+            graphed(x)
+    graphed.clear()
+    with step("FULL", 2, capturing=True):
+        graphed(x)
+    with step("FULL", 2):
+        torch.testing.assert_close(graphed(x), module(x))
