@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import torch
 from torch import nn
 
 import cgtool
+from cgtool.serving.forward_context import BatchDescriptor, ForwardContext, set_forward_context
+from cgtool.serving.graphs import CudaGraphs
 
 WIDTH, HIDDEN = 16, 32
 
@@ -53,25 +56,47 @@ class Blocks(nn.Module):
         return x
 
 
-def build(world_size=2):
-    module = Blocks(0, world_size).eval()  # which half a rank holds is a matter of values
-    return cgtool.ModelSpec(
-        module=module, calls=[cgtool.ExampleCall(args=(numbers(4, WIDTH),))], dynamic={"x": {0: ("rows", 2, 64)}}
-    )
+def build(world_size=2, device="cpu"):
+    module = Blocks(0, world_size).eval().to(device)  # which half a rank holds is a matter of values
+    example = cgtool.ExampleCall(args=(numbers(4, WIDTH).to(device),))
+    return cgtool.ModelSpec(module=module, calls=[example], dynamic={"x": {0: ("rows", 2, 64)}})
 
 
-def main(root: str) -> None:
+def main(root: str, kind: str = "cpu") -> None:
     """Load this rank's part from its own folder, run it with the others, and compare with the whole."""
-    torch.distributed.init_process_group("gloo")
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     with torch.no_grad():
-        model = cgtool.load(Blocks(rank, world_size).eval(), cache_dir=root)
-        outputs = [model(numbers(rows, WIDTH)) for rows in (2, 3, 17)]
+        model = cgtool.load(Blocks(rank, world_size).eval().to(device), cache_dir=root)
+        inputs = [numbers(rows, WIDTH).to(device) for rows in (2, 3, 17)]
+        outputs = [model(x) for x in inputs]
+        if device.type == "cuda":
+            inputs, outputs = [*inputs, *inputs], [*outputs, *from_graphs(model, inputs, device)]
         torch.distributed.destroy_process_group()
-        whole = Blocks(0, 1)
-        equal = [torch.allclose(output, whole(numbers(len(output), WIDTH)), atol=1e-5) for output in outputs]
+        whole = Blocks(0, 1).to(device)
+        equal = [torch.allclose(output, whole(x), atol=1e-5) for x, output in zip(inputs, outputs, strict=True)]
     sys.stdout.write(json.dumps({"rank": rank, "equal": equal}))
 
 
+def from_graphs(model, inputs, device):
+    """Capture a FULL graph of each input, collectives and all; return what replays of them return."""
+    graphed = cgtool.GraphedModel(model, backend=CudaGraphs(device), piecewise=False, copy_inputs=True)
+    outputs = []
+    for capturing in (True, False):
+        outputs.clear()
+        for x in inputs:
+            step = ForwardContext(
+                batch_descriptor=BatchDescriptor(len(x)),
+                cudagraph_runtime_mode=cgtool.CUDAGraphMode.FULL,
+                capturing=capturing,
+            )
+            with set_forward_context(step):
+                outputs.append(graphed(x))
+    return outputs
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -64,3 +64,22 @@ def test_a_model_warmed_for_cuda_serves_a_fresh_process_as_eager_does(tmp_path):
     # bfloat16 has 8 bits of mantissa; eager rounds after every operation, a fused kernel once.
     assert served["worst"] < 0.1
     assert "cpu" in served["refused"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_ranks_over_nccl_equal_the_whole_model_with_graphs_and_without(tmp_path):
+    root, model = tmp_path / "cache", FIXTURES.parent / "tests" / "e2e" / "ranks_model.py"
+
+    def ranks(log, *arguments):
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--redirects", "3"]
+        run(sys.executable, *torchrun, "--log-dir", str(log), *arguments)
+        return [json.loads(path.read_text()) for path in sorted(log.rglob("stdout.log"))]
+
+    options = ["--json", "--quiet", "--cache-dir", str(root), "--device", "cuda", "--arg", "device=cuda"]
+    reports = ranks(tmp_path / "warm", "-m", "cgtool", "warm", f"{model}:build", *options)
+    assert sorted(report["rank"] for report in reports) == [0, 1]
+    assert sum(report["compiled"] for report in reports) == 3
+    for rank in (0, 1):
+        assert len(list(root.glob(f"torch_compile_cache/*/rank_{rank}/*/manifest.json"))) == 1
+    loaded = ranks(tmp_path / "load", str(model), str(root), "cuda")
+    assert loaded == [{"rank": rank, "equal": [True] * 6} for rank in (0, 1)]
