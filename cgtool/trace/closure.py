@@ -182,30 +182,44 @@ def _text(path: Path) -> str:
 def modules_by_file() -> dict[str, str]:
     """Return {resolved file: canonical name} of the modules that are imported."""
     files: dict[str, str] = {}
-    folders: dict[str, str] = {}  # thousands of modules lie in some hundred folders
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and file.endswith(".py"):
-            folder, base = os.path.split(file)
-            if folder not in folders:
-                folders[folder] = os.path.realpath(folder)
-            path = f"{folders[folder]}{os.sep}{base}"
-            files.setdefault(os.path.realpath(path) if Path(path).is_symlink() else path, canonical_module_name(name))
+            files.setdefault(resolved(file), canonical_module_name(name))
     return files
+
+
+@functools.cache
+def resolved(file: str) -> str:
+    """Return where a file of code lies. It is looked for once: a trace asks for thousands of modules three times."""
+    folder, base = os.path.split(file)
+    path = f"{_resolved_folder(folder)}{os.sep}{base}"
+    return os.path.realpath(path) if Path(path).is_symlink() else path
+
+
+@functools.cache
+def _resolved_folder(folder: str) -> str:
+    return os.path.realpath(folder)
 
 
 def module_of(code: types.CodeType, by_file: Mapping[str, str]) -> str | None:
     """Return the module that code lies in, those that are frozen into Python among them."""
     frozen = _FROZEN.fullmatch(code.co_filename)
-    return frozen[1] if frozen is not None else by_file.get(os.path.realpath(code.co_filename))
+    return frozen[1] if frozen is not None else by_file.get(resolved(code.co_filename))
 
 
 def is_covered_by_versions(filename: str) -> bool:
     """Return whether a file is torch's or the standard library's, or none at all."""
     if filename.startswith("<"):
         return True
-    path = os.path.realpath(filename)
-    torch_root = str(Path(torch.__file__).resolve().parent) + os.sep
-    library = os.path.realpath(sysconfig.get_paths()["stdlib"]) + os.sep
+    path = resolved(filename)
+    torch_root, library = _versioned_folders()
     in_site = f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path
     return path.startswith(torch_root) or (path.startswith(library) and not in_site)
+
+
+@functools.cache
+def _versioned_folders() -> tuple[str, str]:
+    """Return the folders of torch and of the standard library, each with a slash at its end."""
+    roots = (str(Path(torch.__file__).parent), sysconfig.get_paths()["stdlib"])
+    return os.path.realpath(roots[0]) + os.sep, os.path.realpath(roots[1]) + os.sep

@@ -9,7 +9,6 @@ loads would have to import Dynamo.
 from __future__ import annotations
 
 import ast
-import os
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from cgtool.guards.code import code_digest
 from cgtool.guards.files import distributions_now, file_of
 from cgtool.guards.sources import SourceError, canonical_module_name, find_qualified
 from cgtool.plan.records import Guard
-from cgtool.trace.closure import closure_of, is_covered_by_versions, module_of, modules_by_file, parse
+from cgtool.trace.closure import closure_of, is_covered_by_versions, module_of, modules_by_file, parse, resolved
 from cgtool.trace.variables_read import names_a_variable, variables_read, variables_read_by_given
 
 _TRACER = "torch._dynamo"
@@ -94,7 +93,7 @@ def function_guards(codes: Iterable[types.CodeType]) -> tuple[Guard, ...]:
     by_file = modules_by_file()
     guards: dict[str, Guard] = {}
     for code in codes:
-        module = by_file.get(os.path.realpath(code.co_filename))
+        module = by_file.get(resolved(code.co_filename))
         if module is None or "<" in code.co_qualname or f"{module}.".startswith(f"{_TRACER}."):
             continue
         name = f"{module}:{code.co_qualname}"

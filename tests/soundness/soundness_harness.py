@@ -74,8 +74,8 @@ class Outcome:
     shown: str
 
 
-def cases(features: Mapping[str, Feature], ways: Collection[str] = WAYS) -> list[Any]:
-    """Return the product of features, places and ways as parameters of a test.
+def cases(features: Mapping[str, Feature], ways: Collection[str] = WAYS, *, slow: bool) -> list[Any]:
+    """Return the product of features, places and ways as parameters of a test; without `slow`, the quick ones.
 
     One place of each feature is tried always, and there one of the looks after `load`; which they are varies from
     feature to feature. That a file was edited and that nothing was changed vary least with the feature: where there are
@@ -92,6 +92,8 @@ def cases(features: Mapping[str, Feature], ways: Collection[str] = WAYS) -> list
                 case = Case(name=name, feature=feature, place=place, way=way)
                 sampled = way == looks if way in LOOKS else way not in plain or not number % 3
                 marks = [] if place == always and sampled else [pytest.mark.slow]
+                if marks and not slow:
+                    continue
                 if any(fnmatch.fnmatchcase(case.id, known) for known in KNOWN_WRONG):
                     marks.append(pytest.mark.xfail(reason="in KNOWN_WRONG", raises=AssertionError))
                 found.append(pytest.param(case, id=case.id, marks=marks))

@@ -110,19 +110,23 @@ def warmed(name: str, place: str) -> Path:
     return folder
 
 
-def changes() -> list[Any]:
-    """Return the product of changes, features and places; one of each change is tried always."""
+def changes(*, slow: bool) -> list[Any]:
+    """Return the product of changes, features and places; without `slow`, one of each change."""
     found = []
     for name in SAME:
         products = list(itertools.product(FEATURES, PLACES))
         always = products[zlib.crc32(name.encode()) % len(products)]
-        for feature, place in products:
+        for feature, place in products if slow else [always]:
             marks = [] if (feature, place) == always else [pytest.mark.slow]
             found.append(pytest.param(name, feature, place, id=f"{name}-{feature}-{place}", marks=marks))
     return found
 
 
-@pytest.mark.parametrize(("name", "feature", "place"), changes())
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    slow = "not slow" not in metafunc.config.option.markexpr
+    metafunc.parametrize(("name", "feature", "place"), changes(slow=slow))
+
+
 def test_what_changes_nothing_compiles_nothing(name, feature, place, tmp_path):
     same, source = SAME[name], warmed(feature, place)
     project, cache = source / "project", source / "cache"

@@ -1,0 +1,15 @@
+"""Parameters of this folder's tests: made as pytest asks, for ten thousand that nobody runs take seconds to collect."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make `change` each change of the module's features, `unchanged` each feature; the slow ones where asked for."""
+    for name in {"change", "unchanged"} & set(metafunc.fixturenames):
+        from soundness_harness import WAYS, cases  # imports torch
+
+        ways = WAYS if name == "change" else {"same"}
+        slow = "not slow" not in metafunc.config.option.markexpr
+        metafunc.parametrize(name, cases(metafunc.module.FEATURES, ways, slow=slow))
