@@ -23,6 +23,8 @@ from pathlib import Path
 from cgtool import host
 from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json
+from cgtool.store.key import FactorDifference, differences
+from cgtool.store.records import Factor, Key
 
 #: What torch's own version.py assigns, by our names.
 _BUILD = {"version": "__version__", "version_git": "git_version", "with_cuda": "cuda", "with_hip": "hip"}
@@ -32,6 +34,8 @@ _AVX2 = frozenset({"avx2", "fma"})
 #: The variable with which a user takes vector instructions away from torch, and what torch calls the rest.
 _CAPABILITY = "ATEN_CPU_CAPABILITY"
 _CAPABILITIES = {"default": "DEFAULT", "avx2": "AVX2", "avx512": "AVX512"}
+#: Of the target: what a machine may not know of itself without torch.
+_ASK_TORCH = frozenset({"accelerators", "capability"})
 #: Attributes of a device in CUDA's driver interface: how many multiprocessors, and the two halves of its architecture.
 _COUNT, _MAJOR, _MINOR = 16, 75, 76
 
@@ -133,6 +137,29 @@ def this_machine() -> Machine:
         code_variables=variables,
         cgtool=host.cgtool_build(),
     )
+
+
+def differences_here(key: Key, machine: Machine) -> list[FactorDifference]:
+    """Return in which factors of an entry's key a machine differs, the most telling first.
+
+    Factors of the model and of the process that loads are none of a machine's. What it cannot say without torch differs
+    in nothing, nor does a C++ compiler that it lacks: it takes what was compiled elsewhere.
+    """
+    stored = {name: value for name, value in key.factors.items() if name in machine.factors}
+    if machine.compiler is None:
+        stored.pop("compiler", None)
+    now = {name: _as_far_as_known(machine.factors[name], value) for name, value in stored.items()}
+    return differences(*(Key.of(Factor(name=name, value=side[name]) for name in side) for side in (stored, now)))
+
+
+def _as_far_as_known(now: Json, stored: Json) -> Json:
+    """A factor as it is now; where only torch could say what it is, what is stored stands in."""
+    if not isinstance(now, dict) or not isinstance(stored, dict):
+        return now
+    return {
+        name: stored.get(name) if value is None and name in _ASK_TORCH else _as_far_as_known(value, stored.get(name))
+        for name, value in now.items()
+    }
 
 
 def parse_build(text: str) -> dict[str, str | None]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from cgtool.errors import CacheError, UsageError
 from cgtool.store.layout import SHORT_DIGITS, CacheLayout, RankName
 
 #: Entries that a message lists.
-_MOST_LISTED = 20
+MOST_LISTED = 20
 
 
 def one_name(layout: CacheLayout, entry: str | None, *, rank: int | None, prefix: str | None) -> RankName:
@@ -18,9 +19,9 @@ def one_name(layout: CacheLayout, entry: str | None, *, rank: int | None, prefix
     if len(fitting) == 1:
         return fitting[0]
     hashes = [name.hash for name in fitting or there]
-    advice = "Name one of these by its hash, and by --rank and --prefix where the hash is the same"
+    what = f"{_fits(fitting)}. Name one of these by its hash, and by --rank and --prefix where the hash is the same"
     listed = [f"{beginning(name.hash, hashes)} --rank {name.rank} --prefix {name.prefix}" for name in fitting or there]
-    raise _ambiguous(layout, entry, advice, listed, fits=bool(fitting))
+    raise not_one(what, listed, path=layout.root, actual=entry)
 
 
 def one_hash(layout: CacheLayout, entry: str | None) -> str:
@@ -31,7 +32,11 @@ def one_hash(layout: CacheLayout, entry: str | None) -> str:
     if len(fitting) == 1:
         return fitting[0]
     listed = [beginning(hash_, hashes) for hash_ in fitting or hashes]
-    raise _ambiguous(layout, entry, "Name one of these by its hash", listed, fits=bool(fitting))
+    raise not_one(f"{_fits(fitting)}. Name one of these by its hash", listed, path=layout.root, actual=entry)
+
+
+def _fits(fitting: Sequence[object]) -> str:
+    return "Several entries fit" if fitting else "No entry fits"
 
 
 def hash_named(layout: CacheLayout, text: str, hashes: Sequence[str]) -> str:
@@ -40,17 +45,25 @@ def hash_named(layout: CacheLayout, text: str, hashes: Sequence[str]) -> str:
     if len(found) == 1 and text:
         return found[0]
     what = f"{len(found)} entries begin" if found else "No entry begins"
-    listed = "".join(f"\n  {beginning(hash_, hashes)}" for hash_ in (found or hashes)[:_MOST_LISTED])
-    more = len(found or hashes) - _MOST_LISTED
-    listed += f"\n  and {more} more, which `cgtool inspect cache` lists" if more > 0 else ""
-    message = f"{what} with {text[:64]!r} in {layout.root}. Name one of these:{listed or ' there is none.'}"
-    raise UsageError(message, path=layout.root, actual=text[:64])
+    listed = [beginning(hash_, hashes) for hash_ in found or hashes]
+    message = f"{what} with {text[:64]!r} in {layout.root}. Name one of these"
+    raise not_one(message, listed, path=layout.root, actual=text[:64])
 
 
-def _ambiguous(layout: CacheLayout, entry: str | None, advice: str, listed: Iterable[str], *, fits: bool) -> UsageError:
-    what = "Several entries fit" if fits else "No entry fits"
-    lines = "".join(f"\n  {line}" for line in listed)
-    return UsageError(f"{what}. {advice}:{lines}", path=layout.root, actual=entry)
+def not_one(message: str, listed: Sequence[str], *, more: str = "cache", **facts: Any) -> UsageError:
+    """Return the error of a name that fits nothing or several things, some of which are listed below the message.
+
+    What is left out is counted, with the command `inspect ...` that shows it.
+    """
+    rest = len(listed) - MOST_LISTED
+    lines = [*listed[:MOST_LISTED], *([f"and {rest} more, which `cgtool inspect {more}` shows"] if rest > 0 else [])]
+    return UsageError("".join([message, ":" if lines else ".", *(f"\n  {line}" for line in lines)]), **facts)
+
+
+def empty(layout: CacheLayout) -> CacheError:
+    """Return the error of a cache without entries."""
+    message = f"The cache at {layout.root} holds no entry. Fill it with: cgtool warm MODEL"
+    return CacheError(message, path=layout.root)
 
 
 def published(layout: CacheLayout) -> list[RankName]:
@@ -59,8 +72,7 @@ def published(layout: CacheLayout) -> list[RankName]:
         name for hash_ in layout.hashes() for name in layout.rank_names(hash_) if layout.manifest_file(name).is_file()
     ]
     if not found:
-        message = f"The cache at {layout.root} holds no entry. Fill it with: cgtool warm MODEL"
-        raise CacheError(message, path=layout.root)
+        raise empty(layout)
     return found
 
 

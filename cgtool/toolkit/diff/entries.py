@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -124,7 +124,9 @@ class EntrySide:
 
 def compare_entries(old: EntrySide, new: EntrySide) -> list[Difference]:
     """Return what differs between two entries, the most telling first; their age and use are no difference."""
-    factors = [] if old.hash == new.hash else factor_differences(old.key, new.key, lambda m: _lines(m, old, new))
+    factors = (
+        [] if old.hash == new.hash else factor_differences(differences(old.key, new.key), lambda m: _lines(m, old, new))
+    )
     guards: list[Difference] = []
     rest: list[Difference] = []
     for (rank, prefix), was, _ in changes(dict.fromkeys(old.parts, True), dict.fromkeys(new.parts, True)):
@@ -148,14 +150,14 @@ def compare_entries(old: EntrySide, new: EntrySide) -> list[Difference]:
 
 
 def factor_differences(
-    old: Key, new: Key, lines: Callable[[str], LineChanges] = lambda _: LineChanges(known=False)
+    keys: Iterable[FactorDifference], lines: Callable[[str], LineChanges] = lambda _: LineChanges(known=False)
 ) -> list[Difference]:
-    """Return the factors in which two keys differ, leaf by leaf, but for "guards", which is a digest of many.
+    """Return how two keys differ, but for "guards", which is a digest of many.
 
     `lines` says what became of the traced lines of a module whose file differs.
     """
     found = []
-    for one in differences(old, new):
+    for one in keys:
         difference = _factor(one, one.sentence)
         if one.factor == "sources":
             difference = replace(difference, what="source")

@@ -13,17 +13,17 @@ from typing import Any
 
 import msgspec
 
-from cgtool.errors import CacheError, UsageError
+from cgtool.errors import CacheError
 from cgtool.plan.pieces import Json
 from cgtool.plan.shapes import Shape
 from cgtool.store.records import Factor
 from cgtool.toolkit.foreign.formats import MOST_BYTES, native_target, parse_json, pickle_protocol, read_structure
 from cgtool.toolkit.foreign.tree import File, Tree, shown
+from cgtool.toolkit.selection import not_one
 
 SCHEMA = 2
 
 _HEAD_BYTES = 64
-_MOST_LISTED = 20
 #: File systems round times, and a file is often looked at as it is written.
 _SECS_AFTER_WRITING = 2.0
 #: Text that a compiler or a person reads, and code that only a driver loads: a cache has thousands of them, and none is
@@ -210,11 +210,9 @@ def one_entry(cache: ForeignCache, beginning: str | None) -> ForeignEntry:
     exact = [entry for entry in fitting if entry.name == beginning]
     if len(exact or fitting) == 1:
         return (exact or fitting)[0]
-    names = [f"  {shown(entry.name)}" for entry in fitting or cache.entries]
-    more = [f"  and {len(names) - _MOST_LISTED} more, which cgtool inspect cache shows"] * (len(names) > _MOST_LISTED)
     what = "Several entries fit" if fitting else "No entry fits"
-    message = "\n".join([f"{what}. Name one of these:", *names[:_MOST_LISTED], *more])
-    raise UsageError(message, path=cache.root, actual=beginning)
+    listed = [shown(entry.name) for entry in fitting or cache.entries]
+    raise not_one(f"{what}. Name one of these", listed, path=cache.root, actual=beginning)
 
 
 def size_of(files: Iterable[File]) -> int:

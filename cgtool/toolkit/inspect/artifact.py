@@ -41,7 +41,7 @@ from cgtool.toolkit.foreign.contents import foreign_contents
 from cgtool.toolkit.foreign.detect import read_foreign
 from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignCache, ForeignEntry, foreign_json
 from cgtool.toolkit.foreign.tree import shown
-from cgtool.toolkit.selection import beginning, one_hash, published
+from cgtool.toolkit.selection import beginning, not_one, one_hash, published
 
 SCHEMA = 2
 
@@ -51,7 +51,6 @@ COMPILERS = ("torch", "triton", "compiler", "inductor")
 _DIGITS = re.compile(r"[0-9a-f]{1,64}\Z")
 _PIECE = re.compile(r"([0-9a-f]{1,64})/([0-9]{1,7})\Z")
 _PIECE_NUMBER = re.compile(r"[0-9]{1,9}")
-_MOST_LISTED = 20
 _NAME_FIELDS = ("hash", "rank", "prefix")
 _ROW_FIELDS = ("variant", "piece_index", "shape", "adaptor", "tuned")
 _ARTIFACT_FIELDS = ("compile_secs", "kernels", "guards", "proved", "proof_gap")
@@ -255,7 +254,8 @@ def _chosen(
             for use in uses or every
         ]
         what = "Several artifacts of this piece fit" if uses else "No artifact of this entry fits"
-        raise _not_one(f"{what}. Name one of these by its digest, or by --shape, --variant", listed, artifact)
+        message = f"{what}. Name one of these by its digest, or by --shape, --variant, --rank and --prefix"
+        raise not_one(message, listed, more="entry", actual=artifact)
     if _DIGITS.match(wanted) is None:
         message = (
             f"{artifact[:80]!r} names no artifact. Give the beginning of its digest, or of an entry's hash with a "
@@ -267,10 +267,9 @@ def _chosen(
         (digest, kind), hashes = next(iter(held.items()))
         return hashes, digest, kind
     advice = "Name one by more of its digest" if held else "cgtool inspect entry shows the digests of an entry"
-    digests = [digest for digest, _ in held]
-    lines = "".join(f"\n  {beginning(digest, digests)} {kind}" for digest, kind in list(held)[:_MOST_LISTED])
+    listed = [f"{beginning(digest, [other for other, _ in held])} {kind}" for digest, kind in held]
     what = f"{len(held)} artifacts fit" if held else "No artifact fits"
-    raise UsageError(f"{what}. {advice}{':' if held else '.'}{lines}", path=layout.root, actual=artifact)
+    raise not_one(f"{what}. {advice}", listed, more="entry", path=layout.root, actual=artifact)
 
 
 def _artifacts(layout: CacheLayout, digits: str) -> dict[tuple[str, str], list[str]]:
@@ -289,13 +288,6 @@ def _uses(layout: CacheLayout, hashes: Sequence[str], warnings: list[str]) -> It
         entry = view_entry(layout, hash_)
         warnings += map(str, entry.problems)
         yield from (Use(name=manifest.name, row=row) for manifest in entry.manifests for row in manifest.rows)
-
-
-def _not_one(message: str, listed: Sequence[str], artifact: str) -> UsageError:
-    lines = [f"{message}, --rank and --prefix:", *(f"  {line}" for line in listed[:_MOST_LISTED])]
-    if len(listed) > _MOST_LISTED:
-        lines.append(f"  and {len(listed) - _MOST_LISTED} more, which cgtool inspect entry shows")
-    return UsageError("\n".join(lines), actual=artifact)
 
 
 def _factors(layout: CacheLayout, hash_: str, warnings: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -320,7 +312,8 @@ def _inspect_foreign(cache: ForeignCache, asked: str, fits: Callable[[ForeignArt
     if len(chosen) != 1:
         what = "Several artifacts fit" if fitting else "No artifact fits"
         listed = [shown(f"{entry.name}/{artifact.path}") for entry, artifact in fitting or there]
-        raise _not_one(f"{what}. Name one of these, or choose by --shape", listed, asked)
+        message = f"{what}. Name one of these, or choose by --shape, --rank and --prefix"
+        raise not_one(message, listed, more="entry", actual=asked)
     entry, artifact = chosen[0]
     contents = foreign_contents(entry, artifact)
     return ForeignArtifactReport(cache=cache, entry=entry, artifact=artifact, contents=contents)

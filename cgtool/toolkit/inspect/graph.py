@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from cgtool.errors import CacheError, UsageError
+from cgtool.errors import CacheError
 from cgtool.plan.pieces import PieceGraph
 from cgtool.plan.records import Plan, Step, Variant, parse_plan
 from cgtool.store.entry import read_entry
@@ -18,7 +18,7 @@ from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.layout import GRAPH_FILE, PLAN_FILE, CacheLayout, resolve_root, short
 from cgtool.store.records import Manifest, Row
 from cgtool.toolkit.foreign.detect import detect
-from cgtool.toolkit.selection import one_name
+from cgtool.toolkit.selection import not_one, one_name
 
 SCHEMA = 2
 
@@ -157,6 +157,6 @@ def _one_variant(plan: Plan, wanted: str | None) -> int:
     named = [number for number, variant in enumerate(plan.variants) if variant.name == wanted]
     if len(named) == 1:
         return named[0]
-    listed = "".join(f"\n  {number}: {variant_words(variant)}" for number, variant in enumerate(plan.variants))
+    listed = [f"{number}: {variant_words(variant)}" for number, variant in enumerate(plan.variants)]
     what = f"Several variants are called {wanted!r}." if named else f"There is no variant {wanted!r}."
-    raise UsageError(f"{what} Name one of them by its number:{listed}", actual=wanted)
+    raise not_one(f"{what} Name one of them by its number", listed, more="graph", actual=wanted)

@@ -17,16 +17,13 @@ from pathlib import Path
 from cgtool.errors import CacheError, CacheSchemaError
 from cgtool.guards.files import find_spec
 from cgtool.plan.grammar import sha256_hex
-from cgtool.plan.pieces import Json
 from cgtool.store.key import difference_between, read_key, sentences
 from cgtool.store.layout import CacheLayout
-from cgtool.store.machine import Machine, this_machine
+from cgtool.store.machine import Machine, differences_here, this_machine
 from cgtool.store.records import Key
 
 #: The factors that a machine and what is installed on it decide.
 _FACTORS = ("cgtool", "torch", "triton", "python", "target")
-#: Those of which everything is known here, so that None is a value like any other.
-_KNOWN = ("cgtool", "triton")
 
 
 class StaleFinder:
@@ -52,19 +49,13 @@ class StaleFinder:
         return tuple(dict.fromkeys((*changed, *self._machine_reasons(key)))), unknown
 
     @functools.cached_property
-    def _factors(self) -> dict[str, Json]:
-        return (self._machine or this_machine()).factors  # which starts a compiler, and only `stale` asks
+    def _here(self) -> Machine:
+        return self._machine or this_machine()  # which starts a compiler, and only `stale` asks
 
-    def _machine_reasons(self, key: Key) -> list[str]:
-        if self._factors["torch"] is None:
-            return []  # a machine without torch runs none of it, and was not meant to
-        reasons: list[str] = []
-        for name, value in key.factors.items():
-            if name in _FACTORS:
-                now = self._factors[name]
-                known = now if name in _KNOWN else _as_far_as_known(value, now)
-                reasons += sentences(difference_between(name, value, known))
-        return reasons
+    def _machine_reasons(self, key: Key) -> tuple[str, ...]:
+        if self._here.torch is None:
+            return ()  # a machine without torch runs none of it, and was not meant to
+        return sentences([one for one in differences_here(key, self._here) if one.factor in _FACTORS])
 
     def _sources(self, key: Key) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What changed, and the modules that cannot be found."""
@@ -94,12 +85,3 @@ def _importable() -> list[str]:
     with contextlib.suppress(OSError):  # the current folder may be gone
         first = int("-m" in sys.orig_argv and sys.path[:1] == [os.getcwd()])  # noqa: PTH109 - a str
     return [folder for folder in sys.path[first:] if folder]
-
-
-def _as_far_as_known(stored: Json, now: Json) -> Json:
-    """The facts of this machine, with the stored ones in the places of those that only torch could tell."""
-    if now is None:
-        return stored
-    if isinstance(stored, dict) and isinstance(now, dict):
-        return {name: _as_far_as_known(value, now.get(name)) for name, value in stored.items()}
-    return now

@@ -22,12 +22,11 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from cgtool.plan.grammar import Record
 from cgtool.plan.pieces import Json
-from cgtool.store.key import difference_between
-from cgtool.store.machine import Machine, version_pair
+from cgtool.store.machine import Machine, differences_here, version_pair
 from cgtool.store.records import Key
 
 Level = Literal["optimal", "loads", "unsupported"]
@@ -58,9 +57,6 @@ _USUAL: Mapping[str, Json] = {
     "deterministic": False,
     "filled": True,
 }
-#: What a machine may not know of itself without torch.
-_UNKNOWN = frozenset({"accelerators", "capability"})
-_COMPILER = "compiler"
 _INSTRUCTIONS = "target.cpu.instructions"
 
 _NAME = b"\0GLIBC_"
@@ -111,33 +107,15 @@ def verdict(
 
 
 def _factors(key: Key, machine: Machine) -> Iterator[str]:
-    now = machine.factors
-    for name, value in sorted(key.factors.items(), key=lambda factor: factor[0] != "torch"):
-        if name in _OF_THE_MODEL | _OF_THE_PROCESS:
-            continue
-        if name not in now:
-            yield f"It was keyed on {name}, which this cgtool does not know"
-            continue
-        if name == "torch" and machine.torch is None:
-            yield "torch is not installed for this Python"
-            continue
-        if name == _COMPILER and machine.compiler is None:
-            continue  # a machine without a compiler takes what was compiled elsewhere
-        for difference in difference_between(name, value, _known(now[name], value)):
-            if difference.path == _INSTRUCTIONS:
-                yield "The processor's instruction sets are not those that it was compiled for"
-            else:
-                yield difference.sentence
-
-
-def _known(now: Json, stored: Json) -> Any:
-    """Return what a factor is now; where only torch could say, what is stored stands in, and nothing differs."""
-    if not isinstance(now, Mapping) or not isinstance(stored, Mapping):
-        return now
-    return {
-        name: stored.get(name) if value is None and name in _UNKNOWN else _known(value, stored.get(name))
-        for name, value in now.items()
-    }
+    if machine.torch is None and "torch" in key.factors:
+        yield "torch is not installed for this Python"
+    for name in sorted(key.factors.keys() - machine.factors.keys() - _OF_THE_MODEL - _OF_THE_PROCESS):
+        yield f"It was keyed on {name}, which this cgtool does not know"
+    for difference in sorted(differences_here(key, machine), key=lambda one: one.factor != "torch"):
+        if difference.path == _INSTRUCTIONS:
+            yield "The processor's instruction sets are not those that it was compiled for"
+        elif difference.path != "torch":  # as a whole: it is not installed
+            yield difference.sentence
 
 
 def of_the_process(key: Key) -> tuple[str, ...]:

@@ -15,8 +15,7 @@ from cgtool.store.records import Factor, Key
 from cgtool.toolkit.bundle.choose import Choice
 from cgtool.toolkit.bundle.export import export
 from cgtool.toolkit.diff.records import Difference
-from cgtool.toolkit.diff.run import diff, machine_differences
-from cgtool.toolkit.diff.sides import Side, open_side
+from cgtool.toolkit.diff.run import Side, diff, machine_differences, open_side
 
 
 def compare(tmp_path: Path) -> list[Difference]:
@@ -181,7 +180,8 @@ def key() -> Key:
         pytest.param({"torch": None}, ["torch"], id="no torch"),
         pytest.param({"compiler": None}, [], id="no compiler says nothing"),
         pytest.param({"compiler": "13"}, ["compiler"], id="another compiler"),
-        pytest.param({"capability": None, "instructions": None}, [], id="what only torch could say"),
+        pytest.param({"capability": None}, [], id="what only torch could say"),
+        pytest.param({"instructions": "1" * 64}, ["target.cpu.instructions"], id="other instruction sets"),
         pytest.param({"accelerators": None}, [], id="unknown accelerators"),
         pytest.param({"accelerators": ("sm_90 x132",)}, ["target.accelerators"], id="a GPU"),
         pytest.param({"capability": "AVX2"}, ["target.cpu.capability"], id="a lesser processor"),
