@@ -69,7 +69,7 @@ def run_many(runs: list[tuple[Path, Mapping[str, str], list[str]]]) -> list[Ran]
     return [run(*arguments, cwd=cwd, env=changes) for cwd, changes, arguments in runs]
 
 
-_LIGHT = ("cgtool.cli.main", "rich.console", "rich.table", "rich.text", "cgtool.cli.inspect", "cgtool.toolkit.scan")
+_LIGHT = ("cgtool.cli.main", "rich.console", "rich.table", "rich.text", "cgtool.cli.inspect", "cgtool.toolkit.listing")
 #: What a command that traces imports.
 HEAVY = ("cgtool.cli.main", "torch", "torch._dynamo", "cgtool.models", "cgtool.compiler.pipeline")
 

@@ -292,7 +292,7 @@ def _modules_after(code: str) -> set[str]:
     "code",
     [
         pytest.param("import cgtool; cgtool.CompilationConfig(level=3); cgtool.ModelSpec", id="import cgtool"),
-        pytest.param("import cgtool.store.layout, cgtool.toolkit.scan", id="cgtool.store"),
+        pytest.param("import cgtool.store.layout, cgtool.toolkit.listing", id="cgtool.store"),
         pytest.param("from cgtool.cli.main import main; assert main(['--help']) == 0", id="cgtool --help"),
         pytest.param("from cgtool.cli.main import main; main(['warm', '--help'])", id="cgtool warm --help"),
         pytest.param("from cgtool.cli.main import main; main(['inspect', 'cache'])", id="cgtool inspect cache"),

@@ -24,13 +24,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """What came of a check.
-
-    Args:
-        record: What was run and what is wrong.
-        captured: What start-up captured, by size.
-        mode_reasons: Why the mode is not the one that was asked for, a sentence for each step.
-    """
+    """What came of a check: what was run and is wrong, what was captured, and why the mode is not the one asked for."""
 
     record: CheckRecord
     captured: CaptureReport

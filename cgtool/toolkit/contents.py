@@ -32,17 +32,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What is in an artifact.
-
-    Args:
-        size_bytes: All of it.
-        members: (name, bytes) of what it is packed from; () where it is one thing.
-        kernels: Those that are named in it.
-        target: What it says of the machine that it is for.
-        compiler: The native compiler, as its code says it; None where it does not.
-        sources: Text in it.
-        warnings: Why something of it could not be read.
-    """
+    """What is in an artifact: what it is packed from, (name, bytes) each, kernels, target, native compiler, text."""
 
     size_bytes: int
     members: tuple[tuple[str, int], ...] = ()

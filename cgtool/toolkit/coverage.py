@@ -48,17 +48,9 @@ class UnknownPieces:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """One compiled piece of one variant on one rank.
+    """One compiled piece of one variant on one rank: its rows, and which of its variant's shapes it lacks.
 
-    Args:
-        rank: Which process of a model-parallel group.
-        prefix: Which compiled part of the model.
-        variant: Which of the manifest's variants.
-        piece_index: Which piece.
-        rows: What was compiled of it, in the order of shapes.
-        shapes: What its variant is compiled for, in order.
-        missing: Those of them that it lacks.
-        serves_all: Whether its one artifact serves every shape, because it runs as it stands.
+    One that runs as it stands serves every shape with its one artifact.
     """
 
     rank: int
@@ -78,13 +70,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """What an entry is compiled for.
-
-    Args:
-        shapes: Every shape of any variant, in order.
-        places: Every compiled piece, by prefix, variant, rank and piece.
-        unknown: Pieces that are missing and cannot be named.
-    """
+    """What an entry is compiled for: all shapes in order, its pieces, and those missing that cannot be named."""
 
     shapes: tuple[Shape, ...]
     places: tuple[Place, ...]

@@ -17,8 +17,8 @@ from cgtool.errors import CacheMissError
 from cgtool.events import OnEvent, ignore
 from cgtool.host import environment
 from cgtool.store.layout import CacheLayout, resolve_root
+from cgtool.toolkit.listing import list_entry
 from cgtool.toolkit.model_choice import ModelChoice, load_call, require_cache, start_line
-from cgtool.toolkit.scan import list_entry
 
 SCHEMA = 2
 DEFAULT_PREFIX = "backbone"

@@ -129,7 +129,7 @@ def test_it_takes_little_time_and_memory(root, arguments):
 
 def test_a_scan_imports_no_torch_and_no_table(root):
     code = (
-        "import sys; from pathlib import Path; from cgtool.toolkit.scan import scan; "
+        "import sys; from pathlib import Path; from cgtool.toolkit.listing import scan; "
         f"scan(Path({str(root)!r})); print([name for name in ('torch', 'rich', 'click') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment())

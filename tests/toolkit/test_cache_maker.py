@@ -14,7 +14,7 @@ from cgtool.store.layout import PLAN_FILE, RANK_FILES, CacheLayout
 from cgtool.store.lookup import LookupStore, StateStore
 from cgtool.store.records import timestamp
 from cgtool.store.units import UnitStore
-from cgtool.toolkit.scan import scan
+from cgtool.toolkit.listing import scan
 
 DIGEST = re.compile(r"[0-9a-f]{64}|units/[0-9a-f]{2}")
 

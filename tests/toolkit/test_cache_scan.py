@@ -17,8 +17,8 @@ from cgtool.store.layout import CacheLayout
 from cgtool.store.lookup import StateStore
 from cgtool.store.records import Artifact
 from cgtool.store.units import UnitStore
-from cgtool.toolkit import scan as scan_module
-from cgtool.toolkit.scan import list_entry, scan
+from cgtool.toolkit import listing as scan_module
+from cgtool.toolkit.listing import list_entry, scan
 
 
 def disk_usage(folder: Path) -> int:
@@ -217,7 +217,7 @@ def test_a_scan_reads_no_artifact_and_writes_nothing(cache_root):
         "opened = []\n"
         "sys.addaudithook(lambda event, args: opened.append((str(args[0]), args[2])) if event == 'open' else None)\n"
         "from pathlib import Path\n"
-        "from cgtool.toolkit.scan import scan\n"
+        "from cgtool.toolkit.listing import scan\n"
         "opened.clear()\n"
         f"scan(Path({str(cache_root)!r}))\n"
         f"print([name for name, _ in opened if name.startswith({str(cache_root)!r}) and '/manifest.json' not in name])"
@@ -244,7 +244,7 @@ def test_a_read_only_cache_is_listed(cache_root, read_only):
 
 
 def test_a_large_cache_looks_into_units_only_where_something_hints_at_more(cache_root, monkeypatch):
-    monkeypatch.setattr("cgtool.toolkit.scan._FEW_UNITS", 0)  # as with 100,000 units
+    monkeypatch.setattr("cgtool.toolkit.listing._FEW_UNITS", 0)  # as with 100,000 units
     layout = CacheLayout(root=cache_root)
     make_cache(cache_root, entries=2, artifacts_per_entry=4, artifact_bytes=1000)
     looked_into = []

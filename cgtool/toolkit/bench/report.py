@@ -152,14 +152,7 @@ class BenchReport(Record, frozen=True, kw_only=True):
 
 @dataclass(kw_only=True)
 class Measured:
-    """What one way, or one preparation, gave.
-
-    Attributes:
-        starts: The answers.
-        error: Why it has none, or no more; one line.
-        log: The last lines that a failed process printed.
-        num_bytes: Size of what a start needs on the disk.
-    """
+    """What one way, or one preparation, gave: its answers, why it has no more, and the bytes that a start needs."""
 
     starts: list[Start] = field(default_factory=list)
     error: str | None = None

@@ -122,7 +122,7 @@ def _check_one_model(layout: CacheLayout, entries: Iterable[EntryView]) -> None:
 def _filtered(layout: CacheLayout, hashes: list[str], filters: tuple[str, ...]) -> list[str]:
     # The listing of everything, and only for who filters.
     from cgtool.toolkit.filters import parse_filter
-    from cgtool.toolkit.scan import scan
+    from cgtool.toolkit.listing import scan
 
     holds = [parse_filter(expression, now=time.time()) for expression in filters]
     kept = {entry.manifest.hash for entry in scan(layout.root).entries if all(hold(entry) for hold in holds)}

@@ -38,12 +38,7 @@ _Place = tuple[str, str, str, bool, int]
 
 
 class EntrySide:
-    """One entry of a cache, read as far as it is asked for.
-
-    Args:
-        layout: Where the cache lies.
-        hash_: The entry's hash.
-    """
+    """One entry of a cache, read as far as it is asked for."""
 
     def __init__(self, layout: CacheLayout, hash_: str) -> None:
         self.layout = layout

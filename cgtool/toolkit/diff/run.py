@@ -245,15 +245,7 @@ Comparable = EntrySide | ForeignSide
 
 
 class Side(NamedTuple):
-    """One side of a comparison.
-
-    Args:
-        text: What the user wrote.
-        root: The cache that it is, or lies in.
-        system: Which system wrote that.
-        entries: What the cache holds, by hash.
-        hash: The entry that it is; None for a cache as a whole.
-    """
+    """One side of a comparison: a cache and what it holds, or (`hash`) one entry of it."""
 
     text: str
     root: Path

@@ -23,14 +23,7 @@ _ALIKE = 0.6
 
 
 class TracedLine(NamedTuple):
-    """A line that a trace went through.
-
-    Args:
-        file: The file's name without its folder.
-        line: Its number, from 1.
-        function: The function that it stands in.
-        code: The line without its margin.
-    """
+    """A line that a trace went through: file, number from 1, function, and code without the margin."""
 
     file: str
     line: int

@@ -159,15 +159,7 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Structure:
-    """What a mega-cache or a compiled artifact says of itself.
-
-    Args:
-        is_mega: Whether it is a mega-cache.
-        torch_key: The digest of torch's sources, in hexadecimal; None in a mega-cache.
-        key: What an artifact is looked up by; None where the form has none.
-        members: What it holds.
-        checked: Whether its checksum was compared.
-    """
+    """What a mega-cache or a compiled artifact says of itself, and whether its checksum was compared."""
 
     is_mega: bool
     torch_key: str | None = None

@@ -24,15 +24,7 @@ _DEVICE = 1 << 64
 
 
 class File(NamedTuple):
-    """One regular file.
-
-    Args:
-        path: Under the folder that was walked, with "/".
-        size_bytes: Its length.
-        identity: Which file of the disk it is; two names of one file share it.
-        written: When it was written, in seconds since the epoch.
-        read: When it was read last, as the file system noted it.
-    """
+    """One regular file; two names of one file of the disk share its `identity`, times are seconds since the epoch."""
 
     path: str
     size_bytes: int
@@ -47,15 +39,7 @@ class File(NamedTuple):
 
 
 class Tree:
-    """All regular files under a folder, or one file.
-
-    Args:
-        top: The folder or the file. It may itself be a link, for the user named it.
-
-    Attributes:
-        files: By path.
-        warnings: What was skipped.
-    """
+    """All regular files under a folder, or one file, which may itself be a link, for the user named it."""
 
     def __init__(self, top: Path) -> None:
         self.top = top

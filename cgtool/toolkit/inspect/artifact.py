@@ -78,17 +78,9 @@ class Use:
 
 @dataclass(frozen=True, kw_only=True)
 class ArtifactReport:
-    """What an artifact holds.
+    """What an artifact holds, and which rows name it.
 
-    Args:
-        root: The cache's root.
-        digest: The SHA-256 of its bytes.
-        kind: Its kind.
-        uses: The rows that name it.
-        contents: What is in it.
-        target: What it was compiled for, as the entry's key and the artifact itself say.
-        compiler: What compiled it, likewise.
-        warnings: What could not be read along.
+    `target` and `compiler` are as the entry's key and the artifact itself say.
     """
 
     root: Path

@@ -15,6 +15,7 @@ and of another system's: what `cgtool.toolkit.foreign.records` says of the cache
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,12 +24,12 @@ from typing import Any
 
 import msgspec
 
+from cgtool.errors import CacheError
 from cgtool.store.layout import CacheLayout, resolve_root
 from cgtool.toolkit.filters import FIELDS, FOREIGN_FIELDS, parse_filter, parse_order
 from cgtool.toolkit.foreign.detect import check_known, read_foreign
 from cgtool.toolkit.foreign.records import SCHEMA, ForeignCache, ForeignEntry, foreign_json
-from cgtool.toolkit.listing import CacheListing, EntryListing
-from cgtool.toolkit.scan import scan, with_artifacts
+from cgtool.toolkit.listing import CacheListing, EntryListing, list_entry, scan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,10 @@ class CacheReport:
         """Yield the entries of the document, each with its artifacts as its manifest has them at this moment."""
         layout = CacheLayout(root=self.cache.root)
         for entry in self.shown:
-            yield dict(with_artifacts(layout, entry).to_json())
+            now = None
+            with contextlib.suppress(CacheError):  # it was removed or torn meanwhile
+                now = list_entry(layout, entry.manifest.name, entry.usage)
+            yield dict((now or entry).to_json())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,15 +76,7 @@ _KEY_NOT_RECORDED = {
 
 @dataclass(frozen=True, kw_only=True)
 class EntryReport:
-    """What one entry of cgtool's is compiled for.
-
-    Args:
-        root: The cache's root.
-        hash: The entry's.
-        manifests: Of its ranks and prefixes, in order.
-        coverage: What they cover.
-        warnings: What of the entry could not be read.
-    """
+    """What one entry of cgtool's is compiled for, and what of it could not be read."""
 
     root: Path
     hash: str

@@ -52,16 +52,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphReport:
-    """The pieces of one variant of an entry.
-
-    Args:
-        root: The cache's root.
-        manifest: Of the entry's rank and prefix.
-        variants: All variants of the entry.
-        variant: Which of them `pieces` is of.
-        pieces: In order of execution.
-        code_path: Where the whole graph stands as Python, for people.
-    """
+    """The pieces of one variant of an entry, in order of execution."""
 
     root: Path
     manifest: Manifest

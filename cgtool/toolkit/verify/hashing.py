@@ -22,13 +22,7 @@ _FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0
 
 
 class Hashed(NamedTuple):
-    """What reading a file gave: its digest and size, or why it was not read.
-
-    Args:
-        digest: The SHA-256 of its bytes.
-        size_bytes: How many bytes were read; one more than the limit where there were more than that.
-        failed: Why it was not read.
-    """
+    """What reading a file gave; one byte more than the limit where there were more, or why it was not read."""
 
     digest: str = ""
     size_bytes: int = 0

@@ -23,7 +23,7 @@ from cgtool.toolkit.bundle.choose import Choice
 from cgtool.toolkit.bundle.export import export
 from cgtool.toolkit.bundle.import_ import ImportReport, import_bundle
 from cgtool.toolkit.bundle.unpack import unpacked
-from cgtool.toolkit.scan import scan
+from cgtool.toolkit.listing import scan
 from cgtool.toolkit.verify.checks import check_entry
 
 
