@@ -34,8 +34,8 @@ _AVX2 = frozenset({"avx2", "fma"})
 #: The variable with which a user takes vector instructions away from torch, and what torch calls the rest.
 _CAPABILITY = "ATEN_CPU_CAPABILITY"
 _CAPABILITIES = {"default": "DEFAULT", "avx2": "AVX2", "avx512": "AVX512"}
-#: Of the target: what a machine may not know of itself without torch.
-_ASK_TORCH = frozenset({"accelerators", "capability"})
+#: Of the target: what a machine may not know of itself, some of it without torch.
+_MAY_BE_UNKNOWN = frozenset({"accelerators", "capability", "instructions"})
 #: Attributes of a device in CUDA's driver interface: how many multiprocessors, and the two halves of its architecture.
 _COUNT, _MAJOR, _MINOR = 16, 75, 76
 
@@ -142,8 +142,8 @@ def this_machine() -> Machine:
 def differences_here(key: Key, machine: Machine) -> list[FactorDifference]:
     """Return in which factors of an entry's key a machine differs, the most telling first.
 
-    Factors of the model and of the process that loads are none of a machine's. What it cannot say without torch differs
-    in nothing, nor does a C++ compiler that it lacks: it takes what was compiled elsewhere.
+    Factors of the model and of the process that loads are none of a machine's. What it cannot say of itself differs in
+    nothing, nor does a C++ compiler that it lacks: it takes what was compiled elsewhere.
     """
     stored = {name: value for name, value in key.factors.items() if name in machine.factors}
     if machine.compiler is None:
@@ -153,11 +153,13 @@ def differences_here(key: Key, machine: Machine) -> list[FactorDifference]:
 
 
 def _as_far_as_known(now: Json, stored: Json) -> Json:
-    """A factor as it is now; where only torch could say what it is, what is stored stands in."""
+    """A factor as it is now; where the machine cannot say what it is, what is stored stands in."""
     if not isinstance(now, dict) or not isinstance(stored, dict):
         return now
     return {
-        name: stored.get(name) if value is None and name in _ASK_TORCH else _as_far_as_known(value, stored.get(name))
+        name: stored.get(name)
+        if value is None and name in _MAY_BE_UNKNOWN
+        else _as_far_as_known(value, stored.get(name))
         for name, value in now.items()
     }
 

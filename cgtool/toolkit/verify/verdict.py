@@ -58,6 +58,7 @@ _USUAL: Mapping[str, Json] = {
     "filled": True,
 }
 _INSTRUCTIONS = "target.cpu.instructions"
+_OTHER_INSTRUCTIONS = "The processor's instruction sets are not those that it was compiled for"
 
 _NAME = b"\0GLIBC_"
 _VERSION = re.compile(rb"\d{1,4}\.\d{1,4}")
@@ -111,9 +112,12 @@ def _factors(key: Key, machine: Machine) -> Iterator[str]:
         yield "torch is not installed for this Python"
     for name in sorted(key.factors.keys() - machine.factors.keys() - _OF_THE_MODEL - _OF_THE_PROCESS):
         yield f"It was keyed on {name}, which this cgtool does not know"
+    cpu = (key.value("target") or {}).get("cpu") or {}
+    if machine.instructions is None and cpu.get("instructions") is not None:  # load compares it all the same
+        yield _OTHER_INSTRUCTIONS
     for difference in sorted(differences_here(key, machine), key=lambda one: one.factor != "torch"):
         if difference.path == _INSTRUCTIONS:
-            yield "The processor's instruction sets are not those that it was compiled for"
+            yield _OTHER_INSTRUCTIONS
         elif difference.path != "torch":  # as a whole: it is not installed
             yield difference.sentence
 
