@@ -6,13 +6,15 @@ tensors are made in C++, so that `isinstance` with FakeTensor no longer tells: `
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Final
 
 import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["FakeTensorMode", "blames_fake_tensors", "fake_like", "is_fake", "new_fake_mode"]
+__all__ = ["FakeTensorMode", "blames_fake_tensors", "building_fakes", "fake_like", "is_fake", "new_fake_mode"]
 
 #: What fake tensors raise when something asks for values that they do not have.
 _BLAMES: Final[tuple[type[BaseException], ...]] = (
@@ -39,6 +41,33 @@ _BLAMING_TEXTS: Final[tuple[str, ...]] = (
 def new_fake_mode() -> FakeTensorMode:
     """Return a mode that takes real tensors along: a factory may use constants made when its module was imported."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def building_fakes(mode: FakeTensorMode) -> Iterator[None]:
+    """Enter a mode in which modules can be built as ever: `module.to(torch.bfloat16)` converts fake parameters, too.
+
+    `nn.Module.to` swaps a fake parameter with its converted copy, which torch refuses for what has weak references; the
+    mode's own caches have some to what was filled in place, as initialisation does.
+    """
+    swap = torch.utils.swap_tensors
+
+    def swap_fakes(one: torch.Tensor, other: torch.Tensor) -> None:
+        if not (is_fake(one) and is_fake(other)):
+            swap(one, other)  # type: ignore[no-untyped-call]  # torch's own gap
+            return
+        for name in ("__class__", "__dict__"):
+            ours, theirs = getattr(one, name), getattr(other, name)
+            setattr(one, name, theirs)
+            setattr(other, name, ours)
+        torch._C._swap_tensor_impl(one, other)
+
+    torch.utils.swap_tensors = swap_fakes
+    try:
+        with mode:
+            yield
+    finally:
+        torch.utils.swap_tensors = swap
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

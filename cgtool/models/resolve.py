@@ -26,7 +26,7 @@ from torch import nn
 from cgtool.errors import CgtoolError, ModelError, UsageError
 from cgtool.model import DynamicDims, ExampleCall, ModelSpec
 from cgtool.models import huggingface, user_code
-from cgtool.models._torch import FakeTensorMode, blames_fake_tensors, new_fake_mode
+from cgtool.models._torch import FakeTensorMode, blames_fake_tensors, building_fakes, new_fake_mode
 from cgtool.models.fake import fake_arguments, make_fake
 
 _FORMS = "MODEL is path/to/file.py:factory, package.module:factory, or hf:PATH."
@@ -117,7 +117,7 @@ def _call(
             stack.enter_context(user_code.running_user_code())
             stack.enter_context(_defaults(device, dtype))
             if mode is not None:
-                stack.enter_context(mode)
+                stack.enter_context(building_fakes(mode))
             return factory(**arguments)
     except CgtoolError:
         raise

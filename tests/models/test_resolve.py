@@ -12,6 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch import nn  # noqa: E402
+
 from cgtool.errors import ModelError, UsageError  # noqa: E402
 from cgtool.model import ModelSpec  # noqa: E402
 from cgtool.models import resolve_model  # noqa: E402
@@ -178,6 +180,35 @@ class TestWhatIsBuilt:
         captured = capsys.readouterr()
         assert captured.out == ""
         assert captured.err.split() == ["imported", "called"]
+
+    @pytest.mark.parametrize(
+        "conversion",
+        ["to(torch.bfloat16)", "half()", "double().to('cpu')", "to(memory_format=torch.channels_last)"],
+    )
+    def test_a_factory_may_convert_what_it_built(self, write, conversion):
+        file = write(
+            HEAD
+            + f"""
+    def build():
+        module = nn.Sequential(
+            nn.Linear(4, 4), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Embedding(4, 4), nn.LSTM(4, 4), nn.LayerNorm(4)
+        )
+        module.tied = module[0].weight
+        module.{conversion}
+        return module, (torch.zeros(2, 4),)
+    """
+        )
+
+        def built(weights):
+            module = resolve_model(f"{file}:build", weights=weights).module
+            assert module.tied is module[0].weight
+            return {
+                name: (isinstance(tensor, nn.Parameter), tensor.requires_grad, (tensor + 1).dtype, tensor.stride())
+                for name, tensor in module.state_dict(keep_vars=True).items()
+            }
+
+        assert built("fake") == built("real")
+        assert torch.utils.swap_tensors.__module__ == "torch.utils"
 
 
 class TestNames:
