@@ -125,9 +125,8 @@ def _over_eager(way: WayReport, metric: str, *, bound: bool) -> str:
 
 
 def _unit(secs: float) -> tuple[float, str]:
-    if secs >= 1:
-        return 1.0, "s"
-    return (1e3, "ms") if secs >= 1e-3 else (1e6, "µs")  # noqa: PLR2004  a millisecond
+    units = ((1.0, "s"), (1e3, "ms"), (1e6, "µs"))
+    return next((unit for unit in units if secs * unit[0] >= 1), units[-1])
 
 
 def _digits(value: float) -> str:

@@ -41,7 +41,7 @@ class Terminated(BaseException):
         self.signum = signum
 
 
-def _raise_terminated(signum: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001  the signature is signal's
+def _raise_terminated(signum: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001 - the signature is signal's
     # A second signal must not break the cleanup that the first one began.
     signal.signal(signum, signal.SIG_IGN)
     raise Terminated(signum)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _WIDTH, _BOX, _GAP, _LEFT, _LINE, _HEAD = 760, 74, 18, 20, 19, 58
 #: Hues lie apart by the golden angle, so that any number of neighbours differ.
 _GOLDEN_ANGLE = 137.508
-_FEW_OPS, _FEW_SHAPES, _FEW_TENSORS = 4, 8, 4
+_FEW_OPS, _FEW_SHAPES = 4, 8
 #: How many tensors of a piece the table shows where none of them has an open dimension.
 _FEW = 3
 #: Types as torch prints them in its own graphs.
@@ -155,7 +155,7 @@ def _box(piece: Piece, top: int, colour: str | None) -> str:
     shapes = _few([shape_text(row.shape) for row in piece.rows], _FEW_SHAPES) or "nothing yet"
     runs = "as it stands" if piece.step.splitting else f"for {shapes}"
     first = f"{name} · {what} {runs}"
-    tensors = f"{_tensors(piece.graph.inputs)} → {_tensors(piece.graph.results)}"
+    tensors = " → ".join(_tensors_text(of, ", ") for of in (piece.graph.inputs, piece.graph.results))
     ops = _few([op.removeprefix("torch.ops.") for op in piece.ops], _FEW_OPS)
     count = count_text(sum(piece.ops.values()), "op")
     lines = [
@@ -176,11 +176,6 @@ def _colours(report: GraphReport) -> dict[str, str]:
         identity: f"hsl({round(210 + number * _GOLDEN_ANGLE) % 360}, 65%, 50%)"
         for number, identity in enumerate(identities)
     }
-
-
-def _tensors(tensors: tuple[TensorMeta, ...]) -> str:
-    words = [f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]" for tensor in tensors]
-    return _few(words, _FEW_TENSORS) or "nothing"
 
 
 def _few(words: list[str], most: int) -> str:

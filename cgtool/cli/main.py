@@ -46,7 +46,7 @@ Examples:
 """
 
 
-def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:  # noqa: ARG001  click's signature
+def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:  # noqa: ARG001 - click's signature
     if value and not ctx.resilient_parsing:
         click.echo(f"cgtool {cgtool_version}")
         ctx.exit(0)
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not reader_gone and not cgtool.was_invoked:  # click has answered a shell that completes a command line
             return error.code if isinstance(error.code, int) else failures.FAILED
         return _end(BrokenPipeError() if reader_gone else error, arguments)
-    except BaseException as error:  # noqa: BLE001  the one place where every exception ends
+    except BaseException as error:  # noqa: BLE001 - the one place where every exception ends
         return _end(error, arguments)
     return code if isinstance(code, int) else failures.DONE
 
@@ -116,9 +116,9 @@ def _end(error: BaseException, arguments: Sequence[str]) -> int:
 def _have_streams() -> None:
     # A daemon may be started with its streams closed: Python has None for them then.
     if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123  lives as long as the process
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - lives as long as the process
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123  lives as long as the process
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - lives as long as the process
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:

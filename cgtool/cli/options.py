@@ -115,7 +115,7 @@ def read_settings(ctx: click.Context, param: click.Parameter, texts: Sequence[st
     return result
 
 
-def read_listed(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:  # noqa: ARG001  click's signature
+def read_listed(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:  # noqa: ARG001 - click's signature
     """Let a bare JSON object stand for a list: {"batch": 4} is [{"batch": 4}]."""
     return f"[{text}]" if text is not None and text.lstrip().startswith("{") else text
 

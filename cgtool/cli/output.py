@@ -145,7 +145,7 @@ def _console_of(stream: TextIO) -> Console:
         """A console that leaves a reader who went away to the one place where every exception ends."""
 
         def on_broken_pipe(self) -> None:
-            raise  # noqa: PLE0704  rich calls this while it handles the BrokenPipeError
+            raise  # noqa: PLE0704 - rich calls this while it handles the BrokenPipeError
 
     width = None if stream.isatty() else _PIPE_WIDTH
     return WholeConsole(file=stream, width=width, markup=False, highlight=False, emoji=False, legacy_windows=False)

@@ -35,7 +35,7 @@ def reporting(output: Output) -> Iterator[OnEvent]:
     """
     with output.talking():
         if output.quiet:
-            yield lambda event: None  # noqa: ARG005  the signature is OnEvent's
+            yield lambda event: None  # noqa: ARG005 - the signature is OnEvent's
         elif output.stderr.is_terminal and not output.stderr.is_dumb_terminal:
             with _LiveProgress(output.stderr) as live:
                 yield live.take

@@ -11,6 +11,11 @@ from datetime import datetime
 from typing import Any
 
 _ABSURD_BYTES = 1 << 70
+_BINARY_THOUSAND = 1024
+#: Below this a tenth of a second still tells.
+_TENTHS_TELL_SECS = 100
+#: Of indices: two have no rhythm, and more than these do not fit a narrow column.
+_FEWEST_IN_RHYTHM, _MOST_INDICES = 3, 8
 
 
 def plain(text: object, *, lines: bool = False) -> str:
@@ -48,9 +53,9 @@ def size_text(num_bytes: int) -> str:
         return "1 ZiB or more"
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:  # noqa: PLR2004  the binary thousand
+        if size < _BINARY_THOUSAND:
             return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
+        size /= _BINARY_THOUSAND
     return f"{size:.1f} TiB"
 
 
@@ -60,7 +65,7 @@ def secs_text(secs: float | None) -> str:
         return "-"
     if secs < 1:
         return f"{secs:.2f} s"
-    if secs < 100:  # noqa: PLR2004  below this a tenth of a second still tells
+    if secs < _TENTHS_TELL_SECS:
         return f"{secs:.1f} s"
     return f"{int(secs) // 60} min {int(secs) % 60} s"
 
@@ -100,10 +105,10 @@ def first(lines: Sequence[str], most: int = 20) -> list[str]:
 def indices_text(indices: Iterable[int]) -> str:
     """Return piece indices short: "0", "2-6 by 2" for 2, 4, 6, else "0, 3, 4"; long lists end in "… (n)"."""
     values = sorted(indices)
-    if len(values) > 2:  # noqa: PLR2004  two have no rhythm
+    if len(values) >= _FEWEST_IN_RHYTHM:
         step = values[1] - values[0]
         if values == list(range(values[0], values[-1] + 1, step)):
             return f"{values[0]}-{values[-1]}" + (f" by {step}" if step > 1 else "")
-    if len(values) > 8:  # noqa: PLR2004  what fits a narrow column
+    if len(values) > _MOST_INDICES:
         return ", ".join(str(v) for v in values[:6]) + f", … ({len(values)})"
     return ", ".join(str(v) for v in values)

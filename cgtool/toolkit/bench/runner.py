@@ -182,7 +182,7 @@ class _Runner:
                 self.ways[way.name].error, self.ways[way.name].log = source.error, source.log
         total = sum(settings.starts[way.name] for way in ways)
         for number in range(-settings.warm_ups, max((settings.starts[way.name] for way in ways), default=0)):
-            draw = random.Random(f"{settings.seed}/{number}")  # noqa: S311  a reproducible order, no secret
+            draw = random.Random(f"{settings.seed}/{number}")  # noqa: S311 - a reproducible order, no secret
             for way in draw.sample(ways, len(ways)):
                 if number < settings.starts[way.name] and self.ways[way.name].error is None:
                     self._start(way, number, total)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,8 +37,6 @@ _MOST_HELD = 256
 _ATTEMPTS = 3
 #: How many chunks are read and hashed before the packer asks for them.
 _AHEAD = 16
-#: One artifact of so many shows how long packing takes: few bundles hold more than some of those, and most hold none.
-_SAMPLED = 128
 #: What a user can do where a bundle cannot be written.
 _ELSEWHERE = "name another place"
 
@@ -182,7 +179,7 @@ def write_archive(
     """Write a bundle as an archive."""
     import zstandard  # milliseconds, and only for who writes a bundle
 
-    threads = packing_threads(contents, level)
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else -1
     packer: Any = zstandard.ZstdCompressor(level=level, threads=threads, write_checksum=True, write_content_size=False)
     out = packer.stream_writer(stream, closefd=False)
     for chunk in _ahead(_archive(contents, keys)):
@@ -201,28 +198,6 @@ def _ahead(chunks: Iterator[bytes]) -> Iterator[bytes]:
             yield chunk
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def packing_threads(contents: Contents, level: int) -> int:
-    """Return how many threads zstd is to have of its own: none where packing is quicker than reading and hashing.
-
-    They would wait for bytes there, and packing with them takes up to twice as much of the processor's time in all.
-    """
-    import zstandard
-
-    packer: Any = zstandard.ZstdCompressor(level=level)
-    artifacts = [content for content in contents.contents if content.file is not None]
-    ahead_secs = packing_secs = 0.0
-    for content in artifacts[_SAMPLED - 1 :: _SAMPLED]:
-        begin = time.thread_time()
-        chunk = next(content.chunks(), b"")
-        middle = time.thread_time()
-        packer.compress(chunk)
-        ahead_secs += middle - begin
-        packing_secs += time.thread_time() - middle
-    if packing_secs < ahead_secs:
-        return 0
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else -1
 
 
 def _archive(contents: Contents, keys: Sequence[Ed25519PrivateKey]) -> Iterator[bytes]:

@@ -170,14 +170,15 @@ class Structure:
 
 def pickle_protocol(head: bytes) -> int | None:
     """Return the pickle protocol that bytes begin with, 2 to 5; None for anything else (0 and 1 begin with no mark)."""
-    return head[1] if len(head) > 1 and head[0] == 0x80 and head[1] in range(2, 6) else None  # noqa: PLR2004
+    match = re.match(rb"\x80([\x02-\x05])", head)
+    return None if match is None else match[1][0]
 
 
 def native_target(head: bytes) -> str | None:
     """Return which processor an ELF file is for, as `uname -m` says it; None for anything else or an unknown one."""
-    if head[:5] != b"\x7fELF\x02" or len(head) < 20:  # noqa: PLR2004  up to the machine's number
+    if head[:5] != b"\x7fELF\x02":
         return None
-    number = int.from_bytes(head[18:20], "little" if head[5] == 1 else "big")
+    number = int.from_bytes(head[18:20], "little" if head[5:6] == b"\x01" else "big")
     return {62: "x86_64", 183: "aarch64", 243: "riscv64", 21: "ppc64le", 22: "s390x"}.get(number)
 
 

@@ -267,7 +267,7 @@ class _EntryReader:
                     self.problems.append(f"{_FACTORS_FILE} of {shown(part)} could not be read: {error}")
         self._shared()
         # The factors of all parts are one, as they should be, or are named by their parts.
-        is_one = len({json.dumps(value, sort_keys=True) for value in factors.values()}) < 2  # noqa: PLR2004
+        is_one = len({json.dumps(value, sort_keys=True) for value in factors.values()}) <= 1
         return ForeignEntry.of(
             self.name,
             "aot_model" if any(one.what == "aot_model" for one in self.artifacts) else "model",

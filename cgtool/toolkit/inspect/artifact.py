@@ -33,7 +33,7 @@ from cgtool.store.compiled_code import Kernel, generated_texts
 from cgtool.store.entry import ObjectStore
 from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.key import read_key
-from cgtool.store.layout import CacheLayout, RankName, resolve_root, short
+from cgtool.store.layout import CacheLayout, RankName, is_hash, resolve_root, short
 from cgtool.store.records import Row
 from cgtool.store.walk import view_entry
 from cgtool.toolkit.contents import Contents, Source, contents_of
@@ -270,7 +270,7 @@ def _artifacts(layout: CacheLayout, digits: str) -> dict[tuple[str, str], list[s
     for hash_ in dict.fromkeys(name.hash for name in published(layout)):
         for name in view_entry(layout, hash_).artifacts:
             digest, _, kind = name.partition(".")
-            if digest.startswith(digits) and len(digest) == 64 and kind:  # noqa: PLR2004 - digits of a SHA-256
+            if digest.startswith(digits) and is_hash(digest) and kind:
                 found.setdefault((digest, kind), []).append(hash_)
     return dict(sorted(found.items()))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,5 +82,5 @@ def _importable() -> list[str]:
     # `python -m` puts it first by its name; a second time it is there because somebody asked for it.
     first = 0
     with contextlib.suppress(OSError):  # the current folder may be gone
-        first = int("-m" in sys.orig_argv and sys.path[:1] == [os.getcwd()])  # noqa: PTH109 - a str
+        first = int("-m" in sys.orig_argv and sys.path[:1] == [str(Path.cwd())])
     return [folder for folder in sys.path[first:] if folder]

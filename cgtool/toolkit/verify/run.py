@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -40,8 +41,6 @@ from cgtool.toolkit.verify.verdict import Level, Verdict, glibc_of_entry, verdic
 SCHEMA = 2
 #: What is set right shows what else is wrong: a spelling, then an artifact, then an orphan that its successor leaves.
 _ROUNDS = 5
-
-_HEX = frozenset("0123456789abcdef")
 
 
 class EntryReport(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -373,4 +372,4 @@ def _existing(layout: CacheLayout, *, named: Path) -> CacheLayout:
 
 
 def _may_be_hash(target: str) -> bool:
-    return set(target.lower()) <= _HEX and 0 < len(target) <= 64 and not Path(target).exists()  # noqa: PLR2004 - a hash
+    return re.fullmatch(r"[0-9a-fA-F]{1,64}", target) is not None and not Path(target).exists()
