@@ -1,9 +1,9 @@
 """The pages that `--html` writes: one file each, which needs no network and no script.
 
 Must not import torch. Whatever a model's author wrote (its name, an error's text) is escaped, and a page's
-Content-Security-Policy forbids it to load or run anything. A bench's start-up is drawn as bars, inline SVG: one row a
-way, its phases one after the other, on one linear scale. A bar's width is its seconds times one factor for the whole
-chart; nothing is widened to be seen, the number beside it says what is too short.
+Content-Security-Policy forbids it to load or run anything. A bench's start-up is drawn as bars: one row a way, its
+phases one after the other, on one linear scale. A bar's width is its share of the longest row of its chart; nothing is
+widened to be seen, the number beside it says what is too short.
 """
 
 from __future__ import annotations
@@ -21,10 +21,6 @@ from cgtool.toolkit.bench.report import FEWEST_PAIRS
 if TYPE_CHECKING:
     from cgtool.toolkit.bench.report import BenchReport
 
-#: Units of the picture: where bars begin, how long the longest may be, and what a row takes.
-LEFT, LONGEST, RIGHT = 310.0, 560.0, 100.0
-ROW, BAR, TOP = 34.0, 20.0, 8.0
-
 _STYLE = """
 :root { color-scheme: light dark; --page: #fff; --ink: #1b1f24; --soft: #57606a; --line: #d0d7de; --band: #f6f8fa;
   --import: #6e7781; --build: #0969da; --ready: #bc4c00; --bad: #b42318; }
@@ -35,11 +31,13 @@ body { margin: 2rem auto; padding: 0 1rem; max-width: 84rem; background: var(--p
 h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; }
 p, li { max-width: 48rem; } .soft { color: var(--soft); } .bad { color: var(--bad); font-weight: 600; }
 code { font-family: ui-monospace, monospace; font-size: .9em; overflow-wrap: anywhere; }
-.chart { width: 100%; max-width: 62rem; height: auto; display: block; }
-.chart text { font: 14px system-ui, sans-serif; dominant-baseline: central; fill: var(--ink); }
-.chart .label { text-anchor: end; } .chart .value { fill: var(--soft); } .chart .axis { stroke: var(--line); }
-.import { fill: var(--import); background: var(--import); } .build { fill: var(--build); background: var(--build); }
-.ready { fill: var(--ready); background: var(--ready); }
+.chart { margin: 0; max-width: 62rem; }
+.row { display: grid; grid-template-columns: minmax(0, 19rem) minmax(0, 1fr); gap: .6rem; margin: .5rem 0; }
+.row .label { text-align: right; }
+.bars { display: flex; align-items: center; border-left: 1px solid var(--line); padding-right: 6rem; }
+.bars i { flex: none; height: 1.25rem; } .bars .value { flex: none; margin-left: .5rem; color: var(--soft); }
+@media (max-width: 40rem) { .row { grid-template-columns: minmax(0, 1fr); gap: 0; } .row .label { text-align: left; } }
+.import { background: var(--import); } .build { background: var(--build); } .ready { background: var(--ready); }
 .legend { display: flex; gap: 1.5rem; padding: 0; margin: .5rem 0; list-style: none; }
 .legend span { display: inline-block; width: .9em; height: .9em; margin-right: .4em; vertical-align: -.1em; }
 .scroll { overflow-x: auto; }
@@ -170,33 +168,25 @@ def _bars(report: BenchReport, phases: Sequence[str]) -> Iterator[Bar]:
 
 
 def chart(bars: Sequence[Bar], *, title: str, name: str) -> str:
-    """Return the chart as an SVG element."""
-    scale = LONGEST / (max((sum(bar.parts.values()) for bar in bars), default=0.0) or 1.0)
-    height = TOP * 2 + ROW * len(bars)
-    rows = "\n".join(_row(bar, TOP + ROW * (index + 0.5), scale) for index, bar in enumerate(bars))
+    """Return the chart as an element with the identifier `name`; its rows are also spoken, for who cannot see it."""
+    longest = max((sum(bar.parts.values()) for bar in bars), default=0.0) or 1.0
     spoken = ". ".join(f"{bar.label}: {', '.join(_spoken(bar).values()) or bar.remark}" for bar in bars)
-    return (
-        f'<svg id="{name}" class="chart" role="img" viewBox="0 0 {LEFT + LONGEST + RIGHT:g} {height:g}" '
-        f'aria-labelledby="{name}-title {name}-words">\n'
-        f'<title id="{name}-title">{escape(title)}</title>\n'
-        f'<desc id="{name}-words">{escape(spoken)}</desc>\n{rows}\n'
-        f'<line class="axis" x1="{LEFT:g}" y1="{TOP / 2:g}" x2="{LEFT:g}" y2="{height - TOP / 2:g}"/>\n</svg>'
+    rows = "\n".join(_row(bar, longest) for bar in bars)
+    label = escape(f"{title}. {spoken}")
+    return f'<figure id="{name}" class="chart" role="img" aria-label="{label}">\n{rows}\n</figure>'
+
+
+def _row(bar: Bar, longest: float) -> str:
+    parts = "".join(
+        f'<i class="{tables.PHASE_WORDS[phase]}" style="width:{bar.parts[phase] / longest:.5%}" '
+        f'title="{escape(bar.label)}: {said}"></i>'
+        for phase, said in _spoken(bar).items()
     )
-
-
-def _row(bar: Bar, middle: float, scale: float) -> str:
-    parts = [f'<text class="label" x="{LEFT - 10:g}" y="{middle:g}">{escape(bar.label)}</text>']
-    left = LEFT
-    for phase, said in _spoken(bar).items():
-        width = bar.parts[phase] * scale
-        parts.append(
-            f'<rect class="{tables.PHASE_WORDS[phase]}" x="{left:.3f}" y="{middle - BAR / 2:g}" width="{width:.3f}" '
-            f'height="{BAR:g}"><title>{escape(bar.label)}: {said}</title></rect>'
-        )
-        left += width
     total = tables.secs_words(sum(bar.parts.values())) if bar.parts else bar.remark
-    parts.append(f'<text class="value" x="{left + 8:.3f}" y="{middle:g}">{escape(total)}</text>')
-    return f'<g class="row">{"".join(parts)}</g>'
+    value = f'<span class="value">{escape(total)}</span>'
+    return (
+        f'<div class="row"><span class="label">{escape(bar.label)}</span><div class="bars">{parts}{value}</div></div>'
+    )
 
 
 def _spoken(bar: Bar) -> dict[str, str]:

@@ -123,7 +123,7 @@ def test_the_page_is_written_and_speaks_of_this_bench(benched):
     text = (benched[1] / "bench.html").read_text(encoding="utf-8")
     assert text.startswith("<!doctype html>")
     assert "cgtool, eager" in text
-    assert text.count('<rect class="ready"') == 4
+    assert text.count('<i class="ready"') == 4
 
 
 def test_people_get_tables(tmp_path):
