@@ -110,8 +110,6 @@ def verdict(
 def _factors(key: Key, machine: Machine) -> Iterator[str]:
     if machine.torch is None and "torch" in key.factors:
         yield "torch is not installed for this Python"
-    for name in sorted(key.factors.keys() - machine.factors.keys() - _OF_THE_MODEL - _OF_THE_PROCESS):
-        yield f"It was keyed on {name}, which this cgtool does not know"
     cpu = (key.value("target") or {}).get("cpu") or {}
     if machine.instructions is None and cpu.get("instructions") is not None:  # load compares it all the same
         yield _OTHER_INSTRUCTIONS
@@ -120,6 +118,8 @@ def _factors(key: Key, machine: Machine) -> Iterator[str]:
             yield _OTHER_INSTRUCTIONS
         elif difference.path != "torch":  # as a whole: it is not installed
             yield difference.sentence
+    for name in sorted(key.factors.keys() - machine.factors.keys() - _OF_THE_MODEL - _OF_THE_PROCESS):
+        yield f"It was keyed on {name}, which this cgtool does not know"
 
 
 def of_the_process(key: Key) -> tuple[str, ...]:
