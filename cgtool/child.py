@@ -176,13 +176,18 @@ def _split_off(lifeline: int) -> None:
     child = os.fork()
     if child == 0:
         os.close(ended)  # the other end stays open in the child until it ends, and tells the keeper of that
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != keeper:  # it died in between
-            os._exit(1)
+        end_with(keeper)
         return
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # that the keeper is gone means that all are
     os.close(alive)
     _keep(child, ended=ended, lifeline=lifeline, above=above)
+
+
+def end_with(parent: int) -> None:
+    """Have this process killed when the thread that forked it ends, or end it now where that happened already."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _keep(child: int, *, ended: int, lifeline: int, above: int) -> NoReturn:

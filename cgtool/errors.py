@@ -68,6 +68,13 @@ class ProofMismatchError(CompileError):
     """An artifact cannot be opened, fails, or gives something else than its piece does when it runs op by op."""
 
 
+class CallMismatchError(CgtoolError):
+    """The whole call, put together from compiled pieces, gives something else than the model itself.
+
+    No `CompileError`: no piece is at fault that another compiler could take.
+    """
+
+
 class ProofCrashError(CgtoolError):
     """The process that proves artifacts died, or did not answer in time.
 

@@ -10,7 +10,19 @@ from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 Phase = Literal[
-    "model", "trace", "split", "compile", "store", "hit", "note", "prepare", "start", "verify", "prune", "capture"
+    "model",
+    "trace",
+    "split",
+    "compile",
+    "prove",
+    "store",
+    "hit",
+    "note",
+    "prepare",
+    "start",
+    "verify",
+    "prune",
+    "capture",
 ]
 
 
@@ -18,9 +30,10 @@ class Event(NamedTuple):
     """One thing that began, moved on or ended.
 
     Args:
-        phase: Which stage speaks; "model" is the user's factory at work, "hit" says that the cache
-            already holds it, "note" is advice for the user; "prepare" and "start" are what a bench does, "verify" reads
-            what is there, "prune" reads it and removes, "capture" captures CUDA graphs.
+        phase: Which stage speaks; "model" is the user's factory at work, "prove" calls what was compiled beside the
+            model itself, "hit" says that the cache already holds it, "note" is advice for the user; "prepare" and
+            "start" are what a bench does, "verify" reads what is there, "prune" reads it and removes, "capture"
+            captures CUDA graphs.
         message: A short sentence or name, plain text: it may hold whatever a model's author wrote.
         done: How many units of the phase are finished; None where nothing is counted.
         total: How many there will be; None where nothing is counted.

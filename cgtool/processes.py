@@ -2,27 +2,33 @@
 
 This is the parent's half: starting a child, asking it, waiting no longer than a deadline, ending it, and telling what
 it died of. `cgtool.child` is the other half, with the protocol and what ends all that came from a child. What a child
-and all that it starts print goes into a file in memory, whose last lines an error shows. Must not import torch.
+and all that it starts print goes into a file in memory, whose last lines an error shows. `run_in_copy` forks this
+process, for work on what it alone has: a live model. Must not import torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import gc
 import io
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
-from cgtool.child import GRACE_SECS, LAST, NOTE, REQUEST, Channel
+from cgtool.child import GRACE_SECS, LAST, NOTE, REQUEST, Channel, end_with
 from cgtool.errors import CgtoolError
 from cgtool.plan.grammar import Record, decode
 
@@ -30,6 +36,8 @@ from cgtool.plan.grammar import Record, decode
 _START_SECS = 600.0
 #: How long a keeper may take to end its child.
 _END_SECS = 4 * GRACE_SECS
+#: How often who waits for a copy of this process looks whether it is there.
+_LOOK_SECS = 1.0
 #: How much of a log's end is read and shown.
 _TAIL_BYTES, _TAIL_LINES, _LINE_CHARS = 16_384, 12, 200
 #: How a crash's report begins, whose first lines say the most: the innermost call comes first.
@@ -265,11 +273,15 @@ class Child:
             raise ChildEndedError(Ending(code=self._process.returncode, log=self._last_lines())) from None
 
     def _last_lines(self) -> tuple[str, ...]:
-        size = os.fstat(self._log.fileno()).st_size
-        text = os.pread(self._log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace")
-        lines = [line.rstrip()[:_LINE_CHARS] for line in text.splitlines() if line.strip()]
-        crash = next((n for n in reversed(range(len(lines))) if lines[n].startswith(_CRASH)), None)
-        return tuple(lines[-_TAIL_LINES:] if crash is None else lines[crash : crash + _TAIL_LINES])
+        return _last_lines(self._log.fileno())
+
+
+def _last_lines(log: int) -> tuple[str, ...]:
+    """Return the last lines of a log, or those of the crash that it tells of."""
+    text = os.pread(log, _TAIL_BYTES, max(0, os.fstat(log).st_size - _TAIL_BYTES)).decode(errors="replace")
+    lines = [line.rstrip()[:_LINE_CHARS] for line in text.splitlines() if line.strip()]
+    crash = next((n for n in reversed(range(len(lines))) if lines[n].startswith(_CRASH)), None)
+    return tuple(lines[-_TAIL_LINES:] if crash is None else lines[crash : crash + _TAIL_LINES])
 
 
 class Children:
@@ -367,3 +379,80 @@ class Children:
         child = Child(self._program, setup=self._setup)
         self._all.add(child)
         return child
+
+
+def run_in_copy(work: Callable[[], bytes], *, timeout_secs: float | None) -> bytes:
+    """Return what `work` returns in a copy of this process, which nothing of what it does outlives.
+
+    The copy has the thread that calls this and no other. So `work` must not wait for another thread, nor use pools of
+    threads that ran before the fork.
+
+    Args:
+        work: What to do there.
+        timeout_secs: How long it may take; None is for ever.
+
+    Raises:
+        ChildEndedError: The copy crashed, raised, or did not end in time.
+    """
+    parent = os.getpid()
+    answer, log = (os.memfd_create(f"cgtool-{name}", os.MFD_CLOEXEC) for name in ("answer", "log"))
+    ended, alive = os.pipe()
+    child = 0
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, of other threads: see above
+            child = os.fork()
+        if child == 0:
+            _be_copy(work, parent, answer, log)
+        os.close(alive)
+        alive = -1
+        code = _wait(child, ended, timeout_secs)
+        child = 0
+        if code != 0:
+            raise ChildEndedError(Ending(code=code, log=_last_lines(log), limit_secs=timeout_secs))
+        return os.pread(answer, os.fstat(answer).st_size, 0)
+    finally:
+        if child:  # interrupted
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        for descriptor in (answer, log, ended, alive):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+def _wait(child: int, ended: int, timeout_secs: float | None) -> int | None:
+    """Return how a copy ended, or None once it was killed because it took too long."""
+    watch = select.poll()
+    watch.register(ended, 0)  # POLLHUP: the copy holds the other end until it ends, and whoever else was forked then
+    deadline = None if timeout_secs is None else time.monotonic() + timeout_secs
+    while deadline is None or time.monotonic() < deadline:
+        left = _LOOK_SECS if deadline is None else min(_LOOK_SECS, deadline - time.monotonic())
+        is_over = bool(watch.poll(max(0.0, left) * 1000))
+        found, status = os.waitpid(child, 0 if is_over else os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def _be_copy(work: Callable[[], bytes], parent: int, answer: int, log: int) -> NoReturn:
+    code = 1
+    try:
+        import resource  # not on every system
+
+        gc.disable()  # a collection would copy every page that it looks at
+        end_with(parent)
+        os.setsid()  # Ctrl-C on the terminal reaches the parent alone
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        for descriptor in (1, 2):
+            os.dup2(log, descriptor)
+        faulthandler.enable(log)
+        data = work()
+        while data:
+            data = data[os.write(answer, data) :]
+        code = 0
+    except BaseException:  # noqa: BLE001 - nothing of the parent's may run here once more
+        os.write(log, traceback.format_exc().encode(errors="replace"))
+    finally:
+        os._exit(code)

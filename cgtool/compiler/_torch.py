@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.compiler.config
@@ -22,6 +23,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._library.custom_ops import OPDEFS
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._pytree import tree_leaves
@@ -53,6 +55,12 @@ _CACHING = {
 }
 
 
+_ALLOCATING = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
+)
+
+
 def new_fake_mode(*, from_two: bool) -> FakeTensorMode:
     """Return a fake mode with a ShapeEnv of its own.
 
@@ -61,6 +69,21 @@ def new_fake_mode(*, from_two: bool) -> FakeTensorMode:
     """
     shape_env = ShapeEnv(specialize_zero_one=from_two, duck_shape=False)
     return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has no values."""
+    return fake_tensor.is_fake(tensor)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return a number that tensors share which are views of one storage; a fake one has no address."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def told_that_it_compiles() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which `torch.compiler.is_compiling` is true, as it is in a trace."""
+    return patch.object(torch.compiler, "_is_compiling_flag", new=True)
 
 
 def fake_mode_of(value: Any) -> FakeTensorMode:
@@ -171,6 +194,20 @@ class DrawingOps(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignor
         if torch.Tag.nondeterministic_seeded in func.tags and _drops_out(func, args, kwargs) is not False:
             self.names[str(func.overloadpacket)] = None
         return func(*args, **kwargs)
+
+
+class FilledMemory(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]  # as above
+    """Sets memory that an op leaves uninitialised to one value while it is active."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self._value = value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call `func`, and fill what it allocated alone."""
+        del types
+        result = func(*args, **(kwargs or {}))
+        return result.fill_(self._value) if func.overloadpacket in _ALLOCATING else result
 
 
 def _drops_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:

@@ -7,7 +7,8 @@ miss ──▶ stitch ──▶ every row ──▶ compile ──▶ publish
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable
+import time
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from cgtool.compiler.standing import (
     incomplete,
     notes_of,
     same_calls,
+    uncalled_notes,
     unproved_notes,
 )
 from cgtool.compiler.wanted import Work, wanted
@@ -40,13 +42,13 @@ from cgtool.events import Event, OnEvent, ignore
 from cgtool.host import environment, variables_now
 from cgtool.model import ModelSpec
 from cgtool.plan.grammar import canonical_json, digest_of
-from cgtool.plan.records import Plan
+from cgtool.plan.records import Plan, parse_plan
 from cgtool.plan.rendering import plan_text
 from cgtool.plan.writing import encode_plan
 from cgtool.runtime.call import first_index
 from cgtool.runtime.factors import Live, key_of
 from cgtool.runtime.find import Finder, Found
-from cgtool.store.entry import EntryWriter
+from cgtool.store.entry import Entry, EntryWriter
 from cgtool.store.files import check_writable
 from cgtool.store.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout, RankName, resolve_root, short
 from cgtool.store.records import Key, Manifest
@@ -311,6 +313,7 @@ class _Warm:
             rows=(),
             lookup=(self._live.lookup,),
         ).with_rows(done.rows, (*stitched.fallbacks, *done.fallbacks))
+        manifest, unproved = self._prove(manifest, key, files, writer)
         self._on_event(Event(phase="store", message=short(key.hash)))
         manifest = writer.publish(manifest, files)
         keep_generated(self._layout, manifest, done.generated)
@@ -327,8 +330,38 @@ class _Warm:
                 *stitched.notes,
                 *notes_of(manifest, stitched.slow_ops),
                 *unproved_notes(manifest, done.unproved),
+                *uncalled_notes(manifest, unproved),
             ),
         )
+
+    def _prove(
+        self, manifest: Manifest, key: Key, files: Mapping[str, bytes], writer: EntryWriter
+    ) -> tuple[Manifest, dict[int, str]]:
+        """Call what is about to be published beside the model; return the manifest that says so.
+
+        Beside it stands why some variants could not be called now, where a later warm may.
+
+        Raises:
+            CallMismatchError: A call gives something else than the model.
+        """
+        if not self._config.proof:
+            return manifest, {}
+        # Imports Dynamo, as this does not for a hit.
+        from cgtool.compiler.proof.calls import prove_calls
+
+        self._on_event(Event(phase="prove", message="the whole call beside the model itself"))
+        begun = time.perf_counter()
+        plan = parse_plan(files[PLAN_FILE], path=Path(PLAN_FILE))
+        found = Found(entry=Entry(manifest=manifest, files=files, objects=writer.objects), key=key, plan=plan)
+        proofs = prove_calls(found, self._spec, timeout_secs=self._config.compile_timeout)
+        self._on_event(Event(phase="prove", message="the whole call", secs=time.perf_counter() - begun))
+        variants = tuple(
+            msgspec.structs.replace(variant, proved_at=proof.proved_at, proof_gap="" if proof.later else proof.gap)
+            for variant, proof in zip(manifest.variants, proofs, strict=True)
+        )
+        return msgspec.structs.replace(manifest, variants=variants), {
+            index: proof.gap for index, proof in enumerate(proofs) if proof.later
+        }
 
     def _key(self, stitched: Stitched) -> Key:
         # in one order: Dynamo's depends on what was traced before in this process

@@ -183,3 +183,22 @@ def unproved_notes(manifest: Manifest, unproved: Iterable[tuple[int, str]]) -> t
         f"{why if why.startswith('not proved') else f'not proved: {why}'}"
         for why, pieces in gaps.items()
     )
+
+
+def uncalled_notes(manifest: Manifest, uncalled: Mapping[int, str]) -> tuple[str, ...]:
+    """Return which variants were not called beside the model itself, and why.
+
+    Args:
+        manifest: It says what can never be compared.
+        uncalled: Variant → why it could not be called this time.
+    """
+    gaps: dict[str, list[str]] = {}
+    for index, variant in enumerate(manifest.variants):
+        reason = uncalled.get(index) or variant.proof_gap
+        if reason:
+            fixed = ", ".join(f"{name}={size}" for name, size in variant.fixed.items())
+            gaps.setdefault(reason, []).append(f"{variant.name} ({fixed})" if fixed else variant.name)
+    return tuple(
+        f"The whole call of {'variant' if len(names) == 1 else 'variants'} {', '.join(names)} was {why}"
+        for why, names in gaps.items()
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -215,6 +216,12 @@ class LoadedModel(AsModule):
             backend.open_all()
         for served in self._variants:
             self._ready(served)
+
+    def alone(self, variant: int) -> LoadedModel:
+        """Return a callable that serves what one variant serves, and nothing else."""
+        model = copy.copy(self)
+        model._variants = [self._variants[variant]]  # noqa: SLF001 - it is one of these
+        return model
 
     def wrap_pieces(self, wrap: WrapPiece) -> None:
         """Call what `wrap` returns in place of the function of each compiled piece, from now on.

@@ -157,6 +157,8 @@ class VariantCounts(Record, frozen=True, kw_only=True):
         splitting_pieces: How many of them hold a splitting op.
         unique_pieces: How many different ones there are among the compiled pieces.
         fixed: Dimensions that the variant fixes, by name.
+        proved_at: The sizes of the dynamic dimensions at which a whole call gave what the model itself gives.
+        proof_gap: Why no whole call could be compared, where that was tried; else "".
     """
 
     name: str
@@ -164,6 +166,8 @@ class VariantCounts(Record, frozen=True, kw_only=True):
     splitting_pieces: Count
     unique_pieces: Count
     fixed: dict[DimName, Size] = msgspec.field(default_factory=dict)
+    proved_at: tuple[dict[DimName, Count], ...] = ()
+    proof_gap: str = ""
 
 
 class FileRecord(Record, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from cgtool.compiler.proof.reference import short_name, wide_dtype
 from cgtool.graph.expressions import evaluate
 from cgtool.graph.values import device_of, dtype_of
 from cgtool.plan.grammar import digest_of
-from cgtool.plan.pieces import PieceGraph, TensorMeta
+from cgtool.plan.pieces import Json, PieceGraph, TensorMeta
 
 #: More numbers than these are the same ones again; a prime, so that no two rows are equal.
 _MOST_DRAWN = 1_000_003
@@ -135,15 +135,45 @@ def draw(graph: PieceGraph, sizes: Mapping[str, int], *, device_index: int | Non
         meta, view = graph.inputs[position], views[position]
         needed = max(other.num_bytes for other in views if other.storage == number)
         count = -(-needed // _ALIGNED_BYTES) * _ALIGNED_BYTES // view.dtype.itemsize
-        if view.dtype == torch.bool or view.dtype.is_floating_point or view.dtype.is_complex:
-            values = _values(meta, view.dtype, min(count, _MOST_DRAWN), generator, style)
-        else:
-            values = _integers(view, count, generator, style, bound=bound, distinct=distinct)
-        values = _cast(values, view.dtype)
-        if len(values) < count:
-            values = values.repeat(-(-count // len(values)))[:count]
-        storages.append(values.to(device_of(meta.device, device_index)))
+        device = device_of(meta.device, device_index)
+        values = _numbers(meta, view, count, generator, style=style, bound=bound, distinct=distinct)
+        storages.append(_repeated(values.to(device), count))
     return Drawn(storages=tuple(storages), views=views)
+
+
+def draw_storage(
+    meta: TensorMeta, num_bytes: int, device: torch.device, *, seed: Json, style: Style, bound: int
+) -> torch.Tensor:
+    """Return a flat tensor of at least `num_bytes` for a tensor without symbols; its integers lie below `bound`."""
+    generator = torch.Generator("cpu").manual_seed(int(digest_of(seed)[:15], 16))
+    shape, stride = tuple(map(int, meta.shape)), tuple(map(int, meta.stride))
+    view = _View(storage=0, shape=shape, stride=stride, dtype=dtype_of(meta.dtype))
+    count = -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES // view.dtype.itemsize
+    bound = min(bound, style.most)
+    values = _numbers(meta, view, count, generator, style=style, bound=bound, distinct=False)
+    return _repeated(values.to(device), count)
+
+
+def _numbers(
+    meta: TensorMeta,
+    view: _View,
+    count: int,
+    generator: torch.Generator,
+    *,
+    style: Style,
+    bound: int,
+    distinct: bool,
+) -> torch.Tensor:
+    """Return numbers for a storage of `count` elements whose first tensor is `view`: so many, or some to repeat."""
+    if view.dtype == torch.bool or view.dtype.is_floating_point or view.dtype.is_complex:
+        values = _values(meta, view.dtype, min(count, _MOST_DRAWN), generator, style)
+    else:
+        values = _integers(view, count, generator, style, bound=bound, distinct=distinct)
+    return _cast(values, view.dtype)
+
+
+def _repeated(values: torch.Tensor, count: int) -> torch.Tensor:
+    return values.repeat(-(-count // len(values)))[:count] if 0 < len(values) < count else values
 
 
 def _views(graph: PieceGraph, sizes: Mapping[str, int]) -> tuple[_View, ...]:

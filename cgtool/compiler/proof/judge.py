@@ -128,7 +128,7 @@ def _where_finite(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor,
     wrong = (finite & ~torch.isfinite(ours)) | (settled & ~((ours == exact) | (ours.isnan() & exact.isnan())))
     count = int(wrong.sum())
     if count > tolerance.num_allowed(len(ours)):
-        msg = f"has NaN or infinity in {count} places other than the piece's"
+        msg = f"has NaN or infinity in {count} places other than eager's"
         raise WrongError(msg)
     return finite & ~wrong
 
@@ -146,7 +146,7 @@ def _check_finite(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor,
     if num_outside > tolerance.num_allowed(len(ours), int((~kept).sum())):
         place = int(error.masked_fill(~outside, 0).argmax())
         msg = (
-            f"is {float(ours[place]):.6g} where the piece has {float(exact[place]):.6g} (and {num_outside} of "
+            f"is {float(ours[place]):.6g} where eager has {float(exact[place]):.6g} (and {num_outside} of "
             f"{len(ours)} elements differ by more than rounding)"
         )
         raise WrongError(msg)
@@ -154,7 +154,7 @@ def _check_finite(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor,
     ours, theirs, exact = ours[kept], theirs[kept], exact[kept]
     relative, usual = _rms(ours - exact) / scale, _rms(theirs - exact) / scale
     if relative > 3 * usual + tolerance.rms:
-        msg = f"differs by {relative:.2e} of its size, and the piece itself by {usual:.2e}"
+        msg = f"differs by {relative:.2e} of its size, and eager itself by {usual:.2e}"
         raise WrongError(msg)
     _check_factor(ours, theirs, exact, tolerance)
     return relative
@@ -168,7 +168,7 @@ def _check_factor(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor,
     factor, eager_factor = (float(tensor @ exact) / square - 1 for tensor in (ours, theirs))
     noise = 8 * tolerance.rms / math.sqrt(len(exact))
     if abs(factor) > 3 * abs(eager_factor) + tolerance.rms / 2 + noise:
-        msg = f"is {1 + factor:.6f} times what the piece gives"
+        msg = f"is {1 + factor:.6f} times what eager gives"
         raise WrongError(msg)
 
 

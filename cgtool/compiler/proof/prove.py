@@ -179,7 +179,7 @@ class _Proof:
 
     def at_the_ends(self, guards: tuple[str, ...]) -> None:
         """Run at the smallest sizes and at the largest; where those are too large for the piece, at half of them."""
-        limits = _limits(self._graph)
+        limits = limits_of(self._graph)
         for _ in range(_NUM_HALVINGS):
             try:
                 wanted = sizes_to_prove(self._graph, guards, limits)
@@ -194,7 +194,7 @@ class _Proof:
                 if not self.shapes:
                     raise
             except (MemoryError, RuntimeError) as error:
-                if not _is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
             else:
                 return
@@ -234,7 +234,7 @@ class _Proof:
                 inputs = drawn.copy().tensors()
                 given = _Given(drawn=drawn, inputs=inputs, outputs=self._function(self._defined, inputs))
             except Exception as error:  # whatever the user's ops say to drawn values
-                if _is_out_of_memory(error):
+                if is_out_of_memory(error):
                     raise
                 failure = failure or error
                 continue
@@ -242,7 +242,7 @@ class _Proof:
                 return given
             first = first or given
         if first is None:
-            msg = f"the piece does not run on seeded inputs ({type(failure).__name__}: {_first_line(failure)})"
+            msg = f"the piece does not run on seeded inputs ({type(failure).__name__}: {first_line(failure)})"
             raise _NotRunnableError(msg)
         return first
 
@@ -264,7 +264,7 @@ class _Proof:
             with _default_dtype(torch.float64):
                 outputs = self._function(wide, inputs)
         except Exception as error:  # an op that has no float64, say
-            if _is_out_of_memory(error):
+            if is_out_of_memory(error):
                 raise
             return None
         pairs = zip(outputs, given.outputs, strict=True)
@@ -275,9 +275,9 @@ class _Proof:
             found = list(self._artifact(list(inputs)))
             self._synchronise()
         except Exception as error:  # whatever it is, it is what the user would meet
-            if _is_out_of_memory(error):
+            if is_out_of_memory(error):
                 raise
-            msg = f"fails where the piece runs: {type(error).__name__}: {_first_line(error)}"
+            msg = f"fails where the piece runs: {type(error).__name__}: {first_line(error)}"
             raise judge.WrongError(msg) from error
         return found
 
@@ -292,7 +292,7 @@ class _Proof:
             ours, theirs, wide = row if places is None else (tensor[~places] for tensor in row)
             rows.append((f"gives output {n}: it", ours, theirs, wide))
         for n, row in enumerate(zip(inputs, given.inputs, exact[1], strict=True)):
-            if not _same_bytes(row[0], row[1]):  # most inputs are only read
+            if not same_bytes(row[0], row[1]):  # most inputs are only read
                 rows.append((f"leaves input {n}: it", *row))
         tolerance = judge.Tolerance.of(
             lowest_dtype(self._graph), takes_steps=takes_steps(self._graph), has_reference=reference is not None
@@ -310,7 +310,7 @@ class _Proof:
             torch.accelerator.synchronize()
 
 
-def _limits(graph: PieceGraph) -> Limits:
+def limits_of(graph: PieceGraph) -> Limits:
     """Return limits under which a proof takes a fraction of a second."""
     if not _on_accelerator(graph):
         return Limits(num_bytes=1 << 20, num_flops=4e8)
@@ -357,18 +357,21 @@ def _is_near(wide: torch.Tensor, narrow: torch.Tensor) -> bool:
     return float((one - other).norm()) <= 0.5 * float(one.norm()) + 1e-6
 
 
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one make are equal; NaN is not."""
     if one.is_floating_point() and one.dtype.itemsize == 1:  # torch compares few of the small floats
         one, other = one.view(torch.uint8), other.view(torch.uint8)
     return torch.equal(one, other)
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that there is not enough memory, in whatever words."""
     text = str(error)
     return (
         isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in text or "out of memory" in text
     )
 
 
-def _first_line(error: BaseException | None) -> str:
+def first_line(error: BaseException | None) -> str:
+    """Return the first line of what an error says."""
     return (str(error).strip().splitlines() or [""])[0]

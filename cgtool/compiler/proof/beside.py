@@ -1,0 +1,390 @@
+"""The calls of the whole-call proof: the model itself, what was compiled, and how they compare.
+
+Each variant is called on the example that it was traced from, at its smallest sizes, at its largest within the limits
+of a proof, and at each size that was compiled. What a call returns and what it writes in place is compared. There is no
+float64 of a whole model: what its roundings come to is found by calling it once more with each float one rounding away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from cgtool.compiler import _torch
+from cgtool.compiler.adaptors.interface import get_adaptor
+from cgtool.compiler.pool import free_bytes
+from cgtool.compiler.proof import judge
+from cgtool.compiler.proof.inputs import STYLES, index_bound
+from cgtool.compiler.proof.prove import first_line, is_out_of_memory, limits_of, same_bytes
+from cgtool.compiler.proof.reference import eps_of, filled, lowest_dtype, takes_steps
+from cgtool.compiler.proof.twins import Twins, leaves_of, num_fake_bytes, rounded, tensors_of
+from cgtool.compiler.sizes import sizes_to_prove
+from cgtool.errors import CallMismatchError, CompileError, GuardError, NoRoomError
+from cgtool.graph.expressions import symbols_of
+from cgtool.guards.signature import CallSignature
+from cgtool.model import ModelSpec
+from cgtool.plan.grammar import Record
+from cgtool.plan.pieces import PieceGraph
+from cgtool.plan.records import Variant
+from cgtool.plan.shapes import of_sizes, shape_text
+from cgtool.runtime.call import NOT_SERVED, LoadedModel
+from cgtool.runtime.find import Found, open_entry
+from cgtool.trace.examples import Dims, arguments_for, sizes_of
+
+StageName = Literal["start", "model", "compiled"]
+STAGES: tuple[StageName, ...] = ("start", "model", "compiled")
+
+#: After how many seconds no further size is begun.
+_ENOUGH_SECS = 60.0
+_SEED = 20260101
+#: The share of the free memory that weights may take which are drawn, or a rounding away.
+_SHARE = 0.25
+_ASKS = (
+    "The model asks whether it is being compiled (torch.compiler.is_compiling) and computes something else then, under "
+    "torch.compile too. Call it with arguments for which both are one, or change that code."
+)
+_WRONG = (
+    "The pieces were proved by themselves. So a custom op's fake implementation differs from its kernel, or cgtool "
+    "joined the pieces wrongly: where the call has no op of yours, please report this."
+)
+
+
+class CallProof(Record, frozen=True, kw_only=True):
+    """What came of one variant's calls.
+
+    Args:
+        proved_at: The sizes of its dynamic dimensions at which both gave the same.
+        gap: Why there are none; else "".
+        later: Whether a later warm may succeed.
+    """
+
+    proved_at: tuple[dict[str, int], ...] = ()
+    gap: str = ""
+    later: bool = False
+
+
+class _NotRunnableError(Exception):
+    """The model itself does not run on these inputs."""
+
+
+def room_for_weights(device: str) -> int:
+    """Return how many bytes of weights may be made on a type of device; 0 where nobody knows what is free."""
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else free_bytes()
+    return int(_SHARE * (free or 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ran:
+    """What a call left behind.
+
+    Args:
+        given: What it returned, by name.
+        left: What it could have written to, by name.
+    """
+
+    given: Mapping[str, Any]
+    left: Mapping[str, Any]
+
+
+class Calls:
+    """The calls of all variants.
+
+    Args:
+        found: The entry, published or not; its artifacts are in place.
+        spec: The model, whose weights may be fake, and its example calls.
+        device: The type of the device that the model is on.
+        stage: Told of each part of the work before it begins.
+    """
+
+    def __init__(self, found: Found, spec: ModelSpec, device: str, stage: Callable[[StageName], None]) -> None:
+        self._found = found
+        self._spec = spec
+        self._stage = stage
+        self._method = getattr(spec.module, spec.method)
+        self._signature = CallSignature.of(self._method)
+        self._dims = Dims.of(spec.dynamic)
+        self._calls = {call.name: call for call in spec.calls}
+        self._device = device
+        graphs = list(found.plan.graphs.values())
+        self._dtype = max(map(lowest_dtype, graphs), key=eps_of, default=torch.float64)
+        self._tolerance = judge.Tolerance.of(
+            self._dtype, takes_steps=any(map(takes_steps, graphs)), has_reference=False
+        )
+        self._leaves_undefined = any(filled(graph, 1.0) is not graph for graph in graphs)
+        given = [[call.args, call.kwargs] for call in spec.calls]
+        #: Whether numbers are drawn, because some are fake.
+        self._draws = num_fake_bytes(spec.module) > 0 or any(
+            _torch.is_fake(tensor) for _, tensor in tensors_of(given, "")
+        )
+        self._until = time.monotonic() + _ENOUGH_SECS
+
+    def proofs(self) -> tuple[CallProof, ...]:
+        """Return what came of each variant; inputs are drawn in another way where the model does not run on them."""
+        variants = self._found.plan.variants
+        proofs: dict[int, CallProof] = {}
+        failures: dict[int, str] = {}
+        for style in STYLES if self._draws else STYLES[:1]:
+            todo = [index for index in range(len(variants)) if index not in proofs]
+            if not todo:
+                break
+            with Twins(self._spec.module, style=style, bound=index_bound(_as_graph(variants[0]))) as twins:
+                loaded = open_entry(self._found, self._spec.module, _open)
+                for index in todo:
+                    try:
+                        proofs[index] = self._variant(loaded, index, twins)
+                    except _NotRunnableError as error:
+                        failures.setdefault(index, str(error))
+        for index, failure in failures.items():
+            gap = f"not run: the model itself does not run on {'seeded' if self._draws else 'these'} inputs ({failure})"
+            proofs.setdefault(index, CallProof(gap=gap))
+        return tuple(proofs[index] for index in range(len(variants)))
+
+    def _variant(self, loaded: LoadedModel, index: int, twins: Twins) -> CallProof:
+        variant, alone = loaded.plan.variants[index], loaded.alone(index)
+        proved: list[dict[str, int]] = []
+        failure: _NotRunnableError | None = None
+        refused: dict[str, int] | None = None
+        for sizes in self._sizes(variant, index):
+            if time.monotonic() > self._until:
+                break
+            try:
+                at, is_served = self._at(variant, alone, sizes, twins)
+            except _NotRunnableError as error:
+                failure = failure or error
+                continue
+            if not is_served:
+                refused = at
+            elif at not in proved:
+                proved.append(at)
+        if proved:
+            return CallProof(proved_at=tuple(proved))
+        if failure is not None:
+            raise failure
+        if refused is not None:
+            return CallProof(gap=f"not run: it refuses the sizes that were tried ({shape_text(of_sizes(refused))})")
+        return CallProof(gap=f"not run: the calls before it took {_ENOUGH_SECS:g} s", later=True)
+
+    def _sizes(self, variant: Variant, index: int) -> Iterator[Mapping[str, int] | None]:
+        """Yield sizes of a variant's dynamic dimensions to call it at; None is the example's own."""
+        yield None
+        if not variant.dims.keys() - variant.fixed.keys():
+            return
+        graph = _as_graph(variant)
+        limits = limits_of(graph)
+        names = {name: symbols[0] for name, symbols in variant.dims.items() if symbols}
+        with contextlib.suppress(CompileError):
+            for sizes in sizes_to_prove(graph, (), limits):
+                yield {name: sizes[symbol] for name, symbol in names.items() if symbol in sizes}
+        shapes = {repr(row.shape): row.shape for row in self._found.entry.manifest.rows if row.variant == index}
+        for shape in shapes.values():
+            sizes = {name: low for name, (low, high) in shape.items() if name not in variant.fixed}
+            at = {symbol: sizes[name] for name, symbol in names.items() if name in sizes}
+            if at and len(at) == len(graph.symbols) and limits.hold(graph, at):
+                yield sizes
+
+    def _at(
+        self, variant: Variant, loaded: LoadedModel, sizes: Mapping[str, int] | None, twins: Twins
+    ) -> tuple[dict[str, int], bool]:
+        """Call both at some sizes; return all sizes, and whether the compiled call serves them.
+
+        Raises:
+            CallMismatchError: They give something else.
+            _NotRunnableError: The model itself does not run.
+        """
+        call = self._calls[variant.name]
+        own = sizes_of(call, self._signature, self._dims)
+        at = {**own, **(sizes or {}), **variant.fixed}
+        try:
+            given, _ = arguments_for(call, self._signature, self._dims, variant.fixed, sizes)
+            given = twins.arguments(given)
+        except Exception as error:
+            raise _NotRunnableError(_said(error)) from error
+        run = functools.partial(self._run, given, twins)
+        eager = self._eager(run)
+        if self._draws and any(map(_has_nan, eager.given.values())):
+            msg = "it gives NaN"
+            raise _NotRunnableError(msg)
+        ours: _Ran | None = None
+        try:
+            ours = self._ours(run, loaded)
+            if ours is None:
+                return at, False
+            self._compare(run, ours, eager)
+        except judge.WrongError as error:
+            place = f"variant {variant.name}" + (f", {shape_text(of_sizes(at))}" if at else "")
+            advice = _ASKS if ours is not None and self._asks(run, ours) else _WRONG
+            msg = f"The compiled call gives something else than the model itself ({place}): {error}. {advice}"
+            raise CallMismatchError(msg) from error
+        return at, True
+
+    def _compare(self, run: Callable[..., _Ran], ours: _Ran, eager: _Ran) -> None:
+        """Compare what two calls left.
+
+        Raises:
+            judge.WrongError: They left something else.
+        """
+        unequal = dict(_unequal(ours, eager))
+        if not unequal:
+            return
+        undefined = self._undefined(run) if self._leaves_undefined else {}
+        nearby = self._eager(functools.partial(run, dtype=self._dtype))
+        for name, (mine, theirs) in unequal.items():
+            beside = {**nearby.given, **nearby.left}.get(name)
+            if not isinstance(beside, torch.Tensor) or beside.shape != theirs.shape:
+                beside = theirs
+            row = mine, beside, theirs
+            if name in undefined:
+                row = mine[~undefined[name]], beside[~undefined[name]], theirs[~undefined[name]]
+            try:
+                judge.check_numbers(*row, tolerance=self._tolerance)
+            except judge.WrongError as error:
+                msg = f"{name} {error}"
+                raise judge.WrongError(msg) from error
+
+    def _eager(self, run: Callable[..., _Ran]) -> _Ran:
+        self._stage("model")
+        try:
+            ran = run(self._method)
+        except Exception as error:  # whatever the user's code says to these inputs
+            raise _NotRunnableError(_said(error)) from error
+        finally:
+            self._stage("start")
+        return ran
+
+    def _ours(self, run: Callable[..., _Ran], loaded: LoadedModel) -> _Ran | None:
+        """Call what was compiled; return None where it refuses the call, as it would at load."""
+        self._stage("compiled")
+        try:
+            ran = run(loaded.attempt)
+        except (GuardError, NoRoomError):
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            msg = f"it fails where the model runs ({_said(error)})"
+            raise judge.WrongError(msg) from error
+        finally:
+            self._stage("start")
+        return None if ran.given.get("output") is NOT_SERVED else ran
+
+    def _run(
+        self,
+        given: Mapping[str, Any],
+        twins: Twins,
+        function: Callable[..., Any],
+        *,
+        dtype: torch.dtype | None = None,
+        within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> _Ran:
+        """Call a function on its own copy of everything; with a dtype, on floats that are one rounding of it away."""
+        twins.renew()
+        arguments = twins.arguments(given)
+        if dtype is not None:
+            twins.perturb(dtype, room_for_weights(self._device))
+            for _, tensor in tensors_of(arguments, ""):
+                if tensor.is_floating_point():
+                    with contextlib.suppress(RuntimeError):  # elements that share memory cannot be written to
+                        tensor.copy_(rounded(tensor, dtype))
+        args, kwargs = self._signature.arguments(arguments)
+        torch.manual_seed(_SEED)
+        with torch.no_grad(), within():
+            output = function(*args, **kwargs)
+        if self._device != "cpu":
+            torch.accelerator.synchronize()
+        passed = (item for name, value in arguments.items() for item in tensors_of(value, name))
+        return _Ran(given=dict(leaves_of(output, "output")), left={**dict(passed), **twins.written()})
+
+    def _undefined(self, run: Callable[..., _Ran]) -> dict[str, torch.Tensor]:
+        """Return, by name, where a tensor shows what uninitialised memory holds."""
+        fills = (functools.partial(_torch.FilledMemory, value) for value in (0.0, 1.0))
+        one, other = (self._eager(functools.partial(run, within=fill)) for fill in fills)
+        return {name: (a != b) & ~(a.isnan() & b.isnan()) for name, (a, b) in _unequal(one, other)}
+
+    def _asks(self, run: Callable[..., _Ran], ours: _Ran) -> bool:
+        """Return whether the model gives what was compiled once it is told that it is being compiled."""
+        try:
+            told = self._eager(functools.partial(run, within=_torch.told_that_it_compiles))
+            for mine, theirs in dict(_unequal(ours, told)).values():
+                judge.check_numbers(mine, theirs, theirs, tolerance=self._tolerance)
+        except (judge.WrongError, _NotRunnableError):
+            return False
+        return True
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def _unequal(ours: _Ran, eager: _Ran) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """Yield the tensors whose bytes differ, by name.
+
+    Raises:
+        judge.WrongError: Something is not of the same make.
+    """
+    if list(ours.given) != list(eager.given):
+        msg = f"it returns {_listed(ours.given)} and the model {_listed(eager.given)}"
+        raise judge.WrongError(msg)
+    for name, theirs in {**eager.given, **eager.left}.items():
+        mine = {**ours.given, **ours.left}.get(name)
+        if not isinstance(theirs, torch.Tensor) or not isinstance(mine, torch.Tensor):
+            if not _is_same(mine, theirs):
+                msg = f"{name} is {_shown(mine)} where the model has {_shown(theirs)}"
+                raise judge.WrongError(msg)
+            continue
+        for what, one, other in (
+            ("shape", tuple(mine.shape), tuple(theirs.shape)),
+            ("dtype", mine.dtype, theirs.dtype),
+            ("device", mine.device, theirs.device),
+        ):
+            if one != other:
+                msg = f"{name} has the {what} {one} where the model's has {other}"
+                raise judge.WrongError(msg)
+        if not same_bytes(mine, theirs):
+            yield name, (mine, theirs)
+
+
+def _has_nan(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and bool(value.isnan().any())
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-3) or (math.isnan(one) and math.isnan(other))
+    if isinstance(one, int | str | bool | complex | None) or isinstance(other, torch.Tensor):
+        return type(one) is type(other) and one == other
+    return type(one) is type(other)  # an object of the user's: its parts were looked at, where it shows some
+
+
+def _listed(names: Mapping[str, Any]) -> str:
+    return ", ".join(names) or "nothing"
+
+
+def _shown(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:80]
+
+
+def _as_graph(variant: Variant) -> PieceGraph:
+    """Return a variant as a piece without operations: its inputs, and the symbols that they show."""
+    metas = tuple(item.meta for item in variant.inputs)
+    shown = {name for meta in metas for dim in meta.shape if isinstance(dim, str) for name in symbols_of(dim)}
+    return PieceGraph(
+        symbols=tuple(symbol for symbol in variant.symbols if symbol.name in shown),
+        facts=tuple(text for text in variant.relations if set(symbols_of(text)) <= shown),
+        inputs=metas,
+        aliases=(),
+        nodes=(),
+        outputs=(),
+        results=(),
+        ops={},
+    )
+
+
+def _open(adaptor: str, data: bytes, graph: PieceGraph) -> Any:
+    return get_adaptor(adaptor).load(data, graph)

@@ -1,0 +1,137 @@
+"""The whole-call proof: what `load` would serve is called beside the model itself, and both must give the same.
+
+Pieces are proved one by one; this proves what joins them: the plan, the program, restrides, values, writes. The model
+is an object of this very process, and native code that crashes must not take the warm along. So the calls are made in a
+copy of the process. Where the model is on an accelerator, which a fork has no part in, they are made here, and the
+model gets its tensors back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import mmap
+import traceback
+from collections.abc import Callable
+
+import torch
+
+from cgtool.compiler.proof.beside import STAGES, CallProof, Calls, StageName, room_for_weights
+from cgtool.compiler.proof.prove import first_line
+from cgtool.compiler.proof.twins import num_fake_bytes
+from cgtool.errors import CallMismatchError, ProofCrashError
+from cgtool.model import ModelSpec
+from cgtool.plan.grammar import Record, decode, encode
+from cgtool.processes import ChildEndedError, log_words, run_in_copy
+from cgtool.runtime.call import first_index
+from cgtool.runtime.find import Found
+
+#: How long all calls may take, in seconds, where no limit is set.
+_TIMEOUT_SECS = 600.0
+_COLLECTIVES = ("c10d", "torch.distributed")
+_ANYHOW = "Nothing was published; --no-proof publishes it all the same."
+
+
+class _Answer(Record, frozen=True, kw_only=True):
+    """What came of each variant, or how a call is wrong."""
+
+    variants: tuple[CallProof, ...] = ()
+    wrong: str = ""
+
+
+def prove_calls(found: Found, spec: ModelSpec, *, timeout_secs: float | None) -> tuple[CallProof, ...]:
+    """Call what `load` would serve beside the model itself, and compare.
+
+    Args:
+        found: The entry, published or not; its artifacts are in place.
+        spec: The model, whose weights may be fake, and its example calls.
+        timeout_secs: How long it may take; None takes ten minutes.
+
+    Returns:
+        What came of each variant.
+
+    Raises:
+        CallMismatchError: A call gives something else than the model.
+        ProofCrashError: The compiled call crashed.
+    """
+    count = len(found.plan.variants)
+    devices = {item.meta.device.partition(":")[0] for variant in found.plan.variants for item in variant.inputs}
+    device = next((name for name in sorted(devices) if name != "cpu"), "cpu")
+    reason = _why_not(found, spec, device)
+    if reason is not None:
+        return (CallProof(gap=reason),) * count
+    stage = mmap.mmap(-1, 1)  # a copy of this process shares it
+    work = functools.partial(_answer, found, spec, device, stage)
+    try:
+        if device == "cpu":
+            timeout_secs = timeout_secs or _TIMEOUT_SECS
+            answer = decode(run_in_copy(functools.partial(_in_copy, work), timeout_secs=timeout_secs), _Answer)
+        else:
+            index = first_index(spec.module, found.plan)
+            devices_drawn_on = [torch.accelerator.current_device_index() if index is None else index]
+            with torch.random.fork_rng(devices_drawn_on, device_type=device):
+                answer = work()
+    except ChildEndedError as error:
+        return (_of_ending(error, STAGES[stage[0]]),) * count
+    finally:
+        stage.close()
+    if answer.wrong:
+        raise CallMismatchError(f"{answer.wrong} {_ANYHOW}", actual=answer.wrong)
+    return answer.variants
+
+
+def _why_not(found: Found, spec: ModelSpec, device: str) -> str | None:
+    """Return why nothing can be called here."""
+    targets = {str(node.target) for graph in found.plan.graphs.values() for node in graph.nodes}
+    if any(mark in target for target in targets for mark in _COLLECTIVES):
+        return "not run: it has collectives, which other processes take part in"
+    if device != "cpu" and not torch.accelerator.is_available():
+        return f"not run: there is no {device} device here"
+    needed = num_fake_bytes(spec.module)
+    if needed > room_for_weights(device):
+        size = f"{needed / 1e9:.1f} GB"
+        return f"not run: its weights are fake, and there is no room to draw {size} (--weights real runs it with them)"
+    return None
+
+
+def _of_ending(error: ChildEndedError, stage: StageName) -> CallProof:
+    """Return what a copy that ended before it answered says of the calls.
+
+    Raises:
+        ProofCrashError: It was at compiled code as it crashed.
+    """
+    ending = error.ending
+    crashed = ending.signal_name is not None and ending.signal_name != "SIGKILL"
+    if crashed and stage == "compiled":
+        raise ProofCrashError(
+            f"The process that makes the whole call {ending.how} in what was compiled. A custom op whose fake "
+            f"implementation gives other shapes or strides than its kernel does that. {_ANYHOW}{log_words(ending.log)}",
+            signal_name=ending.signal_name,
+            actual=ending.code,
+        )
+    where = " as it ran the model itself" if stage == "model" else ""
+    said = f": {ending.last_words}" if ending.last_words and not crashed else ""
+    return CallProof(gap=f"not run: the process that makes it {ending.how}{where}{said}", later=not crashed)
+
+
+def _in_copy(work: Callable[[], _Answer]) -> bytes:
+    # The threads of OpenMP's pool are not in the copy, and who gives them work waits for ever.
+    torch.set_num_threads(1)
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).omp_set_max_active_levels(0)  # compiled code asks for a number of threads of its own
+    return encode(work())
+
+
+def _answer(found: Found, spec: ModelSpec, device: str, stage: mmap.mmap) -> _Answer:
+    def tell(name: StageName) -> None:
+        stage[0] = STAGES.index(name)
+
+    try:
+        return _Answer(variants=Calls(found, spec, device, tell).proofs())
+    except CallMismatchError as error:
+        return _Answer(wrong=str(error))
+    except Exception as error:  # noqa: BLE001 - nothing was learnt of the calls, and the record says so
+        traceback.print_exc()
+        gap = f"not run: {type(error).__name__}: {first_line(error)}"
+        return _Answer(variants=(CallProof(gap=gap, later=True),) * len(found.plan.variants))

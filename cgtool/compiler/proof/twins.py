@@ -1,0 +1,215 @@
+"""A model's tensors and the arguments of a call, once more: real ones copied, seeded numbers where they are fake.
+
+A model is run with them in their places and gets its own back. What shares memory in the model shares it here, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from cgtool.compiler._torch import is_fake, storage_id
+from cgtool.compiler.proof.inputs import Style, draw_storage
+from cgtool.compiler.proof.reference import eps_of
+from cgtool.graph.values import tensor_meta
+
+#: Parameters are copied for each run where they come to less; a forward that writes to one is rare.
+_SMALL_BYTES = 64 << 20
+#: How far a value is looked into.
+_MAX_DEPTH = 8
+_SIGNS_DRAWN = 1_000_003
+
+
+class Twins:
+    """Tensors to run a model with, one for each of its own.
+
+    Args:
+        module: The model.
+        style: How to draw what is fake.
+        bound: What drawn integers lie below.
+    """
+
+    def __init__(self, module: nn.Module, *, style: Style, bound: int) -> None:
+        self._module = module
+        self._style = style
+        self._bound = bound
+        self._places = list(_places(module))
+        self._own = [holder[key] for _, holder, key in self._places]
+        self._modules = {id(child): child for child in module.modules()}
+        drawn: dict[int, torch.Tensor] = {}
+        self._base = self._twins_of(self._own, lambda tensor: self._real(tensor, drawn))
+        parameters = [tensor for tensor in self._base if isinstance(tensor, nn.Parameter)]
+        small = sum(tensor.untyped_storage().nbytes() for tensor in parameters) <= _SMALL_BYTES
+        self._written = {storage_id(tensor) for tensor in self._base if small or not isinstance(tensor, nn.Parameter)}
+
+    def __enter__(self) -> Self:
+        self._put(self._base)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._put(self._own)
+
+    def renew(self) -> None:
+        """Give the model its tensors as they were at first."""
+        copies: dict[int, torch.Tensor] = {}
+        self._put(self._twins_of(self._base, lambda tensor: self._copy(tensor, copies)))
+
+    def written(self) -> dict[str, Any]:
+        """Return what a run may have written to, by name."""
+        both = zip(self._places, self._base, strict=True)
+        return {name: holder[key] for (name, holder, key), base in both if storage_id(base) in self._written}
+
+    def perturb(self, dtype: torch.dtype, most_bytes: int) -> None:
+        """Change each float of the model by one rounding of `dtype`, up or down, in as many bytes as are allowed."""
+        spent = 0
+
+        def perturbed(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal spent
+            size = tensor.untyped_storage().nbytes()
+            if not tensor.is_floating_point() or spent + size > most_bytes:
+                return tensor
+            spent += size
+            return like(tensor, rounded(tensor.detach(), dtype))
+
+        self._put(self._twins_of([holder[key] for _, holder, key in self._places], perturbed))
+
+    def arguments(self, given: Any) -> Any:
+        """Return a copy of a call's arguments, drawn where they are fake; modules of the model are what they are."""
+        memo: dict[int, Any] = dict(self._modules)
+        drawn: dict[int, torch.Tensor] = {}
+        kept = [tensor for _, tensor in tensors_of(given, "")]  # held, so that ids stay theirs
+        for tensor in kept:
+            if is_fake(tensor):
+                memo[id(tensor)] = self._real(tensor, drawn)
+            elif tensor.grad_fn is not None:
+                memo[id(tensor)] = tensor.detach().clone()
+        return copy.deepcopy(given, memo)
+
+    def _put(self, tensors: list[torch.Tensor]) -> None:
+        for (_, holder, key), tensor in zip(self._places, tensors, strict=True):
+            holder[key] = tensor
+
+    def _twins_of(
+        self, tensors: list[torch.Tensor], twin: Callable[[torch.Tensor], torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return a twin of each; what is one tensor stays one."""
+        memo: dict[int, torch.Tensor] = {}
+        for tensor in tensors:
+            if id(tensor) not in memo:
+                memo[id(tensor)] = twin(tensor)
+        return [memo[id(tensor)] for tensor in tensors]
+
+    def _real(self, tensor: torch.Tensor, drawn: dict[int, torch.Tensor]) -> torch.Tensor:
+        if not is_fake(tensor):
+            return tensor
+        number = storage_id(tensor)
+        if number not in drawn:
+            meta = tensor_meta(tensor)
+            seed = [len(drawn), meta.dtype, str(meta.shape)]
+            num_bytes = int(tensor.untyped_storage().nbytes())
+            drawn[number] = draw_storage(
+                meta, num_bytes, tensor.device, seed=seed, style=self._style, bound=self._bound
+            )
+        return _view(tensor, drawn[number])
+
+    def _copy(self, tensor: torch.Tensor, copies: dict[int, torch.Tensor]) -> torch.Tensor:
+        number = storage_id(tensor)
+        if number not in self._written:
+            return tensor
+        if number not in copies:
+            storage: Any = tensor.untyped_storage()
+            copies[number] = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage.clone())
+        return _view(tensor, copies[number])
+
+
+def num_fake_bytes(module: nn.Module) -> int:
+    """Return how much memory what is fake of a model would take."""
+    tensors = [holder[key] for _, holder, key in _places(module)]
+    return sum({storage_id(t): int(t.untyped_storage().nbytes()) for t in tensors if is_fake(t)}.values())
+
+
+def like(own: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """Return `data` as a parameter where `own` is one."""
+    return nn.Parameter(data, requires_grad=own.requires_grad) if isinstance(own, nn.Parameter) else data
+
+
+def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor whose elements are one rounding of `dtype` larger or smaller; it lies in memory as that one."""
+    generator = torch.Generator("cpu").manual_seed(tensor.numel())
+    count = min(tensor.numel(), _SIGNS_DRAWN)
+    signs = torch.randint(0, 2, (count,), generator=generator, device="cpu", dtype=torch.float32) * 2 - 1
+    factors = (1 + eps_of(dtype) * signs.double()).to(tensor.device)
+    if 0 < count < tensor.numel():
+        factors = factors.repeat(-(-tensor.numel() // count))[: tensor.numel()]
+    out = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return out.copy_(tensor.double() * factors.reshape(tensor.shape))
+
+
+def tensors_of(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in a value by their names; modules are not looked into."""
+    for place, leaf in leaves_of(value, name, depth):
+        if isinstance(leaf, torch.Tensor):
+            yield place, leaf
+
+
+def leaves_of(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield what a value holds that is no container, by names such as `output["logits"]`."""
+    parts = _parts_of(value, name) if depth < _MAX_DEPTH else None
+    if parts is None:
+        yield name, value
+        return
+    for place, part in parts:
+        yield from leaves_of(part, place, depth + 1)
+
+
+def _parts_of(value: Any, name: str) -> list[tuple[str, Any]] | None:
+    if isinstance(value, torch.Tensor | nn.Module | type) or callable(value):
+        return None
+    if isinstance(value, Mapping):
+        return [(f"{name}[{key!r}]", part) for key, part in value.items()]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return [(f"{name}.{key}", part) for key, part in zip(value._fields, value, strict=True)]
+    if isinstance(value, list | tuple):
+        return [(f"{name}[{n}]", part) for n, part in enumerate(value)]
+    if dataclasses.is_dataclass(value):
+        return [(f"{name}.{field.name}", getattr(value, field.name, None)) for field in dataclasses.fields(value)]
+    held = getattr(value, "__dict__", None)
+    return [(f"{name}.{key}", part) for key, part in held.items()] if held else None
+
+
+def _places(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Yield where the modules of a model hold tensors: a name, the dict or list, and the key in it."""
+    for path, child in module.named_modules():
+        for holder in (child._parameters, child._buffers):  # noqa: SLF001 - so that nothing of the model's own runs
+            for key, value in holder.items():
+                if _is_plain(value):
+                    yield f"{path}.{key}".lstrip("."), holder, key
+        for key, value in vars(child).items():
+            if key not in {"_parameters", "_buffers", "_modules"}:
+                yield from _held(f"{path}.{key}".lstrip("."), vars(child), key, value, 0)
+
+
+def _held(name: str, holder: Any, key: Any, value: Any, depth: int) -> Iterator[tuple[str, Any, Any]]:
+    if _is_plain(value):
+        yield name, holder, key
+    elif type(value) in {list, dict} and depth < 3:  # noqa: PLR2004 - as deep as people nest their caches
+        for place, part in value.items() if type(value) is dict else enumerate(value):
+            yield from _held(f"{name}[{place!r}]", value, place, part, depth + 1)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type != "meta"
+
+
+def _view(tensor: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    """Return what lies in `flat` where `tensor` lies in its own storage."""
+    storage = flat.untyped_storage()
+    shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
+    data = torch.empty(0, dtype=tensor.dtype, device=flat.device)
+    data.set_(storage, int(tensor.storage_offset()), shape, stride)
+    return like(tensor, data)
