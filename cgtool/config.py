@@ -311,8 +311,8 @@ class CompilationConfig:
             each core that this process may use, as far as the memory goes; 0 compiles in this process. Kind: runtime.
         compile_timeout: How long one piece may take to compile in a worker, in seconds; a worker that takes longer is
             ended. None (default) is no limit. Kind: runtime.
-        proof: Run each artifact on random inputs, in a process of its own, and compare it with the piece run eagerly
-            before the cache names it; True by default. Kind: runtime.
+        proof: Before the cache names them, run each artifact on random inputs, in a process of its own, and compare it
+            with the piece run eagerly, and the whole call with the model's own; True by default. Kind: runtime.
         recheck: When a loaded model looks at its live objects again: "load" (default) as it is loaded and where
             `recheck()` is called, "call" at each call too. Kind: runtime.
         cache_dir: The cache's root folder. Empty (default) means CGTOOL_CACHE_DIR, else the user's cache folder.

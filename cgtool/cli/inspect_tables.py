@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cgtool.cli.columns import show_rows
 from cgtool.cli.text import ago_text, count_text, cut, indices_text, plain, secs_text, size_text
-from cgtool.plan.shapes import shape_order, shape_text
+from cgtool.plan.shapes import of_sizes, shape_order, shape_text
 from cgtool.store.layout import short
 from cgtool.toolkit.inspect.artifact import ArtifactReport
 from cgtool.toolkit.inspect.cache import CacheReport
@@ -310,7 +310,18 @@ def _remarks(report: EntryReport) -> Iterator[str]:
     for row in rows:
         if row.artifact.proof_gap:
             gaps[row.artifact.proof_gap] = gaps.get(row.artifact.proof_gap, 0) + 1
-    yield from _listed("Not proved:", [f"{count_text(times, 'row')}: {gap}" for gap, times in gaps.items()])
+    not_proved = [f"{count_text(times, 'row')}: {gap}" for gap, times in gaps.items()]
+    called = []
+    for manifest in report.manifests:
+        for number, variant in enumerate(manifest.variants):
+            whose = f"variant {number} (rank {manifest.rank}, {manifest.prefix})"
+            if variant.proof_gap:
+                not_proved.append(f"the whole call of {whose}: {variant.proof_gap}")
+            elif variant.proved_at:
+                shapes = [shape_text(of_sizes(sizes)) for sizes in variant.proved_at if sizes]
+                called.append(f"{whose}: {', '.join(shapes) or 'its one shape'}")
+    yield from _listed("Whole calls that gave what the model itself gives:", called)
+    yield from _listed("Not proved:", not_proved)
 
 
 def show_key(output: Output, report: KeyReport) -> None:

@@ -42,7 +42,11 @@ Examples:
 @click.option(
     "--compile-timeout", metavar="SECONDS", help="End a worker that takes longer for one piece. Default: no limit."
 )
-@click.option("--no-proof", is_flag=True, help="Store artifacts without running them once and comparing their results.")
+@click.option(
+    "--no-proof",
+    is_flag=True,
+    help="Publish without running artifacts and the whole call once and comparing their results.",
+)
 @click.option(
     "--dump",
     "debug_dump_path",

@@ -38,6 +38,8 @@ class WarmReport:
         compile_secs: Seconds that compiling took.
         reasons: Why the cache does not serve the model, the most telling first; empty where it does.
         notes: Advice for the user.
+        variants_proved: For each variant the sizes at which a whole call gave what the model itself gives
+            (`proved_at`), or why there are none (`proof_gap`).
         start: A shell line that loads the model from this entry and calls it once.
         load_call: The Python expression that loads a module from this entry.
     """
@@ -51,6 +53,7 @@ class WarmReport:
     compile_secs: float = 0.0
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    variants_proved: tuple[Mapping[str, Any], ...] = ()
     start: str
     load_call: str
 
@@ -65,6 +68,7 @@ class WarmReport:
             **own,
             "reasons": list(self.reasons),
             "notes": list(self.notes),
+            "variants_proved": list(self.variants_proved),
         }
 
 
@@ -123,5 +127,9 @@ def warm(
         compile_secs=result.compile_secs,
         reasons=tuple(result.reasons),
         notes=(*spec.notes, *result.notes),
+        variants_proved=tuple(
+            {name: getattr(variant, name) for name in ("name", "fixed", "proved_at", "proof_gap")}
+            for variant in result.manifest.variants
+        ),
         **lines,
     )

@@ -112,6 +112,8 @@ def test_an_entry_is_shown_by_shape_and_piece_with_its_holes(tmp_path):
         "pieces": 5,
         "splitting_pieces": 2,
         "unique_pieces": 3,
+        "proved_at": [],
+        "proof_gap": "",
     }
     place = report["places"][0]
     cells = place.pop("cells")

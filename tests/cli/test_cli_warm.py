@@ -15,7 +15,9 @@ from test_cli_inspect import ARTIFACT_KEYS, ENTRY_KEYS
 pytestmark = pytest.mark.torch
 
 SAMPLE = Path(__file__).with_name("cli_sample_model.py")
-EXTRA_KEYS = ["hit", "compiled", "reused", "trace_secs", "compile_secs", "reasons", "notes", "start"]
+EXTRA_KEYS = [
+    *("hit", "compiled", "reused", "trace_secs", "compile_secs", "reasons", "notes", "variants_proved", "start")
+]
 
 
 def warm(factory, root, *arguments, **options):
@@ -77,6 +79,7 @@ def test_progress_of_every_phase_goes_to_stderr_as_plain_lines(warmed):
         "compile 2/4",
         "compile 3/4",
         "compile 4/4",
+        "prove",
         "Compiled because",
     ]
     assert lines[3] == "split: 3 pieces, split at torch.nn.functional.scaled_dot_product_attention"
@@ -87,7 +90,8 @@ def test_progress_of_every_phase_goes_to_stderr_as_plain_lines(warmed):
         "piece 2 (general)",
         "piece 2 (num_tokens=1)",
     ]
-    assert lines[8] == "Compiled because: nothing has been warmed for this model"
+    assert lines[8].startswith("prove: the whole call (")
+    assert lines[9] == "Compiled because: nothing has been warmed for this model"
     assert "\x1b" not in ran.err
 
 

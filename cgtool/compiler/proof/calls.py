@@ -2,14 +2,16 @@
 
 Pieces are proved one by one; this proves what joins them: the plan, the program, restrides, values, writes. The model
 is an object of this very process, and native code that crashes must not take the warm along. So the calls are made in a
-copy of the process. Where the model is on an accelerator, which a fork has no part in, they are made here, and the
-model gets its tensors back.
+copy of the process. Where the model is on an accelerator, which a fork has no part in, they are made here, with a copy
+of the modules over the same tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
+import dataclasses
 import functools
 import mmap
 import traceback
@@ -19,7 +21,7 @@ import torch
 
 from cgtool.compiler.proof.beside import STAGES, CallProof, Calls, StageName, room_for_weights
 from cgtool.compiler.proof.prove import first_line
-from cgtool.compiler.proof.twins import num_fake_bytes
+from cgtool.compiler.proof.twins import num_fake_bytes, tensors_held
 from cgtool.errors import CallMismatchError, ProofCrashError
 from cgtool.model import ModelSpec
 from cgtool.plan.grammar import Record, decode, encode
@@ -38,6 +40,10 @@ class _Answer(Record, frozen=True, kw_only=True):
 
     variants: tuple[CallProof, ...] = ()
     wrong: str = ""
+
+
+class _NoReplicaError(Exception):
+    """The model cannot be copied; the message says why."""
 
 
 def prove_calls(found: Found, spec: ModelSpec, *, timeout_secs: float | None) -> tuple[CallProof, ...]:
@@ -69,9 +75,11 @@ def prove_calls(found: Found, spec: ModelSpec, *, timeout_secs: float | None) ->
             answer = decode(run_in_copy(functools.partial(_in_copy, work), timeout_secs=timeout_secs), _Answer)
         else:
             index = first_index(spec.module, found.plan)
-            devices_drawn_on = [torch.accelerator.current_device_index() if index is None else index]
-            with torch.random.fork_rng(devices_drawn_on, device_type=device):
-                answer = work()
+            indices = [torch.accelerator.current_device_index() if index is None else index]
+            with torch.random.fork_rng(indices, device_type=device):
+                answer = _answer(found, replica(spec), device, stage)
+    except _NoReplicaError as error:
+        return (CallProof(gap=f"not run: {error}"),) * count
     except ChildEndedError as error:
         return (_of_ending(error, STAGES[stage[0]]),) * count
     finally:
@@ -79,6 +87,20 @@ def prove_calls(found: Found, spec: ModelSpec, *, timeout_secs: float | None) ->
     if answer.wrong:
         raise CallMismatchError(f"{answer.wrong} {_ANYHOW}", actual=answer.wrong)
     return answer.variants
+
+
+def replica(spec: ModelSpec) -> ModelSpec:
+    """Return a spec of a copy of the model over the same tensors, for the model itself may be in use.
+
+    Raises:
+        _NoReplicaError: It cannot be copied.
+    """
+    memo: dict[int, object] = {id(tensor): tensor for tensor in tensors_held(spec.module)}
+    try:
+        return dataclasses.replace(spec, module=copy.deepcopy(spec.module, memo))
+    except Exception as error:  # whatever the model holds may refuse
+        msg = f"the model cannot be copied ({type(error).__name__}: {first_line(error)})"
+        raise _NoReplicaError(msg) from error
 
 
 def _why_not(found: Found, spec: ModelSpec, device: str) -> str | None:

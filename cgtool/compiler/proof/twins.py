@@ -1,12 +1,14 @@
 """A model's tensors and the arguments of a call, once more: real ones copied, seeded numbers where they are fake.
 
-A model is run with them in their places and gets its own back. What shares memory in the model shares it here, too.
+A model is run with them in their places; each run begins with what its modules held at first. What shares memory in the
+model shares it here, too.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
@@ -39,7 +41,17 @@ class Twins:
         self._style = style
         self._bound = bound
         self._places = list(_places(module))
+        #: All that its modules hold, and what they held at first: a call may keep what it computed.
+        self._held = [(holder, copy.copy(holder)) for holder in _holders(module)]
         self._own = [holder[key] for _, holder, key in self._places]
+        number_of = {id(tensor): number for number, tensor in enumerate(self._own)}
+        #: Where a weak reference to one of the tensors stands, as LSTMs have them, and to which.
+        self._weak = [
+            (holder, key, number_of[id(value())])
+            for holder, then in self._held
+            for key, value in (enumerate(then) if isinstance(then, list) else then.items())
+            if isinstance(value, weakref.ref) and id(value()) in number_of
+        ]
         self._modules = {id(child): child for child in module.modules()}
         drawn: dict[int, torch.Tensor] = {}
         self._base = self._twins_of(self._own, lambda tensor: self._real(tensor, drawn))
@@ -91,8 +103,13 @@ class Twins:
         return copy.deepcopy(given, memo)
 
     def _put(self, tensors: list[torch.Tensor]) -> None:
+        for holder, then in self._held:
+            holder.clear()
+            holder.extend(then) if isinstance(holder, list) else holder.update(then)
         for (_, holder, key), tensor in zip(self._places, tensors, strict=True):
             holder[key] = tensor
+        for holder, key, number in self._weak:
+            holder[key] = weakref.ref(tensors[number])
 
     def _twins_of(
         self, tensors: list[torch.Tensor], twin: Callable[[torch.Tensor], torch.Tensor]
@@ -127,9 +144,14 @@ class Twins:
         return _view(tensor, copies[number])
 
 
+def tensors_held(module: nn.Module) -> list[torch.Tensor]:
+    """Return the tensors that the modules of a model hold."""
+    return [holder[key] for _, holder, key in _places(module)]
+
+
 def num_fake_bytes(module: nn.Module) -> int:
     """Return how much memory what is fake of a model would take."""
-    tensors = [holder[key] for _, holder, key in _places(module)]
+    tensors = tensors_held(module)
     return sum({storage_id(t): int(t.untyped_storage().nbytes()) for t in tensors if is_fake(t)}.values())
 
 
@@ -186,20 +208,36 @@ def _places(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
     """Yield where the modules of a model hold tensors: a name, the dict or list, and the key in it."""
     for path, child in module.named_modules():
         for holder in (child._parameters, child._buffers):  # noqa: SLF001 - so that nothing of the model's own runs
-            for key, value in holder.items():
-                if _is_plain(value):
-                    yield f"{path}.{key}".lstrip("."), holder, key
+            yield from _tensors_in(path, holder)
         for key, value in vars(child).items():
-            if key not in {"_parameters", "_buffers", "_modules"}:
-                yield from _held(f"{path}.{key}".lstrip("."), vars(child), key, value, 0)
+            if _is_plain(value):
+                yield f"{path}.{key}".lstrip("."), vars(child), key
+            for name, holder in _containers(f"{path}.{key}".lstrip("."), key, value):
+                yield from _tensors_in(name, holder)
 
 
-def _held(name: str, holder: Any, key: Any, value: Any, depth: int) -> Iterator[tuple[str, Any, Any]]:
-    if _is_plain(value):
-        yield name, holder, key
-    elif type(value) in {list, dict} and depth < 3:  # noqa: PLR2004 - as deep as people nest their caches
+def _holders(module: nn.Module) -> Iterator[Any]:
+    """Yield the dicts and lists that the modules of a model hold things in."""
+    for child in module.modules():
+        yield from (vars(child), child._parameters, child._buffers)  # noqa: SLF001 - as above
+        for key, value in vars(child).items():
+            yield from (holder for _, holder in _containers("", key, value))
+
+
+def _tensors_in(name: str, holder: Any) -> Iterator[tuple[str, Any, Any]]:
+    for key, value in enumerate(holder) if isinstance(holder, list) else holder.items():
+        if _is_plain(value):
+            yield (f"{name}[{key}]" if isinstance(holder, list) else f"{name}.{key}".lstrip(".")), holder, key
+
+
+def _containers(name: str, key: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield the lists and dicts in an attribute of a module, save for those that are torch's own."""
+    if type(value) not in {list, dict} or key in {"_parameters", "_buffers", "_modules"}:
+        return
+    yield name, value
+    if depth < 3:  # noqa: PLR2004 - as deep as people nest their caches
         for place, part in value.items() if type(value) is dict else enumerate(value):
-            yield from _held(f"{name}[{place!r}]", value, place, part, depth + 1)
+            yield from _containers(f"{name}[{place!r}]", "", part, depth + 1)
 
 
 def _is_plain(value: Any) -> bool:

@@ -5,7 +5,7 @@ Prints nothing; importable without torch. JSON of an entry of ours::
     {"schema": 2, "root": str, "hash": hash, "complete": bool, "shapes": [shape...], "ranks": [rank...],
      "places": [place...], "holes": [hole...], "unknown": [...], "fallbacks": [...], "warnings": [str...]}
     rank  = {"rank", "prefix", "model", "level", "adaptor", "cgtool", "created", "variants": [{"name", "fixed",
-             "pieces", "splitting_pieces", "unique_pieces"}...]}
+             "pieces", "splitting_pieces", "unique_pieces", "proved_at", "proof_gap"}...]}
     place = {"rank", "prefix", "variant", "piece_index", "adaptor", "serves_all", "cells": [cell...]}
     cell  = {"shape", "adaptor", "tuned", "digest", "kind", "size_bytes", "compile_secs", "kernels", "guards", "proved",
              "proof_gap"}

@@ -1,0 +1,315 @@
+"""The whole call beside the model itself: what joins the pieces is proved before an entry is published."""
+
+import copy
+import os
+import signal
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from msgspec.structs import replace  # noqa: E402
+
+import cgtool  # noqa: E402
+from cgtool.compiler import pipeline  # noqa: E402
+from cgtool.compiler.pipeline import warm  # noqa: E402
+from cgtool.compiler.proof import beside, calls  # noqa: E402
+from cgtool.errors import CallMismatchError, ProofCrashError  # noqa: E402
+from cgtool.runtime import program  # noqa: E402
+from cgtool.runtime.call import LoadedModel  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+CONFIG = cgtool.CompilationConfig(adaptor="eager", jobs=0)
+WIDTH = 8
+
+
+def scaled(x: torch.Tensor, bank: torch.Tensor) -> torch.Tensor:
+    """Attention's stand-in: writes into a bank, and returns what lies in memory the other way round."""
+    bank.add_(x.sum(0))
+    return (x * 2).t().contiguous().t()
+
+
+cgtool.direct_register_custom_op(
+    "scaled",
+    scaled,
+    mutates_args=["bank"],
+    fake_impl=lambda x, bank: torch.empty_like(x),
+    namespace="cgtool_whole_call",
+    splitting=True,
+)
+
+
+class Stack(torch.nn.Module):
+    """Two layers with an op between that the graph is split at, a buffer that is written to, and two outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(WIDTH, WIDTH)
+        self.second = torch.nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("bank", torch.zeros(WIDTH))
+
+    def forward(self, x, out):
+        y = torch.ops.cgtool_whole_call.scaled(torch.tanh(self.first(x)), self.bank)
+        z = torch.ops.cgtool_whole_call.scaled(torch.tanh(self.second(y)), self.bank)
+        out.copy_(y + z)
+        return z + x, y - x
+
+
+DYNAMIC = {"x": {0: "rows"}, "out": {0: "rows"}}
+
+
+@pytest.fixture
+def spec():
+    torch.manual_seed(1)
+    call = cgtool.ExampleCall(args=(torch.randn(4, WIDTH), torch.zeros(4, WIDTH)))
+    return cgtool.ModelSpec(module=Stack().eval().requires_grad_(requires_grad=False), calls=[call], dynamic=DYNAMIC)
+
+
+def of(function, *args, dynamic=None):
+    module = type("Small", (torch.nn.Module,), {"forward": function})().eval()
+    return cgtool.ModelSpec(module=module, calls=[cgtool.ExampleCall(args=args)], dynamic=dynamic or {})
+
+
+def mutated(monkeypatch, change):
+    """Have the plan changed between its trace and its proof."""
+    encode = pipeline.encode_plan
+    monkeypatch.setattr(pipeline, "encode_plan", lambda plan: encode(change(plan)))
+
+
+def each_variant(change):
+    return lambda plan: replace(plan, variants=tuple(map(change, plan.variants)))
+
+
+def swapped_weights(variant):
+    first, second = (
+        next(n for n, item in enumerate(variant.inputs) if item.source == f"self.{name}.weight")
+        for name in ("first", "second")
+    )
+    inputs = list(variant.inputs)
+    pairs = ((first, second), (second, first))
+    inputs[first], inputs[second] = (replace(inputs[n], source=inputs[m].source) for n, m in pairs)
+    return replace(variant, inputs=tuple(inputs))
+
+
+def stale(variant):
+    """Give the second op what the first one was given."""
+    ops = [n for n, step in enumerate(variant.steps) if step.splitting]
+    steps = list(variant.steps)
+    steps[ops[1]] = replace(steps[ops[1]], inputs=steps[ops[0]].inputs)
+    return replace(variant, steps=tuple(steps))
+
+
+def swapped_outputs(variant):
+    kind, parts = variant.output
+    return replace(variant, output=[kind, parts[::-1]])
+
+
+def without_a_write(variant):
+    """Have the second op write elsewhere than into the bank: into what is of its make, the first layer's bias."""
+    ops = [n for n, step in enumerate(variant.steps) if step.splitting]
+    bias = next(n for n, item in enumerate(variant.inputs) if item.source == "self.first.bias")
+    bank = next(n for n, item in enumerate(variant.inputs) if item.source == "self.bank")
+    steps = list(variant.steps)
+    given = tuple(bias if value == bank else value for value in steps[ops[1]].inputs)
+    steps[ops[1]] = replace(steps[ops[1]], inputs=given)
+    return replace(variant, steps=tuple(steps))
+
+
+def test_a_call_that_gives_what_the_model_gives_is_published_with_the_sizes_it_was_proved_at(spec, tmp_path):
+    result = warm(spec, config=CONFIG, cache_dir=tmp_path)
+    general, one = result.manifest.variants
+    assert [sizes["rows"] for sizes in general.proved_at][:2] == [4, 2]
+    assert general.proved_at[2]["rows"] > 100
+    assert one.proved_at == ({"rows": 1},)
+    assert result.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        pytest.param(swapped_weights, r"output\[\d\] is ", id="swapped input"),
+        pytest.param(stale, r"output\[\d\] is ", id="stale value"),
+        pytest.param(swapped_outputs, r"output\[0\] is ", id="swapped outputs"),
+        pytest.param(without_a_write, "bank is ", id="dropped write"),
+    ],
+)
+def test_a_wrong_plan_is_refused_with_what_differs_and_nothing_is_published(spec, tmp_path, monkeypatch, change, words):
+    mutated(monkeypatch, each_variant(change))
+    with pytest.raises(CallMismatchError, match=words) as raised:
+        warm(spec, config=CONFIG, cache_dir=tmp_path)
+    assert "variant default, rows=4" in str(raised.value)
+    assert "Nothing was published" in str(raised.value)
+    with pytest.raises(cgtool.CacheMissError):
+        cgtool.load(spec.module, cache_dir=tmp_path)
+
+
+def test_a_wrong_restride_is_refused(spec, tmp_path, monkeypatch):
+    def wrongly(_graph):
+        return lambda tensor, dtype, shape, stride: tensor.as_strided(shape, stride)
+
+    monkeypatch.setattr(program, "repairer", wrongly)
+    with pytest.raises(CallMismatchError, match=r"output\[\d\] is "):
+        warm(spec, config=CONFIG, cache_dir=tmp_path)
+
+
+def test_a_write_to_an_argument_that_is_lost_is_refused(tmp_path, monkeypatch):
+    def forward(self, x, out):
+        out.copy_(x + 1)
+        return x * 2
+
+    run = program.ProgramWriter.function
+
+    def on_a_copy(self, *given):
+        made = run(self, *given)
+        return lambda tensors, *rest: made([tensor.clone() for tensor in tensors], *rest)
+
+    monkeypatch.setattr(program.ProgramWriter, "function", on_a_copy)
+    with pytest.raises(CallMismatchError, match="out is "):
+        warm(of(forward, torch.ones(3), torch.zeros(3)), config=CONFIG, cache_dir=tmp_path)
+
+
+def test_a_model_that_asks_whether_it_is_compiled_is_refused_with_that_reason(tmp_path):
+    def forward(self, x):
+        return x + 1 if torch.compiler.is_compiling() else x - 1
+
+    with pytest.raises(CallMismatchError, match=r"asks whether it is being compiled \(torch.compiler.is_compiling\)"):
+        warm(of(forward, torch.ones(3)), config=CONFIG, cache_dir=tmp_path)
+    unproved = warm(of(forward, torch.ones(3)), config=CONFIG.replace(proof=False), cache_dir=tmp_path)
+    assert unproved.manifest.variants[0].proved_at == ()
+
+
+def test_random_numbers_are_those_that_eager_draws_from_the_same_seed(tmp_path):
+    def forward(self, x):
+        return torch.nn.functional.dropout(x, 0.5) + torch.rand_like(x)
+
+    before = torch.random.get_rng_state()
+    result = warm(of(forward, torch.ones(300)), config=CONFIG, cache_dir=tmp_path)
+    assert result.manifest.variants[0].proved_at == ({},)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_memory_that_nobody_wrote_to_is_not_compared(tmp_path):
+    def forward(self, x):
+        out = torch.empty(2, *x.shape)
+        out[0] = x
+        return out
+
+    result = warm(of(forward, torch.ones(300)), config=CONFIG, cache_dir=tmp_path)
+    assert result.manifest.variants[0].proved_at == ({},)
+
+
+def test_what_the_model_itself_does_not_run_is_said_and_stored(tmp_path):
+    def forward(self, x):
+        if not torch.compiler.is_compiling():
+            raise ValueError("only compiled")
+        return x + 1
+
+    spec = of(forward, torch.ones(3))
+    result = warm(spec, config=CONFIG, cache_dir=tmp_path)
+    gap = "not run: the model itself does not run on these inputs (ValueError: only compiled)"
+    assert result.manifest.variants[0].proof_gap == gap
+    assert result.notes == (f"The whole call of variant default was {gap}",)
+
+
+def test_a_crash_of_what_was_compiled_is_an_error_and_one_of_the_model_a_gap(spec, tmp_path, monkeypatch):
+    def crash(*_args, **_kwargs):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LoadedModel, "attempt", crash)
+        with pytest.raises(ProofCrashError, match="crashed with SIGSEGV in what was compiled"):
+            warm(spec, config=CONFIG, cache_dir=tmp_path)
+
+    def forward(self, x):
+        if not torch.compiler.is_compiling():
+            crash()
+        return x + 1
+
+    (note,) = warm(of(forward, torch.ones(3)), config=CONFIG, cache_dir=tmp_path).notes
+    assert "crashed with SIGSEGV as it ran the model itself" in note
+
+
+def test_one_that_never_ends_is_given_up(tmp_path, monkeypatch):
+    def forward(self, x):
+        while not torch.compiler.is_compiling():
+            pass
+        return x + 1
+
+    monkeypatch.setattr(calls, "_TIMEOUT_SECS", 0.5)
+    result = warm(of(forward, torch.ones(3)), config=CONFIG, cache_dir=tmp_path)
+    assert "took longer than 0.5 s" in result.notes[0]
+    assert result.manifest.variants[0].proof_gap == ""
+
+
+def on_a_replica(found, spec, **_):
+    """Prove in this process, as for a model on an accelerator."""
+    return beside.Calls(found, calls.replica(spec), "cpu", lambda _: None).proofs()
+
+
+@pytest.mark.parametrize("here", [False, True], ids=["in a copy of the process", "in this process"])
+def test_the_model_keeps_its_tensors_and_their_values(spec, tmp_path, monkeypatch, here):
+    if here:
+        monkeypatch.setattr(calls, "prove_calls", on_a_replica)
+    own = {name: (id(tensor), tensor.clone()) for name, tensor in spec.module.state_dict(keep_vars=True).items()}
+    given = copy.deepcopy(spec.calls[0].args)
+    result = warm(spec, config=CONFIG, cache_dir=tmp_path)
+    assert len(result.manifest.variants[0].proved_at) == 3
+    for name, tensor in spec.module.state_dict(keep_vars=True).items():
+        assert id(tensor) == own[name][0]
+        assert torch.equal(tensor, own[name][1])
+    assert all(map(torch.equal, given, spec.calls[0].args))
+
+
+def test_what_a_call_keeps_is_gone_at_the_next(tmp_path):
+    layer = torch.nn.GRU(
+        4, 4
+    ).eval()  # has weak references to its weights, and keeps a new list of them when they change
+    result = warm(
+        cgtool.ModelSpec(module=layer, calls=[cgtool.ExampleCall(args=(torch.ones(3, 4),))]),
+        config=CONFIG,
+        cache_dir=tmp_path,
+    )
+    assert result.manifest.variants[0].proved_at == ({},)
+
+
+def test_fake_weights_are_drawn_and_what_is_tied_or_shares_memory_still_does(tmp_path):
+    from cgtool.models import resolve_model
+
+    path = tmp_path / "tied.py"
+    path.write_text(
+        "import cgtool, torch\n"
+        "class Tied(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.embed, self.head = torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32, bias=False)\n"
+        "        self.head.weight = self.embed.weight\n"
+        "        self.register_buffer('whole', torch.zeros(4, 8))\n"
+        "        self.register_buffer('row', self.whole[1])\n"
+        "    def forward(self, ids):\n"
+        "        self.row.add_(1)\n"
+        "        return self.head(self.embed(ids)) + self.whole.sum()\n"
+        "def build():\n"
+        "    call = cgtool.ExampleCall(args=(torch.zeros(4, dtype=torch.long),))\n"
+        "    return cgtool.ModelSpec(module=Tied(), calls=[call], dynamic={'ids': {0: ('n', 2, None)}})\n"
+    )
+    result = warm(resolve_model(f"{path}:build"), config=CONFIG, cache_dir=tmp_path / "cache")
+    assert len(result.manifest.variants[0].proved_at) == 3
+
+
+def test_a_whole_call_beyond_the_memory_there_is_is_not_made(spec, tmp_path, monkeypatch):
+    monkeypatch.setattr(calls, "num_fake_bytes", lambda _: 10**15)
+    (note,) = warm(spec, config=CONFIG, cache_dir=tmp_path).notes
+    assert "there is no room to draw 1000000.0 GB (--weights real runs it with them)" in note
+
+
+def test_what_was_compiled_for_a_size_is_called_at_that_size(spec, tmp_path):
+    result = warm(spec, config=CONFIG.replace(compile_sizes=(6,)), cache_dir=tmp_path)
+    assert {"rows": 6} in result.manifest.variants[0].proved_at
+
+
+def test_roundings_are_no_difference():
+    own = torch.linspace(-3, 3, 1000)
+    moved = beside.rounded(own, torch.float32)
+    assert not torch.equal(moved, own)
+    torch.testing.assert_close(moved, own, rtol=3e-7, atol=0)
