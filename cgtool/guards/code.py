@@ -22,10 +22,11 @@ import dataclasses
 import enum
 import functools
 import inspect
+import marshal
 import re
 import sys
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -35,7 +36,7 @@ import torch
 from cgtool.errors import SplitError
 from cgtool.guards import _torch as private
 from cgtool.guards.sources import canonical_module_name, qualified_name
-from cgtool.plan.grammar import canonical_json, digest_of, sha256_hex
+from cgtool.plan.grammar import digest_of, sha256_hex
 from cgtool.plan.pieces import Json
 
 #: Types of torch whose text is their value and holds no address.
@@ -43,8 +44,13 @@ _TORCH_CONSTANTS = frozenset({"dtype", "device", "layout", "memory_format", "Siz
 
 #: Modules whose immutable objects have a `repr` that is their value.
 _PLAIN_MODULES = frozenset({"pathlib", "decimal", "fractions", "datetime", "uuid", "ipaddress"})
-#: Types of constants in code whose `repr` is their value.
-_AS_REPR = frozenset({type(None), bool, int, float, str, bytes})
+#: Types whose values stand for themselves in a form.
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, types.EllipsisType})
+#: The newest version of marshal's format that writes no references and does not look at who interned a string.
+_MARSHAL_VERSION = 2
+
+#: What something does, as a value that `marshal` writes: plain values as they are, all else as a tuple with its kind.
+Form = Any
 
 
 def code_digest(code: types.CodeType | object, *, follow_globals: bool = False) -> str:
@@ -61,13 +67,7 @@ def code_digest(code: types.CodeType | object, *, follow_globals: bool = False) 
     Returns:
         The digest. Objects other than constants in closures, defaults and globals enter by the name of their type.
     """
-    if isinstance(code, types.CodeType):
-        return _digest_of_code(code)
-    if type(code) is types.FunctionType and not (
-        follow_globals or code.__defaults__ or code.__kwdefaults__ or code.__closure__
-    ):
-        return _digest_of_bare_function(code.__code__)
-    return digest_of(_Describer(follow_globals=follow_globals).describe(code))
+    return _digest(_form(code, follow_globals=follow_globals))
 
 
 def plain_text(value: Any) -> str | None:
@@ -77,122 +77,143 @@ def plain_text(value: Any) -> str | None:
     return repr(value) if type(value).__module__ in _PLAIN_MODULES else None
 
 
+def _digest(form: Form) -> str:
+    return sha256_hex(marshal.dumps(form, _MARSHAL_VERSION))
+
+
+def _form(value: Any, *, follow_globals: bool = False) -> Form:
+    return value if type(value) in _PLAIN else _Describer(follow_globals=follow_globals).describe(value)
+
+
 class _Describer:
-    """Turns code and what it holds into JSON; remembers functions, because they may hold each other."""
+    """Turns code and what it holds into forms; remembers functions, because they may hold each other."""
+
+    __slots__ = ("_follow_globals", "_seen")
 
     def __init__(self, *, follow_globals: bool) -> None:
         self._follow_globals = follow_globals
         self._seen: dict[int, int] = {}
 
-    def describe(self, value: Any) -> Json:
+    def describe(self, value: Any) -> Form:
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        describe = _DESCRIBED.get(kind)
+        return self._rare(value) if describe is None else describe(self, value)
+
+    def _rare(self, value: Any) -> Form:
         if isinstance(value, Enum):
-            return ["enum", _type_name(value), value.name]
-        if value is None or isinstance(value, (bool, int, str)):
-            return [type(value).__name__, value]
-        if isinstance(value, (float, complex, bytes, range, slice, types.EllipsisType)):
-            return [type(value).__name__, repr(value)]
-        if isinstance(value, types.CodeType):
-            return ["code", _digest_of_code(value)]
-        if isinstance(value, types.FunctionType):
-            return self._function(value)
-        if isinstance(value, types.MethodType):
-            return ["method", _type_name(value.__self__), self.describe(value.__func__)]
+            return "enum", _type_name(value), value.name
+        if isinstance(value, int):
+            return type(value).__name__, int.__index__(value)
+        if isinstance(value, str):
+            return type(value).__name__, str.__str__(value)
+        if isinstance(value, (float, complex, bytes, range, slice)):
+            return type(value).__name__, repr(value)
         if isinstance(value, functools.partial):
-            return ["partial", *map(self.describe, (value.func, value.args, value.keywords))]
+            return "partial", self.describe(value.func), self.describe(value.args), self.describe(value.keywords)
         if isinstance(value, (staticmethod, classmethod)):
-            return [type(value).__name__, self.describe(value.__func__)]
+            return type(value).__name__, self.describe(value.__func__)
         if isinstance(value, property):
-            return ["property", *map(self.describe, (value.fget, value.fset, value.fdel))]
+            return "property", self.describe(value.fget), self.describe(value.fset), self.describe(value.fdel)
         if isinstance(value, functools.cached_property):
-            return ["cached_property", self.describe(value.func)]
+            return "cached_property", self.describe(value.func)
         if isinstance(value, (types.ModuleType, type)) or inspect.isroutine(value):
-            return ["named", _object_name(value)]
+            return "named", _object_name(value)
         if isinstance(value, (tuple, list, dict, set, frozenset)):
-            return self._container(value)
+            return self.container(value)
         return self._instance(value)
 
-    def _container(self, value: Any) -> Json:
+    def container(self, value: Any) -> Form:
         kind = type(value).__name__
         if isinstance(value, (set, frozenset)):
             # Each on its own, so that the order in which the set gives them can leave no trace.
-            members = (_Describer(follow_globals=self._follow_globals).describe(member) for member in value)
-            return [kind, sorted(members, key=canonical_json)]
+            members = (_form(member, follow_globals=self._follow_globals) for member in value)
+            return kind, sorted(marshal.dumps(member, _MARSHAL_VERSION) for member in members)
         if id(value) in self._seen:
-            return ["seen", self._seen[id(value)]]
+            return "seen", self._seen[id(value)]
         if not isinstance(value, tuple):
             self._seen[id(value)] = len(self._seen)
         if isinstance(value, dict):
-            return [kind, [[self.describe(key), self.describe(item)] for key, item in value.items()]]
-        return [kind, [self.describe(item) for item in value]]
+            return kind, [(self.describe(key), self.describe(item)) for key, item in value.items()]
+        return kind, [self.describe(item) for item in value]
 
-    def _instance(self, value: Any) -> Json:
+    def _instance(self, value: Any) -> Form:
         owner = type(value)
         if owner.__module__.partition(".")[0] == "torch" and owner.__name__ in _TORCH_CONSTANTS:
-            return ["torch", owner.__name__, str(value)]
+            return "torch", owner.__name__, str(value)
         text = plain_text(value)
         if text is not None:
-            return ["plain", _type_name(value), text]
+            return "plain", _type_name(value), text
         if is_dataclass(value) and owner.__dataclass_params__.frozen:
-            return ["dataclass", _type_name(value), [self.describe(getattr(value, f.name)) for f in fields(value)]]
+            return "dataclass", _type_name(value), [self.describe(getattr(value, f.name)) for f in fields(value)]
         # A decorated function that is an object: a Triton kernel keeps its Python function in `fn`.
         for attribute in ("__wrapped__", "fn"):
             inner = vars(value).get(attribute) if hasattr(value, "__dict__") else None
             if isinstance(inner, types.FunctionType):
-                return ["wrapper", _type_name(value), self.describe(inner)]
-        return ["object", _type_name(value)]
+                return "wrapper", _type_name(value), self.describe(inner)
+        return "object", _type_name(value)
 
-    def _function(self, function: types.FunctionType) -> Json:
+    def method(self, method: types.MethodType) -> Form:
+        return "method", _type_name(method.__self__), self.describe(method.__func__)
+
+    def function(self, function: types.FunctionType) -> Form:
         if id(function) in self._seen:
-            return ["seen", self._seen[id(function)]]
+            return "seen", self._seen[id(function)]
         self._seen[id(function)] = len(self._seen)
-        described = [
+        return (
             "function",
-            _digest_of_code(function.__code__),
+            _form_of_code(function.__code__),
             self.describe(function.__defaults__),
             self.describe(function.__kwdefaults__),
             [self._cell(cell) for cell in function.__closure__ or ()],
-        ]
-        if self._follow_globals:
-            described.append([[name, self._global(item)] for name, item in _globals_of(function)])
-        return described
+            [(name, self._global(item)) for name, item in _globals_of(function)] if self._follow_globals else None,
+        )
 
-    def _cell(self, cell: types.CellType) -> Json:
+    def _cell(self, cell: types.CellType) -> Form:
         try:
             return self.describe(cell.cell_contents)
         except ValueError:
-            return ["empty"]
+            return ("empty",)
 
-    def _global(self, value: Any) -> Json:
+    def _global(self, value: Any) -> Form:
         if isinstance(value, types.FunctionType) and _is_of_the_platform(value):
-            return ["named", _object_name(value)]
+            return "named", _object_name(value)
         return self.describe(value)
 
 
-@functools.lru_cache(maxsize=16384)
-def _digest_of_code(code: types.CodeType) -> str:
-    """Return the digest of a code object; kept, because a load and each `recheck()` meet the same ones many times."""
-    counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
-    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
-    constants = ",".join([repr(c) if type(c) in _AS_REPR else _constant_text(c) for c in code.co_consts])
-    text = f"{counts}{names}{constants}\0{code.co_exceptiontable.hex()}\0".encode("utf-8", "surrogatepass")
-    return sha256_hex(text + code.co_code)
+#: How the objects are described that code and classes are full of.
+_DESCRIBED: dict[type, Callable[[_Describer, Any], Form]] = {
+    types.CodeType: lambda _, code: ("code", _form_of_code(code)),
+    types.FunctionType: _Describer.function,
+    types.MethodType: _Describer.method,
+    **dict.fromkeys((tuple, list, dict, set, frozenset), _Describer.container),
+}
 
 
-@functools.lru_cache(maxsize=16384)
-def _digest_of_bare_function(code: types.CodeType) -> str:
-    """Return the digest of a function that is its code alone; most are, and a load meets hundreds."""
-    return digest_of(["function", _digest_of_code(code)])
+def _form_of_code(code: types.CodeType) -> Form:
+    return (
+        (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags),
+        (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars),
+        _constants(code.co_consts),
+        code.co_exceptiontable,
+        code.co_code,
+    )
 
 
-def _constant_text(constant: Any) -> str:
-    """Return a constant that Python's compiler put into code as text, the members of a set in one order."""
-    if isinstance(constant, types.CodeType):
-        return _digest_of_code(constant)
-    if isinstance(constant, tuple):
-        return f"({','.join(map(_constant_text, constant))})"
-    if isinstance(constant, frozenset):
-        return f"{{{','.join(sorted(map(_constant_text, constant)))}}}"
-    return repr(constant)
+def _constants(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return constants of code with what `marshal` does not write, or writes with its place, as lists."""
+    if _PLAIN.issuperset(map(type, values)):
+        return values
+    return tuple([value if type(value) in _PLAIN else _constant(value) for value in values])
+
+
+def _constant(value: Any) -> Form:
+    if isinstance(value, types.CodeType):
+        return [_form_of_code(value)]
+    if isinstance(value, tuple):
+        return _constants(value)
+    return value if isinstance(value, frozenset) else [repr(value)]
 
 
 def _globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -237,7 +258,6 @@ _LEFT_OUT = frozenset(
 )
 #: Hexadecimal digits of a member's digest: what is told apart are the states of one member.
 _DIGITS = 16
-_WHOLE_DIGITS = 64
 
 
 def is_given(cls: type) -> bool:
@@ -254,14 +274,10 @@ def define(cls: type, containers: Collection[str] = ()) -> Json:
         containers: Names of its members that are lists, dicts or sets and count by value.
     """
     members = _members(cls, containers)
-    return [qualified_name(cls), {name: _digest(told)[:_DIGITS] for name, told in members}]
+    return [qualified_name(cls), {name: _digest(form)[:_DIGITS] for name, form in members}]
 
 
-def _digest(told: Json) -> str:
-    return told if type(told) is str and len(told) == _WHOLE_DIGITS else digest_of(told)
-
-
-def _members(cls: type, containers: Collection[str]) -> Iterator[tuple[str, Json]]:
+def _members(cls: type, containers: Collection[str]) -> Iterator[tuple[str, Form]]:
     yield "__bases__", [qualified_name(base) for base in cls.__bases__]
     yield "__class__", qualified_name(type(cls))
     own = vars(cls)
@@ -269,32 +285,40 @@ def _members(cls: type, containers: Collection[str]) -> Iterator[tuple[str, Json
         yield "register", sorted(map(qualified_name, registered(cls)))
     if "__dataclass_fields__" in own:
         yield from _dataclass(own)
-    if issubclass(cls, enum.Enum):
-        yield from ((name, ["member", code_digest(member.value)]) for name, member in cls.__members__.items())
+    members = cls.__members__ if issubclass(cls, enum.Enum) else {}
+    yield from ((name, ("member", _form(member.value))) for name, member in members.items())
     for name, value in own.items():
-        if name in _LEFT_OUT or (isinstance(value, enum.Enum) and name in getattr(cls, "__members__", ())):
+        if name in _LEFT_OUT or (name in members and isinstance(value, enum.Enum)):
             continue
-        if isinstance(value, (list, dict, set)) and name not in containers:
-            yield name, ["container", qualified_name(type(value))]
+        kind = type(value)
+        if kind in _PLAIN or kind in _USUAL:
+            yield name, _form(value)
+        elif isinstance(value, (list, dict, set)) and name not in containers:
+            yield name, ("container", qualified_name(kind))
         else:
             yield name, _member(value)
 
 
-def _member(value: Any) -> Json:
+#: What the members of classes are as a rule.
+_USUAL = frozenset({types.FunctionType, property, classmethod, staticmethod})
+
+
+def _member(value: Any) -> Form:
     if isinstance(value, types.MemberDescriptorType):
-        return ["slot"]
+        return ("slot",)
     kind = type(value)
     if is_given(kind) or isinstance(value, (type, torch.nn.Module)) or not hasattr(value, "__dict__"):
-        return code_digest(value)
+        return _form(value)
     # A descriptor of the user's, or another small object: what it holds decides what it gives.
-    return ["object", qualified_name(kind), [[name, code_digest(held)] for name, held in sorted(vars(value).items())]]
+    return "object", qualified_name(kind), [(name, _form(held)) for name, held in sorted(vars(value).items())]
 
 
-def _dataclass(own: Any) -> Iterator[tuple[str, Json]]:
+def _dataclass(own: Any) -> Iterator[tuple[str, Form]]:
     for name, field in own["__dataclass_fields__"].items():
-        made = [None if given is dataclasses.MISSING else code_digest(given) for given in (field.default_factory,)]
-        flags = [field.init, field.repr, field.hash, field.compare, bool(field.kw_only)]
-        yield f"__dataclass_fields__.{name}", ["field", code_digest(field.default), made, flags, str(field.type)]
+        factory = field.default_factory
+        made = ("none",) if factory is dataclasses.MISSING else _form(factory)
+        flags = (field.init, field.repr, field.hash, field.compare, bool(field.kw_only))
+        yield f"__dataclass_fields__.{name}", (_form(field.default), made, flags, str(field.type))
     yield "__dataclass_params__", repr(own["__dataclass_params__"])
 
 
