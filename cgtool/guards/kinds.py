@@ -91,6 +91,8 @@ def encode_literal(value: Any) -> Json:
     if value is None or type(value) in {bool, int, str}:
         return value
     kind = type(value)
+    if kind is types.FunctionType:
+        return ["function", qualified_name(value), code_digest(value)]
     if kind in _CONTAINERS:
         return [_CONTAINERS[kind], *map(encode_literal, value)]
     if kind in {set, frozenset}:
@@ -137,7 +139,7 @@ def _object(value: Any) -> Json:
         return ["type", qualified_name(value)]
     if isinstance(value, types.ModuleType):
         return ["module", canonical_module_name(value.__name__)]
-    if isinstance(value, (types.FunctionType, types.MethodType)):
+    if isinstance(value, types.MethodType):
         return ["function", qualified_name(value), code_digest(value)]
     if isinstance(value, property) and value.fget is not None:
         return ["function", qualified_name(value.fget), code_digest(value.fget)]
@@ -246,10 +248,14 @@ def own_attributes(value: Any) -> list[str]:
     """Return the names of what an object itself holds, in order: attributes, slots, and the parts of an `nn.Module`."""
     if isinstance(value, ModuleType):
         return [name for name, held in list(vars(value).items()) if not _is_part(held, value)]
-    found = list(getattr(value, "__dict__", ()))
+    return [*getattr(value, "__dict__", ()), *_held_elsewhere(value)]
+
+
+def _held_elsewhere(value: Any) -> list[str]:
+    """Return the names of what an object holds outside of its own dict."""
     if isinstance(value, torch.nn.Module):
-        return found + [name for part in PARTS for name in vars(value)[part]]
-    return found + [name for name in _slots(type(value)) if hasattr(value, name)]
+        return [name for part in PARTS for name in vars(value)[part]]
+    return [name for name in _slots(type(value)) if hasattr(value, name)]
 
 
 def _is_part(held: Any, module: ModuleType) -> bool:
@@ -268,18 +274,19 @@ def _slots(cls: type) -> tuple[str, ...]:
     )
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1024)
 def names_of(argument: str) -> frozenset[str]:
     """Return the names that a kind such as `named:<json>` asks for."""
     return frozenset(json.loads(argument))
 
 
-def _named(value: Any, argument: str) -> Json:
-    names = names_of(argument)
-    if isinstance(value, ModuleType):  # which may hold thousands more
-        held = vars(value)
-        return sorted(name for name in names if name in held and not _is_part(held[name], value))
-    return sorted(names.intersection(own_attributes(value)))
+def named(value: Any, names: frozenset[str]) -> list[str]:
+    """Return which of these names an object itself holds, sorted; it may hold thousands more."""
+    own = getattr(value, "__dict__", {})
+    found = names & own.keys()
+    if isinstance(value, ModuleType):
+        return sorted(name for name in found if not _is_part(own[name], value))
+    return sorted(found.union(names.intersection(_held_elsewhere(value))))
 
 
 def _named_keys(value: Any, argument: str) -> Json:
@@ -327,7 +334,7 @@ _PLAIN: dict[str, Callable[[Any], Json]] = {
 }
 _WITH_ARGUMENT: dict[str, Callable[[Any, str], Json]] = {
     "class": lambda value, argument: define(value, names_of(argument)),
-    "named": _named,
+    "named": lambda value, argument: named(value, names_of(argument)),
     "named_keys": _named_keys,
     "registered": _registered,
     "contains": _contains,

@@ -7,15 +7,17 @@ strange: `check` then has the last word, and the words.
 
 from __future__ import annotations
 
+import functools
 import operator
+import sys
 from collections.abc import Callable, Iterable, Sequence
-from types import ModuleType
+from types import FunctionType
 from typing import Any
 
 from torch import nn
 
-from cgtool.guards.kinds import HOOKS, Failure, check, describe, names_of, same
-from cgtool.guards.sources import Accessor, Roots, apply_accessor, parse_accessor, qualified_name
+from cgtool.guards.kinds import HOOKS, Failure, check, describe, named, names_of, same
+from cgtool.guards.sources import Roots, apply_accessor, parse_accessor, qualified_name
 from cgtool.plan.pieces import Json
 from cgtool.plan.records import Guard, GuardGroup, GuardTable, Texts
 
@@ -54,7 +56,7 @@ class _Checker:
         self._texts = texts
         self._roots = roots
         self._objects: dict[int, Any] = {}
-        self._accessors: dict[str, Accessor | None] = {}
+        self._steps: dict[str, Callable[[Any], Any] | None] = {}
         self._described: dict[tuple[str, int], Json] = {}
         self._class_names: dict[type, str] = {}
 
@@ -82,20 +84,26 @@ class _Checker:
         return self._all_described(group.kind, values, group.expected)
 
     def _look_up(self, source: int) -> Any:
-        texts, objects = self._texts, self._objects
-        parent = texts.parents[source]
-        end = texts.ends[source]
-        if end not in self._accessors:
-            self._accessors[end] = parse_accessor(end)
-        accessor = self._accessors[end]
-        whole = texts.whole[source]
-        if parent < 0 or accessor is None or whole.startswith("module:"):
-            value = self._roots.resolve(whole)
+        """Return the object of a source: a part of the object whose text is the beginning of its own."""
+        texts, objects, steps = self._texts, self._objects, self._steps
+        parent, end = texts.parents[source], texts.ends[source]
+        if end not in steps:
+            steps[end] = _step(end)
+        step = steps[end]
+        if parent < 0 or step is None or texts.whole[source].startswith("module:"):
+            value = self._root(texts.whole[source])
         else:
-            base = objects[parent] if parent in objects else self._look_up(parent)
-            value = getattr(base, accessor.key) if accessor.word == "attr" else apply_accessor(base, accessor)  # type: ignore[arg-type]  # an attribute's key is its name
+            value = step(objects[parent] if parent in objects else self._look_up(parent))
         objects[source] = value
         return value
+
+    def _root(self, text: str) -> Any:
+        """Return the object of a source without accessors; a module or a global of one needs no grammar to be found."""
+        word, _, rest = text.partition(":")
+        module, _, name = rest.partition(":")
+        if word == "global" and module in sys.modules:
+            return vars(sys.modules[module])[name]
+        return sys.modules[rest] if word == "module" and rest in sys.modules else self._roots.resolve(text)
 
     def _all_described(self, kind: str, values: Iterable[Any], expected: Json) -> bool:
         """Return whether each value looks as expected; one that several sources name is looked at once."""
@@ -130,15 +138,16 @@ class _Checker:
         return len(set(map(id, values))) == len(values)
 
     def named(self, values: Sequence[Any], argument: str, expected: Json) -> bool:
-        names, present = names_of(argument), frozenset(expected)
+        names, present = names_of(argument), set(expected)
         known: set[tuple[str, ...]] = set()
         for value in values:
-            if isinstance(value, ModuleType):
-                return self._all_described(f"named:{argument}", values, expected)
-            own = value.__dict__
-            held = (*own,)
             if isinstance(value, nn.Module):
+                own = value.__dict__
                 held = (*own, *own["_parameters"], *own["_buffers"], *own["_modules"])
+            elif type(value) is FunctionType:
+                held = (*value.__dict__,)
+            else:
+                held = (*named(value, names),)
             if held not in known and names.intersection(held) != present:
                 return False
             known.add(held)
@@ -148,6 +157,16 @@ class _Checker:
         if expected != 0 or not all(isinstance(value, nn.Module) for value in values):
             return self._all_described("hooks", values, expected)
         return not any(any(_hooks_of(vars(value))) for value in values)
+
+
+def _step(end: str) -> Callable[[Any], Any] | None:
+    """Return a function that goes the way of one accessor, or None where `end` spells something else."""
+    accessor = parse_accessor(end)
+    if accessor is None:
+        return None
+    if accessor.word == "attr":
+        return operator.attrgetter(str(accessor.key))  # the grammar keeps dots out of it
+    return functools.partial(apply_accessor, accessor=accessor)
 
 
 _QUICK: dict[str, Callable[[_Checker, list[Any], str, Json], bool]] = {
