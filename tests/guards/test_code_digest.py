@@ -113,3 +113,26 @@ def test_other_processes_paths_and_hash_seeds_agree(tmp_path: Path) -> None:
         )
         seen.add(tuple(json.loads(ran.stdout)))
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param(("(1, 2)", "[1, 2]", "{1, 2}"), id="containers"),
+        pytest.param(("2**70", "2**70 + 1", "float(2**70)", "str(2**70)"), id="integers of many bits"),
+        pytest.param((r"'\ud800'", r"'\ud801'", "'?'"), id="half a character"),
+        pytest.param(("1j", "2j", "'1j'", "...", "'Ellipsis'", "b'a'", "'a'", "None", "'None'"), id="rare constants"),
+        pytest.param(("0.0", "-0.0", "0", "False"), id="zeros"),
+        pytest.param(("{'a', 'b'}", "{'a', 'c'}", "{'a'}", "('a', 'b')"), id="sets"),
+        pytest.param(("slice(1, 2)", "slice(1, 3)", "range(1, 2)", "range(1, 3)"), id="ranges"),
+    ],
+)
+def test_values_are_told_apart_wherever_a_function_holds_them(values: tuple[str, ...]) -> None:
+    for text in (
+        "def f(x): return x({})",
+        "def f(x, y={}): return x",
+        "def m(c):\n def f(): return c\n return f\nf = m({})",
+    ):
+        digests = {code_digest(function_from(text.replace("{}", value))) for value in values}
+        assert len(digests) == len(values), text
+        assert digests == {code_digest(function_from(text.replace("{}", value))) for value in values}
