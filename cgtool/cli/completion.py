@@ -38,7 +38,7 @@ def completion(*, output: Output, shell: Shell | None, install: bool) -> int:
 
     report = run(_script, shell=shell, install=install)
     if output.as_json:
-        output.json(report.to_json())
+        output.json(report)
     elif install:
         for path in report.written:
             output.line(f"Wrote {path}", whole=True)

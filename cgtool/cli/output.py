@@ -54,7 +54,8 @@ class Output:
         """Print a report for programs, a record or a mapping: indented, ASCII only, so that no terminal obeys it."""
         from msgspec import to_builtins  # which `--help` does without
 
-        _write(sys.stdout, json.dumps(to_builtins(document), indent=2, ensure_ascii=True, allow_nan=False) + "\n")
+        plain_document = to_builtins(document, enc_hook=str)  # paths are text
+        _write(sys.stdout, json.dumps(plain_document, indent=2, ensure_ascii=True, allow_nan=False) + "\n")
 
     def report(self, report: _Report, show: Callable[[Output, _Report], None]) -> None:
         """Print a report: as JSON where that was asked for, else as `show` shows it to people."""

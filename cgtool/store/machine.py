@@ -105,16 +105,6 @@ class Machine:
             "cgtool": dict(self.cgtool),
         }
 
-    def to_json(self) -> dict[str, Json]:
-        """Return the machine as JSON: its factors, and what is no factor."""
-        driver = self.driver
-        return {
-            **self.factors,
-            "python_version": self.python_version,
-            "glibc": self.glibc,
-            "driver": None if driver is None else {"cuda": driver.cuda, "version": driver.version},
-        }
-
 
 def this_machine() -> Machine:
     """Return what this machine is. Starts the C++ compiler once, to ask for its version."""

@@ -27,11 +27,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from msgspec.structs import asdict
-
 from cgtool.errors import CacheError
 from cgtool.plan.grammar import Digest, Record
-from cgtool.plan.pieces import Json
 from cgtool.store.files import Sealed, cache_error, opened, read_sealed, seal, sync_folder, touch, write_atomic
 from cgtool.store.layout import CacheLayout, check_hash, is_hash, short
 
@@ -205,15 +202,6 @@ class Pruned:
         """Which entry was removed last, when and why: a reason of a miss."""
         last = self.entries[-1]
         return f"entry {short(last.hash)} was pruned on {last.when[:10]}: {last.why}"
-
-    def to_json(self) -> Json:
-        """Return the record as JSON."""
-        return {
-            "lookup": self.lookup,
-            "entries": [asdict(entry) for entry in self.entries],
-            "misses": self.misses,
-            "last_missed": self.last_missed,
-        }
 
 
 def note_pruned(layout: CacheLayout, removed: Mapping[str, Iterable[PrunedEntry]]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import msgspec
 
@@ -43,11 +43,6 @@ class CompletionReport(msgspec.Struct, frozen=True, kw_only=True):
     shell: Shell
     script: str
     written: tuple[Path, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the document that `completion --json` prints."""
-        found: dict[str, Any] = msgspec.to_builtins(self, enc_hook=str)
-        return found
 
 
 @os_errors_as_cache_errors(doing="written")

@@ -11,7 +11,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec.structs import asdict, replace
@@ -63,10 +62,11 @@ class Reason(msgspec.Struct, frozen=True):
 
 
 class WhyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a model would hit, and why not.
+    """Whether a model would hit, and why not; its fields are the document that `why --json` prints.
 
     Args:
         root: The cache's root.
+        hit: Whether the cache serves the model.
         entry: The entry that serves the model; None for a miss.
         nearest: Of a miss, the entry that needs the fewest changes; None where there is none of this model.
         reasons: Why `nearest` does not serve it, the guilty first; empty for a hit.
@@ -74,21 +74,14 @@ class WhyReport(msgspec.Struct, frozen=True, kw_only=True):
         pruned: Of a miss, entries of this very model that prunes removed; None where they removed none.
     """
 
+    schema: int = SCHEMA
     root: str
-    entry: EntryFacts | None
-    nearest: EntryFacts | None
-    reasons: tuple[Reason, ...]
+    hit: bool
+    entry: EntryFacts | None = None
+    nearest: EntryFacts | None = None
+    reasons: tuple[Reason, ...] = ()
     run: str = ""
     pruned: Pruned | None = None
-
-    @property
-    def hit(self) -> bool:
-        """Whether the cache serves the model."""
-        return self.entry is not None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the document that `why --json` prints."""
-        return {"schema": SCHEMA, "root": self.root, "hit": self.hit, **msgspec.to_builtins(self)}
 
 
 def why(
@@ -137,13 +130,13 @@ def why_spec(
         nearest = None if miss.nearest is None else RankName(hash=miss.nearest, rank=place, prefix=spec.prefix)
         return WhyReport(
             root=str(layout.root),
-            entry=None,
+            hit=False,
             nearest=None if nearest is None else _facts(layout, nearest),
             reasons=_reasons(miss.reasons or (str(miss),), EntrySide(layout, nearest.hash) if nearest else None),
             pruned=pruned(layout, Live.of(spec.module).lookup),
         )
     entry = _facts(layout, result.manifest.name)
-    return WhyReport(root=str(layout.root), entry=entry, nearest=None, reasons=())
+    return WhyReport(root=str(layout.root), hit=True, entry=entry)
 
 
 def _facts(layout: CacheLayout, name: RankName) -> EntryFacts:

@@ -11,6 +11,7 @@ from cli_harness import run, run_many
 from foreign_samples import PIECES, SAMPLES, SCALE, unpack
 
 from cgtool.errors import UsageError
+from cgtool.toolkit.foreign.records import foreign_json
 from cgtool.toolkit.inspect.artifact import inspect_artifact
 from cgtool.toolkit.inspect.entry import inspect_entry, inspect_key
 
@@ -203,7 +204,7 @@ def test_a_shape_that_one_piece_lacks_is_a_hole(tmp_path):
     root = unpack("vllm", tmp_path)
     (root / PIECES / "artifact_compile_range_8_8_subgraph_1").unlink()
     report = inspect_entry("1572", cache_dir=root)
-    assert json.loads(json.dumps(report.to_json()["holes"])) == [
+    assert json.loads(json.dumps(foreign_json(report)["holes"])) == [
         {"rank": "0_0", "prefix": "backbone", "piece_index": 1, "shape": {"num_tokens": [8, 8]}}
     ]
     (text,) = inspected(("entry", "1572", "--cache-dir", root))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from cli_harness import environment, run
 
@@ -150,7 +151,7 @@ def shown(report, monkeypatch, *, everything=False):
 
 def test_a_model_that_was_never_warmed_has_no_nearest_entry(monkeypatch):
     reasons = (Reason(sentence="nothing has been warmed for this model"),)
-    report = WhyReport(root="/cache", entry=None, nearest=None, reasons=reasons, run="cgtool warm m.py:build")
+    report = WhyReport(root="/cache", hit=False, reasons=reasons, run="cgtool warm m.py:build")
     assert shown(report, monkeypatch) == [
         "m.py:build misses: /cache holds no entry of it.",
         "To make it hit, run:",
@@ -161,12 +162,12 @@ def test_a_model_that_was_never_warmed_has_no_nearest_entry(monkeypatch):
 def test_an_entry_that_was_pruned_is_told_of(monkeypatch):
     entry = PrunedEntry(hash="b" * 64, model="M", when="2026-01-31T12:00:00Z", why="not used for 31 days\x1b")
     gone = Pruned(lookup="c" * 64, entries=(entry,), misses=2, last_missed=1.0)
-    report = WhyReport(root="/cache", entry=None, nearest=None, reasons=(), run="cgtool warm m", pruned=gone)
+    report = WhyReport(root="/cache", hit=False, reasons=(), run="cgtool warm m", pruned=gone)
     assert shown(report, monkeypatch)[1] == (
         "Entry bbbbbbbbbb of this model was pruned 2026-01-31T12:00:00Z (not used for 31 days\\x1b); it was missed 2 "
         "times since."
     )
-    printed = json.loads(json.dumps(report.to_json()["pruned"]))
+    printed = json.loads(msgspec.json.encode(report))["pruned"]
     assert list(printed) == ["lookup", "entries", "misses", "last_missed"]
     assert printed["entries"] == [{"hash": "b" * 64, "model": "M", "when": entry.when, "why": entry.why}]
 
@@ -176,7 +177,7 @@ def test_what_a_stranger_wrote_is_quoted_and_has_an_end(monkeypatch):
         hash="a" * 64, rank=0, prefix="backbone", model="E\x1b[2Jvil\n", created="2026\x07", last_used=None, hits=0
     )
     reasons = tuple(Reason(sentence="\x1b" * 5000, detail=("- \u202e",) * 20) for _ in range(20))
-    report = WhyReport(root="/cache", entry=None, nearest=nearest, reasons=reasons)
+    report = WhyReport(root="/cache", hit=False, nearest=nearest, reasons=reasons)
     lines = shown(report, monkeypatch)
     assert lines[0].startswith(
         "m.py:build misses. The nearest is E\\x1b[2Jvil\\n aaaaaaaaaa (rank 0 backbone, made 2026\\x07"

@@ -40,7 +40,7 @@ from cgtool.store.records import Factor, Manifest
 from cgtool.store.walk import view_entry
 from cgtool.toolkit.coverage import Coverage, Planned, entry_coverage, planned
 from cgtool.toolkit.foreign.detect import read_foreign
-from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignCache, ForeignEntry, foreign_json, one_entry
+from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignCache, ForeignEntry, one_entry
 from cgtool.toolkit.selection import one_hash
 
 SCHEMA = 2
@@ -149,10 +149,6 @@ class ForeignEntryReport(msgspec.Struct, frozen=True, kw_only=True):
     shapes: tuple[Shape, ...]
     holes: tuple[ForeignHole, ...]
     not_recorded: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the document that `inspect entry --json` prints."""
-        return foreign_json(self)
 
 
 @dataclass(frozen=True, kw_only=True)
