@@ -15,8 +15,8 @@ from cgtool.cli.text import ago_text, count_text, cut, indices_text, plain, secs
 from cgtool.plan.shapes import of_sizes, shape_order, shape_text
 from cgtool.store.layout import short
 from cgtool.toolkit.inspect.artifact import ArtifactReport
-from cgtool.toolkit.inspect.cache import CacheReport
 from cgtool.toolkit.inspect.entry import EntryReport, leaves
+from cgtool.toolkit.listing import CacheListing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cgtool.toolkit.coverage import Place
     from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignEntry
     from cgtool.toolkit.inspect.artifact import ForeignArtifactReport
-    from cgtool.toolkit.inspect.cache import ForeignCacheReport
+    from cgtool.toolkit.inspect.cache import CacheReport
     from cgtool.toolkit.inspect.entry import ForeignEntryReport, KeyReport
 
 #: How many shapes a cell names, and how many holes, uses, guards, warnings or problems are listed.
@@ -80,59 +80,40 @@ _FOREIGN_COLUMNS: tuple[_Column, ...] = (
 )
 
 
-def show_cache(output: Output, report: CacheReport | ForeignCacheReport) -> None:
+def show_cache(output: Output, report: CacheReport) -> None:
     """Print the entries of a cache."""
-    if isinstance(report, CacheReport):
-        _show_listing(output, report)
-        return
-    cache = report.cache
+    cache, figures = report.cache, report.figures
+    count, passing = figures["num_entries"], figures["matching"]
     _show_notes(output, cache.warnings, "Warning")
-    _show_entries(output, _FOREIGN_COLUMNS, report.shown, report.now)
+    if isinstance(cache, CacheListing) and not count:
+        output.line(f"The cache at {cache.root} is empty. Fill it with: cgtool warm MODEL")
+        return
+    shown = "" if len(report.shown) == passing else f"{len(report.shown)} shown of "
+    some = "" if passing == count else f"{passing} of "
+    entries = f"{shown}{some}{count_text(count, 'entry', 'entries')} in {cache.root}"
+    if isinstance(cache, CacheListing):
+        _show_entries(output, _COLUMNS, report)
+        part = f"{size_text(figures['matching_bytes'])} of " if some else ""
+        saved_secs = figures["saved_secs"]
+        saved = f"; hits saved {secs_text(saved_secs)} of compiling" if saved_secs else ""
+        unshared = size_text(figures["unshared_bytes"])
+        output.line(f"{entries}, {part}{size_text(cache.size_bytes)} on the disk; without sharing {unshared}{saved}")
+        return
+    _show_entries(output, _FOREIGN_COLUMNS, report)
     if len(report.shown) == 1 and report.shown[0].artifacts:
         _show_artifacts(output, report.shown[0].artifacts)
     problems = [f"{entry.name}: {problem}" for entry in report.shown for problem in entry.all_problems()]
     _show_notes(output, problems, "Problem")
-    count, passing = len(cache.entries), len(report.matching)
-    shown = "" if len(report.shown) == passing else f"{len(report.shown)} shown of "
-    matching = "" if passing == count else f"{passing} of "
     version = "" if cache.version is None else f" ({cache.version})"
-    found = f"; {count_text(report.num_problems, 'problem')}" if report.num_problems else ""
-    output.line(
-        f"{_SYSTEMS[cache.system]}{version}: {shown}{matching}{count_text(count, 'entry', 'entries')} in {cache.root}, "
-        f"{size_text(cache.size_bytes)} on the disk{found}"
-    )
+    found = f"; {count_text(figures['num_problems'], 'problem')}" if figures["num_problems"] else ""
+    output.line(f"{_SYSTEMS[cache.system]}{version}: {entries}, {size_text(cache.size_bytes)} on the disk{found}")
     output.line(cache.deletion, style="dim")
 
 
-def _show_listing(output: Output, report: CacheReport) -> None:
-    cache, figures = report.cache, report.figures
-    count, matching, saved_secs = figures["num_entries"], figures["matching"], figures["saved_secs"]
-    _show_notes(output, cache.warnings, "Warning")
-    if not count:
-        output.line(f"The cache at {cache.root} is empty. Fill it with: cgtool warm MODEL")
-        return
-    _show_entries(output, _COLUMNS, report.shown, report.now)
-    shown = "" if len(report.shown) == matching else f"{len(report.shown)} shown of "
-    some, part = "", ""
-    if matching != count:
-        some, part = f"{matching} of ", f"{size_text(figures['matching_bytes'])} of "
-    saved = f"; hits saved {secs_text(saved_secs)} of compiling" if saved_secs else ""
-    unshared = size_text(figures["unshared_bytes"])
-    output.line(
-        f"{shown}{some}{count_text(count, 'entry', 'entries')} in {cache.root}, "
-        f"{part}{size_text(cache.size_bytes)} on the disk; without sharing {unshared}{saved}"
-    )
-
-
-def _show_entries(
-    output: Output,
-    columns: Iterable[tuple[int, str, Callable[[Any, float], object]]],
-    entries: Sequence[Any],
-    now: float,
-) -> None:
+def _show_entries(output: Output, columns: Iterable[_Column], report: CacheReport) -> None:
     fitting = [(heading, cell) for width, heading, cell in columns if output.stdout.width >= width]
-    if entries:
-        rows = ([cell(entry, now) for _, cell in fitting] for entry in entries)
+    if report.shown:
+        rows = ([cell(entry, report.now) for _, cell in fitting] for entry in report.shown)
         show_rows(output, [heading for heading, _ in fitting], rows)
 
 

@@ -22,31 +22,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec import structs
 
 from cgtool.errors import CacheError
 from cgtool.store.layout import CacheLayout, resolve_root
 from cgtool.toolkit.filters import FIELDS, FOREIGN_FIELDS, parse_filter, parse_order
 from cgtool.toolkit.foreign.detect import check_known, read_foreign
-from cgtool.toolkit.foreign.records import SCHEMA, ForeignCache, ForeignEntry, foreign_json
+from cgtool.toolkit.foreign.records import SCHEMA, ForeignCache, foreign_json
 from cgtool.toolkit.listing import CacheListing, EntryListing, list_entry, scan
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheReport:
-    """What a cache of cgtool's holds; `matching` entries pass the filters, `now` is in seconds since the epoch."""
+    """What a cache holds; `matching` entries pass the filters, `now` is in seconds since the epoch."""
 
-    cache: CacheListing
-    matching: Sequence[EntryListing]
-    shown: Sequence[EntryListing]
+    cache: CacheListing | ForeignCache
+    matching: Sequence[Any]
+    shown: Sequence[Any]
     now: float
 
     @property
     def figures(self) -> dict[str, Any]:
         """The figures of all entries that pass, by their names in the document."""
+        counts = {"num_entries": len(self.cache.entries), "matching": len(self.matching)}
+        if isinstance(self.cache, ForeignCache):
+            return {**counts, "num_problems": sum(1 for entry in self.matching for _ in entry.all_problems())}
         return {
-            "num_entries": len(self.cache.entries),
-            "matching": len(self.matching),
+            **counts,
             "matching_bytes": self.cache.bytes_of(self.matching),
             "unshared_bytes": sum(entry.unshared_bytes for entry in self.matching),
             "saved_secs": round(sum(entry.saved_secs for entry in self.matching), 3),
@@ -54,50 +56,26 @@ class CacheReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the document that `inspect cache --json` prints, but for its entries."""
+        if isinstance(self.cache, ForeignCache):
+            return {"schema": SCHEMA, **foreign_json(structs.replace(self.cache, entries=())), **self.figures}
         return {**self.cache.to_json(), "entries": [], **self.figures}
 
     def entries_json(self) -> Iterator[dict[str, Any]]:
-        """Yield the entries of the document, each with its artifacts as its manifest has them at this moment."""
+        """Yield the entries of the document; one of ours with its artifacts as its manifest has them at this moment."""
         layout = CacheLayout(root=self.cache.root)
         for entry in self.shown:
-            now = None
-            with contextlib.suppress(CacheError):  # it was removed or torn meanwhile
-                now = list_entry(layout, entry.manifest.name, entry.usage)
-            yield dict((now or entry).to_json())
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForeignCacheReport:
-    """The same of another system's cache."""
-
-    cache: ForeignCache
-    matching: Sequence[ForeignEntry]
-    shown: Sequence[ForeignEntry]
-    now: float
-
-    @property
-    def num_problems(self) -> int:
-        """How many problems the entries that pass have."""
-        return sum(1 for entry in self.matching for _ in entry.all_problems())
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the document that `inspect cache --json` prints, but for its entries."""
-        return {
-            "schema": SCHEMA,
-            **foreign_json(msgspec.structs.replace(self.cache, entries=())),
-            "num_entries": len(self.cache.entries),
-            "matching": len(self.matching),
-            "num_problems": self.num_problems,
-        }
-
-    def entries_json(self) -> Iterator[dict[str, Any]]:
-        """Yield the entries of the document."""
-        return map(foreign_json, self.shown)
+            if isinstance(entry, EntryListing):
+                now = None
+                with contextlib.suppress(CacheError):  # it was removed or torn meanwhile
+                    now = list_entry(layout, entry.manifest.name, entry.usage)
+                yield dict((now or entry).to_json())
+            else:
+                yield foreign_json(entry)
 
 
 def inspect_cache(
     path: Path | None = None, *, filters: Sequence[str] = (), sort: str | None = None, limit: int | None = None
-) -> CacheReport | ForeignCacheReport:
+) -> CacheReport:
     """List the entries of a cache, whichever system wrote it.
 
     Args:
@@ -119,13 +97,9 @@ def inspect_cache(
     # Wrong usage is told before a large cache is read.
     passes = [parse_filter(expression, now=now, fields=fields) for expression in filters]
     order = list if sort is None else parse_order(sort, fields=fields)
-    if foreign is not None:
-        found = [entry for entry in foreign.entries if all(test(entry) for test in passes)]
-        return ForeignCacheReport(cache=foreign, matching=found, shown=order(found)[:limit], now=now)
-    root = resolve_root(path)
     # A cache that was named must be there; the default one may wait for its first warm.
-    cache = scan(root, missing_ok=path is None, artifacts=False)
-    if not cache.entries:
-        check_known(root)
+    cache = foreign or scan(resolve_root(path), missing_ok=path is None, artifacts=False)
+    if foreign is None and not cache.entries:
+        check_known(cache.root)
     matching = [entry for entry in cache.entries if all(test(entry) for test in passes)]
     return CacheReport(cache=cache, matching=matching, shown=order(matching)[:limit], now=now)
