@@ -14,15 +14,13 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from msgspec import structs
 
 from cgtool.errors import UsageError
-from cgtool.events import OnEvent, ignore
+from cgtool.events import OnEvent
 from cgtool.store.files import cache_error, sync_folder
 from cgtool.toolkit.foreign.detect import read_cache
 from cgtool.toolkit.foreign.records import ForeignCache
@@ -34,7 +32,7 @@ _SUFFIX = ".cgtool-pruned"
 _DEPTHS = ("", "*/", "*/*/")
 
 
-def make_foreign_plan(root: Path, rules: Rules, *, now: float | None = None) -> ForeignPlan:
+def make_foreign_plan(root: Path, rules: Rules, *, now: float | None = None) -> Plan:
     """Return what a prune of another system's cache would do."""
     cache = read_cache(root)
     asked = {"stale": rules.stale, "orphans": rules.orphans, "units": rules.units, "keep-last": rules.keep_last}
@@ -59,7 +57,7 @@ class _ForeignPlanner(Planner):
         #: Of two that have one name, the next prune finds the other.
         self._entries = {entry.name: entry for entry in cache.entries}
 
-    def plan(self) -> ForeignPlan:
+    def plan(self) -> Plan:
         rules, cache = self.rules, self._cache
         found = {path.relative_to(cache.root) for depth in _DEPTHS for path in cache.root.glob(f"{depth}.*{_SUFFIX}")}
         files = [
@@ -83,7 +81,7 @@ class _ForeignPlanner(Planner):
             self.notes.append("This disk notes no reads, so ages count from when entries were written.")
         if not rules.for_entries:
             self.notes.append(f"No rule was given, so that nothing is chosen. {cache.deletion}")
-        return ForeignPlan(
+        return Plan(
             root=cache.root,
             rules=rules,
             entries=tuple(self.chosen.values()),
@@ -92,8 +90,7 @@ class _ForeignPlanner(Planner):
             size_bytes=cache.size_bytes,
             notes=tuple(self.notes),
             system=cache.system,
-            paths={name: self._entries[name].path for name in self.chosen},
-            made=self.now,
+            carry_out=self.carry_out,
         )
 
     def is_named(self, entry: PlannedEntry) -> bool:
@@ -117,23 +114,15 @@ class _ForeignPlanner(Planner):
         size, frees = self.ledger.take(str(self._entries[entry.hash].path))
         return structs.replace(entry, size_bytes=size, frees_bytes=frees)
 
-
-@dataclass(frozen=True, kw_only=True)
-class ForeignPlan(Plan):
-    """What a prune of another system's cache would do."""
-
-    paths: Mapping[str, Path]
-    made: float
-
-    def execute(self, on_event: OnEvent = ignore) -> Outcome:  # noqa: ARG002 - it is done in a blink
-        """Remove what the plan names, as far as that is still so; what cannot be removed is told in the outcome."""
+    def carry_out(self, plan: Plan, _: OnEvent) -> Outcome:
+        """Remove what a plan names, as far as that is still so; it is done in a blink, so nobody is told."""
         removal = Removal()
         removed: list[str] = []
         kept: list[Kept] = []
-        num_files = sum(removal.delete(str(self.root / file.path)) for file in self.files)
-        for entry in self.entries:
-            path = self.paths[entry.hash]
-            if _newest(path) > self.made:
+        num_files = sum(removal.delete(str(plan.root / file.path)) for file in plan.files)
+        for entry in plan.entries:
+            path = self._entries[entry.hash].path
+            if _newest(path) > self.now:
                 sentence = "it was written after the plan was made"
                 kept.append(Kept(hash=entry.hash, model=entry.model, why="used_meanwhile", sentence=sentence))
                 continue

@@ -20,14 +20,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from msgspec import structs
 
 from cgtool.errors import CacheError
-from cgtool.events import Event, OnEvent, ignore
+from cgtool.events import Event, OnEvent
 from cgtool.host import gc_paused
 from cgtool.store.files import may_exist
 from cgtool.store.layout import CacheLayout, short
@@ -36,7 +35,7 @@ from cgtool.store.lookup import StateStore
 from cgtool.store.machine import Machine
 from cgtool.store.pruned import PrunedEntry, flush, note_pruned
 from cgtool.store.records import timestamp
-from cgtool.store.walk import EntryView, Status, status_of
+from cgtool.store.walk import EntryView, status_of
 from cgtool.toolkit.prune.leftovers import Leftover, Leftovers, remove_leftovers, unit_path
 from cgtool.toolkit.prune.plan import Keeper, Kept, Outcome, Plan, PlannedEntry, PlannedFile, Planner, Reason, Rules
 from cgtool.toolkit.prune.removal import Removal, disk_usage
@@ -60,7 +59,7 @@ def make_plan(
     pythonpath: Sequence[str] = (),
     machine: Machine | None = None,
     now: float | None = None,
-) -> OwnPlan:
+) -> Plan:
     """Return what a prune by these rules would do."""
     made = time.time() if now is None else now
     with gc_paused():  # hundreds of thousands of names, none of which is garbage
@@ -98,7 +97,7 @@ class _OwnPlanner(Planner):
                     if name in self._shares:
                         self._units_of.setdefault(name, []).append(key)
 
-    def plan(self) -> OwnPlan:
+    def plan(self) -> Plan:
         rules, survey = self.rules, self._survey
         if rules.for_leftovers:
             self._add_files(self._leftovers.find(survey))
@@ -112,7 +111,7 @@ class _OwnPlanner(Planner):
         if not survey.is_readable and (rules.units or (rules.for_entries and not rules.keep_units)):
             self.notes.append("Parts of the cache cannot be read, so units that may be shared with them stay.")
         self._note_unseen()
-        return OwnPlan(
+        return Plan(
             root=self._layout.root,
             rules=rules,
             entries=tuple(self._with_substitutes()),
@@ -120,8 +119,7 @@ class _OwnPlanner(Planner):
             kept=tuple(self.kept),
             size_bytes=size,
             notes=tuple(self.notes),
-            views={hash_: survey.entries[hash_] for hash_ in self.chosen},
-            stamps=self._stamps,
+            carry_out=self.carry_out,
         )
 
     def is_named(self, entry: PlannedEntry) -> bool:
@@ -237,28 +235,20 @@ class _OwnPlanner(Planner):
             instead = dict.fromkeys(other for digest in views[hash_].lookup for other in staying.get(digest, ()))
             yield structs.replace(entry, instead=tuple(instead)[:_MOST_NAMED])
 
-
-@dataclass(frozen=True, kw_only=True)
-class OwnPlan(Plan):
-    """What a prune of cgtool's own cache would do."""
-
-    views: Mapping[str, EntryView]
-    stamps: Mapping[str, Status]
-
-    def execute(self, on_event: OnEvent = ignore) -> Outcome:
-        """Remove what the plan names, as far as that is still so; what cannot be removed is told in the outcome."""
-        layout = CacheLayout(root=self.root)
+    def carry_out(self, plan: Plan, on_event: OnEvent) -> Outcome:
+        """Remove what a plan names, as far as that is still so."""
+        layout = self._layout
         require_locks(layout)
         removal = Removal(layout)
         kept, removed = list[Kept](), list[PlannedEntry]()
         # Leftovers first: on a full disk they make room for what follows.
-        num_files = remove_leftovers(layout, self.files, removal)
-        self._remember(layout)
-        for entry in self.entries:
+        num_files = remove_leftovers(layout, plan.files, removal)
+        self._remember(plan.entries)
+        for entry in plan.entries:
             with claimed(layout, entry.hash) as mine:
                 if not mine:
                     kept.append(_kept(entry, "in_use", "a live process uses it"))
-                elif self._changed(layout, entry):
+                elif self._changed(entry):
                     kept.append(_kept(entry, "used_meanwhile", "it was used or changed after the plan was made"))
                 elif removal.put_aside(f"{layout.base}/{entry.hash}"):
                     removed.append(entry)
@@ -272,7 +262,7 @@ class OwnPlan(Plan):
             with claimed(layout, entry.hash) as mine:
                 if not mine or may_exist(layout.entry_dir(entry.hash)):
                     continue  # its marks are in use again, or the next prune's to remove
-                _forget(f"{layout.base}/", self.views[entry.hash], removal)
+                _forget(f"{layout.base}/", self._survey.entries[entry.hash], removal)
             remove_idle(layout, entry.hash)
         for done, path in enumerate(removal.aside):
             on_event(Event(phase="prune", message="removing", done=done, total=len(removal.aside)))
@@ -285,30 +275,31 @@ class OwnPlan(Plan):
             failed=tuple(removal.failed),
         )
 
-    def _remember(self, layout: CacheLayout) -> None:
+    def _remember(self, entries: Iterable[PlannedEntry]) -> None:
         removed: dict[str, list[PrunedEntry]] = {}
         now = timestamp()
-        for entry in self.entries:
+        for entry in entries:
             why = "; ".join(reason.sentence for reason in entry.reasons)
             told = PrunedEntry(hash=entry.hash, model=entry.model, when=now, why=why)
-            for digest in self.views[entry.hash].lookup:
+            for digest in self._survey.entries[entry.hash].lookup:
                 removed.setdefault(digest, []).append(told)
         try:
-            note_pruned(layout, removed)
+            note_pruned(self._layout, removed)
         except CacheError as error:  # to make room on a full disk matters more
             _log.warning("What is pruned could not be noted, so that misses of it will not be explained: %s", error)
 
-    def _changed(self, layout: CacheLayout, entry: PlannedEntry) -> bool:
+    def _changed(self, entry: PlannedEntry) -> bool:
         """Whether an entry was loaded or written since the plan was made, whatever the clocks say."""
+        layout = self._layout
         by_use = all(reason.rule in _BY_USE for reason in entry.reasons)
-        manifests = {rank.name: rank.manifest_status for rank in self.views[entry.hash].ranks}
+        manifests = {rank.name: rank.manifest_status for rank in self._survey.entries[entry.hash].ranks}
         try:
             names = list(layout.rank_names(entry.hash))
         except CacheError:
             return True
         return any(
             manifests.get(name, _NEW) != status_of(layout.manifest_file(name))
-            or (by_use and self.stamps.get(name.flat) != status_of(layout.used_file(name)))
+            or (by_use and self._stamps.get(name.flat) != status_of(layout.used_file(name)))
             for name in names
         )
 

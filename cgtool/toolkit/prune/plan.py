@@ -12,7 +12,7 @@ and the other records are their fields.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -150,7 +150,7 @@ class Outcome(Record, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(ABC):
+class Plan:
     """What a prune would do.
 
     Args:
@@ -162,6 +162,7 @@ class Plan(ABC):
         size_bytes: What the cache takes on the disk before; None where no rule asked for it.
         notes: What else the user should know.
         system: Which system wrote the cache.
+        carry_out: Does it, for `execute`.
     """
 
     root: Path
@@ -172,6 +173,7 @@ class Plan(ABC):
     size_bytes: int | None
     notes: tuple[str, ...]
     system: str = "cgtool"
+    carry_out: Callable[[Plan, OnEvent], Outcome]
 
     @property
     def frees_bytes(self) -> int:
@@ -183,9 +185,9 @@ class Plan(ABC):
         """Whether nothing goes."""
         return not self.entries and not self.files
 
-    @abstractmethod
     def execute(self, on_event: OnEvent = ignore) -> Outcome:
         """Remove what the plan names, as far as that is still so; what cannot be removed is told in the outcome."""
+        return self.carry_out(self, on_event)
 
     def to_json(self, outcome: Outcome | None = None) -> dict[str, Any]:
         """Return the document that `prune --json` prints."""
@@ -207,7 +209,7 @@ class Plan(ABC):
 
 
 class Planner(ABC):
-    """Chooses entries by the rules that every cache knows: by name, by age, and to make room."""
+    """Chooses entries by the rules that every cache knows, and carries the plan out."""
 
     def __init__(self, rules: Rules, now: float) -> None:
         self.rules = rules
@@ -228,6 +230,10 @@ class Planner(ABC):
     @abstractmethod
     def take(self, entry: PlannedEntry) -> PlannedEntry:
         """Count an entry's files as gone, and return it with what it takes and frees."""
+
+    @abstractmethod
+    def carry_out(self, plan: Plan, on_event: OnEvent) -> Outcome:
+        """Remove what a plan names, as far as that is still so."""
 
     def frees(self, entry: PlannedEntry) -> bool:  # noqa: ARG002 - for those who can tell
         """Return whether any byte comes free with an entry."""
