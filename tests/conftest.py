@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -63,6 +64,18 @@ def log_as_it_was() -> Iterator[None]:
     logger.handlers, logger.propagate, logger.level = [], True, logging.NOTSET
     yield
     logger.handlers, logger.propagate, logger.level = [], True, logging.NOTSET
+
+
+@pytest.fixture(scope="session")
+def worded_site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return an environment in which a distribution that brings an adaptor is installed (worded_adaptor.py)."""
+    site = tmp_path_factory.mktemp("site")
+    metadata = site / "worded-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: worded\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[cgtool.adaptors]\nworded = worded_adaptor:Worded\n")
+    shutil.copy(TESTS / "worded_adaptor.py", site)
+    return {"PYTHONPATH": os.pathsep.join([str(site), str(TESTS.parent)])}
 
 
 @pytest.fixture

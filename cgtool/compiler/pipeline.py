@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
+from cgtool.adaptor_registry import ADAPTORS
 from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.compiler.generated import dump_entry, dump_traced, keep_generated
 from cgtool.compiler.manager import CompilerManager
@@ -42,6 +43,7 @@ from cgtool.events import Event, OnEvent, ignore
 from cgtool.host import environment, variables_now
 from cgtool.model import ModelSpec
 from cgtool.plan.grammar import canonical_json, digest_of
+from cgtool.plan.pieces import EAGER
 from cgtool.plan.records import Plan, parse_plan
 from cgtool.plan.rendering import plan_text
 from cgtool.plan.writing import encode_plan
@@ -409,8 +411,8 @@ def _pool(config: CompilationConfig, *, on_cpu: bool) -> AbstractContextManager[
 
 
 def _takes_compiler(config: CompilationConfig, *, on_cpu: bool) -> bool:
-    """Return whether compiling here runs the host's C++ compiler."""
-    return get_adaptor(config.adaptor).compiles and (on_cpu or config.adaptor == AOT_INDUCTOR)
+    """Return whether compiling here runs the host's C++ compiler; nobody knows it of another's adaptor."""
+    return config.adaptor == AOT_INDUCTOR or (on_cpu and config.adaptor in ADAPTORS and config.adaptor != EAGER)
 
 
 def _prover(config: CompilationConfig, device_index: int | None) -> AbstractContextManager[Prover | None]:

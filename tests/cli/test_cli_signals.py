@@ -15,14 +15,14 @@ SAMPLE = Path(__file__).with_name("cli_sample_model.py")
 SIGNALS = {"Ctrl-C": (signal.SIGINT, 130, "Interrupted"), "SIGTERM": (signal.SIGTERM, 143, "Terminated")}
 
 
-def _signal_at(line_begins: str, number: int, *arguments: object) -> tuple[int, str, str]:
+def _signal_at(line_begins: str, number: int, *arguments: object, **env: str) -> tuple[int, str, str]:
     """Start a warm, send it a signal once a line of its stderr begins so, and wait for its end."""
     process = subprocess.Popen(
         [*COMMAND, "warm", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment(PYTHONUNBUFFERED="1"),
+        env=environment(PYTHONUNBUFFERED="1", **env),
         start_new_session=True,
     )
     said = []
@@ -47,23 +47,30 @@ def test_while_the_model_is_built(tmp_path, number, code, kind):
     assert list(tmp_path.iterdir()) == []
 
 
+#: A compiler of which each compile takes half a second, and one of which it takes twenty.
+WORDED = ("--adaptor", "worded", "--no-proof", "--inductor-config", '{"secs": 0.5}')
+INDUCTOR = ("--adaptor", "inductor_standalone")
+
+
 @pytest.mark.parametrize(
-    ("number", "code", "kind"),
+    ("compiler", "sent"),
     [
-        pytest.param(*SIGNALS["Ctrl-C"], id="Ctrl-C", marks=pytest.mark.slow),
-        pytest.param(*SIGNALS["SIGTERM"], id="SIGTERM"),
+        pytest.param(WORDED, "SIGTERM", id="SIGTERM"),
+        pytest.param(INDUCTOR, "SIGTERM", id="SIGTERM to Inductor", marks=pytest.mark.slow),
+        pytest.param(INDUCTOR, "Ctrl-C", id="Ctrl-C to Inductor", marks=pytest.mark.slow),
     ],
 )
-def test_while_pieces_are_compiled(tmp_path, number, code, kind):
+def test_while_pieces_are_compiled(tmp_path, worded_site, compiler, sent):
+    number, code, kind = SIGNALS[sent]
     root = tmp_path / "cache"
-    arguments = (f"{SAMPLE}:build", "--adaptor", "inductor_standalone", "--cache-dir", root, "--json")
-    returned, out, err = _signal_at("compile 1/4", number, *arguments)
+    arguments = (f"{SAMPLE}:build", *compiler, "--cache-dir", root, "--json")
+    returned, out, err = _signal_at("compile 1/4", number, *arguments, "--jobs", 1, **worded_site)
     assert returned == code
     assert f'"type": "{kind}"' in out
     assert "Traceback" not in err
     listing = run("inspect", "cache", root, "--json")
     assert (listing.code, listing.report["entries"], listing.report["warnings"]) == (0, [], [])
-    again = run("warm", *arguments)
+    again = run("warm", *arguments, "--jobs", 0, env=worded_site)
     assert again.code == 0
     assert again.report["compiled"] < 4
     assert again.report["compiled"] + again.report["reused"] == 4

@@ -141,6 +141,14 @@ def test_a_compile_that_ends_early_leaves_nothing(cache_root, error):
     assert not after.ensure(work_of(PIECE), objects=objects).reused
 
 
+@pytest.fixture(scope="module")
+def processes():
+    """A context for processes that need not each import torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["cgtool.compiler.manager"])
+    return context
+
+
 def _compile_both(root, log, barrier):
     manager, objects = manager_of(root, Counting(log, secs=0.2))
     barrier.wait()
@@ -148,10 +156,9 @@ def _compile_both(root, log, barrier):
         manager.ensure(work_of(piece), objects=objects)
 
 
-def test_four_processes_compile_each_piece_once_between_them(cache_root, tmp_path):
-    context = multiprocessing.get_context("spawn")
-    log, barrier = tmp_path / "log", context.Barrier(4)
-    workers = [context.Process(target=_compile_both, args=(cache_root, log, barrier)) for _ in range(4)]
+def test_four_processes_compile_each_piece_once_between_them(cache_root, tmp_path, processes):
+    log, barrier = tmp_path / "log", processes.Barrier(4)
+    workers = [processes.Process(target=_compile_both, args=(cache_root, log, barrier)) for _ in range(4)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -166,10 +173,9 @@ def _compile_slowly(root, log):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_compile_leaves_nothing_and_blocks_nobody(cache_root, tmp_path, number):
-    context = multiprocessing.get_context("spawn")
+def test_a_killed_compile_leaves_nothing_and_blocks_nobody(cache_root, tmp_path, processes, number):
     log = tmp_path / "log"
-    worker = context.Process(target=_compile_slowly, args=(cache_root, log))
+    worker = processes.Process(target=_compile_slowly, args=(cache_root, log))
     worker.start()
     deadline = time.monotonic() + 180
     while not log.exists() and time.monotonic() < deadline:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_harness import HEAVY, REPO, Server
+from cli_harness import HEAVY, Server
 from e2e_harness import FIXTURES, SIZES, warm
 from hold_harness import warm_fixture
 
@@ -71,22 +70,23 @@ def sized_cache(once: Callable[..., Path]) -> Callable[[str], Warmed]:
 
 @pytest.fixture(scope="session")
 def aot_cache(once: Callable[..., Path], sized_cache: Callable[[str], Warmed]) -> Callable[..., Path]:
-    """Return a function: name of a fixture (or several) → the root of a cache that serves them, of no sizes."""
+    """Return a function: name of a fixture (or several) → the root of a cache that serves them.
+
+    `llama` has its sizes, the others have none.
+    """
 
     def warmed(*names: str) -> Path:
         # One root for all names, which a name fills when it is first asked for.
         root = once("aot", lambda folder: None) / "cache"
         for name in names:
-            once(f"aot-{name}", lambda _, name=name: warm_general(name, root))
+            once(f"aot-{name}", lambda _, name=name: add(name, root))
         return root
 
-    def warm_general(name: str, root: Path) -> None:
-        if name == "llama":  # what its sizes need, too: what was compiled for the general shape there is the same
-            units = Path("torch_compile_cache", "units")
-            shutil.copytree(
-                sized_cache("tiny_llama").root / units, root / units, copy_function=_copy_new, dirs_exist_ok=True
-            )
-        warm_fixture(name, root)
+    def add(name: str, root: Path) -> None:
+        if name == "llama":
+            shutil.copytree(sized_cache("tiny_llama").root, root, copy_function=_copy_new, dirs_exist_ok=True)
+        else:
+            warm_fixture(name, root)
 
     return warmed
 
@@ -100,18 +100,6 @@ def _copy_new(source: str, target: str) -> None:
 def eager_cache(once: Callable[..., Path]) -> Path:
     """Return the root of a cache that serves `llama` with `eager` artifacts."""
     return once("eager", lambda folder: warm_fixture("llama", folder / "cache", adaptor="eager")) / "cache"
-
-
-@pytest.fixture(scope="session")
-def worded_site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return an environment in which a distribution that brings an adaptor is installed (worded_adaptor.py)."""
-    site = tmp_path_factory.mktemp("site")
-    metadata = site / "worded-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: worded\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[cgtool.adaptors]\nworded = worded_adaptor:Worded\n")
-    shutil.copy(Path(__file__).with_name("worded_adaptor.py"), site)
-    return {"PYTHONPATH": os.pathsep.join([str(site), str(REPO)])}
 
 
 @pytest.fixture(scope="session")

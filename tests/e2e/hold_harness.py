@@ -25,7 +25,7 @@ def warm_fixture(name: str, root: Path, *, adaptor: str = "aot_inductor") -> Non
 
 def warm_model(model: str, root: Path, *, adaptor: str = "aot_inductor") -> None:
     """Compile a model, which those who load it compare with eager; nothing of it may fall back to another adaptor."""
-    report = warm(model, root, "--no-proof", "--adaptor", adaptor)
+    report = warm(model, root, "--no-proof", "--adaptor", adaptor, "--jobs", 0)
     assert {artifact["adaptor"] for artifact in report["artifacts"]} == {adaptor}
 
 

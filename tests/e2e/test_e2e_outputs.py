@@ -25,7 +25,7 @@ def check(model, root, calls, **options):
 ALL_ADAPTORS = ("aot_inductor", "inductor_standalone")
 ADAPTORS = ("aot_inductor", pytest.param("inductor_standalone", marks=pytest.mark.slow))
 #: Calls of what tests/e2e/served.py has.
-SERVED_CALLS = {"llama": TOKENS, "vision": IMAGES, "encoder": [call for call in GRID if 1 not in call.values()]}
+SERVED_CALLS = {"vision": IMAGES, "encoder": [call for call in GRID if 1 not in call.values()]}
 
 
 def warmed(model, root, adaptor, *arguments):

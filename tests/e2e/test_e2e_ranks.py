@@ -23,7 +23,7 @@ def torchrun(env, log, *arguments):
 
 def test_two_ranks_compile_once_between_them_and_equal_the_whole_model(tmp_path, worded_site):
     root = tmp_path / "cache"
-    options = ("--json", "--quiet", "--jobs", "1", "--no-proof", "--adaptor", "worded")
+    options = ("--json", "--quiet", "--jobs", "0", "--no-proof", "--adaptor", "worded")
     arguments = ("warm", f"{MODEL}:build", "--cache-dir", root, *options)
     reports = torchrun(worded_site, tmp_path / "warm", "-m", "cgtool", *arguments)
     assert sorted(report["rank"] for report in reports) == [0, 1]
