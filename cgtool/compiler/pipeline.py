@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,10 +50,10 @@ from cgtool.plan.writing import encode_plan
 from cgtool.runtime.call import first_index
 from cgtool.runtime.factors import Live, key_of
 from cgtool.runtime.find import Finder, Found
-from cgtool.store.entry import Entry, EntryWriter
+from cgtool.store.entry import Entry, EntryWriter, ObjectStore
 from cgtool.store.files import check_writable
 from cgtool.store.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout, RankName, resolve_root, short
-from cgtool.store.records import Key, Manifest
+from cgtool.store.records import Key, Manifest, VariantCounts
 from cgtool.store.trust import TrustPolicy
 
 if TYPE_CHECKING:
@@ -146,6 +146,7 @@ def add_to_entry(
     *,
     config: CompilationConfig,
     device_index: int | None = None,
+    prove: Callable[[Compiled, ObjectStore], Sequence[VariantCounts]] | None = None,
     on_event: OnEvent = ignore,
 ) -> tuple[Manifest, Compiled]:
     """Compile what an entry lacks and add it; the plan says all that is needed, so nothing is traced.
@@ -158,10 +159,13 @@ def add_to_entry(
         work: What is missing, damaged or not proved yet.
         config: How to compile it.
         device_index: The device that pieces are proved on; None is the current one.
+        prove: Calls what was compiled beside the model itself, and returns what to say of the variants; None where the
+            model is not there.
         on_event: Told of each artifact.
 
     Raises:
         CompileError: A piece cannot be compiled.
+        CallMismatchError: A call gives something else than the model.
         CacheError: The cache cannot be read or written.
     """
     on_cpu = all(meta.device == "cpu" for graph in plan.graphs.values() for meta in graph.inputs)
@@ -169,8 +173,9 @@ def add_to_entry(
     with _pool(config, on_cpu=on_cpu) as pool, _prover(config, device_index) as prover:
         manager = CompilerManager(layout, config, on_event=on_event, pool=pool, prover=prover)
         done = compile_work(work, objects=writer.objects, manager=manager, pool=pool, on_event=on_event)
+    variants = () if prove is None else prove(done, writer.objects)
     on_event(Event(phase="store", message=short(key.hash)))
-    manifest = writer.add_rows(done.rows, done.fallbacks)
+    manifest = writer.add_rows(done.rows, done.fallbacks, variants)
     keep_generated(layout, manifest, done.generated)
     return manifest, done
 
@@ -188,6 +193,8 @@ class _Warm:
         self._on_event = on_event
         self._trust = TrustPolicy.of(config)
         self._live = Live.of(spec.module, config=config.key_fields(), exact_config=True)
+        #: Variant → why it could not be called beside the model this time, where a later warm may.
+        self._uncalled: dict[int, str] = {}
 
     def run(self, *, check: bool, without: Collection[str]) -> WarmResult:
         finder = Finder(
@@ -232,8 +239,14 @@ class _Warm:
         broken = broken_work(found, work)
         needs_proof = self._config.proof and not check
         unproved = [w for w in work if needs_proof and (row := w.row_in(manifest)) and row.artifact.needs_proof]
+        uncalled = sum(variant.needs_proof for variant in manifest.variants) if needs_proof else 0
         lack = incomplete(
-            missing, broken, len(list(unique(unproved))), path=self._layout.root, nearest=found.entry.name.hash
+            missing,
+            broken,
+            len(list(unique(unproved))),
+            uncalled,
+            path=self._layout.root,
+            nearest=found.entry.name.hash,
         )
         if check and lack is not None:
             raise lack
@@ -248,6 +261,7 @@ class _Warm:
                 (*missing, *broken, *unproved),
                 config=self._config,
                 device_index=first_index(self._spec.module, found.plan),
+                prove=functools.partial(self._prove_again, found),
                 on_event=self._on_event,
             )
             work, compiled = wanted(found.plan, self._config, manifest.fallbacks), done.compiled
@@ -262,8 +276,15 @@ class _Warm:
             reused=max(0, len(digests) - compiled),
             compile_secs=0.0 if done is None else round(done.secs, 3),
             reasons=() if lack is None else lack.reasons,
-            notes=unproved_notes(manifest, () if done is None else done.unproved),
+            notes=(
+                *unproved_notes(manifest, () if done is None else done.unproved),
+                *uncalled_notes(manifest, self._uncalled),
+            ),
         )
+
+    def _prove_again(self, found: Found, done: Compiled, objects: ObjectStore) -> Sequence[VariantCounts]:
+        manifest = found.entry.manifest.with_rows(done.rows, done.fallbacks)
+        return self._prove(manifest, found.key, found.entry.files, objects).variants
 
     def _fresh(self, reasons: tuple[str, ...]) -> WarmResult:
         """Trace, split, compile and publish."""
@@ -315,7 +336,7 @@ class _Warm:
             rows=(),
             lookup=(self._live.lookup,),
         ).with_rows(done.rows, (*stitched.fallbacks, *done.fallbacks))
-        manifest, unproved = self._prove(manifest, key, files, writer)
+        manifest = self._prove(manifest, key, files, writer.objects)
         self._on_event(Event(phase="store", message=short(key.hash)))
         manifest = writer.publish(manifest, files)
         keep_generated(self._layout, manifest, done.generated)
@@ -332,38 +353,33 @@ class _Warm:
                 *stitched.notes,
                 *notes_of(manifest, stitched.slow_ops),
                 *unproved_notes(manifest, done.unproved),
-                *uncalled_notes(manifest, unproved),
+                *uncalled_notes(manifest, self._uncalled),
             ),
         )
 
-    def _prove(
-        self, manifest: Manifest, key: Key, files: Mapping[str, bytes], writer: EntryWriter
-    ) -> tuple[Manifest, dict[int, str]]:
+    def _prove(self, manifest: Manifest, key: Key, files: Mapping[str, bytes], objects: ObjectStore) -> Manifest:
         """Call what is about to be published beside the model; return the manifest that says so.
-
-        Beside it stands why some variants could not be called now, where a later warm may.
 
         Raises:
             CallMismatchError: A call gives something else than the model.
         """
         if not self._config.proof:
-            return manifest, {}
+            return manifest
         # Imports Dynamo, as this does not for a hit.
         from cgtool.compiler.proof.calls import prove_calls
 
         self._on_event(Event(phase="prove", message="the whole call beside the model itself"))
         begun = time.perf_counter()
         plan = parse_plan(files[PLAN_FILE], path=Path(PLAN_FILE))
-        found = Found(entry=Entry(manifest=manifest, files=files, objects=writer.objects), key=key, plan=plan)
+        found = Found(entry=Entry(manifest=manifest, files=files, objects=objects), key=key, plan=plan)
         proofs = prove_calls(found, self._spec, timeout_secs=self._config.compile_timeout)
         self._on_event(Event(phase="prove", message="the whole call", secs=time.perf_counter() - begun))
         variants = tuple(
             msgspec.structs.replace(variant, proved_at=proof.proved_at, proof_gap="" if proof.later else proof.gap)
             for variant, proof in zip(manifest.variants, proofs, strict=True)
         )
-        return msgspec.structs.replace(manifest, variants=variants), {
-            index: proof.gap for index, proof in enumerate(proofs) if proof.later
-        }
+        self._uncalled = {index: proof.gap for index, proof in enumerate(proofs) if proof.later}
+        return msgspec.structs.replace(manifest, variants=variants)
 
     def _key(self, stitched: Stitched) -> Key:
         # in one order: Dynamo's depends on what was traced before in this process

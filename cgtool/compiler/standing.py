@@ -127,7 +127,13 @@ def broken_work(found: Found, work: Iterable[Work]) -> list[Work]:
 
 
 def incomplete(
-    missing: Iterable[Work], broken: Iterable[Work], num_unproved: int, *, path: Path, nearest: str
+    missing: Iterable[Work],
+    broken: Iterable[Work],
+    num_unproved: int,
+    num_uncalled: int,
+    *,
+    path: Path,
+    nearest: str,
 ) -> CacheMissError | None:
     """Return the miss of an entry that lacks something, with a sentence for each kind of lack; None where nothing is.
 
@@ -135,6 +141,7 @@ def incomplete(
         missing: Work without a row.
         broken: Work whose artifact is damaged.
         num_unproved: How many artifacts are still to be proved.
+        num_uncalled: How many variants are still to be called beside the model itself.
         path: The cache's root.
         nearest: The entry's hash.
     """
@@ -145,6 +152,9 @@ def incomplete(
     reasons += [f"the artifact of piece {work.piece_index} is damaged" for work in broken]
     if num_unproved:
         reasons.append(f"{num_unproved} {'artifact was' if num_unproved == 1 else 'artifacts were'} not proved yet")
+    if num_uncalled:
+        were = "variant was" if num_uncalled == 1 else "variants were"
+        reasons.append(f"{num_uncalled} {were} not called beside the model itself yet")
     if not reasons:
         return None
     msg = f"The entry is incomplete: {'; '.join(reasons)}. Warm the model again to add what is missing."

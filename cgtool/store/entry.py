@@ -55,7 +55,17 @@ from cgtool.store.files import (
 from cgtool.store.layout import ARTIFACTS, PLAN_FILE, CacheLayout, RankName, check_hash, check_kind
 from cgtool.store.leases import hold_writing
 from cgtool.store.lookup import LookupStore
-from cgtool.store.records import Artifact, Fallback, FileRecord, Key, Manifest, Row, parse_manifest, read_manifest
+from cgtool.store.records import (
+    Artifact,
+    Fallback,
+    FileRecord,
+    Key,
+    Manifest,
+    Row,
+    VariantCounts,
+    parse_manifest,
+    read_manifest,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -291,8 +301,15 @@ class EntryWriter:
 
         return self.update(change)
 
-    def add_rows(self, rows: Iterable[Row], fallbacks: Iterable[Fallback] = ()) -> Manifest:
+    def add_rows(
+        self, rows: Iterable[Row], fallbacks: Iterable[Fallback] = (), variants: Sequence[VariantCounts] = ()
+    ) -> Manifest:
         """Add rows to an entry that is there; rows that other processes added meanwhile are kept.
+
+        Args:
+            rows: The rows.
+            fallbacks: Which of them another adaptor serves.
+            variants: What is said of the entry's variants from now on; none leaves that as it is.
 
         Raises:
             CacheError: There is no such entry, it cannot be written, or an artifact is not in place.
@@ -303,7 +320,8 @@ class EntryWriter:
             if entry is None:
                 path = self._layout.rank_dir(self.name)
                 raise CacheError(f"There is no intact entry in {path} to add to. Warm the model again.", path=path)
-            return entry.manifest.with_rows(added, fallen), {}
+            manifest = entry.manifest.with_rows(added, fallen)
+            return replace(manifest, variants=tuple(variants) or manifest.variants), {}
 
         return self.update(change)
 

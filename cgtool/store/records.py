@@ -169,6 +169,11 @@ class VariantCounts(Record, frozen=True, kw_only=True):
     proved_at: tuple[dict[DimName, Count], ...] = ()
     proof_gap: str = ""
 
+    @property
+    def needs_proof(self) -> bool:
+        """True until a proof of whole calls has been attempted."""
+        return not self.proved_at and not self.proof_gap
+
 
 class FileRecord(Record, frozen=True, kw_only=True):
     """The digest and the size of one of the other files of a rank folder."""

@@ -293,7 +293,9 @@ class Calls:
                     with contextlib.suppress(RuntimeError):  # elements that share memory cannot be written to
                         tensor.copy_(rounded(tensor, dtype))
         args, kwargs = self._signature.arguments(arguments)
-        torch.manual_seed(_SEED)
+        torch.default_generator.manual_seed(_SEED)
+        if self._device == "cuda":
+            torch.cuda.manual_seed(_SEED)
         with torch.no_grad(), within():
             output = function(*args, **kwargs)
         if self._device != "cpu":

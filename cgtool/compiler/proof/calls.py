@@ -32,7 +32,7 @@ from cgtool.runtime.find import Found
 #: How long all calls may take, in seconds, where no limit is set.
 _TIMEOUT_SECS = 600.0
 _COLLECTIVES = ("c10d", "torch.distributed")
-_ANYHOW = "Nothing was published; --no-proof publishes it all the same."
+_ANYHOW = "Nothing new was published; --no-proof publishes it all the same."
 
 
 class _Answer(Record, frozen=True, kw_only=True):

@@ -139,7 +139,7 @@ def test_a_wrong_plan_is_refused_with_what_differs_and_nothing_is_published(spec
     with pytest.raises(CallMismatchError, match=words) as raised:
         warm(spec, config=CONFIG, cache_dir=tmp_path)
     assert "variant default, rows=4" in str(raised.value)
-    assert "Nothing was published" in str(raised.value)
+    assert "Nothing new was published" in str(raised.value)
     with pytest.raises(cgtool.CacheMissError):
         cgtool.load(spec.module, cache_dir=tmp_path)
 
@@ -306,6 +306,26 @@ def test_a_whole_call_beyond_the_memory_there_is_is_not_made(spec, tmp_path, mon
 def test_what_was_compiled_for_a_size_is_called_at_that_size(spec, tmp_path):
     result = warm(spec, config=CONFIG.replace(compile_sizes=(6,)), cache_dir=tmp_path)
     assert {"rows": 6} in result.manifest.variants[0].proved_at
+
+
+def test_what_is_added_to_an_entry_is_called_before_it_is_named(spec, tmp_path, monkeypatch):
+    first = warm(spec, config=CONFIG, cache_dir=tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(LoadedModel, "attempt", lambda *_, **__: (torch.zeros(()), torch.zeros(())))
+        with pytest.raises(CallMismatchError):
+            warm(spec, config=CONFIG.replace(compile_sizes=(6,)), cache_dir=tmp_path)
+    assert warm(spec, config=CONFIG, cache_dir=tmp_path).manifest == first.manifest
+    added = warm(spec, config=CONFIG.replace(compile_sizes=(6,)), cache_dir=tmp_path)
+    assert added.manifest.hash == first.manifest.hash
+    assert {"rows": 6} in added.manifest.variants[0].proved_at
+
+
+def test_a_later_warm_makes_up_for_a_proof_that_was_left_out(spec, tmp_path):
+    warm(spec, config=CONFIG.replace(proof=False), cache_dir=tmp_path)
+    result = warm(spec, config=CONFIG, cache_dir=tmp_path)
+    assert result.reasons == ("2 variants were not called beside the model itself yet",)
+    assert all(variant.proved_at for variant in result.manifest.variants)
+    assert warm(spec, config=CONFIG, cache_dir=tmp_path).hit
 
 
 def test_roundings_are_no_difference():
