@@ -50,10 +50,8 @@ _ASKS = (
     "The model asks whether it is being compiled (torch.compiler.is_compiling) and computes something else then, under "
     "torch.compile too. Call it with arguments for which both are one, or change that code."
 )
-_WRONG = (
-    "The pieces were proved by themselves. So a custom op's fake implementation differs from its kernel, or cgtool "
-    "joined the pieces wrongly: where the call has no op of yours, please report this."
-)
+_OPS = "The likely cause is an op whose fake implementation gives other shapes or strides than its kernel: {ops}."
+_OURS = "What each piece gives was compared as well, so cgtool joined them wrongly: please report this."
 
 
 class CallProof(Record, frozen=True, kw_only=True):
@@ -117,6 +115,7 @@ class Calls:
         self._tolerance = judge.Tolerance.of(
             self._dtype, takes_steps=any(map(takes_steps, graphs)), has_reference=False
         )
+        self._ops = sorted({name for graph in graphs for name in graph.ops})
         self._leaves_undefined = any(filled(graph, 1.0) is not graph for graph in graphs)
         given = [[call.args, call.kwargs] for call in spec.calls]
         #: Whether numbers are drawn, because some are fake.
@@ -219,7 +218,8 @@ class Calls:
             self._compare(run, ours, eager)
         except judge.WrongError as error:
             place = f"variant {variant.name}" + (f", {shape_text(of_sizes(at))}" if at else "")
-            advice = _ASKS if ours is not None and self._asks(run, ours) else _WRONG
+            advice = _OPS.format(ops=", ".join(self._ops)) if self._ops else _OURS
+            advice = _ASKS if ours is not None and self._asks(run, ours) else advice
             msg = f"The compiled call gives something else than the model itself ({place}): {error}. {advice}"
             raise CallMismatchError(msg) from error
         return at, True

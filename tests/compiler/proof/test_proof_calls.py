@@ -3,8 +3,11 @@
 import copy
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
+from cli_harness import environment
 
 torch = pytest.importorskip("torch")
 
@@ -306,6 +309,34 @@ def test_a_whole_call_beyond_the_memory_there_is_is_not_made(spec, tmp_path, mon
 def test_what_was_compiled_for_a_size_is_called_at_that_size(spec, tmp_path):
     result = warm(spec, config=CONFIG.replace(compile_sizes=(6,)), cache_dir=tmp_path)
     assert {"rows": 6} in result.manifest.variants[0].proved_at
+
+
+@pytest.mark.slow
+def test_an_op_of_a_script_whose_fake_gives_other_strides_is_noticed_where_no_piece_can_be_proved(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import cgtool, torch\n"
+        "def wrongly(x: torch.Tensor) -> torch.Tensor:\n"
+        "    return (x * 2).t().contiguous().t()\n"
+        "cgtool.direct_register_custom_op('wrongly', wrongly, mutates_args=[],\n"
+        "    fake_impl=lambda x: torch.empty_like(x), namespace='of_a_script')\n"
+        "class Model(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return torch.ops.of_a_script.wrongly(x.sin()) + x\n"
+        "torch.set_grad_enabled(False)\n"
+        "cgtool.compile(Model().eval(), example_args=(torch.randn(5, 8),), config=cgtool.CompilationConfig(jobs=0))\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, script],
+        env=environment(CGTOOL_CACHE_DIR=str(tmp_path / "cache")),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert ran.returncode != 0
+    assert "CallMismatchError: The compiled call gives something else than the model itself" in ran.stderr
+    assert "other shapes or strides than its kernel: of_a_script" in ran.stderr
 
 
 def test_what_is_added_to_an_entry_is_called_before_it_is_named(spec, tmp_path, monkeypatch):
