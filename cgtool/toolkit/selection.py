@@ -15,7 +15,8 @@ MOST_LISTED = 20
 def one_name(layout: CacheLayout, entry: str | None, *, rank: int | None, prefix: str | None) -> RankName:
     """Return the one rank and prefix that fits."""
     there = published(layout)
-    fitting = [name for name in _of_entry(there, entry) if rank in (None, name.rank) and prefix in (None, name.prefix)]
+    named = [name for name in there if name.hash.startswith((entry or "").lower())]
+    fitting = [name for name in named if rank in (None, name.rank) and prefix in (None, name.prefix)]
     if len(fitting) == 1:
         return fitting[0]
     hashes = [name.hash for name in fitting or there]
@@ -28,7 +29,7 @@ def one_hash(layout: CacheLayout, entry: str | None) -> str:
     """Return the hash of the one entry that fits."""
     there = published(layout)
     hashes = list(dict.fromkeys(name.hash for name in there))
-    fitting = list(dict.fromkeys(name.hash for name in _of_entry(there, entry)))
+    fitting = [hash_ for hash_ in hashes if hash_.startswith((entry or "").lower())]
     if len(fitting) == 1:
         return fitting[0]
     listed = [beginning(hash_, hashes) for hash_ in fitting or hashes]
@@ -46,7 +47,8 @@ def hash_named(layout: CacheLayout, text: str, hashes: Sequence[str]) -> str:
         return found[0]
     what = f"{len(found)} entries begin" if found else "No entry begins"
     listed = [beginning(hash_, hashes) for hash_ in found or hashes]
-    message = f"{what} with {text[:64]!r} in {layout.root}. Name one of these"
+    advice = "Name one of these" if listed else "It holds no entry: warm a model first"
+    message = f"{what} with {text[:64]!r} in {layout.root}. {advice}"
     raise not_one(message, listed, path=layout.root, actual=text[:64])
 
 
@@ -83,7 +85,3 @@ def beginning(hash_: str, among: Iterable[str]) -> str:
     while any(other.startswith(hash_[:digits]) for other in others):
         digits += 1
     return hash_[:digits]
-
-
-def _of_entry(names: Sequence[RankName], entry: str | None) -> list[RankName]:
-    return [name for name in names if name.hash.startswith((entry or "").lower())]

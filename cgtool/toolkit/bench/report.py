@@ -24,8 +24,6 @@ from cgtool.toolkit.bench.ways import BASE, Difference, Settings, Start, Way
 
 SCHEMA = 1
 
-#: The phases of a start, in order.
-PHASES = ("import_secs", "build_secs", "ready_secs")
 #: What other ways are compared with, where they were started.
 BASES = (BASE, "compile-warm", "compile-cold")
 #: The bound of a ratio leaves out the first and the last of so many parts (it holds 95 %) of so many samples.

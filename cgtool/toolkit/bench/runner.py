@@ -48,6 +48,7 @@ from cgtool.toolkit.bench.report import (
     version_facts,
 )
 from cgtool.toolkit.bench.ways import BASE, WAYS, Request, Settings, Start, Way
+from cgtool.toolkit.prune.removal import disk_usage
 
 #: Of a kept folder: raise it when what is prepared changes.
 _SCHEMA = 4
@@ -133,7 +134,7 @@ class _Runner:
                 caches = self._workspace.prepared(way.source)
                 needed = [caches.cgtool if way.kind == "cgtool" else caches.artifact] if way.kind != "compile" else []
                 needed += [caches.inductor, caches.triton] if way.torch_caches else []
-                self.ways[way.name].num_bytes = bytes_of(*needed)
+                self.ways[way.name].num_bytes = sum(disk_usage(str(path)) for path in needed)
 
     def first(self, name: str) -> Any:
         """Return the first value of an answer's field that says something."""
@@ -337,14 +338,3 @@ def _claim(root: Path, about: Mapping[str, Any]) -> None:
     if differing:
         message = f"{root} was prepared for another {', '.join(differing)}. Give --keep another folder."
         raise UsageError(message, path=str(root), expected=dict(about), actual=was)
-
-
-def bytes_of(*paths: Path) -> int:
-    """Return the bytes of files and of all files below folders; a file with several names counts once."""
-    seen: dict[tuple[int, int], int] = {}
-    for path in paths:
-        for file in [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file() and not p.is_symlink()]:
-            with contextlib.suppress(OSError):
-                status = file.stat()
-                seen[status.st_dev, status.st_ino] = status.st_size
-    return sum(seen.values())
