@@ -214,6 +214,20 @@ def test_options_that_contradict_each_other_are_wrong_usage(cache_root: Path) ->
         assert ran.err.startswith("Error: "), ran.err
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--rank", "0"), "--rank speaks of a model, and none is named. Name it with --model."),
+        (("--load", "--arg", "n=1"), "--arg speaks of a model, and none is named. Name it with --model."),
+        (("--model", "m.py:build"), "--model says what --load loads and calls. Give --load too."),
+    ],
+)
+def test_options_of_a_model_need_the_model_and_the_load(options: tuple[str, ...], said: str) -> None:
+    ran = run("verify", *options)
+    assert (ran.code, ran.out) == (2, "")
+    assert said in ran.err.replace("\n", " ")
+
+
 def test_an_empty_default_cache_has_nothing_to_verify(tmp_path: Path) -> None:
     ran = run("verify", env={"HOME": str(tmp_path)})
     assert ran.code == 0
