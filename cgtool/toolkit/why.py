@@ -27,8 +27,7 @@ from cgtool.store.lookup import StateStore
 from cgtool.store.pruned import Pruned, pruned
 from cgtool.store.records import read_manifest
 from cgtool.toolkit.diff.entries import EntrySide
-from cgtool.toolkit.diff.records import Difference
-from cgtool.toolkit.diff.traced import in_file_now, with_lines
+from cgtool.toolkit.diff.records import Difference, in_file_now, with_lines
 from cgtool.toolkit.model_choice import ModelChoice, require_cache
 
 SCHEMA = 1

@@ -22,8 +22,19 @@ from cgtool.store.layout import GRAPH_FILE, PLAN_FILE, CacheLayout, short
 from cgtool.store.records import Key, Manifest, Row
 from cgtool.store.walk import RankView, view_entry
 from cgtool.toolkit.diff.plans import changed_functions, compare_plans, pieces_text, variant_name
-from cgtool.toolkit.diff.records import Difference, changes, located, only_in, together, was_and_is
-from cgtool.toolkit.diff.traced import LineChanges, TracedLine, between_graphs, traced_lines, with_lines
+from cgtool.toolkit.diff.records import (
+    Difference,
+    LineChanges,
+    TracedLine,
+    between_graphs,
+    changes,
+    located,
+    only_in,
+    together,
+    traced_lines,
+    was_and_is,
+    with_lines,
+)
 
 #: Where one of these factors differs, guards differ because of it.
 _GUARDS_FOLLOW = frozenset({"sources", "variables", "ops", "model", "state", "calls", "torch", "python"})

@@ -7,8 +7,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgtool.toolkit.diff.records import line_diff, matched
-from cgtool.toolkit.diff.traced import TracedLine, between_graphs, in_file_now, traced_lines
+from cgtool.toolkit.diff.records import TracedLine, between_graphs, in_file_now, line_diff, matched, traced_lines
 
 
 def test_a_change_is_shown_with_two_lines_around_it():
