@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -251,8 +251,11 @@ class LoadedModel(AsModule):
     def _serve(self) -> list[_Served]:
         shared: dict[Any, Weights] = {}
         variants = []
+        # The plan holds an input once, however many variants have it: its place in memory tells it from others.
+        distinct = {id(item): item for variant in self.plan.variants for item in variant.inputs}
+        are_weights = {place for place, item in distinct.items() if is_weight(item)}
         for index, variant in enumerate(self.plan.variants):
-            weights = [i for i, item in enumerate(variant.inputs) if is_weight(item)]
+            weights = [i for i, item in enumerate(variant.inputs) if id(item) in are_weights]
             calls = sorted(set(range(len(variant.inputs))).difference(weights))
             # Bound now: they hold what the module tree is, whose guards were checked.
             bound = self._bound(variant, tuple([variant.inputs[i] for i in weights]), shared)
@@ -348,9 +351,8 @@ class LoadedModel(AsModule):
         return self._makers[number](*map(hole_value, constants))
 
     def _bound(self, variant: Variant, inputs: tuple[Input, ...], shared: dict[Any, Weights]) -> Weights:
-        same = tuple(_guards_of_identity(variant.model_guards))
-        # The plan holds an input once, however many variants have it: its place in memory tells it from others.
-        key = (*map(id, inputs), *((guard.source, guard.kind, guard.expected) for guard in same))
+        same = _guards_of_identity(variant.model_guards)
+        key = (*map(id, inputs), *map(id, same.groups if isinstance(same, GuardTable) else same))
         if key not in shared:
             shared[key] = Weights(self.module, self._signature.method, inputs, same, self._device_index)
         return shared[key]
@@ -398,10 +400,10 @@ def _piece(opened: Mapping[tuple[int, int], PiecewiseBackend], variant: int, pie
     return backend
 
 
-def _guards_of_identity(guards: Sequence[Guard]) -> Iterator[Guard]:
-    if isinstance(guards, GuardTable):  # the others need not become records
-        guards = GuardTable(guards.texts, (group for group in guards.groups if group.kind.startswith("same:")))
-    return (guard for guard in guards if guard.kind.startswith("same:"))
+def _guards_of_identity(guards: Sequence[Guard]) -> Sequence[Guard]:
+    if isinstance(guards, GuardTable):
+        return GuardTable(guards.texts, (group for group in guards.groups if group.kind.startswith("same:")))
+    return tuple(guard for guard in guards if guard.kind.startswith("same:"))
 
 
 def first_index(module: nn.Module, plan: Plan) -> int | None:

@@ -98,8 +98,9 @@ class ProgramWriter:
         #: line → (step, how many outputs it has): where a piece that returns another number of tensors is noticed
         self.unpacked: dict[int, tuple[Step, int]] = {}
         self.num_compiled = 0
-        #: By the id of a graph, which the plan keeps alive.
-        self.repairers: dict[int, Callable[..., torch.Tensor]] = {}
+        #: By the ids of a graph and of symbols, which the plan keeps alive: how dtype, shape and stride of each
+        #: output are written, and what repairs it.
+        self.makes: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {}
 
     def function(self, call_inputs: Sequence[int], weights: Sequence[int], passed: Sequence[str]) -> Program:
         """Return the function.
@@ -174,8 +175,9 @@ class ProgramWriter:
         self.unpacked[code.next_line] = step, len(outputs)
         code.add(f"{tuple_source(outputs)} = {callee}(args)")
         if step.splitting:
-            for name, meta in zip(outputs, graph.results, strict=True):
-                self._check(name, meta, step, graph)
+            # Compare each with what its fake implementation promised the pieces that come after it.
+            for name, make in zip(outputs, self._makes(step, graph), strict=True):
+                code.add(check_line(name, *make))
         self._forget(value for value in step.outputs if value in dying)
 
     def _callee(self, step: Step) -> str:
@@ -184,15 +186,21 @@ class ProgramWriter:
         self.num_compiled += 1
         return f"t{self.num_compiled - 1}"
 
-    def _check(self, name: str, meta: TensorMeta, step: Step, graph: PieceGraph) -> None:
-        """Compare an op's output with what its fake implementation promised the pieces that come after it."""
-        code = self.code
-        shape = tuple_source(self._size(size, step) for size in meta.shape)
-        stride = tuple_source(self._size(size, step) for size in meta.stride)
-        if id(graph) not in self.repairers:
-            self.repairers[id(graph)] = repairer(graph)
-        dtype = code.constant(dtype_of(meta.dtype))
-        code.add(check_line(name, dtype, shape, stride, code.constant(self.repairers[id(graph)])))
+    def _makes(self, step: Step, graph: PieceGraph) -> list[tuple[str, str, str, str]]:
+        """Return what is written of the makes of a step's outputs; steps of equal layers share it."""
+        key = id(graph), id(step.symbols)
+        if key not in self.makes:
+            constant, repair = self.code.constant, self.code.constant(repairer(graph))
+            self.makes[key] = [
+                (
+                    constant(dtype_of(meta.dtype)),
+                    tuple_source(self._size(size, step) for size in meta.shape),
+                    tuple_source(self._size(size, step) for size in meta.stride),
+                    repair,
+                )
+                for meta in graph.results
+            ]
+        return self.makes[key]
 
     def _size(self, size: Dim, step: Step) -> str:
         if type(size) is not str:

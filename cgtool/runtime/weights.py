@@ -18,6 +18,7 @@ One call in C compares all tensors with those of the last full check; it costs a
 from __future__ import annotations
 
 import operator
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch import nn
 
 from cgtool.errors import GuardError
 from cgtool.graph.values import device_of, dtype_of, dtype_text
-from cgtool.guards.sources import Roots, SourceError, parse_source
+from cgtool.guards.sources import Roots, SourceError
 from cgtool.plan.pieces import TensorMeta
 from cgtool.plan.records import Guard, Input, source_words
 from cgtool.runtime import _torch as private
@@ -37,6 +38,8 @@ _ADVICE = "Put it back as it was, or warm again with the model as it is now."
 
 
 _INT = frozenset({int})
+#: How sources begin that belong to a call.
+_OF_CALL = ("arg:", "state:")
 
 
 class StructureChangedError(Exception):
@@ -71,7 +74,7 @@ class Weights:
         self._children = _child_dicts(module)
         self._children_then = [dict(children) for children in self._children]
         known = Places(module)
-        self._same = _same_check(module, method, same, known)
+        self._same = _same_check(module, method, same, known, self._inputs)
         places = [known.place(item.source) or (_Live(module, method, item.source), "") for item in self._inputs]
         self._holders: list[Any] = [holder for holder, _ in places]
         self._keys = [key for _, key in places]
@@ -160,25 +163,36 @@ class _Live:
         return self._function()
 
 
-def _same_check(module: nn.Module, method: Any, same: Iterable[Guard], known: Places) -> Callable[[], bool]:
+def _same_check(
+    module: nn.Module, method: Any, same: Iterable[Guard], known: Places, inputs: Iterable[Input]
+) -> Callable[[], bool]:
     """Return a function that says whether what was one object still is, and what was two still are.
 
-    Of submodules that is settled now: `Weights` sees by itself whether the module tree changed.
+    Asked of what is a weight or what a weight is read from; of submodules it is settled now, because `Weights` sees by
+    itself whether the module tree changed. Other objects are looked at by loads and `recheck()`.
     """
     code = Code("same")
     reader = Reader(code, module, method)
+    weights = sorted(item.source for item in inputs)
     for guard in same:
         other = guard.kind.removeprefix("same:")
+        if guard.source.startswith(_OF_CALL) or other.startswith(_OF_CALL):
+            continue
         modules = known.module(guard.source), known.module(other)
         if None not in modules:
             if (modules[0] is modules[1]) is not guard.expected:
                 return _never
-            continue
-        if not parse_source(guard.source).is_call and not parse_source(other).is_call:
+        elif any(_leads_to_one(name, weights) for name in (guard.source, other)):
             word = "is not" if guard.expected else "is"
             code.add(f"if {reader.read(guard.source)} {word} {reader.read(other)}: return False")
     code.add("return True")
     return code.define("same")
+
+
+def _leads_to_one(source: str, ordered: Sequence[str]) -> bool:
+    """Return whether a source is the beginning of one of those in order, or all of it."""
+    place = bisect_left(ordered, source)
+    return place < len(ordered) and ordered[place].startswith(source)
 
 
 def _nothing_to_check() -> bool:
@@ -192,7 +206,7 @@ def _never() -> bool:
 def is_weight(item: Input) -> bool:
     """Return whether an input belongs to the model and has one shape for all calls."""
     meta = item.meta
-    return not item.source.startswith(("arg:", "state:")) and _INT.issuperset(map(type, (*meta.shape, *meta.stride)))
+    return not item.source.startswith(_OF_CALL) and _INT.issuperset(map(type, (*meta.shape, *meta.stride)))
 
 
 def make_problem(tensor: Any, meta: TensorMeta, device_index: int | None) -> str | None:
