@@ -30,10 +30,10 @@ def abandon_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
             torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)
     graph.reset()
-    _end_capture_of_generators()
+    end_capture_of_generators()
 
 
-def _end_capture_of_generators() -> None:
+def end_capture_of_generators() -> None:
     """Let torch's generators know that no capture is under way: they learn it only from a capture that ends well."""
     cell = torch.zeros(1, device="cuda")
     graph = torch.cuda.CUDAGraph()

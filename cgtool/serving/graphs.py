@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from cgtool.serving._torch import abandon_capture, borrowed
+from cgtool.serving._torch import abandon_capture, borrowed, end_capture_of_generators
 
 
 class Graph(Protocol):
@@ -34,6 +34,8 @@ class GraphBackend(Protocol):
 
     def capture(self, *, pool: Any) -> AbstractContextManager[Graph]:
         """Return a block whose kernels are recorded into the graph that it yields, and not run.
+
+        A pool is used up when the last of its graphs was reset: none can be captured into it again.
 
         What the block allocates is of `pool`. Memory of the pool that is free then is used again, whatever graphs of
         the pool write to it. After an error the device is as it was, and the graph holds nothing.
@@ -77,7 +79,11 @@ class CudaGraphs:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            except RuntimeError:
+                end_capture_of_generators()
+                raise
             try:
                 yield graph
                 graph.capture_end()

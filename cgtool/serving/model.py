@@ -118,7 +118,6 @@ class GraphedModel:
         """Forget all graphs and give their memory back, as before a sleep; what is captured next gets new pools."""
         for wrapper in self.wrappers:
             wrapper.clear()
-        self.pools.rotate()
 
     def _wrap(self, piece: Piece, function: Boxed) -> Boxed:
         _refuse(piece, copy_inputs=self._copy_inputs)

@@ -13,6 +13,7 @@ Memory, and why it is right:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,7 @@ class Pools:
         self.shared = shared
         self._backend = backend
         self._handles: dict[Hashable, Any] = {}
+        self._num_graphs: Counter[Any] = Counter()  # by handle
 
     def of(self, mode: CUDAGraphMode, descriptor: BatchDescriptor | None) -> Any:
         """Return the pool for a graph; those of all pieces of one descriptor are one."""
@@ -47,8 +49,19 @@ class Pools:
             self._handles[key] = self._backend.new_pool()
         return self._handles[key]
 
+    def hold(self, handle: Any) -> None:
+        """Count a graph that was captured into a pool."""
+        self._num_graphs[handle] += 1
+
+    def release(self, handle: Any) -> None:
+        """Count a graph that was forgotten; a pool without any is used up, and the next capture gets a new one."""
+        self._num_graphs[handle] -= 1
+        if not self._num_graphs[handle]:
+            del self._num_graphs[handle]
+            self._handles = {key: other for key, other in self._handles.items() if other != handle}
+
     def rotate(self) -> None:
-        """Capture into new pools from now on: a handle whose graphs are gone, or one of which failed, is used up."""
+        """Capture into new pools from now on: nobody can say what a pool holds in which a capture failed."""
         self._handles.clear()
 
     def held_bytes(self) -> int:
@@ -65,6 +78,7 @@ class _Entry:
     """One graph, and what it was captured with: the addresses and makes of the tensors in the call, in order."""
 
     graph: Graph
+    pool: Any
     addresses: tuple[int, ...]
     makes: tuple[_Make, ...]
     others: tuple[Any, ...]
@@ -147,16 +161,16 @@ class CUDAGraphWrapper:
         return self._replay(entry, args, kwargs)
 
     def clear(self) -> None:
-        """Forget all graphs. Whoever owns the pools rotates them."""
-        for entry in self._entries.values():
-            entry.graph.reset()
-        self._entries.clear()
+        """Forget all graphs."""
+        for descriptor in self.captured:
+            self.drop(descriptor)
 
     def drop(self, descriptor: BatchDescriptor | None) -> None:
         """Forget the graph of one descriptor, if there is one."""
         entry = self._entries.pop(descriptor, None)
         if entry is not None:
             entry.graph.reset()
+            self._pools.release(entry.pool)
 
     def _replay(self, entry: _Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = args[0] if self._boxed else _tensors(args, kwargs)
@@ -196,14 +210,17 @@ class CUDAGraphWrapper:
         if not self._boxed:
             args, kwargs = _with_tensors(args, kwargs, tensors)
         del tensors  # the function may free what it needs no longer
+        pool = self._pools.of(self.mode, descriptor)
         try:
-            graph, output, lent = self._recorded(self._pools.of(self.mode, descriptor), args, kwargs)
+            graph, output, lent = self._recorded(pool, args, kwargs)
         except Exception as error:
-            self._pools.rotate()  # nobody can say what the one that failed holds
+            self._pools.rotate()
             msg = f"{self.name} cannot be captured for {descriptor}: {error}"
             raise GraphError(msg, path=self.name) from error
+        self._pools.hold(pool)
         self._entries[descriptor] = _Entry(
             graph=graph,
+            pool=pool,
             addresses=addresses,
             makes=makes,
             others=others,

@@ -6,6 +6,7 @@ What it shares with the real thing, because what is tested depends on it:
 - A replay runs the recorded ops on the memory of the capture: inputs are read and outputs land where they lay then.
 - Captures allocate from their pool. Memory that nobody holds is handed out again, to later captures of the pool, too,
   and nobody watches what replays write there: two graphs of one pool can write over each other's outputs.
+- A pool whose last graph was reset is used up.
 - A sync with the host during a capture is an error.
 
 Ops are seen by a dispatch mode, so functions must be made of torch ops: native code that runs past the dispatcher is
@@ -36,6 +37,7 @@ class Pool:
         self.raw = torch.from_numpy(self.memory)
         self.used: dict[int, int] = {}  # offset -> bytes
         self.high = 0
+        self.num_graphs: int | None = None  # None until one was captured
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return bytes that count as used until no tensor shares them."""
@@ -80,6 +82,8 @@ class GraphDouble:
 
     def reset(self) -> None:
         self.calls.clear()
+        if self.pool is not None:
+            self.pool.num_graphs -= 1
         self.pool = None
 
 
@@ -100,6 +104,8 @@ class DoubleGraphs:
         graph = GraphDouble()
         if self.capturing:
             raise RuntimeError("a capture is underway")
+        if pool.num_graphs == 0:
+            raise RuntimeError("the pool is used up")
         recorder = _Recorder(graph, pool)
         self.capturing = True
         self.num_captures += 1
@@ -113,6 +119,7 @@ class DoubleGraphs:
             self.capturing = False
             recorder.undo()
         graph.pool = pool
+        pool.num_graphs = (pool.num_graphs or 0) + 1
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         held = [pool for pool in self.pools if pool.holds(tensor)]

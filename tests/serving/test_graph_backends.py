@@ -98,6 +98,21 @@ def test_a_sync_fails_the_capture_and_the_next_capture_works(backend, device):
     assert output.tolist() == [2, 2, 2, 2]
 
 
+def test_a_pool_whose_graphs_are_gone_is_used_up_and_other_captures_work(backend, device):
+    x, pool = torch.ones(4, device=device), backend.new_pool()
+    graphs = [captured(backend, lambda: x * 2, pool=pool)[0] for _ in range(2)]
+    graphs[0].reset()
+    graphs[0], _ = captured(backend, lambda: x * 2, pool=pool)
+    for graph in graphs:
+        graph.reset()
+    with pytest.raises(RuntimeError):
+        captured(backend, lambda: x * 2, pool=pool)
+    torch.nn.init.uniform_(x)
+    graph, output = captured(backend, lambda: x * 2, pool=backend.new_pool())
+    graph.replay()
+    assert torch.equal(output, x * 2)
+
+
 def test_a_pool_tells_how_much_it_holds(backend, device):
     x, pool, empty = torch.ones(1 << 16, device=device), backend.new_pool(), backend.new_pool()
     _graph, _output = captured(backend, lambda: x * 2, pool=pool)

@@ -244,7 +244,19 @@ def test_the_collector_rests_while_a_graph_is_captured(wrap, ones):
 
 def test_what_tensors_may_hide_in_cannot_be_captured(wrap, ones):
     with pytest.raises(GraphError, match="returns a object, in which cgtool cannot find the tensors"):
-        captured(wrap(lambda x: (x, object())), ones)
+        captured(wrap(lambda x: (x * 2, object())), ones)
+
+
+def test_a_graph_is_captured_again_after_it_was_dropped_alone_and_with_all_others(backend, ones):
+    model = GraphedModel(lambda x: x * 2, backend=backend)
+    for sizes in ([4], [4, 3], [3, 4], [4]):
+        for size in sizes:
+            captured(model, ones[:size], size=size)
+        for size in sizes:
+            model.drop(CUDAGraphMode.FULL, BatchDescriptor(size))
+    captured(model, ones)
+    ones.fill_(4)
+    assert replayed(model, ones).tolist() == [8, 8, 8, 8]
 
 
 def test_clearing_gives_back_the_pools_and_capturing_again_works(backend, ones):
