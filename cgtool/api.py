@@ -5,12 +5,14 @@ compile = hit → load, or else miss → warm → load
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -21,7 +23,7 @@ from cgtool.plan.pieces import PieceGraph
 from cgtool.runtime.call import LoadedModel
 from cgtool.runtime.dispatch import Boxed
 from cgtool.runtime.factors import Live
-from cgtool.runtime.find import Finder, open_entry
+from cgtool.runtime.find import Finder, Found, open_entry
 from cgtool.store.layout import CacheLayout, resolve_root
 from cgtool.store.lookup import StateStore
 from cgtool.store.trust import TrustPolicy
@@ -46,6 +48,8 @@ def load(
     rank: int | None = None,
     trusted_keys: Sequence[Path | str] = (),
     otherwise: Otherwise = "raise",
+    cache: Literal["static"] | None = None,
+    cache_length: int | None = None,
 ) -> Callable[..., Any]:
     """Return a callable that runs `module` from what was compiled for it; nothing is traced.
 
@@ -62,13 +66,16 @@ def load(
         trusted_keys: Files and folders of public keys, one of which must have signed the entry; none takes the
             configuration's and `CGTOOL_TRUSTED_KEYS`.
         otherwise: What a call gets that nothing in the entry serves: "raise" or "eager", as `compile` has them.
+        cache: "static" for a causal language model of transformers that was warmed with `--cache static`.
+        cache_length: How many tokens its cache holds; None takes the entry that was warmed last.
 
     Returns:
-        A callable that takes what the model's method takes and returns what it returns.
+        A callable that takes what the model's method takes and returns what it returns. With a static cache it is a
+        copy of the model that shares its weights: `generate()` on it runs what was compiled.
 
     Raises:
-        UsageError: `otherwise` would have to compile.
-        ModelError: It is no model.
+        UsageError: `otherwise` would have to compile, or there is no such `cache`.
+        ModelError: It is no model, or none that has such a cache.
         CacheMissError: No entry fits; `reasons` says why, the most telling first.
         RefusedError: An entry fits, and is not signed as it must be, or others own it or may write to it.
         CacheCorruptError: What the entry holds differs from its digests.
@@ -89,11 +96,36 @@ def load(
         msg = f"cgtool.load compiles nothing, so otherwise={otherwise!r} is not for it: call cgtool.compile."
         raise UsageError(msg, path="otherwise", expected=["raise", "eager"], actual=otherwise)
     wanted_dir = cache_dir if cache_dir is not None else (config.cache_dir or None) if config is not None else None
+    layout, trust = CacheLayout(root=resolve_root(wanted_dir)), TrustPolicy.of(config, trusted_keys)
+    if cache is not None:
+        static = _static_cache(cache)
+        step = static.StaticCacheStep(static.checked(module))
+        accept = functools.partial(static.length_refused, cache_length)
+        with gc_paused():
+            place = prefix or static.PREFIX
+            loaded = _load_from(step, config, layout, place, rank=rank, trust=trust, accept=accept)
+        return static.generating(module, loaded, otherwise)  # type: ignore[no-any-return]  # its module is Any here
     module, method, prefix = _part(module, prefix)
     with gc_paused():
-        layout = CacheLayout(root=resolve_root(wanted_dir))
-        loaded = _load_from(module, config, layout, prefix, rank=rank, trust=TrustPolicy.of(config, trusted_keys))
+        loaded = _load_from(module, config, layout, prefix, rank=rank, trust=trust)
     return loaded if otherwise == "raise" else _any_call(module, method, otherwise, loaded=loaded)
+
+
+def _static_cache(cache: str) -> Any:
+    """Return the module that knows caches of transformers.
+
+    Raises:
+        UsageError: There is no such cache.
+        ModelError: transformers is not installed.
+    """
+    if cache != "static":
+        raise UsageError(f"There is no cache {cache!r}. Write cache='static'.", path="cache", actual=cache)
+    try:
+        from cgtool.runtime import static_cache  # needs transformers, which most programs do without
+    except ModuleNotFoundError as error:
+        msg = f"A static cache is for models of transformers, and {error.name} is not installed."
+        raise ModelError(msg, path="cache") from error
+    return static_cache
 
 
 def _any_call(module: Any, method: str, otherwise: Otherwise, **more: Any) -> AnyCall:
@@ -153,11 +185,12 @@ def _load_from(
     rank: int | None,
     trust: TrustPolicy,
     hash_: str | None = None,
+    accept: Callable[[Found], tuple[str, ...]] = lambda _: (),
 ) -> LoadedModel:
     rank = environment().rank if rank is None else rank
     fields = None if config is None else config.leveled().key_fields()
     finder = Finder(layout, module, Live.of(module, config=fields), rank=rank, prefix=prefix, trust=trust)
-    found = finder.find() if hash_ is None else finder.at(hash_)
+    found = finder.find(accept) if hash_ is None else finder.at(hash_)
     recheck_calls = config is not None and config.recheck == "call"
     loaded = open_entry(found, module, _open_artifact, recheck_calls=recheck_calls)
     StateStore(layout).record_hit(found.entry.name)
@@ -181,6 +214,8 @@ def compile(  # noqa: A001 - the name that a user of torch.compile looks for
     cache_dir: Path | str | None = None,
     prefix: str | None = None,
     otherwise: Otherwise = "raise",
+    cache: Literal["static"] | None = None,
+    cache_length: int | None = None,
 ) -> Callable[..., Any]:
     """Return a callable that runs `module` compiled: from the cache, or else compiled now and stored there.
 
@@ -198,11 +233,16 @@ def compile(  # noqa: A001 - the name that a user of torch.compile looks for
             one that is compiled in a thread, and the model itself meanwhile, from the first call on. After eight
             variants the rest runs eagerly. In training mode, and where gradients are asked for, "eager" and
             "background" run the model itself. `cgtool.counters()` has the number of eager calls.
+        cache: "static" compiles the decode step of a causal language model of transformers around a static cache;
+            example and dynamic dimensions are its own, and `otherwise` is "raise" or "eager".
+        cache_length: How many tokens that cache holds, prompt and answer; None: what the model takes, 2048 at most.
 
     Returns:
-        A callable that takes what the model's forward takes and returns what it returns. At level 0, `module` itself.
+        A callable that takes what the model's forward takes and returns what it returns; with a static cache a copy of
+        the model, as `load` returns it. At level 0, `module` itself.
 
     Raises:
+        UsageError: A static cache comes with an example, with `dynamic`, or with an `otherwise` that compiles.
         ModelError: It is no model, or the example does not fit it.
         TraceError: The model cannot be traced, or not be kept as data.
         SplitError: The graph cannot be split.
@@ -214,8 +254,29 @@ def compile(  # noqa: A001 - the name that a user of torch.compile looks for
     config = CompilationConfig.from_variables(environment().variables) if config is None else config
     if _compiles_nothing(config):
         return module  # type: ignore[no-any-return]  # Any: to name its class, torch would have to load
+    if cache is not None:
+        static = _static_cache(cache)
+        given = any(value is not None for value in (example_args, example_kwargs, dynamic))
+        if given or otherwise not in {"raise", "eager"}:
+            msg = "A static cache brings example and dimensions of its own; otherwise= is 'raise' or 'eager' with it."
+            raise UsageError(msg, path="cache")
+        spec = static.static_cache_spec(static.checked(module), cache_length)
+        maker = _Maker(dataclasses.replace(spec, prefix=prefix or spec.prefix), config=config, cache_dir=cache_dir)
+        loaded = maker.make((), spec.calls[0].kwargs)
+        return static.generating(module, loaded, otherwise)  # type: ignore[no-any-return]  # its module is Any here
     module, method, prefix = _part(module, prefix)
-    maker = _Maker(module, method, dynamic=dynamic or {}, config=config, cache_dir=cache_dir, prefix=prefix)
+    from cgtool.model import ModelSpec  # a program that only loads does without
+
+    own = getattr(module, method, None)
+    spec = ModelSpec(
+        module=module,
+        calls=(),
+        dynamic=dynamic or {},
+        method=method,
+        prefix=prefix,
+        name=own.__qualname__ if isinstance(own, FunctionType) else None,
+    )
+    maker = _Maker(spec, config=config, cache_dir=cache_dir)
     if example_args is None and example_kwargs is None:
         return _any_call(module, method, otherwise, warm=maker.make)
     loaded = maker.make(tuple(example_args or ()), dict(example_kwargs or {}))
@@ -223,40 +284,21 @@ def compile(  # noqa: A001 - the name that a user of torch.compile looks for
 
 
 class _Maker:
-    """Warms and loads one model."""
+    """Warms and loads one model; the spec's example calls are those that `make` is given."""
 
-    def __init__(
-        self,
-        module: Any,
-        method: str,
-        *,
-        dynamic: DynamicDims,
-        config: CompilationConfig,
-        cache_dir: Path | str | None,
-        prefix: str,
-    ) -> None:
-        self.module = module
-        self.name = getattr(getattr(module, method, None), "__qualname__", type(module).__name__)
-        self._method = method
-        self._dynamic = dynamic
+    def __init__(self, spec: ModelSpec, *, config: CompilationConfig, cache_dir: Path | str | None) -> None:
+        method = getattr(spec.module, spec.method, None)
+        self.name = spec.name or str(getattr(method, "__qualname__", type(spec.module).__name__))
+        self._spec = spec
         self._config = config
         self._cache_dir = cache_dir if cache_dir is not None else config.cache_dir or None
-        self._prefix = prefix
 
     def make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LoadedModel:
         """Load the model, warming it for this example first where the cache does not serve it."""
         # A program that only loads needs none of it; Dynamo itself is imported where something has to be traced.
-        from cgtool.model import ExampleCall, ModelSpec
+        from cgtool.model import ExampleCall
 
-        call = ExampleCall(args=args, kwargs=kwargs)
-        spec = ModelSpec(
-            module=self.module,
-            calls=(call,),
-            dynamic=self._dynamic,
-            method=self._method,
-            prefix=self._prefix,
-            name=self.name if isinstance(getattr(self.module, self._method, None), FunctionType) else None,
-        )
+        spec = dataclasses.replace(self._spec, calls=(ExampleCall(args=args, kwargs=kwargs),))
         if self._config.disable_cache or environment().disable_cache:
             with tempfile.TemporaryDirectory(prefix="cgtool-") as folder:
                 return self._load(self._warmed(spec, folder))
@@ -282,4 +324,5 @@ class _Maker:
 
     def _load(self, result: WarmResult) -> LoadedModel:
         layout, trust = CacheLayout(root=result.root), TrustPolicy.of(self._config)
-        return _load_from(self.module, self._config, layout, self._prefix, rank=None, trust=trust, hash_=result.hash)
+        module, prefix = self._spec.module, self._spec.prefix
+        return _load_from(module, self._config, layout, prefix, rank=None, trust=trust, hash_=result.hash)

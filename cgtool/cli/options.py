@@ -64,12 +64,14 @@ def read_shapes(ctx: click.Context, param: click.Parameter, given: Any) -> Any:
     return given
 
 
-def read_task(ctx: click.Context, param: click.Parameter, text: str | None) -> None:
-    """Read `--task`, which is `--arg task=...`; `--arg` is read before it."""
-    if text is not None:
-        if "task" in ctx.params["factory_args"]:
-            raise click.BadParameter("--arg gives a task too. Give it once.", ctx=ctx, param=param)
-        ctx.params["factory_args"]["task"] = text
+def read_for_factory(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    """Read an option that is `--arg` of its name, as `--task` is; `--arg` is read before it."""
+    name = str(param.name)
+    if value is not None:
+        if name in ctx.params["factory_args"]:
+            message = f"--arg gives a {name.replace('_', ' ')} too. Give it once."
+            raise click.BadParameter(message, ctx=ctx, param=param)
+        ctx.params["factory_args"][name] = value
 
 
 def read_arguments(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> dict[str, Any]:
@@ -164,10 +166,25 @@ build_options = _together(
     ),
     click.option(
         "--task",
-        callback=read_task,
+        callback=read_for_factory,
         expose_value=False,
         metavar="TASK",
         help="The head of hf:PATH: causal-lm, sequence-classification, ...; the base model by default.",
+    ),
+    click.option(
+        "--cache",
+        type=click.Choice(["static"]),
+        callback=read_for_factory,
+        expose_value=False,
+        help="Build hf:PATH as generate() calls it: a causal-lm over a key-value cache of one length.",
+    ),
+    click.option(
+        "--cache-length",
+        type=click.IntRange(min=1),
+        callback=read_for_factory,
+        expose_value=False,
+        metavar="TOKENS",
+        help="How many tokens that cache holds, prompt and answer. Default: what the model takes, 2048 at most.",
     ),
     click.option("--device", metavar="DEVICE", help="Where MODEL is built: cpu, cuda, cuda:1."),
     click.option("--dtype", metavar="DTYPE", help="MODEL's default floating dtype: float32, bfloat16."),

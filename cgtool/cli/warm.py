@@ -27,6 +27,7 @@ Examples:
   cgtool warm fixtures/tiny_llama.py:build --arg num_layers=80 --compile-sizes 1,8
   cgtool warm mypackage.models:build --weights real --dtype bfloat16
   cgtool warm hf:checkpoints/llama --compile-sizes batch=4:seq=128
+  cgtool warm hf:checkpoints/llama --cache static --cache-length 1024
   cgtool warm mypackage.models:build --jobs 4 --compile-timeout 600
   cgtool warm mypackage.models:build --require num_tokens=1-512
   cgtool warm fixtures/tiny_llama.py:build --check || echo "not warm yet"

@@ -261,6 +261,8 @@ _LEFT_OUT = frozenset(
         *("_abc_impl", "__dataclass_fields__", "__dataclass_params__", "__match_args__"),
         *("_member_map_", "_member_names_", "_value2member_map_", "_hashable_values_", "_unhashable_values_"),
         *("_unhashable_values_map_", "_generate_next_value_", "_new_member_", "_use_args_"),
+        # what transformers remembers of the source of a model's module, which has a factor of its own
+        *("_can_set_attn_implementation_cached_value", "_can_set_experts_implementation_cached_value"),
     }
 )
 #: Hexadecimal digits of a member's digest: what is told apart are the states of one member.

@@ -11,7 +11,7 @@ import difflib
 import importlib
 import json
 import re
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,12 +20,18 @@ import torch
 from cgtool.errors import ModelError, UsageError
 from cgtool.model import ExampleCall, ModelSpec
 from cgtool.models import hf_inputs, user_code
+from cgtool.models._torch import FakeTensorMode
+from cgtool.models.fake import make_fake
 
 #: What `--arg` may say beside the fields of the config.
-_OPTIONS: Final = ("task", "attn_implementation", *hf_inputs.OPTIONS)
+_OPTIONS: Final = ("task", "attn_implementation", "cache", "cache_length", *hf_inputs.OPTIONS)
+#: What alone has a cache to decode with.
+_DECODES: Final = "causal-lm"
 
 
-def build(path: Path, arguments: dict[str, Any], *, fake: bool, dtype: torch.dtype | None) -> ModelSpec:
+def build(
+    path: Path, arguments: dict[str, Any], *, mode: FakeTensorMode | None, dtype: torch.dtype | None
+) -> ModelSpec:
     """Build the model of a config: the base model (`AutoModel`), or one with the head of a task.
 
     Attention is SDPA where the architecture takes it, and what transformers chooses elsewhere.
@@ -33,8 +39,10 @@ def build(path: Path, arguments: dict[str, Any], *, fake: bool, dtype: torch.dty
     Args:
         path: A folder with a config.json, or such a file.
         arguments: Fields of the config to set, and `task="causal-lm"` for a head, `attn_implementation="eager"`,
-            `attention_mask=True` for an example with a mask, `image_size=224` where the config has none.
-        fake: Build with meta tensors; otherwise with random weights that are the same each time.
+            `attention_mask=True` for an example with a mask, `image_size=224` where the config has none;
+            `cache="static"` and `cache_length=1024` for the decode step of a causal language model.
+        mode: Whose fake tensors it gets, later; it is built with meta tensors then, and otherwise with random weights
+            that are the same each time.
         dtype: Of the weights; what the config says when None.
 
     Returns:
@@ -52,9 +60,19 @@ def build(path: Path, arguments: dict[str, Any], *, fake: bool, dtype: torch.dty
     config = _config(transformers, path, fields, overrides)
     if hasattr(config, "image_size") and "image_size" in options:
         config = _config(transformers, path, fields, {**overrides, "image_size": options.pop("image_size")})
-    auto_class, model_class = _model_class(transformers, path, config, options.get("task"))
+    task = _task(options)
+    auto_class, model_class = _model_class(transformers, path, config, task)
     attention = options.get("attn_implementation")
+    fake = mode is not None
     module = _module(model_class, auto_class, config, path, attention=attention, fake=fake, dtype=dtype).eval()
+    if "cache" in options:
+        # Imports what transformers keeps apart from its configs, which a model without a cache may do without.
+        from cgtool.runtime.static_cache import static_cache_spec
+
+        if mode is not None:  # the model is asked for the shapes of its cache, and on meta some choose a GPU's kernels
+            make_fake(module, mode, torch.get_default_device())
+        with mode or nullcontext():
+            return static_cache_spec(module, options.get("cache_length"))
     device = "meta" if fake else None
     kwargs, dynamic = hf_inputs.example_inputs(module, config, path, options, device=device)
     notes = []
@@ -69,6 +87,29 @@ def build(path: Path, arguments: dict[str, Any], *, fake: bool, dtype: torch.dty
             "for calls that bring one."
         )
     return ModelSpec(module=module, calls=[ExampleCall(kwargs=kwargs)], dynamic=dynamic, notes=notes)
+
+
+def _task(options: dict[str, Any]) -> Any:
+    """Return the task that was asked for; the one that decodes where a cache was.
+
+    Raises:
+        UsageError: The options of a cache make no sense, or not together with the others.
+    """
+    task, cache, length = (options.get(name) for name in ("task", "cache", "cache_length"))
+    if cache is None and length is None:
+        return task
+    if cache != "static":
+        msg = f"There is no cache {cache!r}. Write --cache static." if cache else "--cache-length needs --cache static."
+        raise UsageError(msg, path="cache", expected="static", actual=cache)
+    if length is not None and type(length) is not int:
+        msg = f"{length!r} is no number of tokens. Write --cache-length 1024, for example."
+        raise UsageError(msg, path="cache_length", actual=length)
+    others = [name for name in hf_inputs.OPTIONS if name in options]
+    if others or task not in (None, _DECODES):
+        said = f"--arg {others[0]}" if others else f"--task {task}"
+        msg = f"{said} is not for a decode step, which is a {_DECODES} with a mask of its own. Leave it out."
+        raise UsageError(msg, path="cache", expected=_DECODES, actual=others or task)
+    return _DECODES
 
 
 def _transformers() -> Any:

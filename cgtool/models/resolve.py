@@ -74,7 +74,7 @@ def resolve_model(
     if text.startswith("hf:"):
         path = Path(text.removeprefix("hf:")).expanduser()
         with _defaults(target, None):
-            spec = huggingface.build(path, arguments, fake=mode is not None, dtype=default_dtype)
+            spec = huggingface.build(path, arguments, mode=mode, dtype=default_dtype)
     else:
         factory, file, name = _factory(text)
         user_code.check_arguments(factory, name, arguments)

@@ -111,7 +111,10 @@ def warm(
         "rank": rank or None,
         "prefix": None if spec.prefix == DEFAULT_PREFIX else spec.prefix,
     }
-    lines: dict[str, Any] = {"start": start_line(choice, place), "load_call": load_call("module", place)}
+    decodes = choice.model.startswith("hf:") and "cache" in choice.factory_args
+    # What was built is the model's decode step, and a program has the model.
+    for_model = {**place, "prefix": choice.prefix, "cache": choice.factory_args["cache"]} if decodes else place
+    lines: dict[str, Any] = {"start": start_line(choice, place), "load_call": load_call("module", for_model)}
     try:
         result = run_pipeline(spec, config=config, cache_dir=root, rank=rank, check=check, on_event=on_event)
     except CacheMissError as miss:

@@ -45,6 +45,8 @@ _NAMED_TUPLE = re.compile(r"G\['___unnamed_scope_\w+'\](\['_tuple_new'\](\.__sel
 #: that loads would have to import Dynamo to look at them.
 _TRACERS_OWN = re.compile(r"(global|module):torch\._dynamo\b")
 
+#: Where transformers enters what the class of each model says, once one is made.
+_OF_A_REGISTRY = re.compile(r"global:transformers\.utils\.output_capturing:_CAN_RECORD_REGISTRY\b")
 #: Where a flag remembers the combinations that were made so far.
 _OF_A_FLAG = re.compile(r"\._value2member_map_\b")
 #: What a path keeps of itself in pieces, once someone asked.
@@ -144,7 +146,7 @@ class GuardRecorder:
         if entry.name.endswith(_OF_TARGET):
             return
         text = source_text(entry.orig_guard.originating_source, self.frame())
-        if _TRACERS_OWN.match(text) or self._is_kept_otherwise(text):
+        if _TRACERS_OWN.match(text) or _OF_A_REGISTRY.match(text) or self._is_kept_otherwise(text):
             return
         if entry.guard_type == "DUPLICATE_INPUT":
             self._same(text, entry)

@@ -27,6 +27,8 @@ _ENUMERATORS = frozenset(
 _IDENTITY = frozenset({"id", "is_", "is_not", "contains", "set", "frozenset", "fromkeys", "index", "count", "remove"})
 #: Where a checkpoint lies: code of transformers names it in its configs, and computes nothing by it.
 PLACE = frozenset({"name_or_path", "_name_or_path"})
+#: Where transformers enters classes of models and of outputs as they are first used; what it enters follows from them.
+_REGISTRIES = frozenset({"_CAN_RECORD_REGISTRY", "_registered_model_output_types"})
 _IDENTITY_OPS = frozenset({"CONTAINS_OP", "BUILD_SET", "SET_ADD", "SET_UPDATE"})
 
 
@@ -46,8 +48,8 @@ def _names_of(code: types.CodeType) -> set[str]:
             if " " not in text:
                 found.update(_IDENTIFIER.findall(text))
     found |= names_in(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    if not found.isdisjoint(PLACE) and _is_transformers(code.co_filename):
-        found -= PLACE
+    if not found.isdisjoint(PLACE | _REGISTRIES) and _is_transformers(code.co_filename):
+        found -= PLACE | _REGISTRIES
     return found
 
 

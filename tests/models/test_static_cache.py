@@ -1,0 +1,286 @@
+"""`--cache static`: `generate()` of transformers over a compiled decode step gives the tokens that the model gives."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from cli_harness import run  # noqa: E402
+
+import cgtool  # noqa: E402
+from cgtool.compiler.pipeline import warm  # noqa: E402
+from cgtool.errors import CacheMissError, GuardError, ModelError, UsageError  # noqa: E402
+from cgtool.models import resolve_model  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+LENGTH = 96
+EAGER = cgtool.CompilationConfig(adaptor="eager", proof=False)
+#: The end of a sequence is no token that a small random model means to say.
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+_SMALL = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "head_dim": 8,
+}
+CONFIGS = {
+    "llama": _SMALL,
+    "gpt2": {"vocab_size": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "qwen3": _SMALL,
+    "mistral": _SMALL | {"sliding_window": 12},
+    "gemma3_text": _SMALL | {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]},
+    "mixtral": _SMALL | {"num_local_experts": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint of a model, made once."""
+    made = {}
+
+    def save(name):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            torch.manual_seed(0)
+            config = transformers.CONFIG_MAPPING[name](**CONFIGS[name])
+            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(made[name])
+        return made[name]
+
+    return save
+
+
+@pytest.fixture(scope="module")
+def model_of(saved):
+    return lambda name: transformers.AutoModelForCausalLM.from_pretrained(saved(name)).eval()
+
+
+@pytest.fixture(scope="module")
+def warmed(saved, tmp_path_factory):
+    """A cache with the decode step of a model, from its folder, without its weights."""
+    roots = {}
+
+    def root_of(name, config=EAGER):
+        if (name, config.adaptor) not in roots:
+            roots[name, config.adaptor] = tmp_path_factory.mktemp("cache")
+            spec = resolve_model(f"hf:{saved(name)}", factory_args={"cache": "static", "cache_length": LENGTH})
+            warm(spec, config=config, cache_dir=roots[name, config.adaptor])
+        return roots[name, config.adaptor]
+
+    return root_of
+
+
+@pytest.fixture
+def served(model_of, warmed):
+    return cgtool.load(model_of("llama"), cache="static", cache_dir=warmed("llama"))
+
+
+def prompt(batch=1, length=7):
+    return torch.arange(batch * length).mul(17).remainder(120).add(3).view(batch, length)
+
+
+def same_tokens(model, served, ids, **options):
+    """Compare what both say to a prompt, and return how many of the calls the model itself answered."""
+    before = cgtool.counters()["eager_calls"]
+    expected = model.generate(ids, **GREEDY | options)
+    got = served.generate(ids, **GREEDY | options)
+    assert got.tolist() == expected.tolist()
+    return cgtool.counters()["eager_calls"] - before
+
+
+#: A plain cache, and one whose layers differ in kind; the others are slow.
+FIRST = ("llama", "gemma3_text")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FIRST else [pytest.mark.slow]) for name in CONFIGS]
+)
+def test_generate_gives_the_models_own_tokens(model_of, warmed, name):
+    model = model_of(name)
+    served = cgtool.load(model, cache="static", cache_dir=warmed(name))
+    for batch in (1, 3):
+        same_tokens(model, served, prompt(batch), max_new_tokens=40)
+    padded = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
+    same_tokens(model, served, prompt(2), attention_mask=padded, max_new_tokens=12)
+    same_tokens(model, served, prompt(), num_beams=3, max_new_tokens=8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_sixty_four_greedy_tokens_of_native_code_are_the_models_own(model_of, warmed, name):
+    model = model_of(name)
+    root = warmed(name, cgtool.CompilationConfig(adaptor="aot_inductor"))
+    served = cgtool.load(model, cache="static", cache_dir=root)
+    for batch, length in ((1, 1), (1, 7), (2, 32)):
+        same_tokens(model, served, prompt(batch, length), max_new_tokens=64)
+
+
+def test_a_prefill_and_each_step_are_calls_of_one_entry_and_write_into_the_cache_in_place(served):
+    cache = transformers.StaticCache(config=served.config, max_cache_len=LENGTH)
+    with torch.no_grad():
+        served(prompt(2), past_key_values=cache, logits_to_keep=1)
+        keys = cache.layers[0].keys
+        assert keys.shape == (2, 2, LENGTH, 8)
+        assert keys[:, :, :7].abs().sum(-1).all()
+        assert not keys[:, :, 7:].any()
+        served(prompt(2, 1), past_key_values=cache)
+    assert cache.layers[0].keys is keys
+    assert keys[:, :, 7].any()
+    assert [int(layer.cumulative_length) for layer in cache.layers] == [8, 8]
+    assert {tuple(variant.fixed) for variant in served.recheck.__self__.plan.variants} >= {(), ("seq",)}
+
+
+def test_the_logits_are_the_models_own(model_of, served):
+    model, ids = model_of("llama"), prompt(2)
+    with torch.no_grad():
+        expected = model(ids).logits[:, -1:]
+        cache = transformers.StaticCache(config=model.config, max_cache_len=16)
+        got = served(ids, past_key_values=cache, logits_to_keep=1)
+    torch.testing.assert_close(got.logits, expected)
+    assert got.past_key_values is cache
+
+
+def test_the_model_itself_is_left_as_it_was_and_its_weights_are_shared(model_of, warmed):
+    model = model_of("llama")
+    served = cgtool.load(model, cache="static", cache_dir=warmed("llama"))
+    assert isinstance(served, type(model))
+    assert model.forward.__self__ is model
+    assert served.lm_head.weight is model.lm_head.weight
+    with torch.no_grad():
+        model.lm_head.weight.neg_()
+    same_tokens(model, served, prompt(), max_new_tokens=8)
+    served.recheck()
+
+
+def test_a_model_that_generated_before_is_served_after(model_of, warmed):
+    model = model_of("llama")
+    model.generate(prompt(), cache_implementation="static", disable_compile=True, max_new_tokens=4, **GREEDY)
+    served = cgtool.load(model, cache="static", cache_dir=warmed("llama"))
+    same_tokens(model, served, prompt(), max_new_tokens=8)
+
+
+def test_a_generation_config_of_the_users_own_is_followed(model_of, served):
+    asked = transformers.GenerationConfig(max_new_tokens=6, **GREEDY)
+    got = served.generate(prompt(), generation_config=asked)
+    assert got.tolist() == model_of("llama").generate(prompt(), generation_config=asked).tolist()
+    assert asked.cache_implementation is None
+
+
+def test_a_conversation_goes_on_in_its_cache(model_of, served):
+    model, ids = model_of("llama"), prompt()
+    said = []
+    for one in (model, served):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=LENGTH)
+        first = one.generate(ids, past_key_values=cache, disable_compile=True, max_new_tokens=5, **GREEDY)
+        more = torch.cat([first, prompt(1, 3)], dim=1)
+        said.append(one.generate(more, past_key_values=cache, disable_compile=True, max_new_tokens=5, **GREEDY))
+    assert said[0].tolist() == said[1].tolist()
+
+
+class TestRefused:
+    def test_a_cache_that_must_hold_more(self, served):
+        with pytest.raises(GuardError, match=r"holds 1\d\d tokens, and this was compiled for 96.*--cache-length 1\d\d"):
+            served.generate(prompt(), max_new_tokens=100, **GREEDY)
+
+    def test_more_tokens_than_the_cache_holds(self, served):
+        cache = transformers.StaticCache(config=served.config, max_cache_len=LENGTH)
+        with torch.no_grad():
+            served(prompt(1, 90), past_key_values=cache, logits_to_keep=1)
+            with pytest.raises(GuardError, match="would hold 97 tokens, and this was compiled for 96"):
+                served(prompt(1, 7), past_key_values=cache, logits_to_keep=1)
+            cache.reset()
+            served(prompt(1, 7), past_key_values=cache, logits_to_keep=1)
+
+    def test_a_cache_of_another_kind(self, served):
+        with pytest.raises(GuardError, match=r'brings a DynamicCache, .*cache_implementation="static"'):
+            served.generate(prompt(), cache_implementation="dynamic", max_new_tokens=4, **GREEDY)
+        with pytest.raises(GuardError, match="brings no cache"):
+            served(prompt())
+
+    def test_what_a_step_does_not_take(self, served):
+        cache = transformers.StaticCache(config=served.config, max_cache_len=LENGTH)
+        with pytest.raises(GuardError, match="brings output_hidden_states"):
+            served(prompt(), past_key_values=cache, logits_to_keep=1, output_hidden_states=True)
+        with pytest.raises(GuardError, match="logits_to_keep=1"):
+            served(prompt(), past_key_values=cache)
+
+    def test_a_length_that_was_not_warmed(self, model_of, warmed):
+        with pytest.raises(CacheMissError, match="its cache holds 96 tokens, and one of 64 is asked for"):
+            cgtool.load(model_of("llama"), cache="static", cache_length=64, cache_dir=warmed("llama"))
+
+    def test_a_model_that_does_not_decode(self, saved, tmp_path):
+        model = transformers.AutoModel.from_pretrained(saved("llama"))
+        with pytest.raises(ModelError, match="for a causal language model of transformers, and LlamaModel is none"):
+            cgtool.load(model, cache="static", cache_dir=tmp_path)
+        with pytest.raises(UsageError, match="no cache 'dynamic'"):
+            cgtool.load(model, cache="dynamic", cache_dir=tmp_path)
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            ({"cache": "paged"}, "no cache 'paged'.*--cache static"),
+            ({"cache_length": 64}, "--cache-length needs --cache static"),
+            ({"cache": "static", "cache_length": "long"}, "'long' is no number of tokens"),
+            (
+                {"cache": "static", "cache_length": 4096},
+                "4096 tokens does not fit LlamaForCausalLM",
+            ),
+            (
+                {"cache": "static", "task": "sequence-classification"},
+                "--task sequence-classification is not for a decode",
+            ),
+            ({"cache": "static", "attention_mask": True}, "--arg attention_mask is not for a decode step"),
+        ],
+    )
+    def test_options_that_make_no_sense(self, saved, arguments, said):
+        with pytest.raises(UsageError, match=said):
+            resolve_model(f"hf:{saved('llama')}", factory_args=arguments)
+
+    def test_a_model_whose_cache_is_more_than_keys_and_values(self, tmp_path):
+        config = transformers.CONFIG_MAPPING["mamba"](vocab_size=64, hidden_size=32, num_hidden_layers=1)
+        config.save_pretrained(tmp_path)
+        with pytest.raises(ModelError, match=r"static"):
+            resolve_model(f"hf:{tmp_path}", factory_args={"cache": "static"})
+
+
+def test_the_model_itself_answers_what_is_refused_where_the_user_says_so(model_of, warmed):
+    model = model_of("llama")
+    served = cgtool.load(model, cache="static", cache_dir=warmed("llama"), otherwise="eager")
+    assert same_tokens(model, served, prompt(), max_new_tokens=8) == 0
+    assert same_tokens(model, served, prompt(), max_new_tokens=100) == 100
+
+
+def test_the_command_warms_it_and_says_what_a_program_writes(model_of, saved, tmp_path):
+    warmed = ["warm", f"hf:{saved('llama')}", "--cache", "static", "--cache-length", "32", "--adaptor", "eager"]
+    done = run(*warmed, "--no-proof", "--cache-dir", tmp_path)
+    assert done.code == 0, done.err
+    call = f"cgtool.load(module, cache_dir='{tmp_path}', cache='static')"
+    assert call in done.out
+    model = model_of("llama")
+    served = eval(call, {"cgtool": cgtool, "module": model})  # the line that the user is told to write
+    assert same_tokens(model, served, prompt(), max_new_tokens=8) == 0
+    assert run(*warmed, "--check", "--cache-dir", tmp_path).code == 0
+    other = run(*warmed, "--check", "--cache-dir", tmp_path, "--cache-length", "64")
+    assert other.code == 3
+    assert "dynamic dimensions are not those of the entry" in other.out
+    shown = run("inspect", "cache", "--cache-dir", tmp_path)
+    assert "LlamaForCausalLM" in shown.out
+    assert "static_cache" in shown.out
+
+
+def test_compile_warms_what_is_missing_and_finds_it_again(model_of, tmp_path):
+    model = model_of("llama")
+    for _ in range(2):
+        served = cgtool.compile(model, cache="static", cache_length=32, config=EAGER, cache_dir=tmp_path)
+        same_tokens(model, served, prompt(), max_new_tokens=8)
+    assert len(list((tmp_path / "torch_compile_cache").glob("*/key.json"))) == 1
+    with pytest.raises(UsageError, match="brings example and dimensions of its own"):
+        cgtool.compile(model, cache="static", dynamic={"input_ids": {0: "batch"}}, cache_dir=tmp_path)
