@@ -101,7 +101,7 @@ class _Checker:
         """Return the object of a source without accessors; a module or a global of one needs no grammar to be found."""
         word, _, rest = text.partition(":")
         module, _, name = rest.partition(":")
-        if word == "global" and module in sys.modules:
+        if word == "global" and module in sys.modules and name.isidentifier():
             return vars(sys.modules[module])[name]
         return sys.modules[rest] if word == "module" and rest in sys.modules else self._roots.resolve(text)
 

@@ -19,6 +19,7 @@ from cgtool.plan.writing import encode_plan
 pytestmark = pytest.mark.torch
 
 SCALE = 2
+SCALES = {"a|b": 3, "c.d": 4}
 
 
 class Norm(nn.Module):
@@ -61,6 +62,8 @@ def facts(model):
         ("self|type.forward", "value"),
         ("self|type.__call__", "value"),
         (f"global:{name}:SCALE", "value"),
+        (f'global:{name}:SCALES["a|b"]', "value"),
+        (f'global:{name}:SCALES["c.d"]', "value"),
         (f"module:{name}", "value"),
     ]
     for index in range(6):
