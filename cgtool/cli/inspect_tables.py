@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cgtool.cli.columns import show_rows
 from cgtool.cli.text import ago_text, count_text, cut, indices_text, plain, secs_text, size_text
-from cgtool.plan.shapes import of_sizes, shape_order, shape_text
+from cgtool.plan.shapes import distinct_shapes, of_sizes, shape_text
 from cgtool.store.layout import short
 from cgtool.toolkit.inspect.artifact import ArtifactReport
 from cgtool.toolkit.inspect.entry import EntryReport, leaves
@@ -141,12 +141,8 @@ def _held_by(entry: ForeignEntry) -> str:
     return " ".join([*entry.prefixes, *names, *sorted(targets)]) or "-"
 
 
-def _shapes_of(artifacts: Iterable[ForeignArtifact]) -> list[Shape]:
-    return _in_order(artifact.shape for artifact in artifacts if artifact.shape is not None)
-
-
-def _in_order(shapes: Iterable[Shape]) -> list[Shape]:
-    return sorted({shape_text(shape): shape for shape in shapes}.values(), key=shape_order)
+def _shapes_of(artifacts: Iterable[ForeignArtifact]) -> tuple[Shape, ...]:
+    return distinct_shapes(artifact.shape for artifact in artifacts if artifact.shape is not None)
 
 
 def _shapes_text(shapes: Sequence[Shape]) -> str:
@@ -233,7 +229,7 @@ def _show_coverage(output: Output, report: EntryReport) -> None:
 
 def _coverage_table(output: Output, places: Sequence[Place], adaptor: str, *, several: bool) -> None:
     """Print shapes against pieces; those of one rank whose cells are the same share a column, and so do such ranks."""
-    texts = [shape_text(shape) for shape in _in_order(shape for place in places for shape in place.shapes)]
+    texts = [shape_text(shape) for shape in distinct_shapes(shape for place in places for shape in place.shapes)]
     columns: dict[tuple[str, ...], dict[int, list[int]]] = {}
     for place in places:
         cells = dict.fromkeys(map(shape_text, place.shapes), "as it stands" if place.serves_all else "")

@@ -7,7 +7,7 @@ which serves every size, names none. People read and write it as text, in which 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated
 
 from msgspec import Meta
@@ -41,6 +41,11 @@ def shape_text(shape: Shape) -> str:
 def shape_order(shape: Shape) -> tuple[int, list[tuple[str, tuple[int, int]]]]:
     """Return a sort key for listings: the general shape, then ranges, then sizes, each by dimension and number."""
     return 0 if not shape else 2 if is_size(shape) else 1, sorted(shape.items())
+
+
+def distinct_shapes(shapes: Iterable[Shape]) -> tuple[Shape, ...]:
+    """Return shapes each once, in the order of listings."""
+    return tuple(sorted({shape_text(shape): shape for shape in shapes}.values(), key=shape_order))
 
 
 def dispatch_order(shape: Shape) -> tuple[int, int, list[tuple[str, tuple[int, int]]]]:

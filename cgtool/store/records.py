@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from cgtool.plan.grammar import Count, Digest, DimName, Name, Record, Seconds, digest_of, sha256_hex
 from cgtool.plan.pieces import EAGER, Json
-from cgtool.plan.shapes import Shape, Size, check_shape, of_sizes, shape_order, shape_text
+from cgtool.plan.shapes import Shape, Size, check_shape, distinct_shapes, of_sizes, shape_order, shape_text
 from cgtool.store.files import Sealed, corrupt, read_bytes, seal, unseal
 from cgtool.store.layout import RANK_FILES, CacheLayout, RankName
 
@@ -250,7 +250,7 @@ class Manifest(Sealed, frozen=True, kw_only=True, tag="manifest-3"):
     def shapes(self) -> tuple[Shape, ...]:
         """What it is compiled for, in order."""
         distinct = {tuple(row.shape.items()): row.shape for row in self.rows}
-        return tuple(sorted({shape_text(shape): shape for shape in distinct.values()}.values(), key=shape_order))
+        return distinct_shapes(distinct.values())
 
     def with_rows(self, rows: Iterable[Row], fallbacks: Iterable[Fallback] = ()) -> "Manifest":
         """Return a manifest with more rows and fallbacks, in order; one of the same place is replaced.

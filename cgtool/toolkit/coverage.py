@@ -17,7 +17,7 @@ from typing import Any
 
 from cgtool.config import EAGER
 from cgtool.plan.records import Plan
-from cgtool.plan.shapes import Shape, of_sizes, shape_order, shape_text
+from cgtool.plan.shapes import Shape, distinct_shapes, of_sizes, shape_order, shape_text
 from cgtool.store.layout import RankName
 from cgtool.store.records import Manifest, Row
 
@@ -111,20 +111,19 @@ def entry_coverage(manifests: Sequence[Manifest], *, plans: Mapping[RankName, Pl
     for manifest in sorted(manifests, key=lambda manifest: (manifest.prefix, manifest.rank)):
         for number in range(len(manifest.variants)):
             groups[manifest.prefix, number].append(_Part(manifest, number, (plans or {}).get(manifest.name)))
-    shapes: dict[str, Shape] = {}
+    shapes: list[Shape] = []
     places: list[Place] = []
     unknown: list[UnknownPieces] = []
     for (prefix, number), parts in sorted(groups.items(), key=lambda item: item[0]):
         for part in parts:
             wanted = part.shapes_of(parts)
-            shapes |= {shape_text(shape): shape for shape in wanted}
+            shapes += wanted
             pieces, missing = part.pieces_of(parts)
             where: dict[str, Any] = {"rank": part.rank, "prefix": prefix, "variant": number}
             if missing:
                 unknown.append(UnknownPieces(**where, count=missing))
             places += [Place(**where, **part.filled(piece, wanted)) for piece in pieces]
-    ordered = sorted(shapes.values(), key=shape_order)
-    return Coverage(shapes=tuple(ordered), places=tuple(places), unknown=tuple(unknown))
+    return Coverage(shapes=distinct_shapes(shapes), places=tuple(places), unknown=tuple(unknown))
 
 
 class _Part:
@@ -151,7 +150,7 @@ class _Part:
         for part in siblings:
             if (part.counts.name, part.counts.fixed) == (self.counts.name, self.counts.fixed):
                 found += [row.shape for rows in part.rows.values() for row in rows]
-        return tuple(sorted({shape_text(shape): shape for shape in found}.values(), key=shape_order))
+        return distinct_shapes(found)
 
     def pieces_of(self, siblings: Sequence[_Part]) -> tuple[list[int], int]:
         """Return the compiled pieces, and how many more there are that cannot be named."""

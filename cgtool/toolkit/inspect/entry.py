@@ -31,7 +31,7 @@ from msgspec.structs import asdict
 
 from cgtool.errors import CacheError
 from cgtool.plan.records import parse_plan
-from cgtool.plan.shapes import Shape, shape_order, shape_text
+from cgtool.plan.shapes import Shape, distinct_shapes, shape_order, shape_text
 from cgtool.store.entry import read_entry
 from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.key import FACTOR_ORDER, read_key
@@ -226,13 +226,12 @@ def inspect_entry(entry: str | None = None, *, cache_dir: Path | None = None) ->
 
 
 def _inspect_foreign(cache: ForeignCache, entry: ForeignEntry) -> ForeignEntryReport:
-    shapes = {shape_text(one.shape): one.shape for one in entry.artifacts if one.shape is not None and one.size_bytes}
     return ForeignEntryReport(
         system=cache.system,
         version=cache.version,
         root=cache.root,
         entry=entry,
-        shapes=tuple(sorted(shapes.values(), key=shape_order)),
+        shapes=distinct_shapes(one.shape for one in entry.artifacts if one.shape is not None and one.size_bytes),
         holes=tuple(_holes(entry.artifacts)),
         not_recorded=_NOT_RECORDED[cache.system],
     )
