@@ -23,7 +23,10 @@ _USER_LINE = re.compile(r"(?P<code>.*?)\s*# (?:.*/)?(?P<file>[^/:]+):(?P<line>[0
 #: How many sizes of one dimension, and of each of two, are tried to see whether a relation narrows anything.
 _TRIED_ALONE, _TRIED_TOGETHER = 600, 40
 _EXAMPLES = 3
-_ADVICE = "What must be served besides can be required (--require, ModelSpec.require): further variants serve it then."
+_ADVICE = (
+    "Require what must be served besides (--require, ModelSpec.require), or give an example of it (ModelSpec.calls): "
+    "further variants serve it then."
+)
 
 
 @dataclass(frozen=True, kw_only=True)

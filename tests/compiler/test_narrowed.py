@@ -116,9 +116,10 @@ def test_nothing_is_said_where_nothing_narrowed(cache_root, model, dynamic):
     assert warmed(model(), cache_root, dynamic=dynamic).notes == ()
 
 
-def test_a_second_example_widens_and_the_note_says_how_further_sizes_are_required(cache_root):
+def test_a_second_example_widens_and_the_note_says_so(cache_root):
     (note,) = warmed(Branch(), cache_root).notes
-    assert "can be required (--require, ModelSpec.require)" in note
+    assert "Require what must be served besides (--require, ModelSpec.require)" in note
+    assert "give an example of it (ModelSpec.calls): further variants serve it then" in note
     assert warmed(Branch(), cache_root, 6, 20).notes == ()
 
 
