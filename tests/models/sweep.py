@@ -40,7 +40,7 @@ SIZES = (
 
 def outcome(name: str, folder: Path) -> str:
     """Return what came of an architecture (`model_type`); `folder` is empty and takes its config and its cache."""
-    spec, why = _runnable(name, folder)
+    spec, why = runnable(name, folder)
     if spec is None:
         return f"eager: {why}"
     try:
@@ -51,7 +51,7 @@ def outcome(name: str, folder: Path) -> str:
         return f"refused: {error}"
     except Exception as error:  # noqa: BLE001 - whatever else it is, it should have been a sentence
         return f"defect: {type(error).__name__}: {error}"
-    return _compared(spec, loaded)
+    return compared(spec, loaded)
 
 
 def outcome_apart(name: str, folder: Path, *, limit_secs: float) -> str:
@@ -74,7 +74,7 @@ def _write_outcome(name: str, folder: Path, report: Path) -> None:
     report.write_text(outcome(name, folder))
 
 
-def _runnable(name: str, folder: Path) -> tuple[ModelSpec | None, str]:
+def runnable(name: str, folder: Path) -> tuple[ModelSpec | None, str]:
     """Return the smallest of the architecture's small models that eager runs, with real weights."""
     said = ""
     for fields in tiny_configs.candidates(CONFIG_MAPPING[name]):
@@ -104,7 +104,7 @@ def _above_one(spec: ModelSpec) -> ModelSpec:
     return dataclasses.replace(spec, dynamic=named)
 
 
-def _compared(spec: ModelSpec, loaded: Any) -> str:
+def compared(spec: ModelSpec, loaded: Any, *, tolerance: float = 1e-4) -> str:
     """Call both at every size; a size that was not warmed for is refused, and the example's must be served."""
     for index, sizes in enumerate(({}, *SIZES)):
         kwargs = _resized(spec, sizes)
@@ -117,7 +117,9 @@ def _compared(spec: ModelSpec, loaded: Any) -> str:
                     return f"refused: {error}"
                 continue
         try:
-            torch.testing.assert_close(_tensors(got), _tensors(expected), rtol=1e-4, atol=1e-4, equal_nan=True)
+            torch.testing.assert_close(
+                _tensors(got), _tensors(expected), rtol=tolerance, atol=tolerance, equal_nan=True
+            )
         except AssertionError as error:
             return f"defect: at {sizes or 'the sizes of the example'}: {error}"
     return "served"
@@ -130,7 +132,9 @@ def _resized(spec: ModelSpec, sizes: dict[str, int]) -> dict[str, Any]:
             name, _, most = (said, 1, None) if isinstance(said, str) else said
             was = resized[parameter].shape[dim]
             size = min(sizes.get(name, was), most or was * 8)
-            resized[parameter] = resized[parameter].index_select(dim, torch.arange(size) % was)
+            resized[parameter] = resized[parameter].index_select(
+                dim, torch.arange(size, device=resized[parameter].device) % was
+            )
     return resized
 
 
