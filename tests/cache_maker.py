@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -67,12 +68,9 @@ def lay_entry(
         for shape in shapes
         for piece in (0, 2)
     )
-    manifest = Manifest(
-        hash=key.hash,
-        rank=rank,
-        prefix=prefix,
+    manifest = manifest_of(
+        writer.name,
         model=model,
-        level=3,
         adaptor=ADAPTORS[kind],
         splitting_ops=("ns::attn",),
         variants=(VariantCounts(name="default", pieces=3, splitting_pieces=1, unique_pieces=2),),
@@ -87,6 +85,11 @@ def lay_entry(
     }
     writer.publish(manifest, files)
     return key.hash
+
+
+def manifest_of(name: RankName, **fields: Any) -> Manifest:
+    """Return the manifest of a rank at level 3."""
+    return Manifest(hash=name.hash, rank=name.rank, prefix=name.prefix, level=3, **fields)
 
 
 def lay_decoder(
@@ -112,12 +115,9 @@ def lay_decoder(
         digest = writer.objects.put(data, "aot")
         artifact = Artifact(digest=digest, kind="aot", size_bytes=len(data), compile_secs=1.25, kernels=1)
         rows.append(Row(variant=0, shape={}, piece_index=index, adaptor="inductor_standalone", artifact=artifact))
-    manifest = Manifest(
-        hash=key.hash,
-        rank=rank,
-        prefix=prefix,
+    manifest = manifest_of(
+        writer.name,
         model=model,
-        level=3,
         adaptor="inductor_standalone",
         splitting_ops=("toy.attention",),
         variants=tuple(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,6 +54,34 @@ def isolated_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             if name.startswith("CGTOOL_") or name in {"XDG_CACHE_HOME", "RANK", "LOCAL_RANK"}:
                 patch.delenv(name)
         yield home
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_as_it_was(isolated_home: Path) -> Iterator[None]:
+    """Put back what a file changed for this whole process, since any other file may be next."""
+    variables, folder, settings = dict(os.environ), Path.cwd(), _torch_settings()
+    yield
+    for name in os.environ.keys() - variables.keys() | {n for n in variables if os.environ.get(n) != variables[n]}:
+        if name != "PYTEST_CURRENT_TEST":
+            os.environ.pop(name) if name not in variables else os.environ.update({name: variables[name]})
+    os.chdir(folder)
+    gc.enable()
+    for name, value in settings.items():
+        if _torch_settings()[name] != value:
+            getattr(sys.modules["torch"], f"set_{name}")(value)
+
+
+def _torch_settings() -> dict[str, object]:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    return {
+        "default_dtype": torch.get_default_dtype(),
+        "default_device": torch.get_default_device().type,
+        "grad_enabled": torch.is_grad_enabled(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "num_threads": torch.get_num_threads(),
+    }
 
 
 @pytest.fixture(autouse=True)

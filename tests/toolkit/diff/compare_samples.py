@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
+from cache_maker import manifest_of
 
 from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json, Node, PieceGraph, SymbolRange, TensorMeta
@@ -15,7 +16,7 @@ from cgtool.plan.writing import encode_plan
 from cgtool.store.artifacts import Origin, with_origin
 from cgtool.store.entry import EntryWriter
 from cgtool.store.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout
-from cgtool.store.records import Artifact, Factor, Fallback, Key, Manifest, Row, VariantCounts
+from cgtool.store.records import Artifact, Factor, Fallback, Key, Row, VariantCounts
 from cgtool.toolkit.diff.entries import EntrySide
 
 FACTORS: Mapping[str, Json] = {
@@ -154,12 +155,9 @@ def lay(
     layout = CacheLayout(root=root)
     to = EntryWriter(layout, Key.of(Factor(name=n, value=v) for n, v in values.items()), rank=rank, prefix=prefix)
     steps = plan.variants[0].steps
-    manifest = Manifest(
-        hash=to.name.hash,
-        rank=rank,
-        prefix=prefix,
+    manifest = manifest_of(
+        to.name,
         model=model,
-        level=3,
         adaptor="eager",
         splitting_ops=("toy::attention",),
         variants=(VariantCounts(name="default", pieces=len(steps), splitting_pieces=1, unique_pieces=1),),
