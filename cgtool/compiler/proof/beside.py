@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from msgspec.structs import replace
 
 from cgtool.compiler import _torch
 from cgtool.compiler.adaptors.interface import get_adaptor
@@ -27,7 +28,7 @@ from cgtool.compiler.proof.reference import eps_of, filled, lowest_dtype, takes_
 from cgtool.compiler.proof.twins import Twins, leaves_of, num_fake_bytes, rounded, tensors_of
 from cgtool.compiler.sizes import sizes_to_prove
 from cgtool.errors import CallMismatchError, CompileError, GuardError, NoRoomError
-from cgtool.graph.expressions import symbols_of
+from cgtool.graph.expressions import rename, symbols_of
 from cgtool.guards.signature import CallSignature
 from cgtool.model import ModelSpec
 from cgtool.plan.grammar import Record
@@ -133,7 +134,9 @@ class Calls:
             todo = [index for index in range(len(variants)) if index not in proofs]
             if not todo:
                 break
-            with Twins(self._spec.module, style=style, bound=index_bound(_as_graph(variants[0]))) as twins:
+            with Twins(
+                self._spec.module, style=style, bound=index_bound(_as_graph(variants[0], self._found.plan.graphs))
+            ) as twins:
                 loaded = open_entry(self._found, self._spec.module, _open)
                 for index in todo:
                     try:
@@ -175,7 +178,7 @@ class Calls:
         yield None
         if not variant.dims.keys() - variant.fixed.keys():
             return
-        graph = _as_graph(variant)
+        graph = _as_graph(variant, self._found.plan.graphs)
         limits = limits_of(graph)
         names = {name: symbols[0] for name, symbols in variant.dims.items() if symbols}
         with contextlib.suppress(CompileError):
@@ -372,10 +375,16 @@ def _shown(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:80]
 
 
-def _as_graph(variant: Variant) -> PieceGraph:
-    """Return a variant as a piece without operations: its inputs, and the symbols that they show."""
+def _as_graph(variant: Variant, graphs: Mapping[str, PieceGraph]) -> PieceGraph:
+    """Return a variant as a piece without operations: its inputs, the symbols that they show, what its steps give."""
     metas = tuple(item.meta for item in variant.inputs)
     shown = {name for meta in metas for dim in meta.shape if isinstance(dim, str) for name in symbols_of(dim)}
+    given = []
+    for step in variant.steps:
+        for meta in graphs[step.graph].results:
+            shape = tuple(rename(dim, step.symbols) if isinstance(dim, str) else dim for dim in meta.shape)
+            if all(set(symbols_of(dim)) <= shown for dim in shape if isinstance(dim, str)):
+                given.append(replace(meta, shape=shape, stride=shape))
     return PieceGraph(
         symbols=tuple(symbol for symbol in variant.symbols if symbol.name in shown),
         facts=tuple(text for text in variant.relations if set(symbols_of(text)) <= shown),
@@ -383,7 +392,7 @@ def _as_graph(variant: Variant) -> PieceGraph:
         aliases=(),
         nodes=(),
         outputs=(),
-        results=(),
+        results=tuple(given),
         ops={},
     )
 

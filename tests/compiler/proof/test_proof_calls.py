@@ -123,7 +123,7 @@ def test_a_call_that_gives_what_the_model_gives_is_published_with_the_sizes_it_w
     result = warm(spec, config=CONFIG, cache_dir=tmp_path)
     general, one = result.manifest.variants
     assert [sizes["rows"] for sizes in general.proved_at][:2] == [4, 2]
-    assert general.proved_at[2]["rows"] > 100
+    assert 100 < general.proved_at[2]["rows"] < 20_000  # within a megabyte, what is between the pieces among it
     assert one.proved_at == ({"rows": 1},)
     assert result.notes == ()
 
