@@ -58,6 +58,8 @@ class ModelSpec:
         name: What `inspect` shows; the class's name by default.
         require: Dynamic dimension → its smallest and its largest size: further variants are traced until all of
             these sizes are served, at which the model itself runs.
+        static_where_fixed: Whether a dynamic dimension that the model's code fixes is served at the example's size
+            alone, with a note; it is an error otherwise.
         serving: How it is served, for `cgtool check`.
         notes: What its author tells the user of it as it is warmed, a sentence each.
     """
@@ -70,5 +72,6 @@ class ModelSpec:
     prefix: str = "backbone"
     name: str | None = None
     require: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    static_where_fixed: bool = False
     serving: Serving | None = None
     notes: Sequence[str] = ()

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cgtool.errors import ArtifactError
-from cgtool.graph.expressions import evaluate, symbols_of
+from cgtool.graph.expressions import holds, symbols_of
 from cgtool.plan.records import Variant
 from cgtool.trace.examples import FIRST_DYNAMIC, DynamicDim
 from cgtool.trace.relations import lines_of_relations
@@ -122,21 +121,14 @@ def narrowing_relations(variant: Variant, shape_env: Any, names: Mapping[str, st
         ]
         tried = list(itertools.product(*(range(*span) for span in spans)))
         sizes = [{s: at[dims.index(dim)] for s, dim in dim_of.items() if dim in dims} for at in tried]
-        refusing = [text for text in texts if not all(_holds(text, values) for values in sizes)]
+        refusing = [text for text in texts if not all(holds(text, values) for values in sizes)]
         if not refusing:
             continue
-        fitting = [at for at, values in zip(tried, sizes, strict=True) if all(_holds(t, values) for t in refusing)]
+        fitting = [at for at, values in zip(tried, sizes, strict=True) if all(holds(t, values) for t in refusing)]
         such = ", ".join(" and ".join(map(str, at)) for at in fitting[:_EXAMPLES]) or "none of the smallest ones"
         found = dict.fromkeys(line for text in refusing if (line := lines.get(text)))
         why = f" because of {' and '.join(found)}" if found else f": {' and '.join(refusing)}"
         yield f"{' and '.join(dims)} {'serves' if len(dims) == 1 else 'serve'} only some sizes ({such}, ...){why}."
-
-
-def _holds(text: str, sizes: Mapping[str, int]) -> bool:
-    try:
-        return bool(evaluate(text, sizes))
-    except ArtifactError:  # it divides by zero at these sizes
-        return False
 
 
 def _joined(ranges: Iterable[tuple[int, int | None]]) -> list[tuple[int, int | None]]:

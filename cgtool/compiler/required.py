@@ -6,8 +6,8 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from cgtool.errors import ArtifactError, UsageError
-from cgtool.graph.expressions import evaluate, symbols_of
+from cgtool.errors import UsageError
+from cgtool.graph.expressions import holds, symbols_of
 from cgtool.plan.records import Variant
 
 #: Dimension → its smallest and its largest size, inclusive: every size between them must be served.
@@ -49,10 +49,7 @@ def serves(variant: Variant, sizes: Mapping[str, int]) -> bool:
         value = values.get(symbol.name)
         if value is not None and (value < symbol.min or (symbol.max is not None and value > symbol.max)):
             return False
-    try:
-        return all(evaluate(text, values) for text in variant.relations if set(symbols_of(text)) <= values.keys())
-    except ArtifactError:  # it divides by zero at these sizes
-        return False
+    return all(holds(text, values) for text in variant.relations if set(symbols_of(text)) <= values.keys())
 
 
 def required_sizes(

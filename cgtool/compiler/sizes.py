@@ -19,7 +19,7 @@ from itertools import chain
 from msgspec import structs
 
 from cgtool.errors import CompileError
-from cgtool.graph.expressions import evaluate, symbols_of
+from cgtool.graph.expressions import evaluate, holds, symbols_of
 from cgtool.plan.pieces import Dim, PieceGraph, SymbolRange, TensorMeta
 
 Sizes = dict[str, int]
@@ -174,7 +174,7 @@ def _search(
                 return None
             now = {**chosen, symbol.name: size}
             inside = size >= symbol.min and (symbol.max is None or size <= symbol.max)
-            if inside and all(evaluate(fact, now) for fact in facts[index]):
+            if inside and all(holds(fact, now) for fact in facts[index]):
                 found = extend(now, index + 1)
                 if found is not None:
                     return found

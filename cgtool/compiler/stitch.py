@@ -34,6 +34,7 @@ from cgtool.split.program import with_bodies
 from cgtool.split.splitter import SplitResult, split_graph
 from cgtool.split.text import graph_text
 from cgtool.store.records import Fallback
+from cgtool.trace.breaks import FixedDimensionError
 from cgtool.trace.capture import Trace, capture, slow_ops
 from cgtool.trace.examples import (
     FIRST_DYNAMIC,
@@ -148,6 +149,28 @@ class _Tracing:
 
     def run(self) -> None:
         """Trace what every example call needs, then what is required beyond that."""
+        while True:
+            try:
+                return self._run()
+            except FixedDimensionError as error:
+                if not self._spec.static_where_fixed or not self._make_static(error):
+                    raise
+                self.traced.clear()
+
+    def _make_static(self, error: FixedDimensionError) -> bool:
+        """Take what the model's code fixes out of the dynamic dimensions; return whether there was anything to take."""
+        fixed = {
+            p.name: error.fixed[p.parameter, p.dim] for p in self.dims.places if (p.parameter, p.dim) in error.fixed
+        }
+        for name, size in fixed.items():
+            self.notes.append(f"{name} serves {size} only, the example's size, because of {error.because}.")
+        self.dims = Dims(
+            by_name={name: dim for name, dim in self.dims.by_name.items() if name not in fixed},
+            places=tuple(place for place in self.dims.places if place.name not in fixed),
+        )
+        return bool(fixed) and not fixed.keys() & self._spec.require.keys()
+
+    def _run(self) -> None:
         calls = {call.name: (call, _present(self.dims, call, self._signature)) for call in self._spec.calls}
         todo = [(call, fixed) for call, dims in calls.values() for fixed in variants_of(dims)]
         for index, (call, fixed) in enumerate(todo):

@@ -72,6 +72,20 @@ def evaluate(text: str | int, values: Mapping[str, int]) -> int:
         raise _malformed(text, "it divides by zero") from error
 
 
+def holds(text: str, values: Mapping[str, int]) -> bool:
+    """Return whether a relation is true where symbols have `values`; where it divides by zero, it is not.
+
+    Raises:
+        ArtifactError: `text` is outside the grammar, or needs a symbol that has no value.
+    """
+    try:
+        return bool(evaluate(text, values))
+    except ArtifactError as error:
+        if not isinstance(error.__cause__, ZeroDivisionError):
+            raise
+        return False
+
+
 def rename(text: str, names: Mapping[str, str]) -> str:
     """Return `text` with each symbol in `names` replaced by an expression (or another name).
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from cgtool.errors import UsageError
-from cgtool.graph.expressions import evaluate, rename, symbols_of
+from cgtool.graph.expressions import evaluate, holds, rename, symbols_of
 from cgtool.plan.pieces import Dim, PieceGraph, SymbolRange, TensorMeta
 
 
@@ -79,7 +79,7 @@ def _facts(facts: tuple[str, ...], fixed: Mapping[str, int]) -> tuple[str, ...]:
     for fact in facts:
         if any(name not in fixed for name in symbols_of(fact)):
             kept.append(_substitute(fact, fixed))
-        elif not evaluate(fact, fixed):
+        elif not holds(fact, fixed):
             raise UsageError(
                 f"sizes {dict(fixed)} break '{fact}', which the model needs; choose other sizes",
                 expected=fact,

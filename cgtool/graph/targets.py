@@ -91,7 +91,7 @@ _WRITTEN_IN_PYTHON = frozenset({"torch.functional", "torch.nn.functional"})
 _METHODS = frozenset(
     {"bfloat16", "bool", "byte", "cdouble", "cfloat", "char", "double", "float", "half", "int", "long", "short"}
     | {"cpu", "cuda", "dim_order", "ndimension", "nelement", "new", "new_tensor", "to_sparse_coo", "tolist", "type"}
-    | {"unique"}
+    | {"unique", "_is_all_true"}
 )
 #: ATen ops that are methods, too, and work on what a tensor is beyond its values.
 _METHODS_DENIED = frozenset({"backward", "resize_as_sparse_", "set_"})
@@ -229,9 +229,9 @@ def is_method(name: str) -> bool:
     """Return whether a "method" node may call `name` on a tensor."""
     if not callable(getattr(torch.Tensor, name, None)):
         return False
-    if name.startswith("_"):
+    if name.startswith("__"):
         return name in _METHODS_DUNDER
-    return name in _METHODS or (name not in _METHODS_DENIED and _only_computes("aten", name))
+    return name in _METHODS or (name[:1] != "_" and name not in _METHODS_DENIED and _only_computes("aten", name))
 
 
 def check_method(name: str) -> str:

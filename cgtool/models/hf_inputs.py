@@ -72,6 +72,8 @@ _FRAMES: Final = 64
 _IMAGE_SIDE: Final = 224
 #: Ids below this are in any vocabulary; some models hash characters and have none.
 _ANY_VOCAB: Final = 32
+#: Of these, eager makes a mask where it is given none, and leaves that out where it is traced.
+_NEEDS_MASK: Final = frozenset({"longt5", "switch_transformers"})
 #: A second tower: its input, and the config that it has.
 _TOWERS: Final = {"pixel_values": "vision_config", "input_features": "audio_config"}
 
@@ -94,7 +96,8 @@ def example_inputs(
     """
     takes = inspect.signature(module.forward).parameters
     names = list(_names(module, config, takes))
-    if _flag(options, "attention_mask"):
+    needs_mask = getattr(config, "model_type", "") in _NEEDS_MASK and "attention_mask" not in options
+    if _flag(options, "attention_mask") or needs_mask:
         if "attention_mask" not in takes or "input_ids" not in names:
             msg = f"{type(module).__name__} takes no attention_mask over ids. Leave --arg attention_mask out."
             raise UsageError(msg, path=path, actual="attention_mask")

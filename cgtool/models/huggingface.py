@@ -86,7 +86,9 @@ def build(
             "The example has ids alone: how many of them stand for an image or a sound depends on it. Write a factory "
             "for calls that bring one."
         )
-    return ModelSpec(module=module, calls=[ExampleCall(kwargs=kwargs)], dynamic=dynamic, notes=notes)
+    return ModelSpec(
+        module=module, calls=[ExampleCall(kwargs=kwargs)], dynamic=dynamic, notes=notes, static_where_fixed=True
+    )
 
 
 def _task(options: dict[str, Any]) -> Any:

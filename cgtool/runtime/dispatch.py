@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from cgtool.errors import ArtifactError
-from cgtool.graph.expressions import evaluate, symbols_of
+from cgtool.graph.expressions import evaluate, holds, symbols_of
 from cgtool.host import count
 from cgtool.plan.pieces import PieceGraph
 from cgtool.plan.records import Step, Variant
@@ -99,7 +99,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     def fits(self, values: Mapping[str, int]) -> bool:
         """Return whether it serves these values of the variant's symbols."""
         within = all(symbol in values and low <= values[symbol] <= high for symbol, (low, high) in self.bounds.items())
-        return within and all(evaluate(text, values) for text in self.guards)
+        return within and all(holds(text, values) for text in self.guards)
 
 
 class PiecewiseBackend(msgspec.Struct, frozen=True, kw_only=True):

@@ -56,7 +56,7 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "is_view",
     "made_by_custom_op",
-    "mark_dynamic",
+    "marked_dynamic",
     "modified_existing",
     "passed_through",
     "quiet_tracing",
@@ -68,6 +68,11 @@ __all__ = [
 
 
 _ABSENT = object()
+#: Where a tensor keeps which of its dimensions were marked.
+_MARKS = (
+    *("_dynamo_dynamic_indices", "_dynamo_dynamic_range", "_dynamo_hint_overrides"),
+    *("_has_dynamo_dim_marking", "_specialize_on"),
+)
 #: Calls that write to a log and give nothing back; a graph leaves them out.
 _LEVELS = ("debug", "info", "warning", "error", "critical", "exception", "log")
 #: Where Dynamo is told so; the older name became an alias of the newer one.
@@ -176,9 +181,19 @@ def made_by_custom_op(name: str) -> bool:
     return name in OPDEFS
 
 
-def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
-    """Tell Dynamo that this dimension must stay symbolic."""
-    dynamo.mark_dynamic(tensor, dim)
+@contextlib.contextmanager
+def marked_dynamic(dims: Iterable[tuple[torch.Tensor, int]]) -> Iterator[None]:
+    """Tell Dynamo that these dimensions must stay symbolic; the tensors are the caller's, who may trace them again."""
+    tensors = []
+    for tensor, dim in dims:
+        tensors.append(tensor)
+        dynamo.mark_dynamic(tensor, dim)
+    try:
+        yield
+    finally:
+        for tensor in tensors:
+            for name in _MARKS:
+                vars(tensor).pop(name, None)
 
 
 def _logging_functions() -> set[Any]:

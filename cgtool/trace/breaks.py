@@ -6,7 +6,8 @@ import contextlib
 import inspect
 import linecache
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from cgtool.errors import CgtoolError, GraphBreakError, TraceError
@@ -34,9 +35,29 @@ _DEFAULT_HINT = f"Rewrite that line with tensor operations, or {_WRAP}"
 _OWN_ERROR = re.compile(r"Dynamo failed to run FX node with fake tensors: .*?got (\w+)\([\"'](.*?)[\"']\)", re.DOTALL)
 #: How Dynamo reports an exception that the model's code raises and does not catch.
 _RAISED = re.compile(r"Observed exception.*raised exception (\w+)\(([^\n]*)\)", re.DOTALL)
+#: What Dynamo says of a dimension that was marked and has one size only, and where it says why.
+_SPECIALISED = re.compile(
+    r"You marked L(?:\['kwargs'\])?\['(\w+)'\]\.size\(\)\[(\d+)\] as dynamic but your code specialized it to be a "
+    r"constant \((\d+)\)"
+)
+_STACK = re.compile(r'^ *File "([^"]+)", line (\d+)', re.MULTILINE)
 _SAID = re.compile(r"ConstantVariable\(str: ['\"](.*?)['\"]\)")
 #: How much of Dynamo's own words is shown, in lines.
 _MAX_LINES = 5
+
+
+class FixedDimensionError(TraceError):
+    """The model's code fixes dimensions that should be dynamic.
+
+    Attributes:
+        fixed: Parameter and dimension → its only size.
+        because: The user's line, where Dynamo tells it.
+    """
+
+    def __init__(self, message: str, *, fixed: Mapping[tuple[str, int], int], because: str) -> None:
+        super().__init__(message, actual=fixed)
+        self.fixed = fixed
+        self.because = because
 
 
 @contextlib.contextmanager
@@ -67,18 +88,16 @@ def _failed(kind: str, text: str, error: Exception, method: Callable[..., Any]) 
 
 def _specialised(error: Exception) -> TraceError:
     text = re.sub(r"\s+", " ", str(error))
-    said = r"You marked (L\[.*?\]\.size\(\)\[\d+\]) as dynamic but your code specialized it to be a constant \((\d+)\)"
-    found = re.findall(said, text)
-    places = "; ".join(f"{_spoken(place)} is always {size} in this model" for place, size in found)
+    fixed = {(parameter, int(dim)): int(size) for parameter, dim, size in _SPECIALISED.findall(text)}
+    places = "; ".join(f"{parameter}, dimension {dim}, is always {size}" for (parameter, dim), size in fixed.items())
+    lines = [(file, line) for file, line in _STACK.findall(str(error)) if not is_covered_by_versions(file)]
+    file, line = (lines or _STACK.findall(str(error)) or [("", "0")])[-1]
+    because = f"`{linecache.getline(file, int(line)).strip()}` ({Path(file).name}:{line})" if file else ""
     msg = (
-        f"A dimension that should be dynamic is not: {places or text[:600]}. Take it out of `dynamic`, or change the "
-        "code that fixes it."
+        f"A dimension that should be dynamic is not: {places or text[:600]} in this model"
+        f"{f' because of {because}' if because else ''}. Take it out of `dynamic`, or change the code that fixes it."
     )
-    return TraceError(msg)
-
-
-def _spoken(place: str) -> str:
-    return re.sub(r"L\['(\w+)'\]\.size\(\)\[(\d+)\]", r"\1, dimension \2,", place)
+    return FixedDimensionError(msg, fixed=fixed, because=because)
 
 
 def _graph_break(error: Exception, method: Callable[..., Any]) -> TraceError:

@@ -138,8 +138,6 @@ def capture(
     """
     count("traces")
     refuse_surroundings(Roots(module, method))
-    for tensor, dim, _ in marked:
-        private.mark_dynamic(tensor, dim)
     roots = Roots(module, method, arguments)
     captured = _Capture(roots, MarkedSizes([tensor for tensor, _, _ in marked]))
     recorder = GuardRecorder(frame=captured.current_frame, is_input=captured.takes)
@@ -147,7 +145,7 @@ def capture(
     state = tuple(Guard(source=f"state:{name}", kind="state", expected=current(name)) for name in STATE_NAMES)
     with torch.no_grad(), private.quiet_tracing(), explained(method), listening() as asked:
         compiled = private.trace_frame(method, captured, recorder.filter)
-        with mode, captured.sizes:
+        with mode, captured.sizes, private.marked_dynamic((tensor, dim) for tensor, dim, _ in marked):
             result = signature.call(compiled, arguments)
     graph_module = captured.graph_module
     if graph_module is None:

@@ -109,7 +109,10 @@ def compared(spec: ModelSpec, loaded: Any, *, tolerance: float = 1e-4) -> str:
     for index, sizes in enumerate(({}, *SIZES)):
         kwargs = _resized(spec, sizes)
         with torch.no_grad():
-            expected = _seeded(spec.module, kwargs)
+            try:
+                expected = _seeded(spec.module, kwargs)
+            except Exception:  # noqa: BLE001 - a size that the model itself does not run at, which it says as it likes
+                continue
             try:
                 got = _seeded(loaded, kwargs)
             except CgtoolError as error:

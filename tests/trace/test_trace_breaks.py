@@ -258,7 +258,9 @@ def fixed_by_branch(model, y):
 
 @pytest.mark.parametrize("body", [fixed_by_code, fixed_by_branch])
 def test_a_dynamic_dimension_that_the_code_fixes_is_named(body):
-    with pytest.raises(TraceError, match=r"should be dynamic is not: x, dimension 0, is always 3") as caught:
+    with pytest.raises(
+        TraceError, match=r"should be dynamic is not: x, dimension 0, is always 3 in this model because of `"
+    ) as caught:
         plan_of(Model(body), torch.rand(3, 4), dynamic={"x": {0: ("n", 2, None)}})
     assert "Take it out of `dynamic`, or change the code that fixes it." in str(caught.value)
 
