@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cgtool import CompiledPiece, CompilerInterface
 from cgtool.plan.grammar import digest_of
-from cgtool.runtime.program import piece_function
+from cgtool.runtime.op_by_op import piece_function
 
 WORD = b"worded\n"
 

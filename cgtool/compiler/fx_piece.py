@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,12 +20,14 @@ from torch import fx
 from cgtool.compiler import _torch
 from cgtool.compiler.sizes import choose_hints
 from cgtool.errors import CompileError, SplitError
-from cgtool.graph.expressions import check_expression, evaluate
+from cgtool.graph.expressions import check_expression, evaluate, holds, symbols_of
 from cgtool.graph.sympy_text import expression_text
 from cgtool.graph.targets import ATTRIBUTES, check_method, resolve_target
 from cgtool.graph.values import constants_of, decode_value, device_of, dtype_of
 from cgtool.plan.pieces import Dim, Node, PieceGraph, TensorMeta
 
+#: Symbols that may be smaller are sizes that come from data; these are tried at sizes up to the other one.
+_FIRST_USUAL, _SMALL, _MOST_TRIED = 2, 5, 4
 _METHOD_PREFIXES = ("torch.Tensor.", "torch._C.TensorBase.")
 
 
@@ -65,6 +68,7 @@ class RebuiltPiece:
                 msg = f"the compiler relies on {expr}, which a plan cannot say ({error}); the piece can run eagerly"
                 raise CompileError(msg, actual=str(expr)) from error
             if text not in graph.facts:
+                _refuse_of_data(text, graph)
                 found[text] = None
         return tuple(found)
 
@@ -79,6 +83,25 @@ class RebuiltPiece:
                     expected=f"{symbol.name} from {symbol.min} to {symbol.max or 'any'}",
                     actual=fixed[name],
                 )
+
+
+def _refuse_of_data(guard: str, graph: PieceGraph) -> None:
+    """Refuse what the compiler takes for granted of sizes that come from data, unless it is an upper limit.
+
+    Only such sizes may be 0 or 1 in a graph, and what data gives next is not for anybody to choose.
+    """
+    from_data = [symbol for symbol in graph.symbols if symbol.min < _FIRST_USUAL and symbol.name in symbols_of(guard)]
+    if not from_data:
+        return
+    hints = choose_hints(graph)
+    for small in itertools.product(range(_SMALL), repeat=min(len(from_data), _MOST_TRIED)):
+        sizes = {**hints, **dict(zip((symbol.name for symbol in from_data), small, strict=False))}
+        if not holds(guard, sizes):
+            raise CompileError(
+                f"the compiler relies on '{guard}', which sizes that come from data need not meet; the piece runs "
+                f"eagerly instead",
+                actual=guard,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from cgtool.compiler.fx_piece import rebuild
 from cgtool.compiler.narrowed import narrowed_ranges, narrowing_relations, served_by
 from cgtool.compiler.required import check_required, required_sizes, serves
 from cgtool.config import EAGER
-from cgtool.errors import CgtoolError, TraceError
+from cgtool.errors import CgtoolError, CompileError, TraceError
 from cgtool.events import Event, OnEvent
 from cgtool.graph._torch import share_storage
 from cgtool.graph.values import tensor_meta
@@ -53,6 +53,7 @@ _log = logging.getLogger(__name__)
 
 #: How many further variants a call gets for what is required of it, and how many sizes are found not to run.
 _MOST_FURTHER, _MOST_LEFT_OUT = 16, 64
+_MOST_OPS_NAMED = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,10 +310,19 @@ def _stitched(spec: ModelSpec, dims: Dims, traced: Sequence[_Traced], notes: Seq
         splitting_ops=tuple(dict.fromkeys(name for one in traced for name in one.split.splitting_ops)),
         fallbacks=tuple(_fallbacks(traced)),
         slow_ops=slow_ops(tuple(names)),
-        notes=tuple(dict.fromkeys((*narrowed_ranges(served, dims.by_name), *notes))),
+        notes=tuple(dict.fromkeys((*narrowed_ranges(served, dims.by_name), *notes, *_from_data(traced)))),
         computation_graph=graph_text(with_bodies(traces[0].graph_module), traced[0].split.assignment),
         trace_secs=secs,
     )
+
+
+def _from_data(traced: Sequence[_Traced]) -> Iterator[str]:
+    """Yield a note on the ops that run between pieces because they find sizes or numbers in data."""
+    ops = list(dict.fromkeys(op for one in traced for op in one.split.from_data))
+    if ops:
+        named = "; ".join(ops[:_MOST_OPS_NAMED])
+        more = f" and {len(ops) - _MOST_OPS_NAMED} more" if len(ops) > _MOST_OPS_NAMED else ""
+        yield f"What these ops find in data is known only as they run, so they run between pieces: {named}{more}."
 
 
 def _fallbacks(traced: Sequence[_Traced]) -> Iterator[Fallback]:
@@ -342,8 +352,13 @@ def _why_as_it_stands(graph: PieceGraph) -> str | None:
         return (
             f"the op {composed[0]} is composed of other ops (CompositeImplicitAutograd), by code that cannot be watched"
         )
-    with _torch.DrawingOps() as draws:
-        rebuild(graph)
+    try:
+        with _torch.DrawingOps() as draws:
+            rebuild(graph)
+    except CompileError as error:
+        if all(symbol.min >= FIRST_DYNAMIC for symbol in graph.symbols):
+            raise
+        return f"it works on sizes that come from data: {error}"
     if draws.names:
         return (
             f"it draws random numbers ({', '.join(draws.names)}), and compiled code would draw others than eager does"
@@ -376,7 +391,7 @@ def _variant(name: str, fixed: Mapping[str, int], dims: Dims, trace: Trace, spli
         fixed=dict(fixed),
         dims={dim: tuple(text for text in texts if text in known) for dim, texts in named.items()},
         symbols=tuple(_bounded(symbol, named, dims) for symbol in symbols),
-        relations=(*relations, *equal),
+        relations=(*relations, *equal, *split.relations_from_data),
         inputs=inputs,
         model_guards=trace.model_guards,
         call_guards=(*trace.call_guards, *states, *_apart(inputs, placeholders, split)),

@@ -24,12 +24,12 @@ from cgtool.plan.records import Guard, GuardTable, Input, Plan, Variant, source_
 from cgtool.runtime.call_guards import Accept, AcceptWriter, check_symbols
 from cgtool.runtime.dispatch import Boxed, ForkedLock, PiecewiseBackend, ShapeTable
 from cgtool.runtime.generate import hole_value, op_names, template_needs
+from cgtool.runtime.op_by_op import piece_maker
 from cgtool.runtime.program import (
     Program,
     ProgramWriter,
     check_steps,
     compiled_steps,
-    piece_maker,
 )
 from cgtool.runtime.weights import StructureChangedError, Weights, is_weight
 
@@ -453,7 +453,7 @@ def pieces_of(variant: Variant, graphs: Mapping[str, PieceGraph]) -> list[Piece]
             Piece(
                 name=f"piece {step.piece}",
                 dynamic_dims=tuple(dict.fromkeys(names.get(symbol, symbol) for symbol in symbols)),
-                is_static=not variant.symbols,
+                is_static=not variant.symbols and not step.symbols,
                 returned_by_ops={i: returned[value] for i, value in enumerate(step.inputs) if value in returned},
             )
         )

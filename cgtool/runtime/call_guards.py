@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from cgtool.errors import ArtifactError, CgtoolError
+from cgtool.graph.expressions import symbols_of
 from cgtool.graph.values import device_of, dtype_of
 from cgtool.guards import state
 from cgtool.guards.kinds import are_apart, describe
@@ -195,6 +196,8 @@ class AcceptWriter:
             upper = "" if symbol.max is None else f" <= {symbol.max}"
             code.add(f"if not {symbol.min} <= {symbol.name}{upper}: return None")
         for relation in variant.relations:
+            if not set(symbols_of(relation)) <= set(self._symbols):
+                continue  # of sizes from data, which the program checks where it finds them
             code.add(f"if not {self._expression(relation)}: return None")
         for index, item in enumerate(self._inputs):
             self._shape(f"x{index}", item.meta)

@@ -99,7 +99,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     def fits(self, values: Mapping[str, int]) -> bool:
         """Return whether it serves these values of the variant's symbols."""
         within = all(symbol in values and low <= values[symbol] <= high for symbol, (low, high) in self.bounds.items())
-        return within and all(holds(text, values) for text in self.guards)
+        # those over sizes that come from data are checked where the program finds these
+        return within and all(holds(text, values) for text in self.guards if values.keys() >= set(symbols_of(text)))
 
 
 class PiecewiseBackend(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,17 +26,17 @@ from msgspec.structs import replace
 
 from cgtool import host
 from cgtool.errors import ArtifactError, CacheError, CacheMissError, CacheSchemaError, RefusedError
-from cgtool.graph.expressions import rename
+from cgtool.graph.expressions import rename, symbols_of
 from cgtool.guards.sources import Roots
 from cgtool.guards.table import failures_of
 from cgtool.plan.pieces import AOT_INDUCTOR, EAGER, PieceGraph
-from cgtool.plan.records import Plan, Step, parse_plan
+from cgtool.plan.records import Plan, Step, Variant, parse_plan
 from cgtool.plan.shapes import dispatch_order
 from cgtool.runtime.aoti_package import Packages
 from cgtool.runtime.call import LoadedModel, first_index
 from cgtool.runtime.dispatch import Bounds, Boxed, Choice, PiecewiseBackend, Unopened, graph_at, symbol_bounds
 from cgtool.runtime.factors import Live, differences_now
-from cgtool.runtime.program import promised_function
+from cgtool.runtime.op_by_op import promised_function
 from cgtool.runtime.weights import is_weight, tensor_differences
 from cgtool.store.artifacts import code_of
 from cgtool.store.entry import Entry
@@ -334,6 +334,11 @@ def _backend(rows: list[_Opened]) -> PiecewiseBackend:
     )
 
 
+def _is_from_data(guard: str, variant: Variant) -> bool:
+    """Return whether a guard speaks of a size that is known only while the program runs."""
+    return not set(symbols_of(guard)) <= {symbol.name for symbol in variant.symbols}
+
+
 def _with_added_guards(plan: Plan, pieces: Mapping[tuple[int, int], list[_Opened]]) -> Plan:
     """Return the plan with what the compiler relied on for the general shape among its variants' relations."""
     if not any(one.guards for rows in pieces.values() for one in rows):
@@ -342,8 +347,7 @@ def _with_added_guards(plan: Plan, pieces: Mapping[tuple[int, int], list[_Opened
     for index, variant in enumerate(plan.variants):
         added: dict[str, None] = dict.fromkeys(variant.relations)
         for step in variant.steps:
-            general = next((one for one in pieces.get((index, step.piece), ()) if not one.bounds), None)
-            if general is not None:
-                added.update(dict.fromkeys(general.guards))
+            for one in pieces.get((index, step.piece), ()):
+                added.update((guard, None) for guard in one.guards if not one.bounds or _is_from_data(guard, variant))
         variants.append(replace(variant, relations=tuple(added)))
     return replace(plan, variants=tuple(variants))

@@ -1,28 +1,25 @@
-"""A variant's stitched program, and the pieces that run op by op, as straight-line Python functions.
+"""A variant's stitched program as one straight-line Python function.
 
 A program takes the tensors of a call, the values of the symbols, the objects that the output passes through, the
 model's tensors and a function for each compiled piece. It runs the steps in order, forgets a value after its last use
-and puts the output together. It keeps nothing between calls. Splitting pieces, and every piece of the `eager` adaptor,
-run op by op with torch alone.
+and puts the output together. It keeps nothing between calls. Pieces that are never compiled run as `op_by_op` has them.
+A size that a splitting piece found in data is a symbol from there on.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from cgtool.errors import ArtifactError
+from cgtool.errors import ArtifactError, GuardError
 from cgtool.graph.expressions import rename, symbols_of
-from cgtool.graph.targets import ATTRIBUTES, check_method, resolve_target
-from cgtool.graph.values import decode_value, device_of, dtype_of, refs_of
-from cgtool.plan.pieces import Dim, Graphs, Json, Node, PieceGraph, TensorMeta
+from cgtool.graph.values import dtype_of
+from cgtool.plan.pieces import Dim, Graphs, PieceGraph, TensorMeta
 from cgtool.plan.records import Step, Variant
 from cgtool.runtime.dispatch import Boxed
 from cgtool.runtime.generate import (
     Code,
-    check_identifier,
     check_line,
     expression,
     malformed,
@@ -33,6 +30,8 @@ from cgtool.runtime.generate import (
     tuple_source,
 )
 
+#: What a symbol of a variant is called.
+SYMBOL = r"s[0-9]{1,6}"
 #: (call tensors, symbol values, passed objects, model tensors, piece functions) → the model's output
 Program = Callable[[Any, Any, Any, Any, Any], Any]
 
@@ -51,6 +50,7 @@ def check_steps(variant: Variant, graphs: Graphs, symbols: tuple[str, ...]) -> N
         ArtifactError: A step does not.
     """
     metas = {value: item.meta for value, item in enumerate(variant.inputs)}
+    known = symbols
     for step in variant.steps:
         if step.graph not in graphs:
             raise malformed("graph of the plan", step.graph)
@@ -64,7 +64,11 @@ def check_steps(variant: Variant, graphs: Graphs, symbols: tuple[str, ...]) -> N
                 raise malformed("input of a step", repr(step))
         metas.update(zip(step.outputs, graph.results, strict=True))
         for text in step.symbols.values():
-            expression(text, symbols)
+            if step.splitting and text not in known and re.fullmatch(SYMBOL, text):
+                known = (*known, text)  # what its ops find in data are symbols from here on
+            expression(text, known)
+    for text in variant.relations:
+        expression(text, known)
 
 
 def _may_be(one: TensorMeta, other: TensorMeta) -> bool:
@@ -92,6 +96,7 @@ class ProgramWriter:
         self.graphs = graphs
         self.symbols = symbols
         self.eager = eager
+        self.relations = [text for text in variant.relations if not set(symbols_of(text)) <= set(symbols)]
         self.code = Code(f"program of {len(variant.steps)} steps")
         self.defined = set(range(len(variant.inputs)))
         self.of_model: frozenset[int] = frozenset()
@@ -100,7 +105,7 @@ class ProgramWriter:
         self.num_compiled = 0
         #: By the ids of a graph and of symbols, which the plan keeps alive: how dtype, shape and stride of each
         #: output are written, and what repairs it.
-        self.makes: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {}
+        self.makes: dict[tuple[int, int], list[tuple[str, str, str, str] | None]] = {}
 
     def function(self, call_inputs: Sequence[int], weights: Sequence[int], passed: Sequence[str]) -> Program:
         """Return the function.
@@ -175,9 +180,11 @@ class ProgramWriter:
         self.unpacked[code.next_line] = step, len(outputs)
         code.add(f"{tuple_source(outputs)} = {callee}(args)")
         if step.splitting:
+            self._read_new_sizes(outputs, step, graph)
             # Compare each with what its fake implementation promised the pieces that come after it.
             for name, make in zip(outputs, self._makes(step, graph), strict=True):
-                code.add(check_line(name, *make))
+                if make is not None:
+                    code.add(check_line(name, *make))
         self._forget(value for value in step.outputs if value in dying)
 
     def _callee(self, step: Step) -> str:
@@ -186,8 +193,34 @@ class ProgramWriter:
         self.num_compiled += 1
         return f"t{self.num_compiled - 1}"
 
-    def _makes(self, step: Step, graph: PieceGraph) -> list[tuple[str, str, str, str]]:
-        """Return what is written of the makes of a step's outputs; steps of equal layers share it."""
+    def _read_new_sizes(self, outputs: Sequence[str], step: Step, graph: PieceGraph) -> None:
+        """Read the sizes that the step found in data off its outputs, and check what the trace assumed of them."""
+        new: dict[str, str] = {}
+        for output, meta in zip(outputs, graph.results, strict=True):
+            for dim, size in enumerate(meta.shape):
+                symbol = step.symbols.get(size) if type(size) is str else None
+                if symbol is not None and symbol not in self.symbols and re.fullmatch(SYMBOL, symbol):
+                    self.code.add(f"{symbol} = {output}.size({dim})")
+                    self.symbols = (*self.symbols, symbol)
+                    new[str(size)] = symbol
+        if not new:
+            return
+        bounds = [(new[symbol.name], symbol) for symbol in graph.symbols if symbol.name in new]
+        texts = [f"{name} >= {symbol.min}" for name, symbol in bounds if symbol.min]
+        texts += [f"{name} <= {symbol.max}" for name, symbol in bounds if symbol.max is not None]
+        texts += [t for t in self.relations if not set(new.values()).isdisjoint(symbols_of(t))]
+        ops = ", ".join(op_names(graph)[:4])
+        for text in texts:
+            if set(symbols_of(text)) <= set(self.symbols):
+                sizes = tuple_source(symbols_of(text))
+                refuse = self.code.constant(_refuse_sizes(text, symbols_of(text), ops))
+                self.code.add(f"if not {expression(text, self.symbols)}: {refuse}({sizes})")
+
+    def _makes(self, step: Step, graph: PieceGraph) -> list[tuple[str, str, str, str] | None]:
+        """Return what is written of the makes of a step's outputs; steps of equal layers share it.
+
+        None is of one that has a size from data that no tensor has by itself: no compiled piece relies on it.
+        """
         key = id(graph), id(step.symbols)
         if key not in self.makes:
             constant, repair = self.code.constant, self.code.constant(repairer(graph))
@@ -198,9 +231,15 @@ class ProgramWriter:
                     tuple_source(self._size(size, step) for size in meta.stride),
                     repair,
                 )
+                if self._is_known(meta, step)
+                else None
                 for meta in graph.results
             ]
         return self.makes[key]
+
+    def _is_known(self, meta: TensorMeta, step: Step) -> bool:
+        texts = [rename(dim, step.symbols) for dim in (*meta.shape, *meta.stride) if type(dim) is str]
+        return all(symbol in self.symbols for text in texts for symbol in symbols_of(text))
 
     def _size(self, size: Dim, step: Step) -> str:
         if type(size) is not str:
@@ -223,6 +262,19 @@ class ProgramWriter:
         names = [f"v{value}" for value in values if value not in self.of_model]
         if names:
             self.code.add("del " + ", ".join(names))
+
+
+def _refuse_sizes(text: str, symbols: Sequence[str], ops: str) -> Callable[[tuple[int, ...]], None]:
+    def refuse(sizes: tuple[int, ...]) -> None:
+        """Raise where data gave sizes that the pieces which come next were not compiled for."""
+        found = " and ".join(f"{symbol} = {size}" for symbol, size in zip(symbols, sizes, strict=True))
+        msg = (
+            f"{ops} found sizes in the data of this call ({found}) that the compiled model does not serve: it was "
+            f"compiled for {text}. Warm with an example like this call, or pass otherwise='eager'."
+        )
+        raise GuardError(msg, path=ops, expected=text, actual=dict(zip(symbols, sizes, strict=True)))
+
+    return refuse
 
 
 def _look_up(objects: Mapping[str, str], text: str) -> str:
@@ -250,245 +302,3 @@ def _refuse_count(
         raise ArtifactError(msg, path=step.piece, expected=expected) from None
 
     return refuse
-
-
-_ENTER = "torch.amp.autocast_mode._enter_autocast"
-#: Of a value's number.
-_MOST_DIGITS = 9
-_EXIT = "torch.amp.autocast_mode._exit_autocast"
-
-
-def piece_function(graph: PieceGraph, *, device_index: int | None = None) -> Boxed:
-    """Return a function that runs `graph` with torch alone.
-
-    Args:
-        graph: Any piece, compiled or splitting.
-        device_index: What a device without an index means ("cuda" → "cuda:1"); None: the current device.
-
-    Returns:
-        A boxed function: takes a list of tensors, which it empties, and returns a list of the graph's outputs. Several
-        threads may call it at once.
-
-    Raises:
-        ArtifactError: The graph holds something outside its grammar, or an op that this process does not have.
-    """
-    return piece_maker(graph, device_index=device_index)()
-
-
-def promised_function(graph: PieceGraph, *, device_index: int | None = None) -> Boxed:
-    """Return `piece_function(graph)`, whose outputs are of the make that the trace promised whatever its ops give.
-
-    The pieces that come after it were compiled for that, and do not look.
-
-    Args:
-        graph: A piece that runs as it stands in a compiled one's place.
-        device_index: As for `piece_function`.
-
-    Raises:
-        ArtifactError: As `piece_function`; the function itself, where an op gives another shape or dtype than promised.
-    """
-    return _PieceWriter(graph, device_index, 0, keeps_promise=True).maker()()
-
-
-def piece_maker(graph: PieceGraph, *, num_holes: int = 0, device_index: int | None = None) -> Callable[..., Boxed]:
-    """Return a function that makes the function of a piece, as `piece_function` does, from the values of its holes.
-
-    Args:
-        graph: Any piece; `{"hole": n}` may stand in its arguments, see `cgtool.plan.pieces`.
-        num_holes: How many holes it has.
-        device_index: As for `piece_function`.
-
-    Raises:
-        ArtifactError: As `piece_function`.
-    """
-    return _PieceWriter(graph, device_index, num_holes).maker()
-
-
-class _PieceWriter:
-    def __init__(
-        self, graph: PieceGraph, device_index: int | None, num_holes: int, *, keeps_promise: bool = False
-    ) -> None:
-        self.graph = graph
-        self.keeps_promise = keeps_promise
-        self.num_holes = num_holes
-        self.device_index = device_index
-        self.code = Code("piece")
-        self.num_inputs = len(graph.inputs)
-        self.defined = self.num_inputs
-        self.enters = any(node.target == _ENTER for node in graph.nodes)
-
-    def maker(self) -> Callable[..., Boxed]:
-        graph, code = self.graph, self.code
-        code.add("def piece(args):")
-        code.depth += 1
-        dying = self._last_uses()
-        names = [f"v{i}" for i in range(self.num_inputs)]
-        code.add(f"{tuple_source(names)} = args" if names else "pass")
-        code.add(f"{code.constant(list.clear)}(args)")
-        sizes = self._read_sizes() if self.keeps_promise else {}
-        if self.enters:
-            code.add("entered = []")
-            code.add("try:")
-            code.depth += 1
-        self._forget(dying.get(-1, ()))
-        for index, node in enumerate(graph.nodes):
-            self._node(node, used=index not in dying.get(index, ()))
-            self.defined += 1
-            self._forget(dying.get(index, ()), but=index)
-        if self.keeps_promise:
-            repair, known = code.constant(repairer(graph)), tuple(sizes.values())
-            for ref, meta in dict(zip(graph.outputs, graph.results, strict=True)).items():
-                dims = [*meta.shape, *meta.stride]
-                if any(name not in sizes for dim in dims if isinstance(dim, str) for name in symbols_of(dim)):
-                    continue  # a size that no input shows
-                shape, stride = (
-                    tuple_source(expression(rename(d, sizes) if isinstance(d, str) else d, known) for d in part)
-                    for part in (meta.shape, meta.stride)
-                )
-                code.add(check_line(self._local(ref), code.constant(dtype_of(meta.dtype)), shape, stride, repair))
-        code.add(f"return [{', '.join(self._local(ref) for ref in graph.outputs)}]")
-        if self.enters:
-            code.depth -= 1
-            code.add(f"finally: {code.constant(_leave)}(entered)")
-        code.depth -= 1
-        code.add("return piece")
-        return code.define("make", [f"h{n}" for n in range(self.num_holes)])
-
-    def _read_sizes(self) -> dict[str, str]:
-        """Read the symbols off the inputs' dimensions; return what each is called in the function."""
-        names: dict[str, str] = {}
-        symbols = {symbol.name for symbol in self.graph.symbols}
-        for position, meta in enumerate(self.graph.inputs):
-            for dim, size in enumerate(meta.shape):
-                if size in symbols and size not in names:
-                    names[str(size)] = f"n{len(names)}"
-                    self.code.add(f"{names[str(size)]} = v{position}.size({dim})")
-        return names
-
-    def _last_uses(self) -> dict[int, list[int]]:
-        """Return node index → values (as node indices, inputs negative past -1) that nothing needs after it."""
-        last = dict.fromkeys(range(self.num_inputs), -1)
-        for index, node in enumerate(self.graph.nodes):
-            last[self.num_inputs + index] = index
-            for data in (*node.args, *node.kwargs.values()):
-                last.update((_ref_number(ref), index) for ref in refs_of(_plugged(data)))
-        for ref in self.graph.outputs:
-            last.pop(_ref_number(ref), None)
-        dying: dict[int, list[int]] = {}
-        for value, index in last.items():
-            dying.setdefault(index, []).append(value - self.num_inputs)
-        return dying
-
-    def _forget(self, values: Iterable[int], but: int | None = None) -> None:
-        names = [f"v{value + self.num_inputs}" for value in values if value != but]
-        if names:
-            self.code.add("del " + ", ".join(names))
-
-    def _node(self, node: Node, *, used: bool) -> None:
-        if node.kind == "size":
-            call = self._size(node)
-        elif node.kind == "method":
-            call = self._method(node)
-        elif node.kind == "function":
-            call = self._call(node)
-        else:
-            raise malformed("kind of node", node.kind)
-        name = f"v{self.defined}"
-        keep = used or node.target == _ENTER
-        self.code.add(f"{name} = {call}" if keep else call)
-        if node.target == _ENTER:
-            self.code.add(f"{self.code.constant(list.append)}(entered, {name})")
-        elif node.target == _EXIT:
-            self.code.add(f"{self.code.constant(list.pop)}(entered)")
-        if keep and not used:
-            self.code.add(f"del {name}")
-
-    def _call(self, node: Node) -> str:
-        name = _target(node)
-        if name == "builtins.getattr":
-            known = [type(a) is dict and list(a) == ["s"] and a["s"] in ATTRIBUTES for a in node.args[1:]]
-            if node.kwargs or not all(known):
-                raise malformed("attribute of a tensor", node)
-        return f"{self.code.constant(resolve_target(name))}({self._arguments(node.args, node.kwargs)})"
-
-    def _size(self, node: Node) -> str:
-        if len(node.args) != 2 or type(node.args[0]) is not str or type(node.args[1]) is not int or node.kwargs:  # noqa: PLR2004 - a tensor and a dimension
-            raise malformed("size", node)
-        return f"{self._local(node.args[0])}.size({node.args[1]})"
-
-    def _method(self, node: Node) -> str:
-        name = check_method(_target(node))
-        if not node.args or type(node.args[0]) is not str:
-            raise malformed("call of a method", node)
-        return f"{self._local(node.args[0])}.{name}({self._arguments(node.args[1:], node.kwargs)})"
-
-    def _arguments(self, args: Iterable[Json], kwargs: dict[str, Json]) -> str:
-        parts = [self._value(data) for data in args]
-        parts += [f"{check_identifier(name)}={self._value(data)}" for name, data in kwargs.items()]
-        return ", ".join(parts)
-
-    def _value(self, data: Json) -> str:
-        """Return the source of an encoded value; what holds no reference becomes a constant."""
-        if data is None or type(data) in (bool, int):
-            return repr(data)
-        if type(data) is str:
-            return self._local(data)
-        if type(data) is list:
-            return f"[{', '.join(map(self._value, data))}]"
-        if type(data) is not dict or len(data) != 1:
-            raise malformed("value", data)
-        [(tag, body)] = data.items()
-        if tag == "hole" and type(body) is int and 0 <= body < self.num_holes:
-            return f"h{body}"
-        if tag == "t" and type(body) is list:
-            return tuple_source(map(self._value, body))
-        if tag == "d" or (tag == "slice" and refs_of(data)):
-            if tag == "d":
-                return f"{{{', '.join(f'{self._value(k)}: {self._value(v)}' for k, v in body)}}}"
-            return f"{self.code.constant(slice)}({', '.join(map(self._value, body))})"
-        return self.code.constant(self._placed(decode_value(data, self._local)))
-
-    def _placed(self, value: Any) -> Any:
-        """Give a device without an index, or a constant tensor, its place in this process."""
-        index = self.device_index
-        if index is None:
-            return value
-        if isinstance(value, torch.device):
-            return device_of(value.type, index) if ":" not in str(value) else value
-        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
-            return value.to(device_of(value.device.type, index))
-        return value
-
-    def _local(self, ref: Any) -> str:
-        number = _ref_number(ref)
-        if number >= self.defined:
-            raise malformed("reference", ref)
-        return f"v{number}"
-
-
-def _leave(entered: list[Any]) -> None:
-    """Close the autocast regions that an error left open."""
-    while entered:
-        resolve_target(_EXIT)(entered.pop())
-
-
-def _plugged(data: Json) -> Json:
-    """Return `data` with its holes closed, for who looks for references only."""
-    if type(data) is list:
-        return [_plugged(item) for item in data]
-    if type(data) is dict:
-        return 0 if list(data) == ["hole"] else {tag: _plugged(body) for tag, body in data.items()}
-    return data
-
-
-def _ref_number(ref: Any) -> int:
-    digits = ref[1:] if isinstance(ref, str) and ref[:1] == "%" else ""
-    if not (digits.isascii() and digits.isdecimal() and len(digits) <= _MOST_DIGITS):
-        raise malformed("reference", ref)
-    return int(digits)
-
-
-def _target(node: Node) -> str:
-    if type(node.target) is not str:
-        raise malformed("name of an op", node.target)
-    return node.target

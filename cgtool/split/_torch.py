@@ -5,6 +5,8 @@ Must not import torch._dynamo or torch._inductor. torch.utils._sympy comes with 
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +14,9 @@ import sympy
 import torch
 from torch._C import _functorch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import maybe_get_fake_mode
 from torch.amp import autocast_mode
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import bound_sympy
 
@@ -26,6 +30,11 @@ EXIT_AUTOCAST: Any = autocast_mode._exit_autocast
 #: Ops that, where nothing is differentiated, do nothing but run the body that is their first argument → the position
 #: of the first argument that the body takes.
 BODY_OPS: dict[str, int] = {"tag_activation_checkpoint": 1, "invoke_subgraph": 2, "wrap": 1}
+
+
+def fake_mode_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Return the mode of a fake tensor, to be entered."""
+    return maybe_get_fake_mode(tensor) or contextlib.nullcontext()
 
 
 def op_name(op: OpOverload | OpOverloadPacket) -> str:
@@ -83,12 +92,21 @@ def shape_env_of(value: Any) -> Any:
 def symbol_range(shape_env: Any, symbol: sympy.Symbol) -> tuple[int, int | None]:
     """Return the smallest and the largest size that the symbol may take; None is no limit."""
     bounds = shape_env.var_to_range[symbol]
-    return int(bounds.lower), None if bounds.upper in (int_oo, sympy.oo) else int(bounds.upper)
+    low = 0 if bounds.lower in (-int_oo, -sympy.oo) else max(0, int(bounds.lower))
+    # torch bounds a size that comes from data by the largest integers, one below which means the same
+    is_open = bounds.upper in (int_oo, sympy.oo) or int(bounds.upper) >= sys.maxsize - 1
+    return low, None if is_open else int(bounds.upper)
+
+
+def comes_from_data(symbol: Any) -> bool:
+    """Return whether a symbol stands for what an op finds in the data of a tensor: no shape of an input tells it."""
+    return bool(free_unbacked_symbols(symbol))
 
 
 def relations_of(shape_env: Any) -> Iterator[Any]:
     """Yield what the trace found true of its sizes, as sympy expressions with all replacements applied."""
-    for guard in shape_env.guards:
+    asserted = (assertion for group in shape_env.deferred_runtime_asserts.values() for assertion in group)
+    for guard in (*shape_env.guards, *asserted):
         yield shape_env.simplify(shape_env.replace(guard.expr))
 
 

@@ -22,7 +22,8 @@ from cgtool.guards.code import op_digest
 from cgtool.ops import is_torchs_own
 from cgtool.plan.pieces import Json, Node, NodeKind, PieceGraph
 from cgtool.split import _torch as private
-from cgtool.split.nodes import Kind, cannot_split, constant_of, described, example
+from cgtool.split.data import is_read, is_readable, is_shown, symbols_from_data
+from cgtool.split.nodes import Kind, cannot_split, constant_of, described, example, leaves_of
 from cgtool.split.program import Program
 from cgtool.split.sizes import PieceSizes, piece_sizes
 
@@ -65,23 +66,12 @@ class EncodedPiece:
     symbols: Mapping[str, str]
 
 
-def leaves_of(node: fx.Node) -> list[Any]:
-    """Return the nodes that `node` takes, in the order in which its arguments are written down, repeats included."""
-    found: list[Any] = []
-    fx.map_arg(node.args, found.append)
-    for name in sorted(node.kwargs):
-        fx.map_arg(node.kwargs[name], found.append)
-    return found
-
-
 def takes_of(members: Sequence[fx.Node], program: Program) -> list[fx.Node]:
     """Return the tensors that these nodes take from elsewhere, in the order of first use."""
     inside = frozenset(members)
     found: dict[fx.Node, None] = {}
     for node in members:
-        for leaf in leaves_of(node):
-            if program.kinds[leaf] in (Kind.SIZE, Kind.CONSTANT, Kind.CONTEXT, Kind.DROPPED) or leaf in inside:
-                continue
+        for leaf in _leaves_to_take(node, inside, program):
             if program.kinds[leaf] not in (Kind.TENSOR, Kind.INPUT):
                 raise cannot_split(
                     leaf, "what it gives is no tensor and is used in another piece; split somewhere else"
@@ -90,6 +80,44 @@ def takes_of(members: Sequence[fx.Node], program: Program) -> list[fx.Node]:
             if value not in inside and program.kinds[value] is not Kind.CONSTANT:
                 found[value] = None
     return list(found)
+
+
+def _leaves_to_take(node: fx.Node, inside: frozenset[fx.Node], program: Program) -> Iterator[fx.Node]:
+    """Yield what `node` needs from elsewhere, save sizes that are computed again from tensors."""
+    for leaf in leaves_of(node):
+        kind = program.kinds[leaf]
+        if leaf in inside or kind in (Kind.CONSTANT, Kind.CONTEXT, Kind.DROPPED):
+            continue
+        is_number = kind is Kind.SIZE or is_read(leaf, program.kinds)
+        if is_number and is_readable(example(leaf), inside, program.kinds, program.sizes):
+            continue
+        if kind is Kind.SIZE:
+            yield from _leaves_to_take(leaf, inside, program)
+        else:
+            yield leaf
+
+
+def donors_of(members: Sequence[fx.Node], program: Program) -> list[fx.Node]:
+    """Return the tensors of other pieces that these nodes read sizes off which come from data."""
+    if not program.sizes.from_data:
+        return []
+    takes = takes_of(members, program)
+    gives = [node for node in members if program.kinds[node] is Kind.TENSOR]
+    inputs, _ = _sized_inputs(members, gives, program)
+    return [node for node in inputs if node not in takes and program.kinds[node] is not Kind.INPUT]
+
+
+def _sized_inputs(
+    members: Sequence[fx.Node], gives: Sequence[fx.Node], program: Program
+) -> tuple[list[fx.Node], PieceSizes]:
+    """Return the tensors that a piece takes, donors of sizes at their end, and its symbols."""
+    sizes = program.sizes
+    used = [symbol for node in members for symbol in _symbols_used(node, program)]
+    used += [symbol for node in gives for symbol in sizes.symbols_in(example(node))]
+    inside = frozenset(members)
+    made = [s for s in used if s in sizes.from_data and not is_shown(s, inside, program.kinds, sizes)]
+    needed = [symbol for symbol in used if symbol not in made]
+    return piece_sizes(takes_of(members, program), needed, sizes, made)
 
 
 def encode_piece(members: Sequence[fx.Node], gives: Sequence[fx.Node], program: Program) -> EncodedPiece:
@@ -103,9 +131,7 @@ def encode_piece(members: Sequence[fx.Node], gives: Sequence[fx.Node], program: 
     Raises:
         SplitError: Something in the piece has no word in the grammar; the message names the node and the user's line.
     """
-    sizes_used = [symbol for node in members for symbol in _symbols_used(node, program)]
-    sizes_used += [symbol for node in gives for symbol in program.sizes.symbols_in(example(node))]
-    takes, sizes = _with_user_line(members, lambda: piece_sizes(takes_of(members, program), sizes_used, program.sizes))
+    takes, sizes = _with_user_line(members, lambda: _sized_inputs(members, gives, program))
     writer = _PieceWriter(takes, sizes, members, program)
     for node in members:
         writer.write(node)
@@ -140,12 +166,14 @@ def _with_user_line(members: Sequence[fx.Node], make: Callable[[], Any]) -> Any:
 def _symbols_used(node: fx.Node, program: Program) -> Iterator[str]:
     """Yield the symbols that the sizes among a node's arguments are computed from."""
     for leaf in leaves_of(node):
-        if program.kinds[leaf] is not Kind.SIZE:
+        if program.kinds[leaf] is not Kind.SIZE and not is_read(leaf, program.kinds):
             continue
         value = example(leaf)
         for item in value if isinstance(value, tuple | list) else (value,):
             if isinstance(item, torch.SymInt):
-                yield from program.sizes.symbols_in(item)
+                # a number from data that is no size of any tensor has no name: it is read or computed as it is written
+                unnamed = set(symbols_from_data(item)) - program.sizes.from_data
+                yield from (symbol for symbol in program.sizes.symbols_in(item) if symbol not in unnamed)
             elif isinstance(item, torch.SymFloat | torch.SymBool):
                 yield from _symbols_used(leaf, program)
 
@@ -215,10 +243,10 @@ class _PieceWriter:
         if not isinstance(leaf, fx.Node):
             return self._size(leaf)
         kind = self._program.kinds[leaf]
-        if kind is Kind.SIZE:
-            return self._number(leaf)
         if leaf in self.refs:
             return self.refs[leaf]
+        if kind is Kind.SIZE or is_read(leaf, self._program.kinds):
+            return self._number(leaf)
         root = leaf if kind is Kind.CONSTANT else self._program.memory.root[leaf]
         return (
             encode_value(constant_of(root), self._ref)
@@ -229,16 +257,22 @@ class _PieceWriter:
     def _number(self, node: fx.Node) -> Json:
         """Return the number that a SIZE node gives, computed from the piece's own tensors."""
         value = example(node)
-        if isinstance(value, torch.SymFloat | torch.SymBool):
-            # The grammar of sizes has integers only: take over the arithmetic as it was written.
+        if isinstance(value, torch.SymFloat | torch.SymBool) or not self._shows(value):
+            # The grammar of sizes has integers only, those that a tensor's shape shows: take over the arithmetic as it
+            # was written.
             if node not in self.refs:
-                if node.op != "call_function":
+                if node.op == "placeholder":
                     raise SplitError(f"{value} comes from an argument that is a number; make it a tensor or a constant")
                 self.refs[node] = self._call(node)
             return self.refs[node]
         if value is None:
             raise SplitError(f"its argument {node.name} is neither a tensor nor a number; pass one of these")
         return encode_value(value, self._size)
+
+    def _shows(self, value: Any) -> bool:
+        """Return whether the shapes of the piece's inputs show every symbol from data that a number has."""
+        places = (self._sizes.places.get(self._sizes.names.get(symbol, "")) for symbol in symbols_from_data(value))
+        return None not in places
 
     def _size(self, value: Any) -> Json:
         expr = private.expr_of(value)

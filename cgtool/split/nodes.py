@@ -123,6 +123,15 @@ def example(node: fx.Node) -> Any:
     return None if value is _MISSING else value
 
 
+def leaves_of(node: fx.Node) -> list[Any]:
+    """Return the nodes that `node` takes, in the order in which its arguments are written down, repeats included."""
+    found: list[Any] = []
+    fx.map_arg(node.args, found.append)
+    for name in sorted(node.kwargs):
+        fx.map_arg(node.kwargs[name], found.append)
+    return found
+
+
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):

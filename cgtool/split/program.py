@@ -38,7 +38,7 @@ class Program:
         output: What the graph returns: nodes and constants.
     """
 
-    kinds: Mapping[fx.Node, Kind]
+    kinds: dict[fx.Node, Kind]
     memory: Memory
     sizes: GraphSizes
     contexts: Mapping[fx.Node, tuple[fx.Node, ...]]
@@ -53,6 +53,7 @@ def read_program(gm: fx.GraphModule) -> Program:
         SplitError: It holds what no piece can hold.
     """
     graph = _with_tensors_only(with_bodies(gm))
+    _know_elements(graph)
     kinds = {node: kind_of(node) for node in graph.nodes if node.op != "output"}
     inputs = tuple(node for node, kind in kinds.items() if kind is Kind.INPUT)
     _refuse_several_devices(kinds)
@@ -62,11 +63,20 @@ def read_program(gm: fx.GraphModule) -> Program:
     return Program(
         kinds=kinds,
         memory=memory,
-        sizes=GraphSizes.of(inputs),
+        sizes=GraphSizes.of(inputs, kinds),
         contexts=_autocast_regions(kinds),
         inputs=inputs,
         output=output,
     )
+
+
+def _know_elements(graph: fx.Graph) -> None:
+    """Let the elements that `tolist()` reads one by one know what they are: Dynamo does not say so."""
+    for node in graph.find_nodes(op="call_function", target=operator.getitem):
+        owner = example(node.args[0]) if isinstance(node.args[0], fx.Node) else None
+        if "example_value" not in node.meta and isinstance(owner, torch.Tensor) and type(node.args[1]) is int:
+            with private.fake_mode_of(owner):
+                node.meta["example_value"] = owner[node.args[1]]
 
 
 def with_bodies(gm: fx.GraphModule) -> fx.GraphModule:

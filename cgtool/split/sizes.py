@@ -1,5 +1,8 @@
 """Sizes: the symbols of a graph, what is known of them, and where a piece reads them.
 
+A size that comes from data (the length of `x[mask]`, of a split by `tolist()`) is a symbol like others from the step on
+that runs its op: whoever needs it later reads it off a tensor that has it as a dimension.
+
 Symbols are renamed twice: for the whole graph to s0, s1, ... in the order in which its tensor inputs show them, and for
 each piece in the order in which the piece's inputs do. Names of the trace (`s77`) come from names of arguments, and
 enter nothing.
@@ -18,7 +21,7 @@ from cgtool.errors import SplitError
 from cgtool.graph.sympy_text import expression_text
 from cgtool.plan.pieces import SymbolRange
 from cgtool.split import _torch as private
-from cgtool.split.nodes import example
+from cgtool.split.nodes import example, tensors_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,19 +32,27 @@ class GraphSizes:
         shape_env: Dynamo's ShapeEnv, or None where every size is static.
         names: Symbol of the trace → s0, s1, ...
         symbols: The symbols, by their name in the trace.
-        donors: Symbol of the trace → the first input of the graph that has it as a dimension.
+        donors: Symbol of the trace → the first input of the graph that has it as a dimension; of one from data, the
+            first tensor.
+        from_data: The symbols of sizes that come from data, among `names`.
+        order: Node → its place in the graph.
     """
 
     shape_env: Any
     names: Mapping[str, str]
     symbols: Mapping[str, Any]
     donors: Mapping[str, fx.Node]
+    from_data: frozenset[str] = frozenset()
+    order: Mapping[fx.Node, int] = field(default_factory=dict)
     _relations: list[tuple[Any, frozenset[str]]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, inputs: Sequence[fx.Node]) -> GraphSizes:
-        """Read the symbols off the tensor inputs of a graph, in order."""
-        shape_env = next((env for env in (private.shape_env_of(example(n)) for n in inputs) if env is not None), None)
+    def of(cls, inputs: Sequence[fx.Node], nodes: Iterable[fx.Node] = ()) -> GraphSizes:
+        """Read the symbols off the tensor inputs of a graph, in order, then those from data off what its nodes give."""
+        nodes = list(nodes)
+        shape_env = next(
+            (env for env in (private.shape_env_of(example(n)) for n in (*inputs, *nodes)) if env is not None), None
+        )
         symbols: dict[str, Any] = {}
         donors: dict[str, fx.Node] = {}
         for node in inputs:
@@ -50,8 +61,28 @@ class GraphSizes:
             for size in example(node).shape:
                 if isinstance(size, torch.SymInt) and private.expr_of(size).is_Symbol:
                     donors.setdefault(private.expr_of(size).name, node)
+        from_data = {
+            symbol.name: symbol
+            for node in nodes
+            for tensor in tensors_in(example(node))
+            for size in tensor.shape
+            for symbol in _symbols_of(size)
+            if private.comes_from_data(symbol)
+        }
+        symbols.update(from_data)
+        for node in nodes:
+            for size in example(node).shape if isinstance(example(node), torch.Tensor) else ():
+                if isinstance(size, torch.SymInt) and str(private.expr_of(size)) in from_data:
+                    donors.setdefault(private.expr_of(size).name, node)
         names = {name: f"s{index}" for index, name in enumerate(symbols)}
-        sizes = cls(shape_env=shape_env, names=names, symbols=symbols, donors=donors)
+        sizes = cls(
+            shape_env=shape_env,
+            names=names,
+            symbols=symbols,
+            donors=donors,
+            from_data=frozenset(from_data),
+            order={node: index for index, node in enumerate(nodes)},
+        )
         if shape_env is not None:
             sizes._relations.extend(_useful_relations(shape_env, set(symbols)))
         return sizes
@@ -76,6 +107,11 @@ class GraphSizes:
             low, high = private.symbol_range(self.shape_env, self.symbols[symbol])
             found.append(SymbolRange(name=name, min=low, max=high))
         return tuple(found)
+
+    def relations_from_data(self) -> tuple[str, ...]:
+        """Return the relations that hold of sizes which come from data, under the names of the graph."""
+        texts = {expression_text(expr, self.names) for expr, free in self._relations if free & self.from_data}
+        return tuple(sorted(texts))
 
     def facts(self, names: Mapping[str, str]) -> tuple[str, ...]:
         """Return the relations over these symbols, under their new names, that ranges do not imply."""
@@ -118,7 +154,9 @@ class PieceSizes:
     places: Mapping[str, tuple[int, int]]
 
 
-def piece_sizes(takes: list[fx.Node], needed: Iterable[str], sizes: GraphSizes) -> tuple[list[fx.Node], PieceSizes]:
+def piece_sizes(
+    takes: list[fx.Node], needed: Iterable[str], sizes: GraphSizes, made: Iterable[str] = ()
+) -> tuple[list[fx.Node], PieceSizes]:
     """Return the piece's inputs with donors of sizes appended where needed, and its symbols.
 
     A symbol that some tensor of the piece holds, though none as a plain dimension, needs a donor too: compiled code
@@ -128,9 +166,10 @@ def piece_sizes(takes: list[fx.Node], needed: Iterable[str], sizes: GraphSizes) 
         takes: The tensors that the piece takes.
         needed: Further symbols that its nodes compute with.
         sizes: The symbols of the graph.
+        made: Symbols that none of its inputs shows, because its own ops find them in data.
 
     Raises:
-        SplitError: A symbol is no dimension of any input of the graph.
+        SplitError: A symbol is no dimension of any tensor that the piece could take.
     """
     inputs = list(takes)
     while True:
@@ -142,8 +181,10 @@ def piece_sizes(takes: list[fx.Node], needed: Iterable[str], sizes: GraphSizes) 
             for dim, size in enumerate(example(node).shape):
                 if isinstance(size, torch.SymInt) and private.expr_of(size).is_Symbol:
                     places.setdefault(names[private.expr_of(size).name], (position, dim))
-        missing = [s for s in sizes.ordered((*names, *needed)) if names.get(s) not in places]
+        new = [symbol for symbol in sizes.ordered(made) if symbol not in names]
+        missing = [s for s in sizes.ordered((*names, *needed)) if names.get(s) not in places and s not in new]
         if not missing:
+            names.update((symbol, f"s{len(names) + index}") for index, symbol in enumerate(new))
             return inputs, PieceSizes(names=names, places=places)
         donor = sizes.donors.get(missing[0])
         if donor is None or donor in inputs:

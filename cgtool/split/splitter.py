@@ -19,9 +19,10 @@ from cgtool.plan.pieces import Json, PieceGraph
 from cgtool.plan.records import Step
 from cgtool.split import _torch as private
 from cgtool.split.cut import Segment, segments, splitting_nodes
-from cgtool.split.encode import EncodedPiece, encode_piece, takes_of
+from cgtool.split.data import is_source, run_as_they_stand, with_numbers
+from cgtool.split.encode import EncodedPiece, donors_of, encode_piece, takes_of
 from cgtool.split.memory import Crossing, contested, hazards, view_chain
-from cgtool.split.nodes import Kind, cannot_split, example
+from cgtool.split.nodes import Kind, cannot_split, described, example
 from cgtool.split.program import Program, read_program, refuse_shape_changes
 
 
@@ -35,6 +36,8 @@ class SplitResult:
         symbol_names: Symbol of the trace → the variant's symbol, in order.
         num_inputs: Tensor placeholders: value ids 0 to num_inputs - 1.
         outputs: For each output of the graph: ["v", value id], ["expr", text] or ["const", value].
+        relations_from_data: What the trace found true of sizes that come from data, over their symbols and others.
+        from_data: The ops, with their lines, that find a size or a number in data, and therefore run as they stand.
         splitting_ops: The names that matched, spelled `ns::op` or dotted, sorted.
         eager_pieces: piece index → why a piece that holds no splitting op must run as it stands all the same.
         mutated_inputs: Positions of the tensor placeholders that the graph writes to.
@@ -47,6 +50,8 @@ class SplitResult:
     num_inputs: int
     outputs: tuple[Json, ...]
     splitting_ops: tuple[str, ...]
+    relations_from_data: tuple[str, ...] = ()
+    from_data: tuple[str, ...] = ()
     eager_pieces: dict[int, str] = field(default_factory=dict)
     mutated_inputs: tuple[int, ...] = ()
     assignment: dict[str, int] = field(default_factory=dict)
@@ -70,11 +75,12 @@ def split_graph(gm: fx.GraphModule, *, splitting_ops: Sequence[str] | None) -> S
     program = read_program(gm)
     kinds = dict(program.kinds)
     at, names = splitting_nodes(kinds, splitting_ops)
-    cut = segments(kinds, at, program.memory)
+    from_data = run_as_they_stand(kinds)
+    cut = segments(kinds, at | from_data, program.memory)
     piece_of = {node: index for index, segment in enumerate(cut) for node in segment.nodes}
     refuse_shape_changes(program, piece_of)
     returned = _returned_tensors(program)
-    members = [list(segment.nodes) for segment in cut]
+    members = [with_numbers(segment.nodes, kinds, program.sizes, program.memory) for segment in cut]
     crossings = _crossings(cut, members, returned, program)
     keys = contested(crossings, program.memory)
     if keys and _sink_views(members, crossings, keys, program):
@@ -88,10 +94,12 @@ def split_graph(gm: fx.GraphModule, *, splitting_ops: Sequence[str] | None) -> S
     return SplitResult(
         graphs={step.graph: piece.graph for step, piece in zip(steps, pieces, strict=True)},
         steps=steps,
-        symbol_names=dict(program.sizes.names),
+        symbol_names={s: name for s, name in program.sizes.names.items() if s not in program.sizes.from_data},
+        relations_from_data=program.sizes.relations_from_data(),
         num_inputs=len(program.inputs),
         outputs=tuple(_output(value, ids, program) for value in program.output),
         splitting_ops=names,
+        from_data=tuple(dict.fromkeys(described(node) for node in kinds if node in from_data and is_source(node))),
         eager_pieces=dict(sorted(reasons.items())),
         mutated_inputs=tuple(i for i, node in enumerate(program.inputs) if program.memory.of(node) & written),
         assignment={node.name: index for node, index in piece_of.items()},
@@ -108,7 +116,7 @@ def _returned_tensors(program: Program) -> set[fx.Node]:
 def _crossings(
     cut: Sequence[Segment], members: Sequence[Sequence[fx.Node]], returned: set[fx.Node], program: Program
 ) -> list[Crossing]:
-    takes = [takes_of(nodes, program) for nodes in members]
+    takes = [[*takes_of(nodes, program), *donors_of(nodes, program)] for nodes in members]
     wanted = returned.union(*takes)
     # A view that was sunk is a member of several pieces; the piece that made it first gives it.
     made: set[fx.Node] = set()

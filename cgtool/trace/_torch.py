@@ -212,6 +212,8 @@ def quiet_tracing() -> Iterator[None]:
             assume_static_by_default=True,
             allow_ignore_mark_dynamic=False,
             suppress_errors=False,
+            capture_scalar_outputs=True,
+            capture_dynamic_output_shape_ops=True,
             allow_rnn=True,  # RNN, LSTM and GRU are ops like others in inference
         ),
         dynamo.config.patch({_IGNORED: _logging_functions()}),

@@ -10,7 +10,7 @@ from aot_packages import package_of, side_by_side
 from piece_cases import inputs_of
 
 from cgtool.runtime.aoti_package import open_package
-from cgtool.runtime.program import piece_function
+from cgtool.runtime.op_by_op import piece_function
 
 pytestmark = [
     pytest.mark.torch,

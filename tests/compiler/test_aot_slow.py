@@ -43,7 +43,7 @@ import torch.distributed._functional_collectives
 from piece_cases import X, Case, call, graph, inputs_of
 from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.runtime.aoti_package import open_package
-from cgtool.runtime.program import piece_function
+from cgtool.runtime.op_by_op import piece_function
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 1), rank=0, world_size=1)
 ops = "torch.ops._c10d_functional."
 piece = graph(

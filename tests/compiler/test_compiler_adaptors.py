@@ -11,7 +11,7 @@ from piece_cases import CASES, OTHERWISE_LAID, inputs_of, tensor, with_results
 
 from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.errors import ArtifactError, ConfigError
-from cgtool.runtime.program import piece_function
+from cgtool.runtime.op_by_op import piece_function
 
 pytestmark = pytest.mark.torch
 

@@ -20,7 +20,7 @@ from cgtool.compiler.sizes import choose_hints
 from cgtool.errors import ArtifactError, CompileError
 from cgtool.graph.expressions import evaluate
 from cgtool.guards._torch import changed_inductor_settings
-from cgtool.runtime.program import piece_function
+from cgtool.runtime.op_by_op import piece_function
 
 pytestmark = pytest.mark.torch
 
@@ -106,7 +106,7 @@ from piece_cases import CASES, inputs_of
 from cgtool.compiler.adaptors.interface import get_adaptor
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx
-from cgtool.runtime.program import piece_function
+from cgtool.runtime.op_by_op import piece_function
 case = CASES["two inputs"]
 compile_fx._compile_fx_inner = compile_fx.fx_codegen_and_compile = None
 run = get_adaptor(sys.argv[2]).load(pathlib.Path(sys.argv[3]).read_bytes(), case.piece)

@@ -13,7 +13,7 @@ from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
 from cgtool.plan.records import Guard, Input, Plan, Step, Variant
 from cgtool.runtime.call import LoadedModel
 from cgtool.runtime.dispatch import PiecewiseBackend
-from cgtool.runtime.program import piece_function
+from cgtool.runtime.op_by_op import piece_function
 
 WIDTH = 4
 LIBRARY = torch.library.Library("cgtool_runtime_test", "FRAGMENT")

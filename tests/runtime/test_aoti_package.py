@@ -26,7 +26,7 @@ from piece_cases import CASES, inputs_of  # noqa: E402
 from cgtool.errors import ArtifactError  # noqa: E402
 from cgtool.runtime import aoti_package  # noqa: E402
 from cgtool.runtime.aoti_package import open_package  # noqa: E402
-from cgtool.runtime.program import piece_function  # noqa: E402
+from cgtool.runtime.op_by_op import piece_function  # noqa: E402
 from cgtool.store.artifacts import pack, unpack  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -42,7 +42,7 @@ from piece_cases import CASES, inputs_of
 from cgtool.errors import ArtifactError
 from cgtool.runtime import aoti_package
 from cgtool.runtime.aoti_package import open_package
-from cgtool.runtime.program import piece_function
+from cgtool.runtime.op_by_op import piece_function
 aoti_package._PARENTS = aoti_package._PARENTS[1:]  # as where there is no /dev/shm
 case = CASES["two inputs"]
 try:

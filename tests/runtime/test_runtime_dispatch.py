@@ -16,7 +16,7 @@ from cgtool.errors import ArtifactError, GuardError
 from cgtool.plan.shapes import dispatch_order, parse_shape, shape_text
 from cgtool.runtime.call import LoadedModel
 from cgtool.runtime.dispatch import Choice, PiecewiseBackend, ShapeTable, Unopened
-from cgtool.runtime.program import piece_function
+from cgtool.runtime.op_by_op import piece_function
 
 pytestmark = pytest.mark.torch
 

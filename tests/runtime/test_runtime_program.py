@@ -18,7 +18,7 @@ from cgtool.plan.records import Guard, Input, Step
 from cgtool.runtime.call import LoadedModel
 from cgtool.runtime.dispatch import PiecewiseBackend
 from cgtool.runtime.generate import op_names
-from cgtool.runtime.program import piece_function
+from cgtool.runtime.op_by_op import piece_function
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_grad")]
 

@@ -8,7 +8,6 @@ import logging
 import math
 import re
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ from torch import nn  # noqa: E402
 from trace_harness import EAGER, agree, plan_of, served  # noqa: E402
 
 from cgtool.compiler.pipeline import warm  # noqa: E402
-from cgtool.errors import GraphBreakError, SplitError, TraceError  # noqa: E402
+from cgtool.errors import GraphBreakError, TraceError  # noqa: E402
 from cgtool.model import ExampleCall, ModelSpec  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -110,16 +109,8 @@ def test_a_graph_break_shows_the_users_line_and_what_to_do(body, advice):
     assert "report an issue" not in text
 
 
-@pytest.mark.parametrize("body", [nonzero, masked])
-def test_a_size_that_depends_on_data_shows_the_users_line(body):
-    with pytest.raises(SplitError, match=r"from data.*make it static") as caught:
-        plan_of(Model(body), torch.rand(3, 4), dynamic={"x": {0: "n"}})
-    line = inspect.getsourcelines(body)[1] + 1
-    assert f"({Path(__file__).name}:{line}, in {body.__name__}: return " in str(caught.value)
-
-
-@pytest.mark.parametrize("body", [item, python_number])
-def test_a_number_of_the_data_may_be_computed_with(tmp_path, body):
+@pytest.mark.parametrize("body", [item, python_number, nonzero, masked])
+def test_what_data_tell_may_be_computed_with(tmp_path, body):
     model = Model(body)
     loaded = served(tmp_path, model, torch.rand(3, 4), dynamic={"x": {0: "n"}})
     for rows in (3, 1, 5):

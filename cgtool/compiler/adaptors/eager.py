@@ -14,7 +14,7 @@ from cgtool.config import EAGER
 from cgtool.errors import ArtifactError
 from cgtool.plan.grammar import decode, digest_of
 from cgtool.plan.pieces import Json, PieceGraph
-from cgtool.runtime.program import promised_function
+from cgtool.runtime.op_by_op import promised_function
 
 
 class EagerAdaptor(CompilerInterface):

@@ -38,7 +38,7 @@ from cgtool.errors import ArtifactError, CgtoolError, CompileError
 from cgtool.graph.values import constants_of
 from cgtool.plan.grammar import canonical_json
 from cgtool.plan.pieces import Json, PieceGraph
-from cgtool.runtime.program import piece_function
+from cgtool.runtime.op_by_op import piece_function
 
 _SCHEMA = 1
 _LENGTH_BYTES = 8

@@ -29,7 +29,7 @@ from cgtool.errors import ArtifactError, CompileError, NoRoomError, ProofMismatc
 from cgtool.plan.pieces import PieceGraph
 from cgtool.runtime.aoti_package import open_package
 from cgtool.runtime.dispatch import Boxed
-from cgtool.runtime.program import piece_function, promised_function
+from cgtool.runtime.op_by_op import piece_function, promised_function
 
 #: How often sizes that are too large for the piece or the memory are halved.
 _NUM_HALVINGS = 12

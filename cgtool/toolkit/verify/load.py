@@ -304,7 +304,7 @@ def _open(adaptor: str, data: bytes, graph: PieceGraph, packages: Packages) -> N
     if adaptor == AOT_INDUCTOR:
         packages.open(data, graph)
     elif adaptor == EAGER:
-        from cgtool.runtime.program import piece_function
+        from cgtool.runtime.op_by_op import piece_function
 
         piece_function(graph, device_index=None)
     else:

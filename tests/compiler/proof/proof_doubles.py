@@ -16,7 +16,7 @@ from cgtool.compiler.adaptors.interface import CompilerInterface
 from cgtool.compiler.request import Provider
 from cgtool.plan.grammar import decode
 from cgtool.plan.pieces import PieceGraph
-from cgtool.runtime.program import piece_function
+from cgtool.runtime.op_by_op import piece_function
 
 IMPORTS = (Provider(module="proof_doubles", file=__file__),)
 

@@ -10,7 +10,7 @@ from cgtool.compiler.proof.inputs import STYLES, draw
 from cgtool.compiler.proof.prove import prove_artifact
 from cgtool.compiler.proof.reference import filled, lowest_dtype, takes_steps, widened
 from cgtool.compiler.sizes import Limits, sizes_to_prove
-from cgtool.runtime.program import piece_function
+from cgtool.runtime.op_by_op import piece_function
 
 pytestmark = pytest.mark.torch
 

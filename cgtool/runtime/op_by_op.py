@@ -1,0 +1,264 @@
+"""A piece that runs op by op with torch alone: splitting pieces, and every piece of the `eager` adaptor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from cgtool.graph.expressions import rename, symbols_of
+from cgtool.graph.targets import ATTRIBUTES, check_method, resolve_target
+from cgtool.graph.values import decode_value, device_of, dtype_of, refs_of
+from cgtool.plan.pieces import Json, Node, PieceGraph
+from cgtool.runtime.dispatch import Boxed
+from cgtool.runtime.generate import (
+    Code,
+    check_identifier,
+    check_line,
+    expression,
+    malformed,
+    repairer,
+    tuple_source,
+)
+
+_ENTER = "torch.amp.autocast_mode._enter_autocast"
+#: Of a value's number.
+_MOST_DIGITS = 9
+_EXIT = "torch.amp.autocast_mode._exit_autocast"
+
+
+def piece_function(graph: PieceGraph, *, device_index: int | None = None) -> Boxed:
+    """Return a function that runs `graph` with torch alone.
+
+    Args:
+        graph: Any piece, compiled or splitting.
+        device_index: What a device without an index means ("cuda" → "cuda:1"); None: the current device.
+
+    Returns:
+        A boxed function: takes a list of tensors, which it empties, and returns a list of the graph's outputs. Several
+        threads may call it at once.
+
+    Raises:
+        ArtifactError: The graph holds something outside its grammar, or an op that this process does not have.
+    """
+    return piece_maker(graph, device_index=device_index)()
+
+
+def promised_function(graph: PieceGraph, *, device_index: int | None = None) -> Boxed:
+    """Return `piece_function(graph)`, whose outputs are of the make that the trace promised whatever its ops give.
+
+    The pieces that come after it were compiled for that, and do not look.
+
+    Args:
+        graph: A piece that runs as it stands in a compiled one's place.
+        device_index: As for `piece_function`.
+
+    Raises:
+        ArtifactError: As `piece_function`; the function itself, where an op gives another shape or dtype than promised.
+    """
+    return _PieceWriter(graph, device_index, 0, keeps_promise=True).maker()()
+
+
+def piece_maker(graph: PieceGraph, *, num_holes: int = 0, device_index: int | None = None) -> Callable[..., Boxed]:
+    """Return a function that makes the function of a piece, as `piece_function` does, from the values of its holes.
+
+    Args:
+        graph: Any piece; `{"hole": n}` may stand in its arguments, see `cgtool.plan.pieces`.
+        num_holes: How many holes it has.
+        device_index: As for `piece_function`.
+
+    Raises:
+        ArtifactError: As `piece_function`.
+    """
+    return _PieceWriter(graph, device_index, num_holes).maker()
+
+
+class _PieceWriter:
+    def __init__(
+        self, graph: PieceGraph, device_index: int | None, num_holes: int, *, keeps_promise: bool = False
+    ) -> None:
+        self.graph = graph
+        self.keeps_promise = keeps_promise
+        self.num_holes = num_holes
+        self.device_index = device_index
+        self.code = Code("piece")
+        self.num_inputs = len(graph.inputs)
+        self.defined = self.num_inputs
+        self.enters = any(node.target == _ENTER for node in graph.nodes)
+
+    def maker(self) -> Callable[..., Boxed]:
+        graph, code = self.graph, self.code
+        code.add("def piece(args):")
+        code.depth += 1
+        dying = self._last_uses()
+        names = [f"v{i}" for i in range(self.num_inputs)]
+        code.add(f"{tuple_source(names)} = args" if names else "pass")
+        code.add(f"{code.constant(list.clear)}(args)")
+        sizes = self._read_sizes() if self.keeps_promise else {}
+        if self.enters:
+            code.add("entered = []")
+            code.add("try:")
+            code.depth += 1
+        self._forget(dying.get(-1, ()))
+        for index, node in enumerate(graph.nodes):
+            self._node(node, used=index not in dying.get(index, ()))
+            self.defined += 1
+            self._forget(dying.get(index, ()), but=index)
+        if self.keeps_promise:
+            repair, known = code.constant(repairer(graph)), tuple(sizes.values())
+            for ref, meta in dict(zip(graph.outputs, graph.results, strict=True)).items():
+                dims = [*meta.shape, *meta.stride]
+                if any(name not in sizes for dim in dims if isinstance(dim, str) for name in symbols_of(dim)):
+                    continue  # a size that no input shows
+                shape, stride = (
+                    tuple_source(expression(rename(d, sizes) if isinstance(d, str) else d, known) for d in part)
+                    for part in (meta.shape, meta.stride)
+                )
+                code.add(check_line(self._local(ref), code.constant(dtype_of(meta.dtype)), shape, stride, repair))
+        code.add(f"return [{', '.join(self._local(ref) for ref in graph.outputs)}]")
+        if self.enters:
+            code.depth -= 1
+            code.add(f"finally: {code.constant(_leave)}(entered)")
+        code.depth -= 1
+        code.add("return piece")
+        return code.define("make", [f"h{n}" for n in range(self.num_holes)])
+
+    def _read_sizes(self) -> dict[str, str]:
+        """Read the symbols off the inputs' dimensions; return what each is called in the function."""
+        names: dict[str, str] = {}
+        symbols = {symbol.name for symbol in self.graph.symbols}
+        for position, meta in enumerate(self.graph.inputs):
+            for dim, size in enumerate(meta.shape):
+                if size in symbols and size not in names:
+                    names[str(size)] = f"n{len(names)}"
+                    self.code.add(f"{names[str(size)]} = v{position}.size({dim})")
+        return names
+
+    def _last_uses(self) -> dict[int, list[int]]:
+        """Return node index → values (as node indices, inputs negative past -1) that nothing needs after it."""
+        last = dict.fromkeys(range(self.num_inputs), -1)
+        for index, node in enumerate(self.graph.nodes):
+            last[self.num_inputs + index] = index
+            for data in (*node.args, *node.kwargs.values()):
+                last.update((_ref_number(ref), index) for ref in refs_of(_plugged(data)))
+        for ref in self.graph.outputs:
+            last.pop(_ref_number(ref), None)
+        dying: dict[int, list[int]] = {}
+        for value, index in last.items():
+            dying.setdefault(index, []).append(value - self.num_inputs)
+        return dying
+
+    def _forget(self, values: Iterable[int], but: int | None = None) -> None:
+        names = [f"v{value + self.num_inputs}" for value in values if value != but]
+        if names:
+            self.code.add("del " + ", ".join(names))
+
+    def _node(self, node: Node, *, used: bool) -> None:
+        if node.kind == "size":
+            call = self._size(node)
+        elif node.kind == "method":
+            call = self._method(node)
+        elif node.kind == "function":
+            call = self._call(node)
+        else:
+            raise malformed("kind of node", node.kind)
+        name = f"v{self.defined}"
+        keep = used or node.target == _ENTER
+        self.code.add(f"{name} = {call}" if keep else call)
+        if node.target == _ENTER:
+            self.code.add(f"{self.code.constant(list.append)}(entered, {name})")
+        elif node.target == _EXIT:
+            self.code.add(f"{self.code.constant(list.pop)}(entered)")
+        if keep and not used:
+            self.code.add(f"del {name}")
+
+    def _call(self, node: Node) -> str:
+        name = _target(node)
+        if name == "builtins.getattr":
+            known = [type(a) is dict and list(a) == ["s"] and a["s"] in ATTRIBUTES for a in node.args[1:]]
+            if node.kwargs or not all(known):
+                raise malformed("attribute of a tensor", node)
+        return f"{self.code.constant(resolve_target(name))}({self._arguments(node.args, node.kwargs)})"
+
+    def _size(self, node: Node) -> str:
+        if len(node.args) != 2 or type(node.args[0]) is not str or type(node.args[1]) is not int or node.kwargs:  # noqa: PLR2004 - a tensor and a dimension
+            raise malformed("size", node)
+        return f"{self._local(node.args[0])}.size({node.args[1]})"
+
+    def _method(self, node: Node) -> str:
+        name = check_method(_target(node))
+        if not node.args or type(node.args[0]) is not str:
+            raise malformed("call of a method", node)
+        return f"{self._local(node.args[0])}.{name}({self._arguments(node.args[1:], node.kwargs)})"
+
+    def _arguments(self, args: Iterable[Json], kwargs: dict[str, Json]) -> str:
+        parts = [self._value(data) for data in args]
+        parts += [f"{check_identifier(name)}={self._value(data)}" for name, data in kwargs.items()]
+        return ", ".join(parts)
+
+    def _value(self, data: Json) -> str:
+        """Return the source of an encoded value; what holds no reference becomes a constant."""
+        if data is None or type(data) in (bool, int):
+            return repr(data)
+        if type(data) is str:
+            return self._local(data)
+        if type(data) is list:
+            return f"[{', '.join(map(self._value, data))}]"
+        if type(data) is not dict or len(data) != 1:
+            raise malformed("value", data)
+        [(tag, body)] = data.items()
+        if tag == "hole" and type(body) is int and 0 <= body < self.num_holes:
+            return f"h{body}"
+        if tag == "t" and type(body) is list:
+            return tuple_source(map(self._value, body))
+        if tag == "d" or (tag == "slice" and refs_of(data)):
+            if tag == "d":
+                return f"{{{', '.join(f'{self._value(k)}: {self._value(v)}' for k, v in body)}}}"
+            return f"{self.code.constant(slice)}({', '.join(map(self._value, body))})"
+        return self.code.constant(self._placed(decode_value(data, self._local)))
+
+    def _placed(self, value: Any) -> Any:
+        """Give a device without an index, or a constant tensor, its place in this process."""
+        index = self.device_index
+        if index is None:
+            return value
+        if isinstance(value, torch.device):
+            return device_of(value.type, index) if ":" not in str(value) else value
+        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+            return value.to(device_of(value.device.type, index))
+        return value
+
+    def _local(self, ref: Any) -> str:
+        number = _ref_number(ref)
+        if number >= self.defined:
+            raise malformed("reference", ref)
+        return f"v{number}"
+
+
+def _leave(entered: list[Any]) -> None:
+    """Close the autocast regions that an error left open."""
+    while entered:
+        resolve_target(_EXIT)(entered.pop())
+
+
+def _plugged(data: Json) -> Json:
+    """Return `data` with its holes closed, for who looks for references only."""
+    if type(data) is list:
+        return [_plugged(item) for item in data]
+    if type(data) is dict:
+        return 0 if list(data) == ["hole"] else {tag: _plugged(body) for tag, body in data.items()}
+    return data
+
+
+def _ref_number(ref: Any) -> int:
+    digits = ref[1:] if isinstance(ref, str) and ref[:1] == "%" else ""
+    if not (digits.isascii() and digits.isdecimal() and len(digits) <= _MOST_DIGITS):
+        raise malformed("reference", ref)
+    return int(digits)
+
+
+def _target(node: Node) -> str:
+    if type(node.target) is not str:
+        raise malformed("name of an op", node.target)
+    return node.target

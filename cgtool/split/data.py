@@ -1,0 +1,129 @@
+"""What comes from data: sizes and numbers that an op finds in the values of a tensor, not in its shape.
+
+Such an op (`nonzero`, `x[mask]`, `item`, `unique`) runs as it stands, between compiled pieces, and so does what first
+makes a tensor of a size that it found, and what torch asserts of it. From there on the size is read off that tensor
+like any other. A number that no tensor's shape shows is read again from its tensor by whoever needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from cgtool.split import _torch as private
+from cgtool.split.memory import Memory
+from cgtool.split.nodes import RUNS, Kind, cannot_split, example, is_getitem_of_bundle, leaves_of, tensors_in
+from cgtool.split.sizes import GraphSizes
+
+_NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def is_read(node: fx.Node, kinds: dict[fx.Node, Kind]) -> bool:
+    """Return whether `node` reads a number out of a tensor: `x.sum().item()`."""
+    return kinds[node] is Kind.EFFECT and isinstance(example(node), _NUMBERS)
+
+
+def run_as_they_stand(kinds: dict[fx.Node, Kind]) -> set[fx.Node]:
+    """Return the nodes that run op by op because of what they find in data, or need of that."""
+    found: set[fx.Node] = set()
+    shown: set[str] = set()
+    derived: set[fx.Node] = set()
+    for node, kind in kinds.items():
+        of_data = derived.intersection(leaves_of(node))
+        if is_read(node, kinds) or (kind is Kind.SIZE and of_data):
+            derived.add(node)
+        if kind not in RUNS:
+            continue
+        values = [*tensors_in(example(node)), *(example(leaf) for leaf in leaves_of(node) if _is_number(leaf, kinds))]
+        symbols = {name for value in values for name in symbols_from_data(value)}
+        if (
+            node.meta.get("unbacked_bindings")
+            or is_read(node, kinds)
+            or (kind is Kind.EFFECT and (of_data or _asks_of_data(node)))
+            or any(not isinstance(example(leaf), torch.SymInt) for leaf in of_data)
+            or not symbols <= shown
+        ):
+            found.add(node)
+        if kind is Kind.TENSOR:
+            shown.update(_dimensions(example(node)))
+    return found
+
+
+def is_source(node: fx.Node) -> bool:
+    """Return whether it is `node` that finds a size or a number in data."""
+    return bool(node.meta.get("unbacked_bindings"))
+
+
+def _is_number(leaf: fx.Node, kinds: dict[fx.Node, Kind]) -> bool:
+    return kinds[leaf] is Kind.SIZE or is_read(leaf, kinds)
+
+
+def _asks_of_data(node: fx.Node) -> bool:
+    """Return whether a node takes a number that follows from sizes which come from data: torch's own assertions do."""
+    values = map(example, leaves_of(node))
+    numbers = [value for value in values if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)]
+    return any(private.comes_from_data(symbol) for value in numbers for symbol in private.expr_of(value).free_symbols)
+
+
+def _dimensions(tensor: torch.Tensor) -> Iterator[str]:
+    size: Any
+    for size in tensor.shape:
+        if isinstance(size, torch.SymInt) and private.expr_of(size).is_Symbol:
+            yield private.expr_of(size).name
+
+
+def symbols_from_data(value: Any) -> Iterator[str]:
+    """Yield the symbols from data that an integer or the sizes of a tensor have."""
+    parts = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else value
+    for part in parts if isinstance(parts, tuple | list) else (parts,):
+        if isinstance(part, torch.SymInt):
+            yield from (s.name for s in private.expr_of(part).free_symbols if private.comes_from_data(s))
+
+
+def is_readable(value: Any, inside: Collection[fx.Node], kinds: dict[fx.Node, Kind], sizes: GraphSizes) -> bool:
+    """Return whether a piece can read a number off tensors of earlier ones: what it has from data are sizes there."""
+    if isinstance(value, torch.SymFloat | torch.SymBool):
+        return False
+    return all(is_shown(symbol, inside, kinds, sizes) for symbol in symbols_from_data(value))
+
+
+def is_shown(symbol: str, inside: Collection[fx.Node], kinds: dict[fx.Node, Kind], sizes: GraphSizes) -> bool:
+    """Return whether a tensor of a piece before the one of these nodes has a size from data as a dimension."""
+    donor = sizes.donors.get(symbol)
+    if donor is None or donor in inside:
+        return False
+    # an element of a bundle is part of the piece that makes the bundle, however late it is taken
+    last = max(sizes.order[node] for node in inside if not is_getitem_of_bundle(node, kinds))
+    return sizes.order[donor] < last
+
+
+def with_numbers(
+    members: Sequence[fx.Node], kinds: dict[fx.Node, Kind], sizes: GraphSizes, memory: Memory
+) -> list[fx.Node]:
+    """Return the nodes of a piece with those that read the numbers that it needs from their tensors again.
+
+    Raises:
+        SplitError: Such a tensor is written to, so that the number may be another one by then.
+    """
+    inside = set(members)
+    added: set[fx.Node] = set()
+    pending = [leaf for node in members for leaf in leaves_of(node)]
+    while pending:
+        leaf = pending.pop()
+        if (
+            leaf in inside
+            or leaf in added
+            or not _is_number(leaf, kinds)
+            or is_readable(example(leaf), inside, kinds, sizes)
+        ):
+            continue
+        if kinds[leaf] is Kind.SIZE:
+            pending += leaves_of(leaf)
+            continue
+        if any(memory.writers.get(key) for tensor in leaf.all_input_nodes for key in memory.of(tensor)):
+            raise cannot_split(leaf, "its number is needed again after its tensor may have been written to")
+        added.add(leaf)
+    return sorted((*members, *added), key=sizes.order.__getitem__) if added else list(members)

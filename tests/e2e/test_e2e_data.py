@@ -1,0 +1,88 @@
+"""Sizes and numbers that come from data: they pass between pieces, and other data give what eager gives."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import data_modules  # noqa: E402
+from e2e_compare import difference  # noqa: E402
+
+import cgtool  # noqa: E402
+from cgtool.compiler.pipeline import warm  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+#: Of these the compiler is tried in the quick run, too.
+QUICK = "split by tolist"
+
+
+def _warmed(name, adaptor, root):
+    module, calls, dynamic = data_modules.CASES[name]()
+    config = cgtool.CompilationConfig(adaptor=adaptor, jobs=0)
+    spec = cgtool.ModelSpec(module=module, calls=[cgtool.ExampleCall(args=calls[0])], dynamic=dynamic)
+    with torch.no_grad():
+        result = warm(spec, config=config, cache_dir=root)
+        return module, calls, cgtool.load(module, config=config, cache_dir=root), result
+
+
+@pytest.mark.parametrize("name", data_modules.CASES)
+@pytest.mark.parametrize("adaptor", ["eager", pytest.param("aot_inductor", marks=pytest.mark.slow)])
+def test_other_data_give_what_eager_gives(tmp_path, name, adaptor):
+    module, calls, loaded, result = _warmed(name, adaptor, tmp_path)
+    assert any(note.startswith("What these ops find in data is known only as they run") for note in result.notes)
+    with torch.no_grad():
+        for call in calls:
+            difference(loaded(*copy.deepcopy(call)), module(*copy.deepcopy(call)))
+
+
+def test_what_needs_no_data_stays_in_compiled_pieces(tmp_path):
+    _, _, loaded, _ = _warmed(QUICK, "eager", tmp_path)
+    plan = loaded.plan
+    for variant in plan.variants:
+        compiled = [step for step in variant.steps if not step.splitting]
+        called = {node.target for step in compiled for node in plan.graphs[step.graph].nodes}
+        assert {"torch.relu", "torch.cat"} <= called
+        assert "item" not in called
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("split by tolist", lambda x, counts: (x, counts + 1)),
+        ("a slice that is checked", lambda x, n: (x, n + 100)),
+        ("a slice that is checked", lambda x, n: (x, n - 100)),
+    ],
+)
+def test_data_that_the_model_refuses_are_refused(tmp_path, name, wrong):
+    module, calls, loaded, _ = _warmed(name, "eager", tmp_path)
+    with torch.no_grad():
+        for model in (module, loaded):
+            with pytest.raises(RuntimeError):
+                model(*wrong(*copy.deepcopy(calls[0])))
+
+
+def test_sizes_that_the_trace_did_not_allow_are_refused_in_a_sentence(tmp_path):
+    """What a plan says of sizes from data is checked where the program finds them."""
+    module, calls, loaded, _ = _warmed("rows by a mask", "eager", tmp_path)
+    plan = loaded.plan
+    variant = plan.variants[0]
+    size = next(
+        text
+        for step in variant.steps
+        for text in step.symbols.values()
+        if text not in {s.name for s in variant.symbols}
+    )
+    from msgspec.structs import replace
+
+    from cgtool.runtime.call import LoadedModel
+
+    narrower = replace(plan, variants=(replace(variant, relations=(*variant.relations, f"{size} <= 1")),))
+    strict = LoadedModel(module, narrower, loaded._opened)
+    with torch.no_grad():
+        with pytest.raises(cgtool.GuardError, match=r"found sizes in the data of this call.*otherwise='eager'"):
+            strict(*calls[1])
+        difference(strict(-data_modules.numbers(4).abs()), module(-data_modules.numbers(4).abs()))
