@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import functools
 import itertools
@@ -39,7 +40,7 @@ _CHAINED = frozenset(
 )
 
 
-class AsModule:
+class AsModule(abc.ABC):
     """Has every attribute of `module` that it has not itself: `state_dict`, `parameters`, `eval`, `to`, `config`, ...
 
     Attributes:
@@ -48,13 +49,13 @@ class AsModule:
 
     module: nn.Module
 
+    @abc.abstractmethod
     def recheck(self) -> None:
         """Check every guard on the model and on globals again, after the model was changed on purpose.
 
         Raises:
             GuardError: Some fact that the model was compiled with no longer holds; the message names it.
         """
-        raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
         if name == "module" or name.startswith("__"):  # not there yet, or asked for by copy and pickle
@@ -186,7 +187,8 @@ class LoadedModel(AsModule):
             return served.program(tensors, sizes, passed, weights, table)
         return NOT_SERVED
 
-    def recheck(self) -> None:  # noqa: D102 - as its base says
+    def recheck(self) -> None:
+        """See `AsModule`."""
         self._check_live()
         # Replaced as a whole: a call that runs meanwhile keeps what it began with.
         self._variants = self._serve()
