@@ -171,6 +171,20 @@ build_options = _together(
         metavar="TASK",
         help="The head of hf:PATH: causal-lm, sequence-classification, ...; the base model by default.",
     ),
+    click.option("--device", metavar="DEVICE", help="Where MODEL is built: cpu, cuda, cuda:1."),
+    click.option("--dtype", metavar="DTYPE", help="MODEL's default floating dtype: float32, bfloat16."),
+    click.option(
+        "--pythonpath",
+        multiple=True,
+        metavar="DIR",
+        help="A folder in which MODEL's modules are looked for first. Repeatable.",
+    ),
+)
+#: What is compiled or measured, and how it is built.
+model_options = _together(click.argument("model", metavar="MODEL"), build_options)
+
+#: How hf:PATH decodes: not for commands that call MODEL again and again with the same arguments, which fills a cache.
+cache_options = _together(
     click.option(
         "--cache",
         type=click.Choice(["static"]),
@@ -186,17 +200,7 @@ build_options = _together(
         metavar="TOKENS",
         help="How many tokens that cache holds, prompt and answer. Default: what the model takes, 2048 at most.",
     ),
-    click.option("--device", metavar="DEVICE", help="Where MODEL is built: cpu, cuda, cuda:1."),
-    click.option("--dtype", metavar="DTYPE", help="MODEL's default floating dtype: float32, bfloat16."),
-    click.option(
-        "--pythonpath",
-        multiple=True,
-        metavar="DIR",
-        help="A folder in which MODEL's modules are looked for first. Repeatable.",
-    ),
 )
-#: What is compiled or measured, and how it is built.
-model_options = _together(click.argument("model", metavar="MODEL"), build_options)
 
 #: For which sizes cgtool compiles.
 coverage_options = _together(
@@ -270,7 +274,7 @@ cache_dir_option = click.option(
 
 #: All that says which model is warmed, or would be, and how.
 warming_options = _together(
-    model_options, weights_option, cache_dir_option, coverage_options, adaptor_options, compiler_options
+    model_options, cache_options, weights_option, cache_dir_option, coverage_options, adaptor_options, compiler_options
 )
 
 #: The parameters of `coverage_options` and `compiler_options` that are fields of the configuration.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cgtool.cli import failures
-from cgtool.cli.options import build_options, cache_dir_option, cache_folder, place_options, talk_options
+from cgtool.cli.options import build_options, cache_dir_option, cache_folder, cache_options, place_options, talk_options
 from cgtool.cli.text import count_text, cut, first, secs_text, size_text
 from cgtool.store.layout import short
 
@@ -59,6 +59,7 @@ _MOST_NAMED = 8
 @click.option("--load", is_flag=True, help="Open every artifact in a fresh process in which nothing can be compiled.")
 @click.option("--model", metavar="MODEL", help="With --load: also load this model, as warm takes it, and call it once.")
 @build_options
+@cache_options
 @place_options
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Read N files at a time. Default: the cores.")
 @cache_dir_option
