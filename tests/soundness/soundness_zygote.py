@@ -175,6 +175,7 @@ def main() -> None:
         else:
             with contextlib.suppress(cgtool.CacheMissError):
                 cgtool.load(torch.nn.Identity().eval(), cache_dir=folder)
+    os.fsync = lambda descriptor: None  # a warm calls it thirty times, and no test here cuts the power
     gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
