@@ -206,6 +206,7 @@ SERVED = {
         ROWS,
     ),
     "a number out of a tensor": lambda: (module(number), rows(4, 2, 7), ROWS),
+    "a size that depends on data": lambda: (module(selected), rows(4, 1, 7), ROWS),
     "fft": lambda: (module(rfft), rows(4, 2, 7), ROWS),
     "complex numbers": lambda: (module(complex_numbers), rows(4, 2, 7), ROWS),
     "autocast": lambda: (module(autocast, layer=nn.Linear(8, 8)), rows(4, 2, 7), ROWS),
@@ -225,6 +226,8 @@ NOTED = {
     "conv1d of a dynamic length": "No variant serves length = 1, at which the model itself does not run",
     "conv2d": "rows serves 1 to 15 because of",  # torch chooses another kernel from 16 on
     "transposed convolution": "rows serves 1 to 15 because of",
+    "a number out of a tensor": "so they run between pieces: item (small_modules.py:",
+    "a size that depends on data": "so they run between pieces: getitem (small_modules.py:",
     "random numbers": "it draws random numbers (aten.rand_like)",
 }
 
@@ -241,5 +244,4 @@ REFUSED = {
     ),
     "vmap": (lambda: (module(vmapped), rows(4), ROWS), r"small_modules\.py|SUPPORTED_NODES"),
     "cond": (lambda: (module(chosen), rows(4), ROWS), r"small_modules\.py|SUPPORTED_NODES"),
-    "a size that depends on data": (lambda: (module(selected), rows(4), ROWS), r"x\[x > 0\]"),
 }
