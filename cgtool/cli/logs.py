@@ -56,7 +56,8 @@ def configure(output: Output) -> None:
 def hushing(output: Output, on_event: OnEvent) -> OnEvent:
     """Return `on_event`, after each of whose calls torch's own log handlers say errors only, unless --verbose.
 
-    torch installs them, on many of its loggers, as it is imported: in the middle of a command, and no sooner.
+    torch installs them, on many of its loggers, as it is imported: in the middle of a command, and no sooner. They are
+    plain ones; what else hangs there belongs to whoever called.
     """
     if output.verbose:
         return on_event
@@ -65,7 +66,8 @@ def hushing(output: Output, on_event: OnEvent) -> OnEvent:
         for name in list(logging.root.manager.loggerDict):
             if name.partition(".")[0] == "torch":
                 for handler in logging.getLogger(name).handlers:
-                    handler.setLevel(logging.ERROR)
+                    if type(handler) is logging.StreamHandler:
+                        handler.setLevel(logging.ERROR)
         on_event(event)
 
     return told

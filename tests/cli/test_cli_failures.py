@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 from pathlib import Path
@@ -12,8 +13,10 @@ from cache_maker import lay_decoder as lay_entry
 from cli_harness import COMMAND, environment, run, run_many
 
 from cgtool import errors
-from cgtool.cli import failures
+from cgtool.cli import failures, logs
 from cgtool.cli.failures import Terminated
+from cgtool.cli.output import Output
+from cgtool.events import Event, ignore
 
 ERROR_KEYS = ["type", "message", "exit_code", "path", "reason", "expected", "actual", "reasons"]
 
@@ -247,3 +250,11 @@ def test_verbose_says_where_each_setting_comes_from(tmp_path):
         "cgtool.cli.settings: compile_sizes is [8], by the variable CGTOOL_COMPILE_SIZES",
         "cgtool.cli.settings: level is 2, by --level",
     ]
+
+
+def test_torchs_own_log_handlers_are_hushed_and_no_other():
+    logger = logging.getLogger("torch.of_this_test")
+    logger.handlers = [logging.StreamHandler(), logging.FileHandler(os.devnull, delay=True), logging.NullHandler()]
+    for verbose, level in ((True, logging.NOTSET), (False, logging.ERROR)):
+        logs.hushing(Output(verbose=verbose), ignore)(Event("note", "begun"))
+        assert [handler.level for handler in logger.handlers] == [level, logging.NOTSET, logging.NOTSET]

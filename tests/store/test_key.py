@@ -50,7 +50,7 @@ def test_two_keys_differ_exactly_if_a_difference_can_be_named(left, right):
     found = differences(key_of(left), key_of(right))
     assert (key_of(left).hash == key_of(right).hash) == same
     assert (found == []) == same
-    assert all(one.sentence.startswith(one.path) for one in found)
+    assert all(one.sentence.startswith((one.path, "the environment variable ")) for one in found)
 
 
 @given(VALUES)
