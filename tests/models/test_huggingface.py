@@ -18,7 +18,7 @@ from cgtool.models._torch import is_fake  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-_DECODER = {
+DECODER = {
     "vocab_size": 128,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -30,12 +30,12 @@ _DECODER = {
 _TOKENS = {"bos_token_id": 0, "eos_token_id": 1}
 
 CONFIGS = {
-    "llama": _DECODER,
-    "qwen3": _DECODER | {"head_dim": 8},
-    "gemma": _DECODER | {"head_dim": 8},
+    "llama": DECODER,
+    "qwen3": DECODER | {"head_dim": 8},
+    "gemma": DECODER | {"head_dim": 8},
     "gpt2": {"vocab_size": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96} | _TOKENS,
-    "mixtral": _DECODER | {"num_local_experts": 2},
-    "bert": {key: value for key, value in _DECODER.items() if key != "num_key_value_heads"},
+    "mixtral": DECODER | {"num_local_experts": 2},
+    "bert": {key: value for key, value in DECODER.items() if key != "num_key_value_heads"},
     "vit": {
         "hidden_size": 32,
         "intermediate_size": 64,

@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from cli_harness import run  # noqa: E402
+from test_huggingface import DECODER  # noqa: E402
 
 import cgtool  # noqa: E402
 from cgtool.compiler.pipeline import warm  # noqa: E402
@@ -21,16 +22,7 @@ EAGER = cgtool.CompilationConfig(adaptor="eager", proof=False)
 #: The end of a sequence is no token that a small random model means to say.
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
-_SMALL = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "head_dim": 8,
-}
+_SMALL = {**DECODER, "max_position_embeddings": 128, "head_dim": 8}
 CONFIGS = {
     "llama": _SMALL,
     "gpt2": {"vocab_size": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},

@@ -206,7 +206,7 @@ class Calls:
         try:
             given, _ = arguments_for(call, self._signature, self._dims, variant.fixed, sizes)
             given = twins.arguments(given)
-        except Exception as error:
+        except Exception as error:  # inputs of these sizes may not be made, for any reason
             raise _NotRunnableError(_said(error)) from error
         run = functools.partial(self._run, given, twins)
         eager = self._eager(run)
@@ -268,7 +268,7 @@ class Calls:
             ran = run(loaded.attempt)
         except (GuardError, NoRoomError):
             raise
-        except Exception as error:
+        except Exception as error:  # whatever it is, it is what the user would meet
             if is_out_of_memory(error):
                 raise
             msg = f"it fails where the model runs ({_said(error)})"
