@@ -78,7 +78,7 @@ _SECTIONS = (
     ("LOOKUP AND HITS", "cgtool.store.lookup"),
     ("LEASES", "cgtool.store.leases"),
     ("PRUNING", "cgtool.toolkit.prune"),
-    ("BUNDLES", "cgtool.toolkit.bundle"),
+    ("BUNDLES", "cgtool.store.bundle"),
     ("INDEX OF A BUNDLE", "cgtool.store.bundle_index"),
     ("SIGNATURES", "cgtool.store.signatures"),
 )

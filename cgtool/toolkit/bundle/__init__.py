@@ -1,13 +1,1 @@
-"""Bundles: entries of a cache as one file or folder that can be shipped, and checked before it is believed.
-
-Must not import torch. A bundle is a tar archive in one frame of zstd (`*.tar.zst`), or a plain folder of the same
-members. Its members, in this order and no others::
-
-    bundle.json                                   the index, see cgtool.store.bundle_index
-    bundle.sig                                    optional, see cgtool.store.signatures
-    torch_compile_cache/<hash>/key.json ...       sorted by name; the grammar is in cgtool.store.bundle_index
-
-An archive is plain ustar: regular files, each header exactly as Python's `tarfile` writes it from name, size and
-mode (no times, no users), two blocks of zeros at its end, and nothing after them. So equal entries give equal
-archives, and whatever differs from that one spelling is refused.
-"""
+"""The commands `export` and `import`. The form of a bundle, and what checks one, is in `cgtool.store.bundle`."""

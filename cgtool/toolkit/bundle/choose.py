@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from cgtool.errors import CacheError, RefusedError, UsageError
 from cgtool.plan.grammar import sha256_hex
 from cgtool.plan.shapes import is_asked, parse_shape, shape_text
+from cgtool.store.bundle.reading import CHUNK_BYTES, header_bytes
 from cgtool.store.bundle_index import Index, Limits, Member, check_values, parse_index, without_advice
 from cgtool.store.entry import read_entry
 from cgtool.store.files import cache_error, corrupt, read_bytes, seal
@@ -21,7 +22,6 @@ from cgtool.store.key import read_key
 from cgtool.store.layout import CACHE_FOLDER, MANIFEST_FILE, SHORT_DIGITS, CacheLayout, RankName, short
 from cgtool.store.records import Manifest, parse_manifest
 from cgtool.store.walk import EntryView, walk
-from cgtool.toolkit.bundle.reading import CHUNK_BYTES, header_bytes
 from cgtool.toolkit.selection import hash_named
 
 #: How often an entry is looked at again that writers change meanwhile.

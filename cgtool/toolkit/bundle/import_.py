@@ -1,33 +1,20 @@
-"""`import`: take a bundle into a cache, once all of it was checked. Prints nothing; importable without torch.
-
-A bundle is unpacked in `torch_compile_cache/.import.<pid>.<token>.tmp/`, a cache root of its own that no reader looks
-into, before any of it is believed. Its maker holds a lock on it, so that one which nobody holds was left by a killed
-process and is removed by the next import.
-"""
+"""`import`: take a bundle into a cache, once all of it was checked. Prints nothing; importable without torch."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
-import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
 from cgtool.errors import RefusedError
 from cgtool.plan.grammar import Record
 from cgtool.store import signatures
+from cgtool.store.bundle.install import Outcome, check_fits, install, unpacking_folder
+from cgtool.store.bundle.reading import Source
+from cgtool.store.bundle.unpack import EntryContent, unpack
 from cgtool.store.bundle_index import Limits, refused, shown
-from cgtool.store.files import cache_error, discard, os_errors_as_cache_errors, sync_folder
 from cgtool.store.layout import CacheLayout, resolve_root, short
-from cgtool.store.leases import hold_folder, is_abandoned
-from cgtool.toolkit.bundle.install import Outcome, check_fits, check_no_links, install
-from cgtool.toolkit.bundle.unpack import EntryContent, unpack
 
 SCHEMA = 1
-
-_NAME = re.compile(r"\.import\.[0-9]+\.[0-9a-f]+\.tmp")
 
 
 class ImportedRank(Record, frozen=True, kw_only=True):
@@ -82,7 +69,7 @@ class ImportReport(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 def import_bundle(
-    source: Path | IO[bytes],
+    source: Source,
     *,
     cache_dir: Path | None = None,
     trust: bool = False,
@@ -145,8 +132,8 @@ def import_bundle(
     )
 
 
-def _spelled(source: Path | IO[bytes]) -> str:
-    return str(source) if isinstance(source, Path) else "-"
+def _spelled(source: Source) -> str:
+    return str(source) if isinstance(source, Path) else getattr(source, "url", "-")
 
 
 def _check_pickles(entries: tuple[EntryContent, ...], *, trust: bool) -> list[str]:
@@ -176,57 +163,3 @@ def _verdict(content: EntryContent, warnings: list[str]) -> str:
     if found.level == "loads":
         warnings.append(f"The entry {short(content.hash)} loads, but compiling it again is advised: {reasons}.")
     return str(found.level)
-
-
-@contextlib.contextmanager
-def unpacking_folder(layout: CacheLayout) -> Iterator[Path]:
-    """Yield a new folder beside the entries of a cache; what was made for it is gone afterwards."""
-    check_no_links([layout.base])
-    made = _make(layout.base)
-    folder = layout.base / f".import.{os.getpid()}.{secrets.token_hex(6)}.tmp"
-    try:
-        for leftover in _abandoned(layout):
-            discard(leftover)
-        try:
-            folder.mkdir(mode=0o700)
-        except OSError as error:
-            raise cache_error(error, folder) from error
-        with os_errors_as_cache_errors(folder):
-            descriptor = hold_folder(folder)
-        try:
-            yield folder
-        finally:
-            os.close(descriptor)
-    finally:
-        discard(folder)
-        for above in made:
-            with contextlib.suppress(OSError):  # something is in it by now
-                above.rmdir()
-
-
-def _abandoned(layout: CacheLayout) -> list[Path]:
-    """Return the folders that killed imports left in a cache."""
-    try:
-        found = [path for path in layout.base.iterdir() if _NAME.fullmatch(path.name)]
-    except OSError:
-        return []
-    return [path for path in found if is_abandoned(path)]
-
-
-def _make(folder: Path) -> list[Path]:
-    """Make a folder and those above it; return those that were missing, the innermost first."""
-    missing = []
-    try:
-        for above in (folder, *folder.parents):
-            if above.is_dir():
-                break
-            missing.append(above)
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        for above in missing:
-            with contextlib.suppress(OSError):
-                above.rmdir()
-        raise cache_error(error, folder) from error
-    for above in missing:
-        sync_folder(above.parent)
-    return missing

@@ -278,7 +278,7 @@ def open_side(text: str, cache_dir: Path | None = None) -> Iterator[Side]:
         entries = {entry.name: ForeignSide(entry) for entry in cache.entries}
         yield Side(text, cache.root, cache.system, entries, None if path else one_entry(cache, beginning).name)
     elif path is not None and not path.is_dir():
-        from cgtool.toolkit.bundle.unpack import unpacked  # zstandard and more, for bundles alone
+        from cgtool.store.bundle.unpack import unpacked  # zstandard and more, for bundles alone
 
         with unpacked(path) as root:
             layout = CacheLayout(root=root)

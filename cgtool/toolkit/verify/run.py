@@ -23,12 +23,12 @@ from cgtool.errors import CacheError, RefusedError, UsageError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.host import gc_paused
 from cgtool.plan.grammar import Record
+from cgtool.store.bundle.unpack import unpacked
 from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.layout import ARTIFACTS, CACHE_FOLDER, KEY_FILE, CacheLayout, RankName, is_hash, resolve_root, short
 from cgtool.store.machine import this_machine
 from cgtool.store.records import Manifest
 from cgtool.store.trust import TrustPolicy
-from cgtool.toolkit.bundle.unpack import unpacked
 from cgtool.toolkit.coverage import Hole, entry_coverage
 from cgtool.toolkit.model_choice import ModelChoice
 from cgtool.toolkit.selection import hash_named

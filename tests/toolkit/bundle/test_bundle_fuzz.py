@@ -17,11 +17,11 @@ from json_changes import mutated_json
 
 from cgtool.errors import CacheError, RefusedError
 from cgtool.plan.records import parse_plan
+from cgtool.store.bundle.unpack import unpack
 from cgtool.store.bundle_index import Limits, parse_index
 from cgtool.store.layout import RankName
 from cgtool.store.records import parse_manifest
 from cgtool.store.signatures import parse_signatures
-from cgtool.toolkit.bundle.unpack import unpack
 
 LIMITS = Limits(max_bytes=2**26, max_ratio=50, ratio_from_bytes=2**22)
 

@@ -14,6 +14,7 @@ from cache_samples import resealed
 
 from cgtool.errors import CacheError, RefusedError, UsageError
 from cgtool.plan.shapes import shape_text
+from cgtool.store.bundle.unpack import unpacked
 from cgtool.store.entry import EntryWriter, read_entry
 from cgtool.store.key import read_key
 from cgtool.store.layout import CacheLayout, RankName
@@ -22,7 +23,6 @@ from cgtool.store.signatures import load_private_key, sign
 from cgtool.toolkit.bundle.choose import Choice
 from cgtool.toolkit.bundle.export import export
 from cgtool.toolkit.bundle.import_ import ImportReport, import_bundle
-from cgtool.toolkit.bundle.unpack import unpacked
 from cgtool.toolkit.listing import scan
 from cgtool.toolkit.verify.checks import check_entry
 

@@ -11,6 +11,7 @@ from cgtool.store import bundle_index as refusals
 PACKAGE = Path(cgtool.store.__file__).parents[1]
 SOURCES = (
     *(PACKAGE / "toolkit/bundle").glob("*.py"),
+    *(PACKAGE / "store/bundle").glob("*.py"),
     *(PACKAGE / "store" / name for name in ("bundle_index.py", "signatures.py", "trust.py")),
     PACKAGE / "toolkit/bundle/import_.py",
 )

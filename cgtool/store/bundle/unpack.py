@@ -16,13 +16,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from cgtool.errors import ArtifactError, CacheCorruptError, CacheSchemaError
 from cgtool.plan.records import Plan, parse_plan
 from cgtool.store import signatures
 from cgtool.store.artifacts import misplaced
 from cgtool.store.artifacts import unpack as unpack_package
+from cgtool.store.bundle.reading import OpenBundle, Source, opened
 from cgtool.store.bundle_index import (
     PACKAGE_KIND,
     PICKLE_KINDS,
@@ -37,7 +37,6 @@ from cgtool.store.bundle_index import (
 from cgtool.store.files import cache_error, discard, os_errors_as_cache_errors
 from cgtool.store.layout import ARTIFACTS, CACHE_FOLDER, KEY_FILE, MANIFEST_FILE, PLAN_FILE, CacheLayout, RankName
 from cgtool.store.records import Key, Manifest, Row, parse_key, parse_manifest
-from cgtool.toolkit.bundle.reading import OpenBundle, opened
 
 #: One flush after another waits for the disk each time; a disk takes many together in the time of one.
 _THREADS = 16
@@ -84,7 +83,7 @@ class Unpacked:
 
 
 def unpack(
-    source: Path | IO[bytes], folder: Path, *, keys: signatures.PublicKeys | None = None, limits: Limits | None = None
+    source: Source, folder: Path, *, keys: signatures.PublicKeys | None = None, limits: Limits | None = None
 ) -> Unpacked:
     """Unpack a bundle into an empty folder of the caller's own, and check all of it.
 
@@ -116,7 +115,7 @@ def unpack(
 
 
 @contextlib.contextmanager
-def unpacked(source: Path | IO[bytes], *, limits: Limits | None = None) -> Iterator[Path]:
+def unpacked(source: Source, *, limits: Limits | None = None) -> Iterator[Path]:
     """Check a bundle and yield a cache root that holds it, for as long as the block runs.
 
     What it holds was made by a stranger: it may be looked at, and must not be loaded.

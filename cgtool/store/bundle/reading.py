@@ -15,7 +15,7 @@ import stat
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, runtime_checkable
 
 from cgtool.errors import CacheError, RefusedError
 from cgtool.store.bundle_index import (
@@ -68,6 +68,7 @@ _BESIDE = (INDEX_FILE, SIGNATURE_FILE, "CACHEDIR.TAG")
 _LEFT_ALONE = frozenset({(1, "units"), (1, "lookup"), (1, "state"), (2, SIGNATURES)})
 
 
+@runtime_checkable
 class OpenBundle(Protocol):
     """A bundle that is being read, forwards.
 
@@ -83,9 +84,16 @@ class OpenBundle(Protocol):
         """Yield every member of `index` in order with its bytes, which must be read before the next is asked for."""
 
 
+#: A file, a folder, an open stream, or what reads a bundle from elsewhere.
+Source = Path | IO[bytes] | OpenBundle
+
+
 @contextlib.contextmanager
-def opened(source: Path | IO[bytes], limits: Limits) -> Iterator[OpenBundle]:
+def opened(source: Source, limits: Limits) -> Iterator[OpenBundle]:
     """Yield a bundle with its index and signatures read, and nothing else."""
+    if isinstance(source, OpenBundle):
+        yield source
+        return
     if not isinstance(source, Path):
         yield Archive(source, limits)
         return

@@ -3,6 +3,10 @@
 An entry that is new is renamed into place whole. One that is there already is merged: artifacts by content, then each
 rank through `EntryWriter`, under its lock and with one rename. Killed at any moment, each entry is as before or as
 after. Rows that are there stay as they are; the bundle's are added beside them.
+
+A bundle is unpacked in `torch_compile_cache/.import.<pid>.<token>.tmp/`, a cache root of its own that no reader looks
+into, before any of it is believed. Its maker holds a lock on it, so that one which nobody holds was left by a killed
+process and is removed by the next import.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
@@ -18,9 +24,11 @@ from msgspec.structs import replace
 
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError, RefusedError
 from cgtool.plan.grammar import sha256_hex
+from cgtool.store.bundle.unpack import EntryContent, Unpacked
 from cgtool.store.entry import Entry, EntryWriter, ObjectStore, read_entry
 from cgtool.store.files import (
     cache_error,
+    discard,
     ensure_folder,
     ensure_root,
     os_errors_as_cache_errors,
@@ -39,12 +47,13 @@ from cgtool.store.layout import (
     RankName,
     short,
 )
-from cgtool.store.leases import hold_writing
+from cgtool.store.leases import hold_folder, hold_writing, is_abandoned
 from cgtool.store.lookup import LookupStore
 from cgtool.store.records import Manifest, Row
-from cgtool.toolkit.bundle.unpack import EntryContent, Unpacked
 
 Outcome = Literal["new", "merged", "same"]
+
+_NAME = re.compile(r"\.import\.[0-9]+\.[0-9a-f]+\.tmp")
 
 
 def check_fits(layout: CacheLayout, unpacked: Unpacked, *, replacing: bool) -> None:
@@ -244,3 +253,57 @@ def _add_signature(entry: Path, unpacked: Unpacked) -> None:
     name = sha256_hex(unpacked.index_bytes)
     write_atomic(entry / SIGNATURES / f"{name}.json", unpacked.index_bytes)
     write_atomic(entry / SIGNATURES / f"{name}.sig", unpacked.signature_bytes)
+
+
+@contextlib.contextmanager
+def unpacking_folder(layout: CacheLayout) -> Iterator[Path]:
+    """Yield a new folder beside the entries of a cache; what was made for it is gone afterwards."""
+    check_no_links([layout.base])
+    made = _make(layout.base)
+    folder = layout.base / f".import.{os.getpid()}.{secrets.token_hex(6)}.tmp"
+    try:
+        for leftover in _abandoned(layout):
+            discard(leftover)
+        try:
+            folder.mkdir(mode=0o700)
+        except OSError as error:
+            raise cache_error(error, folder) from error
+        with os_errors_as_cache_errors(folder):
+            descriptor = hold_folder(folder)
+        try:
+            yield folder
+        finally:
+            os.close(descriptor)
+    finally:
+        discard(folder)
+        for above in made:
+            with contextlib.suppress(OSError):  # something is in it by now
+                above.rmdir()
+
+
+def _abandoned(layout: CacheLayout) -> list[Path]:
+    """Return the folders that killed imports left in a cache."""
+    try:
+        found = [path for path in layout.base.iterdir() if _NAME.fullmatch(path.name)]
+    except OSError:
+        return []
+    return [path for path in found if is_abandoned(path)]
+
+
+def _make(folder: Path) -> list[Path]:
+    """Make a folder and those above it; return those that were missing, the innermost first."""
+    missing = []
+    try:
+        for above in (folder, *folder.parents):
+            if above.is_dir():
+                break
+            missing.append(above)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        for above in missing:
+            with contextlib.suppress(OSError):
+                above.rmdir()
+        raise cache_error(error, folder) from error
+    for above in missing:
+        sync_folder(above.parent)
+    return missing
