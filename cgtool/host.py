@@ -121,7 +121,14 @@ def code_variables(source: Mapping[str, str] | None = None) -> dict[str, str]:
         name: values[name]
         for name in sorted(values)
         if name.startswith(_CODE_PREFIXES) and name not in _HARMLESS and not name.startswith(_HARMLESS_PREFIXES)
+        if name != "TRITON_PTXAS_PATH" or not _comes_with_torch(values[name])
     }
+
+
+def _comes_with_torch(file: str) -> bool:
+    """Return whether a file is one of torch's: Inductor names torch's ptxas to Triton where it first compiles."""
+    torch = importlib.util.find_spec("torch")
+    return torch is not None and torch.origin is not None and Path(torch.origin).parent in Path(file).parents
 
 
 def variables_now(names: Iterable[str]) -> dict[str, str | None]:

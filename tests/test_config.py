@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -468,6 +469,13 @@ def test_a_variable_switches_the_cache_off(text, off):
 )
 def test_a_variable_that_may_change_code_is_kept(name):
     assert code_variables({name: "1"}) == {name: "1"}
+
+
+def test_the_ptxas_that_inductor_names_once_it_has_compiled_is_no_change(tmp_path):
+    torchs_own = Path(importlib.util.find_spec("torch").origin).parent / "bin" / "ptxas"
+    assert code_variables({"TRITON_PTXAS_PATH": str(torchs_own)}) == {}
+    another = {"TRITON_PTXAS_PATH": str(tmp_path / "ptxas")}
+    assert code_variables(another) == another
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import contextlib
 import importlib
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -368,10 +367,7 @@ def compile_aot(module: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[
     # torch notes the device and the target in the last one, which would stay set: its own dict, for this compile alone
     metadata = dict(inductor_options()["aot_inductor.metadata"])
     place = {"aot_inductor.package": True, "aot_inductor.output_path": folder, "aot_inductor.metadata": metadata}
-    with warnings.catch_warnings():
-        # torch deprecates its own class of tree specs, and copies some where a custom op is called
-        warnings.filterwarnings("ignore", category=FutureWarning, message="`isinstance.treespec")
-        files: Any = compile_fx_aot(module, list(inputs), config_patches={**patches, **place})
+    files: Any = compile_fx_aot(module, list(inputs), config_patches={**patches, **place})
     return [file for file in files if isinstance(file, str)]
 
 
