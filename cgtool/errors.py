@@ -115,6 +115,20 @@ class CacheSchemaError(CacheError):
     """The cache was written by a version of cgtool with another schema."""
 
 
+class RemoteError(CacheError):
+    """A remote store could not be reached, or did not do what it was asked.
+
+    Attributes:
+        is_passing: Whether the same request may succeed later: the store is down, busy or too slow.
+    """
+
+    def __init__(
+        self, message: str, *, path: Any = None, expected: Any = None, actual: Any = None, is_passing: bool = False
+    ) -> None:
+        super().__init__(message, path=path, expected=expected, actual=actual)
+        self.is_passing = is_passing
+
+
 class CacheMissError(CgtoolError):
     """No entry of the cache fits the model as it is now.
 

@@ -23,6 +23,8 @@ Phase = Literal[
     "verify",
     "prune",
     "capture",
+    "push",
+    "pull",
 ]
 
 
@@ -33,7 +35,7 @@ class Event(NamedTuple):
         phase: Which stage speaks; "model" is the user's factory at work, "prove" calls what was compiled beside the
             model itself, "hit" says that the cache already holds it, "note" is advice for the user; "prepare" and
             "start" are what a bench does, "verify" reads what is there, "prune" reads it and removes, "capture"
-            captures CUDA graphs.
+            captures CUDA graphs, "push" and "pull" move entries to and from a remote store.
         message: A short sentence or name, plain text: it may hold whatever a model's author wrote.
         done: How many units of the phase are finished; None where nothing is counted.
         total: How many there will be; None where nothing is counted.

@@ -31,6 +31,8 @@ COMMANDS = {
     "prune": ("cgtool.cli.prune:prune", "Remove from the cache what is old, stale, too much or left over."),
     "export": ("cgtool.cli.export:export", "Write entries of the cache as one file that can be shipped."),
     "import": ("cgtool.cli.import_:import_", "Take entries from a bundle into the cache, once all was checked."),
+    "push": ("cgtool.cli.push:push", "Send entries of the cache to a remote store."),
+    "pull": ("cgtool.cli.pull:pull", "Take entries of a remote store into the cache, once all was checked."),
     "completion": (
         "cgtool.cli.completion:completion",
         "Complete cgtool's commands and options in bash, zsh and fish.",

@@ -108,7 +108,7 @@ def export(
     layout = CacheLayout(root=resolve_root(cache_dir))
     if isinstance(dest, Path) and folder:
         check_free(dest)
-    contents = gather(layout, _held_names(layout, choice), choice)
+    contents = gather(layout, held_names(layout, choice), choice)
     if not isinstance(dest, Path):
         written = write_archive(dest, contents, keys=keys, level=level)
         dest.flush()
@@ -133,7 +133,7 @@ def export(
     )
 
 
-def _held_names(layout: CacheLayout, choice: Choice) -> tuple[RankName, ...]:
+def held_names(layout: CacheLayout, choice: Choice) -> tuple[RankName, ...]:
     """Choose, and hold what was chosen until this process ends: prune leaves alone what is being read."""
     before: tuple[RankName, ...] = ()
     times = 0

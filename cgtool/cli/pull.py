@@ -1,0 +1,86 @@
+"""`cgtool pull`: parse whom to trust, fetch what is wanted, print what came of it.
+
+Must not import torch; the command itself loads as it runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cgtool.cli import failures
+from cgtool.cli.options import cache_dir_option, cache_folder, talk_options
+from cgtool.cli.text import count_text, secs_text, size_text
+
+if TYPE_CHECKING:
+    from cgtool.cli.output import Output
+    from cgtool.toolkit.remote import PullReport
+
+EXAMPLES = """\b
+Examples:
+  cgtool pull s3://models/cgtool --require-signature release.pub
+  cgtool pull https://cache.example.com/dav 3f9a --trust
+  cgtool pull file:///mnt/shared/cgtool --trust --cache-dir /var/cache/models
+"""
+
+
+@click.command(epilog=EXAMPLES, short_help="Take entries of a remote store into the cache, once all was checked.")
+@click.argument("url", metavar="URL")
+@click.argument("hashes", nargs=-1, metavar="[HASH]...")
+@click.option("--trust", is_flag=True, help="Take native code that nobody signed: it runs in your process.")
+@click.option(
+    "--require-signature",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="KEYS",
+    help="A file or a folder of public keys, PEM or OpenSSH: one must have signed each entry. Repeatable.",
+)
+@click.option("--any-machine", is_flag=True, help="Take entries, too, that cannot be loaded on this machine.")
+@click.option(
+    "--replace", "replacing", is_flag=True, help="Drop an entry of the cache with the same hash and another plan."
+)
+@cache_dir_option
+@talk_options
+def pull(*, output: Output, url: str, hashes: tuple[str, ...], **options: Any) -> int:
+    """Take entries of the store at URL into the cache.
+
+    URL is as `cgtool push` takes it; plain https:// without WebDAV will do. HASH is the beginning of a hash that
+    `cgtool inspect cache URL` lists; without any, all entries are taken that this machine can load. What the cache has
+    already is not fetched again.
+
+    What a store holds is native code. So it needs a signature of a key that you trust, or --trust. All of an entry is
+    checked before anything of it is placed, as `cgtool import` checks a bundle; a refusal exits with 3.
+    """
+    # Rich and the command itself: what `--help` does without.
+    from cgtool.cli.progress import reporting
+    from cgtool.toolkit.remote import pull as run
+
+    named = ("trust", "require_signature", "any_machine", "replacing")
+    asked = {name: options[name] for name in named}
+    folder = cache_folder(options["cache_dir"])
+    with reporting(output) as on_event:
+        report = run(url, hashes, cache_dir=folder, **asked, on_event=on_event)
+    output.report(report, _show)
+    return failures.DONE
+
+
+def _show(output: Output, report: PullReport) -> None:
+    """Print what became of each entry."""
+    # Rich and msgspec: what `--help` does without.
+    from cgtool.cli.columns import show_rows
+    from cgtool.store.layout import short
+
+    for warning in report.warnings:
+        output.note(f"Warning: {warning}", style="yellow")
+    for sentence in report.skipped:
+        output.note(f"Left out: {sentence}", style="yellow")
+    rows = [
+        (short(one.hash), rank.model, rank.rank, rank.prefix, one.outcome, one.artifacts, size_text(one.size_bytes))
+        for one in report.entries
+        for rank in one.ranks
+    ]
+    show_rows(output, ("hash", "model", ">rank", "prefix", "outcome", ">artifacts", ">size"), rows)
+    count = count_text(len(report.entries), "entry", "entries")
+    output.line(f"Pulled {count} from {report.url} into {report.root} in {secs_text(report.secs)}")

@@ -1,0 +1,91 @@
+"""`cgtool push`: parse what is wanted, send it, print what was sent.
+
+Must not import torch; the command itself loads as it runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cgtool.cli import failures
+from cgtool.cli.options import cache_dir_option, cache_folder, talk_options
+from cgtool.cli.text import count_text, secs_text, size_text
+
+if TYPE_CHECKING:
+    from cgtool.cli.output import Output
+    from cgtool.toolkit.remote import PushReport
+
+EXAMPLES = """\b
+Examples:
+  cgtool push s3://models/cgtool
+  cgtool push https://cache.example.com/dav 3f9a
+  cgtool push file:///mnt/shared/cgtool --all --sign key.pem
+"""
+
+
+@click.command(epilog=EXAMPLES, short_help="Send entries of the cache to a remote store.")
+@click.argument("url", metavar="URL")
+@click.argument("hashes", nargs=-1, metavar="[HASH]...")
+@click.option("--all", "everything", is_flag=True, help="Every entry of the cache, whatever the model.")
+@click.option(
+    "--filter",
+    "filters",
+    multiple=True,
+    metavar="CONDITION",
+    help='Only entries such as "model~llama" or "last_used<30d". Repeatable: all must hold.',
+)
+@click.option(
+    "--rank", "ranks", type=click.IntRange(min=0), multiple=True, metavar="N", help="Only this rank. Repeatable."
+)
+@click.option("--no-debug", is_flag=True, help="Without computation_graph.py and transformed_code.py.")
+@click.option(
+    "--sign",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="KEY",
+    help="Sign with the Ed25519 private key in this file, PEM or OpenSSH. Repeatable.",
+)
+@cache_dir_option
+@talk_options
+def push(*, output: Output, url: str, **options: Any) -> int:
+    """Send entries of the cache to the store at URL.
+
+    URL is s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, az://ACCOUNT/CONTAINER/FOLDER, https://HOST/FOLDER of a server with
+    WebDAV, or file:///FOLDER. Credentials are those that the cloud's own tools use. HASH is the beginning of a hash
+    that `inspect cache` lists; without any, all entries are sent if they are of one model.
+
+    What is there already is not sent again. An entry is seen once all of it is there.
+    """
+    # Rich and the command itself: what `--help` does without.
+    from cgtool.cli.progress import reporting
+    from cgtool.toolkit.bundle.choose import Choice
+    from cgtool.toolkit.remote import push as run
+
+    if options["hashes"] and (options["everything"] or options["filters"]):
+        message = "HASH names entries, and --all and --filter choose them. Give one or the other."
+        raise click.UsageError(message)
+    named = ("hashes", "everything", "filters", "ranks")
+    choice = Choice(**{name: options[name] for name in named}, debug=not options["no_debug"])
+    folder = cache_folder(options["cache_dir"])
+    with reporting(output) as on_event:
+        report = run(url, choice=choice, cache_dir=folder, sign=options["sign"], on_event=on_event)
+    output.report(report, _show)
+    return failures.DONE
+
+
+def _show(output: Output, report: PushReport) -> None:
+    """Print what was sent of each entry."""
+    # Rich and msgspec: what `--help` does without.
+    from cgtool.cli.columns import show_rows
+    from cgtool.store.layout import short
+
+    for warning in report.warnings:
+        output.note(f"Warning: {warning}", style="yellow")
+    rows = [(short(one.hash), one.model, one.outcome, one.files, size_text(one.size_bytes)) for one in report.entries]
+    show_rows(output, ("hash", "model", "outcome", ">files", ">sent"), rows)
+    count = count_text(len(report.entries), "entry", "entries")
+    sent = size_text(sum(one.size_bytes for one in report.entries))
+    output.line(f"Pushed {count} ({sent} sent) to {report.url} in {secs_text(report.secs)}")

@@ -1,0 +1,134 @@
+"""A store in a bucket: S3, Google Cloud Storage or Azure, by obstore. Must not import torch.
+
+Credentials, regions and endpoints are what obstore finds by itself: variables of the cloud's own tools, files that they
+name, and the role of the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+import obstore
+from obstore import exceptions
+from obstore.store import from_url
+
+from cgtool.errors import RemoteError, UsageError
+from cgtool.remote.stores import ATTEMPTS, BACKOFF_SECS, CHUNK_BYTES, CONNECT_SECS, SILENCE_SECS, Item, shown
+
+_MOST_SAID = 300
+
+
+class BucketStore:
+    """See `cgtool.remote.stores.Store`.
+
+    Args:
+        url: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or az://ACCOUNT/CONTAINER/FOLDER.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = shown(url)
+        if "@" in urlsplit(url).netloc:
+            message = f"{self.url} takes no user and password in its URL. Set the variables of the cloud's own tools."
+            raise UsageError(message, path=self.url)
+        try:
+            self._store: Any = from_url(
+                self.url,
+                retry_config={
+                    "max_retries": ATTEMPTS - 1,
+                    "retry_timeout": timedelta(minutes=2),
+                    "backoff": {
+                        "init_backoff": timedelta(seconds=BACKOFF_SECS),
+                        "max_backoff": timedelta(seconds=SILENCE_SECS),
+                        "base": 2,
+                    },
+                },
+                client_options={
+                    "allow_http": True,  # of an endpoint that the user's own variables name; else all are https
+                    "connect_timeout": timedelta(seconds=CONNECT_SECS),
+                    "timeout": timedelta(minutes=10),  # of a whole file
+                },
+            )
+        except exceptions.BaseError as error:
+            message = f"{self.url} cannot be opened: {_said(error)}. Check the URL and the variables that configure it."
+            raise UsageError(message, path=self.url) from error
+
+    def get(self, path: str, start: int = 0) -> Iterator[bytes] | None:
+        """See `Store`."""
+        options = {"range": {"offset": start}} if start else None
+        try:
+            found = obstore.get(self._store, path, options=options)
+        except FileNotFoundError:
+            return None
+        except (exceptions.BaseError, OSError) as error:
+            self._fail(error, f"read {path}")
+        return self._chunks(found, path)
+
+    def _chunks(self, found: Any, path: str) -> Iterator[bytes]:
+        try:
+            for chunk in found.stream(min_chunk_size=CHUNK_BYTES):
+                yield bytes(chunk)
+        except (exceptions.BaseError, OSError) as error:
+            self._fail(error, f"read {path}")
+
+    def put(self, path: str, body: bytes | Path, *, if_absent: bool = False) -> bool:
+        """See `Store`."""
+        try:
+            if if_absent:
+                with contextlib.suppress(exceptions.NotSupportedError, NotImplementedError):
+                    obstore.put(self._store, path, body, mode="create", use_multipart=False)
+                    return True
+            obstore.put(self._store, path, body)
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError, FileExistsError):
+            return False
+        except (exceptions.BaseError, OSError) as error:
+            self._fail(error, f"write {path}")
+        return True
+
+    def size(self, path: str) -> int | None:
+        """See `Store`."""
+        try:
+            return int(obstore.head(self._store, path)["size"])
+        except FileNotFoundError:
+            return None
+        except (exceptions.BaseError, OSError) as error:
+            self._fail(error, f"look for {path}")
+
+    def list(self, folder: str) -> Iterator[Item]:
+        """See `Store`."""
+        try:
+            for some in obstore.list(self._store, folder):
+                for one in some:
+                    yield Item(one["path"], one["size"], one["last_modified"].timestamp())
+        except (exceptions.BaseError, OSError) as error:
+            self._fail(error, f"list {folder}")
+
+    def delete(self, path: str) -> None:
+        """See `Store`."""
+        try:
+            obstore.delete(self._store, path)
+        except FileNotFoundError:
+            pass
+        except (exceptions.BaseError, OSError) as error:
+            self._fail(error, f"remove {path}")
+
+    def _fail(self, error: Exception, doing: str) -> NoReturn:
+        denied = isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError))
+        advice = (
+            "Check the credentials that the variables of the cloud's own tools give, and what they may do there."
+            if denied
+            else "Check the URL, the region, the network and the credentials, and try again."
+        )
+        message = f"{self.url} could not {doing}: {_said(error)}. {advice}"
+        raise RemoteError(message, path=self.url, is_passing=not denied) from error
+
+
+def _said(error: Exception) -> str:
+    """The first line of an error, without the queries of URLs, which may be signed."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return re.sub(r"\?\S+", "?…", lines[0])[:_MOST_SAID].rstrip(". ")

@@ -1,0 +1,92 @@
+"""Entries and units of a store, in the layout of `cgtool.remote`: what is there, reading it and adding to it.
+
+An entry is read as a bundle (`RemoteBundle`), so that what comes from a store is checked by what checks a bundle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from cgtool.plan.grammar import sha256_hex
+from cgtool.remote.stores import Store, read, stream
+from cgtool.store.bundle_index import INDEX_FILE, MAX_SIGNATURE_BYTES, SIGNATURE_FILE, Index, Limits, Member
+from cgtool.store.layout import is_hash
+
+#: Returns the bytes of a member that this machine has already; None where it has not.
+Have = Callable[[Member], bytes | None]
+
+
+def index_path(hash_: str, digest: str) -> str:
+    """Return where the index of an entry lies."""
+    return f"entries/{hash_}/{digest}.{INDEX_FILE}"
+
+
+def signature_path(hash_: str, digest: str) -> str:
+    """Return where the signatures of an index lie."""
+    return f"entries/{hash_}/{digest}.{SIGNATURE_FILE}"
+
+
+def member_path(member: Member) -> str:
+    """Return where a member of an index lies."""
+    place = member.place
+    return f"artifacts/{place.file}" if place.kind else f"entries/{place.hash}/{member.sha256}.{place.file}"
+
+
+def indexes(store: Store, hash_: str | None = None) -> dict[str, list[str]]:
+    """Return the digests of the indexes of one entry or of all, oldest first, by the entry's hash."""
+    found: dict[str, list[tuple[float, str]]] = {}
+    for item in store.list("entries" if hash_ is None else f"entries/{hash_}"):
+        match item.path.split("/"):
+            case ["entries", entry, file] if is_hash(entry):
+                digest, _, name = file.partition(".")
+                if name == INDEX_FILE and is_hash(digest):
+                    found.setdefault(entry, []).append((item.modified, digest))
+    return {entry: [digest for _, digest in sorted(found[entry])] for entry in sorted(found)}
+
+
+class RemoteBundle:
+    """A bundle whose members lie in a store; see `cgtool.store.bundle.reading.OpenBundle`.
+
+    Args:
+        store: The store.
+        index_bytes: Its index, which matches its digest.
+        signature_bytes: The index's signatures.
+        have: What need not be fetched.
+    """
+
+    def __init__(self, store: Store, index_bytes: bytes, signature_bytes: bytes | None, have: Have) -> None:
+        self.url = store.url
+        self.index_bytes = index_bytes
+        self.signature_bytes = signature_bytes
+        self._store = store
+        self._have = have
+
+    def members(self, index: Index) -> Iterator[tuple[Member, Iterator[bytes]]]:
+        """Yield every member with its bytes."""
+        for member in index.members:
+            data = self._have(member)
+            if data is not None:
+                yield member, iter((data,))
+            else:
+                yield member, stream(self._store, member_path(member), member.size_bytes)
+
+
+def open_bundle(store: Store, hash_: str, digest: str, have: Have = lambda _: None) -> RemoteBundle | None:
+    """Return a bundle of an entry, of which only the index was read; None where the index is not whole (yet)."""
+    data = read(store, index_path(hash_, digest), most=Limits().max_index_bytes)
+    if data is None or sha256_hex(data) != digest:
+        return None
+    signature = read(store, signature_path(hash_, digest), most=MAX_SIGNATURE_BYTES)
+    return RemoteBundle(store, data, signature, have)
+
+
+def candidates(store: Store, lookup: str) -> Iterable[str]:
+    """Return the hashes of the entries that a digest of cheap facts may mean, the newest first."""
+    marks = sorted(store.list(f"lookup/{lookup}"), key=lambda item: -item.modified)
+    names = [item.path.rpartition("/")[2] for item in marks]
+    return [name for name in names if is_hash(name)]
+
+
+def mark_path(lookup: str, hash_: str) -> str:
+    """Return where the mark lies that leads from a digest of cheap facts to an entry."""
+    return f"lookup/{lookup}/{hash_}"

@@ -1,0 +1,214 @@
+"""A store behind HTTP: plain GET, and WebDAV for the rest (PUT, PROPFIND, DELETE, MKCOL). Must not import torch.
+
+Credentials are those of the URL, else those that requests finds by itself (~/.netrc). A server that knows no PROPFIND
+is listed by the links of the page that it shows for a folder, as nginx and Apache make one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote, urljoin, urlsplit
+from xml.etree import ElementTree as ET
+
+import requests
+from requests.adapters import HTTPAdapter
+from urllib3.util import Retry
+
+from cgtool.errors import RemoteError
+from cgtool.remote.stores import ATTEMPTS, BACKOFF_SECS, CHUNK_BYTES, CONNECT_SECS, SILENCE_SECS, Item, shown
+
+#: Answers after which the same request may succeed.
+_PASSING = (408, 429, 500, 502, 503, 504)
+_OK, _PARTIAL, _MULTI = 200, 206, 207
+_FORBIDDEN, _MISSING, _NO_METHOD, _CONFLICT, _EXISTS, _NO_RANGE = (401, 403), (404, 410), (405, 501), 409, 412, 416
+_PROPFIND = (
+    '<?xml version="1.0"?><propfind xmlns="DAV:"><prop><resourcetype/><getcontentlength/><getlastmodified/></prop>'
+    "</propfind>"
+)
+_LINK = re.compile(r'<a\s[^>]*?href="([^"?#]+)"', re.IGNORECASE)
+#: The most that a listing of one folder may come to.
+_MOST_LISTED_BYTES = 256 * 2**20
+
+
+class HttpStore:
+    """See `cgtool.remote.stores.Store`.
+
+    Args:
+        url: Of the folder that the store is; it may hold user and password.
+    """
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self.url = shown(url)
+        self._session = requests.Session()
+        self._session.headers["Accept-Encoding"] = "identity"
+        if parts.username is not None:
+            self._session.auth = unquote(parts.username), unquote(parts.password or "")
+        retry = Retry(
+            total=ATTEMPTS - 1,
+            backoff_factor=BACKOFF_SECS,
+            backoff_jitter=BACKOFF_SECS,
+            status_forcelist=_PASSING,
+            allowed_methods=None,  # whatever is asked twice does the same
+            raise_on_status=False,
+            retry_after_max=int(SILENCE_SECS),
+        )
+        adapter = HTTPAdapter(max_retries=retry, pool_maxsize=16)
+        self._session.mount("http://", adapter)
+        self._session.mount("https://", adapter)
+
+    def get(self, path: str, start: int = 0) -> Iterator[bytes] | None:
+        """See `Store`."""
+        answer = self._ask("GET", path, headers={"Range": f"bytes={start}-"} if start else {}, stream=True)
+        if answer.status_code in _MISSING:
+            return None
+        if answer.status_code == _NO_RANGE:
+            return iter(())
+        if answer.status_code not in (_OK, _PARTIAL):
+            raise self._refused(answer, f"read {path}")
+        skipped = start if answer.status_code == _OK else 0  # a server may know no ranges
+        return self._chunks(answer, path, skipped)
+
+    def _chunks(self, answer: requests.Response, path: str, skipped: int) -> Iterator[bytes]:
+        try:
+            for chunk in answer.iter_content(CHUNK_BYTES):
+                if skipped < len(chunk):
+                    yield chunk[skipped:]
+                skipped = max(0, skipped - len(chunk))
+        except requests.RequestException as error:
+            raise self._broken(error, f"read {path}") from error
+        finally:
+            answer.close()
+
+    def put(self, path: str, body: bytes | Path, *, if_absent: bool = False) -> bool:
+        """See `Store`."""
+        headers = {"If-None-Match": "*"} if if_absent else {}
+        answer = self._put(path, body, headers)
+        if answer.status_code in (_CONFLICT, *_MISSING):  # WebDAV wants the folders made first
+            above = ""
+            for name in path.split("/")[:-1]:
+                above += f"{name}/"
+                self._ask("MKCOL", above)
+            answer = self._put(path, body, headers)
+        if if_absent and answer.status_code == _EXISTS:
+            return False
+        if not answer.ok:
+            raise self._refused(answer, f"write {path}")
+        return True
+
+    def _put(self, path: str, body: bytes | Path, headers: dict[str, str]) -> requests.Response:
+        if isinstance(body, bytes):
+            return self._ask("PUT", path, data=body, headers=headers)
+        with body.open("rb") as file:
+            return self._ask("PUT", path, data=file, headers=headers)
+
+    def size(self, path: str) -> int | None:
+        """See `Store`."""
+        answer = self._ask("HEAD", path)
+        if answer.status_code in _MISSING:
+            return None
+        if not answer.ok:
+            raise self._refused(answer, f"look for {path}")
+        return int(answer.headers.get("Content-Length", 0))
+
+    def delete(self, path: str) -> None:
+        """See `Store`."""
+        answer = self._ask("DELETE", path)
+        if not answer.ok and answer.status_code not in _MISSING:
+            raise self._refused(answer, f"remove {path}")
+
+    def list(self, folder: str) -> Iterator[Item]:
+        """See `Store`."""
+        answer = self._ask("PROPFIND", f"{folder}/", data=_PROPFIND, headers={"Depth": "1"})
+        if answer.status_code in _MISSING:
+            return
+        if answer.status_code == _MULTI:
+            children = list(self._properties(answer, folder))
+        elif answer.status_code in (*_NO_METHOD, 400):
+            children = list(self._links(folder))
+        else:
+            raise self._refused(answer, f"list {folder}")
+        for item, is_folder in children:
+            if is_folder:
+                yield from self.list(item.path)
+            else:
+                yield item
+
+    def _properties(self, answer: requests.Response, folder: str) -> Iterator[tuple[Item, bool]]:
+        """What a server says of the files and folders in a folder."""
+        try:
+            found = ET.fromstring(answer.content)  # noqa: S314 - expat bounds what entities grow to
+        except ET.ParseError as error:
+            raise self._refused(answer, f"list {folder}") from error
+        for one in found.iterfind("{DAV:}response"):
+            name = unquote(urlsplit(one.findtext("{DAV:}href", "")).path).rstrip("/").rpartition("/")[2]
+            href = unquote(urlsplit(one.findtext("{DAV:}href", "")).path).rstrip("/")
+            if not href.endswith(f"/{folder}/{name}"):
+                continue  # the folder itself
+            size = one.findtext(".//{DAV:}getcontentlength") or "0"
+            is_folder = one.find(".//{DAV:}collection") is not None
+            modified = _time(one.findtext(".//{DAV:}getlastmodified"))
+            yield Item(f"{folder}/{name}", int(size) if size.isdigit() else 0, modified), is_folder
+
+    def _links(self, folder: str) -> Iterator[tuple[Item, bool]]:
+        """The names on the page of a folder; their sizes and times are not asked for."""
+        answer = self._ask("GET", f"{folder}/")
+        if answer.status_code in _MISSING:
+            return
+        if not answer.ok or "html" not in answer.headers.get("Content-Type", ""):
+            message = (
+                f"{self.url} cannot be listed: it answers neither PROPFIND nor with a page of links. Name entries by "
+                "their whole hash, or switch on WebDAV or an index of the folder at the server."
+            )
+            raise RemoteError(message, path=self.url, actual=answer.status_code)
+        base = self._place(f"{folder}/")
+        for link in _LINK.findall(answer.text[:_MOST_LISTED_BYTES]):
+            place = unquote(urljoin(base, link))
+            name = place.removeprefix(unquote(base))
+            if place.startswith(unquote(base)) and name.rstrip("/") and "/" not in name.rstrip("/"):
+                yield Item(f"{folder}/{name.rstrip('/')}", 0, 0.0), name.endswith("/")
+
+    def _place(self, path: str) -> str:
+        return f"{self.url}/{quote(path)}"
+
+    def _ask(self, method: str, path: str, **more: Any) -> requests.Response:
+        try:
+            return self._session.request(
+                method,
+                self._place(path),
+                timeout=(CONNECT_SECS, SILENCE_SECS),
+                allow_redirects=method in {"GET", "HEAD"},
+                **more,
+            )
+        except requests.RequestException as error:
+            raise self._broken(error, f"{method} {path}") from error
+
+    def _broken(self, error: requests.RequestException, doing: str) -> RemoteError:
+        cause: BaseException = error
+        while (inner := cause.__cause__ or cause.__context__) is not None:
+            cause = inner
+        why = getattr(cause, "strerror", None) or type(cause).__name__
+        message = f"{self.url} could not {doing}: {why}. Check the URL, the network and the server, and try again."
+        return RemoteError(message, path=self.url, actual=why, is_passing=True)
+
+    def _refused(self, answer: requests.Response, doing: str) -> RemoteError:
+        status, why = answer.status_code, f"it answers {answer.status_code} {answer.reason}"
+        if status in _FORBIDDEN:
+            advice = "Check the user and password (in the URL, or in ~/.netrc), and what they may do there."
+        elif status in _NO_METHOD:
+            advice = "It takes no files so: name a server with WebDAV, or a bucket (s3://, gs://, az://)."
+        else:
+            advice = "Try again later, or ask who runs it."
+        message = f"{self.url} could not {doing}: {why}. {advice}"
+        return RemoteError(message, path=self.url, actual=status, is_passing=status in _PASSING)
+
+
+def _time(text: str | None) -> float:
+    try:
+        return parsedate_to_datetime(text or "").timestamp()
+    except ValueError:
+        return 0.0

@@ -1,0 +1,305 @@
+"""`push` and `pull`: entries to a remote store and from it. Prints nothing; importable without torch.
+
+What a push finds there already it does not send again. What a pull finds in the cache already it does not fetch again;
+the rest is checked as a bundle is, before anything is placed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from cgtool.errors import CacheCorruptError, RefusedError, RemoteError
+from cgtool.events import Event, OnEvent, ignore
+from cgtool.plan.grammar import Record, sha256_hex
+from cgtool.remote.entries import (
+    index_path,
+    indexes,
+    mark_path,
+    member_path,
+    open_bundle,
+    signature_path,
+)
+from cgtool.remote.stores import Store, open_store, read
+from cgtool.store import signatures
+from cgtool.store.bundle_index import Member
+from cgtool.store.files import read_bytes, read_matching
+from cgtool.store.layout import SIGNATURES, CacheLayout, resolve_root, short
+from cgtool.toolkit.bundle.choose import Choice, Content, Contents, gather
+from cgtool.toolkit.bundle.export import held_names
+from cgtool.toolkit.bundle.import_ import ImportedEntry, import_bundle
+from cgtool.toolkit.selection import beginning, not_one
+
+SCHEMA = 1
+#: How many files travel at a time.
+_AT_ONCE = 8
+#: What is larger is sent from its file, and not held in memory.
+_MOST_HELD_BYTES = 64 * 2**20
+
+
+class PushedEntry(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """One entry, and what of it was sent.
+
+    Args:
+        hash: Its hash.
+        model: What people call its model.
+        outcome: "pushed", or "same" where the store had all of it.
+        files: How many files were sent.
+        size_bytes: How many bytes they hold.
+    """
+
+    hash: str
+    model: str
+    outcome: str
+    files: int
+    size_bytes: int
+
+
+class PushReport(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """What was pushed; its fields are those that `push --json` prints.
+
+    Args:
+        root: The cache's root.
+        url: The store, without user and password.
+        entries: What was sent of each entry.
+        secs: How long it took.
+        warnings: What the user should know.
+    """
+
+    schema: int = SCHEMA
+    root: str
+    url: str
+    entries: tuple[PushedEntry, ...]
+    secs: float
+    warnings: tuple[str, ...]
+
+
+def push(
+    url: str,
+    *,
+    choice: Choice,
+    cache_dir: Path | None = None,
+    sign: Sequence[Path] = (),
+    on_event: OnEvent = ignore,
+) -> PushReport:
+    """Add chosen entries to a store: artifacts, then records and marks, then the index that makes them seen.
+
+    Raises:
+        UsageError: The choice fits nothing, a key is none, or the URL names no store.
+        CacheCorruptError: Something of an entry is missing or not as its digest says.
+        RemoteError: The store fails.
+        CacheError: The cache cannot be read.
+    """
+    store, began = open_store(url), time.monotonic()
+    keys = [signatures.load_private_key(path) for path in sign]
+    layout = CacheLayout(root=resolve_root(cache_dir))
+    names = held_names(layout, choice)
+    grouped = {hash_: list(group) for hash_, group in itertools.groupby(names, key=lambda name: name.hash)}
+    pushed: list[PushedEntry] = []
+    warnings: list[str] = []
+    for number, (hash_, group) in enumerate(grouped.items()):
+        entry_began = time.monotonic()
+        contents = gather(layout, group, choice)
+        label = f"{contents.manifests[0].model} {short(hash_)}"
+        on_event(Event("push", label, done=number, total=len(grouped)))
+        signed = signatures.sign(contents.index_bytes, keys) if keys else _kept_signature(layout, hash_, contents)
+        entry, is_replaced = _push_entry(store, hash_, contents, signed)
+        pushed.append(entry)
+        if is_replaced and not warnings:
+            warnings.append(
+                f"{store.url} replaces files where it was asked to write only what is absent. Everything that cgtool "
+                "reads there is checked by digest; but of two machines that push one unit the last wins."
+            )
+        secs = time.monotonic() - entry_began
+        on_event(Event("push", label, done=number + 1, total=len(grouped), secs=secs))
+    return PushReport(
+        root=str(layout.root),
+        url=store.url,
+        entries=tuple(pushed),
+        secs=time.monotonic() - began,
+        warnings=tuple(warnings),
+    )
+
+
+def _kept_signature(layout: CacheLayout, hash_: str, contents: Contents) -> bytes | None:
+    """The signatures that an entry came with, where it is as it was signed."""
+    return read_bytes(layout.entry_dir(hash_) / SIGNATURES / f"{sha256_hex(contents.index_bytes)}.sig")
+
+
+def _push_entry(store: Store, hash_: str, contents: Contents, signed: bytes | None) -> tuple[PushedEntry, bool]:
+    """Push one entry; return what was sent, and whether the store replaces what it should leave alone."""
+    index = contents.index_bytes
+    digest = sha256_hex(index)
+    place = index_path(hash_, digest)
+    sent: list[int] = []
+    if signed is not None and read(store, signature_path(hash_, digest), most=len(signed)) != signed:
+        store.put(signature_path(hash_, digest), signed)
+        sent.append(len(signed))
+    is_new = store.size(place) != len(index)
+    artifacts = [content for content in contents.contents if content.file is not None]
+    records = [content for content in contents.contents if content.file is None]
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="cgtool-push") as pool:
+        for group in (artifacts, records):  # what is named comes before what names it
+            sent += filter(None, pool.map(lambda content: _send(store, content), group))
+        lookup = {digest for manifest in contents.manifests for digest in manifest.lookup}
+        marks = [mark_path(one, hash_) for one in sorted(lookup)]
+        list(pool.map(lambda mark: store.size(mark) is None and store.put(mark, b""), marks))
+    is_replaced = False
+    if is_new:
+        store.put(place, index, if_absent=store.size(place) is None)
+        sent.append(len(index))
+        is_replaced = store.put(place, index, if_absent=True)
+    entry = PushedEntry(
+        hash=hash_,
+        model=contents.manifests[0].model,
+        outcome="pushed" if sent else "same",
+        files=len(sent),
+        size_bytes=sum(sent),
+    )
+    return entry, is_replaced
+
+
+def _send(store: Store, content: Content) -> int:
+    """Send one file, unless the store has it; return how many bytes went."""
+    member, path = content.member, member_path(content.member)
+    if store.size(path) == member.size_bytes:
+        return 0
+    if content.file is not None and member.size_bytes > _MOST_HELD_BYTES:
+        for _ in content.chunks():
+            pass  # which matches it to its digest
+        store.put(path, content.file)
+    else:
+        store.put(path, b"".join(content.chunks()))
+    return member.size_bytes
+
+
+class PullReport(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """What was pulled; its fields are those that `pull --json` prints.
+
+    Args:
+        url: The store, without user and password.
+        root: The cache's root.
+        entries: What became of each entry in the cache.
+        skipped: Sentences: entries that were not asked for by name and are not for this machine.
+        secs: How long it took.
+        warnings: What the user should know.
+    """
+
+    schema: int = SCHEMA
+    url: str
+    root: str
+    entries: tuple[ImportedEntry, ...]
+    skipped: tuple[str, ...]
+    secs: float
+    warnings: tuple[str, ...]
+
+
+def pull(
+    url: str,
+    hashes: Sequence[str] = (),
+    *,
+    cache_dir: Path | None = None,
+    trust: bool = False,
+    require_signature: Sequence[Path] = (),
+    any_machine: bool = False,
+    replacing: bool = False,
+    on_event: OnEvent = ignore,
+) -> PullReport:
+    """Take entries of a store into the cache, each once all of it was checked.
+
+    Args:
+        url: The store.
+        hashes: Beginnings of hashes; none means all entries that this machine can load.
+        cache_dir: The cache's root; None means the one that `warm` fills.
+        trust: Whether the user vouches for native code that nobody signed.
+        require_signature: Files and folders of public keys, one of which must have signed each.
+        any_machine: Whether to take what this machine cannot load.
+        replacing: Whether the store's plan wins where the cache holds another of the same hash.
+        on_event: Is told how far it is.
+
+    Raises:
+        UsageError: A beginning fits nothing or several entries, or the URL names no store.
+        RefusedError: An entry is not trusted, not whole, or was named and is not fit for this machine.
+        RemoteError: The store fails, or holds no entry.
+        CacheError: The cache cannot be written.
+    """
+    store, began = open_store(url), time.monotonic()
+    layout = CacheLayout(root=resolve_root(cache_dir))
+    there = indexes(store)
+    chosen = [_named(store, text, list(there)) for text in hashes] or list(there)
+    if not chosen:
+        message = f"{store.url} holds no entry. Push one: cgtool push {store.url}"
+        raise RemoteError(message, path=store.url)
+    entries: dict[str, ImportedEntry] = {}
+    skipped: list[str] = []
+    warnings: list[str] = []
+    for number, hash_ in enumerate(chosen):
+        entry_began = time.monotonic()
+        on_event(Event("pull", short(hash_), done=number, total=len(chosen)))
+
+        for digest in there[hash_]:
+            bundle = open_bundle(store, hash_, digest, partial(_have, layout))
+            if bundle is None:
+                continue
+            try:
+                report = import_bundle(
+                    bundle,
+                    cache_dir=layout.root,
+                    trust=trust,
+                    require_signature=require_signature,
+                    any_machine=any_machine,
+                    replace=replacing,
+                )
+            except RefusedError as error:
+                if error.reason != "unsupported" or hashes:
+                    raise
+                skipped.append(str(error))
+                break
+            entries[hash_] = _together(entries.get(hash_), report.entries[0])
+            warnings += report.warnings
+        if hashes and hash_ not in entries:
+            what = f"The entry {short(hash_)} of {store.url} is not whole"
+            message = f"{what}: no push of it has come to its end. Push it again."
+            raise RemoteError(message, path=store.url, actual=hash_)
+        on_event(Event("pull", short(hash_), done=number + 1, total=len(chosen), secs=time.monotonic() - entry_began))
+    return PullReport(
+        url=store.url,
+        root=str(layout.root),
+        entries=tuple(entries.values()),
+        skipped=tuple(skipped),
+        secs=time.monotonic() - began,
+        warnings=tuple(dict.fromkeys(warnings)),
+    )
+
+
+def _named(store: Store, text: str, hashes: Sequence[str]) -> str:
+    found = [hash_ for hash_ in hashes if hash_.startswith(text.lower())]
+    if len(found) == 1 and text:
+        return found[0]
+    what = f"{len(found)} entries begin" if found else "No entry begins"
+    listed = [beginning(hash_, hashes) for hash_ in found or hashes]
+    message = f"{what} with {text[:64]!r} in {store.url}. Name one of these"
+    raise not_one(message, listed, path=store.url, actual=text[:64])
+
+
+def _have(layout: CacheLayout, member: Member) -> bytes | None:
+    """The bytes of a member that the cache has in its place."""
+    try:
+        return read_matching(layout.root / member.path, member.sha256)
+    except CacheCorruptError:
+        return None
+
+
+def _together(before: ImportedEntry | None, now: ImportedEntry) -> ImportedEntry:
+    """One entry may come in several bundles; what the first did to the cache stands."""
+    if before is None:
+        return now
+    outcome = now.outcome if before.outcome == "same" else before.outcome
+    ranks = {(one.rank, one.prefix): one for one in (*before.ranks, *now.ranks)}
+    return replace(now, outcome=outcome, rows_added=before.rows_added + now.rows_added, ranks=tuple(ranks.values()))

@@ -1,0 +1,26 @@
+"""Stores of every kind, for tests that must hold for each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+from remote_servers import nginx, s3, webdav
+
+
+@pytest.fixture(scope="module", params=["folder", "webdav", "webdav with a password", "nginx", "s3"])
+def store_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a running store."""
+    folder = tmp_path_factory.mktemp("store")
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        match request.param:
+            case "folder":
+                yield (folder / "a b").as_uri()
+            case "nginx":
+                yield stack.enter_context(nginx(folder / "nginx"))
+            case "s3":
+                yield stack.enter_context(s3(patch))
+            case kind:
+                yield stack.enter_context(webdav(folder, password="password" in kind)) + "/"

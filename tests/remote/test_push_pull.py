@@ -1,0 +1,92 @@
+"""Entries travel through every kind of store, whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cache_maker import lay_entry
+from cli_harness import run
+from remote_servers import PASSWORD
+
+from cgtool.remote.entries import index_path, indexes
+from cgtool.remote.stores import open_store
+from cgtool.store.layout import CacheLayout
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def push(url: str, cache: Path, *more: object) -> dict:
+    ran = run("push", url, "--cache-dir", cache, "--json", *more)
+    assert ran.code == 0, ran.err
+    assert PASSWORD not in ran.out + ran.err
+    return ran.report
+
+
+def pull(url: str, cache: Path, *more: object) -> dict:
+    ran = run("pull", url, "--cache-dir", cache, "--json", "--trust", "--any-machine", *more)
+    assert ran.code == 0, ran.err
+    assert PASSWORD not in ran.out + ran.err
+    return ran.report
+
+
+def files_of(cache: Path, hash_: str) -> dict[str, bytes]:
+    folder = CacheLayout(root=cache).entry_dir(hash_)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_entry_that_was_pushed_is_pulled_as_it_is(store_url, cache, tmp_path):
+    hash_ = lay_entry(cache, seed=1)
+    pushed = push(store_url, cache)
+    assert [(entry["hash"], entry["outcome"]) for entry in pushed["entries"]] == [(hash_, "pushed")]
+    pulled = pull(store_url, tmp_path / "other", hash_[:12])
+    assert [(entry["hash"], entry["outcome"]) for entry in pulled["entries"]] == [(hash_, "new")]
+    assert files_of(tmp_path / "other", hash_) == files_of(cache, hash_)
+
+
+def test_what_is_there_is_not_sent_or_taken_again(store_url, cache, tmp_path):
+    hash_ = lay_entry(cache, seed=2, shapes=("general", "n=8"))
+    push(store_url, cache)
+    again = push(store_url, cache)["entries"][0]
+    assert (again["outcome"], again["files"], again["size_bytes"]) == ("same", 0, 0)
+    pull(store_url, tmp_path / "other", hash_)
+    assert pull(store_url, tmp_path / "other", hash_)["entries"][0]["outcome"] == "same"
+
+
+def test_ranks_that_two_machines_push_come_together(store_url, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    hash_ = lay_entry(first, seed=3, rank=0)
+    assert lay_entry(second, seed=3, rank=1) == hash_
+    push(store_url, first)
+    sent = push(store_url, second)["entries"][0]
+    assert 0 < sent["files"] < len(files_of(second, hash_)) + 2
+    entry = pull(store_url, tmp_path / "other", hash_)["entries"][0]
+    assert [rank["rank"] for rank in entry["ranks"]] == [0, 1]
+    assert files_of(tmp_path / "other", hash_) == files_of(first, hash_) | files_of(second, hash_)
+
+
+def test_an_entry_is_seen_only_once_its_index_is_whole(store_url, cache, tmp_path):
+    hash_ = lay_entry(cache, seed=4)
+    push(store_url, cache)
+    store = open_store(store_url)
+    [digest] = indexes(store, hash_)[hash_]
+    place = index_path(hash_, digest)
+    whole = b"".join(store.get(place) or ())
+    store.put(place, whole[: len(whole) // 2])
+    torn = run("pull", store_url, hash_, "--cache-dir", tmp_path / "other", "--trust")
+    assert (torn.code, "is not whole" in torn.err) == (1, True)
+    assert CacheLayout(root=tmp_path / "other").hashes() == []
+    push(store_url, cache)
+    assert pull(store_url, tmp_path / "other", hash_)["entries"][0]["outcome"] == "new"
+
+
+def test_what_nobody_signed_is_not_pulled_without_a_word(store_url, cache, tmp_path):
+    hash_ = lay_entry(cache, seed=5)
+    push(store_url, cache)
+    ran = run("pull", store_url, hash_, "--cache-dir", tmp_path / "other", "--json")
+    assert ran.code == 3
+    assert ran.report["error"]["reason"] == "not_trusted"
+    assert CacheLayout(root=tmp_path / "other").hashes() == []

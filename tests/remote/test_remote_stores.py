@@ -1,0 +1,107 @@
+"""Each kind of store does the same: a folder, WebDAV with PROPFIND and without, and a bucket."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from remote_servers import s3, webdav
+
+from cgtool.errors import RemoteError, UsageError
+from cgtool.remote.stores import Store, open_store, read, shown, stream
+
+BODY = os.urandom(3 * 2**20 + 7)
+
+
+@pytest.fixture
+def store(store_url: str) -> Store:
+    return open_store(store_url)
+
+
+def test_a_file_comes_back_as_it_was_written(store, tmp_path):
+    (tmp_path / "file").write_bytes(BODY)
+    assert store.put("round/trip/bytes", BODY)
+    assert store.put("round/trip/file", tmp_path / "file")
+    assert store.put("round/empty", b"")
+    for name in ("round/trip/bytes", "round/trip/file"):
+        assert b"".join(stream(store, name, len(BODY))) == BODY
+        assert b"".join(store.get(name, len(BODY) - 5) or ()) == BODY[-5:]
+        assert store.size(name) == len(BODY)
+    assert read(store, "round/empty", most=1) == b""
+
+
+def test_what_is_not_there_is_none(store):
+    assert store.get("no/such/file") is None
+    assert store.size("no/such/file") is None
+    assert read(store, "no/such/file", most=1) is None
+    assert list(store.list("no/such")) == []
+    store.delete("no/such/file")
+
+
+def test_a_listing_names_every_file_below_a_folder_and_no_other(store):
+    names = {"listed/one", "listed/deep/two", "listed/deep/er/three.json"}
+    for name in (*names, "listedtoo/four"):
+        store.put(name, b"x")
+    assert {item.path for item in store.list("listed")} == names
+
+
+def test_a_file_that_was_removed_is_gone(store):
+    store.put("gone/one", b"x")
+    store.delete("gone/one")
+    assert store.size("gone/one") is None
+    assert list(store.list("gone")) == []
+
+
+def test_only_an_absent_file_is_written_where_that_was_asked(store):
+    assert store.put("once/one", b"first", if_absent=True)
+    written = store.put("once/one", b"second", if_absent=True)
+    # A server may know no preconditions; then it says that it wrote, and did.
+    assert read(store, "once/one", most=10) == (b"second" if written else b"first")
+    store.put("once/one", b"third")
+    assert read(store, "once/one", most=10) == b"third"
+
+
+def test_a_password_is_never_shown(store):
+    assert "s3cret" not in store.url
+
+
+@pytest.mark.parametrize(
+    "url", ["", "models", "ftp://host/x", "s3://", "https:///x", "file://", "file://host/x", "https://ho[st"]
+)
+def test_what_is_no_store_is_wrong_usage(url):
+    with pytest.raises(UsageError, match=r"s3://BUCKET|is no URL"):
+        open_store(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("https://ann:s3cret@host/x/", "https://host/x"),
+        ("https://host/x?sig=s3cret", "https://host/x"),
+        ("s3://bucket/x", "s3://bucket/x"),
+    ],
+)
+def test_a_url_is_shown_without_credentials(url, said):
+    assert shown(url) == said
+
+
+def test_a_wrong_password_is_a_sentence_without_it(tmp_path):
+    with (
+        webdav(tmp_path, password=True) as url,
+        pytest.raises(RemoteError, match="Check the user and password") as told,
+    ):
+        open_store(url.replace("s3cret", "wr0ng")).put("one", b"x")
+    assert "wr0ng" not in str(told.value)
+    assert not told.value.is_passing
+
+
+def test_a_bucket_that_is_not_there_is_a_sentence(monkeypatch):
+    with s3(monkeypatch), pytest.raises(RemoteError, match=r"s3://other could not write one: .+\. Check the URL"):
+        open_store("s3://other").put("one", b"x")
+
+
+def test_a_folder_store_is_read_and_written_by_its_url(tmp_path: Path):
+    store = open_store(f"file://{tmp_path}/x%20y")
+    store.put("one", b"x")
+    assert (tmp_path / "x y/one").read_bytes() == b"x"
