@@ -10,11 +10,11 @@ import contextlib
 import importlib
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.compiler.config
@@ -22,7 +22,6 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._library.custom_ops import OPDEFS
-from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._pytree import tree_leaves
@@ -54,12 +53,6 @@ _CACHING = {
 }
 
 
-_ALLOCATING = frozenset(
-    getattr(torch.ops.aten, name)
-    for name in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
-)
-
-
 def new_fake_mode(*, from_two: bool) -> FakeTensorMode:
     """Return a fake mode with a ShapeEnv of its own.
 
@@ -68,21 +61,6 @@ def new_fake_mode(*, from_two: bool) -> FakeTensorMode:
     """
     shape_env = ShapeEnv(specialize_zero_one=from_two, duck_shape=False)
     return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has no values."""
-    return fake_tensor.is_fake(tensor)
-
-
-def storage_id(tensor: torch.Tensor) -> int:
-    """Return a number that tensors share which are views of one storage; a fake one has no address."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-def told_that_it_compiles() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which `torch.compiler.is_compiling` is true, as it is in a trace."""
-    return patch.object(torch.compiler, "_is_compiling_flag", new=True)
 
 
 def fake_mode_of(value: Any) -> FakeTensorMode:
@@ -179,34 +157,29 @@ def _divisors(shape_env: Any, symbol: Any) -> list[int]:
     return found
 
 
-class DrawingOps(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]  # 2.11 to 2.15
-    """Remembers the names of the ops that draw random numbers while it is active, once each, in order."""
+class CalledOps(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]  # 2.11 to 2.15
+    """Remembers the ops that are called while it is active, after composite ones fell apart.
+
+    Attributes:
+        at: Which call of the graph runs; whoever runs it sets it.
+        found: Call of the graph → the ops that it came to.
+        drawing: The names of those that draw random numbers, once each, in order.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
-        self.names: dict[str, None] = {}
+        self.at = 0
+        self.found: dict[int, set[Any]] = {}
+        self.drawing: dict[str, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note `func` if it draws, and call it."""
+        """Note `func`, and call it."""
         del types
         kwargs = kwargs or {}
+        self.found.setdefault(self.at, set()).add(func)
         if torch.Tag.nondeterministic_seeded in func.tags and _drops_out(func, args, kwargs) is not False:
-            self.names[str(func.overloadpacket)] = None
+            self.drawing[str(func.overloadpacket)] = None
         return func(*args, **kwargs)
-
-
-class FilledMemory(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]  # as above
-    """Sets memory that an op leaves uninitialised to one value while it is active."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # as above
-        self._value = value
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `func`, and fill what it allocated alone."""
-        del types
-        result = func(*args, **(kwargs or {}))
-        return result.fill_(self._value) if func.overloadpacket in _ALLOCATING else result
 
 
 def _drops_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
@@ -481,3 +454,39 @@ def author_of(op: str) -> Any:
     """Return the function under `@torch.library.custom_op`, or None where the op was made in another way."""
     definition = OPDEFS.get(op.partition(".")[0])
     return None if definition is None else definition._init_fn
+
+
+def op_name(op: Any) -> str:
+    """Return `ns::op.overload` of an overload."""
+    return str(op.name()) if "." in op.name() else f"{op.name()}.{op._overloadname}"
+
+
+def type_names(op: Any) -> list[str]:
+    """Return the types of an op's arguments and results as torch spells them."""
+    return [str(item.type) for item in (*op._schema.arguments, *op._schema.returns)]
+
+
+def returns_views(op: Any) -> bool:
+    """Return whether an op's schema says that a result shares memory with an argument."""
+    return any(result.alias_info is not None for result in op._schema.returns)
+
+
+def shims_of_templates(op: Any) -> list[str]:
+    """Return the C++ names by which Inductor calls an op that it has templates for, as a candidate beside them."""
+    import torch._inductor.lowering  # noqa: F401 - for what it registers
+    from torch._inductor.select_algorithm import ExternKernelChoice
+
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("torch._inductor.kernel")]
+    choices = [value for module in modules for value in vars(module).values() if isinstance(value, ExternKernelChoice)]
+    return [choice.cpp_kernel_name for choice in choices if choice.op_overload is op and choice.cpp_kernel_name]
+
+
+def op_at_fault(error: BaseException) -> str | None:
+    """Return the op that Inductor was writing a call of as it failed, as `op_name` has it, or None."""
+    trace = error.__traceback__
+    while trace is not None:
+        op = getattr(trace.tb_frame.f_locals.get("self"), "op_overload", None)
+        if isinstance(op, torch._ops.OpOverload):
+            return op_name(op)
+        trace = trace.tb_next
+    return None

@@ -185,11 +185,12 @@ class _Connectives(ast.NodeTransformer):
         return ast.fix_missing_locations(ast.copy_location(call, node))
 
 
-def rebuild(graph: PieceGraph) -> RebuiltPiece:
+def rebuild(graph: PieceGraph, *, on_call: Callable[[int], None] = lambda _: None) -> RebuiltPiece:
     """Return `graph` as a compiler takes it.
 
     Args:
         graph: A piece; without symbols it is fully static.
+        on_call: Told the index of each of its nodes before that runs.
 
     Raises:
         CompileError: The graph cannot be rebuilt: an op refuses its inputs, or writes to one of several that share
@@ -206,6 +207,7 @@ def rebuild(graph: PieceGraph) -> RebuiltPiece:
         writer = _Writer([*inputs, *fakes], num_constants=len(fakes))
         with _leaving_autocast():
             for index, node in enumerate(graph.nodes):
+                on_call(index)
                 writer.add(node, index)
         writer.finish(graph, {name: _torch.hint_of(size) for name, size in symbols.sizes.items()})
     written = {n for n, fake in enumerate(inputs) if _torch.version_of(fake) != versions[n]}

@@ -6,6 +6,7 @@ miss ──▶ stitch ──▶ every row ──▶ compile ──▶ publish
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -24,7 +25,7 @@ from cgtool.compiler.manager import CompilerManager
 from cgtool.compiler.pool import WorkerPool, default_jobs, early_jobs
 from cgtool.compiler.proof.prover import Prover
 from cgtool.compiler.required import unserved
-from cgtool.compiler.schedule import Compiled, compile_work, unique
+from cgtool.compiler.schedule import Compiled, SplitAgainError, compile_work, unique
 from cgtool.compiler.standing import (
     broken_work,
     calls_of,
@@ -58,6 +59,9 @@ from cgtool.store.trust import TrustPolicy
 
 if TYPE_CHECKING:
     from cgtool.compiler.stitch import Stitched
+
+#: How often ops at which pieces fail to compile are split out; what fails after that falls back.
+_MOST_SPLITS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,11 +303,25 @@ class _Warm:
         with _pool(self._config, on_cpu=on_cpu) as pool:
             if pool is not None:
                 pool.start(early_jobs(pool.jobs))  # they import torch while this process traces
-            stitched = stitch(self._spec, self._config.splitting_ops, self._on_event)
+            stitched = stitch(self._spec, self._config.splitting_ops, self._on_event, adaptor=self._config.adaptor)
+            for _ in range(_MOST_SPLITS):
+                with contextlib.suppress(SplitAgainError):
+                    return self._built(stitched, reasons, pool, split_out=stitched.split_out)
+                stitched = stitched.split_again()
             return self._built(stitched, reasons, pool)
 
-    def _built(self, stitched: Stitched, reasons: tuple[str, ...], pool: WorkerPool | None) -> WarmResult:
-        """Compile a plan and publish it."""
+    def _built(
+        self,
+        stitched: Stitched,
+        reasons: tuple[str, ...],
+        pool: WorkerPool | None,
+        split_out: Callable[[str, str], bool] = lambda *_: False,
+    ) -> WarmResult:
+        """Compile a plan and publish it.
+
+        Raises:
+            SplitAgainError: The plan is to be split anew.
+        """
         plan = stitched.plan
         files = {
             PLAN_FILE: encode_plan(plan),
@@ -323,7 +341,14 @@ class _Warm:
         work = wanted(plan, self._config, stitched.fallbacks)
         with _prover(self._config, first_index(self._spec.module, plan)) as prover:
             manager = CompilerManager(self._layout, self._config, on_event=self._on_event, pool=pool, prover=prover)
-            done = compile_work(work, objects=writer.objects, manager=manager, pool=pool, on_event=self._on_event)
+            done = compile_work(
+                work,
+                objects=writer.objects,
+                manager=manager,
+                pool=pool,
+                split_out=split_out,
+                on_event=self._on_event,
+            )
         manifest = Manifest(
             hash=key.hash,
             rank=self._rank,

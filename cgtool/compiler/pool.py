@@ -85,7 +85,7 @@ class WorkerPool(Children):
         if report.status == "refused":
             raise StaysHereError(report.reason)
         if report.status == "rejected":
-            raise CompileError(report.reason)
+            raise CompileError(report.reason, path=report.op)
         if report.artifact is None:
             raise WorkerError(f"{report.reason}.{log_words(answer.log)}")
         return answer.data, report.artifact, report.generated

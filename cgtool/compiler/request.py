@@ -113,12 +113,14 @@ class CompileReport(Record, frozen=True, kw_only=True):
         artifact: What the piece compiled to, where that is done.
         generated: What the compiler wrote for people, name → text.
         reason: Why it is not done: a sentence.
+        op: The op of the piece at which it was rejected, where the compiler names one.
     """
 
     status: Literal["done", "refused", "rejected", "failed"]
     artifact: Artifact | None = None
     generated: dict[str, str] = msgspec.field(default_factory=dict)
     reason: str = ""
+    op: str | None = None
 
 
 # modules

@@ -17,15 +17,16 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from cgtool.compiler.adaptors.interface import op_named_in
 from cgtool.compiler.generated import Texts
 from cgtool.compiler.manager import Built, CompilerManager, next_adaptor
 from cgtool.compiler.pool import WorkerPool
 from cgtool.compiler.request import StaysHereError
 from cgtool.compiler.wanted import Work
-from cgtool.config import EAGER
+from cgtool.config import AOT_INDUCTOR, EAGER
 from cgtool.errors import CompileError, UnitsFailedError, WorkerError
 from cgtool.events import Event, OnEvent
 from cgtool.plan.grammar import digest_of
@@ -37,6 +38,10 @@ _log = logging.getLogger(__name__)
 
 #: How many pieces a line of progress names.
 _MOST_LISTED = 6
+
+
+class SplitAgainError(Exception):
+    """Ops at which pieces failed to compile are to run between pieces: the same traces are split anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +71,7 @@ def compile_work(
     objects: ObjectStore,
     manager: CompilerManager,
     pool: WorkerPool | None = None,
+    split_out: Callable[[str, str], bool] = lambda *_: False,
     on_event: OnEvent,
 ) -> Compiled:
     """Compile or reuse every artifact of `work` and put it into an entry.
@@ -78,9 +84,11 @@ def compile_work(
         objects: The entry's artifacts.
         manager: The compilers.
         pool: Workers, `pool.jobs` of them at a time; None compiles in this process, one piece after the other.
+        split_out: Told of a piece and the op at which it fails: whether that can run between pieces instead.
         on_event: Told of each artifact, from one thread at a time.
 
     Raises:
+        SplitAgainError: Ops are to be split out; what could be compiled is stored.
         UnitsFailedError: Some pieces could not be compiled; what could be is stored.
         ConfigError: The compiler does not know an option.
         ProofCrashError: The process that proves artifacts died.
@@ -90,7 +98,10 @@ def compile_work(
     # what serves all sizes comes first: where it falls to eager, nothing else of the piece is compiled
     groups = sorted(unique(work), key=lambda group: not group[0].is_base)
     run = _Run([_Task(items=group, work=group[0]) for group in groups], objects, manager, on_event)
+    run.split_out = split_out
     run.go(pool)
+    if run.in_parts:
+        raise SplitAgainError
     served = [
         (item, task) for task in run.tasks for item in task.items if item.is_base or item.place not in run.as_it_stands
     ]
@@ -152,11 +163,14 @@ class _Run:
     Attributes:
         tasks: All of them.
         as_it_stands: Variant and piece of what fell to eager: it runs so at every size.
+        in_parts: The identities of pieces that are to be split anew.
     """
 
     def __init__(self, tasks: list[_Task], objects: ObjectStore, manager: CompilerManager, on_event: OnEvent) -> None:
         self.tasks = tasks
         self.as_it_stands: set[tuple[int, int]] = set()
+        self.in_parts: set[str] = set()
+        self.split_out: Callable[[str, str], bool] = lambda *_: False
         self._objects = objects
         self._manager = manager
         self._on_event = on_event
@@ -210,6 +224,7 @@ class _Run:
         """Give a task to its adaptor once, and put it into a queue again where that is not the end of it."""
         with self._lock:  # all that a task is for may run as it stands by now, whatever the size
             is_moot = not task.work.is_base and all(item.place in self.as_it_stands for item in task.items)
+            is_moot = is_moot or task.work.piece in self.in_parts
             if self._fatal is None and not is_moot:
                 self._running[task] = task.label
                 self._tell()
@@ -236,6 +251,12 @@ class _Run:
     def _fall(self, task: _Task, error: CompileError) -> queue.SimpleQueue[_Task | None] | None:
         """Turn a task that an adaptor refused to the next one; return where it goes on, None where nothing is left."""
         refused, follower = task.work.adaptor, next_adaptor(task.work.adaptor)
+        op = error.path if isinstance(error.path, str) else op_named_in(str(error))
+        if op is not None and refused == AOT_INDUCTOR and self.split_out(task.work.piece, op):
+            _log.info("%s is split at %s: %s", task.label, op, error)
+            with self._lock:
+                self.in_parts.add(task.work.piece)
+            return None
         if follower is None or (follower == EAGER and not task.work.is_base):
             task.error = error
             return None

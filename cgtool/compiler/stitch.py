@@ -13,25 +13,23 @@ import msgspec
 import torch
 
 from cgtool.compiler import _torch
-from cgtool.compiler.fx_piece import rebuild
+from cgtool.compiler.fitness import Fitness, fitness_of
 from cgtool.compiler.narrowed import narrowed_ranges, narrowing_relations, served_by
 from cgtool.compiler.required import check_required, required_sizes, serves
-from cgtool.config import EAGER
-from cgtool.errors import CgtoolError, CompileError, TraceError
+from cgtool.config import AOT_INDUCTOR, EAGER
+from cgtool.errors import CgtoolError, TraceError
 from cgtool.events import Event, OnEvent
 from cgtool.graph._torch import share_storage
 from cgtool.graph.values import tensor_meta
-from cgtool.guards.code import is_composite
 from cgtool.guards.signature import CallSignature
 from cgtool.guards.sources import qualified_name
 from cgtool.guards.state import current, names_for_pieces
 from cgtool.model import ExampleCall, ModelSpec
-from cgtool.ops import is_torchs_own
 from cgtool.plan.pieces import PieceGraph, SymbolRange
 from cgtool.plan.records import Guard, Input, Plan, Variant
 from cgtool.plan.shapes import of_sizes
 from cgtool.split.program import with_bodies
-from cgtool.split.splitter import SplitResult, split_graph
+from cgtool.split.splitter import Call, SplitResult, split_graph
 from cgtool.split.text import graph_text
 from cgtool.store.records import Fallback
 from cgtool.trace.breaks import FixedDimensionError
@@ -70,6 +68,9 @@ class Stitched:
         notes: What is served less of than was asked for, and why.
         computation_graph: `computation_graph.py`, for people.
         trace_secs: Seconds that tracing and splitting took.
+        split_out: Told of a piece, by its identity, and an op at which its compile failed: whether the op can run
+            between pieces instead.
+        split_again: Splits the same traces anew, with all that was to be split out.
     """
 
     plan: Plan
@@ -81,15 +82,20 @@ class Stitched:
     notes: tuple[str, ...]
     computation_graph: str
     trace_secs: float
+    split_out: Callable[[str, str], bool]
+    split_again: Callable[[], Stitched]
 
 
-def stitch(spec: ModelSpec, splitting_ops: Sequence[str] | None, on_event: OnEvent) -> Stitched:
+def stitch(
+    spec: ModelSpec, splitting_ops: Sequence[str] | None, on_event: OnEvent, *, adaptor: str = AOT_INDUCTOR
+) -> Stitched:
     """Trace every variant of every example call of a model and split it.
 
     Args:
         spec: The model.
         splitting_ops: Ops to split at; None takes the known ones, () splits nowhere.
         on_event: Told of each trace.
+        adaptor: What is to compile the pieces; ops that its code cannot call are split out.
 
     Raises:
         GraphBreakError: The model cannot be traced into one graph.
@@ -103,10 +109,11 @@ def stitch(spec: ModelSpec, splitting_ops: Sequence[str] | None, on_event: OnEve
         msg = "The model is in training mode, and an entry is for inference. Call model.eval() first."
         raise TraceError(msg)
     signature = CallSignature.of(method)
-    tracing = _Tracing(spec, method, signature, splitting_ops, on_event)
+    pieces = _Pieces(splitting_ops, splits_out=adaptor == AOT_INDUCTOR)
+    tracing = _Tracing(spec, method, signature, pieces, on_event)
     check_required(spec.require, _bounds(tracing.dims))
     tracing.run()
-    return _stitched(spec, tracing.dims, tracing.traced, tracing.notes, time.perf_counter() - started)
+    return tracing.stitched(time.perf_counter() - started)
 
 
 def sizes_of_calls(spec: ModelSpec) -> dict[str, dict[str, int]]:
@@ -120,6 +127,41 @@ def _bounds(dims: Dims) -> dict[str, tuple[int, int | None]]:
     return {name: (dim.min, dim.max) for name, dim in dims.by_name.items()}
 
 
+class _Pieces:
+    """How traces are split, and what is known of the pieces.
+
+    Args:
+        splitting_ops: Ops to split at.
+        splits_out: Whether what compiled code cannot call runs between pieces.
+    """
+
+    def __init__(self, splitting_ops: Sequence[str] | None, *, splits_out: bool) -> None:
+        self._splitting_ops = splitting_ops
+        self._splits_out = splits_out
+        self._known: dict[str, Fitness] = {}
+        #: Identity of a piece → the calls at which its compile failed.
+        self._failed: dict[str, set[Call]] = {}
+
+    def split(self, trace: Trace) -> SplitResult:
+        return split_graph(trace.graph_module, splitting_ops=self._splitting_ops, refused=self._refused)
+
+    def fitness(self, graph: PieceGraph) -> Fitness:
+        identity = graph.identity()
+        if identity not in self._known:
+            self._known[identity] = fitness_of(graph)
+        return self._known[identity]
+
+    def split_out(self, piece: str, op: str) -> bool:
+        calls = self._known[piece].calling(op) if piece in self._known and self._splits_out else set()
+        self._failed.setdefault(piece, set()).update(calls)
+        return bool(calls)
+
+    def _refused(self, graph: PieceGraph) -> set[Call]:
+        if not self._splits_out or self.fitness(graph).as_it_stands is not None:
+            return set()
+        return self.fitness(graph).without_code() | self._failed.get(graph.identity(), set())
+
+
 class _Tracing:
     """The variants of a model as they are traced.
 
@@ -127,7 +169,7 @@ class _Tracing:
         spec: The model.
         method: Its method.
         signature: The method's.
-        splitting_ops: Ops to split at.
+        pieces: How traces are split.
         on_event: Told of each trace.
     """
 
@@ -136,7 +178,7 @@ class _Tracing:
         spec: ModelSpec,
         method: Callable[..., Any],
         signature: CallSignature,
-        splitting_ops: Sequence[str] | None,
+        pieces: _Pieces,
         on_event: OnEvent,
     ) -> None:
         self.dims = Dims.of(spec.dynamic)
@@ -145,7 +187,7 @@ class _Tracing:
         self._spec = spec
         self._method = method
         self._signature = signature
-        self._splitting_ops = splitting_ops
+        self._pieces = pieces
         self._on_event = on_event
 
     def run(self) -> None:
@@ -157,6 +199,53 @@ class _Tracing:
                 if not self._spec.static_where_fixed or not self._make_static(error):
                     raise
                 self.traced.clear()
+
+    def stitched(self, secs: float) -> Stitched:
+        """Join what was traced into one plan."""
+        traced, dims, spec = self.traced, self.dims, self._spec
+        used = {step.graph for one in traced for step in one.variant.steps}
+        graphs = {identity: graph for one in traced for identity, graph in one.split.graphs.items() if identity in used}
+        plan = Plan(
+            method=spec.method,
+            qualname=qualified_name(type(spec.module)),
+            variants=tuple(one.variant for one in traced),
+            graphs=graphs,
+        )
+        served = [
+            served
+            for one in traced
+            for served in served_by(one.variant, one.trace.shape_env, one.split.symbol_names, dims.by_name)
+        ]
+        targets = {str(node.target) for graph in graphs.values() for node in graph.nodes}
+        names = sorted(target.removeprefix("torch.ops.") for target in targets if target.startswith("torch.ops."))
+        traces = [one.trace for one in traced]
+        return Stitched(
+            plan=plan,
+            code=user_code(
+                dict.fromkeys(code for trace in traces for code in trace.codes),
+                dict.fromkeys(kind for trace in traces for kind in trace.classes),
+                variables={name for trace in traces for name in trace.variables},
+                modules={name for trace in traces for name in trace.asked.modules},
+                distributions={name for trace in traces for name in trace.asked.distributions},
+            ),
+            ops=dict(sorted(item for graph in graphs.values() for item in graph.ops.items())),
+            splitting_ops=tuple(dict.fromkeys(name for one in traced for name in one.split.splitting_ops)),
+            fallbacks=tuple(_fallbacks(traced, self._pieces.fitness)),
+            slow_ops=slow_ops(tuple(names)),
+            notes=tuple(dict.fromkeys((*narrowed_ranges(served, dims.by_name), *self.notes, *_between_pieces(traced)))),
+            computation_graph=graph_text(with_bodies(traces[0].graph_module), traced[0].split.assignment),
+            trace_secs=secs,
+            split_out=self._pieces.split_out,
+            split_again=lambda: self._split_again(secs),
+        )
+
+    def _split_again(self, secs: float) -> Stitched:
+        begun = time.perf_counter()
+        for number, one in enumerate(self.traced):
+            split = self._pieces.split(one.trace)
+            variant = _variant(one.variant.name, one.variant.fixed, self.dims, one.trace, split)
+            self.traced[number] = _Traced(variant=variant, trace=one.trace, split=split)
+        return self.stitched(secs + time.perf_counter() - begun)
 
     def _make_static(self, error: FixedDimensionError) -> bool:
         """Take what the model's code fixes out of the dynamic dimensions; return whether there was anything to take."""
@@ -243,7 +332,7 @@ class _Tracing:
         self._on_event(Event(phase="trace", message=label, done=done, total=total))
         arguments, marked = arguments_for(call, self._signature, self.dims, fixed, sizes)
         trace = capture(self._spec.module, self._method, self._signature, arguments, marked)
-        split = split_graph(trace.graph_module, splitting_ops=self._splitting_ops)
+        split = self._pieces.split(trace)
         variant = _variant(call.name, fixed, self.dims, trace, split)
         secs = time.perf_counter() - begun
         done = None if done is None else done + 1
@@ -279,91 +368,29 @@ class _Traced:
     split: SplitResult
 
 
-def _stitched(spec: ModelSpec, dims: Dims, traced: Sequence[_Traced], notes: Sequence[str], secs: float) -> Stitched:
-    """Join the variants of a model into one plan."""
-    used = {step.graph for one in traced for step in one.variant.steps}
-    graphs = {identity: graph for one in traced for identity, graph in one.split.graphs.items() if identity in used}
-    plan = Plan(
-        method=spec.method,
-        qualname=qualified_name(type(spec.module)),
-        variants=tuple(one.variant for one in traced),
-        graphs=graphs,
-    )
-    served = [
-        served
-        for one in traced
-        for served in served_by(one.variant, one.trace.shape_env, one.split.symbol_names, dims.by_name)
-    ]
-    targets = {str(node.target) for graph in graphs.values() for node in graph.nodes}
-    names = sorted(target.removeprefix("torch.ops.") for target in targets if target.startswith("torch.ops."))
-    traces = [one.trace for one in traced]
-    return Stitched(
-        plan=plan,
-        code=user_code(
-            dict.fromkeys(code for trace in traces for code in trace.codes),
-            dict.fromkeys(kind for trace in traces for kind in trace.classes),
-            variables={name for trace in traces for name in trace.variables},
-            modules={name for trace in traces for name in trace.asked.modules},
-            distributions={name for trace in traces for name in trace.asked.distributions},
-        ),
-        ops=dict(sorted(item for graph in graphs.values() for item in graph.ops.items())),
-        splitting_ops=tuple(dict.fromkeys(name for one in traced for name in one.split.splitting_ops)),
-        fallbacks=tuple(_fallbacks(traced)),
-        slow_ops=slow_ops(tuple(names)),
-        notes=tuple(dict.fromkeys((*narrowed_ranges(served, dims.by_name), *notes, *_from_data(traced)))),
-        computation_graph=graph_text(with_bodies(traces[0].graph_module), traced[0].split.assignment),
-        trace_secs=secs,
-    )
+def _between_pieces(traced: Sequence[_Traced]) -> Iterator[str]:
+    """Yield notes on the ops that run between pieces although nobody asked for it."""
+    for why, ops in (
+        ("What these ops find in data is known only as they run", [op for one in traced for op in one.split.from_data]),
+        ("Code of aot_inductor cannot call these ops", [op for one in traced for op in one.split.apart]),
+    ):
+        if ops:
+            known = list(dict.fromkeys(ops))
+            more = f" and {len(known) - _MOST_OPS_NAMED} more" if len(known) > _MOST_OPS_NAMED else ""
+            yield f"{why}, so they run between pieces: {'; '.join(known[:_MOST_OPS_NAMED])}{more}."
 
 
-def _from_data(traced: Sequence[_Traced]) -> Iterator[str]:
-    """Yield a note on the ops that run between pieces because they find sizes or numbers in data."""
-    ops = list(dict.fromkeys(op for one in traced for op in one.split.from_data))
-    if ops:
-        named = "; ".join(ops[:_MOST_OPS_NAMED])
-        more = f" and {len(ops) - _MOST_OPS_NAMED} more" if len(ops) > _MOST_OPS_NAMED else ""
-        yield f"What these ops find in data is known only as they run, so they run between pieces: {named}{more}."
-
-
-def _fallbacks(traced: Sequence[_Traced]) -> Iterator[Fallback]:
+def _fallbacks(traced: Sequence[_Traced], fitness: Callable[[PieceGraph], Fitness]) -> Iterator[Fallback]:
     """Yield the pieces that must run as they stand, and why: the split's, and what no compiler may be given."""
-    known: dict[str, str | None] = {}
     for index, one in enumerate(traced):
         reasons: dict[int, str | None] = {**one.split.eager_pieces}
         for step in one.split.steps:
             if not step.splitting and step.piece >= 0 and step.piece not in reasons:
-                if step.graph not in known:
-                    known[step.graph] = _why_as_it_stands(one.split.graphs[step.graph])
-                reasons[step.piece] = known[step.graph]
+                reasons[step.piece] = fitness(one.split.graphs[step.graph]).as_it_stands
         for piece, reason in reasons.items():
             if reason is not None:
                 shape = of_sizes(one.variant.fixed)
                 yield Fallback(variant=index, piece_index=piece, shape=shape, adaptor=EAGER, reason=reason)
-
-
-def _why_as_it_stands(graph: PieceGraph) -> str | None:
-    """Return why a piece must run as it stands whatever the compiler could make of it, or None.
-
-    A compiler draws random numbers of its own, which are not those that eager draws from torch's generator; and it
-    looks into a custom op that is composed of others, whose Python nobody can look at again at load.
-    """
-    composed = [name for name in graph.ops if not is_torchs_own(name) and is_composite(name)]
-    if composed:
-        return (
-            f"the op {composed[0]} is composed of other ops (CompositeImplicitAutograd), by code that cannot be watched"
-        )
-    try:
-        with _torch.DrawingOps() as draws:
-            rebuild(graph)
-    except CompileError as error:
-        if all(symbol.min >= FIRST_DYNAMIC for symbol in graph.symbols):
-            raise
-        return f"it works on sizes that come from data: {error}"
-    if draws.names:
-        return (
-            f"it draws random numbers ({', '.join(draws.names)}), and compiled code would draw others than eager does"
-        )
-    return None
 
 
 def _variant(name: str, fixed: Mapping[str, int], dims: Dims, trace: Trace, split: SplitResult) -> Variant:

@@ -58,7 +58,8 @@ def _answer(request: CompileRequest) -> tuple[CompileReport, bytes]:
         fault = machine_fault(error)
         reason = fault or str(error).strip() or type(error).__name__
         rejected = isinstance(error, CompileError) and fault is None
-        return CompileReport(status="rejected" if rejected else "failed", reason=reason), b""
+        op = error.path if isinstance(error, CompileError) and rejected and isinstance(error.path, str) else None
+        return CompileReport(status="rejected" if rejected else "failed", reason=reason, op=op), b""
 
 
 def _compiled(request: CompileRequest) -> tuple[CompileReport, bytes]:

@@ -223,12 +223,7 @@ class _PieceWriter:
             raise SplitError(f"{described(node)} cannot be part of a piece: {error}", actual=error.actual) from error
 
     def _call(self, node: fx.Node) -> str:
-        if node.op == "call_method":
-            kind: NodeKind = "method"
-            target = _method(str(node.target))
-        else:
-            kind = "function"
-            target = target_name(node.target)  # type: ignore[arg-type]  # what a call_function calls
+        kind, target = call_of(node)
         args = tuple(encode_value(arg, self._ref) for arg in node.args)
         kwargs = {name: encode_value(node.kwargs[name], self._ref) for name in sorted(node.kwargs)}
         return self._append(kind, target, args, kwargs)
@@ -328,6 +323,17 @@ class _PieceWriter:
     def leave_contexts(self) -> None:
         """Leave every autocast region, so that the piece ends as it began."""
         self._enter(())
+
+
+def call_of(node: fx.Node) -> tuple[NodeKind, str]:
+    """Return what a piece says that `node` calls.
+
+    Raises:
+        SplitError: There is no word for it.
+    """
+    if node.op == "call_method":
+        return "method", _method(str(node.target))
+    return "function", target_name(node.target)  # type: ignore[arg-type]  # what a call_function calls
 
 
 def _method(name: str) -> str:

@@ -6,8 +6,8 @@ piece down (`encode`), number the values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,15 +15,18 @@ from torch import fx
 
 from cgtool.errors import SplitError
 from cgtool.graph.sympy_text import expression_text
-from cgtool.plan.pieces import Json, PieceGraph
+from cgtool.plan.pieces import Json, NodeKind, PieceGraph
 from cgtool.plan.records import Step
 from cgtool.split import _torch as private
 from cgtool.split.cut import Segment, segments, splitting_nodes
 from cgtool.split.data import is_source, run_as_they_stand, with_numbers
-from cgtool.split.encode import EncodedPiece, donors_of, encode_piece, takes_of
+from cgtool.split.encode import EncodedPiece, call_of, donors_of, encode_piece, takes_of
 from cgtool.split.memory import Crossing, contested, hazards, view_chain
 from cgtool.split.nodes import Kind, cannot_split, described, example
 from cgtool.split.program import Program, read_program, refuse_shape_changes
+
+#: What a node of a piece calls: its kind, and the name of its target.
+Call = tuple[NodeKind, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,7 @@ class SplitResult:
         outputs: For each output of the graph: ["v", value id], ["expr", text] or ["const", value].
         relations_from_data: What the trace found true of sizes that come from data, over their symbols and others.
         from_data: The ops, with their lines, that find a size or a number in data, and therefore run as they stand.
+        apart: The ops, with their lines, that run between pieces because compiled code cannot call them.
         splitting_ops: The names that matched, spelled `ns::op` or dotted, sorted.
         eager_pieces: piece index → why a piece that holds no splitting op must run as it stands all the same.
         mutated_inputs: Positions of the tensor placeholders that the graph writes to.
@@ -49,21 +53,28 @@ class SplitResult:
     symbol_names: dict[str, str]
     num_inputs: int
     outputs: tuple[Json, ...]
-    splitting_ops: tuple[str, ...]
+    splitting_ops: tuple[str, ...] = ()
     relations_from_data: tuple[str, ...] = ()
     from_data: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
     eager_pieces: dict[int, str] = field(default_factory=dict)
     mutated_inputs: tuple[int, ...] = ()
     assignment: dict[str, int] = field(default_factory=dict)
 
 
-def split_graph(gm: fx.GraphModule, *, splitting_ops: Sequence[str] | None) -> SplitResult:
+def split_graph(
+    gm: fx.GraphModule,
+    *,
+    splitting_ops: Sequence[str] | None,
+    refused: Callable[[PieceGraph], Collection[Call]] = lambda _: (),
+) -> SplitResult:
     """Split a full graph of Dynamo's at splitting ops.
 
     Args:
         gm: The graph, traced under `no_grad`; every node has `meta["example_value"]`. It is not changed.
         splitting_ops: Names as `cgtool.split.cut` spells them; None: known and registered attention ops, as far as
             the graph has them; empty: one piece.
+        refused: Says what of a piece compiled code cannot call: such calls run between pieces, as splitting ops do.
 
     Returns:
         The pieces and their order. Running the steps computes exactly what the graph does.
@@ -76,7 +87,36 @@ def split_graph(gm: fx.GraphModule, *, splitting_ops: Sequence[str] | None) -> S
     kinds = dict(program.kinds)
     at, names = splitting_nodes(kinds, splitting_ops)
     from_data = run_as_they_stand(kinds)
-    cut = segments(kinds, at | from_data, program.memory)
+    apart: set[fx.Node] = set()
+    while True:
+        cut = segments(kinds, at | from_data | apart, program.memory)
+        result = _split_at(cut, program)
+        more = _refused_nodes(cut, result, refused) - apart
+        if not more:
+            break
+        apart |= more
+    return replace(
+        result,
+        splitting_ops=names,
+        from_data=tuple(dict.fromkeys(described(node) for node in kinds if node in from_data and is_source(node))),
+        apart=tuple(dict.fromkeys(described(node) for node in kinds if node in apart)),
+    )
+
+
+def _refused_nodes(
+    cut: Sequence[Segment], result: SplitResult, refused: Callable[[PieceGraph], Collection[Call]]
+) -> set[fx.Node]:
+    """Return the nodes of pieces to be compiled that no compiled code can call."""
+    found: set[fx.Node] = set()
+    for step, segment in zip(result.steps, cut, strict=True):
+        if not step.splitting and step.piece not in result.eager_pieces:
+            calls = refused(result.graphs[step.graph])
+            found.update(node for node in segment.nodes if calls and call_of(node) in calls)
+    return found
+
+
+def _split_at(cut: Sequence[Segment], program: Program) -> SplitResult:
+    kinds = dict(program.kinds)
     piece_of = {node: index for index, segment in enumerate(cut) for node in segment.nodes}
     refuse_shape_changes(program, piece_of)
     returned = _returned_tensors(program)
@@ -98,8 +138,6 @@ def split_graph(gm: fx.GraphModule, *, splitting_ops: Sequence[str] | None) -> S
         relations_from_data=program.sizes.relations_from_data(),
         num_inputs=len(program.inputs),
         outputs=tuple(_output(value, ids, program) for value in program.output),
-        splitting_ops=names,
-        from_data=tuple(dict.fromkeys(described(node) for node in kinds if node in from_data and is_source(node))),
         eager_pieces=dict(sorted(reasons.items())),
         mutated_inputs=tuple(i for i, node in enumerate(program.inputs) if program.memory.of(node) & written),
         assignment={node.name: index for node, index in piece_of.items()},

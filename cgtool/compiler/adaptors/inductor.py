@@ -32,6 +32,7 @@ import torch
 
 from cgtool.compiler import _torch
 from cgtool.compiler.adaptors.interface import CompiledPiece, CompilerInterface, PieceCallable
+from cgtool.compiler.fitness import op_named_by
 from cgtool.compiler.fx_piece import RebuiltPiece, rebuild
 from cgtool.compiler.options import inductor_hash, inductor_patches
 from cgtool.errors import ArtifactError, CgtoolError, CompileError
@@ -212,7 +213,7 @@ def _compile_error(error: BaseException) -> CompileError:
         words = f"the C++ compiler failed on what Inductor wrote for the piece: {said}"
     else:
         words = f"Inductor could not compile the piece: {type(error).__name__}: {said}"
-    return CompileError(f"{words}; the piece can run eagerly (adaptor 'eager')", actual=said)
+    return CompileError(f"{words}; the piece can run eagerly (adaptor 'eager')", path=op_named_by(error), actual=said)
 
 
 def _load_error(error: BaseException) -> ArtifactError:

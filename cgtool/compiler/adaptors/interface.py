@@ -6,6 +6,7 @@ file, and it traces and compiles no graph.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,14 @@ from cgtool.plan.pieces import Json, PieceGraph
 
 #: Takes the piece's inputs as a list, which it empties, and returns its outputs as a list, even of one.
 PieceCallable = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+#: How torch and C++ compilers name the op that they fail at: by its C function, or by its schema.
+_NAMED = (
+    re.compile(r"\baoti_torch_(?:cpu|cuda|xpu|mps)_(?P<op>\w+)"),
+    re.compile(r"extern kernel (?P<op>\w+::[\w.]+)"),
+    re.compile(r"operator whose output has alias annotations: (?P<op>\w+::[\w.]+)"),
+    re.compile(r"target: (?P<op>\w+\.[\w.]+)"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,3 +126,12 @@ def get_adaptor(name: str) -> CompilerInterface:
             actual=repr(found),
         )
     return found()
+
+
+def op_named_in(text: str) -> str | None:
+    """Return the op that an error's text names; None where there is none."""
+    for pattern in _NAMED:
+        match = pattern.search(text)
+        if match is not None:
+            return match["op"].replace("::", ".").replace(".", "::", 1) if "." in match["op"] else match["op"]
+    return None

@@ -18,10 +18,9 @@ from typing import Any, Literal
 import torch
 from msgspec.structs import replace
 
-from cgtool.compiler import _torch
 from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.compiler.pool import free_bytes
-from cgtool.compiler.proof import judge
+from cgtool.compiler.proof import _torch, judge
 from cgtool.compiler.proof.inputs import STYLES, index_bound
 from cgtool.compiler.proof.prove import first_line, is_out_of_memory, limits_of, same_bytes
 from cgtool.compiler.proof.reference import eps_of, filled, lowest_dtype, takes_steps

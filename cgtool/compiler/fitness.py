@@ -1,0 +1,120 @@
+"""What of a piece a compiler may not be given, and what code of AOTInductor cannot call.
+
+The first lets the whole piece run as it stands. The second is split out: it runs between pieces, and the rest stays
+native. It is known before a compile, of ops that Inductor calls through a C function which this torch lacks and of
+custom ops whose schema says what a package cannot; or a compile fails, and names the op.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cgtool.compiler import _torch
+from cgtool.compiler.adaptors.interface import op_named_in
+from cgtool.compiler.fx_piece import rebuild
+from cgtool.errors import CompileError
+from cgtool.guards.code import is_composite
+from cgtool.ops import is_torchs_own
+from cgtool.plan.pieces import NodeKind, PieceGraph
+from cgtool.trace.examples import FIRST_DYNAMIC
+
+_HEADERS = Path(torch.__file__).parent / "include/torch/csrc/inductor/aoti_torch"
+#: Types of a schema that torch does not write into a package, or does not read back.
+_UNSAID = re.compile(r"\bDict\[|\bcomplex\b|\bList\[(List\[|Optional\[(?!Tensor\]))")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitness:
+    """What is known of a piece before it is compiled.
+
+    Args:
+        as_it_stands: Why it must run as it stands whatever a compiler could make of it, or None.
+        calls: What it calls, as `cgtool.split.encode.call_of` has it → the ops that this came to.
+        device: The type of device that it works on.
+    """
+
+    as_it_stands: str | None
+    calls: Mapping[tuple[NodeKind, str], frozenset[Any]]
+    device: str
+
+    def without_code(self) -> set[tuple[NodeKind, str]]:
+        """Return what code of AOTInductor cannot call."""
+        return {call for call, ops in self.calls.items() if any(_is_uncallable(op, self.device) for op in ops)}
+
+    def calling(self, op: str) -> set[tuple[NodeKind, str]]:
+        """Return what came to an op that an error names, by its schema or its C function, with or without overload."""
+        plain = re.sub(r"(_out)?(_v\d)?$", "", op)
+        return {call for call, ops in self.calls.items() if any({op, plain} & _names_of(one) for one in ops)}
+
+
+def fitness_of(graph: PieceGraph) -> Fitness:
+    """Look at a piece.
+
+    A compiler draws random numbers of its own, which are not those that eager draws from torch's generator; and it
+    looks into a custom op that is composed of others, whose Python nobody can look at again at load.
+
+    Raises:
+        CompileError: The piece cannot be rebuilt, and not because of sizes that come from data.
+    """
+    device = next((meta.device for meta in (*graph.inputs, *graph.results)), "cpu")
+    composed = [name for name in graph.ops if not is_torchs_own(name) and is_composite(name)]
+    if composed:
+        reason = (
+            f"the op {composed[0]} is composed of other ops (CompositeImplicitAutograd), by code that cannot be watched"
+        )
+        return Fitness(as_it_stands=reason, calls={}, device=device)
+    with _torch.CalledOps() as called:
+        try:
+            rebuild(graph, on_call=lambda index: setattr(called, "at", index))
+        except CompileError as error:
+            if all(symbol.min >= FIRST_DYNAMIC for symbol in graph.symbols):
+                raise
+            reason = f"it works on sizes that come from data: {error}"
+            return Fitness(as_it_stands=reason, calls={}, device=device)
+    drawing = ", ".join(called.drawing)
+    reason = f"it draws random numbers ({drawing}), and compiled code would draw others than eager does"
+    calls: dict[tuple[NodeKind, str], frozenset[Any]] = {}
+    for index, ops in called.found.items():
+        call = graph.nodes[index].kind, graph.nodes[index].target or ""
+        calls[call] = calls.get(call, frozenset()) | ops
+    return Fitness(as_it_stands=reason if drawing else None, calls=calls, device=device)
+
+
+def op_named_by(error: BaseException) -> str | None:
+    """Return the op that a failed compile is about; None where none is named."""
+    seen: list[BaseException] = []
+    found: BaseException | None = error
+    while found is not None and found not in seen:
+        seen.append(found)
+        found = found.__cause__ or found.__context__
+    named = [*map(_torch.op_at_fault, seen), *(op_named_in(str(one)) for one in seen)]
+    return next(filter(None, named), None)
+
+
+def _names_of(op: Any) -> set[str]:
+    """Return what errors call an op: `ns::op.overload`, `ns::op`, and the end of the name of its C function."""
+    name = _torch.op_name(op)
+    plain, _, overload = name.partition(".")
+    short = plain.partition("::")[2]
+    return {name, plain, short, f"{short}_{overload}"}
+
+
+def _is_uncallable(op: Any, device: str) -> bool:
+    if is_torchs_own(_torch.op_name(op)):
+        return not all(_has_shim(name, device) for name in _torch.shims_of_templates(op))
+    return _torch.returns_views(op) or any(_UNSAID.search(name) for name in _torch.type_names(op))
+
+
+@cache
+def _has_shim(name: str, device: str) -> bool:
+    """Return whether torch declares the C function by which native code calls `at::name`."""
+    shim = re.compile(rf"\baoti_torch_{device}_{name.removesuffix('::call').rpartition('::')[2]}(_v\d)?\(")
+    headers = [path for path in _HEADERS.rglob("*.h") if not path.is_dir()]
+    return not headers or any(shim.search(path.read_text(encoding="utf-8", errors="replace")) for path in headers)

@@ -1,0 +1,64 @@
+"""What is known of a piece before it is compiled, and which op a failed compile names."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+import piece_ops  # noqa: E402, F401 - registers the custom ops that pieces below call
+from piece_cases import call, graph, method, tensor  # noqa: E402
+
+from cgtool.compiler import fitness  # noqa: E402
+from cgtool.compiler.adaptors.interface import op_named_in  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+SQUARE = tensor(8, 8)
+EXPERTS = [tensor(8, 16, dtype="bfloat16"), tensor(2, 16, 16, dtype="bfloat16"), tensor(2, dtype="int32")]
+GROUPED = graph(EXPERTS, [call("torch._grouped_mm", "%0", "%1", offs="%2"), method("relu", "%3")], ["%4"])
+
+
+@pytest.mark.parametrize(
+    ("text", "op"),
+    [
+        ("error: ‘aoti_torch_cuda__grouped_mm’ was not declared in this scope", "_grouped_mm"),
+        ("error: use of undeclared identifier 'aoti_torch_cpu_foo_v2'", "foo_v2"),
+        ("/tmp/x.so: undefined symbol: aoti_torch_cuda_mm_out", "mm_out"),
+        ("Unsupported input type as_complex for extern kernel expop::complexed argument 1.", "expop::complexed"),
+        ("LoweringException: NotImplementedError: no\n  target: user.op.default\n  args[0]: 1", "user::op.default"),
+        ("the C++ compiler failed on what Inductor wrote for the piece: out of cheese", None),
+    ],
+)
+def test_an_error_names_the_op_at_fault(text, op):
+    assert op_named_in(text) == op
+
+
+@pytest.mark.parametrize(
+    ("op", "found"),
+    [
+        ("_grouped_mm", {("function", "torch._grouped_mm")}),
+        ("aten::_grouped_mm.default", {("function", "torch._grouped_mm")}),
+        ("relu_out", {("method", "relu")}),
+        ("aten::relu", {("method", "relu")}),
+        ("aten::mm", set()),
+    ],
+)
+def test_calls_are_found_by_what_they_come_to(op, found):
+    assert fitness.fitness_of(GROUPED).calling(op) == found
+
+
+def test_a_kernel_of_torchs_own_needs_a_c_function(monkeypatch):
+    assert fitness.fitness_of(GROUPED).without_code() == set()
+    monkeypatch.setattr(fitness, "_has_shim", lambda name, device: name != "at::_grouped_mm")
+    assert fitness.fitness_of(GROUPED).without_code() == {("function", "torch._grouped_mm")}
+
+
+def test_what_torch_declares_is_found_in_its_headers():
+    assert fitness._has_shim("at::mm_out", "cpu")
+    assert not fitness._has_shim("at::mm_in", "cpu")
+
+
+def test_a_schema_that_torch_reads_back_is_called_by_native_code():
+    piece = graph([SQUARE], [call("torch.ops.cgtool_user.transposed", "%0")], ["%1"])
+    assert fitness.fitness_of(piece).without_code() == set()

@@ -1,0 +1,34 @@
+"""Ops that code of AOTInductor cannot call run between pieces: the rest stays native, and a load needs torch alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from e2e_harness import compare, inspect, warm
+
+pytestmark = pytest.mark.torch
+
+MODEL = f"{Path(__file__).with_name('refused_ops.py')}:build"
+KNOWN_LATER = [pytest.param(name, marks=pytest.mark.slow) for name in ("bounded", "summed")]
+
+
+@pytest.mark.parametrize("name", ["nested", *KNOWN_LATER])
+def test_an_op_that_native_code_cannot_call_runs_between_pieces(tmp_path, name):
+    report = warm(MODEL, tmp_path, "--arg", f"name={name}", "--jobs", "1")
+    (note,) = [note for note in report["notes"] if "so they run between pieces" in note]
+    assert note.startswith("Code of aot_inductor cannot call these ops")
+    assert f"cgtool_refused::{name}" in note
+    assert "refused_ops.py:" in note
+    assert report["fallbacks"] == []
+    assert {row["adaptor"] for row in report["artifacts"]} == {"aot_inductor"}
+    entry = inspect(tmp_path)
+    assert entry["pieces"] == 3
+    found = compare(MODEL, tmp_path, [{"rows": rows} for rows in (2, 5, 64)], arguments={"name": name})
+    assert (found["calls"], found["failures"]) == (3, [])
+    assert not {"torch._dynamo", "torch._inductor"} & set(found["imported"])
+
+
+def test_a_compiler_that_calls_every_op_is_given_the_whole_graph(tmp_path):
+    report = warm(MODEL, tmp_path, "--adaptor", "eager")
+    assert not any("between pieces" in note for note in report["notes"])
