@@ -6,11 +6,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-import piece_ops  # noqa: E402, F401 - registers the custom ops that pieces below call
-from piece_cases import call, graph, method, tensor  # noqa: E402
+import piece_ops  # noqa: F401 - registers the custom ops that pieces below call
+from piece_cases import call, graph, method, tensor
 
-from cgtool.compiler import fitness  # noqa: E402
-from cgtool.compiler.adaptors.interface import op_named_in  # noqa: E402
+from cgtool.compiler import fitness
+from cgtool.compiler.adaptors.interface import op_named_in
 
 pytestmark = pytest.mark.torch
 
@@ -22,7 +22,7 @@ GROUPED = graph(EXPERTS, [call("torch._grouped_mm", "%0", "%1", offs="%2"), meth
 @pytest.mark.parametrize(
     ("text", "op"),
     [
-        ("error: ‘aoti_torch_cuda__grouped_mm’ was not declared in this scope", "_grouped_mm"),
+        ("error: 'aoti_torch_cuda__grouped_mm' was not declared in this scope", "_grouped_mm"),
         ("error: use of undeclared identifier 'aoti_torch_cpu_foo_v2'", "foo_v2"),
         ("/tmp/x.so: undefined symbol: aoti_torch_cuda_mm_out", "mm_out"),
         ("Unsupported input type as_complex for extern kernel expop::complexed argument 1.", "expop::complexed"),
