@@ -190,7 +190,18 @@ def _load_from(
     rank = environment().rank if rank is None else rank
     fields = None if config is None else config.leveled().key_fields()
     finder = Finder(layout, module, Live.of(module, config=fields), rank=rank, prefix=prefix, trust=trust)
-    found = finder.find(accept) if hash_ is None else finder.at(hash_)
+    try:
+        found = finder.find(accept) if hash_ is None else finder.at(hash_)
+    except CacheMissError:
+        if hash_ is not None or not (environment().variables.get("CGTOOL_REMOTE") or (config and config.remote)):
+            raise
+        from cgtool.remote.remotes import Remotes  # what is in the cache needs no store
+
+        remotes = Remotes.of(layout, config, trust)
+        pulled = remotes.find(lambda: finder.find(accept), finder.lookup, finder.fits, rank=rank, prefix=prefix)
+        if pulled is None:
+            raise
+        found = pulled
     recheck_calls = config is not None and config.recheck == "call"
     loaded = open_entry(found, module, _open_artifact, recheck_calls=recheck_calls)
     StateStore(layout).record_hit(found.entry.name)

@@ -163,6 +163,9 @@ FIELDS: dict[str, FieldSpec] = {
     "debug_dump_path": FieldSpec("runtime", checks.check_path, str),
     "trusted_keys": FieldSpec("runtime", checks.check_paths, parse_list(str)),
     "allow_shared_cache": FieldSpec("runtime", checks.check_bool, parse_bool),
+    "remote": FieldSpec("runtime", checks.check_urls, parse_list(str)),
+    "remote_readonly": FieldSpec("runtime", checks.check_bool, parse_bool),
+    "remote_required": FieldSpec("runtime", checks.check_bool, parse_bool),
 }
 
 
@@ -324,6 +327,11 @@ class CompilationConfig:
             `compile` then loads nothing that it compiled itself. Kind: runtime.
         allow_shared_cache: Load from a cache that another user owns or others may write to, too; False by default.
             The variable CGTOOL_ALLOW_SHARED_CACHE says the same for a whole process. Kind: runtime.
+        remote: URLs of stores, asked in order: `load` pulls from there what the cache lacks, and `warm` asks for what
+            it would compile and pushes what it made. Naming one vouches for it, as for a cache. Empty (default) means
+            CGTOOL_REMOTE, else none. Kind: runtime.
+        remote_readonly: Push nothing to them; False by default. Kind: runtime.
+        remote_required: Fail where one of them does; False by default: a warning, and on without it. Kind: runtime.
 
     Raises:
         ConfigError: A field cannot hold its value, or two fields contradict each other.
@@ -353,6 +361,9 @@ class CompilationConfig:
     debug_dump_path: str = ""
     trusted_keys: Sequence[str] = ()
     allow_shared_cache: bool = False
+    remote: Sequence[str] = ()
+    remote_readonly: bool = False
+    remote_required: bool = False
 
     def __post_init__(self) -> None:
         for name in FIELDS:

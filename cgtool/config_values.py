@@ -349,6 +349,14 @@ def check_path(value: Any) -> str:
     return text
 
 
+def check_urls(value: Any) -> tuple[str, ...]:
+    """Return URLs as texts."""
+    urls = tuple(check_path(item) for item in _items([] if value is None else value, "URLs"))
+    if not all("://" in url for url in urls):
+        raise WrongValueError("it is a list of URLs such as s3://BUCKET/FOLDER")
+    return urls
+
+
 def check_paths(value: Any) -> tuple[str, ...]:
     """Return paths as texts; none of them is empty."""
     paths = tuple(check_path(item) for item in _items([] if value is None else value, "paths"))

@@ -272,6 +272,20 @@ cache_dir_option = click.option(
     help="The cache's root. Default: CGTOOL_CACHE_DIR, else the user's cache folder.",
 )
 
+#: Where units and entries may lie already, and where they go.
+remote_options = _together(
+    click.option(
+        "--remote",
+        multiple=True,
+        callback=lambda _ctx, _param, urls: urls or None,
+        metavar="URL",
+        help="A store (s3://, gs://, az://, https://, file://) to take from and push to. Repeatable: in order.",
+    ),
+    click.option("--remote-readonly", is_flag=True, default=None, help="Push nothing to the stores."),
+    click.option("--remote-required", is_flag=True, default=None, help="Fail where a store does."),
+)
+REMOTE_FIELDS = ("remote", "remote_readonly", "remote_required")
+
 #: All that says which model is warmed, or would be, and how.
 warming_options = _together(
     model_options, cache_options, weights_option, cache_dir_option, coverage_options, adaptor_options, compiler_options

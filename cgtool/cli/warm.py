@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cgtool.cli import failures, logs
-from cgtool.cli.options import ADAPTOR_FIELDS, model_asked, place_options, read_required, talk_options, warming_options
+from cgtool.cli.options import (
+    ADAPTOR_FIELDS,
+    REMOTE_FIELDS,
+    model_asked,
+    place_options,
+    read_required,
+    remote_options,
+    talk_options,
+    warming_options,
+)
 from cgtool.cli.text import count_text, first, indices_text, secs_text, size_text
 
 if TYPE_CHECKING:
@@ -25,6 +34,7 @@ EXAMPLES = """\b
 Examples:
   cgtool warm fixtures/tiny_llama.py:build
   cgtool warm fixtures/tiny_llama.py:build --arg num_layers=80 --compile-sizes 1,8
+  cgtool warm fixtures/tiny_llama.py:build --remote s3://models/cgtool
   cgtool warm mypackage.models:build --weights real --dtype bfloat16
   cgtool warm hf:checkpoints/llama --compile-sizes batch=4:seq=128
   cgtool warm hf:checkpoints/llama --cache static --cache-length 1024
@@ -62,6 +72,7 @@ Examples:
     help="Trace further variants until all of these sizes of a dynamic dimension are served. Repeatable.",
 )
 @place_options
+@remote_options
 @click.option("--check", is_flag=True, help="Only say whether the cache serves the model: exit code 3 where not.")
 @click.option("--no-cache", is_flag=True, help="Switch the cache off; warm has nothing to do then and says so.")
 @talk_options
@@ -82,7 +93,7 @@ def warm(*, output: Output, **options: Any) -> int:
     disable_cache, proof = options["no_cache"] or None, False if options["no_proof"] else None
     choice, config = model_asked(
         options,
-        (*ADAPTOR_FIELDS, "jobs", "compile_timeout", "debug_dump_path"),
+        (*ADAPTOR_FIELDS, *REMOTE_FIELDS, "jobs", "compile_timeout", "debug_dump_path"),
         disable_cache=disable_cache,
         proof=proof,
     )

@@ -26,6 +26,7 @@ from cgtool.events import Event, OnEvent, ignore
 from cgtool.host import count
 from cgtool.plan.grammar import digest_of
 from cgtool.plan.shapes import shape_text
+from cgtool.remote.remotes import Remotes
 from cgtool.store.artifacts import parted
 from cgtool.store.entry import ObjectStore
 from cgtool.store.layout import CacheLayout
@@ -69,6 +70,7 @@ class CompilerManager:
         on_event: Told when a unit is waited for, because another process compiles it.
         pool: Worker processes to compile in; None compiles in this process alone.
         prover: Runs each unit before it is stored; None stores it without.
+        remotes: Where units may have been compiled already, and what is compiled here goes; None is nowhere.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class CompilerManager:
         on_event: OnEvent = ignore,
         pool: WorkerPool | None = None,
         prover: Prover | None = None,
+        remotes: Remotes | None = None,
     ) -> None:
         self._layout = layout
         self._units = UnitStore(layout, allow_shared=config.allow_shared_cache or None)
@@ -86,6 +89,7 @@ class CompilerManager:
         self._on_event = on_event
         self._pool = pool
         self._prover = prover
+        self._remotes = remotes
         self._adaptors: dict[str, CompilerInterface] = {}
         self._hashes: dict[tuple[str, bool], str] = {}
         self._lock = threading.RLock()
@@ -151,6 +155,9 @@ class CompilerManager:
             found = self._usable(key, work)
             if found is not None:
                 return Built(artifact=found, reused=True)
+            found = self._elsewhere(key, work)
+            if found is not None:
+                return Built(artifact=found, reused=True)
             unproved = self._units.find(key)
             data = None if unproved is None else self._units.data(key, unproved)
             if unproved is None or data is None:
@@ -163,7 +170,19 @@ class CompilerManager:
                 self._units.remove(key)  # stored unproved, it would serve whoever asks for no proof
                 raise
             self._units.put(key, data, artifact)
+        if self._remotes is not None and not artifact.needs_proof and self._adaptor(work.adaptor).compiles:
+            self._remotes.put_unit(key, data, artifact)
         return Built(artifact=artifact, reused=unproved is not None, unproved=why_not, generated=texts)
+
+    def _elsewhere(self, key: str, work: Work) -> Artifact | None:
+        """Take over a unit that was compiled and proved on another machine."""
+        if self._remotes is None or not self._adaptor(work.adaptor).compiles:
+            return None
+        found = self._remotes.unit(key, work.origin)
+        if found is None or found[1].needs_proof:
+            return None
+        self._units.put(key, *found)
+        return found[1]
 
     def _compiled(self, work: Work, *, in_worker: bool) -> tuple[bytes, Artifact, Texts]:
         count("compiles")

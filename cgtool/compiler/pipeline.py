@@ -48,6 +48,7 @@ from cgtool.plan.pieces import EAGER
 from cgtool.plan.records import Plan, parse_plan
 from cgtool.plan.rendering import plan_text
 from cgtool.plan.writing import encode_plan
+from cgtool.remote.remotes import Remotes
 from cgtool.runtime.call import first_index
 from cgtool.runtime.factors import Live, key_of
 from cgtool.runtime.find import Finder, Found
@@ -175,7 +176,10 @@ def add_to_entry(
     on_cpu = all(meta.device == "cpu" for graph in plan.graphs.values() for meta in graph.inputs)
     writer = EntryWriter(layout, key, rank=name.rank, prefix=name.prefix)
     with _pool(config, on_cpu=on_cpu) as pool, _prover(config, device_index) as prover:
-        manager = CompilerManager(layout, config, on_event=on_event, pool=pool, prover=prover)
+        remotes = Remotes.of(layout, config, TrustPolicy.of(config))
+        manager = CompilerManager(
+            layout, config, on_event=on_event, pool=pool, prover=prover, remotes=remotes
+        )
         done = compile_work(work, objects=writer.objects, manager=manager, pool=pool, on_event=on_event)
     variants = () if prove is None else prove(done, writer.objects)
     on_event(Event(phase="store", message=short(key.hash)))
@@ -196,6 +200,7 @@ class _Warm:
         self._rank = rank
         self._on_event = on_event
         self._trust = TrustPolicy.of(config)
+        self._remotes = Remotes.of(layout, config, self._trust)
         self._live = Live.of(spec.module, config=config.key_fields(), exact_config=True)
         #: Variant → why it could not be called beside the model this time, where a later warm may.
         self._uncalled: dict[int, str] = {}
@@ -210,12 +215,16 @@ class _Warm:
             trust=self._trust,
             only_asks=check,
         )
+        find = functools.partial(finder.find, functools.partial(self._refusal, without, check))
         try:
-            found = finder.find(functools.partial(self._refusal, without, check))
+            found = find()
         except CacheMissError as miss:
             if check:
                 raise
-            return self._fresh(miss.reasons)
+            pulled = self._remotes.find(find, finder.lookup, finder.fits, rank=self._rank, prefix=self._spec.prefix)
+            if pulled is None:
+                return self._fresh(miss.reasons)
+            found = pulled
         if not check and (damaged := damaged_texts(self._layout, found)):
             return self._fresh(damaged)  # its units are there: only the trace is made again
         return self._found(found, check=check)
@@ -340,7 +349,14 @@ class _Warm:
         self._on_event(Event(phase="split", message=f"{said}, split at {split_at}"))
         work = wanted(plan, self._config, stitched.fallbacks)
         with _prover(self._config, first_index(self._spec.module, plan)) as prover:
-            manager = CompilerManager(self._layout, self._config, on_event=self._on_event, pool=pool, prover=prover)
+            manager = CompilerManager(
+                self._layout,
+                self._config,
+                on_event=self._on_event,
+                pool=pool,
+                prover=prover,
+                remotes=self._remotes,
+            )
             done = compile_work(
                 work,
                 objects=writer.objects,

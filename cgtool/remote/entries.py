@@ -6,11 +6,24 @@ An entry is read as a bundle (`RemoteBundle`), so that what comes from a store i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
+from cgtool.errors import CacheCorruptError
 from cgtool.plan.grammar import sha256_hex
 from cgtool.remote.stores import Store, read, stream
-from cgtool.store.bundle_index import INDEX_FILE, MAX_SIGNATURE_BYTES, SIGNATURE_FILE, Index, Limits, Member
-from cgtool.store.layout import is_hash
+from cgtool.store.bundle_index import (
+    INDEX_FILE,
+    MAX_SIGNATURE_BYTES,
+    SIGNATURE_FILE,
+    Index,
+    Limits,
+    Member,
+    check_values,
+    refused,
+)
+from cgtool.store.files import read_matching
+from cgtool.store.layout import CACHE_FOLDER, KEY_FILE, CacheLayout, is_hash
+from cgtool.store.records import Key, parse_key
 
 #: Returns the bytes of a member that this machine has already; None where it has not.
 Have = Callable[[Member], bytes | None]
@@ -30,6 +43,24 @@ def member_path(member: Member) -> str:
     """Return where a member of an index lies."""
     place = member.place
     return f"artifacts/{place.file}" if place.kind else f"entries/{place.hash}/{member.sha256}.{place.file}"
+
+
+def mark_path(lookup: str, hash_: str) -> str:
+    """Return where the mark lies that leads from a digest of cheap facts to an entry."""
+    return f"lookup/{lookup}/{hash_}"
+
+
+def unit_path(key: str) -> str:
+    """Return where the record of a unit lies."""
+    return f"units/{key}"
+
+
+def in_cache(layout: CacheLayout, member: Member) -> bytes | None:
+    """Return the bytes of a member that a cache has in its place; None where it has not."""
+    try:
+        return read_matching(layout.root / member.path, member.sha256)
+    except CacheCorruptError:
+        return None
 
 
 def indexes(store: Store, hash_: str | None = None) -> dict[str, list[str]]:
@@ -70,6 +101,24 @@ class RemoteBundle:
             else:
                 yield member, stream(self._store, member_path(member), member.size_bytes)
 
+    def key(self, index: Index, hash_: str) -> Key:
+        """Return the key of an entry of the bundle, without anything else of it.
+
+        Raises:
+            RefusedError: It is missing, or not as the index says.
+            CacheCorruptError: It is torn, or another entry's.
+            CacheSchemaError: Another version of cgtool wrote it.
+        """
+        path = f"{CACHE_FOLDER}/{hash_}/{KEY_FILE}"
+        member = next((member for member in index.members if member.path == path), None)
+        if member is None:
+            raise refused("missing_member", "is missing", member=path)
+        data = self._have(member) or b"".join(stream(self._store, member_path(member), member.size_bytes))
+        if sha256_hex(data) != member.sha256:
+            raise refused("digest_mismatch", "differs from its digest", member=path)
+        check_values(data, path)
+        return parse_key(data, path=Path(path), hash_=hash_)
+
 
 def open_bundle(store: Store, hash_: str, digest: str, have: Have = lambda _: None) -> RemoteBundle | None:
     """Return a bundle of an entry, of which only the index was read; None where the index is not whole (yet)."""
@@ -85,8 +134,3 @@ def candidates(store: Store, lookup: str) -> Iterable[str]:
     marks = sorted(store.list(f"lookup/{lookup}"), key=lambda item: -item.modified)
     names = [item.path.rpartition("/")[2] for item in marks]
     return [name for name in names if is_hash(name)]
-
-
-def mark_path(lookup: str, hash_: str) -> str:
-    """Return where the mark lies that leads from a digest of cheap facts to an entry."""
-    return f"lookup/{lookup}/{hash_}"

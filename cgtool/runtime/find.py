@@ -121,6 +121,15 @@ class Finder:
             host.compiler_version()  # it was asked, and is waited for
         raise self._failure(refused)
 
+    @property
+    def lookup(self) -> str:
+        """The digest of the model's cheap facts."""
+        return self._live.lookup
+
+    def fits(self, key: Key) -> bool:
+        """Return whether an entry of this key may serve the model."""
+        return not differences_now(key, self._live)
+
     def at(self, hash_: str) -> Found:
         """Return one entry, which serves the model.
 

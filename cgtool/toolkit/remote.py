@@ -15,10 +15,11 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from cgtool.errors import CacheCorruptError, RefusedError, RemoteError
+from cgtool.errors import RefusedError, RemoteError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.plan.grammar import Record, sha256_hex
 from cgtool.remote.entries import (
+    in_cache,
     index_path,
     indexes,
     mark_path,
@@ -28,8 +29,7 @@ from cgtool.remote.entries import (
 )
 from cgtool.remote.stores import Store, open_store, read
 from cgtool.store import signatures
-from cgtool.store.bundle_index import Member
-from cgtool.store.files import read_bytes, read_matching
+from cgtool.store.files import read_bytes
 from cgtool.store.layout import SIGNATURES, CacheLayout, resolve_root, short
 from cgtool.toolkit.bundle.choose import Choice, Content, Contents, gather
 from cgtool.toolkit.bundle.export import held_names
@@ -244,7 +244,7 @@ def pull(
         on_event(Event("pull", short(hash_), done=number, total=len(chosen)))
 
         for digest in there[hash_]:
-            bundle = open_bundle(store, hash_, digest, partial(_have, layout))
+            bundle = open_bundle(store, hash_, digest, partial(in_cache, layout))
             if bundle is None:
                 continue
             try:
@@ -286,14 +286,6 @@ def _named(store: Store, text: str, hashes: Sequence[str]) -> str:
     listed = [beginning(hash_, hashes) for hash_ in found or hashes]
     message = f"{what} with {text[:64]!r} in {store.url}. Name one of these"
     raise not_one(message, listed, path=store.url, actual=text[:64])
-
-
-def _have(layout: CacheLayout, member: Member) -> bytes | None:
-    """The bytes of a member that the cache has in its place."""
-    try:
-        return read_matching(layout.root / member.path, member.sha256)
-    except CacheCorruptError:
-        return None
 
 
 def _together(before: ImportedEntry | None, now: ImportedEntry) -> ImportedEntry:

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from cgtool.config import CompilationConfig
-from cgtool.errors import CacheMissError
-from cgtool.events import OnEvent, ignore
+from cgtool.errors import CacheMissError, RemoteError
+from cgtool.events import Event, OnEvent, ignore
 from cgtool.host import environment
-from cgtool.store.layout import CacheLayout, resolve_root
+from cgtool.store.layout import CacheLayout, RankName, resolve_root
+from cgtool.store.trust import TrustPolicy
 from cgtool.toolkit.listing import list_entry
 from cgtool.toolkit.model_choice import ModelChoice, load_call, require_cache, start_line
 
@@ -93,6 +94,7 @@ def warm(
 
     Raises:
         UsageError: The cache is switched off.
+        RemoteError: A store that is required fails.
         ModelError: MODEL could not be found or built.
         CgtoolError: Whatever the pipeline could not do.
     """
@@ -119,6 +121,8 @@ def warm(
         result = run_pipeline(spec, config=config, cache_dir=root, rank=rank, check=check, on_event=on_event)
     except CacheMissError as miss:
         return WarmReport(root=str(root), reasons=miss.reasons or (str(miss),), **lines)
+    if result.compiled or not result.hit:
+        _push(result.manifest.name, config, root, on_event)
     listing = list_entry(CacheLayout(root=root), result.manifest.name)
     return WarmReport(
         entry=None if listing is None else listing.to_json(),
@@ -136,3 +140,25 @@ def warm(
         ),
         **lines,
     )
+
+
+def _push(name: RankName, config: CompilationConfig, root: Path, on_event: OnEvent) -> None:
+    """Hand what was made on to the stores that were named."""
+    if not config.remote or config.remote_readonly:
+        return
+    from cgtool.remote.remotes import Remotes  # what only a push needs
+    from cgtool.toolkit.bundle.choose import Choice
+    from cgtool.toolkit.remote import push
+
+    for url in Remotes.of(CacheLayout(root=root), config, TrustPolicy.of(config)).working():
+        try:
+            report = push(
+                url, choice=Choice(hashes=(name.hash,), ranks=(name.rank,)), cache_dir=root, on_event=on_event
+            )
+        except RemoteError as error:
+            if config.remote_required:
+                raise
+            on_event(Event("note", f"Nothing was pushed: {error}"))
+        else:
+            for warning in report.warnings:
+                on_event(Event("note", warning))

@@ -25,6 +25,7 @@ from msgspec.structs import replace
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError, RefusedError
 from cgtool.plan.grammar import sha256_hex
 from cgtool.store.bundle.unpack import EntryContent, Unpacked
+from cgtool.store.bundle_index import refused, shown
 from cgtool.store.entry import Entry, EntryWriter, ObjectStore, read_entry
 from cgtool.store.files import (
     cache_error,
@@ -116,6 +117,18 @@ def _check_plan(entry: Entry | None, manifest: Manifest, *, replacing: bool) -> 
         "plan, to whose pieces the bundle's artifacts do not belong. Take the bundle's with --replace, or keep yours."
     )
     raise RefusedError(message, reason="other_plan", path=manifest.name.flat)
+
+
+def check_pickles(entries: tuple[EntryContent, ...], *, trust: bool) -> list[str]:
+    """Say which artifacts torch will unpickle; who signed them says who made them, not that pickle was wanted."""
+    names = [name for content in entries for name in content.pickles]
+    if names and not trust:
+        advice = "Nothing was changed. Import it with --trust, or warm with the adaptor aot_inductor, which has none."
+        raise refused("pickle", "is opened by unpickling it", member=names[0], advice=advice)
+    if not names:
+        return []
+    more = "" if len(names) == 1 else f" and {len(names) - 1} more"
+    return [f"{shown(names[0])}{more} will be unpickled by torch when loaded, which runs any code in it."]
 
 
 def install(layout: CacheLayout, unpacked: Unpacked, *, replacing: bool) -> list[tuple[Outcome, int]]:

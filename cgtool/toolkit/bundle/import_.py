@@ -8,10 +8,10 @@ from pathlib import Path
 from cgtool.errors import RefusedError
 from cgtool.plan.grammar import Record
 from cgtool.store import signatures
-from cgtool.store.bundle.install import Outcome, check_fits, install, unpacking_folder
+from cgtool.store.bundle.install import Outcome, check_fits, check_pickles, install, unpacking_folder
 from cgtool.store.bundle.reading import Source
 from cgtool.store.bundle.unpack import EntryContent, unpack
-from cgtool.store.bundle_index import Limits, refused, shown
+from cgtool.store.bundle_index import Limits
 from cgtool.store.layout import CacheLayout, resolve_root, short
 
 SCHEMA = 1
@@ -107,7 +107,7 @@ def import_bundle(
     limits = Limits(max_bytes=max_bytes, max_ratio=max_ratio)
     with unpacking_folder(layout) as folder:
         unpacked = unpack(source, folder, keys=keys, limits=limits)
-        warnings = list(_check_pickles(unpacked.entries, trust=trust))
+        warnings = list(check_pickles(unpacked.entries, trust=trust))
         verdicts = {} if any_machine else {content.hash: _verdict(content, warnings) for content in unpacked.entries}
         check_fits(layout, unpacked, replacing=replace)
         installed = install(layout, unpacked, replacing=replace)
@@ -134,18 +134,6 @@ def import_bundle(
 
 def _spelled(source: Source) -> str:
     return str(source) if isinstance(source, Path) else getattr(source, "url", "-")
-
-
-def _check_pickles(entries: tuple[EntryContent, ...], *, trust: bool) -> list[str]:
-    """Say which artifacts torch will unpickle; who signed them says who made them, not that pickle was wanted."""
-    names = [name for content in entries for name in content.pickles]
-    if names and not trust:
-        advice = "Nothing was changed. Import it with --trust, or warm with the adaptor aot_inductor, which has none."
-        raise refused("pickle", "is opened by unpickling it", member=names[0], advice=advice)
-    if not names:
-        return []
-    more = "" if len(names) == 1 else f" and {len(names) - 1} more"
-    return [f"{shown(names[0])}{more} will be unpickled by torch when loaded, which runs any code in it."]
 
 
 def _verdict(content: EntryContent, warnings: list[str]) -> str:

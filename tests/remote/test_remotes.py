@@ -1,0 +1,156 @@
+"""A process that was told of stores: what it takes from them, what it hands on, and how it does without them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cache_maker import LOOKUP, lay_entry
+from cli_harness import environment, run
+from remote_servers import FaultyServer, faulty, unused_port
+
+from cgtool.errors import CacheMissError, RemoteError
+from cgtool.remote.remotes import Remotes
+from cgtool.store.layout import CacheLayout, RankName
+from cgtool.store.trust import TrustPolicy
+
+FIXTURE = Path(__file__).parents[2] / "fixtures/tiny_llama.py"
+#: Loads the model of the fixture and calls it; prints how often a store was asked for the client that it needs.
+LOADING = """
+import sys
+sys.path.insert(0, {folder!r})
+import cgtool, tiny_llama, torch
+spec = tiny_llama.build()
+with torch.no_grad():
+    print(tuple(cgtool.load(spec.module)(*spec.calls[0].args).shape), "cgtool.remote" in sys.modules)
+"""
+#: Asks for an entry as a load does, without torch.
+ASKING = """
+import sys
+from pathlib import Path
+from cgtool.errors import CacheMissError
+from cgtool.remote.remotes import Remotes
+from cgtool.store.layout import CacheLayout, RankName
+from cgtool.store.trust import TrustPolicy
+root, url, hash_, lookup = sys.argv[1:]
+layout = CacheLayout(root=Path(root))
+def find():
+    if not layout.manifest_file(RankName(hash=hash_, rank=0, prefix="backbone")).exists():
+        raise CacheMissError("a miss")
+    return True
+sys.stdin.read()
+remotes = Remotes(layout, [url], trust=TrustPolicy())
+assert remotes.find(find, lookup, lambda key: True, rank=0, prefix="backbone")
+"""
+
+
+@pytest.fixture
+def entry(tmp_path):
+    """The hash of an entry of the store in `tmp_path / "store"`."""
+    hash_ = lay_entry(tmp_path / "cache", seed=7)
+    assert run("push", (tmp_path / "store").as_uri(), "--cache-dir", tmp_path / "cache").code == 0
+    return hash_
+
+
+@pytest.fixture
+def server(entry, tmp_path):
+    with faulty(tmp_path / "store") as server:
+        yield server
+
+
+def find(layout: CacheLayout, url: str, hash_: str, *, required: bool = False) -> bool | None:
+    """Ask for an entry as a load does that missed."""
+
+    def look() -> bool:
+        if not layout.manifest_file(RankName(hash=hash_, rank=0, prefix="backbone")).exists():
+            raise CacheMissError("a miss")
+        return True
+
+    remotes = Remotes(layout, [url], trust=TrustPolicy(), required=required)
+    return remotes.find(look, LOOKUP, lambda key: True, rank=0, prefix="backbone")
+
+
+def test_an_entry_that_does_not_fit_is_left_where_it_is(entry, server, tmp_path):
+    remotes = Remotes(CacheLayout(root=tmp_path / "new"), [server.url], trust=TrustPolicy())
+
+    def look() -> None:
+        raise CacheMissError("a miss")
+
+    assert remotes.find(look, LOOKUP, lambda key: False, rank=0, prefix="backbone") is None
+    assert remotes.find(look, LOOKUP, lambda key: True, rank=1, prefix="backbone") is None
+    assert remotes.find(look, "ab" * 32, lambda key: True, rank=0, prefix="backbone") is None
+    assert server.fetched("/artifacts/") == []
+
+
+def test_ten_processes_that_ask_for_an_entry_download_it_once(entry, server: FaultyServer, tmp_path):
+    command = [sys.executable, "-c", ASKING, str(tmp_path / "new"), server.url, entry, LOOKUP]
+    children = [subprocess.Popen(command, stdin=subprocess.PIPE, env=environment()) for _ in range(10)]
+    for child in children:
+        child.stdin.close()
+    assert [child.wait(120) for child in children] == [0] * 10
+    fetched = server.fetched("/artifacts/")
+    assert len(fetched) == len(set(fetched)) == len(list((tmp_path / "store/artifacts").iterdir()))
+
+
+def test_a_store_that_is_down_is_one_warning_and_then_left_alone(entry, tmp_path, caplog):
+    layout, url = CacheLayout(root=tmp_path / "new"), f"http://ann:s3cret@127.0.0.1:{unused_port()}"
+    with caplog.at_level(logging.WARNING, logger="cgtool"):
+        for _ in range(3):
+            assert find(layout, url, entry) is None
+    [record] = [record for record in caplog.records if record.name.startswith("cgtool")]
+    assert "Connection refused" in record.getMessage()
+    assert "s3cret" not in caplog.text
+    with pytest.raises(RemoteError, match="Connection refused"):
+        find(layout, url, entry, required=True)
+
+
+def test_a_store_that_works_again_is_asked_after_a_minute(entry, tmp_path):
+    layout, url = CacheLayout(root=tmp_path / "new"), (tmp_path / "store").as_uri()
+    mark = Remotes(layout, [url], trust=TrustPolicy())._mark(url)
+    mark.parent.mkdir(parents=True)
+    mark.touch()
+    assert find(layout, url, entry) is None
+    os.utime(mark, (time.time() - 61,) * 2)
+    assert find(layout, url, entry)
+
+
+@pytest.mark.torch
+def test_a_model_that_one_machine_warmed_loads_on_the_next(tmp_path):
+    store, model = (tmp_path / "store").as_uri(), f"{FIXTURE}:build"
+    warmed = run("warm", model, "--adaptor", "eager", "--cache-dir", tmp_path / "a", "--remote", store, "--json")
+    assert warmed.code == 0, warmed.err
+    program = LOADING.format(folder=str(FIXTURE.parent))
+    told = {"CGTOOL_CACHE_DIR": str(tmp_path / "b"), "CGTOOL_REMOTE": store}
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", program], env=environment(**told), capture_output=True, text=True, check=True
+        )
+        for _ in range(2)
+    ]
+    assert [done.stdout.split()[-1] for done in runs] == ["True", "False"]  # what is there needs no store
+    again = run("warm", model, "--adaptor", "eager", "--cache-dir", tmp_path / "c", "--remote", store, "--json").report
+    assert (again["hit"], again["hash"]) == (True, warmed.report["hash"])
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_units_that_one_machine_compiled_are_not_compiled_on_the_next(tmp_path):
+    store = tmp_path / "store"
+    asked = ["warm", f"{FIXTURE}:build", "--arg", "num_layers=1", "--remote", store.as_uri(), "--json", "--cache-dir"]
+    first = run(*asked, tmp_path / "a").report
+    shutil.rmtree(store / "entries")
+    second = run(*asked, tmp_path / "b", "--remote-readonly").report
+    assert (first["compiled"] > 0, second["compiled"], second["hash"]) == (True, 0, first["hash"])
+    assert not (store / "entries").exists()
+    unit = next((store / "units").iterdir())
+    artifact = store / "artifacts" / "{digest}.{kind}".format(**json.loads(unit.read_bytes())["artifact"])
+    artifact.write_bytes(b"x" * artifact.stat().st_size)
+    third = run(*asked, tmp_path / "c", "--remote-readonly")
+    assert (third.report["compiled"], "differs from its digest" in third.err) == (1, True)
