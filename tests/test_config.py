@@ -51,6 +51,9 @@ KINDS = {
     "recheck": "runtime",
     "trusted_keys": "runtime",
     "allow_shared_cache": "runtime",
+    "remote": "runtime",
+    "remote_readonly": "runtime",
+    "remote_required": "runtime",
 }
 
 #: For each field a value that is not its default, in the form in which the record holds it.
