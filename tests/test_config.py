@@ -82,6 +82,9 @@ OTHERS = {
     "recheck": "call",
     "trusted_keys": ("/k", "keys"),
     "allow_shared_cache": True,
+    "remote": ("s3://models/cgtool", "file:///x"),
+    "remote_readonly": True,
+    "remote_required": True,
 }
 
 

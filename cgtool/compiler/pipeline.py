@@ -177,9 +177,7 @@ def add_to_entry(
     writer = EntryWriter(layout, key, rank=name.rank, prefix=name.prefix)
     with _pool(config, on_cpu=on_cpu) as pool, _prover(config, device_index) as prover:
         remotes = Remotes.of(layout, config, TrustPolicy.of(config))
-        manager = CompilerManager(
-            layout, config, on_event=on_event, pool=pool, prover=prover, remotes=remotes
-        )
+        manager = CompilerManager(layout, config, on_event=on_event, pool=pool, prover=prover, remotes=remotes)
         done = compile_work(work, objects=writer.objects, manager=manager, pool=pool, on_event=on_event)
     variants = () if prove is None else prove(done, writer.objects)
     on_event(Event(phase="store", message=short(key.hash)))
