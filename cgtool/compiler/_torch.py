@@ -22,9 +22,11 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._library.custom_ops import OPDEFS
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils._pytree import tree_leaves
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, free_unbacked_symbols
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cgtool.graph.targets import PYTHON_FUNCTIONS
 from cgtool.plan.grammar import digest_of
@@ -105,10 +107,11 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def guard_exprs(mode: FakeTensorMode) -> list[Any]:
-    """Return what the ShapeEnv has taken for granted so far, as sympy expressions, in order."""
+    """Return what the ShapeEnv has taken for granted of sizes so far, as sympy expressions, in order."""
     shape_env = _shape_env(mode)
     asserts = [assertion for group in shape_env.deferred_runtime_asserts.values() for assertion in group]
-    return [guard.expr for guard in (*shape_env.guards, *asserts)]
+    found = (guard.expr for guard in (*shape_env.guards, *asserts))
+    return [expr for expr in found if not free_unbacked_symbols(expr)]  # such as a loop's counter: checked as it runs
 
 
 def python_dispatcher() -> contextlib.AbstractContextManager[Any]:
@@ -157,7 +160,7 @@ def _divisors(shape_env: Any, symbol: Any) -> list[int]:
     return found
 
 
-class CalledOps(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]  # 2.11 to 2.15
+class CalledOps(TorchDispatchMode, contextlib.ContextDecorator):  # type: ignore[no-untyped-call]  # 2.11 to 2.15
     """Remembers the ops that are called while it is active, after composite ones fell apart.
 
     Attributes:
@@ -165,6 +168,8 @@ class CalledOps(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore
         found: Call of the graph → the ops that it came to.
         drawing: The names of those that draw random numbers, once each, in order.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
@@ -176,6 +181,8 @@ class CalledOps(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore
         """Note `func`, and call it."""
         del types
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):  # torch leaves this mode around it
+            return func(*tree_map_only(fx.GraphModule, self, args), **kwargs)
         self.found.setdefault(self.at, set()).add(func)
         if torch.Tag.nondeterministic_seeded in func.tags and _drops_out(func, args, kwargs) is not False:
             self.drawing[str(func.overloadpacket)] = None

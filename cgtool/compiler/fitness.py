@@ -36,7 +36,7 @@ class Fitness:
 
     Args:
         as_it_stands: Why it must run as it stands whatever a compiler could make of it, or None.
-        calls: What it calls, as `cgtool.split.encode.call_of` has it → the ops that this came to.
+        calls: What it calls, as `cgtool.split.bodies.call_of` has it → the ops that this came to.
         device: The type of device that it works on.
     """
 

@@ -24,7 +24,7 @@ from cgtool.graph.expressions import check_expression, evaluate, holds, symbols_
 from cgtool.graph.sympy_text import expression_text
 from cgtool.graph.targets import ATTRIBUTES, check_method, resolve_target
 from cgtool.graph.values import constants_of, decode_value, device_of, dtype_of
-from cgtool.plan.pieces import Dim, Node, PieceGraph, TensorMeta
+from cgtool.plan.pieces import Body, Dim, Node, PieceGraph, TensorMeta
 
 #: Symbols that may be smaller are sizes that come from data; these are tried at sizes up to the other one.
 _FIRST_USUAL, _SMALL, _MOST_TRIED = 2, 5, 4
@@ -213,7 +213,7 @@ def rebuild(graph: PieceGraph, *, on_call: Callable[[int], None] = lambda _: Non
     written = {n for n, fake in enumerate(inputs) if _torch.version_of(fake) != versions[n]}
     _refuse_shared_writes(graph, written)
     return RebuiltPiece(
-        module=fx.GraphModule(torch.nn.Module(), writer.graph, class_name="Piece"),
+        module=fx.GraphModule(writer.bodies, writer.graph, class_name="Piece"),
         inputs=writer.inputs,
         mode=symbols.mode,
         names=symbols.names,
@@ -246,6 +246,7 @@ class _Writer:
 
     def __init__(self, inputs: list[Any], num_constants: int) -> None:
         self.graph = fx.Graph()
+        self.bodies = torch.nn.Module()
         self.inputs = inputs
         placeholders = [self._remember(self.graph.placeholder(f"in_{n}"), fake) for n, fake in enumerate(inputs)]
         first = len(inputs) - num_constants
@@ -320,9 +321,11 @@ class _Writer:
         return self._with_placeholders(decode_value(data, self._lookup))
 
     def _with_placeholders(self, value: Any) -> Any:
-        """Return a decoded value with the placeholder of each constant tensor in its place."""
+        """Return a decoded value with the node in its place of each constant tensor and each body."""
         if isinstance(value, torch.Tensor):
             return next(self._constants)
+        if isinstance(value, Body):
+            return held_body(value, self.bodies, self.graph)
         if isinstance(value, list | tuple):
             return type(value)(self._with_placeholders(item) for item in value)
         if isinstance(value, dict):
@@ -347,6 +350,38 @@ class _Writer:
         node.meta["example_value"] = value
         node.meta["val"] = value
         return node
+
+
+def held_body(body: Body, owner: torch.nn.Module, graph: fx.Graph) -> fx.Node:
+    """Let a module hold a body of its graph, and return the node that reads it."""
+    name = f"body_{len(dict(owner.named_children()))}"
+    module = body_module(body)
+    owner.add_module(name, module)
+    node = graph.get_attr(name)
+    node.meta["example_value"] = module
+    return node
+
+
+def body_module(body: Body) -> fx.GraphModule:
+    """Return a body as an FX module."""
+    graph, held = fx.Graph(), torch.nn.Module()
+    values = [graph.placeholder(f"in_{n}") for n in range(body.num_inputs)]
+
+    def decoded(data: Any) -> Any:
+        return with_bodies(decode_value(data, lambda ref: values[int(ref.removeprefix("%"))]))
+
+    def with_bodies(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(with_bodies(item) for item in value)
+        return held_body(value, held, graph) if isinstance(value, Body) else value
+
+    for node in body.nodes:
+        args = tuple(decoded(arg) for arg in node.args)
+        kwargs = {name: decoded(arg) for name, arg in node.kwargs.items()}
+        op, target, _ = _call(node, args)
+        values.append(graph.create_node(op, target, args, kwargs))
+    graph.output(decoded(body.output))
+    return fx.GraphModule(held, graph)
 
 
 def _call(node: Node, args: tuple[Any, ...]) -> tuple[str, Any, Callable[..., Any]]:

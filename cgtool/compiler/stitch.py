@@ -28,7 +28,7 @@ from cgtool.model import ExampleCall, ModelSpec
 from cgtool.plan.pieces import PieceGraph, SymbolRange
 from cgtool.plan.records import Guard, Input, Plan, Variant
 from cgtool.plan.shapes import of_sizes
-from cgtool.split.program import with_bodies
+from cgtool.split.bodies import with_bodies
 from cgtool.split.splitter import Call, SplitResult, split_graph
 from cgtool.split.text import graph_text
 from cgtool.store.records import Fallback
@@ -216,7 +216,7 @@ class _Tracing:
             for one in traced
             for served in served_by(one.variant, one.trace.shape_env, one.split.symbol_names, dims.by_name)
         ]
-        targets = {str(node.target) for graph in graphs.values() for node in graph.nodes}
+        targets = {str(node.target) for graph in graphs.values() for node in graph.every_node()}
         names = sorted(target.removeprefix("torch.ops.") for target in targets if target.startswith("torch.ops."))
         traces = [one.trace for one in traced]
         return Stitched(

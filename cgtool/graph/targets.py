@@ -60,6 +60,8 @@ _WITH_STRINGS = frozenset(
 #: group of processes, in the last ones, all of them.
 _COMPUTING = frozenset({"aten", "prims", "quantized", "quantized_decomposed"})
 _COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
+#: Higher-order ops that do nothing but run the bodies among their arguments.
+RUN_BODIES = frozenset({"associative_scan", "cond", "flex_attention", "map_impl", "scan", "while_loop"})
 #: Functions written in Python that Dynamo leaves in its graphs, beside all of torch.functional and nn.functional.
 PYTHON_FUNCTIONS = frozenset(
     {
@@ -135,7 +137,7 @@ def _candidates(fn: Any) -> list[str]:
     if isinstance(fn, _torch.OpOverload | _torch.OpOverloadPacket):
         return [f"torch.ops.{_torch.op_name(fn)}"]
     if isinstance(fn, _torch.HigherOrderOperator):
-        return []
+        return [f"torch.ops.higher_order.{fn.__name__}"]
     short = getattr(fn, "__name__", "")
     module = getattr(fn, "__module__", None)
     found = [f"{module}.{short}"] if module else []
@@ -173,6 +175,8 @@ def _resolved(name: str) -> Callable[..., Any]:
 
 def _resolve_op(name: str) -> Any:
     namespace, *parts = name.split(".")[2:]
+    if namespace == "higher_order":
+        return getattr(torch.ops.higher_order, parts[0], None) if parts[0] in RUN_BODIES and len(parts) == 1 else None
     if len(parts) not in (1, 2) or namespace.startswith("__"):
         return None
     is_free = namespace in _COLLECTIVES or not is_torchs_own(f"{namespace}::")

@@ -16,11 +16,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import msgspec
 import torch
 from torch import fx
 
 from cgtool.errors import ArtifactError, SplitError
-from cgtool.plan.pieces import Dim, Json, PieceGraph, TensorMeta
+from cgtool.plan.pieces import Body, Dim, Json, PieceGraph, TensorMeta
 
 _REF = r"%(0|[1-9][0-9]*)"
 _LAYOUTS = {str(v).removeprefix("torch."): v for v in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
@@ -248,6 +249,7 @@ _DECODERS: dict[str, Callable[[Any, Any], Any]] = {
     "layout": lambda body, _: _LAYOUTS[body],
     "format": lambda body, _: _FORMATS[body],
     "const": _constant,
+    "graph": lambda body, _: msgspec.convert(body, Body),
 }
 
 

@@ -155,7 +155,7 @@ def names_for_pieces(graphs: Iterable[PieceGraph]) -> list[str]:
     """Return which further state matters to compiled pieces."""
     has: set[str] = set()
     for graph in graphs:
-        has.update(str(node.target) for node in graph.nodes)
+        has.update(str(node.target) for node in graph.every_node())
         has.update(f"device {meta.device}" for meta in (*graph.inputs, *graph.results))
     begins = tuple(begin for begin, words in _CHOSEN.items() if any(word in name for word in words for name in has))
     return [name for name in private.SETTINGS if name.startswith(begins)]

@@ -11,7 +11,8 @@ In JSON a tensor, a symbol and a node are arrays, whose members are the fields o
     value    = ref | int | bool | null | [value...] | {"tag": ...} with one tag of:
                f float as repr text ("1e-06", "inf"), s string, t tuple, d [[value, value]...] dict, slice [a, b, c],
                dtype, device, layout, format (memory format), ellipsis 0, c complex [re, im] as text,
-               const {"dtype", "shape", "data": base64}
+               const {"dtype", "shape", "data": base64},
+               graph [number of inputs, [node...], value]         what an operation such as torch.cond runs, see `Body`
 
 Devices are a type, or a type and a relative order ("cuda", "cuda:+1"): the device index of this process must not enter.
 """
@@ -105,6 +106,20 @@ class Node(Row):
     kwargs: dict[Keyword, Json]
 
 
+class Body(Row):
+    """A graph within a piece that one of its operations runs: a branch of `torch.cond`, the body of a loop.
+
+    Args:
+        num_inputs: Its inputs are %0..%k-1, tensors or integers; it sees nothing else of the piece.
+        nodes: In order of execution; "size" nodes are none of them.
+        output: An encoded value: what it returns.
+    """
+
+    num_inputs: Count
+    nodes: tuple[Node, ...]
+    output: Json
+
+
 class PieceGraph(Record):
     """A piece as data; see the module's grammar.
 
@@ -137,6 +152,34 @@ class PieceGraph(Record):
         """Return 64 hexadecimal digits: equal for two pieces that compile to the same code."""
         frame, constants = taken_apart(self)
         return identity_of(frame.canonical(), constants)
+
+    def every_node(self) -> Iterator[Node]:
+        """Yield all nodes, those of the bodies that they run included."""
+        return _with_nodes_of_bodies(self.nodes)
+
+
+def bodies_in(value: Json) -> Iterator[Body]:
+    """Yield the bodies that a node's arguments hold.
+
+    Raises:
+        msgspec.ValidationError: A body is outside the grammar.
+    """
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from bodies_in(item)
+    elif isinstance(value, dict):
+        for tag, item in value.items():
+            if tag == "graph":
+                yield msgspec.convert(item, Body)
+            else:
+                yield from bodies_in(item)
+
+
+def _with_nodes_of_bodies(nodes: Sequence[Node]) -> Iterator[Node]:
+    for node in nodes:
+        yield node
+        for body in bodies_in((node.args, node.kwargs)):
+            yield from _with_nodes_of_bodies(body.nodes)
 
 
 def identity_of(frame: bytes, constants: Sequence[Json]) -> str:

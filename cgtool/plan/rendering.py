@@ -174,6 +174,8 @@ def value_text(value: Json, names: Mapping[str, str]) -> str:
         return ":".join("" if item is None else value_text(item, names) for item in body)
     if tag == "const":
         return f"a constant, {digest_of(body)[:_SHORT]}"
+    if tag == "graph":
+        return f"a graph of {len(body[1])} ops, {digest_of(body)[:_SHORT]}"
     return {"s": repr(body), "ellipsis": "..."}.get(tag, str(body))
 
 

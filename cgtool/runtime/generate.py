@@ -385,7 +385,7 @@ def repairer(graph: PieceGraph) -> Callable[..., torch.Tensor]:
 
 def op_names(graph: PieceGraph) -> tuple[str, ...]:
     """Return the custom and ATen ops, or else all functions, that `graph` calls, each once, as people write them."""
-    targets = dict.fromkeys(node.target for node in graph.nodes if node.kind == "function" and node.target)
+    targets = dict.fromkeys(node.target for node in graph.every_node() if node.kind == "function" and node.target)
     ops = [name.removeprefix("torch.ops.") for name in targets if name.startswith("torch.ops.")]
     return tuple(ops or targets)
 

@@ -10,7 +10,7 @@ import torch
 from cgtool.graph.expressions import rename, symbols_of
 from cgtool.graph.targets import ATTRIBUTES, check_method, resolve_target
 from cgtool.graph.values import decode_value, device_of, dtype_of, refs_of
-from cgtool.plan.pieces import Json, Node, PieceGraph
+from cgtool.plan.pieces import Body, Json, Node, PieceGraph
 from cgtool.runtime.dispatch import Boxed
 from cgtool.runtime.generate import (
     Code,
@@ -57,7 +57,7 @@ def promised_function(graph: PieceGraph, *, device_index: int | None = None) -> 
     Raises:
         ArtifactError: As `piece_function`; the function itself, where an op gives another shape or dtype than promised.
     """
-    return _PieceWriter(graph, device_index, 0, keeps_promise=True).maker()()
+    return _PieceWriter(graph, device_index, 0, promised=graph).maker()()
 
 
 def piece_maker(graph: PieceGraph, *, num_holes: int = 0, device_index: int | None = None) -> Callable[..., Boxed]:
@@ -76,47 +76,44 @@ def piece_maker(graph: PieceGraph, *, num_holes: int = 0, device_index: int | No
 
 class _PieceWriter:
     def __init__(
-        self, graph: PieceGraph, device_index: int | None, num_holes: int, *, keeps_promise: bool = False
+        self,
+        graph: PieceGraph | Body,
+        device_index: int | None,
+        num_holes: int,
+        *,
+        promised: PieceGraph | None = None,
     ) -> None:
-        self.graph = graph
-        self.keeps_promise = keeps_promise
+        self.nodes = graph.nodes
+        self.returned: Json = graph.output if isinstance(graph, Body) else list(graph.outputs)
+        self.promised = promised
         self.num_holes = num_holes
         self.device_index = device_index
         self.code = Code("piece")
-        self.num_inputs = len(graph.inputs)
+        self.num_inputs = graph.num_inputs if isinstance(graph, Body) else len(graph.inputs)
         self.defined = self.num_inputs
         self.enters = any(node.target == _ENTER for node in graph.nodes)
 
     def maker(self) -> Callable[..., Boxed]:
-        graph, code = self.graph, self.code
+        code = self.code
         code.add("def piece(args):")
         code.depth += 1
         dying = self._last_uses()
         names = [f"v{i}" for i in range(self.num_inputs)]
         code.add(f"{tuple_source(names)} = args" if names else "pass")
         code.add(f"{code.constant(list.clear)}(args)")
-        sizes = self._read_sizes() if self.keeps_promise else {}
+        sizes = self._read_sizes(self.promised) if self.promised is not None else {}
         if self.enters:
             code.add("entered = []")
             code.add("try:")
             code.depth += 1
         self._forget(dying.get(-1, ()))
-        for index, node in enumerate(graph.nodes):
+        for index, node in enumerate(self.nodes):
             self._node(node, used=index not in dying.get(index, ()))
             self.defined += 1
             self._forget(dying.get(index, ()), but=index)
-        if self.keeps_promise:
-            repair, known = code.constant(repairer(graph)), tuple(sizes.values())
-            for ref, meta in dict(zip(graph.outputs, graph.results, strict=True)).items():
-                dims = [*meta.shape, *meta.stride]
-                if any(name not in sizes for dim in dims if isinstance(dim, str) for name in symbols_of(dim)):
-                    continue  # a size that no input shows
-                shape, stride = (
-                    tuple_source(expression(rename(d, sizes) if isinstance(d, str) else d, known) for d in part)
-                    for part in (meta.shape, meta.stride)
-                )
-                code.add(check_line(self._local(ref), code.constant(dtype_of(meta.dtype)), shape, stride, repair))
-        code.add(f"return [{', '.join(self._local(ref) for ref in graph.outputs)}]")
+        if self.promised is not None:
+            self._keep_promise(self.promised, sizes)
+        code.add(f"return {self._value(self.returned)}")
         if self.enters:
             code.depth -= 1
             code.add(f"finally: {code.constant(_leave)}(entered)")
@@ -124,11 +121,24 @@ class _PieceWriter:
         code.add("return piece")
         return code.define("make", [f"h{n}" for n in range(self.num_holes)])
 
-    def _read_sizes(self) -> dict[str, str]:
+    def _keep_promise(self, graph: PieceGraph, sizes: dict[str, str]) -> None:
+        repair, known = self.code.constant(repairer(graph)), tuple(sizes.values())
+        for ref, meta in dict(zip(graph.outputs, graph.results, strict=True)).items():
+            dims = [*meta.shape, *meta.stride]
+            if any(name not in sizes for dim in dims if isinstance(dim, str) for name in symbols_of(dim)):
+                continue  # a size that no input shows
+            shape, stride = (
+                tuple_source(expression(rename(d, sizes) if isinstance(d, str) else d, known) for d in part)
+                for part in (meta.shape, meta.stride)
+            )
+            dtype = self.code.constant(dtype_of(meta.dtype))
+            self.code.add(check_line(self._local(ref), dtype, shape, stride, repair))
+
+    def _read_sizes(self, graph: PieceGraph) -> dict[str, str]:
         """Read the symbols off the inputs' dimensions; return what each is called in the function."""
         names: dict[str, str] = {}
-        symbols = {symbol.name for symbol in self.graph.symbols}
-        for position, meta in enumerate(self.graph.inputs):
+        symbols = {symbol.name for symbol in graph.symbols}
+        for position, meta in enumerate(graph.inputs):
             for dim, size in enumerate(meta.shape):
                 if size in symbols and size not in names:
                     names[str(size)] = f"n{len(names)}"
@@ -138,11 +148,11 @@ class _PieceWriter:
     def _last_uses(self) -> dict[int, list[int]]:
         """Return node index → values (as node indices, inputs negative past -1) that nothing needs after it."""
         last = dict.fromkeys(range(self.num_inputs), -1)
-        for index, node in enumerate(self.graph.nodes):
+        for index, node in enumerate(self.nodes):
             last[self.num_inputs + index] = index
             for data in (*node.args, *node.kwargs.values()):
                 last.update((_ref_number(ref), index) for ref in refs_of(_plugged(data)))
-        for ref in self.graph.outputs:
+        for ref in refs_of(self.returned):
             last.pop(_ref_number(ref), None)
         dying: dict[int, list[int]] = {}
         for value, index in last.items():
@@ -216,7 +226,12 @@ class _PieceWriter:
             if tag == "d":
                 return f"{{{', '.join(f'{self._value(k)}: {self._value(v)}' for k, v in body)}}}"
             return f"{self.code.constant(slice)}({', '.join(map(self._value, body))})"
-        return self.code.constant(self._placed(decode_value(data, self._local)))
+        value = decode_value(data, self._local)
+        return self.code.constant(self._body(value) if tag == "graph" else self._placed(value))
+
+    def _body(self, body: Body) -> Callable[..., Any]:
+        run = _PieceWriter(body, self.device_index, 0).maker()()
+        return lambda *args: run(list(args))
 
     def _placed(self, value: Any) -> Any:
         """Give a device without an index, or a constant tensor, its place in this process."""

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import sympy
 import torch
 from torch._C import _functorch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import maybe_get_fake_mode
 from torch.amp import autocast_mode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.traceback import preserve_node_meta
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import bound_sympy
 
@@ -25,7 +29,8 @@ __all__ = ["HigherOrderOperator", "OpOverload", "OpOverloadPacket"]
 #: The very functions that a graph calls where it enters and leaves an autocast region.
 ENTER_AUTOCAST: Any = autocast_mode._enter_autocast
 EXIT_AUTOCAST: Any = autocast_mode._exit_autocast
-
+#: What a graph calls where gradients are turned on and off, which the transforms of torch.func do.
+SET_GRAD: Any = torch._C._set_grad_enabled
 
 #: Ops that, where nothing is differentiated, do nothing but run the body that is their first argument → the position
 #: of the first argument that the body takes.
@@ -66,6 +71,29 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError, AttributeError):
         return None
+
+
+def is_wrapped(value: Any) -> bool:
+    """Return whether a value is a tensor of one of the levels of torch.vmap and torch.func."""
+    return isinstance(value, torch.Tensor) and bool(_functorch.is_functorch_wrapped_tensor(value))
+
+
+@contextlib.contextmanager
+def tracing_under(tensor: torch.Tensor) -> Iterator[Any]:
+    """Be in the mode of a fake tensor, which is given; levels and grad mode are in the end what they were."""
+    depth = _functorch.get_dynamic_layer_stack_depth()
+    with torch.no_grad(), fake_mode_of(tensor) as mode, enable_python_dispatcher():
+        try:
+            yield mode
+        finally:
+            _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+
+
+def plain_graph(function: Callable[..., Any], values: list[Any]) -> GraphModule:
+    """Return what a function does with these values, in plain ops."""
+    with preserve_node_meta():
+        traced: GraphModule = make_fx(function)(*values)
+    return traced
 
 
 def version_of(tensor: torch.Tensor) -> int:

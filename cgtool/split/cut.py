@@ -10,7 +10,8 @@ Spellings of one name::
 ATen names match the builtins and methods that call them (`aten::mm` matches `torch.mm(a, b)` and `a.mm(b)`).
 
 Nodes keep their order, so effects keep theirs. Neighbouring splitting ops are one piece; a segment that only allocates
-or only reshapes joins its neighbour; a getitem stays with its producer.
+or only reshapes joins its neighbour; a getitem stays with its producer. An op that runs a graph with a
+splitting op in it is one.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from cgtool.errors import SplitError, UnmatchedSplittingOpError
 from cgtool.graph.targets import target_name
 from cgtool.ops import KNOWN_ATTENTION_OPS, registered_splitting_ops
 from cgtool.split import _torch as private
+from cgtool.split.bodies import nodes_with_bodies
 from cgtool.split.memory import Memory
 from cgtool.split.nodes import RUNS, Kind, example, is_getitem_of_bundle
 
@@ -48,7 +50,11 @@ def splitting_nodes(kinds: dict[fx.Node, Kind], names: Sequence[str] | None) -> 
     Raises:
         UnmatchedSplittingOpError: A name that was given matches no node.
     """
-    running = {node: names_of(node) for node, kind in kinds.items() if kind in RUNS}
+    running = {
+        node: frozenset().union(*map(names_of, nodes_with_bodies([node])))
+        for node, kind in kinds.items()
+        if kind in RUNS
+    }
     wanted = (*KNOWN_ATTENTION_OPS, *registered_splitting_ops()) if names is None else tuple(names)
     found: set[fx.Node] = set()
     matched: set[str] = set()

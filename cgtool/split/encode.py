@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgtool.errors import ArtifactError, SplitError
+from cgtool.errors import SplitError
 from cgtool.graph.sympy_text import expression_text
-from cgtool.graph.targets import check_method, target_name
+from cgtool.graph.targets import target_name
 from cgtool.graph.values import encode_value, tensor_meta
 from cgtool.guards.code import op_digest
 from cgtool.ops import is_torchs_own
 from cgtool.plan.pieces import Json, Node, NodeKind, PieceGraph
 from cgtool.split import _torch as private
+from cgtool.split.bodies import encode_body, encode_node, nodes_with_bodies
 from cgtool.split.data import is_read, is_readable, is_shown, symbols_from_data
-from cgtool.split.nodes import Kind, cannot_split, constant_of, described, example, leaves_of
+from cgtool.split.nodes import Kind, attribute_of, cannot_split, constant_of, described, example, leaves_of
 from cgtool.split.program import Program
 from cgtool.split.sizes import PieceSizes, piece_sizes
 
@@ -188,7 +189,7 @@ def _alias_groups(takes: Sequence[fx.Node], program: Program) -> tuple[tuple[int
 
 def _ops_of(members: Sequence[fx.Node]) -> dict[str, str]:
     found: dict[str, str] = {}
-    for node in members:
+    for node in nodes_with_bodies(members):
         if isinstance(node.target, private.OpOverload | private.OpOverloadPacket):
             names = [private.op_name(op) for op in private.overloads_of(node.target)]
             found.update({name: op_digest(name) for name in names if name not in found and not is_torchs_own(name)})
@@ -223,15 +224,15 @@ class _PieceWriter:
             raise SplitError(f"{described(node)} cannot be part of a piece: {error}", actual=error.actual) from error
 
     def _call(self, node: fx.Node) -> str:
-        kind, target = call_of(node)
-        args = tuple(encode_value(arg, self._ref) for arg in node.args)
-        kwargs = {name: encode_value(node.kwargs[name], self._ref) for name in sorted(node.kwargs)}
-        return self._append(kind, target, args, kwargs)
+        return self._add(encode_node(node, self._ref))
 
     def _append(
         self, kind: NodeKind, target: str | None, args: Sequence[Json], kwargs: dict[str, Json] | None = None
     ) -> str:
-        self.nodes.append(Node(kind=kind, target=target, args=tuple(args), kwargs=kwargs or {}))
+        return self._add(Node(kind=kind, target=target, args=tuple(args), kwargs=kwargs or {}))
+
+    def _add(self, node: Node) -> str:
+        self.nodes.append(node)
         return f"%{self._num_inputs + len(self.nodes) - 1}"
 
     def _ref(self, leaf: Any) -> Json:
@@ -242,6 +243,8 @@ class _PieceWriter:
             return self.refs[leaf]
         if kind is Kind.SIZE or is_read(leaf, self._program.kinds):
             return self._number(leaf)
+        if kind is Kind.DROPPED and leaf.op == "get_attr":
+            return encode_body(attribute_of(leaf))
         root = leaf if kind is Kind.CONSTANT else self._program.memory.root[leaf]
         return (
             encode_value(constant_of(root), self._ref)
@@ -323,21 +326,3 @@ class _PieceWriter:
     def leave_contexts(self) -> None:
         """Leave every autocast region, so that the piece ends as it began."""
         self._enter(())
-
-
-def call_of(node: fx.Node) -> tuple[NodeKind, str]:
-    """Return what a piece says that `node` calls.
-
-    Raises:
-        SplitError: There is no word for it.
-    """
-    if node.op == "call_method":
-        return "method", _method(str(node.target))
-    return "function", target_name(node.target)  # type: ignore[arg-type]  # what a call_function calls
-
-
-def _method(name: str) -> str:
-    try:
-        return check_method(name)
-    except ArtifactError as error:
-        raise SplitError(f"{error}", actual=name) from error

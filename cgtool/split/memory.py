@@ -34,7 +34,8 @@ import torch
 from torch import fx
 
 from cgtool.split import _torch as private
-from cgtool.split.nodes import RUNS, Kind, cannot_split, constant_of, described, example, tensors_in
+from cgtool.split.bodies import bodies_of
+from cgtool.split.nodes import RUNS, Kind, cannot_split, constant_of, described, example, kind_of, tensors_in
 
 #: What compiled code and eager code may see differently: eager hands out its argument, the trace saw a copy.
 _MAYBE_ITS_ARGUMENT = frozenset({"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"})
@@ -75,6 +76,8 @@ def read_memory(kinds: dict[fx.Node, Kind]) -> Memory:
             value = constant_of(node)
         tensors = list(tensors_in(value))
         raw[node] = keys = [_key(tensor) for tensor in tensors]
+        for tensor in tensors_in(node.meta.get("seen_before")):
+            join.join(keys[0], _key(tensor))
         if isinstance(value, torch.Tensor):
             memory.root[node] = first.setdefault(id(value), node)
         for argument in _shares_with(node, kind):
@@ -264,12 +267,20 @@ _STATISTICS = ("running_mean", "running_var", 1, 2, 3, 4)
 
 def written_by(node: fx.Node) -> list[fx.Node]:
     """Return the arguments of `node` whose memory it writes to, as far as the call itself tells."""
+    if any(_writes_to_inputs(body) for body in bodies_of(node)):
+        return node.all_input_nodes  # which of them is for the op to say
     found: dict[fx.Node, None] = {}
     for value in _written_values(node):
         leaves: list[fx.Node] = []
         fx.map_arg(value, leaves.append)
         found.update((leaf, None) for leaf in leaves if any(True for _ in tensors_in(example(leaf))))
     return list(found)
+
+
+def _writes_to_inputs(body: fx.GraphModule) -> bool:
+    memory = read_memory({node: kind_of(node) for node in body.graph.nodes if node.op != "output"})
+    placeholders = body.graph.find_nodes(op="placeholder")
+    return any(memory.writers.get(key) for node in placeholders for key in memory.of(node))
 
 
 def changes_shape(node: fx.Node) -> bool:

@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from cgtool.errors import SplitError
+from cgtool.graph.targets import RUN_BODIES
 from cgtool.split import _torch as private
 
 _MISSING = object()
@@ -38,12 +39,16 @@ _DROPPED_NAMES = frozenset(
         "_record_function_enter",
         "_record_function_enter_new",
         "_record_function_exit",
+        "_saved_tensors_hooks_disable",
+        "_saved_tensors_hooks_enable",
+        "_maybe_load_decompositions",
+        "lazy_load_decompositions",
     }
 )
 #: Methods that read a number out of a tensor's data, which no size tells.
 _READS_DATA = frozenset({"item", "tolist", "__bool__", "__int__", "__float__", "__index__"})
-#: Functions that give a number and do something besides: transforms of functorch open and close their regions so.
-_CHANGES_STATE = ("_nesting", "_set_", "set_", "_lazy", "lazy_")
+#: Functions that give a number and do something besides.
+_CHANGES_STATE = ("_set_", "set_", "_lazy", "lazy_")
 
 
 class Kind(Enum):
@@ -74,14 +79,10 @@ def kind_of(node: fx.Node) -> Kind:
         return Kind.INPUT if isinstance(value, torch.Tensor) else Kind.SIZE
     if node.op == "get_attr":
         return _constant(node)
-    if node.op == "call_module" or isinstance(node.target, private.HigherOrderOperator):
+    is_higher = isinstance(node.target, private.HigherOrderOperator)
+    if node.op == "call_module" or (is_higher and getattr(node.target, "__name__", "") not in RUN_BODIES):
         raise cannot_split(node, "it runs a graph of its own; write the model without it, or put it into a custom op")
-    if str(getattr(node.target, "__module__", "")).startswith("torch._functorch"):
-        raise cannot_split(
-            node, "it is a step of torch.vmap or torch.func; write it with broadcasting, or put it into a custom op"
-        )
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if name.partition(".")[0] in _DROPPED_NAMES:
+    if is_dropped(node):
         return Kind.DROPPED
     if node.target in (private.ENTER_AUTOCAST, private.EXIT_AUTOCAST):
         return Kind.CONTEXT
@@ -92,14 +93,24 @@ def kind_of(node: fx.Node) -> Kind:
     return Kind.SIZE if _is_number(value) and _is_pure(node) else Kind.EFFECT
 
 
+def is_dropped(node: fx.Node) -> bool:
+    """Return whether `node` means nothing to inference."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.partition(".")[0] in _DROPPED_NAMES
+
+
+def is_transform_step(node: fx.Node) -> bool:
+    """Return whether `node` is a step of `torch.vmap` or `torch.func`."""
+    module = str(getattr(node.target, "__module__", ""))
+    return module.startswith(("torch._functorch", "torch._C._functorch")) and not is_dropped(node)
+
+
 def _constant(node: fx.Node) -> Kind:
     value = attribute_of(node)
     if isinstance(value, torch.Tensor):
         return Kind.CONSTANT
-    if isinstance(value, torch.nn.Module) and all(
-        isinstance(user.target, private.HigherOrderOperator) for user in node.users
-    ):
-        return Kind.DROPPED  # the higher-order op that uses it is refused where it stands
+    if isinstance(value, fx.GraphModule):
+        return Kind.DROPPED  # a body, which the higher-order op that runs it has among its arguments
     raise cannot_split(node, f"it holds a {type(value).__name__}; pass it as an argument, or make it a number")
 
 

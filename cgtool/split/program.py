@@ -11,11 +11,11 @@ import torch
 from torch import fx
 
 from cgtool.split import _torch as private
+from cgtool.split.bodies import with_bodies
 from cgtool.split.memory import Memory, changes_shape, read_memory
 from cgtool.split.nodes import (
     RUNS,
     Kind,
-    attribute_of,
     cannot_split,
     constant_of,
     example,
@@ -23,6 +23,7 @@ from cgtool.split.nodes import (
     tensors_in,
 )
 from cgtool.split.sizes import GraphSizes
+from cgtool.split.transforms import without_transforms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ def read_program(gm: fx.GraphModule) -> Program:
     Raises:
         SplitError: It holds what no piece can hold.
     """
-    graph = _with_tensors_only(with_bodies(gm))
+    graph = _with_tensors_only(without_transforms(with_bodies(gm)))
     _know_elements(graph)
     kinds = {node: kind_of(node) for node in graph.nodes if node.op != "output"}
     inputs = tuple(node for node, kind in kinds.items() if kind is Kind.INPUT)
@@ -77,60 +78,6 @@ def _know_elements(graph: fx.Graph) -> None:
         if "example_value" not in node.meta and isinstance(owner, torch.Tensor) and type(node.args[1]) is int:
             with private.fake_mode_of(owner):
                 node.meta["example_value"] = owner[node.args[1]]
-
-
-def with_bodies(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return the graph with the bodies of ops that only run one, such as activation checkpointing, in their places.
-
-    The graph itself is returned where there is none.
-    """
-    if not any(_body_of(node) is not None for node in gm.graph.nodes):
-        return gm
-    graph = fx.Graph()
-    _copy_nodes(gm, graph, "", None)
-    return fx.GraphModule(gm, graph)
-
-
-def _body_of(node: fx.Node) -> fx.GraphModule | None:
-    """Return the body that a node runs, where that is all that it does."""
-    if not isinstance(node.target, private.HigherOrderOperator) or node.target.__name__ not in private.BODY_OPS:
-        return None
-    body = node.args[0]
-    found = attribute_of(body) if isinstance(body, fx.Node) and body.op == "get_attr" else None
-    return found if isinstance(found, fx.GraphModule) else None
-
-
-def _copy_nodes(source: fx.GraphModule, graph: fx.Graph, path: str, given: Mapping[fx.Node, Any] | None) -> Any:
-    """Copy the nodes of `source` into `graph`, and return what it returns.
-
-    Args:
-        source: The whole graph, or a body.
-        graph: What is copied into.
-        path: What leads from the whole graph to the body, with a dot at its end.
-        given: A body's placeholders → what takes their places; None for the whole graph.
-    """
-    copies: dict[fx.Node, Any] = dict(given or {})
-    for node in source.graph.nodes:
-        body = _body_of(node)
-        if body is not None:
-            arguments = [
-                fx.map_arg(value, copies.__getitem__) for value in node.args[private.BODY_OPS[node.target.name()] :]
-            ]
-            placeholders = body.graph.find_nodes(op="placeholder")
-            inner = dict(zip(placeholders, arguments, strict=True))
-            copies[node] = _copy_nodes(body, graph, f"{path}{node.args[0].target}.", inner)
-        elif node.op == "get_attr" and node.users and all(_body_of(user) is not None for user in node.users):
-            continue  # a body itself
-        elif node.op == "output" and given is not None:
-            return fx.map_arg(node.args[0], copies.__getitem__)
-        elif node.target is operator.getitem and isinstance(copies.get(node.args[0]), tuple | list):
-            copies[node] = part = copies[node.args[0]][node.args[1]]
-            part.meta["example_value"] = example(node)  # what follows shares memory with this, and not with the body's
-        elif node not in copies:
-            copies[node] = copy = graph.node_copy(node, copies.__getitem__)
-            if node.op == "get_attr":
-                copy.target = f"{path}{node.target}"
-    return None
 
 
 def _with_tensors_only(gm: fx.GraphModule) -> fx.Graph:

@@ -18,9 +18,10 @@ from cgtool.graph.sympy_text import expression_text
 from cgtool.plan.pieces import Json, NodeKind, PieceGraph
 from cgtool.plan.records import Step
 from cgtool.split import _torch as private
+from cgtool.split.bodies import call_of
 from cgtool.split.cut import Segment, segments, splitting_nodes
 from cgtool.split.data import is_source, run_as_they_stand, with_numbers
-from cgtool.split.encode import EncodedPiece, call_of, donors_of, encode_piece, takes_of
+from cgtool.split.encode import EncodedPiece, donors_of, encode_piece, takes_of
 from cgtool.split.memory import Crossing, contested, hazards, view_chain
 from cgtool.split.nodes import Kind, cannot_split, described, example
 from cgtool.split.program import Program, read_program, refuse_shape_changes

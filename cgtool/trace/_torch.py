@@ -28,6 +28,7 @@ from torch._dynamo.side_effects import AttributeMutationNew, ValueMutationNew
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.torch_function import TorchFunctionModeStackVariable
 from torch._guards import Source, TracingContext, detect_fake_mode
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -102,11 +103,13 @@ def passed_through() -> list[tuple[Source, Any]]:
 
 def modified_existing(output: Any) -> Iterator[Any]:
     """Yield Dynamo's variables of objects that existed before the call and that differ after it."""
-    effects = output.side_effects
+    effects, modes = output.side_effects, output.torch_function_mode_stack
     for variable in effects.id_to_variable.values():
         mutation = variable.mutation_type
         if mutation is None or isinstance(mutation, (AttributeMutationNew, ValueMutationNew)):
             continue
+        if isinstance(variable, TorchFunctionModeStackVariable) and len(variable.symbolic_stack) == len(modes):
+            continue  # entered, and left
         if effects.is_modified(variable) and not _is_restored(variable, effects):
             yield variable
 

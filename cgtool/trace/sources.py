@@ -173,6 +173,7 @@ def _tensor_property(source: Any, _frame: Frame) -> str:
 _CHAINED: tuple[tuple[type, Callable[[Any, Frame], str]], ...] = (
     (_S.TensorPropertySource, _tensor_property),
     (_S.NNModuleSource, _through),
+    (getattr(_S, "SkipGuardSource", _S.NNModuleSource), _through),  # newer than torch 2.11
     (_S.CellContentsSource, lambda source, frame: _attribute(source_text(source.base, frame), "cell_contents")),
     (_S.AttrSource, lambda source, frame: _attribute(source_text(source.base, frame), source.member)),
     (_S.GenericAttrSource, lambda source, frame: _attribute(source_text(source.base, frame), source.member)),

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812 - what everyone calls it
 from torch import nn
+from torch._higher_order_ops import map as map_rows
+from torch._higher_order_ops import scan, while_loop
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 ROWS = {"x": {0: "rows"}}
@@ -134,15 +137,67 @@ def arguments(self, *xs, **named):
 
 
 def vmapped(self, x):
-    return torch.vmap(lambda row: row.sin().sum())(x)
+    return torch.vmap(lambda row: row.sin() @ self.weight)(x)
 
 
 def chosen(self, x):
-    return torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,))
+    return torch.cond(x.sum() > 0, self.layer, lambda y: y * y.shape[0], (x,))
+
+
+def chosen_under_autocast(self, x):
+    def narrow(y):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.layer(y).float()
+
+    return torch.cond(x.sum() > 0, narrow, lambda y: y.sin(), (x,))
+
+
+def looped(self, x):
+    start = torch.zeros((), dtype=torch.int64)
+    return while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, self.layer(y)), (start, x))
+
+
+def scanned(self, x):
+    return scan(lambda carry, row: (carry + row, (carry * row).clone()), torch.zeros(8), x)
+
+
+def mapped(self, x):
+    return map_rows(lambda row, weight: row @ weight, x, self.weight)
+
+
+def gradient(self, x):
+    return torch.func.grad_and_value(lambda y: (y.sin() @ self.weight).sum())(x)
+
+
+def jacobian(self, x):
+    return torch.func.jacrev(lambda y: (y * self.weight).sum(0))(x)
+
+
+def per_row_gradient(self, x):
+    return torch.vmap(torch.func.grad(lambda row: (row @ self.weight).sin().sum()))(x)
+
+
+def forward_gradient(self, x):
+    return torch.func.jvp(torch.sin, (x,), (x,))
+
+
+def flexed(self, x):
+    q = self.layer(x)[:, None]
+    return flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score + self.bias[h] * (i - j))
+
+
+def flexed_by_blocks(self, x):
+    q = self.layer(x)[:, None]
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, x.shape[1], x.shape[1], device="cpu")
+    return flex_attention(q, q, q, block_mask=mask)
 
 
 def selected(self, x):
     return x[x > 0].sum()
+
+
+def _weight():
+    return nn.Parameter(torch.zeros(8, 8))
 
 
 def _images(*sizes):
@@ -219,6 +274,26 @@ SERVED = {
     "integers of eight bits": lambda: (module(rounded), rows(4, 2, 7), ROWS),
     "nested outputs": lambda: (module(nested), rows(4, 2, 7), ROWS),
     "random numbers": lambda: (module(random_numbers), rows(4, 2, 7), ROWS),
+    "cond": lambda: (module(chosen, layer=nn.Linear(8, 8)), [*rows(4, 1), (-_numbers(2, 8),)], ROWS),
+    "cond with autocast in a branch": lambda: (
+        module(chosen_under_autocast, layer=nn.Linear(8, 8)),
+        [*rows(4, 1), (-_numbers(2, 8),)],
+        ROWS,
+    ),
+    "while loop": lambda: (module(looped, layer=nn.Linear(8, 8)), rows(4, 2, 1), ROWS),
+    "scan": lambda: (module(scanned), rows(4, 2, 1), ROWS),
+    "map": lambda: (module(mapped, weight=_weight()), rows(4, 2, 1), ROWS),
+    "vmap": lambda: (module(vmapped, weight=_weight()), rows(4, 2, 1), ROWS),
+    "gradient": lambda: (module(gradient, weight=_weight()), rows(4, 2, 1), ROWS),
+    "gradient of each row": lambda: (module(per_row_gradient, weight=_weight()), rows(4, 2, 1), ROWS),
+    "jacobian": lambda: (module(jacobian, weight=_weight()), rows(8, 8), {}),
+    "jvp": lambda: (module(forward_gradient), rows(4, 2, 1), ROWS),
+    "flex attention": lambda: (
+        module(flexed, layer=nn.Linear(8, 8), bias=torch.ones(1)),
+        _sequences(4, 2, 7),
+        SEQ,
+    ),
+    "flex attention with a block mask": lambda: (module(flexed_by_blocks, layer=nn.Linear(8, 8)), _sequences(128), {}),
 }
 
 #: Of which a warm has something to say: what it says.
@@ -242,6 +317,4 @@ REFUSED = {
         lambda: (module(arguments), [(_numbers(4, 8), _numbers(4, 8))], {"x": {0: "rows"}}),
         "'x'|gain",
     ),
-    "vmap": (lambda: (module(vmapped), rows(4), ROWS), r"small_modules\.py|SUPPORTED_NODES"),
-    "cond": (lambda: (module(chosen), rows(4), ROWS), r"small_modules\.py|SUPPORTED_NODES"),
 }

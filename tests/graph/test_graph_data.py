@@ -155,7 +155,20 @@ def test_references_are_found_in_order():
 
 
 @pytest.mark.parametrize(
-    "data", ["x", "%01", "%-1", {"f": "1e-6"}, {"f": 1}, {"x": 1}, {}, {"t": 3}, 1.5, {"dtype": "Tensor"}]
+    "data",
+    [
+        "x",
+        "%01",
+        "%-1",
+        {"f": "1e-6"},
+        {"f": 1},
+        {"x": 1},
+        {},
+        {"t": 3},
+        1.5,
+        {"dtype": "Tensor"},
+        {"graph": [1, [], 2, 3]},
+    ],
 )
 def test_a_value_outside_the_grammar_is_refused(data):
     with pytest.raises(ArtifactError):

@@ -16,12 +16,14 @@ import torch
 from msgspec.structs import replace
 from torch import fx
 from torch.fx.experimental import _config as fx_config
+from torch.utils._pytree import tree_map_only
 
+from cgtool.compiler.fx_piece import body_module
 from cgtool.graph.expressions import evaluate
 from cgtool.graph.targets import resolve_target
 from cgtool.graph.values import decode_value
 from cgtool.plan.grammar import decode
-from cgtool.plan.pieces import PieceGraph, TensorMeta
+from cgtool.plan.pieces import Body, PieceGraph, TensorMeta
 from cgtool.split.splitter import SplitResult, split_graph
 
 # Dynamo's structured trace would be formatted for pytest's log capture, which costs more than the trace itself.
@@ -147,9 +149,12 @@ def run_piece(graph: PieceGraph, inputs: Sequence[torch.Tensor], symbols: dict[s
     def lookup(ref: str) -> Any:
         return values[int(ref[1:])]
 
+    def decoded(data: Any) -> Any:
+        return tree_map_only(Body, body_module, decode_value(data, lookup))
+
     for node in graph.nodes:
-        args = [decode_value(arg, lookup) for arg in node.args]
-        kwargs = {name: decode_value(value, lookup) for name, value in node.kwargs.items()}
+        args = [decoded(arg) for arg in node.args]
+        kwargs = {name: decoded(value) for name, value in node.kwargs.items()}
         if node.kind == "size":
             values.append(args[0].shape[args[1]])
         elif node.kind == "method":

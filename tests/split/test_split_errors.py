@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from split_reference import OPS, capture
+from torch._higher_order_ops.strict_mode import strict_mode
 
 from cgtool.errors import SplitError
 from cgtool.split.splitter import split_graph
@@ -28,22 +29,31 @@ def refused(function, *args, dynamic=(), config=None) -> str:
 
 def test_a_higher_order_op_is_named_with_the_users_line() -> None:
     def function(a):
-        return torch.cond(a.sum() > 0, lambda b: b.sin(), lambda b: b.cos(), (a,))
+        return strict_mode(lambda b: b.sin(), (a,))
 
     message = refused(function)
-    assert "cond" in message
+    assert "strict_mode" in message
     assert "test_split_errors.py" in message
-    assert "torch.cond(a.sum() > 0" in message
+    assert "strict_mode(lambda b: b.sin(), (a,))" in message
     assert "custom op" in message
 
 
-def test_a_transform_of_functions_is_named_with_the_users_line() -> None:
+def test_what_a_branch_calls_is_named_with_the_users_line() -> None:
     def function(a):
-        return torch.vmap(lambda row: row * 2)(a)
+        return torch.cond(a.sum() > 0, lambda b: b.cos(), lambda b: strict_mode(lambda c: c.sin(), (b,)), (a,))
 
     message = refused(function)
-    assert "torch.vmap(lambda row: row * 2)(a)" in message
-    assert "broadcasting" in message
+    assert "strict_mode" in message
+    assert "torch.cond(a.sum() > 0" in message
+
+
+def test_a_transform_that_cannot_be_taken_apart_is_named_with_the_users_line() -> None:
+    def function(a):
+        return torch.func.grad(lambda b: b[b > 0].sum())(a)
+
+    message = refused(function, config={"capture_dynamic_output_shape_ops": True})
+    assert "torch.func.grad(lambda b: b[b > 0].sum())(a)" in message
+    assert "a size in data" in message
 
 
 def test_a_change_of_shape_in_place_that_another_piece_sees() -> None:

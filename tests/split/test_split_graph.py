@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - what everyone calls it
 from split_reference import OPS, capture, check_split
+from torch._higher_order_ops import while_loop
 from torch.utils.checkpoint import checkpoint
 
 from cgtool.graph.expressions import evaluate
@@ -228,6 +229,52 @@ def views_of_an_input_are_returned(a):
     b = a.view(-1)
     c = OPS.mix(a, a)
     return b, a[1:], c[0], a.t()
+
+
+def branches(a):
+    def inner(b):
+        return torch.cond(b.mean() > 0.5, lambda c: c * b.shape[0], lambda c: c.sin(), (b,)), b.sum()
+
+    first, second = torch.cond(OPS.mix(a, a).sum() > 100, inner, lambda b: (b - 1, b.mean()), (a,))
+    return OPS.mix(first, a) + second
+
+
+def a_loop(a):
+    start = torch.zeros((), dtype=torch.int64)
+    return while_loop(lambda i, b: i < 3, lambda i, b: (i + 1, OPS.mix(b, b)), (start, a * 2))
+
+
+def a_mapped_function(a):
+    b = OPS.mix(a, a)
+    shifted = torch.vmap(lambda row: row + torch.vmap(lambda one: one * 2)(row))(b)
+    return OPS.mix(shifted, b), shifted[0]
+
+
+def a_mapped_view_is_written_to_later(a):
+    b = a * 2
+    view = torch.vmap(lambda row: row[1:])(b)
+    c = OPS.mix(a, a)
+    view.mul_(3)
+    return b, c, OPS.mix(view, view)
+
+
+def a_mapped_write(a):
+    b = a * 2
+    c = OPS.mix(b, b)
+    torch.vmap(lambda row: row.mul_(3))(b)
+    return b, OPS.mix(c, b)
+
+
+def a_gradient(a):
+    def loss(b):
+        return (OPS.mix(a, a) * b.sin()).sum()
+
+    gradient, value = torch.func.grad_and_value(loss)(a)
+    return OPS.mix(gradient, a), value
+
+
+def a_jacobian(a):
+    return torch.func.jacrev(lambda b: (b * a[0]).sum(0))(a[:2]) + OPS.mix(a, a)[0]
 
 
 FUNCTIONS = [

@@ -129,6 +129,8 @@ VARIANTS = {
     "same tensor": (lambda x, y: x * 2 + x, (a(), a())),
     "one output more": (lambda x, y: (x * 2 + y, x * 2), (a(), a())),
     "constant tensor": (lambda x, y: x * torch.tensor(2.0) + y, (a(), a())),
+    "a branch": (lambda x, y: torch.cond(x.sum() > 0, lambda z: z + 1, lambda z: z, (x,)) + y, (a(), a())),
+    "another branch": (lambda x, y: torch.cond(x.sum() > 0, lambda z: z + 2, lambda z: z, (x,)) + y, (a(), a())),
     "in place": (lambda x, y: (x * 2).add_(y), (a(), a())),
 }
 

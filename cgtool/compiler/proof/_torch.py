@@ -17,6 +17,8 @@ _ALLOCATING = frozenset(
 class FilledMemory(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]  # 2.11 to 2.15
     """Sets memory that an op leaves uninitialised to one value while it is active."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, value: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
         self._value = value
@@ -25,7 +27,7 @@ class FilledMemory(torch.utils._python_dispatch.TorchDispatchMode):  # type: ign
         """Call `func`, and fill what it allocated alone."""
         del types
         result = func(*args, **(kwargs or {}))
-        return result.fill_(self._value) if func.overloadpacket in _ALLOCATING else result
+        return result.fill_(self._value) if getattr(func, "overloadpacket", None) in _ALLOCATING else result
 
 
 def told_that_it_compiles() -> contextlib.AbstractContextManager[Any]:

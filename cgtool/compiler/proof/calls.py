@@ -105,7 +105,7 @@ def replica(spec: ModelSpec) -> ModelSpec:
 
 def _why_not(found: Found, spec: ModelSpec, device: str) -> str | None:
     """Return why nothing can be called here."""
-    targets = {str(node.target) for graph in found.plan.graphs.values() for node in graph.nodes}
+    targets = {str(node.target) for graph in found.plan.graphs.values() for node in graph.every_node()}
     if any(mark in target for target in targets for mark in _COLLECTIVES):
         return "not run: it has collectives, which other processes take part in"
     if device != "cpu" and not torch.accelerator.is_available():

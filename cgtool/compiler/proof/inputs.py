@@ -112,7 +112,7 @@ def index_bound(graph: PieceGraph) -> int:
 
 def writes_by_index(graph: PieceGraph) -> bool:
     """Return whether integers of a piece's inputs may say where it writes."""
-    return any(short_name(node) in _WRITE_BY_INDEX for node in graph.nodes)
+    return any(short_name(node) in _WRITE_BY_INDEX for node in graph.every_node())
 
 
 def draw(graph: PieceGraph, sizes: Mapping[str, int], *, device_index: int | None, style: Style) -> Drawn:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import torch
 from msgspec.structs import replace
 
 from cgtool.graph.values import atoms_of, decode_value, dtype_of, dtype_text, encode_value, with_atoms
-from cgtool.plan.pieces import Json, Node, PieceGraph, TensorMeta
+from cgtool.plan.pieces import Body, Json, Node, PieceGraph, TensorMeta, bodies_in
 
 _ENTER = "torch.amp.autocast_mode._enter_autocast"
 _CASTS = {"float": "double", "half": "double", "bfloat16": "double", "cfloat": "cdouble"}
@@ -36,7 +37,7 @@ _METHOD_DTYPES = {
 
 def widened(graph: PieceGraph) -> PieceGraph | None:
     """Return `graph` with float64 for every float; None where it looks at the bytes of a float."""
-    if any(_looks_at_bytes(node) for node in graph.nodes):
+    if any(_looks_at_bytes(node) for node in graph.every_node()):
         return None
     return replace(
         graph,
@@ -64,7 +65,7 @@ def eps_of(dtype: torch.dtype) -> float:
 def lowest_dtype(graph: PieceGraph) -> torch.dtype:
     """Return the float of the least precision that `graph` holds anywhere; float64 where it holds none."""
     found = [dtype_of(meta.dtype) for meta in (*graph.inputs, *graph.results)]
-    for node in graph.nodes:
+    for node in graph.every_node():
         found += _dtypes_in(node)
         if node.kind == "method" and node.target in _CASTS:
             found.append(_METHOD_DTYPES[str(node.target)])
@@ -81,7 +82,12 @@ def takes_steps(graph: PieceGraph) -> bool:
         if node.kind == "size" or not any(tag == "ref" and body in floating for tag, body in atoms):
             continue
         floating.add(f"%{len(graph.inputs) + index}")
-        if short_name(node) in _STEPS or any(not dtype.is_floating_point for dtype in _dtypes_in(node)):
+        bodies = bodies_in((node.args, node.kwargs))
+        if (
+            short_name(node) in _STEPS
+            or any(short_name(inner) in _STEPS for body in bodies for inner in body.nodes)
+            or any(not dtype.is_floating_point for dtype in _dtypes_in(node))
+        ):
             return True
     return False
 
@@ -139,6 +145,9 @@ def _wide_node(node: Node) -> Node:
 def _wide_atom(tag: str, body: Json) -> Json:
     if tag == "dtype":
         return {tag: dtype_text(wide_dtype(dtype_of(body)))}
+    if tag == "graph":
+        body = msgspec.convert(body, Body)
+        return {tag: msgspec.to_builtins(replace(body, nodes=tuple(map(_wide_node, body.nodes))))}
     if tag == "const":
         constant = decode_value({tag: body}, str)
         return encode_value(constant.to(wide_dtype(constant.dtype)), str)

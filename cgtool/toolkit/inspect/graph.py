@@ -34,7 +34,7 @@ class Piece:
     @property
     def ops(self) -> Mapping[str, int]:
         """What it calls, with how often, in order of first use; reading a size is no call."""
-        return Counter(node.target for node in self.graph.nodes if node.target is not None)
+        return Counter(node.target for node in self.graph.every_node() if node.target is not None)
 
     def to_json(self) -> dict[str, Any]:
         """Return its JSON form."""
