@@ -18,7 +18,7 @@ COMPARE = Path(__file__).with_name("e2e_compare.py")
 SERVED = Path(__file__).with_name("served.py")
 LLAMA = f"{FIXTURES / 'tiny_llama.py'}:build"
 #: The sizes that the fixtures are compiled for beside the general shape, where sizes are compiled for.
-SIZES = {"tiny_llama": "8", "tiny_moe": "1,8", "tiny_encoder": "batch=4:seq=16", "tiny_vision": "1,4"}
+SIZES = {"tiny_llama": "1", "tiny_moe": "1,8", "tiny_encoder": "batch=4:seq=16", "tiny_vision": "1,4"}
 
 
 class Ran(cli_harness.Ran):

@@ -9,7 +9,7 @@ from e2e_harness import FIXTURES, LLAMA, REPO, cgtool, compare, environment, ins
 
 pytestmark = pytest.mark.torch
 
-SIZES = ("--compile-sizes", "8")
+SIZES = ("--compile-sizes", "1")
 #: Makes an import raise, and not a look at whether a module is there; found by Python at its start through PYTHONPATH.
 POISON = """
 import importlib.machinery
