@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import gc
 import logging
 import os
@@ -13,7 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+
+# What is collected, and cgtool, is kept compiled, whatever the environment says: many processes import it again.
+WRITES_NO_BYTECODE, sys.dont_write_bytecode = sys.dont_write_bytecode, False
+
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 # Set at import, before a test module can import torch or start a process. Kernels are shared by all tests and all
 # sessions, since the first C++ compile (headers, probes of the instruction set) costs more than everything after it.
@@ -39,6 +44,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_configure(config: pytest.Config) -> None:
     """Let workers take files in the order of `pytest_collection_modifyitems`: xdist has those of many tests first."""
     config.option.loadscopereorder = False
+    if not hasattr(config, "workerinput"):
+        compileall.compile_dir(TESTS.parent / "cgtool", quiet=2)
+
+
+def pytest_collection_finish() -> None:
+    """Modules that tests write and change are not kept compiled, where the environment says so."""
+    sys.dont_write_bytecode = WRITES_NO_BYTECODE
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -344,7 +344,8 @@ EAGER = cgtool.CompilationConfig(adaptor="eager", proof=False)
 
 def test_what_was_warmed_from_a_checkpoints_folder_serves_the_checkpoint(write, tmp_path):
     saved = tmp_path / "somewhere"
-    transformers.AutoModel.from_config(transformers.AutoConfig.from_pretrained(write("llama"))).save_pretrained(saved)
+    config = transformers.AutoConfig.from_pretrained(write("llama"), num_hidden_layers=1)
+    transformers.AutoModel.from_config(config).save_pretrained(saved)
     root = tmp_path / "cache"
     warm(resolve_model(f"hf:{saved}"), config=EAGER, cache_dir=root)
     elsewhere = saved.rename(tmp_path / "elsewhere")
