@@ -121,18 +121,16 @@ def stream(store: Store, path: str, size_bytes: int) -> Iterator[bytes]:
     for attempt in range(ATTEMPTS):
         if attempt:
             pause(attempt)
+        chunks = store.get(path, done)
+        if chunks is None:
+            break
         try:
-            chunks = store.get(path, done)
-            if chunks is None:
-                break
             for chunk in chunks:
                 done += len(chunk)
                 if done > size_bytes:
                     raise refused("size_mismatch", "has more bytes than the index says", member=path)
                 yield chunk
         except RemoteError as error:
-            if not error.is_passing:
-                raise
             failed = error
         if done == size_bytes:
             return
@@ -151,17 +149,17 @@ def read(store: Store, path: str, *, most: int) -> bytes | None:
     for attempt in range(ATTEMPTS):
         if attempt:
             pause(attempt)
+        chunks = store.get(path)
+        if chunks is None:
+            return None
         found = bytearray()
         try:
-            chunks = store.get(path)
-            if chunks is None:
-                return None
             for chunk in chunks:
                 found += chunk
                 if len(found) > most:
                     raise refused("too_large", f"has more than {most} bytes", member=path)
-        except RemoteError as error:
-            if not error.is_passing or attempt == ATTEMPTS - 1:
+        except RemoteError:
+            if attempt == ATTEMPTS - 1:
                 raise
         else:
             return bytes(found)

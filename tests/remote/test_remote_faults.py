@@ -1,0 +1,207 @@
+"""A store that fails: a sentence, nothing half, nothing wrong; and what passes is tried again."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+from bundle_maker import make_keys
+from cache_maker import lay_entry
+from cli_harness import run
+from remote_servers import Fault, FaultyServer, faulty, unused_port, webdav
+
+from cgtool.remote.entries import RemoteBundle, indexes, open_bundle
+from cgtool.remote.stores import open_store, stream
+from cgtool.store.bundle_index import Limits, parse_index
+from cgtool.store.layout import CacheLayout
+
+#: Longer than what one connection takes at once.
+NATIVE_BYTES = 300_000
+
+
+@pytest.fixture(scope="module")
+def pushed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder that is a store, and the hash of its one entry."""
+    folder = tmp_path_factory.mktemp("pushed")
+    hash_ = lay_entry(folder / "cache", seed=11, native_bytes=NATIVE_BYTES)
+    assert run("push", (folder / "store").as_uri(), "--cache-dir", folder / "cache").code == 0
+    return folder / "store", hash_
+
+
+@pytest.fixture
+def server(pushed) -> Iterator[FaultyServer]:
+    with faulty(pushed[0]) as server:
+        yield server
+
+
+def reset(handler: BaseHTTPRequestHandler, data: bytes) -> None:
+    """Send half of a body, and end the connection as a server does that is killed."""
+    start = int(handler.headers.get("Range", "bytes=0-")[6:-1])
+    handler.send_response(206 if start else 200)
+    handler.send_header("Content-Length", str(len(data) - start))
+    handler.end_headers()
+    handler.wfile.write(data[start : start + (len(data) - start) // 2])
+    handler.wfile.flush()
+    handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    handler.connection.close()
+    handler.close_connection = True
+
+
+def answers(status: int) -> Callable[[BaseHTTPRequestHandler, bytes], None]:
+    return lambda handler, _: handler.answer(b"no", status, Retry_After="0")
+
+
+def truncated(handler: BaseHTTPRequestHandler, data: bytes) -> None:
+    start = int(handler.headers.get("Range", "bytes=0-")[6:-1])
+    handler.answer(data[start : len(data) - 10], 206 if start else 200)
+
+
+def other_bytes(handler: BaseHTTPRequestHandler, data: bytes) -> None:
+    handler.answer(bytes(len(data)))
+
+
+def longer(handler: BaseHTTPRequestHandler, data: bytes) -> None:
+    handler.answer(data + bytes(10))
+
+
+def of_files(part: str, fault: Callable[[BaseHTTPRequestHandler, bytes], None], *, times: int | None = None) -> Fault:
+    """Let a fault befall GETs of names that hold `part`, each time or the first so many times."""
+    left = itertools.count() if times is None else iter(range(times))
+    lock = threading.Lock()
+
+    def befall(handler: BaseHTTPRequestHandler, data: bytes) -> bool:
+        if handler.command != "GET" or part not in handler.path:
+            return False
+        with lock:
+            if next(left, None) is None:
+                return False
+        fault(handler, data)
+        return True
+
+    return befall
+
+
+def pull(server: FaultyServer, cache: Path, hash_: str):
+    return run("pull", server.url, hash_, "--trust", "--any-machine", "--cache-dir", cache, "--json")
+
+
+@pytest.mark.parametrize("part", ["/artifacts/", "bundle.json"])
+@pytest.mark.parametrize(
+    ("fault", "code", "said"),
+    [
+        pytest.param(reset, 1, "Connection reset|IncompleteRead", id="reset in a body"),
+        pytest.param(answers(403), 1, "answers 403 .*user and password", id="403"),
+        pytest.param(answers(404), 1, "is missing|is not whole", id="404"),
+        pytest.param(answers(429), 1, "answers 429 ", id="429"),
+        pytest.param(answers(500), 1, "answers 500 ", id="500"),
+        pytest.param(truncated, 1, "ends after|is not whole", id="truncated"),
+        pytest.param(other_bytes, 3, "digest|is not whole", id="other bytes"),
+        pytest.param(longer, 3, "more bytes|is not whole", id="too long"),
+    ],
+)
+def test_a_fault_that_stays_is_a_sentence_and_nothing_is_placed(pushed, server, tmp_path, *, part, fault, code, said):
+    server.fault = of_files(part, fault)
+    ran = pull(server, tmp_path / "cache", pushed[1])
+    if "is not whole" in ran.err:
+        code = 1
+    assert ran.code == code, ran.err
+    assert re.search(said, ran.report["error"]["message"]), ran.err
+    assert CacheLayout(root=tmp_path / "cache").hashes() == []
+    assert list((tmp_path / "cache").rglob("*.import.*")) == []
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(reset, id="reset in a body"),
+        pytest.param(answers(429), id="429"),
+        pytest.param(answers(500), id="500"),
+        pytest.param(answers(503), id="503"),
+        pytest.param(truncated, id="truncated"),
+    ],
+)
+def test_a_fault_that_passes_is_tried_again(pushed, server, tmp_path, fault):
+    server.fault = of_files("/artifacts/", fault, times=2)
+    ran = pull(server, tmp_path / "cache", pushed[1])
+    assert ran.code == 0, ran.err
+    assert ran.report["entries"][0]["outcome"] == "new"
+
+
+def test_what_came_before_a_connection_ended_is_not_asked_for_again(tmp_path):
+    data, asked = bytes(3 * 2**20), []
+    (tmp_path / "one").write_bytes(data)
+
+    def half(handler: BaseHTTPRequestHandler, data: bytes) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data[: len(data) // 2])
+        handler.close_connection = True
+
+    def fault(handler: BaseHTTPRequestHandler, data: bytes) -> bool:
+        asked.append(handler.headers.get("Range", ""))
+        if len(asked) == 1:
+            half(handler, data)
+        return len(asked) == 1
+
+    with faulty(tmp_path) as server:
+        server.fault = fault
+        assert b"".join(stream(open_store(server.url), "one", len(data))) == data
+    assert asked == ["", f"bytes={2**20}-"]
+
+
+def test_nobody_who_listens_is_a_sentence(tmp_path):
+    ran = run("pull", f"http://ann:s3cret@127.0.0.1:{unused_port()}/x", "--trust", "--cache-dir", tmp_path)
+    assert (ran.code, "Connection refused" in ran.err, "s3cret" in ran.err) == (1, True, False)
+
+
+def test_a_signed_entry_stays_signed_and_a_changed_one_is_refused(tmp_path):
+    make_keys(tmp_path, "release")
+    private, public = tmp_path / "release.pem", tmp_path / "release.pub"
+    hash_ = lay_entry(tmp_path / "cache", seed=12)
+    store = tmp_path / "store"
+    assert run("push", store.as_uri(), "--cache-dir", tmp_path / "cache", "--sign", private).code == 0
+    asked = ("pull", store.as_uri(), "--any-machine", "--require-signature", public, "--json", "--cache-dir")
+    assert run(*asked, tmp_path / "b").report["entries"][0]["outcome"] == "new"
+    # What came signed is handed on signed.
+    assert run("push", (tmp_path / "next").as_uri(), "--cache-dir", tmp_path / "b").code == 0
+    assert len(list((tmp_path / "next").rglob("*.bundle.sig"))) == 1
+    [signature] = (store / "entries" / hash_).glob("*.bundle.sig")
+    signature.unlink()
+    refused = run(*asked, tmp_path / "c")
+    assert (refused.code, refused.report["error"]["reason"]) == (3, "unsigned")
+
+
+def test_a_reader_sees_no_entry_or_a_whole_one_while_two_machines_push(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    hash_ = lay_entry(first, seed=13, native_bytes=NATIVE_BYTES)
+    assert lay_entry(second, seed=13, native_bytes=NATIVE_BYTES, shapes=("general", "n=16")) == hash_
+    with webdav(tmp_path / "store") as url:
+        pushers = [threading.Thread(target=run, args=("push", url, "--cache-dir", one)) for one in (first, second)]
+        store, seen = open_store(url), []
+        for pusher in pushers:
+            pusher.start()
+        while any(pusher.is_alive() for pusher in pushers):
+            seen.append(len(_whole(store, hash_)))
+        seen.append(len(_whole(store, hash_)))
+        assert seen == sorted(seen)
+        assert seen[-1] == 2
+        merged = run("pull", url, "--trust", "--any-machine", "--cache-dir", tmp_path / "reader", "--json").report
+        assert merged["entries"][0]["artifacts"] >= 2
+
+
+def _whole(store, hash_: str) -> list[RemoteBundle]:
+    """The bundles of an entry that a reader sees, all of whose members must be there."""
+    found = [open_bundle(store, hash_, digest) for digest in indexes(store, hash_).get(hash_, ())]
+    bundles = [bundle for bundle in found if bundle is not None]
+    for bundle in bundles:
+        for member, chunks in bundle.members(parse_index(bundle.index_bytes, limits=Limits())):
+            assert sum(map(len, chunks)) == member.size_bytes
+    return bundles
