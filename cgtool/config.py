@@ -156,6 +156,7 @@ FIELDS: dict[str, FieldSpec] = {
     "enforce_eager": FieldSpec("runtime", checks.check_bool, parse_bool),
     "disable_cache": FieldSpec("runtime", checks.check_bool, parse_bool),
     "jobs": FieldSpec("runtime", checks.check_jobs, parse_optional),
+    "executor": FieldSpec("runtime", checks.check_executor, str.strip),
     "compile_timeout": FieldSpec("runtime", checks.check_secs, parse_secs),
     "proof": FieldSpec("runtime", checks.check_bool, parse_bool),
     "recheck": FieldSpec("runtime", checks.check_recheck, str.strip),
@@ -312,6 +313,9 @@ class CompilationConfig:
             same for a whole process. Kind: runtime.
         jobs: How many pieces are compiled at a time, each in a worker process of its own. None (default) means one for
             each core that this process may use, as far as the memory goes; 0 compiles in this process. Kind: runtime.
+        executor: Where pieces are compiled in place of this machine: `dask://HOST:PORT`, `ray://HOST:PORT`,
+            `slurm:NAME=VALUE,...`, `mpi`, or an entry point of the group `cgtool.executors` and what follows a colon.
+            Empty (default) means workers of this machine. Kind: runtime.
         compile_timeout: How long one piece may take to compile in a worker, in seconds; a worker that takes longer is
             ended. None (default) is no limit. Kind: runtime.
         proof: Before the cache names them, run each artifact on random inputs, in a process of its own, and compare it
@@ -354,6 +358,7 @@ class CompilationConfig:
     enforce_eager: bool = False
     disable_cache: bool = False
     jobs: int | None = None
+    executor: str = ""
     compile_timeout: float | None = None
     proof: bool = True
     recheck: str = "load"

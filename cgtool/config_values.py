@@ -330,6 +330,13 @@ def check_jobs(value: Any) -> int | None:
     return value
 
 
+def check_executor(value: Any) -> str:
+    """Return the URL of an executor, or ""."""
+    if not isinstance(value, str) or not re.fullmatch(r"([A-Za-z][A-Za-z0-9_.-]{0,39}(:[^\s]*)?)?", value):
+        raise WrongValueError("it is the name of an executor, with what follows a colon: dask://10.0.0.1:8786, mpi")
+    return value
+
+
 def check_secs(value: Any) -> float | None:
     """Return a number of seconds above 0; None stays None."""
     if value is None:

@@ -91,6 +91,10 @@ class WorkerError(CompileError):
     """A worker crashed, hung, or ran out of memory or disk as it compiled a piece: the piece itself may be fine."""
 
 
+class ExecutorError(CgtoolError):
+    """The cluster that was to compile does not answer, went away or has no workers: no piece is at fault."""
+
+
 class UnitsFailedError(CompileError):
     """Some pieces could not be compiled; what was finished is stored.
 

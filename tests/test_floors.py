@@ -26,13 +26,14 @@ FLOORS = {
     "split": 2,
     "runtime": 2,
     "remote": 2,
+    "executors": 2,
     "store": 1,
     "graph": 1,
     "guards": 1,
     "plan": 0,
 }
 #: Folders (and floor 0) that start without torch.
-TORCH_FREE = {"cli", "toolkit", "remote", "store", "plan", ""}
+TORCH_FREE = {"cli", "toolkit", "executors", "remote", "store", "plan", ""}
 #: Programs of a bench's children, which measure torch; the rest of their room starts without it.
 MEASURING = {f"toolkit/bench/{name}.py" for name in ("_torch", "calls", "child")}
 #: Modules that an extra is for: they load where it is installed.

@@ -39,6 +39,7 @@ Examples:
   cgtool warm hf:checkpoints/llama --compile-sizes batch=4:seq=128
   cgtool warm hf:checkpoints/llama --cache static --cache-length 1024
   cgtool warm mypackage.models:build --jobs 4 --compile-timeout 600
+  cgtool warm mypackage.models:build --executor dask://10.0.0.1:8786
   cgtool warm mypackage.models:build --require num_tokens=1-512
   cgtool warm fixtures/tiny_llama.py:build --check || echo "not warm yet"
   cgtool warm fixtures/tiny_llama.py:build --json | jq .compiled
@@ -49,6 +50,11 @@ Examples:
 @warming_options
 @click.option(
     "--jobs", metavar="N", help="Compile N pieces at a time, each in a process; 0: in this one. Default: the cores."
+)
+@click.option(
+    "--executor",
+    metavar="URL",
+    help="Compile on a cluster: dask://HOST:PORT, ray://HOST:PORT, slurm:NAME=VALUE,..., mpi, or one of your own.",
 )
 @click.option(
     "--compile-timeout", metavar="SECONDS", help="End a worker that takes longer for one piece. Default: no limit."
@@ -93,7 +99,7 @@ def warm(*, output: Output, **options: Any) -> int:
     disable_cache, proof = options["no_cache"] or None, False if options["no_proof"] else None
     choice, config = model_asked(
         options,
-        (*ADAPTOR_FIELDS, *REMOTE_FIELDS, "jobs", "compile_timeout", "debug_dump_path"),
+        (*ADAPTOR_FIELDS, *REMOTE_FIELDS, "jobs", "executor", "compile_timeout", "debug_dump_path"),
         disable_cache=disable_cache,
         proof=proof,
     )

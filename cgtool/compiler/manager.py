@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from cgtool.compiler.adaptors.interface import CompilerInterface, get_adaptor
+from cgtool.compiler.cluster import Cluster
 from cgtool.compiler.generated import Texts, compile_piece
 from cgtool.compiler.pool import WorkerPool
 from cgtool.compiler.proof.prover import Prover
@@ -68,7 +69,7 @@ class CompilerManager:
         layout: Where the cache lies.
         config: Where the user's options for the compilers come from.
         on_event: Told when a unit is waited for, because another process compiles it.
-        pool: Worker processes to compile in; None compiles in this process alone.
+        pool: Workers to compile in, here or on a cluster; None compiles in this process alone.
         prover: Runs each unit before it is stored; None stores it without.
         remotes: Where units may have been compiled already, and what is compiled here goes; None is nowhere.
     """
@@ -79,7 +80,7 @@ class CompilerManager:
         config: CompilationConfig,
         *,
         on_event: OnEvent = ignore,
-        pool: WorkerPool | None = None,
+        pool: WorkerPool | Cluster | None = None,
         prover: Prover | None = None,
         remotes: Remotes | None = None,
     ) -> None:
@@ -187,7 +188,7 @@ class CompilerManager:
     def _compiled(self, work: Work, *, in_worker: bool) -> tuple[bytes, Artifact, Texts]:
         count("compiles")
         prover = self._prover_of(work)
-        if prover is not None:
+        if prover is not None and not (in_worker and isinstance(self._pool, Cluster)):  # which proves for itself
             prover.start()  # it imports torch while the piece is compiled
         adaptor, tuned = self._adaptor(work.adaptor), _is_tuned(work)
         if not in_worker or self._pool is None:
@@ -208,8 +209,10 @@ class CompilerManager:
     def _proved(self, work: Work, data: bytes, artifact: Artifact) -> tuple[Artifact, str]:
         """Return the artifact with what a proof found, and why there was none where a later one may succeed.
 
-        Nothing is to be proved of what runs the piece as it stands.
+        Nothing is to be proved of what runs the piece as it stands, or was proved by the worker that compiled it.
         """
+        if not artifact.needs_proof:
+            return artifact, ""
         adaptor, prover = self._adaptor(work.adaptor), self._prover_of(work)
         if prover is None:
             return replace(artifact, proved=not adaptor.compiles), ""

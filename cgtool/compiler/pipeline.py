@@ -20,6 +20,7 @@ import torch
 
 from cgtool.adaptor_registry import ADAPTORS
 from cgtool.compiler.adaptors.interface import get_adaptor
+from cgtool.compiler.cluster import Cluster
 from cgtool.compiler.generated import dump_entry, dump_traced, keep_generated
 from cgtool.compiler.manager import CompilerManager
 from cgtool.compiler.pool import WorkerPool, default_jobs, early_jobs
@@ -128,6 +129,7 @@ def warm(
         TraceError: The model cannot be traced, or not be kept as data.
         SplitError: The graph cannot be split.
         CompileError: A piece cannot be compiled.
+        ExecutorError: The executor that the configuration names does not answer, or went away.
         CacheError: The cache cannot be read or written.
     """
     if not callable(getattr(spec.module, spec.method, None)):
@@ -308,7 +310,7 @@ class _Warm:
         if _takes_compiler(self._config, on_cpu=on_cpu):
             check_compiler(self._config.adaptor)
         with _pool(self._config, on_cpu=on_cpu) as pool:
-            if pool is not None:
+            if isinstance(pool, WorkerPool):
                 pool.start(early_jobs(pool.jobs))  # they import torch while this process traces
             stitched = stitch(self._spec, self._config.splitting_ops, self._on_event, adaptor=self._config.adaptor)
             for _ in range(_MOST_SPLITS):
@@ -321,7 +323,7 @@ class _Warm:
         self,
         stitched: Stitched,
         reasons: tuple[str, ...],
-        pool: WorkerPool | None,
+        pool: WorkerPool | Cluster | None,
         split_out: Callable[[str, str], bool] = lambda *_: False,
     ) -> WarmResult:
         """Compile a plan and publish it.
@@ -456,8 +458,11 @@ def _leveled(config: CompilationConfig, spec: ModelSpec) -> CompilationConfig:
     return config
 
 
-def _pool(config: CompilationConfig, *, on_cpu: bool) -> AbstractContextManager[WorkerPool | None]:
+def _pool(config: CompilationConfig, *, on_cpu: bool) -> AbstractContextManager[WorkerPool | Cluster | None]:
     """Return the workers of a warm; None where everything is compiled in this process."""
+    if config.executor and get_adaptor(config.adaptor).compiles:
+        inductor = config.adaptor in ADAPTORS
+        return Cluster(config.executor, timeout_secs=config.compile_timeout, prove=config.proof, inductor=inductor)
     jobs = default_jobs() if config.jobs is None else config.jobs
     if jobs == 0 or not get_adaptor(config.adaptor).compiles:
         return nullcontext()

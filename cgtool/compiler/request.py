@@ -13,7 +13,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,9 @@ from cgtool.guards.state import current
 from cgtool.plan.grammar import Count, Digest, Record
 from cgtool.plan.pieces import Json, PieceGraph
 from cgtool.runtime.custom_ops import provider_of
+from cgtool.runtime.factors import environment_factors
 from cgtool.store.artifacts import Origin
+from cgtool.store.key import difference_between, sentences
 from cgtool.store.records import Artifact
 
 #: Packages whose modules every worker has.
@@ -92,6 +94,8 @@ class CompileRequest(Record, frozen=True, kw_only=True):
         compiler: The adaptor's `compute_hash` where the request was made: a worker with another refuses the request.
         imports: Modules to import first.
         settings: What holds in the process that made the request.
+        factors: What a worker on another machine must share, as `factors_here` says; empty asks for nothing.
+        prove: Whether a worker on another machine proves what it compiled.
     """
 
     graph: PieceGraph
@@ -102,6 +106,8 @@ class CompileRequest(Record, frozen=True, kw_only=True):
     compiler: Digest
     imports: tuple[Provider, ...]
     settings: Settings
+    factors: dict[str, Json] = msgspec.field(default_factory=dict)
+    prove: bool = False
 
 
 class CompileReport(Record, frozen=True, kw_only=True):
@@ -236,6 +242,21 @@ def _import_file(name: str, path: Path) -> None:
     except BaseException:  # whatever ended it: half a module is none
         del sys.modules[name]
         raise
+
+
+# the machine
+
+
+def factors_here() -> dict[str, Json]:
+    """Return the factors of this machine and its Python, without those that a request brings along as settings."""
+    return {name: value for name, value in environment_factors().items() if name not in ("precision", "inductor")}
+
+
+def why_machines_differ(factors: Mapping[str, Json]) -> str | None:
+    """Return in what this machine differs from that of a request, or None."""
+    now = factors_here() if factors else {}
+    found = [said for name, old in factors.items() for said in sentences(difference_between(name, old, now.get(name)))]
+    return "; ".join(found) or None
 
 
 # settings

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cgtool.compiler.adaptors.interface import op_named_in
+from cgtool.compiler.cluster import Cluster
 from cgtool.compiler.generated import Texts
 from cgtool.compiler.manager import Built, CompilerManager, next_adaptor
 from cgtool.compiler.pool import WorkerPool
@@ -70,7 +71,7 @@ def compile_work(
     *,
     objects: ObjectStore,
     manager: CompilerManager,
-    pool: WorkerPool | None = None,
+    pool: WorkerPool | Cluster | None = None,
     split_out: Callable[[str, str], bool] = lambda *_: False,
     on_event: OnEvent,
 ) -> Compiled:
@@ -97,9 +98,9 @@ def compile_work(
     started = time.perf_counter()
     # what serves all sizes comes first: where it falls to eager, nothing else of the piece is compiled
     groups = sorted(unique(work), key=lambda group: not group[0].is_base)
-    run = _Run([_Task(items=group, work=group[0]) for group in groups], objects, manager, on_event)
+    run = _Run([_Task(items=group, work=group[0]) for group in groups], objects, manager, pool, on_event)
     run.split_out = split_out
-    run.go(pool)
+    run.go()
     if run.in_parts:
         raise SplitAgainError
     served = [
@@ -166,8 +167,17 @@ class _Run:
         in_parts: The identities of pieces that are to be split anew.
     """
 
-    def __init__(self, tasks: list[_Task], objects: ObjectStore, manager: CompilerManager, on_event: OnEvent) -> None:
+    def __init__(
+        self,
+        tasks: list[_Task],
+        objects: ObjectStore,
+        manager: CompilerManager,
+        pool: WorkerPool | Cluster | None,
+        on_event: OnEvent,
+    ) -> None:
         self.tasks = tasks
+        self._pool = pool
+        self._cluster = pool if isinstance(pool, Cluster) else None
         self.as_it_stands: set[tuple[int, int]] = set()
         self.in_parts: set[str] = set()
         self.split_out: Callable[[str, str], bool] = lambda *_: False
@@ -181,7 +191,8 @@ class _Run:
         self._left = len(tasks)
         self._fatal: BaseException | None = None
 
-    def go(self, pool: WorkerPool | None) -> None:
+    def go(self) -> None:
+        pool = self._pool
         for task in self.tasks:
             self._manager.key(task.work)  # slow for the first, and an option that is unknown ends all of it here
             self._queue_of(task.work).put(task)
@@ -274,7 +285,9 @@ class _Run:
             self._left -= 1
             unit = task.built
             if unit is not None and self._fatal is None:
-                said = f"{task.label}, compiled before" if unit.reused else task.label
+                worker = None if self._cluster is None else self._cluster.made_by.get(unit.artifact.digest)
+                said = f"{task.label}{f' by {worker}' if worker else ''}"
+                said = f"{task.label}, compiled before" if unit.reused else said
                 self._tell(said, secs=0.0 if unit.reused else unit.artifact.compile_secs)
                 if self._running:
                     self._tell()
@@ -285,9 +298,15 @@ class _Run:
 
     def _tell(self, message: str | None = None, *, secs: float | None = None) -> None:
         """Tell of one task, or of all that run now; the lock is held."""
-        words = "; ".join(self._running.values()) if message is None else message
+        words = self._at_work() if message is None else message
         total = len(self.tasks)
         self._on_event(Event(phase="compile", message=words, done=total - self._left, total=total, secs=secs))
+
+    def _at_work(self) -> str:
+        """Say what runs now: each task, or how many a cluster has and what its workers did so far."""
+        if self._cluster is None:
+            return "; ".join(self._running.values())
+        return f"{len(self._running)} with the executor{self._cluster.progress}"
 
 
 def _raise_failures(failed: list[_Task]) -> None:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import traceback
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from cgtool.child import Channel
 from cgtool.compiler import _torch
 from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.compiler.generated import compile_piece
+from cgtool.compiler.proof.prover import Prover
 from cgtool.compiler.request import (
     CompileReport,
     CompileRequest,
     WorkerSetup,
     apply_settings,
     import_providers,
+    why_machines_differ,
     why_ops_differ,
 )
-from cgtool.errors import CompileError, ModelError
+from cgtool.errors import CgtoolError, CompileError, ModelError, ProofMismatchError
+from cgtool.executors.worker import Handed, UnitSetup
+from cgtool.plan.grammar import decode
+from cgtool.store.artifacts import parted
 from cgtool.store.files import FILE_LIMIT
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -50,6 +58,41 @@ def main(channel: Channel) -> None:
         channel.answer(*_answer(request))
 
 
+def serve_units(channel: Channel) -> None:
+    """Compile units for `cgtool.executors.worker`, and prove them, until the parent lets go."""
+    setup = channel.setup(UnitSetup)
+    _prepare(WorkerSetup(threads=1, inductor=setup.inductor, native=False, shared=setup.shared))
+    with contextlib.ExitStack() as stack:
+        prover: Prover | None = None
+        for handed, data in channel.requests(Handed):
+            request = decode(data, CompileRequest)
+            if request.prove and prover is None:
+                prover = stack.enter_context(Prover(timeout_secs=handed.timeout_secs))
+            if prover is not None:
+                prover.start()  # it imports torch while the piece is compiled
+            report, artifact = _answer(request)
+            if request.prove and prover is not None and report.artifact is not None:
+                report = _proved(prover, request, report, artifact)
+            channel.answer(report, artifact if report.artifact is not None else b"")
+
+
+def _proved(prover: Prover, request: CompileRequest, report: CompileReport, data: bytes) -> CompileReport:
+    """Return the report with what a proof found; without the artifact where it is not what the piece gives."""
+    if report.artifact is None:
+        return report
+    _, code = parted(data, report.artifact.kind)
+    guards = report.artifact.guards
+    try:
+        found = prover.prove(code, adaptor=request.adaptor, graph=request.graph, guards=guards, imports=request.imports)
+    except ProofMismatchError as error:
+        return CompileReport(status="rejected", reason=str(error))
+    except CgtoolError as error:
+        return CompileReport(status="failed", reason=str(error))
+    if found.verdict == "later":
+        return report
+    return replace(report, artifact=replace(report.artifact, proved=found.proved, proof_gap=found.reason))
+
+
 def _answer(request: CompileRequest) -> tuple[CompileReport, bytes]:
     try:
         return _compiled(request)
@@ -63,6 +106,9 @@ def _answer(request: CompileRequest) -> tuple[CompileReport, bytes]:
 
 
 def _compiled(request: CompileRequest) -> tuple[CompileReport, bytes]:
+    differ = why_machines_differ(request.factors)
+    if differ is not None:
+        return CompileReport(status="refused", reason=f"as it sees the unit, {differ}"), b""
     apply_settings(request.settings)
     try:
         import_providers(request.imports)

@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+from cgtool.compiler.cluster import Cluster
 from cgtool.compiler.manager import CompilerManager
 from cgtool.compiler.pool import WorkerPool
 from cgtool.compiler.schedule import compile_work
@@ -22,6 +23,17 @@ def compile_all(work, root, *, jobs=2, timeout_secs=None, options=None, events=N
     with WorkerPool(jobs=jobs, timeout_secs=timeout_secs, inductor=inductor) as pool:
         manager = CompilerManager(layout, config, on_event=told.append, pool=pool)
         return compile_work(work, objects=ObjectStore(root / "entry"), manager=manager, pool=pool, on_event=told.append)
+
+
+def compile_on(url, work, root, *, timeout_secs=None, prove=False, options=None, events=None, patience_secs=300.0):
+    """Compile `work` into a cache with the workers of an executor, as a warm does."""
+    layout = CacheLayout(root=root)
+    config = CompilationConfig(inductor_compile_config=options or {})
+    told = events if events is not None else []
+    with Cluster(url, timeout_secs=timeout_secs, prove=prove, inductor=False, patience_secs=patience_secs) as cluster:
+        manager = CompilerManager(layout, config, on_event=told.append, pool=cluster)
+        objects = ObjectStore(root / "entry")
+        return compile_work(work, objects=objects, manager=manager, pool=cluster, on_event=told.append)
 
 
 def stored_units(root):

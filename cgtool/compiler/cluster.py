@@ -1,0 +1,222 @@
+"""A cluster to compile on: units go to the workers of an executor, and come back proved, or with the reason.
+
+What is sent is a `CompileRequest` with this process's factors; what comes back is an artifact and what its proof found.
+A worker whose cgtool, torch, compiler or target differs refuses the unit, which goes to another one; so does a unit
+whose worker died. A unit that two workers died of fails, and so does one that no worker fits. Where the executor itself
+is gone, all of it ends.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Executor, Future
+from typing import Self
+
+from msgspec.structs import replace
+
+from cgtool.compiler.request import CompileReport, CompileRequest, factors_here
+from cgtool.errors import ArtifactError, CompileError, ExecutorError, WorkerError
+from cgtool.executors.engines import Engine, NoWorkerError, open_executor
+from cgtool.executors.worker import Handed, Returned, cgtool_code, compile_unit, end_children, message, read_message
+from cgtool.plan.grammar import decode, encode, sha256_hex
+from cgtool.plan.pieces import Json, kind_of
+from cgtool.store.artifacts import parted
+from cgtool.store.records import Artifact
+
+#: How many workers may die of one unit.
+_MOST_DEATHS = 2
+#: How often a unit that was refused is submitted to an executor that cannot be told whom to leave out.
+_MOST_BLIND_TRIES = 4
+#: How often who waits for a unit looks whether there are workers, and how long there may be none, in seconds.
+_LOOK_SECS = 5.0
+_PATIENCE_SECS = 300.0
+
+
+class Cluster:
+    """The workers of an executor, as `WorkerPool` is those of this machine; any thread may ask.
+
+    Args:
+        url: Which executor; see `cgtool.executors.engines`.
+        timeout_secs: How long a unit may take once a worker has it; None is for ever.
+        prove: Whether workers prove what they compiled.
+        inductor: Whether they import Inductor before their first piece.
+        patience_secs: How long to wait for a cluster without workers.
+
+    Attributes:
+        jobs: How many units the executor is given at a time; it knows how many of them it can run.
+        made_by: Artifact digest → the worker that made it.
+
+    Raises:
+        ConfigError: There is no such executor, or its library is not installed.
+        ExecutorError: It does not answer.
+    """
+
+    jobs = 128
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_secs: float | None,
+        prove: bool,
+        inductor: bool = True,
+        patience_secs: float = _PATIENCE_SECS,
+    ) -> None:
+        self.made_by: dict[str, str] = {}
+        self._url = url
+        self._prove = prove
+        self._patience_secs = patience_secs
+        # a proof has a time of its own
+        limit = timeout_secs if timeout_secs is None or not prove else 2 * timeout_secs
+        self._handed = Handed(cgtool=dict(cgtool_code()), timeout_secs=limit, inductor=inductor)
+        self._lock = threading.Lock()
+        self._factors: dict[str, Json] | None = None
+        self._executor: Executor = open_executor(url)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel what is queued, and let go of the executor."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        end_children()  # of an executor whose workers are threads of this process
+
+    def start(self, count: int = 1) -> None:
+        """Do nothing: workers are the executor's."""
+
+    @property
+    def progress(self) -> str:
+        """Say how many artifacts each worker has made: "; tcp://10.0.0.2:40001 made 3"."""
+        made = Counter(list(self.made_by.values()))
+        return "".join(f"; {worker} made {count}" for worker, count in sorted(made.items()))
+
+    def compile(self, request: CompileRequest) -> tuple[bytes, Artifact, Mapping[str, str]]:
+        """Have a piece compiled and proved by a worker, and wait for it.
+
+        Args:
+            request: The piece, and how to compile it.
+
+        Returns:
+            The artifact's bytes, its record with what a proof found, and what the compiler wrote for people, by name.
+
+        Raises:
+            CompileError: The compiler does not take the piece, or what it made is not what the piece gives.
+            WorkerError: No worker fits, or two died of it.
+            ExecutorError: There is no executor any more, or it has had no workers for a while.
+        """
+        given = replace(request, factors=self._own_factors(), prove=self._prove)
+        handed = message(self._handed, encode(given))
+        refused: dict[str, str] = {}
+        died: list[tuple[str, str]] = []
+        blind = 0
+        while blind < _MOST_BLIND_TRIES:
+            try:
+                returned, data = self._returned(handed, avoid=frozenset({*refused, *(worker for worker, _ in died)}))
+            except NoWorkerError:
+                break
+            report = _checked(request, returned, data)
+            if report.status == "rejected":
+                raise CompileError(report.reason)
+            if report.artifact is not None:
+                self.made_by[report.artifact.digest] = returned.worker
+                return data, report.artifact, report.generated
+            blind += not (isinstance(self._executor, Engine) and returned.worker)
+            worker = returned.worker or f"a worker ({blind})"
+            if report.status == "failed":
+                died.append((worker, report.reason))
+            else:
+                refused[worker] = report.reason
+            if len(died) >= _MOST_DEATHS:
+                raise WorkerError(f"{len(died)} workers failed with it, so no other is asked.{_listed(died)}")
+        raise WorkerError(
+            f"no worker of {self._url} takes it. A worker needs the cgtool, torch, compiler, instruction set and GPU "
+            f"of this machine.{_listed([*refused.items(), *died])}"
+        )
+
+    def _returned(self, handed: bytes, *, avoid: frozenset[str]) -> tuple[Returned, bytes]:
+        """Return what a worker returned for a unit, or what became of the worker.
+
+        Raises:
+            NoWorkerError: All workers are to be avoided.
+        """
+        executor = self._executor
+        engine = executor if isinstance(executor, Engine) else None
+        lost = Engine.lost if engine is None else engine.lost
+        try:
+            if engine is None:
+                future = executor.submit(compile_unit, handed)
+            else:
+                future = engine.submit_avoiding(avoid, compile_unit, handed)
+            return read_message(self._waited(future), Returned)
+        except (NoWorkerError, ExecutorError):
+            raise
+        except lost as error:
+            raise ExecutorError(
+                f"The executor {self._url} is gone ({str(error) or type(error).__name__}). What was finished is "
+                "stored, and the same command goes on from there.",
+                path="executor",
+                actual=str(error),
+            ) from error
+        except Exception as error:  # noqa: BLE001  whatever it was, it happened over there
+            died = engine is not None and isinstance(error, engine.died)
+            reason = f"{type(error).__name__}: {error}"
+            return Returned(worker="", status="died" if died else "refused", reason=reason), b""
+
+    def _waited(self, future: Future[bytes]) -> bytes:
+        """Return a future's result, unless there are no workers for too long."""
+        alone_since = None
+        while True:
+            try:
+                return future.result(_LOOK_SECS)
+            except TimeoutError:
+                if future.done():  # it is the call's own
+                    raise
+            engine = self._executor
+            if not isinstance(engine, Engine) or engine.num_workers() != 0:
+                alone_since = None
+            else:
+                alone_since = alone_since or time.monotonic()
+                if time.monotonic() - alone_since > self._patience_secs:
+                    raise ExecutorError(
+                        f"The executor {self._url} has had no workers for {self._patience_secs:g} s. Start some, and "
+                        "give the command again: what was finished is stored.",
+                        path="executor",
+                    )
+
+    def _own_factors(self) -> dict[str, Json]:
+        with self._lock:
+            if self._factors is None:
+                self._factors = factors_here()
+            return self._factors
+
+
+def _checked(request: CompileRequest, returned: Returned, data: bytes) -> CompileReport:
+    """Return what a worker reports; it has an artifact where that is done, and is what the worker says it is."""
+    if returned.status == "died":
+        return CompileReport(status="failed", reason=returned.reason)
+    if returned.status == "refused":
+        return CompileReport(status="refused", reason=returned.reason)
+    place = request.origin.piece, request.origin.shape
+    try:
+        report = decode(bytes(returned.report), CompileReport)
+        artifact = report.artifact
+        if report.status != "done" or artifact is None:
+            return replace(report, artifact=None)
+        if (artifact.digest, artifact.size_bytes) != (sha256_hex(data), len(data)):
+            return CompileReport(status="refused", reason="it sent back another artifact than it proved")
+        origin, _ = parted(data, artifact.kind)
+    except (ValueError, ArtifactError) as error:
+        return CompileReport(status="refused", reason=f"what it sent back cannot be read ({error})")
+    if artifact.kind != kind_of(request.adaptor) or (origin.piece, origin.shape) != place:
+        return CompileReport(status="refused", reason="it sent back the artifact of another piece, shape or compiler")
+    return report
+
+
+def _listed(reasons: Iterable[tuple[str, str]]) -> str:
+    return "".join(f"\n    {worker}: {reason}" for worker, reason in reasons)

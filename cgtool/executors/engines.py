@@ -1,0 +1,169 @@
+"""Executors by URL: those that cgtool wraps, and those that other distributions bring.
+
+    executor = name [":" rest]
+
+The name is one of `dask`, `ray`, `slurm` and `mpi`, or that of an entry point of the group `cgtool.executors`: a
+function that is given the whole text and returns a `concurrent.futures.Executor`. An `Engine` can be told which workers
+a call is not for; any other executor may give a call that a worker refused to that worker again.
+
+Must not import torch, and imports an engine's own library only where it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
+from importlib.metadata import entry_points
+from typing import Any
+
+from cgtool.errors import ConfigError, ExecutorError
+
+#: The entry-point group in which distributions name their executors.
+GROUP = "cgtool.executors"
+#: How long to wait for a cluster to answer at all, in seconds.
+_CONNECT_SECS = 30.0
+
+#: What an executor calls: bytes in, bytes out; the second argument is what it calls the worker.
+Call = Callable[[bytes, str], bytes]
+
+
+class NoWorkerError(Exception):
+    """Nobody is left whom a call may go to."""
+
+
+class Engine(Executor):
+    """An executor that knows its workers by name.
+
+    Attributes:
+        died: What a future raises whose worker is gone; the call may go to another.
+        lost: What it raises where there is no executor any more.
+    """
+
+    died: tuple[type[BaseException], ...] = ()
+    lost: tuple[type[BaseException], ...] = (BrokenExecutor, CancelledError)
+
+    def submit_avoiding(self, avoid: frozenset[str], call: Call, data: bytes) -> Future[bytes]:
+        """Have a worker whose name is not in `avoid` call `call(data, name)`.
+
+        Raises:
+            NoWorkerError: There are workers, and all of them are in `avoid`.
+        """
+        raise NotImplementedError
+
+    def num_workers(self) -> int | None:
+        """Return how many workers there are now; None where nobody can say."""
+        return None
+
+
+def open_executor(url: str) -> Executor:
+    """Return the executor that a URL names.
+
+    Raises:
+        ConfigError: There is none of that name, its library is not installed, or what brings it gives something else.
+        ExecutorError: It does not answer.
+    """
+    name, rest = url.partition(":")[0], url.partition(":")[2]
+    found = {point.name: point for point in entry_points(group=GROUP)}
+    if name in _OURS:
+        opened = _OURS[name](rest)
+    elif name in found:
+        opened = _opened(name, url, found[name].load)
+    else:
+        known = ", ".join((*_OURS, *sorted(found)))
+        raise ConfigError(
+            f"There is no executor {name!r}; there are {known}. Install the distribution that brings it (entry-point "
+            f"group {GROUP}).",
+            path="executor",
+            actual=url,
+        )
+    return opened
+
+
+def _opened(name: str, url: str, load: Callable[[], Any]) -> Executor:
+    try:
+        executor = load()(url)
+    except Exception as error:  # the code of another distribution raises what it likes
+        raise ConfigError(
+            f"The executor {name!r} cannot be made: {type(error).__name__}: {error}. Mend or remove the distribution "
+            "that brings it.",
+            path="executor",
+            actual=str(error),
+        ) from error
+    if not isinstance(executor, Executor):
+        raise ConfigError(
+            f"The executor {name!r} is to be a concurrent.futures.Executor, and what brings it gives a "
+            f"{type(executor).__name__}. Mend or remove it.",
+            path="executor",
+            actual=repr(executor),
+        )
+    return executor
+
+
+def _missing(name: str, library: str, error: ImportError) -> ConfigError:
+    extra = f"pip install 'cgtool[{name}]'" if name in ("dask", "ray") else f"pip install {library}"
+    return ConfigError(
+        f"The executor {name!r} needs {library}, which cannot be imported ({error}). Install it: {extra}.",
+        path="executor",
+        actual=str(error),
+    )
+
+
+# Dask: dask://HOST:PORT of a scheduler
+
+
+class _Dask(Engine):
+    def __init__(self, address: str) -> None:
+        try:
+            import distributed
+        except ImportError as error:
+            raise _missing("dask", "distributed", error) from error
+        self._client: Any = distributed.Client(address, timeout=_CONNECT_SECS, set_as_default=False)
+        self.died = (distributed.scheduler.KilledWorker,)
+        self.lost = (*Engine.lost, distributed.client.FutureCancelledError, distributed.CommClosedError)
+        self._executors: list[Any] = []
+
+    def submit_avoiding(self, avoid: frozenset[str], call: Call, data: bytes) -> Future[bytes]:
+        workers = None
+        if avoid:
+            workers = [address for address in self._addresses() if address not in avoid]
+            if not workers:
+                raise NoWorkerError
+        executor = self._client.get_executor(pure=False, workers=workers)
+        self._executors.append(executor)
+        future: Future[bytes] = executor.submit(_call_on_dask, call, data)
+        return future
+
+    def num_workers(self) -> int | None:
+        return len(self._addresses())
+
+    def _addresses(self) -> list[str]:
+        return list(self._client.scheduler_info(n_workers=-1)["workers"])
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        for executor in self._executors:
+            executor.shutdown(wait=wait and not cancel_futures)
+        self._client.close(timeout=_CONNECT_SECS)
+
+
+def _call_on_dask(call: Call, data: bytes) -> bytes:
+    import distributed
+
+    return call(data, distributed.get_worker().address)
+
+
+def _dask(rest: str) -> Executor:
+    try:
+        return _Dask("tcp:" + rest if rest.startswith("//") else rest)
+    except (OSError, ValueError) as error:
+        raise _unreachable("Dask scheduler", rest.removeprefix("//"), error) from error
+
+
+def _unreachable(what: str, where: str, error: Exception) -> ExecutorError:
+    return ExecutorError(
+        f"The {what} at {where} does not answer ({str(error) or type(error).__name__}). Start it, or mend the address.",
+        path="executor",
+        actual=str(error),
+    )
+
+
+_OURS: Mapping[str, Callable[[str], Executor]] = {"dask": _dask}

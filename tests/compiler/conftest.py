@@ -1,0 +1,92 @@
+"""Distributions that bring executors, and clusters of Dask on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from worker_harness import wait_until
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    """A folder with a distribution that brings the executors of own_executors.py and the adaptor `worded`."""
+    folder = tmp_path_factory.mktemp("site")
+    metadata = folder / "own-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.0\n")
+    names = ("threads", "processes", "liars", "nothing")
+    lines = "".join(f"{name} = own_executors:{name}\n" for name in names)
+    points = f"[cgtool.executors]\n{lines}[cgtool.adaptors]\nworded = worded_adaptor:Worded\n"
+    (metadata / "entry_points.txt").write_text(points)
+    shutil.copy(HERE / "own_executors.py", folder)
+    shutil.copy(HERE.parent / "worded_adaptor.py", folder)
+    return folder
+
+
+class Dask:
+    """A scheduler and its workers, each a process with its own log.
+
+    Attributes:
+        url: For `--executor`.
+        workers: Their processes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        file = folder / "scheduler.json"
+        self.scheduler = self._start("scheduler", "--host", "127.0.0.1", "--port", "0", "--no-dashboard",
+                                     "--scheduler-file", file)  # fmt: skip
+        wait_until(lambda: file.exists() and file.read_text().strip())
+        self.address = json.loads(file.read_text())["address"]
+        self.url = "dask:" + self.address.removeprefix("tcp:")
+        self.workers: list[subprocess.Popen[bytes]] = []
+
+    def add_worker(self, **variables: str) -> subprocess.Popen[bytes]:
+        """Start a worker of one thread in an environment with `variables`, and wait until it is there."""
+        options = ("--nthreads", "1", "--no-nanny", "--no-dashboard", "--death-timeout", "60")
+        worker = self._start("worker", self.address, *options, **variables)
+        self.workers.append(worker)
+        log = self._log(len(self.workers))
+        wait_until(lambda: "Starting established connection" in log.read_text())
+        return worker
+
+    def close(self) -> None:
+        for process in (*self.workers, self.scheduler):
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+            process.wait()
+
+    def _log(self, number: int) -> Path:
+        return self._folder / f"log{number}"
+
+    def _start(self, kind: str, *arguments: object, **variables: str) -> subprocess.Popen[bytes]:
+        number = 0 if kind == "scheduler" else len(self.workers) + 1
+        with self._log(number).open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "distributed.cli.dask_" + kind, *map(str, arguments)],
+                env={**os.environ, "PYTHONPATH": str(HERE.parents[1]), **variables},
+                cwd=self._folder,
+                stdout=log,
+                stderr=log,
+            )
+
+
+@pytest.fixture
+def dask(tmp_path):
+    """A scheduler without workers."""
+    pytest.importorskip("distributed")
+    folder = tmp_path / "dask"
+    folder.mkdir()
+    cluster = Dask(folder)
+    yield cluster
+    cluster.close()

@@ -1,0 +1,33 @@
+"""Executors that another distribution brings: threads and processes of this machine, and one that lies."""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+
+
+def threads(url):
+    """`threads:2`."""
+    return ThreadPoolExecutor(int(url.partition(":")[2]))
+
+
+def processes(url):
+    """`processes:2`."""
+    return ProcessPoolExecutor(int(url.partition(":")[2]), mp_context=multiprocessing.get_context("spawn"))
+
+
+def liars(url):
+    """A worker that proves one artifact and sends back another."""
+    return _Liars(1)
+
+
+def nothing(url):
+    return url
+
+
+class _Liars(ThreadPoolExecutor):
+    def submit(self, call, *args):
+        return super().submit(lambda: call(*args)[:-1] + b"!")
+
+
+assert issubclass(_Liars, Executor)

@@ -1,0 +1,111 @@
+"""Executors of other distributions: how they are found, what their workers make, and what is not taken from them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import hostile_adaptors as hostile  # noqa: E402
+from cli_harness import REPO, run  # noqa: E402
+from worker_harness import compile_on, stored_units  # noqa: E402
+
+from cgtool.errors import ConfigError, UnitsFailedError  # noqa: E402
+from cgtool.executors.engines import open_executor  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+MODEL = f"{REPO / 'tests/cli/cli_sample_model.py'}:build"
+HERE = f"{socket.gethostname()}:"
+
+
+@pytest.fixture
+def own(site, monkeypatch):
+    """Make the executors of the distribution known to this process."""
+    monkeypatch.syspath_prepend(str(site))
+
+
+def warm(site, root, *arguments):
+    variables = {"PYTHONPATH": os.pathsep.join([str(site), str(REPO)])}
+    return run("warm", MODEL, "--cache-dir", root, "--adaptor", "worded", *arguments, env=variables)
+
+
+def test_an_executor_of_another_distribution_compiles_and_proves_a_model_and_a_hit_opens_none(
+    site, tmp_path, cache_root
+):
+    log = tmp_path / "log"
+    options = ("--json", "--inductor-config", f'{{"log": "{log}"}}')
+    done = warm(site, cache_root, *options, "--executor", "threads:2")
+    assert done.code == 0, done.err
+    assert (done.report["compiled"], done.report["notes"]) == (4, [])
+    assert log.read_text().split() == ["-c"] * 4  # children of the workers
+    assert f" by {HERE}" in done.err
+    assert {artifact["proved"] for artifact in done.report["artifacts"]} == {True}
+    assert warm(site, cache_root, *options, "--executor", "dask://127.0.0.1:1").report["hit"]
+
+
+def test_workers_may_be_processes(own, cache_root):
+    events = []
+    done = compile_on("processes:1", hostile.work_of(0, 50), cache_root, prove=True, events=events)
+    assert [row.artifact.proved for row in done.rows] == [True, True]
+    assert all(f" by {HERE}" in event.message for event in events if event.secs is not None)
+
+
+def test_a_unit_that_fails_on_two_workers_fails_by_name_and_the_others_are_stored(own, cache_root):
+    numbers = [hostile.number_of(deed) for deed in (hostile.segfault, hostile.be_killed, hostile.leave)]
+    with pytest.raises(UnitsFailedError) as caught:
+        compile_on("threads:2", hostile.work_of(*numbers, 0, 50), cache_root)
+    assert len(caught.value.reasons) == 3
+    for reason, words in zip(sorted(caught.value.reasons), ("SIGSEGV", "SIGKILL", "exit code 3"), strict=True):
+        assert f"2 workers failed with it, so no other is asked.\n    {HERE}" in reason
+        assert reason.count(words) == 2, reason
+    assert stored_units(cache_root) == 2
+
+
+def test_a_unit_that_hangs_is_ended_on_its_workers(own, cache_root):
+    with pytest.raises(UnitsFailedError, match="took longer than 2 s"):
+        compile_on("threads:1", hostile.work_of(hostile.number_of(hostile.hang)), cache_root, timeout_secs=2)
+
+
+def test_what_a_compiler_does_not_take_goes_to_the_next_one(own, cache_root):
+    done = compile_on("threads:1", hostile.work_of(0, hostile.number_of(hostile.refuse)), cache_root)
+    assert [(row.piece_index, row.adaptor) for row in done.rows] == [(0, "hostile"), (1, "eager")]
+
+
+def test_an_artifact_that_is_not_what_its_worker_proved_is_refused(own, cache_root):
+    with pytest.raises(UnitsFailedError, match="no worker of liars takes it") as caught:
+        compile_on("liars", hostile.work_of(0), cache_root)
+    assert "it sent back another artifact than it proved" in str(caught.value)
+    assert stored_units(cache_root) == 0
+
+
+def test_a_worker_whose_compiler_gives_another_key_refuses_with_the_reason(own, cache_root, monkeypatch):
+    monkeypatch.setattr(hostile.Hostile, "compute_hash", lambda self, options, *, max_autotune=False: "0" * 64)
+    with pytest.raises(UnitsFailedError, match="the compiler, its settings or the target here are not those"):
+        compile_on("threads:1", hostile.work_of(0), cache_root)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("no_such://x", "There is no executor 'no_such'; there are dask"),
+        ("threads:many", "The executor 'threads' cannot be made: ValueError"),
+        ("nothing", "is to be a concurrent.futures.Executor, and what brings it gives a str"),
+    ],
+)
+def test_an_executor_that_is_none_is_named(own, url, words):
+    with pytest.raises(ConfigError) as caught:
+        open_executor(url)
+    assert words in str(caught.value)
+
+
+def test_the_command_says_what_executor_it_lacks_before_it_traces(site, cache_root):
+    done = warm(site, cache_root, "--executor", "no_such://x")
+    assert done.code == 2
+    assert "There is no executor 'no_such'" in done.err
+    assert "trace" not in done.err
+    assert not Path(cache_root).exists() or stored_units(cache_root) == 0
