@@ -19,15 +19,13 @@ from msgspec.structs import replace
 
 from cgtool.compiler.request import CompileReport, CompileRequest, factors_here
 from cgtool.errors import ArtifactError, CompileError, ExecutorError, WorkerError
-from cgtool.executors.engines import Engine, NoWorkerError, open_executor
+from cgtool.executors.engines import MOST_DEATHS, Engine, NoWorkerError, WorkersDiedError, open_executor
 from cgtool.executors.worker import Handed, Returned, cgtool_code, compile_unit, end_children, message, read_message
 from cgtool.plan.grammar import decode, encode, sha256_hex
 from cgtool.plan.pieces import Json, kind_of
 from cgtool.store.artifacts import parted
 from cgtool.store.records import Artifact
 
-#: How many workers may die of one unit.
-_MOST_DEATHS = 2
 #: How often a unit that was refused is submitted to an executor that cannot be told whom to leave out.
 _MOST_BLIND_TRIES = 4
 #: How often who waits for a unit looks whether there are workers, and how long there may be none, in seconds.
@@ -115,14 +113,18 @@ class Cluster:
         refused: dict[str, str] = {}
         died: list[tuple[str, str]] = []
         blind = 0
-        while blind < _MOST_BLIND_TRIES:
+        while len(died) < MOST_DEATHS and blind < _MOST_BLIND_TRIES:
+            avoid = frozenset({*refused, *(worker for worker, _ in died)})
             try:
-                returned, data = self._returned(handed, avoid=frozenset({*refused, *(worker for worker, _ in died)}))
+                returned, data = self._returned(handed, avoid)
             except NoWorkerError:
                 break
+            except WorkersDiedError as error:
+                died += [(worker, error.reason) for worker in error.workers]
+                continue
             report = _checked(request, returned, data)
             if report.status == "rejected":
-                raise CompileError(report.reason)
+                raise CompileError(report.reason, path=report.op)
             if report.artifact is not None:
                 self.made_by[report.artifact.digest] = returned.worker
                 return data, report.artifact, report.generated
@@ -132,18 +134,20 @@ class Cluster:
                 died.append((worker, report.reason))
             else:
                 refused[worker] = report.reason
-            if len(died) >= _MOST_DEATHS:
-                raise WorkerError(f"{len(died)} workers failed with it, so no other is asked.{_listed(died)}")
+        if len(died) >= MOST_DEATHS:
+            raise WorkerError(f"{len(died)} workers failed with it, so no other is asked.{_listed(died)}")
         raise WorkerError(
             f"no worker of {self._url} takes it. A worker needs the cgtool, torch, compiler, instruction set and GPU "
             f"of this machine.{_listed([*refused.items(), *died])}"
         )
 
-    def _returned(self, handed: bytes, *, avoid: frozenset[str]) -> tuple[Returned, bytes]:
-        """Return what a worker returned for a unit, or what became of the worker.
+    def _returned(self, handed: bytes, avoid: frozenset[str]) -> tuple[Returned, bytes]:
+        """Return what a worker returned for a unit.
 
         Raises:
             NoWorkerError: All workers are to be avoided.
+            WorkersDiedError: Its workers did.
+            ExecutorError: There is no executor any more, or nobody to give the unit to.
         """
         executor = self._executor
         engine = executor if isinstance(executor, Engine) else None
@@ -154,7 +158,7 @@ class Cluster:
             else:
                 future = engine.submit_avoiding(avoid, compile_unit, handed)
             return read_message(self._waited(future), Returned)
-        except (NoWorkerError, ExecutorError):
+        except (NoWorkerError, WorkersDiedError, ExecutorError):
             raise
         except lost as error:
             raise ExecutorError(
@@ -164,21 +168,19 @@ class Cluster:
                 actual=str(error),
             ) from error
         except Exception as error:  # noqa: BLE001  whatever it was, it happened over there
-            died = engine is not None and isinstance(error, engine.died)
-            reason = f"{type(error).__name__}: {error}"
-            return Returned(worker="", status="died" if died else "refused", reason=reason), b""
+            return Returned(worker="", status="refused", reason=f"{type(error).__name__}: {error}"), b""
 
     def _waited(self, future: Future[bytes]) -> bytes:
         """Return a future's result, unless there are no workers for too long."""
         alone_since = None
         while True:
             try:
-                return future.result(_LOOK_SECS)
+                return future.result(min(_LOOK_SECS, self._patience_secs))
             except TimeoutError:
                 if future.done():  # it is the call's own
                     raise
             engine = self._executor
-            if not isinstance(engine, Engine) or engine.num_workers() != 0:
+            if not isinstance(engine, Engine) or engine.is_served(future):
                 alone_since = None
             else:
                 alone_since = alone_since or time.monotonic()

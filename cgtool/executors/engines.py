@@ -11,6 +11,8 @@ Must not import torch, and imports an engine's own library only where it is aske
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
 from importlib.metadata import entry_points
@@ -20,8 +22,10 @@ from cgtool.errors import ConfigError, ExecutorError
 
 #: The entry-point group in which distributions name their executors.
 GROUP = "cgtool.executors"
+#: How many workers may die of one call.
+MOST_DEATHS = 2
 #: How long to wait for a cluster to answer at all, in seconds.
-_CONNECT_SECS = 30.0
+_CONNECT_SECS = 10.0
 
 #: What an executor calls: bytes in, bytes out; the second argument is what it calls the worker.
 Call = Callable[[bytes, str], bytes]
@@ -31,15 +35,27 @@ class NoWorkerError(Exception):
     """Nobody is left whom a call may go to."""
 
 
+class WorkersDiedError(Exception):
+    """What a future raises whose workers died.
+
+    Args:
+        workers: Their names, as far as they are known.
+        reason: How, as a sentence.
+    """
+
+    def __init__(self, workers: tuple[str, ...], reason: str) -> None:
+        super().__init__(workers, reason)
+        self.workers = workers
+        self.reason = reason
+
+
 class Engine(Executor):
     """An executor that knows its workers by name.
 
     Attributes:
-        died: What a future raises whose worker is gone; the call may go to another.
-        lost: What it raises where there is no executor any more.
+        lost: What a future raises where there is no executor any more.
     """
 
-    died: tuple[type[BaseException], ...] = ()
     lost: tuple[type[BaseException], ...] = (BrokenExecutor, CancelledError)
 
     def submit_avoiding(self, avoid: frozenset[str], call: Call, data: bytes) -> Future[bytes]:
@@ -50,9 +66,9 @@ class Engine(Executor):
         """
         raise NotImplementedError
 
-    def num_workers(self) -> int | None:
-        """Return how many workers there are now; None where nobody can say."""
-        return None
+    def is_served(self, future: Future[bytes]) -> bool:  # noqa: ARG002  what an engine knows nothing of is served
+        """Return whether there is a worker now that a call may go to."""
+        return True
 
 
 def open_executor(url: str) -> Executor:
@@ -112,43 +128,58 @@ def _missing(name: str, library: str, error: ImportError) -> ConfigError:
 
 
 class _Dask(Engine):
+    """A Dask cluster. Dask gives a call to another worker when one dies, which a variable of the scheduler counts."""
+
     def __init__(self, address: str) -> None:
         try:
             import distributed
         except ImportError as error:
             raise _missing("dask", "distributed", error) from error
         self._client: Any = distributed.Client(address, timeout=_CONNECT_SECS, set_as_default=False)
-        self.died = (distributed.scheduler.KilledWorker,)
-        self.lost = (*Engine.lost, distributed.client.FutureCancelledError, distributed.CommClosedError)
+        self.lost = (*Engine.lost, OSError)
+        self._new_count = functools.partial(distributed.Variable, client=self._client)
+        self._counts: list[Any] = []
         self._executors: list[Any] = []
+        self._wanted: dict[Future[bytes], list[str] | None] = {}
 
     def submit_avoiding(self, avoid: frozenset[str], call: Call, data: bytes) -> Future[bytes]:
         workers = None
         if avoid:
-            workers = [address for address in self._addresses() if address not in avoid]
+            workers = [address for address in self._client.nthreads() if address not in avoid]
             if not workers:
                 raise NoWorkerError
+        count = self._new_count()
+        count.set([])
+        self._counts.append(count)
         executor = self._client.get_executor(pure=False, workers=workers)
         self._executors.append(executor)
-        future: Future[bytes] = executor.submit(_call_on_dask, call, data)
+        future: Future[bytes] = executor.submit(_call_on_dask, call, data, count.name)
+        self._wanted[future] = workers
         return future
 
-    def num_workers(self) -> int | None:
-        return len(self._addresses())
-
-    def _addresses(self) -> list[str]:
-        return list(self._client.scheduler_info(n_workers=-1)["workers"])
+    def is_served(self, future: Future[bytes]) -> bool:
+        workers = self._client.nthreads()
+        return any(address in workers for address in self._wanted.get(future) or workers)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        for executor in self._executors:
-            executor.shutdown(wait=wait and not cancel_futures)
+        with contextlib.suppress(OSError):  # the scheduler is gone
+            for executor in self._executors:
+                executor.shutdown(wait=wait and not cancel_futures)
+            for count in self._counts:
+                count.delete()
         self._client.close(timeout=_CONNECT_SECS)
 
 
-def _call_on_dask(call: Call, data: bytes) -> bytes:
+def _call_on_dask(call: Call, data: bytes, count_name: str) -> bytes:
     import distributed
 
-    return call(data, distributed.get_worker().address)
+    me = distributed.get_worker().address
+    count = distributed.Variable(count_name, client=distributed.get_client())
+    workers = count.get()
+    if len(workers) >= MOST_DEATHS:
+        raise WorkersDiedError(tuple(workers), "it died with this unit")
+    count.set([*workers, me])
+    return call(data, me)
 
 
 def _dask(rest: str) -> Executor:

@@ -74,7 +74,7 @@ class Dask:
         with self._log(number).open("wb") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "distributed.cli.dask_" + kind, *map(str, arguments)],
-                env={**os.environ, "PYTHONPATH": str(HERE.parents[1]), **variables},
+                env={**os.environ, "PYTHONPATH": f"{HERE.parents[1]}:{HERE}", **variables},
                 cwd=self._folder,
                 stdout=log,
                 stderr=log,

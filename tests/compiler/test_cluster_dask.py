@@ -1,0 +1,148 @@
+"""A cluster of Dask on loopback: who compiles what, workers that differ, die and come late, a scheduler that goes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+distributed = pytest.importorskip("distributed")
+
+import hostile_adaptors as hostile  # noqa: E402
+from cli_harness import REPO, environment, run  # noqa: E402
+from worker_harness import compile_on, stored_units, wait_until  # noqa: E402
+
+from cgtool.errors import ExecutorError, UnitsFailedError  # noqa: E402
+from cgtool.executors import engines  # noqa: E402
+from cgtool.executors.engines import open_executor  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+MODEL = f"{REPO / 'tests/cli/cli_sample_model.py'}:build"
+
+
+def made_by(events):
+    """Return who made each unit, as the progress says it."""
+    said = [event.message.partition(" by ")[2] for event in events if event.secs is not None]
+    return [worker for worker in said if worker]
+
+
+def test_two_workers_share_a_model(dask, site, cache_root, tmp_path):
+    variables = {"PYTHONPATH": os.pathsep.join([str(site), str(REPO)])}
+    for _ in range(2):
+        dask.add_worker(**variables)
+    log = tmp_path / "log"
+    options = ("--adaptor", "worded", "--inductor-config", f'{{"log": "{log}", "secs": 1}}')
+    done = run("warm", MODEL, "--executor", dask.url, "--cache-dir", cache_root, "--json", *options, env=variables)
+    assert done.code == 0, done.err
+    assert (done.report["compiled"], done.report["notes"]) == (4, [])
+    assert {artifact["proved"] for artifact in done.report["artifacts"]} == {True}
+    workers = {line.partition(" by ")[2].split()[0] for line in done.err.splitlines() if " by " in line}
+    assert len(workers) == 2
+    assert all(worker.startswith("tcp://127.0.0.1:") for worker in workers)
+
+
+@pytest.fixture
+def edited(tmp_path):
+    """Where another cgtool is: that of this checkout with one line more."""
+    folder = tmp_path / "edited"
+    shutil.copytree(REPO / "cgtool", folder / "cgtool", ignore=shutil.ignore_patterns("__pycache__"))
+    with (folder / "cgtool" / "compiler" / "fx_piece.py").open("a") as file:
+        file.write("\n_EDITED = True\n")
+    return folder
+
+
+def test_workers_that_differ_refuse_with_the_difference_and_others_do_it(dask, edited, cache_root):
+    dask.add_worker(PYTHONPATH=str(edited))
+    dask.add_worker(ATEN_CPU_CAPABILITY="default")
+    with pytest.raises(UnitsFailedError, match="no worker of dask://127") as caught:
+        compile_on(dask.url, hostile.work_of(0), cache_root)
+    (reason,) = caught.value.__cause__.args
+    assert "cgtool.compiler has changed (its digest was" in reason
+    assert 'target.cpu.capability was "' in reason
+    assert 'the environment variable ATEN_CPU_CAPABILITY was unset and is "default" now' in reason
+    assert len(reason.splitlines()) == 3
+    dask.add_worker()
+    events = []
+    done = compile_on(dask.url, hostile.work_of(0, 50, 100 + 50), cache_root, events=events)
+    assert done.compiled == 3
+    assert len(set(made_by(events))) == 1
+
+
+def test_a_worker_that_is_killed_costs_nothing_but_its_unit_which_another_one_compiles(dask, cache_root, tmp_path):
+    log = tmp_path / "log"
+    work = hostile.work_of(hostile.WAIT, 0, 50)
+    first = dask.add_worker()
+
+    def kill_and_replace():
+        wait_until(lambda: log.exists() and log.read_text())
+        dask.add_worker()
+        first.kill()
+        (tmp_path / "go").touch()
+
+    helper = threading.Thread(target=kill_and_replace)
+    helper.start()
+    done = compile_on(dask.url, work, cache_root, options={"log": str(log), "gate": str(tmp_path / "go")})
+    helper.join()
+    assert done.compiled == stored_units(cache_root) == 3
+
+
+def test_a_unit_that_kills_two_workers_fails_by_name_and_the_others_are_stored(dask, cache_root):
+    workers = [dask.add_worker() for _ in range(4)]
+    with pytest.raises(UnitsFailedError, match=r"piece 0 \(general\): 2 workers") as caught:
+        compile_on(dask.url, hostile.work_of(hostile.number_of(hostile.kill_worker), 0, 50), cache_root)
+    assert str(caught.value).count("tcp://127.0.0.1:") == 2
+    assert stored_units(cache_root) == 2
+    assert sum(worker.poll() is None for worker in workers) == 2
+
+
+def test_an_interruption_cancels_what_is_queued_and_keeps_what_was_finished(dask, site, cache_root, tmp_path):
+    variables = {"PYTHONPATH": os.pathsep.join([str(site), str(REPO)])}
+    dask.add_worker(**variables)
+    log, gate = tmp_path / "log", tmp_path / "gate"
+    command = [sys.executable, "-m", "cgtool", "warm", MODEL, "--executor", dask.url, "--cache-dir", str(cache_root)]
+    command += ["--adaptor", "worded", "--inductor-config", f'{{"log": "{log}", "gate": "{gate}"}}']
+    warm = subprocess.Popen(command, env=environment(**variables), stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: log.exists() and len(log.read_text().split()) == 2, secs=180)
+    wait_until(lambda: stored_units(cache_root) == 1)
+    warm.send_signal(signal.SIGINT)
+    assert "What was finished is kept" in warm.communicate(timeout=60)[1]
+    assert warm.returncode == 130
+    gate.touch()
+    with distributed.Client(dask.address, set_as_default=False) as client:
+        wait_until(lambda: not any(client.processing().values()))
+    assert len(log.read_text().split()) == 2
+    assert stored_units(cache_root) == 1
+
+
+def test_what_was_finished_is_stored_when_the_scheduler_goes_away(dask, cache_root, tmp_path):
+    dask.add_worker()
+
+    def kill():
+        wait_until(lambda: stored_units(cache_root) == 1)
+        dask.scheduler.kill()
+
+    helper = threading.Thread(target=kill)
+    helper.start()
+    with pytest.raises(ExecutorError, match=r"is gone .*What was finished is stored"):
+        compile_on(dask.url, hostile.work_of(0, hostile.number_of(hostile.hang)), cache_root)
+    helper.join()
+    assert stored_units(cache_root) == 1
+
+
+def test_a_cluster_without_workers_is_waited_for_and_not_for_ever(dask, cache_root):
+    with pytest.raises(ExecutorError, match=r"has had no workers for 0\.1 s"):
+        compile_on(dask.url, hostile.work_of(0), cache_root, patience_secs=0.1)
+
+
+def test_a_scheduler_that_does_not_answer_is_said(dask, monkeypatch):
+    dask.close()
+    monkeypatch.setattr(engines, "_CONNECT_SECS", 1.0)
+    with pytest.raises(ExecutorError, match=r"The Dask scheduler at 127\.0\.0\.1:.* does not answer"):
+        open_executor(dask.url)
