@@ -101,9 +101,9 @@ def is_backed(size: int | torch.SymInt) -> bool:
     return not isinstance(size, torch.SymInt) or size.node.hint is not None
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """Return how often `tensor`'s storage was written to."""
-    return int(tensor._version)
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return a number that tensors share which are views of one storage; a fake one has no address."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def guard_exprs(mode: FakeTensorMode) -> list[Any]:
@@ -167,6 +167,7 @@ class CalledOps(TorchDispatchMode, contextlib.ContextDecorator):  # type: ignore
         at: Which call of the graph runs; whoever runs it sets it.
         found: Call of the graph → the ops that it came to.
         drawing: The names of those that draw random numbers, once each, in order.
+        written: The storages that were written to.
     """
 
     supports_higher_order_operators = True
@@ -176,6 +177,7 @@ class CalledOps(TorchDispatchMode, contextlib.ContextDecorator):  # type: ignore
         self.at = 0
         self.found: dict[int, set[Any]] = {}
         self.drawing: dict[str, None] = {}
+        self.written: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note `func`, and call it."""
@@ -186,6 +188,10 @@ class CalledOps(TorchDispatchMode, contextlib.ContextDecorator):  # type: ignore
         self.found.setdefault(self.at, set()).add(func)
         if torch.Tag.nondeterministic_seeded in func.tags and _drops_out(func, args, kwargs) is not False:
             self.drawing[str(func.overloadpacket)] = None
+        positions = [n for n, argument in enumerate(func._schema.arguments) if argument.is_write]
+        names = [func._schema.arguments[n].name for n in positions]
+        written = [*(args[n] for n in positions if n < len(args)), *(kwargs.get(name) for name in names)]
+        self.written.update(storage_id(leaf) for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor))
         return func(*args, **kwargs)
 
 
@@ -468,14 +474,9 @@ def op_name(op: Any) -> str:
     return str(op.name()) if "." in op.name() else f"{op.name()}.{op._overloadname}"
 
 
-def type_names(op: Any) -> list[str]:
-    """Return the types of an op's arguments and results as torch spells them."""
-    return [str(item.type) for item in (*op._schema.arguments, *op._schema.returns)]
-
-
-def returns_views(op: Any) -> bool:
-    """Return whether an op's schema says that a result shares memory with an argument."""
-    return any(result.alias_info is not None for result in op._schema.returns)
+def schema_of(op: Any) -> Any:
+    """Return the schema of an overload."""
+    return op._schema
 
 
 def shims_of_templates(op: Any) -> list[str]:

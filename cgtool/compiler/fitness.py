@@ -70,14 +70,13 @@ def fitness_of(graph: PieceGraph) -> Fitness:
             f"the op {composed[0]} is composed of other ops (CompositeImplicitAutograd), by code that cannot be watched"
         )
         return Fitness(as_it_stands=reason, calls={}, device=device)
-    with _torch.CalledOps() as called:
-        try:
-            rebuild(graph, on_call=lambda index: setattr(called, "at", index))
-        except CompileError as error:
-            if all(symbol.min >= FIRST_DYNAMIC for symbol in graph.symbols):
-                raise
-            reason = f"it works on sizes that come from data: {error}"
-            return Fitness(as_it_stands=reason, calls={}, device=device)
+    try:
+        called = rebuild(graph).called
+    except CompileError as error:
+        if all(symbol.min >= FIRST_DYNAMIC for symbol in graph.symbols):
+            raise
+        reason = f"it works on sizes that come from data: {error}"
+        return Fitness(as_it_stands=reason, calls={}, device=device)
     drawing = ", ".join(called.drawing)
     reason = f"it draws random numbers ({drawing}), and compiled code would draw others than eager does"
     calls: dict[tuple[NodeKind, str], frozenset[Any]] = {}
@@ -109,7 +108,10 @@ def _names_of(op: Any) -> set[str]:
 def _is_uncallable(op: Any, device: str) -> bool:
     if is_torchs_own(_torch.op_name(op)):
         return not all(_has_shim(name, device) for name in _torch.shims_of_templates(op))
-    return _torch.returns_views(op) or any(_UNSAID.search(name) for name in _torch.type_names(op))
+    schema = _torch.schema_of(op)
+    return any(result.alias_info for result in schema.returns) or any(
+        _UNSAID.search(str(item.type)) for item in (*schema.arguments, *schema.returns)
+    )
 
 
 @cache

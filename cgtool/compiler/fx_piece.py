@@ -41,6 +41,8 @@ class RebuiltPiece:
         mode: Their fake mode.
         names: What torch calls the symbols → what the graph calls them.
         num_facts: How many guards the graph's own facts made in the ShapeEnv.
+        called: The ops that its calls came to.
+        written: The positions of the inputs that it writes to.
     """
 
     module: fx.GraphModule
@@ -48,6 +50,8 @@ class RebuiltPiece:
     mode: _torch.FakeTensorMode
     names: dict[str, str]
     num_facts: int
+    called: _torch.CalledOps
+    written: frozenset[int]
 
     def new_guards(self, graph: PieceGraph) -> tuple[str, ...]:
         """Return what rebuilding and compiling took for granted beyond `graph`'s ranges and facts.
@@ -185,12 +189,11 @@ class _Connectives(ast.NodeTransformer):
         return ast.fix_missing_locations(ast.copy_location(call, node))
 
 
-def rebuild(graph: PieceGraph, *, on_call: Callable[[int], None] = lambda _: None) -> RebuiltPiece:
+def rebuild(graph: PieceGraph) -> RebuiltPiece:
     """Return `graph` as a compiler takes it.
 
     Args:
         graph: A piece; without symbols it is fully static.
-        on_call: Told the index of each of its nodes before that runs.
 
     Raises:
         CompileError: The graph cannot be rebuilt: an op refuses its inputs, or writes to one of several that share
@@ -199,18 +202,17 @@ def rebuild(graph: PieceGraph, *, on_call: Callable[[int], None] = lambda _: Non
     """
     symbols = rebuild_symbols(graph)
     constants = constants_of(graph)
+    called = _torch.CalledOps()
     # As Dynamo does: torch 2.11's C++ composite ops cannot be called with symbolic sizes.
     with torch.no_grad(), symbols.mode, _torch.python_dispatcher():
         inputs = _inputs(graph, symbols.sizes)
-        versions = [_torch.version_of(fake) for fake in inputs]
         fakes = [symbols.mode.from_tensor(constant, static_shapes=True) for constant in constants]
         writer = _Writer([*inputs, *fakes], num_constants=len(fakes))
-        with _leaving_autocast():
-            for index, node in enumerate(graph.nodes):
-                on_call(index)
-                writer.add(node, index)
+        with _leaving_autocast(), called:
+            for called.at, node in enumerate(graph.nodes):
+                writer.add(node, called.at)
         writer.finish(graph, {name: _torch.hint_of(size) for name, size in symbols.sizes.items()})
-    written = {n for n, fake in enumerate(inputs) if _torch.version_of(fake) != versions[n]}
+    written = {n for n, fake in enumerate(inputs) if _torch.storage_id(fake) in called.written}
     _refuse_shared_writes(graph, written)
     return RebuiltPiece(
         module=fx.GraphModule(writer.bodies, writer.graph, class_name="Piece"),
@@ -218,6 +220,8 @@ def rebuild(graph: PieceGraph, *, on_call: Callable[[int], None] = lambda _: Non
         mode=symbols.mode,
         names=symbols.names,
         num_facts=symbols.num_facts,
+        called=called,
+        written=frozenset(written),
     )
 
 

@@ -35,7 +35,7 @@ from cgtool.store.records import Artifact
 from cgtool.store.units import UnitStore
 
 #: Raise it when the way from a piece to an artifact changes: what older versions built is then compiled again.
-BUILD_VERSION = 4
+BUILD_VERSION = 5
 #: What a piece is given to when an adaptor does not take it; all others are followed by `eager`.
 _NEXT = {"aot_inductor": "inductor_standalone"}
 

@@ -13,6 +13,11 @@ Outputs that are views of what the code was given or gave stand in the package's
                                                    "input" 1 the second that the piece takes (its constants are last)
             | [source, index, [dim...], [dim...], dim]   a view of it by sizes, strides and an offset, in elements
     dim     = int | an expression over the piece's symbols (`cgtool.graph.expressions`)
+
+Code for accelerators works on a copy of an input that does not begin at a multiple of 16 bytes, which is right for what
+is read alone. The metadata says what is written to, and what was written to a copy is copied back::
+
+    written = [index...]                           absent in packages of older builds: anything may be
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,7 +42,7 @@ from cgtool.errors import ArtifactError, NoRoomError
 from cgtool.graph.values import constants_of, device_of
 from cgtool.plan.pieces import Json, PieceGraph
 from cgtool.runtime import _torch as private
-from cgtool.runtime.dispatch import Boxed, ForkedLock
+from cgtool.runtime.dispatch import ALIGNMENT, ANYWHERE, Boxed, ForkedLock
 from cgtool.runtime.generate import Code, expression, malformed, tuple_source
 from cgtool.store.artifacts import NATIVE_FILE, Package, archive_with_source, unpack
 from cgtool.store.files import FILE_LIMIT, opening
@@ -116,6 +121,8 @@ class Packages:
         except RuntimeError as error:  # torch's loader has no other
             raise _cannot_open(error) from error
         run: Boxed = loader.boxed_run
+        if any(meta.device not in ANYWHERE for meta in graph.inputs):
+            run = keeping_writes(run, _written(package.metadata, graph))
         constants = [_placed(tensor, self.device_index) for tensor in constants_of(graph)]
         if OUTPUTS in package.metadata:
             run = with_views(run, package.metadata[OUTPUTS], graph, num_constants=len(constants))
@@ -175,6 +182,42 @@ def _with_constants(run: Boxed, constants: list[torch.Tensor]) -> Boxed:
         return run(inputs)
 
     return with_constants
+
+
+#: The metadata's name for the inputs that are written to.
+WRITTEN = "CGTOOL_WRITTEN"
+
+
+def keeping_writes(run: Boxed, written: Sequence[int]) -> Boxed:
+    """Return `run` as a function whose writes reach inputs that begin anywhere."""
+    if not written:
+        return run
+
+    def with_writes(inputs: list[Any]) -> Any:
+        copied = [n for n in written if inputs[n].data_ptr() % ALIGNMENT]
+        if not copied:
+            return run(inputs)
+        theirs = [inputs[n] for n in copied]
+        with torch.inference_mode():  # in which any tensor may be written to, as native code does
+            ours = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) for t in theirs]
+        for n, tensor in zip(copied, ours, strict=True):
+            inputs[n] = tensor
+        given = run(inputs)
+        with torch.inference_mode():
+            for tensor, copy in zip(theirs, ours, strict=True):
+                tensor.copy_(copy)
+        return given
+
+    return with_writes
+
+
+def _written(metadata: Mapping[str, str], graph: PieceGraph) -> Sequence[int]:
+    found = json.loads(metadata.get(WRITTEN, "null"))
+    if found is None:  # nothing writes to an expanded tensor
+        return [n for n, meta in enumerate(graph.inputs) if 0 not in meta.stride]
+    if type(found) is not list or not all(type(n) is int and n in range(len(graph.inputs)) for n in found):
+        raise malformed("inputs that are written to", found)
+    return found
 
 
 _NAME = "cgtool-[0-9a-f]{16}"

@@ -36,10 +36,6 @@ Accept = Callable[..., Accepted | None]
 
 _SYMBOL = "s[0-9]{1,6}"
 _SCALED = r"(?:([1-9][0-9]*) ?\* ?(s[0-9]+)|(s[0-9]+) ?\* ?([1-9][0-9]*))"
-#: What Inductor's kernels for accelerators assume of the memory of their inputs, in bytes.
-ALIGNMENT = 16
-#: Devices whose kernels read memory wherever it begins: Inductor's C++ loads vectors unaligned.
-ANYWHERE = frozenset({"cpu", "meta"})
 _ACCESS = (AttributeError, KeyError, IndexError, TypeError, ValueError, ZeroDivisionError, CgtoolError)
 
 
@@ -176,9 +172,6 @@ class AcceptWriter:
             f"{name}.is_neg()",
             f"{name}.dim() != {len(meta.shape)}",
         ]
-        if needs_alignment(device):
-            # A view may begin anywhere. Copying it would be right for what is only read, and lose what is written.
-            tests.append(f"{name}.data_ptr() % {ALIGNMENT}")
         if dtype_of(meta.dtype).is_complex:
             tests.append(f"{name}.is_conj()")
         code.add(f"if {' or '.join(tests)}: return None")
@@ -266,11 +259,6 @@ def known_class(name: Json) -> type | None:
 def _sees(kind: str, value: Any, expected: bytes) -> bool:
     # Compared as bytes: 1 and True are equal in Python and two things in JSON.
     return canonical_json(describe(kind, value)) == expected
-
-
-def needs_alignment(device: torch.device) -> bool:
-    """Return whether compiled code for `device` relies on tensors that begin at a multiple of `ALIGNMENT` bytes."""
-    return device.type not in ANYWHERE
 
 
 class Reader:

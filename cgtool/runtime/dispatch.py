@@ -24,6 +24,10 @@ from cgtool.plan.records import Step, Variant
 from cgtool.plan.shapes import Shape, shape_order, shape_text
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
+#: What code for accelerators assumes of where its inputs begin, in bytes.
+ALIGNMENT = 16
+#: Devices whose code reads and writes memory wherever it begins: Inductor's C++ loads vectors unaligned.
+ANYWHERE = frozenset({"cpu", "meta"})
 
 #: Decisions that are remembered; more different sizes than this are decided anew each time.
 _MAX_REMEMBERED = 65536

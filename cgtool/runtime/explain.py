@@ -16,7 +16,7 @@ from cgtool.guards.sources import Roots, SourceError, parse_source
 from cgtool.plan.pieces import Dim, SymbolRange
 from cgtool.plan.records import Guard, Input, Variant, source_words
 from cgtool.plan.rendering import spell
-from cgtool.runtime.call_guards import ALIGNMENT, Binding, find_bindings, known_class, needs_alignment
+from cgtool.runtime.call_guards import Binding, find_bindings, known_class
 from cgtool.runtime.generate import strides_matter
 from cgtool.runtime.weights import make_problem
 
@@ -114,8 +114,6 @@ class Explainer:
                 problems.append(f"{name} is None and was a tensor when this was traced")
                 continue
             problem = make_problem(value, item.meta, self._device_index)
-            if problem is None and needs_alignment(value.device) and value.data_ptr() % ALIGNMENT:
-                problems.append(f"{name} does not begin at a multiple of {ALIGNMENT} bytes; pass {name}.clone()")
             if problem is None:
                 tensors[index] = value
             else:

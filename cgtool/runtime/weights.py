@@ -18,6 +18,7 @@ One call in C compares all tensors with those of the last full check; it costs a
 from __future__ import annotations
 
 import operator
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -31,7 +32,8 @@ from cgtool.guards.sources import Roots, SourceError
 from cgtool.plan.pieces import TensorMeta
 from cgtool.plan.records import Guard, Input, source_words
 from cgtool.runtime import _torch as private
-from cgtool.runtime.call_guards import ALIGNMENT, ANYWHERE, Places, Reader
+from cgtool.runtime.call_guards import Places, Reader
+from cgtool.runtime.dispatch import ALIGNMENT, ANYWHERE
 from cgtool.runtime.generate import Code
 
 _ADVICE = "Put it back as it was, or warm again with the model as it is now."
@@ -111,9 +113,8 @@ class Weights:
         wanted = {make: (dtype_of(make[0]), device_of(make[1], self._device_index)) for make in set(self._makes)}
         for item, make, tensor in zip(self._inputs, self._makes, tensors, strict=True):
             if _is_plainly(tensor, item.meta, *wanted[make]):
-                problem = _place_problem(tensor)
-            else:
-                problem = make_problem(tensor, item.meta, self._device_index) or _shape_problem(tensor, item.meta)
+                continue
+            problem = make_problem(tensor, item.meta, self._device_index) or _shape_problem(tensor, item.meta)
             if problem is not None:
                 raise GuardError(
                     f"{source_words(item.source)} {problem}. {_ADVICE}",
@@ -121,10 +122,25 @@ class Weights:
                     expected=repr(item.meta),
                     actual=repr(type(tensor)),
                 )
+        self._warn_of_copies(tensors)
         needs_grad = any(tensor.requires_grad for tensor in tensors)
         check = private.tensors_unchanged(tensors) if tensors else _nothing_to_check
         self._checks[torch.is_inference_mode_enabled()] = (check, needs_grad)
         return needs_grad
+
+    def _warn_of_copies(self, tensors: Sequence[torch.Tensor]) -> None:
+        copied = [
+            source_words(item.source)
+            for item, tensor in zip(self._inputs, tensors, strict=True)
+            if tensor.device.type not in ANYWHERE and tensor.data_ptr() % ALIGNMENT
+        ]
+        if copied:
+            more = f" and {len(copied) - 1} more" if len(copied) > 1 else ""
+            warnings.warn(
+                f"{copied[0]}{more} of the model does not begin at a multiple of {ALIGNMENT} bytes, so compiled code "
+                f"copies it at each call. Assign a clone of it to save that.",
+                stacklevel=2,
+            )
 
     def _read(self) -> list[torch.Tensor] | None:
         # Equality of lists and dicts compares by identity first, and modules by nothing else.
@@ -245,13 +261,6 @@ def _is_plainly(tensor: Any, meta: TensorMeta, dtype: torch.dtype, device: torch
         and not tensor.is_neg()
         and not tensor.is_conj()
     )
-
-
-def _place_problem(tensor: torch.Tensor) -> str | None:
-    """Return what is wrong with where a tensor begins: native code for accelerators would work on a copy of it."""
-    if tensor.device.type in ANYWHERE or tensor.data_ptr() % ALIGNMENT == 0:
-        return None
-    return f"does not begin at a multiple of {ALIGNMENT} bytes, so what is written to it would be lost"
 
 
 def tensor_differences(roots: Roots, inputs: Iterable[Input]) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import aot_cases
 import piece_cases
 import pytest
@@ -9,6 +11,7 @@ import torch
 from aot_packages import package_of, side_by_side
 from piece_cases import inputs_of
 
+from cgtool.runtime import _torch as private
 from cgtool.runtime.aoti_package import open_package
 from cgtool.runtime.op_by_op import piece_function
 
@@ -69,6 +72,28 @@ def misaligned(tensors):
     return found
 
 
+@pytest.fixture(params=["of the CPU", "of accelerators"])
+def loader(request, monkeypatch):
+    """Has packages opened as they are, or as code for accelerators is, which works on copies of such inputs."""
+    if request.param == "of accelerators":
+        opened = private.open_package
+
+        def open_package_that_copies(*args):
+            run = opened(*args).boxed_run
+
+            def copied(tensor):
+                if not tensor.data_ptr() % 16:
+                    return tensor
+                span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+                return tensor.as_strided((span,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
+
+            return SimpleNamespace(boxed_run=lambda inputs: run(list(map(copied, inputs))))
+
+        monkeypatch.setattr(private, "open_package", open_package_that_copies)
+        monkeypatch.setattr("cgtool.runtime.aoti_package.ANYWHERE", frozenset())
+
+
+@pytest.mark.usefixtures("loader")
 @pytest.mark.parametrize("group", ["writes and views", "dtypes", "the rest"])
 def test_inputs_may_begin_at_any_element(group):
     case = side_by_side(GROUPS[group])

@@ -12,6 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import cgtool  # noqa: E402
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.torch,
@@ -64,6 +66,44 @@ def test_a_model_warmed_for_cuda_serves_a_fresh_process_as_eager_does(tmp_path):
     # bfloat16 has 8 bits of mantissa; eager rounds after every operation, a fused kernel once.
     assert served["worst"] < 0.1
     assert "cpu" in served["refused"]
+
+
+class Counts(torch.nn.Module):
+    """Reads a weight and an argument, and writes to a buffer and an argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(32.0).view(8, 4).sin(), requires_grad=False)
+        self.register_buffer("total", torch.zeros(8))
+
+    def forward(self, x, seen):
+        self.total.add_(x.sum(0))
+        seen.mul_(2)
+        return torch.relu(x @ self.weight) + self.total[:4], seen[1:]
+
+
+def displaced(tensor):
+    """The same values on the GPU, one element after where an allocator would begin."""
+    room = torch.zeros(tensor.numel() + 1, device="cuda")
+    room[1:] = tensor.reshape(-1)
+    return room[1:].view(tensor.shape)
+
+
+def test_tensors_that_begin_at_any_element_are_served_and_written_to(tmp_path):
+    model, eager = Counts().cuda(), Counts().cuda()
+    rows = {0: ("rows", 2, None)}
+    loaded = cgtool.compile(model, dynamic={"x": rows, "seen": rows}, cache_dir=tmp_path)
+    with torch.no_grad():
+        loaded(torch.ones(4, 8, device="cuda"), torch.ones(4, device="cuda"))
+        eager(torch.ones(4, 8, device="cuda"), torch.ones(4, device="cuda"))
+        model.weight.data, model.total = displaced(model.weight), displaced(model.total)
+        with pytest.warns(UserWarning, match="weight|total"):
+            loaded.recheck()
+        for size in (2, 5, 33):
+            ours, theirs = displaced(torch.rand(size, 8)), displaced(torch.rand(size))
+            again = ours.clone(), theirs.clone()
+            torch.testing.assert_close(loaded(ours, theirs), eager(*again))
+            torch.testing.assert_close((theirs, model.total), (again[1], eager.total))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

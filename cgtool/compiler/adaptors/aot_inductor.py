@@ -28,7 +28,7 @@ from cgtool.graph._torch import share_storage
 from cgtool.graph.sympy_text import expression_text
 from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Dim, Json, PieceGraph
-from cgtool.runtime.aoti_package import OUTPUTS, open_package
+from cgtool.runtime.aoti_package import OUTPUTS, WRITTEN, open_package
 from cgtool.store.artifacts import Package, pack
 from cgtool.store.lock import FileLock
 
@@ -54,17 +54,20 @@ class AotInductorAdaptor(InductorBase):
         tag: str,  # noqa: ARG002 - nothing is looked up by it
     ) -> tuple[bytes, Mapping[str, str]]:
         outputs = _hold_back_views(piece, graph)
+        metadata = {WRITTEN: json.dumps(sorted(piece.written))}
+        if outputs is not None:
+            metadata[OUTPUTS] = json.dumps(outputs)
         with _build_folder(digest_of([graph.identity(), patches])) as folder:
             files = _torch.compile_aot(piece.module, piece.inputs, patches, folder=str(folder))
             embedded = bool(patches.get("aot_inductor.embed_kernel_binary"))
-            return pack(_package(files, embedded=embedded, outputs=outputs)), _sources(folder)
+            return pack(_package(files, embedded=embedded, metadata=metadata)), _sources(folder)
 
     def load(self, data: bytes, graph: PieceGraph) -> PieceCallable:
         """Return the callable that a package holds."""
         return open_package(data, graph)
 
 
-def _package(files: list[str], *, embedded: bool, outputs: list[Json] | None) -> Package:
+def _package(files: list[str], *, embedded: bool, metadata: dict[str, str]) -> Package:
     """Return what torch wrote as a package, without sources."""
     paths = [Path(file) for file in files]
     native = [path for path in paths if path.name.endswith(_NATIVE)]
@@ -78,10 +81,9 @@ def _package(files: list[str], *, embedded: bool, outputs: list[Json] | None) ->
     extern = native[0].with_name(stem + ".json")
     if extern.exists():
         _check_extern(json.loads(extern.read_bytes()))
-    metadata = json.loads(native[0].with_name(stem + "_metadata.json").read_bytes())
     return Package(
         native=native[0].read_bytes(),
-        metadata=metadata if outputs is None else {**metadata, OUTPUTS: json.dumps(outputs)},
+        metadata={**json.loads(native[0].with_name(stem + "_metadata.json").read_bytes()), **metadata},
         extern=extern.read_bytes() if extern.exists() else None,
         kernels={} if embedded else {path.name: path.read_bytes() for path in paths if path.suffix in _KERNELS},
     )

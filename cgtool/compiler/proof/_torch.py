@@ -38,8 +38,3 @@ def told_that_it_compiles() -> contextlib.AbstractContextManager[Any]:
 def is_fake(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has no values."""
     return torch._subclasses.fake_tensor.is_fake(tensor)
-
-
-def storage_id(tensor: torch.Tensor) -> int:
-    """Return a number that tensors share which are views of one storage; a fake one has no address."""
-    return int(tensor.untyped_storage()._cdata)

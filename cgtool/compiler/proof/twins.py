@@ -15,7 +15,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from cgtool.compiler.proof._torch import is_fake, storage_id
+from cgtool.compiler._torch import storage_id
+from cgtool.compiler.proof._torch import is_fake
 from cgtool.compiler.proof.inputs import Style, draw_storage
 from cgtool.compiler.proof.reference import eps_of
 from cgtool.graph.values import tensor_meta
