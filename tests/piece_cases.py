@@ -223,6 +223,19 @@ CASES = {
             ["%4"],
         )
     ),
+    "a cat with an empty part, which Inductor copies in the strides of the other": Case(
+        piece=graph(
+            [X],
+            [
+                method("transpose", "%0", 0, 1),
+                call("torch.sin", "%1"),
+                call("_operator.getitem", "%2", {"slice": [None, 0, None]}),
+                call("torch.cat", ["%2", "%3"], dim=0),
+            ],
+            ["%4"],
+            results=(tensor(8, "s0"),),
+        )
+    ),
     "autocast": Case(
         piece=graph(
             [X, W],

@@ -28,6 +28,7 @@ from cgtool.plan.pieces import Body, Dim, Node, PieceGraph, TensorMeta
 
 #: Symbols that may be smaller are sizes that come from data; these are tried at sizes up to the other one.
 _FIRST_USUAL, _SMALL, _MOST_TRIED = 2, 5, 4
+_CATS = (torch.cat, torch.concat, torch.concatenate, torch.ops.aten.cat.default)
 _METHOD_PREFIXES = ("torch.Tensor.", "torch._C.TensorBase.")
 
 
@@ -257,6 +258,8 @@ class _Writer:
         #: value number → the FX node, or the plain number that it folded to
         self._values: list[Any] = placeholders[:first]
         self._constants = iter(placeholders[first:])
+        #: The storages of what the compiler gives strides of its own.
+        self._laid_anew: set[int] = set()
 
     def add(self, node: Node, index: int) -> None:
         args = tuple(self._decode(arg) for arg in node.args)
@@ -279,6 +282,8 @@ class _Writer:
                 actual=str(error),
             ) from error
         self._values.append(self._remember(self.graph.create_node(op, target, args, kwargs), value))
+        if target in _CATS and _is_copy(*args, **kwargs):
+            self._laid_anew.add(_torch.storage_id(value))
 
     def finish(self, graph: PieceGraph, hints: Mapping[str, int]) -> None:
         """End the graph with its outputs; a piece without any gives its first value, for a compiler to hold on to."""
@@ -305,7 +310,9 @@ class _Writer:
         shape = [_torch.hint_of(size) for size in value.shape]
         have = [_torch.hint_of(step) for step in value.stride()]
         want = [evaluate(step, hints) for step in meta.stride]
-        if shape != [evaluate(dim, hints) for dim in meta.shape] or _same_strides(shape, have, want):
+        if shape != [evaluate(dim, hints) for dim in meta.shape]:
+            return node
+        if _same_strides(shape, have, want) and _torch.storage_id(value) not in self._laid_anew:
             return node
         outer_first = sorted(range(len(want)), key=lambda dim: (-want[dim], -shape[dim]))
         back = [outer_first.index(dim) for dim in range(len(want))]
@@ -404,6 +411,12 @@ def _call(node: Node, args: tuple[Any, ...]) -> tuple[str, Any, Callable[..., An
 def _same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
     """Return whether strides are the same; those of a dimension of size 1, and of nothing at all, say nothing."""
     return 0 in shape or all(size == 1 or a == b for size, a, b in zip(shape, one, other, strict=True))
+
+
+def _is_copy(tensors: Sequence[fx.Node], *_args: Any, **_kwargs: Any) -> bool:
+    """Return whether all of these but one are empty: Inductor copies that one, in its strides, and joins nothing."""
+    empty = [any(isinstance(size, int) and not size for size in one.meta["example_value"].shape) for one in tensors]
+    return len(empty) > 1 and empty.count(False) == 1
 
 
 def _is_tensor(node: Any) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import time
-import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -42,9 +41,7 @@ def compile_piece(
 
     started = time.perf_counter()
     seeing: Any = _torch.autotuning_seen() if max_autotune and adaptor.compiles else nullcontext([])
-    with warnings.catch_warnings(), seeing as tried:
-        # Where Python makes errors of warnings, a warning of the compiler's is still no reason to turn a piece away.
-        warnings.simplefilter("ignore")
+    with seeing as tried:
         piece = adaptor.compile(graph, options=options, max_autotune=max_autotune)
     texts = dict(piece.sources)
     if not texts:

@@ -15,10 +15,7 @@ from cgtool.runtime import _torch as private
 from cgtool.runtime.aoti_package import open_package
 from cgtool.runtime.op_by_op import piece_function
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex"),
-]
+pytestmark = pytest.mark.torch
 
 CASES = {**piece_cases.CASES, **aot_cases.PIECES}
 _WRITES = [name for name in CASES if any(word in name for word in ("write", "output", "input", "view", "nothing"))]

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import time
-import warnings
 
 import hostile_adaptors as hostile
 import pytest
@@ -100,18 +99,6 @@ def test_a_piece_is_compiled_once_and_found_again(cache_root):
     assert adaptor.count == 1
     _, code = parted(objects.get(first.artifact.digest, first.artifact.kind), first.artifact.kind)
     assert adaptor.load(code, PIECE)([torch.ones(2, 8), torch.ones(8, 8)])[0].shape == (2, 8)
-
-
-def test_a_warning_of_the_compiler_turns_no_piece_away_where_warnings_are_errors(cache_root):
-    class Hesitant(Counting):
-        def compile(self, graph, *, options, max_autotune=False):
-            warnings.warn("not tried on this chip", UserWarning, stacklevel=2)
-            return super().compile(graph, options=options, max_autotune=max_autotune)
-
-    manager, objects = manager_of(cache_root, Hesitant())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert not manager.ensure(work_of(PIECE), objects=objects).reused
 
 
 def test_another_piece_size_option_or_adaptor_is_another_unit(cache_root):

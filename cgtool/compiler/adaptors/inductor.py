@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import tempfile
 import uuid
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,7 +66,9 @@ class InductorBase(CompilerInterface):
         # a custom op's fake implementation says: so no two compiles share a tag.
         tag = f"cgtool-{uuid.uuid4().hex}"
         before = _torch.num_generated_kernels()
-        with _torch.compiling(tag):
+        with _torch.compiling(tag), warnings.catch_warnings():
+            # where Python makes errors of warnings, a warning of Inductor's is still no reason to turn a piece away
+            warnings.simplefilter("ignore")
             piece = rebuild(graph)
             try:
                 artifact, sources = self._build(piece, graph, patches, tag)
