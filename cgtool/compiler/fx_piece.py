@@ -20,6 +20,7 @@ from torch import fx
 from cgtool.compiler import _torch
 from cgtool.compiler.sizes import choose_hints
 from cgtool.errors import CompileError, SplitError
+from cgtool.graph._torch import share_storage
 from cgtool.graph.expressions import check_expression, evaluate, holds, symbols_of
 from cgtool.graph.sympy_text import expression_text
 from cgtool.graph.targets import ATTRIBUTES, check_method, resolve_target
@@ -258,8 +259,8 @@ class _Writer:
         #: value number → the FX node, or the plain number that it folded to
         self._values: list[Any] = placeholders[:first]
         self._constants = iter(placeholders[first:])
-        #: The storages of what the compiler gives strides of its own.
-        self._laid_anew: set[int] = set()
+        #: What the compiler gives strides of its own.
+        self._laid_anew: list[torch.Tensor] = []
 
     def add(self, node: Node, index: int) -> None:
         args = tuple(self._decode(arg) for arg in node.args)
@@ -283,7 +284,7 @@ class _Writer:
             ) from error
         self._values.append(self._remember(self.graph.create_node(op, target, args, kwargs), value))
         if target in _CATS and _is_copy(*args, **kwargs):
-            self._laid_anew.add(_torch.storage_id(value))
+            self._laid_anew.append(value)
 
     def finish(self, graph: PieceGraph, hints: Mapping[str, int]) -> None:
         """End the graph with its outputs; a piece without any gives its first value, for a compiler to hold on to."""
@@ -312,7 +313,7 @@ class _Writer:
         want = [evaluate(step, hints) for step in meta.stride]
         if shape != [evaluate(dim, hints) for dim in meta.shape]:
             return node
-        if _same_strides(shape, have, want) and _torch.storage_id(value) not in self._laid_anew:
+        if _same_strides(shape, have, want) and not any(share_storage(value, one) for one in self._laid_anew):
             return node
         outer_first = sorted(range(len(want)), key=lambda dim: (-want[dim], -shape[dim]))
         back = [outer_first.index(dim) for dim in range(len(want))]
