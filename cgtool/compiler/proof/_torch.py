@@ -13,6 +13,17 @@ _ALLOCATING = frozenset(
     for name in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
 )
 
+#: Ops that take a dimension and the places in it, in this order, after the tensor.
+_BY_DIM = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        *("gather", "index_select", "index_add", "index_add_", "index_copy", "index_copy_", "index_fill"),
+        *("index_fill_", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"),
+    )
+)
+_INDEX = 2
+_BY_TENSORS = frozenset(getattr(torch.ops.aten, name) for name in ("index", "index_put", "index_put_"))
+
 
 class FilledMemory(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]  # 2.11 to 2.15
     """Sets memory that an op leaves uninitialised to one value while it is active."""
@@ -28,6 +39,40 @@ class FilledMemory(torch.utils._python_dispatch.TorchDispatchMode):  # type: ign
         del types
         result = func(*args, **(kwargs or {}))
         return result.fill_(self._value) if getattr(func, "overloadpacket", None) in _ALLOCATING else result
+
+
+class CheckedIndices(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]  # as above
+    """Raises IndexError where an index is out of range: a GPU refuses all further work of the process instead."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at the indices, then call `func`."""
+        del types
+        packet = getattr(func, "overloadpacket", None)
+        if packet in _BY_DIM and len(args) > _INDEX:
+            _check_index(args[_INDEX], 0, args[0].shape[args[1]] if args[0].dim() else 1)
+        elif packet is torch.ops.aten.embedding:
+            _check_index(args[1], 0, args[0].shape[0])
+        elif packet in _BY_TENSORS:
+            dim = 0
+            for index in args[1]:
+                is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+                if index is not None and not is_mask:
+                    _check_index(index, -args[0].shape[dim], args[0].shape[dim])
+                dim += index.dim() if is_mask else 1
+        return func(*args, **(kwargs or {}))
+
+
+def _check_index(index: torch.Tensor, least: int, size: int) -> None:
+    if index.numel() and not least <= int(index.min()) <= int(index.max()) < size:
+        msg = f"an index from {int(index.min())} to {int(index.max())} is out of range for a dimension of size {size}"
+        raise IndexError(msg)
+
+
+def indices_checked(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which a wrong index is an IndexError on a type of device, as it is on the CPU by itself."""
+    return contextlib.nullcontext() if device == "cpu" else CheckedIndices()  # type: ignore[no-untyped-call]  # as above
 
 
 def told_that_it_compiles() -> contextlib.AbstractContextManager[Any]:

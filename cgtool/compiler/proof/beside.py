@@ -253,7 +253,8 @@ class Calls:
     def _eager(self, run: Callable[..., _Ran]) -> _Ran:
         self._stage("model")
         try:
-            ran = run(self._method)
+            with _torch.indices_checked(self._device):
+                ran = run(self._method)
         except Exception as error:  # whatever the user's code says to these inputs
             raise _NotRunnableError(_said(error)) from error
         finally:

@@ -19,6 +19,7 @@ from cgtool.child import Channel
 from cgtool.compiler.adaptors.eager import eager_graph
 from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.compiler.proof import judge
+from cgtool.compiler.proof._torch import indices_checked
 from cgtool.compiler.proof.inputs import STYLES, Drawn, draw, index_bound, writes_by_index
 from cgtool.compiler.proof.prover import ProofRecord, ProofRequest, Stage, StageName
 from cgtool.compiler.proof.reference import filled, lowest_dtype, takes_steps, widened
@@ -222,7 +223,8 @@ class _Proof:
             raise ProofMismatchError(msg, actual=str(error)) from error
 
     def _function(self, graph: PieceGraph, inputs: _Tensors) -> _Tensors:
-        return list(piece_function(graph, device_index=self._device_index)(list(inputs)))
+        with indices_checked("cuda" if _on_accelerator(graph) else "cpu"):
+            return list(piece_function(graph, device_index=self._device_index)(list(inputs)))
 
     def _given(self, sizes: Sizes) -> _Given:
         """Run the piece op by op, on the first inputs that it takes and that give no NaN."""

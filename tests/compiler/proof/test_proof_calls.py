@@ -17,6 +17,7 @@ import cgtool  # noqa: E402
 from cgtool.compiler import pipeline  # noqa: E402
 from cgtool.compiler.pipeline import warm  # noqa: E402
 from cgtool.compiler.proof import beside, calls  # noqa: E402
+from cgtool.compiler.proof._torch import indices_checked  # noqa: E402
 from cgtool.errors import CallMismatchError, ProofCrashError  # noqa: E402
 from cgtool.runtime import program  # noqa: E402
 from cgtool.runtime.call import LoadedModel  # noqa: E402
@@ -364,3 +365,28 @@ def test_roundings_are_no_difference():
     moved = beside.rounded(own, torch.float32)
     assert not torch.equal(moved, own)
     torch.testing.assert_close(moved, own, rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("run", "fits", "wrong"),
+    [
+        (lambda x, index: torch.nn.functional.embedding(index, x), [0, 3], [[4], [-1]]),
+        (lambda x, index: x[index], [-4, 3], [[4], [-5]]),
+        (lambda x, index: x[:, index], [-2, 1], [[2], [-3]]),
+        (lambda x, index: x[x[:, 0] > -1, index], [0, 1, 0, 1], [[2] * 4]),
+        (lambda x, index: x.index_put((index,), torch.tensor(1.0)), [0, 3], [[4]]),
+        (lambda x, index: x.gather(1, index[:, None]), [0, 1], [[2, 0], [0, -1]]),
+        (lambda x, index: x.scatter(0, index[:, None], 1.0), [0, 3], [[4]]),
+        (lambda x, index: x.clone().scatter_add_(0, index[:, None], x), [0, 3], [[4]]),
+        (lambda x, index: x.index_select(0, index), [3], [[4]]),
+        (lambda x, index: x.index_add(1, index, x[:, :1]), [1], [[2]]),
+        (lambda x, index: x[0, 0].gather(0, index[0]), [0], [[1]]),
+    ],
+)
+def test_an_index_out_of_range_is_an_error_before_a_gpu_sees_it(run, fits, wrong):
+    x = torch.ones(4, 2)
+    with indices_checked("cuda"):
+        run(x, torch.tensor(fits))
+        for index in wrong:
+            with pytest.raises(IndexError, match="is out of range for a dimension of size"):
+                run(x, torch.tensor(index))
