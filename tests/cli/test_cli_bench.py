@@ -32,6 +32,10 @@ START_KEYS = (
 )
 
 
+#: What the fixture is benched with, and the option that names what is kept of it.
+KEPT = (LLAMA, "--ways", "cgtool/eager", "--json", "--arg", "num_layers=2", "--tokens", "1,8", "--keep")
+
+
 def bench(model, *arguments, tmp, **options):
     """Run a bench whose temporary folders go below `tmp`, and see that nothing is left of them."""
     tmp.mkdir(exist_ok=True)
@@ -47,12 +51,10 @@ def by_name(report):
 
 @pytest.fixture(scope="module")
 def benched(tmp_path_factory):
-    """A bench of the fixture with cgtool's way that needs no compiler: its report, its page, what it said."""
+    """A bench of the fixture with cgtool's way that needs no compiler: its report, its page, what it kept and said."""
     folder = tmp_path_factory.mktemp("benched")
-    few = ["--arg", "num_layers=2", "--starts", "2", "--tokens", "1,8", "--repeats", "3"]
-    ran = bench(
-        LLAMA, *few, "--ways", "cgtool/eager", "--html", folder / "bench.html", "--json", tmp=folder / "tmp", cwd=folder
-    )
+    few = ["--starts", "2", "--repeats", "3"]
+    ran = bench(*KEPT, folder / "keep", *few, "--html", folder / "bench.html", tmp=folder / "tmp", cwd=folder)
     return ran, folder
 
 
@@ -181,19 +183,16 @@ def test_a_model_that_is_not_there_is_told_as_warm_tells_it(tmp_path):
     assert said == f"Error: {tmp_path}/nothing.py does not exist. {what_to_do}"
 
 
-def test_a_folder_that_is_kept_is_used_again_and_only_for_the_same(tmp_path):
-    keep = tmp_path / "keep"
-    arguments = ["--ways", "cgtool/eager", "--tokens", "", "--keep", keep, "--json", "--warm-ups", "0"]
-    first = bench(f"{SAMPLE}:build", *arguments, "--starts", "0", tmp=tmp_path / "tmp").report
-    assert [start["counted"] for start in by_name(first)["eager"]["starts"]] == [False]
+def test_a_folder_that_is_kept_is_used_again_and_only_for_the_same(benched, tmp_path):
+    first, keep = benched[0].report, benched[1] / "keep"
     assert by_name(first)["cgtool/eager"]["prepare"]["reused"] is False
-    ran = bench(f"{SAMPLE}:build", *arguments, "--starts", "1", tmp=tmp_path / "tmp")
+    ran = bench(*KEPT, keep, "--starts", "1", "--warm-ups", "0", tmp=tmp_path / "tmp")
     way = by_name(ran.report)["cgtool/eager"]
     assert way["prepare"]["reused"] is True
     assert way["prepare"]["work_secs"] == by_name(first)["cgtool/eager"]["prepare"]["work_secs"]
     assert len(way["starts"]) == 1
     assert "prepare" not in ran.err
-    other = bench(f"{SAMPLE}:build", *arguments, "--arg", "width=16", tmp=tmp_path / "tmp")
+    other = bench(*KEPT, keep, "--arg", "draw_on_device=true", tmp=tmp_path / "tmp")
     assert other.code == 2
     assert f"{keep} was prepared for another model. Give --keep another folder." in other.err
     strange = tmp_path / "strange"

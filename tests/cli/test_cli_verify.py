@@ -22,7 +22,7 @@ from cgtool.store.layout import CacheLayout, RankName, short
 from cgtool.toolkit.verify.load import Note, _open_all
 
 #: A cache with thousands of units, and ten times what checking it takes where nothing else runs.
-ENTRIES, ARTIFACTS = 100, 50
+ENTRIES, ARTIFACTS = 60, 40
 MOST_SECS = 12.0
 
 

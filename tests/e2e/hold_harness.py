@@ -13,7 +13,7 @@ from typing import Any
 from e2e_harness import FIXTURES, REPO, SERVED, Ran, warm
 
 CHILD = Path(__file__).with_name("hold_child.py")
-NAMES = ("llama", "encoder", "vision")
+NAMES = ("llama", "vision")
 #: What a machine that compiles has and a server need not have.
 TOOLS = ("g++", "gcc", "c++", "cc", "clang", "clang++", "cpp", "ld", "as", "ptxas", "nvcc")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -10,7 +9,6 @@ FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 if str(FIXTURES) not in sys.path:
     sys.path.insert(0, str(FIXTURES))
 
-import tiny_encoder  # noqa: E402
 import tiny_llama  # noqa: E402
 import tiny_vision  # noqa: E402
 
@@ -23,10 +21,3 @@ def llama():
 def vision():
     """One layer, any number of images: two variants, for a batch of one needs its own."""
     return tiny_vision.build(num_layers=1)
-
-
-def encoder():
-    """One layer and two dynamic dimensions, both from two on: one variant."""
-    spec = tiny_encoder.build(num_layers=1)
-    dims = {0: ("batch", 2, 64), 1: ("seq", 2, 128)}
-    return dataclasses.replace(spec, dynamic=dict.fromkeys(spec.dynamic, dims))

@@ -66,7 +66,7 @@ def two_layers() -> list[str]:
     return pieces_of(Model(2, "block"))[2]
 
 
-@pytest.mark.parametrize("layers", [2, 4, 80])
+@pytest.mark.parametrize("layers", [2, 4, 24])
 def test_a_decoder_has_three_compiled_pieces_however_deep_it_is(layers: int, two_layers: list[str]) -> None:
     steps, compiled, unique = pieces_of(Model(layers, "block"))
     assert (steps, compiled, len(unique)) == (2 * layers + 1, layers + 1, 3)
@@ -90,20 +90,17 @@ def test_other_processes_hash_seeds_and_folders_agree(tmp_path: Path, two_layers
         print(json.dumps(pieces_of(Model(3, "block"))[2]))
         """
     )
-    for seed in ("0", "4242"):
-        folder = tmp_path / seed
-        folder.mkdir()
-        for name in ("test_split_identity.py", "split_reference.py"):
-            (folder / name).write_text((HERE / name).read_text())
-        environment = {
-            **os.environ,
-            "PYTHONHASHSEED": seed,
-            "PYTHONPATH": os.pathsep.join([*sys.path, str(HERE.parents[1])]),
-        }
-        ran = subprocess.run(
-            [sys.executable, "-c", script, str(folder)], env=environment, capture_output=True, text=True, check=True
-        )
-        assert json.loads(ran.stdout.splitlines()[-1]) == two_layers
+    for name in ("test_split_identity.py", "split_reference.py"):
+        (tmp_path / name).write_text((HERE / name).read_text())
+    path = os.pathsep.join([*sys.path, str(HERE.parents[1])])
+    ran = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        env={**os.environ, "PYTHONHASHSEED": "4242", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(ran.stdout.splitlines()[-1]) == two_layers
 
 
 def identity_of(function, *args, dynamic=()) -> list[str]:
