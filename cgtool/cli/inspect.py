@@ -39,6 +39,7 @@ Examples:
   cgtool inspect cache --filter "last_used>30d" --filter "model~llama"
   cgtool inspect cache --json | jq '.entries[].hash'
   cgtool inspect cache ~/.cache/vllm
+  cgtool inspect cache s3://models/cgtool
 """
 
 GRAPH_EXAMPLES = """\b
@@ -84,7 +85,7 @@ def inspect() -> None:
 
 
 @click.command("cache", epilog=CACHE_EXAMPLES, short_help="List the cache's entries and what they hold.")
-@click.argument("path", required=False, type=click.Path(), metavar="[PATH]")
+@click.argument("path", required=False, type=click.Path(), metavar="[PATH|URL]")
 @click.option(
     "--filter",
     "filters",
@@ -118,6 +119,8 @@ def inspect_cache(
     age (30d, 12h: last_used>30d is more than 30 days ago) or a date (created>=2026-01-31), or never; an entry that
     was never used is as old as it was created.
 
+    URL is a store, as `cgtool push` takes it; none of its artifacts is fetched.
+
     PATH may also be what another system wrote, which is told by looking: a cache of vLLM, ATOM, torch (the folder that
     TORCHINDUCTOR_CACHE_DIR names) or Triton, or a mega-cache file. Nothing of it is unpickled or executed. What is
     missing, torn or moved is named, and --filter and --sort take hash, prefix, artifacts, size, created, last_used.
@@ -125,16 +128,18 @@ def inspect_cache(
     # The table needs rich, which `--help` does without.
     from cgtool.cli.inspect_tables import show_cache
     from cgtool.toolkit.inspect.cache import inspect_cache as run
+    from cgtool.toolkit.mirror import looked_at
 
     if path is not None and cache_dir is not None:
         message = "PATH and --cache-dir name the same thing. Give one of them."
         raise click.UsageError(message)
-    folder = cache_folder(cache_dir if path is None else path)
-    report = run(folder, filters=filters, sort=sort, limit=limit)
-    if output.as_json:
-        output.json_of_many(report.to_json(), "entries", report.entries_json())
-    else:
-        show_cache(output, report)
+    with looked_at(path) as (mirror, url):
+        folder = mirror.root if mirror is not None else cache_folder(cache_dir if path is None else path)
+        report = run(folder, filters=filters, sort=sort, limit=limit, where=url)
+        if output.as_json:
+            output.json_of_many(report.to_json(), "entries", report.entries_json())
+        else:
+            show_cache(output, report)
     return failures.DONE
 
 

@@ -86,11 +86,11 @@ def show_cache(output: Output, report: CacheReport) -> None:
     count, passing = figures["num_entries"], figures["matching"]
     _show_notes(output, cache.warnings, "Warning")
     if isinstance(cache, CacheListing) and not count:
-        output.line(f"The cache at {cache.root} is empty. Fill it with: cgtool warm MODEL")
+        output.line(f"The cache at {report.where} is empty. Fill it with: cgtool warm MODEL")
         return
     shown = "" if len(report.shown) == passing else f"{len(report.shown)} shown of "
     some = "" if passing == count else f"{passing} of "
-    entries = f"{shown}{some}{count_text(count, 'entry', 'entries')} in {cache.root}"
+    entries = f"{shown}{some}{count_text(count, 'entry', 'entries')} in {report.where}"
     if isinstance(cache, CacheListing):
         _show_entries(output, _COLUMNS, report)
         part = f"{size_text(figures['matching_bytes'])} of " if some else ""

@@ -34,6 +34,7 @@ Examples:
   cgtool prune --entry 3f9a
   cgtool prune --stats
   cgtool prune --cache-dir ~/.cache/vllm/torch_compile_cache --older-than 60d
+  cgtool prune s3://models/cgtool --older-than 60d --dry-run
 """
 
 #: Models that people are shown; `--json` has all.
@@ -81,6 +82,7 @@ def _hashes(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) 
 
 
 @click.command(epilog=EXAMPLES, short_help="Remove from the cache what is old, stale, too much or left over.")
+@click.argument("path", required=False, type=click.Path(), metavar="[PATH|URL]")
 @click.option(
     "--older-than",
     "older_than_secs",
@@ -123,8 +125,8 @@ def _hashes(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) 
 )
 @cache_dir_option
 @talk_options
-def prune(*, output: Output, cache_dir: str | None, **options: Any) -> int:
-    """Remove entries of the cache that a rule chooses, and what nothing names any more.
+def prune(*, output: Output, path: str | None, cache_dir: str | None, **options: Any) -> int:
+    """Remove entries of the cache at PATH that a rule chooses, and what nothing names any more.
 
     The plan is shown first: what goes, why, how many bytes come free, and which models will miss. Then it asks, unless
     --yes is given. Rules add up; --keep-last protects entries from all of them but --entry. Entries that a live process
@@ -135,30 +137,41 @@ def prune(*, output: Output, cache_dir: str | None, **options: Any) -> int:
 
     --cache-dir may also name a cache of vLLM, ATOM, torch's Inductor or Triton: by age, size and name whole entries go
     where nothing else needs them, and it is said where that is not so.
+
+    URL is a store, as `cgtool push` takes it: no use is known there, so age counts from creation. Artifacts that
+    nothing names any more go once they are a day old, for a push may be under way.
     """
     # Rich and the command itself: what `--help` does without.
     from cgtool.cli.progress import reporting
+    from cgtool.toolkit.mirror import looked_at, remove_pruned
     from cgtool.toolkit.prune.plan import Rules
     from cgtool.toolkit.prune.run import plan_prune, prune_stats
 
-    folder = cache_folder(cache_dir)
+    if path is not None and cache_dir is not None:
+        message = "PATH and --cache-dir name the same thing. Give one of them."
+        raise click.UsageError(message)
     if options["stats"]:
-        output.report(prune_stats(folder), _show_stats)
+        output.report(prune_stats(cache_folder(cache_dir if path is None else path)), _show_stats)
         return failures.DONE
     asks = not options["yes"] and not options["dry_run"]
     if asks:
         _check_terminal(output)
     rules = Rules(**{field.name: options[field.name] for field in dataclasses.fields(Rules)})
-    with reporting(output) as on_event:
-        plan = plan_prune(rules, cache_dir=folder, pythonpath=options["pythonpath"], on_event=on_event)
-    if not output.as_json:
-        _show_plan(output, plan, dry_run=options["dry_run"])
-    outcome = None
-    if not options["dry_run"] and (not asks or _agreed(output, plan)):
+    with looked_at(path) as (mirror, url):
+        folder = mirror.root if mirror is not None else cache_folder(cache_dir if path is None else path)
         with reporting(output) as on_event:
-            outcome = plan.execute(on_event)
-        if not output.as_json and not plan.is_empty:
-            _show_outcome(output, plan, outcome)
+            plan = plan_prune(rules, cache_dir=folder, pythonpath=options["pythonpath"], on_event=on_event)
+        plan = dataclasses.replace(plan, where=url)
+        if not output.as_json:
+            _show_plan(output, plan, dry_run=options["dry_run"])
+        outcome = None
+        if not options["dry_run"] and (not asks or _agreed(output, plan)):
+            with reporting(output) as on_event:
+                outcome = plan.execute(on_event)
+                if mirror is not None:
+                    remove_pruned(mirror)
+            if not output.as_json and not plan.is_empty:
+                _show_outcome(output, plan, outcome)
     if output.as_json:
         output.json(plan.to_json(outcome))
     return failures.FAILED if outcome is not None and outcome.failed else failures.DONE
@@ -189,7 +202,7 @@ def _show_plan(output: Output, plan: Plan, *, dry_run: bool) -> None:
         output.note(f"Note: {note}", style="yellow")
     _show_kept(output, plan.kept)
     if plan.is_empty:
-        output.line(f"Nothing to remove in {plan.root}.")
+        output.line(f"Nothing to remove in {plan.where or plan.root}.")
         return
     if plan.entries:
         rows = [
@@ -214,7 +227,7 @@ def _show_plan(output: Output, plan: Plan, *, dry_run: bool) -> None:
         f" and {count_text(len(plan.files), 'leftover')}" if plan.files else ""
     )
     verb = "would go" if dry_run else "will go"
-    output.line(f"{gone} of {plan.root} {verb}; {size_text(plan.frees_bytes)} come free.", style="bold")
+    output.line(f"{gone} of {plan.where or plan.root} {verb}; {size_text(plan.frees_bytes)} come free.", style="bold")
 
 
 def _show_outcome(output: Output, plan: Plan, outcome: Outcome) -> None:

@@ -30,6 +30,7 @@ Examples:
   cgtool verify 3f9a --world-size 8
   cgtool verify /mnt/shared/cache --strict
   cgtool verify llama.tar.zst
+  cgtool verify s3://models/cgtool
   cgtool verify --repair
   cgtool verify 3f9a --load
   cgtool verify --load --model fixtures/tiny_llama.py:build --arg num_layers=4
@@ -47,7 +48,7 @@ _MOST_NAMED = 8
 
 
 @click.command(epilog=EXAMPLES, short_help="Check every file of the cache, and whether this machine can load it.")
-@click.argument("targets", nargs=-1, metavar="[HASH...|PATH]")
+@click.argument("targets", nargs=-1, metavar="[HASH...|PATH|URL]")
 @click.option("--strict", is_flag=True, help="Fail where any entry is not optimal here.")
 @click.option(
     "--world-size",
@@ -68,8 +69,8 @@ def verify(*, output: Output, targets: tuple[str, ...], **options: Any) -> int:
     """Read every file of the cache, match it to its digest, and judge whether this machine loads it.
 
     HASH is the beginning of a hash that `inspect cache` lists; PATH is a cache, one entry's folder, or a bundle, which
-    is looked at before it is imported. Without either, all of the cache is checked. Without --load and --repair nothing
-    is executed and nothing is changed.
+    is looked at before it is imported; URL is a store, as `cgtool push` takes it. Without any of them, all of the cache
+    is checked. Without --load and --repair nothing is executed and nothing is changed.
 
     Each entry is optimal, or loads though compiling it again is advised, or is unsupported here. Exit code 3: a file is
     damaged, something is missing, or load refuses an entry for who may write to it or for want of a signature. A

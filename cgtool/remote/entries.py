@@ -25,6 +25,8 @@ from cgtool.store.files import read_matching
 from cgtool.store.layout import CACHE_FOLDER, KEY_FILE, CacheLayout, is_hash
 from cgtool.store.records import Key, parse_key
 
+#: How many files travel at a time.
+AT_ONCE = 8
 #: Returns the bytes of a member that this machine has already; None where it has not.
 Have = Callable[[Member], bytes | None]
 

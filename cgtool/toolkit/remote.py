@@ -19,6 +19,7 @@ from cgtool.errors import RefusedError, RemoteError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.plan.grammar import Record, sha256_hex
 from cgtool.remote.entries import (
+    AT_ONCE,
     in_cache,
     index_path,
     indexes,
@@ -37,8 +38,6 @@ from cgtool.toolkit.bundle.import_ import ImportedEntry, import_bundle
 from cgtool.toolkit.selection import beginning, not_one
 
 SCHEMA = 1
-#: How many files travel at a time.
-_AT_ONCE = 8
 #: What is larger is sent from its file, and not held in memory.
 _MOST_HELD_BYTES = 64 * 2**20
 
@@ -144,7 +143,7 @@ def _push_entry(store: Store, hash_: str, contents: Contents, signed: bytes | No
     is_new = store.size(place) != len(index)
     artifacts = [content for content in contents.contents if content.file is not None]
     records = [content for content in contents.contents if content.file is None]
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="cgtool-push") as pool:
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="cgtool-push") as pool:
         for group in (artifacts, records):  # what is named comes before what names it
             sent += filter(None, pool.map(lambda content: _send(store, content), group))
         lookup = {digest for manifest in contents.manifests for digest in manifest.lookup}

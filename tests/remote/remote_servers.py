@@ -142,8 +142,9 @@ class FaultyServer(ThreadingHTTPServer):
         self.url = f"http://{LOOPBACK}:{self.server_address[1]}"
 
     def fetched(self, part: str) -> list[str]:
-        """The paths of GET requests that hold `part`, in order."""
-        return [path for method, path in self.requests if method == "GET" and part in path]
+        """The paths of GET requests that hold `part`, in order; folders that were listed are left out."""
+        gets = [path for method, path in self.requests if method == "GET" and part in path]
+        return [path for path in gets if not path.endswith("/")]
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Say nothing of a connection that was broken on purpose."""

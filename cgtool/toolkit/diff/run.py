@@ -4,6 +4,7 @@ Caches and entries are told apart by their names and paired by what they have in
 Prints nothing; importable without torch. What the user names as a side::
 
     side = folder of a cache | .../torch_compile_cache/<hash> | file of a bundle
+         | URL of a store | URL of a store ":" beginning of a hash
          | folder of a cache ":" beginning of a hash | beginning of a hash, of the cache that is named beside it
 
 What exists as a path is taken for one; a beginning must be that of one entry alone. A cache may be another system's, a
@@ -22,6 +23,8 @@ from msgspec.structs import asdict
 
 from cgtool.errors import CacheError, UsageError
 from cgtool.plan.shapes import shape_text
+from cgtool.remote.stores import is_remote
+from cgtool.remote.stores import shown as shown_url
 from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.key import differences
 from cgtool.store.layout import CACHE_FOLDER, CacheLayout, is_hash, resolve_root
@@ -90,7 +93,7 @@ def diff(old: str, new: str | None = None, *, here: bool = False, cache_dir: Pat
         if right is None:
             return _with_machine(left)
         if left.hash is None and right.hash is None:
-            return DiffReport(old, right.text, tuple(compare_caches(left, right)))
+            return DiffReport(left.text, right.text, tuple(compare_caches(left, right)))
         first = _chosen(left) if right.hash is None else _like(left, _chosen(right))
         second = _like(right, first)
         return DiffReport(_label(left, first), _label(right, second), tuple(first.differences(second)))
@@ -269,6 +272,10 @@ def _artifact_words(artifact: ForeignArtifact) -> str:
 @contextlib.contextmanager
 def open_side(text: str, cache_dir: Path | None = None) -> Iterator[Side]:
     """Yield what `text` names, in the grammar above; a bundle is unpacked for as long as the block runs."""
+    if is_remote(text):
+        with _store(text) as side:
+            yield side
+        return
     path = _existing(text)
     root_text, colon, beginning = text.rpartition(":")
     has_root = bool(colon and root_text)
@@ -297,6 +304,20 @@ def open_side(text: str, cache_dir: Path | None = None) -> Iterator[Side]:
             f"There is no {text!r:.200}. Name a cache's folder, an entry by its hash or as ROOT:HASH, or a bundle.",
             actual=text,
         )
+
+
+@contextlib.contextmanager
+def _store(text: str) -> Iterator[Side]:
+    """Yield a store, or the entry that is named behind its URL; none of its artifacts is fetched."""
+    from cgtool.toolkit.mirror import mirrored  # for stores alone
+
+    url, _, beginning = text.rpartition(":")
+    # Behind a host alone, figures are a port.
+    names_entry = "/" in url.partition("://")[2] and _BEGINNING.fullmatch(beginning) is not None
+    with mirrored(url if names_entry else text) as mirror:
+        hashes = mirror.layout.hashes()
+        hash_ = hash_named(mirror.layout, beginning, hashes) if names_entry else None
+        yield _own(shown_url(text), mirror.layout, hash_ or (hashes[0] if len(hashes) == 1 else None))
 
 
 def _existing(text: str) -> Path | None:

@@ -34,9 +34,13 @@ from cgtool.toolkit.listing import CacheListing, EntryListing, list_entry, scan
 
 @dataclass(frozen=True, kw_only=True)
 class CacheReport:
-    """What a cache holds; `matching` entries pass the filters, `now` is in seconds since the epoch."""
+    """What a cache holds; `matching` entries pass the filters, `now` is in seconds since the epoch.
+
+    `where` is what people are told of its place.
+    """
 
     cache: CacheListing | ForeignCache
+    where: str
     matching: Sequence[Any]
     shown: Sequence[Any]
     now: float
@@ -58,7 +62,7 @@ class CacheReport:
         """Return the document that `inspect cache --json` prints, but for its entries."""
         if isinstance(self.cache, ForeignCache):
             return {"schema": SCHEMA, **foreign_json(structs.replace(self.cache, entries=())), **self.figures}
-        return {**self.cache.to_json(), "entries": [], **self.figures}
+        return {**self.cache.to_json(), "root": self.where, "entries": [], **self.figures}
 
     def entries_json(self) -> Iterator[dict[str, Any]]:
         """Yield the entries of the document; one of ours with its artifacts as its manifest has them at this moment."""
@@ -74,7 +78,12 @@ class CacheReport:
 
 
 def inspect_cache(
-    path: Path | None = None, *, filters: Sequence[str] = (), sort: str | None = None, limit: int | None = None
+    path: Path | None = None,
+    *,
+    filters: Sequence[str] = (),
+    sort: str | None = None,
+    limit: int | None = None,
+    where: str | None = None,
 ) -> CacheReport:
     """List the entries of a cache, whichever system wrote it.
 
@@ -83,6 +92,7 @@ def inspect_cache(
         filters: All of which an entry must pass, see `cgtool.toolkit.filters`.
         sort: A field, or one with ":asc" or ":desc"; None is by hash, rank and prefix.
         limit: How many entries to show at most; None for all.
+        where: What people are told of its place; None means its root.
 
     Returns:
         The entries; none where the default cache does not exist yet.
@@ -102,4 +112,6 @@ def inspect_cache(
     if foreign is None and not cache.entries:
         check_known(cache.root)
     matching = [entry for entry in cache.entries if all(test(entry) for test in passes)]
-    return CacheReport(cache=cache, matching=matching, shown=order(matching)[:limit], now=now)
+    return CacheReport(
+        cache=cache, where=where or str(cache.root), matching=matching, shown=order(matching)[:limit], now=now
+    )

@@ -163,6 +163,7 @@ class Plan:
         notes: What else the user should know.
         system: Which system wrote the cache.
         carry_out: Does it, for `execute`.
+        where: What people are told of its place, where that is a store.
     """
 
     root: Path
@@ -174,6 +175,7 @@ class Plan:
     notes: tuple[str, ...]
     system: str = "cgtool"
     carry_out: Callable[[Plan, OnEvent], Outcome]
+    where: str | None = None
 
     @property
     def frees_bytes(self) -> int:
@@ -194,7 +196,7 @@ class Plan:
         document = {
             "schema": SCHEMA,
             "system": self.system,
-            "root": str(self.root),
+            "root": self.where or str(self.root),
             "rules": {**msgspec.to_builtins(self.rules), "orphans": self.rules.for_leftovers},
             "entries": self.entries,
             "files": self.files,

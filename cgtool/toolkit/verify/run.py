@@ -23,6 +23,7 @@ from cgtool.errors import CacheError, RefusedError, UsageError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.host import gc_paused
 from cgtool.plan.grammar import Record
+from cgtool.remote.stores import is_remote, shown
 from cgtool.store.bundle.unpack import unpacked
 from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.layout import ARTIFACTS, CACHE_FOLDER, KEY_FILE, CacheLayout, RankName, is_hash, resolve_root, short
@@ -30,6 +31,7 @@ from cgtool.store.machine import this_machine
 from cgtool.store.records import Manifest
 from cgtool.store.trust import TrustPolicy
 from cgtool.toolkit.coverage import Hole, entry_coverage
+from cgtool.toolkit.mirror import mirrored
 from cgtool.toolkit.model_choice import ModelChoice
 from cgtool.toolkit.selection import hash_named
 from cgtool.toolkit.verify.checks import EntryCheck, Finding, Findings, check_entries, check_entry, check_units
@@ -139,7 +141,8 @@ def verify(
     """Read and match every file of a cache, and judge whether this machine loads its entries.
 
     Args:
-        targets: Beginnings of hashes, or one path: of a cache, an entry or a bundle. Empty: the whole cache.
+        targets: Beginnings of hashes, or one path (of a cache, an entry or a bundle), or the URL of a store. Empty: the
+            whole cache.
         cache_dir: The cache's root; None means the user's own.
         names_cache: Whether the user named that root with an option.
         strict: Whether an entry that loads and is not optimal fails the check.
@@ -158,8 +161,14 @@ def verify(
     """
     began = time.perf_counter()
     bundle = _bundle(targets)
+    store = targets[0] if len(targets) == 1 and is_remote(targets[0]) else None
     with contextlib.ExitStack() as stack:
-        if bundle is None:
+        if store is not None:
+            if load or repair or names_cache:
+                msg = f"{shown(store)} is only looked at. Pull it first (`cgtool pull`), then load or mend it."
+                raise UsageError(msg, path=shown(store))
+            layout, hashes = stack.enter_context(mirrored(store, artifacts=True)).layout, None
+        elif bundle is None:
             layout, hashes = _chosen(targets, cache_dir, names_cache=names_cache)
         elif load or repair or names_cache:
             msg = (
@@ -168,7 +177,15 @@ def verify(
             raise UsageError(msg, path=bundle)
         else:
             layout, hashes = CacheLayout(root=stack.enter_context(unpacked(bundle))), None
-        found = _Verification(layout, jobs=jobs, world_size=world_size, is_bundle=bundle is not None, on_event=on_event)
+        found = _Verification(
+            layout,
+            jobs=jobs,
+            world_size=world_size,
+            with_units=bundle is None,
+            # Load asks nothing of what must be imported or pulled first.
+            policy=None if bundle or store else TrustPolicy.of(),
+            on_event=on_event,
+        )
         found.check(hashes)
         if repair:
             found.repair()
@@ -181,7 +198,7 @@ def verify(
     entries, units = tuple(found.entries), found.units
     failed = _failed(entries, strict=strict, is_cache=units is not None)
     return VerifyReport(
-        root=str(bundle or layout.root),
+        root=shown(store) if store else str(bundle or layout.root),
         entries=entries,
         units=units,
         load=proof,
@@ -205,7 +222,14 @@ class _Verification:
     """One look at a cache: what it found in each entry (`checks`, `entries`) and among the units."""
 
     def __init__(
-        self, layout: CacheLayout, *, jobs: int | None, world_size: int | None, is_bundle: bool, on_event: OnEvent
+        self,
+        layout: CacheLayout,
+        *,
+        jobs: int | None,
+        world_size: int | None,
+        with_units: bool,
+        policy: TrustPolicy | None,
+        on_event: OnEvent,
     ) -> None:
         self.layout = layout
         self.checks: list[EntryCheck] = []
@@ -214,11 +238,10 @@ class _Verification:
         self.unit_bytes = 0
         self._jobs = jobs
         self._world_size = world_size
-        self._is_bundle = is_bundle
+        self._with_units = with_units
         self._on_event = on_event
         self._machine = this_machine()
-        #: Load asks nothing of a bundle, for it must be imported first.
-        self._policy = None if is_bundle else TrustPolicy.of()
+        self._policy = policy
 
     def check(self, hashes: Sequence[str] | None) -> None:
         """Look at some entries; with None at all of them, and at the units."""
@@ -231,7 +254,7 @@ class _Verification:
                 self.entries.append(self._judged(found))
                 done = len(self.entries)
                 self._on_event(Event(phase="verify", message=short(found.name), done=done, total=len(wanted)))
-            if hashes is None and not self._is_bundle:
+            if hashes is None and self._with_units:
                 self._on_event(Event(phase="verify", message="units"))
                 self._take_units(check_units(self.layout, hasher))
 
