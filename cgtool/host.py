@@ -110,6 +110,12 @@ def environment(source: Mapping[str, str] | None = None) -> Environment:
     )
 
 
+def launched() -> bool:
+    """Return whether a launcher such as torchrun started this process as one of several ranks."""
+    size = os.environ.get("WORLD_SIZE", "")
+    return size.isdigit() and int(size) > 1 and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+
+
 def code_variables(source: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the variables of torch, Inductor, Dynamo and Triton that may change code, by name.
 

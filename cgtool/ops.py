@@ -1,4 +1,4 @@
-"""Which ops a graph is split at when nobody names any: attention ops known to the field, and those registered here.
+"""Which ops a graph is split at when nobody names any: known attention ops, collectives, and those registered here.
 
 Owns the registry that `splitting=True` writes to, and the spelling of an op's name. Must not import torch, so that the
 configuration and the command line can speak of ops. Names::
@@ -72,6 +72,19 @@ KNOWN_ATTENTION_OPS: Final[tuple[str, ...]] = (
     "flash_attn::_flash_attn_varlen_forward",
     "flash_attn_3::fwd",
     "flash_attn_3::_flash_attn_forward",
+)
+
+#: Collectives as Dynamo leaves them in a graph. Between pieces they are called as eager calls them; within packages of
+#: native code, two of one call were seen to wait for each other on the CPU.
+COLLECTIVE_OPS: Final[tuple[str, ...]] = tuple(
+    f"{namespace}::{name}"
+    for namespace in ("_c10d_functional", "_c10d_functional_autograd")
+    for name in (
+        *("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "broadcast", "broadcast_"),
+        *("all_gather_into_tensor", "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced"),
+        *("reduce_scatter_tensor", "reduce_scatter_tensor_out", "reduce_scatter_tensor_coalesced"),
+        *("all_to_all_single", "wait_tensor"),
+    )
 )
 
 _OP_NAME = r"[A-Za-z_]\w*::[A-Za-z_]\w*(\.[A-Za-z_]\w*)?|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"

@@ -19,7 +19,14 @@ from cgtool.compiler.cluster import Cluster
 from cgtool.compiler.generated import Texts, compile_piece
 from cgtool.compiler.pool import WorkerPool
 from cgtool.compiler.proof.prover import Prover
-from cgtool.compiler.request import CompileRequest, StaysHereError, changed_settings, imports_for
+from cgtool.compiler.request import (
+    NEEDS_RANKS,
+    CompileRequest,
+    StaysHereError,
+    changed_settings,
+    groups_of,
+    imports_for,
+)
 from cgtool.compiler.wanted import Work
 from cgtool.config import EAGER, CompilationConfig
 from cgtool.errors import CacheCorruptError, ProofMismatchError
@@ -105,8 +112,10 @@ class CompilerManager:
         Raises:
             ConfigError: There is no such adaptor, or an option is unknown to the compiler.
         """
+        groups = groups_of(work.graph)
         return digest_of(
             {
+                **({"groups": groups} if groups else {}),
                 "piece": work.piece,
                 "shape": shape_text(work.shape),
                 "graph": work.graph.identity(),
@@ -203,6 +212,7 @@ class CompilerManager:
                 compiler=self._compiler(work),
                 imports=imports_for(work.graph.ops, adaptor),
                 settings=changed_settings(),
+                groups=groups_of(work.graph),
             )
         )
 
@@ -216,6 +226,8 @@ class CompilerManager:
         adaptor, prover = self._adaptor(work.adaptor), self._prover_of(work)
         if prover is None:
             return replace(artifact, proved=not adaptor.compiles), ""
+        if groups_of(work.graph):
+            return replace(artifact, proof_gap=NEEDS_RANKS), ""
         try:
             imports = imports_for(work.graph.ops, adaptor)
         except StaysHereError as error:

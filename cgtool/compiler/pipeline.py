@@ -25,6 +25,7 @@ from cgtool.compiler.generated import dump_entry, dump_traced, keep_generated
 from cgtool.compiler.manager import CompilerManager
 from cgtool.compiler.pool import WorkerPool, default_jobs, early_jobs
 from cgtool.compiler.proof.prover import Prover
+from cgtool.compiler.ranks import Ranks
 from cgtool.compiler.required import unserved
 from cgtool.compiler.schedule import Compiled, SplitAgainError, compile_work, unique
 from cgtool.compiler.standing import (
@@ -106,6 +107,7 @@ def warm(
     rank: int | None = None,
     check: bool = False,
     without: Collection[str] = (),
+    ranks: Ranks | None = None,
     on_event: OnEvent = ignore,
 ) -> WarmResult:
     """Make sure that the cache serves a model under a configuration.
@@ -117,6 +119,7 @@ def warm(
         rank: Which process of a model-parallel group; None takes the environment's word.
         check: Compile and write nothing; raise when something is missing.
         without: Hashes of entries that fit and do not serve: their guards refuse these very examples.
+        ranks: Those that a launcher started to warm this model together; None takes those of the default process group.
         on_event: Told of each phase as it goes.
 
     Returns:
@@ -140,8 +143,11 @@ def warm(
     layout = CacheLayout(root=resolve_root(cache_dir if cache_dir is not None else config.cache_dir or None))
     rank = environment().rank if rank is None else rank
     # Inference tensors count no writes, and tracing rests on the count; entries serve that mode all the same.
-    with torch.inference_mode(mode=False):
-        return _Warm(spec, config, layout, rank, on_event).run(check=check, without=without)
+    with contextlib.ExitStack() as stack:
+        if ranks is None and (ranks := Ranks.of_group()) is not None:
+            stack.enter_context(ranks)
+        stack.enter_context(torch.inference_mode(mode=False))
+        return _Warm(spec, config, layout, on_event, rank=rank, ranks=ranks).run(check=check, without=without)
 
 
 def add_to_entry(
@@ -192,12 +198,20 @@ class _Warm:
     """One run of `warm`; holds what all its steps share."""
 
     def __init__(
-        self, spec: ModelSpec, config: CompilationConfig, layout: CacheLayout, rank: int, on_event: OnEvent
+        self,
+        spec: ModelSpec,
+        config: CompilationConfig,
+        layout: CacheLayout,
+        on_event: OnEvent,
+        *,
+        rank: int,
+        ranks: Ranks | None,
     ) -> None:
         self._spec = spec
         self._config = config
         self._layout = layout
         self._rank = rank
+        self._ranks = ranks
         self._on_event = on_event
         self._trust = TrustPolicy.of(config)
         self._remotes = Remotes.of(layout, config, self._trust)
@@ -413,7 +427,7 @@ class _Warm:
         begun = time.perf_counter()
         plan = parse_plan(files[PLAN_FILE], path=Path(PLAN_FILE))
         found = Found(entry=Entry(manifest=manifest, files=files, objects=objects), key=key, plan=plan)
-        proofs = prove_calls(found, self._spec, timeout_secs=self._config.compile_timeout)
+        proofs = prove_calls(found, self._spec, timeout_secs=self._config.compile_timeout, ranks=self._ranks)
         self._on_event(Event(phase="prove", message="the whole call", secs=time.perf_counter() - begun))
         variants = tuple(
             msgspec.structs.replace(variant, proved_at=proof.proved_at, proof_gap="" if proof.later else proof.gap)

@@ -34,6 +34,8 @@ from cgtool.store.artifacts import Origin
 from cgtool.store.key import difference_between, sentences
 from cgtool.store.records import Artifact
 
+#: Of a piece with collectives: those that a whole call has are run by all ranks.
+NEEDS_RANKS = "not proved alone: its collectives need other processes"
 #: Packages whose modules every worker has.
 _OURS = ("torch", "cgtool")
 
@@ -96,6 +98,7 @@ class CompileRequest(Record, frozen=True, kw_only=True):
         settings: What holds in the process that made the request.
         factors: What a worker on another machine must share, as `factors_here` says; empty asks for nothing.
         prove: Whether a worker on another machine proves what it compiled.
+        groups: The groups of processes that its ops name, each with its size: a worker is in none of them.
     """
 
     graph: PieceGraph
@@ -108,6 +111,7 @@ class CompileRequest(Record, frozen=True, kw_only=True):
     settings: Settings
     factors: dict[str, Json] = msgspec.field(default_factory=dict)
     prove: bool = False
+    groups: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class CompileReport(Record, frozen=True, kw_only=True):
@@ -127,6 +131,16 @@ class CompileReport(Record, frozen=True, kw_only=True):
     generated: dict[str, str] = msgspec.field(default_factory=dict)
     reason: str = ""
     op: str | None = None
+
+
+def groups_of(graph: PieceGraph) -> dict[str, int]:
+    """Return the groups of processes that the ops of a piece name and this process is in, each with its size."""
+    if not guards_private.process_group_is_initialized():
+        return {}
+    values = (value for node in graph.every_node() for value in (*node.args, *node.kwargs.values()))
+    names = {value["s"] for value in values if isinstance(value, dict) and "s" in value}
+    sizes = {name: guards_private.size_of_group(name) for name in sorted(names)}
+    return {name: size for name, size in sizes.items() if size is not None}
 
 
 # modules

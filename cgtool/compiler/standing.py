@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cgtool.compiler.request import NEEDS_RANKS
 from cgtool.compiler.schedule import unique
 from cgtool.compiler.wanted import Work
 from cgtool.config import EAGER
@@ -186,7 +187,8 @@ def unproved_notes(manifest: Manifest, unproved: Iterable[tuple[int, str]]) -> t
     """
     gaps: dict[str, set[int]] = {}
     for piece_index, reason in (*unproved, *((row.piece_index, row.artifact.proof_gap) for row in manifest.rows)):
-        if reason:
+        # What the whole calls prove, or a note of theirs says why not.
+        if reason and reason != NEEDS_RANKS:
             gaps.setdefault(reason, set()).add(piece_index)
     return tuple(
         f"The artifacts of {'piece' if len(pieces) == 1 else 'pieces'} {', '.join(map(str, sorted(pieces)))} are "

@@ -25,6 +25,7 @@ from cgtool.compiler.request import (
 )
 from cgtool.errors import CgtoolError, CompileError, ModelError, ProofMismatchError
 from cgtool.executors.worker import Handed, UnitSetup
+from cgtool.guards._torch import register_fake_group
 from cgtool.plan.grammar import decode
 from cgtool.store.artifacts import parted
 from cgtool.store.files import FILE_LIMIT
@@ -114,6 +115,8 @@ def _compiled(request: CompileRequest) -> tuple[CompileReport, bytes]:
         import_providers(request.imports)
     except ModelError as error:
         return CompileReport(status="refused", reason=str(error)), b""
+    for name, size in request.groups.items():
+        register_fake_group(name, size)
     adaptor = get_adaptor(request.adaptor)
     differ = why_ops_differ(request.graph.ops)
     if differ is not None:

@@ -24,11 +24,54 @@ def process_group_is_initialized() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def exchanges() -> bool:
+    """Return whether the default process group has other processes with which this one really exchanges tensors."""
+    if not process_group_is_initialized() or torch.distributed.get_world_size() == 1:
+        return False
+    return torch.distributed.get_backend() != "fake"
+
+
+def store_of_group() -> Any:
+    """Return the store of the default process group."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 def group_of_processes(value: Any) -> tuple[str, int, int] | None:
     """Return a process group's name, this process's rank in it and its size; None for anything else."""
     if not torch.distributed.is_available() or not isinstance(value, torch.distributed.ProcessGroup):
         return None
     return value.group_name, value.rank(), value.size()
+
+
+def mesh_of_devices(value: Any) -> tuple[str, list[int], tuple[str, ...], list[Any]] | None:
+    """Return a device mesh's device type, its ranks in order, its dimensions' names and groups; None for another."""
+    if not torch.distributed.is_available() or not isinstance(value, torch.distributed.DeviceMesh):
+        return None
+    return value.device_type, value.mesh.flatten().tolist(), value.mesh_dim_names or (), value.get_all_groups()
+
+
+def size_of_group(name: str) -> int | None:
+    """Return how many processes the group has that torch knows by this name here; None where there is none."""
+    if not torch.distributed.is_available():
+        return None
+    registry: Any = torch._C._distributed_c10d
+    try:
+        return int(registry._resolve_process_group(name).size())
+    except RuntimeError:
+        return None
+
+
+#: torch's registry does not keep what it registers.
+_fake_groups: dict[str, Any] = {}
+
+
+def register_fake_group(name: str, size: int) -> None:
+    """Make a group known by this name that can exchange nothing, where none of this size is."""
+    if size_of_group(name) != size:
+        registry: Any = torch._C._distributed_c10d
+        registry._unregister_process_group(name)
+        _fake_groups[name] = registry.ProcessGroup(0, size)
+        registry._register_process_group(name, _fake_groups[name])
 
 
 @functools.cache

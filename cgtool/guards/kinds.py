@@ -39,6 +39,7 @@ Grammar of an encoded literal::
             | ["type", "module:Class"] | ["function", "module:name", digest] | ["module", name] | ["op", name]
             | ["plain", "module:Class", repr]    a path, a date, a pattern
             | ["group", name, rank, size]        a process group, and this process's rank in it
+            | ["mesh", device, [number...], [literal...] names, [literal...] groups]    a device mesh, flat
 
 A device is its type alone: its index is a fact of the process, not of the program.
 """
@@ -154,6 +155,10 @@ def _object(value: Any) -> Json:
     group = private.group_of_processes(value)
     if group is not None:
         return ["group", *group]
+    mesh = private.mesh_of_devices(value)
+    if mesh is not None:
+        device, ranks, names, groups = mesh
+        return ["mesh", device, ranks, [*names], [*map(encode_literal, groups)]]
     text = plain_text(value)
     if text is not None:
         return ["plain", qualified_name(type(value)), text]

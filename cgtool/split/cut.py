@@ -29,7 +29,7 @@ from torch import fx
 
 from cgtool.errors import SplitError, UnmatchedSplittingOpError
 from cgtool.graph.targets import target_name
-from cgtool.ops import KNOWN_ATTENTION_OPS, registered_splitting_ops
+from cgtool.ops import COLLECTIVE_OPS, KNOWN_ATTENTION_OPS, registered_splitting_ops
 from cgtool.split import _torch as private
 from cgtool.split.bodies import nodes_with_bodies
 from cgtool.split.memory import Memory
@@ -55,7 +55,7 @@ def splitting_nodes(kinds: dict[fx.Node, Kind], names: Sequence[str] | None) -> 
         for node, kind in kinds.items()
         if kind in RUNS
     }
-    wanted = (*KNOWN_ATTENTION_OPS, *registered_splitting_ops()) if names is None else tuple(names)
+    wanted = (*KNOWN_ATTENTION_OPS, *COLLECTIVE_OPS, *registered_splitting_ops()) if names is None else tuple(names)
     found: set[fx.Node] = set()
     matched: set[str] = set()
     for name in wanted:

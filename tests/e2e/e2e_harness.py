@@ -50,6 +50,15 @@ def python(*arguments: object, env: Mapping[str, str] | None = None, cwd: Path |
     return Ran(code=done.returncode, out=done.stdout, err=done.stderr)
 
 
+def torchrun(env: Mapping[str, str] | None, log: Path, *arguments: object, ranks: int = 2) -> list[Any]:
+    """Run a program as several ranks; return what each printed, which is JSON."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
+    ran = python(*launcher, "--log-dir", log, "--redirects", "3", *arguments, env=env)
+    told = "".join(path.read_text()[-2000:] for path in sorted(log.rglob("stderr.log")))
+    assert ran.code == 0, ran.err + told
+    return [json.loads(path.read_text()) for path in sorted(log.rglob("stdout.log"))]
+
+
 def cgtool(*arguments: object, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Ran:
     """Run the command to its end, in a fork of what has imported torch unless `env` says how Python or torch start."""
     ran = cli_harness.run(*arguments, env=env, cwd=cwd)

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from e2e_harness import python, units
+from e2e_harness import torchrun, units
 
 pytestmark = pytest.mark.torch
 
 MODEL = Path(__file__).with_name("ranks_model.py")
-
-
-def torchrun(env, log, *arguments):
-    """Run a program as two ranks; return what each printed, which is JSON."""
-    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    ran = python(*ranks, "--log-dir", log, "--redirects", "3", *arguments, env=env)
-    assert ran.code == 0, ran.err
-    return [json.loads(path.read_text()) for path in sorted(log.rglob("stdout.log"))]
 
 
 def test_two_ranks_compile_once_between_them_and_equal_the_whole_model(tmp_path, worded_site):

@@ -25,12 +25,13 @@ from cgtool.compiler.proof.inputs import STYLES, index_bound
 from cgtool.compiler.proof.prove import first_line, is_out_of_memory, limits_of, same_bytes
 from cgtool.compiler.proof.reference import eps_of, filled, lowest_dtype, takes_steps
 from cgtool.compiler.proof.twins import Twins, leaves_of, num_fake_bytes, rounded, tensors_of
+from cgtool.compiler.ranks import Ranks
 from cgtool.compiler.sizes import sizes_to_prove
 from cgtool.errors import CallMismatchError, CompileError, GuardError, NoRoomError
 from cgtool.graph.expressions import rename, symbols_of
 from cgtool.guards.signature import CallSignature
-from cgtool.model import ModelSpec
-from cgtool.plan.grammar import Record
+from cgtool.model import ExampleCall, ModelSpec
+from cgtool.plan.grammar import Record, canonical_json, decode
 from cgtool.plan.pieces import PieceGraph
 from cgtool.plan.records import Variant
 from cgtool.plan.shapes import of_sizes, shape_text
@@ -99,9 +100,18 @@ class Calls:
         spec: The model, whose weights may be fake, and its example calls.
         device: The type of the device that the model is on.
         stage: Told of each part of the work before it begins.
+        ranks: Those that make the calls together, each the same ones in the same order; None is this process alone.
     """
 
-    def __init__(self, found: Found, spec: ModelSpec, device: str, stage: Callable[[StageName], None]) -> None:
+    def __init__(
+        self,
+        found: Found,
+        spec: ModelSpec,
+        device: str,
+        stage: Callable[[StageName], None],
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._ranks = ranks
         self._found = found
         self._spec = spec
         self._stage = stage
@@ -152,8 +162,8 @@ class Calls:
         proved: list[dict[str, int]] = []
         failure: _NotRunnableError | None = None
         refused: dict[str, int] | None = None
-        for sizes in self._sizes(variant, index):
-            if time.monotonic() > self._until:
+        for sizes in self._agreed(list(self._sizes(variant, index))):
+            if not self._all(time.monotonic() < self._until):
                 break
             try:
                 at, is_served = self._at(variant, alone, sizes, twins)
@@ -171,6 +181,18 @@ class Calls:
         if refused is not None:
             return CallProof(gap=f"not run: it refuses the sizes that were tried ({shape_text(of_sizes(refused))})")
         return CallProof(gap=f"not run: the calls before it took {_ENOUGH_SECS:g} s", later=True)
+
+    def _all(self, yes: bool) -> bool:
+        """Return whether all ranks say yes: what one does alone, the others would wait for in a collective."""
+        return yes if self._ranks is None else self._ranks.agree(yes)
+
+    def _agreed(self, sizes: list[Mapping[str, int] | None]) -> list[Mapping[str, int] | None]:
+        """Return the sizes that all ranks want to make calls at."""
+        if self._ranks is None:
+            return sizes
+        texts = self._ranks.meet(canonical_json(sizes).decode())
+        wanted = [decode(text.encode(), list[dict[str, int] | None]) for text in texts]
+        return [one for one in wanted[0] if all(one in others for others in wanted)]
 
     def _sizes(self, variant: Variant, index: int) -> Iterator[Mapping[str, int] | None]:
         """Yield sizes of a variant's dynamic dimensions to call it at; None is the example's own."""
@@ -203,7 +225,38 @@ class Calls:
         own = sizes_of(call, self._signature, self._dims)
         at = {**own, **(sizes or {}), **variant.fixed}
         try:
-            given, _ = arguments_for(call, self._signature, self._dims, variant.fixed, sizes)
+            run, eager = self._model_at(call, variant.fixed, sizes, twins)
+        except _NotRunnableError:
+            self._all(yes=False)
+            raise
+        if not self._all(yes=True):
+            msg = "it does not run on another rank"
+            raise _NotRunnableError(msg)
+        ours: _Ran | None = None
+        try:
+            ours = self._ours(run, loaded)
+            if not self._all(ours is not None) or ours is None:
+                return at, False
+            self._compare(run, ours, eager)
+        except judge.WrongError as error:
+            place = f"variant {variant.name}" + (f", {shape_text(of_sizes(at))}" if at else "")
+            advice = _OPS.format(ops=", ".join(self._ops)) if self._ops else _OURS
+            if self._ranks is None and ours is not None and self._asks(run, ours):
+                advice = _ASKS
+            msg = f"The compiled call gives something else than the model itself ({place}): {error}. {advice}"
+            raise CallMismatchError(msg) from error
+        return at, True
+
+    def _model_at(
+        self, call: ExampleCall, fixed: Mapping[str, int], sizes: Mapping[str, int] | None, twins: Twins
+    ) -> tuple[Callable[..., _Ran], _Ran]:
+        """Return what calls a function at some sizes, and what the model itself left then.
+
+        Raises:
+            _NotRunnableError: It does not run.
+        """
+        try:
+            given, _ = arguments_for(call, self._signature, self._dims, fixed, sizes)
             given = twins.arguments(given)
         except Exception as error:  # inputs of these sizes may not be made, for any reason
             raise _NotRunnableError(_said(error)) from error
@@ -212,19 +265,7 @@ class Calls:
         if self._draws and any(map(_has_nan, eager.given.values())):
             msg = "it gives NaN"
             raise _NotRunnableError(msg)
-        ours: _Ran | None = None
-        try:
-            ours = self._ours(run, loaded)
-            if ours is None:
-                return at, False
-            self._compare(run, ours, eager)
-        except judge.WrongError as error:
-            place = f"variant {variant.name}" + (f", {shape_text(of_sizes(at))}" if at else "")
-            advice = _OPS.format(ops=", ".join(self._ops)) if self._ops else _OURS
-            advice = _ASKS if ours is not None and self._asks(run, ours) else advice
-            msg = f"The compiled call gives something else than the model itself ({place}): {error}. {advice}"
-            raise CallMismatchError(msg) from error
-        return at, True
+        return run, eager
 
     def _compare(self, run: Callable[..., _Ran], ours: _Ran, eager: _Ran) -> None:
         """Compare what two calls left.
@@ -233,7 +274,7 @@ class Calls:
             judge.WrongError: They left something else.
         """
         unequal = dict(_unequal(ours, eager))
-        if not unequal:
+        if self._all(not unequal):
             return
         undefined = self._undefined(run) if self._leaves_undefined else {}
         nearby = self._eager(functools.partial(run, dtype=self._dtype))

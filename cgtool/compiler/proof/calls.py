@@ -3,7 +3,8 @@
 Pieces are proved one by one; this proves what joins them: the plan, the program, restrides, values, writes. The model
 is an object of this very process, and native code that crashes must not take the warm along. So the calls are made in a
 copy of the process. Where the model is on an accelerator, which a fork has no part in, they are made here, with a copy
-of the modules over the same tensors.
+of the modules over the same tensors. So they are where the process is in a group with others, which a fork has no part
+in either: all ranks make the same calls in step, and a collective is a real one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import ctypes
 import dataclasses
 import functools
 import mmap
+import threading
 import traceback
 from collections.abc import Callable
 
@@ -22,7 +24,9 @@ import torch
 from cgtool.compiler.proof.beside import STAGES, CallProof, Calls, StageName, room_for_weights
 from cgtool.compiler.proof.prove import first_line
 from cgtool.compiler.proof.twins import num_fake_bytes, tensors_held
+from cgtool.compiler.ranks import RankAbsentError, RankLostError, Ranks
 from cgtool.errors import CallMismatchError, ProofCrashError
+from cgtool.guards import _torch as private
 from cgtool.model import ModelSpec
 from cgtool.plan.grammar import Record, decode, encode
 from cgtool.processes import ChildEndedError, log_words, run_in_copy
@@ -46,13 +50,16 @@ class _NoReplicaError(Exception):
     """The model cannot be copied; the message says why."""
 
 
-def prove_calls(found: Found, spec: ModelSpec, *, timeout_secs: float | None) -> tuple[CallProof, ...]:
+def prove_calls(
+    found: Found, spec: ModelSpec, *, timeout_secs: float | None, ranks: Ranks | None = None
+) -> tuple[CallProof, ...]:
     """Call what `load` would serve beside the model itself, and compare.
 
     Args:
         found: The entry, published or not; its artifacts are in place.
         spec: The model, whose weights may be fake, and its example calls.
         timeout_secs: How long it may take; None takes ten minutes.
+        ranks: Those that warm this model together.
 
     Returns:
         What came of each variant.
@@ -60,24 +67,32 @@ def prove_calls(found: Found, spec: ModelSpec, *, timeout_secs: float | None) ->
     Raises:
         CallMismatchError: A call gives something else than the model.
         ProofCrashError: The compiled call crashed.
+        RankLostError: Another rank failed or died.
     """
     count = len(found.plan.variants)
     devices = {item.meta.device.partition(":")[0] for variant in found.plan.variants for item in variant.inputs}
     device = next((name for name in sorted(devices) if name != "cpu"), "cpu")
     reason = _why_not(found, spec, device)
+    exchanges = private.exchanges() and _may_exchange(found)
+    if exchanges and ranks is not None and threading.current_thread() is threading.main_thread():
+        reason, later = _why_not_together(found, ranks, reason)
+    elif exchanges:
+        reason, later = "not run: its collectives need all ranks, which this warm is not part of", True
+    else:
+        later = False
     if reason is not None:
-        return (CallProof(gap=reason),) * count
+        return (CallProof(gap=reason, later=later),) * count
     stage = mmap.mmap(-1, 1)  # a copy of this process shares it
     work = functools.partial(_answer, found, spec, device, stage)
     try:
-        if device == "cpu":
+        if device == "cpu" and not exchanges:
             timeout_secs = timeout_secs or _TIMEOUT_SECS
             answer = decode(run_in_copy(functools.partial(_in_copy, work), timeout_secs=timeout_secs), _Answer)
         else:
-            index = first_index(spec.module, found.plan)
-            indices = [torch.accelerator.current_device_index() if index is None else index]
-            with torch.random.fork_rng(indices, device_type=device):
-                answer = _answer(found, replica(spec), device, stage)
+            index = None if device == "cpu" else first_index(spec.module, found.plan)
+            indices = [torch.accelerator.current_device_index() if index is None else index] if device != "cpu" else []
+            with torch.random.fork_rng(indices, device_type="cuda" if device == "cpu" else device):
+                answer = _answer(found, replica(spec), device, stage, ranks if exchanges else None)
     except _NoReplicaError as error:
         return (CallProof(gap=f"not run: {error}"),) * count
     except ChildEndedError as error:
@@ -96,6 +111,8 @@ def replica(spec: ModelSpec) -> ModelSpec:
         _NoReplicaError: It cannot be copied.
     """
     memo: dict[int, object] = {id(tensor): tensor for tensor in tensors_held(spec.module)}
+    held = (value for module in spec.module.modules() for value in vars(module).values())
+    memo |= {id(value): value for value in held if private.group_of_processes(value) or private.mesh_of_devices(value)}
     try:
         return dataclasses.replace(spec, module=copy.deepcopy(spec.module, memo))
     except Exception as error:  # whatever the model holds may refuse
@@ -105,8 +122,7 @@ def replica(spec: ModelSpec) -> ModelSpec:
 
 def _why_not(found: Found, spec: ModelSpec, device: str) -> str | None:
     """Return why nothing can be called here."""
-    targets = {str(node.target) for graph in found.plan.graphs.values() for node in graph.every_node()}
-    if any(mark in target for target in targets for mark in _COLLECTIVES):
+    if _has_collectives(found) and not private.exchanges():
         return "not run: it has collectives, which other processes take part in"
     if device != "cpu" and not torch.accelerator.is_available():
         return f"not run: there is no {device} device here"
@@ -115,6 +131,37 @@ def _why_not(found: Found, spec: ModelSpec, device: str) -> str | None:
         size = f"{needed / 1e9:.1f} GB"
         return f"not run: its weights are fake, and there is no room to draw {size} (--weights real runs it with them)"
     return None
+
+
+def _has_collectives(found: Found) -> bool:
+    targets = {str(node.target) for graph in found.plan.graphs.values() for node in graph.every_node()}
+    return any(mark in target for target in targets for mark in _COLLECTIVES)
+
+
+def _may_exchange(found: Found) -> bool:
+    """Return whether a call may have collectives: a custom op may hide one."""
+    return _has_collectives(found) or any(graph.ops for graph in found.plan.graphs.values())
+
+
+def _why_not_together(found: Found, ranks: Ranks, reason: str | None) -> tuple[str | None, bool]:
+    """Return why the ranks cannot make the calls together, and whether a later warm may; this one's own reason first.
+
+    Raises:
+        RankLostError: Another rank failed or died.
+    """
+    try:
+        words = ranks.meet(f"{reason or ''}\n{len(found.plan.variants)}")
+    except RankAbsentError as error:
+        return reason or f"not run: it has collectives, and {error}", reason is None
+    except RankLostError as error:
+        if ranks.ends_process:
+            raise
+        return reason or f"not run: it has collectives, and other ranks do not take part. {error}", reason is None
+    reasons = [word.partition("\n")[0] for word in words]
+    first = next((f"{said} (rank {rank})" for rank, said in enumerate(reasons) if said), None)
+    if first is None and len(set(words)) > 1:
+        first = "not run: it has collectives, and the ranks have different numbers of variants"
+    return reason or first, False
 
 
 def _of_ending(error: ChildEndedError, stage: StageName) -> CallProof:
@@ -145,14 +192,16 @@ def _in_copy(work: Callable[[], _Answer]) -> bytes:
     return encode(work())
 
 
-def _answer(found: Found, spec: ModelSpec, device: str, stage: mmap.mmap) -> _Answer:
+def _answer(found: Found, spec: ModelSpec, device: str, stage: mmap.mmap, ranks: Ranks | None = None) -> _Answer:
     def tell(name: StageName) -> None:
         stage[0] = STAGES.index(name)
 
     try:
-        return _Answer(variants=Calls(found, spec, device, tell).proofs())
+        return _Answer(variants=Calls(found, spec, device, tell, ranks).proofs())
     except CallMismatchError as error:
         return _Answer(wrong=str(error))
+    except RankLostError:
+        raise
     except Exception as error:  # noqa: BLE001 - nothing was learnt of the calls, and the record says so
         traceback.print_exc()
         gap = f"not run: {type(error).__name__}: {first_line(error)}"

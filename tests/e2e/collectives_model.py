@@ -1,0 +1,165 @@
+"""Models whose forward has collectives, each warmed, loaded and compared with itself by every rank of a group.
+
+The program: `collectives_model.py ROOT ADAPTOR JOBS NAME...` prints {name: what came of it} as this rank's JSON.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from torch import nn
+
+import cgtool
+
+WIDTH = 8
+GROUPS = {}
+
+
+def all_reduce(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    """Do what vLLM's op of this name does: find the group by a name of its own."""
+    total = x.clone()
+    dist.all_reduce(total, group=GROUPS[group_name])
+    return total
+
+
+cgtool.direct_register_custom_op(
+    "all_reduce", all_reduce, mutates_args=[], fake_impl=lambda x, _: torch.empty_like(x), namespace="collective_tests"
+)
+
+
+class Model(nn.Module):
+    """Two layers, and what the ranks exchange between them."""
+
+    dynamic = True
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.down(self.exchange(self.up(x).relu())).relu()
+
+
+class InPlace(Model):
+    def exchange(self, x):
+        dist.all_reduce(x)
+        return x
+
+
+class AllReduce(Model):
+    def exchange(self, x):
+        return collectives.all_reduce(x, "sum", dist.group.WORLD)
+
+
+class ByName(Model):
+    def exchange(self, x):
+        return collectives.all_reduce(x, "max", dist.group.WORLD.group_name)
+
+
+class AllGather(Model):
+    def exchange(self, x):
+        return collectives.all_gather_tensor(x, 0, dist.group.WORLD)
+
+
+class ReduceScatter(Model):
+    def exchange(self, x):
+        size = dist.get_world_size()
+        return collectives.reduce_scatter_tensor(x.repeat(size, 1), "sum", 0, dist.group.WORLD)
+
+
+class AllToAll(Model):
+    dynamic = False  # a tensor of sizes is part of the op
+
+    def exchange(self, x):
+        sizes = [len(x) // dist.get_world_size()] * dist.get_world_size()
+        return collectives.all_to_all_single(x, sizes, sizes, dist.group.WORLD)
+
+
+class Subgroup(Model):
+    def __init__(self):
+        super().__init__()
+        pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
+        self.group = pairs[dist.get_rank() // 2]
+
+    def exchange(self, x):
+        return collectives.all_reduce(x, "sum", self.group)
+
+
+class TwoGroups(Subgroup):
+    def exchange(self, x):
+        return collectives.all_reduce(super().exchange(x) * 0.5, "sum", dist.group.WORLD)
+
+
+class CustomOp(Model):
+    def exchange(self, x):
+        return torch.ops.collective_tests.all_reduce(x, "tp")
+
+
+class WrongOnOne(AllReduce):
+    def exchange(self, x):
+        wrong = torch.compiler.is_compiling() and dist.get_rank() == 1
+        return super().exchange(x) * (2 if wrong else 1)
+
+
+class Mesh(Model):
+    def __init__(self):
+        super().__init__()
+        self.mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def exchange(self, x):
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        return DTensor.from_local(x, self.mesh, [Partial()]).redistribute(self.mesh, [Replicate()]).to_local()
+
+
+class ShardedWeights(Model):
+    def __init__(self):
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        super().__init__()
+        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+        parallelize_module(self, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+    def exchange(self, x):
+        return x
+
+
+def drawn(rows):
+    rank = dist.get_rank()
+    return torch.randn(rows * dist.get_world_size(), WIDTH, generator=torch.Generator().manual_seed(10 * rows + rank))
+
+
+def came_of(name, root, config):
+    """Return whether what was loaded equals the model, at each of some sizes; or the refusal."""
+    try:
+        model = globals()[name]().eval()
+        dynamic = {"x": {0: ("rows", 2, 64)}} if model.dynamic else {}
+        cgtool.compile(model, example_args=(drawn(2),), dynamic=dynamic, config=config, cache_dir=root)
+        loaded = cgtool.load(model, cache_dir=root, config=config)
+    except cgtool.CgtoolError as error:
+        return str(error)
+    if not config.proof:
+        return []
+    inputs = [drawn(rows) for rows in ((1, 2, 5) if model.dynamic else (2,))]
+    return [torch.allclose(loaded(x), model(x), atol=1e-5) for x in inputs]
+
+
+def main(root, adaptor, jobs, *names):
+    dist.init_process_group("gloo", timeout=dt.timedelta(seconds=60))
+    GROUPS["tp"] = dist.group.WORLD
+    config = cgtool.CompilationConfig(adaptor=adaptor, jobs=int(jobs), **json.loads(os.environ.get("CONFIG", "{}")))
+    with torch.no_grad():
+        found = {name: came_of(name, root, config) for name in names}
+    dist.destroy_process_group()
+    sys.stdout.write(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,83 @@
+"""Collectives in forward: compiled under groups that are faked, proved and called by all ranks together."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from e2e_harness import torchrun
+
+torch = pytest.importorskip("torch")
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed"),
+]
+
+MODELS = Path(__file__).with_name("collectives_model.py")
+SERVED = (
+    "InPlace",
+    "AllReduce",
+    "ByName",
+    "AllGather",
+    "ReduceScatter",
+    "AllToAll",
+    "Subgroup",
+    "TwoGroups",
+    "CustomOp",
+)
+REFUSED = {
+    "WrongOnOne": (r"Rank 1 failed: The compiled call gives something else", r"gives something else than the model"),
+    "Mesh": (r"collectives_model.py.*DTensor.from_local.* cannot be part of a piece",) * 2,
+    "ShardedWeights": ("up.weight is a DTensor, a tensor subclass that an artifact cannot take",) * 2,
+}
+
+
+def came_of(folder, adaptor, jobs, *names, ranks=2, **env):
+    """Return what each rank says of each model, and the manifests."""
+    said = torchrun(env, folder / "log", MODELS, folder / "cache", adaptor, jobs, *names, ranks=ranks)
+    return said, [json.loads(path.read_text()) for path in (folder / "cache").rglob("manifest.json")]
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(tmp_path_factory):
+    return came_of(tmp_path_factory.mktemp("two"), "eager", 0, *SERVED, *REFUSED)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_two_ranks_exchange_is_served(of_two_ranks, name):
+    for said in of_two_ranks[0]:
+        assert all(equal is True for equal in said[name]), said[name]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_told_each_rank(of_two_ranks, name):
+    for said, words in zip(of_two_ranks[0], REFUSED[name], strict=True):
+        assert re.search(words, said[name]), said[name]
+
+
+def test_whole_calls_with_collectives_are_proved_by_all_ranks_together(of_two_ranks):
+    _, manifests = of_two_ranks
+    assert len(manifests) == 2 * len(SERVED)
+    for variant in (variant for manifest in manifests for variant in manifest["variants"]):
+        assert variant["proved_at"]
+        assert "proof_gap" not in variant
+
+
+def test_a_worker_compiles_a_piece_with_a_collective_though_it_is_in_no_group(tmp_path):
+    within = json.dumps({"splitting_ops": [], "proof": False})
+    said, manifests = came_of(tmp_path, "aot_inductor", 1, "TwoGroups", CONFIG=within)
+    assert said == [{"TwoGroups": []}] * 2
+    digests = [{row["artifact"]["digest"] for row in manifest["rows"]} for manifest in manifests]
+    assert digests[0] == digests[1]
+    assert {row["artifact"]["kind"] for manifest in manifests for row in manifest["rows"]} == {"pt2"}
+
+
+@pytest.mark.slow
+def test_four_ranks_exchange_in_pairs_and_all_together_between_compiled_pieces(tmp_path):
+    said, manifests = came_of(tmp_path, "aot_inductor", 1, "TwoGroups", ranks=4)
+    assert said == [{"TwoGroups": [True] * 3}] * 4
+    assert len({row["artifact"]["digest"] for manifest in manifests for row in manifest["rows"]}) == 3
+    assert all(variant["proved_at"] for manifest in manifests for variant in manifest["variants"])
