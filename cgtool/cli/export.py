@@ -25,6 +25,7 @@ Examples:
   cgtool export llama.tar.zst 3f9a --rank 0 --shape general --shape 8
   cgtool export layer/cache --folder --no-debug --all
   cgtool export release.tar.zst --all --sign key.pem
+  cgtool export s3://models/llama.tar.zst
   cgtool export - 3f9a | ssh server cgtool import - --trust
 """
 
@@ -66,24 +67,26 @@ Examples:
 @cache_dir_option
 @talk_options
 def export(*, output: Output, dest: str, **options: Any) -> int:
-    """Write entries of the cache to DEST, a .tar.zst, or - for standard output.
+    """Write entries of the cache to DEST, a .tar.zst here or behind a URL, or - for standard output.
 
     HASH is the beginning of a hash that `inspect cache` lists. Without any, all entries are written if they are of one
     model. The same entries give the same archive, byte for byte before it is packed. DEST appears whole or not at all.
     """
     # The command itself: what `--help` does without.
+    from cgtool.remote.stores import is_remote
     from cgtool.toolkit.bundle.choose import Choice
     from cgtool.toolkit.bundle.export import export as run
+    from cgtool.toolkit.remote import export_to
 
     _check(dest, options, output)
     named = ("hashes", "everything", "filters", "ranks", "shapes")
     choice = Choice(**{name: options[name] for name in named}, debug=not options["no_debug"])
-    report = run(
-        sys.stdout.buffer if dest == "-" else Path(dest),
-        choice=choice,
-        cache_dir=cache_folder(options["cache_dir"]),
-        **{name: options[name] for name in ("folder", "level", "sign")},
-    )
+    more: dict[str, Any] = {"choice": choice, "cache_dir": cache_folder(options["cache_dir"])}
+    more |= {name: options[name] for name in ("level", "sign")}
+    if is_remote(dest):
+        report = export_to(dest, **more)
+    else:
+        report = run(sys.stdout.buffer if dest == "-" else Path(dest), folder=options["folder"], **more)
     output.report(report, _show)
     return failures.DONE
 
@@ -109,8 +112,13 @@ def _show(output: Output, report: ExportReport) -> None:
 
 
 def _check(dest: str, options: dict[str, Any], output: Output) -> None:
+    from cgtool.remote.stores import is_remote  # records, which `--help` does without
+
     if options["hashes"] and (options["everything"] or options["filters"]):
         message = "HASH names entries, and --all and --filter choose them. Give one or the other."
+        raise click.UsageError(message)
+    if options["folder"] and is_remote(dest):
+        message = "A store takes a bundle as one file. Leave out --folder, or push entries with cgtool push."
         raise click.UsageError(message)
     if dest != "-":
         return

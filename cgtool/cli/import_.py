@@ -25,6 +25,7 @@ Examples:
   cgtool import llama.tar.zst --trust
   cgtool import release.tar.zst --require-signature release.pub
   cgtool import layer/cache --require-signature /etc/cgtool/keys --cache-dir /var/cache/models
+  cgtool import s3://models/llama.tar.zst --require-signature release.pub
   cgtool import - --require-signature release.pub < release.tar.zst
 """
 
@@ -71,22 +72,24 @@ def _number(_: click.Context, option: click.Parameter, value: float) -> float:
 @cache_dir_option
 @talk_options
 def import_(*, output: Output, source: str, **options: Any) -> int:
-    """Take the entries in SRC into the cache: a file or folder that `cgtool export` wrote, or - for standard input.
+    """Take the entries in SRC into the cache: a file or folder that `cgtool export` wrote, or a URL, or - for stdin.
 
     What a bundle holds is native code. So it needs a signature of a key that you trust, or --trust. All of it is
     checked before anything changes: names, sizes, digests, records, packages, and whether this machine can load it.
     Entries that are there already are merged. A refusal exits with 3, and with a stable reason under --json.
     """
     # The command itself: what `--help` does without.
+    from cgtool.remote.stores import is_remote
     from cgtool.toolkit.bundle.import_ import import_bundle
+    from cgtool.toolkit.remote import import_from
 
     named = ("trust", "require_signature", "any_machine", "replace", "max_ratio")
-    report = import_bundle(
-        sys.stdin.buffer if source == "-" else Path(source),
-        cache_dir=cache_folder(options["cache_dir"]),
-        max_bytes=int(options["max_size"] * _GIB),
-        **{name: options[name] for name in named},
-    )
+    more = {name: options[name] for name in named}
+    more |= {"cache_dir": cache_folder(options["cache_dir"]), "max_bytes": int(options["max_size"] * _GIB)}
+    if is_remote(source):
+        report = import_from(source, **more)
+    else:
+        report = import_bundle(sys.stdin.buffer if source == "-" else Path(source), **more)
     output.report(report, _show)
     return failures.DONE
 

@@ -44,6 +44,7 @@ class HttpStore:
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self.url = shown(url)
+        self._host = self.url[: len(self.url) - len(urlsplit(self.url).path)]
         self._session = requests.Session()
         self._session.headers["Accept-Encoding"] = "identity"
         if parts.username is not None:
@@ -89,10 +90,9 @@ class HttpStore:
         headers = {"If-None-Match": "*"} if if_absent else {}
         answer = self._put(path, body, headers)
         if answer.status_code in (_CONFLICT, *_MISSING):  # WebDAV wants the folders made first
-            above = ""
-            for name in path.split("/")[:-1]:
-                above += f"{name}/"
-                self._ask("MKCOL", above)
+            top, *names = self._place(path).removeprefix(self._host).split("/")[:-1]
+            for depth in range(len(names)):
+                self._request("MKCOL", self._host + "/".join([top, *names[: depth + 1], ""]))
             answer = self._put(path, body, headers)
         if if_absent and answer.status_code == _EXISTS:
             return False
@@ -176,16 +176,19 @@ class HttpStore:
         return f"{self.url}/{quote(path)}"
 
     def _ask(self, method: str, path: str, **more: Any) -> requests.Response:
+        return self._request(method, self._place(path), **more)
+
+    def _request(self, method: str, place: str, **more: Any) -> requests.Response:
         try:
             return self._session.request(
                 method,
-                self._place(path),
+                place,
                 timeout=(CONNECT_SECS, SILENCE_SECS),
                 allow_redirects=method in {"GET", "HEAD"},
                 **more,
             )
         except requests.RequestException as error:
-            raise self._broken(error, f"{method} {path}") from error
+            raise self._broken(error, f"answer {method}") from error
 
     def _broken(self, error: requests.RequestException, doing: str) -> RemoteError:
         cause: BaseException = error

@@ -7,11 +7,13 @@ the rest is checked as a bundle is, before anything is placed.
 from __future__ import annotations
 
 import itertools
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -28,13 +30,13 @@ from cgtool.remote.entries import (
     open_bundle,
     signature_path,
 )
-from cgtool.remote.stores import Store, open_store, read
+from cgtool.remote.stores import Store, open_store, read, shown, stream
 from cgtool.store import signatures
 from cgtool.store.files import read_bytes
 from cgtool.store.layout import SIGNATURES, CacheLayout, resolve_root, short
 from cgtool.toolkit.bundle.choose import Choice, Content, Contents, gather
-from cgtool.toolkit.bundle.export import held_names
-from cgtool.toolkit.bundle.import_ import ImportedEntry, import_bundle
+from cgtool.toolkit.bundle.export import ExportReport, export, held_names
+from cgtool.toolkit.bundle.import_ import ImportedEntry, ImportReport, import_bundle
 from cgtool.toolkit.selection import beginning, not_one
 
 SCHEMA = 1
@@ -294,3 +296,34 @@ def _together(before: ImportedEntry | None, now: ImportedEntry) -> ImportedEntry
     outcome = now.outcome if before.outcome == "same" else before.outcome
     ranks = {(one.rank, one.prefix): one for one in (*before.ranks, *now.ranks)}
     return replace(now, outcome=outcome, rows_added=before.rows_added + now.rows_added, ranks=tuple(ranks.values()))
+
+
+def export_to(url: str, **options: Any) -> ExportReport:
+    """Write a bundle as `export` does, to one file of a store.
+
+    Raises:
+        RemoteError: The store fails; and as `export`.
+    """
+    folder, _, name = url.rpartition("/")
+    store = open_store(folder)
+    with tempfile.TemporaryDirectory(prefix="cgtool-export-") as made:
+        report = export(Path(made) / "bundle", **options)
+        store.put(name, Path(made) / "bundle")
+    return replace(report, dest=shown(url))
+
+
+def import_from(url: str, **options: Any) -> ImportReport:
+    """Take a bundle in as `import` does, from one file of a store.
+
+    Raises:
+        RemoteError: The store fails, or has no such file; and as `import_bundle`.
+    """
+    folder, _, name = url.rpartition("/")
+    store = open_store(folder)
+    size = store.size(name)
+    if size is None:
+        raise RemoteError(f"There is no {shown(url)}. Name a file that `cgtool export` wrote.", path=shown(url))
+    with tempfile.NamedTemporaryFile(prefix="cgtool-import-") as file:
+        file.writelines(stream(store, name, size))
+        file.flush()
+        return replace(import_bundle(Path(file.name), **options), source=shown(url))

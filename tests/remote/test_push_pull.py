@@ -90,3 +90,16 @@ def test_what_nobody_signed_is_not_pulled_without_a_word(store_url, cache, tmp_p
     assert ran.code == 3
     assert ran.report["error"]["reason"] == "not_trusted"
     assert CacheLayout(root=tmp_path / "other").hashes() == []
+
+
+def test_a_bundle_is_written_to_a_store_and_taken_from_there(store_url, cache, tmp_path):
+    hash_ = lay_entry(cache, seed=6)
+    place = f"{store_url.rstrip('/')}/bundles/model.tar.zst"
+    out = run("export", place, "--cache-dir", cache, "--json")
+    assert (out.code, PASSWORD in out.out + out.err) == (0, False), out.err
+    taken = run("import", place, "--trust", "--any-machine", "--cache-dir", tmp_path / "other", "--json")
+    assert taken.code == 0, taken.err
+    assert taken.report["source"] == out.report["dest"]
+    assert files_of(tmp_path / "other", hash_) == files_of(cache, hash_)
+    missing = run("import", f"{store_url.rstrip('/')}/none.tar.zst", "--trust", "--cache-dir", tmp_path / "other")
+    assert (missing.code, "There is no" in missing.err) == (1, True)
