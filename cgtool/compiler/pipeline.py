@@ -39,9 +39,9 @@ from cgtool.compiler.standing import (
     uncalled_notes,
     unproved_notes,
 )
-from cgtool.compiler.wanted import Work, wanted
-from cgtool.config import AOT_INDUCTOR, CompilationConfig, CompilationLevel
-from cgtool.errors import CacheMissError, ModelError, UsageError
+from cgtool.compiler.wanted import Work, leveled, wanted
+from cgtool.config import AOT_INDUCTOR, CompilationConfig
+from cgtool.errors import CacheMissError, ModelError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.host import environment, variables_now
 from cgtool.model import ModelSpec
@@ -139,7 +139,7 @@ def warm(
         kind = type(spec.module).__name__
         msg = f"The model, a {kind}, has no method {spec.method!r}. Name one that it has."
         raise ModelError(msg, path=spec.method)
-    config = _leveled(config, spec)
+    config = leveled(config, spec)
     layout = CacheLayout(root=resolve_root(cache_dir if cache_dir is not None else config.cache_dir or None))
     rank = environment().rank if rank is None else rank
     # Inference tensors count no writes, and tracing rests on the count; entries serve that mode all the same.
@@ -218,6 +218,8 @@ class _Warm:
         self._live = Live.of(spec.module, config=config.key_fields(), exact_config=True)
         #: Variant → why it could not be called beside the model this time, where a later warm may.
         self._uncalled: dict[int, str] = {}
+        #: For each variant, the outputs that the model itself lays out otherwise.
+        self._restrides: list[dict[str, tuple[int, ...]]] = []
 
     def run(self, *, check: bool, without: Collection[str]) -> WarmResult:
         finder = Finder(
@@ -392,6 +394,12 @@ class _Warm:
             lookup=(self._live.lookup,),
         ).with_rows(done.rows, (*stitched.fallbacks, *done.fallbacks))
         manifest = self._prove(manifest, key, files, writer.objects)
+        if any(self._restrides) and self._ranks is None:  # ranks would have to make all calls together again
+            from cgtool.compiler.proof.restride import with_restrides  # as the proof itself
+
+            plan = with_restrides(plan, self._restrides)
+            files |= {PLAN_FILE: encode_plan(plan), CODE_FILE: plan_text(plan).encode()}
+            manifest = self._prove(manifest, key, files, writer.objects)
         self._on_event(Event(phase="store", message=short(key.hash)))
         manifest = writer.publish(manifest, files)
         keep_generated(self._layout, manifest, done.generated)
@@ -434,6 +442,7 @@ class _Warm:
             for variant, proof in zip(manifest.variants, proofs, strict=True)
         )
         self._uncalled = {index: proof.gap for index, proof in enumerate(proofs) if proof.later}
+        self._restrides = [proof.restrides for proof in proofs]
         return msgspec.structs.replace(manifest, variants=variants)
 
     def _key(self, stitched: Stitched) -> Key:
@@ -455,21 +464,6 @@ class _Warm:
     def _dump(self, manifest: Manifest) -> None:
         if self._config.debug_dump_path:
             dump_entry(self._layout, manifest, self._config.debug_dump_path)
-
-
-def _leveled(config: CompilationConfig, spec: ModelSpec) -> CompilationConfig:
-    """Return the configuration with what its level means spelled out, and the model's own splitting ops.
-
-    Raises:
-        UsageError: The level is 0: the model runs as it is, and there is nothing to compile.
-    """
-    if config.effective_level == CompilationLevel.NO_COMPILATION:
-        msg = "Level 0 runs the model as it is, so there is nothing to compile. Choose level 1, 2 or 3."
-        raise UsageError(msg, path="level", actual=0)
-    config = config.leveled()
-    if config.splitting_ops is None and spec.splitting_ops is not None:
-        return config.replace(splitting_ops=tuple(spec.splitting_ops))
-    return config
 
 
 def _pool(config: CompilationConfig, *, on_cpu: bool) -> AbstractContextManager[WorkerPool | Cluster | None]:

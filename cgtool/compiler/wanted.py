@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from cgtool.config import EAGER, CompilationConfig, resolve_compile_sizes
+from cgtool.config import EAGER, CompilationConfig, CompilationLevel, resolve_compile_sizes
 from cgtool.errors import UsageError
+from cgtool.model import ModelSpec
 from cgtool.plan.pieces import PieceGraph
 from cgtool.plan.records import Plan, Step, Variant
 from cgtool.plan.shapes import Shape, is_size, of_sizes, shape_text
@@ -79,6 +80,21 @@ class Work:
             adaptor=self.adaptor,
             tuned=self.tuned,
         )
+
+
+def leveled(config: CompilationConfig, spec: ModelSpec) -> CompilationConfig:
+    """Return the configuration with what its level means spelled out, and the model's own splitting ops.
+
+    Raises:
+        UsageError: The level is 0: the model runs as it is, and there is nothing to compile.
+    """
+    if config.effective_level == CompilationLevel.NO_COMPILATION:
+        msg = "Level 0 runs the model as it is, so there is nothing to compile. Choose level 1, 2 or 3."
+        raise UsageError(msg, path="level", actual=0)
+    config = config.leveled()
+    if config.splitting_ops is None and spec.splitting_ops is not None:
+        return config.replace(splitting_ops=tuple(spec.splitting_ops))
+    return config
 
 
 def wanted(plan: Plan, config: CompilationConfig, fallbacks: Iterable[Fallback] = ()) -> tuple[Work, ...]:

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("torch")
 
 import piece_ops  # noqa: F401 - registers the custom ops that pieces below call
+import refused_ops  # noqa: F401 - as above
 from piece_cases import call, graph, method, tensor
 
 from cgtool.compiler import fitness
@@ -62,3 +63,9 @@ def test_what_torch_declares_is_found_in_its_headers():
 def test_a_schema_that_torch_reads_back_is_called_by_native_code():
     piece = graph([SQUARE], [call("torch.ops.cgtool_user.transposed", "%0")], ["%1"])
     assert fitness.fitness_of(piece).without_code() == set()
+
+
+def test_a_schema_that_torch_does_not_write_is_known_before_a_compile():
+    op = "torch.ops.cgtool_refused.nested.default"
+    piece = graph([SQUARE], [method("relu", "%0"), call(op, "%1", [[1], [3]])], ["%2"])
+    assert fitness.fitness_of(piece).without_code() == {("function", op)}

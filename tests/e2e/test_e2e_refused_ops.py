@@ -9,7 +9,7 @@ from e2e_harness import compare, inspect, warm
 
 pytestmark = pytest.mark.torch
 
-MODEL = f"{Path(__file__).with_name('refused_ops.py')}:build"
+MODEL = f"{Path(__file__).parents[1] / 'refused_ops.py'}:build"
 KNOWN_LATER = [pytest.param(name, marks=pytest.mark.slow) for name in ("bounded", "summed")]
 
 

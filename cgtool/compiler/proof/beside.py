@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
 import torch
 from msgspec.structs import replace
 
@@ -24,6 +25,7 @@ from cgtool.compiler.proof import _torch, judge
 from cgtool.compiler.proof.inputs import STYLES, index_bound
 from cgtool.compiler.proof.prove import first_line, is_out_of_memory, limits_of, same_bytes
 from cgtool.compiler.proof.reference import eps_of, filled, lowest_dtype, takes_steps
+from cgtool.compiler.proof.restride import Order, order_of
 from cgtool.compiler.proof.twins import Twins, leaves_of, num_fake_bytes, rounded, tensors_of
 from cgtool.compiler.ranks import Ranks
 from cgtool.compiler.sizes import sizes_to_prove
@@ -37,6 +39,7 @@ from cgtool.plan.records import Variant
 from cgtool.plan.shapes import of_sizes, shape_text
 from cgtool.runtime.call import NOT_SERVED, LoadedModel
 from cgtool.runtime.find import Found, open_entry
+from cgtool.runtime.generate import strides_matter
 from cgtool.trace.examples import Dims, arguments_for, sizes_of
 
 StageName = Literal["start", "model", "compiled"]
@@ -62,9 +65,11 @@ class CallProof(Record, frozen=True, kw_only=True):
         proved_at: The sizes of its dynamic dimensions at which both gave the same.
         gap: Why there are none; else "".
         later: Whether a later warm may succeed.
+        restrides: The outputs that eager lays out otherwise, by name, and how: nothing else is wrong with them.
     """
 
     proved_at: tuple[dict[str, int], ...] = ()
+    restrides: dict[str, Order] = msgspec.field(default_factory=dict)
     gap: str = ""
     later: bool = False
 
@@ -90,6 +95,14 @@ class _Ran:
 
     given: Mapping[str, Any]
     left: Mapping[str, Any]
+
+    def sharing(self) -> dict[str, tuple[str, ...]]:
+        """Return for each tensor that was returned what else of the call lies in its memory."""
+        places: dict[int, list[str]] = {}
+        for name, value in {**self.given, **self.left}.items():
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.untyped_storage().nbytes():
+                places.setdefault(value.untyped_storage().data_ptr(), []).append(name)
+        return {name: tuple(names) for names in places.values() for name in names if name in self.given}
 
 
 class Calls:
@@ -128,6 +141,8 @@ class Calls:
         self._ops = sorted({name for graph in graphs for name in graph.ops})
         self._leaves_undefined = any(filled(graph, 1.0) is not graph for graph in graphs)
         given = [[call.args, call.kwargs] for call in spec.calls]
+        #: Of the variant that is called now: the outputs that eager lays out otherwise.
+        self._restrides: dict[str, Order] = {}
         #: Whether numbers are drawn, because some are fake.
         self._draws = num_fake_bytes(spec.module) > 0 or any(
             _torch.is_fake(tensor) for _, tensor in tensors_of(given, "")
@@ -162,6 +177,7 @@ class Calls:
         proved: list[dict[str, int]] = []
         failure: _NotRunnableError | None = None
         refused: dict[str, int] | None = None
+        self._restrides = {}
         for sizes in self._agreed(list(self._sizes(variant, index))):
             if not self._all(time.monotonic() < self._until):
                 break
@@ -175,7 +191,7 @@ class Calls:
             elif at not in proved:
                 proved.append(at)
         if proved:
-            return CallProof(proved_at=tuple(proved))
+            return CallProof(proved_at=tuple(proved), restrides=self._restrides)
         if failure is not None:
             raise failure
         if refused is not None:
@@ -274,6 +290,7 @@ class Calls:
             judge.WrongError: They left something else.
         """
         unequal = dict(_unequal(ours, eager))
+        self._compare_places(ours, eager)
         if self._all(not unequal):
             return
         undefined = self._undefined(run) if self._leaves_undefined else {}
@@ -290,6 +307,29 @@ class Calls:
             except judge.WrongError as error:
                 msg = f"{name} {error}"
                 raise judge.WrongError(msg) from error
+
+    def _compare_places(self, ours: _Ran, eager: _Ran) -> None:
+        """Compare which outputs are views, and of what; note those that only their strides tell from eager's.
+
+        Raises:
+            judge.WrongError: An output shares memory otherwise, or lies as no step can lay it out.
+        """
+        mine, theirs = ours.sharing(), eager.sharing()
+        for name, names in theirs.items():
+            if mine.get(name, (name,)) != names:
+                msg = f"{name} shares memory with {_others(name, mine)} and the model's with {_others(name, theirs)}"
+                raise judge.WrongError(msg)
+        for name, tensor in eager.given.items():
+            if (
+                not isinstance(tensor, torch.Tensor)
+                or tensor.layout is not torch.strided
+                or not strides_matter(ours.given[name], tensor.stride())
+            ):
+                continue
+            order = order_of(tensor)
+            if order is None or len(theirs[name]) > 1 or self._restrides.setdefault(name, order) != order:
+                msg = f"{name} has the strides {ours.given[name].stride()} where the model's has {tensor.stride()}"
+                raise judge.WrongError(msg)
 
     def _eager(self, run: Callable[..., _Ran]) -> _Ran:
         self._stage("model")
@@ -394,6 +434,10 @@ def _unequal(ours: _Ran, eager: _Ran) -> Iterator[tuple[str, tuple[torch.Tensor,
                 raise judge.WrongError(msg)
         if not same_bytes(mine, theirs):
             yield name, (mine, theirs)
+
+
+def _others(name: str, sharing: Mapping[str, tuple[str, ...]]) -> str:
+    return ", ".join(other for other in sharing.get(name, ()) if other != name) or "nothing else"
 
 
 def _has_nan(value: Any) -> bool:

@@ -157,6 +157,36 @@ def test_a_wrong_restride_is_refused(spec, tmp_path, monkeypatch):
         warm(spec, config=CONFIG, cache_dir=tmp_path)
 
 
+def test_an_output_that_eager_lays_out_otherwise_than_the_trace_said_is_laid_out_so(spec, tmp_path):
+    warm(spec, config=CONFIG, cache_dir=tmp_path)
+    loaded = cgtool.load(spec.module, cache_dir=tmp_path)
+    for rows in (1, 2, 5):
+        args = torch.randn(rows, WIDTH), torch.zeros(rows, WIDTH)
+        for ours, theirs in zip(loaded(*args), spec.module(*args), strict=True):
+            torch.testing.assert_close(ours, theirs)
+            assert rows == 1 or ours.stride() == theirs.stride() == (1, rows)
+
+
+VIEWS = {
+    "an argument": (lambda self, x: (x, x + 1), lambda own: lambda tensors, *rest: own([tensors[0].clone()], *rest)),
+    "another output": (
+        lambda self, x: (y := x + 1, y[1:]),
+        lambda own: lambda *given: tuple(part.clone() for part in own(*given)),
+    ),
+    "nothing": (lambda self, x: (x.clone(), x + 2), lambda own: lambda *given: (given[0][0], own(*given)[1])),
+}
+
+
+@pytest.mark.parametrize("what", VIEWS)
+def test_an_output_that_shares_memory_otherwise_than_eagers_is_refused(tmp_path, monkeypatch, what):
+    forward, change = VIEWS[what]
+    warm(of(forward, torch.ones(3)), config=CONFIG, cache_dir=tmp_path / "right")
+    run = program.ProgramWriter.function
+    monkeypatch.setattr(program.ProgramWriter, "function", lambda self, *given: change(run(self, *given)))
+    with pytest.raises(CallMismatchError, match=r"output\[\d\] shares memory with"):
+        warm(of(forward, torch.ones(3)), config=CONFIG, cache_dir=tmp_path / "wrong")
+
+
 def test_a_write_to_an_argument_that_is_lost_is_refused(tmp_path, monkeypatch):
     def forward(self, x, out):
         out.copy_(x + 1)
