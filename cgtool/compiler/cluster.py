@@ -116,7 +116,10 @@ class Cluster:
         while len(died) < MOST_DEATHS and blind < _MOST_BLIND_TRIES:
             avoid = frozenset({*refused, *(worker for worker, _ in died)})
             try:
-                returned, data = self._returned(handed, avoid)
+                try:
+                    returned, data = self._returned(handed, avoid)
+                except NoWorkerError:  # rather once more where one died than nowhere
+                    returned, data = self._returned(handed, frozenset(refused))
             except NoWorkerError:
                 break
             except WorkersDiedError as error:
@@ -135,7 +138,7 @@ class Cluster:
             else:
                 refused[worker] = report.reason
         if len(died) >= MOST_DEATHS:
-            raise WorkerError(f"{len(died)} workers failed with it, so no other is asked.{_listed(died)}")
+            raise WorkerError(f"workers failed with it twice, so no other is asked.{_listed(died)}")
         raise WorkerError(
             f"no worker of {self._url} takes it. A worker needs the cgtool, torch, compiler, instruction set and GPU "
             f"of this machine.{_listed([*refused.items(), *died])}"

@@ -14,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
-from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, ThreadPoolExecutor
+from concurrent.futures import wait as futures_wait
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -189,6 +190,138 @@ def _dask(rest: str) -> Executor:
         raise _unreachable("Dask scheduler", rest.removeprefix("//"), error) from error
 
 
+# Ray: ray://HOST:PORT of a Ray Client server, or ray:HOST:PORT and ray:auto on a machine of the cluster
+
+
+class _Ray(Engine):
+    """A Ray cluster. Ray gives each call to one worker here: who submits it counts those that died."""
+
+    def __init__(self, ray: Any, address: str) -> None:
+        self._ray = ray
+        self._is_ours = not ray.is_initialized()
+        if self._is_ours:
+            ray.init(address, log_to_driver=False)
+        self.lost = (*Engine.lost, OSError, ray.exceptions.TaskCancelledError, ray.exceptions.RaySystemError)
+        self._died = (
+            *(ray.exceptions.WorkerCrashedError, ray.exceptions.LocalRayletDiedError),
+            *(ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError),
+        )
+        self._call = ray.remote(_call_on_ray)
+        self._refs: dict[Future[bytes], Any] = {}
+        self._avoided: dict[Future[bytes], frozenset[str]] = {}
+
+    def submit_avoiding(self, avoid: frozenset[str], call: Call, data: bytes) -> Future[bytes]:
+        nodes = self._nodes() if avoid else set()
+        avoid = avoid & nodes  # a node that is gone needs no word
+        if avoid and avoid == nodes:
+            raise NoWorkerError
+        where = {"ray.io/node-id": f"!in({','.join(sorted(avoid))})"} if avoid else None
+        ref = self._call.options(num_cpus=1, max_retries=0, label_selector=where).remote(call, data)
+        future: Future[bytes] = Future()
+        self._refs[future], self._avoided[future] = ref, avoid
+        ref.future().add_done_callback(functools.partial(self._take, future))
+        return future
+
+    def is_served(self, future: Future[bytes]) -> bool:
+        return bool(self._nodes() - self._avoided[future])
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        if cancel_futures:
+            for future, ref in self._refs.items():
+                if not future.done():
+                    self._ray.cancel(ref, force=True)
+        if wait:
+            futures_wait(self._refs)
+        if self._is_ours:
+            self._ray.shutdown()
+
+    def _nodes(self) -> set[str]:
+        return {node["NodeID"] for node in self._ray.nodes() if node["Alive"] and node["Resources"].get("CPU")}
+
+    def _take(self, future: Future[bytes], done: Future[bytes]) -> None:
+        error = done.exception()
+        if error is None:
+            future.set_result(done.result())
+        elif isinstance(error, self._died):
+            future.set_exception(WorkersDiedError(("a worker of Ray",), str(error).partition("\n")[0]))
+        else:
+            future.set_exception(error)
+
+
+def _call_on_ray(call: Call, data: bytes) -> bytes:
+    import ray
+
+    return call(data, ray.get_runtime_context().get_node_id())
+
+
+def _ray(rest: str) -> Executor:
+    try:
+        import ray
+    except ImportError as error:
+        raise _missing("ray", "ray[client]", error) from error
+    try:
+        return _Ray(ray, "ray:" + rest if rest.startswith("//") else rest)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _unreachable("Ray cluster", rest.removeprefix("//"), error) from error
+
+
+# Slurm: slurm:NAME=VALUE,...; each call is a job, and NAME=VALUE are submitit's parameters
+
+
+class _Slurm(ThreadPoolExecutor):
+    """Jobs of submitit: a thread waits for each. `cluster=local` runs them on this machine."""
+
+    def __init__(self, rest: str) -> None:
+        super().__init__(max_workers=256, thread_name_prefix="cgtool-slurm")
+        try:
+            import submitit
+        except ImportError as error:
+            raise _missing("slurm", "submitit", error) from error
+        given = dict(pair.split("=", 1) for pair in rest.split(",") if pair)
+        folder, cluster = given.pop("folder", "cgtool-slurm"), given.pop("cluster", None)
+        self._jobs: Any = submitit.AutoExecutor(folder, cluster=cluster)
+        self._jobs.update_parameters(**{name: int(text) if text.isdigit() else text for name, text in given.items()})
+        self._running: set[Any] = set()
+
+    def submit(self, call: Any, *args: Any) -> Future[Any]:  # type: ignore[override]  # calls of ours alone
+        return super().submit(self._run, call, *args)
+
+    def _run(self, call: Any, *args: Any) -> Any:
+        job = self._jobs.submit(call, *args)
+        self._running.add(job)
+        try:
+            return job.result()
+        finally:
+            self._running.discard(job)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=cancel_futures)
+        for job in list(self._running) if cancel_futures else ():
+            job.cancel(check=False)
+        super().shutdown(wait=wait)
+
+
+def _slurm(rest: str) -> Executor:
+    try:
+        return _Slurm(rest)
+    except (TypeError, ValueError, RuntimeError, NameError) as error:
+        raise ConfigError(
+            f"The executor 'slurm' does not take {rest!r}: {error}. Give submitit's parameters, such as "
+            "slurm:slurm_partition=compile,timeout_min=60,cpus_per_task=2.",
+            path="executor",
+            actual=rest,
+        ) from error
+
+
+def _mpi(rest: str) -> Executor:  # noqa: ARG001  there is nothing to say
+    try:
+        from mpi4py import futures
+    except ImportError as error:
+        raise _missing("mpi", "mpi4py", error) from error
+    executor: Executor = futures.MPIPoolExecutor()
+    return executor
+
+
 def _unreachable(what: str, where: str, error: Exception) -> ExecutorError:
     return ExecutorError(
         f"The {what} at {where} does not answer ({str(error) or type(error).__name__}). Start it, or mend the address.",
@@ -197,4 +330,4 @@ def _unreachable(what: str, where: str, error: Exception) -> ExecutorError:
     )
 
 
-_OURS: Mapping[str, Callable[[str], Executor]] = {"dask": _dask}
+_OURS: Mapping[str, Callable[[str], Executor]] = {"dask": _dask, "ray": _ray, "slurm": _slurm, "mpi": _mpi}

@@ -95,7 +95,7 @@ def test_a_worker_that_is_killed_costs_nothing_but_its_unit_which_another_one_co
 
 def test_a_unit_that_kills_two_workers_fails_by_name_and_the_others_are_stored(dask, cache_root):
     workers = [dask.add_worker() for _ in range(4)]
-    with pytest.raises(UnitsFailedError, match=r"piece 0 \(general\): 2 workers") as caught:
+    with pytest.raises(UnitsFailedError, match=r"piece 0 \(general\): workers failed with it twice") as caught:
         compile_on(dask.url, hostile.work_of(hostile.number_of(hostile.kill_worker), 0, 50), cache_root)
     assert str(caught.value).count("tcp://127.0.0.1:") == 2
     assert stored_units(cache_root) == 2

@@ -1,0 +1,96 @@
+"""Ray, Slurm's jobs on this machine, and MPI, each as far as it runs here: a whole warm, proved by the workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import hostile_adaptors as hostile  # noqa: E402
+from cli_harness import REPO, environment, run  # noqa: E402
+from worker_harness import compile_on, stored_units, wait_until  # noqa: E402
+
+from cgtool.errors import ConfigError, UnitsFailedError  # noqa: E402
+from cgtool.executors.engines import open_executor  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+MODEL = f"{REPO / 'tests/cli/cli_sample_model.py'}:build"
+
+
+@pytest.fixture
+def found(site):
+    """Where workers find cgtool, the adaptors and the executors of the tests."""
+    return {"PYTHONPATH": os.pathsep.join([str(site), str(REPO), str(REPO / "tests/compiler")])}
+
+
+def options(root, executor):
+    return ("warm", MODEL, "--adaptor", "worded", "--cache-dir", str(root), "--json", "--executor", executor)
+
+
+def all_are_proved(report):
+    proved = [artifact["proved"] for artifact in report["artifacts"]]
+    return report["compiled"] == len(proved) == 4 and all(proved)
+
+
+@pytest.mark.slow
+def test_jobs_of_slurm(found, cache_root, tmp_path):
+    pytest.importorskip("submitit")
+    done = run(*options(cache_root, f"slurm:cluster=local,folder={tmp_path / 'jobs'}"), env=found)
+    assert done.code == 0, done.err
+    assert all_are_proved(done.report)
+
+
+@pytest.mark.slow
+def test_processes_of_mpi(found, cache_root):
+    pytest.importorskip("mpi4py")
+    if shutil.which("mpiexec") is None:
+        pytest.skip("there is no mpiexec: apt-get install openmpi-bin")
+    command = ["mpiexec", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    command += [sys.executable, "-m", "mpi4py.futures", "-m", "cgtool", *options(cache_root, "mpi")]
+    done = subprocess.run(command, env=environment(**found), capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert all_are_proved(json.loads(done.stdout))
+
+
+@pytest.fixture
+def ray_head(found, tmp_path):
+    """A head of Ray with two cores; the URL."""
+    pytest.importorskip("ray")
+    ray = [sys.executable, "-m", "ray.scripts.scripts"]
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    start = ["start", "--head", "--port", str(port), "--num-cpus", "2", "--include-dashboard=false"]
+    start += ["--disable-usage-stats", "--object-store-memory", "80000000", "--block"]
+    log = tmp_path / "ray"
+    with log.open("wb") as out:
+        head = subprocess.Popen([*ray, *start], env=environment(**found), stdout=out, stderr=out)
+    wait_until(lambda: "Ray runtime started" in log.read_text())
+    yield f"ray:127.0.0.1:{port}"
+    head.terminate()  # and all that it started
+    head.wait(60)
+
+
+@pytest.mark.slow
+def test_a_cluster_of_ray(ray_head, found, cache_root):
+    done = run(*options(cache_root, ray_head), env=found)
+    assert done.code == 0, done.err
+    assert all_are_proved(done.report)
+    killer = hostile.number_of(hostile.kill_worker)
+    with pytest.raises(UnitsFailedError, match=r"piece 0 \(general\): workers failed with it twice"):
+        compile_on(ray_head, hostile.work_of(killer, 0, 50), cache_root / "other")
+    assert stored_units(cache_root / "other") == 2
+
+
+def test_what_slurm_does_not_take_is_said(tmp_path):
+    pytest.importorskip("submitit")
+    with pytest.raises(ConfigError, match=r"The executor 'slurm' does not take 'cluster=local,folder=.*,no_such=1'"):
+        open_executor(f"slurm:cluster=local,folder={tmp_path},no_such=1")
