@@ -45,6 +45,7 @@ from cgtool.trace.examples import (
 )
 from cgtool.trace.files import UserCode, user_code
 from cgtool.trace.outputs import place_outputs
+from cgtool.trace.refusals import refuse_side_effects
 from cgtool.trace.relations import relations_of_trace, symbols_of_trace
 
 _log = logging.getLogger(__name__)
@@ -201,7 +202,13 @@ class _Tracing:
                 self.traced.clear()
 
     def stitched(self, secs: float) -> Stitched:
-        """Join what was traced into one plan."""
+        """Join what was traced into one plan.
+
+        Raises:
+            TraceError: One variant would leave the model in another state than the others know.
+        """
+        if len({one.trace.settled for one in self.traced}) > 1:
+            refuse_side_effects([f"{s.source}.{s.name}" for one in self.traced for s in one.trace.settled])
         traced, dims, spec = self.traced, self.dims, self._spec
         used = {step.graph for one in traced for step in one.variant.steps}
         graphs = {identity: graph for one in traced for identity, graph in one.split.graphs.items() if identity in used}
@@ -421,6 +428,7 @@ def _variant(name: str, fixed: Mapping[str, int], dims: Dims, trace: Trace, spli
         relations=(*relations, *equal, *split.relations_from_data),
         inputs=inputs,
         model_guards=trace.model_guards,
+        settled=trace.settled,
         call_guards=(*trace.call_guards, *states, *_apart(inputs, placeholders, split)),
         steps=split.steps,
         output=place_outputs(trace.output, split.outputs, by_source),

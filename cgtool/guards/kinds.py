@@ -18,6 +18,7 @@ writes a guard and checks it, so the two cannot drift apart. Kinds::
     named_keys:<json>  which of these keys are in it
     hasattr:<name>     whether it has the attribute
     absent:<name>      whether its instance dict has no such name
+    settles:<json>     whether the object is one of these literals
     tensor             [class, dtype, shape, stride, device type]
     same:<source>      whether it is the very object that another source names
     distinct:<digest>  whether no other source with this very kind names the same object
@@ -344,6 +345,7 @@ _WITH_ARGUMENT: dict[str, Callable[[Any, str], Json]] = {
     "registered": _registered,
     "contains": _contains,
     "hasattr": hasattr,
+    "settles": lambda value, either: encode_literal(value) in json.loads(either),
     "absent": lambda value, name: name not in getattr(value, "__dict__", {}),
 }
 

@@ -21,7 +21,18 @@ from msgspec import Meta
 
 from cgtool.errors import CacheCorruptError, CacheSchemaError
 from cgtool.plan.grammar import Count, DimName, Record, decode
-from cgtool.plan.pieces import Expression, GraphRows, Graphs, Json, PieceGraph, Row, SymbolName, SymbolRange, TensorMeta
+from cgtool.plan.pieces import (
+    Expression,
+    GraphRows,
+    Graphs,
+    Json,
+    Keyword,
+    PieceGraph,
+    Row,
+    SymbolName,
+    SymbolRange,
+    TensorMeta,
+)
 
 SCHEMA: Literal[3] = 3
 
@@ -118,7 +129,23 @@ class Step(Row):
     outputs: tuple[int, ...]
 
 
-class VariantHead(Record):
+class Settled(Row):
+    """A plain attribute that each call sets.
+
+    Args:
+        source: The module of the model that has it.
+        name: The attribute.
+        before: What it was when it was traced, an encoded literal.
+        after: What it is from the first call on.
+    """
+
+    source: str
+    name: Keyword
+    before: Json
+    after: Json
+
+
+class VariantHead(Record, kw_only=True):
     """What a variant says in the file as in memory.
 
     Args:
@@ -129,6 +156,7 @@ class VariantHead(Record):
         relations: Expressions over the symbols that must be true.
         call_guards: What must hold of a call.
         output: What the model returns, as a template.
+        settled: The attributes of the model that a call sets.
     """
 
     name: str
@@ -138,6 +166,7 @@ class VariantHead(Record):
     relations: tuple[Expression, ...]
     call_guards: tuple[Guard, ...]
     output: Json
+    settled: tuple[Settled, ...] = ()
 
 
 class Variant(VariantHead):

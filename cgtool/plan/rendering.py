@@ -19,6 +19,7 @@ _ANSWERS = {
     "contains": ("had the key {}", "did not have the key {}"),
     "absent": ("was not set on the object itself", "was set on the object itself"),
     "empty": ("was empty", "was not empty"),
+    "settles": ("was one of {}", "was none of {}"),
     "same": ("were one object", "were two objects"),
     "apart": ("had memory of their own", "had one memory"),
     "requires_grad": ("required grad", "did not require grad"),

@@ -21,10 +21,10 @@ from cgtool.guards.sources import Roots
 from cgtool.guards.table import failures_of
 from cgtool.host import variables_now
 from cgtool.plan.pieces import Graphs, PieceGraph
-from cgtool.plan.records import Guard, GuardTable, Input, Plan, Variant, source_words
+from cgtool.plan.records import Guard, GuardTable, Input, Plan, Settled, Variant, source_words
 from cgtool.runtime.call_guards import Accept, AcceptWriter, check_symbols
 from cgtool.runtime.dispatch import Boxed, ForkedLock, PiecewiseBackend, ShapeTable
-from cgtool.runtime.generate import hole_value, op_names, template_needs
+from cgtool.runtime.generate import decode_literal, hole_value, op_names, template_needs
 from cgtool.runtime.op_by_op import piece_maker
 from cgtool.runtime.program import (
     Program,
@@ -184,7 +184,10 @@ class LoadedModel(AsModule):
             weights, needs_grad = served.bound.read()
             if torch.is_grad_enabled():
                 self._refuse_gradients(served, tensors, weights, needs_grad=needs_grad)
-            return served.program(tensors, sizes, passed, weights, table)
+            answer = served.program(tensors, sizes, passed, weights, table)
+            for owner, name, value in served.settled:
+                setattr(owner, name, value)
+            return answer
         return NOT_SERVED
 
     def recheck(self) -> None:
@@ -343,6 +346,8 @@ class LoadedModel(AsModule):
         else:
             pieces = pieces_of(variant, self._graphs)
             served.table = ShapeTable(symbols, backends, lambda position, function: wrap(pieces[position], function))
+        roots = Roots(self.module, self._signature.method)
+        served.settled = tuple(_attribute_of(roots, one) for one in variant.settled)
         served.accept = writer.function()
 
     def _op_by_op(self, identity: str) -> Boxed:
@@ -388,10 +393,21 @@ class _Served:
         self.weights = weights
         self.bound = bound
         self.call_inputs = [variant.inputs[i] for i in calls]
+        #: Modules of the model with attributes that each call sets, and to what.
+        self.settled: tuple[tuple[nn.Module, str, Any], ...] = ()
         self.is_ready = False
 
     def uncovered(self) -> str:
         return f"the sizes of this call were not compiled, which has {self.table.covered()}"
+
+
+def _attribute_of(roots: Roots, one: Settled) -> tuple[nn.Module, str, Any]:
+    """Return a module of the model, a plain attribute of it, and what a call sets it to."""
+    owner = roots.resolve(one.source)
+    if not isinstance(owner, nn.Module) or one.name not in vars(owner):
+        msg = f"The plan sets {source_words(one.source)}.{one.name}, which is no attribute of the model: warm again."
+        raise ArtifactError(msg, path=one.name)
+    return owner, one.name, decode_literal(one.after)
 
 
 def _piece(opened: Mapping[tuple[int, int], PiecewiseBackend], variant: int, piece: int) -> PiecewiseBackend:

@@ -38,6 +38,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.numbers import int_oo
 
+from cgtool.graph._torch import share_storage
+
 __all__ = [
     "ConstraintViolationError",
     "FakeTensor",
@@ -54,6 +56,8 @@ __all__ = [
     "dynamo_source",
     "fix_strides",
     "int_oo",
+    "is_as_before",
+    "is_tensor",
     "is_traceable_wrapper_subclass",
     "is_view",
     "made_by_custom_op",
@@ -114,20 +118,42 @@ def modified_existing(output: Any) -> Iterator[Any]:
             yield variable
 
 
-def written_attributes(output: Any, variable: Any) -> tuple[str, ...]:
-    """Return the names of the attributes that the call wrote on one of these objects."""
-    return tuple(output.side_effects.store_attr_mutations.get(variable) or ())
+def written_attributes(output: Any, variable: Any) -> dict[str, Any]:
+    """Return what the call wrote on one of these objects, as Dynamo's variables by the attributes' names."""
+    return dict(output.side_effects.store_attr_mutations.get(variable) or {})
 
 
-def written_keys(variable: Any) -> tuple[str, ...]:
-    """Return the names that the call put into one of these objects; () where it is no dict of names."""
+def written_keys(variable: Any) -> dict[str, Any]:
+    """Return what the call put into one of these objects, by name; nothing where it is no dict of names."""
     before = getattr(variable, "original_items", None)
     if before is None:
-        return ()
+        return {}
     # keys are wrapped in `items` alone, and a value that was only looked at is realized in place
     items = [(getattr(key, "vt", key), value) for key, value in variable.items.items()]
-    written = [key for key, value in items if variable.is_new_item(before.get(key), value)]
-    return tuple(key.as_python_constant() for key in written if key.is_python_constant())
+    written = [(key, value) for key, value in items if variable.is_new_item(before.get(key), value)]
+    return {key.as_python_constant(): value for key, value in written if key.is_python_constant()}
+
+
+def is_as_before(variable: Any, before: Any) -> bool:
+    """Return whether one of these objects is a dict or a set that holds in the end what it holds now, in `before`."""
+    items = getattr(variable, "original_items", {})
+    if type(before) is dict:
+        kept = [key is getattr(other, "vt", other) for key, other in zip(items, variable.items, strict=False)]
+        return len(items) == len(variable.items) and all(kept) and not written_keys(variable)
+    try:
+        return type(before) is set and {key.vt.as_python_constant() for key in variable.items} == before
+    except (NotImplementedError, AttributeError):
+        return False
+
+
+def is_tensor(variable: Any, fake: Any) -> bool:
+    """Return whether a variable of Dynamo's is the tensor that this fake one stands for, or a view of all of it."""
+    node = getattr(getattr(variable, "proxy", None), "node", None)
+    value = None if node is None else node.meta.get("example_value")
+    if not isinstance(value, torch.Tensor) or not isinstance(fake, torch.Tensor):
+        return False
+    makes = [(t.dtype, t.shape, t.stride(), t.storage_offset(), t.is_conj(), t.is_neg()) for t in (value, fake)]
+    return makes[0] == makes[1] and share_storage(value, fake)
 
 
 def _is_restored(variable: Any, effects: Any) -> bool:

@@ -70,7 +70,7 @@ def explained(method: Callable[..., Any]) -> Iterator[None]:
     except private.ConstraintViolationError as error:
         raise _specialised(error) from error
     except private.TorchDynamoException as error:
-        cause = error.__cause__
+        cause = getattr(error, "inner_exception", None) or error.__cause__
         if isinstance(cause, CgtoolError):
             raise cause from None
         if "Constraints violated" in str(error) or "ConstraintViolation" in type(error).__name__:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -18,7 +18,7 @@ from cgtool.guards.sources import Roots
 from cgtool.guards.state import STATE_NAMES, current
 from cgtool.host import count
 from cgtool.plan.pieces import Json
-from cgtool.plan.records import Guard
+from cgtool.plan.records import Guard, Settled
 from cgtool.trace import _torch as private
 from cgtool.trace.breaks import explained
 from cgtool.trace.files import function_guards
@@ -33,8 +33,9 @@ from cgtool.trace.refusals import (
     refuse_subclasses,
     refuse_surroundings,
 )
-from cgtool.trace.sources import MODULE_DICTS, Frame, source_text
+from cgtool.trace.sources import Frame, source_text
 from cgtool.trace.touched import touched
+from cgtool.trace.writes import settled_guards, writes_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,7 @@ class Trace:
         asked: The modules and distributions that the code asked for.
         output: The template of what the method returned; graph outputs are `["out", position]`.
         shape_env: Dynamo's ShapeEnv: ranges of symbols and relations between them.
+        settled: The plain attributes of the model that a call sets.
     """
 
     graph_module: fx.GraphModule
@@ -66,6 +68,10 @@ class Trace:
     asked: Asked
     output: Json
     shape_env: Any
+    settled: tuple[Settled, ...] = ()
+
+
+_Held = tuple[Any, str, Any]
 
 
 class _Capture:
@@ -76,7 +82,10 @@ class _Capture:
         self.graph_module: fx.GraphModule | None = None
         self.frame: Frame | None = None
         self.codes: list[types.CodeType] = []
-        self.changed: list[str] = []
+        self.settled: tuple[Settled, ...] = ()
+        #: Module, attribute and value, as they are before Dynamo's bytecode sets them: plain ones, and tensors.
+        self.plain: list[_Held] = []
+        self.tensors: list[_Held] = []
         self.inputs: dict[str, Any] = {}
         self.others: dict[str, Any] = {}
         self.returned: tuple[Guard, ...] = ()
@@ -90,8 +99,12 @@ class _Capture:
         self.frame = module_frame(self._roots.method, output, self._roots)
         self.codes = [code for code in private.TracingContext.get().traced_code if code.co_filename != private.__file__]
         self.shape_env = output.shape_env
-        self.changed = _changed(output, self.frame)
         self.inputs = _placeholder_sources(graph_module, self.frame)
+        writes = writes_of(output, self.frame, self.inputs)
+        refuse_side_effects(writes.changed)
+        self.settled = tuple(writes.settled)
+        self.plain = self._held((one.source, one.name) for one in writes.settled)
+        self.tensors = self._held(writes.renewed)
         self.others = _other_arguments(output, self.frame, self.inputs)
         private.fix_strides((*self.inputs.values(), *self.others.values()))
         self.returned = _returned_constants(self.frame)
@@ -104,6 +117,10 @@ class _Capture:
             return self.outputs
 
         return run
+
+    def _held(self, names: Iterable[tuple[str, str]]) -> list[_Held]:
+        owners = [(self._roots.resolve(source), name) for source, name in names]
+        return [(owner, name, getattr(owner, name)) for owner, name in owners]
 
     def takes(self, source: str) -> bool:
         """Return whether `source` is a tensor that the plan checks as an input."""
@@ -123,7 +140,7 @@ def capture(
     arguments: Mapping[str, Any],
     marked: list[tuple[torch.Tensor, int, str]],
 ) -> Trace:
-    """Trace `method` on these root locals.
+    """Trace `method` on these root locals, and once more where it sets plain attributes; the model stays as it was.
 
     Args:
         module: The model.
@@ -136,6 +153,27 @@ def capture(
         GraphBreakError: The model holds something that Dynamo cannot trace.
         TraceError: Something that the graph rests on, or that it returns, cannot be kept as data.
     """
+    undo: list[_Held] = []
+    try:
+        trace = _captured(module, method, signature, arguments, marked, undo=undo)
+        if trace.settled:
+            trace = as_before_and_after(trace, _captured(module, method, signature, arguments, marked, undo=undo))
+    finally:
+        _put_back(undo)
+    if trace.settled:
+        _check_at_once(trace.model_guards, Roots(module, method))
+    return trace
+
+
+def _captured(
+    module: torch.nn.Module,
+    method: Callable[..., Any],
+    signature: CallSignature,
+    arguments: Mapping[str, Any],
+    marked: list[tuple[torch.Tensor, int, str]],
+    *,
+    undo: list[_Held],
+) -> Trace:
     count("traces")
     refuse_surroundings(Roots(module, method))
     roots = Roots(module, method, arguments)
@@ -146,12 +184,15 @@ def capture(
     with torch.no_grad(), private.quiet_tracing(), explained(method), listening() as asked:
         compiled = private.trace_frame(method, captured, recorder.filter)
         with mode, captured.sizes, private.marked_dynamic((tensor, dim) for tensor, dim, _ in marked):
-            result = signature.call(compiled, arguments)
+            try:
+                result = signature.call(compiled, arguments)
+            finally:
+                undo += captured.plain
+                _put_back(captured.tensors)
     graph_module = captured.graph_module
     if graph_module is None:
         captured.current_frame()
         raise AssertionError
-    refuse_side_effects(captured.changed)
     refuse_identities(captured.codes)
     refuse_subclasses({**captured.inputs, **captured.others})
     _add_placeholders(graph_module, captured.others)
@@ -167,6 +208,7 @@ def capture(
     model_guards, call_guards = split_guards(combined((*guarded, *questions, *steps), seen.guards))
     functions = function_guards(captured.codes)
     model_guards = (*ALWAYS, *_own_method(Roots(module, method)), *model_guards, *functions)
+    model_guards = tuple(settled_guards(model_guards, captured.settled))
     _check_at_once(model_guards, Roots(module, method))
     return Trace(
         graph_module=graph_module,
@@ -180,7 +222,47 @@ def capture(
         asked=asked,
         output=TemplateReader(captured.outputs, known, captured.sizes).read(result),
         shape_env=captured.shape_env,
+        settled=captured.settled,
     )
+
+
+def _put_back(held: Sequence[_Held]) -> None:
+    for owner, name, value in reversed(held):
+        setattr(owner, name, value)
+
+
+def as_before_and_after(first: Trace, again: Trace) -> Trace:
+    """Return the trace of a model that sets plain attributes: it serves the model as it was, and as it is from then on.
+
+    Args:
+        first: The trace of the model as it was.
+        again: The trace of the model with these attributes set.
+
+    Raises:
+        TraceError: They are two graphs, or the attributes change with each call.
+    """
+    if again.settled or _graph_words(first) != _graph_words(again):
+        refuse_side_effects([f"{one.source}.{one.name}" for one in first.settled])
+    guards = {(guard.source, guard.kind): guard for trace in (first, again) for guard in trace.model_guards}
+    calls = {(guard.source, guard.kind): guard for trace in (first, again) for guard in trace.call_guards}
+    return replace(
+        again,
+        model_guards=tuple(settled_guards(guards.values(), first.settled)),
+        call_guards=tuple(calls.values()),
+        codes=tuple(dict.fromkeys((*first.codes, *again.codes))),
+        classes=tuple(dict.fromkeys((*first.classes, *again.classes))),
+        variables=first.variables | again.variables,
+        settled=first.settled,
+    )
+
+
+def _graph_words(trace: Trace) -> tuple[Any, ...]:
+    """Return what two equal traces have in common; a graph that holds a constant tensor equals none."""
+    graph_module = trace.graph_module
+    placeholders = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
+    constants = [object() for _ in graph_module.named_buffers()]
+    shapes = [(str(tuple(t.shape)), str(t.stride())) for t in placeholders if isinstance(t, torch.Tensor)]
+    return graph_module.code, shapes, constants, trace.input_sources, trace.dims, trace.output
 
 
 def _own_method(roots: Roots) -> tuple[Guard, ...]:
@@ -266,29 +348,6 @@ def _named_dims(
     marked: list[tuple[torch.Tensor, int, str]], known: Mapping[int, str]
 ) -> tuple[tuple[str, str, int], ...]:
     return tuple((name, known[id(t)], dim % t.dim()) for t, dim, name in marked if id(t) in known)
-
-
-def _changed(output: Any, frame: Frame) -> list[str]:
-    """Return the sources of what the call changes outside of itself, down to the attribute where there is one."""
-    found: list[str] = []
-    for variable in private.modified_existing(output):
-        name = _name_of(variable, frame)
-        owner, _, last = name.rpartition(".")
-        if last in MODULE_DICTS:
-            found += [f"{owner}.{key}" for key in private.written_keys(variable)] or [name]
-        else:
-            found += [f"{name}.{attr}" for attr in private.written_attributes(output, variable)] or [name]
-    return found
-
-
-def _name_of(variable: Any, frame: Frame) -> str:
-    source = getattr(variable, "source", None)
-    if source is None:
-        return ""
-    try:
-        return source_text(source, frame)
-    except TraceError:
-        return str(source.name)
 
 
 def _check_at_once(guards: tuple[Guard, ...], roots: Roots) -> None:

@@ -137,6 +137,8 @@ def _item(source: Any, frame: Frame) -> str:
     if base.startswith("module:"):
         return _attribute(base, str(index))
     head, _, last = base.rpartition(".")
+    if last == "__dict__" and index in MODULE_DICTS:  # as torch.nn.Module.__setattr__ looks it up
+        return f"{head}.{index}"
     if last in MODULE_DICTS and isinstance(index, str) and _NAME.fullmatch(index) and not head.endswith(("]", "type")):
         return f"{head}.{index}"
     return f"{base}[{json.dumps(index)}]"

@@ -1,0 +1,135 @@
+"""Models that set plain attributes of their own as they run: a call sets them as the model would, nothing else does."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+import cgtool  # noqa: E402
+from cgtool.errors import CacheMissError, GuardError, TraceError  # noqa: E402
+
+pytestmark = pytest.mark.torch
+CONFIG = cgtool.CompilationConfig(adaptor="eager", jobs=0)
+
+
+class Windowed(nn.Module):
+    """Clamps its window to what it is given, as Swin does."""
+
+    def __init__(self):
+        super().__init__()
+        self.window = 7
+        self.inner = nn.Linear(4, 4)
+        self.inner.shift = 3
+        self.register_buffer("table", torch.ones(4), persistent=False)
+
+    def forward(self, x):
+        if x.shape[1] <= self.window:
+            self.window = x.shape[1]
+            self.inner.shift = 0
+        self.table = self.table.to(x.dtype)
+        return self.inner(x).view(-1, self.window) + self.inner.shift + self.table
+
+
+class Counting(Windowed):
+    def forward(self, x):
+        self.window = self.window + 1
+        return x * self.window
+
+
+class TwoGraphs(Windowed):
+    def forward(self, x):
+        first, self.window = self.window == 7, 4
+        return x.sin() if first else x.cos()
+
+
+class Caching(Windowed):
+    def __init__(self):
+        super().__init__()
+        self.cache = {}
+
+    def forward(self, x):
+        if "table" not in self.cache:
+            self.cache["table"] = self.table * 2
+        return x + self.cache["table"]
+
+
+class Replacing(Windowed):
+    def forward(self, x):
+        self.table = self.table + 1
+        return x + self.table
+
+
+def made(cls):
+    torch.manual_seed(0)
+    return cls().eval().requires_grad_(requires_grad=False)
+
+
+def compiled(model, root, **options):
+    return cgtool.compile(
+        model, example_args=(torch.rand(5, 4),), dynamic={"x": {0: "rows"}}, config=CONFIG, cache_dir=root, **options
+    )
+
+
+def state(model):
+    return model.window, model.inner.shift
+
+
+def test_a_call_sets_what_the_model_sets_and_a_load_does_not(tmp_path):
+    warmed, table = made(Windowed), torch.ones(4)
+    warmed.table = table
+    compiled(warmed, tmp_path)
+    assert (state(warmed), warmed.table is table) == ((7, 3), True)
+    model = made(Windowed)
+    loaded = cgtool.load(model, cache_dir=tmp_path)
+    assert state(model) == (7, 3)
+    for rows in (5, 1, 8):
+        x = torch.rand(rows, 4)
+        assert torch.equal(loaded(x), made(Windowed)(x))
+        assert state(model) == (4, 0)
+    loaded.recheck()
+    again = cgtool.load(model, cache_dir=tmp_path)
+    assert torch.equal(again(x), made(Windowed)(x))
+
+
+def test_a_call_that_is_not_served_sets_nothing(tmp_path):
+    model = made(Windowed)
+    loaded = compiled(model, tmp_path)
+    with pytest.raises(GuardError):
+        loaded(torch.rand(2, 5))
+    assert state(model) == (7, 3)
+
+
+def test_another_value_is_a_miss(tmp_path):
+    compiled(made(Windowed), tmp_path)
+    model = made(Windowed)
+    model.window = 5
+    with pytest.raises(CacheMissError, match=r"window was one of \[7,4\]"):
+        cgtool.load(model, cache_dir=tmp_path)
+
+
+def test_calls_that_leave_the_model_in_two_states_are_refused(tmp_path):
+    calls = [cgtool.ExampleCall(args=(torch.rand(5, width),), name=f"width_{width}") for width in (4, 2)]
+
+    class Two(Windowed):
+        def forward(self, x):
+            self.window = min(x.shape[1], self.window)
+            return x.view(-1, self.window)
+
+    from cgtool.compiler.pipeline import warm
+
+    with pytest.raises(TraceError, match="changes window"), torch.no_grad():
+        warm(cgtool.ModelSpec(module=made(Two), calls=calls), config=CONFIG, cache_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"), [(Counting, "window"), (TwoGraphs, "window"), (Caching, "cache"), (Replacing, "table")]
+)
+def test_other_changes_are_refused_and_not_made(tmp_path, cls, name):
+    model = made(cls)
+    before = {**vars(model), "table": model.table, "cache": dict(getattr(model, "cache", {}))}
+    with pytest.raises(TraceError, match=f"The model changes {name} while it runs"):
+        compiled(model, tmp_path)
+    assert {**vars(model), "table": model.table, "cache": dict(getattr(model, "cache", {}))} == before
