@@ -79,6 +79,7 @@ import gc, importlib, json, os, runpy, sys
 for name in modules:
     importlib.import_module(name)
 gc.freeze()
+gc.disable()  # a fork lives for a moment
 os.fsync = lambda descriptor: None  # as in conftest.py
 for line in iter(sys.stdin.readline, ""):
     cwd, variables, arguments, out, err = json.loads(line)

@@ -177,6 +177,7 @@ def main() -> None:
                 cgtool.load(torch.nn.Identity().eval(), cache_dir=folder)
     os.fsync = lambda descriptor: None  # a warm calls it thirty times, and no test here cuts the power
     gc.freeze()
+    gc.disable()  # a child lives for a moment, and each look at what it inherited copies pages
     for line in sys.stdin:
         request = json.loads(line)
         answers.write(json.dumps(fork(jobs[request["job"]], request)) + "\n")
