@@ -7,6 +7,7 @@ A store is bytes under names (`cgtool.remote.stores`): a folder, a WebDAV server
     entries/<hash>/<sha256>.bundle.sig     optional: signatures of the index below, by the index's digest
     entries/<hash>/<sha256>.bundle.json    the index of a bundle (`cgtool.store.bundle_index`), by its own digest
     lookup/<digest>/<hash>                 empty files: from cheap facts to entries
+    clock/<token>                          empty, for a moment: what time it is there
     units/<key>                            what a piece compiled to: a sealed `cgtool.store.records.Unit`
 
 The index is written last and names all that it needs by digest, so that a reader finds a whole bundle or none. Nothing

@@ -156,6 +156,9 @@ def _push_entry(store: Store, hash_: str, contents: Contents, signed: bytes | No
         store.put(place, index, if_absent=store.size(place) is None)
         sent.append(len(index))
         is_replaced = store.put(place, index, if_absent=True)
+        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="cgtool-push") as pool:
+            # What was there already may have been pruned while nothing named it.
+            sent += filter(None, pool.map(lambda content: _send(store, content), artifacts))
     entry = PushedEntry(
         hash=hash_,
         model=contents.manifests[0].model,

@@ -128,6 +128,7 @@ class FaultyServer(ThreadingHTTPServer):
     """Serves a folder by plain GET and HEAD, with an index of each folder; `fault` has the first word.
 
     Attributes:
+        hidden: Names that are not listed (yet).
         fault: Asked of each GET and HEAD with the bytes of the file.
         requests: (method, path) of each that came.
     """
@@ -138,6 +139,7 @@ class FaultyServer(ThreadingHTTPServer):
         super().__init__((LOOPBACK, 0), _FaultyHandler)
         self.folder = folder
         self.fault: Fault = lambda handler, data: False
+        self.hidden: set[str] = set()
         self.requests: list[tuple[str, str]] = []
         self.url = f"http://{LOOPBACK}:{self.server_address[1]}"
 
@@ -158,7 +160,11 @@ class _FaultyHandler(BaseHTTPRequestHandler):
         self.server.requests.append((self.command, self.path))
         place = self.server.folder / self.path.strip("/")
         if place.is_dir():
-            names = sorted(f"{one.name}/" if one.is_dir() else one.name for one in place.iterdir())
+            names = sorted(
+                f"{one.name}/" if one.is_dir() else one.name
+                for one in place.iterdir()
+                if one.name not in self.server.hidden
+            )
             self.answer("".join(f'<a href="{name}">{name}</a>\n' for name in names).encode(), kind="text/html")
         elif not place.is_file():
             self.answer(b"", 404)

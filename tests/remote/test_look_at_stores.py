@@ -11,6 +11,8 @@ from cache_maker import lay_entry
 from cli_harness import run
 from remote_servers import PASSWORD, FaultyServer, faulty
 
+from cgtool.toolkit.mirror import mirrored, remove_pruned
+
 
 def push(url: str, cache: Path) -> None:
     ran = run("push", url, "--all", "--cache-dir", cache)
@@ -100,6 +102,18 @@ def test_prune_takes_entries_out_of_a_store_and_what_only_they_name(cache, tmp_p
     }
     assert not list((store / "lookup").rglob(gone))
     assert run("verify", store.as_uri(), "--json").report["units"]["problems"] == []
+
+
+def test_prune_goes_by_the_clock_of_the_store(cache, tmp_path, monkeypatch):
+    push((tmp_path / "store").as_uri(), cache)
+    fresh = tmp_path / "store/artifacts" / ("ab" * 32 + ".pt2")
+    fresh.write_bytes(b"x")
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 2 * 86400)
+    with mirrored((tmp_path / "store").as_uri()) as mirror:
+        remove_pruned(mirror)
+    assert fresh.exists()
+    assert not list((tmp_path / "store/clock").iterdir())
 
 
 def test_prune_leaves_what_a_push_may_have_sent_just_now(cache, tmp_path):

@@ -157,6 +157,14 @@ def test_what_came_before_a_connection_ended_is_not_asked_for_again(tmp_path):
     assert asked == ["", f"bytes={2**20}-"]
 
 
+def test_a_store_that_lists_late_is_as_it_was(pushed, server, tmp_path):
+    hidden = server.hidden = {pushed[1]}
+    late = run("pull", server.url, "--trust", "--any-machine", "--cache-dir", tmp_path / "cache")
+    assert (late.code, "holds no entry" in late.err) == (1, True)
+    hidden.clear()
+    assert pull(server, tmp_path / "cache", pushed[1]).code == 0
+
+
 def test_nobody_who_listens_is_a_sentence(tmp_path):
     ran = run("pull", f"http://ann:s3cret@127.0.0.1:{unused_port()}/x", "--trust", "--cache-dir", tmp_path)
     assert (ran.code, "Connection refused" in ran.err, "s3cret" in ran.err) == (1, True, False)
