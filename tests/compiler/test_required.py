@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import cgtool  # noqa: E402
 from cgtool import CacheMissError, CompilationConfig, ExampleCall, GuardError, ModelSpec  # noqa: E402
 from cgtool.compiler.pipeline import warm  # noqa: E402
 from cgtool.compiler.required import required_sizes  # noqa: E402
-from cgtool.errors import UsageError  # noqa: E402
+from cgtool.errors import TraceError, UsageError  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -56,9 +57,16 @@ class Steps(torch.nn.Module):
         return x
 
 
-def spec(model, require, *, rows=4, columns=2, dynamic=None):
+class Fixed(torch.nn.Module):
+    """Takes one number of rows, and any number of columns."""
+
+    def forward(self, x):
+        return x.sum(1) + torch.arange(4.0)
+
+
+def spec(model, require, *, rows=4, columns=2, dynamic=None, **more):
     call = ExampleCall(args=(torch.rand(rows, columns),))
-    return ModelSpec(module=model.eval(), calls=[call], dynamic={"x": dynamic or {0: "n"}}, require=require)
+    return ModelSpec(module=model.eval(), calls=[call], dynamic={"x": dynamic or {0: "n"}}, require=require, **more)
 
 
 def compare(model, root, shapes):
@@ -144,3 +152,25 @@ def test_of_very_many_sizes_the_small_ones_and_the_ends_are_looked_at():
     points = [point["n"] for point in required_sizes({"n": (1, 10**9)}, {"n": 4}, ())]
     assert points == [*range(1, 257), 10**9]
     assert list(required_sizes({"n": (7, 8)}, {"n": 4, "m": 3}, ())) == [{"n": 7, "m": 3}, {"n": 8, "m": 3}]
+
+
+BOTH = {0: "n", 1: "m"}
+
+
+def test_a_dimension_that_the_models_code_fixes_is_served_at_that_size_where_the_model_says_so(cache_root):
+    model = Fixed().eval()
+    given = spec(model, {}, columns=3, dynamic=BOTH, static_where_fixed=True)
+    result = warm(given, config=EAGER, cache_dir=cache_root)
+    (said,) = (note for note in result.notes if note.startswith("n serves"))
+    because = r"`return x\.sum\(1\) \+ torch\.arange\(4\.0\)` \(test_required\.py:\d+\)\."
+    assert re.fullmatch(rf"n serves 4 only, the example's size, because of {because}", said)
+    compare(model, cache_root, [(4, 1), (4, 2), (4, 9)])
+    with pytest.raises(GuardError):
+        cgtool.load(model, cache_dir=cache_root)(torch.rand(5, 3))
+    assert warm(given, config=EAGER, cache_dir=cache_root).hit
+
+
+@pytest.mark.parametrize(("more", "require"), [({}, {}), ({"static_where_fixed": True}, {"n": (2, 8)})])
+def test_a_dimension_that_is_fixed_ends_the_warm_where_more_is_wanted_of_it(cache_root, more, require):
+    with pytest.raises(TraceError, match=r"x, dimension 0, is always 4 in this model because of"):
+        warm(spec(Fixed(), require, columns=3, dynamic=BOTH, **more), config=EAGER, cache_dir=cache_root)

@@ -16,9 +16,6 @@ from cgtool.compiler.pipeline import warm  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-#: Of these the compiler is tried in the quick run, too.
-QUICK = "split by tolist"
-
 
 def _warmed(name, adaptor, root):
     module, calls, dynamic = data_modules.CASES[name]()
@@ -40,7 +37,7 @@ def test_other_data_give_what_eager_gives(tmp_path, name, adaptor):
 
 
 def test_what_needs_no_data_stays_in_compiled_pieces(tmp_path):
-    _, _, loaded, _ = _warmed(QUICK, "eager", tmp_path)
+    _, _, loaded, _ = _warmed("split by tolist", "eager", tmp_path)
     plan = loaded.plan
     for variant in plan.variants:
         compiled = [step for step in variant.steps if not step.splitting]

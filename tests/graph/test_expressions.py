@@ -105,6 +105,16 @@ def test_what_no_way_of_evaluating_knows_is_outside_the_grammar(text):
         expressions.check_expression(text, ["s0", "s1"])
 
 
+@pytest.mark.parametrize("text", ["s0 % s1 == 0", "s0 // s1 < 9", "not s0 % (s1 - 1) == 0", "s0 > 1 and 8 // s1 == 4"])
+def test_a_relation_that_divides_by_zero_does_not_hold_and_a_value_is_refused(text):
+    zero = 1 if "s1 - 1" in text else 0
+    assert not expressions.holds(text, {"s0": 4, "s1": zero})
+    with pytest.raises(expressions.ArtifactError, match="divides by zero"):
+        expressions.evaluate(text, {"s0": 4, "s1": zero})
+    with pytest.raises(expressions.ArtifactError, match="has no value"):
+        expressions.holds(text, {"s0": 4})
+
+
 def test_a_fact_with_or_fixes_no_size_of_the_piece_that_is_compiled():
     graph = PieceGraph(
         nodes=(),

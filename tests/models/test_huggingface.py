@@ -144,6 +144,16 @@ def test_a_mask_comes_when_asked_for(write, name):
     assert spec.dynamic["attention_mask"] == spec.dynamic["input_ids"]
 
 
+def test_a_model_that_makes_a_mask_only_where_nothing_is_traced_is_given_one(write):
+    sizes = {"vocab_size": 128, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    folder = write("longt5", **sizes)
+    spec = resolve_model(f"hf:{folder}")
+    assert spec.calls[0].kwargs["attention_mask"].shape == spec.calls[0].kwargs["input_ids"].shape
+    assert spec.dynamic["attention_mask"] == spec.dynamic["input_ids"]
+    without = resolve_model(f"hf:{folder}", factory_args={"attention_mask": False})
+    assert "attention_mask" not in without.calls[0].kwargs
+
+
 @pytest.mark.parametrize("name", ["clip", "siglip"])
 def test_two_towers_take_words_and_images_of_their_own_number(write, name):
     tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
