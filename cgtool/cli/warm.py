@@ -22,6 +22,7 @@ from cgtool.cli.options import (
     warming_options,
 )
 from cgtool.cli.text import count_text, first, indices_text, secs_text, size_text
+from cgtool.host import environment, launched
 
 if TYPE_CHECKING:
     from cgtool.cli.output import Output
@@ -78,6 +79,12 @@ Examples:
     help="Trace further variants until all of these sizes of a dynamic dimension are served. Repeatable.",
 )
 @place_options
+@click.option(
+    "--world-size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Warm all N ranks of a model-parallel MODEL from here, each under a process group that exchanges nothing.",
+)
 @remote_options
 @click.option("--check", is_flag=True, help="Only say whether the cache serves the model: exit code 3 where not.")
 @click.option("--no-cache", is_flag=True, help="Switch the cache off; warm has nothing to do then and says so.")
@@ -94,8 +101,15 @@ def warm(*, output: Output, **options: Any) -> int:
     """
     # Rich, tomllib and the command itself: what `--help` does without.
     from cgtool.cli.progress import reporting
+    from cgtool.toolkit.ranks import warm_all, warm_with_others
     from cgtool.toolkit.warm import warm as run
 
+    if options["world_size"] and options["rank"] is not None:
+        msg = "--world-size warms every rank, and --rank names one. Give one of the two."
+        raise click.UsageError(msg)
+    together = launched() and options["rank"] is None and not options["world_size"]
+    follows = together and environment().rank > 0  # rank 0 speaks for all
+    output.quiet = output.quiet or follows
     disable_cache, proof = options["no_cache"] or None, False if options["no_proof"] else None
     choice, config = model_asked(
         options,
@@ -105,9 +119,16 @@ def warm(*, output: Output, **options: Any) -> int:
     )
     with reporting(output) as on_event:
         told = logs.hushing(output, on_event)
-        report = run(choice, config=config, rank=options["rank"], check=options["check"], on_event=told)
-    output.report(report, partial(_show_check if options["check"] else _show_warm, model=choice.model))
-    return failures.CHECK_SAID_NO if options["check"] and not report.hit else failures.DONE
+        common = {"config": config, "check": options["check"], "on_event": told}
+        if options["world_size"]:
+            report = warm_all(choice, options["world_size"], **common)
+        elif together:
+            report = warm_with_others(choice, **common)
+        else:
+            report = run(choice, rank=options["rank"], **common)
+    if output.as_json or not follows:
+        output.report(report, partial(_show_check if options["check"] else _show_warm, model=choice.model))
+    return failures.CHECK_SAID_NO if options["check"] and not report.is_warm else failures.DONE
 
 
 def _show_warm(output: Output, report: WarmReport, *, model: str) -> None:
@@ -148,6 +169,11 @@ def _show_warm(output: Output, report: WarmReport, *, model: str) -> None:
             for artifact in entry["artifacts"]
         ]
         show_rows(output, ("pieces", "shape", ">shared by", "artifact", ">seconds", ">size"), rows)
+    for rank in report.ranks[1:]:
+        output.line(f"Rank {rank.rank}: {rank.compiled} compiled, {rank.reused} reused.")
+        for note in rank.notes:
+            if note not in report.notes:
+                output.note(f"Note, rank {rank.rank}: {note}", style="yellow")
     output.line("Start from it in Python:", style="bold")
     output.line(f"  import cgtool; model = {report.load_call}", whole=True)
     output.line("Try it from this folder:", style="bold")
@@ -157,6 +183,10 @@ def _show_warm(output: Output, report: WarmReport, *, model: str) -> None:
 def _show_check(output: Output, report: WarmReport, *, model: str) -> None:
     for note in report.notes:
         output.note(f"Note: {note}", style="yellow")
+    if report.hit and not report.is_warm:
+        cold = ", ".join(str(rank.rank) for rank in report.ranks if not rank.hit)
+        output.line(f"{model} is warm for rank 0 alone, and not for {cold}. Run the command without --check.")
+        return
     if report.hit:
         output.line(f"{model} is warm: the cache at {report.root} serves it.")
         return

@@ -31,6 +31,13 @@ def exchanges() -> bool:
     return torch.distributed.get_backend() != "fake"
 
 
+def join_fake_group(rank: int, size: int) -> None:
+    """Make a default process group of `size` that exchanges nothing, in which this process has that rank."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+
+
 def store_of_group() -> Any:
     """Return the store of the default process group."""
     return torch.distributed.distributed_c10d._get_default_store()

@@ -8,7 +8,8 @@ them stands in `cgtool.guards._torch`. The others::
     default_device         None, or the type that `torch.set_default_device` or `with device` chose
     torch_function_mode    names of the active modes, outermost first; a default device is not one
     recursion_limit        how deep Python may call
-    distributed            None, or the rank, the size and the backend of the default process group
+    distributed            None, or the rank and the size of the default process group
+    distributed_backend    None, or its backend
     machine                what `platform.uname()` tells: system, name, release, version, hardware
     accelerators           name, memory, architecture and multiprocessors of the visible devices, equal ones once
 
@@ -56,7 +57,11 @@ def _distributed() -> Json:
     if not private.process_group_is_initialized():
         return None
     group = torch.distributed
-    return {"rank": group.get_rank(), "world_size": group.get_world_size(), "backend": group.get_backend()}
+    return {"rank": group.get_rank(), "world_size": group.get_world_size()}
+
+
+def _backend() -> Json:
+    return torch.distributed.get_backend() if private.process_group_is_initialized() else None
 
 
 def _machine() -> Json:
@@ -80,6 +85,7 @@ _COMPUTED: dict[str, tuple[str, Callable[[], Json]]] = {
     "torch_function_mode": ("the list of active torch function modes", _torch_function_mode),
     "recursion_limit": ("Python's recursion limit", sys.getrecursionlimit),
     "distributed": ("the default process group of torch.distributed", _distributed),
+    "distributed_backend": ("the backend of the default process group", _backend),
     "machine": ("what platform.uname() tells of the machine", _machine),
     "accelerators": ("what torch.cuda.get_device_properties tells", _accelerators),
 }
@@ -89,6 +95,7 @@ _IDLE: dict[str, tuple[Json, Callable[[], Any]]] = {
     "default_device": (None, private.num_torch_function_modes),
     "torch_function_mode": ([], private.num_torch_function_modes),
     "distributed": (None, private.process_group_is_initialized),
+    "distributed_backend": (None, private.process_group_is_initialized),
 }
 #: An fp32_precision that nobody set is that of IEEE; setting it so changes nothing.
 _UNSET, _IEEE = "none", "ieee"
@@ -118,7 +125,8 @@ _ASKED: dict[str, tuple[str, ...]] = {
     "is_inference_mode_enabled": ("inference_mode",),
     "getrecursionlimit": ("recursion_limit",),
     "get_num_threads": ("num_threads",),
-    **dict.fromkeys(("is_initialized", "get_rank", "get_world_size", "get_backend"), ("distributed",)),
+    **dict.fromkeys(("is_initialized", "get_rank", "get_world_size"), ("distributed",)),
+    "get_backend": ("distributed", "distributed_backend"),
     **dict.fromkeys(("get_node_local_rank", "get_process_group_ranks", "get_group_rank"), ("distributed",)),
     "uname": ("machine",),
     "get_device_properties": ("accelerators",),

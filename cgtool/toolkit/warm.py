@@ -10,19 +10,38 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cgtool.config import CompilationConfig
 from cgtool.errors import CacheMissError, RemoteError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.host import environment
+from cgtool.plan.grammar import Record
 from cgtool.store.layout import CacheLayout, RankName, resolve_root
 from cgtool.store.trust import TrustPolicy
 from cgtool.toolkit.listing import list_entry
 from cgtool.toolkit.model_choice import ModelChoice, load_call, require_cache, start_line
 
+if TYPE_CHECKING:
+    from cgtool.compiler.ranks import Ranks
+
 SCHEMA = 2
 DEFAULT_PREFIX = "backbone"
+
+
+class RankSummary(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """What came of one rank of several."""
+
+    rank: int
+    hit: bool
+    compiled: int
+    reused: int
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, rank: int, report: WarmReport) -> RankSummary:
+        """Return what a rank's report comes to."""
+        return cls(rank=rank, hit=report.hit, compiled=report.compiled, reused=report.reused, notes=tuple(report.notes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +60,7 @@ class WarmReport:
         notes: Advice for the user.
         variants_proved: For each variant the sizes at which a whole call gave what the model itself gives
             (`proved_at`), or why there are none (`proof_gap`).
+        ranks: A summary of each rank, where several were warmed together.
         start: A shell line that loads the model from this entry and calls it once.
         load_call: The Python expression that loads a module from this entry.
     """
@@ -55,8 +75,14 @@ class WarmReport:
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     variants_proved: tuple[Mapping[str, Any], ...] = ()
+    ranks: tuple[RankSummary, ...] = ()
     start: str
     load_call: str
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether the cache already held all of it, for every rank."""
+        return self.hit and all(rank.hit for rank in self.ranks)
 
     def to_json(self) -> dict[str, Any]:
         """Return the document that `warm --json` prints: the entry and what this run did."""
@@ -70,6 +96,7 @@ class WarmReport:
             "reasons": list(self.reasons),
             "notes": list(self.notes),
             "variants_proved": list(self.variants_proved),
+            "ranks": list(self.ranks),
         }
 
 
@@ -80,6 +107,7 @@ def warm(
     cache_dir: Path | None = None,
     rank: int | None = None,
     check: bool = False,
+    ranks: Ranks | None = None,
     on_event: OnEvent = ignore,
 ) -> WarmReport:
     """Compile what the cache lacks of a model, or only look whether it lacks anything.
@@ -90,6 +118,7 @@ def warm(
         cache_dir: The cache's root; None means the configured or the user's own.
         rank: This process's place in a model-parallel group; None takes the environment's word.
         check: Only say what is missing; nothing is compiled or written.
+        ranks: Those that a launcher started to warm this model together.
         on_event: Told of each phase as it goes.
 
     Raises:
@@ -118,7 +147,9 @@ def warm(
     for_model = {**place, "prefix": choice.prefix, "cache": choice.factory_args["cache"]} if decodes else place
     lines: dict[str, Any] = {"start": start_line(choice, place), "load_call": load_call("module", for_model)}
     try:
-        result = run_pipeline(spec, config=config, cache_dir=root, rank=rank, check=check, on_event=on_event)
+        result = run_pipeline(
+            spec, config=config, cache_dir=root, rank=rank, check=check, ranks=ranks, on_event=on_event
+        )
     except CacheMissError as miss:
         return WarmReport(root=str(root), reasons=miss.reasons or (str(miss),), **lines)
     if result.compiled or not result.hit:

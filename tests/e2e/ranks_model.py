@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 
 import torch
@@ -60,6 +61,38 @@ def build(world_size=2, device="cpu"):
     module = Blocks(0, world_size).eval().to(device)  # which half a rank holds is a matter of values
     example = cgtool.ExampleCall(args=(numbers(4, WIDTH).to(device),))
     return cgtool.ModelSpec(module=module, calls=[example], dynamic={"x": {0: ("rows", 2, 64)}})
+
+
+class Uneven(Blocks):
+    """Blocks with a head of which the last rank holds more."""
+
+    def __init__(self, rank, world_size):
+        super().__init__(rank, world_size)
+        self.head = nn.Linear(WIDTH, 4 + rank)
+
+    def forward(self, x):
+        return self.head(super().forward(x))
+
+
+def build_uneven():
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    example = cgtool.ExampleCall(args=(numbers(4, WIDTH),))
+    return cgtool.ModelSpec(
+        module=Uneven(rank, world_size).eval(), calls=[example], dynamic={"x": {0: ("rows", 2, 64)}}
+    )
+
+
+def build_where_one_fails():
+    if os.environ["RANK"] == "1":
+        msg = "the weights of rank 1 are not there"
+        raise ValueError(msg)
+    return build()
+
+
+def build_where_one_dies():
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return build()
 
 
 def main(root: str, kind: str = "cpu") -> None:

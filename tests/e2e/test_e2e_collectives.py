@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from e2e_harness import torchrun
+from e2e_harness import cgtool, torchrun
 
 torch = pytest.importorskip("torch")
 
@@ -73,6 +73,24 @@ def test_a_worker_compiles_a_piece_with_a_collective_though_it_is_in_no_group(tm
     digests = [{row["artifact"]["digest"] for row in manifest["rows"]} for manifest in manifests]
     assert digests[0] == digests[1]
     assert {row["artifact"]["kind"] for manifest in manifests for row in manifest["rows"]} == {"pt2"}
+
+
+def loads_what_one_process_warmed(folder, size):
+    options = ("--world-size", size, "--jobs", "0", "--adaptor", "eager", "--json")
+    report = cgtool("warm", f"{MODELS}:build", "--cache-dir", folder / "cache", *options).report
+    assert any("was not run: it has collectives" in note for note in report["notes"])
+    said, manifests = came_of(folder, "eager", 0, "TwoGroups", ranks=size, ONLY_LOAD="1")
+    assert sorted(manifest["rank"] for manifest in manifests) == list(range(size))
+    return said
+
+
+def test_two_ranks_load_what_one_process_warmed_in_a_group_that_exchanges_nothing(tmp_path):
+    assert loads_what_one_process_warmed(tmp_path, 2) == [{"TwoGroups": [True] * 3}] * 2
+
+
+@pytest.mark.slow
+def test_four_ranks_load_what_one_process_warmed_in_a_group_that_exchanges_nothing(tmp_path):
+    assert loads_what_one_process_warmed(tmp_path, 4) == [{"TwoGroups": [True] * 3}] * 4
 
 
 @pytest.mark.slow

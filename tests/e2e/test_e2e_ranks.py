@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from e2e_harness import torchrun, units
+from e2e_harness import cgtool, environment, torchrun, units
 
 pytestmark = pytest.mark.torch
 
 MODEL = Path(__file__).with_name("ranks_model.py")
+OPTIONS = ("--jobs", "0", "--adaptor", "eager")
 
 
 def test_two_ranks_compile_once_between_them_and_equal_the_whole_model(tmp_path, worded_site):
@@ -20,8 +26,92 @@ def test_two_ranks_compile_once_between_them_and_equal_the_whole_model(tmp_path,
     assert sorted(report["rank"] for report in reports) == [0, 1]
     assert len({report["hash"] for report in reports}) == 1
     assert sum(report["compiled"] for report in reports) == units(root) == 3
+    for report in reports:
+        assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+        assert sum(rank["compiled"] for rank in report["ranks"]) == 3
     for rank in (0, 1):
         assert len(list(root.glob(f"torch_compile_cache/*/rank_{rank}/*/manifest.json"))) == 1
     # Each holds half of the weights; the sums over both equal the model that holds all.
     loaded = torchrun(worded_site, tmp_path / "load", MODEL, root)
     assert loaded == [{"rank": rank, "equal": [True] * 3} for rank in (0, 1)]
+
+
+def two_ranks(root, factory, *options):
+    """Run `cgtool warm` as two ranks without an agent that would end one with the other; return what came of each."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    command = [
+        sys.executable,
+        "-m",
+        "cgtool",
+        "warm",
+        f"{MODEL}:{factory}",
+        "--cache-dir",
+        str(root),
+        *OPTIONS,
+        *options,
+    ]
+    ranks = [
+        subprocess.Popen(
+            [*command, *OPTIONS, *options],
+            env=environment({**place, "RANK": str(rank)}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    return [(rank.communicate(timeout=300), rank.returncode) for rank in ranks]
+
+
+def manifests(root):
+    found = [json.loads(path.read_text()) for path in sorted(root.rglob("manifest.json"))]
+    return sorted(found, key=lambda manifest: manifest["rank"])
+
+
+def test_one_rank_speaks_for_both_and_they_share_all_but_what_differs(tmp_path):
+    (first, code), (second, other) = two_ranks(tmp_path, "build_uneven")
+    assert (code, other) == (0, 0), first[1] + second[1]
+    assert "Rank 1: " in first[0]
+    assert "trace 1/1" in first[1]
+    assert second == ("", "")
+    digests = [{row["artifact"]["digest"] for row in manifest["rows"]} for manifest in manifests(tmp_path)]
+    assert [len(found) for found in digests] == [3, 3]
+    assert len(digests[0] & digests[1]) == 2
+    assert units(tmp_path) == 4
+    ((first, code), (second, other)) = two_ranks(tmp_path, "build_uneven", "--check")
+    assert (code, other, second) == (0, 0, ("", ""))
+
+
+def test_a_rank_that_fails_ends_the_others_with_its_words_and_its_exit_code(tmp_path):
+    ((_, said), code), ((_, own), other) = two_ranks(tmp_path, "build_where_one_fails")
+    assert (code, other) == (1, 1)
+    assert "Rank 1 failed: " in said
+    assert "the weights of rank 1 are not there" in said
+    assert "the weights of rank 1 are not there" in own
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_others_with_a_sentence(tmp_path):
+    ((_, said), code), (_, other) = two_ranks(tmp_path, "build_where_one_dies")
+    assert (code, other) == (1, -signal.SIGKILL)
+    assert "Rank 1 has said nothing for 20 s: it died, or its machine is gone." in said
+
+
+def test_one_process_fills_the_folders_of_all_ranks(tmp_path):
+    root = tmp_path / "cache"
+    report = cgtool("warm", f"{MODEL}:build", "--cache-dir", root, "--world-size", 2, "--json", *OPTIONS).report
+    assert [(rank["rank"], rank["compiled"], rank["reused"]) for rank in report["ranks"]] == [(0, 3, 0), (1, 0, 3)]
+    assert "ranks exchanged nothing" in report["notes"][-1]
+    assert torchrun({}, tmp_path / "load", MODEL, root) == [{"rank": rank, "equal": [True] * 3} for rank in (0, 1)]
+    failed = cgtool("warm", f"{MODEL}:build_where_one_fails", "--cache-dir", root, "--world-size", 2, *OPTIONS)
+    assert failed.code == 1
+    assert "Rank 1 of 2: " in failed.err
+    assert "the weights of rank 1 are not there" in failed.err
+
+
+def test_one_rank_or_all_of_them_are_warmed(tmp_path):
+    both = cgtool("warm", f"{MODEL}:build", "--cache-dir", tmp_path, "--world-size", 2, "--rank", 1)
+    assert both.code == 2
+    assert "--world-size" in both.err
