@@ -16,7 +16,18 @@ pytestmark = pytest.mark.torch
 
 SAMPLE = Path(__file__).with_name("cli_sample_model.py")
 EXTRA_KEYS = [
-    *("hit", "compiled", "reused", "trace_secs", "compile_secs", "reasons", "notes", "variants_proved", "start")
+    *(
+        "hit",
+        "compiled",
+        "reused",
+        "trace_secs",
+        "compile_secs",
+        "reasons",
+        "notes",
+        "variants_proved",
+        "ranks",
+        "start",
+    )
 ]
 
 
