@@ -10,15 +10,19 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from cgtool.graph.expressions import holds, symbols_of
 from cgtool.plan.records import Variant
 from cgtool.trace.examples import FIRST_DYNAMIC, DynamicDim
 from cgtool.trace.relations import lines_of_relations
 
+_TORCH = Path(torch.__file__).parent
 #: How torch writes where it added a guard: "if x.shape[0] > 8:  # path/model.py:31 in forward".
-_USER_LINE = re.compile(r"(?P<code>.*?)\s*# (?:.*/)?(?P<file>[^/:]+):(?P<line>[0-9]+) in ")
+_USER_LINE = re.compile(r"(?P<code>.*?)\s*# (?P<folder>.*/)?(?P<file>[^/:]+):(?P<line>[0-9]+) in ")
 #: How many sizes of one dimension, and of each of two, are tried to see whether a relation narrows anything.
 _TRIED_ALONE, _TRIED_TOGETHER = 600, 40
 _EXAMPLES = 3
@@ -48,7 +52,11 @@ class Served:
 
 
 def served_by(
-    variant: Variant, shape_env: Any, names: Mapping[str, str], asked: Mapping[str, DynamicDim]
+    variant: Variant,
+    shape_env: Any,
+    names: Mapping[str, str],
+    asked: Mapping[str, DynamicDim],
+    by_op: Mapping[str, str],
 ) -> Iterator[Served]:
     """Yield what a variant serves of each dimension.
 
@@ -57,6 +65,7 @@ def served_by(
         shape_env: The ShapeEnv of its trace.
         names: What the trace calls its symbols → what the plan calls them.
         asked: The dimensions as the user declared them.
+        by_op: See `cgtool.split.nodes.lines_by_op`.
     """
     traced = {names[symbol.name]: symbol for symbol in shape_env.var_to_range if symbol.name in names}
     symbols = {symbol.name: symbol for symbol in variant.symbols}
@@ -69,9 +78,9 @@ def served_by(
         for name in variant.dims[dim]:  # all of them are this dimension's size
             symbol, where = symbols[name], shape_env.var_to_range_sloc.get(traced[name])
             if symbol.min > max(asked[dim].min, FIRST_DYNAMIC):
-                lines.append(_user_line(getattr(where, "lower", None)))
+                lines.append(_user_line(getattr(where, "lower", None), by_op))
             if symbol.max != asked[dim].max:
-                lines.append(_user_line(getattr(where, "upper", None)))
+                lines.append(_user_line(getattr(where, "upper", None), by_op))
             low = max(low, symbol.min)
             high = min((bound for bound in (high, symbol.max) if bound is not None), default=None)
         if variant.dims[dim]:
@@ -103,9 +112,11 @@ def narrowed_ranges(served: Iterable[Served], asked: Mapping[str, DynamicDim]) -
     return tuple(dict.fromkeys(notes))
 
 
-def narrowing_relations(variant: Variant, shape_env: Any, names: Mapping[str, str]) -> Iterator[str]:
+def narrowing_relations(
+    variant: Variant, shape_env: Any, names: Mapping[str, str], by_op: Mapping[str, str]
+) -> Iterator[str]:
     """Yield a sentence for the sizes that a variant refuses within its ranges, such as those that 4 does not divide."""
-    lines = {text: _user_line(where) for text, where in lines_of_relations(shape_env, names).items()}
+    lines = {text: _user_line(where, by_op) for text, where in lines_of_relations(shape_env, names).items()}
     dim_of = {symbol: dim for dim, carried in variant.dims.items() for symbol in carried}
     ends = {dim_of[s.name]: (s.min, s.max) for s in variant.symbols if s.name in dim_of}
     narrowing: dict[tuple[str, ...], list[str]] = {}
@@ -124,11 +135,18 @@ def narrowing_relations(variant: Variant, shape_env: Any, names: Mapping[str, st
         refusing = [text for text in texts if not all(holds(text, values) for values in sizes)]
         if not refusing:
             continue
-        fitting = [at for at, values in zip(tried, sizes, strict=True) if all(holds(t, values) for t in refusing)]
-        such = ", ".join(" and ".join(map(str, at)) for at in fitting[:_EXAMPLES]) or "none of the smallest ones"
+        fits = [all(holds(text, values) for text in refusing) for values in sizes]
+        such = _examples(itertools.compress(tried, fits)) or "none of the smallest ones"
+        first = fits.index(True) if True in fits else len(fits)
+        others = _examples(at for at, fit in zip(tried[first:], fits[first:], strict=True) if not fit)
         found = dict.fromkeys(line for text in refusing if (line := lines.get(text)))
         why = f" because of {' and '.join(found)}" if found else f": {' and '.join(refusing)}"
-        yield f"{' and '.join(dims)} {'serves' if len(dims) == 1 else 'serve'} only some sizes ({such}, ...){why}."
+        but = f" and not {others}" if others else ""
+        yield f"{' and '.join(dims)} {'serves' if len(dims) == 1 else 'serve'} only some sizes ({such}, ...){but}{why}."
+
+
+def _examples(sizes: Iterable[tuple[int, ...]]) -> str:
+    return ", ".join(" and ".join(map(str, at)) for at in itertools.islice(sizes, _EXAMPLES))
 
 
 def _joined(ranges: Iterable[tuple[int, int | None]]) -> list[tuple[int, int | None]]:
@@ -143,7 +161,16 @@ def _joined(ranges: Iterable[tuple[int, int | None]]) -> list[tuple[int, int | N
     return found
 
 
-def _user_line(where: Any) -> str:
-    """Return the line of the model that an SLoc of torch names, such as "`if x.shape[0] > 8` (model.py:31)"."""
+def _user_line(where: Any, by_op: Mapping[str, str]) -> str:
+    """Return the line of the model that an SLoc of torch names, such as "`if x.shape[0] > 8` (model.py:31)".
+
+    Where it names a line of torch's own modules that calls an op, that is the model's one line that came to this op.
+    """
     match = _USER_LINE.match(str(getattr(where, "maybe_user_loc", None) or ""))
-    return f"`{match['code'].rstrip(':')}` ({match['file']}:{match['line']})" if match else ""
+    if match is None:
+        return ""
+    if (_TORCH / (match["folder"] or "") / match["file"]).is_file():  # torch leaves the place of its own out
+        found = [line for name, line in by_op.items() if f".{name}(" in match["code"]]
+        if len(found) == 1:
+            return found[0]
+    return f"`{match['code'].rstrip(':')}` ({match['file']}:{match['line']})"

@@ -29,6 +29,7 @@ from cgtool.plan.pieces import PieceGraph, SymbolRange
 from cgtool.plan.records import Guard, Input, Plan, Variant
 from cgtool.plan.shapes import of_sizes
 from cgtool.split.bodies import with_bodies
+from cgtool.split.nodes import lines_by_op
 from cgtool.split.splitter import Call, SplitResult, split_graph
 from cgtool.split.text import graph_text
 from cgtool.store.records import Fallback
@@ -221,7 +222,13 @@ class _Tracing:
         served = [
             served
             for one in traced
-            for served in served_by(one.variant, one.trace.shape_env, one.split.symbol_names, dims.by_name)
+            for served in served_by(
+                one.variant,
+                one.trace.shape_env,
+                one.split.symbol_names,
+                dims.by_name,
+                lines_by_op(one.trace.graph_module.graph),
+            )
         ]
         targets = {str(node.target) for graph in graphs.values() for node in graph.every_node()}
         names = sorted(target.removeprefix("torch.ops.") for target in targets if target.startswith("torch.ops."))
@@ -319,7 +326,8 @@ class _Tracing:
         self.traced.append(one)
         dynamic = one.variant.dims.keys() - one.variant.fixed.keys()
         if not dynamic <= self._spec.require.keys():  # else further variants serve what this one does not
-            self.notes += narrowing_relations(one.variant, one.trace.shape_env, one.split.symbol_names)
+            by_op = lines_by_op(one.trace.graph_module.graph)
+            self.notes += narrowing_relations(one.variant, one.trace.shape_env, one.split.symbol_names, by_op)
         return one.variant
 
     def _leave_out(self, points: Sequence[str], reason: str) -> None:

@@ -63,6 +63,66 @@ class Smallest(nn.Module):
         return x[: min(x.shape[0], 5)] * 2
 
 
+class MaskOfAFixedSize(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.ones(32, 32).tril().bool())
+
+    def forward(self, x):
+        return (x @ x.t()).masked_fill(~self.mask[: x.shape[0], : x.shape[0]], 0.0)
+
+
+class BranchOnTheSmaller(nn.Module):
+    def forward(self, x):
+        return torch.sin(x) if min(x.shape[0], 8) < 8 else torch.cos(x)
+
+
+class Ends(nn.Module):
+    def forward(self, x):
+        return x[4:] + 1
+
+
+class Halves(nn.Module):
+    def forward(self, x):
+        left, right = x.chunk(2)
+        return left + right
+
+
+class ProductOfAView(nn.Module):
+    def forward(self, x):
+        return x.reshape(-1)[:12].view(3, 4)
+
+
+class Loop(nn.Module):
+    def forward(self, x):
+        rows = x.shape[0]
+        while rows > 4:
+            rows -= 4
+        return x * rows
+
+
+class Checked(nn.Module):
+    def forward(self, x):
+        torch._check(x.shape[0] < 100)
+        return x + 1
+
+
+class SmallestView(nn.Module):
+    def forward(self, x):
+        rows = min(x.shape[0], 8)
+        return x[:rows].view(rows, 2, 2)
+
+
+class Padded(nn.Module):
+    def forward(self, x):
+        return torch.nn.functional.pad(x, (0, 0, 0, max(0, 10 - x.shape[0])))
+
+
+class Even(nn.Module):
+    def forward(self, x):
+        return x[: x.shape[0] // 2 * 2].view(-1, 2, 4).sum(1)
+
+
 class Plain(nn.Module):
     def forward(self, x):
         return torch.sin(x) @ x.t()
@@ -87,12 +147,31 @@ def warmed(model, root, *sizes, dynamic=None):
         (Branch, None, "n serves 1 to 8 because of `if x.shape[0] > 8` (test_narrowed.py:"),
         (Branch, {0: ("n", 1, 100)}, "n serves 1 to 8 because of `if x.shape[0] > 8`"),
         (Table, None, "n serves 1 to 64 because of `return x + self.rows[: x.shape[0]]` (test_narrowed.py:"),
-        (Groups, None, "n serves only some sizes (8, 12, 16, ...) because of `return x.view(-1, 4, 4) + 1`"),
+        (
+            Groups,
+            None,
+            "only some sizes (8, 12, 16, ...) and not 9, 10, 11 because of `return x.view(-1, 4, 4) + 1`",
+        ),
         (Product, {0: "n", 1: "m"}, "because of `if x.shape[0] * x.shape[1] <= 40` (test_narrowed.py:"),
         (Square, None, "because of `return torch.sin(x) if x.shape[0] * x.shape[0] <= 64 else torch.cos(x)`"),
-        (Convolution, None, "n serves 5 to "),
+        (Convolution, None, "because of `return self.conv(x.t().unsqueeze(0))` (test_narrowed.py:"),
+        (MaskOfAFixedSize, None, "n serves 1 to 32 because of `return (x @ x.t()).masked_fill("),
+        (MaskOfAFixedSize, None, "n serves only some sizes (2, 3, 4, ...) and not 32 because of `return (x @ x.t())"),
+        (BranchOnTheSmaller, None, "and not 8, 9, 10 because of `return torch.sin(x) if min(x.shape[0], 8) < 8"),
+        (Ends, None, "to any because of `return x[4:] + 1` (test_narrowed.py:"),
+        (
+            Halves,
+            None,
+            "n serves only some sizes (4, 6, 8, ...) and not 5, 7, 9 because of `return left + right`",
+        ),
+        (ProductOfAView, None, "n serves 3 to any because of `return x.reshape(-1)[:12].view(3, 4)`"),
+        (Loop, None, "5 to 8 because of `while rows > 4` (test_narrowed.py:"),
+        (Checked, None, "n serves 1 to 99 because of `torch._check(x.shape[0] < 100)`"),
     ],
-    ids=["branch", "bounded branch", "table", "groups", "product", "square", "convolution"],
+    ids=[
+        *("branch", "bounded branch", "table", "groups", "product", "square", "convolution", "mask", "end of a mask"),
+        *("branch on the smaller", "ends", "halves", "product of a view", "loop", "checked"),
+    ],
 )
 def test_what_is_narrower_is_said_with_its_line(cache_root, model, dynamic, said):
     size = 8 if model is Groups else 6
@@ -106,11 +185,24 @@ def test_what_is_narrower_is_said_with_its_line(cache_root, model, dynamic, said
         (Plain, None),
         (Smallest, None),
         (Masked, None),
+        (SmallestView, None),
+        (Padded, None),
+        (Even, None),
         (Branch, {0: ("n", 2, 8)}),
         (Table, {0: ("n", 1, 64)}),
         (Square, {0: ("n", 1, 8)}),
     ],
-    ids=["plain", "smallest", "masked", "branch within bounds", "table within bounds", "relation within bounds"],
+    ids=[
+        "plain",
+        "smallest",
+        "masked",
+        "smallest view",
+        "padded",
+        "even",
+        "branch within bounds",
+        "table within bounds",
+        "relation within bounds",
+    ],
 )
 def test_nothing_is_said_where_nothing_narrowed(cache_root, model, dynamic):
     assert warmed(model(), cache_root, dynamic=dynamic).notes == ()
