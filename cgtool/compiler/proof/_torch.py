@@ -25,20 +25,40 @@ _INDEX = 2
 _BY_TENSORS = frozenset(getattr(torch.ops.aten, name) for name in ("index", "index_put", "index_put_"))
 
 
-class FilledMemory(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]  # 2.11 to 2.15
-    """Sets memory that an op leaves uninitialised to one value while it is active."""
+class Settled(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]  # 2.11 to 2.15
+    """Settles, one way or the other, what ops leave open: what uninitialised memory holds, how a sort orders equals."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, value: float) -> None:
+    def __init__(self, *, other: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
-        self._value = value
+        self._other = other
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `func`, and fill what it allocated alone."""
+        """Call `func`, fill what it allocated alone, and put what it sorted into an order that is known."""
         del types
-        result = func(*args, **(kwargs or {}))
-        return result.fill_(self._value) if getattr(func, "overloadpacket", None) in _ALLOCATING else result
+        packet = getattr(func, "overloadpacket", None)
+        kwargs = kwargs or {}
+        if packet is torch.ops.aten.sort and not kwargs.get("stable") and "values" not in kwargs:
+            return _sorted(*args, turned=self._other, **{**kwargs, "stable": True})
+        result = func(*args, **kwargs)
+        return result.fill_(0.0 if self._other else 1.0) if packet in _ALLOCATING else result
+
+
+def _sorted(
+    tensor: torch.Tensor, dim: int = -1, descending: bool = False, *, stable: bool, turned: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort; where turned, what is equal is moved on by one place among its equals, so that no place stays as it was."""
+    values, places = torch.sort(tensor, stable=stable, dim=dim, descending=descending)
+    count = values.shape[dim] if values.dim() else 0
+    if not turned or count == 0:
+        return values, places
+    is_equal = values.narrow(dim, 1, count - 1) == values.narrow(dim, 0, count - 1)
+    edge = torch.zeros_like(values.narrow(dim, 0, 1), dtype=torch.bool)
+    here = torch.ones_like(places).cumsum(dim) - 1
+    first = torch.where(torch.cat([edge, is_equal], dim), 0, here).cummax(dim).values
+    following = torch.where(torch.cat([is_equal, edge], dim), here + 1, first)
+    return values, places.gather(dim, following)
 
 
 class CheckedIndices(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]  # as above

@@ -24,7 +24,7 @@ from cgtool.compiler.pool import free_bytes
 from cgtool.compiler.proof import _torch, judge
 from cgtool.compiler.proof.inputs import STYLES, index_bound
 from cgtool.compiler.proof.prove import first_line, is_out_of_memory, limits_of, same_bytes
-from cgtool.compiler.proof.reference import eps_of, filled, lowest_dtype, takes_steps
+from cgtool.compiler.proof.reference import eps_of, leaves_open, lowest_dtype, takes_steps
 from cgtool.compiler.proof.restride import Order, order_of
 from cgtool.compiler.proof.twins import Twins, leaves_of, num_fake_bytes, rounded, tensors_of
 from cgtool.compiler.ranks import Ranks
@@ -139,7 +139,7 @@ class Calls:
             self._dtype, takes_steps=any(map(takes_steps, graphs)), has_reference=False
         )
         self._ops = sorted({name for graph in graphs for name in graph.ops})
-        self._leaves_undefined = any(filled(graph, 1.0) is not graph for graph in graphs)
+        self._leaves_open = any(map(leaves_open, graphs))
         given = [[call.args, call.kwargs] for call in spec.calls]
         #: Of the variant that is called now: the outputs that eager lays out otherwise.
         self._restrides: dict[str, Order] = {}
@@ -293,7 +293,7 @@ class Calls:
         self._compare_places(ours, eager)
         if self._all(not unequal):
             return
-        undefined = self._undefined(run) if self._leaves_undefined else {}
+        undefined = self._undefined(run) if self._leaves_open else {}
         nearby = self._eager(functools.partial(run, dtype=self._dtype))
         for name, (mine, theirs) in unequal.items():
             beside = {**nearby.given, **nearby.left}.get(name)
@@ -388,10 +388,10 @@ class Calls:
         return _Ran(given=dict(leaves_of(output, "output")), left={**dict(passed), **twins.written()})
 
     def _undefined(self, run: Callable[..., _Ran]) -> dict[str, torch.Tensor]:
-        """Return, by name, where a tensor shows what uninitialised memory holds."""
-        fills = (functools.partial(_torch.FilledMemory, value) for value in (0.0, 1.0))
-        one, other = (self._eager(functools.partial(run, within=fill)) for fill in fills)
-        return {name: (a != b) & ~(a.isnan() & b.isnan()) for name, (a, b) in _unequal(one, other)}
+        """Return, by name, where a tensor shows what ops leave open."""
+        ways = (functools.partial(_torch.Settled, other=other) for other in (False, True))
+        one, other = (self._eager(functools.partial(run, within=way)) for way in ways)
+        return {name: judge.differ(a, b) for name, (a, b) in _unequal(one, other)}
 
     def _asks(self, run: Callable[..., _Ran], ours: _Ran) -> bool:
         """Return whether the model gives what was compiled once it is told that it is being compiled."""

@@ -96,6 +96,16 @@ def check_metas(
             raise WrongError(msg)
 
 
+def differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return where two tensors of one make differ by more than roundings."""
+    if not (one.is_floating_point() or one.is_complex()):
+        return one != other
+    eps = 16 * torch.finfo(one.dtype).eps
+    flat = _flat(one)
+    one, other = one.detach(), other.detach()
+    return ~torch.isclose(one, other, rtol=eps, atol=eps * _rms(flat[flat.isfinite()]), equal_nan=True)
+
+
 def check_numbers(found: torch.Tensor, eager: torch.Tensor, reference: torch.Tensor, *, tolerance: Tolerance) -> float:
     """Check one tensor against eager's and against the reference; return its relative error.
 

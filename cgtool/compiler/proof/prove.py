@@ -9,7 +9,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,10 +19,10 @@ from cgtool.child import Channel
 from cgtool.compiler.adaptors.eager import eager_graph
 from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.compiler.proof import judge
-from cgtool.compiler.proof._torch import indices_checked
+from cgtool.compiler.proof._torch import Settled, indices_checked
 from cgtool.compiler.proof.inputs import STYLES, Drawn, draw, index_bound, writes_by_index
 from cgtool.compiler.proof.prover import ProofRecord, ProofRequest, Stage, StageName
-from cgtool.compiler.proof.reference import filled, lowest_dtype, takes_steps, widened
+from cgtool.compiler.proof.reference import leaves_open, lowest_dtype, takes_steps, widened
 from cgtool.compiler.request import apply_settings, import_providers
 from cgtool.compiler.sizes import Limits, Sizes, sizes_to_prove
 from cgtool.config import AOT_INDUCTOR, EAGER
@@ -172,7 +172,7 @@ class _Proof:
     ) -> None:
         self._artifact = run
         self._graph = graph
-        self._defined = filled(graph, 1.0)
+        self._leaves_open = leaves_open(graph)
         self._device_index = device_index
         self._stage = stage
         self.shapes: list[Sizes] = []
@@ -222,8 +222,10 @@ class _Proof:
             msg = f"the artifact is wrong at {at}: it {error}; {_ADVICE}"
             raise ProofMismatchError(msg, actual=str(error)) from error
 
-    def _function(self, graph: PieceGraph, inputs: _Tensors) -> _Tensors:
-        with indices_checked("cuda" if _on_accelerator(graph) else "cpu"):
+    def _function(self, graph: PieceGraph, inputs: _Tensors, *, other: bool = False) -> _Tensors:
+        """Run a graph op by op; what its ops leave open is settled, one way or the other."""
+        settled: AbstractContextManager[object] = Settled(other=other) if self._leaves_open else nullcontext()
+        with settled, indices_checked("cuda" if _on_accelerator(graph) else "cpu"):
             return list(piece_function(graph, device_index=self._device_index)(list(inputs)))
 
     def _given(self, sizes: Sizes) -> _Given:
@@ -234,7 +236,7 @@ class _Proof:
             try:
                 drawn = draw(self._graph, sizes, device_index=self._device_index, style=style)
                 inputs = drawn.copy().tensors()
-                given = _Given(drawn=drawn, inputs=inputs, outputs=self._function(self._defined, inputs))
+                given = _Given(drawn=drawn, inputs=inputs, outputs=self._function(self._graph, inputs))
             except Exception as error:  # whatever the user's ops say to drawn values
                 if is_out_of_memory(error):
                     raise
@@ -249,16 +251,16 @@ class _Proof:
         return first
 
     def _undefined(self, given: _Given) -> list[torch.Tensor | None]:
-        """Return for each output where it depends on what uninitialised memory holds; None where nothing does."""
-        if self._defined is self._graph:
+        """Return for each output where it depends on what ops leave open; None where nothing does."""
+        if not self._leaves_open:
             return [None] * len(given.outputs)
-        again = self._function(filled(self._graph, 0.0), given.drawn.copy().tensors())
-        differ = [(one != two) & ~(one.isnan() & two.isnan()) for one, two in zip(given.outputs, again, strict=True)]
-        return [place if bool(place.any()) else None for place in differ]
+        again = self._function(self._graph, given.drawn.copy().tensors(), other=True)
+        places = map(judge.differ, given.outputs, again)
+        return [place if bool(place.any()) else None for place in places]
 
     def _reference(self, given: _Given) -> tuple[_Tensors, _Tensors] | None:
         """Return outputs and inputs of the piece in float64; None where it does not run so, or is another one so."""
-        wide, drawn = widened(self._defined), given.drawn.widened()
+        wide, drawn = widened(self._graph), given.drawn.widened()
         if wide is None or drawn is None:
             return None
         inputs = drawn.tensors()

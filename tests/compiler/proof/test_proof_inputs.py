@@ -6,9 +6,11 @@ import pytest
 import torch
 from piece_cases import call, graph, method, size, tensor, with_results
 
+from cgtool.compiler.proof._torch import Settled
 from cgtool.compiler.proof.inputs import STYLES, draw
+from cgtool.compiler.proof.judge import differ
 from cgtool.compiler.proof.prove import prove_artifact
-from cgtool.compiler.proof.reference import filled, lowest_dtype, takes_steps, widened
+from cgtool.compiler.proof.reference import leaves_open, lowest_dtype, takes_steps, widened
 from cgtool.compiler.sizes import Limits, sizes_to_prove
 from cgtool.runtime.op_by_op import piece_function
 
@@ -172,13 +174,40 @@ def test_large_weights_keep_the_largest_size_small():
     assert 12 <= found[-1][0] <= 67
 
 
-def test_uninitialised_memory_is_filled_in_the_graph():
+def test_what_ops_leave_open_is_settled_in_two_ways():
     piece = graph([tensor("s0", 8)], [call("torch.empty_like", "%0"), call("torch.add", "%0", "%1")], ["%2", "%1"])
-    first, second = piece_function(filled(piece, 1.0))([torch.ones(3, 8)])
-    assert first.eq(2).all()
-    assert second.eq(1).all()
-    plain = graph([tensor("s0", 8)], [call("torch.sin", "%0")], ["%1"])
-    assert filled(plain, 1.0) is plain
+    assert leaves_open(piece)
+    assert not leaves_open(graph([tensor("s0", 8)], [call("torch.sin", "%0")], ["%1"]))
+    for other in (False, True):
+        with Settled(other=other):
+            first, second = piece_function(piece)([torch.ones(3, 8)])
+        assert second.eq(0.0 if other else 1.0).all()
+        assert torch.equal(first, second + 1)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("sort", [torch.sort, torch.Tensor.argsort])
+def test_equals_are_sorted_in_two_orders_that_share_no_place(sort, dim, descending):
+    values = torch.tensor([[3, 1, 3], [1, 1, 2], [3, 2, 2], [1, 0, 3], [2, 1, 3]])
+    found = []
+    for other in (False, True):
+        with Settled(other=other):
+            given = sort(values, dim=dim, descending=descending)
+        found.append(given if isinstance(given, torch.Tensor) else given[1])
+        assert torch.equal(values.gather(dim, found[-1]), values.sort(dim=dim, descending=descending).values)
+    along = values.gather(dim, found[0])
+    several = torch.stack(
+        [(values == along.select(dim, at).unsqueeze(dim)).sum(dim) > 1 for at in range(along.shape[dim])]
+    )
+    assert torch.equal((found[0] != found[1]).movedim(dim, 0), several)
+
+
+def test_differences_of_roundings_are_none():
+    one = torch.tensor([1.0, 2.0, float("nan"), float("inf")])
+    assert differ(one, one * (1 + 1e-7)).tolist() == [False] * 4
+    assert differ(one, one + torch.tensor([0.0, 1e-3, 0.0, 0.0])).tolist() == [False, True, False, False]
+    assert differ(torch.tensor([1, 2]), torch.tensor([1, 3])).tolist() == [False, True]
 
 
 def test_a_graph_in_float64_has_no_other_float():

@@ -9,8 +9,10 @@ import pytest
 import torch
 from piece_cases import CASES, OTHERWISE_LAID, X, call, graph, method, tensor, with_results
 
+from cgtool.compiler.proof import prove
 from cgtool.compiler.proof.prove import prove_artifact
 from cgtool.errors import ProofMismatchError
+from cgtool.runtime.op_by_op import piece_function
 
 pytestmark = pytest.mark.torch
 
@@ -96,6 +98,33 @@ def test_a_wrong_integer_is_caught():
     assert prove_double("right", piece).worst_error == 0
     with pytest.raises(ProofMismatchError, match="differs in 1 of"):
         prove_double("one element", piece)
+
+
+@pytest.mark.parametrize(("descending", "is_right"), [(False, True), (True, False)])
+def test_the_order_of_equals_is_the_sorts_own_choice_and_no_other(monkeypatch, descending, is_right):
+    count = 60
+    inputs = [tensor(count, dtype="int64"), tensor(count, 8)]
+
+    def taken(nodes, sort, places):
+        last = 2 + len(nodes)
+        given = [*nodes, call("_operator.getitem", sort, 0), call("_operator.getitem", "%1", places)]
+        return with_results(graph(inputs, given, [f"%{last}", places, f"%{last + 1}"], symbols=()))
+
+    sort = call("torch.sort", "%0")
+    piece = taken([sort, call("_operator.getitem", "%2", 1)], "%2", "%3")
+    back_to_front = [
+        method("flip", "%0", 0),
+        call("torch.sort", "%2", stable=True, descending=descending),
+        call("_operator.getitem", "%3", 1),
+        call("_operator.sub", count - 1, "%4"),
+    ]
+    other = taken(back_to_front, "%3", "%5")
+    monkeypatch.setattr(prove, "open_artifact", lambda *_: piece_function(other))
+    if is_right:
+        assert prove_artifact(b"", adaptor="eager", graph=piece).proved
+    else:
+        with pytest.raises(ProofMismatchError, match="output 0"):
+            prove_artifact(b"", adaptor="eager", graph=piece)
 
 
 def test_what_cannot_run_is_not_proved_and_says_why():
