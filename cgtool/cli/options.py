@@ -279,7 +279,7 @@ remote_options = _together(
         multiple=True,
         callback=lambda _ctx, _param, urls: urls or None,
         metavar="URL",
-        help="A store (s3://, gs://, az://, https://, file://) to take from and push to. Repeatable: in order.",
+        help="A store (s3://, gs://, az://, https://, oci://, file://) to take from and push to. Repeatable: in order.",
     ),
     click.option("--remote-readonly", is_flag=True, default=None, help="Push nothing to the stores."),
     click.option("--remote-required", is_flag=True, default=None, help="Fail where a store does."),

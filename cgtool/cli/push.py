@@ -22,6 +22,7 @@ EXAMPLES = """\b
 Examples:
   cgtool push s3://models/cgtool
   cgtool push https://cache.example.com/dav 3f9a
+  cgtool push oci://registry.example.com/team/models:llama
   cgtool push file:///mnt/shared/cgtool --all --sign key.pem
 """
 
@@ -54,8 +55,8 @@ def push(*, output: Output, url: str, **options: Any) -> int:
     """Send entries of the cache to the store at URL.
 
     URL is s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, az://ACCOUNT/CONTAINER/FOLDER, https://HOST/FOLDER of a server with
-    WebDAV, or file:///FOLDER. Credentials are those that the cloud's own tools use. HASH is the beginning of a hash
-    that `inspect cache` lists; without any, all entries are sent if they are of one model.
+    WebDAV, oci://HOST/REPOSITORY:TAG, or file:///FOLDER. Credentials are those that the cloud's own tools use. HASH is
+    the beginning of a hash that `inspect cache` lists; without any, all entries are sent if they are of one model.
 
     What is there already is not sent again. An entry is seen once all of it is there.
     """

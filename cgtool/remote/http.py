@@ -34,6 +34,31 @@ _LINK = re.compile(r'<a\s[^>]*?href="([^"?#]+)"', re.IGNORECASE)
 _MOST_LISTED_BYTES = 256 * 2**20
 
 
+class _Adapter(HTTPAdapter):  # type: ignore[misc]  # Any, for extras are not looked into
+    """Waits for no answer for ever."""
+
+    def send(self, request: Any, **more: Any) -> Any:
+        """Send a request with a limit of time, whoever made it."""
+        more["timeout"] = more.get("timeout") or (CONNECT_SECS, SILENCE_SECS)
+        return super().send(request, **more)
+
+
+def patient(session: requests.Session) -> requests.Session:
+    """Let a session try again what may pass, with backoff and jitter, and give up in the end."""
+    retry = Retry(
+        total=ATTEMPTS - 1,
+        backoff_factor=BACKOFF_SECS,
+        backoff_jitter=BACKOFF_SECS,
+        status_forcelist=_PASSING,
+        allowed_methods=None,  # whatever is asked twice does the same
+        raise_on_status=False,
+        retry_after_max=int(SILENCE_SECS),
+    )
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, _Adapter(max_retries=retry, pool_maxsize=16))
+    return session
+
+
 class HttpStore:
     """See `cgtool.remote.stores.Store`.
 
@@ -45,22 +70,10 @@ class HttpStore:
         parts = urlsplit(url)
         self.url = shown(url)
         self._host = self.url[: len(self.url) - len(urlsplit(self.url).path)]
-        self._session = requests.Session()
+        self._session = patient(requests.Session())
         self._session.headers["Accept-Encoding"] = "identity"
         if parts.username is not None:
             self._session.auth = unquote(parts.username), unquote(parts.password or "")
-        retry = Retry(
-            total=ATTEMPTS - 1,
-            backoff_factor=BACKOFF_SECS,
-            backoff_jitter=BACKOFF_SECS,
-            status_forcelist=_PASSING,
-            allowed_methods=None,  # whatever is asked twice does the same
-            raise_on_status=False,
-            retry_after_max=int(SILENCE_SECS),
-        )
-        adapter = HTTPAdapter(max_retries=retry, pool_maxsize=16)
-        self._session.mount("http://", adapter)
-        self._session.mount("https://", adapter)
 
     def get(self, path: str, start: int = 0) -> Iterator[bytes] | None:
         """See `Store`."""
@@ -183,7 +196,6 @@ class HttpStore:
             return self._session.request(
                 method,
                 place,
-                timeout=(CONNECT_SECS, SILENCE_SECS),
                 allow_redirects=method in {"GET", "HEAD"},
                 **more,
             )

@@ -91,6 +91,10 @@ def open_store(url: str) -> Store:
                 from cgtool.remote.http import HttpStore  # requests, an extra
 
                 return HttpStore(url)
+            case "oci" if parts.hostname and parts.path.strip("/"):
+                from cgtool.remote.oci import OciStore  # oras, an extra
+
+                return OciStore(url)
             case "s3" | "gs" | "az" if parts.netloc:
                 from cgtool.remote.buckets import BucketStore  # obstore, an extra
 
@@ -100,7 +104,7 @@ def open_store(url: str) -> Store:
         raise UsageError(message, path=shown(url)) from error
     message = (
         f"{shown(url)!r} is no URL of a store. Write file:///FOLDER, https://HOST/FOLDER, s3://BUCKET/FOLDER, "
-        "gs://BUCKET/FOLDER or az://ACCOUNT/CONTAINER/FOLDER."
+        "gs://BUCKET/FOLDER, az://ACCOUNT/CONTAINER/FOLDER or oci://HOST/REPOSITORY:TAG."
     )
     raise UsageError(message, path=shown(url))
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from cgtool.errors import RefusedError, RemoteError
+from cgtool.errors import RefusedError, RemoteError, UsageError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.plan.grammar import Record, sha256_hex
 from cgtool.remote.entries import (
@@ -307,8 +307,7 @@ def export_to(url: str, **options: Any) -> ExportReport:
     Raises:
         RemoteError: The store fails; and as `export`.
     """
-    folder, _, name = url.rpartition("/")
-    store = open_store(folder)
+    store, name = _file_of(url)
     with tempfile.TemporaryDirectory(prefix="cgtool-export-") as made:
         report = export(Path(made) / "bundle", **options)
         store.put(name, Path(made) / "bundle")
@@ -321,8 +320,7 @@ def import_from(url: str, **options: Any) -> ImportReport:
     Raises:
         RemoteError: The store fails, or has no such file; and as `import_bundle`.
     """
-    folder, _, name = url.rpartition("/")
-    store = open_store(folder)
+    store, name = _file_of(url)
     size = store.size(name)
     if size is None:
         raise RemoteError(f"There is no {shown(url)}. Name a file that `cgtool export` wrote.", path=shown(url))
@@ -330,3 +328,12 @@ def import_from(url: str, **options: Any) -> ImportReport:
         file.writelines(stream(store, name, size))
         file.flush()
         return replace(import_bundle(Path(file.name), **options), source=shown(url))
+
+
+def _file_of(url: str) -> tuple[Store, str]:
+    """The store that a file lies in, and its name there."""
+    if url.startswith("oci://"):
+        message = "A registry takes entries and no bundle. Use cgtool push and cgtool pull."
+        raise UsageError(message, path=shown(url))
+    folder, _, name = url.rpartition("/")
+    return open_store(folder), name

@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Iterator
 
 import pytest
-from remote_servers import nginx, s3, webdav
+from remote_servers import nginx, registry, s3, webdav
 
 
-@pytest.fixture(scope="module", params=["folder", "webdav", "webdav with a password", "nginx", "s3"])
+@pytest.fixture(scope="module", params=["folder", "webdav", "webdav with a password", "nginx", "s3", "oci"])
 def store_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a running store."""
     folder = tmp_path_factory.mktemp("store")
@@ -22,5 +22,7 @@ def store_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
                 yield stack.enter_context(nginx(folder / "nginx"))
             case "s3":
                 yield stack.enter_context(s3(patch))
+            case "oci":
+                yield stack.enter_context(registry(folder))
             case kind:
                 yield stack.enter_context(webdav(folder, password="password" in kind)) + "/"

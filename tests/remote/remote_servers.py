@@ -120,6 +120,29 @@ def s3(patch: pytest.MonkeyPatch) -> Iterator[str]:
         server.stop()
 
 
+@contextlib.contextmanager
+def registry(folder: Path) -> Iterator[str]:
+    """docker-registry over a folder; yields the URL of a tag."""
+    pytest.importorskip("oras", reason="oras is not installed")
+    program = shutil.which("docker-registry")
+    if program is None:
+        pytest.skip("docker-registry is not installed")
+    address = f"{LOOPBACK}:{unused_port()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yml").write_text(
+        f"version: 0.1\nstorage: {{filesystem: {{rootdirectory: {folder}/data}}}}\nhttp: {{addr: '{address}'}}\n"
+    )
+    process = subprocess.Popen(
+        [program, "serve", str(folder / "config.yml")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        _wait_for(f"http://{address}/v2/")
+        yield f"oci://{address}/team/models:v1"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
 #: Answers a request in place of the file, or returns False.
 Fault = Callable[[BaseHTTPRequestHandler, bytes], bool]
 

@@ -93,6 +93,8 @@ def test_what_nobody_signed_is_not_pulled_without_a_word(store_url, cache, tmp_p
 
 
 def test_a_bundle_is_written_to_a_store_and_taken_from_there(store_url, cache, tmp_path):
+    if store_url.startswith("oci://"):
+        pytest.skip("a registry takes entries and no bundle")
     hash_ = lay_entry(cache, seed=6)
     place = f"{store_url.rstrip('/')}/bundles/model.tar.zst"
     out = run("export", place, "--cache-dir", cache, "--json")

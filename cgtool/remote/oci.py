@@ -1,0 +1,251 @@
+"""A store in an OCI registry: one tag of a repository is one store, by oras. Must not import torch.
+
+Each file is a layer by its digest, so that tags share what they have in common. A layer is annotated with its name in
+the store, and one of an entry with its place in a cache too, so that `oras pull` gives a folder that serves as a cache.
+The manifest is written when an index or a unit is: a reader finds the old one or the new one. Registries know no
+preconditions on tags, so of two pushes to one tag at the same moment the last wins: give each pusher a tag of its own.
+
+Credentials are those of `docker login`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import ipaddress
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+import oras.auth
+import requests
+from oras.container import Container
+from oras.provider import Registry
+
+from cgtool.errors import RefusedError, RemoteError, UsageError
+from cgtool.plan.grammar import sha256_hex
+from cgtool.remote.entries import member_path
+from cgtool.remote.http import HttpStore, patient
+from cgtool.remote.stores import CHUNK_BYTES, Item
+from cgtool.store.bundle_index import INDEX_FILE, SIGNATURE_FILE, Limits, Member, parse_index
+from cgtool.store.layout import CACHE_FOLDER, SIGNATURES
+
+_MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
+_CONFIG_TYPE = "application/vnd.oci.empty.v1+json"
+_ARTIFACT_TYPE = "application/vnd.cgtool.cache.v1"
+_FILE_TYPE = "application/vnd.cgtool.file.v1"
+_EMPTY = b"{}"
+_NAME, _TITLE = "dev.cgtool.name", "org.opencontainers.image.title"
+_MISSING = 404
+
+
+class _Layer(msgspec.Struct, frozen=True, omit_defaults=True):
+    mediaType: str  # noqa: N815 - the field's name in the specification
+    digest: str
+    size: int
+    annotations: dict[str, str] = {}
+
+
+class _Manifest(msgspec.Struct, frozen=True):
+    config: _Layer
+    layers: tuple[_Layer, ...] = ()
+    annotations: dict[str, str] = {}
+    schemaVersion: int = 2  # noqa: N815 - as above
+    mediaType: str = _MANIFEST_TYPE  # noqa: N815 - as above
+    artifactType: str = _ARTIFACT_TYPE  # noqa: N815 - as above
+
+
+class OciStore(HttpStore):
+    """See `cgtool.remote.stores.Store`.
+
+    Args:
+        url: oci://HOST/REPOSITORY[:TAG]; the tag is `latest` by default.
+    """
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        parts = urlsplit(url)
+        try:
+            self._container = Container(self.url.removeprefix("oci://"))
+        except ValueError as error:
+            message = f"{self.url} names no repository. Write oci://HOST/REPOSITORY:TAG."
+            raise UsageError(message, path=self.url) from error
+        self._registry = Registry(hostname=self._container.registry, insecure=_is_loopback(parts.hostname or ""))
+        self._session = patient(self._registry.session)
+        self._registry.auth.load_configs(self._container)
+        if parts.username is not None:
+            self._registry.auth.set_basic_auth(unquote(parts.username), unquote(parts.password or ""))
+        self._lock = threading.RLock()
+        #: (name in the store, place in a cache or "") → layer, as the tag has them; None before it was asked.
+        self._known: dict[tuple[str, str], _Layer] | None = None
+        self._added: dict[tuple[str, str], _Layer] = {}
+
+    def get(self, path: str, start: int = 0) -> Iterator[bytes] | None:
+        """See `Store`."""
+        return None if self._layer(path) is None else super().get(path, start)
+
+    def put(self, path: str, body: bytes | Path, *, if_absent: bool = False) -> bool:
+        """See `Store`."""
+        if if_absent and self._layer(path) is not None:
+            return False
+        layer = self._upload(body, _FILE_TYPE)
+        with self._lock:
+            if path.endswith(f".{INDEX_FILE}"):
+                self._add_members(path, body if isinstance(body, bytes) else body.read_bytes())
+            self._added[path, _signature_title(path)] = layer
+            if path.endswith(f".{INDEX_FILE}") or not path.startswith(("artifacts/", "entries/", "lookup/")):
+                self._write()
+        return True
+
+    def size(self, path: str) -> int | None:
+        """See `Store`."""
+        layer = self._layer(path)
+        return None if layer is None else layer.size
+
+    def list(self, folder: str) -> Iterator[Item]:
+        """See `Store`; a registry says of no layer when it came."""
+        with self._lock:
+            self._known = self._read()
+            names = {name: layer.size for (name, _), layer in self._known.items() if name.startswith(f"{folder}/")}
+        for name, size in names.items():
+            yield Item(name, size, 0.0)
+
+    def delete(self, path: str) -> None:
+        """See `Store`; with an index go the layers of its entry."""
+        with self._lock:
+            hash_ = path.split("/")[1] if path.endswith(f".{INDEX_FILE}") else None
+            entry = f"{CACHE_FOLDER}/{hash_}/"
+            for name, title in list(self._read()):
+                if name == path or (hash_ is not None and title.startswith(entry)):
+                    self._added.pop((name, title), None)
+                    self._write(without=(name, title))
+
+    def _add_members(self, path: str, index: bytes) -> None:
+        """Let the layers of an entry say where they lie in a cache."""
+        members: tuple[Member, ...] = ()
+        with contextlib.suppress(RefusedError):  # a torn one names nothing, and is passed over by whoever reads it
+            members = parse_index(index, limits=Limits()).members
+        for member in members:
+            name = member_path(member)
+            self._added.pop((name, ""), None)
+            self._added[name, member.path] = _layer(_FILE_TYPE, member.sha256, member.size_bytes)
+        digest, hash_ = sha256_hex(index), path.split("/")[1]
+        if any(title.endswith(f"/{digest}.sig") for _, title in self._added):
+            title = f"{CACHE_FOLDER}/{hash_}/{SIGNATURES}/{digest}.json"
+            self._added[f"{path}#signed", title] = _layer(_FILE_TYPE, digest, len(index))
+
+    def _layer(self, path: str) -> _Layer | None:
+        with self._lock:
+            if self._known is None:
+                self._known = self._read()
+            found = {**self._known, **self._added}
+        return next((layer for (name, _), layer in found.items() if name == path), None)
+
+    def _place(self, path: str) -> str:
+        layer = self._layer(path)
+        return self._blob(layer.digest if layer is not None else "")
+
+    def _blob(self, digest: str) -> str:
+        return f"{self._registry.prefix}://{self._container.get_blob_url(digest)}"
+
+    def _read(self) -> dict[tuple[str, str], _Layer]:
+        """The layers of the tag as it is now."""
+        place = f"{self._registry.prefix}://{self._container.manifest_url()}"
+        answer = self._request("GET", place, headers={"Accept": _MANIFEST_TYPE})
+        if answer.status_code == _MISSING:
+            return {}
+        if not answer.ok:
+            raise self._refused(answer, "read its manifest")
+        try:
+            layers = msgspec.json.decode(answer.content, type=_Manifest).layers
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            message = f"{self.url} is nothing that cgtool pushed: {error}. Name another tag."
+            raise RemoteError(message, path=self.url) from error
+        named = [(one.annotations.get(_NAME, ""), one.annotations.get(_TITLE, ""), one) for one in layers]
+        return {(name, title): layer for name, title, layer in named if name}
+
+    def _write(self, without: tuple[str, str] | None = None) -> None:
+        """Add what was put to what the tag has by now."""
+        found = {**self._read(), **self._added}
+        if without is not None:
+            found.pop(without, None)
+        layers = []
+        for (name, title), layer in sorted(found.items()):
+            said = {_NAME: name, **({_TITLE: title} if title else {})}
+            layers.append(_Layer(layer.mediaType, layer.digest, layer.size, said))
+        config = self._upload(_EMPTY, _CONFIG_TYPE)
+        hashes = sorted({title.split("/")[1] for _, title in found if title})
+        manifest = _Manifest(config, tuple(layers), {"dev.cgtool.entries": ",".join(hashes)})
+        place = f"{self._registry.prefix}://{self._container.manifest_url()}"
+        data = msgspec.json.encode(manifest)
+        answer = self._request("PUT", place, data=data, headers={"Content-Type": _MANIFEST_TYPE})
+        if not answer.ok:
+            raise self._refused(answer, "write its manifest")
+        self._known, self._added = found, {}
+
+    def _upload(self, body: bytes | Path, kind: str) -> _Layer:
+        """Upload a blob, unless the repository has it."""
+        layer = _layer(kind, *_digest(body))
+        if self._request("HEAD", self._blob(layer.digest)).ok:
+            return layer
+        begun = self._request("POST", f"{self._registry.prefix}://{self._container.upload_blob_url()}")
+        if not begun.ok:
+            raise self._refused(begun, "take a layer")
+        place = str(self._registry._get_location(begun, self._container))  # noqa: SLF001 - some name no host
+        place += ("&" if "?" in place else "?") + f"digest={layer.digest}"
+        headers = {"Content-Type": "application/octet-stream"}
+        if isinstance(body, bytes):
+            answer = self._request("PUT", place, data=body, headers=headers)
+        else:
+            with body.open("rb") as file:
+                answer = self._request("PUT", place, data=file, headers=headers)
+        if not answer.ok:
+            raise self._refused(answer, "take a layer")
+        return layer
+
+    def _request(self, method: str, place: str, **more: Any) -> requests.Response:
+        more.pop("allow_redirects", None)
+        try:
+            # Without oras' own attempts, between which it sleeps for minutes.
+            ask = Registry.do_request.__wrapped__
+            answer: requests.Response = ask(self._registry, place, method, **more)
+        except requests.RequestException as error:
+            raise self._broken(error, f"answer {method}") from error
+        except (ValueError, oras.auth.AuthenticationException) as error:
+            message = f"{self.url} asks for other credentials. Log in there: docker login {self._container.registry}"
+            raise RemoteError(message, path=self.url) from error
+        return answer
+
+
+def _layer(kind: str, digest: str, size: int) -> _Layer:
+    return _Layer(kind, f"sha256:{digest}", size)
+
+
+def _digest(body: bytes | Path) -> tuple[str, int]:
+    if isinstance(body, bytes):
+        return sha256_hex(body), len(body)
+    found, size = hashlib.sha256(), 0
+    with body.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            found.update(chunk)
+            size += len(chunk)
+    return found.hexdigest(), size
+
+
+def _signature_title(path: str) -> str:
+    """Where a signature lies in a cache; "" for any other name of the store."""
+    match path.split("/"):
+        case ["entries", hash_, file] if file.endswith(f".{SIGNATURE_FILE}"):
+            return f"{CACHE_FOLDER}/{hash_}/{SIGNATURES}/{file.partition('.')[0]}.sig"
+    return ""
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a registry is on this machine, where it is asked without TLS, as docker does."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
