@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import shutil
-import socket
 import socketserver
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-import warnings
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -36,37 +37,41 @@ http {{
 """
 
 
+#: Serve on a port that the system chooses, and say which: a process each, so that their warnings are not the tests'.
+WEBDAV = """
+import json, sys
+from cheroot import wsgi
+from wsgidav.wsgidav_app import WsgiDAVApp
+server = wsgi.Server(("127.0.0.1", 0), WsgiDAVApp(json.loads(sys.argv[1])), numthreads=12)
+server.prepare()
+print(server.bind_addr[1], flush=True)
+server.serve()
+"""
+S3 = """
+import threading
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+threading.Event().wait()
+"""
+
+
 @contextlib.contextmanager
 def webdav(folder: Path, *, password: bool = False) -> Iterator[str]:
     """WsgiDAV behind Cheroot; yields its URL, with user and password where it asks for them."""
-    pytest.importorskip("requests", reason="requests is not installed")
-    pytest.importorskip("wsgidav", reason="WsgiDAV is not installed")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from cheroot import wsgi
-        from wsgidav.wsgidav_app import WsgiDAVApp
-
-        folder.mkdir(parents=True, exist_ok=True)
-        users = {USER: {"password": PASSWORD}} if password else True
-        app = WsgiDAVApp(
-            {
-                "provider_mapping": {"/": str(folder)},
-                "simple_dc": {"user_mapping": {"*": users}},
-                "http_authenticator": {"accept_basic": True, "accept_digest": False, "default_to_digest": False},
-                "verbose": 0,
-                "logging": {"enable": False},
-            }
-        )
-        server = wsgi.Server((LOOPBACK, 0), app, numthreads=12)
-        server.prepare()
-    thread = threading.Thread(target=server.serve, daemon=True)
-    thread.start()
-    try:
-        who = f"{USER}:{PASSWORD}@" if password else ""
-        yield f"http://{who}{LOOPBACK}:{server.bind_addr[1]}"
-    finally:
-        server.stop()
-        thread.join()
+    for name in ("requests", "wsgidav", "cheroot"):
+        pytest.importorskip(name, reason=f"{name} is not installed")
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "provider_mapping": {"/": str(folder)},
+        "simple_dc": {"user_mapping": {"*": {USER: {"password": PASSWORD}} if password else True}},
+        "http_authenticator": {"accept_basic": True, "accept_digest": False, "default_to_digest": False},
+        "verbose": 0,
+        "logging": {"enable": False},
+    }
+    with _says_its_port(WEBDAV, json.dumps(config)) as port:
+        yield f"http://{f'{USER}:{PASSWORD}@' if password else ''}{LOOPBACK}:{port}"
 
 
 @contextlib.contextmanager
@@ -77,47 +82,34 @@ def nginx(folder: Path) -> Iterator[str]:
     if program is None:
         pytest.skip("nginx is not installed")
     (folder / "files").mkdir(parents=True)
-    folder.chmod(0o755)
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        address = f"{LOOPBACK}:{probe.getsockname()[1]}"
-    (folder / "nginx.conf").write_text(NGINX.format(root=folder, address=address))
-    command = [program, "-c", str(folder / "nginx.conf"), "-p", str(folder), "-g", "user root;"]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    try:
-        _wait_for(f"http://{address}/")
-        yield f"http://{address}"
-    finally:
-        process.terminate()
-        process.wait(30)
+
+    def command(port: int) -> list[str]:
+        (folder / "nginx.conf").write_text(NGINX.format(root=folder, address=f"{LOOPBACK}:{port}"))
+        user = ["-g", "user root;"] if os.geteuid() == 0 else []
+        return [program, "-c", str(folder / "nginx.conf"), "-p", str(folder), *user]
+
+    with _on_a_port(command, "/") as port:
+        yield f"http://{LOOPBACK}:{port}"
 
 
 @contextlib.contextmanager
 def s3(patch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Moto's S3, as a server of its own; the variables of AWS' tools lead to it."""
-    pytest.importorskip("moto", reason="moto is not installed")
-    pytest.importorskip("obstore", reason="obstore is not installed")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from moto.server import ThreadedMotoServer
-
-        server = ThreadedMotoServer(ip_address=LOOPBACK, port=0, verbose=False)
-        server.start()
-    host, port = server.get_host_and_port()
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ALLOW_HTTP": "true",
-        "AWS_ACCESS_KEY_ID": USER,
-        "AWS_SECRET_ACCESS_KEY": PASSWORD,
-        "AWS_REGION": "us-east-1",
-    }.items():
-        patch.setenv(name, value)
-    try:
-        request = urllib.request.Request(f"http://{host}:{port}/models", method="PUT")
+    """Moto's S3; the variables of AWS' tools lead to it."""
+    for name in ("moto", "flask", "obstore"):
+        pytest.importorskip(name, reason=f"{name} is not installed")
+    with _says_its_port(S3) as port:
+        endpoint = f"http://{LOOPBACK}:{port}"
+        for name, value in {
+            "AWS_ENDPOINT_URL": endpoint,
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_ACCESS_KEY_ID": USER,
+            "AWS_SECRET_ACCESS_KEY": PASSWORD,
+            "AWS_REGION": "us-east-1",
+        }.items():
+            patch.setenv(name, value)
+        request = urllib.request.Request(f"{endpoint}/models", method="PUT")
         urllib.request.urlopen(request, timeout=30).close()
         yield "s3://models/cgtool"
-    finally:
-        server.stop()
 
 
 @contextlib.contextmanager
@@ -127,20 +119,64 @@ def registry(folder: Path) -> Iterator[str]:
     program = shutil.which("docker-registry")
     if program is None:
         pytest.skip("docker-registry is not installed")
-    address = f"{LOOPBACK}:{unused_port()}"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yml").write_text(
-        f"version: 0.1\nstorage: {{filesystem: {{rootdirectory: {folder}/data}}}}\nhttp: {{addr: '{address}'}}\n"
-    )
-    process = subprocess.Popen(
-        [program, "serve", str(folder / "config.yml")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+
+    def command(port: int) -> list[str]:
+        storage = f"storage: {{filesystem: {{rootdirectory: {folder}/data}}}}"
+        (folder / "config.yml").write_text(f"version: 0.1\n{storage}\nhttp: {{addr: '{LOOPBACK}:{port}'}}\n")
+        return [program, "serve", str(folder / "config.yml")]
+
+    with _on_a_port(command, "/v2/") as port:
+        yield f"oci://{LOOPBACK}:{port}/team/models:v1"
+
+
+@contextlib.contextmanager
+def _says_its_port(program: str, *arguments: str) -> Iterator[int]:
+    command = [sys.executable, "-W", "ignore", "-c", program, *arguments]
+    with _ended(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)) as process:
+        assert process.stdout is not None
+        with process.stdout as said:
+            yield int(said.readline())
+
+
+@contextlib.contextmanager
+def _on_a_port(command: Callable[[int], list[str]], page: str) -> Iterator[int]:
+    """Run a server that must be told its port; where another process took that meanwhile, on the next."""
+    for _ in range(5):
+        port = unused_port()
+        started = subprocess.Popen(command(port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        with _ended(started) as process:
+            if _answers(process, f"http://{LOOPBACK}:{port}{page}"):
+                yield port
+                return
+    pytest.fail("no port is free")
+
+
+@contextlib.contextmanager
+def _ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
     try:
-        _wait_for(f"http://{address}/v2/")
-        yield f"oci://{address}/team/models:v1"
+        yield process
     finally:
-        process.terminate()
-        process.wait(30)
+        process.terminate()  # nginx takes its workers along
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(30)
+
+
+def _answers(process: subprocess.Popen[bytes], url: str) -> bool:
+    """Wait until a server answers; False where its process ended."""
+    while process.poll() is None:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+        except urllib.error.HTTPError:
+            break
+        except OSError:
+            time.sleep(0.05)
+        else:
+            break
+    return process.poll() is None
 
 
 #: Answers a request in place of the file, or returns False.
@@ -230,16 +266,3 @@ def unused_port() -> int:
     """A port of loopback on which nobody listens."""
     with socketserver.TCPServer((LOOPBACK, 0), socketserver.BaseRequestHandler) as server:
         return int(server.server_address[1])
-
-
-def _wait_for(url: str) -> None:
-    for _ in range(300):
-        try:
-            urllib.request.urlopen(url, timeout=5).close()
-        except urllib.error.HTTPError:
-            return
-        except OSError:
-            time.sleep(0.05)
-        else:
-            return
-    pytest.fail(f"{url} does not answer")
