@@ -25,10 +25,8 @@ def process_group_is_initialized() -> bool:
 
 
 def exchanges() -> bool:
-    """Return whether the default process group has other processes with which this one really exchanges tensors."""
-    if not process_group_is_initialized() or torch.distributed.get_world_size() == 1:
-        return False
-    return torch.distributed.get_backend() != "fake"
+    """Return whether there is a default process group, and one that is not faked."""
+    return process_group_is_initialized() and torch.distributed.get_backend() != "fake"
 
 
 def join_fake_group(rank: int, size: int) -> None:
@@ -39,8 +37,8 @@ def join_fake_group(rank: int, size: int) -> None:
 
 
 def store_of_group() -> Any:
-    """Return the store of the default process group."""
-    return torch.distributed.distributed_c10d._get_default_store()
+    """Return the store of the default process group, over a connection of its own: a group that waits keeps its one."""
+    return torch.distributed.distributed_c10d._get_default_store().clone()
 
 
 def group_of_processes(value: Any) -> tuple[str, int, int] | None:

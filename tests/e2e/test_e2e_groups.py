@@ -52,13 +52,31 @@ class Held(OfTheWorld):
         return collectives.all_reduce(self.layer(x), "sum", self.group) * self.group.size()
 
 
-@pytest.mark.parametrize("kind", [OfTheWorld, InPlace, Held])
+def all_reduced(x: torch.Tensor) -> torch.Tensor:
+    total = x.clone()
+    dist.all_reduce(total)
+    return total
+
+
+cgtool.direct_register_custom_op(
+    "all_reduced", all_reduced, mutates_args=[], fake_impl=torch.empty_like, namespace="group_tests"
+)
+
+
+class WithinAnOp(OfTheWorld):
+    def forward(self, x):
+        return torch.ops.group_tests.all_reduced(self.layer(x)).relu()
+
+
+@pytest.mark.parametrize("kind", [OfTheWorld, InPlace, Held, WithinAnOp])
 def test_a_group_in_forward_is_data(tmp_path, kind):
     model = kind().eval()
-    config, example = CompilationConfig(adaptor="eager", proof=False), torch.randn(3, 8)
+    config, example = CompilationConfig(adaptor="eager"), torch.randn(3, 8)
     served = cgtool.compile(
         model, example_args=(example,), dynamic={"x": {0: "n"}}, config=config, cache_dir=tmp_path / "cache"
     )
+    (manifest,) = (tmp_path / "cache").rglob("manifest.json")
+    assert '"proved_at"' in manifest.read_text()
     loaded = cgtool.load(model, cache_dir=tmp_path / "cache")
     for x in (example, torch.randn(1, 8), torch.randn(7, 8)):
         assert torch.equal(served(x), model(x))
