@@ -23,7 +23,7 @@ from cgtool.plan.pieces import PieceGraph
 from cgtool.runtime.call import LoadedModel
 from cgtool.runtime.dispatch import Boxed
 from cgtool.runtime.factors import Live
-from cgtool.runtime.find import Finder, Found, open_entry
+from cgtool.runtime.find import Finder, Found, open_entry, rank_here
 from cgtool.store.layout import CacheLayout, resolve_root
 from cgtool.store.lookup import StateStore
 from cgtool.store.trust import TrustPolicy
@@ -187,7 +187,7 @@ def _load_from(
     hash_: str | None = None,
     accept: Callable[[Found], tuple[str, ...]] = lambda _: (),
 ) -> LoadedModel:
-    rank = environment().rank if rank is None else rank
+    rank = rank_here() if rank is None else rank
     fields = None if config is None else config.leveled().key_fields()
     finder = Finder(layout, module, Live.of(module, config=fields), rank=rank, prefix=prefix, trust=trust)
     try:

@@ -43,7 +43,8 @@ from cgtool.compiler.wanted import Work, leveled, wanted
 from cgtool.config import AOT_INDUCTOR, CompilationConfig
 from cgtool.errors import CacheMissError, ModelError
 from cgtool.events import Event, OnEvent, ignore
-from cgtool.host import environment, variables_now
+from cgtool.guards.kinds import of_any_rank
+from cgtool.host import variables_now
 from cgtool.model import ModelSpec
 from cgtool.plan.grammar import canonical_json, digest_of
 from cgtool.plan.pieces import EAGER
@@ -53,7 +54,7 @@ from cgtool.plan.writing import encode_plan
 from cgtool.remote.remotes import Remotes
 from cgtool.runtime.call import first_index
 from cgtool.runtime.factors import Live, key_of
-from cgtool.runtime.find import Finder, Found
+from cgtool.runtime.find import Finder, Found, rank_here
 from cgtool.store.entry import Entry, EntryWriter, ObjectStore
 from cgtool.store.files import check_writable
 from cgtool.store.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout, RankName, resolve_root, short
@@ -141,7 +142,7 @@ def warm(
         raise ModelError(msg, path=spec.method)
     config = leveled(config, spec)
     layout = CacheLayout(root=resolve_root(cache_dir if cache_dir is not None else config.cache_dir or None))
-    rank = environment().rank if rank is None else rank
+    rank = rank_here() if rank is None else rank
     # Inference tensors count no writes, and tracing rests on the count; entries serve that mode all the same.
     with contextlib.ExitStack() as stack:
         if ranks is None and (ranks := Ranks.of_group()) is not None:
@@ -448,7 +449,7 @@ class _Warm:
     def _key(self, stitched: Stitched) -> Key:
         # in one order: Dynamo's depends on what was traced before in this process
         guards = [
-            sorted(msgspec.to_builtins(tuple(variant.model_guards)), key=canonical_json)
+            sorted(map(of_any_rank, msgspec.to_builtins(tuple(variant.model_guards))), key=canonical_json)
             for variant in stitched.plan.variants
         ]
         traced = {

@@ -38,7 +38,8 @@ def join_fake_group(rank: int, size: int) -> None:
 
 def store_of_group() -> Any:
     """Return the store of the default process group, over a connection of its own: a group that waits keeps its one."""
-    return torch.distributed.distributed_c10d._get_default_store().clone()
+    store: Any = torch.distributed.distributed_c10d._get_default_store()
+    return store.clone()
 
 
 def group_of_processes(value: Any) -> tuple[str, int, int] | None:

@@ -77,6 +77,7 @@ PARTS = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+_GROUP_WORDS = 4
 _CONTAINERS: dict[Any, str] = {tuple: "t", list: "l", torch.Size: "size"}
 
 
@@ -176,6 +177,17 @@ def _builtin_name(value: Any) -> str:
         return f"{canonical_module_name(owner.__module__)}:{owner.__qualname__}.{value.__name__}"
     module = getattr(value, "__module__", None) or (owner.__name__ if isinstance(owner, types.ModuleType) else "")
     return f"{module}:{value.__name__}"
+
+
+def of_any_rank(fact: Json) -> Json:
+    """Return what a guard sees without this process's rank in groups: what all ranks of a model have in common."""
+    if isinstance(fact, dict):
+        return {name: of_any_rank(item) for name, item in fact.items() if name != "rank" or "world_size" not in fact}
+    if not isinstance(fact, list | tuple):
+        return fact
+    if len(fact) == _GROUP_WORDS and fact[0] == "group":
+        return [fact[0], fact[1], fact[3]]
+    return [of_any_rank(item) for item in fact]
 
 
 def describe(kind: str, value: Any) -> Json:

@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from msgspec.structs import replace
 
 from cgtool import host
 from cgtool.errors import ArtifactError, CacheError, CacheMissError, CacheSchemaError, RefusedError
 from cgtool.graph.expressions import rename, symbols_of
+from cgtool.guards._torch import process_group_is_initialized
 from cgtool.guards.sources import Roots
 from cgtool.guards.table import failures_of
 from cgtool.plan.pieces import AOT_INDUCTOR, EAGER, PieceGraph
@@ -57,6 +59,13 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     entry: Entry
     key: Key
     plan: Plan
+
+
+def rank_here() -> int:
+    """Return this process's rank, as its launcher says; without one, as the default process group says, else 0."""
+    if process_group_is_initialized() and not any(host.variables_now(("RANK", "LOCAL_RANK")).values()):
+        return torch.distributed.get_rank()
+    return host.environment().rank
 
 
 class Finder:

@@ -61,6 +61,7 @@ def test_what_cannot_be_served_is_told_each_rank(of_two_ranks, name):
 def test_whole_calls_with_collectives_are_proved_by_all_ranks_together(of_two_ranks):
     _, manifests = of_two_ranks
     assert len(manifests) == 2 * len(SERVED)
+    assert len({manifest["hash"] for manifest in manifests}) == len(SERVED)  # one entry holds both ranks
     for variant in (variant for manifest in manifests for variant in manifest["variants"]):
         assert variant["proved_at"]
         assert "proof_gap" not in variant
