@@ -253,7 +253,7 @@ class Calls:
             ours = self._ours(run, loaded)
             if not self._all(ours is not None) or ours is None:
                 return at, False
-            self._compare(run, ours, eager)
+            self._compare(run, ours, eager, self._tolerance.with_sums(max(at.values(), default=1), self._dtype))
         except judge.WrongError as error:
             place = f"variant {variant.name}" + (f", {shape_text(of_sizes(at))}" if at else "")
             advice = _OPS.format(ops=", ".join(self._ops)) if self._ops else _OURS
@@ -283,7 +283,7 @@ class Calls:
             raise _NotRunnableError(msg)
         return run, eager
 
-    def _compare(self, run: Callable[..., _Ran], ours: _Ran, eager: _Ran) -> None:
+    def _compare(self, run: Callable[..., _Ran], ours: _Ran, eager: _Ran, tolerance: judge.Tolerance) -> None:
         """Compare what two calls left.
 
         Raises:
@@ -303,7 +303,7 @@ class Calls:
             if name in undefined:
                 row = mine[~undefined[name]], beside[~undefined[name]], theirs[~undefined[name]]
             try:
-                judge.check_numbers(*row, tolerance=self._tolerance)
+                judge.check_numbers(*row, tolerance=tolerance)
             except judge.WrongError as error:
                 msg = f"{name} {error}"
                 raise judge.WrongError(msg) from error

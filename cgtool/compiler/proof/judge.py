@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -57,6 +57,15 @@ class Tolerance:
         if not has_reference:
             element, rms = 2 * element, 4 * rms
         return cls(element=element, rms=rms, steps=steps if takes_steps else 0.0)
+
+    def with_sums(self, count: int, dtype: torch.dtype) -> Self:
+        """Return the tolerance where `count` numbers may be summed.
+
+        Compiled code adds one after the other, in float32 or `dtype`, and eager in a tree: where the numbers are alike,
+        as repeated rows are, each step may be rounded in the same way.
+        """
+        drift = count * min(eps_of(dtype), torch.finfo(torch.float32).eps) / 8
+        return replace(self, element=max(self.element, 2 * drift), rms=max(self.rms, drift))
 
     def num_allowed(self, count: int, flips: int = 0) -> int:
         """Return how many of `count` elements may differ, where eager itself decided `flips` of them otherwise."""

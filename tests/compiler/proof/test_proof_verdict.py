@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import proof_doubles
 import pytest
 import torch
 from piece_cases import CASES, OTHERWISE_LAID, X, call, graph, method, tensor, with_results
 
-from cgtool.compiler.proof import prove
+from cgtool.compiler.proof import judge, prove
 from cgtool.compiler.proof.prove import prove_artifact
 from cgtool.errors import ProofMismatchError
 from cgtool.runtime.op_by_op import piece_function
@@ -178,3 +179,14 @@ def test_an_unbatched_scalar_and_empty_tensors_are_proved():
     assert record.shapes[0] == {"s0": 0}
     assert any(sizes["s0"] > 1 for sizes in record.shapes)
     assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize(("error", "is_right"), [(9e-5, True), (5e-3, False)])
+def test_numbers_that_may_have_been_summed_one_after_the_other_may_drift(error, is_right):
+    exact = torch.linspace(1, 2, 4)
+    found = exact * (1 + error)
+    tolerance = judge.Tolerance.of(torch.float32, takes_steps=False, has_reference=False)
+    with pytest.raises(judge.WrongError):
+        judge.check_numbers(found, exact, exact, tolerance=tolerance)
+    with nullcontext() if is_right else pytest.raises(judge.WrongError):
+        judge.check_numbers(found, exact, exact, tolerance=tolerance.with_sums(32769, torch.float32))
