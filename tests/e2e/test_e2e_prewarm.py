@@ -1,4 +1,4 @@
-"""The jobs that README shows for GitHub Actions and GitLab: their steps run here, as the shell script that they are."""
+"""What README shows for GitHub Actions, GitLab, Kubernetes and Docker: the commands run here, as a shell runs them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from cgtool.store.layout import CacheLayout
 BLOCKS = [
     yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", (REPO / "README.md").read_text(), re.DOTALL)
 ]
-GITHUB, GITLAB = BLOCKS
+GITHUB, GITLAB, POD = BLOCKS
+(DOCKERFILE,) = re.findall(r"```dockerfile\n(.*?)```", (REPO / "README.md").read_text(), re.DOTALL)
 
 pytestmark = pytest.mark.torch
 
@@ -46,12 +47,12 @@ def test_both_jobs_keep_the_folder_that_cgtool_fills():
     assert GITLAB["prewarm"]["variables"]["CGTOOL_CACHE_DIR"].endswith("/" + GITLAB["prewarm"]["cache"]["paths"][0])
 
 
-def test_the_steps_warm_once_and_hand_over_what_serves(tmp_path, monkeypatch):
-    """A first run compiles, a second one finds all of it, and a machine that imports the bundle is served."""
+@pytest.fixture
+def sh(tmp_path, monkeypatch):
+    """Runs scripts in the folder of the test, where MODEL is a model and the cache is a folder."""
     monkeypatch.setenv("MODEL", str(REPO / "tests" / "cli" / "cli_sample_model.py") + ":build")
     monkeypatch.setenv("CGTOOL_CACHE_DIR", str(tmp_path / ".cgtool"))
     monkeypatch.setenv("CGTOOL_ADAPTOR", "eager")  # the steps are shown here, and not a compiler
-    script = "\n".join(github_steps())
 
     def sh(script):
         """Run a script whose commands are forks of a process that imported torch; return what came of the last."""
@@ -68,6 +69,13 @@ def test_the_steps_warm_once_and_hand_over_what_serves(tmp_path, monkeypatch):
         process.stdout.close()
         return ran
 
+    return sh
+
+
+def test_the_steps_warm_once_and_hand_over_what_serves(sh, tmp_path, monkeypatch):
+    """A first run compiles, a second one finds all of it, and a machine that imports the bundle is served."""
+    script = "\n".join(github_steps())
+
     def compiled():
         return sorted(path.parent.name for path in CacheLayout(root=tmp_path / ".cgtool").units_dir.rglob("unit.json"))
 
@@ -78,3 +86,27 @@ def test_the_steps_warm_once_and_hand_over_what_serves(tmp_path, monkeypatch):
     monkeypatch.setenv("CGTOOL_CACHE_DIR", str(tmp_path / "server"))
     served = sh('cgtool import model.tar.zst --trust && cgtool warm "$MODEL" --check --json')
     assert served.report["hit"] is True
+
+
+def test_an_init_container_pulls_what_serves_its_pod(sh, tmp_path, monkeypatch):
+    (pull,) = POD["initContainers"]
+    (mount,), (volume,) = pull["volumeMounts"], POD["volumes"]
+    variables = {variable["name"]: variable["value"] for variable in pull["env"]}
+    assert (mount["mountPath"], mount["name"]) == (variables["CGTOOL_CACHE_DIR"], volume["name"])
+    (tmp_path / "store").mkdir()
+    monkeypatch.setenv("STORE", f"file://{tmp_path / 'store'}")
+    sh('cgtool warm "$MODEL" && cgtool push "$STORE" --all')
+    monkeypatch.setenv("CGTOOL_CACHE_DIR", str(tmp_path / "pod"))
+    shell, option, script = pull["command"]
+    assert (shell, option) == ("sh", "-c")
+    assert sh(f'{script} && cgtool warm "$MODEL" --check --json').report["hit"] is True
+
+
+def test_an_image_holds_what_serves(sh, tmp_path, monkeypatch):
+    (step,) = re.findall(r"^RUN (.*)$", DOCKERFILE, re.MULTILINE)
+    source, target = re.search(r"^COPY --from=warm (\S+) (\S+)$", DOCKERFILE, re.MULTILINE).groups()
+    assert f"ENV CGTOOL_CACHE_DIR={target}" in DOCKERFILE
+    layer = str(tmp_path / "layer")
+    sh(step.replace("serve/model.py:build", '"$MODEL"').replace(f"{source} ", f"{layer} "))
+    monkeypatch.setenv("CGTOOL_CACHE_DIR", layer)
+    assert sh('cgtool warm "$MODEL" --check --json').report["hit"] is True
