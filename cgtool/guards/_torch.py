@@ -299,3 +299,10 @@ def schema_of(op: Any) -> Any:
 def is_op(value: Any) -> bool:
     """Return whether `value` is an op of `torch.ops`, one of its overloads, or their namespace."""
     return isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops._OpNamespace))
+
+
+def autocast_text(value: Any) -> str | None:
+    """Return which types a region of autocast takes on which device, and how; None where it is none."""
+    if type(value) is not torch.autocast:
+        return None
+    return repr((value.device, value.fast_dtype, value._enabled, value._cache_enabled))

@@ -69,10 +69,10 @@ def code_digest(code: types.CodeType | object, *, follow_globals: bool = False) 
 
 
 def plain_text(value: Any) -> str | None:
-    """Return what a small value of the standard library is, a path or a date; None for anything else."""
+    """Return what a path, a date or a pattern is, or a region of autocast; None for anything else."""
     if isinstance(value, re.Pattern):
         return repr((value.pattern, value.flags))
-    return repr(value) if type(value).__module__ in _PLAIN_MODULES else None
+    return repr(value) if type(value).__module__ in _PLAIN_MODULES else private.autocast_text(value)
 
 
 def _digest(form: Form) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - what everyone calls it
+from small_rows import ROWS_OF_EIGHT, fake_quantised
 from torch import nn
 from torch._higher_order_ops import map as map_rows
 from torch._higher_order_ops import scan, while_loop
@@ -216,6 +219,7 @@ def _signals(*sizes):
     return [(_numbers(1, 4, size),) for size in sizes]
 
 
+FROM_2 = {"x": {0: ("rows", 2, None)}}
 SEQ, LENGTH = {"x": {1: "seq"}}, {"x": {2: "length"}}
 
 #: Equal to eager at every shape.
@@ -296,6 +300,14 @@ SERVED = {
     "flex attention with a block mask": lambda: (module(flexed_by_blocks, layer=nn.Linear(8, 8)), _sequences(128), {}),
 }
 
+SERVED.update(
+    (
+        name,
+        functools.partial(lambda function, parts: (module(function, **parts), rows(4, 2, 7), FROM_2), function, parts),
+    )
+    for name, (function, parts) in ROWS_OF_EIGHT.items()
+)
+
 #: Of which a warm has something to say: what it says.
 NOTED = {
     "conv1d of a dynamic length": "No variant serves length = 1, at which the model itself does not run",
@@ -304,6 +316,7 @@ NOTED = {
     "a number out of a tensor": "so they run between pieces: item (small_modules.py:",
     "a size that depends on data": "so they run between pieces: getitem (small_modules.py:",
     "random numbers": "it draws random numbers (aten.rand_like)",
+    "distances": "rows serves 2 to 25 because of",  # and another way from 26 on
 }
 
 #: Refused, with the user's line where there is one.
@@ -312,6 +325,7 @@ REFUSED = {
         lambda: (module(recurrent, layer=nn.GRU(8, 8, batch_first=True)), _sequences(4), SEQ),
         "dimension 1",
     ),
+    "fake quantisation": (lambda: (module(fake_quantised), rows(4), ROWS), r"small_rows\.py:\d+, in fake_quantised"),
     "a buffer replaced": (lambda: (module(buffer_replaced, count=torch.zeros(())), rows(4), ROWS), "attribute c|count"),
     "any number of arguments": (
         lambda: (module(arguments), [(_numbers(4, 8), _numbers(4, 8))], {"x": {0: "rows"}}),
