@@ -350,6 +350,8 @@ def _cannot_open(error: RuntimeError) -> ArtifactError:
     if "failed to map segment" in said or "Operation not permitted" in said:
         advice = "Code may not run from where torch unpacks packages, /tmp: mount it without noexec, or use torch 2.13."
         return NoRoomError(f"Torch could not open a package: {said}. {advice}", actual=said)
+    if "out of memory" in said or "allocate memory" in said:
+        return NoRoomError(f"Torch could not open a package: {said}. Free some memory, and load again.", actual=said)
     if os.strerror(errno.EMFILE) in said or os.strerror(errno.ENFILE) in said:
         return NoRoomError(f"Torch could not open a package: {said}. {_MORE_FILES}", actual=said)
     if "undefined symbol" in said:

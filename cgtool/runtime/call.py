@@ -184,7 +184,15 @@ class LoadedModel(AsModule):
             weights, needs_grad = served.bound.read()
             if torch.is_grad_enabled():
                 self._refuse_gradients(served, tensors, weights, needs_grad=needs_grad)
-            answer = served.program(tensors, sizes, passed, weights, table)
+            try:
+                answer = served.program(tensors, sizes, passed, weights, table)
+            except RuntimeError as error:
+                from cgtool.runtime.explain import memory_failure  # as for a refusal
+
+                failure = memory_failure(error, self.plan.method, served.variant, sizes, (*tensors, *weights))
+                if failure is None:
+                    raise
+                raise failure from error
             for owner, name, value in served.settled:
                 setattr(owner, name, value)
             return answer

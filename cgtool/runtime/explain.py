@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from cgtool.errors import ArtifactError, CgtoolError, GuardError
 from cgtool.graph.expressions import evaluate
 from cgtool.guards import state
@@ -304,3 +306,36 @@ def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
             return False
         step *= size
     return True
+
+
+#: What torch says where there is no memory, and where native code failed and printed why.
+_NO_MEMORY, _NATIVE_FAILED = ("out of memory", "allocate memory"), "API call failed"
+
+
+def memory_failure(
+    error: RuntimeError, method: str, variant: Variant, sizes: Sequence[int], tensors: Sequence[torch.Tensor]
+) -> RuntimeError | None:
+    """Return the sentence for a call that ran out of memory, or None where it failed for another reason.
+
+    Args:
+        error: What torch raised. Native code prints the reason and says no more than that it failed.
+        method: What was called.
+        variant: The variant that ran.
+        sizes: The values of its symbols.
+        tensors: The call's and the model's.
+    """
+    said = (str(error).strip().splitlines() or [""])[0]
+    is_memory = isinstance(error, torch.OutOfMemoryError) or any(words in said for words in _NO_MEMORY)
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    refused = any(torch.cuda.memory_stats(device).get("num_ooms", 0) for device in devices)
+    if not is_memory and not (refused and _NATIVE_FAILED in said):
+        return None
+    values = dict(zip((symbol.name for symbol in variant.symbols), sizes, strict=False))
+    known = {name: values[symbols[0]] for name, symbols in variant.dims.items() if symbols and symbols[0] in values}
+    at = " and ".join(f"{name} = {size}" for name, size in {**known, **variant.fixed}.items())
+    held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()) / 2**20
+    msg = (
+        f"A call of {method}{f' with {at}' if at else ''} ran out of memory beside the {held:.0f} MiB of its arguments "
+        f"and weights: {said}. Call it with less, or free some memory."
+    )
+    return torch.OutOfMemoryError(msg)

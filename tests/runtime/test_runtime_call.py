@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from torch import nn
 
 import cgtool
+from cgtool.compiler.pipeline import warm
 from cgtool.errors import ArtifactError, GuardError
 from cgtool.plan.pieces import SymbolRange
 from cgtool.plan.records import Guard, Input
@@ -417,3 +418,24 @@ def test_a_change_on_purpose_is_rechecked(pair):
     module.factor = 4
     with pytest.raises(GuardError, match="factor"):
         model.recheck()
+
+
+class Square(nn.Module):
+    def forward(self, x):
+        return x @ x.T
+
+
+def test_a_call_that_runs_out_of_memory_says_at_what_size(tmp_path):
+    model = Square().eval()
+    spec = cgtool.ModelSpec(
+        module=model, calls=[cgtool.ExampleCall(args=(torch.rand(4, 1),))], dynamic={"x": {0: ("rows", 2, None)}}
+    )
+    warm(spec, config=CONFIG, cache_dir=tmp_path)
+    loaded = cgtool.load(model, cache_dir=tmp_path)
+    rows = 1 << 24  # whose square no address space holds
+    with pytest.raises(
+        torch.OutOfMemoryError, match=rf"A call of forward with rows = {rows} ran out of memory beside the 64"
+    ):
+        loaded(torch.empty(rows, 1))
+    x = torch.rand(3, 1)
+    torch.testing.assert_close(loaded(x), model(x))
