@@ -143,6 +143,7 @@ def _push_entry(store: Store, hash_: str, contents: Contents, signed: bytes | No
         store.put(signature_path(hash_, digest), signed)
         sent.append(len(signed))
     is_new = store.size(place) != len(index)
+    is_first = is_new and not indexes(store, hash_)
     artifacts = [content for content in contents.contents if content.file is not None]
     records = [content for content in contents.contents if content.file is None]
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="cgtool-push") as pool:
@@ -156,8 +157,8 @@ def _push_entry(store: Store, hash_: str, contents: Contents, signed: bytes | No
         store.put(place, index, if_absent=store.size(place) is None)
         sent.append(len(index))
         is_replaced = store.put(place, index, if_absent=True)
+    if is_first:  # what was there already may have been pruned while nothing named it
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="cgtool-push") as pool:
-            # What was there already may have been pruned while nothing named it.
             sent += filter(None, pool.map(lambda content: _send(store, content), artifacts))
     entry = PushedEntry(
         hash=hash_,
