@@ -98,8 +98,9 @@ class Ranks:
         with contextlib.suppress(RankLostError):
             self._say("ended", said)
             until = time.monotonic() + _GRACE_SECS
-            # Where there is no agent, rank 0 keeps the store, which the others have yet to say this in.
-            while error is None and self.rank == 0 and self.ends_process and time.monotonic() < until:
+            # Where there is no agent, rank 0 keeps the store, which the others read this in and say theirs.
+            stays = self.rank == 0 and self.ends_process and (error is None or isinstance(error, Exception))
+            while stays and time.monotonic() < until:
                 if all(self._said("ended", other) is not None for other in self._others):
                     break
                 time.sleep(_LOOK_SECS)

@@ -82,9 +82,9 @@ def build_uneven():
     )
 
 
-def build_where_one_fails():
-    if os.environ["RANK"] == "1":
-        msg = "the weights of rank 1 are not there"
+def build_where_one_fails(which=1):
+    if os.environ["RANK"] == str(which):
+        msg = f"the weights of rank {which} are not there"
         raise ValueError(msg)
     return build()
 

@@ -98,5 +98,5 @@ def test_four_ranks_load_what_one_process_warmed_in_a_group_that_exchanges_nothi
 def test_four_ranks_exchange_in_pairs_and_all_together_between_compiled_pieces(tmp_path):
     said, manifests = came_of(tmp_path, "aot_inductor", 1, "TwoGroups", ranks=4)
     assert said == [{"TwoGroups": [True] * 3}] * 4
-    assert len({row["artifact"]["digest"] for manifest in manifests for row in manifest["rows"]}) == 3
+    assert len({row["artifact"]["digest"] for manifest in manifests for row in manifest["rows"]}) == 2
     assert all(variant["proved_at"] for manifest in manifests for variant in manifest["variants"])

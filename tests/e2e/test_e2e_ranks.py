@@ -41,17 +41,7 @@ def two_ranks(root, factory, *options):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-    command = [
-        sys.executable,
-        "-m",
-        "cgtool",
-        "warm",
-        f"{MODEL}:{factory}",
-        "--cache-dir",
-        str(root),
-        *OPTIONS,
-        *options,
-    ]
+    command = [sys.executable, "-m", "cgtool", "warm", f"{MODEL}:{factory}", "--cache-dir", str(root)]
     ranks = [
         subprocess.Popen(
             [*command, *OPTIONS, *options],
@@ -84,12 +74,15 @@ def test_one_rank_speaks_for_both_and_they_share_all_but_what_differs(tmp_path):
     assert (code, other, second) == (0, 0, ("", ""))
 
 
-def test_a_rank_that_fails_ends_the_others_with_its_words_and_its_exit_code(tmp_path):
-    ((_, said), code), ((_, own), other) = two_ranks(tmp_path, "build_where_one_fails")
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_rank_that_fails_ends_the_others_with_its_words_and_its_exit_code(tmp_path, which):
+    came_of = two_ranks(tmp_path, "build_where_one_fails", "--arg", f"which={which}")
+    (_, own), code = came_of[which]
+    (_, said), other = came_of[1 - which]
     assert (code, other) == (1, 1)
-    assert "Rank 1 failed: " in said
-    assert "the weights of rank 1 are not there" in said
-    assert "the weights of rank 1 are not there" in own
+    assert f"Rank {which} failed: " in said
+    assert f"the weights of rank {which} are not there" in said
+    assert f"the weights of rank {which} are not there" in own
 
 
 @pytest.mark.slow
