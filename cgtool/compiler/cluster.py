@@ -8,6 +8,8 @@ is gone, all of it ends.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 import time
 from collections import Counter
@@ -20,7 +22,16 @@ from msgspec.structs import replace
 from cgtool.compiler.request import CompileReport, CompileRequest, factors_here
 from cgtool.errors import ArtifactError, CompileError, ExecutorError, WorkerError
 from cgtool.executors.engines import MOST_DEATHS, Engine, NoWorkerError, WorkersDiedError, open_executor
-from cgtool.executors.worker import Handed, Returned, cgtool_code, compile_unit, end_children, message, read_message
+from cgtool.executors.worker import (
+    Handed,
+    Returned,
+    cgtool_code,
+    compile_unit,
+    end_children,
+    message,
+    prepare,
+    read_message,
+)
 from cgtool.plan.grammar import decode, encode, sha256_hex
 from cgtool.plan.pieces import Json, kind_of
 from cgtool.store.artifacts import parted
@@ -70,6 +81,7 @@ class Cluster:
         # a proof has a time of its own
         limit = timeout_secs if timeout_secs is None or not prove else 2 * timeout_secs
         self._handed = Handed(cgtool=dict(cgtool_code()), timeout_secs=limit, inductor=inductor)
+        self._has_started = False
         self._lock = threading.Lock()
         self._factors: dict[str, Json] | None = None
         self._executor: Executor = open_executor(url)
@@ -85,8 +97,12 @@ class Cluster:
         self._executor.shutdown(wait=False, cancel_futures=True)
         end_children()  # of an executor whose workers are threads of this process
 
-    def start(self, count: int = 1) -> None:
-        """Do nothing: workers are the executor's."""
+    def start(self, count: int = 1) -> None:  # noqa: ARG002  as many as the executor has
+        """Have the workers import what compiles now, so that they are ready when there is work."""
+        if isinstance(self._executor, Engine) and not self._has_started:
+            self._has_started = True
+            with contextlib.suppress(*self._executor.lost):  # which the first unit tells
+                self._executor.call_everywhere(functools.partial(prepare, inductor=self._handed.inductor))
 
     @property
     def progress(self) -> str:

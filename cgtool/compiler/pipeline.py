@@ -327,7 +327,7 @@ class _Warm:
         if _takes_compiler(self._config, on_cpu=on_cpu):
             check_compiler(self._config.adaptor)
         with _pool(self._config, on_cpu=on_cpu) as pool:
-            if isinstance(pool, WorkerPool):
+            if pool is not None:
                 pool.start(early_jobs(pool.jobs))  # they import torch while this process traces
             stitched = stitch(self._spec, self._config.splitting_ops, self._on_event, adaptor=self._config.adaptor)
             for _ in range(_MOST_SPLITS):

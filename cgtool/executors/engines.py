@@ -67,6 +67,9 @@ class Engine(Executor):
         """
         raise NotImplementedError
 
+    def call_everywhere(self, call: Callable[[], None]) -> None:
+        """Have each worker that is there now call something, where an engine can; nobody waits for it."""
+
     def is_served(self, future: Future[bytes]) -> bool:  # noqa: ARG002  what an engine knows nothing of is served
         """Return whether there is a worker now that a call may go to."""
         return True
@@ -141,6 +144,7 @@ class _Dask(Engine):
         self._new_count = functools.partial(distributed.Variable, client=self._client)
         self._counts: list[Any] = []
         self._executors: list[Any] = []
+        self._asides: list[Any] = []  # Dask forgets a call whose future nobody holds
         self._wanted: dict[Future[bytes], list[str] | None] = {}
 
     def submit_avoiding(self, avoid: frozenset[str], call: Call, data: bytes) -> Future[bytes]:
@@ -157,6 +161,12 @@ class _Dask(Engine):
         future: Future[bytes] = executor.submit(_call_on_dask, call, data, count.name)
         self._wanted[future] = workers
         return future
+
+    def call_everywhere(self, call: Callable[[], None]) -> None:
+        for address in self._client.nthreads():
+            executor = self._client.get_executor(pure=False, workers=[address])
+            self._executors.append(executor)
+            self._asides.append(executor.submit(call))
 
     def is_served(self, future: Future[bytes]) -> bool:
         workers = self._client.nthreads()

@@ -126,6 +126,12 @@ def compile_unit(handed: bytes, worker: str = "") -> bytes:
     return message(Returned(worker=name, status="answered", report=answer.record), answer.data)
 
 
+def prepare(*, inductor: bool) -> None:
+    """Start a child, which imports what compiles, and do not wait for it."""
+    with contextlib.suppress(CgtoolError, OSError), _kept.at_work(inductor=inductor) as children:
+        children.start()
+
+
 def end_children() -> None:
     """End what `compile_unit` left running in this process."""
     _kept.end()
