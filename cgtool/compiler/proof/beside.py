@@ -24,7 +24,7 @@ from cgtool.compiler.pool import free_bytes
 from cgtool.compiler.proof import _torch, judge
 from cgtool.compiler.proof.inputs import STYLES, index_bound
 from cgtool.compiler.proof.prove import first_line, is_out_of_memory, limits_of, same_bytes
-from cgtool.compiler.proof.reference import eps_of, leaves_open, lowest_dtype, takes_steps
+from cgtool.compiler.proof.reference import eps_of, leaves_open, lowest_dtype, sorts, takes_steps
 from cgtool.compiler.proof.restride import Order, order_of
 from cgtool.compiler.proof.twins import Twins, leaves_of, num_fake_bytes, rounded, tensors_of
 from cgtool.compiler.ranks import Ranks
@@ -140,6 +140,7 @@ class Calls:
         )
         self._ops = sorted({name for graph in graphs for name in graph.ops})
         self._leaves_open = any(map(leaves_open, graphs))
+        self._sorts = any(map(sorts, graphs))
         given = [[call.args, call.kwargs] for call in spec.calls]
         #: Of the variant that is called now: the outputs that eager lays out otherwise.
         self._restrides: dict[str, Order] = {}
@@ -391,7 +392,7 @@ class Calls:
         """Return, by name, where a tensor shows what ops leave open."""
         ways = (functools.partial(_torch.Settled, other=other) for other in (False, True))
         one, other = (self._eager(functools.partial(run, within=way)) for way in ways)
-        return {name: judge.differ(a, b) for name, (a, b) in _unequal(one, other)}
+        return {name: judge.differ(a, b, whole_rows=self._sorts) for name, (a, b) in _unequal(one, other)}
 
     def _asks(self, run: Callable[..., _Ran], ours: _Ran) -> bool:
         """Return whether the model gives what was compiled once it is told that it is being compiled."""

@@ -105,14 +105,26 @@ def check_metas(
             raise WrongError(msg)
 
 
-def differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return where two tensors of one make differ by more than roundings."""
-    if not (one.is_floating_point() or one.is_complex()):
-        return one != other
-    eps = 16 * torch.finfo(one.dtype).eps
-    flat = _flat(one)
-    one, other = one.detach(), other.detach()
-    return ~torch.isclose(one, other, rtol=eps, atol=eps * _rms(flat[flat.isfinite()]), equal_nan=True)
+def differ(one: torch.Tensor, other: torch.Tensor, *, whole_rows: bool = False) -> torch.Tensor:
+    """Return where two tensors of one make differ by more than roundings.
+
+    Args:
+        one: A tensor.
+        other: The same from ops that settled otherwise what they leave open.
+        whole_rows: Whether a row of the first dimension differs where any element does: rows that came in another order
+            may agree in some by chance.
+    """
+    if one.is_floating_point() or one.is_complex():
+        eps = 16 * torch.finfo(one.dtype).eps
+        flat = _flat(one)
+        atol = eps * _rms(flat[flat.isfinite()])
+        places = ~torch.isclose(one.detach(), other.detach(), rtol=eps, atol=atol, equal_nan=True)
+    else:
+        places = one != other
+    if whole_rows and places.dim() > 1:
+        rows = places.flatten(1).any(1)
+        places = rows.view(-1, *[1] * (places.dim() - 1)).expand_as(places)
+    return places
 
 
 def check_numbers(found: torch.Tensor, eager: torch.Tensor, reference: torch.Tensor, *, tolerance: Tolerance) -> float:

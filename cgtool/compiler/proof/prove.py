@@ -22,7 +22,7 @@ from cgtool.compiler.proof import judge
 from cgtool.compiler.proof._torch import Settled, indices_checked
 from cgtool.compiler.proof.inputs import STYLES, Drawn, draw, index_bound, writes_by_index
 from cgtool.compiler.proof.prover import ProofRecord, ProofRequest, Stage, StageName
-from cgtool.compiler.proof.reference import leaves_open, lowest_dtype, takes_steps, widened
+from cgtool.compiler.proof.reference import leaves_open, lowest_dtype, sorts, takes_steps, widened
 from cgtool.compiler.request import apply_settings, import_providers
 from cgtool.compiler.sizes import Limits, Sizes, sizes_to_prove
 from cgtool.config import AOT_INDUCTOR, EAGER
@@ -255,7 +255,9 @@ class _Proof:
         if not self._leaves_open:
             return [None] * len(given.outputs)
         again = self._function(self._graph, given.drawn.copy().tensors(), other=True)
-        places = map(judge.differ, given.outputs, again)
+        rows = sorts(self._graph)
+        pairs = zip(given.outputs, again, strict=True)
+        places = [judge.differ(one, other, whole_rows=rows) for one, other in pairs]
         return [place if bool(place.any()) else None for place in places]
 
     def _reference(self, given: _Given) -> tuple[_Tensors, _Tensors] | None:

@@ -26,12 +26,8 @@ _STEPS = frozenset(
         *("nonzero", "masked_select", "multinomial"),
     }
 )
-_OPEN = frozenset(
-    {
-        *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"),
-        *("sort", "argsort", "msort"),
-    }
-)
+_ALLOCATING = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"})
+_SORTING = frozenset({"sort", "argsort", "msort"})
 _METHOD_DTYPES = {
     "float": torch.float32,
     "half": torch.float16,
@@ -99,7 +95,12 @@ def takes_steps(graph: PieceGraph) -> bool:
 
 def leaves_open(graph: PieceGraph) -> bool:
     """Return whether ops of `graph` may give something else each time: uninitialised memory, the order of equals."""
-    return any(node.kind != "size" and short_name(node) in _OPEN for node in graph.every_node())
+    return sorts(graph) or any(short_name(node) in _ALLOCATING for node in graph.every_node())
+
+
+def sorts(graph: PieceGraph) -> bool:
+    """Return whether `graph` sorts: what is equal may then come in any order."""
+    return any(short_name(node) in _SORTING for node in graph.every_node())
 
 
 def short_name(node: Node) -> str:

@@ -208,6 +208,9 @@ def test_differences_of_roundings_are_none():
     assert differ(one, one * (1 + 1e-7)).tolist() == [False] * 4
     assert differ(one, one + torch.tensor([0.0, 1e-3, 0.0, 0.0])).tolist() == [False, True, False, False]
     assert differ(torch.tensor([1, 2]), torch.tensor([1, 3])).tolist() == [False, True]
+    rows, others = torch.tensor([[1, 2], [3, 4]]), torch.tensor([[1, 2], [3, 5]])
+    assert differ(rows, others).tolist() == [[False, False], [False, True]]
+    assert differ(rows, others, whole_rows=True).tolist() == [[False, False], [True, True]]
 
 
 def test_a_graph_in_float64_has_no_other_float():
