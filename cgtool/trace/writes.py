@@ -77,8 +77,10 @@ def _is_as_before(variable: Any, name: str, frame: Frame) -> bool:
 def _plain(owner: str, name: str, value: Any, frame: Frame) -> Settled | None:
     try:
         module = frame.resolve(owner)
+        if not isinstance(module, nn.Module):
+            return None
         before, after = vars(module)[name], value.as_python_constant()
-        if not isinstance(module, nn.Module) or type(before) not in _PLAIN or type(after) not in _PLAIN:
+        if type(before) not in _PLAIN or type(after) not in _PLAIN:
             return None
         return Settled(source=owner, name=name, before=encode_literal(before), after=encode_literal(after))
     except (CgtoolError, NotImplementedError, LookupError, AttributeError):

@@ -62,6 +62,12 @@ class Replacing(Windowed):
         return x + self.table
 
 
+class CountingInPlace(Windowed):
+    def forward(self, x):
+        self.table += 1  # a write in place, and an attribute that stays the tensor that it was
+        return x + self.table
+
+
 def made(cls):
     torch.manual_seed(0)
     return cls().eval().requires_grad_(requires_grad=False)
@@ -92,6 +98,16 @@ def test_a_call_sets_what_the_model_sets_and_a_load_does_not(tmp_path):
     loaded.recheck()
     again = cgtool.load(model, cache_dir=tmp_path)
     assert torch.equal(again(x), made(Windowed)(x))
+
+
+def test_a_buffer_that_is_added_to_in_place_stays_the_tensor_that_it_was(tmp_path):
+    model, eager = made(CountingInPlace), made(CountingInPlace)
+    loaded, table, x = compiled(model, tmp_path), model.table, torch.rand(5, 4)
+    for _ in range(3):
+        assert torch.equal(loaded(x), eager(x))
+    assert model.table is table
+    assert torch.equal(table, eager.table)
+    assert torch.equal(cgtool.load(model, cache_dir=tmp_path)(x), eager(x))
 
 
 def test_a_call_that_is_not_served_sets_nothing(tmp_path):

@@ -201,11 +201,6 @@ def replaces_a_buffer(model, y):
     return y + model.ticks
 
 
-def replaces_a_buffer_in_place(model, y):
-    model.ticks += 1
-    return y + model.ticks
-
-
 def writes_a_global(model, y):
     SEEN.append(y.shape[0])
     return y
@@ -216,7 +211,6 @@ SIDE_EFFECTS = [
     (remembers, r"changes history"),
     (keeps_a_tensor, r"changes last"),
     (replaces_a_buffer, r"changes ticks while"),
-    (replaces_a_buffer_in_place, r"changes ticks while"),
     (writes_a_global, r"changes .*SEEN"),
 ]
 
