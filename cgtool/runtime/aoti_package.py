@@ -32,20 +32,23 @@ import os
 import re
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import torch
 
 from cgtool.errors import ArtifactError, NoRoomError
 from cgtool.graph.values import constants_of, device_of
+from cgtool.host import closing, opening
 from cgtool.plan.pieces import Json, PieceGraph
 from cgtool.runtime import _torch as private
 from cgtool.runtime.dispatch import ALIGNMENT, ANYWHERE, Boxed, ForkedLock
 from cgtool.runtime.generate import Code, expression, malformed, tuple_source
 from cgtool.store.artifacts import NATIVE_FILE, Package, archive_with_source, unpack
-from cgtool.store.files import FILE_LIMIT, opening
+from cgtool.store.files import FILE_LIMIT
 from cgtool.store.leases import hold_folder, is_abandoned
 
 _log = logging.getLogger(__name__)
@@ -146,7 +149,9 @@ class Packages:
                 for name in (native, *(f"{inner}/{name}" for name in files.keys() - package.kernels.keys())):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(name)  # noqa: PTH108 - as in `_write`
-        self._keeps_kernels |= bool(package.kernels)  # torch reads them when they first run
+        if package.kernels and self._folder is not None:  # torch reads them when they first run
+            self._keeps_kernels = True
+            _folders[self._folder].owner = None
         return loader
 
     def _filled(self, files: Mapping[str, bytes]) -> str:
@@ -155,7 +160,7 @@ class Packages:
         while True:
             try:
                 if self._folder is None:
-                    self._folder = _new_folder(next(self._parents) or tempfile.gettempdir())
+                    self._folder = _new_folder(next(self._parents) or tempfile.gettempdir(), self)
                     (self._folder / _INNER).mkdir(parents=True)
                 inner = f"{self._folder}/{_INNER}"
                 for name, body in files.items():
@@ -221,27 +226,45 @@ def _written(metadata: Mapping[str, str], graph: PieceGraph) -> Sequence[int]:
 
 
 _NAME = "cgtool-[0-9a-f]{16}"
-#: Folders that are there, the process that made each, and the descriptor that holds it. Ctrl-C may fall into the midst
-#: of making or removing one: then it goes as the process ends.
-_folders: dict[Path, tuple[int, int | None]] = {}
 
 
-def _new_folder(parent: str) -> Path:
+class _Folder(msgspec.Struct):
+    """A private folder that is there.
+
+    Args:
+        process: What made it.
+        owner: What removes it; None: it stays until the process ends.
+        held: The descriptor that holds it.
+    """
+
+    process: int
+    owner: weakref.ref[Packages] | None
+    held: list[int] = []
+
+
+#: Ctrl-C may fall into the midst of making or removing one: then it goes with the next, or as the process ends.
+_folders: dict[Path, _Folder] = {}
+
+
+def _new_folder(parent: str, owner: Packages) -> Path:
     _sweep(parent)
     folder = Path(parent) / f"cgtool-{os.urandom(8).hex()}"
-    _folders[folder] = os.getpid(), None
+    made = _folders[folder] = _Folder(process=os.getpid(), owner=weakref.ref(owner))
     try:
         folder.mkdir(mode=0o700)
     except OSError:
         del _folders[folder]  # not ours
         raise
     with contextlib.suppress(OSError):  # without a lock on it, its youth protects it
-        _folders[folder] = os.getpid(), hold_folder(folder)
+        hold_folder(folder, made.held)
     return folder
 
 
 def _sweep(parent: str) -> None:
-    """Remove what killed processes of this user left."""
+    """Remove what killed processes of this user left, and what interrupted loads of this process did."""
+    for folder, made in list(_folders.items()):
+        if made.process == os.getpid() and made.owner is not None and made.owner() is None:
+            _remove(folder)
     with contextlib.suppress(OSError):
         for name in os.listdir(parent):  # noqa: PTH208 - names alone
             if not name.startswith("cgtool-") or not re.fullmatch(_NAME, name):
@@ -252,10 +275,8 @@ def _sweep(parent: str) -> None:
 
 
 def _remove(folder: Path) -> None:
-    process, descriptor = _folders.get(folder, (0, None))
-    if descriptor is not None:  # first: it may be the one that listing the folder lacks
-        os.close(descriptor)
-        _folders[folder] = process, None
+    if folder in _folders:  # first: its descriptor may be the one that listing the folder lacks
+        closing(_folders[folder].held)
     with contextlib.suppress(OSError):
         # Not rmtree: Ctrl-C may have it keep a descriptor, or fail with another error.
         for base, _, names in os.walk(folder, topdown=False):
@@ -268,8 +289,8 @@ def _remove(folder: Path) -> None:
 
 @atexit.register
 def _remove_all() -> None:
-    for folder, (process, _) in list(_folders.items()):
-        if process == os.getpid():  # a fork leaves alone what its parent uses
+    for folder, made in list(_folders.items()):
+        if made.process == os.getpid():  # a fork leaves alone what its parent uses
             _remove(folder)
 
 

@@ -32,6 +32,7 @@ import msgspec
 
 from cgtool import __version__
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
+from cgtool.host import opening
 from cgtool.plan.grammar import Record, decode, encode, sha256_hex
 from cgtool.store.layout import CACHE_FOLDER
 
@@ -351,16 +352,6 @@ def corrupt(path: Path | str, why: str, *, expected: Any = None, actual: Any = N
 def is_newer(error: CacheSchemaError) -> bool:
     """Return whether a file's schema is newer than ours, so that it must not be replaced."""
     return bool(error.actual > error.expected)
-
-
-def opening(make: Callable[..., int], *arguments: Any) -> Iterable[int]:
-    """Return what makes a descriptor as it is unpacked, or as a list is extended by it, within one step of Python.
-
-    Args:
-        make: Returns the descriptor: `os.open`, `os.memfd_create`. Must not be written in Python.
-        arguments: What it is called with.
-    """
-    return map(make, *[(argument,) for argument in arguments])
 
 
 @contextlib.contextmanager

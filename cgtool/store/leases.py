@@ -23,7 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cgtool.errors import CacheError
-from cgtool.store.files import RECORD_MODE, cache_error, may_exist, opening
+from cgtool.host import closing, opening
+from cgtool.store.files import RECORD_MODE, cache_error, may_exist, opened
 from cgtool.store.layout import CacheLayout, RankName, check_hash
 
 try:
@@ -37,6 +38,7 @@ _BUSY = frozenset({errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES})
 _UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP})
 _CANNOT_MAKE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
 _CLOEXEC = getattr(os, "O_CLOEXEC", 0)
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | _CLOEXEC
 #: A prune holds the exclusive lock for as long as a rename takes, which may be long on a slow disk: whoever loads tries
 #: again this often, a second in all, and who writes sixty times that.
 _TRIES = 500
@@ -86,8 +88,7 @@ class Lease:
 
 def _close(files: list[int]) -> None:
     with contextlib.suppress(OSError):
-        for descriptor in files:
-            os.close(descriptor)
+        closing(files)
 
 
 #: What this process loaded: path of the lease → the lease.
@@ -298,38 +299,35 @@ def _listed(layout: CacheLayout) -> list[str]:
         return []
 
 
-def hold_folder(folder: Path) -> int:
-    """Return a descriptor that holds a folder of this process's own until it is closed.
+def hold_folder(folder: Path, held: list[int]) -> None:
+    """Add a descriptor to a list that holds a folder of this process's own until it is closed.
 
     A folder that nobody holds was left by a killed process.
 
     Raises:
         OSError: The folder cannot be opened.
     """
-    descriptor = _open_folder(folder)
+    held.extend(opening(os.open, folder, _FOLDER))
     with contextlib.suppress(OSError):
-        try_lock(descriptor, exclusive=True)
-    return descriptor
+        try_lock(held[-1], exclusive=True)
 
 
 def is_abandoned(folder: Path) -> bool:
     """Return whether the process that made a folder is gone; a young one counts as held."""
     try:
         age = time.time() - folder.stat().st_mtime
-        descriptor = _open_folder(folder)
+        with opened(os.open, folder, _FOLDER) as descriptor:
+            taken = _try_lock_if_possible(descriptor)
     except OSError:
         return False
-    try:
-        taken = try_lock(descriptor, exclusive=True)
-    except OSError:
-        taken = None
-    finally:
-        os.close(descriptor)
     return age > _ABANDONED_SECS if taken is None else taken and age > _YOUNG_SECS
 
 
-def _open_folder(folder: Path) -> int:
-    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | _CLOEXEC | os.O_NOFOLLOW)
+def _try_lock_if_possible(descriptor: int) -> bool | None:
+    try:
+        return try_lock(descriptor, exclusive=True)
+    except OSError:
+        return None
 
 
 def require_locks(layout: CacheLayout) -> None:

@@ -361,6 +361,14 @@ def test_what_a_killed_load_left_is_swept_by_the_next(folder):
     assert sorted(folder.iterdir()) == sorted(others)
 
 
+def test_what_an_interrupted_load_left_goes_with_the_next(folder):
+    left = aoti_package._new_folder(str(folder), aoti_package.Packages())
+    assert len(aoti_package._folders[left].held) == 1
+    open_package(data_of("two inputs"), CASES["two inputs"].piece)
+    assert list(folder.iterdir()) == []
+    assert not any(path.is_symlink() and str(left) in str(path.readlink()) for path in Path("/proc/self/fd").iterdir())
+
+
 def test_what_a_live_load_holds_is_left_alone(folder):
     with aoti_package.Packages() as live:
         live.open(data_of("two inputs"), CASES["two inputs"].piece)

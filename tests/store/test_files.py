@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from cgtool import host
 from cgtool.errors import CacheCorruptError, CacheError
+from cgtool.guards import files as guards_files
 from cgtool.store import files, leases
 from cgtool.store.files import (
     cache_error,
@@ -131,7 +133,7 @@ def test_a_folder_in_a_files_place_is_a_sentence(tmp_path):
         files.read_bytes(tmp_path)
 
 
-WATCHED = {module.__file__ for module in (files, leases, sys.modules[__name__])}
+WATCHED = {module.__file__ for module in (files, leases, host, guards_files, sys.modules[__name__])}
 #: After these Python looks for signals.
 LOOKS = {"RESUME", "CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
 
@@ -192,6 +194,31 @@ def test_whoever_reads_a_file_loses_no_descriptor(path):
     times, open_still = lost(lambda: files.read_bytes(path))
     assert times > 8
     assert open_still == set()
+
+
+def test_whoever_digests_sources_loses_no_descriptor(path):
+    times, open_still = lost(lambda: guards_files._digest(str(path)))
+    assert times > 3
+    assert open_still == set()
+
+
+def test_whoever_holds_a_folder_or_asks_who_does_loses_no_descriptor(tmp_path):
+    kept = []
+
+    def hold():
+        kept.append([])
+        leases.hold_folder(tmp_path, kept[-1])
+        leases.is_abandoned(tmp_path)
+        host.closing(kept[-1])
+
+    times, open_still = lost(hold)
+    assert times > 8
+    listed = [str(descriptor) for descriptors in kept for descriptor in descriptors]
+    assert open_still - set(listed) == set()
+    for descriptors in kept:
+        host.closing(descriptors)
+    assert kept == [[] for _ in kept]
+    assert held() & set(listed) == set()
 
 
 def test_whoever_takes_a_lease_loses_no_descriptor(tmp_path):

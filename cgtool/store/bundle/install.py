@@ -23,6 +23,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError, RefusedError
+from cgtool.host import closing
 from cgtool.plan.grammar import sha256_hex
 from cgtool.store.bundle.unpack import EntryContent, Unpacked
 from cgtool.store.bundle_index import refused, shown
@@ -281,12 +282,13 @@ def unpacking_folder(layout: CacheLayout) -> Iterator[Path]:
             folder.mkdir(mode=0o700)
         except OSError as error:
             raise cache_error(error, folder) from error
-        with os_errors_as_cache_errors(folder):
-            descriptor = hold_folder(folder)
+        held: list[int] = []
         try:
+            with os_errors_as_cache_errors(folder):
+                hold_folder(folder, held)
             yield folder
         finally:
-            os.close(descriptor)
+            closing(held)
     finally:
         discard(folder)
         for above in made:
