@@ -334,8 +334,9 @@ def memory_failure(
     known = {name: values[symbols[0]] for name, symbols in variant.dims.items() if symbols and symbols[0] in values}
     at = " and ".join(f"{name} = {size}" for name, size in {**known, **variant.fixed}.items())
     held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()) / 2**20
+    failed = "ran" if is_memory else "failed, and has probably run"
     msg = (
-        f"A call of {method}{f' with {at}' if at else ''} ran out of memory beside the {held:.0f} MiB of its arguments "
-        f"and weights: {said}. Call it with less, or free some memory."
+        f"A call of {method}{f' with {at}' if at else ''} {failed} out of memory beside the {held:.0f} MiB of its "
+        f"arguments and weights: {said}. Call it with less, or free some memory."
     )
     return torch.OutOfMemoryError(msg)
