@@ -1,13 +1,17 @@
 """Measures a pull and a push beside plain tools: an entry of 20 artifacts, in and out of nginx with DAV on loopback.
 
     python tests/measure_remote.py [MIB]
+    python tests/measure_remote.py load
 
-Prints the least seconds of three runs each. Needs nginx and curl.
+Prints the least seconds of three runs each. Needs nginx and curl. The second prints what a load that finds its entry in
+the cache takes with a store configured and without, in turn: quartiles, and the median of the differences.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -16,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "remote"), str(Path(__file__).parents[1])]
+sys.path.append(str(Path(__file__).parents[1] / "fixtures"))
 from cache_maker import lay_entry  # noqa: E402 - where the tests keep it
 from remote_servers import nginx  # noqa: E402 - as above
 
@@ -67,6 +72,32 @@ def measure(root: Path, mib: int) -> None:
     sys.stdout.writelines(f"{name:28} {secs:6.2f}\n" for name, secs in found.items())
 
 
+def measure_loads(root: Path) -> None:
+    """Print what a load takes that needs no store."""
+    import tiny_llama
+
+    import cgtool
+    from cgtool.compiler.pipeline import warm
+
+    warm(tiny_llama.build(), config=cgtool.CompilationConfig(), cache_dir=root)
+    module = tiny_llama.build().module
+    millis: dict[str, list[float]] = {"file:///nowhere": [], "": []}
+    for _ in range(300):
+        for store, found in millis.items():
+            os.environ["CGTOOL_REMOTE"] = store
+            began = time.perf_counter()
+            cgtool.load(module, cache_dir=root)
+            found.append(1000 * (time.perf_counter() - began))
+    for store, found in millis.items():
+        low, median, high = statistics.quantiles(found, n=4)
+        sys.stdout.write(f"{'a store' if store else 'no store':28} {median:6.2f} ({low:.2f}-{high:.2f}) ms\n")
+    difference = statistics.median(one - other for one, other in zip(*millis.values(), strict=True))
+    sys.stdout.write(f"{'difference':28} {difference:6.2f} ms\n")
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory(prefix="cgtool-measure-") as made:
-        measure(Path(made), int(sys.argv[1]) if len(sys.argv) > 1 else 1000)
+        if sys.argv[1:] == ["load"]:
+            measure_loads(Path(made))
+        else:
+            measure(Path(made), int(sys.argv[1]) if len(sys.argv) > 1 else 1000)

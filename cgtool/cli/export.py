@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cgtool.cli import failures
-from cgtool.cli.options import cache_dir_option, cache_folder, read_shapes, talk_options
+from cgtool.cli.options import cache_dir_option, cache_folder, entries_options, read_shapes, sign_option, talk_options
 from cgtool.cli.text import count_text, size_text
 
 if TYPE_CHECKING:
@@ -32,18 +32,7 @@ Examples:
 
 @click.command(epilog=EXAMPLES, short_help="Write entries of the cache as one file that can be shipped.")
 @click.argument("dest", type=click.Path(), metavar="DEST")
-@click.argument("hashes", nargs=-1, metavar="[HASH]...")
-@click.option("--all", "everything", is_flag=True, help="Every entry of the cache, whatever the model.")
-@click.option(
-    "--filter",
-    "filters",
-    multiple=True,
-    metavar="CONDITION",
-    help='Only entries such as "model~llama" or "last_used<30d". Repeatable: all must hold.',
-)
-@click.option(
-    "--rank", "ranks", type=click.IntRange(min=0), multiple=True, metavar="N", help="Only this rank. Repeatable."
-)
+@entries_options
 @click.option(
     "--shape",
     "shapes",
@@ -57,13 +46,7 @@ Examples:
 @click.option(
     "--level", type=click.IntRange(1, 19), default=3, show_default=True, help="How hard zstd tries to make it small."
 )
-@click.option(
-    "--sign",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    metavar="KEY",
-    help="Sign with the Ed25519 private key in this file, PEM or OpenSSH. Repeatable.",
-)
+@sign_option
 @cache_dir_option
 @talk_options
 def export(*, output: Output, dest: str, **options: Any) -> int:

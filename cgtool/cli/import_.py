@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cgtool.cli import failures
-from cgtool.cli.options import cache_dir_option, cache_folder, talk_options
+from cgtool.cli.options import cache_dir_option, cache_folder, talk_options, trust_options
 from cgtool.cli.text import count_text, size_text
 
 if TYPE_CHECKING:
@@ -41,16 +41,7 @@ def _number(_: click.Context, option: click.Parameter, value: float) -> float:
 
 @click.command("import", epilog=EXAMPLES, short_help="Take entries from a bundle into the cache, once all was checked.")
 @click.argument("source", type=click.Path(), metavar="SRC")
-@click.option("--trust", is_flag=True, help="Take native code that nobody signed: it runs in your process.")
-@click.option(
-    "--require-signature",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    metavar="KEYS",
-    help="A file or a folder of public keys, PEM or OpenSSH: one must have signed SRC. Repeatable.",
-)
-@click.option("--any-machine", is_flag=True, help="Take entries, too, that cannot be loaded on this machine.")
-@click.option("--replace", is_flag=True, help="Drop an entry of the cache that has the same hash and another plan.")
+@trust_options
 @click.option(
     "--max-size",
     type=click.FloatRange(min=0, min_open=True),

@@ -243,6 +243,39 @@ compiler_options = _together(
 )
 
 #: How the model is built to be warmed, and its place in a cache: what `warm` and `why` share beyond the groups above.
+entries_options = _together(
+    click.argument("hashes", nargs=-1, metavar="[HASH]..."),
+    click.option("--all", "everything", is_flag=True, help="Every entry of the cache, whatever the model."),
+    click.option(
+        "--filter",
+        "filters",
+        multiple=True,
+        metavar="CONDITION",
+        help='Only entries such as "model~llama" or "last_used<30d". Repeatable: all must hold.',
+    ),
+    click.option(
+        "--rank", "ranks", type=click.IntRange(min=0), multiple=True, metavar="N", help="Only this rank. Repeatable."
+    ),
+)
+sign_option = click.option(
+    "--sign",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="KEY",
+    help="Sign with the Ed25519 private key in this file, PEM or OpenSSH. Repeatable.",
+)
+trust_options = _together(
+    click.option("--trust", is_flag=True, help="Take native code that nobody signed: it runs in your process."),
+    click.option(
+        "--require-signature",
+        multiple=True,
+        type=click.Path(path_type=Path),
+        metavar="KEYS",
+        help="A file or a folder of public keys, PEM or OpenSSH: one must have signed what is taken. Repeatable.",
+    ),
+    click.option("--any-machine", is_flag=True, help="Take entries, too, that cannot be loaded on this machine."),
+    click.option("--replace", is_flag=True, help="Drop an entry of the cache that has the same hash and another plan."),
+)
 weights_option = click.option(
     "--weights",
     type=click.Choice(["fake", "real"]),

@@ -5,13 +5,12 @@ Must not import torch; the command itself loads as it runs.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from cgtool.cli import failures
-from cgtool.cli.options import cache_dir_option, cache_folder, talk_options
+from cgtool.cli.options import cache_dir_option, cache_folder, talk_options, trust_options
 from cgtool.cli.text import count_text, secs_text, size_text
 
 if TYPE_CHECKING:
@@ -29,18 +28,7 @@ Examples:
 @click.command(epilog=EXAMPLES, short_help="Take entries of a remote store into the cache, once all was checked.")
 @click.argument("url", metavar="URL")
 @click.argument("hashes", nargs=-1, metavar="[HASH]...")
-@click.option("--trust", is_flag=True, help="Take native code that nobody signed: it runs in your process.")
-@click.option(
-    "--require-signature",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    metavar="KEYS",
-    help="A file or a folder of public keys, PEM or OpenSSH: one must have signed each entry. Repeatable.",
-)
-@click.option("--any-machine", is_flag=True, help="Take entries, too, that cannot be loaded on this machine.")
-@click.option(
-    "--replace", "replacing", is_flag=True, help="Drop an entry of the cache with the same hash and another plan."
-)
+@trust_options
 @cache_dir_option
 @talk_options
 def pull(*, output: Output, url: str, hashes: tuple[str, ...], **options: Any) -> int:
@@ -57,11 +45,10 @@ def pull(*, output: Output, url: str, hashes: tuple[str, ...], **options: Any) -
     from cgtool.cli.progress import reporting
     from cgtool.toolkit.remote import pull as run
 
-    named = ("trust", "require_signature", "any_machine", "replacing")
-    asked = {name: options[name] for name in named}
+    asked = {name: options[name] for name in ("trust", "require_signature", "any_machine")}
     folder = cache_folder(options["cache_dir"])
     with reporting(output) as on_event:
-        report = run(url, hashes, cache_dir=folder, **asked, on_event=on_event)
+        report = run(url, hashes, cache_dir=folder, **asked, replacing=options["replace"], on_event=on_event)
     output.report(report, _show)
     return failures.DONE
 

@@ -5,13 +5,12 @@ Must not import torch; the command itself loads as it runs.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from cgtool.cli import failures
-from cgtool.cli.options import cache_dir_option, cache_folder, talk_options
+from cgtool.cli.options import cache_dir_option, cache_folder, entries_options, sign_option, talk_options
 from cgtool.cli.text import count_text, secs_text, size_text
 
 if TYPE_CHECKING:
@@ -29,26 +28,9 @@ Examples:
 
 @click.command(epilog=EXAMPLES, short_help="Send entries of the cache to a remote store.")
 @click.argument("url", metavar="URL")
-@click.argument("hashes", nargs=-1, metavar="[HASH]...")
-@click.option("--all", "everything", is_flag=True, help="Every entry of the cache, whatever the model.")
-@click.option(
-    "--filter",
-    "filters",
-    multiple=True,
-    metavar="CONDITION",
-    help='Only entries such as "model~llama" or "last_used<30d". Repeatable: all must hold.',
-)
-@click.option(
-    "--rank", "ranks", type=click.IntRange(min=0), multiple=True, metavar="N", help="Only this rank. Repeatable."
-)
+@entries_options
 @click.option("--no-debug", is_flag=True, help="Without computation_graph.py and transformed_code.py.")
-@click.option(
-    "--sign",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    metavar="KEY",
-    help="Sign with the Ed25519 private key in this file, PEM or OpenSSH. Repeatable.",
-)
+@sign_option
 @cache_dir_option
 @talk_options
 def push(*, output: Output, url: str, **options: Any) -> int:
