@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import socketserver
 import subprocess
 import sys
@@ -260,6 +261,14 @@ def faulty(folder: Path) -> Iterator[FaultyServer]:
         finally:
             server.shutdown()
             thread.join()
+
+
+@contextlib.contextmanager
+def deaf_port() -> Iterator[int]:
+    """A port of loopback that refuses all connections, and that no other process takes meanwhile."""
+    with socket.socket() as bound:
+        bound.bind((LOOPBACK, 0))
+        yield bound.getsockname()[1]
 
 
 def unused_port() -> int:

@@ -15,7 +15,7 @@ import pytest
 from bundle_maker import make_keys
 from cache_maker import lay_entry
 from cli_harness import run
-from remote_servers import Fault, FaultyServer, faulty, unused_port, webdav
+from remote_servers import Fault, FaultyServer, deaf_port, faulty, webdav
 
 from cgtool.remote.entries import RemoteBundle, indexes, open_bundle
 from cgtool.remote.stores import open_store, stream
@@ -166,7 +166,8 @@ def test_a_store_that_lists_late_is_as_it_was(pushed, server, tmp_path):
 
 
 def test_nobody_who_listens_is_a_sentence(tmp_path):
-    ran = run("pull", f"http://ann:s3cret@127.0.0.1:{unused_port()}/x", "--trust", "--cache-dir", tmp_path)
+    with deaf_port() as port:
+        ran = run("pull", f"http://ann:s3cret@127.0.0.1:{port}/x", "--trust", "--cache-dir", tmp_path)
     assert (ran.code, "Connection refused" in ran.err, "s3cret" in ran.err) == (1, True, False)
 
 

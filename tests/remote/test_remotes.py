@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from cache_maker import LOOKUP, lay_entry
 from cli_harness import environment, run
-from remote_servers import FaultyServer, faulty, unused_port
+from remote_servers import FaultyServer, deaf_port, faulty
 
 from cgtool.errors import CacheMissError, RemoteError
 from cgtool.remote.remotes import Remotes
@@ -100,15 +100,16 @@ def test_ten_processes_that_ask_for_an_entry_download_it_once(entry, server: Fau
 
 
 def test_a_store_that_is_down_is_one_warning_and_then_left_alone(entry, tmp_path, caplog):
-    layout, url = CacheLayout(root=tmp_path / "new"), f"http://ann:s3cret@127.0.0.1:{unused_port()}"
-    with caplog.at_level(logging.WARNING, logger="cgtool"):
+    layout = CacheLayout(root=tmp_path / "new")
+    with deaf_port() as port, caplog.at_level(logging.WARNING, logger="cgtool"):
+        url = f"http://ann:s3cret@127.0.0.1:{port}"
         for _ in range(3):
             assert find(layout, url, entry) is None
+        with pytest.raises(RemoteError, match="Connection refused"):
+            find(layout, url, entry, required=True)
     [record] = [record for record in caplog.records if record.name.startswith("cgtool")]
     assert "Connection refused" in record.getMessage()
     assert "s3cret" not in caplog.text
-    with pytest.raises(RemoteError, match="Connection refused"):
-        find(layout, url, entry, required=True)
 
 
 def test_a_store_that_works_again_is_asked_after_a_minute(entry, tmp_path):
