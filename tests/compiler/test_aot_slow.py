@@ -40,6 +40,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import torch, torch.distributed as dist
 import torch.distributed._functional_collectives
+import torch.distributed.nn  # imported later, as by Dynamo, it would hold the group, and so its threads, until the end
 from piece_cases import X, Case, call, graph, inputs_of
 from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.runtime.aoti_package import open_package

@@ -13,6 +13,7 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
+import torch.distributed.nn  # imported later, as by Dynamo, it would hold the group, and so its threads, until the end
 from torch import nn
 
 import cgtool

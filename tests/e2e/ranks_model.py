@@ -8,6 +8,7 @@ import signal
 import sys
 
 import torch
+import torch.distributed.nn  # imported later, as by Dynamo, it would hold the group, and so its threads, until the end
 from torch import nn
 
 import cgtool

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.torch
 RANK = """
 import json, sys
 import torch
+import torch.distributed.nn  # imported later, as by Dynamo, it would hold the group, and so its threads, until the end
 from torch import distributed
 from serving_traffic import Cached
 from cgtool.config import CompilationConfig
