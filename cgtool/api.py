@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import logging
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from cgtool.errors import CacheMissError, ModelError, UsageError
+from cgtool.errors import CacheMissError, CgtoolError, ModelError, UsageError
 from cgtool.host import environment, gc_paused
 from cgtool.plan.pieces import PieceGraph
 from cgtool.runtime.call import LoadedModel
@@ -317,6 +318,8 @@ class _Maker:
         while True:
             result = self._warmed(spec, self._cache_dir, refusing)
             loaded = self._load(result)
+            if result.compiled or not result.hit:
+                self._hand_on(result)
             # An entry for other sizes may fit all that is known before a call. The next warm looks past it.
             if loaded.serves(args, kwargs) or result.hash in refusing:
                 return loaded
@@ -332,6 +335,23 @@ class _Maker:
             for note in result.notes:
                 _log.warning("%s: %s", self.name, note)
         return result
+
+    def _hand_on(self, result: WarmResult) -> None:
+        """Push what was made: in a thread, which the calls need not wait for and the end of the process does."""
+        from cgtool.remote.remotes import Remotes  # what a hit does without
+
+        remotes = Remotes.of(CacheLayout(root=result.root), self._config, TrustPolicy.of(self._config))
+
+        def push() -> None:
+            try:
+                remotes.push(result.manifest.name)
+            except CgtoolError as error:
+                _log.warning("%s was not pushed: %s", self.name, error)
+
+        if remotes.required:
+            remotes.push(result.manifest.name)
+        elif remotes.urls and not remotes.readonly:
+            threading.Thread(target=push, name="cgtool-push", daemon=False).start()
 
     def _load(self, result: WarmResult) -> LoadedModel:
         layout, trust = CacheLayout(root=result.root), TrustPolicy.of(self._config)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urljoin, urlsplit
@@ -16,6 +17,7 @@ from xml.etree import ElementTree as ET
 
 import requests
 from requests.adapters import HTTPAdapter
+from urllib3.exceptions import HTTPError
 from urllib3.util import Retry
 
 from cgtool.errors import RemoteError
@@ -204,7 +206,8 @@ class HttpStore:
 
     def _broken(self, error: requests.RequestException, doing: str) -> RemoteError:
         cause: BaseException = error
-        while (inner := cause.__cause__ or cause.__context__) is not None:
+        # Above what the network says lies whatever was being handled as the request was made.
+        while isinstance(inner := cause.__cause__ or cause.__context__, (OSError, HTTPError, HTTPException)):
             cause = inner
         why = getattr(cause, "strerror", None) or type(cause).__name__
         message = f"{self.url} could not {doing}: {why}. Check the URL, the network and the server, and try again."

@@ -20,14 +20,17 @@ from cgtool.errors import ArtifactError, CacheCorruptError, CacheMissError, Cach
 from cgtool.host import environment
 from cgtool.plan.grammar import sha256_hex
 from cgtool.remote.entries import candidates, in_cache, indexes, open_bundle, unit_path
+from cgtool.remote.sending import Each, kept_signature, send_entry
 from cgtool.remote.stores import Store, open_store, read, shown, stream
 from cgtool.store.artifacts import Origin, parted
 from cgtool.store.artifacts import unpack as unpack_package
+from cgtool.store.bundle.gather import gather
 from cgtool.store.bundle.install import check_fits, check_pickles, install, unpacking_folder
 from cgtool.store.bundle.unpack import unpack
 from cgtool.store.bundle_index import PACKAGE_KIND, Limits, parse_index, refused
 from cgtool.store.files import seal, touch
 from cgtool.store.layout import CACHE_FOLDER, MANIFEST_FILE, CacheLayout, RankName
+from cgtool.store.leases import keep
 from cgtool.store.lock import FileLock
 from cgtool.store.records import Artifact, Key, Unit
 from cgtool.store.trust import TrustPolicy
@@ -69,7 +72,7 @@ class Remotes:
     ) -> None:
         self.urls = tuple(urls)
         self.readonly = readonly
-        self._required = required
+        self.required = required
         self._layout = layout
         self._trust = trust
         self._stores: dict[str, Store] = {}
@@ -99,7 +102,7 @@ class Remotes:
     def working(self) -> Iterator[str]:
         """Yield the URLs of the stores that did not fail just now; of required ones, all."""
         for url in self.urls:
-            if self._required or not self._is_left_alone(url):
+            if self.required or not self._is_left_alone(url):
                 yield url
 
     def unit(self, key: str, origin: Origin) -> tuple[bytes, Artifact] | None:
@@ -120,6 +123,33 @@ class Remotes:
         """
         if not self.readonly:
             list(self._answers(partial(_put_unit, key=key, data=data, artifact=artifact)))
+
+    def push(self, name: RankName, *, each: Each = map) -> None:
+        """Add a rank of an entry to every store that lacks it; one that fails is a warning.
+
+        Args:
+            name: The rank and prefix, finished.
+            each: Sends several files at a time, if it can.
+
+        Raises:
+            RemoteError: A store that is required fails.
+            CacheError: The entry cannot be read, or is damaged.
+        """
+        if self.readonly or not self.urls or not keep(self._layout, name):
+            return
+        contents = gather(self._layout, [name])
+        signed = kept_signature(self._layout, name.hash, contents)
+        for url in self.working():
+            try:
+                store = self._store(url)
+                sent = send_entry(store, name.hash, contents, signed, each=each)
+            except RemoteError as error:
+                if self.required:
+                    raise
+                self._leave_alone(url, error)
+            else:
+                if (warning := sent.warning(store)) is not None:
+                    _log.warning("%s", warning)
 
     def find(
         self, find: Callable[[], _Answer], lookup: str, fits: Callable[[Key], bool], *, rank: int, prefix: str
@@ -197,11 +227,11 @@ class Remotes:
             try:
                 answer = ask(self._store(url))
             except RemoteError as error:
-                if self._required:
+                if self.required:
                     raise
                 self._leave_alone(url, error)
             except (RefusedError, CacheCorruptError, CacheSchemaError) as error:
-                if self._required:
+                if self.required:
                     raise
                 _log.warning("Nothing of %s was taken: %s", shown(url), error)
             else:

@@ -19,29 +19,24 @@ from msgspec.structs import replace
 
 from cgtool.errors import RefusedError, RemoteError, UsageError
 from cgtool.events import Event, OnEvent, ignore
-from cgtool.plan.grammar import Record, sha256_hex
+from cgtool.plan.grammar import Record
 from cgtool.remote.entries import (
     AT_ONCE,
     in_cache,
-    index_path,
     indexes,
-    mark_path,
-    member_path,
     open_bundle,
-    signature_path,
 )
-from cgtool.remote.stores import Store, open_store, read, shown, stream
+from cgtool.remote.sending import kept_signature, send_entry
+from cgtool.remote.stores import Store, open_store, shown, stream
 from cgtool.store import signatures
-from cgtool.store.files import read_bytes
-from cgtool.store.layout import SIGNATURES, CacheLayout, resolve_root, short
-from cgtool.toolkit.bundle.choose import Choice, Content, Contents, gather
+from cgtool.store.bundle.gather import gather
+from cgtool.store.layout import CacheLayout, resolve_root, short
+from cgtool.toolkit.bundle.choose import Choice
 from cgtool.toolkit.bundle.export import ExportReport, export, held_names
 from cgtool.toolkit.bundle.import_ import ImportedEntry, ImportReport, import_bundle
 from cgtool.toolkit.selection import beginning, not_one
 
 SCHEMA = 1
-#: What is larger is sent from its file, and not held in memory.
-_MOST_HELD_BYTES = 64 * 2**20
 
 
 class PushedEntry(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -103,85 +98,29 @@ def push(
     names = held_names(layout, choice)
     grouped = {hash_: list(group) for hash_, group in itertools.groupby(names, key=lambda name: name.hash)}
     pushed: list[PushedEntry] = []
-    warnings: list[str] = []
-    for number, (hash_, group) in enumerate(grouped.items()):
-        entry_began = time.monotonic()
-        contents = gather(layout, group, choice)
-        label = f"{contents.manifests[0].model} {short(hash_)}"
-        on_event(Event("push", label, done=number, total=len(grouped)))
-        signed = signatures.sign(contents.index_bytes, keys) if keys else _kept_signature(layout, hash_, contents)
-        entry, is_replaced = _push_entry(store, hash_, contents, signed)
-        pushed.append(entry)
-        if is_replaced and not warnings:
-            warnings.append(
-                f"{store.url} replaces files where it was asked to write only what is absent. Everything that cgtool "
-                "reads there is checked by digest; but of two machines that push one unit the last wins."
+    warnings: list[str | None] = []
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="cgtool-push") as pool:
+        for number, (hash_, group) in enumerate(grouped.items()):
+            entry_began = time.monotonic()
+            contents = gather(layout, group, shapes=choice.shapes, debug=choice.debug)
+            model = contents.manifests[0].model
+            on_event(Event("push", f"{model} {short(hash_)}", done=number, total=len(grouped)))
+            signed = signatures.sign(contents.index_bytes, keys) if keys else kept_signature(layout, hash_, contents)
+            sent = send_entry(store, hash_, contents, signed, each=pool.map)
+            outcome = "pushed" if sent.files else "same"
+            pushed.append(
+                PushedEntry(hash=hash_, model=model, outcome=outcome, files=sent.files, size_bytes=sent.size_bytes)
             )
-        secs = time.monotonic() - entry_began
-        on_event(Event("push", label, done=number + 1, total=len(grouped), secs=secs))
+            warnings.append(sent.warning(store))
+            secs = time.monotonic() - entry_began
+            on_event(Event("push", f"{model} {short(hash_)}", done=number + 1, total=len(grouped), secs=secs))
     return PushReport(
         root=str(layout.root),
         url=store.url,
         entries=tuple(pushed),
         secs=time.monotonic() - began,
-        warnings=tuple(warnings),
+        warnings=tuple(dict.fromkeys(filter(None, warnings))),
     )
-
-
-def _kept_signature(layout: CacheLayout, hash_: str, contents: Contents) -> bytes | None:
-    """The signatures that an entry came with, where it is as it was signed."""
-    return read_bytes(layout.entry_dir(hash_) / SIGNATURES / f"{sha256_hex(contents.index_bytes)}.sig")
-
-
-def _push_entry(store: Store, hash_: str, contents: Contents, signed: bytes | None) -> tuple[PushedEntry, bool]:
-    """Push one entry; return what was sent, and whether the store replaces what it should leave alone."""
-    index = contents.index_bytes
-    digest = sha256_hex(index)
-    place = index_path(hash_, digest)
-    sent: list[int] = []
-    if signed is not None and read(store, signature_path(hash_, digest), most=len(signed)) != signed:
-        store.put(signature_path(hash_, digest), signed)
-        sent.append(len(signed))
-    is_new = store.size(place) != len(index)
-    is_first = is_new and not indexes(store, hash_)
-    artifacts = [content for content in contents.contents if content.file is not None]
-    records = [content for content in contents.contents if content.file is None]
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="cgtool-push") as pool:
-        for group in (artifacts, records):  # what is named comes before what names it
-            sent += filter(None, pool.map(lambda content: _send(store, content), group))
-        lookup = {digest for manifest in contents.manifests for digest in manifest.lookup}
-        marks = [mark_path(one, hash_) for one in sorted(lookup)]
-        list(pool.map(lambda mark: store.size(mark) is None and store.put(mark, b""), marks))
-    is_replaced = False
-    if is_new:
-        store.put(place, index, if_absent=store.size(place) is None)
-        sent.append(len(index))
-        is_replaced = store.put(place, index, if_absent=True)
-    if is_first:  # what was there already may have been pruned while nothing named it
-        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="cgtool-push") as pool:
-            sent += filter(None, pool.map(lambda content: _send(store, content), artifacts))
-    entry = PushedEntry(
-        hash=hash_,
-        model=contents.manifests[0].model,
-        outcome="pushed" if sent else "same",
-        files=len(sent),
-        size_bytes=sum(sent),
-    )
-    return entry, is_replaced
-
-
-def _send(store: Store, content: Content) -> int:
-    """Send one file, unless the store has it; return how many bytes went."""
-    member, path = content.member, member_path(content.member)
-    if store.size(path) == member.size_bytes:
-        return 0
-    if content.file is not None and member.size_bytes > _MOST_HELD_BYTES:
-        for _ in content.chunks():
-            pass  # which matches it to its digest
-        store.put(path, content.file)
-    else:
-        store.put(path, b"".join(content.chunks()))
-    return member.size_bytes
 
 
 class PullReport(Record, frozen=True, kw_only=True, omit_defaults=False):

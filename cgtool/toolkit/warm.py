@@ -7,17 +7,19 @@ as the command runs.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cgtool.config import CompilationConfig
-from cgtool.errors import CacheMissError, RemoteError
+from cgtool.errors import CacheMissError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.host import environment
 from cgtool.plan.grammar import Record
-from cgtool.store.layout import CacheLayout, RankName, resolve_root
+from cgtool.store.layout import CacheLayout, RankName, resolve_root, short
 from cgtool.store.trust import TrustPolicy
 from cgtool.toolkit.listing import list_entry
 from cgtool.toolkit.model_choice import ModelChoice, load_call, require_cache, start_line
@@ -177,19 +179,11 @@ def _push(name: RankName, config: CompilationConfig, root: Path, on_event: OnEve
     """Hand what was made on to the stores that were named."""
     if not config.remote or config.remote_readonly:
         return
-    from cgtool.remote.remotes import Remotes  # what only a push needs
-    from cgtool.toolkit.bundle.choose import Choice
-    from cgtool.toolkit.remote import push
+    from cgtool.remote.entries import AT_ONCE  # what only a push needs
+    from cgtool.remote.remotes import Remotes
 
-    for url in Remotes.of(CacheLayout(root=root), config, TrustPolicy.of(config)).working():
-        try:
-            report = push(
-                url, choice=Choice(hashes=(name.hash,), ranks=(name.rank,)), cache_dir=root, on_event=on_event
-            )
-        except RemoteError as error:
-            if config.remote_required:
-                raise
-            on_event(Event("note", f"Nothing was pushed: {error}"))
-        else:
-            for warning in report.warnings:
-                on_event(Event("note", warning))
+    began = time.monotonic()
+    on_event(Event("push", short(name.hash), done=0, total=1))
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="cgtool-push") as pool:
+        Remotes.of(CacheLayout(root=root), config, TrustPolicy.of(config)).push(name, each=pool.map)
+    on_event(Event("push", short(name.hash), done=1, total=1, secs=time.monotonic() - began))

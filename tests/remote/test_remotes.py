@@ -31,6 +31,24 @@ spec = tiny_llama.build()
 with torch.no_grad():
     print(tuple(cgtool.load(spec.module)(*spec.calls[0].args).shape), "cgtool.remote" in sys.modules)
 """
+#: Compiles it for a store that may only be read, for one that must work, and for all, and ends at once.
+COMPILING = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {folder!r})
+import cgtool, tiny_llama, torch
+from cgtool.errors import RemoteError
+spec = tiny_llama.build()
+store, down, root = sys.argv[1:]
+for more in ({{"remote_readonly": True}}, {{"remote": [down], "remote_required": True}}, {{}}):
+    config = cgtool.CompilationConfig(**{{"adaptor": "eager", "remote": [store, down]}} | more)
+    try:
+        with torch.no_grad():
+            found = cgtool.compile(spec.module, config=config, cache_dir=root + str(len(more)))(*spec.calls[0].args)
+        print(tuple(found.shape), Path(store.removeprefix("file://")).exists())
+    except RemoteError:
+        print("RemoteError")
+"""
 #: Asks for an entry as a load does, without torch.
 ASKING = """
 import sys
@@ -127,17 +145,28 @@ def test_a_model_that_one_machine_warmed_loads_on_the_next(tmp_path):
     store, model = (tmp_path / "store").as_uri(), f"{FIXTURE}:build"
     warmed = run("warm", model, "--adaptor", "eager", "--cache-dir", tmp_path / "a", "--remote", store, "--json")
     assert warmed.code == 0, warmed.err
-    program = LOADING.format(folder=str(FIXTURE.parent))
-    told = {"CGTOOL_CACHE_DIR": str(tmp_path / "b"), "CGTOOL_REMOTE": store}
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", program], env=environment(**told), capture_output=True, text=True, check=True
-        )
-        for _ in range(2)
-    ]
+    runs = [python(LOADING, CGTOOL_CACHE_DIR=str(tmp_path / "b"), CGTOOL_REMOTE=store) for _ in range(2)]
     assert [done.stdout.split()[-1] for done in runs] == ["True", "False"]  # what is there needs no store
     again = run("warm", model, "--adaptor", "eager", "--cache-dir", tmp_path / "c", "--remote", store, "--json").report
     assert (again["hit"], again["hash"]) == (True, warmed.report["hash"])
+
+
+def python(program: str, *words: object, **told: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program.format(folder=str(FIXTURE.parent)), *map(str, words)]
+    return subprocess.run(command, env=environment(**told), capture_output=True, text=True, check=True)
+
+
+@pytest.mark.torch
+def test_a_model_that_one_process_compiled_loads_on_the_next_machine(tmp_path):
+    store = (tmp_path / "store").as_uri()
+    with deaf_port() as port:
+        compiled = python(COMPILING, store, f"http://ann:s3cret@127.0.0.1:{port}", tmp_path / "cache")
+    first, required, last = compiled.stdout.splitlines()
+    assert (first.split()[-1], required) == ("False", "RemoteError")
+    assert compiled.stderr.count("Connection refused") == 2, compiled.stderr  # once for each cache
+    assert "s3cret" not in compiled.stderr
+    loaded = python(LOADING, CGTOOL_CACHE_DIR=str(tmp_path / "new"), CGTOOL_REMOTE=store)
+    assert loaded.stdout.rpartition(" ")[0] == last.rpartition(" ")[0]
 
 
 @pytest.mark.torch

@@ -18,13 +18,14 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 from cgtool.errors import CacheError, UsageError
 from cgtool.plan.grammar import Record, sha256_hex
 from cgtool.store import signatures
+from cgtool.store.bundle.gather import Contents, gather
 from cgtool.store.bundle.reading import END, header_bytes, padding
 from cgtool.store.bundle_index import INDEX_FILE, SIGNATURE_FILE, names_of_folders
 from cgtool.store.files import RECORD_MODE, cache_error, os_errors_as_cache_errors, sync_folder, write_new
 from cgtool.store.layout import CACHE_FOLDER, SIGNATURES, CacheLayout, RankName, resolve_root
 from cgtool.store.leases import keep
 from cgtool.store.pruned import remove_tree
-from cgtool.toolkit.bundle.choose import Choice, Contents, chosen_names, gather
+from cgtool.toolkit.bundle.choose import Choice, chosen_names
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -108,7 +109,7 @@ def export(
     layout = CacheLayout(root=resolve_root(cache_dir))
     if isinstance(dest, Path) and folder:
         check_free(dest)
-    contents = gather(layout, held_names(layout, choice), choice)
+    contents = gather(layout, held_names(layout, choice), shapes=choice.shapes, debug=choice.debug)
     if not isinstance(dest, Path):
         written = write_archive(dest, contents, keys=keys, level=level)
         dest.flush()

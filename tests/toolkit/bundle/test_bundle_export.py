@@ -17,11 +17,12 @@ from cache_maker import ADAPTORS, lay_entry, tree
 
 from cgtool.errors import CacheCorruptError, CacheError, RefusedError, UsageError
 from cgtool.plan.shapes import shape_text
+from cgtool.store.bundle.gather import gather
 from cgtool.store.entry import read_entry
 from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.leases import claimed
 from cgtool.store.records import parse_manifest
-from cgtool.toolkit.bundle.choose import Choice, gather
+from cgtool.toolkit.bundle.choose import Choice
 from cgtool.toolkit.bundle.export import export, write_archive
 from cgtool.toolkit.bundle.import_ import import_bundle
 
@@ -183,7 +184,7 @@ def test_an_entry_that_is_published_anew_while_it_is_read_is_read_again(tmp_path
         lay_entry(tmp_path)
         return read_entry(*args, **options)
 
-    monkeypatch.setattr("cgtool.toolkit.bundle.choose.read_entry", published_first)
+    monkeypatch.setattr("cgtool.store.bundle.gather.read_entry", published_first)
     rows = manifest_in(exported(tmp_path)).rows
     assert [shape_text(row.shape) for row in rows] == ["general", "general", "n=8", "n=8"]
 
@@ -192,7 +193,7 @@ def test_an_entry_that_is_published_anew_while_it_is_read_is_read_again(tmp_path
 def test_an_artifact_that_changes_after_the_index_was_made_leaves_a_stream_that_import_refuses(tmp_path, change):
     hash_ = lay_entry(tmp_path / "cache")
     layout = CacheLayout(root=tmp_path / "cache")
-    contents = gather(layout, [RankName(hash=hash_, rank=0, prefix="backbone")], Choice())
+    contents = gather(layout, [RankName(hash=hash_, rank=0, prefix="backbone")])
     path = max((layout.entry_dir(hash_) / "artifacts").iterdir())
     data = path.read_bytes()
     path.unlink()

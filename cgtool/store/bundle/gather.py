@@ -1,0 +1,179 @@
+"""What goes into a bundle, for an export and for a push: the members that some ranks make. Must not import torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from cgtool.errors import CacheError, RefusedError, UsageError
+from cgtool.plan.grammar import sha256_hex
+from cgtool.plan.shapes import is_asked, parse_shape, shape_text
+from cgtool.store.bundle.reading import CHUNK_BYTES, header_bytes
+from cgtool.store.bundle_index import Index, Limits, Member, check_values, parse_index, without_advice
+from cgtool.store.entry import read_entry
+from cgtool.store.files import cache_error, corrupt, read_bytes, seal
+from cgtool.store.key import read_key
+from cgtool.store.layout import CACHE_FOLDER, MANIFEST_FILE, CacheLayout, RankName, short
+from cgtool.store.records import Manifest, parse_manifest
+
+#: How often an entry is looked at again that writers change meanwhile.
+_ATTEMPTS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What a member is written from: its bytes, or the file that has them."""
+
+    member: Member
+    data: bytes | None = None
+    file: Path | None = None
+
+    def chunks(self) -> Iterator[bytes]:
+        """Yield the bytes, which match the member's digest once the last was yielded."""
+        if self.data is not None:
+            yield self.data
+        elif self.file is not None:
+            yield from _read_file(self.file, self.member)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """Everything that goes into a bundle."""
+
+    contents: tuple[Content, ...]
+    manifests: tuple[Manifest, ...]
+    index: Index
+    index_bytes: bytes
+
+
+def gather(
+    layout: CacheLayout, names: Iterable[RankName], *, shapes: Sequence[str] = (), debug: bool = True
+) -> Contents:
+    """Return what goes into a bundle; artifacts are looked at when they are written.
+
+    Args:
+        layout: The cache.
+        names: The ranks and prefixes that go in.
+        shapes: Only rows of these shapes, as people write them; none means every one.
+        debug: Whether the files for people go along.
+
+    Raises:
+        UsageError: No row is of these shapes.
+        CacheError: Something is missing or torn, or is what `import` would refuse.
+    """
+    found: dict[str, Content] = {}
+    manifests = []
+    for name in names:
+        base = f"{CACHE_FOLDER}/{name.hash}"
+        if f"{base}/key.json" not in found:
+            _add(found, f"{base}/key.json", _key(layout, name.hash))
+        manifest, files = _rank(layout, name, shapes, debug=debug)
+        for file, data in files.items():
+            _add(found, f"{base}/rank_{name.rank}/{name.prefix}/{file}", data)
+        for row in manifest.rows:
+            path = f"{base}/artifacts/{row.artifact.file}"
+            member = Member(path=path, sha256=row.artifact.digest, size_bytes=row.artifact.size_bytes)
+            found[path] = Content(member=member, file=layout.root / path)
+        manifests.append(manifest)
+    contents = tuple(found[path] for path in sorted(found))
+    index = Index(members=tuple(content.member for content in contents))
+    index_bytes = seal(index)
+    _check_importable(index_bytes, contents)
+    return Contents(contents=contents, manifests=tuple(manifests), index=index, index_bytes=index_bytes)
+
+
+def _check_importable(index_bytes: bytes, contents: Iterable[Content]) -> None:
+    """What `import` would refuse is not exported; how many bytes there may be in all is for who imports to say."""
+    try:
+        parse_index(index_bytes, limits=Limits(max_bytes=sys.maxsize))
+        for content in contents:
+            if content.data is not None:
+                check_values(content.data, content.member.path)
+    except RefusedError as error:
+        message = f"Nothing was exported, for import would refuse it. {without_advice(error)}"
+        advice = "Choose other entries, or fewer of them."
+        raise CacheError(
+            f"{message} {advice}", path=error.path, expected=error.expected, actual=error.actual
+        ) from error
+    for content in contents:
+        header_bytes(content.member.path, content.member.size_bytes, content.member.mode)
+
+
+def _add(found: dict[str, Content], path: str, data: bytes) -> None:
+    member = Member(path=path, sha256=sha256_hex(data), size_bytes=len(data))
+    found[path] = Content(member=member, data=data)
+
+
+def _key(layout: CacheLayout, hash_: str) -> bytes:
+    path = layout.key_file(hash_)
+    if read_key(layout, hash_) is None or (data := read_bytes(path)) is None:
+        raise corrupt(path, "it is missing")
+    return data
+
+
+def _rank(
+    layout: CacheLayout, name: RankName, shapes: Sequence[str], *, debug: bool
+) -> tuple[Manifest, dict[str, bytes]]:
+    for _ in range(_ATTEMPTS):
+        found = _rank_at_once(layout, name, shapes, debug=debug)
+        if found is not None:
+            return found
+    raise CacheError(f"{layout.rank_dir(name)} kept changing while it was read. Try again.", path=name.flat)
+
+
+def _rank_at_once(
+    layout: CacheLayout, name: RankName, shapes: Sequence[str], *, debug: bool
+) -> tuple[Manifest, dict[str, bytes]] | None:
+    """The manifest and files of one moment; None where a writer was at work meanwhile."""
+    path = layout.manifest_file(name)
+    data = read_bytes(path)
+    if data is None:
+        raise CacheError(f"{path.parent} is gone. Look again with: cgtool inspect cache", path=path.parent)
+    whole = parse_manifest(data, path=path, name=name)
+    manifest = _trimmed(whole, shapes, debug=debug)
+    entry = read_entry(layout, name, files=manifest.files)
+    if entry is None or entry.manifest != whole:
+        return None
+    # What stays as it is stays as its writer spelled it: that may have been another version.
+    return manifest, {MANIFEST_FILE: data if manifest is whole else manifest.to_bytes(), **entry.files}
+
+
+def _trimmed(manifest: Manifest, shapes: Sequence[str], *, debug: bool) -> Manifest:
+    """A manifest without the rows and files that are left out."""
+    if shapes:
+        wanted = [parse_shape(text) for text in shapes]
+        rows = tuple(row for row in manifest.rows if any(is_asked(row.shape, asked) for asked in wanted))
+        if not rows:
+            known = ", ".join(dict.fromkeys(shape_text(row.shape) for row in manifest.rows))
+            asked = ", ".join(shapes)
+            message = f"Entry {short(manifest.hash)} has no artifact for {asked}. Name some of these shapes: {known}."
+            raise UsageError(message, path=manifest.name.flat, expected=known, actual=asked)
+        places = {(row.variant, row.piece_index, shape_text(row.shape)) for row in rows}
+        fallbacks = tuple(fallback for fallback in manifest.fallbacks if fallback.place in places)
+        manifest = replace(manifest, rows=rows, fallbacks=fallbacks)
+    if not debug:
+        manifest = replace(manifest, files={n: r for n, r in manifest.files.items() if not n.endswith(".py")})
+    return manifest
+
+
+def _read_file(path: Path, member: Member) -> Iterator[bytes]:
+    digest, size = sha256(), 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            while chunk := file.read(CHUNK_BYTES):
+                size += len(chunk)
+                if size > member.size_bytes:
+                    break
+                digest.update(chunk)
+                yield chunk
+    except FileNotFoundError as error:
+        raise corrupt(path, "the manifest names it and it is missing", expected=member.sha256) from error
+    except OSError as error:
+        raise cache_error(error, path, doing="read") from error
+    if size != member.size_bytes or digest.hexdigest() != member.sha256:
+        raise corrupt(path, "its bytes differ from its digest", expected=member.sha256, actual=digest.hexdigest())
