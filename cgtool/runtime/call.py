@@ -22,7 +22,7 @@ from cgtool.guards.table import failures_of
 from cgtool.host import variables_now
 from cgtool.plan.pieces import Graphs, PieceGraph
 from cgtool.plan.records import Guard, GuardTable, Input, Plan, Settled, Variant, source_words
-from cgtool.runtime.call_guards import Accept, AcceptWriter, check_symbols
+from cgtool.runtime.call_guards import Accept, AcceptWriter, check_symbols, with_sizes_from_data
 from cgtool.runtime.dispatch import Boxed, ForkedLock, PiecewiseBackend, ShapeTable
 from cgtool.runtime.generate import decode_literal, hole_value, op_names, template_needs
 from cgtool.runtime.op_by_op import piece_maker
@@ -331,7 +331,7 @@ class LoadedModel(AsModule):
         variant = served.variant
         symbols = check_symbols(variant)
         known = {item.source for item in variant.inputs}
-        _, sources = template_needs(variant.output, symbols)
+        _, sources = template_needs(variant.output, with_sizes_from_data(variant, symbols))
         passed = [source for source in sources if source not in known]
         writer = AcceptWriter(
             variant,

@@ -34,7 +34,8 @@ from cgtool.runtime.generate import Code, expression, malformed, strides_matter,
 Accepted = tuple[tuple[torch.Tensor, ...], tuple[int, ...], tuple[Any, ...]]
 Accept = Callable[..., Accepted | None]
 
-_SYMBOL = "s[0-9]{1,6}"
+#: What a symbol of a variant is called.
+SYMBOL = "s[0-9]{1,6}"
 _SCALED = r"(?:([1-9][0-9]*) ?\* ?(s[0-9]+)|(s[0-9]+) ?\* ?([1-9][0-9]*))"
 _ACCESS = (AttributeError, KeyError, IndexError, TypeError, ValueError, ZeroDivisionError, CgtoolError)
 
@@ -46,9 +47,15 @@ def check_symbols(variant: Variant) -> tuple[str, ...]:
         ArtifactError: A name is not of the form s<n>.
     """
     for symbol in variant.symbols:
-        if not re.fullmatch(_SYMBOL, symbol.name):
+        if not re.fullmatch(SYMBOL, symbol.name):
             raise malformed("symbol", symbol.name)
     return tuple(symbol.name for symbol in variant.symbols)
+
+
+def with_sizes_from_data(variant: Variant, symbols: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a variant's symbols, and after them those of the sizes that its splitting steps find in data."""
+    texts = (text for step in variant.steps if step.splitting for text in step.symbols.values())
+    return tuple(dict.fromkeys((*symbols, *(text for text in texts if re.fullmatch(SYMBOL, text)))))
 
 
 class Binding(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from cgtool.graph.expressions import rename, symbols_of
 from cgtool.graph.values import dtype_of
 from cgtool.plan.pieces import Dim, Graphs, PieceGraph, TensorMeta
 from cgtool.plan.records import Step, Variant
+from cgtool.runtime.call_guards import SYMBOL, with_sizes_from_data
 from cgtool.runtime.dispatch import Boxed
 from cgtool.runtime.generate import (
     Code,
@@ -30,8 +31,6 @@ from cgtool.runtime.generate import (
     tuple_source,
 )
 
-#: What a symbol of a variant is called.
-SYMBOL = r"s[0-9]{1,6}"
 #: (call tensors, symbol values, passed objects, model tensors, piece functions) → the model's output
 Program = Callable[[Any, Any, Any, Any, Any], Any]
 
@@ -119,8 +118,7 @@ class ProgramWriter:
             ArtifactError: The variant holds something outside its grammar.
         """
         code = self.code
-        needed, _ = template_needs(self.variant.output, self.symbols)
-        dying = self._last_uses(needed)
+        dying = self._last_uses()
         self.of_model = frozenset(weights)
         code.add("try:")
         code.depth += 1
@@ -155,13 +153,13 @@ class ProgramWriter:
         if names:
             self.code.add(f"{tuple_source(names)} = {whole}")
 
-    def _last_uses(self, needed: Iterable[Any]) -> dict[int, list[int]]:
+    def _last_uses(self) -> dict[int, list[int]]:
         """Return step index → values that nothing needs after that step (-1: that no step needs)."""
         last = dict.fromkeys(range(len(self.variant.inputs)), -1)
         for index, step in enumerate(self.variant.steps):
             last.update(dict.fromkeys((*step.inputs, *step.outputs), index))
         passed = {item.source: i for i, item in enumerate(self.variant.inputs)}
-        _, sources = template_needs(self.variant.output, self.symbols)
+        needed, sources = template_needs(self.variant.output, with_sizes_from_data(self.variant, self.symbols))
         for value in (*needed, *(passed[source] for source in sources if source in passed)):
             last.pop(value, None)
         dying: dict[int, list[int]] = {}

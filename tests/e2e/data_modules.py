@@ -19,6 +19,11 @@ def returned(self, x):
     return torch.nonzero(x > 0.5) * 2, x[x > 0].sin()
 
 
+def how_many(self, x):
+    kept = x[x[:, 0] > 0]
+    return torch.relu(kept @ self.weight), kept.shape[0], (x.shape[0] - kept.shape[0]) * 2
+
+
 def split_by_a_list(self, x, counts):
     parts = x.split(counts.tolist())
     return torch.cat([torch.relu(part @ self.weight) * (n + 1) for n, part in enumerate(parts)]) + x
@@ -90,6 +95,7 @@ def counted(*lists):
 CASES = {
     "rows by a mask": lambda: _weighted(chosen, ONE),
     "nonzero returned": lambda: _weighted(returned, ONE),
+    "their number returned": lambda: _weighted(how_many, ONE),
     "split by tolist": lambda: _weighted(split_by_a_list, counted([1, 3, 2], [4, 0, 1], [0, 0, 5], [1, 1, 1])),
     "a float from data": lambda: _weighted(scaled, ONE),
     "an integer from data": lambda: _weighted(

@@ -29,7 +29,7 @@ from cgtool.compiler.proof.restride import Order, order_of
 from cgtool.compiler.proof.twins import Twins, leaves_of, num_fake_bytes, rounded, tensors_of
 from cgtool.compiler.ranks import Ranks
 from cgtool.compiler.sizes import sizes_to_prove
-from cgtool.errors import CallMismatchError, CompileError, GuardError, NoRoomError
+from cgtool.errors import ArtifactError, CallMismatchError, CompileError, GuardError, NoRoomError
 from cgtool.graph.expressions import rename, symbols_of
 from cgtool.guards.signature import CallSignature
 from cgtool.model import ExampleCall, ModelSpec
@@ -162,7 +162,11 @@ class Calls:
             with Twins(
                 self._spec.module, style=style, bound=index_bound(_as_graph(variants[0], self._found.plan.graphs))
             ) as twins:
-                loaded = open_entry(self._found, self._spec.module, _open)
+                try:
+                    loaded = open_entry(self._found, self._spec.module, _open)
+                except ArtifactError as error:
+                    msg = f"What was compiled cannot be opened: {error}"
+                    raise CallMismatchError(msg) from error
                 for index in todo:
                     try:
                         proofs[index] = self._variant(loaded, index, twins)

@@ -14,6 +14,7 @@ from cgtool.compiler.proof.twins import leaves_of
 from cgtool.graph.expressions import symbols_of
 from cgtool.plan.pieces import Dim, Json, PieceGraph, TensorMeta
 from cgtool.plan.records import Plan, Step, Variant
+from cgtool.runtime.call_guards import with_sizes_from_data
 from cgtool.runtime.generate import Code, template_needs, template_source
 
 #: Dimensions of a tensor, the outermost in memory first.
@@ -53,7 +54,7 @@ def with_restrides(plan: Plan, restrides: Sequence[Mapping[str, Order]]) -> Plan
 
 def _values_of_leaves(variant: Variant) -> dict[str, int]:
     """Return the value id of each output that is a tensor, by its name."""
-    symbols = tuple(symbol.name for symbol in variant.symbols)
+    symbols = with_sizes_from_data(variant, tuple(symbol.name for symbol in variant.symbols))
     code = Code("leaves")
     marks = {value: torch.empty(0) for value in template_needs(variant.output, symbols)[0] if type(value) is int}
     for symbol in symbols:

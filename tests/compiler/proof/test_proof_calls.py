@@ -148,6 +148,14 @@ def test_a_wrong_plan_is_refused_with_what_differs_and_nothing_is_published(spec
         cgtool.load(spec.module, cache_dir=tmp_path)
 
 
+def test_a_plan_that_load_would_refuse_is_not_published(spec, tmp_path, monkeypatch):
+    mutated(monkeypatch, each_variant(lambda variant: replace(variant, output=["expr", "s99"])))
+    with pytest.raises(
+        CallMismatchError, match=r"What was compiled cannot be opened: .*s99.*Nothing new was published"
+    ):
+        warm(spec, config=CONFIG, cache_dir=tmp_path)
+
+
 def test_a_wrong_restride_is_refused(spec, tmp_path, monkeypatch):
     def wrongly(_graph):
         return lambda tensor, dtype, shape, stride: tensor.as_strided(shape, stride)
