@@ -37,7 +37,7 @@ TORCH_FREE = {"cli", "toolkit", "executors", "remote", "store", "plan", ""}
 #: Programs of a bench's children, which measure torch; the rest of their room starts without it.
 MEASURING = {f"toolkit/bench/{name}.py" for name in ("_torch", "calls", "child")}
 #: Modules that an extra is for: they load where it is installed.
-NEEDS_EXTRA = {"remote/http.py", "remote/buckets.py", "remote/oci.py"}
+NEEDS_EXTRA = {"remote/http.py", "remote/buckets.py", "remote/oci.py", "toolkit/image.py"}
 #: What the path from a warm cache to the first request may not load.
 HEAVY = ("torch._dynamo", "torch._inductor", "sympy", "triton")
 LIGHT_FOLDERS = {"runtime", "guards", "graph", "serving"}

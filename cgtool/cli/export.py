@@ -26,6 +26,7 @@ Examples:
   cgtool export layer/cache --folder --no-debug --all
   cgtool export release.tar.zst --all --sign key.pem
   cgtool export s3://models/llama.tar.zst
+  cgtool export oci://registry.example.com/team/llama-cache:v1
   cgtool export - 3f9a | ssh server cgtool import - --trust
 """
 
@@ -51,6 +52,9 @@ Examples:
 @talk_options
 def export(*, output: Output, dest: str, **options: Any) -> int:
     """Write entries of the cache to DEST, a .tar.zst here or behind a URL, or - for standard output.
+
+    A DEST such as oci://HOST/REPOSITORY:TAG becomes a container image whose files serve as a cache, for `COPY --from`
+    in a Dockerfile and for pods that mount images. Each artifact is a layer, which images share.
 
     HASH is the beginning of a hash that `inspect cache` lists. Without any, all entries are written if they are of one
     model. The same entries give the same archive, byte for byte before it is packed. DEST appears whole or not at all.
@@ -81,7 +85,7 @@ def _show(output: Output, report: ExportReport) -> None:
     from cgtool.store.layout import short
 
     entries = count_text(len({entry.hash for entry in report.entries}), "entry", "entries")
-    packed = "" if report.form == "folder" else f", {size_text(report.written_bytes)} packed"
+    packed = f", {size_text(report.written_bytes)} packed" if report.form == "archive" else ""
     signed = f", signed by {', '.join(map(short, report.signed_by))}" if report.signed_by else ""
     line = f"Wrote {entries} ({size_text(report.size_bytes)}{packed}{signed}) to {report.dest}"
     if report.dest == "-":
@@ -90,7 +94,11 @@ def _show(output: Output, report: ExportReport) -> None:
     rows = [(short(entry.hash), entry.model, entry.rank, entry.prefix, entry.rows) for entry in report.entries]
     show_rows(output, ("hash", "model", ">rank", "prefix", ">rows"), rows)
     output.line(line)
-    if not report.signed_by:
+    if report.form == "image":
+        output.note(
+            f"In a Dockerfile: COPY --from={report.dest.removeprefix('oci://')} / /var/cache/cgtool/", style="dim"
+        )
+    elif not report.signed_by:
         output.note("It is not signed: whoever imports it must say --trust. Sign with --sign KEY.", style="dim")
 
 

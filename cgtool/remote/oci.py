@@ -5,6 +5,9 @@ the store, and one of an entry with its place in a cache too, so that `oras pull
 The manifest is written when an index or a unit is: a reader finds the old one or the new one. Registries know no
 preconditions on tags, so of two pushes to one tag at the same moment the last wins: give each pusher a tag of its own.
 
+What a tag holds is said in the words of GPU caches in images (`labels`), which MCV, GKM and `skopeo inspect` show. A
+container image of a cache is another form, which is never read here: `cgtool.toolkit.image`.
+
 Credentials are those of `docker login`.
 """
 
@@ -14,7 +17,7 @@ import contextlib
 import hashlib
 import ipaddress
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -25,37 +28,101 @@ import requests
 from oras.container import Container
 from oras.provider import Registry
 
-from cgtool.errors import RefusedError, RemoteError, UsageError
+from cgtool.errors import CacheError, RefusedError, RemoteError, UsageError
 from cgtool.plan.grammar import sha256_hex
 from cgtool.remote.entries import member_path
 from cgtool.remote.http import HttpStore, patient
 from cgtool.remote.stores import CHUNK_BYTES, Item
 from cgtool.store.bundle_index import INDEX_FILE, SIGNATURE_FILE, Limits, Member, parse_index
-from cgtool.store.layout import CACHE_FOLDER, SIGNATURES
+from cgtool.store.layout import CACHE_FOLDER, KEY_FILE, SIGNATURES
+from cgtool.store.records import Key, parse_key
 
 _MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
+#: What else may be behind a tag, and is never ours.
+_OTHER_TYPES = (
+    "application/vnd.oci.image.index.v1+json",
+    "application/vnd.docker.distribution.manifest.v2+json",
+    "application/vnd.docker.distribution.manifest.list.v2+json",
+)
 _CONFIG_TYPE = "application/vnd.oci.empty.v1+json"
+IMAGE_CONFIG_TYPES = ("application/vnd.oci.image.config.v1+json", "application/vnd.docker.container.image.v1+json")
 _ARTIFACT_TYPE = "application/vnd.cgtool.cache.v1"
 _FILE_TYPE = "application/vnd.cgtool.file.v1"
 _EMPTY = b"{}"
-_NAME, _TITLE = "dev.cgtool.name", "org.opencontainers.image.title"
+_NAME, _TARGETS, _TITLE = "dev.cgtool.name", "dev.cgtool.targets", "org.opencontainers.image.title"
+#: As MCV's own "cache.triton.image/"; GKM adds up every label that ends with "cache-size-bytes".
+LABEL = "cache.cgtool.image"
 _MISSING = 404
 
 
-class _Layer(msgspec.Struct, frozen=True, omit_defaults=True):
+class Layer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A descriptor: the type, the digest ("sha256:...") and the size of a blob, and what is said of it."""
+
     mediaType: str  # noqa: N815 - the field's name in the specification
     digest: str
     size: int
     annotations: dict[str, str] = {}
 
 
-class _Manifest(msgspec.Struct, frozen=True):
-    config: _Layer
-    layers: tuple[_Layer, ...] = ()
+class Manifest(msgspec.Struct, frozen=True):
+    """What a tag leads to: a store of ours, or a container image."""
+
+    config: Layer
+    layers: tuple[Layer, ...] = ()
     annotations: dict[str, str] = {}
     schemaVersion: int = 2  # noqa: N815 - as above
     mediaType: str = _MANIFEST_TYPE  # noqa: N815 - as above
-    artifactType: str = _ARTIFACT_TYPE  # noqa: N815 - as above
+    artifactType: str | msgspec.UnsetType = msgspec.UNSET  # noqa: N815 - as above
+
+
+class Target(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
+    """What an entry runs on, in MCV's words and with torch's version; a processor has no warps and no CUDA."""
+
+    backend: str
+    arch: str
+    torch_version: str = ""
+    warp_size: int = 0
+    cuda_version: str = ""
+
+
+def targets_of(key: Key) -> list[Target]:
+    """Return what an entry was compiled for: each accelerator, or the processor where there was none."""
+    build, target = key.factors.get("torch") or {}, key.factors.get("target") or {}
+    version, cuda = build.get("version") or "", build.get("with_cuda") or ""
+    found = []
+    for accelerator in target.get("accelerators") or ():
+        arch = accelerator.partition(" ")[0].partition(":")[0]  # "sm_90 x132", "gfx942:sramecc+:xnack- x304"
+        if arch.startswith("sm_"):
+            found.append(Target("cuda", arch.removeprefix("sm_"), version, 32, cuda))
+        else:
+            found.append(Target("hip", arch, version, 64 if arch.startswith("gfx9") else 32))
+    return found or [Target("cpu", machine_of(key), version)]
+
+
+def machine_of(key: Key) -> str:
+    """Return the kind of processor that an entry was compiled for: "x86_64"; "" where the key does not say."""
+    target = key.factors.get("target") or {}
+    return str((target.get("cpu") or {}).get("machine") or "")
+
+
+def labels(hashes: Iterable[str], targets: Iterable[Target], size_bytes: int) -> dict[str, str]:
+    """Return what is said of a cache in a registry.
+
+    Args:
+        hashes: Of its entries.
+        targets: What they run on.
+        size_bytes: Of all its files.
+    """
+    named = sorted(set(hashes))
+    summary = {"targets": sorted(set(targets))}
+    return {
+        f"{LABEL}/entry-count": str(len(named)),
+        f"{LABEL}/cache-size-bytes": str(size_bytes),
+        f"{LABEL}/summary": msgspec.json.encode(summary).decode(),
+        "io.kserve.km/framework": "cgtool",
+        "io.kserve.km/cache-hash": ",".join(named),
+        "io.kserve.km/cache-mount-subpath": CACHE_FOLDER,
+    }
 
 
 class OciStore(HttpStore):
@@ -80,8 +147,8 @@ class OciStore(HttpStore):
             self._registry.auth.set_basic_auth(unquote(parts.username), unquote(parts.password or ""))
         self._lock = threading.RLock()
         #: (name in the store, place in a cache or "") → layer, as the tag has them; None before it was asked.
-        self._known: dict[tuple[str, str], _Layer] | None = None
-        self._added: dict[tuple[str, str], _Layer] = {}
+        self._known: dict[tuple[str, str], Layer] | None = None
+        self._added: dict[tuple[str, str], Layer] = {}
 
     def get(self, path: str, start: int = 0) -> Iterator[bytes] | None:
         """See `Store`."""
@@ -91,11 +158,11 @@ class OciStore(HttpStore):
         """See `Store`."""
         if if_absent and self._layer(path) is not None:
             return False
-        layer = self._upload(body, _FILE_TYPE)
+        layer = self.upload(body, _FILE_TYPE, _said_of(path, body))
         with self._lock:
+            self._added[path, _signature_title(path)] = layer
             if path.endswith(f".{INDEX_FILE}"):
                 self._add_members(path, body if isinstance(body, bytes) else body.read_bytes())
-            self._added[path, _signature_title(path)] = layer
             if path.endswith(f".{INDEX_FILE}") or not path.startswith(("artifacts/", "entries/", "lookup/")):
                 self._write()
         return True
@@ -128,16 +195,18 @@ class OciStore(HttpStore):
         members: tuple[Member, ...] = ()
         with contextlib.suppress(RefusedError):  # a torn one names nothing, and is passed over by whoever reads it
             members = parse_index(index, limits=Limits()).members
+        there = {name: layer for (name, _), layer in {**(self._known or {}), **self._added}.items()}
         for member in members:
             name = member_path(member)
             self._added.pop((name, ""), None)
-            self._added[name, member.path] = _layer(_FILE_TYPE, member.sha256, member.size_bytes)
+            layer = there.get(name) or _layer(_FILE_TYPE, member.sha256, member.size_bytes)
+            self._added[name, member.path] = layer
         digest, hash_ = sha256_hex(index), path.split("/")[1]
         if any(title.endswith(f"/{digest}.sig") for _, title in self._added):
             title = f"{CACHE_FOLDER}/{hash_}/{SIGNATURES}/{digest}.json"
             self._added[f"{path}#signed", title] = _layer(_FILE_TYPE, digest, len(index))
 
-    def _layer(self, path: str) -> _Layer | None:
+    def _layer(self, path: str) -> Layer | None:
         with self._lock:
             if self._known is None:
                 self._known = self._read()
@@ -151,44 +220,81 @@ class OciStore(HttpStore):
     def _blob(self, digest: str) -> str:
         return f"{self._registry.prefix}://{self._container.get_blob_url(digest)}"
 
-    def _read(self) -> dict[tuple[str, str], _Layer]:
-        """The layers of the tag as it is now."""
-        place = f"{self._registry.prefix}://{self._container.manifest_url()}"
-        answer = self._request("GET", place, headers={"Accept": _MANIFEST_TYPE})
+    def _tag(self) -> str:
+        return f"{self._registry.prefix}://{self._container.manifest_url()}"
+
+    def manifest(self) -> Manifest | None:
+        """Return what the tag leads to now; None where there is no such tag.
+
+        Raises:
+            RemoteError: It leads to something else than one manifest, or the registry fails.
+        """
+        accepted = ", ".join((_MANIFEST_TYPE, *_OTHER_TYPES))
+        answer = self._request("GET", self._tag(), headers={"Accept": accepted})
         if answer.status_code == _MISSING:
-            return {}
+            return None
         if not answer.ok:
             raise self._refused(answer, "read its manifest")
         try:
-            layers = msgspec.json.decode(answer.content, type=_Manifest).layers
+            return msgspec.json.decode(answer.content, type=Manifest)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             message = f"{self.url} is nothing that cgtool pushed: {error}. Name another tag."
             raise RemoteError(message, path=self.url) from error
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Let the tag lead to a manifest, whose blobs are there."""
+        headers = {"Content-Type": _MANIFEST_TYPE}
+        answer = self._request("PUT", self._tag(), data=msgspec.json.encode(manifest), headers=headers)
+        if not answer.ok:
+            raise self._refused(answer, "write its manifest")
+
+    def _read(self) -> dict[tuple[str, str], Layer]:
+        """The layers of the tag as it is now."""
+        manifest = self.manifest()
+        if manifest is not None and manifest.config.mediaType in IMAGE_CONFIG_TYPES:
+            message = f"{self.url} is a container image, and holds no entry for push and pull. Name another tag."
+            raise RemoteError(message, path=self.url, actual=manifest.config.mediaType)
+        layers = () if manifest is None else manifest.layers
         named = [(one.annotations.get(_NAME, ""), one.annotations.get(_TITLE, ""), one) for one in layers]
         return {(name, title): layer for name, title, layer in named if name}
 
     def _write(self, without: tuple[str, str] | None = None) -> None:
         """Add what was put to what the tag has by now."""
-        found = {**self._read(), **self._added}
+        known = {place: layer for place, layer in self._read().items() if place not in self._added}
+        titles = {title for _, title in self._added}
+        # Of two files that two pushes have for one place in a cache, the later one has it: `oras pull` takes no two.
+        found = {(name, "" if title in titles else title): layer for (name, title), layer in known.items()}
+        found |= self._added
         if without is not None:
             found.pop(without, None)
-        layers = []
+        layers, targets = [], []
         for (name, title), layer in sorted(found.items()):
             said = {_NAME: name, **({_TITLE: title} if title else {})}
-            layers.append(_Layer(layer.mediaType, layer.digest, layer.size, said))
-        config = self._upload(_EMPTY, _CONFIG_TYPE)
-        hashes = sorted({title.split("/")[1] for _, title in found if title})
-        manifest = _Manifest(config, tuple(layers), {"dev.cgtool.entries": ",".join(hashes)})
-        place = f"{self._registry.prefix}://{self._container.manifest_url()}"
-        data = msgspec.json.encode(manifest)
-        answer = self._request("PUT", place, data=data, headers={"Content-Type": _MANIFEST_TYPE})
-        if not answer.ok:
-            raise self._refused(answer, "write its manifest")
+            if _TARGETS in layer.annotations:
+                said[_TARGETS] = layer.annotations[_TARGETS]
+                targets += msgspec.json.decode(said[_TARGETS], type=list[Target])
+            layers.append(Layer(layer.mediaType, layer.digest, layer.size, said))
+        in_caches = {layer.digest: layer.size for (_, title), layer in found.items() if title}
+        hashes = {title.split("/")[1] for _, title in found if title}
+        self.write_manifest(
+            Manifest(
+                config=self.upload(_EMPTY, _CONFIG_TYPE),
+                layers=tuple(layers),
+                annotations=labels(hashes, targets, sum(in_caches.values())),
+                artifactType=_ARTIFACT_TYPE,
+            )
+        )
         self._known, self._added = found, {}
 
-    def _upload(self, body: bytes | Path, kind: str) -> _Layer:
-        """Upload a blob, unless the repository has it."""
-        layer = _layer(kind, *_digest(body))
+    def upload(self, body: bytes | Path, kind: str, said: dict[str, str] | None = None) -> Layer:
+        """Upload a blob, unless the repository has it; return its descriptor.
+
+        Args:
+            body: Its bytes, or the file that has them.
+            kind: Its media type.
+            said: Annotations of the descriptor.
+        """
+        layer = _layer(kind, *_digest(body), said)
         if self._request("HEAD", self._blob(layer.digest)).ok:
             return layer
         begun = self._request("POST", f"{self._registry.prefix}://{self._container.upload_blob_url()}")
@@ -220,8 +326,18 @@ class OciStore(HttpStore):
         return answer
 
 
-def _layer(kind: str, digest: str, size: int) -> _Layer:
-    return _Layer(kind, f"sha256:{digest}", size)
+def _layer(kind: str, digest: str, size: int, said: dict[str, str] | None = None) -> Layer:
+    return Layer(kind, f"sha256:{digest}", size, said or {})
+
+
+def _said_of(path: str, body: bytes | Path) -> dict[str, str]:
+    """The annotation of a key: what its entry runs on."""
+    match path.split("/"):
+        case ["entries", hash_, file] if file.endswith(f".{KEY_FILE}") and isinstance(body, bytes):
+            with contextlib.suppress(CacheError):  # one that is torn says nothing
+                targets = targets_of(parse_key(body, path=Path(path), hash_=hash_))
+                return {_TARGETS: msgspec.json.encode(targets).decode()}
+    return {}
 
 
 def _digest(body: bytes | Path) -> tuple[str, int]:

@@ -242,11 +242,16 @@ def _together(before: ImportedEntry | None, now: ImportedEntry) -> ImportedEntry
 
 
 def export_to(url: str, **options: Any) -> ExportReport:
-    """Write a bundle as `export` does, to one file of a store.
+    """Write a bundle as `export` does, to one file of a store; to a tag of a registry, a container image.
 
     Raises:
         RemoteError: The store fails; and as `export`.
     """
+    if url.startswith("oci://"):
+        open_store(url)  # says what is not installed
+        from cgtool.toolkit.image import ImageTag  # oras, an extra
+
+        return export(ImageTag(url), **options)
     store, name = _file_of(url)
     with tempfile.TemporaryDirectory(prefix="cgtool-export-") as made:
         report = export(Path(made) / "bundle", **options)
@@ -273,7 +278,7 @@ def import_from(url: str, **options: Any) -> ImportReport:
 def _file_of(url: str) -> tuple[Store, str]:
     """The store that a file lies in, and its name there."""
     if url.startswith("oci://"):
-        message = "A registry takes entries and no bundle. Use cgtool push and cgtool pull."
+        message = "A registry has no bundles. Take entries with cgtool pull, or copy them out of the image."
         raise UsageError(message, path=shown(url))
     folder, _, name = url.rpartition("/")
     return open_store(folder), name

@@ -56,12 +56,6 @@ def test_two_tags_share_the_layers_that_they_have_in_common(tag, tmp_path):
         assert [entry["outcome"] for entry in pulled.report["entries"]] == ["new"]
 
 
-def test_a_registry_takes_entries_and_no_bundle(tag, tmp_path):
-    lay_entry(tmp_path / "cache", seed=3)
-    ran = run("export", f"{tag}/model.tar.zst", "--cache-dir", tmp_path / "cache")
-    assert (ran.code, "cgtool push" in ran.err) == (2, True)
-
-
 def test_an_image_that_cgtool_did_not_push_is_a_sentence(tag, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -10,10 +10,10 @@ import contextlib
 import os
 import secrets
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from cgtool.errors import CacheError, UsageError
 from cgtool.plan.grammar import Record, sha256_hex
@@ -70,7 +70,7 @@ class ExportReport(Record, frozen=True, kw_only=True, omit_defaults=False):
     schema: int = SCHEMA
     root: str
     dest: str
-    form: Literal["archive", "folder"]
+    form: Literal["archive", "folder", "image"]
     size_bytes: int
     written_bytes: int
     members: int
@@ -79,9 +79,19 @@ class ExportReport(Record, frozen=True, kw_only=True, omit_defaults=False):
     entries: tuple[Exported, ...]
 
 
+@runtime_checkable
+class Image(Protocol):
+    """What a container image is written to; see `cgtool.toolkit.image`."""
+
+    url: str
+
+    def write(self, contents: Contents, heads: Mapping[str, bytes]) -> int:
+        """Write a cache of some contents and further files; return how many bytes that took."""
+
+
 @os_errors_as_cache_errors()
 def export(
-    dest: Path | IO[bytes],
+    dest: Path | IO[bytes] | Image,
     *,
     choice: Choice | None = None,
     cache_dir: Path | None = None,
@@ -92,7 +102,7 @@ def export(
     """Write chosen entries as a bundle; what is at the destination is replaced whole or not at all.
 
     Args:
-        dest: Where to, or an open stream.
+        dest: Where to: a path, an open stream, or an image.
         choice: Which entries, ranks and shapes; None means all of the one model.
         cache_dir: The cache's root; None means the one that `warm` fills.
         folder: Write a folder instead of an archive.
@@ -110,18 +120,23 @@ def export(
     if isinstance(dest, Path) and folder:
         check_free(dest)
     contents = gather(layout, held_names(layout, choice), shapes=choice.shapes, debug=choice.debug)
-    if not isinstance(dest, Path):
-        written = write_archive(dest, contents, keys=keys, level=level)
-        dest.flush()
-    elif folder:
-        written = write_folder(dest, contents, keys=keys)
+    form: Literal["archive", "folder", "image"] = "folder" if folder else "archive"
+    if isinstance(dest, Path):
+        name = str(dest)
+        if folder:
+            written = write_folder(dest, contents, keys=keys)
+        else:
+            written = _write_file(dest, contents, keys=keys, level=level)
+    elif isinstance(dest, Image):
+        name, form, written = dest.url, "image", dest.write(contents, _signatures(contents, keys))
     else:
-        written = _write_file(dest, contents, keys=keys, level=level)
+        name, written = "-", write_archive(dest, contents, keys=keys, level=level)
+        dest.flush()
     index = contents.index
     return ExportReport(
         root=str(layout.root),
-        dest=str(dest) if isinstance(dest, Path) else "-",
-        form="folder" if folder else "archive",
+        dest=name,
+        form=form,
         size_bytes=index.size_bytes,
         written_bytes=written,
         members=len(index.members),
@@ -218,18 +233,22 @@ def _heads(index: bytes, keys: Sequence[Ed25519PrivateKey]) -> dict[str, bytes]:
     return {INDEX_FILE: index, **({SIGNATURE_FILE: signatures.sign(index, keys)} if keys else {})}
 
 
+def _signatures(contents: Contents, keys: Sequence[Ed25519PrivateKey]) -> dict[str, bytes]:
+    """Where a cache keeps what was signed of its entries."""
+    if not keys:
+        return {}
+    index, signed = contents.index_bytes, signatures.sign(contents.index_bytes, keys)
+    starts = [f"{CACHE_FOLDER}/{hash_}/{SIGNATURES}/{sha256_hex(index)}" for hash_ in contents.index.hashes]
+    return {f"{start}.{suffix}": data for start in starts for suffix, data in (("json", index), ("sig", signed))}
+
+
 def write_folder(folder: Path, contents: Contents, *, keys: Sequence[Ed25519PrivateKey] = ()) -> int:
     """Write a bundle as a folder, which serves as the root of a cache as it stands.
 
     All times are the epoch, so that equal entries give equal layers of a container image.
     """
     check_free(folder)
-    index = contents.index_bytes
-    heads = _heads(index, keys)
-    if keys:
-        for hash_ in contents.index.hashes:
-            start = f"{CACHE_FOLDER}/{hash_}/{SIGNATURES}/{sha256_hex(index)}"
-            heads |= {f"{start}.json": index, f"{start}.sig": heads[SIGNATURE_FILE]}
+    heads = _heads(contents.index_bytes, keys) | _signatures(contents, keys)
     with _appearing(folder) as temporary:
         temporary.mkdir(parents=True)
         for name in sorted(names_of_folders([*heads, *(content.member.path for content in contents.contents)])):
