@@ -53,6 +53,7 @@ import functools
 import inspect
 import itertools
 import json
+import sys
 import types
 from collections.abc import Callable, Iterable
 from types import MemberDescriptorType, ModuleType
@@ -78,6 +79,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 _GROUP_WORDS = 4
+_BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _CONTAINERS: dict[Any, str] = {tuple: "t", list: "l", torch.Size: "size"}
 
 
@@ -150,7 +152,7 @@ def _object(value: Any) -> Json:
         return ["function", qualified_name(value.func), code_digest(value.func)]
     if isinstance(value, types.CodeType):
         return ["function", value.co_qualname, code_digest(value)]
-    if isinstance(value, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)):
+    if isinstance(value, _BUILTIN) or _is_of_numpy(value):
         return ["function", _builtin_name(value), ""]
     if private.is_op(value):
         return ["op", str(value)]
@@ -169,6 +171,12 @@ def _object(value: Any) -> Json:
         return ["function", qualified_name(wrapped), code_digest(getattr(wrapped, "__func__", wrapped))]
     msg = f"A value of type {qualified_name(type(value))} cannot be written down as data."
     raise NoRuleError(msg, actual=qualified_name(type(value)))
+
+
+def _is_of_numpy(value: Any) -> bool:
+    """Return whether `value` is a ufunc of numpy's own, such as `numpy.sqrt`: numpy's version stands for it."""
+    is_ufunc = qualified_name(type(value)) == "numpy:ufunc"
+    return is_ufunc and getattr(sys.modules["numpy"], value.__name__, None) is value
 
 
 def _builtin_name(value: Any) -> str:

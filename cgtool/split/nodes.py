@@ -100,9 +100,10 @@ def is_dropped(node: fx.Node) -> bool:
 
 
 def is_transform_step(node: fx.Node) -> bool:
-    """Return whether `node` is a step of `torch.vmap` or `torch.func`."""
+    """Return whether `node` is a step of `torch.vmap` or `torch.func`, or a function of numpy as Dynamo writes it."""
     module = str(getattr(node.target, "__module__", ""))
-    return module.startswith(("torch._functorch", "torch._C._functorch")) and not is_dropped(node)
+    spaces = ("torch._functorch", "torch._C._functorch", "torch._dynamo.utils")
+    return module.startswith(spaces) and not is_dropped(node)
 
 
 def _constant(node: fx.Node) -> Kind:

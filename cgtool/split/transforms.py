@@ -1,7 +1,7 @@
 """What `torch.vmap` and `torch.func` leave in a graph: steps that wrap tensors and open and close levels.
 
 A region of such steps is traced once more, by torch's own rules for what they do to each op, and the plain ops that
-this gives take its place.
+this gives take its place. A call of a function of numpy is a region, too: Dynamo puts torch's own numpy in its place.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ def _append(node: fx.Node, placed: Mapping[fx.Node, Any], graph: fx.Graph, held:
     if node.op == "get_attr":
         copy.target = f"transformed_{len(held)}"
         held[copy.target] = attribute_of(node)
+        copy.meta["example_value"] = _value(node, mode)  # the new graph has no module yet to read it from
         return copy
     copy.meta = {"stack_trace": node.meta.get("stack_trace")}
     copy.meta["example_value"] = _run(copy, {leaf: _value(leaf, mode) for leaf in copy.all_input_nodes})
@@ -120,7 +121,7 @@ def _append(node: fx.Node, placed: Mapping[fx.Node, Any], graph: fx.Graph, held:
 
 
 def _value(leaf: fx.Node, mode: Any) -> Any:
-    if leaf.op != "get_attr":
+    if leaf.op != "get_attr" or example(leaf) is not None:
         return example(leaf)
     value = attribute_of(leaf)
     return mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value

@@ -35,7 +35,7 @@ from cgtool.trace.refusals import (
 )
 from cgtool.trace.sources import Frame, source_text
 from cgtool.trace.touched import touched
-from cgtool.trace.writes import settled_guards, writes_of
+from cgtool.trace.writes import inherited_guards, settled_guards, writes_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,7 @@ class Trace:
 
 
 _Held = tuple[Any, str, Any]
+_ABSENT = object()
 
 
 class _Capture:
@@ -83,9 +84,10 @@ class _Capture:
         self.frame: Frame | None = None
         self.codes: list[types.CodeType] = []
         self.settled: tuple[Settled, ...] = ()
-        #: Module, attribute and value, as they are before Dynamo's bytecode sets them: plain ones, and tensors.
+        self.inherited: tuple[Settled, ...] = ()
+        #: Module, attribute and value, as they are before Dynamo's bytecode sets them: what settles, and the others.
         self.plain: list[_Held] = []
-        self.tensors: list[_Held] = []
+        self.unchanged: list[_Held] = []
         self.inputs: dict[str, Any] = {}
         self.others: dict[str, Any] = {}
         self.returned: tuple[Guard, ...] = ()
@@ -104,7 +106,9 @@ class _Capture:
         refuse_side_effects(writes.changed)
         self.settled = tuple(writes.settled)
         self.plain = self._held((one.source, one.name) for one in writes.settled)
-        self.tensors = self._held(writes.renewed)
+        self.unchanged = self._held(writes.renewed)
+        self.inherited = tuple(writes.inherited)
+        self.unchanged += [(self._roots.resolve(one.source), one.name, _ABSENT) for one in writes.inherited]
         self.others = _other_arguments(output, self.frame, self.inputs)
         private.fix_strides((*self.inputs.values(), *self.others.values()))
         self.returned = _returned_constants(self.frame)
@@ -188,7 +192,7 @@ def _captured(
                 result = signature.call(compiled, arguments)
             finally:
                 undo += captured.plain
-                _put_back(captured.tensors)
+                _put_back(captured.unchanged)
     graph_module = captured.graph_module
     if graph_module is None:
         captured.current_frame()
@@ -208,7 +212,7 @@ def _captured(
     model_guards, call_guards = split_guards(combined((*guarded, *questions, *steps), seen.guards))
     functions = function_guards(captured.codes)
     model_guards = (*ALWAYS, *_own_method(Roots(module, method)), *model_guards, *functions)
-    model_guards = tuple(settled_guards(model_guards, captured.settled))
+    model_guards = tuple(settled_guards(inherited_guards(model_guards, captured.inherited), captured.settled))
     _check_at_once(model_guards, Roots(module, method))
     return Trace(
         graph_module=graph_module,
@@ -228,7 +232,10 @@ def _captured(
 
 def _put_back(held: Sequence[_Held]) -> None:
     for owner, name, value in reversed(held):
-        setattr(owner, name, value)
+        if value is not _ABSENT:
+            setattr(owner, name, value)
+        elif name in vars(owner):
+            delattr(owner, name)
 
 
 def as_before_and_after(first: Trace, again: Trace) -> Trace:

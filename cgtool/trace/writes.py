@@ -6,6 +6,7 @@ graph must be the same before and after; then a plan says what was set, and each
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from cgtool.errors import CgtoolError, TraceError
-from cgtool.guards.kinds import encode_literal
+from cgtool.guards.kinds import encode_literal, names_of
 from cgtool.plan.grammar import canonical_json
 from cgtool.plan.records import Guard, Settled
 from cgtool.trace import _torch as private
@@ -29,11 +30,13 @@ class Writes:
     Args:
         settled: Plain attributes of the model.
         renewed: Source of a module and name of a tensor in it that is set to itself: nothing changes.
+        inherited: Plain attributes that a module has from its class and is given as they are there: nothing changes.
         changed: The sources of all else.
     """
 
     settled: list[Settled] = field(default_factory=list)
     renewed: list[tuple[str, str]] = field(default_factory=list)
+    inherited: list[Settled] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
 
 
@@ -60,8 +63,10 @@ def writes_of(output: Any, frame: Frame, inputs: Mapping[str, Any]) -> Writes:
                 found.renewed.append((holder, attribute))  # `self.table = self.table.to(device)`, where it is there
             elif plain is None:
                 found.changed.append(f"{holder}.{attribute}")
-            else:
+            elif not _is_same(plain):
                 found.settled.append(plain)
+            elif attribute not in vars(frame.resolve(holder)):
+                found.inherited.append(plain)
         if not written:
             found.changed.append(name)
     return found
@@ -79,12 +84,17 @@ def _plain(owner: str, name: str, value: Any, frame: Frame) -> Settled | None:
         module = frame.resolve(owner)
         if not isinstance(module, nn.Module):
             return None
-        before, after = vars(module)[name], value.as_python_constant()
+        before, after = inspect.getattr_static(module, name), value.as_python_constant()
         if type(before) not in _PLAIN or type(after) not in _PLAIN:
             return None
-        return Settled(source=owner, name=name, before=encode_literal(before), after=encode_literal(after))
+        plain = Settled(source=owner, name=name, before=encode_literal(before), after=encode_literal(after))
+        return plain if name in vars(module) or _is_same(plain) else None
     except (CgtoolError, NotImplementedError, LookupError, AttributeError):
         return None
+
+
+def _is_same(plain: Settled) -> bool:
+    return canonical_json(plain.before) == canonical_json(plain.after)  # and not 1 for True
 
 
 def _name_of(variable: Any, frame: Frame) -> str:
@@ -95,6 +105,21 @@ def _name_of(variable: Any, frame: Frame) -> str:
         return source_text(source, frame)
     except TraceError:
         return str(source.name)
+
+
+def inherited_guards(guards: Iterable[Guard], inherited: Sequence[Settled]) -> Iterator[Guard]:
+    """Yield guards in which these attributes are what they are, whether a module's own or its class's."""
+    either: dict[str, set[str]] = {}
+    for one in inherited:
+        either.setdefault(one.source, set()).add(one.name)
+        yield Guard(source=f"{one.source}.{one.name}", kind="value", expected=one.before)
+    for guard in guards:
+        kind, _, argument = guard.kind.partition(":")
+        if kind == "named" and guard.source in either:
+            names = canonical_json(sorted(names_of(argument) - either[guard.source])).decode()
+            yield Guard(source=guard.source, kind=f"named:{names}", expected=guard.expected)
+        elif guard.kind != "value" or all(guard.source != f"{one.source}.{one.name}" for one in inherited):
+            yield guard
 
 
 def settled_guards(guards: Iterable[Guard], settled: Sequence[Settled]) -> Iterator[Guard]:

@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import numpy as np  # noqa: E402
 from torch import nn  # noqa: E402
 
 import cgtool  # noqa: E402
@@ -31,6 +32,17 @@ class Windowed(nn.Module):
             self.inner.shift = 0
         self.table = self.table.to(x.dtype)
         return self.inner(x).view(-1, self.window) + self.inner.shift + self.table
+
+
+class Inheriting(Windowed):
+    """Writes down what its class says already, as SeamlessM4T does, and asks numpy for a root, as CTRL does."""
+
+    mode = "text"
+
+    def forward(self, x):
+        scale = np.sqrt(4) if self.mode == "text" else 0
+        self.mode = "text"
+        return x * scale
 
 
 class Counting(Windowed):
@@ -108,6 +120,19 @@ def test_a_buffer_that_is_added_to_in_place_stays_the_tensor_that_it_was(tmp_pat
     assert model.table is table
     assert torch.equal(table, eager.table)
     assert torch.equal(cgtool.load(model, cache_dir=tmp_path)(x), eager(x))
+
+
+def test_an_attribute_may_be_the_model_s_own_or_its_class_s(tmp_path):
+    model, x = made(Inheriting), torch.rand(5, 4)
+    compiled(model, tmp_path)
+    assert "mode" not in vars(model)
+    model(x)
+    assert "mode" in vars(model)
+    for served in (model, made(Inheriting)):
+        assert torch.equal(cgtool.load(served, cache_dir=tmp_path)(x), x * 2)
+    model.mode = "speech"
+    with pytest.raises(CacheMissError, match="mode was 'text' when this was compiled and is 'speech' now"):
+        cgtool.load(model, cache_dir=tmp_path)
 
 
 def test_a_call_that_is_not_served_sets_nothing(tmp_path):
