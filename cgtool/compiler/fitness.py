@@ -28,6 +28,8 @@ from cgtool.trace.examples import FIRST_DYNAMIC
 _HEADERS = Path(torch.__file__).parent / "include/torch/csrc/inductor/aoti_torch"
 #: Types of a schema that torch does not write into a package, or does not read back.
 _UNSAID = re.compile(r"\bDict\[|\bcomplex\b|\bList\[(List\[|Optional\[(?!Tensor\]))")
+#: Looks through all of Inductor's modules, and every piece of every variant asks.
+_shims_of_templates = cache(_torch.shims_of_templates)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +109,7 @@ def _names_of(op: Any) -> set[str]:
 
 def _is_uncallable(op: Any, device: str) -> bool:
     if is_torchs_own(_torch.op_name(op)):
-        return not all(_has_shim(name, device) for name in _torch.shims_of_templates(op))
+        return not all(_has_shim(name, device) for name in _shims_of_templates(op))
     schema = _torch.schema_of(op)
     return any(result.alias_info for result in schema.returns) or any(
         _UNSAID.search(str(item.type)) for item in (*schema.arguments, *schema.returns)

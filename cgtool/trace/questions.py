@@ -19,6 +19,7 @@ from torch import fx
 from cgtool.guards.kinds import describe
 from cgtool.guards.state import current, names_for_code
 from cgtool.plan.records import Guard
+from cgtool.trace import _torch as private
 from cgtool.trace.names import compares_objects, names_in
 from cgtool.trace.objects import is_of_call
 
@@ -79,29 +80,40 @@ def shown_steps(graph_module: fx.GraphModule, inputs: Mapping[str, Any], shape_e
     sources = {id(fake): source for source, fake in inputs.items()}
     given = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
 
-    def steps(moved: Collection[str]) -> list[str]:
+    def shows(moved: Collection[str]) -> bool:
         values = [_moved(value) if sources.get(id(value)) in moved else value for value in given]
-        found = _Steps(graph_module).run(*values)
-        return [str(value.stride()) for value in found if isinstance(value, torch.Tensor)]
+        made = _Steps(graph_module).run(*values)
+        return any(value is not node.meta["example_value"] for value, node in zip(made, results, strict=True))
 
     try:
         with torch.no_grad(), inputs[asked[0]].fake_mode, shape_env.suppress_guards():
-            now = steps(())
-            return [] if steps(asked) == now else [source for source in asked if steps((source,)) != now]
+            return [source for source in asked if shows((source,))] if shows(asked) else []
     except Exception:  # noqa: BLE001 - an op may ask for what fake tensors lack
         return asked
 
 
 class _Steps(fx.Interpreter):
-    """Runs a graph on fake tensors; `empty_like` and its kin keep the strides of a dense tensor, as they really do."""
+    """Runs a graph on fake tensors of which some have other strides, as far as that shows.
+
+    Where it does not show, the value is the trace's own: what comes after it need not run. `empty_like` and its kin
+    keep the strides of a dense tensor, as they really do.
+    """
 
     def run_node(self, n: fx.Node) -> Any:
+        traced = n.meta.get("example_value")
+        calls = n.op.startswith("call_")
+        if calls and all(self.env[of] is of.meta.get("example_value") for of in n.all_input_nodes):
+            return traced
         made = super().run_node(n)
         like = n.args[0] if n.args and "memory_format" not in n.kwargs else None
         if isinstance(like, fx.Node) and isinstance(made, torch.Tensor) and str(n.target).find("_like") >= 0:
             of = self.env[like]
-            return torch.empty_strided(made.shape, of.stride(), dtype=made.dtype, device=made.device)
-        return made
+            made = torch.empty_strided(made.shape, of.stride(), dtype=made.dtype, device=made.device)
+        return traced if calls and _strides(made) == _strides(traced) else made
+
+
+def _strides(value: Any) -> list[str]:
+    return [str(leaf.stride()) for leaf in private.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _has_one(value: Any) -> bool:
