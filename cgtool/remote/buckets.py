@@ -31,6 +31,8 @@ class BucketStore:
         url: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or az://ACCOUNT/CONTAINER/FOLDER.
     """
 
+    caveat = ""
+
     def __init__(self, url: str) -> None:
         self.url = shown(url)
         if "@" in urlsplit(url).netloc:

@@ -68,6 +68,9 @@ class HttpStore:
         url: Of the folder that the store is; it may hold user and password.
     """
 
+    caveat = ""
+    _login = "Check the user and password (in the URL, or in ~/.netrc), and what they may do there."
+
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self.url = shown(url)
@@ -216,7 +219,7 @@ class HttpStore:
     def _refused(self, answer: requests.Response, doing: str) -> RemoteError:
         status, why = answer.status_code, f"it answers {answer.status_code} {answer.reason}"
         if status in _FORBIDDEN:
-            advice = "Check the user and password (in the URL, or in ~/.netrc), and what they may do there."
+            advice = self._login
         elif status in _NO_METHOD:
             advice = "It takes no files so: name a server with WebDAV, or a bucket (s3://, gs://, az://)."
         else:

@@ -32,7 +32,7 @@ from cgtool.errors import CacheError, RefusedError, RemoteError, UsageError
 from cgtool.plan.grammar import sha256_hex
 from cgtool.remote.entries import member_path
 from cgtool.remote.http import HttpStore, patient
-from cgtool.remote.stores import CHUNK_BYTES, Item
+from cgtool.remote.stores import CHUNK_BYTES, Item, read
 from cgtool.store.bundle_index import INDEX_FILE, SIGNATURE_FILE, Limits, Member, parse_index
 from cgtool.store.layout import CACHE_FOLDER, KEY_FILE, SIGNATURES
 from cgtool.store.records import Key, parse_key
@@ -52,7 +52,9 @@ _EMPTY = b"{}"
 _NAME, _TARGETS, _TITLE = "dev.cgtool.name", "dev.cgtool.targets", "org.opencontainers.image.title"
 #: As MCV's own "cache.triton.image/"; GKM adds up every label that ends with "cache-size-bytes".
 LABEL = "cache.cgtool.image"
-_MISSING = 404
+#: Stands for the manifest among the names of the store, none of which has a space.
+_MANIFEST = "its manifest"
+_MOST_MANIFEST_BYTES = 256 * 2**20
 
 
 class Layer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -132,6 +134,11 @@ class OciStore(HttpStore):
         url: oci://HOST/REPOSITORY[:TAG]; the tag is `latest` by default.
     """
 
+    caveat = (
+        "is a tag of a registry, and of two machines that push to one tag at the same moment the last wins. Give each "
+        "machine a tag of its own, or push again what is missing."
+    )
+
     def __init__(self, url: str) -> None:
         super().__init__(url)
         parts = urlsplit(url)
@@ -142,6 +149,8 @@ class OciStore(HttpStore):
             raise UsageError(message, path=self.url) from error
         self._registry = Registry(hostname=self._container.registry, insecure=_is_loopback(parts.hostname or ""))
         self._session = patient(self._registry.session)
+        self._session.headers["Accept"] = ", ".join((_MANIFEST_TYPE, *_OTHER_TYPES, "*/*"))
+        self._login = f"Log in there, as a user who may do that: docker login {self._container.registry}"
         self._registry.auth.load_configs(self._container)
         if parts.username is not None:
             self._registry.auth.set_basic_auth(unquote(parts.username), unquote(parts.password or ""))
@@ -152,7 +161,7 @@ class OciStore(HttpStore):
 
     def get(self, path: str, start: int = 0) -> Iterator[bytes] | None:
         """See `Store`."""
-        return None if self._layer(path) is None else super().get(path, start)
+        return super().get(path, start) if path == _MANIFEST or self._layer(path) is not None else None
 
     def put(self, path: str, body: bytes | Path, *, if_absent: bool = False) -> bool:
         """See `Store`."""
@@ -214,6 +223,8 @@ class OciStore(HttpStore):
         return next((layer for (name, _), layer in found.items() if name == path), None)
 
     def _place(self, path: str) -> str:
+        if path == _MANIFEST:
+            return self._tag()
         layer = self._layer(path)
         return self._blob(layer.digest if layer is not None else "")
 
@@ -229,14 +240,11 @@ class OciStore(HttpStore):
         Raises:
             RemoteError: It leads to something else than one manifest, or the registry fails.
         """
-        accepted = ", ".join((_MANIFEST_TYPE, *_OTHER_TYPES))
-        answer = self._request("GET", self._tag(), headers={"Accept": accepted})
-        if answer.status_code == _MISSING:
+        data = read(self, _MANIFEST, most=_MOST_MANIFEST_BYTES)
+        if data is None:
             return None
-        if not answer.ok:
-            raise self._refused(answer, "read its manifest")
         try:
-            return msgspec.json.decode(answer.content, type=Manifest)
+            return msgspec.json.decode(data, type=Manifest)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             message = f"{self.url} is nothing that cgtool pushed: {error}. Name another tag."
             raise RemoteError(message, path=self.url) from error
@@ -246,7 +254,7 @@ class OciStore(HttpStore):
         headers = {"Content-Type": _MANIFEST_TYPE}
         answer = self._request("PUT", self._tag(), data=msgspec.json.encode(manifest), headers=headers)
         if not answer.ok:
-            raise self._refused(answer, "write its manifest")
+            raise self._refused(answer, f"write {_MANIFEST}")
 
     def _read(self) -> dict[tuple[str, str], Layer]:
         """The layers of the tag as it is now."""
@@ -321,8 +329,7 @@ class OciStore(HttpStore):
         except requests.RequestException as error:
             raise self._broken(error, f"answer {method}") from error
         except (ValueError, oras.auth.AuthenticationException) as error:
-            message = f"{self.url} asks for other credentials. Log in there: docker login {self._container.registry}"
-            raise RemoteError(message, path=self.url) from error
+            raise RemoteError(f"{self.url} asks for other credentials. {self._login}", path=self.url) from error
         return answer
 
 

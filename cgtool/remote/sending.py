@@ -30,6 +30,8 @@ class Sent(NamedTuple):
 
     def warning(self, store: Store) -> str | None:
         """Name a store that knows no preconditions."""
+        if self.files and store.caveat:
+            return f"{store.url} {store.caveat}"
         if not self.is_replaced:
             return None
         return (

@@ -39,12 +39,14 @@ class Store(Protocol):
 
     Attributes:
         url: Where it is, as it may be shown.
+        caveat: What whoever pushes there should know, as a sentence that begins with its URL; "" where nothing.
 
     Raises:
         RemoteError: From every method: it cannot be reached, or does not do what it is asked.
     """
 
     url: str
+    caveat: str
 
     def get(self, path: str, start: int = 0) -> Iterator[bytes] | None:
         """Return the bytes of a file from `start` on; None where there is no such file."""
@@ -172,6 +174,8 @@ def read(store: Store, path: str, *, most: int) -> bytes | None:
 
 class FolderStore:
     """A folder, of this machine or mounted."""
+
+    caveat = ""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import socket
 import struct
@@ -10,12 +11,13 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from bundle_maker import make_keys
 from cache_maker import lay_entry
 from cli_harness import run
-from remote_servers import Fault, FaultyServer, deaf_port, faulty, webdav
+from remote_servers import Fault, FaultyServer, deaf_port, faulty, registry, webdav
 
 from cgtool.remote.entries import RemoteBundle, indexes, open_bundle
 from cgtool.remote.stores import open_store, stream
@@ -24,20 +26,48 @@ from cgtool.store.layout import CacheLayout
 
 #: Longer than what one connection takes at once.
 NATIVE_BYTES = 300_000
+MANIFEST = "v2/team/models/manifests/v1"
 
 
-@pytest.fixture(scope="module")
-def pushed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A folder that is a store, and the hash of its one entry."""
+class Pushed(NamedTuple):
+    """A folder that is a store once it is served, and the hash of its one entry."""
+
+    folder: Path
+    hash: str
+    is_registry: bool = False
+
+    def urls(self, part: str) -> list[str]:
+        """What the URLs hold of files whose names hold `part`."""
+        if not self.is_registry or part.startswith("/v2/"):
+            return [part]
+        layers = json.loads((self.folder / MANIFEST).read_bytes())["layers"]
+        return [one["digest"] for one in layers if part in f"/{one['annotations']['dev.cgtool.name']}"]
+
+    def url(self, server: FaultyServer) -> str:
+        return server.url.replace("http:", "oci:") + "/team/models:v1" if self.is_registry else server.url
+
+
+@pytest.fixture(scope="module", params=["plain", "oci"])
+def pushed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pushed:
     folder = tmp_path_factory.mktemp("pushed")
     hash_ = lay_entry(folder / "cache", seed=11, native_bytes=NATIVE_BYTES)
-    assert run("push", (folder / "store").as_uri(), "--cache-dir", folder / "cache").code == 0
-    return folder / "store", hash_
+    if request.param == "plain":
+        assert run("push", (folder / "store").as_uri(), "--cache-dir", folder / "cache").code == 0
+        return Pushed(folder / "store", hash_)
+    with registry(folder) as url:
+        assert run("push", url, "--cache-dir", folder / "cache").code == 0
+    for data in (folder / "data").rglob("blobs/sha256/*/*/data"):
+        # A registry keeps manifests with the blobs.
+        is_manifest = b'"config":' in data.read_bytes() and b'"layers":' in data.read_bytes()
+        place = folder / "store" / (MANIFEST if is_manifest else f"v2/team/models/blobs/sha256:{data.parent.name}")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        data.rename(place)
+    return Pushed(folder / "store", hash_, is_registry=True)
 
 
 @pytest.fixture
 def server(pushed) -> Iterator[FaultyServer]:
-    with faulty(pushed[0]) as server:
+    with faulty(pushed.folder) as server:
         yield server
 
 
@@ -71,13 +101,15 @@ def longer(handler: BaseHTTPRequestHandler, data: bytes) -> None:
     handler.answer(data + bytes(10))
 
 
-def of_files(part: str, fault: Callable[[BaseHTTPRequestHandler, bytes], None], *, times: int | None = None) -> Fault:
-    """Let a fault befall GETs of names that hold `part`, each time or the first so many times."""
+def of_files(
+    parts: list[str], fault: Callable[[BaseHTTPRequestHandler, bytes], None], *, times: int | None = None
+) -> Fault:
+    """Let a fault befall GETs of URLs that hold one of `parts`, each time or the first so many times."""
     left = itertools.count() if times is None else iter(range(times))
     lock = threading.Lock()
 
     def befall(handler: BaseHTTPRequestHandler, data: bytes) -> bool:
-        if handler.command != "GET" or part not in handler.path:
+        if handler.command != "GET" or not any(part in handler.path for part in parts):
             return False
         with lock:
             if next(left, None) is None:
@@ -88,8 +120,8 @@ def of_files(part: str, fault: Callable[[BaseHTTPRequestHandler, bytes], None], 
     return befall
 
 
-def pull(server: FaultyServer, cache: Path, hash_: str):
-    return run("pull", server.url, hash_, "--trust", "--any-machine", "--cache-dir", cache, "--json")
+def pull(pushed: Pushed, server: FaultyServer, cache: Path):
+    return run("pull", pushed.url(server), pushed.hash, "--trust", "--any-machine", "--cache-dir", cache, "--json")
 
 
 @pytest.mark.parametrize("part", ["/artifacts/", "bundle.json"])
@@ -97,7 +129,7 @@ def pull(server: FaultyServer, cache: Path, hash_: str):
     ("fault", "code", "said"),
     [
         pytest.param(reset, 1, "Connection reset|IncompleteRead", id="reset in a body"),
-        pytest.param(answers(403), 1, "answers 403 .*user and password", id="403"),
+        pytest.param(answers(403), 1, "answers 403 .*user and password|other credentials.*docker login", id="403"),
         pytest.param(answers(404), 1, "is missing|is not whole", id="404"),
         pytest.param(answers(429), 1, "answers 429 ", id="429"),
         pytest.param(answers(500), 1, "answers 500 ", id="500"),
@@ -107,8 +139,8 @@ def pull(server: FaultyServer, cache: Path, hash_: str):
     ],
 )
 def test_a_fault_that_stays_is_a_sentence_and_nothing_is_placed(pushed, server, tmp_path, *, part, fault, code, said):
-    server.fault = of_files(part, fault)
-    ran = pull(server, tmp_path / "cache", pushed[1])
+    server.fault = of_files(pushed.urls(part), fault)
+    ran = pull(pushed, server, tmp_path / "cache")
     if "is not whole" in ran.err:
         code = 1
     assert ran.code == code, ran.err
@@ -128,8 +160,8 @@ def test_a_fault_that_stays_is_a_sentence_and_nothing_is_placed(pushed, server, 
     ],
 )
 def test_a_fault_that_passes_is_tried_again(pushed, server, tmp_path, fault):
-    server.fault = of_files("/artifacts/", fault, times=2)
-    ran = pull(server, tmp_path / "cache", pushed[1])
+    server.fault = of_files(pushed.urls("/artifacts/"), fault, times=2)
+    ran = pull(pushed, server, tmp_path / "cache")
     assert ran.code == 0, ran.err
     assert ran.report["entries"][0]["outcome"] == "new"
 
@@ -157,12 +189,36 @@ def test_what_came_before_a_connection_ended_is_not_asked_for_again(tmp_path):
     assert asked == ["", f"bytes={2**20}-"]
 
 
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        pytest.param(reset, "Connection reset|IncompleteRead", id="reset in a body"),
+        pytest.param(answers(403), "docker login", id="403"),
+        pytest.param(answers(404), "No entry begins", id="404"),
+        pytest.param(answers(429), "answers 429 ", id="429"),
+        pytest.param(answers(500), "answers 500 ", id="500"),
+        pytest.param(truncated, "is nothing that cgtool pushed", id="truncated"),
+        pytest.param(other_bytes, "is nothing that cgtool pushed", id="other bytes"),
+    ],
+)
+@pytest.mark.parametrize("pushed", ["oci"], indirect=True)
+def test_a_tag_that_cannot_be_read_is_a_sentence(pushed, server, tmp_path, fault, said):
+    server.fault = of_files([MANIFEST], fault)
+    ran = pull(pushed, server, tmp_path / "cache")
+    assert re.search(said, ran.report["error"]["message"]), ran.err
+    assert CacheLayout(root=tmp_path / "cache").hashes() == []
+    if fault is reset:
+        server.fault = of_files([MANIFEST], fault, times=2)
+        assert pull(pushed, server, tmp_path / "cache").code == 0
+
+
+@pytest.mark.parametrize("pushed", ["plain"], indirect=True)
 def test_a_store_that_lists_late_is_as_it_was(pushed, server, tmp_path):
-    hidden = server.hidden = {pushed[1]}
+    hidden = server.hidden = {pushed.hash}
     late = run("pull", server.url, "--trust", "--any-machine", "--cache-dir", tmp_path / "cache")
     assert (late.code, "holds no entry" in late.err) == (1, True)
     hidden.clear()
-    assert pull(server, tmp_path / "cache", pushed[1]).code == 0
+    assert pull(pushed, server, tmp_path / "cache").code == 0
 
 
 def test_nobody_who_listens_is_a_sentence(tmp_path):
@@ -186,6 +242,27 @@ def test_a_signed_entry_stays_signed_and_a_changed_one_is_refused(tmp_path):
     signature.unlink()
     refused = run(*asked, tmp_path / "c")
     assert (refused.code, refused.report["error"]["reason"]) == (3, "unsigned")
+
+
+def test_of_two_pushes_to_a_tag_the_last_wins_and_readers_see_whole_entries(tmp_path):
+    machines = [tmp_path / "first", tmp_path / "second"]
+    hashes = [lay_entry(one, seed=14 + seed, native_bytes=NATIVE_BYTES) for seed, one in enumerate(machines)]
+    with registry(tmp_path / "registry") as url:
+        pushers = [threading.Thread(target=run, args=("push", url, "--cache-dir", one)) for one in machines]
+        seen: list[int] = []
+        for pusher in pushers:
+            pusher.start()
+        while any(pusher.is_alive() for pusher in pushers) or not seen:
+            seen.append(sum(len(_whole(open_store(url), hash_)) for hash_ in hashes))
+        assert sum(len(_whole(open_store(url), hash_)) for hash_ in hashes) >= 1
+        again = [run("push", url, "--cache-dir", one, "--json") for one in machines]
+        assert [ran.code for ran in again] == [0, 0]
+        for ran in again:  # whose push changed something is told, once
+            [entry] = ran.report["entries"]
+            assert len(ran.report["warnings"]) == (entry["outcome"] == "pushed")
+        assert [len(_whole(open_store(url), hash_)) for hash_ in hashes] == [1, 1]
+        told = run("push", f"{url}-new", "--cache-dir", machines[0])
+        assert told.err.count("the last wins") == 1
 
 
 def test_a_reader_sees_no_entry_or_a_whole_one_while_two_machines_push(tmp_path):
