@@ -22,11 +22,11 @@ from msgspec.structs import replace
 from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.compiler.pool import free_bytes
 from cgtool.compiler.proof import _torch, judge
-from cgtool.compiler.proof.inputs import STYLES, index_bound
+from cgtool.compiler.proof.inputs import STYLES, index_bound, rounded
 from cgtool.compiler.proof.prove import first_line, is_out_of_memory, limits_of, same_bytes
 from cgtool.compiler.proof.reference import eps_of, leaves_open, lowest_dtype, sorts, takes_steps
 from cgtool.compiler.proof.restride import Order, order_of
-from cgtool.compiler.proof.twins import Twins, leaves_of, num_fake_bytes, rounded, tensors_of
+from cgtool.compiler.proof.twins import Twins, leaves_of, num_fake_bytes, tensors_of
 from cgtool.compiler.ranks import Ranks
 from cgtool.compiler.sizes import sizes_to_prove
 from cgtool.errors import ArtifactError, CallMismatchError, CompileError, GuardError, NoRoomError

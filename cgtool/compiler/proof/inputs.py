@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from cgtool.compiler.proof.reference import short_name, wide_dtype
+from cgtool.compiler.proof.reference import eps_of, short_name, wide_dtype
 from cgtool.graph.expressions import evaluate
 from cgtool.graph.values import device_of, dtype_of
 from cgtool.plan.grammar import digest_of
@@ -152,6 +152,18 @@ def draw_storage(
     bound = min(bound, style.most)
     values = _numbers(meta, view, count, generator, style=style, bound=bound, distinct=False)
     return _repeated(values.to(device), count)
+
+
+def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor whose elements are one rounding of `dtype` larger or smaller; it lies in memory as that one."""
+    generator = torch.Generator("cpu").manual_seed(tensor.numel())
+    count = min(tensor.numel(), _MOST_DRAWN)
+    signs = torch.randint(0, 2, (count,), generator=generator, device="cpu", dtype=torch.float32) * 2 - 1
+    factors = (1 + eps_of(dtype) * signs.double()).to(tensor.device)
+    if 0 < count < tensor.numel():
+        factors = factors.repeat(-(-tensor.numel() // count))[: tensor.numel()]
+    out = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return out.copy_(tensor.double() * factors.reshape(tensor.shape))
 
 
 def _numbers(

@@ -34,11 +34,13 @@ class Tolerance:
         element: One element, relative to its size and to the tensor's scale.
         rms: The root of mean squares, relative to the tensor's.
         steps: The share of elements that a rounding may have decided otherwise; 0 where floats decide nothing.
+        usual: What roundings come to as a root of mean squares, where no float64 says what eager's own error is.
     """
 
     element: float
     rms: float
     steps: float
+    usual: float = 0.0
 
     @classmethod
     def of(cls, dtype: torch.dtype, *, takes_steps: bool, has_reference: bool) -> Self:
@@ -127,6 +129,24 @@ def differ(one: torch.Tensor, other: torch.Tensor, *, whole_rows: bool = False) 
     return places
 
 
+def roundings(nearby: torch.Tensor, eager: torch.Tensor, tolerance: Tolerance) -> float:
+    """Return how far roundings carry a tensor, as a root of mean squares relative to its own.
+
+    Args:
+        nearby: What eager gives for inputs that are one rounding away.
+        eager: What it gives for the inputs themselves.
+        tolerance: Elements further apart than it lets one be were decided otherwise, and do not count.
+    """
+    if not eager.is_floating_point():
+        return 0.0
+    near, exact = _flat(nearby), _flat(eager)
+    finite = near.isfinite() & exact.isfinite()
+    near, exact = near[finite], exact[finite]
+    scale = max(_rms(exact), 1e-6)
+    error = (near - exact).abs()
+    return _rms(error[error <= tolerance.element * (exact.abs() + scale)]) / scale
+
+
 def check_numbers(found: torch.Tensor, eager: torch.Tensor, reference: torch.Tensor, *, tolerance: Tolerance) -> float:
     """Check one tensor against eager's and against the reference; return its relative error.
 
@@ -183,7 +203,7 @@ def _check_finite(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor,
         raise WrongError(msg)
     kept &= ~outside
     ours, theirs, exact = ours[kept], theirs[kept], exact[kept]
-    relative, usual = _rms(ours - exact) / scale, _rms(theirs - exact) / scale
+    relative, usual = _rms(ours - exact) / scale, max(_rms(theirs - exact) / scale, tolerance.usual)
     if relative > 3 * usual + tolerance.rms:
         msg = f"differs by {relative:.2e} of its size, and eager itself by {usual:.2e}"
         raise WrongError(msg)

@@ -17,15 +17,13 @@ from torch import nn
 
 from cgtool.compiler._torch import storage_id
 from cgtool.compiler.proof._torch import is_fake
-from cgtool.compiler.proof.inputs import Style, draw_storage
-from cgtool.compiler.proof.reference import eps_of
+from cgtool.compiler.proof.inputs import Style, draw_storage, rounded
 from cgtool.graph.values import tensor_meta
 
 #: Parameters are copied for each run where they come to less; a forward that writes to one is rare.
 _SMALL_BYTES = 64 << 20
 #: How far a value is looked into.
 _MAX_DEPTH = 8
-_SIGNS_DRAWN = 1_000_003
 
 
 class Twins:
@@ -159,18 +157,6 @@ def num_fake_bytes(module: nn.Module) -> int:
 def like(own: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     """Return `data` as a parameter where `own` is one."""
     return nn.Parameter(data, requires_grad=own.requires_grad) if isinstance(own, nn.Parameter) else data
-
-
-def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor whose elements are one rounding of `dtype` larger or smaller; it lies in memory as that one."""
-    generator = torch.Generator("cpu").manual_seed(tensor.numel())
-    count = min(tensor.numel(), _SIGNS_DRAWN)
-    signs = torch.randint(0, 2, (count,), generator=generator, device="cpu", dtype=torch.float32) * 2 - 1
-    factors = (1 + eps_of(dtype) * signs.double()).to(tensor.device)
-    if 0 < count < tensor.numel():
-        factors = factors.repeat(-(-tensor.numel() // count))[: tensor.numel()]
-    out = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return out.copy_(tensor.double() * factors.reshape(tensor.shape))
 
 
 def tensors_of(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:

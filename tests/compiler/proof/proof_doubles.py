@@ -46,6 +46,12 @@ def _one_row(outputs, inputs):
     outputs[0][-1] = 0
 
 
+def _otherwise_rounded(outputs, inputs):
+    """As code that rounds in other places gives it."""
+    signs = torch.arange(outputs[0].numel()).mul(7919).remainder(2).mul(2).sub(1).view(outputs[0].shape)
+    outputs[0] = (outputs[0].double() * (1 + 1.5 * torch.finfo(outputs[0].dtype).eps * signs)).to(outputs[0].dtype)
+
+
 def _swapped(outputs, inputs):
     outputs.reverse()
 
@@ -96,6 +102,7 @@ SPOILED = {
     "other strides": _transposed,
     "another dtype": _other_dtype,
     "one element": _one_element,
+    "otherwise rounded": _otherwise_rounded,
     "one row": _one_row,
     "swapped": _swapped,
     "a missing output": _missing,

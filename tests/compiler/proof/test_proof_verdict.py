@@ -85,6 +85,23 @@ def test_a_common_factor_is_caught_in_every_precision(dtype):
         prove_double("a factor of 1.01", piece)
 
 
+def test_roundings_are_no_fault_where_float64_is_another_piece():
+    piece = graph(
+        [tensor("s0", 64, dtype="bfloat16"), tensor(64, 64, dtype="bfloat16")],
+        [
+            call("torch._C._nn.linear", "%0", "%1"),
+            call("torch.nn.functional.silu", "%2"),
+            call("torch._C._nn.linear", "%3", "%1"),
+            method("view", "%0", {"dtype": "int16"}),  # float64 has other bytes
+        ],
+        ["%4", "%5"],
+    )
+    assert prove_double("otherwise rounded", piece).proved
+    for word in ("a factor of 1.01", "one row"):
+        with pytest.raises(ProofMismatchError, match="output 0"):
+            prove_double(word, piece)
+
+
 def test_how_outputs_lie_in_memory_is_judged_by_the_trace_and_not_by_eager():
     with pytest.raises(ProofMismatchError, match=r"strides \(96, 16, 4, 1\) and the trace has \(96, 1, 24, 6\)"):
         prove_artifact(b'"right"', adaptor="double", graph=OTHERWISE_LAID)  # just what eager gives
