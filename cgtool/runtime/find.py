@@ -16,9 +16,7 @@ serve all of its sizes, so that a machine which cannot open any says so as it st
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -46,7 +44,7 @@ from cgtool.store.layout import PLAN_FILE, CacheLayout, RankName, short
 from cgtool.store.leases import keep
 from cgtool.store.lookup import LookupStore
 from cgtool.store.records import Key, Row, parse_key
-from cgtool.store.trust import TELLING, Records, TrustPolicy
+from cgtool.store.trust import TELLING, Records, TrustPolicy, resolved
 
 #: How many reasons a miss tells, and how many other entries it looks at to find the nearest.
 _MAX_REASONS = 12
@@ -97,7 +95,7 @@ class Finder:
         self._untrusted: list[RefusedError] = []
         self._other_schema: CacheSchemaError | None = None
         # Resolved once: whoever may turn a link could show one folder to the policy and another to the reader.
-        self._layout = CacheLayout(root=Path(os.path.realpath(layout.root)))
+        self._layout = CacheLayout(root=resolved(layout.root))
         self._module = module
         self._live = live
         self._rank = rank

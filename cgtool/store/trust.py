@@ -119,7 +119,7 @@ class TrustPolicy(msgspec.Struct, frozen=True, kw_only=True):
             RefusedError: As `read`.
             CacheError: It cannot be read.
         """
-        layout = CacheLayout(root=Path(os.path.realpath(layout.root)))
+        layout = CacheLayout(root=resolved(layout.root))
         if os.path.lexists(layout.entry_dir(name.hash)):
             self.read(layout, name)
 
@@ -132,6 +132,23 @@ class TrustPolicy(msgspec.Struct, frozen=True, kw_only=True):
             CacheError: It cannot be read.
         """
         return read_entry(layout, name, manifest=records.manifest if self.trusted_keys else None)
+
+
+def resolved(root: Path) -> Path:
+    """Return a cache root without links; as it is where they lead through /proc/PID/root into another container.
+
+    There the names behind a link say nothing here. Such a root is refused unless the policy asks for no owner.
+    """
+    found = Path(os.path.realpath(root))
+    return found if _identity(found) == _identity(root) else root
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def check_owner(layout: CacheLayout, name: RankName) -> None:

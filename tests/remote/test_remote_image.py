@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,8 @@ spec = tiny_llama.build(num_layers=1)
 with torch.no_grad():
     assert torch.equal(cgtool.load(spec.module)(*spec.calls[0].args), spec.module(*spec.calls[0].args))
 """
+#: Needs no program of the new root: what comes after it is built into the shell.
+ROOTED = 'mount --bind "$1" "$1" && cd "$1" && pivot_root . before && echo ready && read line'
 DOCKERFILE = "FROM scratch\nCOPY --from={image} / /var/cache/cgtool/\n"
 CUDA = {
     "torch": {"version": "2.11.0+cu128", "with_cuda": "12.8", "with_hip": None},
@@ -109,15 +113,45 @@ def test_what_a_build_copies_out_of_an_image_is_the_cache(repository, tmp_path, 
     assert run("export", tmp_path / "again.tar.zst", "--all", "--cache-dir", made).code == 0
 
 
+@contextlib.contextmanager
+def in_another_container(root: Path) -> Iterator[Path]:
+    """Let a process have a folder as its root; yields the way to it through /proc, by which modelcars share files."""
+    (root / "before").mkdir()
+    command = ["unshare", "--mount", "sh", "-c", ROOTED, "sh", str(root)]
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare here")
+    with process:
+        if process.stdout.readline() != b"ready\n":
+            pytest.skip("processes may not be given a root of their own here")
+        yield Path(f"/proc/{process.pid}/root")
+        process.stdin.close()
+
+
 @pytest.mark.torch
 def test_a_model_loads_from_what_an_image_holds(repository, tmp_path):
     model = ("warm", f"{FIXTURE}:build", "--arg", "num_layers=1", "--adaptor", "eager", "--cache-dir")
     assert run(*model, tmp_path / "cache").code == 0
     export(f"{repository}:model", tmp_path / "cache")
-    made = applied(f"{repository}:model", tmp_path / "made")
-    program = LOADING.format(folder=str(FIXTURE.parent))
-    command = [sys.executable, "-c", program]
-    subprocess.run(command, env=environment(CGTOOL_CACHE_DIR=str(made)), check=True)
+    applied(f"{repository}:model", tmp_path / "made").rename(tmp_path / "cgtool")
+
+    def load(place: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        program = LOADING.format(folder=str(FIXTURE.parent))
+        told = environment(CGTOOL_CACHE_DIR=str(place), **variables)
+        command = [sys.executable, "-c", program]
+        return subprocess.run(command, env=told, capture_output=True, text=True, check=False)
+
+    here = load(tmp_path / "cgtool")
+    assert here.returncode == 0, here.stderr
+    (tmp_path / "car/models").mkdir(parents=True)
+    (tmp_path / "cgtool").rename(tmp_path / "car/models/cgtool")
+    with in_another_container(tmp_path / "car") as root:
+        (tmp_path / "mounted").symlink_to(root / "models")
+        refused = load(tmp_path / "mounted/cgtool")
+        assert (refused.returncode, "is a link, where a folder was" in refused.stderr) == (1, True), refused.stderr
+        there = load(tmp_path / "mounted/cgtool", CGTOOL_ALLOW_SHARED_CACHE="1")
+        assert there.returncode == 0, there.stderr
 
 
 def test_equal_caches_give_equal_images_and_models_share_the_layers_of_artifacts(repository, tmp_path):
