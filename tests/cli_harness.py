@@ -6,9 +6,11 @@ import atexit
 import functools
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,9 +40,20 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "COLUMNS": "80", **changes}
 
 
+#: The values of PYTHONPATH for which a process is kept that started with it.
+_kept: set[str] = set()
+
+
+def keep(env: dict[str, str]) -> dict[str, str]:
+    """Have commands with this environment run in forks of a process that started with its PYTHONPATH; return it."""
+    _kept.add(env["PYTHONPATH"])
+    return env
+
+
 def needs_fresh_process(env: Mapping[str, str] | None) -> bool:
-    """Return whether a variable decides how Python or torch start."""
-    return any(name.startswith(("PYTHON", "TORCH", "TRITON")) for name in env or {})
+    """Return whether a variable decides how Python or torch start, and no process is kept that started so."""
+    decide = {name: value for name, value in (env or {}).items() if name.startswith(("PYTHON", "TORCH", "TRITON"))}
+    return not (decide.keys() <= {"PYTHONPATH"} and decide.get("PYTHONPATH") in {None, *_kept})
 
 
 def run(*arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Ran:
@@ -60,8 +73,19 @@ def run(*arguments: object, cwd: Path | None = None, env: Mapping[str, str] | No
             timeout=500,
         )
         return Ran(code=done.returncode, out=done.stdout, err=done.stderr)
-    with_torch = words[:1] in (["warm"], ["why"], ["check"]) and "--help" not in words
-    return _server(with_torch=with_torch).run(cwd or Path.cwd(), environment(**(env or {})), words)
+    return _server_for(words, env).run("cgtool", cwd or Path.cwd(), environment(**(env or {})), words)
+
+
+def start(*arguments: object, env: Mapping[str, str] | None = None) -> Running:
+    """Start `cgtool` in a session of its own, to be sent signals; forked as by `run`."""
+    words = [str(argument) for argument in arguments]
+    return _server_for(words, env).start("cgtool", Path.cwd(), environment(**(env or {})), words)
+
+
+def _server_for(words: list[str], env: Mapping[str, str] | None) -> Server:
+    path = (env or {}).get("PYTHONPATH")
+    traces = words[:1] in (["warm"], ["why"], ["check"]) and "--help" not in words
+    return server(path, with_torch=traces or path is not None)
 
 
 def run_many(runs: list[tuple[Path, Mapping[str, str], list[str]]]) -> list[Ran]:
@@ -74,71 +98,157 @@ _LIGHT = ("cgtool.cli.main", "rich.console", "rich.table", "rich.text", "cgtool.
 HEAVY = ("cgtool.cli.main", "torch", "torch._dynamo", "cgtool.models", "cgtool.compiler.pipeline")
 
 _SERVE = """
-import gc, importlib, json, os, runpy, sys
-*modules, program = sys.argv[1:]
-for name in modules:
+import gc, importlib, json, os, runpy, select, sys
+for name in sys.argv[1:]:
     importlib.import_module(name)
 gc.freeze()
 gc.disable()  # a fork lives for a moment
 os.fsync = lambda descriptor: None  # as in conftest.py
-for line in iter(sys.stdin.readline, ""):
-    cwd, variables, arguments, out, err = json.loads(line)
+
+def begin(program, cwd, variables, arguments, out, err, alone):
     child = os.fork()
-    if child == 0:
-        for stream, (path, flags) in enumerate(((os.devnull, os.O_RDONLY), (out, os.O_WRONLY), (err, os.O_WRONLY))):
-            os.dup2(os.open(path, flags), stream)
-        os.chdir(cwd)
-        os.environ.clear()
-        os.environ.update(variables)
-        if program == "cgtool":
-            from cgtool.cli.main import main
-            sys.argv[:] = ["cgtool", *arguments]
-            code = main()
-        else:
-            sys.argv[:] = [program, *arguments]
-            sys.path[0] = os.path.dirname(program)
-            try:
-                runpy.run_path(program, run_name="__main__")
-                code = 0
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
-                code = 1
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # taking torch's modules apart touches every page of them
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os.write(1, f"{code}\\n".encode())
+    if child:
+        return child
+    for stream, (path, flags) in enumerate(((os.devnull, os.O_RDONLY), (out, os.O_WRONLY), (err, os.O_WRONLY))):
+        os.dup2(os.open(path, flags), stream)
+    if alone:
+        os.setsid()
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(variables)
+    if program == "cgtool":
+        from cgtool.cli.main import main
+        sys.argv[:] = ["cgtool", *arguments]
+        code = main()
+    else:
+        sys.argv[:] = [program, *arguments]
+        sys.path[0] = os.path.dirname(program)
+        try:
+            runpy.run_path(program, run_name="__main__")
+            code = 0
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # taking torch's modules apart touches every page of them
+
+asked, running = select.poll(), {}
+asked.register(0, select.POLLIN)
+while True:
+    for descriptor, _ in asked.poll():
+        if descriptor in running:
+            code = os.waitstatus_to_exitcode(os.waitpid(running[descriptor], 0)[1])
+            os.write(1, f"{running.pop(descriptor)} {code}\\n".encode())
+            asked.unregister(descriptor)
+            os.close(descriptor)
+            continue
+        request = sys.stdin.readline()
+        if not request:
+            sys.exit()
+        child = begin(*json.loads(request))
+        os.write(1, f"{child} began\\n".encode())
+        descriptor = os.pidfd_open(child)
+        running[descriptor] = child
+        asked.register(descriptor, select.POLLIN)
 """
 
 
+class Running:
+    """A process that a server forked.
+
+    Attributes:
+        pid: Its id, and that of its session where it has its own.
+    """
+
+    def __init__(self, server: Server, request: list[Any], *, alone: bool) -> None:
+        self._out, self._err = tempfile.NamedTemporaryFile(), tempfile.NamedTemporaryFile()  # noqa: SIM115
+        self._server = server
+        self.pid = server.begin([*request, self._out.name, self._err.name, alone])
+
+    @property
+    def err(self) -> str:
+        """What is on stderr so far."""
+        return Path(self._err.name).read_text()
+
+    def is_over(self) -> bool:
+        """Return whether it has ended."""
+        return self._server.code_of(self.pid, secs=0.0) is not None
+
+    def says(self, line: str) -> None:
+        """Wait until a line of stderr begins so."""
+        while not any(said.startswith(line) for said in self.err.splitlines(keepends=True) if said.endswith("\n")):
+            assert self._server.code_of(self.pid, secs=0.02) is None, f"it ended without {line!r}: {self.err}"
+
+    def end(self, secs: float = 500.0) -> Ran:
+        """Wait for its end."""
+        code = self._server.code_of(self.pid, secs=secs)
+        assert code is not None, f"it goes on for more than {secs:g} s: {self.err}"
+        with self._out, self._err:
+            return Ran(code=code, out=Path(self._out.name).read_text(), err=self.err)
+
+
 class Server:
-    """A process that runs a program in forks of itself, one at a time; it ends with this one.
+    """A process that runs programs in forks of itself; it ends with this one.
+
+    A program is the path of a script, or `cgtool`, the command.
 
     Args:
         modules: What it has imported before.
-        program: The path of a script; `cgtool` is the command.
         env: Changes of the environment that it starts in.
     """
 
-    def __init__(self, *modules: str, program: str = "cgtool", env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, *modules: str, env: Mapping[str, str] | None = None) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _SERVE, *modules, program],
+            [sys.executable, "-c", _SERVE, *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment(**(env or {})),
-            text=True,
         )
+        self._said, self._over = b"", dict[int, int]()
         atexit.register(self._process.communicate)
 
-    def run(self, cwd: Path, variables: Mapping[str, str], arguments: list[str]) -> Ran:
-        with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
-            print(
-                json.dumps([str(cwd), variables, arguments, out.name, err.name]), file=self._process.stdin, flush=True
-            )
-            answer = self._process.stdout.readline()
-            return Ran(code=int(answer), out=out.read().decode(), err=err.read().decode())
+    def run(self, program: str, cwd: Path, variables: Mapping[str, str], arguments: list[str]) -> Ran:
+        """Run a program to its end."""
+        return Running(self, [program, str(cwd), variables, arguments], alone=False).end()
+
+    def start(self, program: str, cwd: Path, variables: Mapping[str, str], arguments: list[str]) -> Running:
+        """Start a program in a session of its own."""
+        return Running(self, [program, str(cwd), variables, arguments], alone=True)
+
+    def begin(self, request: list[Any]) -> int:
+        """Have a process forked; return its id."""
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._process.stdin.flush()
+        while (said := self._hear(None))[1] != "began":
+            pass
+        return int(said[0])
+
+    def code_of(self, pid: int, *, secs: float) -> int | None:
+        """Wait for the end of a process; return its exit code, or None where it still runs then."""
+        until = time.monotonic() + secs
+        while pid not in self._over:
+            if self._hear(until) is None:
+                return None
+        return self._over[pid]
+
+    def _hear(self, until: float | None) -> list[str] | None:
+        """Return the next line of the server in words, or None where there is none in time."""
+        while b"\n" not in self._said:
+            left = None if until is None else max(0.0, until - time.monotonic())
+            if not select.select([self._process.stdout], [], [], left)[0]:
+                return None
+            said = os.read(self._process.stdout.fileno(), 1 << 16)
+            assert said, f"the server ended: {self._process.wait()}"
+            self._said += said
+        line, _, self._said = self._said.partition(b"\n")
+        pid, word = line.decode().split()
+        if word != "began":
+            self._over[int(pid)] = int(word)
+        return [pid, word]
 
 
 @functools.cache
-def _server(*, with_torch: bool) -> Server:
-    return Server(*(HEAVY if with_torch else _LIGHT))
+def server(path: str | None, *, with_torch: bool) -> Server:
+    """Return what runs commands in forks, with PYTHONPATH where one is kept for it."""
+    return Server(*(HEAVY if with_torch else _LIGHT), env=None if path is None else {"PYTHONPATH": path})

@@ -18,6 +18,7 @@ import pytest
 # What is collected, and cgtool, is kept compiled, whatever the environment says: many processes import it again.
 WRITES_NO_BYTECODE, sys.dont_write_bytecode = sys.dont_write_bytecode, False
 
+from cli_harness import keep  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 # Set at import, before a test module can import torch or start a process. Kernels are shared by all tests and all
@@ -37,8 +38,11 @@ settings.load_profile("cgtool")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Two workers for the whole suite; none when files were named, where starting them costs more than it saves."""
-    return 0 if config.option.file_or_dir else 2
+    """Three workers for the whole suite, for two cores: a fifth of the time a test waits for another process.
+
+    None when files were named, where starting them costs more than it saves.
+    """
+    return 0 if config.option.file_or_dir else 3
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -120,7 +124,7 @@ def worded_site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: worded\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[cgtool.adaptors]\nworded = worded_adaptor:Worded\n")
     shutil.copy(TESTS / "worded_adaptor.py", site)
-    return {"PYTHONPATH": os.pathsep.join([str(site), str(TESTS.parent)])}
+    return keep({"PYTHONPATH": os.pathsep.join([str(site), str(TESTS.parent)])})
 
 
 @pytest.fixture

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
-from cli_harness import COMMAND, environment, run
+from cli_harness import run, start
 
 pytestmark = pytest.mark.torch
 
@@ -17,24 +17,11 @@ SIGNALS = {"Ctrl-C": (signal.SIGINT, 130, "Interrupted"), "SIGTERM": (signal.SIG
 
 def _signal_at(line_begins: str, number: int, *arguments: object, **env: str) -> tuple[int, str, str]:
     """Start a warm, send it a signal once a line of its stderr begins so, and wait for its end."""
-    process = subprocess.Popen(
-        [*COMMAND, "warm", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(PYTHONUNBUFFERED="1", **env),
-        start_new_session=True,
-    )
-    said = []
-    for line in process.stderr:
-        said.append(line)
-        if line.startswith(line_begins):
-            break
-    else:
-        pytest.fail(f"{line_begins!r} was never said: {''.join(said)}")
-    process.send_signal(number)
-    out, err = process.communicate(timeout=100)  # the model's own sleep is longer; other work may keep the machine busy
-    return process.returncode, out, "".join(said) + err
+    running = start("warm", *arguments, env=env)
+    running.says(line_begins)
+    os.kill(running.pid, number)
+    ran = running.end(secs=100)  # the model's own sleep is longer; other work may keep the machine busy
+    return ran.code, ran.out, ran.err
 
 
 @pytest.mark.parametrize(("number", "code", "kind"), SIGNALS.values(), ids=SIGNALS)

@@ -17,19 +17,16 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
-def site(tmp_path_factory):
-    """A folder with a distribution that brings the executors of own_executors.py and the adaptor `worded`."""
-    folder = tmp_path_factory.mktemp("site")
+def site(worded_site):
+    """Return the environment of `worded_site`, where another distribution brings the executors of own_executors.py."""
+    folder = Path(worded_site["PYTHONPATH"].partition(os.pathsep)[0])
     metadata = folder / "own-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.0\n")
-    names = ("threads", "processes", "liars", "nothing")
-    lines = "".join(f"{name} = own_executors:{name}\n" for name in names)
-    points = f"[cgtool.executors]\n{lines}[cgtool.adaptors]\nworded = worded_adaptor:Worded\n"
-    (metadata / "entry_points.txt").write_text(points)
+    lines = "".join(f"{name} = own_executors:{name}\n" for name in ("threads", "processes", "liars", "nothing"))
+    (metadata / "entry_points.txt").write_text(f"[cgtool.executors]\n{lines}")
     shutil.copy(HERE / "own_executors.py", folder)
-    shutil.copy(HERE.parent / "worded_adaptor.py", folder)
-    return folder
+    return worded_site
 
 
 class Dask:

@@ -28,7 +28,7 @@ MODEL = f"{REPO / 'tests/cli/cli_sample_model.py'}:build"
 @pytest.fixture
 def found(site):
     """Where workers find cgtool, the adaptors and the executors of the tests."""
-    return {"PYTHONPATH": os.pathsep.join([str(site), str(REPO), str(REPO / "tests/compiler")])}
+    return {"PYTHONPATH": os.pathsep.join([site["PYTHONPATH"], str(REPO / "tests/compiler")])}
 
 
 def options(root, executor):

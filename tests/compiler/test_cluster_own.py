@@ -26,12 +26,11 @@ HERE = f"{socket.gethostname()}:"
 @pytest.fixture
 def own(site, monkeypatch):
     """Make the executors of the distribution known to this process."""
-    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.syspath_prepend(site["PYTHONPATH"].partition(os.pathsep)[0])
 
 
 def warm(site, root, *arguments):
-    variables = {"PYTHONPATH": os.pathsep.join([str(site), str(REPO)])}
-    return run("warm", MODEL, "--cache-dir", root, "--adaptor", "worded", *arguments, env=variables)
+    return run("warm", MODEL, "--cache-dir", root, "--adaptor", "worded", *arguments, env=site)
 
 
 def test_an_executor_of_another_distribution_compiles_and_proves_a_model_and_a_hit_opens_none(

@@ -52,23 +52,23 @@ def test_what_kills_a_worker_fails_its_unit_alone_and_all_failures_are_named(cac
 
 def test_one_failure_is_its_own_error_and_the_next_run_takes_the_rest_as_it_is(cache_root):
     with pytest.raises(UnitsFailedError, match=r"(?s)piece 1 \(general\): .*crashed with SIGSEGV.*ends with") as caught:
-        compile_all(hostile.work_of(0, hostile.number_of(hostile.segfault)), cache_root, jobs=1)
+        compile_all(hostile.work_of(0, hostile.number_of(hostile.segfault)), cache_root)
     assert isinstance(caught.value.__cause__, WorkerError)
     assert (caught.value.exit_code, stored_units(cache_root)) == (1, 1)
-    again = compile_all(hostile.work_of(0, 50), cache_root, jobs=1)
+    again = compile_all(hostile.work_of(0, 50), cache_root)
     assert (again.compiled, len(again.rows)) == (1, 2)
 
 
 def test_a_worker_that_hears_no_signal_is_ended_all_the_same(cache_root):
     started = time.monotonic()
     with pytest.raises(UnitsFailedError, match="took longer than 1 s"):
-        compile_all(hostile.work_of(hostile.number_of(hostile.hang_deaf)), cache_root, timeout_secs=1, jobs=1)
+        compile_all(hostile.work_of(hostile.number_of(hostile.hang_deaf)), cache_root, timeout_secs=1)
     assert time.monotonic() - started < 60
 
 
 def test_a_refusal_is_no_failure_the_piece_runs_as_it_stands(cache_root):
     number = hostile.number_of(hostile.refuse)
-    done = compile_all(hostile.work_of(0, number), cache_root, jobs=1)
+    done = compile_all(hostile.work_of(0, number), cache_root)
     assert [(row.piece_index, row.adaptor) for row in done.rows] == [(0, "hostile"), (1, "eager")]
     (fallback,) = done.fallbacks
     assert (fallback.piece_index, fallback.adaptor, fallback.shape) == (1, "eager", {})
@@ -94,7 +94,7 @@ def small_disk(tmp_path, monkeypatch):
 
 def test_a_full_disk_fails_the_unit_that_found_it_full(small_disk, cache_root):
     with pytest.raises(UnitsFailedError, match=r"piece 1 \(general\): the disk is full\. Free some space"):
-        compile_all(hostile.work_of(0, hostile.FILL, 50), cache_root, jobs=1)
+        compile_all(hostile.work_of(0, hostile.FILL, 50), cache_root, own=1)
     assert stored_units(cache_root) == 2
     assert list(small_disk.iterdir()) == []
 
@@ -108,7 +108,7 @@ def test_settings_of_this_process_hold_in_the_worker(cache_root):
         torch.set_default_dtype(torch.float64)
         with inductor_config.patch(epilogue_fusion=not inductor_config.epilogue_fusion):
             wanted = ["high", inductor_config.epilogue_fusion, "torch.float64"]
-            (row,) = compile_all(hostile.work_of(hostile.TELL), cache_root, jobs=1).rows
+            (row,) = compile_all(hostile.work_of(hostile.TELL), cache_root, own=1).rows
     finally:
         torch.set_float32_matmul_precision(before)
         torch.set_default_dtype(torch.float32)

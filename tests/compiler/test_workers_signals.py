@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from cli_harness import start
 from worker_harness import is_alive, processes_with, wait_until
 
 pytestmark = pytest.mark.torch
@@ -21,18 +21,14 @@ MODEL = Path(__file__).with_name("doomed_model.py")
 def warming(tmp_path, cache_root):
     """A `cgtool warm` of two pieces that are in the compiler's hands, with a mark that all its compilers carry."""
     config = json.dumps({"mark": str(tmp_path)})
-    command = [sys.executable, "-m", "cgtool", "warm", f"{MODEL}:build", "--jobs", "2", "--no-proof"]
-    command += ["--adaptor", "inductor_standalone", "--cache-dir", str(cache_root), "--inductor-config", config]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    arguments = ("warm", f"{MODEL}:build", "--jobs", 2, "--no-proof", "--adaptor", "inductor_standalone")
+    running = start(*arguments, "--cache-dir", cache_root, "--inductor-config", config)
     pids = tmp_path / "pids"
-    wait_until(lambda: process.poll() is not None or (pids.exists() and len(pids.read_text().split()) == 2), secs=180)
-    assert process.poll() is None, process.communicate()
-    yield process
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    wait_until(lambda: running.is_over() or (pids.exists() and len(pids.read_text().split()) == 2), secs=180)
+    assert not running.is_over(), running.end()
+    yield running
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(running.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -47,15 +43,16 @@ def test_no_process_outlives_a_warm_that_was_ended(warming, tmp_path, cache_root
     compilers = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     workers = workers_of(compilers)
     assert len(compilers) == len(workers) == 2
-    warming.send_signal(signum)
-    assert warming.wait(timeout=180) == code  # other work may keep the machine busy
+    os.kill(warming.pid, signum)
+    ran = warming.end(secs=180)  # other work may keep the machine busy
+    assert ran.code == code
     if signum != signal.SIGKILL:  # it ends them before it ends itself
         assert not [pid for pid in (*compilers, *workers) if is_alive(pid)]
     wait_until(lambda: not processes_with(str(tmp_path)), secs=180)
     wait_until(lambda: not [pid for pid in (*compilers, *workers) if is_alive(pid)], secs=180)
     assert list(cache_root.rglob("unit.json")) == []
     if signum == signal.SIGINT:
-        assert "What was finished is kept" in warming.stderr.read()
+        assert "What was finished is kept" in ran.err
 
 
 def workers_of(compilers):

@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import hostile_adaptors as hostile  # noqa: E402
-from worker_harness import compile_all, stored_units  # noqa: E402
+from worker_harness import compile_all, shared_pool, stored_units  # noqa: E402
 
 from cgtool.compiler import pool as limits  # noqa: E402
 from cgtool.compiler.adaptors.interface import get_adaptor  # noqa: E402
@@ -56,14 +56,14 @@ def request_of(number, **changes):
 
 
 def test_a_worker_does_what_it_can_and_refuses_what_is_for_another_compiler_or_process():
-    with WorkerPool(jobs=1, inductor=False) as pool:
-        data, artifact, _ = pool.compile(request_of(0))
-        with pytest.raises(StaysHereError, match="the compiler, its settings or the target here are not those"):
-            pool.compile(request_of(0, compiler="0" * 64))
-        with pytest.raises(StaysHereError, match="no_such_module"):
-            pool.compile(request_of(0, imports=(Provider(module="no_such_module"),)))
-        with pytest.raises(CompileError, match="does not take the piece"):
-            pool.compile(request_of(hostile.number_of(hostile.refuse)))
+    pool = shared_pool()
+    data, artifact, _ = pool.compile(request_of(0))
+    with pytest.raises(StaysHereError, match="the compiler, its settings or the target here are not those"):
+        pool.compile(request_of(0, compiler="0" * 64))
+    with pytest.raises(StaysHereError, match="no_such_module"):
+        pool.compile(request_of(0, imports=(Provider(module="no_such_module"),)))
+    with pytest.raises(CompileError, match="does not take the piece"):
+        pool.compile(request_of(hostile.number_of(hostile.refuse)))
     _, code = parted(data, artifact.kind)
     assert code == get_adaptor(hostile.NAME).compile(hostile.piece_of(0), options={}).artifact
     assert artifact == Artifact.of(data, kind=artifact.kind, compile_secs=artifact.compile_secs)
@@ -201,7 +201,7 @@ def test_what_is_no_single_units_fault_ends_the_warm_at_once(cache_root, monkeyp
     monkeypatch.setattr(UnitStore, "put", full_disk)
     begun = time.monotonic()
     with pytest.raises(CacheError, match="no room"):
-        compile_all(hostile.work_of(hostile.number_of(hostile.hang), 0), cache_root)
+        compile_all(hostile.work_of(hostile.number_of(hostile.hang), 0), cache_root, own=2)
     assert time.monotonic() - begun < 60
 
 

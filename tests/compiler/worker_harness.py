@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import os
 import time
 from pathlib import Path
@@ -15,12 +18,21 @@ from cgtool.store.entry import ObjectStore
 from cgtool.store.layout import CacheLayout
 
 
-def compile_all(work, root, *, jobs=2, timeout_secs=None, options=None, events=None, inductor=False):
-    """Compile `work` into a cache with workers, as a warm does."""
+@functools.cache
+def shared_pool():
+    """Return the two workers of this process, which start once for all tests."""
+    pool = WorkerPool(jobs=2, inductor=False)
+    atexit.register(pool.close)
+    return pool
+
+
+def compile_all(work, root, *, timeout_secs=None, options=None, events=None, own=0):
+    """Compile `work` into a cache with workers, as a warm does: with so many of its own, or those of all tests."""
     layout = CacheLayout(root=root)
     config = CompilationConfig(inductor_compile_config=options or {})
     told = events if events is not None else []
-    with WorkerPool(jobs=jobs, timeout_secs=timeout_secs, inductor=inductor) as pool:
+    with WorkerPool(jobs=own, inductor=False) if own else contextlib.nullcontext(shared_pool()) as pool:
+        pool._timeout_secs = timeout_secs
         manager = CompilerManager(layout, config, on_event=told.append, pool=pool)
         return compile_work(work, objects=ObjectStore(root / "entry"), manager=manager, pool=pool, on_event=told.append)
 

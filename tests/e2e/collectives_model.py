@@ -146,8 +146,6 @@ def came_of(name, root, config):
         loaded = cgtool.load(model, cache_dir=root, config=config)
     except cgtool.CgtoolError as error:
         return str(error)
-    if not config.proof:
-        return []
     inputs = [drawn(rows) for rows in ((1, 2, 5) if model.dynamic else (2,))]
     return [torch.allclose(loaded(x), model(x), atol=1e-5) for x in inputs]
 
@@ -169,7 +167,7 @@ def loaded_equals(name, root):
 def main(root, adaptor, jobs, *names):
     dist.init_process_group("gloo", timeout=dt.timedelta(seconds=60))
     GROUPS["tp"] = dist.group.WORLD
-    config = cgtool.CompilationConfig(adaptor=adaptor, jobs=int(jobs), **json.loads(os.environ.get("CONFIG", "{}")))
+    config = cgtool.CompilationConfig(adaptor=adaptor, jobs=int(jobs))
     with torch.no_grad():
         only_load = "ONLY_LOAD" in os.environ
         found = {name: loaded_equals(name, root) if only_load else came_of(name, root, config) for name in names}

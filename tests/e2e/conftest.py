@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_harness import HEAVY, Server
 from e2e_harness import FIXTURES, SIZES, warm
 from hold_harness import warm_fixture
 
@@ -100,9 +99,3 @@ def _copy_new(source: str, target: str) -> None:
 def eager_cache(once: Callable[..., Path]) -> Path:
     """Return the root of a cache that serves `llama` with `eager` artifacts."""
     return once("eager", lambda folder: warm_fixture("llama", folder / "cache", adaptor="eager")) / "cache"
-
-
-@pytest.fixture(scope="session")
-def worded(worded_site: dict[str, str]) -> Server:
-    """Return the command where that distribution is installed."""
-    return Server(*HEAVY, env=worded_site)

@@ -59,6 +59,24 @@ def torchrun(env: Mapping[str, str] | None, log: Path, *arguments: object, ranks
     return [json.loads(path.read_text()) for path in sorted(log.rglob("stdout.log"))]
 
 
+def forked_ranks(env: Mapping[str, str] | None, program: Path, *arguments: object, ranks: int = 2) -> list[Any]:
+    """Do as `torchrun` does, in forks of what has imported torch and Dynamo."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1"}
+    server = cli_harness.server((env or {}).get("PYTHONPATH"), with_torch=True)
+    words = [str(argument) for argument in arguments]
+    started = [
+        server.start(str(program), Path.cwd(), environment({**place, **agent, "RANK": str(rank), **(env or {})}), words)
+        for rank in range(ranks)
+    ]
+    ended = [running.end() for running in started]
+    assert {ran.code for ran in ended} == {0}, "".join(ran.err[-2000:] for ran in ended)
+    return [ran.report for ran in ended]
+
+
 def cgtool(*arguments: object, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Ran:
     """Run the command to its end, in a fork of what has imported torch unless `env` says how Python or torch start."""
     ran = cli_harness.run(*arguments, env=env, cwd=cwd)
@@ -66,9 +84,8 @@ def cgtool(*arguments: object, env: Mapping[str, str] | None = None, cwd: Path |
 
 
 @functools.cache
-def comparer() -> Server:
-    """Return what compares in forks of itself, which begin as fresh processes do once they imported torch."""
-    return Server("torch", "cgtool.models", program=str(COMPARE))
+def _with_torch() -> Server:
+    return Server("torch", "cgtool.models")
 
 
 def warm(model: str, root: Path, *arguments: object, **options: Any) -> Any:
@@ -100,7 +117,9 @@ def compare(model: str, root: Path, calls: list[dict[str, int]], **options: Any)
     request = {"model": model, "root": str(root), "calls": calls, **options}
     if needs_fresh_process(env):
         return python(COMPARE, json.dumps(request), env=env, cwd=cwd).report
-    ran = comparer().run(cwd or Path.cwd(), environment(env), [json.dumps(request)])
+    path = (env or {}).get("PYTHONPATH")  # of an adaptor's distribution, whose commands need more than torch
+    server = _with_torch() if path is None else cli_harness.server(path, with_torch=True)
+    ran = server.run(str(COMPARE), cwd or Path.cwd(), environment(env), [json.dumps(request)])
     return Ran(code=ran.code, out=ran.out, err=ran.err).report
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import functools
 
 import pytest
-from e2e_harness import REPO, cgtool, environment, python
+from e2e_harness import REPO, cgtool, compare
 
 from cgtool import load
 from cgtool.errors import ConfigError
@@ -14,27 +14,12 @@ from cgtool.models import resolve_model
 pytestmark = pytest.mark.torch
 
 MODEL = f"{REPO / 'tests/cli/cli_sample_model.py'}:build"
-COMPARE = """
-import sys
-import torch
-import cgtool
-sys.path.insert(0, sys.argv[2])
-import cli_sample_model
-torch.manual_seed(1)
-spec = cli_sample_model.build()
-spec.module.eval()
-loaded = cgtool.load(spec.module, cache_dir=sys.argv[1])
-with torch.no_grad():
-    for rows in (1, 3, 9):
-        x = torch.rand(rows, 8)
-        torch.testing.assert_close(loaded(x), spec.module(x))
-"""
 
 
 @pytest.fixture
-def installed(worded, worded_site):
+def installed(worded_site):
     """Runs the command where the distribution is installed."""
-    return lambda *arguments: worded.run(Path.cwd(), environment(worded_site), [*map(str, arguments)])
+    return functools.partial(cgtool, env=worded_site)
 
 
 def test_an_adaptor_of_another_distribution_warms_travels_and_loads(installed, worded_site, tmp_path, cache_root):
@@ -55,8 +40,7 @@ def test_an_adaptor_of_another_distribution_warms_travels_and_loads(installed, w
     assert verified.code == 0, verified.out + verified.err
     shown = installed("inspect", "cache", there, "--json").report
     assert [entry["adaptor"] for entry in shown["entries"]] == ["worded"]
-    done = python("-c", COMPARE, there, REPO / "tests/cli", env=worded_site)
-    assert done.code == 0, done.err
+    assert compare(MODEL, there, [{"num_tokens": rows} for rows in (1, 3, 9)], env=worded_site)["failures"] == []
 
 
 def test_where_the_distribution_is_not_installed_it_is_named(installed, tmp_path, cache_root):

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from e2e_harness import cgtool, torchrun
+from e2e_harness import cgtool, forked_ranks
 
 torch = pytest.importorskip("torch")
 
@@ -37,7 +37,7 @@ REFUSED = {
 
 def came_of(folder, adaptor, jobs, *names, ranks=2, **env):
     """Return what each rank says of each model, and the manifests."""
-    said = torchrun(env, folder / "log", MODELS, folder / "cache", adaptor, jobs, *names, ranks=ranks)
+    said = forked_ranks(env, MODELS, folder / "cache", adaptor, jobs, *names, ranks=ranks)
     return said, [json.loads(path.read_text()) for path in (folder / "cache").rglob("manifest.json")]
 
 
@@ -67,31 +67,26 @@ def test_whole_calls_with_collectives_are_proved_by_all_ranks_together(of_two_ra
         assert "proof_gap" not in variant
 
 
-def test_a_worker_compiles_a_piece_with_a_collective_though_it_is_in_no_group(tmp_path):
-    within = json.dumps({"splitting_ops": [], "proof": False})
-    said, manifests = came_of(tmp_path, "aot_inductor", 1, "TwoGroups", CONFIG=within)
-    assert said == [{"TwoGroups": []}] * 2
-    digests = [{row["artifact"]["digest"] for row in manifest["rows"]} for manifest in manifests]
-    assert digests[0] == digests[1]
-    assert {row["artifact"]["kind"] for manifest in manifests for row in manifest["rows"]} == {"pt2"}
-
-
-def loads_what_one_process_warmed(folder, size):
-    options = ("--world-size", size, "--jobs", "0", "--adaptor", "eager", "--json")
-    report = cgtool("warm", f"{MODELS}:build", "--cache-dir", folder / "cache", *options).report
+def warmed_by_one_process(folder, size, *options):
+    arguments = (f"{MODELS}:build", "--cache-dir", folder / "cache", "--world-size", size, *options, "--json")
+    report = cgtool("warm", *arguments).report
     assert any("was not run: it has collectives" in note for note in report["notes"])
-    said, manifests = came_of(folder, "eager", 0, "TwoGroups", ranks=size, ONLY_LOAD="1")
+
+
+def test_a_worker_compiles_a_piece_with_a_collective_though_it_is_in_no_group(tmp_path):
+    warmed_by_one_process(tmp_path, 2, "--splitting-ops", "", "--jobs", 1)
+    manifests = [json.loads(path.read_text()) for path in tmp_path.rglob("manifest.json")]
+    first, second = [row["artifact"] for manifest in manifests for row in manifest["rows"]]
+    assert first["digest"] == second["digest"]
+    assert first["kind"] == "pt2"
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_load_what_one_process_warmed_in_a_group_that_exchanges_nothing(tmp_path, size):
+    warmed_by_one_process(tmp_path, size, "--jobs", 0, "--adaptor", "eager")
+    said, manifests = came_of(tmp_path, "eager", 0, "TwoGroups", ranks=size, ONLY_LOAD="1")
+    assert said == [{"TwoGroups": [True] * 3}] * size
     assert sorted(manifest["rank"] for manifest in manifests) == list(range(size))
-    return said
-
-
-def test_two_ranks_load_what_one_process_warmed_in_a_group_that_exchanges_nothing(tmp_path):
-    assert loads_what_one_process_warmed(tmp_path, 2) == [{"TwoGroups": [True] * 3}] * 2
-
-
-@pytest.mark.slow
-def test_four_ranks_load_what_one_process_warmed_in_a_group_that_exchanges_nothing(tmp_path):
-    assert loads_what_one_process_warmed(tmp_path, 4) == [{"TwoGroups": [True] * 3}] * 4
 
 
 @pytest.mark.slow

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from e2e_harness import cgtool, environment, torchrun, units
+from cli_harness import start
+from e2e_harness import cgtool, forked_ranks, torchrun, units
 
 pytestmark = pytest.mark.torch
 
@@ -32,27 +31,19 @@ def test_two_ranks_compile_once_between_them_and_equal_the_whole_model(tmp_path,
     for rank in (0, 1):
         assert len(list(root.glob(f"torch_compile_cache/*/rank_{rank}/*/manifest.json"))) == 1
     # Each holds half of the weights; the sums over both equal the model that holds all.
-    loaded = torchrun(worded_site, tmp_path / "load", MODEL, root)
+    loaded = forked_ranks(worded_site, MODEL, root)
     assert loaded == [{"rank": rank, "equal": [True] * 3} for rank in (0, 1)]
 
 
 def two_ranks(root, factory, *options):
     """Run `cgtool warm` as two ranks without an agent that would end one with the other; return what came of each."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-    command = [sys.executable, "-m", "cgtool", "warm", f"{MODEL}:{factory}", "--cache-dir", str(root)]
-    ranks = [
-        subprocess.Popen(
-            [*command, *OPTIONS, *options],
-            env=environment({**place, "RANK": str(rank)}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    return [(rank.communicate(timeout=300), rank.returncode) for rank in ranks]
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 listens there meanwhile, and nobody else
+        held.bind(("localhost", 0))
+        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(held.getsockname()[1]), "WORLD_SIZE": "2"}
+        arguments = ("warm", f"{MODEL}:{factory}", "--cache-dir", root, *OPTIONS, *options)
+        ranks = [start(*arguments, env={**place, "RANK": str(rank)}) for rank in (0, 1)]
+        return [rank.end(secs=300) for rank in ranks]
 
 
 def manifests(root):
@@ -61,35 +52,33 @@ def manifests(root):
 
 
 def test_one_rank_speaks_for_both_and_they_share_all_but_what_differs(tmp_path):
-    (first, code), (second, other) = two_ranks(tmp_path, "build_uneven")
-    assert (code, other) == (0, 0), first[1] + second[1]
-    assert "Rank 1: " in first[0]
-    assert "trace 1/1" in first[1]
-    assert second == ("", "")
+    first, second = two_ranks(tmp_path, "build_uneven")
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert "Rank 1: " in first.out
+    assert "trace 1/1" in first.err
+    assert (second.out, second.err) == ("", "")
     digests = [{row["artifact"]["digest"] for row in manifest["rows"]} for manifest in manifests(tmp_path)]
     assert [len(found) for found in digests] == [3, 3]
     assert len(digests[0] & digests[1]) == 2
     assert units(tmp_path) == 4
-    ((first, code), (second, other)) = two_ranks(tmp_path, "build_uneven", "--check")
-    assert (code, other, second) == (0, 0, ("", ""))
+    first, second = two_ranks(tmp_path, "build_uneven", "--check")
+    assert (first.code, second.code, second.out, second.err) == (0, 0, "", "")
 
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_rank_that_fails_ends_the_others_with_its_words_and_its_exit_code(tmp_path, which):
     came_of = two_ranks(tmp_path, "build_where_one_fails", "--arg", f"which={which}")
-    (_, own), code = came_of[which]
-    (_, said), other = came_of[1 - which]
-    assert (code, other) == (1, 1)
-    assert f"Rank {which} failed: " in said
-    assert f"the weights of rank {which} are not there" in said
-    assert f"the weights of rank {which} are not there" in own
+    assert [ran.code for ran in came_of] == [1, 1]
+    assert f"Rank {which} failed: " in came_of[1 - which].err
+    for ran in came_of:
+        assert f"the weights of rank {which} are not there" in ran.err
 
 
 @pytest.mark.slow
 def test_a_rank_that_dies_ends_the_others_with_a_sentence(tmp_path):
-    ((_, said), code), (_, other) = two_ranks(tmp_path, "build_where_one_dies")
-    assert (code, other) == (1, -signal.SIGKILL)
-    assert "Rank 1 has said nothing for 20 s: it died, or its machine is gone." in said
+    first, second = two_ranks(tmp_path, "build_where_one_dies")
+    assert (first.code, second.code) == (1, -signal.SIGKILL)
+    assert "Rank 1 has said nothing for 20 s: it died, or its machine is gone." in first.err
 
 
 def test_one_process_fills_the_folders_of_all_ranks(tmp_path):
@@ -97,7 +86,7 @@ def test_one_process_fills_the_folders_of_all_ranks(tmp_path):
     report = cgtool("warm", f"{MODEL}:build", "--cache-dir", root, "--world-size", 2, "--json", *OPTIONS).report
     assert [(rank["rank"], rank["compiled"], rank["reused"]) for rank in report["ranks"]] == [(0, 3, 0), (1, 0, 3)]
     assert "ranks exchanged nothing" in report["notes"][-1]
-    assert torchrun({}, tmp_path / "load", MODEL, root) == [{"rank": rank, "equal": [True] * 3} for rank in (0, 1)]
+    assert forked_ranks({}, MODEL, root) == [{"rank": rank, "equal": [True] * 3} for rank in (0, 1)]
     failed = cgtool("warm", f"{MODEL}:build_where_one_fails", "--cache-dir", root, "--world-size", 2, *OPTIONS)
     assert failed.code == 1
     assert "Rank 1 of 2: " in failed.err

@@ -240,8 +240,8 @@ def go_on(kind: int, number: int, storm: Storm, ready: Barrier, well: Any) -> No
 @pytest.mark.parametrize(
     ("processes", "secs", "locks"),
     [
-        pytest.param((1, 1, 1, 1, 1, 1, 1, 1), 4.0, True, id="8 processes"),
-        pytest.param((1, 1, 1, 1, 1, 1, 0, 0), 3.0, False, id="6 processes without locks"),
+        pytest.param((1, 1, 1, 1, 1, 1, 1, 1), 2.0, True, id="8 processes"),
+        pytest.param((1, 1, 1, 1, 1, 1, 0, 0), 1.0, False, id="6 processes without locks"),
         pytest.param((1, 1, 1, 1, 1, 1, 1, 1), 6.0, False, marks=pytest.mark.slow, id="8 processes without locks"),
         pytest.param((6, 6, 4, 3, 3, 4, 3, 3), 60.0, True, marks=pytest.mark.slow, id="32 processes for a minute"),
     ],

@@ -7,13 +7,12 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import cli_harness
 import pytest
-from e2e_harness import LLAMA, cgtool, compare, counts, environment, inspect, units, warm
+from e2e_harness import LLAMA, cgtool, compare, counts, inspect, units, warm
 
 pytestmark = pytest.mark.torch
 
@@ -33,45 +32,27 @@ SLOW = worded(secs=0.4)
 
 
 def start(root, *arguments, env=None, layers=2, sizes="1,8"):
-    """Start a warm of the decoder in a process group of its own."""
+    """Start a warm of the decoder in a session of its own."""
     return start_model(root, LLAMA, "--arg", f"num_layers={layers}", "--compile-sizes", sizes, *arguments, env=env)
 
 
 def start_model(root, *arguments, env=None):
-    """Start a warm in a process group of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "cgtool", "warm", *arguments, "--cache-dir", root, "--json"],
-        env=environment({"PYTHONUNBUFFERED": "1", **(env or {})}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    """Start a warm in a session of its own."""
+    return cli_harness.start("warm", *arguments, "--cache-dir", root, "--json", env=env)
 
 
-def reports_of(processes):
+def reports_of(started):
     """Wait for warms, all of which go well, and return what they report."""
-    reports = []
-    for process in processes:
-        out, err = process.communicate(timeout=500)
-        assert process.returncode == 0, err
-        reports.append(json.loads(out))
-    return reports
+    ended = [running.end() for running in started]
+    assert {ran.code for ran in ended} == {0}, [ran.err for ran in ended]
+    return [ran.report for ran in ended]
 
 
-def kill(process):
+def kill(running):
     """Kill a process and all that it started, at once."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-
-
-def wait_for(process, line):
-    """Read what a warm says until a line of it begins so."""
-    for said in process.stderr:
-        if said.startswith(line):
-            return
-    raise AssertionError(f"it ended without {line!r}: {process.wait()}")
+        os.killpg(running.pid, signal.SIGKILL)
+    running.end()
 
 
 def check_whole(root: Path, env=None):
@@ -131,7 +112,7 @@ def test_a_kill_between_two_compiles_loses_at_most_one(tmp_path, worded_site, na
     root, model, gate = tmp_path / "cache", f"{Path(__file__).with_name('e2e_models.py')}:nested", tmp_path / "gate"
     arguments = ("--jobs", "1") if native else worded(log=str(tmp_path / "log"), gate=str(gate))
     process = start_model(root, model, *arguments, env=worded_site)
-    wait_for(process, "compile 1/")
+    process.says("compile 1/")
     kill(process)
     assert units(root) == 1
     gate.touch()
@@ -146,9 +127,9 @@ def test_a_kill_of_one_of_two_leaves_the_other_to_finish(tmp_path, worded_site):
     """The one that waits for a unit goes on by itself when its holder dies."""
     root = tmp_path / "cache"
     first = start(root, *SLOW, env=worded_site)
-    wait_for(first, "split")
+    first.says("split")
     second = start(root, *SLOW, env=worded_site)
-    wait_for(first, "compile 3/")
+    first.says("compile 3/")
     kill(first)
     (report,) = reports_of([second])
     assert report["compiled"] <= UNITS - 3
@@ -165,7 +146,7 @@ def test_kills_at_ten_instants_lose_nothing_that_was_stored(tmp_path):
     for finished in range(UNITS + 1):
         root = tmp_path / f"killed-{finished}"
         process = start(root)
-        wait_for(process, f"compile {finished}/" if finished else "split")
+        process.says(f"compile {finished}/" if finished else "split")
         time.sleep(rng.uniform(0.0, 1.0))
         kill(process)
         stored.append(check_goes_on(root))
@@ -185,7 +166,7 @@ def test_kills_while_an_entry_grows_leave_it_serving_what_it_served(tmp_path):
     rng = random.Random(7)
     for size in (16, 32, 64):
         process = start(root, *NATIVE[1], sizes=f"1,8,{size}")
-        wait_for(process, f"compile {rng.choice([1, 2, 3])}/")
+        process.says(f"compile {rng.choice([1, 2, 3])}/")
         kill(process)
         report = warm(LLAMA, root, *ARGUMENTS, *NATIVE[1])
         assert (report["hit"], report["compiled"]) == (True, 0)

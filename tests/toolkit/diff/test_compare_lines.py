@@ -46,9 +46,9 @@ def test_matched_lines_are_equal_and_in_order(old, new):
 def test_lists_that_have_little_in_common_are_not_aligned_for_ever():
     old = [f"{i % 7} mul" for i in range(6000)]
     new = [f"{i * i % 5} mul" for i in range(6000)]
-    began = time.perf_counter()
+    began = time.process_time()
     assert line_diff(["same", *old], ["same", *new])[0] == "  0 mul"
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
 
 
 GRAPH = """
