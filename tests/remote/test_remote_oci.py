@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bundle_maker import make_keys
@@ -14,11 +17,22 @@ from remote_servers import registry
 from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.trust import TrustPolicy
 
+TITLE = "org.opencontainers.image.title"
+
 
 @pytest.fixture(scope="module")
 def tag(tmp_path_factory):
     with registry(tmp_path_factory.mktemp("registry")) as url:
         yield url
+
+
+def manifest_of(url: str) -> Any:
+    place, _, tag = url.removeprefix("oci://").rpartition(":")
+    host, _, name = place.partition("/")
+    kind = {"Accept": "application/vnd.oci.image.manifest.v1+json"}
+    request = urllib.request.Request(f"http://{host}/v2/{name}/manifests/{tag}", headers=kind)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)
 
 
 def oras_pull(url: str, folder: Path) -> None:
@@ -54,6 +68,76 @@ def test_two_tags_share_the_layers_that_they_have_in_common(tag, tmp_path):
     for name in ("one", "two"):
         pulled = run("pull", f"{tag}-{name}", "--trust", "--any-machine", "--cache-dir", tmp_path / name, "--json")
         assert [entry["outcome"] for entry in pulled.report["entries"]] == ["new"]
+
+
+def test_what_two_machines_push_of_one_entry_lies_in_one_place_each(tag, tmp_path):
+    machines = {name: tmp_path / name for name in ("first", "second")}
+    hashes = {
+        lay_entry(machines["first"], seed=4, shapes=("general", "n=8")),
+        lay_entry(machines["second"], seed=4, shapes=("n=8", "n=16")),
+    }
+    for cache in (*machines.values(), machines["first"]):
+        assert run("push", f"{tag}-both", "--cache-dir", cache).code == 0
+    titles = [layer["annotations"].get(TITLE) for layer in manifest_of(f"{tag}-both")["layers"]]
+    assert len(titles) - titles.count(None) == len({*titles} - {None})  # else oras refuses the second one
+    oras_pull(f"{tag}-both", tmp_path / "pulled")
+    [entry] = run("verify", "--cache-dir", tmp_path / "pulled", "--json").report["entries"]
+    assert {problem["code"] for problem in entry["problems"]} <= {"unnamed_artifact"}
+    merged = run("pull", f"{tag}-both", "--trust", "--any-machine", "--cache-dir", tmp_path / "merged", "--json")
+    assert {one["hash"] for one in merged.report["entries"]} == hashes
+    assert run("verify", "--cache-dir", tmp_path / "merged").code == 0
+    assert run("prune", f"{tag}-both", "--entry", *hashes, "--yes").code == 0
+    left = [layer["annotations"]["dev.cgtool.name"] for layer in manifest_of(f"{tag}-both")["layers"]]
+    assert [name for name in left if not name.startswith("artifacts/")] == []
+
+
+@pytest.mark.parametrize(
+    ("factors", "targets"),
+    [
+        pytest.param(
+            {
+                "torch": {"version": "2.11.0", "with_cuda": "12.8", "with_hip": None},
+                "target": {"cpu": {"machine": "x86_64"}, "accelerators": ["sm_90 x132", "sm_100 x148"]},
+            },
+            [("cuda", "100", 32, "12.8"), ("cuda", "90", 32, "12.8")],
+            id="cuda",
+        ),
+        pytest.param(
+            {
+                "torch": {"version": "2.11.0", "with_cuda": None, "with_hip": "7.0"},
+                "target": {
+                    "cpu": {"machine": "x86_64"},
+                    "accelerators": ["gfx1100 x96", "gfx942:sramecc+ x304"],
+                },
+            },
+            [("hip", "gfx1100", 32, None), ("hip", "gfx942", 64, None)],
+            id="hip",
+        ),
+        pytest.param(
+            {
+                "torch": {"version": "2.11.0", "with_cuda": None, "with_hip": None},
+                "target": {"cpu": {"machine": "aarch64"}, "accelerators": []},
+            },
+            [("cpu", "aarch64", None, None)],
+            id="cpu",
+        ),
+    ],
+)
+def test_a_tag_says_what_its_entries_run_on(tag, tmp_path, factors, targets):
+    name, hash_ = f"{tag}-{targets[0][0]}", lay_entry(tmp_path / "cache", seed=5, factors=factors)
+    assert run("push", name, "--cache-dir", tmp_path / "cache").code == 0
+    other = lay_entry(tmp_path / "more", seed=6, factors=factors)
+    assert run("push", name, "--cache-dir", tmp_path / "more").code == 0
+    said = manifest_of(name)["annotations"]
+    listed = json.loads(said["cache.cgtool.image/summary"])["targets"]
+    found = [(one["backend"], one["arch"], one.get("warp_size"), one.get("cuda_version")) for one in listed]
+    assert (found, {one["torch_version"] for one in listed}) == (targets, {"2.11.0"})
+    assert said["cache.cgtool.image/entry-count"] == "2"
+    assert said["io.kserve.km/cache-hash"] == ",".join(sorted([hash_, other]))
+    oras_pull(name, tmp_path / "pulled")
+    files = (tmp_path / "pulled/torch_compile_cache").rglob("*")
+    contents = {path.read_bytes() for path in files if path.is_file()}
+    assert said["cache.cgtool.image/cache-size-bytes"] == str(sum(map(len, contents)))
 
 
 def test_an_image_that_cgtool_did_not_push_is_a_sentence(tag, tmp_path):
