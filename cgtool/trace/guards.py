@@ -56,6 +56,16 @@ _BY_PLACE = re.compile(r"\|values\[\d+\]")
 #: A question of which the factor `target` tells the answer.
 _OF_TARGET = ".current_accelerator()"
 
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_OF_HOOKS = re.compile(rf"(.*)\.(?:{'|'.join(_HOOKS)})\b")
+
 _KINDS = {
     "TYPE_MATCH": "type",
     "CLASS_MATCH": "value",
@@ -220,6 +230,12 @@ class GuardRecorder:
         self._add(text, f"same:{source_text(other, self.frame())}", expected=True)
 
     def _add(self, text: str, kind: str, expected: Any) -> None:
+        if _OF_HOOKS.fullmatch(text) and kind.startswith(("keys", "contains:")):
+            # The keys are numbers of this process: hooks are told apart by their order.
+            held, every = (self.frame().resolve(name) for name in (text, text.removesuffix("_with_kwargs")))
+            if 0 < len(held) < len(every):
+                raise NoRuleError(f"some of the hooks at {source_words(text)} take keyword arguments and some do not")
+            kind, expected = "length", describe("length", held)
         self.guards.setdefault((text, kind), Guard(source=text, kind=kind, expected=expected))
 
 
@@ -237,21 +253,11 @@ def split_guards(guards: Sequence[Guard]) -> tuple[tuple[Guard, ...], tuple[Guar
     return model, call
 
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-
-
 def combined(recorded: Sequence[Guard], touched: Sequence[Guard]) -> tuple[Guard, ...]:
     """Return Dynamo's guards and those on what it could have read, each fact once.
 
-    Definitions of classes come first, because they tell most. The hook dicts of each module become one guard that all
-    of them are empty, and a name that is absent is left out where all names are looked at.
+    Definitions of classes come first, because they tell most. The hook dicts of a module without hooks become one guard
+    that all of them are empty, and a name that is absent is left out where all names are looked at.
     """
     kept = {(guard.source, guard.kind): guard for guard in touched if guard.kind.startswith("class:")}
     named = {
@@ -259,10 +265,11 @@ def combined(recorded: Sequence[Guard], touched: Sequence[Guard]) -> tuple[Guard
         for guard in touched
         if guard.kind.startswith("named:")
     }
+    hooked = {found[1] for guard in recorded if guard.kind != "empty" and (found := _OF_HOOKS.match(guard.source))}
     for guard in recorded:
         owner, _, last = guard.source.rpartition(".")
         word, _, name = guard.kind.partition(":")
-        if guard.kind == "empty" and last in _HOOKS and guard.expected is True:
+        if guard.kind == "empty" and last in _HOOKS and guard.expected is True and owner not in hooked:
             kept.setdefault((owner, "hooks"), Guard(source=owner, kind="hooks", expected=0))
         elif not (word == "absent" and guard.expected is True and name in named.get(guard.source, ())):
             kept[guard.source, guard.kind] = guard

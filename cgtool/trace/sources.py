@@ -128,7 +128,7 @@ def _item(source: Any, frame: Frame) -> str:
     index = source.index
     if isinstance(index, _S.ConstDictKeySource):
         return f"{base}|values[{index.index}]"
-    if isinstance(index, bool) or not isinstance(index, (str, int)):
+    if isinstance(index, bool) or not isinstance(index, (str, int)) or base.endswith("_hooks"):
         held = frame.resolve(base)
         if isinstance(held, dict) and index in held:
             return f"{base}|values[{list(held).index(index)}]"

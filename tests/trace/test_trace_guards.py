@@ -285,6 +285,28 @@ def test_guards_on_hooks_are_one_for_each_module():
     assert combined([other], ()) == (other,)
 
 
+def scaled(factor):
+    return lambda module, args, output: output * factor
+
+
+def test_hooks_of_parts_are_guarded_by_their_order_and_what_they_do(tmp_path):
+    def made(*factors):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()).eval().requires_grad_(requires_grad=False)
+        for factor in factors:
+            model[0].register_forward_hook(scaled(factor))
+        return model
+
+    x, config = torch.rand(3, 4), cgtool.CompilationConfig(adaptor="eager", jobs=0)
+    cgtool.compile(made(2, 3), example_args=(x,), config=config, cache_dir=tmp_path)
+    made(2)  # hooks are numbered through the process
+    model = made(2, 3)
+    with torch.no_grad():
+        assert torch.equal(cgtool.load(model, cache_dir=tmp_path)(x), model(x))
+    for factors, words in (((2,), "_forward_hooks"), ((), "_forward_hooks"), ((2, 4), "was 3")):
+        with pytest.raises(CacheMissError, match=words):
+            cgtool.load(made(*factors), cache_dir=tmp_path)
+
+
 def test_guards_of_a_call_are_told_from_those_of_the_model():
     ours = [Guard(source=s, kind="value", expected=1) for s in ("self.a", "global:m:a", "free:x", "arg:x", "arg:y.z")]
     model, call = split_guards(ours)
