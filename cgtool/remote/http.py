@@ -70,6 +70,7 @@ class HttpStore:
 
     caveat = ""
     _login = "Check the user and password (in the URL, or in ~/.netrc), and what they may do there."
+    _no_method = "It takes no files so: name a server with WebDAV, or a bucket (s3://, gs://, az://)."
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -221,7 +222,7 @@ class HttpStore:
         if status in _FORBIDDEN:
             advice = self._login
         elif status in _NO_METHOD:
-            advice = "It takes no files so: name a server with WebDAV, or a bucket (s3://, gs://, az://)."
+            advice = self._no_method
         else:
             advice = "Try again later, or ask who runs it."
         message = f"{self.url} could not {doing}: {why}. {advice}"

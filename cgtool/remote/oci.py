@@ -127,6 +127,24 @@ def labels(hashes: Iterable[str], targets: Iterable[Target], size_bytes: int) ->
     }
 
 
+class _Auth(oras.auth.TokenAuth):  # type: ignore[misc]  # Any, for extras are not looked into
+    """Tokens, as oras gets them; user and password themselves where a registry asks for these, which oras does not."""
+
+    _is_basic = False
+
+    def get_auth_header(self) -> dict[str, str]:
+        return {"Authorization": f"Basic {self.token}"} if self._is_basic else super().get_auth_header()
+
+    def authenticate_request(self, original: requests.Response, headers: dict[str, str], **more: Any) -> Any:
+        if not original.headers.get("Www-Authenticate", "").lower().startswith("basic"):
+            return super().authenticate_request(original, headers, **more)
+        self._is_basic, self.token = True, getattr(self, "_basic_auth", None)
+        return {**headers, **self.get_auth_header()}, self.token is not None
+
+
+oras.auth.auth_backends["cgtool"] = _Auth
+
+
 class OciStore(HttpStore):
     """See `cgtool.remote.stores.Store`.
 
@@ -147,10 +165,12 @@ class OciStore(HttpStore):
         except ValueError as error:
             message = f"{self.url} names no repository. Write oci://HOST/REPOSITORY:TAG."
             raise UsageError(message, path=self.url) from error
-        self._registry = Registry(hostname=self._container.registry, insecure=_is_loopback(parts.hostname or ""))
+        insecure = _is_loopback(parts.hostname or "")
+        self._registry = Registry(hostname=self._container.registry, insecure=insecure, auth_backend="cgtool")
         self._session = patient(self._registry.session)
         self._session.headers["Accept"] = ", ".join((_MANIFEST_TYPE, *_OTHER_TYPES, "*/*"))
         self._login = f"Log in there, as a user who may do that: docker login {self._container.registry}"
+        self._no_method = "Ask who runs it whether it is read-only."
         self._registry.auth.load_configs(self._container)
         if parts.username is not None:
             self._registry.auth.set_basic_auth(unquote(parts.username), unquote(parts.password or ""))

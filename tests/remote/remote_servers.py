@@ -22,6 +22,8 @@ import pytest
 
 LOOPBACK = "127.0.0.1"
 USER, PASSWORD = "ann", "s3cret-word"
+#: The password as docker-registry wants it: by bcrypt, with the least work.
+HASHED = "$2b$04$abcdefghijklmnopqrstuuzQDw2v3CQSMowG.sq3X.nH1lfmlmQMW"
 NGINX = """
 daemon off; worker_processes 1; pid {root}/pid; error_log {root}/error.log;
 events {{ }}
@@ -114,8 +116,8 @@ def s3(patch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def registry(folder: Path) -> Iterator[str]:
-    """docker-registry over a folder; yields the URL of a tag."""
+def registry(folder: Path, *, password: bool = False) -> Iterator[str]:
+    """docker-registry over a folder; yields the URL of a tag, without user and password."""
     pytest.importorskip("oras", reason="oras is not installed")
     program = shutil.which("docker-registry")
     if program is None:
@@ -124,7 +126,9 @@ def registry(folder: Path) -> Iterator[str]:
 
     def command(port: int) -> list[str]:
         storage = f"storage: {{filesystem: {{rootdirectory: {folder}/data}}}}"
-        (folder / "config.yml").write_text(f"version: 0.1\n{storage}\nhttp: {{addr: '{LOOPBACK}:{port}'}}\n")
+        (folder / "users").write_text(f"{USER}:{HASHED}\n")
+        auth = f"auth: {{htpasswd: {{realm: tests, path: {folder}/users}}}}" if password else ""
+        (folder / "config.yml").write_text(f"version: 0.1\n{storage}\n{auth}\nhttp: {{addr: '{LOOPBACK}:{port}'}}\n")
         return [program, "serve", str(folder / "config.yml")]
 
     with _on_a_port(command, "/v2/") as port:

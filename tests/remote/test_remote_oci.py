@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import urllib.request
 import warnings
@@ -12,7 +13,7 @@ import pytest
 from bundle_maker import make_keys
 from cache_maker import lay_entry
 from cli_harness import run
-from remote_servers import registry
+from remote_servers import PASSWORD, USER, faulty, registry
 
 from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.trust import TrustPolicy
@@ -150,3 +151,42 @@ def test_an_image_that_cgtool_did_not_push_is_a_sentence(tag, tmp_path):
         OrasClient(insecure=True).push(target=target, files=[str(tmp_path / "file")], disable_path_validation=True)
     ran = run("pull", f"{tag}-other", "--trust", "--cache-dir", tmp_path / "cache")
     assert (ran.code, "holds no entry" in ran.err) == (1, True)
+
+
+@pytest.fixture(scope="module")
+def closed(tmp_path_factory):
+    """A tag of a registry that asks for a password."""
+    with registry(tmp_path_factory.mktemp("closed"), password=True) as url:
+        yield url
+
+
+def test_credentials_are_those_of_docker_login_or_of_the_url_and_are_never_shown(closed, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    lay_entry(tmp_path / "cache", seed=7)
+    here = ("--cache-dir", tmp_path / "cache")
+    for url in (closed, closed.replace("//", f"//{USER}:wrong-word@")):
+        for command in (("push", url, *here), ("export", url, *here), ("pull", url, "--trust", *here)):
+            refused = run(*command)
+            assert (refused.code, "docker login" in refused.err) == (1, True), refused.err
+            assert "wrong-word" not in refused.out + refused.err
+    named = closed.replace("//", f"//{USER}:{PASSWORD}@")
+    pushed = run("push", named, *here, "--json")
+    image = run("export", f"{named}-image", *here, "--json")
+    (tmp_path / ".docker").mkdir()
+    host = closed.removeprefix("oci://").partition("/")[0]
+    known = {"auths": {host: {"auth": base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()}}}
+    (tmp_path / ".docker/config.json").write_text(json.dumps(known))
+    pulled = run("pull", closed, "--trust", "--any-machine", "--cache-dir", tmp_path / "pulled", "--json")
+    for ran in (pushed, image, pulled):
+        assert ran.code == 0, ran.err
+        assert PASSWORD not in ran.out + ran.err
+
+
+def test_a_registry_that_takes_nothing_is_a_sentence(tmp_path):
+    lay_entry(tmp_path / "cache", seed=8)
+    with faulty(tmp_path / "nothing") as server:
+        url = server.url.replace("http:", "oci:") + "/team/models:v1"
+        for command in ("push", "export"):
+            ran = run(command, url, "--cache-dir", tmp_path / "cache")
+            assert (ran.code, "could not take a layer: it answers 501" in ran.err) == (1, True), ran.err
+            assert "WebDAV" not in ran.err
