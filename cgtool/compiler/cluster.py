@@ -9,19 +9,19 @@ is gone, all of it ends.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from typing import Self
 
 from msgspec.structs import replace
 
 from cgtool.compiler.request import CompileReport, CompileRequest, factors_here
 from cgtool.errors import ArtifactError, CompileError, ExecutorError, WorkerError
-from cgtool.executors.engines import MOST_DEATHS, Engine, NoWorkerError, WorkersDiedError, open_executor
+from cgtool.events import Event, OnEvent, ignore
+from cgtool.executors.engines import MOST_DEATHS, NoWorkerError, WorkersDiedError, open_engine
 from cgtool.executors.worker import (
     Handed,
     Returned,
@@ -37,7 +37,7 @@ from cgtool.plan.pieces import Json, kind_of
 from cgtool.store.artifacts import parted
 from cgtool.store.records import Artifact
 
-#: How often a unit that was refused is submitted to an executor that cannot be told whom to leave out.
+#: How often a unit is submitted to an executor that cannot be told whom to avoid, until it is given up.
 _MOST_BLIND_TRIES = 4
 #: How often who waits for a unit looks whether there are workers, and how long there may be none, in seconds.
 _LOOK_SECS = 5.0
@@ -53,6 +53,7 @@ class Cluster:
         prove: Whether workers prove what they compiled.
         inductor: Whether they import Inductor before their first piece.
         patience_secs: How long to wait for a cluster without workers.
+        on_event: Told when there are no workers.
 
     Attributes:
         jobs: How many units the executor is given at a time; it knows how many of them it can run.
@@ -73,6 +74,7 @@ class Cluster:
         prove: bool,
         inductor: bool = True,
         patience_secs: float = _PATIENCE_SECS,
+        on_event: OnEvent = ignore,
     ) -> None:
         self.made_by: dict[str, str] = {}
         self._url = url
@@ -84,7 +86,9 @@ class Cluster:
         self._has_started = False
         self._lock = threading.Lock()
         self._factors: dict[str, Json] | None = None
-        self._executor: Executor = open_executor(url)
+        self._on_event = on_event
+        self._is_waiting = False
+        self._engine = open_engine(url)
 
     def __enter__(self) -> Self:
         return self
@@ -94,15 +98,15 @@ class Cluster:
 
     def close(self) -> None:
         """Cancel what is queued, and let go of the executor."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._engine.close()
         end_children()  # of an executor whose workers are threads of this process
 
     def start(self, count: int = 1) -> None:  # noqa: ARG002  as many as the executor has
         """Have the workers import what compiles now, so that they are ready when there is work."""
-        if isinstance(self._executor, Engine) and not self._has_started:
+        if not self._has_started:
             self._has_started = True
-            with contextlib.suppress(*self._executor.lost):  # which the first unit tells
-                self._executor.call_everywhere(functools.partial(prepare, inductor=self._handed.inductor))
+            with contextlib.suppress(*self._engine.lost):  # which the first unit tells
+                self._engine.call_everywhere(prepare, self._handed.inductor)
 
     @property
     def progress(self) -> str:
@@ -126,16 +130,12 @@ class Cluster:
         """
         given = replace(request, factors=self._own_factors(), prove=self._prove)
         handed = message(self._handed, encode(given))
-        refused: dict[str, str] = {}
+        refused: list[tuple[str, str]] = []
         died: list[tuple[str, str]] = []
         blind = 0
         while len(died) < MOST_DEATHS and blind < _MOST_BLIND_TRIES:
-            avoid = frozenset({*refused, *(worker for worker, _ in died)})
             try:
-                try:
-                    returned, data = self._returned(handed, avoid)
-                except NoWorkerError:  # rather once more where one died than nowhere
-                    returned, data = self._returned(handed, frozenset(refused))
+                returned, data = self._returned(handed, refused, died)
             except NoWorkerError:
                 break
             except WorkersDiedError as error:
@@ -147,39 +147,42 @@ class Cluster:
             if report.artifact is not None:
                 self.made_by[report.artifact.digest] = returned.worker
                 return data, report.artifact, report.generated
-            blind += not (isinstance(self._executor, Engine) and returned.worker)
-            worker = returned.worker or f"a worker ({blind})"
-            if report.status == "failed":
-                died.append((worker, report.reason))
-            else:
-                refused[worker] = report.reason
+            blind += not (self._engine.can_avoid and returned.worker)
+            failed = died if report.status == "failed" else refused
+            failed.append((returned.worker or "a worker", report.reason))
         if len(died) >= MOST_DEATHS:
             raise WorkerError(f"workers failed with it twice, so no other is asked.{_listed(died)}")
+        given_up = f" It was given to who was free {blind} times: this executor cannot be told whom to avoid."
         raise WorkerError(
             f"no worker of {self._url} takes it. A worker needs the cgtool, torch, compiler, instruction set and GPU "
-            f"of this machine.{_listed([*refused.items(), *died])}"
+            f"of this machine.{given_up if blind else ''}{_listed([*refused, *died])}"
         )
 
-    def _returned(self, handed: bytes, avoid: frozenset[str]) -> tuple[Returned, bytes]:
-        """Return what a worker returned for a unit.
+    def _returned(
+        self, handed: bytes, refused: Iterable[tuple[str, str]], died: Iterable[tuple[str, str]]
+    ) -> tuple[Returned, bytes]:
+        """Return what a worker returned for a unit that others refused, or died of.
 
         Raises:
-            NoWorkerError: All workers are to be avoided.
-            WorkersDiedError: Its workers did.
+            NoWorkerError: All workers refused it.
+            WorkersDiedError: Its workers died.
             ExecutorError: There is no executor any more, or nobody to give the unit to.
         """
-        executor = self._executor
-        engine = executor if isinstance(executor, Engine) else None
-        lost = Engine.lost if engine is None else engine.lost
+        unfit = frozenset(worker for worker, _ in refused)
+        dead = frozenset(worker for worker, _ in died)
+
+        def submit() -> Future[bytes]:
+            with contextlib.suppress(NoWorkerError):
+                return self._engine.submit(unfit | dead, compile_unit, handed)
+            return self._engine.submit(unfit, compile_unit, handed)  # rather once more where one died than nowhere
+
         try:
-            if engine is None:
-                future = executor.submit(compile_unit, handed)
-            else:
-                future = engine.submit_avoiding(avoid, compile_unit, handed)
-            return read_message(self._waited(future), Returned)
+            return read_message(self._waited(submit), Returned)
         except (NoWorkerError, WorkersDiedError, ExecutorError):
             raise
-        except lost as error:
+        except self._engine.died as error:
+            raise WorkersDiedError(("a worker",), str(error).strip().partition("\n")[0]) from error
+        except self._engine.lost as error:
             raise ExecutorError(
                 f"The executor {self._url} is gone ({str(error) or type(error).__name__}). What was finished is "
                 "stored, and the same command goes on from there.",
@@ -189,8 +192,9 @@ class Cluster:
         except Exception as error:  # noqa: BLE001  whatever it was, it happened over there
             return Returned(worker="", status="refused", reason=f"{type(error).__name__}: {error}"), b""
 
-    def _waited(self, future: Future[bytes]) -> bytes:
+    def _waited(self, submit: Callable[[], Future[bytes]]) -> bytes:
         """Return a future's result, unless there are no workers for too long."""
+        future = submit()
         alone_since = None
         while True:
             try:
@@ -198,17 +202,28 @@ class Cluster:
             except TimeoutError:
                 if future.done():  # it is the call's own
                     raise
-            engine = self._executor
-            if not isinstance(engine, Engine) or engine.is_served(future):
-                alone_since = None
+            if self._engine.has_workers(future):
+                alone_since, self._is_waiting = None, False
+            elif self._engine.has_workers():  # those that it may go to are gone, and others came
+                self._engine.cancel(future)
+                future = submit()
             else:
                 alone_since = alone_since or time.monotonic()
+                self._tell_waiting()
                 if time.monotonic() - alone_since > self._patience_secs:
                     raise ExecutorError(
                         f"The executor {self._url} has had no workers for {self._patience_secs:g} s. Start some, and "
                         "give the command again: what was finished is stored.",
                         path="executor",
                     )
+
+    def _tell_waiting(self) -> None:
+        """Say once for all units that wait that there are no workers."""
+        with self._lock:
+            if not self._is_waiting:
+                self._is_waiting = True
+                words = f"waiting for workers: {self._url} has none (for {self._patience_secs:g} s at most)"
+                self._on_event(Event(phase="compile", message=words))
 
     def _own_factors(self) -> dict[str, Json]:
         with self._lock:
@@ -240,4 +255,7 @@ def _checked(request: CompileRequest, returned: Returned, data: bytes) -> Compil
 
 
 def _listed(reasons: Iterable[tuple[str, str]]) -> str:
-    return "".join(f"\n    {worker}: {reason}" for worker, reason in reasons)
+    return "".join(
+        f"\n    {worker}{f' ({count} times)' if count > 1 else ''}: {reason}"
+        for (worker, reason), count in Counter(reasons).items()
+    )

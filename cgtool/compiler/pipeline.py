@@ -184,7 +184,7 @@ def add_to_entry(
     """
     on_cpu = all(meta.device == "cpu" for graph in plan.graphs.values() for meta in graph.inputs)
     writer = EntryWriter(layout, key, rank=name.rank, prefix=name.prefix)
-    with _pool(config, on_cpu=on_cpu) as pool, _prover(config, device_index) as prover:
+    with _pool(config, on_event, on_cpu=on_cpu) as pool, _prover(config, device_index) as prover:
         remotes = Remotes.of(layout, config, TrustPolicy.of(config))
         manager = CompilerManager(layout, config, on_event=on_event, pool=pool, prover=prover, remotes=remotes)
         done = compile_work(work, objects=writer.objects, manager=manager, pool=pool, on_event=on_event)
@@ -326,7 +326,7 @@ class _Warm:
         on_cpu = all(tensor.device.type in ("cpu", "meta") for tensor in self._spec.module.parameters())
         if _takes_compiler(self._config, on_cpu=on_cpu):
             check_compiler(self._config.adaptor)
-        with _pool(self._config, on_cpu=on_cpu) as pool:
+        with _pool(self._config, self._on_event, on_cpu=on_cpu) as pool:
             if pool is not None:
                 pool.start(early_jobs(pool.jobs))  # they import torch while this process traces
             stitched = stitch(self._spec, self._config.splitting_ops, self._on_event, adaptor=self._config.adaptor)
@@ -467,11 +467,18 @@ class _Warm:
             dump_entry(self._layout, manifest, self._config.debug_dump_path)
 
 
-def _pool(config: CompilationConfig, *, on_cpu: bool) -> AbstractContextManager[WorkerPool | Cluster | None]:
+def _pool(
+    config: CompilationConfig, on_event: OnEvent, *, on_cpu: bool
+) -> AbstractContextManager[WorkerPool | Cluster | None]:
     """Return the workers of a warm; None where everything is compiled in this process."""
     if config.executor and get_adaptor(config.adaptor).compiles:
-        inductor = config.adaptor in ADAPTORS
-        return Cluster(config.executor, timeout_secs=config.compile_timeout, prove=config.proof, inductor=inductor)
+        return Cluster(
+            config.executor,
+            timeout_secs=config.compile_timeout,
+            prove=config.proof,
+            inductor=config.adaptor in ADAPTORS,
+            on_event=on_event,
+        )
     jobs = default_jobs() if config.jobs is None else config.jobs
     if jobs == 0 or not get_adaptor(config.adaptor).compiles:
         return nullcontext()

@@ -3,8 +3,8 @@
     executor = name [":" rest]
 
 The name is one of `dask`, `ray`, `slurm` and `mpi`, or that of an entry point of the group `cgtool.executors`: a
-function that is given the whole text and returns a `concurrent.futures.Executor`. An `Engine` can be told which workers
-a call is not for; any other executor may give a call that a worker refused to that worker again.
+function that is given the whole text and returns a `concurrent.futures.Executor`. Dask and Ray can be told which
+workers a call is not for; any other executor may give a call that a worker refused to that worker again.
 
 Must not import torch, and imports an engine's own library only where it is asked for.
 """
@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pkgutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, ThreadPoolExecutor
-from concurrent.futures import wait as futures_wait
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -50,32 +50,52 @@ class WorkersDiedError(Exception):
         self.reason = reason
 
 
-class Engine(Executor):
-    """An executor that knows its workers by name.
+class Engine:
+    """Workers behind an executor, which neither says who they are nor can be told whom to avoid.
+
+    Args:
+        executor: The executor.
+        died: What its futures raise where the worker died.
 
     Attributes:
-        lost: What a future raises where there is no executor any more.
+        lost: What submitting or a future raises where there is no executor any more.
+        died: As above.
+        can_avoid: Whether workers have names, and `submit` heeds whom to avoid.
     """
 
     lost: tuple[type[BaseException], ...] = (BrokenExecutor, CancelledError)
+    died: tuple[type[BaseException], ...] = ()
+    can_avoid = False
 
-    def submit_avoiding(self, avoid: frozenset[str], call: Call, data: bytes) -> Future[bytes]:
+    def __init__(self, executor: Executor, died: tuple[type[BaseException], ...] = ()) -> None:
+        self._executor = executor
+        self.died = died
+
+    def submit(self, avoid: frozenset[str], call: Call, data: bytes) -> Future[bytes]:  # noqa: ARG002  cannot be told
         """Have a worker whose name is not in `avoid` call `call(data, name)`.
 
         Raises:
             NoWorkerError: There are workers, and all of them are in `avoid`.
         """
-        raise NotImplementedError
+        return self._executor.submit(call, data, "")
 
-    def call_everywhere(self, call: Callable[[], None]) -> None:
-        """Have each worker that is there now call something, where an engine can; nobody waits for it."""
+    def cancel(self, future: Future[bytes]) -> None:
+        """Cancel a call, as far as the executor can."""
+        future.cancel()
 
-    def is_served(self, future: Future[bytes]) -> bool:  # noqa: ARG002  what an engine knows nothing of is served
-        """Return whether there is a worker now that a call may go to."""
+    def call_everywhere(self, call: Callable[..., None], *args: object) -> None:
+        """Have each worker that is there now call `call(*args, name)`, where an engine can; nobody waits for it."""
+
+    def has_workers(self, future: Future[bytes] | None = None) -> bool:  # noqa: ARG002  it does not say who is there
+        """Return whether there are workers now, or any that a call may go to."""
         return True
 
+    def close(self) -> None:
+        """Cancel what is queued and let go of the executor."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
-def open_executor(url: str) -> Executor:
+
+def open_engine(url: str) -> Engine:
     """Return the executor that a URL names.
 
     Raises:
@@ -83,20 +103,18 @@ def open_executor(url: str) -> Executor:
         ExecutorError: It does not answer.
     """
     name, rest = url.partition(":")[0], url.partition(":")[2]
-    found = {point.name: point for point in entry_points(group=GROUP)}
     if name in _OURS:
-        opened = _OURS[name](rest)
-    elif name in found:
-        opened = _opened(name, url, found[name].load)
-    else:
-        known = ", ".join((*_OURS, *sorted(found)))
-        raise ConfigError(
-            f"There is no executor {name!r}; there are {known}. Install the distribution that brings it (entry-point "
-            f"group {GROUP}).",
-            path="executor",
-            actual=url,
-        )
-    return opened
+        return _OURS[name](rest)
+    found = {point.name: point for point in entry_points(group=GROUP)}
+    if name in found:
+        return Engine(_opened(name, url, found[name].load))
+    known = ", ".join((*_OURS, *sorted(found)))
+    raise ConfigError(
+        f"There is no executor {name!r}; there are {known}. Install the distribution that brings it (entry-point "
+        f"group {GROUP}).",
+        path="executor",
+        actual=url,
+    )
 
 
 def _opened(name: str, url: str, load: Callable[[], Any]) -> Executor:
@@ -128,74 +146,122 @@ def _missing(name: str, library: str, error: ImportError) -> ConfigError:
     )
 
 
+def _on_worker(name_of: Callable[[], str]) -> Callable[..., bytes]:
+    """Return what a worker is given: a function that calls another one by its name.
+
+    Being nested, it is sent whole: Dask's scheduler reads it too, and may have no cgtool. A worker that has no such
+    function refuses the call in the words of `cgtool.executors.worker.Returned`.
+    """
+
+    def run(called: str, *args: object) -> bytes:
+        import json
+        import pkgutil
+
+        worker = name_of()
+        try:
+            call = pkgutil.resolve_name(called)
+        except (ImportError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            return json.dumps({"worker": worker, "status": "refused", "reason": reason}).encode() + b"\n"
+        return call(*args, worker)  # type: ignore[no-any-return]
+
+    return run
+
+
+def _name_of(call: Callable[..., object]) -> str:
+    return f"{call.__module__}:{call.__qualname__}"
+
+
 # Dask: dask://HOST:PORT of a scheduler
 
 
 class _Dask(Engine):
     """A Dask cluster. Dask gives a call to another worker when one dies, which a variable of the scheduler counts."""
 
-    def __init__(self, address: str) -> None:
-        try:
-            import distributed
-        except ImportError as error:
-            raise _missing("dask", "distributed", error) from error
-        self._client: Any = distributed.Client(address, timeout=_CONNECT_SECS, set_as_default=False)
+    can_avoid = True
+
+    def __init__(self, distributed: Any, address: str) -> None:
+        self._client = distributed.Client(address, timeout=_CONNECT_SECS, set_as_default=False)
         self.lost = (*Engine.lost, OSError)
-        self._new_count = functools.partial(distributed.Variable, client=self._client)
-        self._counts: list[Any] = []
+        self.died = (distributed.scheduler.KilledWorker,)
+        self._new_variable = functools.partial(distributed.Variable, client=self._client)
+        self._with: dict[bytes, Any] = {}
         self._executors: list[Any] = []
         self._asides: list[Any] = []  # Dask forgets a call whose future nobody holds
-        self._wanted: dict[Future[bytes], list[str] | None] = {}
+        self._sent: dict[Future[bytes], tuple[bytes, list[str] | None]] = {}
 
-    def submit_avoiding(self, avoid: frozenset[str], call: Call, data: bytes) -> Future[bytes]:
-        workers = None
-        if avoid:
-            workers = [address for address in self._client.nthreads() if address not in avoid]
-            if not workers:
-                raise NoWorkerError
-        count = self._new_count()
-        count.set([])
-        self._counts.append(count)
+        def address_here() -> str:
+            import distributed
+
+            return str(distributed.get_worker().address)
+
+        self._run = _on_worker(address_here)
+
+    def submit(self, avoid: frozenset[str], call: Call, data: bytes) -> Future[bytes]:
+        there = self._client.nthreads()
+        workers = [address for address in there if address not in avoid] if avoid and there else None
+        if workers == []:
+            raise NoWorkerError
+        if data not in self._with:
+            self._with[data] = self._new_variable()
+            self._with[data].set([])
         executor = self._client.get_executor(pure=False, workers=workers)
         self._executors.append(executor)
-        future: Future[bytes] = executor.submit(_call_on_dask, call, data, count.name)
-        self._wanted[future] = workers
+        args = (_name_of(call), data, self._with[data].name)
+        future: Future[bytes] = executor.submit(self._run, _name_of(_call_on_dask), *args)
+        self._sent[future] = data, workers
         return future
 
-    def call_everywhere(self, call: Callable[[], None]) -> None:
+    def call_everywhere(self, call: Callable[..., None], *args: object) -> None:
         for address in self._client.nthreads():
             executor = self._client.get_executor(pure=False, workers=[address])
             self._executors.append(executor)
-            self._asides.append(executor.submit(call))
+            self._asides.append(executor.submit(self._run, _name_of(call), *args))
 
-    def is_served(self, future: Future[bytes]) -> bool:
-        workers = self._client.nthreads()
-        return any(address in workers for address in self._wanted.get(future) or workers)
+    def has_workers(self, future: Future[bytes] | None = None) -> bool:
+        there = self._client.nthreads()
+        if future is None:
+            return bool(there)
+        data, wanted = self._sent[future]
+        found = any(address in there for address in wanted or there)
+        if not found:
+            _check_deaths(self._with[data].get())
+        return found
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+    def close(self) -> None:
         with contextlib.suppress(OSError):  # the scheduler is gone
             for executor in self._executors:
-                executor.shutdown(wait=wait and not cancel_futures)
-            for count in self._counts:
-                count.delete()
+                executor.shutdown(wait=False)
+            for variable in self._with.values():
+                variable.delete()
         self._client.close(timeout=_CONNECT_SECS)
 
 
-def _call_on_dask(call: Call, data: bytes, count_name: str) -> bytes:
+def _call_on_dask(call: str, data: bytes, variable_name: str, me: str) -> bytes:
+    """Do a call, and let the variable name this worker meanwhile: who is still named when another one begins died."""
     import distributed
 
-    me = distributed.get_worker().address
-    count = distributed.Variable(count_name, client=distributed.get_client())
-    workers = count.get()
+    variable = distributed.Variable(variable_name, client=distributed.get_client())
+    died = variable.get()
+    _check_deaths(died)
+    variable.set([*died, me])
+    answer: bytes = pkgutil.resolve_name(call)(data, me)
+    variable.set(died)
+    return answer
+
+
+def _check_deaths(workers: list[str]) -> None:
     if len(workers) >= MOST_DEATHS:
         raise WorkersDiedError(tuple(workers), "it died with this unit")
-    count.set([*workers, me])
-    return call(data, me)
 
 
-def _dask(rest: str) -> Executor:
+def _dask(rest: str) -> Engine:
     try:
-        return _Dask("tcp:" + rest if rest.startswith("//") else rest)
+        import distributed
+    except ImportError as error:
+        raise _missing("dask", "distributed", error) from error
+    try:
+        return _Dask(distributed, "tcp:" + rest if rest.startswith("//") else rest)
     except (OSError, ValueError) as error:
         raise _unreachable("Dask scheduler", rest.removeprefix("//"), error) from error
 
@@ -204,67 +270,59 @@ def _dask(rest: str) -> Executor:
 
 
 class _Ray(Engine):
-    """A Ray cluster. Ray gives each call to one worker here: who submits it counts those that died."""
+    """A Ray cluster, whose nodes are the workers by name. A call whose worker died is not tried again by Ray."""
+
+    can_avoid = True
 
     def __init__(self, ray: Any, address: str) -> None:
         self._ray = ray
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
-            ray.init(address, log_to_driver=False)
+            ray.init(address, **({} if address.startswith("ray://") else {"log_to_driver": False}))
         self.lost = (*Engine.lost, OSError, ray.exceptions.TaskCancelledError, ray.exceptions.RaySystemError)
-        self._died = (
+        self.died = (
             *(ray.exceptions.WorkerCrashedError, ray.exceptions.LocalRayletDiedError),
             *(ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError),
         )
-        self._call = ray.remote(_call_on_ray)
-        self._refs: dict[Future[bytes], Any] = {}
-        self._avoided: dict[Future[bytes], frozenset[str]] = {}
 
-    def submit_avoiding(self, avoid: frozenset[str], call: Call, data: bytes) -> Future[bytes]:
+        def node_here() -> str:
+            import ray
+
+            return str(ray.get_runtime_context().get_node_id())
+
+        self._run = ray.remote(_on_worker(node_here))
+        self._sent: dict[Future[bytes], tuple[Any, frozenset[str]]] = {}
+
+    def submit(self, avoid: frozenset[str], call: Call, data: bytes) -> Future[bytes]:
         nodes = self._nodes() if avoid else set()
         avoid = avoid & nodes  # a node that is gone needs no word
         if avoid and avoid == nodes:
             raise NoWorkerError
         where = {"ray.io/node-id": f"!in({','.join(sorted(avoid))})"} if avoid else None
-        ref = self._call.options(num_cpus=1, max_retries=0, label_selector=where).remote(call, data)
-        future: Future[bytes] = Future()
-        self._refs[future], self._avoided[future] = ref, avoid
-        ref.future().add_done_callback(functools.partial(self._take, future))
+        ref = self._run.options(num_cpus=1, max_retries=0, label_selector=where).remote(_name_of(call), data)
+        future: Future[bytes] = ref.future()
+        self._sent[future] = ref, avoid
         return future
 
-    def is_served(self, future: Future[bytes]) -> bool:
-        return bool(self._nodes() - self._avoided[future])
+    def cancel(self, future: Future[bytes]) -> None:
+        self._ray.cancel(self._sent[future][0], force=True)
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        if cancel_futures:
-            for future, ref in self._refs.items():
+    def has_workers(self, future: Future[bytes] | None = None) -> bool:
+        return bool(self._nodes() - (frozenset() if future is None else self._sent[future][1]))
+
+    def close(self) -> None:
+        with contextlib.suppress(*self.lost):  # the cluster is gone
+            for future in self._sent:
                 if not future.done():
-                    self._ray.cancel(ref, force=True)
-        if wait:
-            futures_wait(self._refs)
+                    self.cancel(future)
         if self._is_ours:
             self._ray.shutdown()
 
     def _nodes(self) -> set[str]:
         return {node["NodeID"] for node in self._ray.nodes() if node["Alive"] and node["Resources"].get("CPU")}
 
-    def _take(self, future: Future[bytes], done: Future[bytes]) -> None:
-        error = done.exception()
-        if error is None:
-            future.set_result(done.result())
-        elif isinstance(error, self._died):
-            future.set_exception(WorkersDiedError(("a worker of Ray",), str(error).partition("\n")[0]))
-        else:
-            future.set_exception(error)
 
-
-def _call_on_ray(call: Call, data: bytes) -> bytes:
-    import ray
-
-    return call(data, ray.get_runtime_context().get_node_id())
-
-
-def _ray(rest: str) -> Executor:
+def _ray(rest: str) -> Engine:
     try:
         import ray
     except ImportError as error:
@@ -278,18 +336,14 @@ def _ray(rest: str) -> Executor:
 # Slurm: slurm:NAME=VALUE,...; each call is a job, and NAME=VALUE are submitit's parameters
 
 
-class _Slurm(ThreadPoolExecutor):
+class _Jobs(ThreadPoolExecutor):
     """Jobs of submitit: a thread waits for each. `cluster=local` runs them on this machine."""
 
-    def __init__(self, rest: str) -> None:
+    def __init__(self, submitit: Any, rest: str) -> None:
         super().__init__(max_workers=256, thread_name_prefix="cgtool-slurm")
-        try:
-            import submitit
-        except ImportError as error:
-            raise _missing("slurm", "submitit", error) from error
         given = dict(pair.split("=", 1) for pair in rest.split(",") if pair)
         folder, cluster = given.pop("folder", "cgtool-slurm"), given.pop("cluster", None)
-        self._jobs: Any = submitit.AutoExecutor(folder, cluster=cluster)
+        self._jobs = submitit.AutoExecutor(folder, cluster=cluster)
         self._jobs.update_parameters(**{name: int(text) if text.isdigit() else text for name, text in given.items()})
         self._running: set[Any] = set()
 
@@ -311,9 +365,13 @@ class _Slurm(ThreadPoolExecutor):
         super().shutdown(wait=wait)
 
 
-def _slurm(rest: str) -> Executor:
+def _slurm(rest: str) -> Engine:
     try:
-        return _Slurm(rest)
+        import submitit
+    except ImportError as error:
+        raise _missing("slurm", "submitit", error) from error
+    try:
+        return Engine(_Jobs(submitit, rest), died=(submitit.core.utils.UncompletedJobError,))
     except (TypeError, ValueError, RuntimeError, NameError) as error:
         raise ConfigError(
             f"The executor 'slurm' does not take {rest!r}: {error}. Give submitit's parameters, such as "
@@ -323,13 +381,12 @@ def _slurm(rest: str) -> Executor:
         ) from error
 
 
-def _mpi(rest: str) -> Executor:  # noqa: ARG001  there is nothing to say
+def _mpi(rest: str) -> Engine:  # noqa: ARG001  there is nothing to say
     try:
         from mpi4py import futures
     except ImportError as error:
         raise _missing("mpi", "mpi4py", error) from error
-    executor: Executor = futures.MPIPoolExecutor()
-    return executor
+    return Engine(futures.MPIPoolExecutor())
 
 
 def _unreachable(what: str, where: str, error: Exception) -> ExecutorError:
@@ -340,4 +397,4 @@ def _unreachable(what: str, where: str, error: Exception) -> ExecutorError:
     )
 
 
-_OURS: Mapping[str, Callable[[str], Executor]] = {"dask": _dask, "ray": _ray, "slurm": _slurm, "mpi": _mpi}
+_OURS: Mapping[str, Callable[[str], Engine]] = {"dask": _dask, "ray": _ray, "slurm": _slurm, "mpi": _mpi}

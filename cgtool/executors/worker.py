@@ -109,6 +109,13 @@ def compile_unit(handed: bytes, worker: str = "") -> bytes:
         A message of `Returned`.
     """
     name = worker or f"{socket.gethostname()}:{os.getpid()}"
+    try:
+        return _compile(handed, name)
+    except Exception as error:  # noqa: BLE001  a message of another cgtool, or this one's files are gone
+        return message(Returned(worker=name, status="refused", reason=f"{type(error).__name__}: {error}"))
+
+
+def _compile(handed: bytes, name: str) -> bytes:
     # Another cgtool may spell all else in another way.
     theirs, ours = decode(handed.partition(b"\n")[0], dict).get("cgtool"), cgtool_code()
     if theirs != ours:
@@ -126,7 +133,7 @@ def compile_unit(handed: bytes, worker: str = "") -> bytes:
     return message(Returned(worker=name, status="answered", report=answer.record), answer.data)
 
 
-def prepare(*, inductor: bool) -> None:
+def prepare(inductor: bool, worker: str) -> None:  # noqa: ARG001  every call is told who does it
     """Start a child, which imports what compiles, and do not wait for it."""
     with contextlib.suppress(CgtoolError, OSError), _kept.at_work(inductor=inductor) as children:
         children.start()

@@ -30,7 +30,7 @@ def site(worded_site):
 
 
 class Dask:
-    """A scheduler and its workers, each a process with its own log.
+    """A scheduler, which has no cgtool and gives up who is silent for 10 s, and workers; each has a log of its own.
 
     Attributes:
         url: For `--executor`.
@@ -39,9 +39,15 @@ class Dask:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        #: PYTHONPATH of a process that has no cgtool.
+        self.without_cgtool = str(folder / "none")
+        hidden = folder / "none" / "cgtool"
+        hidden.mkdir(parents=True)
+        (hidden / "__init__.py").write_text("raise ImportError('there is no cgtool here')\n")
         file = folder / "scheduler.json"
         self.scheduler = self._start("scheduler", "--host", "127.0.0.1", "--port", "0", "--no-dashboard",
-                                     "--scheduler-file", file)  # fmt: skip
+                                     "--scheduler-file", file, PYTHONPATH=self.without_cgtool,
+                                     DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL="10s")  # fmt: skip
         wait_until(lambda: file.exists() and file.read_text().strip())
         self.address = json.loads(file.read_text())["address"]
         self.url = "dask:" + self.address.removeprefix("tcp:")

@@ -18,7 +18,7 @@ from worker_harness import compile_on, stored_units, wait_until  # noqa: E402
 
 from cgtool.errors import ExecutorError, UnitsFailedError  # noqa: E402
 from cgtool.executors import engines  # noqa: E402
-from cgtool.executors.engines import open_executor  # noqa: E402
+from cgtool.executors.engines import open_engine  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -58,13 +58,15 @@ def edited(tmp_path):
 def test_workers_that_differ_refuse_with_the_difference_and_others_do_it(dask, edited, cache_root):
     dask.add_worker(PYTHONPATH=str(edited))
     dask.add_worker(ATEN_CPU_CAPABILITY="default")
+    dask.add_worker(PYTHONPATH=dask.without_cgtool)
     with pytest.raises(UnitsFailedError, match="no worker of dask://127") as caught:
         compile_on(dask.url, hostile.work_of(0), cache_root)
     (reason,) = caught.value.__cause__.args
     assert "cgtool.compiler has changed (its digest was" in reason
     assert 'target.cpu.capability was "' in reason
     assert 'the environment variable ATEN_CPU_CAPABILITY was unset and is "default" now' in reason
-    assert len(reason.splitlines()) == 3
+    assert "ImportError: there is no cgtool here" in reason
+    assert len(reason.splitlines()) == 4
     dask.add_worker()
     events = []
     done = compile_on(dask.url, hostile.work_of(0, 50, 100 + 50), cache_root, events=events)
@@ -97,6 +99,53 @@ def test_a_unit_that_kills_two_workers_fails_by_name_and_the_others_are_stored(d
     assert str(caught.value).count("tcp://127.0.0.1:") == 2
     assert stored_units(cache_root) == 2
     assert sum(worker.poll() is None for worker in workers) == 1
+
+
+def test_a_unit_that_kills_all_workers_there_are_fails_by_name(dask, cache_root):
+    workers = [dask.add_worker() for _ in range(2)]
+    with pytest.raises(UnitsFailedError, match="workers failed with it twice") as caught:
+        compile_on(dask.url, hostile.work_of(hostile.number_of(hostile.kill_worker)), cache_root)
+    assert str(caught.value).count("it died with this unit") == 2
+    assert all(worker.wait(10) for worker in workers)
+
+
+def test_a_worker_that_hangs_is_given_up_and_another_one_does_its_unit(dask, cache_root, tmp_path):
+    log, events = tmp_path / "log", []
+    first = dask.add_worker()
+
+    def stop_and_replace():
+        wait_until(lambda: log.exists() and log.read_text())
+        first.send_signal(signal.SIGSTOP)
+        dask.add_worker()
+        (tmp_path / "go").touch()
+
+    helper = threading.Thread(target=stop_and_replace)
+    helper.start()
+    options = {"log": str(log), "gate": str(tmp_path / "go")}
+    done = compile_on(dask.url, hostile.work_of(hostile.WAIT), cache_root, options=options, events=events)
+    helper.join()
+    assert done.compiled == 1
+    assert len(log.read_text().splitlines()) == 2
+
+
+def test_a_worker_that_comes_late_does_what_others_refused_and_left(dask, cache_root, tmp_path):
+    log, events = tmp_path / "log", []
+    dask.add_worker(ATEN_CPU_CAPABILITY="default")
+    fit = dask.add_worker()
+
+    def replace():
+        wait_until(lambda: log.exists() and log.read_text())
+        fit.kill()
+        dask.add_worker()
+        (tmp_path / "go").touch()
+
+    helper = threading.Thread(target=replace)
+    helper.start()
+    options = {"log": str(log), "gate": str(tmp_path / "go")}
+    work = hostile.work_of(hostile.WAIT, 0, 50)
+    done = compile_on(dask.url, work, cache_root, options=options, events=events)
+    helper.join()
+    assert done.compiled == stored_units(cache_root) == 3
 
 
 def test_an_interruption_cancels_what_is_queued_and_keeps_what_was_finished(dask, site, cache_root, tmp_path):
@@ -134,12 +183,15 @@ def test_what_was_finished_is_stored_when_the_scheduler_goes_away(dask, cache_ro
 
 
 def test_a_cluster_without_workers_is_waited_for_and_not_for_ever(dask, cache_root):
+    events = []
     with pytest.raises(ExecutorError, match=r"has had no workers for 0\.1 s"):
-        compile_on(dask.url, hostile.work_of(0), cache_root, patience_secs=0.1)
+        compile_on(dask.url, hostile.work_of(0, 50), cache_root, patience_secs=0.1, events=events)
+    said = [event.message for event in events if "waiting" in event.message]
+    assert said == [f"waiting for workers: {dask.url} has none (for 0.1 s at most)"]
 
 
 def test_a_scheduler_that_does_not_answer_is_said(dask, monkeypatch):
     dask.close()
     monkeypatch.setattr(engines, "_CONNECT_SECS", 1.0)
     with pytest.raises(ExecutorError, match=r"The Dask scheduler at 127\.0\.0\.1:.* does not answer"):
-        open_executor(dask.url)
+        open_engine(dask.url)

@@ -18,7 +18,7 @@ from cli_harness import REPO, environment, run  # noqa: E402
 from worker_harness import compile_on, stored_units, wait_until  # noqa: E402
 
 from cgtool.errors import ConfigError, UnitsFailedError  # noqa: E402
-from cgtool.executors.engines import open_executor  # noqa: E402
+from cgtool.executors.engines import open_engine  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -62,35 +62,40 @@ def test_processes_of_mpi(found, cache_root):
 
 @pytest.fixture
 def ray_head(found, tmp_path):
-    """A head of Ray with two cores; the URL."""
+    """A head of Ray with two cores and a Ray Client server; the two URLs."""
     pytest.importorskip("ray")
     ray = [sys.executable, "-m", "ray.scripts.scripts"]
-    with socket.socket() as sock:
+    with socket.socket() as sock, socket.socket() as other:
         sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+        other.bind(("127.0.0.1", 0))
+        port, client_port = sock.getsockname()[1], other.getsockname()[1]
     start = ["start", "--head", "--port", str(port), "--num-cpus", "2", "--include-dashboard=false"]
+    start += ["--ray-client-server-port", str(client_port)]
     start += ["--disable-usage-stats", "--object-store-memory", "80000000", "--block"]
     log = tmp_path / "ray"
     with log.open("wb") as out:
-        head = subprocess.Popen([*ray, *start], env=environment(**found), stdout=out, stderr=out)
+        # its client server is slow to start on a busy machine
+        variables = {**found, "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "300"}
+        head = subprocess.Popen([*ray, *start], env=environment(**variables), stdout=out, stderr=out)
     wait_until(lambda: "Ray runtime started" in log.read_text())
-    yield f"ray:127.0.0.1:{port}"
+    yield f"ray:127.0.0.1:{port}", f"ray://127.0.0.1:{client_port}"
     head.terminate()  # and all that it started
     head.wait(60)
 
 
 @pytest.mark.slow
 def test_a_cluster_of_ray(ray_head, found, cache_root):
-    done = run(*options(cache_root, ray_head), env=found)
+    on_the_machine, by_client = ray_head
+    done = run(*options(cache_root, by_client), env=found)
     assert done.code == 0, done.err
     assert all_are_proved(done.report)
     killer = hostile.number_of(hostile.kill_worker)
     with pytest.raises(UnitsFailedError, match=r"piece 0 \(general\): workers failed with it twice"):
-        compile_on(ray_head, hostile.work_of(killer, 0, 50), cache_root / "other")
+        compile_on(on_the_machine, hostile.work_of(killer, 0, 50), cache_root / "other")
     assert stored_units(cache_root / "other") == 2
 
 
 def test_what_slurm_does_not_take_is_said(tmp_path):
     pytest.importorskip("submitit")
     with pytest.raises(ConfigError, match=r"The executor 'slurm' does not take 'cluster=local,folder=.*,no_such=1'"):
-        open_executor(f"slurm:cluster=local,folder={tmp_path},no_such=1")
+        open_engine(f"slurm:cluster=local,folder={tmp_path},no_such=1")

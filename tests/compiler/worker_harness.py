@@ -42,7 +42,8 @@ def compile_on(url, work, root, *, timeout_secs=None, prove=False, options=None,
     layout = CacheLayout(root=root)
     config = CompilationConfig(inductor_compile_config=options or {})
     told = events if events is not None else []
-    with Cluster(url, timeout_secs=timeout_secs, prove=prove, inductor=False, patience_secs=patience_secs) as cluster:
+    how = {"timeout_secs": timeout_secs, "prove": prove, "inductor": False, "patience_secs": patience_secs}
+    with Cluster(url, on_event=told.append, **how) as cluster:
         manager = CompilerManager(layout, config, on_event=told.append, pool=cluster)
         objects = ObjectStore(root / "entry")
         return compile_work(work, objects=objects, manager=manager, pool=cluster, on_event=told.append)
