@@ -29,6 +29,8 @@ _USUAL: Final[Mapping[str, str]] = {
     "input_ids": "batch_size, sequence_length",
     "decoder_input_ids": "batch_size, target_length",
     "attention_mask": "batch_size, sequence_length",
+    "decoder_attention_mask": "batch_size, target_length",
+    "token_type_ids": "batch_size, sequence_length",
     "bbox": "batch_size, sequence_length, 4",
     "pixel_values": "batch_size, num_channels, height, width",
     "pixel_values_videos": "batch_size, num_frames, num_channels, height, width",
@@ -62,6 +64,10 @@ _WORDS: Final[Mapping[str, tuple[tuple[str, ...], int]]] = {
     "task_seq_len": ((), 77),
     "input_size": ((), 1),
 }
+#: Arguments with an element for each token of a text.
+_SEQUENCES: Final = frozenset(
+    {"input_ids", "attention_mask", "token_type_ids", "bbox", "decoder_input_ids", "decoder_attention_mask"}
+)
 #: What a sequence's length is called beside `sequence_length`.
 _LENGTHS: Final = frozenset(
     "seq_len seq_length input_ids_length target_length num_samples time_steps audio_length frames".split()  # noqa: SIM905
@@ -72,8 +78,14 @@ _FRAMES: Final = 64
 _IMAGE_SIDE: Final = 224
 #: Ids below this are in any vocabulary; some models hash characters and have none.
 _ANY_VOCAB: Final = 32
-#: Of these, eager makes a mask where it is given none, and leaves that out where it is traced.
-_NEEDS_MASK: Final = frozenset({"longt5", "switch_transformers"})
+#: What these do eagerly where they are given no such argument is not what they do where they are traced, or cannot be:
+#: they leave out a mask, or look into the ids.
+_NEEDS: Final = {
+    "fsmt": "decoder_attention_mask",
+    "longt5": "attention_mask",
+    "paligemma": "token_type_ids",
+    "switch_transformers": "attention_mask",
+}
 #: A second tower: its input, and the config that it has.
 _TOWERS: Final = {"pixel_values": "vision_config", "input_features": "audio_config"}
 
@@ -96,8 +108,10 @@ def example_inputs(
     """
     takes = inspect.signature(module.forward).parameters
     names = list(_names(module, config, takes))
-    needs_mask = getattr(config, "model_type", "") in _NEEDS_MASK and "attention_mask" not in options
-    if _flag(options, "attention_mask") or needs_mask:
+    needed = _NEEDS.get(getattr(config, "model_type", ""), "")
+    if needed in takes and needed not in options:
+        names.append(needed)
+    if _flag(options, "attention_mask"):
         if "attention_mask" not in takes or "input_ids" not in names:
             msg = f"{type(module).__name__} takes no attention_mask over ids. Leave --arg attention_mask out."
             raise UsageError(msg, path=path, actual="attention_mask")
@@ -156,8 +170,8 @@ class _Inputs:
         for index, word in enumerate(words):
             if word == "batch_size":
                 dims[index] = "images" if tower else "batch"
-            elif name in ("input_ids", "attention_mask", "decoder_input_ids", "bbox") and index == 1:
-                dims[index] = ("seq" if name != "decoder_input_ids" else "target", 1, self._limit())
+            elif name in _SEQUENCES and index == 1:
+                dims[index] = ("target" if name.startswith("decoder_") else "seq", 1, self._limit())
         return self._tensor(name, sizes), dims
 
     def _words(self, name: str) -> list[str]:
@@ -243,7 +257,7 @@ class _Inputs:
             told = re.search(rf"^\s*{re.escape(name)} \(`torch.BoolTensor`", self._doc, re.MULTILINE)
             dtype = torch.bool if told is not None or name.startswith("audio_mel") else torch.int64
             return torch.ones(sizes, dtype=dtype, device=self._device)
-        if name.endswith("input_ids") or name in ("bbox", "task_inputs", "freq"):
+        if name.endswith("input_ids") or name in ("bbox", "task_inputs", "freq", "token_type_ids"):
             vocab = self._vocab() if name.endswith("input_ids") else 2
             return (torch.arange(numel, dtype=torch.int64, device=self._device) % vocab).view(sizes)
         return torch.linspace(-1, 1, numel, device=self._device).mul(50).sin().view(sizes).to(self._dtype)
@@ -257,7 +271,9 @@ class _Inputs:
 
 
 #: Arguments whose documented shape is loose or wrong in some models.
-_KNOWN: Final = frozenset({"input_ids", "decoder_input_ids", "attention_mask", "pixel_values_videos"})
+_KNOWN: Final = frozenset(
+    {"input_ids", "decoder_input_ids", "attention_mask", "decoder_attention_mask", "pixel_values_videos"}
+)
 
 
 def _flag(options: Mapping[str, Any], name: str) -> bool:

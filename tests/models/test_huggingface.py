@@ -167,6 +167,11 @@ def test_two_towers_take_words_and_images_of_their_own_number(write, name):
 
 #: Models that take more than ids or pixels: their config, and the shapes of their example.
 OTHERS = {
+    "fsmt": (
+        {"src_vocab_size": 64, "tgt_vocab_size": 64, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+        | {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4},
+        {"input_ids": (2, 16), "decoder_input_ids": (2, 16), "decoder_attention_mask": (2, 16)},
+    ),
     "t5": (
         {"vocab_size": 64, "d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 1, "num_heads": 4},
         {"input_ids": (2, 16), "decoder_input_ids": (2, 16)},
