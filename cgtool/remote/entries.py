@@ -5,6 +5,7 @@ An entry is read as a bundle (`RemoteBundle`), so that what comes from a store i
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -87,21 +88,28 @@ class RemoteBundle:
         have: What need not be fetched.
     """
 
+    at_once = AT_ONCE
+
     def __init__(self, store: Store, index_bytes: bytes, signature_bytes: bytes | None, have: Have) -> None:
         self.url = store.url
         self.index_bytes = index_bytes
         self.signature_bytes = signature_bytes
         self._store = store
         self._have = have
+        self._reading = threading.Lock()
 
     def members(self, index: Index) -> Iterator[tuple[Member, Iterator[bytes]]]:
         """Yield every member with its bytes."""
         for member in index.members:
+            yield member, self._body(member)
+
+    def _body(self, member: Member) -> Iterator[bytes]:
+        with self._reading:  # what this machine has is read whole: one file at a time lies in memory
             data = self._have(member)
             if data is not None:
-                yield member, iter((data,))
-            else:
-                yield member, stream(self._store, member_path(member), member.size_bytes)
+                yield data
+        if data is None:
+            yield from stream(self._store, member_path(member), member.size_bytes)
 
     def key(self, index: Index, hash_: str) -> Key:
         """Return the key of an entry of the bundle, without anything else of it.

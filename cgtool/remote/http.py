@@ -6,6 +6,7 @@ is listed by the links of the page that it shows for a folder, as nginx and Apac
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
@@ -37,11 +38,17 @@ _MOST_LISTED_BYTES = 256 * 2**20
 
 
 class _Adapter(HTTPAdapter):  # type: ignore[misc]  # Any, for extras are not looked into
-    """Waits for no answer for ever."""
+    """Waits for no answer for ever, and for a slow one long enough."""
 
     def send(self, request: Any, **more: Any) -> Any:
-        """Send a request with a limit of time, whoever made it."""
-        more["timeout"] = more.get("timeout") or (CONNECT_SECS, SILENCE_SECS)
+        """Send a request with a limit of time, whoever made it.
+
+        The limit for a connection is that for sending too, and a body in one piece must be gone by then: so it goes
+        in many.
+        """
+        if isinstance(request.body, bytes):
+            request.body = io.BytesIO(request.body)
+        more["timeout"] = more.get("timeout") or (CONNECT_SECS if request.body is None else SILENCE_SECS, SILENCE_SECS)
         return super().send(request, **more)
 
 

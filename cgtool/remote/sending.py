@@ -5,7 +5,7 @@ Artifacts come first, then records and marks, then the index that makes them see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from cgtool.plan.grammar import sha256_hex
@@ -18,7 +18,7 @@ from cgtool.store.layout import SIGNATURES, CacheLayout
 #: What is larger is sent from its file, and not held in memory.
 _MOST_HELD_BYTES = 64 * 2**20
 #: Calls a function with each of some values, perhaps several at a time: `map`, or that of a pool.
-Each = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
+Each = Callable[[Callable[[Any], Any], Collection[Any]], Iterable[Any]]
 
 
 class Sent(NamedTuple):

@@ -9,16 +9,16 @@ from __future__ import annotations
 import itertools
 import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
 from cgtool.errors import RefusedError, RemoteError, UsageError
-from cgtool.events import Event, OnEvent, ignore
+from cgtool.events import Event, OnEvent, Phase, ignore
 from cgtool.plan.grammar import Record
 from cgtool.remote.entries import (
     AT_ONCE,
@@ -30,6 +30,7 @@ from cgtool.remote.sending import kept_signature, send_entry
 from cgtool.remote.stores import Store, open_store, shown, stream
 from cgtool.store import signatures
 from cgtool.store.bundle.gather import gather
+from cgtool.store.bundle.unpack import OnMember
 from cgtool.store.layout import CacheLayout, resolve_root, short
 from cgtool.toolkit.bundle.choose import Choice
 from cgtool.toolkit.bundle.export import ExportReport, export, held_names
@@ -99,21 +100,23 @@ def push(
     grouped = {hash_: list(group) for hash_, group in itertools.groupby(names, key=lambda name: name.hash)}
     pushed: list[PushedEntry] = []
     warnings: list[str | None] = []
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="cgtool-push") as pool:
+    with ThreadPool(AT_ONCE) as pool:  # unlike an executor's, its threads keep nobody who was interrupted waiting
         for number, (hash_, group) in enumerate(grouped.items()):
             entry_began = time.monotonic()
             contents = gather(layout, group, shapes=choice.shapes, debug=choice.debug)
             model = contents.manifests[0].model
-            on_event(Event("push", f"{model} {short(hash_)}", done=number, total=len(grouped)))
+            label = f"{model} {short(hash_)}"
+            on_event(Event("push", label))
+            each = partial(_sending, pool, partial(_tell, on_event, "push", label))
             signed = signatures.sign(contents.index_bytes, keys) if keys else kept_signature(layout, hash_, contents)
-            sent = send_entry(store, hash_, contents, signed, each=pool.map)
+            sent = send_entry(store, hash_, contents, signed, each=each)
             outcome = "pushed" if sent.files else "same"
             pushed.append(
                 PushedEntry(hash=hash_, model=model, outcome=outcome, files=sent.files, size_bytes=sent.size_bytes)
             )
             warnings.append(sent.warning(store))
             secs = time.monotonic() - entry_began
-            on_event(Event("push", f"{model} {short(hash_)}", done=number + 1, total=len(grouped), secs=secs))
+            on_event(Event("push", label, done=number + 1, total=len(grouped), secs=secs))
     return PushReport(
         root=str(layout.root),
         url=store.url,
@@ -121,6 +124,17 @@ def push(
         secs=time.monotonic() - began,
         warnings=tuple(dict.fromkeys(filter(None, warnings))),
     )
+
+
+def _tell(on_event: OnEvent, phase: Phase, label: str, done: int, total: int) -> None:
+    on_event(Event(phase, label, done=done, total=total))
+
+
+def _sending(pool: ThreadPool, on_file: OnMember, send: Callable[[Any], Any], group: Collection[Any]) -> Iterator[Any]:
+    """Send a group, several files at a time, and say how far it is."""
+    for number, sent in enumerate(pool.imap(send, group), 1):
+        on_file(number, len(group))
+        yield sent
 
 
 class PullReport(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -185,8 +199,8 @@ def pull(
     warnings: list[str] = []
     for number, hash_ in enumerate(chosen):
         entry_began = time.monotonic()
-        on_event(Event("pull", short(hash_), done=number, total=len(chosen)))
-
+        label = short(hash_) if len(chosen) == 1 else f"{short(hash_)}, entry {number + 1} of {len(chosen)}"
+        on_event(Event("pull", label))
         for digest in there[hash_]:
             bundle = open_bundle(store, hash_, digest, partial(in_cache, layout))
             if bundle is None:
@@ -199,6 +213,7 @@ def pull(
                     require_signature=require_signature,
                     any_machine=any_machine,
                     replace=replacing,
+                    on_member=partial(_tell, on_event, "pull", label),
                 )
             except RefusedError as error:
                 if error.reason != "unsupported" or hashes:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -179,11 +178,13 @@ def _push(name: RankName, config: CompilationConfig, root: Path, on_event: OnEve
     """Hand what was made on to the stores that were named."""
     if not config.remote or config.remote_readonly:
         return
-    from cgtool.remote.entries import AT_ONCE  # what only a push needs
+    from multiprocessing.pool import ThreadPool  # what only a push needs
+
+    from cgtool.remote.entries import AT_ONCE
     from cgtool.remote.remotes import Remotes
 
     began = time.monotonic()
     on_event(Event("push", short(name.hash), done=0, total=1))
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="cgtool-push") as pool:
-        Remotes.of(CacheLayout(root=root), config, TrustPolicy.of(config)).push(name, each=pool.map)
+    with ThreadPool(AT_ONCE) as pool:
+        Remotes.of(CacheLayout(root=root), config, TrustPolicy.of(config)).push(name, each=pool.imap)
     on_event(Event("push", short(name.hash), done=1, total=1, secs=time.monotonic() - began))

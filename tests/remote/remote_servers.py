@@ -218,6 +218,7 @@ class FaultyServer(ThreadingHTTPServer):
 
 class _FaultyHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # headers and body are two packets: each answer would wait for 40 ms
     server: FaultyServer
 
     def do_GET(self) -> None:

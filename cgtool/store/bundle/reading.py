@@ -75,13 +75,16 @@ class OpenBundle(Protocol):
     Attributes:
         index_bytes: The text of bundle.json.
         signature_bytes: The text of bundle.sig; None where there is none.
+        at_once: How many members may be read at a time, each by a thread; 1 where each must be read before the next
+            is asked for.
     """
 
     index_bytes: bytes
     signature_bytes: bytes | None
+    at_once: int
 
     def members(self, index: Index) -> Iterator[tuple[Member, Iterator[bytes]]]:
-        """Yield every member of `index` in order with its bytes, which must be read before the next is asked for."""
+        """Yield every member of `index` in order with its bytes."""
 
 
 #: A file, a folder, an open stream, or what reads a bundle from elsewhere.
@@ -184,6 +187,8 @@ class Unpacker:
 
 class Archive:
     """A bundle as one file."""
+
+    at_once = 1
 
     def __init__(self, source: IO[bytes], limits: Limits) -> None:
         self._source = Unpacker(source, limits)
@@ -300,6 +305,8 @@ def _stray(name: str, expected: str | None, index: Index) -> RefusedError:
 
 class Folder:
     """A bundle as a folder."""
+
+    at_once = 1
 
     def __init__(self, descriptor: int, limits: Limits) -> None:
         self._descriptor = descriptor

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import tempfile
+import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 
 from cgtool.errors import ArtifactError, CacheCorruptError, CacheSchemaError
@@ -42,6 +45,8 @@ from cgtool.store.records import Key, Manifest, Row, parse_key, parse_manifest
 _THREADS = 16
 #: Files that are open and wait for their flush.
 _MOST_OPEN = 64
+#: Is told how many members are on the disk, of how many.
+OnMember = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +88,12 @@ class Unpacked:
 
 
 def unpack(
-    source: Source, folder: Path, *, keys: signatures.PublicKeys | None = None, limits: Limits | None = None
+    source: Source,
+    folder: Path,
+    *,
+    keys: signatures.PublicKeys | None = None,
+    limits: Limits | None = None,
+    on_member: OnMember | None = None,
 ) -> Unpacked:
     """Unpack a bundle into an empty folder of the caller's own, and check all of it.
 
@@ -97,7 +107,7 @@ def unpack(
         elif bundle.signature_bytes is not None:
             signatures.parse_signatures(bundle.signature_bytes)
         index = parse_index(bundle.index_bytes, limits=limits)
-        _write_all(bundle, index, folder, signed=signed_by is not None)
+        _write_all(bundle, index, folder, signed=signed_by is not None, on_member=on_member)
     layout = CacheLayout(root=folder)
     grouped: dict[str, list[Member]] = {}
     for member in index.members:
@@ -128,35 +138,76 @@ def unpacked(source: Source, *, limits: Limits | None = None) -> Iterator[Path]:
         discard(folder)
 
 
-def _write_all(bundle: OpenBundle, index: Index, folder: Path, *, signed: bool) -> None:
+def _write_all(bundle: OpenBundle, index: Index, folder: Path, *, signed: bool, on_member: OnMember | None) -> None:
     for name in sorted(names_of_folders(member.path for member in index.members)):
         try:
             (folder / name).mkdir()
         except OSError as error:
             raise cache_error(error, folder / name) from error
+    write = _write_in_turn if bundle.at_once == 1 else _write_beside
+    for number, _ in enumerate(write(bundle, index, folder, signed=signed), 1):
+        if on_member is not None:
+            on_member(number, len(index.members))
+
+
+def _write_in_turn(bundle: OpenBundle, index: Index, folder: Path, *, signed: bool) -> Iterator[None]:
+    """Write the members in order; yield after each that is on the disk."""
     flushes: deque[Future[None]] = deque()
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="cgtool-flush") as pool:
         for member, body in bundle.members(index):
             path = folder / member.path
-            descriptor, actual = _write(path, member, body)
+            descriptor = _create(path, member)
+            actual = _write(descriptor, path, member, body)
             flushes.append(pool.submit(_flush, descriptor, path))
-            if actual != member.sha256:
-                reason = "tampered" if signed else "digest_mismatch"
-                why = "was changed after it was signed" if signed else "differs from its digest"
-                raise refused(reason, why, member=member.path, expected=member.sha256, actual=actual)
+            _check_digest(member, actual, signed=signed)
             if len(flushes) > _MOST_OPEN:
-                flushes.popleft().result()
+                yield flushes.popleft().result()
         for flush in flushes:
-            flush.result()
+            yield flush.result()
 
 
-def _write(path: Path, member: Member, body: Iterable[bytes]) -> tuple[int, str]:
-    """Write a new file whole; return it, open and not flushed yet, and the digest of what was written."""
-    digest = hashlib.sha256()
+def _write_beside(bundle: OpenBundle, index: Index, folder: Path, *, signed: bool) -> Iterator[None]:
+    """Write several members at a time; yield after each that is on the disk.
+
+    Whoever is interrupted waits for none of them: a network may keep a thread waiting for long. So the threads are
+    daemons, and once the folder is to be removed no file is begun in it.
+    """
+    ended, starting = threading.Event(), threading.Lock()
+
+    def store(member: Member, body: Iterable[bytes]) -> None:
+        path = folder / member.path
+        with starting:
+            if ended.is_set():
+                return
+            descriptor = _create(path, member)
+        actual = _write(descriptor, path, member, itertools.takewhile(lambda _: not ended.is_set(), body))
+        _flush(descriptor, path)
+        _check_digest(member, actual, signed=signed)
+
+    under_way: deque[AsyncResult[None]] = deque()
+    with ThreadPool(bundle.at_once) as pool:
+        try:
+            for one in bundle.members(index):
+                under_way.append(pool.apply_async(store, one))
+                if len(under_way) > bundle.at_once:
+                    yield under_way.popleft().get()
+            for result in under_way:
+                yield result.get()
+        finally:
+            with starting:
+                ended.set()
+
+
+def _create(path: Path, member: Member) -> int:
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, member.mode)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, member.mode)
     except OSError as error:
         raise cache_error(error, path, needed_bytes=member.size_bytes) from error
+
+
+def _write(descriptor: int, path: Path, member: Member, body: Iterable[bytes]) -> str:
+    """Write a new file, which stays open where that succeeds; return the digest of what was written."""
+    digest = hashlib.sha256()
     try:
         for chunk in body:
             digest.update(chunk)
@@ -169,7 +220,14 @@ def _write(path: Path, member: Member, body: Iterable[bytes]) -> tuple[int, str]
     except BaseException:
         os.close(descriptor)
         raise
-    return descriptor, digest.hexdigest()
+    return digest.hexdigest()
+
+
+def _check_digest(member: Member, actual: str, *, signed: bool) -> None:
+    if actual != member.sha256:
+        reason = "tampered" if signed else "digest_mismatch"
+        why = "was changed after it was signed" if signed else "differs from its digest"
+        raise refused(reason, why, member=member.path, expected=member.sha256, actual=actual)
 
 
 def _flush(descriptor: int, path: Path) -> None:

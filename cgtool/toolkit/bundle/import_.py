@@ -10,7 +10,7 @@ from cgtool.plan.grammar import Record
 from cgtool.store import signatures
 from cgtool.store.bundle.install import Outcome, check_fits, check_pickles, install, unpacking_folder
 from cgtool.store.bundle.reading import Source
-from cgtool.store.bundle.unpack import EntryContent, unpack
+from cgtool.store.bundle.unpack import EntryContent, OnMember, unpack
 from cgtool.store.bundle_index import Limits
 from cgtool.store.layout import CacheLayout, resolve_root, short
 
@@ -78,6 +78,7 @@ def import_bundle(
     replace: bool = False,
     max_bytes: int = Limits().max_bytes,
     max_ratio: float = Limits().max_ratio,
+    on_member: OnMember | None = None,
 ) -> ImportReport:
     """Check a bundle and take it into a cache; where anything is wrong with it, nothing is changed.
 
@@ -90,6 +91,7 @@ def import_bundle(
         replace: Whether the bundle's plan wins where the cache holds another of the same hash.
         max_bytes: The most that all members may come to.
         max_ratio: The most that a packed byte may grow to.
+        on_member: Is told how many members are on the disk, of how many; nothing of them is in place yet.
 
     Raises:
         RefusedError: It is not trusted, not whole, or not fit for this machine; `reason` says which.
@@ -106,7 +108,7 @@ def import_bundle(
     layout = CacheLayout(root=resolve_root(cache_dir))
     limits = Limits(max_bytes=max_bytes, max_ratio=max_ratio)
     with unpacking_folder(layout) as folder:
-        unpacked = unpack(source, folder, keys=keys, limits=limits)
+        unpacked = unpack(source, folder, keys=keys, limits=limits, on_member=on_member)
         warnings = list(check_pickles(unpacked.entries, trust=trust))
         verdicts = {} if any_machine else {content.hash: _verdict(content, warnings) for content in unpacked.entries}
         check_fits(layout, unpacked, replacing=replace)
