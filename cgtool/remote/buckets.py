@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
@@ -20,6 +22,7 @@ from obstore.store import from_url
 
 from cgtool.errors import RemoteError, UsageError
 from cgtool.remote.stores import ATTEMPTS, BACKOFF_SECS, CHUNK_BYTES, CONNECT_SECS, SILENCE_SECS, Item, shown
+from cgtool.threads import outcome
 
 _MOST_SAID = 300
 
@@ -64,7 +67,7 @@ class BucketStore:
         """See `Store`."""
         options = {"range": {"offset": start}} if start else None
         try:
-            found = obstore.get(self._store, path, options=options)
+            found = _heard(obstore.get, self._store, path, options=options)
         except FileNotFoundError:
             return None
         except (exceptions.BaseError, OSError) as error:
@@ -73,7 +76,8 @@ class BucketStore:
 
     def _chunks(self, found: Any, path: str) -> Iterator[bytes]:
         try:
-            for chunk in found.stream(min_chunk_size=CHUNK_BYTES):
+            chunks = found.stream(min_chunk_size=CHUNK_BYTES)
+            while (chunk := _heard(next, chunks, None)) is not None:
                 yield bytes(chunk)
         except (exceptions.BaseError, OSError) as error:
             self._fail(error, f"read {path}")
@@ -83,9 +87,9 @@ class BucketStore:
         try:
             if if_absent:
                 with contextlib.suppress(exceptions.NotSupportedError, NotImplementedError):
-                    obstore.put(self._store, path, body, mode="create", use_multipart=False)
+                    _heard(obstore.put, self._store, path, body, mode="create", use_multipart=False)
                     return True
-            obstore.put(self._store, path, body)
+            _heard(obstore.put, self._store, path, body)
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError, FileExistsError):
             return False
         except (exceptions.BaseError, OSError) as error:
@@ -95,7 +99,7 @@ class BucketStore:
     def size(self, path: str) -> int | None:
         """See `Store`."""
         try:
-            return int(obstore.head(self._store, path)["size"])
+            return int(_heard(obstore.head, self._store, path)["size"])
         except FileNotFoundError:
             return None
         except (exceptions.BaseError, OSError) as error:
@@ -104,7 +108,8 @@ class BucketStore:
     def list(self, folder: str) -> Iterator[Item]:
         """See `Store`."""
         try:
-            for some in obstore.list(self._store, folder):
+            found = obstore.list(self._store, folder)
+            while (some := _heard(next, found, None)) is not None:
                 for one in some:
                     yield Item(one["path"], one["size"], one["last_modified"].timestamp())
         except (exceptions.BaseError, OSError) as error:
@@ -113,7 +118,7 @@ class BucketStore:
     def delete(self, path: str) -> None:
         """See `Store`."""
         try:
-            obstore.delete(self._store, path)
+            _heard(obstore.delete, self._store, path)
         except FileNotFoundError:
             pass
         except (exceptions.BaseError, OSError) as error:
@@ -128,6 +133,14 @@ class BucketStore:
         )
         message = f"{self.url} could not {doing}: {_said(error)}. {advice}"
         raise RemoteError(message, path=self.url, is_passing=not denied) from error
+
+
+def _heard(ask: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Ask in a way that Ctrl-C ends: Rust hears no signal, and the main thread does while another one asks."""
+    if threading.current_thread() is not threading.main_thread():
+        return ask(*arguments, **options)
+    with ThreadPool(1) as pool:
+        return outcome(pool.apply_async(ask, arguments, options))
 
 
 def _said(error: Exception) -> str:

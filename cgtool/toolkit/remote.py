@@ -6,8 +6,10 @@ the rest is checked as a bundle is, before anything is placed.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
@@ -32,12 +34,15 @@ from cgtool.store import signatures
 from cgtool.store.bundle.gather import gather
 from cgtool.store.bundle.unpack import OnMember
 from cgtool.store.layout import CacheLayout, resolve_root, short
+from cgtool.threads import beside
 from cgtool.toolkit.bundle.choose import Choice
 from cgtool.toolkit.bundle.export import ExportReport, export, held_names
 from cgtool.toolkit.bundle.import_ import ImportedEntry, ImportReport, import_bundle
 from cgtool.toolkit.selection import beginning, not_one
 
 SCHEMA = 1
+#: What an interrupted push waits for files that it is sending.
+_LAST_FILES_SECS = 2.0
 
 
 class PushedEntry(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -100,7 +105,7 @@ def push(
     grouped = {hash_: list(group) for hash_, group in itertools.groupby(names, key=lambda name: name.hash)}
     pushed: list[PushedEntry] = []
     warnings: list[str | None] = []
-    with ThreadPool(AT_ONCE) as pool:  # unlike an executor's, its threads keep nobody who was interrupted waiting
+    with sending_threads() as pool:
         for number, (hash_, group) in enumerate(grouped.items()):
             entry_began = time.monotonic()
             contents = gather(layout, group, shapes=choice.shapes, debug=choice.debug)
@@ -126,13 +131,26 @@ def push(
     )
 
 
+@contextlib.contextmanager
+def sending_threads() -> Iterator[ThreadPool]:
+    """Yield threads that send; whoever is interrupted waits a moment for the files under way, and not for a network."""
+    pool = ThreadPool(AT_ONCE)
+    try:
+        yield pool
+    finally:
+        pool.terminate()
+        ending = threading.Thread(target=pool.join, daemon=True)
+        ending.start()
+        ending.join(_LAST_FILES_SECS)
+
+
 def _tell(on_event: OnEvent, phase: Phase, label: str, done: int, total: int) -> None:
     on_event(Event(phase, label, done=done, total=total))
 
 
 def _sending(pool: ThreadPool, on_file: OnMember, send: Callable[[Any], Any], group: Collection[Any]) -> Iterator[Any]:
     """Send a group, several files at a time, and say how far it is."""
-    for number, sent in enumerate(pool.imap(send, group), 1):
+    for number, sent in enumerate(beside(pool, send, group), 1):
         on_file(number, len(group))
         yield sent
 

@@ -10,6 +10,7 @@ import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -178,13 +179,12 @@ def _push(name: RankName, config: CompilationConfig, root: Path, on_event: OnEve
     """Hand what was made on to the stores that were named."""
     if not config.remote or config.remote_readonly:
         return
-    from multiprocessing.pool import ThreadPool  # what only a push needs
-
-    from cgtool.remote.entries import AT_ONCE
-    from cgtool.remote.remotes import Remotes
+    from cgtool.remote.remotes import Remotes  # what only a push needs
+    from cgtool.threads import beside
+    from cgtool.toolkit.remote import sending_threads
 
     began = time.monotonic()
     on_event(Event("push", short(name.hash), done=0, total=1))
-    with ThreadPool(AT_ONCE) as pool:
-        Remotes.of(CacheLayout(root=root), config, TrustPolicy.of(config)).push(name, each=pool.imap)
+    with sending_threads() as pool:
+        Remotes.of(CacheLayout(root=root), config, TrustPolicy.of(config)).push(name, each=partial(beside, pool))
     on_event(Event("push", short(name.hash), done=1, total=1, secs=time.monotonic() - began))

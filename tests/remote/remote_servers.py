@@ -189,11 +189,11 @@ Fault = Callable[[BaseHTTPRequestHandler, bytes], bool]
 
 
 class FaultyServer(ThreadingHTTPServer):
-    """Serves a folder by plain GET and HEAD, with an index of each folder; `fault` has the first word.
+    """Serves a folder by plain GET, HEAD and PUT, with an index of each folder; `fault` has the first word.
 
     Attributes:
         hidden: Names that are not listed (yet).
-        fault: Asked of each GET and HEAD with the bytes of the file.
+        fault: Asked of each GET and HEAD with the bytes of the file, and of each PUT, whose body is not read yet.
         requests: (method, path) of each that came.
     """
 
@@ -239,8 +239,25 @@ class _FaultyHandler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET  # noqa: N815 - as above
 
+    def do_PUT(self) -> None:
+        self.server.requests.append((self.command, self.path))
+        place = self.server.folder / self.path.strip("/")
+        if self.server.fault(self, b""):
+            return
+        body = self.sent()
+        if self.headers.get("If-None-Match") and place.exists():
+            self.answer(b"", 412)
+            return
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(body)
+        self.answer(b"", 201)
+
+    def sent(self) -> bytes:
+        """The body of the request, all of which is read before an answer, for else that may not be read."""
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
     def do_PROPFIND(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.sent()
         self.answer(b"", 405)
 
     def answer(self, data: bytes, status: int = 200, *, kind: str = "application/octet-stream", **more: str) -> None:

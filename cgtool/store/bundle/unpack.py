@@ -40,6 +40,7 @@ from cgtool.store.bundle_index import (
 from cgtool.store.files import cache_error, discard, os_errors_as_cache_errors
 from cgtool.store.layout import ARTIFACTS, CACHE_FOLDER, KEY_FILE, MANIFEST_FILE, PLAN_FILE, CacheLayout, RankName
 from cgtool.store.records import Key, Manifest, Row, parse_key, parse_manifest
+from cgtool.threads import outcome
 
 #: One flush after another waits for the disk each time; a disk takes many together in the time of one.
 _THREADS = 16
@@ -190,9 +191,9 @@ def _write_beside(bundle: OpenBundle, index: Index, folder: Path, *, signed: boo
             for one in bundle.members(index):
                 under_way.append(pool.apply_async(store, one))
                 if len(under_way) > bundle.at_once:
-                    yield under_way.popleft().get()
+                    yield outcome(under_way.popleft())
             for result in under_way:
-                yield result.get()
+                yield outcome(result)
         finally:
             with starting:
                 ended.set()

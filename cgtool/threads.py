@@ -1,0 +1,29 @@
+"""Waiting for threads so that Ctrl-C and SIGTERM end the wait at once. The standard library alone.
+
+An executor's threads are joined as Python ends, however long a network keeps them; those of a `ThreadPool` are daemons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.pool import AsyncResult, ThreadPool
+from typing import TypeVar
+
+_Given = TypeVar("_Given")
+_Found = TypeVar("_Found")
+
+#: A signal that comes as a wait begins is heard when the wait ends.
+_HEARING_SECS = 0.2
+
+
+def outcome(result: AsyncResult[_Found]) -> _Found:
+    """Return what a thread came to, or raise what it raised."""
+    while not result.ready():
+        result.wait(_HEARING_SECS)
+    return result.get()
+
+
+def beside(pool: ThreadPool, run: Callable[[_Given], _Found], values: Iterable[_Given]) -> Iterator[_Found]:
+    """Call a function with each value, several at a time; yield what it returns, in order."""
+    for result in [pool.apply_async(run, (value,)) for value in values]:
+        yield outcome(result)

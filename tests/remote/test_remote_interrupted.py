@@ -1,0 +1,184 @@
+"""A push or a pull that is interrupted, or whose disk is full: one sentence, nothing half, and another try is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+from cache_maker import lay_entry
+from cli_harness import COMMAND, Ran, environment, run
+from remote_servers import LOOPBACK, PASSWORD, USER, FaultyServer, faulty
+
+from cgtool.remote import http
+from cgtool.remote.entries import indexes
+from cgtool.remote.stores import open_store
+from cgtool.store.layout import CacheLayout
+from cgtool.toolkit.remote import pull
+
+#: More than what connections take at once, and all artifacts together more than the small disk.
+NATIVE_BYTES = 300_000
+
+
+class Held:
+    """A fault: the first artifact that travels stops half way until it is released."""
+
+    def __init__(self) -> None:
+        self.begun, self.released = threading.Event(), threading.Event()
+
+    def __call__(self, handler: BaseHTTPRequestHandler, data: bytes) -> bool:
+        if "/artifacts/" not in handler.path or handler.command == "HEAD" or self.begun.is_set():
+            return False
+        self.begun.set()
+        if handler.command == "GET":
+            handler.send_response(200)
+            handler.send_header("Content-Length", str(len(data)))
+            handler.end_headers()
+            handler.wfile.write(data[: len(data) // 2])
+        self.released.wait(60)
+        handler.close_connection = True
+        return True
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    lay_entry(tmp_path / "cache", seed=21, native_bytes=NATIVE_BYTES)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FaultyServer]:
+    (tmp_path / "store").mkdir()
+    with faulty(tmp_path / "store") as server:
+        yield server
+
+
+def interrupted(server: FaultyServer, signum: int, *arguments: object) -> Ran:
+    """Run a command to the middle of a body, and send it a signal."""
+    server.fault = held = Held()
+    words = [*COMMAND, *map(str, arguments)]
+    with subprocess.Popen(
+        words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert held.begun.wait(60)
+        process.send_signal(signum)
+        out, err = process.communicate(timeout=25)  # less than a silent server is given
+    held.released.set()
+    server.fault = lambda handler, data: False
+    return Ran(code=process.returncode, out=out, err=err)
+
+
+ENDS = {signal.SIGINT: (130, "Error: Interrupted. What"), signal.SIGTERM: (143, "Error: Ended by SIGTERM. What")}
+signals = pytest.mark.parametrize("signum", ENDS)
+
+
+def said_once(text: str) -> str:
+    """The first words of the only line that was said."""
+    [line] = text.strip().splitlines()
+    return line.partition(" was ")[0]
+
+
+@signals
+def test_a_pull_that_is_interrupted_leaves_nothing_and_another_is_whole(cache, server, tmp_path, signum):
+    assert run("push", (tmp_path / "store").as_uri(), "--cache-dir", cache).code == 0
+    new = tmp_path / "new"
+    ended = interrupted(server, signum, "pull", server.url, "--trust", "--any-machine", "--cache-dir", new)
+    assert (ended.code, said_once(ended.err), ended.out) == (*ENDS[signum], "")
+    assert [path for path in new.rglob("*") if path.is_file()] == []
+    again = run("pull", server.url, "--trust", "--any-machine", "--cache-dir", new, "--json")
+    assert [entry["outcome"] for entry in again.report["entries"]] == ["new"]
+
+
+@signals
+def test_a_push_that_is_interrupted_is_not_seen_and_another_sends_the_rest(cache, server, tmp_path, signum):
+    ended = interrupted(server, signum, "push", server.url, "--cache-dir", cache)
+    assert (ended.code, said_once(ended.err), ended.out) == (*ENDS[signum], "")
+    assert indexes(open_store(server.url)) == {}
+    there = len(list((tmp_path / "store").rglob("*.pt2")))
+    server.requests.clear()
+    assert run("push", server.url, "--cache-dir", cache).code == 0
+    assert sum(method == "PUT" and ".pt2" in path for method, path in server.requests) == 4 - there
+    pulled = run("pull", server.url, "--trust", "--any-machine", "--cache-dir", tmp_path / "new", "--json")
+    assert [entry["outcome"] for entry in pulled.report["entries"]] == ["new"]
+
+
+def test_a_program_that_is_interrupted_as_it_pulls_keeps_no_descriptor(cache, server, tmp_path):
+    assert run("push", (tmp_path / "store").as_uri(), "--cache-dir", cache).code == 0
+    before = descriptors()
+    server.fault = held = Held()
+
+    def interrupt(event: object) -> None:
+        if event.done:
+            assert held.begun.wait(60)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pull(server.url, trust=True, any_machine=True, cache_dir=tmp_path / "new", on_event=interrupt)
+    assert [path for path in (tmp_path / "new").rglob("*") if path.is_file()] == []
+    held.released.set()
+    waits(lambda: descriptors() <= before)
+
+
+def descriptors() -> set[str]:
+    """The files that this process has open; connections, which a session keeps for the next request, are left out."""
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.add(str(link.readlink()))
+    return {name for name in found if name.startswith("/")}
+
+
+def waits(holds: Callable[[], bool]) -> None:
+    """Wait until something holds."""
+    for _ in range(600):
+        if holds():
+            return
+        time.sleep(0.05)
+    pytest.fail("it does not come to hold")
+
+
+def test_a_full_disk_is_a_sentence_and_nothing_is_placed(cache, server, small_disk, tmp_path):
+    assert run("push", (tmp_path / "store").as_uri(), "--cache-dir", cache).code == 0
+    ran = run("pull", server.url, "--trust", "--any-machine", "--cache-dir", small_disk / "new", "--json")
+    assert (ran.code, "the disk is full" in ran.report["error"]["message"]) == (1, True), ran.err
+    assert [path for path in small_disk.rglob("*") if path.is_file()] == []
+    assert CacheLayout(root=small_disk / "new").hashes() == []
+
+
+def test_a_server_that_takes_a_body_slowly_is_waited_for(server, monkeypatch):
+    monkeypatch.setattr(http, "CONNECT_SECS", 0.1)
+
+    def slow(handler: BaseHTTPRequestHandler, data: bytes) -> bool:
+        time.sleep(0.5 if handler.command == "PUT" else 0)
+        return False
+
+    server.fault = slow
+    body = bytes(16 * 2**20)  # more than what lies between two processes
+    store = open_store(server.url)
+    store.put("one", body)
+    assert (store.size("one"), [method for method, _ in server.requests]) == (len(body), ["PUT", "HEAD"])
+
+
+@signals
+def test_a_bucket_that_never_answers_keeps_nobody_waiting(tmp_path, signum):
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    with socket.create_server((LOOPBACK, 0)) as listening:
+        listening.settimeout(60)
+        endpoint = f"http://{LOOPBACK}:{listening.getsockname()[1]}"
+        told = environment(
+            AWS_ENDPOINT_URL=endpoint, AWS_ACCESS_KEY_ID=USER, AWS_SECRET_ACCESS_KEY=PASSWORD, AWS_REGION="us-east-1"
+        )
+        words = [*COMMAND, "pull", "s3://models/cgtool", "--trust", "--cache-dir", str(tmp_path)]
+        with subprocess.Popen(words, env=told, stderr=subprocess.PIPE, text=True) as process:
+            connection, _ = listening.accept()
+            with connection:
+                process.send_signal(signum)
+                _, err = process.communicate(timeout=25)
+    assert (process.returncode, said_once(err)) == ENDS[signum]
