@@ -41,6 +41,7 @@ Examples:
 _MOST = 20
 _KINDS = {
     "temporary": ("temporary file", "temporary files"),
+    "shared": ("artifact that no entry links to", "artifacts that no entry links to"),
     "artifact": ("artifact that nothing names", "artifacts that nothing names"),
     "rank": ("rank that was never finished", "ranks that were never finished"),
     "unfinished": ("entry that was never finished", "entries that were never finished"),

@@ -49,7 +49,7 @@ from cgtool.store.walk import EntryView, RankView, view_entry
 
 SCHEMA = 2
 
-_OWN_FOLDERS = frozenset({"units", "lookup", "state"})
+_OWN_FOLDERS = frozenset({"units", "lookup", "state", ARTIFACTS})
 #: Files of a rank folder whose sizes its manifest says.
 _NAMED_FILES = frozenset({MANIFEST_FILE, *RANK_FILES})
 _UNIT_RECORDS = frozenset({UNIT_FILE, "lock"})

@@ -154,6 +154,21 @@ def test_a_model_loads_from_what_an_image_holds(repository, tmp_path):
         assert there.returncode == 0, there.stderr
 
 
+def test_what_an_image_shared_goes_with_the_last_entry_that_links_to_it(repository, tmp_path):
+    hashes = [lay_entry(tmp_path / "cache", seed=3, factors={"width": width}) for width in (1, 2)]
+    export(f"{repository}:two", tmp_path / "cache")
+    made = applied(f"{repository}:two", tmp_path / "made")
+    shared = made / "torch_compile_cache/artifacts"
+    listed = run("inspect", "cache", made, "--json")
+    assert (len(listed.report["entries"]), listed.report["warnings"]) == (2, [])
+    for hash_, left in zip(hashes, (4, 0), strict=True):
+        assert run("prune", "--cache-dir", made, "--entry", hash_, "--yes").code == 0
+        again = run("prune", "--cache-dir", made, "--yes")
+        assert (again.code, "no entry links to" in again.out) == (0, not left), again.out
+        assert len(list(shared.iterdir())) == left
+        assert all(path.exists() for path in made.rglob("*"))
+
+
 def test_equal_caches_give_equal_images_and_models_share_the_layers_of_artifacts(repository, tmp_path):
     for name, factors in (("one", {}), ("copy", {}), ("other", {"width": 3})):
         lay_entry(tmp_path / name, seed=3, factors=factors)

@@ -5,6 +5,7 @@
 | trash | what a killed prune had renamed away | always |
 | temporary | `.tmp` and `.next` of writers that are gone | its process is dead and it rests a minute, else an hour |
 | artifact | an artifact that no manifest of its entry names | nobody writes the entry, and all manifests are intact |
+| shared | an artifact out of a container image that no entry links to | always |
 | rank | a rank folder without a manifest | it rests a day, and nobody writes the entry |
 | unfinished | an entry without any manifest | as above |
 | unit | a unit that was never finished; where asked for, one that no entry shares | it rests an hour |
@@ -88,6 +89,9 @@ class Leftovers:
             if not _is_whole(files):
                 yield from self._of_unit(key, files)
         yield from self._of_lookup(survey.entries)
+        for name in sorted(_listed(f"{self._base}{ARTIFACTS}")):
+            if is_hash(name[:64]) and not self._is_linked(name):
+                yield f"{ARTIFACTS}/{name}", "shared"
         if not self._layout.state_dir.is_symlink():  # what is behind a link is no leftover of this cache
             yield from self._of_state(survey.entries)
 
@@ -108,7 +112,7 @@ class Leftovers:
         together: dict[tuple[str, bool], list[PlannedFile]] = {}
         loose: list[PlannedFile] = []
         for file in files:
-            if file.kind in ("trash", "unit", "lookup", "state") or file.path.endswith(".tmp"):
+            if file.kind in ("trash", "unit", "lookup", "state", "shared") or file.path.endswith(".tmp"):
                 loose.append(file)
             else:
                 owner = "/".join(file.path.split("/")[: 3 if file.path.startswith("units/") else 1])
@@ -148,6 +152,8 @@ class Leftovers:
                 return not may_exist(path)
             case "lookup", [_, _, name]:
                 return not may_exist(self._base + name[:64]) and removal.unlink(path)
+            case "shared", [_, name]:
+                return not self._is_linked(name) and removal.unlink(path)
             case "state", [_, "pruned", _]:
                 return removal.unlink(path)
             case "state", [_, folder, name]:
@@ -227,6 +233,9 @@ class Leftovers:
         yield from self._temporaries("state/pruned/", _listed(f"{self._base}state/pruned"))
         for name in forgotten(self._layout, self._now):
             yield f"state/pruned/{name}", "state"
+
+    def _is_linked(self, name: str) -> bool:
+        return any(may_exist(f"{self._base}{hash_}/{ARTIFACTS}/{name}") for hash_ in self._layout.hashes())
 
     def _temporaries(self, folder: str, names: Iterable[str]) -> Iterator[Leftover]:
         for name in names:
