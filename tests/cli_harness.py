@@ -180,10 +180,10 @@ class Running:
         while not any(said.startswith(line) for said in self.err.splitlines(keepends=True) if said.endswith("\n")):
             assert self._server.code_of(self.pid, secs=0.02) is None, f"it ended without {line!r}: {self.err}"
 
-    def end(self, secs: float = 500.0) -> Ran:
-        """Wait for its end."""
+    def end(self, secs: float | None = None) -> Ran:
+        """Wait for its end, for so long at most."""
         code = self._server.code_of(self.pid, secs=secs)
-        assert code is not None, f"it goes on for more than {secs:g} s: {self.err}"
+        assert code is not None, f"it goes on for more than {secs} s: {self.err}"
         with self._out, self._err:
             return Ran(code=code, out=Path(self._out.name).read_text(), err=self.err)
 
@@ -224,9 +224,9 @@ class Server:
             pass
         return int(said[0])
 
-    def code_of(self, pid: int, *, secs: float) -> int | None:
+    def code_of(self, pid: int, *, secs: float | None) -> int | None:
         """Wait for the end of a process; return its exit code, or None where it still runs then."""
-        until = time.monotonic() + secs
+        until = None if secs is None else time.monotonic() + secs
         while pid not in self._over:
             if self._hear(until) is None:
                 return None

@@ -153,8 +153,7 @@ def test_children_take_turns_and_are_replaced_when_they_died():
     assert 1 <= len(set(words)) <= 2
     for pid in set(words):
         os.kill(int(pid), signal.SIGKILL)
-    wait_until(lambda: not any(map(is_alive, map(int, words))))
-    time.sleep(0.1)
+    wait_until(lambda: not any(child.is_alive for child in children._idle))
     assert ask(children, "nothing").record.word not in words
     with pytest.raises(ChildEndedError):
         ask(children, "crash")

@@ -471,19 +471,20 @@ def _pool(
     config: CompilationConfig, on_event: OnEvent, *, on_cpu: bool
 ) -> AbstractContextManager[WorkerPool | Cluster | None]:
     """Return the workers of a warm; None where everything is compiled in this process."""
+    inductor = config.adaptor in ADAPTORS
     if config.executor and get_adaptor(config.adaptor).compiles:
         return Cluster(
             config.executor,
             timeout_secs=config.compile_timeout,
             prove=config.proof,
-            inductor=config.adaptor in ADAPTORS,
+            inductor=inductor,
             on_event=on_event,
         )
     jobs = default_jobs() if config.jobs is None else config.jobs
     if jobs == 0 or not get_adaptor(config.adaptor).compiles:
         return nullcontext()
     native = _takes_compiler(config, on_cpu=on_cpu)
-    return WorkerPool(jobs=jobs, timeout_secs=config.compile_timeout, native=native)
+    return WorkerPool(jobs=jobs, timeout_secs=config.compile_timeout, inductor=inductor, native=native)
 
 
 def _takes_compiler(config: CompilationConfig, *, on_cpu: bool) -> bool:

@@ -247,8 +247,8 @@ def _masks_for(
 
 
 def _named_masks(masks: Any) -> dict[str, Any]:
-    if isinstance(masks, Mapping):
-        return {f"mask_{kind}": mask for kind, mask in masks.items()}
+    if isinstance(masks, Mapping):  # in the order of a set, which another process has otherwise
+        return {f"mask_{kind}": mask for kind, mask in sorted(masks.items())}
     return {"mask": masks}
 
 

@@ -1,4 +1,4 @@
-"""A model whose compiler never ends: what a test interrupts. Importing it makes that compiler `inductor_standalone`."""
+"""A model whose compiler never ends: what a test interrupts. Importing it makes that compiler `worded`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cgtool import ExampleCall, ModelSpec, adaptor_registry
 from cgtool.compiler.adaptors.eager import EagerAdaptor
 from cgtool.plan.grammar import digest_of
 
-NAME = "inductor_standalone"
+NAME = "worded"
 
 
 class Endless(EagerAdaptor):

@@ -18,11 +18,11 @@ MODEL = Path(__file__).with_name("doomed_model.py")
 
 
 @pytest.fixture
-def warming(tmp_path, cache_root):
+def warming(tmp_path, cache_root, worded_site):
     """A `cgtool warm` of two pieces that are in the compiler's hands, with a mark that all its compilers carry."""
     config = json.dumps({"mark": str(tmp_path)})
-    arguments = ("warm", f"{MODEL}:build", "--jobs", 2, "--no-proof", "--adaptor", "inductor_standalone")
-    running = start(*arguments, "--cache-dir", cache_root, "--inductor-config", config)
+    arguments = ("warm", f"{MODEL}:build", "--jobs", 2, "--no-proof", "--adaptor", "worded")
+    running = start(*arguments, "--cache-dir", cache_root, "--inductor-config", config, env=worded_site)
     pids = tmp_path / "pids"
     wait_until(lambda: running.is_over() or (pids.exists() and len(pids.read_text().split()) == 2), secs=180)
     assert not running.is_over(), running.end()

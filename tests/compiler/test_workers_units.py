@@ -94,16 +94,29 @@ def test_what_workers_refuse_is_compiled_in_this_process(cache_root, tmp_path, m
     assert stored_units(cache_root) == 2
 
 
-def test_workers_compile_and_this_process_does_not(cache_root, tmp_path):
-    log = tmp_path / "log"
-    events = []
-    compile_all(hostile.work_of(0, 50, 150), cache_root, options={"log": str(log)}, events=events)
+class Opening(list):
+    """Events; one that tells of two units at a time opens the gate for the first."""
+
+    def __init__(self, gate):
+        super().__init__()
+        self.gate = gate
+
+    def append(self, event):
+        super().append(event)
+        if event.secs is None and "; " in event.message:
+            self.gate.touch()
+
+
+def test_workers_compile_two_units_at_a_time_and_this_process_none(cache_root, tmp_path):
+    log, gate = tmp_path / "log", tmp_path / "gate"
+    events = Opening(gate)
+    options = {"log": str(log), "gate": str(gate)}
+    compile_all(hostile.work_of(hostile.WAIT, 0, 50), cache_root, options=options, events=events, timeout_secs=300)
     pids = [line.split()[0] for line in log.read_text().splitlines()]
     assert len(pids) == 3
     assert str(os.getpid()) not in pids
     over = [event for event in events if event.secs is not None]
     assert [(event.done, event.total) for event in over] == [(1, 3), (2, 3), (3, 3)]
-    assert any("; " in event.message for event in events if event.secs is None), "two run at a time"
 
 
 _LIBRARY = torch.library.Library("cgtool_workers", "FRAGMENT")
@@ -182,7 +195,7 @@ def _warm_both(root, log):
         f"import sys; sys.path[:0] = {[str(Path(__file__).parent)]!r}\n"
         "import hostile_adaptors as hostile, worker_harness, pathlib\n"
         f"done = worker_harness.compile_all(hostile.work_of(0, 50, 150), pathlib.Path({str(root)!r}), "
-        f"options={json.dumps({'log': str(log)})})\n"
+        f"options={json.dumps({'log': str(log)})}, own=1)\n"
         "print(done.compiled)\n"
     )
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

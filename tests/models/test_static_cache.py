@@ -11,7 +11,6 @@ from cli_harness import run  # noqa: E402
 from test_huggingface import DECODER  # noqa: E402
 
 import cgtool  # noqa: E402
-from cgtool.compiler.pipeline import warm  # noqa: E402
 from cgtool.errors import CacheMissError, GuardError, ModelError, UsageError  # noqa: E402
 from cgtool.models import resolve_model  # noqa: E402
 
@@ -55,18 +54,26 @@ def model_of(saved):
 
 
 @pytest.fixture(scope="module")
-def warmed(saved, tmp_path_factory):
-    """A cache with the decode step of a model, from its folder, without its weights."""
-    roots = {}
+def command(saved, tmp_path_factory):
+    """What the command says that warms the decode step of a model, from its folder, and where it puts it."""
+    done = {}
 
-    def root_of(name, config=EAGER):
-        if (name, config.adaptor) not in roots:
-            roots[name, config.adaptor] = tmp_path_factory.mktemp("cache")
-            spec = resolve_model(f"hf:{saved(name)}", factory_args={"cache": "static", "cache_length": LENGTH})
-            warm(spec, config=config, cache_dir=roots[name, config.adaptor])
-        return roots[name, config.adaptor]
+    def warmed(name, adaptor="eager"):
+        if (name, adaptor) not in done:
+            root = tmp_path_factory.mktemp("cache")
+            options = ("--cache", "static", "--cache-length", LENGTH, "--no-proof", "--adaptor", adaptor)
+            ran = run("warm", f"hf:{saved(name)}", *options, "--cache-dir", root)
+            assert ran.code == 0, ran.err
+            done[name, adaptor] = root, ran.out
+        return done[name, adaptor]
 
-    return root_of
+    return warmed
+
+
+@pytest.fixture(scope="module")
+def warmed(command):
+    """A cache with the decode step of a model."""
+    return lambda *what: command(*what)[0]
 
 
 @pytest.fixture
@@ -109,8 +116,7 @@ def test_generate_gives_the_models_own_tokens(model_of, warmed, name):
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_sixty_four_greedy_tokens_of_native_code_are_the_models_own(model_of, warmed, name):
     model = model_of(name)
-    root = warmed(name, cgtool.CompilationConfig(adaptor="aot_inductor"))
-    served = cgtool.load(model, cache="static", cache_dir=root)
+    served = cgtool.load(model, cache="static", cache_dir=warmed(name, "aot_inductor"))
     for batch, length in ((1, 1), (1, 7), (2, 32)):
         same_tokens(model, served, prompt(batch, length), max_new_tokens=64)
 
@@ -250,20 +256,19 @@ def test_the_model_itself_answers_what_is_refused_where_the_user_says_so(model_o
     assert same_tokens(model, served, prompt(), max_new_tokens=100) == 100
 
 
-def test_the_command_warms_it_and_says_what_a_program_writes(model_of, saved, tmp_path):
-    warmed = ["warm", f"hf:{saved('llama')}", "--cache", "static", "--cache-length", "32", "--adaptor", "eager"]
-    done = run(*warmed, "--no-proof", "--cache-dir", tmp_path)
-    assert done.code == 0, done.err
-    call = f"cgtool.load(module, cache_dir='{tmp_path}', cache='static')"
-    assert call in done.out
+def test_the_command_warms_it_and_says_what_a_program_writes(model_of, saved, command):
+    root, said = command("llama")
+    call = f"cgtool.load(module, cache_dir='{root}', cache='static')"
+    assert call in said
     model = model_of("llama")
     served = eval(call, {"cgtool": cgtool, "module": model})  # the line that the user is told to write
     assert same_tokens(model, served, prompt(), max_new_tokens=8) == 0
-    assert run(*warmed, "--check", "--cache-dir", tmp_path).code == 0
-    other = run(*warmed, "--check", "--cache-dir", tmp_path, "--cache-length", "64")
+    check = ("warm", f"hf:{saved('llama')}", "--cache", "static", "--adaptor", "eager", "--check", "--cache-dir", root)
+    assert run(*check, "--cache-length", LENGTH).code == 0
+    other = run(*check, "--cache-length", 64)
     assert other.code == 3
     assert "dynamic dimensions are not those of the entry" in other.out
-    shown = run("inspect", "cache", "--cache-dir", tmp_path)
+    shown = run("inspect", "cache", "--cache-dir", root)
     assert "LlamaForCausalLM" in shown.out
     assert "static_cache" in shown.out
 
