@@ -13,6 +13,7 @@ The tree under a cache root::
           generated/<sha256[:16]>/<file>         what a compiler wrote for an artifact, for people; in no digest
       units/<key[:2]>/<key>/                     key: 64 hexadecimal digits
         lock unit.json <sha256>.<kind>
+      artifacts/<sha256>.<kind>                  out of a container image, whose entries link to them
       lookup/<digest>/<hash>                     empty files
       lookup/indexed/<hash>-rank_<i>-<prefix>    empty files
       state/used/<hash>-rank_<i>-<prefix>        one byte a hit
