@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from cgtool.graph.expressions import holds, symbols_of
+from cgtool.plan.grammar import Record
 from cgtool.plan.records import Variant
 from cgtool.trace.examples import FIRST_DYNAMIC, DynamicDim
 from cgtool.trace.relations import lines_of_relations
@@ -32,8 +32,7 @@ _ADVICE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Served:
+class Served(Record, frozen=True, kw_only=True):
     """The sizes of one dimension that one variant serves.
 
     Args:

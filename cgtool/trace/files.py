@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import ast
 import types
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from cgtool.guards.code import code_digest
 from cgtool.guards.files import distributions_now, file_of
 from cgtool.guards.sources import SourceError, canonical_module_name, find_qualified
+from cgtool.plan.grammar import Record
 from cgtool.plan.records import Guard
 from cgtool.trace.closure import closure_of, is_covered_by_versions, module_of, modules_by_file, parse, resolved
 from cgtool.trace.variables_read import names_a_variable, variables_read, variables_read_by_given
@@ -25,8 +25,7 @@ from cgtool.trace.variables_read import names_a_variable, variables_read, variab
 _TRACER = "torch._dynamo"
 
 
-@dataclass(frozen=True, kw_only=True)
-class UserCode:
+class UserCode(Record, frozen=True, kw_only=True):
     """What the user wrote, as factors of a key.
 
     Args:
@@ -35,8 +34,8 @@ class UserCode:
         variables: The variables of the environment that it reads.
     """
 
-    sources: Mapping[str, str | None]
-    distributions: Mapping[str, str | None]
+    sources: dict[str, str | None]
+    distributions: dict[str, str | None]
     variables: tuple[str, ...]
 
 
@@ -80,6 +79,16 @@ def user_code(
         sources=dict(sorted(found.digests.items())),
         distributions=dict(sorted({**distributions_now(distributions), **found.distributions}.items())),
         variables=tuple(sorted(read)),
+    )
+
+
+def joined(codes: Iterable[UserCode]) -> UserCode:
+    """Return what several traces rest on."""
+    found = list(codes)
+    return UserCode(
+        sources=dict(sorted(item for code in found for item in code.sources.items())),
+        distributions=dict(sorted(item for code in found for item in code.distributions.items())),
+        variables=tuple(sorted({name for code in found for name in code.variables})),
     )
 
 

@@ -1,0 +1,246 @@
+"""One variant, traced and split: the record of what a plan takes of it, and how it is made.
+
+The record crosses a process: `cgtool.compiler.tracers` has variants traced in children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from cgtool.compiler import _torch
+from cgtool.compiler.fitness import Fitness, fitness_of
+from cgtool.compiler.narrowed import Served, narrowing_relations, served_by
+from cgtool.config import AOT_INDUCTOR
+from cgtool.graph._torch import share_storage
+from cgtool.graph.values import tensor_meta
+from cgtool.guards.signature import CallSignature
+from cgtool.guards.state import current, names_for_pieces
+from cgtool.model import ExampleCall, ModelSpec
+from cgtool.plan.grammar import Record
+from cgtool.plan.pieces import PieceGraph, SymbolRange
+from cgtool.plan.records import Guard, Input, Variant
+from cgtool.split.nodes import lines_by_op
+from cgtool.split.splitter import Call, SplitResult, split_graph
+from cgtool.trace.capture import Trace, capture
+from cgtool.trace.examples import Dims, arguments_for
+from cgtool.trace.files import UserCode, user_code
+from cgtool.trace.outputs import place_outputs
+from cgtool.trace.relations import relations_of_trace, symbols_of_trace
+
+
+class Traced(Record, frozen=True, kw_only=True):
+    """What a plan and its report take of one variant, wherever it was traced.
+
+    Args:
+        variant: The stitched program.
+        graphs: identity → piece, of all pieces.
+        code: The user's code that the trace rests on.
+        splitting_ops: The ops that were split at, by their canonical names.
+        as_it_stands: piece index → why no compiler may be given the piece.
+        from_data: The ops, with their lines, that find a size or a number in data.
+        apart: The ops, with their lines, that compiled code cannot call.
+        served: The sizes that it serves of each dimension.
+        relations: A sentence for the sizes that it refuses within its ranges.
+    """
+
+    variant: Variant
+    graphs: dict[str, PieceGraph]
+    code: UserCode
+    splitting_ops: tuple[str, ...]
+    as_it_stands: dict[int, str]
+    from_data: tuple[str, ...]
+    apart: tuple[str, ...]
+    served: tuple[Served, ...]
+    relations: tuple[str, ...]
+
+
+class Pieces:
+    """How traces are split, and what is known of the pieces.
+
+    Args:
+        splitting_ops: Ops to split at.
+        splits_out: Whether what compiled code cannot call runs between pieces.
+    """
+
+    def __init__(self, splitting_ops: Sequence[str] | None, *, splits_out: bool) -> None:
+        self._splitting_ops = splitting_ops
+        self._splits_out = splits_out
+        self._known: dict[str, Fitness] = {}
+        #: Identity of a piece → the calls at which its compile failed.
+        self._failed: dict[str, set[Call]] = {}
+
+    def split(self, trace: Trace) -> SplitResult:
+        """Split a trace, at what is to be split out by now too."""
+        return split_graph(trace.graph_module, splitting_ops=self._splitting_ops, refused=self._refused)
+
+    def fitness(self, graph: PieceGraph) -> Fitness:
+        """Return what is known of a piece; it is looked at once."""
+        identity = graph.identity()
+        if identity not in self._known:
+            self._known[identity] = fitness_of(graph)
+        return self._known[identity]
+
+    def split_out(self, graph: PieceGraph, op: str) -> bool:
+        """Take in that a piece failed to compile at an op; return whether the op can run between pieces instead."""
+        calls = self.fitness(graph).calling(op) if self._splits_out else set()
+        self._failed.setdefault(graph.identity(), set()).update(calls)
+        return bool(calls)
+
+    def _refused(self, graph: PieceGraph) -> set[Call]:
+        if not self._splits_out or self.fitness(graph).as_it_stands is not None:
+            return set()
+        return self.fitness(graph).without_code() | self._failed.get(graph.identity(), set())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Live:
+    """A variant that was traced in this process, with what else its trace gave."""
+
+    record: Traced
+    trace: Trace
+    split: SplitResult
+
+
+class VariantTracer:
+    """Traces the variants of one model, in one process.
+
+    Args:
+        spec: The model.
+        splitting_ops: Ops to split at; None takes the known ones, () splits nowhere.
+        adaptor: What is to compile the pieces; ops that its code cannot call are split out.
+
+    Attributes:
+        method: The model's method.
+        signature: The method's.
+        dims: The dynamic dimensions.
+        pieces: How traces are split.
+    """
+
+    def __init__(self, spec: ModelSpec, splitting_ops: Sequence[str] | None, adaptor: str) -> None:
+        self.method = getattr(spec.module, spec.method)
+        self.signature = CallSignature.of(self.method)
+        self.dims = Dims.of(spec.dynamic)
+        self.pieces = Pieces(splitting_ops, splits_out=adaptor == AOT_INDUCTOR)
+        self._module = spec.module
+
+    def trace(self, call: ExampleCall, fixed: Mapping[str, int], sizes: Mapping[str, int] | None = None) -> Live:
+        """Trace and split one variant.
+
+        Args:
+            call: Its example call.
+            fixed: The dimensions that it fixes.
+            sizes: Those of other dimensions at which it is traced; by default the example's own.
+        """
+        arguments, marked = arguments_for(call, self.signature, self.dims, fixed, sizes)
+        return self.split(call.name, fixed, capture(self._module, self.method, self.signature, arguments, marked))
+
+    def split(self, name: str, fixed: Mapping[str, int], trace: Trace) -> Live:
+        """Return the variant that a trace comes to, as it is split by now."""
+        split = self.pieces.split(trace)
+        variant = _variant(name, fixed, self.dims, trace, split)
+        by_op = lines_by_op(trace.graph_module.graph)
+        record = Traced(
+            variant=variant,
+            graphs={step.graph: split.graphs[step.graph] for step in split.steps},
+            code=user_code(
+                trace.codes,
+                trace.classes,
+                variables=trace.variables,
+                modules=trace.asked.modules,
+                distributions=trace.asked.distributions,
+            ),
+            splitting_ops=split.splitting_ops,
+            as_it_stands=dict(self._as_they_stand(split)),
+            from_data=split.from_data,
+            apart=split.apart,
+            served=tuple(served_by(variant, trace.shape_env, split.symbol_names, self.dims.by_name, by_op)),
+            relations=tuple(narrowing_relations(variant, trace.shape_env, split.symbol_names, by_op)),
+        )
+        return Live(record=record, trace=trace, split=split)
+
+    def why_not_runnable(self, call: ExampleCall, sizes: Mapping[str, int]) -> str | None:
+        """Return why the model itself does not run at these sizes, or None where it does; nothing is computed."""
+        arguments, _ = arguments_for(call, self.signature, self.dims, sizes)
+        try:
+            with torch.no_grad(), _torch.fake_mode_of(arguments):
+                self.signature.call(self.method, arguments)
+        except Exception as error:  # noqa: BLE001  the model's own code raises what it likes
+            return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return None
+
+    def _as_they_stand(self, split: SplitResult) -> Iterator[tuple[int, str]]:
+        """Yield the pieces that must run as they stand, and why: the split's, and what no compiler may be given."""
+        yield from split.eager_pieces.items()
+        for step in split.steps:
+            if not step.splitting and step.piece >= 0 and step.piece not in split.eager_pieces:
+                reason = self.pieces.fitness(split.graphs[step.graph]).as_it_stands
+                if reason is not None:
+                    yield step.piece, reason
+
+
+def _variant(name: str, fixed: Mapping[str, int], dims: Dims, trace: Trace, split: SplitResult) -> Variant:
+    placeholders = [
+        node.meta["example_value"]
+        for node in trace.graph_module.graph.find_nodes(op="placeholder")
+        if hasattr(node.meta["example_value"], "stride")
+    ]
+    metas = [tensor_meta(value, split.symbol_names) for value in placeholders]
+    inputs = tuple(Input(source=s, meta=m) for s, m in zip(trace.input_sources, metas, strict=True))
+    by_source = {given.source: given.meta for given in inputs}
+    symbols = symbols_of_trace(trace.shape_env, split.symbol_names)
+    relations = relations_of_trace(trace.shape_env, split.symbol_names)
+    named: dict[str, dict[str, None]] = {}
+    for dim_name, source, dim in trace.dims:
+        named.setdefault(dim_name, {})[str(by_source[source].shape[dim])] = None
+    equal = [f"{first} == {other}" for first, *others in map(list, named.values()) for other in others]
+    known = {symbol.name for symbol in symbols}
+    # guards on what the compiled pieces are made by: which kernels attention may use, say
+    compiled = dict.fromkeys(step.graph for step in split.steps if not step.splitting and step.piece >= 0)
+    settings = names_for_pieces(split.graphs[identity] for identity in compiled)
+    states = [Guard(source=f"state:{name}", kind="state", expected=current(name)) for name in settings]
+    return Variant(
+        name=name,
+        fixed=dict(fixed),
+        dims={dim: tuple(text for text in texts if text in known) for dim, texts in named.items()},
+        symbols=tuple(_bounded(symbol, named, dims) for symbol in symbols),
+        relations=(*relations, *equal, *split.relations_from_data),
+        inputs=inputs,
+        model_guards=trace.model_guards,
+        settled=trace.settled,
+        call_guards=(*trace.call_guards, *states, *_apart(inputs, placeholders, split)),
+        steps=split.steps,
+        output=place_outputs(trace.output, split.outputs, by_source),
+    )
+
+
+def _apart(inputs: Sequence[Input], placeholders: Sequence[Any], split: SplitResult) -> Iterator[Guard]:
+    """Yield guards that an input which is written to shares memory with an argument just where it did in the trace.
+
+    Dynamo has such guards too, and does not show them to its filter. Tensors of the model among themselves are left
+    out: what of theirs is one tensor is a fact of the key.
+    """
+    for written in split.mutated_inputs:
+        for other, given in enumerate(inputs):
+            pair = (inputs[written].source, given.source)
+            if other == written or not any(source.startswith("arg:") for source in pair):
+                continue
+            if other in split.mutated_inputs and other < written:
+                continue  # the pair was taken the other way round
+            apart = not share_storage(placeholders[written], placeholders[other])
+            yield Guard(source=pair[0], kind=f"apart:{pair[1]}", expected=apart)
+
+
+def _bounded(symbol: SymbolRange, named: Mapping[str, Mapping[str, Any]], dims: Dims) -> SymbolRange:
+    """Return the symbol's range within what the user said of the dimensions that it carries."""
+    low, high = symbol.min, symbol.max
+    for name, texts in named.items():
+        if symbol.name in texts:
+            said = dims.by_name[name]
+            low = max(low, said.min)
+            high = said.max if high is None else high if said.max is None else min(high, said.max)
+    return msgspec.structs.replace(symbol, min=low, max=high)
