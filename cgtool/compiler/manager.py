@@ -10,14 +10,16 @@ of a model or a layer, no index of a piece.
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from cgtool.adaptor_registry import ADAPTORS
 from cgtool.compiler.adaptors.interface import CompilerInterface, get_adaptor
 from cgtool.compiler.cluster import Cluster
 from cgtool.compiler.generated import Texts, compile_piece
-from cgtool.compiler.pool import WorkerPool
+from cgtool.compiler.pool import WorkerPool, default_jobs
 from cgtool.compiler.proof.prover import Prover
 from cgtool.compiler.request import (
     NEEDS_RANKS,
@@ -28,7 +30,7 @@ from cgtool.compiler.request import (
     imports_for,
 )
 from cgtool.compiler.wanted import Work
-from cgtool.config import EAGER, CompilationConfig
+from cgtool.config import AOT_INDUCTOR, EAGER, CompilationConfig
 from cgtool.errors import CacheCorruptError, ProofMismatchError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.host import count
@@ -264,3 +266,35 @@ class CompilerManager:
 
 def _is_tuned(work: Work) -> bool:
     return work.tuned and work.adaptor != EAGER
+
+
+def pool_of(
+    config: CompilationConfig, on_event: OnEvent, *, on_cpu: bool
+) -> AbstractContextManager[WorkerPool | Cluster | None]:
+    """Return the workers of a warm; None where everything is compiled in this process."""
+    inductor = config.adaptor in ADAPTORS
+    if config.executor and get_adaptor(config.adaptor).compiles:
+        return Cluster(
+            config.executor,
+            timeout_secs=config.compile_timeout,
+            prove=config.proof,
+            inductor=inductor,
+            on_event=on_event,
+        )
+    jobs = default_jobs() if config.jobs is None else config.jobs
+    if jobs == 0 or not get_adaptor(config.adaptor).compiles:
+        return nullcontext()
+    native = takes_compiler(config, on_cpu=on_cpu)
+    return WorkerPool(jobs=jobs, timeout_secs=config.compile_timeout, inductor=inductor, native=native)
+
+
+def takes_compiler(config: CompilationConfig, *, on_cpu: bool) -> bool:
+    """Return whether compiling here runs the host's C++ compiler; nobody knows it of another's adaptor."""
+    return config.adaptor == AOT_INDUCTOR or (on_cpu and config.adaptor in ADAPTORS and config.adaptor != EAGER)
+
+
+def prover_of(config: CompilationConfig, device_index: int | None) -> AbstractContextManager[Prover | None]:
+    """Return what proves the artifacts of a warm; None where nothing is proved."""
+    if not config.proof or not get_adaptor(config.adaptor).compiles:
+        return nullcontext()
+    return Prover(timeout_secs=config.compile_timeout, device_index=device_index)

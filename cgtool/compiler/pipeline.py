@@ -10,7 +10,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,13 +18,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from cgtool.adaptor_registry import ADAPTORS
-from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.compiler.cluster import Cluster
 from cgtool.compiler.generated import dump_entry, dump_traced, keep_generated
-from cgtool.compiler.manager import CompilerManager
-from cgtool.compiler.pool import WorkerPool, default_jobs, early_jobs
-from cgtool.compiler.proof.prover import Prover
+from cgtool.compiler.manager import CompilerManager, pool_of, prover_of, takes_compiler
+from cgtool.compiler.pool import WorkerPool, early_jobs
 from cgtool.compiler.ranks import Ranks
 from cgtool.compiler.required import unserved
 from cgtool.compiler.schedule import Compiled, SplitAgainError, compile_work, unique
@@ -40,14 +37,13 @@ from cgtool.compiler.standing import (
     unproved_notes,
 )
 from cgtool.compiler.wanted import Work, leveled, wanted
-from cgtool.config import AOT_INDUCTOR, CompilationConfig
+from cgtool.config import CompilationConfig
 from cgtool.errors import CacheMissError, ModelError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.guards.kinds import of_any_rank
 from cgtool.host import variables_now
 from cgtool.model import ModelSpec
 from cgtool.plan.grammar import canonical_json, digest_of
-from cgtool.plan.pieces import EAGER
 from cgtool.plan.records import Plan, parse_plan
 from cgtool.plan.rendering import plan_text
 from cgtool.plan.writing import encode_plan
@@ -63,6 +59,7 @@ from cgtool.store.trust import TrustPolicy
 
 if TYPE_CHECKING:
     from cgtool.compiler.stitch import Stitched
+    from cgtool.compiler.tracers import Tracers
 
 #: How often ops at which pieces fail to compile are split out; what fails after that falls back.
 _MOST_SPLITS = 4
@@ -109,6 +106,7 @@ def warm(
     check: bool = False,
     without: Collection[str] = (),
     ranks: Ranks | None = None,
+    tracers: Tracers | None = None,
     on_event: OnEvent = ignore,
 ) -> WarmResult:
     """Make sure that the cache serves a model under a configuration.
@@ -121,6 +119,7 @@ def warm(
         check: Compile and write nothing; raise when something is missing.
         without: Hashes of entries that fit and do not serve: their guards refuse these very examples.
         ranks: Those that a launcher started to warm this model together; None takes those of the default process group.
+        tracers: Children that trace variants beside this process; they are ended as soon as all are traced.
         on_event: Told of each phase as it goes.
 
     Returns:
@@ -148,7 +147,10 @@ def warm(
         if ranks is None and (ranks := Ranks.of_group()) is not None:
             stack.enter_context(ranks)
         stack.enter_context(torch.inference_mode(mode=False))
-        return _Warm(spec, config, layout, on_event, rank=rank, ranks=ranks).run(check=check, without=without)
+        # ranks trace for themselves: children would have to join their group
+        tracers = tracers if ranks is None else None
+        one = _Warm(spec, config, layout, on_event, rank=rank, ranks=ranks, tracers=tracers)
+        return one.run(check=check, without=without)
 
 
 def add_to_entry(
@@ -184,7 +186,7 @@ def add_to_entry(
     """
     on_cpu = all(meta.device == "cpu" for graph in plan.graphs.values() for meta in graph.inputs)
     writer = EntryWriter(layout, key, rank=name.rank, prefix=name.prefix)
-    with _pool(config, on_event, on_cpu=on_cpu) as pool, _prover(config, device_index) as prover:
+    with pool_of(config, on_event, on_cpu=on_cpu) as pool, prover_of(config, device_index) as prover:
         remotes = Remotes.of(layout, config, TrustPolicy.of(config))
         manager = CompilerManager(layout, config, on_event=on_event, pool=pool, prover=prover, remotes=remotes)
         done = compile_work(work, objects=writer.objects, manager=manager, pool=pool, on_event=on_event)
@@ -207,12 +209,14 @@ class _Warm:
         *,
         rank: int,
         ranks: Ranks | None,
+        tracers: Tracers | None,
     ) -> None:
         self._spec = spec
         self._config = config
         self._layout = layout
         self._rank = rank
         self._ranks = ranks
+        self._tracers = tracers
         self._on_event = on_event
         self._trust = TrustPolicy.of(config)
         self._remotes = Remotes.of(layout, config, self._trust)
@@ -324,12 +328,19 @@ class _Warm:
 
         check_writable(self._layout.root)
         on_cpu = all(tensor.device.type in ("cpu", "meta") for tensor in self._spec.module.parameters())
-        if _takes_compiler(self._config, on_cpu=on_cpu):
+        if takes_compiler(self._config, on_cpu=on_cpu):
             check_compiler(self._config.adaptor)
-        with _pool(self._config, self._on_event, on_cpu=on_cpu) as pool:
+        with pool_of(self._config, self._on_event, on_cpu=on_cpu) as pool:
             if pool is not None:
                 pool.start(early_jobs(pool.jobs))  # they import torch while this process traces
-            stitched = stitch(self._spec, self._config.splitting_ops, self._on_event, adaptor=self._config.adaptor)
+            with nullcontext() if self._tracers is None else self._tracers:
+                stitched = stitch(
+                    self._spec,
+                    self._config.splitting_ops,
+                    self._on_event,
+                    adaptor=self._config.adaptor,
+                    tracers=self._tracers,
+                )
             for _ in range(_MOST_SPLITS):
                 with contextlib.suppress(SplitAgainError):
                     return self._built(stitched, reasons, pool, split_out=stitched.split_out)
@@ -365,7 +376,7 @@ class _Warm:
         split_at = ", ".join(stitched.splitting_ops) or "nothing"
         self._on_event(Event(phase="split", message=f"{said}, split at {split_at}"))
         work = wanted(plan, self._config, stitched.fallbacks)
-        with _prover(self._config, first_index(self._spec.module, plan)) as prover:
+        with prover_of(self._config, first_index(self._spec.module, plan)) as prover:
             manager = CompilerManager(
                 self._layout,
                 self._config,
@@ -465,35 +476,3 @@ class _Warm:
     def _dump(self, manifest: Manifest) -> None:
         if self._config.debug_dump_path:
             dump_entry(self._layout, manifest, self._config.debug_dump_path)
-
-
-def _pool(
-    config: CompilationConfig, on_event: OnEvent, *, on_cpu: bool
-) -> AbstractContextManager[WorkerPool | Cluster | None]:
-    """Return the workers of a warm; None where everything is compiled in this process."""
-    inductor = config.adaptor in ADAPTORS
-    if config.executor and get_adaptor(config.adaptor).compiles:
-        return Cluster(
-            config.executor,
-            timeout_secs=config.compile_timeout,
-            prove=config.proof,
-            inductor=inductor,
-            on_event=on_event,
-        )
-    jobs = default_jobs() if config.jobs is None else config.jobs
-    if jobs == 0 or not get_adaptor(config.adaptor).compiles:
-        return nullcontext()
-    native = _takes_compiler(config, on_cpu=on_cpu)
-    return WorkerPool(jobs=jobs, timeout_secs=config.compile_timeout, inductor=inductor, native=native)
-
-
-def _takes_compiler(config: CompilationConfig, *, on_cpu: bool) -> bool:
-    """Return whether compiling here runs the host's C++ compiler; nobody knows it of another's adaptor."""
-    return config.adaptor == AOT_INDUCTOR or (on_cpu and config.adaptor in ADAPTORS and config.adaptor != EAGER)
-
-
-def _prover(config: CompilationConfig, device_index: int | None) -> AbstractContextManager[Prover | None]:
-    """Return what proves the artifacts of a warm; None where nothing is proved."""
-    if not config.proof or not get_adaptor(config.adaptor).compiles:
-        return nullcontext()
-    return Prover(timeout_secs=config.compile_timeout, device_index=device_index)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from cgtool.compiler.narrowed import narrowed_ranges
 from cgtool.compiler.required import check_required, required_sizes, serves
 from cgtool.compiler.traced import Live, Traced, VariantTracer
+from cgtool.compiler.tracers import Tracers
 from cgtool.config import AOT_INDUCTOR, EAGER
 from cgtool.errors import CgtoolError, TraceError
 from cgtool.events import Event, OnEvent
@@ -75,7 +76,12 @@ class Stitched:
 
 
 def stitch(
-    spec: ModelSpec, splitting_ops: Sequence[str] | None, on_event: OnEvent, *, adaptor: str = AOT_INDUCTOR
+    spec: ModelSpec,
+    splitting_ops: Sequence[str] | None,
+    on_event: OnEvent,
+    *,
+    adaptor: str = AOT_INDUCTOR,
+    tracers: Tracers | None = None,
 ) -> Stitched:
     """Trace every variant of every example call of a model and split it.
 
@@ -84,6 +90,7 @@ def stitch(
         splitting_ops: Ops to split at; None takes the known ones, () splits nowhere.
         on_event: Told of each trace.
         adaptor: What is to compile the pieces; ops that its code cannot call are split out.
+        tracers: Children that trace variants beside this process; None traces one after the other.
 
     Raises:
         GraphBreakError: The model cannot be traced into one graph.
@@ -95,7 +102,7 @@ def stitch(
     if spec.module.training:
         msg = "The model is in training mode, and an entry is for inference. Call model.eval() first."
         raise TraceError(msg)
-    tracing = _Tracing(spec, VariantTracer(spec, splitting_ops, adaptor), on_event)
+    tracing = _Tracing(spec, VariantTracer(spec, splitting_ops, adaptor), tracers, on_event)
     check_required(spec.require, _bounds(tracing.tracer.dims))
     tracing.run()
     return tracing.stitched(time.perf_counter() - started)
@@ -118,16 +125,18 @@ class _Tracing:
     Args:
         spec: The model.
         tracer: What traces them here.
+        tracers: What traces them elsewhere.
         on_event: Told of each trace.
     """
 
-    def __init__(self, spec: ModelSpec, tracer: VariantTracer, on_event: OnEvent) -> None:
+    def __init__(self, spec: ModelSpec, tracer: VariantTracer, tracers: Tracers | None, on_event: OnEvent) -> None:
         self.tracer = tracer
         self.traced: list[Traced] = []
         self.notes: list[str] = []
         #: Those of them that were traced in this process, by their index.
         self._live: dict[int, Live] = {}
         self._spec = spec
+        self._tracers = tracers
         self._on_event = on_event
 
     def run(self) -> None:
@@ -140,6 +149,7 @@ class _Tracing:
                     raise
                 self.traced.clear()
                 self._live.clear()
+                self._tracers = None  # they know of no dimension that is static by now
 
     def stitched(self, secs: float) -> Stitched:
         """Join what was traced into one plan.
@@ -176,9 +186,11 @@ class _Tracing:
 
     def _split_again(self, secs: float) -> Stitched:
         begun = time.perf_counter()
+        calls = {call.name: call for call in self._spec.calls}
         for index, one in enumerate(self.traced):
-            live = self._live[index]
-            live = self._live[index] = self.tracer.split(one.variant.name, one.variant.fixed, live.trace)
+            name, fixed = one.variant.name, one.variant.fixed
+            live = self._live.get(index) or self.tracer.trace(calls[name], fixed)
+            self._live[index] = live = self.tracer.split(name, fixed, live.trace)
             self.traced[index] = live.record
         return self.stitched(secs + time.perf_counter() - begun)
 
@@ -198,9 +210,11 @@ class _Tracing:
         signature, all_dims = self.tracer.signature, self.tracer.dims
         calls = {call.name: (call, _present(all_dims, call, signature)) for call in self._spec.calls}
         todo = [(call, fixed) for call, dims in calls.values() for fixed in variants_of(dims)]
+        if self._tracers is not None:
+            self._tracers.begin(todo[1:], splitting_ops=self.tracer.splitting_ops, adaptor=self.tracer.adaptor)
         for index, (call, fixed) in enumerate(todo):
             try:
-                self._keep(self._trace(call, fixed, progress=(index, len(todo))))
+                self._keep(*self._trace(call, fixed, progress=(index, len(todo))))
             except CgtoolError as error:
                 reason = self.tracer.why_not_runnable(call, fixed) if fixed and self.traced else None
                 if reason is None:
@@ -236,18 +250,18 @@ class _Tracing:
         """Trace a variant that serves these sizes: of as many others as the model's code allows, or of these alone."""
         small = {name: size for name, size in asked.items() if size < FIRST_DYNAMIC}
         with contextlib.suppress(CgtoolError):  # Dynamo fixes a size that the code asks for
-            wide = self._trace(call, small, point)
-            if serves(wide.record.variant, point):
-                return self._keep(wide)
-        return self._keep(self._trace(call, asked, point))
+            wide, live = self._trace(call, small, point)
+            if serves(wide.variant, point):
+                return self._keep(wide, live)
+        return self._keep(*self._trace(call, asked, point))
 
-    def _keep(self, one: Live) -> Variant:
-        self._live[len(self.traced)] = one
-        self.traced.append(one.record)
-        variant = one.record.variant
-        if not variant.dims.keys() - variant.fixed.keys() <= self._spec.require.keys():
-            self.notes += one.record.relations  # else further variants serve what this one does not
-        return variant
+    def _keep(self, one: Traced, live: Live | None) -> Variant:
+        if live is not None:
+            self._live[len(self.traced)] = live
+        self.traced.append(one)
+        if not one.variant.dims.keys() - one.variant.fixed.keys() <= self._spec.require.keys():
+            self.notes += one.relations  # else further variants serve what this one does not
+        return one.variant
 
     def _leave_out(self, points: Sequence[str], reason: str) -> None:
         self.notes.append(f"No variant serves {', '.join(points)}, at which the model itself does not run: {reason}")
@@ -258,17 +272,20 @@ class _Tracing:
         fixed: Mapping[str, int],
         sizes: Mapping[str, int] | None = None,
         progress: tuple[int, int] | None = None,
-    ) -> Live:
+    ) -> tuple[Traced, Live | None]:
         shown = fixed if sizes is None else {name: sizes[name] for name in self._spec.require if name in sizes}
         label = call.name + "".join(f", {name}={size}" for name, size in shown.items())
         begun = time.perf_counter()
         done, total = progress or (None, None)
         self._on_event(Event(phase="trace", message=label, done=done, total=total))
-        live = self.tracer.trace(call, fixed, sizes)
-        secs = time.perf_counter() - begun
+        live = None
+        found = None if sizes is not None or self._tracers is None else self._tracers.take(call, fixed)
+        if found is None:
+            live = self.tracer.trace(call, fixed, sizes)
+            found = live.record, time.perf_counter() - begun
         done = None if done is None else done + 1
-        self._on_event(Event(phase="trace", message=label, done=done, total=total, secs=secs))
-        return live
+        self._on_event(Event(phase="trace", message=label, done=done, total=total, secs=found[1]))
+        return found[0], live
 
 
 def _spelled(sizes: Mapping[str, int]) -> str:

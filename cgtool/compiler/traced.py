@@ -119,6 +119,8 @@ class VariantTracer:
         signature: The method's.
         dims: The dynamic dimensions.
         pieces: How traces are split.
+        splitting_ops: As given.
+        adaptor: As given.
     """
 
     def __init__(self, spec: ModelSpec, splitting_ops: Sequence[str] | None, adaptor: str) -> None:
@@ -126,6 +128,8 @@ class VariantTracer:
         self.signature = CallSignature.of(self.method)
         self.dims = Dims.of(spec.dynamic)
         self.pieces = Pieces(splitting_ops, splits_out=adaptor == AOT_INDUCTOR)
+        self.splitting_ops = splitting_ops
+        self.adaptor = adaptor
         self._module = spec.module
 
     def trace(self, call: ExampleCall, fixed: Mapping[str, int], sizes: Mapping[str, int] | None = None) -> Live:

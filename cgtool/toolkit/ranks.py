@@ -137,6 +137,7 @@ def main(channel: Channel) -> None:
                 request.choice,
                 config=CompilationConfig.from_mapping(request.config),
                 check=request.check,
+                in_children=False,  # which would have to join the group
                 on_event=lambda event: channel.note(_Progress(event=event)),
             )
         except CgtoolError as error:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cgtool.child import Channel
 from cgtool.config import CompilationConfig
 from cgtool.errors import CacheMissError
 from cgtool.events import Event, OnEvent, ignore
@@ -26,6 +27,7 @@ from cgtool.toolkit.model_choice import ModelChoice, load_call, require_cache, s
 
 if TYPE_CHECKING:
     from cgtool.compiler.ranks import Ranks
+    from cgtool.compiler.tracers import Tracers
 
 SCHEMA = 2
 DEFAULT_PREFIX = "backbone"
@@ -110,6 +112,7 @@ def warm(
     rank: int | None = None,
     check: bool = False,
     ranks: Ranks | None = None,
+    in_children: bool = True,
     on_event: OnEvent = ignore,
 ) -> WarmReport:
     """Compile what the cache lacks of a model, or only look whether it lacks anything.
@@ -121,6 +124,7 @@ def warm(
         rank: This process's place in a model-parallel group; None takes the environment's word.
         check: Only say what is missing; nothing is compiled or written.
         ranks: Those that a launcher started to warm this model together.
+        in_children: Whether other processes can build this model too, and trace it.
         on_event: Told of each phase as it goes.
 
     Raises:
@@ -150,7 +154,14 @@ def warm(
     lines: dict[str, Any] = {"start": start_line(choice, place), "load_call": load_call("module", for_model)}
     try:
         result = run_pipeline(
-            spec, config=config, cache_dir=root, rank=rank, check=check, ranks=ranks, on_event=on_event
+            spec,
+            config=config,
+            cache_dir=root,
+            rank=rank,
+            check=check,
+            ranks=ranks,
+            tracers=_tracers(choice, config) if in_children else None,
+            on_event=on_event,
         )
     except CacheMissError as miss:
         return WarmReport(root=str(root), reasons=miss.reasons or (str(miss),), **lines)
@@ -173,6 +184,23 @@ def warm(
         ),
         **lines,
     )
+
+
+def _tracers(choice: ModelChoice, config: CompilationConfig) -> Tracers | None:
+    """Return children that build the model too; None where its weights are real, which each would hold once more."""
+    if choice.weights == "real":
+        return None
+    from cgtool.compiler.tracers import Tracers  # torch
+
+    return Tracers("cgtool.toolkit.warm:trace_variants", setup=choice, jobs=config.jobs)
+
+
+def trace_variants(channel: Channel) -> None:
+    """Build the model and trace variants of it; the program of a child."""
+    spec = channel.setup(ModelChoice).build()
+    from cgtool.compiler.tracers import serve_traces  # Dynamo
+
+    serve_traces(channel, spec)
 
 
 def _push(name: RankName, config: CompilationConfig, root: Path, on_event: OnEvent) -> None:

@@ -1,0 +1,141 @@
+"""Tracing variants beside each other: in children that build the model for themselves, and send back records.
+
+What a child cannot trace, and what none has begun with when its turn comes, is traced by the process that asked: an
+error is raised there, with all that belongs to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from cgtool.child import Channel
+from cgtool.compiler.pool import default_jobs
+from cgtool.compiler.request import Settings, StaysHereError, apply_settings, changed_settings
+from cgtool.compiler.traced import Traced, VariantTracer
+from cgtool.errors import CgtoolError
+from cgtool.model import ExampleCall, ModelSpec
+from cgtool.plan.grammar import Count, DimName, Record, Seconds, encode
+from cgtool.processes import ChildEndedError, Children, ClosedError
+
+_log = logging.getLogger(__name__)
+
+
+class VariantName(Record, frozen=True, kw_only=True):
+    """A variant: its example call, and the dimensions that it fixes."""
+
+    call: str
+    fixed: dict[DimName, Count]
+
+
+class TraceRequest(Record, frozen=True, kw_only=True):
+    """A variant to trace, and how; without one, the answer says that the model is built."""
+
+    variant: VariantName | None = None
+    splitting_ops: tuple[str, ...] | None = None
+    adaptor: str = ""
+    settings: Settings = Settings(torch={})
+
+
+class TraceReport(Record, frozen=True, kw_only=True):
+    """What came of it: the variant and the seconds that it took, or why there is none."""
+
+    traced: Traced | None = None
+    secs: Seconds = 0.0
+    failure: str = ""
+
+
+class Tracers(Children):
+    """Children that trace variants of one model, beside this process.
+
+    A core is left to this process, and one to the workers that get ready meanwhile: of two cores, children would take
+    as much as they give.
+
+    Args:
+        program: As for `Child`: builds the model from the setup, and gives it to `serve_traces`.
+        setup: What the model is built from.
+        jobs: How many processes may work; None takes what the machine bears.
+    """
+
+    def __init__(self, program: str, *, setup: Record, jobs: int | None) -> None:
+        self._count = (default_jobs() if jobs is None else jobs) - 2
+        super().__init__(program, limit=max(1, self._count), setup=setup)
+        self._executor = ThreadPoolExecutor(max(1, self._count), "cgtool-trace", initializer=self._wait_until_built)
+        self._begun: dict[bytes, Future[TraceReport]] = {}
+
+    def begin(
+        self,
+        variants: Iterable[tuple[ExampleCall, Mapping[str, int]]],
+        *,
+        splitting_ops: Sequence[str] | None,
+        adaptor: str,
+    ) -> None:
+        """Have variants traced in the order in which they will be asked for; return at once."""
+        if self._count < 1:
+            return
+        try:
+            settings = changed_settings()
+        except StaysHereError as reason:
+            _log.info("All variants are traced in this process: %s.", reason)
+            return
+        for call, fixed in variants:
+            request = TraceRequest(
+                variant=VariantName(call=call.name, fixed=dict(fixed)),
+                splitting_ops=None if splitting_ops is None else tuple(splitting_ops),
+                adaptor=adaptor,
+                settings=settings,
+            )
+            self._begun[encode(request.variant)] = self._executor.submit(self._traced, request)
+
+    def take(self, call: ExampleCall, fixed: Mapping[str, int]) -> tuple[Traced, float] | None:
+        """Wait for a variant that a child has begun with; return it and the seconds that it took.
+
+        None means that this process is to trace it.
+        """
+        future = self._begun.pop(encode(VariantName(call=call.name, fixed=dict(fixed))), None)
+        if future is None or future.cancel():
+            return None
+        report = future.result()
+        if report.traced is None:
+            _log.info("A variant is traced in this process, because a child did not: %s", report.failure)
+            return None
+        return report.traced, report.secs
+
+    def close(self) -> None:
+        """End all children; nothing more is traced."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        super().close()
+
+    def _wait_until_built(self) -> None:
+        """Let a child build the model: a variant is begun with once it can be, and is this process's until then."""
+        with contextlib.suppress(ChildEndedError, ClosedError, OSError):  # the next request says it again
+            self.ask(TraceRequest(), answer=TraceReport, timeout_secs=None)
+
+    def _traced(self, request: TraceRequest) -> TraceReport:
+        try:
+            report: TraceReport = self.ask(request, answer=TraceReport, timeout_secs=None).record
+        except (ChildEndedError, ClosedError, OSError, ValueError) as error:
+            return TraceReport(failure=str(error))
+        return report
+
+
+def serve_traces(channel: Channel, spec: ModelSpec) -> None:
+    """Trace variants of a model until the parent lets go; whatever goes wrong is in the answer."""
+    tracer: VariantTracer | None = None
+    calls = {call.name: call for call in spec.calls}
+    for request, _ in channel.requests(TraceRequest):
+        if request.variant is None:
+            channel.answer(TraceReport())
+            continue
+        apply_settings(request.settings)
+        tracer = tracer or VariantTracer(spec, request.splitting_ops, request.adaptor)
+        begun = time.perf_counter()
+        try:
+            live = tracer.trace(calls[request.variant.call], request.variant.fixed)
+        except CgtoolError as error:
+            channel.answer(TraceReport(failure=str(error)))
+        else:
+            channel.answer(TraceReport(traced=live.record, secs=time.perf_counter() - begun))

@@ -1,0 +1,135 @@
+"""Variants that children trace make the entry that one process makes; whatever becomes of a child, the warm goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from cgtool.child import descendants
+from cgtool.config import CompilationConfig
+from cgtool.errors import GraphBreakError
+from cgtool.host import counters
+from cgtool.toolkit.model_choice import ModelChoice
+from cgtool.toolkit.warm import warm
+
+pytestmark = pytest.mark.torch
+
+HERE = Path(__file__).parent
+MODELS = HERE / "traced_model.py"
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 64,
+}
+
+
+@pytest.fixture
+def llama(tmp_path):
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama/config.json").write_text(json.dumps(LLAMA))
+    return f"hf:{tmp_path}/llama"
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """Let this process wait for children instead of tracing what they have not begun with."""
+    monkeypatch.setattr(Future, "cancel", lambda _: False)
+
+
+def warmed(model, root, *, jobs=4, on_event=lambda _: None, **factory_args):
+    """Warm a model eagerly; return the report and how many traces this process made."""
+    before = counters()["traces"]
+    choice = ModelChoice(model=str(model), factory_args=factory_args)
+    report = warm(choice, config=CompilationConfig(adaptor="eager", jobs=jobs), cache_dir=root, on_event=on_event)
+    return report, counters()["traces"] - before
+
+
+def entry_of(root):
+    """Return {path: bytes} of the only entry of a cache; of its manifest what says nothing of time."""
+    files = {
+        str(file.relative_to(root)): file.read_bytes()
+        for file in (root / "torch_compile_cache").glob("[0-9a-f]*/**/*")
+        if file.is_file()
+    }
+    for name, data in files.items():
+        if name.endswith("manifest.json"):
+            found = json.loads(data)
+            rows = [{**row, "artifact": row["artifact"]["digest"]} for row in found["rows"]]
+            files[name] = {**found, "rows": rows, "created": "", "sha256": ""}
+    return files
+
+
+@pytest.mark.parametrize(
+    ("model", "variants"),
+    [
+        pytest.param("llama", 4, id="hf", marks=pytest.mark.slow),
+        pytest.param(HERE.parents[1] / "fixtures/tiny_llama.py:build", 2, id="tiny_llama"),
+    ],
+)
+def test_children_make_the_entry_that_one_process_makes(tmp_path, request, patient, model, variants):
+    model = request.getfixturevalue(model) if model == "llama" else model
+    alone, traces = warmed(model, tmp_path / "alone", jobs=1)
+    assert traces == variants
+    events = []
+    report, traces = warmed(model, tmp_path / "beside", jobs=4, on_event=events.append)
+    assert traces == 1
+    told = [event for event in events if event.phase == "trace" and event.secs is not None]
+    assert [(event.done, event.total) for event in told] == [(done + 1, variants) for done in range(variants)]
+    assert report.notes == alone.notes
+    assert entry_of(tmp_path / "beside") == entry_of(tmp_path / "alone")
+    assert not descendants(os.getpid())
+
+
+def test_a_variant_that_the_model_cannot_run_is_left_out_with_its_note(tmp_path, patient):
+    alone, _ = warmed(f"{MODELS}:convolved", tmp_path / "alone", jobs=1)
+    beside, _ = warmed(f"{MODELS}:convolved", tmp_path / "beside", jobs=4)
+    assert any("No variant serves length = 1" in note for note in alone.notes)
+    assert beside.notes == alone.notes
+    assert entry_of(tmp_path / "beside") == entry_of(tmp_path / "alone")
+
+
+def test_a_dimension_that_the_code_fixes_is_static_for_all_variants(tmp_path, patient):
+    alone, _ = warmed(f"{MODELS}:fixed", tmp_path / "alone", jobs=1)
+    beside, _ = warmed(f"{MODELS}:fixed", tmp_path / "beside", jobs=4)
+    assert "width serves 4 only" in alone.notes[0]
+    assert beside.notes == alone.notes
+    assert entry_of(tmp_path / "beside") == entry_of(tmp_path / "alone")
+
+
+def test_an_error_in_a_child_is_the_error_of_the_warm(tmp_path, patient):
+    with pytest.raises(GraphBreakError, match="graph_break"):
+        warmed(f"{MODELS}:broken", tmp_path / "cache")
+
+
+def test_what_a_child_that_died_was_to_trace_is_traced_here(tmp_path, patient):
+    report, traces = warmed(f"{MODELS}:dying", tmp_path / "cache", folder=str(tmp_path))
+    assert traces == 2
+    assert report.compiled
+
+
+def test_nobody_waits_for_a_child_that_has_not_built_the_model(tmp_path):
+    _, traces = warmed(f"{MODELS}:hanging", tmp_path / "cache", folder=str(tmp_path))
+    assert traces >= 2
+    assert not descendants(os.getpid())
+
+
+def test_children_end_where_the_warm_is_interrupted(tmp_path):
+    def interrupt(event):
+        if event.phase == "trace":
+            assert descendants(os.getpid())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        warmed(f"{MODELS}:hanging", tmp_path / "cache", on_event=interrupt, folder=str(tmp_path))
+    assert not descendants(os.getpid())
