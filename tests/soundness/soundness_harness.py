@@ -78,8 +78,9 @@ def cases(features: Mapping[str, Feature], ways: Collection[str] = WAYS, *, slow
     """Return the product of features, places and ways as parameters of a test; without `slow`, the quick ones.
 
     One place of each feature is tried always, and there one of the looks after `load`; which they are varies from
-    feature to feature. That a file was edited and that nothing was changed vary least with the feature: where there are
-    other ways, they are tried of every third. The rest is slow.
+    feature to feature. What varies least with the feature is tried of some: that a file was edited, of every third
+    where there are other ways; that nothing was changed, of every third without a look, whose first call shows it, and
+    of every sixteenth with one. The rest is slow.
     """
     found = []
     for name, feature in features.items():
@@ -90,7 +91,8 @@ def cases(features: Mapping[str, Feature], ways: Collection[str] = WAYS, *, slow
         for place, way in itertools.product(feature.places, ways_there):
             if way in ways and (place, way) != ("helper", "early"):  # that object is made as its module is imported
                 case = Case(name=name, feature=feature, place=place, way=way)
-                sampled = way == looks if way in LOOKS else way not in plain or not number % 3
+                every = 16 if way == "same" and looks in ways_there else 3 if way in plain else 1
+                sampled = way == looks if way in LOOKS else not number % every
                 marks = [] if place == always and sampled else [pytest.mark.slow]
                 if marks and not slow:
                     continue
@@ -119,6 +121,11 @@ def judge(case: Case) -> Outcome:
         return Outcome(word="crash", shown=f"{after['kind']}: {after['reason']}")
     if case.way in {"same", *LOOKS} and not after.get("loaded", True):
         return Outcome(word="missed", shown=after["reason"])
+    first = after.get("first", {}).get("served", before["eager"])
+    if first != before["eager"]:
+        return Outcome(word="wrong", shown=f"served {first} before the change, and eager gives {before['eager']}")
+    if after.get("first", {}).get("outcome", "hit") != "hit":
+        return Outcome(word="missed", shown=after["first"]["reason"])
     if (after["eager"] == before["eager"]) != (case.way == "same"):
         raise ValueError(f"eager gave {before['eager']} and gives {after['eager']}: that is no test of the change")
     if after["outcome"] == "refused":

@@ -50,8 +50,8 @@ def warm(request: dict[str, Any]) -> dict[str, Any]:
 def serve(request: dict[str, Any]) -> dict[str, Any]:
     """Start the changed project from the cache, and answer what it gives beside what eager gives.
 
-    `early` runs before the model is built, `live` after it, `late` after `load`; what `looks` at the model again is
-    `recheck` then, or the call.
+    `early` runs before the model is built, `live` after it, `late` after `load` and a first call; what `looks` at the
+    model again is `recheck` then, or the call.
     """
     _set(request["environment"])
     serve = _project(request)
@@ -75,10 +75,18 @@ def _served(request: dict[str, Any], model: torch.nn.Module, names: dict[str, An
         loaded = cgtool.load(model, cache_dir=request["cache"], config=config)
     except Exception as error:  # noqa: BLE001 - as above
         return refusal(error) | {"loaded": False}
+    first = {"first": _called(loaded, request, names)} if request["looks"] else {}
     exec(request["late"], names)
     try:
         if request["looks"] == "recheck":
             loaded.recheck()
+    except Exception as error:  # noqa: BLE001 - as above
+        return first | refusal(error)
+    return first | _called(loaded, request, names)
+
+
+def _called(loaded: Any, request: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
+    try:
         with eval(request["context"], names):
             return {"outcome": "hit", "served": described(loaded(*names["args"]))}
     except Exception as error:  # noqa: BLE001 - as above
