@@ -42,6 +42,8 @@ _MOST_BLIND_TRIES = 4
 #: How often who waits for a unit looks whether there are workers, and how long there may be none, in seconds.
 _LOOK_SECS = 5.0
 _PATIENCE_SECS = 300.0
+#: How much is shown of what an engine says of a worker's death.
+_REASON_CHARS = 200
 
 
 class Cluster:
@@ -181,7 +183,7 @@ class Cluster:
         except (NoWorkerError, WorkersDiedError, ExecutorError):
             raise
         except self._engine.died as error:
-            raise WorkersDiedError(("a worker",), str(error).strip().partition("\n")[0]) from error
+            raise WorkersDiedError(("a worker",), " ".join(str(error).split())[:_REASON_CHARS]) from error
         except self._engine.lost as error:
             raise ExecutorError(
                 f"The executor {self._url} is gone ({str(error) or type(error).__name__}). What was finished is "

@@ -210,6 +210,8 @@ class _Dask(Engine):
         args = (_name_of(call), data, self._with[data].name)
         future: Future[bytes] = executor.submit(self._run, _name_of(_call_on_dask), *args)
         self._sent[future] = data, workers
+        # a result that is wanted still is computed again where the worker that keeps it dies
+        future.add_done_callback(lambda done: self._sent.pop(done, None))
         return future
 
     def call_everywhere(self, call: Callable[..., None], *args: object) -> None:
@@ -220,9 +222,10 @@ class _Dask(Engine):
 
     def has_workers(self, future: Future[bytes] | None = None) -> bool:
         there = self._client.nthreads()
-        if future is None:
-            return bool(there)
-        data, wanted = self._sent[future]
+        sent = None if future is None else self._sent.get(future)
+        if sent is None:  # of none, or of one that is done
+            return future is not None or bool(there)
+        data, wanted = sent
         found = any(address in there for address in wanted or there)
         if not found:
             _check_deaths(self._with[data].get())
@@ -302,19 +305,22 @@ class _Ray(Engine):
         ref = self._run.options(num_cpus=1, max_retries=0, label_selector=where).remote(_name_of(call), data)
         future: Future[bytes] = ref.future()
         self._sent[future] = ref, avoid
+        future.add_done_callback(lambda done: self._sent.pop(done, None))  # and Ray keeps its result no longer
         return future
 
     def cancel(self, future: Future[bytes]) -> None:
-        self._ray.cancel(self._sent[future][0], force=True)
+        ref, _ = self._sent.get(future, (None, None))
+        if ref is not None:
+            self._ray.cancel(ref, force=True)
 
     def has_workers(self, future: Future[bytes] | None = None) -> bool:
-        return bool(self._nodes() - (frozenset() if future is None else self._sent[future][1]))
+        _, avoided = (None, frozenset()) if future is None else self._sent.get(future, (None, frozenset()))
+        return bool(self._nodes() - avoided)
 
     def close(self) -> None:
         with contextlib.suppress(*self.lost):  # the cluster is gone
-            for future in self._sent:
-                if not future.done():
-                    self.cancel(future)
+            for future in list(self._sent):
+                self.cancel(future)
         if self._is_ours:
             self._ray.shutdown()
 

@@ -30,14 +30,14 @@ def site(worded_site):
 
 
 class Dask:
-    """A scheduler, which has no cgtool and gives up who is silent for 10 s, and workers; each has a log of its own.
+    """A scheduler, which has no cgtool, and its workers, each a process with its own log.
 
     Attributes:
         url: For `--executor`.
         workers: Their processes.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **variables: str) -> None:
         self._folder = folder
         #: PYTHONPATH of a process that has no cgtool.
         self.without_cgtool = str(folder / "none")
@@ -46,8 +46,7 @@ class Dask:
         (hidden / "__init__.py").write_text("raise ImportError('there is no cgtool here')\n")
         file = folder / "scheduler.json"
         self.scheduler = self._start("scheduler", "--host", "127.0.0.1", "--port", "0", "--no-dashboard",
-                                     "--scheduler-file", file, PYTHONPATH=self.without_cgtool,
-                                     DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL="10s")  # fmt: skip
+                                     "--scheduler-file", file, PYTHONPATH=self.without_cgtool, **variables)  # fmt: skip
         wait_until(lambda: file.exists() and file.read_text().strip())
         self.address = json.loads(file.read_text())["address"]
         self.url = "dask:" + self.address.removeprefix("tcp:")
@@ -85,11 +84,11 @@ class Dask:
 
 
 @pytest.fixture
-def dask(tmp_path):
-    """A scheduler without workers."""
+def dask(tmp_path, request):
+    """A scheduler without workers, in an environment with the variables of an indirect parameter."""
     pytest.importorskip("distributed")
     folder = tmp_path / "dask"
     folder.mkdir()
-    cluster = Dask(folder)
+    cluster = Dask(folder, **getattr(request, "param", {}))
     yield cluster
     cluster.close()

@@ -92,6 +92,25 @@ def test_a_worker_that_is_killed_costs_nothing_but_its_unit_which_another_one_co
     assert done.compiled == stored_units(cache_root) == 3
 
 
+def test_what_a_killed_worker_had_finished_is_not_done_again(dask, site, cache_root, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(site["PYTHONPATH"].partition(os.pathsep)[0])
+    log, gate = tmp_path / "log", tmp_path / "gate"
+    first = dask.add_worker(**site)
+
+    def kill_and_replace():
+        wait_until(lambda: stored_units(cache_root) == 1 and len(log.read_text().split()) == 2)
+        first.kill()
+        dask.add_worker(**site)
+        gate.touch()
+
+    helper = threading.Thread(target=kill_and_replace)
+    helper.start()
+    work = hostile.work_of(0, 50, adaptor="worded")
+    compile_on(dask.url, work, cache_root, options={"log": str(log), "gate": str(gate)})
+    helper.join()
+    assert len(log.read_text().split()) == 3
+
+
 def test_a_unit_that_kills_two_workers_fails_by_name_and_the_others_are_stored(dask, cache_root):
     workers = [dask.add_worker() for _ in range(3)]
     with pytest.raises(UnitsFailedError, match=r"piece 0 \(general\): workers failed with it twice") as caught:
@@ -109,6 +128,7 @@ def test_a_unit_that_kills_all_workers_there_are_fails_by_name(dask, cache_root)
     assert all(worker.wait(10) for worker in workers)
 
 
+@pytest.mark.parametrize("dask", [{"DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": "10s"}], indirect=True)
 def test_a_worker_that_hangs_is_given_up_and_another_one_does_its_unit(dask, cache_root, tmp_path):
     log, events = tmp_path / "log", []
     first = dask.add_worker()
@@ -135,8 +155,8 @@ def test_a_worker_that_comes_late_does_what_others_refused_and_left(dask, cache_
 
     def replace():
         wait_until(lambda: log.exists() and log.read_text())
-        fit.kill()
         dask.add_worker()
+        fit.kill()
         (tmp_path / "go").touch()
 
     helper = threading.Thread(target=replace)

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 import hostile_adaptors as hostile  # noqa: E402
 from cli_harness import REPO, environment, run  # noqa: E402
-from worker_harness import compile_on, stored_units, wait_until  # noqa: E402
+from worker_harness import compile_on, interrupt, processes_with, stored_units, wait_until  # noqa: E402
 
 from cgtool.errors import ConfigError, UnitsFailedError  # noqa: E402
 from cgtool.executors.engines import open_engine  # noqa: E402
@@ -35,6 +35,15 @@ def options(root, executor):
     return ("warm", MODEL, "--adaptor", "worded", "--cache-dir", str(root), "--json", "--executor", executor)
 
 
+def mpi():
+    """Return the beginning of a command of cgtool whose one worker is another process of MPI."""
+    pytest.importorskip("mpi4py")
+    if shutil.which("mpiexec") is None:
+        pytest.skip("there is no mpiexec: apt-get install openmpi-bin")
+    start = ["mpiexec", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    return [*start, sys.executable, "-m", "mpi4py.futures", "-m", "cgtool"]
+
+
 def all_are_proved(report):
     proved = [artifact["proved"] for artifact in report["artifacts"]]
     return report["compiled"] == len(proved) == 4 and all(proved)
@@ -49,15 +58,31 @@ def test_jobs_of_slurm(found, cache_root, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_unit_that_kills_two_jobs_of_slurm_fails_by_name(cache_root, tmp_path):
+    pytest.importorskip("submitit")
+    work = hostile.work_of(hostile.number_of(hostile.kill_worker), 0)
+    with pytest.raises(UnitsFailedError, match=r"piece 0 \(general\): workers failed with it twice") as caught:
+        compile_on(f"slurm:cluster=local,folder={tmp_path / 'jobs'}", work, cache_root)
+    assert str(caught.value).count("a worker: Job ") == 2
+    assert stored_units(cache_root) == 1
+
+
+@pytest.mark.slow
 def test_processes_of_mpi(found, cache_root):
-    pytest.importorskip("mpi4py")
-    if shutil.which("mpiexec") is None:
-        pytest.skip("there is no mpiexec: apt-get install openmpi-bin")
-    command = ["mpiexec", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
-    command += [sys.executable, "-m", "mpi4py.futures", "-m", "cgtool", *options(cache_root, "mpi")]
+    command = [*mpi(), *options(cache_root, "mpi")]
     done = subprocess.run(command, env=environment(**found), capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stderr
     assert all_are_proved(json.loads(done.stdout))
+
+
+@pytest.mark.slow
+def test_an_interruption_ends_processes_of_mpi(found, cache_root, tmp_path):
+    command = [*mpi(), "warm", MODEL, "--executor", "mpi"]
+    code, said, begun = interrupt(command, cache_root, tmp_path, num_begun=2, variables=found)
+    assert code != 0
+    assert "What was finished is kept" in said
+    assert begun() == 2
+    assert stored_units(cache_root) == 1
 
 
 @pytest.fixture
@@ -84,7 +109,7 @@ def ray_head(found, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_cluster_of_ray(ray_head, found, cache_root):
+def test_a_cluster_of_ray(ray_head, found, cache_root, tmp_path):
     on_the_machine, by_client = ray_head
     done = run(*options(cache_root, by_client), env=found)
     assert done.code == 0, done.err
@@ -93,6 +118,14 @@ def test_a_cluster_of_ray(ray_head, found, cache_root):
     with pytest.raises(UnitsFailedError, match=r"piece 0 \(general\): workers failed with it twice"):
         compile_on(on_the_machine, hostile.work_of(killer, 0, 50), cache_root / "other")
     assert stored_units(cache_root / "other") == 2
+    command = [sys.executable, "-m", "cgtool", "warm", MODEL, "--executor", on_the_machine]
+    code, said, begun = interrupt(command, cache_root / "third", tmp_path, num_begun=3, variables=found)
+    assert code == 130
+    assert "What was finished is kept" in said
+    site = found["PYTHONPATH"].partition(os.pathsep)[0]
+    wait_until(lambda: not processes_with(site))  # children of the workers, while the gate is shut
+    assert begun() == 3
+    assert stored_units(cache_root / "third") == 1
 
 
 def test_what_slurm_does_not_take_is_said(tmp_path):

@@ -5,9 +5,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import json
 import os
+import signal
+import subprocess
 import time
 from pathlib import Path
+
+from cli_harness import environment
 
 from cgtool.compiler.cluster import Cluster
 from cgtool.compiler.manager import CompilerManager
@@ -51,6 +56,28 @@ def compile_on(url, work, root, *, timeout_secs=None, prove=False, options=None,
 
 def stored_units(root):
     return len(list(Path(root).glob("torch_compile_cache/units/*/*/unit.json")))
+
+
+def interrupt(command, root, folder, *, num_begun, variables):
+    """Give a warm with the adaptor `worded`, and interrupt it once so many units were begun and the first is stored.
+
+    Returns:
+        How it ended, what it said, and a function that lets the units go on and returns how many were begun.
+    """
+    log, gate = folder / "log", folder / "gate"
+    options = ["--adaptor", "worded", "--cache-dir", str(root)]
+    options += ["--inductor-config", json.dumps({"log": str(log), "gate": str(gate)})]
+    warm = subprocess.Popen([*command, *options], env=environment(**variables), stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: log.exists() and len(log.read_text().split()) == num_begun, secs=180)
+    wait_until(lambda: stored_units(root) == 1)
+    warm.send_signal(signal.SIGINT)
+    said = warm.communicate(timeout=60)[1]
+
+    def let_go():
+        gate.touch()
+        return len(log.read_text().split())
+
+    return warm.returncode, said, let_go
 
 
 def is_alive(pid):
