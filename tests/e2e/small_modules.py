@@ -319,12 +319,6 @@ NOTED = {
     "distances": "rows serves 2 to 25 because of",  # and another way from 26 on
 }
 
-#: The same, of what only a warm with Inductor says.
-NOTED_OF_NATIVE = {
-    # torch compiles a part of it where it runs eagerly, which the process of the whole call does not
-    "flex attention with a block mask": "the model itself does not run on these inputs",
-}
-
 #: Refused, with the user's line where there is one.
 REFUSED = {
     "gru of a dynamic length": (

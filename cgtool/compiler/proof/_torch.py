@@ -25,10 +25,19 @@ _INDEX = 2
 _BY_TENSORS = frozenset(getattr(torch.ops.aten, name) for name in ("index", "index_put", "index_put_"))
 
 
-class Settled(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]  # 2.11 to 2.15
-    """Settles, one way or the other, what ops leave open: what uninitialised memory holds, how a sort orders equals."""
+class _Beside(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]  # 2.11 to 2.15
+    """A mode under which eager code may compile a part of itself, as flex attention does."""
 
     supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return true: under others torch compiles nothing, and `fullgraph` raises."""
+        return True
+
+
+class Settled(_Beside):
+    """Settles, one way or the other, what ops leave open: what uninitialised memory holds, how a sort orders equals."""
 
     def __init__(self, *, other: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
@@ -61,10 +70,8 @@ def _sorted(
     return values, places.gather(dim, following)
 
 
-class CheckedIndices(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]  # as above
+class CheckedIndices(_Beside):
     """Raises IndexError where an index is out of range: a GPU refuses all further work of the process instead."""
-
-    supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at the indices, then call `func`."""
