@@ -25,9 +25,10 @@ _HINTS = (
         "Remove the call from forward, or guard it with `if not torch.compiler.is_compiling()`.",
     ),
     (
-        r"\.item\(\)|_local_scalar_dense|tolist|data.dependent|GuardOnDataDependent|nonzero|Dynamic shape operator",
+        r"\.item\(\)|_local_scalar_dense|tolist|data.dependent|OnDataDependent|nonzero|Dynamic shape|PendingUnbacked",
         "Compute it before the call and pass it in, or keep it a tensor (torch.where, masks of a fixed size).",
     ),
+    (r"nn\.Parameter\(\)", "Make parameters and modules when the model is built, and not in forward."),
     (r"builtin|skipfiles|skip function|C/C\+\+|marked as skipped", f"Take the call out of forward, or {_WRAP}"),
 )
 _DEFAULT_HINT = f"Rewrite that line with tensor operations, or {_WRAP}"

@@ -43,7 +43,7 @@ _MAMBA = {"hidden_size": 256, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_exp
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": _MAMBA,
     "granitemoehybrid": _MAMBA,
-    # Of block-sparse attention there is none over so few positions: eager itself turns to this one, by replacing modules.
+    # Over so few positions eager itself turns to this attention, by replacing modules as it runs.
     "big_bird": {"attention_type": "original_full"},
     "bigbird_pegasus": {"attention_type": "original_full"},
     "codegen": {"n_embd": 256, "n_head": 4, "rotary_dim": 32},

@@ -88,7 +88,12 @@ def explicit(model, y):
     return y
 
 
+def layer_made_as_it_runs(model, y):
+    return nn.Linear(4, 4)(y)
+
+
 AT_TRACE = [
+    (layer_made_as_it_runs, "when the model is built"),
     (branch, "pass it in, or keep it a tensor"),
     (to_list, "pass it in, or keep it a tensor"),
     (file, "custom op"),

@@ -36,7 +36,7 @@ class _Beside(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[n
         return True
 
 
-class Settled(_Beside):
+class Settled(_Beside):  # type: ignore[no-untyped-call]  # as above
     """Settles, one way or the other, what ops leave open: what uninitialised memory holds, how a sort orders equals."""
 
     def __init__(self, *, other: bool = False) -> None:
@@ -70,7 +70,7 @@ def _sorted(
     return values, places.gather(dim, following)
 
 
-class CheckedIndices(_Beside):
+class CheckedIndices(_Beside):  # type: ignore[no-untyped-call]  # as above
     """Raises IndexError where an index is out of range: a GPU refuses all further work of the process instead."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
