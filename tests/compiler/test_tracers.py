@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+from worker_harness import wait_until
 
 pytest.importorskip("torch")
 
@@ -55,6 +57,16 @@ def warmed(model, root, *, jobs=4, on_event=lambda _: None, **factory_args):
     return report, counters()["traces"] - before
 
 
+def tracers():
+    """Return the children of this process that trace."""
+    found = []
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(OSError):
+            if b"trace_variants" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
 def entry_of(root):
     """Return {path: bytes} of the only entry of a cache; of its manifest what says nothing of time."""
     files = {
@@ -88,7 +100,7 @@ def test_children_make_the_entry_that_one_process_makes(tmp_path, request, patie
     assert [(event.done, event.total) for event in told] == [(done + 1, variants) for done in range(variants)]
     assert report.notes == alone.notes
     assert entry_of(tmp_path / "beside") == entry_of(tmp_path / "alone")
-    assert not descendants(os.getpid())
+    assert not tracers()
 
 
 def test_a_variant_that_the_model_cannot_run_is_left_out_with_its_note(tmp_path, patient):
@@ -121,15 +133,15 @@ def test_what_a_child_that_died_was_to_trace_is_traced_here(tmp_path, patient):
 def test_nobody_waits_for_a_child_that_has_not_built_the_model(tmp_path):
     _, traces = warmed(f"{MODELS}:hanging", tmp_path / "cache", folder=str(tmp_path))
     assert traces >= 2
-    assert not descendants(os.getpid())
+    assert not tracers()
 
 
 def test_children_end_where_the_warm_is_interrupted(tmp_path):
     def interrupt(event):
         if event.phase == "trace":
-            assert descendants(os.getpid())
+            wait_until(tracers)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         warmed(f"{MODELS}:hanging", tmp_path / "cache", on_event=interrupt, folder=str(tmp_path))
-    assert not descendants(os.getpid())
+    assert not tracers()
