@@ -51,6 +51,8 @@ _OF_A_REGISTRY = re.compile(r"global:transformers\.utils\.output_capturing:_CAN_
 _OF_A_FLAG = re.compile(r"\._value2member_map_\b")
 #: What a path keeps of itself in pieces, once someone asked.
 _OF_A_PATH = re.compile(rf"\.({'|'.join(PurePath.__slots__)})\b")
+#: Where torch keeps what a program has set one of its settings to: a context variable (from torch 2.15).
+_OF_A_SETTING = re.compile(r'(.*)\._config\["(\w+)"\]\.user_override(\.get)?')
 #: A value of a dict whose key a plan cannot spell.
 _BY_PLACE = re.compile(r"\|values\[\d+\]")
 #: A question of which the factor `target` tells the answer.
@@ -173,6 +175,11 @@ class GuardRecorder:
 
     def _is_kept_otherwise(self, text: str) -> bool:
         """Return whether a source leads into what an object only remembers; its value is guarded in its place."""
+        setting = _OF_A_SETTING.fullmatch(text)
+        if setting is not None and isinstance(self.frame().resolve(setting[1]), types.ModuleType):
+            source = f"{setting[1]}.{setting[2]}"
+            self._add(source, "value", encode_literal(self.frame().resolve(source)))
+            return True
         for pattern in (_OF_A_FLAG, _OF_A_PATH, _BY_PLACE):
             found = pattern.search(text)
             if found is None:

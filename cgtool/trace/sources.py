@@ -172,6 +172,14 @@ def _tensor_property(source: Any, _frame: Frame) -> str:
     raise UnknownSourceError(msg, actual=source.name)
 
 
+def _context_variable(source: Any, frame: Frame) -> str:
+    base = source_text(source.base, frame)
+    if not base.endswith(".user_override"):
+        msg = f"{source_words(base)} is a context variable, which may have another value at each call."
+        raise UnknownSourceError(msg, actual=base)
+    return f"{base}.get"
+
+
 _CHAINED: tuple[tuple[type, Callable[[Any, Frame], str]], ...] = (
     (_S.TensorPropertySource, _tensor_property),
     (_S.NNModuleSource, _through),
@@ -189,6 +197,7 @@ _CHAINED: tuple[tuple[type, Callable[[Any, Frame], str]], ...] = (
     (_S.DataclassFieldsSource, _with(".__dataclass_fields__")),
     (_S.CallFunctionNoArgsSource, _answer),
     (_S.WeakRefCallSource, _with("|call")),
+    (getattr(_S, "ContextVarGetSource", _S.WeakRefCallSource), _context_variable),  # newer than torch 2.14
     (_S.ConstDictKeySource, _nth("keys")),
     (_S.NonSerializableSetGetItemSource, _nth("list")),
     (_S.GetItemSource, _item),
