@@ -9,6 +9,7 @@ is gone, all of it ends.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import Counter
@@ -36,6 +37,8 @@ from cgtool.plan.grammar import decode, encode, sha256_hex
 from cgtool.plan.pieces import Json, kind_of
 from cgtool.store.artifacts import parted
 from cgtool.store.records import Artifact
+
+_log = logging.getLogger(__name__)
 
 #: How often a unit is submitted to an executor that cannot be told whom to avoid, until it is given up.
 _MOST_BLIND_TRIES = 4
@@ -150,6 +153,7 @@ class Cluster:
                 self.made_by[report.artifact.digest] = returned.worker
                 return data, report.artifact, report.generated
             blind += not (self._engine.can_avoid and returned.worker)
+            _log.info("%s did not compile a unit: %s", returned.worker or "A worker", report.reason)
             failed = died if report.status == "failed" else refused
             failed.append((returned.worker or "a worker", report.reason))
         if len(died) >= MOST_DEATHS:

@@ -58,8 +58,9 @@ def test_jobs_of_slurm(found, cache_root, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_unit_that_kills_two_jobs_of_slurm_fails_by_name(cache_root, tmp_path):
+def test_a_unit_that_kills_two_jobs_of_slurm_fails_by_name(found, cache_root, tmp_path, monkeypatch):
     pytest.importorskip("submitit")
+    monkeypatch.setenv("PYTHONPATH", found["PYTHONPATH"])
     work = hostile.work_of(hostile.number_of(hostile.kill_worker), 0)
     with pytest.raises(UnitsFailedError, match=r"piece 0 \(general\): workers failed with it twice") as caught:
         compile_on(f"slurm:cluster=local,folder={tmp_path / 'jobs'}", work, cache_root)
@@ -99,9 +100,7 @@ def ray_head(found, tmp_path):
     start += ["--disable-usage-stats", "--object-store-memory", "80000000", "--block"]
     log = tmp_path / "ray"
     with log.open("wb") as out:
-        # its client server is slow to start on a busy machine
-        variables = {**found, "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "300"}
-        head = subprocess.Popen([*ray, *start], env=environment(**variables), stdout=out, stderr=out)
+        head = subprocess.Popen([*ray, *start], env=environment(**found), stdout=out, stderr=out)
     wait_until(lambda: "Ray runtime started" in log.read_text())
     yield f"ray:127.0.0.1:{port}", f"ray://127.0.0.1:{client_port}"
     head.terminate()  # and all that it started
@@ -111,7 +110,10 @@ def ray_head(found, tmp_path):
 @pytest.mark.slow
 def test_a_cluster_of_ray(ray_head, found, cache_root, tmp_path):
     on_the_machine, by_client = ray_head
-    done = run(*options(cache_root, by_client), env=found)
+    for _ in range(4):  # Ray forks a server for each client, which gRPC's threads sometimes stop
+        done = run(*options(cache_root, by_client), env=found)
+        if "Starting Ray client server failed" not in done.err:
+            break
     assert done.code == 0, done.err
     assert all_are_proved(done.report)
     killer = hostile.number_of(hostile.kill_worker)
