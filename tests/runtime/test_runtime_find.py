@@ -20,7 +20,7 @@ from torch import nn  # noqa: E402
 
 import cgtool  # noqa: E402
 from cgtool import CompilationConfig, host  # noqa: E402
-from cgtool.compiler import stitch  # noqa: E402
+from cgtool.compiler import traced as traced_module  # noqa: E402
 from cgtool.compiler.pipeline import warm  # noqa: E402
 from cgtool.errors import CacheCorruptError, CacheMissError, CacheSchemaError  # noqa: E402
 from cgtool.plan.grammar import canonical_json  # noqa: E402
@@ -426,7 +426,7 @@ class Choosing(nn.Module):
 )
 def test_compile_finds_the_entry_that_takes_the_call(tmp_path, monkeypatch, kind, dynamic):
     traced = []
-    monkeypatch.setattr(stitch, "capture", lambda *args: traced.append(args) or capture(*args))
+    monkeypatch.setattr(traced_module, "capture", lambda *args: traced.append(args) or capture(*args))
     module = kind().eval()
     counts = []
     for size in (4, 12, 4, 12, 4):
