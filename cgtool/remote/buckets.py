@@ -1,7 +1,7 @@
 """A store in a bucket: S3, Google Cloud Storage or Azure, by obstore. Must not import torch.
 
 Credentials, regions and endpoints are what obstore finds by itself: variables of the cloud's own tools, files that they
-name, and the role of the machine.
+name, and the role of the machine. Profiles of AWS (`~/.aws/credentials`) are read by boto3.
 """
 
 from __future__ import annotations
@@ -21,10 +21,16 @@ from obstore import exceptions
 from obstore.store import from_url
 
 from cgtool.errors import RemoteError, UsageError
+from cgtool.host import variables_now
 from cgtool.remote.stores import ATTEMPTS, BACKOFF_SECS, CHUNK_BYTES, CONNECT_SECS, SILENCE_SECS, Item, shown
 from cgtool.threads import outcome
 
 _MOST_SAID = 300
+#: A listing that is denied is any error to obstore.
+_DENIED = re.compile(r"status code: 40[13]\b")
+#: As S3 says it, and Azure.
+_SKEWED = re.compile("RequestTimeTooSkewed|RequestExpired|[Dd]ate header too old")
+_ANSWERED = re.compile(r"<Code>([^<]+)</Code>.*?<Message>([^<]+)", re.DOTALL)
 
 
 class BucketStore:
@@ -44,6 +50,7 @@ class BucketStore:
         try:
             self._store: Any = from_url(
                 self.url,
+                **_profile(self.url),
                 retry_config={
                     "max_retries": ATTEMPTS - 1,
                     "retry_timeout": timedelta(minutes=2),
@@ -126,13 +133,38 @@ class BucketStore:
 
     def _fail(self, error: Exception, doing: str) -> NoReturn:
         denied = isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError))
-        advice = (
-            "Check the credentials that the variables of the cloud's own tools give, and what they may do there."
-            if denied
-            else "Check the URL, the region, the network and the credentials, and try again."
-        )
+        denied = denied or _DENIED.search(str(error)) is not None
+        if _SKEWED.search(str(error)):
+            advice = "This machine's clock differs too much from the store's: set it, and try again."
+        elif denied:
+            advice = "Check the credentials that the cloud's tools use, their rights, and this machine's clock."
+        else:
+            advice = "Check the URL, the region, the network and the credentials, and try again."
         message = f"{self.url} could not {doing}: {_said(error)}. {advice}"
         raise RemoteError(message, path=self.url, is_passing=not denied) from error
+
+
+def _profile(url: str) -> dict[str, Any]:
+    """What opens a bucket with a profile of AWS' own files, which boto3 reads and obstore does not."""
+    said = variables_now(("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_SHARED_CREDENTIALS_FILE"))
+    if not url.startswith("s3:") or said["AWS_ACCESS_KEY_ID"]:
+        return {}
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        file = Path(said["AWS_SHARED_CREDENTIALS_FILE"] or "~/.aws/credentials").expanduser()
+        if not said["AWS_PROFILE"] and not file.is_file():
+            return {}
+    try:
+        from boto3.exceptions import Boto3Error  # an extra that only profiles need
+        from botocore.exceptions import BotoCoreError
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ModuleNotFoundError as error:
+        message = f"A profile of AWS opens {url}, and {error.name} is not installed. Install it: pip install boto3"
+        raise UsageError(message, path=url) from error
+    try:
+        return {"credential_provider": Boto3CredentialProvider()}
+    except (Boto3Error, BotoCoreError, ValueError) as error:
+        message = f"{url} cannot be opened: {error}. Check AWS_PROFILE and the files in ~/.aws."
+        raise UsageError(message, path=url) from error
 
 
 def _heard(ask: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -144,6 +176,8 @@ def _heard(ask: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 
 def _said(error: Exception) -> str:
-    """The first line of an error, without the queries of URLs, which may be signed."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return re.sub(r"\?\S+", "?…", lines[0])[:_MOST_SAID].rstrip(". ")
+    """The first line of an error, or what the store itself says, without the queries of URLs, which may be signed."""
+    text = str(error).partition("\n\nDebug source")[0].strip() or type(error).__name__
+    if (answered := _ANSWERED.search(text)) is not None:
+        text = ": ".join(answered.groups())
+    return re.sub(r"\?\S+", "?…", text.splitlines()[0])[:_MOST_SAID].rstrip(". ")

@@ -23,7 +23,7 @@ from cgtool.store.bundle_index import (
     refused,
 )
 from cgtool.store.files import read_matching
-from cgtool.store.layout import CACHE_FOLDER, KEY_FILE, CacheLayout, is_hash
+from cgtool.store.layout import CACHE_FOLDER, KEY_FILE, CacheLayout, is_hash, short
 from cgtool.store.records import Key, parse_key
 
 #: How many files travel at a time.
@@ -83,6 +83,7 @@ class RemoteBundle:
 
     Args:
         store: The store.
+        hash_: The entry's hash.
         index_bytes: Its index, which matches its digest.
         signature_bytes: The index's signatures.
         have: What need not be fetched.
@@ -90,8 +91,9 @@ class RemoteBundle:
 
     at_once = AT_ONCE
 
-    def __init__(self, store: Store, index_bytes: bytes, signature_bytes: bytes | None, have: Have) -> None:
+    def __init__(self, store: Store, hash_: str, index_bytes: bytes, signature_bytes: bytes | None, have: Have) -> None:
         self.url = store.url
+        self.what = f"The entry {short(hash_)} of {store.url}"
         self.index_bytes = index_bytes
         self.signature_bytes = signature_bytes
         self._store = store
@@ -136,7 +138,7 @@ def open_bundle(store: Store, hash_: str, digest: str, have: Have = lambda _: No
     if data is None or sha256_hex(data) != digest:
         return None
     signature = read(store, signature_path(hash_, digest), most=MAX_SIGNATURE_BYTES)
-    return RemoteBundle(store, data, signature, have)
+    return RemoteBundle(store, hash_, data, signature, have)
 
 
 def candidates(store: Store, lookup: str) -> Iterable[str]:

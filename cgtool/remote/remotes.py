@@ -207,7 +207,7 @@ class Remotes:
         if keys is not None:
             from cgtool.store import signatures
 
-            signatures.check(bundle.index_bytes, bundle.signature_bytes, keys, what=f"The entry at {store.url}")
+            signatures.check(bundle.index_bytes, bundle.signature_bytes, keys, what=bundle.what)
         index = parse_index(bundle.index_bytes, limits=Limits())
         wanted = f"{CACHE_FOLDER}/{name.hash}/rank_{name.rank}/{name.prefix}/{MANIFEST_FILE}"
         if wanted not in {member.path for member in index.members} or not fits(bundle.key(index, name.hash)):

@@ -102,17 +102,19 @@ def s3(patch: pytest.MonkeyPatch) -> Iterator[str]:
         pytest.importorskip(name, reason=f"{name} is not installed")
     with _says_its_port(S3) as port:
         endpoint = f"http://{LOOPBACK}:{port}"
-        for name, value in {
-            "AWS_ENDPOINT_URL": endpoint,
-            "AWS_ALLOW_HTTP": "true",
-            "AWS_ACCESS_KEY_ID": USER,
-            "AWS_SECRET_ACCESS_KEY": PASSWORD,
-            "AWS_REGION": "us-east-1",
-        }.items():
-            patch.setenv(name, value)
+        for_s3(patch, endpoint)
         request = urllib.request.Request(f"{endpoint}/models", method="PUT")
         urllib.request.urlopen(request, timeout=30).close()
         yield "s3://models/cgtool"
+
+
+def for_s3(patch: pytest.MonkeyPatch, endpoint: str) -> None:
+    """Let the variables of AWS' tools lead to a server."""
+    patch.setenv("AWS_ENDPOINT_URL", endpoint)
+    patch.setenv("AWS_ALLOW_HTTP", "true")
+    patch.setenv("AWS_ACCESS_KEY_ID", USER)
+    patch.setenv("AWS_SECRET_ACCESS_KEY", PASSWORD)
+    patch.setenv("AWS_REGION", "us-east-1")
 
 
 @contextlib.contextmanager
@@ -280,6 +282,28 @@ def faulty(folder: Path) -> Iterator[FaultyServer]:
         thread.start()
         try:
             yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextlib.contextmanager
+def refusing(status: int, body: bytes) -> Iterator[str]:
+    """A server that has one answer to everything; yields its URL."""
+
+    class Refusing(_FaultyHandler):
+        def do_GET(self) -> None:
+            self.sent()
+            self.answer(body, status, kind="application/xml")
+
+        do_HEAD = do_GET  # noqa: N815 - as above
+        do_PUT = do_GET  # noqa: N815 - as above
+
+    with ThreadingHTTPServer((LOOPBACK, 0), Refusing) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        try:
+            yield f"http://{LOOPBACK}:{server.server_address[1]}"
         finally:
             server.shutdown()
             thread.join()

@@ -11,7 +11,7 @@ from remote_servers import PASSWORD
 
 from cgtool.remote.entries import index_path, indexes
 from cgtool.remote.stores import open_store
-from cgtool.store.layout import CacheLayout
+from cgtool.store.layout import CacheLayout, short
 
 
 @pytest.fixture
@@ -89,6 +89,8 @@ def test_what_nobody_signed_is_not_pulled_without_a_word(store_url, cache, tmp_p
     ran = run("pull", store_url, hash_, "--cache-dir", tmp_path / "other", "--json")
     assert ran.code == 3
     assert ran.report["error"]["reason"] == "not_trusted"
+    said = f"The entry {short(hash_)} of {open_store(store_url).url} holds native code"
+    assert ran.report["error"]["message"].startswith(said)
     assert CacheLayout(root=tmp_path / "other").hashes() == []
 
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from remote_servers import s3, webdav
+from remote_servers import PASSWORD, USER, for_s3, refusing, s3, webdav
 
 from cgtool.errors import RemoteError, UsageError
 from cgtool.remote.stores import Store, open_store, read, shown, stream
@@ -99,6 +99,48 @@ def test_a_wrong_password_is_a_sentence_without_it(tmp_path):
 def test_a_bucket_that_is_not_there_is_a_sentence(monkeypatch):
     with s3(monkeypatch), pytest.raises(RemoteError, match=r"s3://other could not write one: .+\. Check the URL"):
         open_store("s3://other").put("one", b"x")
+
+
+#: What S3 answers when a request was signed by a clock that differs from its own.
+SKEWED = b"""<?xml version="1.0" encoding="UTF-8"?>
+<Error><Code>RequestTimeTooSkewed</Code><Message>The difference between the request time and the current time is too
+large.</Message><ServerTime>2026-11-23T04:00:00Z</ServerTime></Error>"""
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda store: list(store.list("entries")), "list entries: RequestTimeTooSkewed: .*clock differs too much"),
+        (lambda store: store.get("one"), "read one: RequestTimeTooSkewed: .*clock differs too much"),
+        (lambda store: store.put("one", b"x"), "write one: RequestTimeTooSkewed: .*clock differs too much"),
+        (lambda store: store.size("one"), "look for one: .*this machine's clock"),  # to HEAD it says no more than 403
+    ],
+    ids=["list", "get", "put", "size"],
+)
+def test_a_clock_two_days_off_is_a_sentence_that_names_it(monkeypatch, ask, said):
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    with refusing(403, SKEWED) as endpoint:
+        for_s3(monkeypatch, endpoint)
+        with pytest.raises(RemoteError, match=said) as told:
+            ask(open_store("s3://models/cgtool"))
+    assert not told.value.is_passing
+
+
+def test_a_bucket_is_opened_by_a_profile(monkeypatch, tmp_path):
+    pytest.importorskip("boto3", reason="boto3 is not installed")
+    (tmp_path / "credentials").write_text(f"[team]\naws_access_key_id = {USER}\naws_secret_access_key = {PASSWORD}\n")
+    with s3(monkeypatch) as url:
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+        monkeypatch.setenv("AWS_PROFILE", "team")
+        store = open_store(url)
+        store.put("one", b"x")
+        assert [item.path for item in store.list("one")] == []
+        assert store.size("one") == 1
+        monkeypatch.setenv("AWS_PROFILE", "none")
+        with pytest.raises(UsageError, match="Check AWS_PROFILE"):
+            open_store(url)
 
 
 def test_a_folder_store_is_read_and_written_by_its_url(tmp_path: Path):

@@ -75,12 +75,14 @@ class OpenBundle(Protocol):
     Attributes:
         index_bytes: The text of bundle.json.
         signature_bytes: The text of bundle.sig; None where there is none.
+        what: What it is called in a message.
         at_once: How many members may be read at a time, each by a thread; 1 where each must be read before the next
             is asked for.
     """
 
     index_bytes: bytes
     signature_bytes: bytes | None
+    what: str
     at_once: int
 
     def members(self, index: Index) -> Iterator[tuple[Member, Iterator[bytes]]]:
@@ -188,6 +190,7 @@ class Unpacker:
 class Archive:
     """A bundle as one file."""
 
+    what = "The bundle"
     at_once = 1
 
     def __init__(self, source: IO[bytes], limits: Limits) -> None:
@@ -306,6 +309,7 @@ def _stray(name: str, expected: str | None, index: Index) -> RefusedError:
 class Folder:
     """A bundle as a folder."""
 
+    what = "The bundle"
     at_once = 1
 
     def __init__(self, descriptor: int, limits: Limits) -> None:

@@ -104,7 +104,7 @@ def unpack(
     with opened(source, limits) as bundle:
         signed_by = None
         if keys is not None:
-            signed_by = signatures.check(bundle.index_bytes, bundle.signature_bytes, keys, what="The bundle")
+            signed_by = signatures.check(bundle.index_bytes, bundle.signature_bytes, keys, what=bundle.what)
         elif bundle.signature_bytes is not None:
             signatures.parse_signatures(bundle.signature_bytes)
         index = parse_index(bundle.index_bytes, limits=limits)

@@ -9,7 +9,7 @@ from cgtool.errors import RefusedError
 from cgtool.plan.grammar import Record
 from cgtool.store import signatures
 from cgtool.store.bundle.install import Outcome, check_fits, check_pickles, install, unpacking_folder
-from cgtool.store.bundle.reading import Source
+from cgtool.store.bundle.reading import OpenBundle, Source
 from cgtool.store.bundle.unpack import EntryContent, OnMember, unpack
 from cgtool.store.bundle_index import Limits
 from cgtool.store.layout import CacheLayout, resolve_root, short
@@ -100,9 +100,10 @@ def import_bundle(
     """
     keys = signatures.load_public_keys(require_signature) if require_signature else None
     if keys is None and not trust:
+        what = source.what if isinstance(source, OpenBundle) else "A bundle"
         message = (
-            "A bundle holds native code that runs in your process. Import what you trust with --trust, or better check "
-            "who made it with --require-signature KEYS."
+            f"{what} holds native code that runs in your process. Say --trust where you trust it, or better check who "
+            "made it with --require-signature KEYS."
         )
         raise RefusedError(message, reason="not_trusted", path=_spelled(source))
     layout = CacheLayout(root=resolve_root(cache_dir))
@@ -146,8 +147,8 @@ def _verdict(content: EntryContent, warnings: list[str]) -> str:
     reasons = "; ".join(found.reasons)
     if found.level == "unsupported":
         message = (
-            f"The entry {short(content.hash)} of the bundle cannot be loaded on this machine: {reasons}. Nothing was "
-            "changed. Export one for this machine, or import it all the same with --any-machine."
+            f"The entry {short(content.hash)} cannot be loaded on this machine: {reasons}. Nothing was changed. "
+            "Warm the model for this machine, or take the entry all the same with --any-machine."
         )
         raise RefusedError(message, reason="unsupported", path=content.hash, actual=list(found.reasons))
     if found.level == "loads":
