@@ -10,6 +10,7 @@ import select
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -206,6 +207,7 @@ class Server:
             env=environment(**(env or {})),
         )
         self._said, self._over = b"", dict[int, int]()
+        self._lock = threading.Lock()
         atexit.register(self._process.communicate)
 
     def run(self, program: str, cwd: Path, variables: Mapping[str, str], arguments: list[str]) -> Ran:
@@ -218,19 +220,24 @@ class Server:
 
     def begin(self, request: list[Any]) -> int:
         """Have a process forked; return its id."""
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        self._process.stdin.flush()
-        while (said := self._hear(None))[1] != "began":
-            pass
-        return int(said[0])
+        with self._lock:  # or another thread would hear what this one waits for
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+            while (said := self._hear(None))[1] != "began":
+                pass
+            return int(said[0])
 
     def code_of(self, pid: int, *, secs: float | None) -> int | None:
         """Wait for the end of a process; return its exit code, or None where it still runs then."""
         until = None if secs is None else time.monotonic() + secs
-        while pid not in self._over:
-            if self._hear(until) is None:
+        while True:
+            with self._lock:
+                if pid in self._over:
+                    return self._over[pid]
+                turn = time.monotonic() + 0.05  # of this thread; then another one may begin something
+                heard = self._hear(turn if until is None else min(turn, until))
+            if heard is None and until is not None and time.monotonic() >= until:
                 return None
-        return self._over[pid]
 
     def _hear(self, until: float | None) -> list[str] | None:
         """Return the next line of the server in words, or None where there is none in time."""
