@@ -250,7 +250,9 @@ class Server:
             self._said += said
         line, _, self._said = self._said.partition(b"\n")
         pid, word = line.decode().split()
-        if word != "began":
+        if word == "began":
+            self._over.pop(int(pid), None)  # of a process that had this number before
+        else:
             self._over[int(pid)] = int(word)
         return [pid, word]
 
