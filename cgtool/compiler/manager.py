@@ -9,7 +9,9 @@ of a model or a layer, no index of a piece.
 
 from __future__ import annotations
 
+import contextvars
 import threading
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -45,6 +47,8 @@ from cgtool.store.units import UnitStore
 
 #: Raise it when the way from a piece to an artifact changes: what older versions built is then compiled again.
 BUILD_VERSION = 5
+#: How many units are begun with before it is known what else there is to compile; each has a thread that waits.
+_MOST_BEGUN = 64
 #: What a piece is given to when an adaptor does not take it; all others are followed by `eager`.
 _NEXT = {"aot_inductor": "inductor_standalone"}
 
@@ -102,6 +106,7 @@ class CompilerManager:
         self._remotes = remotes
         self._adaptors: dict[str, CompilerInterface] = {}
         self._hashes: dict[tuple[str, bool], str] = {}
+        self._begun: dict[str, Future[Built]] = {}
         self._lock = threading.RLock()
 
     def uses_workers(self, adaptor: str) -> bool:
@@ -127,6 +132,22 @@ class CompilerManager:
             }
         )
 
+    def begin(self, work: Work) -> None:
+        """Have a worker compile, from now on, what `ensure` will be asked for: it waits for that, and says how it went.
+
+        Raises:
+            ConfigError: There is no such adaptor, or an option is unknown to the compiler.
+        """
+        key = self.key(work)
+        if self._pool is None or not self.uses_workers(work.adaptor):
+            return
+        if key not in self._begun and len(self._begun) < _MOST_BEGUN:
+            future: Future[Built] = Future()
+            self._begun[key] = future
+            # settings of torch belong to a thread's context: the thread sees those of this one
+            run, arguments = contextvars.copy_context().run, (self._settle, future, key, work)
+            threading.Thread(target=run, args=arguments, name="cgtool-ahead", daemon=True).start()
+
     def ensure(self, work: Work, *, objects: ObjectStore, in_worker: bool = False) -> Built:
         """Return the unit that serves `work`, compiled now unless it was before; its artifact is in the entry.
 
@@ -147,14 +168,25 @@ class CompilerManager:
             CacheError: The cache cannot be written.
         """
         key = self.key(work)
-        found = self._usable(key, work)
-        built = self._compile(key, work, in_worker=in_worker) if found is None else Built(artifact=found, reused=True)
+        begun = self._begun.pop(key, None)
+        built = self._found(key, work, in_worker=in_worker) if begun is None else begun.result()
         try:
             self._units.link_into(objects, key, built.artifact)
         except CacheCorruptError:  # damaged between the look and the link: as if it had not been there
             built = self._compile(key, work, in_worker=in_worker)
             self._units.link_into(objects, key, built.artifact)
         return built
+
+    def _settle(self, future: Future[Built], key: str, work: Work) -> None:
+        try:
+            future.set_result(self._found(key, work, in_worker=True))
+        except BaseException as error:  # noqa: BLE001  raised where the unit is asked for
+            future.set_exception(error)
+
+    def _found(self, key: str, work: Work, *, in_worker: bool) -> Built:
+        """Return a unit as it is stored, or compile it now."""
+        found = self._usable(key, work)
+        return self._compile(key, work, in_worker=in_worker) if found is None else Built(artifact=found, reused=True)
 
     def _usable(self, key: str, work: Work) -> Artifact | None:
         """Return the artifact of a unit that may be used as it is."""

@@ -1,7 +1,7 @@
 """Warm: the whole way of the data, from a model to an entry of the cache.
 
 hit  ──▶ rows that the entry lacks ──▶ compile ──▶ add rows
-miss ──▶ stitch ──▶ every row ──▶ compile ──▶ publish
+miss ──▶ stitch, while what is traced compiles ──▶ every row ──▶ compile ──▶ publish
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from cgtool.compiler.standing import (
 )
 from cgtool.compiler.wanted import Work, leveled, wanted
 from cgtool.config import CompilationConfig
-from cgtool.errors import CacheMissError, ModelError
+from cgtool.errors import CacheMissError, ModelError, UsageError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.guards.kinds import of_any_rank
 from cgtool.host import variables_now
@@ -54,7 +54,7 @@ from cgtool.runtime.find import Finder, Found, rank_here
 from cgtool.store.entry import Entry, EntryWriter, ObjectStore
 from cgtool.store.files import check_writable
 from cgtool.store.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout, RankName, resolve_root, short
-from cgtool.store.records import Key, Manifest, VariantCounts
+from cgtool.store.records import Fallback, Key, Manifest, VariantCounts
 from cgtool.store.trust import TrustPolicy
 
 if TYPE_CHECKING:
@@ -220,6 +220,9 @@ class _Warm:
         self._on_event = on_event
         self._trust = TrustPolicy.of(config)
         self._remotes = Remotes.of(layout, config, self._trust)
+        #: What compiles the pieces, once there is a variant, and what ends with it.
+        self._manager: CompilerManager | None = None
+        self._stack = contextlib.ExitStack()
         self._live = Live.of(spec.module, config=config.key_fields(), exact_config=True)
         #: Variant → why it could not be called beside the model this time, where a later warm may.
         self._uncalled: dict[int, str] = {}
@@ -330,7 +333,7 @@ class _Warm:
         on_cpu = all(tensor.device.type in ("cpu", "meta") for tensor in self._spec.module.parameters())
         if takes_compiler(self._config, on_cpu=on_cpu):
             check_compiler(self._config.adaptor)
-        with pool_of(self._config, self._on_event, on_cpu=on_cpu) as pool:
+        with pool_of(self._config, self._on_event, on_cpu=on_cpu) as pool, self._stack:
             if pool is not None:
                 pool.start(early_jobs(pool.jobs))  # they import torch while this process traces
             with nullcontext() if self._tracers is None else self._tracers:
@@ -340,12 +343,36 @@ class _Warm:
                     self._on_event,
                     adaptor=self._config.adaptor,
                     tracers=self._tracers,
+                    on_variant=functools.partial(self._begin, pool),
                 )
             for _ in range(_MOST_SPLITS):
                 with contextlib.suppress(SplitAgainError):
                     return self._built(stitched, reasons, pool, split_out=stitched.split_out)
                 stitched = stitched.split_again()
             return self._built(stitched, reasons, pool)
+
+    def _begin(self, pool: WorkerPool | Cluster | None, plan: Plan, fallbacks: Sequence[Fallback]) -> None:
+        """Have the pieces of a variant compiled while others are traced."""
+        if not isinstance(pool, WorkerPool):
+            return  # a cluster is given all of the work at once
+        manager = self._manager_for(plan, pool)
+        with contextlib.suppress(UsageError):  # of sizes that another variant may explain
+            work = wanted(plan, self._config, fallbacks, is_whole=False)
+            for item, *_ in sorted(unique(work), key=lambda group: not group[0].is_base):
+                manager.begin(item)
+
+    def _manager_for(self, plan: Plan, pool: WorkerPool | Cluster | None) -> CompilerManager:
+        if self._manager is None:
+            prover = self._stack.enter_context(prover_of(self._config, first_index(self._spec.module, plan)))
+            self._manager = CompilerManager(
+                self._layout,
+                self._config,
+                on_event=self._on_event,
+                pool=pool,
+                prover=prover,
+                remotes=self._remotes,
+            )
+        return self._manager
 
     def _built(
         self,
@@ -376,23 +403,15 @@ class _Warm:
         split_at = ", ".join(stitched.splitting_ops) or "nothing"
         self._on_event(Event(phase="split", message=f"{said}, split at {split_at}"))
         work = wanted(plan, self._config, stitched.fallbacks)
-        with prover_of(self._config, first_index(self._spec.module, plan)) as prover:
-            manager = CompilerManager(
-                self._layout,
-                self._config,
-                on_event=self._on_event,
-                pool=pool,
-                prover=prover,
-                remotes=self._remotes,
-            )
-            done = compile_work(
-                work,
-                objects=writer.objects,
-                manager=manager,
-                pool=pool,
-                split_out=split_out,
-                on_event=self._on_event,
-            )
+        done = compile_work(
+            work,
+            objects=writer.objects,
+            manager=self._manager_for(plan, pool),
+            pool=pool,
+            split_out=split_out,
+            on_event=self._on_event,
+        )
+        self._stack.close()
         manifest = Manifest(
             hash=key.hash,
             rank=self._rank,

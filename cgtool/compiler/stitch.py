@@ -82,6 +82,7 @@ def stitch(
     *,
     adaptor: str = AOT_INDUCTOR,
     tracers: Tracers | None = None,
+    on_variant: Callable[[Plan, Sequence[Fallback]], None] = lambda *_: None,
 ) -> Stitched:
     """Trace every variant of every example call of a model and split it.
 
@@ -91,6 +92,7 @@ def stitch(
         on_event: Told of each trace.
         adaptor: What is to compile the pieces; ops that its code cannot call are split out.
         tracers: Children that trace variants beside this process; None traces one after the other.
+        on_variant: Given each variant as it is there, as a plan of its own.
 
     Raises:
         GraphBreakError: The model cannot be traced into one graph.
@@ -102,7 +104,7 @@ def stitch(
     if spec.module.training:
         msg = "The model is in training mode, and an entry is for inference. Call model.eval() first."
         raise TraceError(msg)
-    tracing = _Tracing(spec, VariantTracer(spec, splitting_ops, adaptor), tracers, on_event)
+    tracing = _Tracing(spec, VariantTracer(spec, splitting_ops, adaptor), tracers, on_variant, on_event)
     check_required(spec.require, _bounds(tracing.tracer.dims))
     tracing.run()
     return tracing.stitched(time.perf_counter() - started)
@@ -126,10 +128,18 @@ class _Tracing:
         spec: The model.
         tracer: What traces them here.
         tracers: What traces them elsewhere.
+        on_variant: Given each of them, as a plan of its own.
         on_event: Told of each trace.
     """
 
-    def __init__(self, spec: ModelSpec, tracer: VariantTracer, tracers: Tracers | None, on_event: OnEvent) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tracer: VariantTracer,
+        tracers: Tracers | None,
+        on_variant: Callable[[Plan, Sequence[Fallback]], None],
+        on_event: OnEvent,
+    ) -> None:
         self.tracer = tracer
         self.traced: list[Traced] = []
         self.notes: list[str] = []
@@ -137,6 +147,7 @@ class _Tracing:
         self._live: dict[int, Live] = {}
         self._spec = spec
         self._tracers = tracers
+        self._on_variant = on_variant
         self._on_event = on_event
 
     def run(self) -> None:
@@ -162,16 +173,13 @@ class _Tracing:
         if len({variant.settled for variant in variants}) > 1:
             refuse_side_effects([f"{s.source}.{s.name}" for variant in variants for s in variant.settled])
         graphs = {identity: graph for one in traced for identity, graph in one.graphs.items()}
-        plan = Plan(
-            method=spec.method, qualname=qualified_name(type(spec.module)), variants=tuple(variants), graphs=graphs
-        )
         served = (served for one in traced for served in one.served)
         narrowed = narrowed_ranges(served, self.tracer.dims.by_name)
         targets = {str(node.target) for graph in graphs.values() for node in graph.every_node()}
         names = sorted(target.removeprefix("torch.ops.") for target in targets if target.startswith("torch.ops."))
         first = self._live[0]
         return Stitched(
-            plan=plan,
+            plan=_plan(spec, traced),
             code=joined(one.code for one in traced),
             ops=dict(sorted(item for graph in graphs.values() for item in graph.ops.items())),
             splitting_ops=tuple(dict.fromkeys(name for one in traced for name in one.splitting_ops)),
@@ -259,6 +267,7 @@ class _Tracing:
         if live is not None:
             self._live[len(self.traced)] = live
         self.traced.append(one)
+        self._on_variant(_plan(self._spec, [one]), tuple(_fallbacks([one])))
         if not one.variant.dims.keys() - one.variant.fixed.keys() <= self._spec.require.keys():
             self.notes += one.relations  # else further variants serve what this one does not
         return one.variant
@@ -298,6 +307,15 @@ def _present(dims: Dims, call: ExampleCall, signature: CallSignature) -> Dims:
     places = tuple(place for place in dims.places if given.get(place.parameter) is not None)
     names = {place.name for place in places}
     return Dims(by_name={n: d for n, d in dims.by_name.items() if n in names}, places=places)
+
+
+def _plan(spec: ModelSpec, traced: Sequence[Traced]) -> Plan:
+    return Plan(
+        method=spec.method,
+        qualname=qualified_name(type(spec.module)),
+        variants=tuple(one.variant for one in traced),
+        graphs={identity: graph for one in traced for identity, graph in one.graphs.items()},
+    )
 
 
 def _between_pieces(traced: Sequence[Traced]) -> Iterator[str]:

@@ -97,7 +97,9 @@ def leveled(config: CompilationConfig, spec: ModelSpec) -> CompilationConfig:
     return config
 
 
-def wanted(plan: Plan, config: CompilationConfig, fallbacks: Iterable[Fallback] = ()) -> tuple[Work, ...]:
+def wanted(
+    plan: Plan, config: CompilationConfig, fallbacks: Iterable[Fallback] = (), *, is_whole: bool = True
+) -> tuple[Work, ...]:
     """Return every artifact that `plan` needs under `config`.
 
     Args:
@@ -105,13 +107,14 @@ def wanted(plan: Plan, config: CompilationConfig, fallbacks: Iterable[Fallback] 
         config: Sizes, ranges and the adaptor.
         fallbacks: What is known to be served by another adaptor. A piece that runs as it stands does so at every size:
             one artifact serves them all.
+        is_whole: Whether the plan has all of its variants, one of which every size must fit.
 
     Raises:
         UsageError: A size or a range fits no variant, or it is not clear which dimension it speaks of.
     """
     known = {fallback.place: fallback.adaptor for fallback in fallbacks}
     as_it_stands = {place[:2] for place, adaptor in known.items() if adaptor == EAGER}
-    asked = _asked_shapes(plan, config)
+    asked = _asked_shapes(plan, config, is_whole=is_whole)
     work = []
     for index, variant in enumerate(plan.variants):
         for shape, tuned in _shapes_of(variant, asked):
@@ -148,14 +151,14 @@ def work_at(plan: Plan, variant: int, step: Step, shape: Shape, *, adaptor: str,
     )
 
 
-def _asked_shapes(plan: Plan, config: CompilationConfig) -> tuple[Shape, ...]:
+def _asked_shapes(plan: Plan, config: CompilationConfig, *, is_whole: bool) -> tuple[Shape, ...]:
     """Return the sizes and ranges that the user asked for, each by the names of its dimensions."""
     names = tuple(dict.fromkeys(name for variant in plan.variants for name in (*variant.dims, *variant.fixed)))
     asked: dict[str, Shape] = {}
     for size in resolve_compile_sizes(config):
         shape = of_sizes(_named_size(size, names, config))
         # Of the sizes that are captured, those that the model does not take are left out.
-        if size in (config.compile_sizes or ()):
+        if is_whole and size in (config.compile_sizes or ()):
             _check_served(shape, plan, "compile_sizes")
         asked[shape_text(shape)] = shape
     if config.compile_ranges and not names:
@@ -164,7 +167,8 @@ def _asked_shapes(plan: Plan, config: CompilationConfig) -> tuple[Shape, ...]:
     for start, end in config.compile_ranges:
         shape = {_the_dim(names, config, f"the range [{start}, {end}]"): (start, end)}
         asked[shape_text(shape)] = shape
-        _check_served(shape, plan, "compile_ranges")
+        if is_whole:
+            _check_served(shape, plan, "compile_ranges")
     return tuple(asked.values())
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from worker_harness import wait_until
+from worker_harness import stored_units, wait_until
 
 pytest.importorskip("torch")
 
@@ -145,3 +145,17 @@ def test_children_end_where_the_warm_is_interrupted(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         warmed(f"{MODELS}:hanging", tmp_path / "cache", on_event=interrupt, folder=str(tmp_path))
     assert not tracers()
+
+
+def test_what_is_traced_compiles_while_the_rest_is_traced(tmp_path):
+    root, stored = tmp_path / "cache", []
+
+    def wait(event):
+        if event.phase == "trace" and event.done == 1 and event.secs is None:
+            stored.append(wait_until(lambda: stored_units(root), secs=300))
+
+    config = CompilationConfig(adaptor="inductor_standalone", jobs=1, proof=False)
+    choice = ModelChoice(model=f"{MODELS}:dying", factory_args={"folder": str(tmp_path)})
+    report = warm(choice, config=config, cache_dir=root, on_event=wait)
+    assert stored == [1]
+    assert (report.compiled, report.reused) == (2, 0)
