@@ -192,7 +192,7 @@ def test_as_many_workers_as_cores_and_memory_bear(tmp_path, monkeypatch, *, core
 
 def _warm_both(root, log):
     code = (
-        f"import sys; sys.path[:0] = {[str(Path(__file__).parent)]!r}\n"
+        f"import sys; sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}\n"
         "import hostile_adaptors as hostile, worker_harness, pathlib\n"
         f"done = worker_harness.compile_all(hostile.work_of(0, 50, 150), pathlib.Path({str(root)!r}), "
         f"options={json.dumps({'log': str(log)})}, own=1)\n"
