@@ -20,7 +20,7 @@ from cgtool.errors import TraceError
 from cgtool.guards.kinds import NoRuleError, describe, encode_literal, names_of
 from cgtool.guards.sources import Roots
 from cgtool.plan.records import Guard, source_words
-from cgtool.trace.sources import Frame, UnknownSourceError, source_text, variable_of
+from cgtool.trace.sources import WARNINGS_SHOWN, Frame, UnknownSourceError, source_text, variable_of
 
 #: Guards that something else in the plan implies, and what.
 _IMPLIED = {
@@ -45,8 +45,10 @@ _NAMED_TUPLE = re.compile(r"G\['___unnamed_scope_\w+'\](\['_tuple_new'\](\.__sel
 #: that loads would have to import Dynamo to look at them.
 _TRACERS_OWN = re.compile(r"(global|module):torch\._dynamo\b")
 
-#: Where transformers enters what the class of each model says, once one is made.
-_OF_A_REGISTRY = re.compile(r"global:transformers\.utils\.output_capturing:_CAN_RECORD_REGISTRY\b")
+#: Where transformers enters what the class of each model says, once one is made, and torch what it has warned of.
+_OF_A_REGISTRY = re.compile(
+    rf"global:transformers\.utils\.output_capturing:_CAN_RECORD_REGISTRY\b|{re.escape(WARNINGS_SHOWN)}\b"
+)
 #: Where a flag remembers the combinations that were made so far.
 _OF_A_FLAG = re.compile(r"\._value2member_map_\b")
 #: What a path keeps of itself in pieces, once someone asked.

@@ -22,6 +22,8 @@ _IMPORT = "__import_"
 _BY_ID = re.compile(r"_(\d+)_c\w+", re.ASCII)
 #: The dicts that hold what `nn.Module.__setattr__` is given, and that attributes of a module are looked up in.
 MODULE_DICTS = frozenset({"_modules", "_parameters", "_buffers"})
+#: Where flex attention keeps what it has warned of in this process.
+WARNINGS_SHOWN = "global:torch.nn.attention.flex_attention:_WARNINGS_SHOWN"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from cgtool.guards.kinds import encode_literal, names_of
 from cgtool.plan.grammar import canonical_json
 from cgtool.plan.records import Guard, Settled
 from cgtool.trace import _torch as private
-from cgtool.trace.sources import MODULE_DICTS, Frame, source_text
+from cgtool.trace.sources import MODULE_DICTS, WARNINGS_SHOWN, Frame, source_text
 
 _PLAIN = (type(None), bool, int, float, str, tuple)
 
@@ -51,7 +51,7 @@ def writes_of(output: Any, frame: Frame, inputs: Mapping[str, Any]) -> Writes:
     found = Writes()
     for variable in private.modified_existing(output):
         name = _name_of(variable, frame)
-        if _is_as_before(variable, name, frame):
+        if name == WARNINGS_SHOWN or _is_as_before(variable, name, frame):
             continue
         owner, _, last = name.rpartition(".")
         is_dict = last in MODULE_DICTS

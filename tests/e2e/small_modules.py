@@ -195,6 +195,11 @@ def flexed_by_blocks(self, x):
     return flex_attention(q, q, q, block_mask=mask)
 
 
+def flexed_with_sums(self, x):
+    q = self.layer(x)[:, None]
+    return flex_attention(q, q, q, return_lse=True)  # torch notes that it has warned of this argument
+
+
 def selected(self, x):
     return x[x > 0].sum()
 
@@ -294,6 +299,11 @@ SERVED = {
     "jvp": lambda: (module(forward_gradient), rows(4, 2, 1), ROWS),
     "flex attention": lambda: (
         module(flexed, layer=nn.Linear(8, 8), bias=torch.ones(1)),
+        _sequences(4, 2, 7),
+        SEQ,
+    ),
+    "flex attention with its sums": lambda: (
+        module(flexed_with_sums, layer=nn.Linear(8, 8)),
         _sequences(4, 2, 7),
         SEQ,
     ),

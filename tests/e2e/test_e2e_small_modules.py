@@ -26,6 +26,7 @@ def no_grad():
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*return_lse:FutureWarning")
 @pytest.mark.parametrize("adaptor", ["eager", pytest.param("aot_inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", small_modules.SERVED)
 def test_what_is_compiled_and_what_is_loaded_equal_eager_at_every_shape(tmp_path, name, adaptor):
