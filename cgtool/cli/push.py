@@ -36,7 +36,7 @@ Examples:
 def push(*, output: Output, url: str, **options: Any) -> int:
     """Send entries of the cache to the store at URL.
 
-    URL is s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, az://ACCOUNT/CONTAINER/FOLDER, https://HOST/FOLDER of a server with
+    URL is s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, az://CONTAINER/FOLDER, https://HOST/FOLDER of a server with
     WebDAV, oci://HOST/REPOSITORY:TAG, or file:///FOLDER. Credentials are those that the cloud's own tools use. HASH is
     the beginning of a hash that `inspect cache` lists; without any, all entries are sent if they are of one model.
 

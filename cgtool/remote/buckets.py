@@ -37,7 +37,8 @@ class BucketStore:
     """See `cgtool.remote.stores.Store`.
 
     Args:
-        url: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or az://ACCOUNT/CONTAINER/FOLDER.
+        url: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or az://CONTAINER/FOLDER, whose account AZURE_STORAGE_ACCOUNT_NAME
+            names.
     """
 
     caveat = ""

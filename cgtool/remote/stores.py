@@ -106,7 +106,7 @@ def open_store(url: str) -> Store:
         raise UsageError(message, path=shown(url)) from error
     message = (
         f"{shown(url)!r} is no URL of a store. Write file:///FOLDER, https://HOST/FOLDER, s3://BUCKET/FOLDER, "
-        "gs://BUCKET/FOLDER, az://ACCOUNT/CONTAINER/FOLDER or oci://HOST/REPOSITORY:TAG."
+        "gs://BUCKET/FOLDER, az://CONTAINER/FOLDER or oci://HOST/REPOSITORY:TAG."
     )
     raise UsageError(message, path=shown(url))
 
