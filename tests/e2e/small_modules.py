@@ -329,6 +329,9 @@ NOTED = {
     "distances": "rows serves 2 to 25 because of",  # and another way from 26 on
 }
 
+#: The same, of what only a warm with Inductor says.
+NOTED_OF_NATIVE = {"flex attention with its sums": "`return_lse` is not supported yet"}
+
 #: Refused, with the user's line where there is one.
 REFUSED = {
     "gru of a dynamic length": (
