@@ -122,6 +122,8 @@ def _scalar(value: Any) -> Json:
         return ["slice", encode_literal(value.start), encode_literal(value.stop), encode_literal(value.step)]
     if kind is range:
         return ["range", value.start, value.stop, value.step]
+    if kind is types.UnionType:
+        return ["union", *map(encode_literal, value.__args__)]
     if isinstance(value, enum.Enum):
         return ["enum", qualified_name(kind), value.name]
     return _torch_scalar(value)

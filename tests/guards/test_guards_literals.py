@@ -111,6 +111,7 @@ def test_values_that_python_calls_equal_are_told_apart():
         [{"a": 1, "b": 2}, {"b": 2, "a": 1}],
         [(True,), (1,), (1.0,)],
         [range(0, 3, 1), range(0, 4, 1), slice(0, 3, 1)],
+        [int, int | None, int | str, (int, type(None))],
     ]
     for group in groups:
         spelled = [canonical_json(encode_literal(value)) for value in group]
