@@ -106,7 +106,7 @@ def warm(
     check: bool = False,
     without: Collection[str] = (),
     ranks: Ranks | None = None,
-    tracers: Tracers | None = None,
+    tracers: Callable[[], Tracers] | None = None,
     on_event: OnEvent = ignore,
 ) -> WarmResult:
     """Make sure that the cache serves a model under a configuration.
@@ -119,7 +119,7 @@ def warm(
         check: Compile and write nothing; raise when something is missing.
         without: Hashes of entries that fit and do not serve: their guards refuse these very examples.
         ranks: Those that a launcher started to warm this model together; None takes those of the default process group.
-        tracers: Children that trace variants beside this process; they are ended as soon as all are traced.
+        tracers: Makes the children that trace variants beside this process; they are ended once all are traced.
         on_event: Told of each phase as it goes.
 
     Returns:
@@ -209,7 +209,7 @@ class _Warm:
         *,
         rank: int,
         ranks: Ranks | None,
-        tracers: Tracers | None,
+        tracers: Callable[[], Tracers] | None,
     ) -> None:
         self._spec = spec
         self._config = config
@@ -336,13 +336,13 @@ class _Warm:
         with pool_of(self._config, self._on_event, on_cpu=on_cpu) as pool, self._stack:
             if pool is not None:
                 pool.start(early_jobs(pool.jobs))  # they import torch while this process traces
-            with nullcontext() if self._tracers is None else self._tracers:
+            with nullcontext() if self._tracers is None else self._tracers() as tracers:
                 stitched = stitch(
                     self._spec,
                     self._config.splitting_ops,
                     self._on_event,
                     adaptor=self._config.adaptor,
-                    tracers=self._tracers,
+                    tracers=tracers,
                     on_variant=functools.partial(self._begin, pool),
                 )
             for _ in range(_MOST_SPLITS):

@@ -160,7 +160,8 @@ def warm(
             rank=rank,
             check=check,
             ranks=ranks,
-            tracers=_tracers(choice, config) if in_children else None,
+            # each child would hold real weights once more
+            tracers=partial(_tracers, choice, config) if in_children and choice.weights != "real" else None,
             on_event=on_event,
         )
     except CacheMissError as miss:
@@ -186,11 +187,9 @@ def warm(
     )
 
 
-def _tracers(choice: ModelChoice, config: CompilationConfig) -> Tracers | None:
-    """Return children that build the model too; None where its weights are real, which each would hold once more."""
-    if choice.weights == "real":
-        return None
-    from cgtool.compiler.tracers import Tracers  # torch
+def _tracers(choice: ModelChoice, config: CompilationConfig) -> Tracers:
+    """Return children that build the model too."""
+    from cgtool.compiler.tracers import Tracers  # Dynamo, which a hit does without
 
     return Tracers("cgtool.toolkit.warm:trace_variants", setup=choice, jobs=config.jobs)
 

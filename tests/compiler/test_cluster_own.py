@@ -106,7 +106,7 @@ def test_a_worker_whose_compiler_gives_another_key_refuses_with_the_reason(own, 
 )
 def test_a_worker_of_another_torch_or_without_the_gpu_refuses(cache_root, monkeypatch, name, there, words):
     factors = factors_here()
-    factors[name] |= there
+    factors = {**factors, name: factors[name] | there}
     monkeypatch.setattr(cluster, "factors_here", lambda: factors)
     work = [replace(unit, tuned=name == "target") for unit in hostile.work_of(0)]
     with pytest.raises(UnitsFailedError, match="no worker of threads:1 takes it") as caught:
