@@ -6,6 +6,7 @@ is listed by the links of the page that it shows for a folder, as nginx and Apac
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 from collections.abc import Iterator
@@ -68,6 +69,12 @@ def patient(session: requests.Session) -> requests.Session:
     return session
 
 
+def _inner(error: BaseException) -> BaseException | None:
+    """Return what an error of the network was made from; what was tried again is an argument only."""
+    found = (error.__cause__, error.__context__, *error.args)
+    return next((one for one in found if isinstance(one, (OSError, HTTPError, HTTPException))), None)
+
+
 class HttpStore:
     """See `cgtool.remote.stores.Store`.
 
@@ -91,12 +98,13 @@ class HttpStore:
     def get(self, path: str, start: int = 0) -> Iterator[bytes] | None:
         """See `Store`."""
         answer = self._ask("GET", path, headers={"Range": f"bytes={start}-"} if start else {}, stream=True)
-        if answer.status_code in _MISSING:
-            return None
-        if answer.status_code == _NO_RANGE:
-            return iter(())
         if answer.status_code not in (_OK, _PARTIAL):
-            raise self._refused(answer, f"read {path}")
+            with contextlib.closing(answer):  # it was not read
+                if answer.status_code in _MISSING:
+                    return None
+                if answer.status_code == _NO_RANGE:
+                    return iter(())
+                raise self._refused(answer, f"read {path}")
         skipped = start if answer.status_code == _OK else 0  # a server may know no ranges
         return self._chunks(answer, path, skipped)
 
@@ -218,9 +226,10 @@ class HttpStore:
     def _broken(self, error: requests.RequestException, doing: str) -> RemoteError:
         cause: BaseException = error
         # Above what the network says lies whatever was being handled as the request was made.
-        while isinstance(inner := cause.__cause__ or cause.__context__, (OSError, HTTPError, HTTPException)):
+        while (inner := _inner(cause)) is not None:
             cause = inner
-        why = getattr(cause, "strerror", None) or type(cause).__name__
+        slow = "no answer in time" if isinstance(cause, TimeoutError) else type(cause).__name__
+        why = getattr(cause, "strerror", None) or slow
         message = f"{self.url} could not {doing}: {why}. Check the URL, the network and the server, and try again."
         return RemoteError(message, path=self.url, actual=why, is_passing=True)
 

@@ -9,14 +9,16 @@ from subprocess import PIPE
 import pytest
 import yaml
 from cli_harness import REPO, run
+from remote_servers import s3
 
 from cgtool.store.layout import CacheLayout
 
-BLOCKS = [
-    yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", (REPO / "README.md").read_text(), re.DOTALL)
-]
-GITHUB, GITLAB, POD = BLOCKS
-(DOCKERFILE,) = re.findall(r"```dockerfile\n(.*?)```", (REPO / "README.md").read_text(), re.DOTALL)
+README = (REPO / "README.md").read_text()
+BLOCKS = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)]
+#: Each keeps a folder between runs; the second of each kind uses a bucket.
+GITHUB, GITHUB_BUCKET = (block for block in BLOCKS if "jobs" in block)
+GITLAB, GITLAB_BUCKET = (block for block in BLOCKS if "prewarm" in block)
+(POD,) = (block for block in BLOCKS if "initContainers" in block)
 
 pytestmark = pytest.mark.torch
 
@@ -30,8 +32,8 @@ def steps_of(lines):
     return [line for line in lines if line.startswith("cgtool ")]
 
 
-def github_steps():
-    runs = [step["run"] for step in GITHUB["jobs"]["prewarm"]["steps"] if "run" in step]
+def github_steps(workflow=GITHUB):
+    runs = [step["run"] for step in workflow["jobs"]["prewarm"]["steps"] if "run" in step]
     return steps_of(line for run in runs for line in run.splitlines())
 
 
@@ -88,6 +90,18 @@ def test_the_steps_warm_once_and_hand_over_what_serves(sh, tmp_path, monkeypatch
     assert served.report["hit"] is True
 
 
+def test_both_jobs_hand_what_they_compile_to_a_bucket(sh, tmp_path, monkeypatch):
+    steps = github_steps(GITHUB_BUCKET)
+    assert steps == steps_of(GITLAB_BUCKET["prewarm"]["script"])
+    told = GITHUB_BUCKET["jobs"]["prewarm"]["env"]
+    assert told.items() <= GITLAB_BUCKET["prewarm"]["variables"].items()
+    with s3(monkeypatch):
+        monkeypatch.setenv("CGTOOL_REMOTE", told["CGTOOL_REMOTE"])
+        for machine, hit in (("first", False), ("second", True)):
+            monkeypatch.setenv("CGTOOL_CACHE_DIR", str(tmp_path / machine))
+            assert sh("\n".join(steps) + " --json").report["hit"] is hit
+
+
 def test_an_init_container_pulls_what_serves_its_pod(sh, tmp_path, monkeypatch):
     (pull,) = POD["initContainers"]
     (mount,), (volume,) = pull["volumeMounts"], POD["volumes"]
@@ -103,9 +117,9 @@ def test_an_init_container_pulls_what_serves_its_pod(sh, tmp_path, monkeypatch):
 
 
 def test_an_image_holds_what_serves(sh, tmp_path, monkeypatch):
-    (step,) = re.findall(r"^RUN (.*)$", DOCKERFILE, re.MULTILINE)
-    source, target = re.search(r"^COPY --from=warm (\S+) (\S+)$", DOCKERFILE, re.MULTILINE).groups()
-    assert f"ENV CGTOOL_CACHE_DIR={target}" in DOCKERFILE
+    (step,) = re.findall(r"`RUN ([^`]*)`", README)
+    source, target = re.search(r"`COPY --from=warm (\S+) (\S+)`", README).groups()
+    assert f"ENV CGTOOL_CACHE_DIR={target}" in README
     layer = str(tmp_path / "layer")
     sh(step.replace("serve/model.py:build", '"$MODEL"').replace(f"{source} ", f"{layer} "))
     monkeypatch.setenv("CGTOOL_CACHE_DIR", layer)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
-import socket
-import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +14,20 @@ import pytest
 from bundle_maker import make_keys
 from cache_maker import lay_entry
 from cli_harness import run
-from remote_servers import Fault, FaultyServer, deaf_port, faulty, registry, webdav
+from remote_servers import (
+    FaultyServer,
+    answers,
+    cut,
+    deaf_port,
+    faulty,
+    longer,
+    of_files,
+    other_bytes,
+    registry,
+    reset,
+    truncated,
+    webdav,
+)
 
 from cgtool.remote.entries import RemoteBundle, indexes, open_bundle
 from cgtool.remote.stores import open_store, stream
@@ -71,55 +81,6 @@ def server(pushed) -> Iterator[FaultyServer]:
         yield server
 
 
-def reset(handler: BaseHTTPRequestHandler, data: bytes) -> None:
-    """Send half of a body, and end the connection as a server does that is killed."""
-    start = int(handler.headers.get("Range", "bytes=0-")[6:-1])
-    handler.send_response(206 if start else 200)
-    handler.send_header("Content-Length", str(len(data) - start))
-    handler.end_headers()
-    handler.wfile.write(data[start : start + (len(data) - start) // 2])
-    handler.wfile.flush()
-    handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    handler.connection.close()
-    handler.close_connection = True
-
-
-def answers(status: int) -> Callable[[BaseHTTPRequestHandler, bytes], None]:
-    return lambda handler, _: handler.answer(b"no", status, Retry_After="0")
-
-
-def truncated(handler: BaseHTTPRequestHandler, data: bytes) -> None:
-    start = int(handler.headers.get("Range", "bytes=0-")[6:-1])
-    handler.answer(data[start : len(data) - 10], 206 if start else 200)
-
-
-def other_bytes(handler: BaseHTTPRequestHandler, data: bytes) -> None:
-    handler.answer(bytes(len(data)))
-
-
-def longer(handler: BaseHTTPRequestHandler, data: bytes) -> None:
-    handler.answer(data + bytes(10))
-
-
-def of_files(
-    parts: list[str], fault: Callable[[BaseHTTPRequestHandler, bytes], None], *, times: int | None = None
-) -> Fault:
-    """Let a fault befall GETs of URLs that hold one of `parts`, each time or the first so many times."""
-    left = itertools.count() if times is None else iter(range(times))
-    lock = threading.Lock()
-
-    def befall(handler: BaseHTTPRequestHandler, data: bytes) -> bool:
-        if handler.command != "GET" or not any(part in handler.path for part in parts):
-            return False
-        with lock:
-            if next(left, None) is None:
-                return False
-        fault(handler, data)
-        return True
-
-    return befall
-
-
 def pull(pushed: Pushed, server: FaultyServer, cache: Path):
     return run("pull", pushed.url(server), pushed.hash, "--trust", "--any-machine", "--cache-dir", cache, "--json")
 
@@ -164,6 +125,30 @@ def test_a_fault_that_passes_is_tried_again(pushed, server, tmp_path, fault):
     ran = pull(pushed, server, tmp_path / "cache")
     assert ran.code == 0, ran.err
     assert ran.report["entries"][0]["outcome"] == "new"
+
+
+@pytest.mark.parametrize("part", ["/artifacts/", "bundle.json"])
+@pytest.mark.parametrize(
+    ("fault", "said", "passes"),
+    [
+        pytest.param(cut, "Connection reset|Broken pipe", True, id="reset in a body"),
+        pytest.param(answers(403), "answers 403 ", False, id="403"),
+        pytest.param(answers(404), "answers 404 ", False, id="404"),
+        pytest.param(answers(429), "answers 429 ", True, id="429"),
+        pytest.param(answers(500), "answers 500 ", True, id="500"),
+    ],
+)
+def test_a_push_that_fails_is_a_sentence_and_nobody_sees_half_of_it(tmp_path, *, part, fault, said, passes):
+    hash_ = lay_entry(tmp_path / "cache", seed=16, native_bytes=NATIVE_BYTES)
+    (tmp_path / "store").mkdir()
+    with faulty(tmp_path / "store") as server:
+        push, store = ("push", server.url, "--cache-dir", tmp_path / "cache"), open_store(server.url)
+        server.fault = of_files([part], fault, method="PUT")
+        ran = run(*push)
+        assert (ran.code, _whole(store, hash_)) == (1, []), ran.err
+        assert re.search(said, ran.err), ran.err
+        server.fault = of_files([part], fault, method="PUT", times=1 if passes else 0)
+        assert (run(*push).code, len(_whole(store, hash_))) == (0, 1)
 
 
 def test_what_came_before_a_connection_ended_is_not_asked_for_again(tmp_path):

@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 from cache_maker import LOOKUP, lay_entry
 from cli_harness import environment, run
-from remote_servers import FaultyServer, deaf_port, faulty
+from remote_servers import FaultyServer, answers, deaf_port, faulty, of_files, other_bytes, reset, truncated
 
-from cgtool.errors import CacheMissError, RemoteError
+from cgtool.errors import CacheMissError, CgtoolError, RemoteError
 from cgtool.remote.remotes import Remotes
+from cgtool.store.artifacts import parted
 from cgtool.store.layout import CacheLayout, RankName
+from cgtool.store.records import read_manifest
 from cgtool.store.trust import TrustPolicy
 
 FIXTURE = Path(__file__).parents[2] / "fixtures/tiny_llama.py"
@@ -55,7 +57,9 @@ import sys
 from pathlib import Path
 from cgtool.errors import CacheMissError
 from cgtool.remote.remotes import Remotes
+from cgtool.store.artifacts import parted
 from cgtool.store.layout import CacheLayout, RankName
+from cgtool.store.records import read_manifest
 from cgtool.store.trust import TrustPolicy
 root, url, hash_, lookup = sys.argv[1:]
 layout = CacheLayout(root=Path(root))
@@ -117,6 +121,66 @@ def test_ten_processes_that_ask_for_an_entry_download_it_once(entry, server: Fau
     assert len(fetched) == len(set(fetched)) == len(list((tmp_path / "store/artifacts").iterdir()))
 
 
+FAULTS = [
+    pytest.param(reset, id="reset in a body"),
+    pytest.param(answers(403), id="403"),
+    pytest.param(answers(404), id="404"),
+    pytest.param(answers(429), id="429"),
+    pytest.param(answers(500), id="500"),
+    pytest.param(truncated, id="truncated"),
+    pytest.param(other_bytes, id="other bytes"),
+]
+
+
+def warnings_of(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("cgtool")]
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """What is tried again is tried at once."""
+    for place in ("cgtool.remote.http", "cgtool.remote.stores"):
+        monkeypatch.setattr(f"{place}.BACKOFF_SECS", 0.01)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_load_does_without_a_store_that_fails_unless_it_is_required(entry, server, tmp_path, caplog, fault):
+    server.fault = of_files(["/artifacts/"], fault)
+    layout = CacheLayout(root=tmp_path / "new")
+    with caplog.at_level(logging.WARNING, logger="cgtool"):
+        assert find(layout, server.url, entry) is None
+        with pytest.raises(CgtoolError):
+            find(layout, server.url, entry, required=True)
+    assert len(warnings_of(caplog)) == 1
+    assert layout.hashes() == []
+    server.fault = lambda handler, data: False
+    assert find(CacheLayout(root=tmp_path / "other"), server.url, entry)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_warm_compiles_what_a_store_fails_to_give(tmp_path, caplog, fault):
+    hash_, key = lay_entry(tmp_path / "cache", seed=8), "ab" * 32
+    layout = CacheLayout(root=tmp_path / "cache")
+    artifact = read_manifest(layout, RankName(hash=hash_, rank=0, prefix="backbone")).rows[0].artifact
+    data = (layout.entry_dir(hash_) / "artifacts" / artifact.file).read_bytes()
+    origin = parted(data, artifact.kind)[0]
+    (tmp_path / "store").mkdir()
+    with faulty(tmp_path / "store") as server:
+
+        def remotes(name: str) -> Remotes:
+            return Remotes(CacheLayout(root=tmp_path / name), [server.url], trust=TrustPolicy())
+
+        remotes("a").put_unit(key, data, artifact)
+        server.fault = of_files(["/artifacts/"], fault)
+        with caplog.at_level(logging.WARNING, logger="cgtool"):
+            assert remotes("b").unit(key, origin) is None
+        assert len(warnings_of(caplog)) == 1
+        server.fault = of_files(["/artifacts/"], fault, times=0)
+        assert remotes("c").unit(key, origin) == (data, artifact)
+
+
 def test_a_store_that_is_down_is_one_warning_and_then_left_alone(entry, tmp_path, caplog):
     layout = CacheLayout(root=tmp_path / "new")
     with deaf_port() as port, caplog.at_level(logging.WARNING, logger="cgtool"):
@@ -125,8 +189,8 @@ def test_a_store_that_is_down_is_one_warning_and_then_left_alone(entry, tmp_path
             assert find(layout, url, entry) is None
         with pytest.raises(RemoteError, match="Connection refused"):
             find(layout, url, entry, required=True)
-    [record] = [record for record in caplog.records if record.name.startswith("cgtool")]
-    assert "Connection refused" in record.getMessage()
+    [warning] = warnings_of(caplog)
+    assert "Connection refused" in warning
     assert "s3cret" not in caplog.text
 
 

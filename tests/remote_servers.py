@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
 import socket
 import socketserver
+import struct
 import subprocess
 import sys
 import threading
@@ -45,7 +47,7 @@ WEBDAV = """
 import json, sys
 from cheroot import wsgi
 from wsgidav.wsgidav_app import WsgiDAVApp
-server = wsgi.Server(("127.0.0.1", 0), WsgiDAVApp(json.loads(sys.argv[1])), numthreads=12)
+server = wsgi.Server((sys.argv[2], 0), WsgiDAVApp(json.loads(sys.argv[1])), numthreads=12)
 server.prepare()
 print(server.bind_addr[1], flush=True)
 server.serve()
@@ -61,8 +63,15 @@ threading.Event().wait()
 
 
 @contextlib.contextmanager
-def webdav(folder: Path, *, password: bool = False) -> Iterator[str]:
-    """WsgiDAV behind Cheroot; yields its URL, with user and password where it asks for them."""
+def webdav(folder: Path, *, password: bool = False, address: str = LOOPBACK, within: str = "") -> Iterator[str]:
+    """WsgiDAV behind Cheroot; yields its URL, with user and password where it asks for them.
+
+    Args:
+        folder: What it serves.
+        password: Whether it asks for one.
+        address: Where it listens.
+        within: The network namespace that has this address; "": this one.
+    """
     for name in ("requests", "wsgidav", "cheroot"):
         pytest.importorskip(name, reason=f"{name} is not installed")
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,8 +82,8 @@ def webdav(folder: Path, *, password: bool = False) -> Iterator[str]:
         "verbose": 0,
         "logging": {"enable": False},
     }
-    with _says_its_port(WEBDAV, json.dumps(config)) as port:
-        yield f"http://{f'{USER}:{PASSWORD}@' if password else ''}{LOOPBACK}:{port}"
+    with _says_its_port(WEBDAV, json.dumps(config), address, within=within) as port:
+        yield f"http://{f'{USER}:{PASSWORD}@' if password else ''}{address}:{port}"
 
 
 @contextlib.contextmanager
@@ -138,8 +147,9 @@ def registry(folder: Path, *, password: bool = False) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _says_its_port(program: str, *arguments: str) -> Iterator[int]:
-    command = [sys.executable, "-W", "ignore", "-c", program, *arguments]
+def _says_its_port(program: str, *arguments: str, within: str = "") -> Iterator[int]:
+    entering = ["ip", "netns", "exec", within] if within else []
+    command = [*entering, sys.executable, "-W", "ignore", "-c", program, *arguments]
     with _ended(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)) as process:
         assert process.stdout is not None
         with process.stdout as said:
@@ -272,6 +282,72 @@ class _FaultyHandler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Nothing."""
+
+
+def reset(handler: BaseHTTPRequestHandler, data: bytes) -> None:
+    """Send half of a body, and end the connection as a server does that is killed."""
+    start = int(handler.headers.get("Range", "bytes=0-")[6:-1])
+    handler.send_response(206 if start else 200)
+    handler.send_header("Content-Length", str(len(data) - start))
+    handler.end_headers()
+    handler.wfile.write(data[start : start + (len(data) - start) // 2])
+    handler.wfile.flush()
+    handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    handler.connection.close()
+    handler.close_connection = True
+
+
+def answers(status: int) -> Callable[[BaseHTTPRequestHandler, bytes], None]:
+    def answer(handler: BaseHTTPRequestHandler, _data: bytes) -> None:
+        if handler.command == "PUT":
+            handler.sent()
+        handler.answer(b"no", status, Retry_After="0")
+
+    return answer
+
+
+def cut(handler: BaseHTTPRequestHandler, _data: bytes) -> None:
+    """End the connection in the midst of a body that is sent."""
+    handler.rfile.read(int(handler.headers["Content-Length"]) // 2)
+    handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    handler.connection.close()
+    handler.close_connection = True
+
+
+def truncated(handler: BaseHTTPRequestHandler, data: bytes) -> None:
+    start = int(handler.headers.get("Range", "bytes=0-")[6:-1])
+    handler.answer(data[start : len(data) - 10], 206 if start else 200)
+
+
+def other_bytes(handler: BaseHTTPRequestHandler, data: bytes) -> None:
+    handler.answer(bytes(len(data)))
+
+
+def longer(handler: BaseHTTPRequestHandler, data: bytes) -> None:
+    handler.answer(data + bytes(10))
+
+
+def of_files(
+    parts: list[str],
+    fault: Callable[[BaseHTTPRequestHandler, bytes], None],
+    *,
+    times: int | None = None,
+    method: str = "GET",
+) -> Fault:
+    """Let a fault befall requests of URLs that hold one of `parts`, each time or the first so many times."""
+    left = itertools.count() if times is None else iter(range(times))
+    lock = threading.Lock()
+
+    def befall(handler: BaseHTTPRequestHandler, data: bytes) -> bool:
+        if handler.command != method or not any(part in handler.path for part in parts):
+            return False
+        with lock:
+            if next(left, None) is None:
+                return False
+        fault(handler, data)
+        return True
+
+    return befall
 
 
 @contextlib.contextmanager
