@@ -84,6 +84,7 @@ def load(
         ArtifactError: An artifact cannot be opened here. One that no call has chosen yet is opened by the first that
             does, which raises this then.
         GuardError: A tensor of the model is of another make than when it was compiled.
+        RemoteError: A store that is required fails.
     """
     if config is not None and _compiles_nothing(config):
         return module  # type: ignore[no-any-return]  # Any: to name its class, torch would have to load
@@ -260,6 +261,7 @@ def compile(  # noqa: A001 - the name that a user of torch.compile looks for
         SplitError: The graph cannot be split.
         CompileError: A piece cannot be compiled.
         CacheError: The cache cannot be read or written.
+        RemoteError: A store that is required fails.
     """
     from cgtool.config import CompilationConfig  # what only loads needs it where it is given one
 

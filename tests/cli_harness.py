@@ -163,7 +163,7 @@ class Running:
     """
 
     def __init__(self, server: Server, request: list[Any], *, alone: bool) -> None:
-        self._out, self._err = tempfile.NamedTemporaryFile(), tempfile.NamedTemporaryFile()  # noqa: SIM115
+        self._out, self._err = tempfile.NamedTemporaryFile(), tempfile.NamedTemporaryFile()  # noqa: SIM115  they live as long as this object
         self._server = server
         self.pid = server.begin([*request, self._out.name, self._err.name, alone])
 

@@ -242,7 +242,7 @@ compiler_options = _together(
     ),
 )
 
-#: How the model is built to be warmed, and its place in a cache: what `warm` and `why` share beyond the groups above.
+#: Which entries go out, who vouches for them, and what is taken in: `export` and `push`, `import` and `pull`.
 entries_options = _together(
     click.argument("hashes", nargs=-1, metavar="[HASH]..."),
     click.option("--all", "everything", is_flag=True, help="Every entry of the cache, whatever the model."),
@@ -276,6 +276,7 @@ trust_options = _together(
     click.option("--any-machine", is_flag=True, help="Take entries, too, that cannot be loaded on this machine."),
     click.option("--replace", is_flag=True, help="Drop an entry of the cache that has the same hash and another plan."),
 )
+#: How the model is built to be warmed, and its place in a cache: what `warm` and `why` share beyond the groups above.
 weights_option = click.option(
     "--weights",
     type=click.Choice(["fake", "real"]),

@@ -163,7 +163,7 @@ def _on_worker(name_of: Callable[[], str]) -> Callable[..., bytes]:
         except (ImportError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}"
             return json.dumps({"worker": worker, "status": "refused", "reason": reason}).encode() + b"\n"
-        return call(*args, worker)  # type: ignore[no-any-return]
+        return call(*args, worker)  # type: ignore[no-any-return]  # what the call returns is its own
 
     return run
 

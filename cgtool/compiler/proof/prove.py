@@ -276,8 +276,8 @@ class _Proof:
         pairs = zip(outputs, given.outputs, strict=True)
         return (outputs, inputs) if all(_is_near(one, other) for one, other in pairs) else None
 
-    def _roundings(self, given: _Given, tolerance: judge.Tolerance) -> float:
-        """Return how far one rounding of each input carries what the piece gives, where float64 is no measure."""
+    def _nearby(self, given: _Given) -> tuple[_Tensors, _Tensors]:
+        """Return outputs and inputs of the piece for floats one rounding away, or what it gave for its own."""
         inputs = given.drawn.copy().tensors()
         for tensor in inputs:
             if tensor.is_floating_point():
@@ -288,9 +288,8 @@ class _Proof:
         except Exception as error:  # whatever the user's ops say to these numbers
             if is_out_of_memory(error):
                 raise
-            return 0.0
-        pairs = zip(nearby, given.outputs, strict=True)
-        return max((judge.roundings(one, other, tolerance) for one, other in pairs), default=0.0)
+            return given.outputs, given.inputs
+        return nearby, inputs
 
     def _run(self, inputs: _Tensors) -> _Tensors:
         try:
@@ -308,22 +307,25 @@ class _Proof:
         judge.check_overlaps(found, inputs, given.outputs, given.inputs)
         undefined, reference = self._undefined(given), self._reference(given)
         exact = reference or (given.outputs, given.inputs)
-        rows: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        for n, row in enumerate(zip(found, given.outputs, exact[0], strict=True)):
-            places = undefined[n]
-            ours, theirs, wide = row if places is None else (tensor[~places] for tensor in row)
-            rows.append((f"gives output {n}: it", ours, theirs, wide))
-        for n, row in enumerate(zip(inputs, given.inputs, exact[1], strict=True)):
-            if not same_bytes(row[0], row[1]):  # most inputs are only read
-                rows.append((f"leaves input {n}: it", *row))
+        nearby = exact if reference is not None or all(map(same_bytes, found, given.outputs)) else self._nearby(given)
         tolerance = judge.Tolerance.of(
             lowest_dtype(self._graph), takes_steps=takes_steps(self._graph), has_reference=reference is not None
         )
-        if reference is None and any(not same_bytes(ours, theirs) for _, ours, theirs, _ in rows):
-            tolerance = replace(tolerance, usual=self._roundings(given, tolerance))
-        for label, ours, theirs, wide in rows:
+        rows: list[tuple[str, float, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+        def usual(near: torch.Tensor, eager: torch.Tensor) -> float:
+            return 0.0 if reference is not None else judge.roundings(near, eager, tolerance)
+
+        for n, row in enumerate(zip(found, given.outputs, exact[0], strict=True)):
+            places = undefined[n]
+            ours, theirs, wide = row if places is None else (tensor[~places] for tensor in row)
+            rows.append((f"gives output {n}: it", usual(nearby[0][n], row[1]), ours, theirs, wide))
+        for n, row in enumerate(zip(inputs, given.inputs, exact[1], strict=True)):
+            if not same_bytes(row[0], row[1]):  # most inputs are only read
+                rows.append((f"leaves input {n}: it", usual(nearby[1][n], row[1]), *row))
+        for label, roundings, ours, theirs, wide in rows:
             try:
-                error = judge.check_numbers(ours, theirs, wide, tolerance=tolerance)
+                error = judge.check_numbers(ours, theirs, wide, tolerance=replace(tolerance, usual=roundings))
             except judge.WrongError as wrong:
                 msg = f"{label} {wrong}"
                 raise judge.WrongError(msg) from wrong
