@@ -31,7 +31,6 @@ Examples:
   cgtool diff 3f9a --here
   cgtool diff ~/.cache/cgtool /mnt/shared/cache
   cgtool diff /mnt/shared/cache:3f9a ~/.cache/cgtool:81c2
-  cgtool diff ~/.cache/vllm:1572 /mnt/shared/vllm
   cgtool diff ~/.cache/cgtool s3://models/cgtool
   cgtool diff monday.tar.zst tuesday.tar.zst --json | jq -r '.differences[0].sentence'
 """
@@ -50,9 +49,6 @@ def diff(*, output: Output, old: str, new: str | None, here: bool, everything: b
     A and B are each a cache's folder, an entry (the beginning of its hash, ROOT:HASH, or its folder), a bundle, or the
     URL of a store (URL:HASH for one entry), of which no artifact is fetched. Runs no code of a model and needs no
     torch. Exit code 0 where they are equal, 3 where they differ.
-
-    Both may also be caches of one other system, or entries of such (ROOT:NAME), which is told by looking: vLLM, ATOM,
-    torch, Triton, or a mega-cache file. Then the entries, factors and artifacts that differ are named.
     """
     # The command: what `--help` does without.
     from cgtool.toolkit.diff.run import diff as run

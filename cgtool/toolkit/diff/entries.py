@@ -6,7 +6,6 @@ import contextlib
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
 
 from msgspec.structs import asdict, replace
 
@@ -122,10 +121,6 @@ class EntrySide:
             return canonical_json([self.key.value("model"), self.model, prefixes]) if prefixes else None
         except CacheError:
             return None
-
-    def differences(self, new: Any) -> list[Difference]:
-        """Return what differs between it and another entry; see `compare_entries`."""
-        return compare_entries(self, new)
 
 
 def compare_entries(old: EntrySide, new: EntrySide) -> list[Difference]:

@@ -6,15 +6,10 @@ modules that Inductor wrote, looked for as texts (`cgtool.store.compiled_code`).
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import PurePosixPath
-from typing import BinaryIO
 
 from cgtool.errors import CacheError
-from cgtool.plan.grammar import digest_of
 from cgtool.store.compiled_code import read_native
 from cgtool.toolkit.contents import Contents, Source, contents_of, named_kernels
 from cgtool.toolkit.foreign.formats import read_structure
@@ -29,7 +24,6 @@ _LANGUAGES = {
 }
 _ELF = b"\x7fELF"
 _MOST_BYTES = 64 << 20
-_CHUNK = 1 << 20
 _MOST_TEXT_BYTES = 4 << 20
 #: Of an artifact that is a folder: how many files are opened.
 _MOST_FILES = 64
@@ -47,44 +41,6 @@ def foreign_contents(entry: ForeignEntry, artifact: ForeignArtifact) -> Contents
         names = tuple((_below(file, artifact), file.size_bytes) for file in files) if len(files) > 1 else ()
         parts = list(_read(tree, files, warnings))
     return _joined(artifact, names, [_of_file(name, data, warnings) for name, data in parts], warnings)
-
-
-def digests_of(entry: ForeignEntry) -> dict[str, str]:
-    """Return the SHA-256 of the bytes of each artifact, by its path; of a folder with the names in it.
-
-    One that is missing or cannot be read has none. A mega-cache that is torn has one, by the path "": the file's.
-    """
-    tree = Tree(entry.path)
-    found: dict[str, str] = {}
-    if entry.kind == "mega_cache":
-        with contextlib.suppress(CacheError, OSError), tree.opened("") as stream:
-            try:
-                members = read_structure(stream).members
-            except CacheError:
-                stream.seek(0)
-                return {"": _digest(stream, sys.maxsize)}
-            for member in members:
-                stream.seek(member.start)
-                found[f"{member.kind}/{member.key}"] = _digest(stream, member.size_bytes)
-        return found
-    for artifact in entry.artifacts:
-        files = _files(tree, artifact)
-        digests: list[str] = []
-        with contextlib.suppress(CacheError, OSError):
-            for file in files:
-                with tree.opened(file.path) as stream:
-                    digests.append(_digest(stream, file.size_bytes))
-            named = {_below(file, artifact): digest for file, digest in zip(files, digests, strict=True)}
-            found |= {artifact.path: digests[0] if len(files) == 1 else digest_of(named)} if files else {}
-    return found
-
-
-def _digest(stream: BinaryIO, size: int) -> str:
-    digest = hashlib.sha256()
-    while size > 0 and (chunk := stream.read(min(size, _CHUNK))):
-        digest.update(chunk)
-        size -= len(chunk)
-    return digest.hexdigest()
 
 
 def _files(tree: Tree, artifact: ForeignArtifact) -> list[File]:

@@ -82,6 +82,17 @@ def check_known(root: Path) -> None:
         raise _unknown(root)
 
 
+def check_own(root: Path) -> None:
+    """Check that a folder without entries is cgtool's or may become so: no other system's cache, nor other things."""
+    check_known(root)
+    system = detect(root)
+    if system not in (None, "cgtool"):
+        message = (
+            f"{root} is a cache of another system ({system}), which cgtool only looks into: cgtool inspect cache {root}"
+        )
+        raise CacheError(message, path=root, actual=system)
+
+
 def _unknown(path: Path) -> CacheError:
     return CacheError(
         f"{shown(path)} is no cache that cgtool knows: none of its own, of vLLM, ATOM, torch's Inductor or Triton, "

@@ -17,7 +17,7 @@ from cgtool.store.entry import read_entry
 from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.layout import GRAPH_FILE, PLAN_FILE, CacheLayout, resolve_root, short
 from cgtool.store.records import Manifest, Row
-from cgtool.toolkit.foreign.detect import detect
+from cgtool.toolkit.foreign.detect import check_own
 from cgtool.toolkit.selection import not_one, one_name
 
 SCHEMA = 2
@@ -109,13 +109,8 @@ def inspect_graph(
     """
     root = resolve_root(cache_dir)
     layout = CacheLayout(root=root)
-    system = detect(root)
-    if system not in (None, "cgtool"):
-        message = (
-            f"{root} is a cache of another system ({system}), and none of those holds pieces of a graph. Look at what "
-            "it holds with: cgtool inspect entry"
-        )
-        raise CacheError(message, path=root)
+    if not layout.hashes():
+        check_own(root)
     name = one_name(layout, entry, rank=rank, prefix=prefix)
     found = read_entry(layout, name)
     if found is None:

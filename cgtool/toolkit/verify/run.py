@@ -31,6 +31,7 @@ from cgtool.store.machine import this_machine
 from cgtool.store.records import Manifest
 from cgtool.store.trust import TrustPolicy
 from cgtool.toolkit.coverage import Hole, entry_coverage
+from cgtool.toolkit.foreign.detect import check_own
 from cgtool.toolkit.mirror import mirrored
 from cgtool.toolkit.model_choice import ModelChoice
 from cgtool.toolkit.selection import hash_named
@@ -247,7 +248,7 @@ class _Verification:
         """Look at some entries; with None at all of them, and at the units."""
         wanted = self.layout.hashes() if hashes is None else hashes
         if not wanted:
-            _check_own(self.layout.root)
+            check_own(self.layout.root)
         with gc_paused(), Hasher(self._jobs) as hasher:
             for found in check_entries(self.layout, wanted, hasher):
                 self.checks.append(found)
@@ -348,17 +349,6 @@ class _Verification:
             if is_gone or not any(repair.is_done for repair in repairs):
                 break
         return found, structs.replace(entry, repairs=tuple(done))
-
-
-def _check_own(root: Path) -> None:
-    """Check that a cache without entries is cgtool's, which may be empty, and nothing else."""
-    from cgtool.toolkit.foreign.detect import check_known, detect  # the readers of all systems, for what holds no entry
-
-    check_known(root)
-    system = detect(root)
-    if system not in (None, "cgtool"):
-        message = f"{root} holds a cache of another system ({system}). Look into it with: cgtool inspect cache {root}"
-        raise CacheError(message, path=root, actual=system)
 
 
 def _chosen(
