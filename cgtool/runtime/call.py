@@ -347,7 +347,8 @@ class LoadedModel(AsModule):
             if (step.splitting or step.piece < 0) and step.graph not in self._eager:
                 self._eager[step.graph] = self._op_by_op(step.graph)
         program = ProgramWriter(variant, self._graphs, symbols, self._eager)
-        served.program = program.function(served.calls, served.weights, passed)
+        function = program.function(served.calls, served.weights, passed)
+        served.program = function if self._device_index is None else _on_device(function, self._device_index)
         backends = [_piece(self._opened, served.index, step.piece) for step in compiled_steps(variant)]
         if (wrap := self._wrap) is None:
             served.table = ShapeTable(symbols, backends)
@@ -371,6 +372,18 @@ class LoadedModel(AsModule):
         if key not in shared:
             shared[key] = Weights(self.module, self._signature.method, inputs, same, self._device_index)
         return shared[key]
+
+
+def _on_device(program: Program, index: int) -> Program:
+    """Return a program that runs with a device as the current one: native code runs on that one's stream."""
+
+    def run(*values: Any) -> Any:
+        if torch.accelerator.current_device_index() == index:
+            return program(*values)
+        with torch.accelerator.device_index(index):
+            return program(*values)
+
+    return run
 
 
 def _as_read(graphs: Mapping[str, PieceGraph]) -> Graphs:

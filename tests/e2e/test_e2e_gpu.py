@@ -46,8 +46,9 @@ print(json.dumps({"worst": worst, "refused": refused}))
 """
 
 
-def run(*command: str) -> str:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FIXTURES), os.environ.get("PYTHONPATH", "")])}
+def run(*command: str, **variables: str) -> str:
+    paths = os.pathsep.join([str(FIXTURES), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": paths, **variables}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
@@ -66,6 +67,9 @@ def test_a_model_warmed_for_cuda_serves_a_fresh_process_as_eager_does(tmp_path):
     # bfloat16 has 8 bits of mantissa; eager rounds after every operation, a fused kernel once.
     assert served["worst"] < 0.1
     assert "cpu" in served["refused"]
+    if torch.cuda.device_count() > 1:  # another GPU of its kind, which is all that this process sees
+        there = json.loads(run(sys.executable, "-c", SERVE, cache, CUDA_VISIBLE_DEVICES="1"))
+        assert there["worst"] < 0.1
 
 
 class Counts(torch.nn.Module):
@@ -106,7 +110,115 @@ def test_tensors_that_begin_at_any_element_are_served_and_written_to(tmp_path):
             torch.testing.assert_close((theirs, model.total), (again[1], eager.total))
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+class Wide(torch.nn.Module):
+    """Gives 4,096 numbers for each that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(4096.0).sin().view(1, 4096), requires_grad=False)
+
+    def forward(self, x):
+        return torch.relu(x @ self.weight) + 1
+
+
+def wide(tmp_path, adaptor):
+    """A model, and what it was compiled to."""
+    model, config = Wide().cuda(), cgtool.CompilationConfig(adaptor=adaptor)
+    rows = {0: ("rows", 2, None)}
+    return model, cgtool.compile(
+        model, example_args=(torch.ones(4, 1, device="cuda"),), dynamic={"x": rows}, config=config, cache_dir=tmp_path
+    )
+
+
+each_adaptor = pytest.mark.parametrize("adaptor", ["aot_inductor", "inductor_standalone", "eager"])
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@torch.no_grad()
+@each_adaptor
+def test_a_call_runs_on_the_stream_that_is_current(tmp_path, adaptor):
+    model, loaded = wide(tmp_path, adaptor)
+    x, values = torch.zeros(64, 1, device="cuda"), torch.rand(64, 1, device="cuda")
+    loaded(x)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(500_000_000)  # what ran on another stream would meanwhile read zeros
+        x.copy_(values)
+        got = loaded(x)
+    assert not stream.query()
+    stream.synchronize()
+    torch.testing.assert_close(got, model(values))
+
+
+@torch.no_grad()
+@each_adaptor
+def test_a_call_that_runs_out_of_memory_says_so_and_the_next_one_is_served(tmp_path, adaptor):
+    model, loaded = wide(tmp_path, adaptor)
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(8e9 / total)
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match=r"with rows = 1048576 .*out of memory beside the [0-9]+ MiB"):
+            loaded(torch.ones(1 << 20, 1, device="cuda"))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    few = torch.ones(3, 1, device="cuda")
+    torch.testing.assert_close(loaded(few), model(few))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("adaptor", ["aot_inductor", "inductor_standalone"])
+def test_load_and_calls_take_no_more_memory_than_eager(tmp_path, adaptor):
+    sys.path.insert(0, str(FIXTURES))
+    import tiny_llama
+
+    with torch.device("cuda"):
+        spec = tiny_llama.build(num_layers=4, width=512, intermediate=1024)
+    config = cgtool.CompilationConfig(adaptor=adaptor)
+    cgtool.compile(
+        spec.module, example_args=spec.calls[0].args, dynamic=spec.dynamic, config=config, cache_dir=tmp_path
+    )
+    ids = torch.arange(1024, device="cuda") % 256
+
+    def peak(call):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call(ids, torch.arange(1024, device="cuda"))
+        return torch.cuda.max_memory_allocated() - before
+
+    eager = [peak(spec.module) for _ in range(2)][1]
+    before = torch.cuda.memory_allocated()
+    loaded = cgtool.load(spec.module, cache_dir=tmp_path)
+    assert torch.cuda.memory_allocated() == before
+    assert max(peak(loaded) for _ in range(2)) <= 1.05 * eager
+    assert torch.cuda.memory_allocated() - before < 1 << 20
+
+
+@torch.no_grad()
+@two_devices
+@each_adaptor
+def test_an_entry_of_the_first_gpu_serves_a_model_on_the_second_while_the_first_is_busy(tmp_path, adaptor):
+    model, _ = wide(tmp_path, adaptor)
+    there = Wide().to("cuda:1")
+    loaded = cgtool.load(there, cache_dir=tmp_path)
+    x = torch.rand(64, 1, device="cuda:1")
+    with torch.cuda.stream(torch.cuda.Stream("cuda:0")):
+        torch.cuda._sleep(2_000_000_000)
+        for device in (0, 1):
+            with torch.cuda.device(device):
+                got = loaded(x)
+                assert torch.cuda.current_device() == device
+            torch.cuda.current_stream(1).synchronize()
+            assert got.device == x.device
+            torch.testing.assert_close(got, there(x))
+        assert not torch.cuda.current_stream(0).query()  # nothing waited for the first GPU
+    with pytest.raises(cgtool.GuardError, match="cuda:0"):
+        loaded(x.to("cuda:0"))
+    torch.testing.assert_close(cgtool.load(model, cache_dir=tmp_path)(x.to("cuda:0")).cpu(), there(x).cpu())
+
+
+@two_devices
 def test_two_ranks_over_nccl_equal_the_whole_model_with_graphs_and_without(tmp_path):
     root, model = tmp_path / "cache", FIXTURES.parent / "tests" / "e2e" / "ranks_model.py"
 
