@@ -48,11 +48,7 @@ _Given = TypeVar("_Given", bound=Record)
 
 
 class Channel:
-    """One end of the connection between a parent and its child.
-
-    Args:
-        sock: The socket.
-    """
+    """One end of the connection between a parent and its child."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -78,13 +74,7 @@ class Channel:
         self.send(NOTE, record)
 
     def answer(self, record: Record, data: bytes = b"", *, last: bool = False) -> None:
-        """Answer a request.
-
-        Args:
-            record: The answer.
-            data: Bytes beside it.
-            last: Whether the program ends after it.
-        """
+        """Answer a request; the program ends after its last answer."""
         self.send(LAST if last else ANSWER, record, data)
 
     # what both do
@@ -92,13 +82,7 @@ class Channel:
     def send(
         self, kind: bytes, record: Record | None = None, data: bytes = b"", *, deadline: float | None = None
     ) -> None:
-        """Send one message.
-
-        Args:
-            kind: What it is; see the head of this module.
-            record: Its record.
-            data: Bytes beside it.
-            deadline: On `time.monotonic`'s clock; None waits for ever.
+        """Send one message; `kind` is one of the head of this module, and no deadline waits for ever.
 
         Raises:
             TimeoutError: The deadline passed.
@@ -152,12 +136,7 @@ def _remaining(deadline: float | None) -> float | None:
 
 
 def serve(descriptor: int, program: str) -> None:
-    """Be a child: what the command line of one calls.
-
-    Args:
-        descriptor: Its socket.
-        program: "module:function".
-    """
+    """Be a child, with one end of a pair of sockets: what the command line of one calls."""
     _split_off(descriptor)
     faulthandler.enable()
     module, _, function = program.partition(":")

@@ -56,9 +56,6 @@ class CUDAGraphMode(Enum):
     def has_mode(self, mode: CUDAGraphMode) -> bool:
         """Return whether decode or mixed batches run under `mode`.
 
-        Args:
-            mode: A single mode.
-
         Raises:
             ValueError: `mode` is a pair.
         """

@@ -62,9 +62,6 @@ def told_while_waiting(name: str) -> Iterator[OnEvent]:
 
     On a terminal one line of stderr shows what runs now and goes in the end; elsewhere the log gets a line of level
     INFO for each thing that is over.
-
-    Args:
-        name: What is compiled.
     """
     log = logging.getLogger("cgtool")
     shows = sys.stderr is not None and sys.stderr.isatty()

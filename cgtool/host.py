@@ -30,24 +30,17 @@ if TYPE_CHECKING:
 
 
 class Environment(NamedTuple):
-    """What cgtool reads from the environment of this process.
-
-    Args:
-        cache_dir: CGTOOL_CACHE_DIR; None where it is unset or empty.
-        disable_cache: CGTOOL_DISABLE_CACHE; False where it is unset or empty.
-        variables: Every CGTOOL_ variable by its full name, unread and unchecked.
-        cxx: CXX, the C++ compiler that Inductor is told to use; None where it is unset.
-        rank: RANK, else LOCAL_RANK, else 0: this process's place in its model-parallel group.
-        shell: SHELL, the user's own shell; None where it is unset or empty.
-        trusted_keys: CGTOOL_TRUSTED_KEYS, paths with commas between; none where it is unset.
-        allow_shared_cache: CGTOOL_ALLOW_SHARED_CACHE; False where it is unset or empty.
-    """
+    """What cgtool reads from the environment of this process."""
 
     cache_dir: str | None
     disable_cache: bool
+    #: Every CGTOOL_ variable by its full name, unread and unchecked.
     variables: Mapping[str, str]
+    #: The C++ compiler that Inductor is told to use.
     cxx: str | None
+    #: RANK, else LOCAL_RANK, else 0: this process's place in its model-parallel group.
     rank: int
+    #: The user's own.
     shell: str | None
     trusted_keys: tuple[str, ...]
     allow_shared_cache: bool
@@ -92,9 +85,6 @@ _HARMLESS_PREFIXES = (
 def environment(source: Mapping[str, str] | None = None) -> Environment:
     """Return what the environment says now.
 
-    Args:
-        source: Where to read; None means this process's environment.
-
     Raises:
         ConfigError: A rank is no whole number, a bool is none, or CGTOOL_TRUSTED_KEYS are no paths.
     """
@@ -118,11 +108,7 @@ def launched() -> bool:
 
 
 def code_variables(source: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables of torch, Inductor, Dynamo and Triton that may change code, by name.
-
-    Args:
-        source: Where to read; None means this process's environment.
-    """
+    """Return the variables of torch, Inductor, Dynamo and Triton that may change code, by name."""
     values = os.environ if source is None else source
     return {
         name: values[name]
@@ -149,12 +135,7 @@ def variables_now(names: Iterable[str]) -> dict[str, str | None]:
 
 
 def child_variables(changes: Mapping[str, str], *, without: str = "") -> dict[str, str]:
-    """Return the environment of a process that is started from this one.
-
-    Args:
-        changes: Variables that it has anew or otherwise.
-        without: Variables whose names begin so are left out first; empty leaves none out.
-    """
+    """Return the environment of a process that is started from here: with changes, less the names that begin so."""
     kept = {name: value for name, value in os.environ.items() if not (without and name.startswith(without))}
     return {**kept, **changes}
 
@@ -275,11 +256,7 @@ def compiler_version() -> str | None:
 
 
 class _Question:
-    """A compiler that is asked for its version; several threads may wait for the answer.
-
-    Args:
-        program: The path of the compiler.
-    """
+    """A compiler that is asked for its version; several threads may wait for the answer."""
 
     def __init__(self, program: str) -> None:
         self._program = program
@@ -357,9 +334,7 @@ def _said_by(process: subprocess.Popen[str]) -> str | None:
 def opening(make: Callable[..., int], *arguments: Any) -> Iterable[int]:
     """Return what makes a descriptor as it is unpacked, or as a list is extended by it, within one step of Python.
 
-    Args:
-        make: Returns the descriptor: `os.open`, `os.memfd_create`. Must not be written in Python.
-        arguments: What it is called with.
+    `make` must not be written in Python: `os.open`, `os.memfd_create`.
     """
     return map(make, *[(argument,) for argument in arguments])
 
@@ -377,12 +352,7 @@ _Item = TypeVar("_Item")
 
 
 def on_two_threads(work: Callable[[Sequence[_Item]], None], items: Sequence[_Item]) -> None:
-    """Do work on each half of `items` at once; reading and hashing hold no lock of Python's.
-
-    Args:
-        work: Must not raise.
-        items: Handed to it in two parts.
-    """
+    """Do work, which must not raise, on each half of `items` at once; reading and hashing hold no lock of Python's."""
     half = len(items) // 2
     other = threading.Thread(target=work, args=(items[:half],))
     try:

@@ -52,15 +52,11 @@ _BOOT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a child ended.
+    """How a child ended."""
 
-    Args:
-        code: Its exit code, negative for a signal; None where it took too long and was ended.
-        log: The last lines that it and what it started printed.
-        limit_secs: How long it was given; None is for ever.
-    """
-
+    #: Negative for a signal; None where it took too long and was ended.
     code: int | None
+    #: The last lines that it and what it started printed.
     log: tuple[str, ...]
     limit_secs: float | None = None
 
@@ -111,16 +107,12 @@ class ClosedError(CgtoolError):
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a child answered.
-
-    Args:
-        record: The answer.
-        data: The bytes beside it.
-        log: The last lines that were printed meanwhile.
-    """
+    """What a child answered."""
 
     record: Any
+    #: The bytes beside it.
     data: bytes
+    #: The last lines that were printed meanwhile.
     log: tuple[str, ...]
 
 
@@ -288,11 +280,6 @@ class Children:
     """Children of one program, each started when it is needed or before, and replaced when it died. Any thread may ask.
 
     Leaving its `with` block ends them all.
-
-    Args:
-        program: As for `Child`.
-        limit: How many run at a time.
-        setup: As for `Child`.
     """
 
     def __init__(self, program: str, *, limit: int, setup: Record | None = None) -> None:
@@ -324,11 +311,6 @@ class Children:
 
     def ask(self, request: Record, data: bytes = b"", **how: Any) -> Answer:
         """Wait until a child is free and ask it, as `Child.ask` does.
-
-        Args:
-            request: What is asked.
-            data: Bytes beside it.
-            how: The other arguments of `Child.ask`.
 
         Raises:
             ClosedError: `close` was called.
@@ -386,10 +368,6 @@ def run_in_copy(work: Callable[[], bytes], *, timeout_secs: float | None) -> byt
 
     The copy has the thread that calls this and no other. So `work` must not wait for another thread, nor use pools of
     threads that ran before the fork.
-
-    Args:
-        work: What to do there.
-        timeout_secs: How long it may take; None is for ever.
 
     Raises:
         ChildEndedError: The copy crashed, raised, or did not end in time.

@@ -56,11 +56,7 @@ _CACHING = {
 
 
 def new_fake_mode(*, from_two: bool) -> FakeTensorMode:
-    """Return a fake mode with a ShapeEnv of its own.
-
-    Args:
-        from_two: Whether every symbol is at least 2, so that torch may take sizes 0 and 1 for impossible.
-    """
+    """Return a fake mode with a ShapeEnv of its own; `from_two` lets torch take sizes 0 and 1 for impossible."""
     shape_env = ShapeEnv(specialize_zero_one=from_two, duck_shape=False)
     return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
 
@@ -206,11 +202,7 @@ def _drops_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 @contextlib.contextmanager
 def compiling(tag: str) -> Iterator[None]:
-    """Set up what every compile and every load through `compile_fx` runs under.
-
-    Args:
-        tag: Enters the keys of torch's caches, so that what torch holds from elsewhere is never served.
-    """
+    """Set up what every compile and every load through `compile_fx` runs under; no two tags share what torch caches."""
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
 
@@ -326,16 +318,7 @@ def load_compile_fx(
     mode: FakeTensorMode,
     refuse: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Open a mega-cache and take the callable out of it through `compile_fx`.
-
-    Args:
-        data: The mega-cache.
-        module: The graph that was compiled, rebuilt.
-        inputs: Its fake inputs.
-        patches: The options that it was compiled with.
-        mode: The fake mode of `inputs`.
-        refuse: Called in the compiler's place if the caches do not hold the graph.
-    """
+    """Take the callable out of a mega-cache through `compile_fx`; `refuse` stands in for the compiler."""
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx
     from torch.compiler._cache import CacheArtifactManager

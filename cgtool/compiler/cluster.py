@@ -52,13 +52,8 @@ _REASON_CHARS = 200
 class Cluster:
     """The workers of an executor, as `WorkerPool` is those of this machine; any thread may ask.
 
-    Args:
-        url: Which executor; see `cgtool.executors.engines`.
-        timeout_secs: How long a unit may take once a worker has it; None is for ever.
-        prove: Whether workers prove what they compiled.
-        inductor: Whether they import Inductor before their first piece.
-        patience_secs: How long to wait for a cluster without workers.
-        on_event: Told when there are no workers.
+    A unit's time counts once a worker has it. The executor is given `jobs` units at a time, and knows how many of them
+    it can run.
 
     Attributes:
         jobs: How many units the executor is given at a time; it knows how many of them it can run.
@@ -121,9 +116,6 @@ class Cluster:
 
     def compile(self, request: CompileRequest) -> tuple[bytes, Artifact, Mapping[str, str]]:
         """Have a piece compiled and proved by a worker, and wait for it.
-
-        Args:
-            request: The piece, and how to compile it.
 
         Returns:
             The artifact's bytes, its record with what a proof found, and what the compiler wrote for people, by name.

@@ -35,24 +35,20 @@ _METHOD_PREFIXES = ("torch.Tensor.", "torch._C.TensorBase.")
 
 @dataclass(frozen=True, kw_only=True)
 class RebuiltPiece:
-    """A piece as a compiler takes it.
+    """A piece as a compiler takes it."""
 
-    Args:
-        module: The graph; its placeholders are the piece's inputs and then its constants, its output is a tuple.
-        inputs: Fake tensors, one for each placeholder.
-        mode: Their fake mode.
-        names: What torch calls the symbols → what the graph calls them.
-        num_facts: How many guards the graph's own facts made in the ShapeEnv.
-        called: The ops that its calls came to.
-        written: The positions of the inputs that it writes to.
-    """
-
+    #: The placeholders are the piece's inputs and then its constants, the output is a tuple.
     module: fx.GraphModule
+    #: Fake tensors, one for each placeholder.
     inputs: list[Any]
     mode: _torch.FakeTensorMode
+    #: What torch calls the symbols → what the graph calls them.
     names: dict[str, str]
+    #: How many guards the graph's own facts made in the ShapeEnv.
     num_facts: int
+    #: The ops that its calls came to.
     called: _torch.CalledOps
+    #: The positions of the inputs that it writes to.
     written: frozenset[int]
 
     def new_guards(self, graph: PieceGraph) -> tuple[str, ...]:
@@ -192,10 +188,7 @@ class _Connectives(ast.NodeTransformer):
 
 
 def rebuild(graph: PieceGraph) -> RebuiltPiece:
-    """Return `graph` as a compiler takes it.
-
-    Args:
-        graph: A piece; without symbols it is fully static.
+    """Return a piece as a compiler takes it; without symbols it is fully static.
 
     Raises:
         CompileError: The graph cannot be rebuilt: an op refuses its inputs, or writes to one of several that share

@@ -57,12 +57,7 @@ def compile_piece(
 
 
 def keep_generated(layout: CacheLayout, manifest: Manifest, written: Mapping[str, Texts]) -> None:
-    """Keep what compilers wrote for a rank's artifacts; of those compiled earlier, what another entry kept.
-
-    Args:
-        layout: Where the cache lies.
-        manifest: The rank's.
-        written: Artifact digest → what was written for it now.
+    """Keep what was written now for a rank's artifacts, by digest; of those compiled earlier, what another entry kept.
 
     Raises:
         CacheError: It cannot be written.

@@ -60,17 +60,12 @@ def next_adaptor(adaptor: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """A unit that is stored, and how it came there.
-
-    Args:
-        artifact: What it compiled to.
-        reused: Whether it had been compiled before: by another piece, size, rank, process or warm.
-        unproved: Why it was not proved this time, where a later warm may; else "".
-        generated: What the compiler wrote for people just now.
-    """
+    """A unit that is stored, and how it came there."""
 
     artifact: Artifact
+    #: Whether it had been compiled before: by another piece, size, rank, process or warm.
     reused: bool
+    #: Why it was not proved this time, where a later warm may; else "".
     unproved: str = ""
     generated: Texts = field(default_factory=dict)
 
@@ -78,13 +73,8 @@ class Built:
 class CompilerManager:
     """Compiles unique pieces once and puts them into an entry; any thread may ask.
 
-    Args:
-        layout: Where the cache lies.
-        config: Where the user's options for the compilers come from.
-        on_event: Told when a unit is waited for, because another process compiles it.
-        pool: Workers to compile in, here or on a cluster; None compiles in this process alone.
-        prover: Runs each unit before it is stored; None stores it without.
-        remotes: Where units may have been compiled already, and what is compiled here goes; None is nowhere.
+    Without a pool, all is compiled in this process; without a prover, units are stored as they are; without remotes,
+    they come from here and stay here.
     """
 
     def __init__(
@@ -152,12 +142,8 @@ class CompilerManager:
         """Return the unit that serves `work`, compiled now unless it was before; its artifact is in the entry.
 
         Two processes that ask for one unit at a time compile it once: the second waits, and finds it. Interrupted at
-        any instant, the unit is either not there or whole.
-
-        Args:
-            work: The piece, its shape and its adaptor.
-            objects: The artifacts of the entry.
-            in_worker: Whether a worker of the pool compiles it, while any thread of this process waits.
+        any instant, the unit is either not there or whole. With `in_worker` a worker of the pool compiles it, while any
+        thread of this process waits.
 
         Raises:
             StaysHereError: With `in_worker`: only this process can compile the piece.

@@ -33,20 +33,15 @@ _ADVICE = (
 
 
 class Served(Record, frozen=True, kw_only=True):
-    """The sizes of one dimension that one variant serves.
-
-    Args:
-        dim: The dimension.
-        others: The sizes at which the variant fixes other dimensions.
-        low: The smallest.
-        high: The largest; None is no limit.
-        lines: The lines of the model that narrowed them.
-    """
+    """The sizes of one dimension that one variant serves."""
 
     dim: str
+    #: The sizes at which the variant fixes other dimensions.
     others: tuple[tuple[str, int], ...]
     low: int
+    #: None is no limit.
     high: int | None
+    #: The lines of the model that narrowed them.
     lines: tuple[str, ...] = ()
 
 
@@ -57,15 +52,7 @@ def served_by(
     asked: Mapping[str, DynamicDim],
     by_op: Mapping[str, str],
 ) -> Iterator[Served]:
-    """Yield what a variant serves of each dimension.
-
-    Args:
-        variant: The variant.
-        shape_env: The ShapeEnv of its trace.
-        names: What the trace calls its symbols → what the plan calls them.
-        asked: The dimensions as the user declared them.
-        by_op: See `cgtool.split.nodes.lines_by_op`.
-    """
+    """Yield what a variant serves of each dimension; `names` has what the plan calls the symbols of the trace."""
     traced = {names[symbol.name]: symbol for symbol in shape_env.var_to_range if symbol.name in names}
     symbols = {symbol.name: symbol for symbol in variant.symbols}
     for dim in (*variant.fixed, *variant.dims):
@@ -87,12 +74,7 @@ def served_by(
 
 
 def narrowed_ranges(served: Iterable[Served], asked: Mapping[str, DynamicDim]) -> tuple[str, ...]:
-    """Return a sentence for each dimension of which less is served than was asked for.
-
-    Args:
-        served: What all variants serve.
-        asked: The dimensions as the user declared them.
-    """
+    """Return a sentence for each dimension of which less is served than was asked for."""
     groups: dict[tuple[str, tuple[tuple[str, int], ...]], list[Served]] = {}
     for one in served:
         groups.setdefault((one.dim, one.others), []).append(one)

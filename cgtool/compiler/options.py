@@ -98,10 +98,6 @@ def _check(name: str, value: Json, known: Mapping[str, Any]) -> None:
 def inductor_hash(adaptor: str, patches: Mapping[str, Json]) -> str:
     """Return the SHA-256 of torch, triton, the C++ compiler, the target and Inductor's settings.
 
-    Args:
-        adaptor: The adaptor's name.
-        patches: The options that the compile sets.
-
     Raises:
         ConfigError: No C++ compiler works here.
     """
@@ -122,9 +118,6 @@ def inductor_hash(adaptor: str, patches: Mapping[str, Json]) -> str:
 
 def check_compiler(adaptor: str) -> None:
     """See that a C++ compiler is here, before anything is traced for it.
-
-    Args:
-        adaptor: Whose pieces are to be compiled.
 
     Raises:
         ConfigError: None works.

@@ -167,17 +167,8 @@ def add_to_entry(
 ) -> tuple[Manifest, Compiled]:
     """Compile what an entry lacks and add it; the plan says all that is needed, so nothing is traced.
 
-    Args:
-        layout: Where the cache lies.
-        key: The entry's key.
-        name: The rank and prefix.
-        plan: Their plan.
-        work: What is missing, damaged or not proved yet.
-        config: How to compile it.
-        device_index: The device that pieces are proved on; None is the current one.
-        prove: Calls what was compiled beside the model itself, and returns what to say of the variants; None where the
-            model is not there.
-        on_event: Told of each artifact.
+    `prove` calls what was compiled beside the model itself, and returns what to say of the variants; it is None where
+    the model is not there.
 
     Raises:
         CompileError: A piece cannot be compiled.

@@ -30,13 +30,9 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 class WorkerPool(Children):
-    """Compile workers of this process.
+    """Compile workers of this process, `jobs` of them, each in a process of its own.
 
-    Args:
-        jobs: How many pieces are compiled at a time, each in a process of its own.
-        timeout_secs: How long one piece may take; None is for ever.
-        inductor: Whether workers import Inductor before their first piece.
-        native: Whether workers will write C++ code for the CPU.
+    `native` workers will write C++ code for the CPU.
 
     Raises:
         WorkerError: There is no folder for temporary files.
@@ -64,9 +60,6 @@ class WorkerPool(Children):
 
     def compile(self, request: CompileRequest) -> tuple[bytes, Artifact, Mapping[str, str]]:
         """Have a piece compiled by a worker, and wait for it.
-
-        Args:
-            request: The piece, and how to compile it.
 
         Returns:
             The artifact's bytes, its record, and what the compiler wrote for people, by name.

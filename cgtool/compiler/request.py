@@ -45,91 +45,69 @@ class StaysHereError(CgtoolError):
 
 
 class WorkerSetup(Record, frozen=True, kw_only=True):
-    """What all workers of a pool are told as they start.
+    """What all workers of a pool are told as they start."""
 
-    Args:
-        threads: How many processes Inductor may use for one piece.
-        inductor: Whether to import Inductor before there is a unit.
-        native: Whether C++ code will be written for the CPU.
-        shared: A folder of theirs: what one of them found out of this machine, the others take.
-    """
-
+    #: How many processes Inductor may use for one piece.
     threads: Count
+    #: Whether to import Inductor before there is a unit.
     inductor: bool
+    #: Whether C++ code will be written for the CPU.
     native: bool
+    #: A folder of theirs: what one of them found out of this machine, the others take.
     shared: str
 
 
 class Provider(Record, frozen=True, kw_only=True):
-    """A module that registers custom ops or an adaptor.
-
-    Args:
-        module: Its name.
-        file: Its file, where an import statement does not find it: a script that the user named by its path.
-    """
+    """A module that registers custom ops or an adaptor."""
 
     module: str
+    #: Where an import statement does not find it: a script that the user named by its path.
     file: str | None = None
 
 
 class Settings(Record, frozen=True, kw_only=True):
-    """What of global state decides what torch's ops and compilers give.
-
-    Args:
-        torch: torch's own, by the names of this module.
-        inductor: Options of Inductor that were changed; what the environment gave is the worker's own.
-    """
+    """What of global state decides what torch's ops and compilers give."""
 
     torch: dict[str, Any]
+    #: Options that were changed; what the environment gave is the worker's own.
     inductor: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class CompileRequest(Record, frozen=True, kw_only=True):
-    """One piece to compile.
-
-    Args:
-        graph: The piece, specialised or restricted to the shape.
-        origin: What the artifact is to say that it was compiled from.
-        adaptor: The adaptor's name.
-        options: The user's options for the compiler.
-        max_autotune: Whether the compiler may try variants of each kernel.
-        compiler: The adaptor's `compute_hash` where the request was made: a worker with another refuses the request.
-        imports: Modules to import first.
-        settings: What holds in the process that made the request.
-        factors: What a worker on another machine must share, as `factors_here` says; empty asks for nothing.
-        prove: Whether a worker on another machine proves what it compiled.
-        groups: The groups of processes that its ops name, each with its size: a worker is in none of them.
-    """
+    """One piece to compile, specialised or restricted to its shape."""
 
     graph: PieceGraph
     origin: Origin
     adaptor: str
     options: dict[str, Any]
     max_autotune: bool
+    #: The adaptor's `compute_hash` where the request was made: a worker with another refuses the request.
     compiler: Digest
+    #: Modules to import first.
     imports: tuple[Provider, ...]
+    #: What holds in the process that made the request.
     settings: Settings
+    #: What a worker on another machine must share, as `factors_here` says; empty asks for nothing.
     factors: dict[str, Json] = msgspec.field(default_factory=dict)
+    #: Whether a worker on another machine proves what it compiled.
     prove: bool = False
+    #: The groups of processes that its ops name, each with its size: a worker is in none of them.
     groups: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class CompileReport(Record, frozen=True, kw_only=True):
     """What a worker says of a request; the artifact's bytes go beside it.
 
-    Args:
-        status: "done"; "refused": it is not for that process, compile it elsewhere; "rejected": the compiler does not
-            take the piece; "failed": memory, disk or a bug.
-        artifact: What the piece compiled to, where that is done.
-        generated: What the compiler wrote for people, name → text.
-        reason: Why it is not done: a sentence.
-        op: The op of the piece at which it was rejected, where the compiler names one.
+    A refused request is not for that process, and is compiled elsewhere. Of a rejected one the compiler does not take
+    the piece. A failed one met memory, disk or a bug.
     """
 
     status: Literal["done", "refused", "rejected", "failed"]
     artifact: Artifact | None = None
+    #: What the compiler wrote for people, name → text.
     generated: dict[str, str] = msgspec.field(default_factory=dict)
     reason: str = ""
+    #: The op of the piece at which it was rejected, where the compiler names one.
     op: str | None = None
 
 

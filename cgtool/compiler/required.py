@@ -21,10 +21,6 @@ _MOST_SMALL = 256
 def check_required(require: Required, bounds: Mapping[str, tuple[int, int | None]]) -> None:
     """Refuse to require what the model's dynamic dimensions do not allow.
 
-    Args:
-        require: What is required.
-        bounds: Dynamic dimension → its smallest and its largest size; None is no limit.
-
     Raises:
         UsageError: A dimension is not dynamic, or a range is empty or beyond its dimension's.
     """
@@ -55,13 +51,7 @@ def serves(variant: Variant, sizes: Mapping[str, int]) -> bool:
 def required_sizes(
     require: Required, others: Mapping[str, int], variants: Iterable[Variant]
 ) -> Iterator[dict[str, int]]:
-    """Yield the combinations of sizes to look at, in rising order.
-
-    Args:
-        require: What is required.
-        others: A size for each other dimension.
-        variants: Their ranges end where something may change.
-    """
+    """Yield the combinations of sizes to look at, in rising order, with the size of each other dimension."""
     every = [range(low, high + 1) for low, high in require.values()]
     if math.prod(map(len, every)) <= _MOST_POINTS:
         candidates: Sequence[Sequence[int]] = every
@@ -90,10 +80,7 @@ def unserved(
 ) -> tuple[str, ...]:
     """Return a sentence for each example call with the first sizes that are required and that no variant serves.
 
-    Args:
-        variants: Those of a plan.
-        require: What is required.
-        others: Name of an example call → the size of each dynamic dimension that it passes.
+    `others` has the size of each dynamic dimension that a call passes, by the call's name.
     """
     found = []
     for name, sizes in others.items():

@@ -47,22 +47,18 @@ class SplitAgainError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What came of it.
+    """What came of it."""
 
-    Args:
-        rows: A row for each item of the work that has an artifact of its own.
-        compiled: How many artifacts this process compiled.
-        secs: How long all of it took, in seconds.
-        fallbacks: The pieces that another adaptor serves than the one that was asked for.
-        unproved: Pieces whose artifacts were not proved this time, each with its reason; a later warm tries again.
-        generated: Artifact digest → what its compiler wrote for people.
-    """
-
+    #: A row for each item of the work that has an artifact of its own.
     rows: tuple[Row, ...]
+    #: How many artifacts this process compiled.
     compiled: int
     secs: float
+    #: The pieces that another adaptor serves than the one that was asked for.
     fallbacks: tuple[Fallback, ...]
+    #: Pieces whose artifacts were not proved this time, each with its reason; a later warm tries again.
     unproved: tuple[tuple[int, str], ...]
+    #: Artifact digest → what its compiler wrote for people.
     generated: Mapping[str, Texts]
 
 
@@ -78,15 +74,8 @@ def compile_work(
     """Compile or reuse every artifact of `work` and put it into an entry.
 
     A piece that no compiler takes for all of its variant's sizes runs as it stands, and is reported; one that none
-    takes for a concrete size or a range alone is an error.
-
-    Args:
-        work: What is needed.
-        objects: The entry's artifacts.
-        manager: The compilers.
-        pool: Workers, `pool.jobs` of them at a time; None compiles in this process, one piece after the other.
-        split_out: Told of a piece and the op at which it fails: whether that can run between pieces instead.
-        on_event: Told of each artifact, from one thread at a time.
+    takes for a concrete size or a range alone is an error. `split_out` is asked of a piece and the op at which it
+    fails: whether that can run between pieces instead. Events come from one thread at a time.
 
     Raises:
         SplitAgainError: Ops are to be split out; what could be compiled is stored.
@@ -133,18 +122,12 @@ def unique(work: Iterable[Work]) -> Iterator[list[Work]]:
 
 @dataclass(kw_only=True, eq=False)
 class _Task:
-    """Work that one artifact serves, and what came of it so far.
-
-    Args:
-        items: All that it serves.
-        work: One of these, with the adaptor that is to compile it, or did.
-        refusals: Why that is not the adaptor that was asked for, one sentence for each that refused.
-        built: The unit, once it is there.
-        error: Why there is none.
-    """
+    """Work that one artifact serves, and what came of it so far."""
 
     items: list[Work]
+    #: One of these, with the adaptor that is to compile it, or did.
     work: Work
+    #: Why that is not the adaptor that was asked for, one sentence for each that refused.
     refusals: list[str] = field(default_factory=list)
     built: Built | None = None
     error: CompileError | None = None

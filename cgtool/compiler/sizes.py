@@ -91,11 +91,6 @@ class Limits:
 def sizes_to_prove(graph: PieceGraph, guards: tuple[str, ...], limits: Limits) -> list[Sizes]:
     """Return the sizes to prove a piece at: the lower bounds of its ranges, and as near the upper ones as limits allow.
 
-    Args:
-        graph: The piece.
-        guards: Facts beyond the graph's own.
-        limits: What the largest may take.
-
     Raises:
         CompileError: No sizes satisfy the facts and the guards.
     """

@@ -136,16 +136,7 @@ def incomplete(
     path: Path,
     nearest: str,
 ) -> CacheMissError | None:
-    """Return the miss of an entry that lacks something, with a sentence for each kind of lack; None where nothing is.
-
-    Args:
-        missing: Work without a row.
-        broken: Work whose artifact is damaged.
-        num_unproved: How many artifacts are still to be proved.
-        num_uncalled: How many variants are still to be called beside the model itself.
-        path: The cache's root.
-        nearest: The entry's hash.
-    """
+    """Return the miss of an entry that lacks something, with a sentence for each kind of lack; else None."""
     shapes = list(dict.fromkeys(shape_text(work.shape) for work in missing))
     count = len(list(unique(missing)))
     said = "1 artifact is missing" if count == 1 else f"{count} artifacts are missing"
@@ -179,12 +170,7 @@ def notes_of(manifest: Manifest, slow_ops: Iterable[str]) -> tuple[str, ...]:
 
 
 def unproved_notes(manifest: Manifest, unproved: Iterable[tuple[int, str]]) -> tuple[str, ...]:
-    """Return which pieces' artifacts are not proved, and why.
-
-    Args:
-        manifest: Its rows say what can never be proved.
-        unproved: Pieces that were not proved this time, each with its reason.
-    """
+    """Return which pieces' artifacts are not proved, and why: for good, as rows say, or this time."""
     gaps: dict[str, set[int]] = {}
     for piece_index, reason in (*unproved, *((row.piece_index, row.artifact.proof_gap) for row in manifest.rows)):
         # What the whole calls prove, or a note of theirs says why not.
@@ -198,12 +184,7 @@ def unproved_notes(manifest: Manifest, unproved: Iterable[tuple[int, str]]) -> t
 
 
 def uncalled_notes(manifest: Manifest, uncalled: Mapping[int, str]) -> tuple[str, ...]:
-    """Return which variants were not called beside the model itself, and why.
-
-    Args:
-        manifest: It says what can never be compared.
-        uncalled: Variant → why it could not be called this time.
-    """
+    """Return which variants were not called beside the model itself, and why: for good, or this time."""
     gaps: dict[str, list[str]] = {}
     for index, variant in enumerate(manifest.variants):
         reason = uncalled.get(index) or variant.proof_gap

@@ -45,33 +45,25 @@ _MOST_OPS_NAMED = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Stitched:
-    """A plan, and what else its traces gave.
-
-    Args:
-        plan: The stitched programs.
-        code: The user's code that the traces rest on.
-        ops: What the compiler believes of the custom ops in all pieces.
-        splitting_ops: The ops that were split at, by their canonical names.
-        fallbacks: The pieces that no compiler may be given, and why.
-        slow_ops: Custom ops that import Dynamo when they are first called.
-        notes: What is served less of than was asked for, and why.
-        computation_graph: `computation_graph.py`, for people.
-        trace_secs: Seconds that tracing and splitting took.
-        split_out: Told of a piece, by its identity, and an op at which its compile failed: whether the op can run
-            between pieces instead.
-        split_again: Splits the same traces anew, with all that was to be split out.
-    """
+    """A plan, and what else its traces gave."""
 
     plan: Plan
     code: UserCode
+    #: What the compiler believes of the custom ops in all pieces.
     ops: Mapping[str, str]
     splitting_ops: tuple[str, ...]
+    #: The pieces that no compiler may be given, and why.
     fallbacks: tuple[Fallback, ...]
+    #: Custom ops that import Dynamo when they are first called.
     slow_ops: tuple[str, ...]
+    #: What is served less of than was asked for, and why.
     notes: tuple[str, ...]
     computation_graph: str
     trace_secs: float
+    #: Told of a piece, by its identity, and an op at which its compile failed: whether the op can run between pieces
+    #: instead.
     split_out: Callable[[str, str], bool]
+    #: Splits the same traces anew, with all that was to be split out.
     split_again: Callable[[], Stitched]
 
 
@@ -84,15 +76,7 @@ def stitch(
     tracers: Tracers | None = None,
     on_variant: Callable[[Plan, Sequence[Fallback]], None] = lambda *_: None,
 ) -> Stitched:
-    """Trace every variant of every example call of a model and split it.
-
-    Args:
-        spec: The model.
-        splitting_ops: Ops to split at; None takes the known ones, () splits nowhere.
-        on_event: Told of each trace.
-        adaptor: What is to compile the pieces; ops that its code cannot call are split out.
-        tracers: Children that trace variants beside this process; None traces one after the other.
-        on_variant: Given each variant as it is there, as a plan of its own.
+    """Trace every variant of every example call of a model and split it; `on_variant` gets each as a plan of its own.
 
     Raises:
         GraphBreakError: The model cannot be traced into one graph.
@@ -122,15 +106,7 @@ def _bounds(dims: Dims) -> dict[str, tuple[int, int | None]]:
 
 
 class _Tracing:
-    """The variants of a model as they are traced.
-
-    Args:
-        spec: The model.
-        tracer: What traces them here.
-        tracers: What traces them elsewhere.
-        on_variant: Given each of them, as a plan of its own.
-        on_event: Told of each trace.
-    """
+    """The variants of a model as they are traced, here or by children."""
 
     def __init__(
         self,

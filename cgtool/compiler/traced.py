@@ -34,38 +34,28 @@ from cgtool.trace.relations import relations_of_trace, symbols_of_trace
 
 
 class Traced(Record, frozen=True, kw_only=True):
-    """What a plan and its report take of one variant, wherever it was traced.
-
-    Args:
-        variant: The stitched program.
-        graphs: identity → piece, of all pieces.
-        code: The user's code that the trace rests on.
-        splitting_ops: The ops that were split at, by their canonical names.
-        as_it_stands: piece index → why no compiler may be given the piece.
-        from_data: The ops, with their lines, that find a size or a number in data.
-        apart: The ops, with their lines, that compiled code cannot call.
-        served: The sizes that it serves of each dimension.
-        relations: A sentence for the sizes that it refuses within its ranges.
-    """
+    """What a plan and its report take of one variant, wherever it was traced."""
 
     variant: Variant
+    #: identity → piece, of all pieces.
     graphs: dict[str, PieceGraph]
+    #: The user's code that the trace rests on.
     code: UserCode
     splitting_ops: tuple[str, ...]
+    #: piece index → why no compiler may be given the piece.
     as_it_stands: dict[int, str]
+    #: The ops, with their lines, that find a size or a number in data.
     from_data: tuple[str, ...]
+    #: The ops, with their lines, that compiled code cannot call.
     apart: tuple[str, ...]
+    #: The sizes that it serves of each dimension.
     served: tuple[Served, ...]
+    #: A sentence for the sizes that it refuses within its ranges.
     relations: tuple[str, ...]
 
 
 class Pieces:
-    """How traces are split, and what is known of the pieces.
-
-    Args:
-        splitting_ops: Ops to split at.
-        splits_out: Whether what compiled code cannot call runs between pieces.
-    """
+    """How traces are split, and what is known of the pieces; `splits_out` is for what compiled code cannot call."""
 
     def __init__(self, splitting_ops: Sequence[str] | None, *, splits_out: bool) -> None:
         self._splitting_ops = splitting_ops
@@ -107,21 +97,7 @@ class Live:
 
 
 class VariantTracer:
-    """Traces the variants of one model, in one process.
-
-    Args:
-        spec: The model.
-        splitting_ops: Ops to split at; None takes the known ones, () splits nowhere.
-        adaptor: What is to compile the pieces; ops that its code cannot call are split out.
-
-    Attributes:
-        method: The model's method.
-        signature: The method's.
-        dims: The dynamic dimensions.
-        pieces: How traces are split.
-        splitting_ops: As given.
-        adaptor: As given.
-    """
+    """Traces the variants of one model, in one process."""
 
     def __init__(self, spec: ModelSpec, splitting_ops: Sequence[str] | None, adaptor: str) -> None:
         self.method = getattr(spec.module, spec.method)
@@ -133,13 +109,7 @@ class VariantTracer:
         self._module = spec.module
 
     def trace(self, call: ExampleCall, fixed: Mapping[str, int], sizes: Mapping[str, int] | None = None) -> Live:
-        """Trace and split one variant.
-
-        Args:
-            call: Its example call.
-            fixed: The dimensions that it fixes.
-            sizes: Those of other dimensions at which it is traced; by default the example's own.
-        """
+        """Trace and split a variant that fixes some dimensions, at these sizes of others or at the example's own."""
         arguments, marked = arguments_for(call, self.signature, self.dims, fixed, sizes)
         return self.split(call.name, fixed, capture(self._module, self.method, self.signature, arguments, marked))
 

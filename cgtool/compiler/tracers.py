@@ -51,13 +51,8 @@ class TraceReport(Record, frozen=True, kw_only=True):
 class Tracers(Children):
     """Children that trace variants of one model, beside this process.
 
-    A core is left to this process, and one to the workers that get ready meanwhile: of two cores, children would take
-    as much as they give.
-
-    Args:
-        program: As for `Child`: builds the model from the setup, and gives it to `serve_traces`.
-        setup: What the model is built from.
-        jobs: How many processes may work; None takes what the machine bears.
+    Their program builds the model from the setup, and gives it to `serve_traces`. A core is left to this process, and
+    one to the workers that get ready meanwhile: of two cores, children would take as much as they give.
     """
 
     def __init__(self, program: str, *, setup: Record, jobs: int | None) -> None:

@@ -22,26 +22,19 @@ from cgtool.store.records import Artifact, Fallback, Manifest, Row
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One artifact that the plan needs.
-
-    Args:
-        variant: Which of the plan's variants.
-        piece_index: Which piece.
-        shape: For which sizes.
-        piece: The identity of the piece.
-        graph: The piece's graph at these sizes.
-        adaptor: The adaptor to compile it with.
-        tuned: Whether the compiler may take its time to find the fastest kernels.
-        is_base: Whether it serves every size of its variant, and not a concrete size or a range.
-    """
+    """One artifact that the plan needs: a piece of a variant, for a shape, by an adaptor."""
 
     variant: int
     piece_index: int
     shape: Shape
+    #: The identity of the piece.
     piece: str
+    #: The piece's graph at these sizes.
     graph: PieceGraph
     adaptor: str
+    #: Whether the compiler may take its time to find the fastest kernels.
     tuned: bool
+    #: Whether it serves every size of its variant, and not a concrete size or a range.
     is_base: bool
 
     @property
@@ -102,12 +95,8 @@ def wanted(
 ) -> tuple[Work, ...]:
     """Return every artifact that `plan` needs under `config`.
 
-    Args:
-        plan: The stitched programs.
-        config: Sizes, ranges and the adaptor.
-        fallbacks: What is known to be served by another adaptor. A piece that runs as it stands does so at every size:
-            one artifact serves them all.
-        is_whole: Whether the plan has all of its variants, one of which every size must fit.
+    A piece that runs as it stands, as `fallbacks` say, does so at every size: one artifact serves them all. Where the
+    plan is not whole yet, a size may fit none of its variants.
 
     Raises:
         UsageError: A size or a range fits no variant, or it is not clear which dimension it speaks of.
@@ -128,16 +117,7 @@ def wanted(
 
 
 def work_at(plan: Plan, variant: int, step: Step, shape: Shape, *, adaptor: str, tuned: bool) -> Work:
-    """Return the work for one piece at one shape.
-
-    Args:
-        plan: The stitched programs.
-        variant: Which of its variants.
-        step: The piece's step in that variant.
-        shape: For which sizes.
-        adaptor: The adaptor to compile it with.
-        tuned: Whether the compiler may take its time.
-    """
+    """Return the work for one piece at one shape."""
     program = plan.variants[variant]
     return Work(
         variant=variant,

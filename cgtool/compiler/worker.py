@@ -131,11 +131,7 @@ def _compiled(request: CompileRequest) -> tuple[CompileReport, bytes]:
 
 
 def machine_fault(error: BaseException) -> str | None:
-    """Return what of the machine stopped a compile, or None where the compiler itself refused the piece.
-
-    Args:
-        error: What was raised; what it was raised from counts too.
-    """
+    """Return what of the machine stopped a compile, as the error or a cause of it says; None where nothing did."""
     seen: set[int] = set()
     found: BaseException | None = error
     while found is not None and id(found) not in seen:

@@ -15,11 +15,7 @@ from cgtool.plan.pieces import Dim, PieceGraph, SymbolRange, TensorMeta
 
 
 def specialise(graph: PieceGraph, values: Mapping[str, int]) -> PieceGraph:
-    """Return `graph` with symbols fixed.
-
-    Args:
-        graph: The graph of a piece.
-        values: Symbol → size. Symbols that the graph does not have are ignored.
+    """Return `graph` with symbols fixed; those that it does not have are ignored.
 
     Raises:
         UsageError: A size is outside its symbol's range, or breaks a fact of the graph.
@@ -41,10 +37,6 @@ def specialise(graph: PieceGraph, values: Mapping[str, int]) -> PieceGraph:
 
 def restrict(graph: PieceGraph, ranges: Mapping[str, tuple[int, int | None]]) -> PieceGraph:
     """Return `graph` with narrower ranges; a range of one size fixes its symbol.
-
-    Args:
-        graph: The graph of a piece.
-        ranges: Symbol → (smallest, largest) size, inclusive; None is no limit.
 
     Raises:
         UsageError: A range has no size in common with its symbol's, or breaks a fact of the graph.

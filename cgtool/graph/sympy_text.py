@@ -46,14 +46,7 @@ _EXTREMES: dict[type, str] = {
 
 
 def expression_text(expr: Any, names: Mapping[str, str]) -> str:
-    """Return `expr` as text.
-
-    Args:
-        expr: A sympy expression, or an int.
-        names: ShapeEnv symbol → the name to write.
-
-    Returns:
-        Text that `check_expression` accepts; the same for equal expressions whatever the symbols are called here.
+    """Return a sympy expression or an int as text, the same for equal expressions whatever the symbols are called here.
 
     Raises:
         SplitError: `expr` holds a function or a symbol that has no word in the grammar.

@@ -56,11 +56,9 @@ _SYMBOLIC = (fx.Node, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def encode_value(value: Any, ref: Callable[[Any], Json]) -> Json:
-    """Return `value` in the grammar of `cgtool.plan.pieces`.
+    """Return an argument of an FX node in the grammar of `cgtool.plan.pieces`.
 
-    Args:
-        value: An argument of an FX node.
-        ref: Called for every `fx.Node` and every symbolic number in it; returns what stands for it, "%3" as a rule.
+    For every `fx.Node` and every symbolic number in it, `ref` returns what stands for it, "%3" as a rule.
 
     Raises:
         SplitError: `value` holds something that the grammar has no word for.
@@ -112,11 +110,7 @@ def _encode_constant(tensor: torch.Tensor) -> Json:
 
 
 def decode_value(data: Json, lookup: Callable[[str], Any]) -> Any:
-    """Return the value that `encode_value` wrote as `data`.
-
-    Args:
-        data: A value of the grammar.
-        lookup: Called for every reference, with its text ("%3").
+    """Return the value that `encode_value` wrote; `lookup` is called for every reference, "%3".
 
     Raises:
         ArtifactError: `data` is outside the grammar.

@@ -63,14 +63,7 @@ _ALIGNED = 32
 
 
 class InputBuffers:
-    """The device's buffers of a step, all parts of one, so that a step copies once.
-
-    Args:
-        limits: How large batches may be.
-        max_padded_tokens: Tokens of the largest captured size.
-        device: Where the model runs.
-        pad_token_id: The token of pads.
-    """
+    """The device's buffers of a step, all parts of one, so that a step copies once."""
 
     def __init__(
         self, limits: BatchLimits, max_padded_tokens: int, device: torch.device, pad_token_id: int = 0

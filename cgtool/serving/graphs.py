@@ -54,10 +54,11 @@ class GraphBackend(Protocol):
 class CudaGraphs:
     """CUDA graphs of one device.
 
-    Args:
-        device: Where the model runs.
+    `torch.cuda.graph` is not used: it empties the caches of all streams before each capture, which takes longer than
+    the capture of a piece, and where a capture fails it leaves its own stream the current one.
 
     `torch.cuda.graph` is not used: it empties the caches of all streams before each capture, which takes longer than
+
     the capture of a piece, and where a capture fails it leaves its own stream the current one.
     """
 

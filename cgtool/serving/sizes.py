@@ -68,14 +68,7 @@ def fit_sizes(
     uniform_query_len: int = 1,
     strict: bool = False,
 ) -> tuple[int, ...]:
-    """Return the batch sizes that a deployment can run, in rising order; others are dropped with a warning.
-
-    Args:
-        sizes: In sequences of a decode batch.
-        max_num_seqs: Most sequences in a batch.
-        max_num_tokens: Most tokens in a batch.
-        uniform_query_len: Tokens of a sequence in a decode step.
-        strict: Refuse sizes that do not fit instead of dropping them.
+    """Return the batch sizes that a deployment can run, in rising order; others are dropped with a warning, or refused.
 
     Raises:
         UsageError: `strict`, and some size is too large; or none is left.

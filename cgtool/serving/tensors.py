@@ -21,11 +21,9 @@ _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return `value` with every tensor in it replaced by what `function` returns for it.
+    """Return a value with every tensor in it replaced by what `function` returns for it.
 
-    Args:
-        function: Takes a tensor.
-        value: A tensor, or tuples, lists, dicts and dataclasses of tensors and plain values.
+    Tensors may lie in tuples, lists, dicts and dataclasses, beside plain values.
 
     Raises:
         UsageError: It holds something that tensors might hide in.
@@ -72,11 +70,7 @@ class HeldTensors(Protocol):
 
 
 class ReadTensors:
-    """What calls of a loaded model read of it, wherever it holds it, read anew at each look.
-
-    Args:
-        read: Returns the tensors as they are now, by source.
-    """
+    """What calls of a loaded model read of it, by source, wherever it holds it, read anew at each look."""
 
     def __init__(self, read: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         self._read = read
@@ -91,11 +85,7 @@ class ReadTensors:
 
 
 class ModelTensors:
-    """The tensors that the modules of a model hold: parameters, buffers and attributes, read anew at each look.
-
-    Args:
-        module: The model.
-    """
+    """The tensors that the modules of a model hold: parameters, buffers and attributes, read anew at each look."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

@@ -29,12 +29,7 @@ from cgtool.serving.tensors import HeldTensors, copied, data_ptr, map_tensors
 
 
 class Pools:
-    """Which memory pool a graph is captured into.
-
-    Args:
-        backend: The device.
-        shared: Whether all graphs share one pool, which is safe where no output outlives its step uncopied.
-    """
+    """The memory pools of graphs: one for each, or one for all where no output outlives its step uncopied."""
 
     def __init__(self, backend: GraphBackend, *, shared: bool = True) -> None:
         self.shared = shared

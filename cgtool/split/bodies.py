@@ -40,14 +40,7 @@ def _body_of(node: fx.Node) -> fx.GraphModule | None:
 
 
 def _copy_nodes(source: fx.GraphModule, graph: fx.Graph, path: str, given: Mapping[fx.Node, Any] | None) -> Any:
-    """Copy the nodes of `source` into `graph`, and return what it returns.
-
-    Args:
-        source: The whole graph, or a body.
-        graph: What is copied into.
-        path: What leads from the whole graph to the body, with a dot at its end.
-        given: A body's placeholders → what takes their places; None for the whole graph.
-    """
+    """Copy the nodes of a graph or a body, whose path ends with a dot, and return what it returns."""
     copies: dict[fx.Node, Any] = dict(given or {})
     for node in source.graph.nodes:
         body = _body_of(node)

@@ -170,12 +170,7 @@ class Segment:
 
 
 def segments(kinds: dict[fx.Node, Kind], splitting: set[fx.Node], memory: Memory) -> list[Segment]:
-    """Cut the graph.
-
-    Args:
-        kinds: Every node in order, and its kind.
-        splitting: The nodes that are splitting ops.
-        memory: Who shares memory: what makes a reshape a reshape.
+    """Cut the graph; no two neighbours are of one sort. Memory says what makes a reshape a reshape.
 
     Returns:
         Segments in order; no two neighbours are of one sort.

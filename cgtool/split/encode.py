@@ -52,18 +52,14 @@ _EXTREMES = {"Max": "torch.sym_max", "Min": "torch.sym_min"}
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedPiece:
-    """A piece as data, and which nodes of the trace its inputs and outputs are.
-
-    Args:
-        graph: The piece.
-        takes: The nodes that give its inputs, in order.
-        gives: The nodes that are its outputs, in order.
-        symbols: Piece symbol → symbol of the trace.
-    """
+    """A piece as data, and which nodes of the trace its inputs and outputs are."""
 
     graph: PieceGraph
+    #: The nodes that give its inputs, in order.
     takes: tuple[fx.Node, ...]
+    #: The nodes that are its outputs, in order.
     gives: tuple[fx.Node, ...]
+    #: Piece symbol → symbol of the trace.
     symbols: Mapping[str, str]
 
 
@@ -122,12 +118,7 @@ def _sized_inputs(
 
 
 def encode_piece(members: Sequence[fx.Node], gives: Sequence[fx.Node], program: Program) -> EncodedPiece:
-    """Write a piece down.
-
-    Args:
-        members: Its nodes, in the graph's order.
-        gives: Those of its tensors that are used elsewhere, in the graph's order.
-        program: The whole graph.
+    """Write a piece down: its nodes, and those of its tensors that are used elsewhere, in the graph's order.
 
     Raises:
         SplitError: Something in the piece has no word in the grammar; the message names the node and the user's line.

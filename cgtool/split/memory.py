@@ -155,15 +155,7 @@ class _Join:
 
 @dataclass(frozen=True, kw_only=True)
 class Crossing:
-    """What a piece takes from outside and gives to outside, as nodes.
-
-    Args:
-        piece: Its index.
-        splitting: Whether it holds a splitting op.
-        members: Its nodes.
-        takes: Tensors from elsewhere.
-        gives: Its tensors that are used elsewhere.
-    """
+    """What a piece takes from outside and gives to outside, as nodes."""
 
     piece: int
     splitting: bool
@@ -213,13 +205,7 @@ def view_chain(node: fx.Node, kinds: dict[fx.Node, Kind], memory: Memory, base: 
 
 
 def hazards(crossings: list[Crossing], memory: Memory, keys: set[int]) -> dict[int, str]:
-    """Return the compiled pieces that must run as they stand, with the reason.
-
-    Args:
-        crossings: All pieces, in order.
-        memory: See `read_memory`.
-        keys: The contested storages.
-    """
+    """Return the compiled pieces that must run as they stand, with the reason; `keys` are the contested storages."""
     reasons: dict[int, str] = {}
     piece_of: dict[fx.Node, int] = {}
     for crossing in crossings:
@@ -291,13 +277,7 @@ def changes_shape(node: fx.Node) -> bool:
 def unexplained_writes(
     kinds: dict[fx.Node, Kind], storage_of: dict[fx.Node, frozenset[int]], written: set[int]
 ) -> Iterator[tuple[fx.Node, int]]:
-    """Yield (node, storage) for memory that was written by nobody known, with each function that may have done it.
-
-    Args:
-        kinds: All nodes.
-        storage_of: The storages of what each node gives.
-        written: Storages for which a writer is known.
-    """
+    """Yield (node, storage) for memory that was written by nobody known, with each function that may have done it."""
     suspects: set[int] = set()
     for node, kind in kinds.items():
         if kind in (Kind.INPUT, Kind.TENSOR):

@@ -28,22 +28,17 @@ from cgtool.split.transforms import without_transforms
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What the split knows of a graph.
+    """What the split knows of a graph."""
 
-    Args:
-        kinds: Every node but the output, in order, and its kind.
-        memory: Who shares memory, who writes.
-        sizes: The graph's symbols.
-        contexts: node → the autocast regions that it runs in, outermost first, as their entering nodes.
-        inputs: The tensor placeholders.
-        output: What the graph returns: nodes and constants.
-    """
-
+    #: Every node but the output, in order.
     kinds: dict[fx.Node, Kind]
     memory: Memory
     sizes: GraphSizes
+    #: node → the autocast regions that it runs in, outermost first, as their entering nodes.
     contexts: Mapping[fx.Node, tuple[fx.Node, ...]]
+    #: The tensor placeholders.
     inputs: tuple[fx.Node, ...]
+    #: What the graph returns: nodes and constants.
     output: tuple[Any, ...]
 
 

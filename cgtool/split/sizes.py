@@ -26,23 +26,19 @@ from cgtool.split.nodes import example, tensors_in
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSizes:
-    """The symbols of the whole graph.
-
-    Args:
-        shape_env: Dynamo's ShapeEnv, or None where every size is static.
-        names: Symbol of the trace → s0, s1, ...
-        symbols: The symbols, by their name in the trace.
-        donors: Symbol of the trace → the first input of the graph that has it as a dimension; of one from data, the
-            first tensor.
-        from_data: The symbols of sizes that come from data, among `names`.
-        order: Node → its place in the graph.
-    """
+    """The symbols of the whole graph."""
 
     shape_env: Any
+    #: Symbol of the trace → s0, s1, ...
     names: Mapping[str, str]
+    #: By their name in the trace.
     symbols: Mapping[str, Any]
+    #: Symbol of the trace → the first input of the graph that has it as a dimension; of one from data, the first
+    #: tensor.
     donors: Mapping[str, fx.Node]
+    #: The symbols of sizes that come from data, among `names`.
     from_data: frozenset[str] = frozenset()
+    #: Node → its place in the graph.
     order: Mapping[fx.Node, int] = field(default_factory=dict)
     _relations: list[tuple[Any, frozenset[str]]] = field(default_factory=list)
 
@@ -143,14 +139,11 @@ def _useful_relations(shape_env: Any, known: set[str]) -> list[tuple[Any, frozen
 
 @dataclass(frozen=True, kw_only=True)
 class PieceSizes:
-    """The symbols of one piece.
+    """The symbols of one piece."""
 
-    Args:
-        names: Symbol of the trace → s0, s1, ... of the piece, in order.
-        places: Name in the piece → (input position, dimension) to read it from.
-    """
-
+    #: Symbol of the trace → s0, s1, ... of the piece, in order.
     names: Mapping[str, str]
+    #: Name in the piece → (input position, dimension) to read it from.
     places: Mapping[str, tuple[int, int]]
 
 
@@ -160,13 +153,8 @@ def piece_sizes(
     """Return the piece's inputs with donors of sizes appended where needed, and its symbols.
 
     A symbol that some tensor of the piece holds, though none as a plain dimension, needs a donor too: compiled code
-    finds a symbol nowhere else.
-
-    Args:
-        takes: The tensors that the piece takes.
-        needed: Further symbols that its nodes compute with.
-        sizes: The symbols of the graph.
-        made: Symbols that none of its inputs shows, because its own ops find them in data.
+    finds a symbol nowhere else. Those that are `needed` are what its nodes compute with; those that are `made` are
+    found in data by its own ops.
 
     Raises:
         SplitError: A symbol is no dimension of any tensor that the piece could take.

@@ -32,34 +32,30 @@ Call = tuple[NodeKind, str]
 
 @dataclass(frozen=True, kw_only=True)
 class SplitResult:
-    """A graph in pieces.
+    """A graph in pieces."""
 
-    Args:
-        graphs: identity → piece; equal pieces are one.
-        steps: The pieces in order; value ids as in `cgtool.plan.records`.
-        symbol_names: Symbol of the trace → the variant's symbol, in order.
-        num_inputs: Tensor placeholders: value ids 0 to num_inputs - 1.
-        outputs: For each output of the graph: ["v", value id], ["expr", text] or ["const", value].
-        relations_from_data: What the trace found true of sizes that come from data, over their symbols and others.
-        from_data: The ops, with their lines, that find a size or a number in data, and therefore run as they stand.
-        apart: The ops, with their lines, that run between pieces because compiled code cannot call them.
-        splitting_ops: The names that matched, spelled `ns::op` or dotted, sorted.
-        eager_pieces: piece index → why a piece that holds no splitting op must run as it stands all the same.
-        mutated_inputs: Positions of the tensor placeholders that the graph writes to.
-        assignment: node name → piece index, of every node that runs.
-    """
-
+    #: identity → piece; equal pieces are one.
     graphs: dict[str, PieceGraph]
+    #: In order; value ids as in `cgtool.plan.records`.
     steps: tuple[Step, ...]
+    #: Symbol of the trace → the variant's symbol, in order.
     symbol_names: dict[str, str]
+    #: Tensor placeholders: value ids 0 to num_inputs - 1.
     num_inputs: int
+    #: For each output of the graph: ["v", value id], ["expr", text] or ["const", value].
     outputs: tuple[Json, ...]
     splitting_ops: tuple[str, ...] = ()
+    #: What the trace found true of sizes that come from data, over their symbols and others.
     relations_from_data: tuple[str, ...] = ()
+    #: The ops, with their lines, that find a size or a number in data, and therefore run as they stand.
     from_data: tuple[str, ...] = ()
+    #: The ops, with their lines, that run between pieces because compiled code cannot call them.
     apart: tuple[str, ...] = ()
+    #: piece index → why a piece that holds no splitting op must run as it stands all the same.
     eager_pieces: dict[int, str] = field(default_factory=dict)
+    #: Positions of the tensor placeholders that the graph writes to.
     mutated_inputs: tuple[int, ...] = ()
+    #: node name → piece index, of every node that runs.
     assignment: dict[str, int] = field(default_factory=dict)
 
 
@@ -69,16 +65,10 @@ def split_graph(
     splitting_ops: Sequence[str] | None,
     refused: Callable[[PieceGraph], Collection[Call]] = lambda _: (),
 ) -> SplitResult:
-    """Split a full graph of Dynamo's at splitting ops.
+    """Split a full graph of Dynamo's, traced under `no_grad`, at splitting ops; the graph itself is not changed.
 
-    Args:
-        gm: The graph, traced under `no_grad`; every node has `meta["example_value"]`. It is not changed.
-        splitting_ops: Names as `cgtool.split.cut` spells them; None: known and registered attention ops, as far as
-            the graph has them; empty: one piece.
-        refused: Says what of a piece compiled code cannot call: such calls run between pieces, as splitting ops do.
-
-    Returns:
-        The pieces and their order. Running the steps computes exactly what the graph does.
+    Running the steps computes exactly what the graph does. Names are spelled as in `cgtool.split.cut`: None takes known
+    and registered attention ops, as far as the graph has them. What `refused` says of a piece runs between pieces, too.
 
     Raises:
         UnmatchedSplittingOpError: A name matches nothing in the graph.

@@ -24,12 +24,7 @@ A comment above a line says where the model's author wrote it. Sizes that change
 
 
 def graph_text(gm: fx.GraphModule, assignment: Mapping[str, int] | None = None) -> str:
-    """Return the graph as readable Python, the same in every process.
-
-    Args:
-        gm: Dynamo's graph.
-        assignment: Node name → piece index, as `SplitResult.assignment` has it; None: no pieces are shown.
-    """
+    """Return the graph as readable Python, the same in every process, with the piece of each node that has one."""
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder" and isinstance(example(n), torch.Tensor)]
     names = GraphSizes.of(inputs).names
     lines = [_HEADER, "def forward("]

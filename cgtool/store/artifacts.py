@@ -121,10 +121,7 @@ def code_of(data: bytes, row: Row, piece: str) -> bytes:
 def misplaced(manifest: Manifest, plan: Plan, folder: Path) -> Iterator[tuple[Row, ArtifactError]]:
     """Yield the rows that lead to artifacts of other pieces or shapes, as `code_of` finds them, and why.
 
-    Args:
-        manifest: Whose rows; one whose piece the plan lacks, or whose artifact cannot be read, is passed over.
-        plan: Its plan.
-        folder: Where the artifacts lie.
+    A row whose piece the plan lacks, or whose artifact cannot be read, is passed over.
     """
     steps = [{step.piece: step.graph for step in variant.steps} for variant in plan.variants]
     read: dict[str, bytes] = {}
@@ -247,11 +244,7 @@ def _archive(files: Mapping[str, bytes], native: bytes, origin: bytes | None = N
 
 
 def unpack(data: bytes, *, vouched: bool = False) -> Package:
-    """Return the members of a package.
-
-    Args:
-        data: The bytes.
-        vouched: Whether a digest vouched for them: then their checksums say nothing more.
+    """Return the members of a package; where a digest vouched for its bytes, their checksums say nothing more.
 
     Raises:
         ArtifactError: It is no package, or holds a member that no package of ours has.

@@ -91,15 +91,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a member belongs.
-
-    Args:
-        hash: The entry.
-        rank: Of a file of a rank folder; else None.
-        prefix: Of a file of a rank folder; else "".
-        file: The file's own name.
-        kind: Of an artifact; else "".
-    """
+    """Where a member belongs: rank and prefix are of a file of a rank folder, the kind is of an artifact."""
 
     hash: str
     rank: int | None = None
@@ -154,10 +146,6 @@ class Index(Sealed, frozen=True, kw_only=True, tag="bundle-2"):
 
 def parse_index(data: bytes, *, limits: Limits) -> Index:
     """Return the index in the bytes of a `bundle.json`, every name and number of which is checked.
-
-    Args:
-        data: The bytes.
-        limits: How much it may promise.
 
     Raises:
         RefusedError: unknown_schema, bad_index, too_large, bomb, or what is wrong with a name.
@@ -301,15 +289,9 @@ def without_advice(error: RefusedError) -> str:
 def refused(
     reason: str, why: str, *, member: str | None = None, expected: Any = None, actual: Any = None, advice: str = _ADVICE
 ) -> RefusedError:
-    """Return the error for a bundle that is not believed.
+    """Return the error for a bundle that is not believed, or for one member of it.
 
-    Args:
-        reason: A stable word for programs.
-        why: What is wrong, as the end of a sentence: "holds a link".
-        member: The member that it is about; None for the bundle as a whole.
-        expected: What should have been there.
-        actual: What was there.
-        advice: What the user can do.
+    `reason` is a stable word for programs, `why` the end of a sentence: "holds a link".
     """
     about = "The bundle" if member is None else f"The member {shown(member)} of the bundle"
     path = None if member is None else member[:_SHOWN_CHARACTERS]

@@ -43,30 +43,20 @@ _CPP_KERNEL = re.compile(rb"(cpp_[A-Za-z0-9_]{1,300}|triton_[A-Za-z0-9_]{1,300})
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """A kernel, as its code says it.
-
-    Args:
-        name: Its symbol.
-        registers: For each thread; None where that is not said.
-        shared_bytes: Static shared memory; None where that is not said. What is asked for at each launch is not in it.
-        constant_bytes: Its parameters and constants; None where that is not said.
-    """
+    """A kernel, as its code says it; what it does not say is None."""
 
     name: str
+    #: For each thread.
     registers: int | None = None
+    #: What is asked for at each launch is not in it.
     shared_bytes: int | None = None
+    #: Its parameters and constants.
     constant_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class NativeCode:
-    """What a file of native code says of itself.
-
-    Args:
-        target: "sm_90" of a cubin, else None.
-        compiler: As its comment names it, else None.
-        kernels: By name.
-    """
+    """What a file of native code says of itself; the target, "sm_90", is a cubin's."""
 
     target: str | None = None
     compiler: str | None = None

@@ -71,11 +71,7 @@ _log = logging.getLogger(__name__)
 
 
 class ObjectStore:
-    """The `artifacts` folder of one entry.
-
-    Args:
-        entry_dir: The entry's folder, as `CacheLayout.entry_dir` gives it.
-    """
+    """The `artifacts` folder of one entry."""
 
     def __init__(self, entry_dir: Path) -> None:
         self.folder = entry_dir / ARTIFACTS
@@ -160,13 +156,7 @@ _ATTEMPTS = 20
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A consistent view of one rank and prefix, as it was at one moment.
-
-    Args:
-        manifest: Its manifest.
-        files: The bytes of the files that were asked for, which match the manifest's digests.
-        objects: Its artifacts.
-    """
+    """A consistent view of one rank and prefix, as it was at one moment, with the files that were asked for."""
 
     manifest: Manifest
     files: Mapping[str, bytes]
@@ -213,13 +203,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 def read_entry(
     layout: CacheLayout, name: RankName, *, files: Iterable[str] = (PLAN_FILE,), manifest: bytes | None = None
 ) -> Entry | None:
-    """Return an entry, or None when there is none.
+    """Return an entry with the files that were asked for, or None when there is none.
 
-    Args:
-        layout: Where the cache lies.
-        name: Which entry.
-        files: Which of the other files to read along.
-        manifest: The bytes of its manifest, where no other may be taken; None takes what is there.
+    A manifest whose bytes are given is the only one that is taken.
 
     Raises:
         CacheCorruptError: A file is torn, missing, or its bytes differ from its digest; the error names it.
@@ -245,15 +231,7 @@ def read_entry(
 
 
 class EntryWriter:
-    """Writes one rank and prefix of one entry.
-
-    Args:
-        layout: Where the cache lies.
-        key: The entry's factors; their combined hash names the entry.
-        rank: Which process of a model-parallel group.
-        prefix: Which compiled part of the model.
-        on_wait: Called if another process is publishing the same rank and prefix.
-    """
+    """Writes one rank and prefix of one entry."""
 
     def __init__(
         self,
@@ -273,16 +251,10 @@ class EntryWriter:
         self._lease = hold_writing(layout, self.name.hash)
 
     def publish(self, manifest: Manifest, files: Mapping[str, bytes]) -> Manifest:
-        """Publish a whole entry; the artifacts of its rows must be in `objects` by now.
+        """Publish a whole entry and return its manifest; the artifacts of its rows must be in `objects` by now.
 
-        Where another process published the same plan meanwhile, its rows are kept beside ours.
-
-        Args:
-            manifest: Its `files` are filled in here.
-            files: The other files' bytes, by name; `plan.json` must be among them.
-
-        Returns:
-            The manifest as it was published.
+        Where another process published the same plan meanwhile, its rows are kept beside ours. The manifest's `files`
+        are filled in here, and `plan.json` must be among them.
 
         Raises:
             CacheSchemaError: A newer version of cgtool wrote what is there.
@@ -306,10 +278,7 @@ class EntryWriter:
     ) -> Manifest:
         """Add rows to an entry that is there; rows that other processes added meanwhile are kept.
 
-        Args:
-            rows: The rows.
-            fallbacks: Which of them another adaptor serves.
-            variants: What is said of the entry's variants from now on; none leaves that as it is.
+        No `variants` leave what is said of them as it is.
 
         Raises:
             CacheError: There is no such entry, it cannot be written, or an artifact is not in place.
@@ -326,14 +295,10 @@ class EntryWriter:
         return self.update(change)
 
     def update(self, change: Callable[[Entry | None], tuple[Manifest, Mapping[str, bytes]]]) -> Manifest:
-        """Replace an entry by what `change` makes of it, under the entry's lock.
+        """Replace an entry by what `change` makes of it, under its lock; return the manifest that was published.
 
-        Args:
-            change: From what is there (None when there is nothing, or nothing intact) to the new manifest and the
-                files that are new; those that it does not give stay as they are.
-
-        Returns:
-            The manifest as it was published.
+        `change` takes what is there, None where that is nothing intact, and returns the new manifest and the files that
+        are new; those that it does not give stay as they are.
 
         Raises:
             CacheSchemaError: A newer version of cgtool wrote what is there.

@@ -77,15 +77,7 @@ def cache_error(
     doing: str = "written",
     elsewhere: str = "choose another folder with --cache-dir or CGTOOL_CACHE_DIR",
 ) -> CacheError:
-    """Return the sentence for an error of the operating system.
-
-    Args:
-        error: What the system said.
-        path: The file or folder that it was about.
-        needed_bytes: How many bytes were to be written.
-        doing: "written", "read" or "removed".
-        elsewhere: What else the user can do.
-    """
+    """Return the sentence for an error of the operating system; `doing` is "written", "read" or "removed"."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return _full_disk(error, Path(path), needed_bytes, elsewhere)
     if error.errno == errno.EFBIG:
@@ -96,11 +88,7 @@ def cache_error(
 
 @contextlib.contextmanager
 def os_errors_as_cache_errors(path: Path | None = None, *, doing: str = "read") -> Iterator[None]:
-    """Say of each error of the operating system in the block what `cache_error` says of it.
-
-    Args:
-        path: The file or folder that the block is about; None: that which the error names, if it names one.
-        doing: "written", "read" or "removed".
+    """Turn errors of the system in the block into `cache_error`'s; without a path, those that name a file.
 
     Raises:
         CacheError: In place of an `OSError`.

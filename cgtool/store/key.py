@@ -38,14 +38,9 @@ _ABSENT = _Absent()
 
 
 class FactorDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """One leaf in which two keys differ.
+    """One leaf in which two keys differ, "config.level"; a value that is absent is None.
 
-    Args:
-        factor: The factor's name.
-        path: The leaf, "config.level".
-        old: Its value in the stored key; None where it was absent.
-        new: Its value now; None where it is absent.
-        sentence: "config.level was 3 and is 2 now".
+    The sentence is "config.level was 3 and is 2 now".
     """
 
     factor: str
@@ -88,12 +83,7 @@ def read_key(layout: CacheLayout, hash_: str) -> Key | None:
 
 
 def differences(old: Key, new: Key) -> list[FactorDifference]:
-    """Return every leaf in which two keys differ, the most telling first.
-
-    Args:
-        old: The stored key ("was").
-        new: The key of things as they are ("is now").
-    """
+    """Return every leaf in which a stored key and the key of things as they are differ, the most telling first."""
     olds, news = old.factors, new.factors
     found: list[FactorDifference] = []
     for name in sorted(olds.keys() | news.keys(), key=_telling):

@@ -131,11 +131,6 @@ def resolve_root(cache_dir: Path | str | None = None) -> Path:
 class RankName(msgspec.Struct, frozen=True, kw_only=True):
     """What names one manifest in a cache: an entry's hash, a rank and a prefix.
 
-    Args:
-        hash: The entry's combined hash.
-        rank: Which process of a model-parallel group.
-        prefix: Which compiled part of the model.
-
     Raises:
         CacheError: One of them is outside of the layout's grammar.
     """
@@ -158,11 +153,7 @@ class RankName(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """The paths under one cache root. Touches no file, save in `hashes()` and `rank_names()`, which list folders.
-
-    Args:
-        root: The cache root, as `resolve_root` gives it.
-    """
+    """The paths under one cache root. Touches no file, save in `hashes()` and `rank_names()`, which list folders."""
 
     root: Path
 

@@ -50,11 +50,7 @@ _ABANDONED_SECS = 86400.0
 
 
 class Lease:
-    """A shared lock, until it is released or the process ends.
-
-    Args:
-        path: The file to lock, which is made where it is missing, or a folder.
-        flags: How it is opened.
+    """A shared lock on a file or folder, until it is released or the process ends.
 
     Raises:
         OSError: It cannot be opened.
@@ -174,11 +170,7 @@ def _opened(path: str) -> Lease:
 
 
 class LeaseTable:
-    """The leases of a cache as they are listed at one moment; whether one is held is asked of the kernel each time.
-
-    Args:
-        layout: Where the cache lies.
-    """
+    """The leases of a cache as they are listed at one moment; whether one is held is asked of the kernel each time."""
 
     def __init__(self, layout: CacheLayout) -> None:
         self._layout = layout
@@ -198,15 +190,10 @@ class LeaseTable:
 
 @contextlib.contextmanager
 def claimed(layout: CacheLayout, hash_: str, *, loaders: bool = True) -> Iterator[bool]:
-    """Claim an entry for removal: while the block runs nobody else can hold it. Never raises on account of the disk.
+    """Yield whether an entry was claimed for removal: while the block runs nobody else can hold it.
 
-    Args:
-        layout: Where the cache lies.
-        hash_: The entry.
-        loaders: Whether processes that loaded it count; else only those that are writing it.
-
-    Yields:
-        Whether it was claimed; False where a live process uses it, or locks do not work.
+    It is not where a live process uses it, or only writes it where `loaders` do not count, or where locks do not work.
+    Never raises on account of the disk.
     """
     with contextlib.suppress(OSError):
         (layout.state_dir / "leases").mkdir(parents=True, exist_ok=True)

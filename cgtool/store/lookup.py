@@ -31,11 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class LookupStore:
-    """The lookup of one cache.
-
-    Args:
-        layout: Where the cache lies.
-    """
+    """The lookup of one cache."""
 
     def __init__(self, layout: CacheLayout) -> None:
         self._layout = layout
@@ -132,23 +128,14 @@ class LookupStore:
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """How an entry was used.
-
-    Args:
-        hits: How often it was loaded.
-        last_used: When it was loaded last, in UTC; None for never.
-    """
+    """How often an entry was loaded, and when last, in UTC."""
 
     hits: int = 0
     last_used: str | None = None
 
 
 class StateStore:
-    """The stamps of one cache. No method raises on account of the disk.
-
-    Args:
-        layout: Where the cache lies.
-    """
+    """The stamps of one cache. No method raises on account of the disk."""
 
     def __init__(self, layout: CacheLayout) -> None:
         self._layout = layout

@@ -42,49 +42,35 @@ _COUNT, _MAJOR, _MINOR = 16, 75, 76
 
 @dataclass(frozen=True, kw_only=True)
 class Driver:
-    """NVIDIA's driver, as its library tells of itself.
+    """NVIDIA's driver, as its library tells of itself."""
 
-    Args:
-        cuda: The newest CUDA that it serves: "12.8".
-        version: Its own version, "570.86.15"; None where the kernel does not say.
-        devices: The architectures of the visible devices, each once: "sm_90 x132".
-    """
-
+    #: The newest CUDA that it serves: "12.8".
     cuda: str
+    #: "570.86.15"; None where the kernel does not say.
     version: str | None
+    #: The architectures of the visible devices, each once: "sm_90 x132".
     devices: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """This machine and what is installed for this Python.
-
-    Args:
-        torch: Version, git revision and CUDA or ROCm version of torch; None where it is not installed.
-        triton: Its version, or None.
-        python: Implementation and version without the patch level: "cpython 3.12".
-        python_version: The whole version: "3.12.4".
-        compiler: What the C++ compiler says of itself, or None where none works.
-        machine: The kind of processor: "x86_64".
-        capability: The level of vector instructions that torch takes, or None where only torch could say.
-        instructions: The digest of the processor's instruction sets, or None where the system does not say.
-        accelerators: The architectures that torch would see, each once; None where only torch could say.
-        driver: NVIDIA's driver, where there is one.
-        glibc: Its version, "2.36"; None where the system's C library is another.
-        code_variables: The variables of the environment that change code.
-        cgtool: The version of cgtool, and the digest of its code where it runs from a checkout.
-    """
+    """This machine and what is installed for this Python; None stands for what is not there, or not known."""
 
     torch: Mapping[str, str | None] | None
     triton: str | None
+    #: Without the patch level: "cpython 3.12".
     python: str
     python_version: str
     compiler: str | None
     machine: str
+    #: The level of vector instructions that torch takes; None where only torch could say.
     capability: str | None
+    #: The digest of the processor's instruction sets.
     instructions: str | None
+    #: The architectures that torch would see, each once; None where only torch could say.
     accelerators: tuple[str, ...] | None
     driver: Driver | None
+    #: None where the system's C library is another.
     glibc: str | None
     code_variables: Mapping[str, str]
     cgtool: Mapping[str, str | None]

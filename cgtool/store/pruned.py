@@ -68,9 +68,7 @@ def check_inside(layout: CacheLayout, path: str) -> None:
 def put_aside(layout: CacheLayout, path: str) -> str | None:
     """Rename a folder away from its name, so that it is gone for everyone who has not opened it yet.
 
-    Args:
-        layout: Where the cache lies.
-        path: The folder; nobody else may write to it meanwhile.
+    Nobody else may write to it meanwhile.
 
     Returns:
         Its path now, for `remove_tree`, once the rename is flushed (`flush`); None where it was gone already.
@@ -160,14 +158,7 @@ FORGET_SECS = 180 * 86400.0
 
 
 class PrunedEntry(Record, frozen=True, kw_only=True):
-    """An entry that a prune removed.
-
-    Args:
-        hash: Its hash.
-        model: What people call the model.
-        when: When it was removed, in UTC.
-        why: The sentence of the rule that chose it.
-    """
+    """An entry that a prune removed, when (in UTC), and the sentence of the rule that chose it."""
 
     hash: Digest
     model: str
@@ -183,18 +174,13 @@ class PrunedEntries(Sealed, frozen=True, kw_only=True, tag="pruned-2"):
 
 @dataclass(frozen=True, kw_only=True)
 class Pruned:
-    """What prunes removed of one model, and how often it was missed.
-
-    Args:
-        lookup: The digest of cheap facts.
-        entries: The entries, the last removed last; one that is in the cache again is not among them.
-        misses: How many lookups ended in a miss since the first of them was removed.
-        last_missed: When the last of those was, seconds since the epoch; None where there was none.
-    """
+    """What prunes removed of one model, and how often it was missed since."""
 
     lookup: str
+    #: The last removed last; one that is in the cache again is not among them.
     entries: tuple[PrunedEntry, ...]
     misses: int
+    #: Seconds since the epoch.
     last_missed: float | None
 
     @property
@@ -255,12 +241,7 @@ def all_pruned(layout: CacheLayout) -> tuple[Pruned, ...]:
 
 
 def forgotten(layout: CacheLayout, now: float | None = None) -> list[str]:
-    """Return the names in `state/pruned` that nobody asked for in half a year.
-
-    Args:
-        layout: Where the cache lies.
-        now: Seconds since the epoch; None for now.
-    """
+    """Return the names in `state/pruned` that nobody asked for in half a year."""
     old = (time.time() if now is None else now) - FORGET_SECS
     ages: dict[str, float] = {}
     for name in _names(layout):

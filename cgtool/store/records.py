@@ -29,11 +29,7 @@ RowPlace = tuple[int, str, int, str, bool]
 
 
 def timestamp(seconds: float | None = None) -> str:
-    """Return a moment as UTC text, "2026-01-31T12:00:00.123Z": later moments sort later as text, too.
-
-    Args:
-        seconds: Since the epoch; now when None.
-    """
+    """Return a moment, or now, as UTC text, "2026-01-31T12:00:00.123Z": later moments sort later as text, too."""
     moment = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
     return moment.isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
 

@@ -142,13 +142,7 @@ def parse_signatures(data: bytes) -> tuple[Signature, ...]:
 
 
 def check(data: bytes, signatures: bytes | None, keys: PublicKeys, *, what: str) -> str:
-    """Return the id of a trusted key that signed `data`.
-
-    Args:
-        data: The bytes that were signed.
-        signatures: The text of the `bundle.sig`; None where there is none.
-        keys: The keys that are trusted, by id.
-        what: What is judged, for the message: "The bundle".
+    """Return the id of a trusted key that signed `data`; `what` names that in a message: "The bundle".
 
     Raises:
         RefusedError: unsigned, untrusted_key, wrong_signature, or what is wrong with the file.

@@ -81,9 +81,7 @@ class TrustPolicy(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, config: CompilationConfig | None = None, keys: Sequence[Path | str] = ()) -> TrustPolicy:
         """Return the policy of this process: what is asked for in one place cannot be taken back in another.
 
-        Args:
-            config: What was configured.
-            keys: Trusted keys that stand before the configuration's and the environment's.
+        Keys that are given stand before the configuration's and the environment's.
         """
         env = environment()
         configured = () if config is None else tuple(config.trusted_keys)

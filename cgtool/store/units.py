@@ -45,12 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class UnitStore:
-    """All units of one cache.
-
-    Args:
-        layout: Where the cache lies.
-        allow_shared: Whether others may own units or write to them; None takes the environment's word.
-    """
+    """All units of one cache; where nobody says whether others may write to them, the environment does."""
 
     def __init__(self, layout: CacheLayout, *, allow_shared: bool | None = None) -> None:
         # Through links that others may turn, another folder could be read than the one that was looked at.

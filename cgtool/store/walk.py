@@ -28,22 +28,17 @@ Status = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class RankView:
-    """One rank and prefix of an entry.
-
-    Args:
-        name: Its name.
-        folder: Where it lies.
-        files: The names in its folder.
-        manifest: Its manifest; None where there is none that can be read and trusted.
-        manifest_status: When the manifest was written, and its size; None where there is none.
-        problem: Why there is a manifest and it cannot be read or trusted.
-    """
+    """One rank and prefix of an entry."""
 
     name: RankName
     folder: str
+    #: The names in its folder.
     files: tuple[str, ...]
+    #: None where there is none that can be read and trusted.
     manifest: Manifest | None = None
+    #: Of the manifest's file.
     manifest_status: Status | None = None
+    #: Why there is a manifest and it cannot be read or trusted.
     problem: CacheError | None = None
 
     @property
@@ -64,24 +59,16 @@ class RankView:
 
 @dataclass(frozen=True, kw_only=True)
 class EntryView:
-    """One entry.
-
-    Args:
-        hash: Its hash.
-        folder: Where it lies.
-        is_link: Whether its folder is a link.
-        files: The names in its folder.
-        ranks: Its ranks and prefixes, in order.
-        artifacts: Artifact's file name → its inode: which file of the disk it is.
-        unlisted: What of it could not be listed, and why.
-    """
+    """One entry."""
 
     hash: str
     folder: str
     is_link: bool
     files: tuple[str, ...]
     ranks: tuple[RankView, ...]
+    #: Artifact's file name → its inode: which file of the disk it is.
     artifacts: Mapping[str, int]
+    #: What of it could not be listed, and why.
     unlisted: tuple[CacheError, ...]
 
     @property
@@ -130,11 +117,7 @@ class EntryView:
         return frozenset(row.artifact.file for manifest in self.manifests for row in manifest.rows)
 
     def without_rows(self, *, artifacts: bool = True) -> EntryView:
-        """Return the view with manifests that name no artifacts: a hundred thousand rows take a hundred megabytes.
-
-        Args:
-            artifacts: Whether to keep what is in the folder of artifacts.
-        """
+        """Return the view with manifests that name no artifacts: a hundred thousand rows take a hundred megabytes."""
         ranks = (
             rank if rank.manifest is None else replace(rank, manifest=structs.replace(rank.manifest, rows=()))
             for rank in self.ranks
@@ -183,13 +166,7 @@ def view_entry(layout: CacheLayout, hash_: str) -> EntryView:
 
 
 class UnitView(NamedTuple):
-    """What lies among the units.
-
-    Args:
-        key: The unit's key, which is its folder's name; "" of what is no unit.
-        folder: Where it lies.
-        files: The names in it, in no order.
-    """
+    """What lies among the units; the key, its folder's name, is "" of what is no unit."""
 
     key: str
     folder: str
@@ -197,12 +174,7 @@ class UnitView(NamedTuple):
 
 
 def walk_units(layout: CacheLayout, unlisted: list[CacheError]) -> Iterator[UnitView]:
-    """Yield every unit of a cache that can be listed, by key.
-
-    Args:
-        layout: Where the cache lies.
-        unlisted: Is given an error for each folder that cannot be listed, or is a link.
-    """
+    """Yield every unit of a cache that can be listed, by key; `unlisted` gets an error for each other folder."""
     base = str(layout.units_dir)
     for shard in sorted(_children(base, unlisted)):
         for name in sorted(_children(f"{base}/{shard}", unlisted)):

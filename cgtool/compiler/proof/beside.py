@@ -59,18 +59,15 @@ _OURS = "What each piece gives was compared as well, so cgtool joined them wrong
 
 
 class CallProof(Record, frozen=True, kw_only=True):
-    """What came of one variant's calls.
+    """What came of one variant's calls."""
 
-    Args:
-        proved_at: The sizes of its dynamic dimensions at which both gave the same.
-        gap: Why there are none; else "".
-        later: Whether a later warm may succeed.
-        restrides: The outputs that eager lays out otherwise, by name, and how: nothing else is wrong with them.
-    """
-
+    #: The sizes of its dynamic dimensions at which both gave the same.
     proved_at: tuple[dict[str, int], ...] = ()
+    #: The outputs that eager lays out otherwise, by name, and how: nothing else is wrong with them.
     restrides: dict[str, Order] = msgspec.field(default_factory=dict)
+    #: Why there are no sizes.
     gap: str = ""
+    #: Whether a later warm may succeed.
     later: bool = False
 
 
@@ -86,12 +83,7 @@ def room_for_weights(device: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Ran:
-    """What a call left behind.
-
-    Args:
-        given: What it returned, by name.
-        left: What it could have written to, by name.
-    """
+    """What a call returned and what it could have written to, by name."""
 
     given: Mapping[str, Any]
     left: Mapping[str, Any]
@@ -106,14 +98,9 @@ class _Ran:
 
 
 class Calls:
-    """The calls of all variants.
+    """The calls of all variants of an entry, published or not, whose artifacts are in place.
 
-    Args:
-        found: The entry, published or not; its artifacts are in place.
-        spec: The model, whose weights may be fake, and its example calls.
-        device: The type of the device that the model is on.
-        stage: Told of each part of the work before it begins.
-        ranks: Those that make the calls together, each the same ones in the same order; None is this process alone.
+    Ranks make the calls together, each the same ones in the same order.
     """
 
     def __init__(

@@ -53,16 +53,7 @@ class _NoReplicaError(Exception):
 def prove_calls(
     found: Found, spec: ModelSpec, *, timeout_secs: float | None, ranks: Ranks | None = None
 ) -> tuple[CallProof, ...]:
-    """Call what `load` would serve beside the model itself, and compare.
-
-    Args:
-        found: The entry, published or not; its artifacts are in place.
-        spec: The model, whose weights may be fake, and its example calls.
-        timeout_secs: How long it may take; None takes ten minutes.
-        ranks: Those that warm this model together.
-
-    Returns:
-        What came of each variant.
+    """Call what `load` would serve beside the model itself, and compare; the entry need not be published.
 
     Raises:
         CallMismatchError: A call gives something else than the model.

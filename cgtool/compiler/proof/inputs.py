@@ -116,14 +116,7 @@ def writes_by_index(graph: PieceGraph) -> bool:
 
 
 def draw(graph: PieceGraph, sizes: Mapping[str, int], *, device_index: int | None, style: Style) -> Drawn:
-    """Return inputs for a piece, the same ones for the same piece and sizes.
-
-    Args:
-        graph: The piece.
-        sizes: The sizes of its symbols.
-        device_index: What a device without an index means; None is the current one.
-        style: How to draw.
-    """
+    """Return inputs for a piece, the same ones for the same piece and sizes."""
     generator = torch.Generator("cpu").manual_seed(int(digest_of([graph.identity(), dict(sizes)])[:15], 16))
     views = _views(graph, sizes)
     bound, distinct = min(index_bound(graph), style.most), writes_by_index(graph)

@@ -44,13 +44,7 @@ class Tolerance:
 
     @classmethod
     def of(cls, dtype: torch.dtype, *, takes_steps: bool, has_reference: bool) -> Self:
-        """Return the tolerance of a piece.
-
-        Args:
-            dtype: Its least precise float.
-            takes_steps: Whether floats decide something in it.
-            has_reference: Whether it ran in float64; else the artifact is compared with eager's own numbers.
-        """
+        """Return the tolerance of a piece by its least precise float; without a reference it is compared with eager."""
         eps = eps_of(dtype)
         if eps >= torch.finfo(torch.float16).eps:
             element, rms, steps = 4 * eps, 0.25 * eps, 0.02
@@ -110,11 +104,8 @@ def check_metas(
 def differ(one: torch.Tensor, other: torch.Tensor, *, whole_rows: bool = False) -> torch.Tensor:
     """Return where two tensors of one make differ by more than roundings.
 
-    Args:
-        one: A tensor.
-        other: The same from ops that settled otherwise what they leave open.
-        whole_rows: Whether a row of the first dimension differs where any element does: rows that came in another order
-            may agree in some by chance.
+    With `whole_rows` a row of the first dimension differs where any element does: rows that came in another order may
+    agree in some by chance.
     """
     if one.is_floating_point() or one.is_complex():
         eps = 16 * torch.finfo(one.dtype).eps
@@ -132,10 +123,8 @@ def differ(one: torch.Tensor, other: torch.Tensor, *, whole_rows: bool = False) 
 def roundings(nearby: torch.Tensor, eager: torch.Tensor, tolerance: Tolerance) -> float:
     """Return how far roundings carry a tensor, as a root of mean squares relative to its own.
 
-    Args:
-        nearby: What eager gives for inputs that are one rounding away.
-        eager: What it gives for the inputs themselves.
-        tolerance: Elements further apart than it lets one be were decided otherwise, and do not count.
+    What eager gives for inputs that are one rounding away is compared with what it gives for the inputs themselves.
+    Elements further apart than the tolerance lets one be were decided otherwise, and do not count.
     """
     if not eager.is_floating_point():
         return 0.0

@@ -41,13 +41,7 @@ _Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class _Given:
-    """A piece that ran op by op.
-
-    Args:
-        drawn: Its inputs, untouched.
-        inputs: The inputs that eager ran on.
-        outputs: What eager gave.
-    """
+    """A piece that ran op by op: its inputs untouched, those that eager ran on, and what it gave."""
 
     drawn: Drawn
     inputs: _Tensors
@@ -106,18 +100,7 @@ def prove_artifact(
     device_index: int | None = None,
     stage: Callable[[StageName], None] = lambda _: None,
 ) -> ProofRecord:
-    """Run an artifact and its piece on the same inputs and compare what they give.
-
-    Args:
-        data: The artifact's bytes.
-        adaptor: What compiled it.
-        graph: The piece at the artifact's shape.
-        guards: What the compiler relies on beyond the graph's facts.
-        device_index: What a device without an index means; None is the current one.
-        stage: Told of each part of the work before it begins.
-
-    Returns:
-        What was proved, or why nothing was.
+    """Run an artifact and its piece on the same inputs and compare; `stage` is told of each part before it begins.
 
     Raises:
         ProofMismatchError: The artifact does not give what the piece gives.

@@ -45,22 +45,16 @@ _CAUSES = {
 
 
 class ProofRequest(Record, frozen=True, kw_only=True):
-    """An artifact to prove; its bytes go beside it.
-
-    Args:
-        adaptor: What compiled it.
-        graph: The piece at the artifact's shape.
-        guards: What the compiler relies on beyond the graph's facts.
-        imports: The modules that provide custom ops.
-        device_index: What a device without an index means; None is the current one.
-        settings: What decides what torch's ops give here, and so at load.
-    """
+    """An artifact to prove; its bytes go beside it."""
 
     adaptor: str
     graph: PieceGraph
+    #: What the compiler relies on beyond the graph's facts.
     guards: tuple[str, ...]
     imports: tuple[Provider, ...]
+    #: What a device without an index means; None is the current one.
     device_index: int | None
+    #: What decides what torch's ops give here, and so at load.
     settings: Settings
 
 
@@ -100,10 +94,6 @@ class Prover(Children):
     """Proves artifacts in one child, which holds torch and cgtool's runtime.
 
     Several threads may ask; they are served one at a time.
-
-    Args:
-        timeout_secs: How long one proof may take; None is no limit.
-        device_index: The device that pieces run on, where they run on an accelerator; None is the current one.
     """
 
     def __init__(self, *, timeout_secs: float | None, device_index: int | None = None) -> None:
@@ -121,13 +111,6 @@ class Prover(Children):
         imports: Iterable[Provider] = (),
     ) -> ProofRecord:
         """Run an artifact on seeded inputs and compare it with the piece, for the smallest and the largest shape.
-
-        Args:
-            data: The artifact's bytes.
-            adaptor: What compiled it.
-            graph: The piece, at the shape that it was compiled for.
-            guards: What the compiler relies on beyond the graph's facts.
-            imports: The modules that provide custom ops.
 
         Returns:
             What was proved; a record with a reason where the piece itself could not be run.

@@ -37,12 +37,7 @@ def order_of(tensor: torch.Tensor) -> Order | None:
 
 
 def with_restrides(plan: Plan, restrides: Sequence[Mapping[str, Order]]) -> Plan:
-    """Return a plan whose variants lay out their outputs as eager does.
-
-    Args:
-        plan: The plan.
-        restrides: For each variant, the outputs by the names of `leaves_of`, and how eager lays them out.
-    """
+    """Return a plan whose variants lay out their outputs, by the names of `leaves_of`, as eager does."""
     graphs, variants = dict(plan.graphs), []
     for variant, orders in zip(plan.variants, restrides, strict=True):
         values = _values_of_leaves(variant) if orders else {}

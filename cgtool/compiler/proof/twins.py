@@ -27,13 +27,7 @@ _MAX_DEPTH = 8
 
 
 class Twins:
-    """Tensors to run a model with, one for each of its own.
-
-    Args:
-        module: The model.
-        style: How to draw what is fake.
-        bound: What drawn integers lie below.
-    """
+    """Tensors to run a model with, one for each of its own; what is fake is drawn, integers below `bound`."""
 
     def __init__(self, module: nn.Module, *, style: Style, bound: int) -> None:
         self._module = module

@@ -54,13 +54,7 @@ class Contents:
 def gather(
     layout: CacheLayout, names: Iterable[RankName], *, shapes: Sequence[str] = (), debug: bool = True
 ) -> Contents:
-    """Return what goes into a bundle; artifacts are looked at when they are written.
-
-    Args:
-        layout: The cache.
-        names: The ranks and prefixes that go in.
-        shapes: Only rows of these shapes, as people write them; none means every one.
-        debug: Whether the files for people go along.
+    """Return what goes into a bundle, all rows or those of some shapes; artifacts are looked at when they are written.
 
     Raises:
         UsageError: No row is of these shapes.
