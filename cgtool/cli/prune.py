@@ -33,7 +33,6 @@ Examples:
   cgtool prune --stale --orphans --units
   cgtool prune --entry 3f9a
   cgtool prune --stats
-  cgtool prune --cache-dir ~/.cache/vllm/torch_compile_cache --older-than 60d
   cgtool prune s3://models/cgtool --older-than 60d --dry-run
 """
 
@@ -76,7 +75,7 @@ def _amount(text: str | None, units: str, what: str, ctx: click.Context, param: 
 
 def _hashes(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> tuple[str, ...]:
     for text in texts:
-        if re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text) is None:  # other systems' names are not hexadecimal
+        if re.fullmatch(r"[0-9a-fA-F]{1,64}", text) is None:
             message = f"{text!r} is not the beginning of a hash, which `cgtool inspect cache` lists."
             raise click.BadParameter(message, ctx=ctx, param=param)
     return texts
@@ -135,9 +134,6 @@ def prune(*, output: Output, path: str | None, cache_dir: str | None, **options:
 
     An unused entry's age counts from its creation. A file with several names comes free with the last of them, so an
     entry's compiled units go with it where no other entry shares them.
-
-    --cache-dir may also name a cache of vLLM, ATOM, torch's Inductor or Triton: by age, size and name whole entries go
-    where nothing else needs them, and it is said where that is not so.
 
     URL is a store, as `cgtool push` takes it: no use is known there, so age counts from creation. Artifacts that
     nothing names any more go once they are a day old, for a push may be under way.

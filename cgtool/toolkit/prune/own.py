@@ -21,7 +21,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
 
 from msgspec import structs
 
@@ -37,8 +36,19 @@ from cgtool.store.pruned import PrunedEntry, flush, note_pruned
 from cgtool.store.records import timestamp
 from cgtool.store.walk import EntryView, status_of
 from cgtool.toolkit.prune.leftovers import Leftover, Leftovers, remove_leftovers, unit_path
-from cgtool.toolkit.prune.plan import Keeper, Kept, Outcome, Plan, PlannedEntry, PlannedFile, Planner, Reason, Rules
-from cgtool.toolkit.prune.removal import Removal, disk_usage
+from cgtool.toolkit.prune.plan import (
+    DAY_SECS,
+    HOUR_SECS,
+    Kept,
+    Outcome,
+    Plan,
+    PlannedEntry,
+    PlannedFile,
+    Reason,
+    Rules,
+    Why,
+)
+from cgtool.toolkit.prune.removal import Ledger, Removal, disk_usage
 from cgtool.toolkit.prune.stale import StaleFinder
 from cgtool.toolkit.selection import hash_named
 
@@ -46,6 +56,7 @@ _log = logging.getLogger(__name__)
 
 #: Modules that cannot be found, and entries that may serve instead of one that goes, are named up to so many.
 _MOST_NAMED = 3
+_TOO_LARGE = Reason(rule="max_size", sentence="the cache is too large, and it was used longest ago")
 #: What no file that was planned is.
 _NEW = (-1, -1)
 #: Rules that speak of when an entry was used: one that is used between plan and deed stays.
@@ -64,14 +75,19 @@ def make_plan(
     made = time.time() if now is None else now
     with gc_paused():  # hundreds of thousands of names, none of which is garbage
         stale = StaleFinder(layout, pythonpath=pythonpath, machine=machine)
-        return _OwnPlanner(layout, rules, stale, made).plan()
+        return _Planner(layout, rules, stale, made).plan()
 
 
-class _OwnPlanner(Planner):
+class _Planner:
     """One making of a plan; holds what its steps share."""
 
     def __init__(self, layout: CacheLayout, rules: Rules, stale: StaleFinder, now: float) -> None:
-        super().__init__(rules, now)
+        self.rules = rules
+        self.now = now
+        self.ledger = Ledger()
+        self.chosen: dict[str, PlannedEntry] = {}
+        self.kept: list[Kept] = []
+        self.notes: list[str] = []
         self._layout = layout
         self._base = f"{layout.base}/"
         self._stale = stale
@@ -101,12 +117,14 @@ class _OwnPlanner(Planner):
         rules, survey = self.rules, self._survey
         if rules.for_leftovers:
             self._add_files(self._leftovers.find(survey))
-        self.choose(self._entries.values())
+        for entry in self._by_use(self._entries.values()):
+            if reasons := tuple(self._reasons(entry)):
+                self._choose(entry, reasons)
         self._add_unshared_units()
         size = None if rules.max_bytes is None else disk_usage(str(self._layout.base))
         if rules.max_bytes is not None and size is not None:
             finished = (entry for entry in self._entries.values() if survey.entries[entry.hash].is_finished)
-            self.make_room(finished, size, rules.max_bytes)
+            self._make_room(finished, size, rules.max_bytes)
             self._add_unshared_units()
         if not survey.is_readable and (rules.units or (rules.for_entries and not rules.keep_units)):
             self.notes.append("Parts of the cache cannot be read, so units that may be shared with them stay.")
@@ -119,13 +137,41 @@ class _OwnPlanner(Planner):
             kept=tuple(self.kept),
             size_bytes=size,
             notes=tuple(self.notes),
-            carry_out=self.carry_out,
+            carry_out=self._carry_out,
         )
 
-    def is_named(self, entry: PlannedEntry) -> bool:
-        return entry.hash in self._named
+    def _make_room(self, entries: Iterable[PlannedEntry], size: int, most: int) -> None:
+        """Plan the entries used longest ago until what stays of `size` bytes is no more than `most`."""
+        stay = {kept.hash for kept in self.kept if kept.why != "cannot_tell"} | self.chosen.keys()
+        for entry in self._by_use(entries):
+            if size - self.ledger.freed_bytes <= most:
+                return
+            if entry.hash not in stay and self._frees(entry):
+                self._choose(entry, (_TOO_LARGE,))
+        left = size - self.ledger.freed_bytes
+        if left > most:
+            self.notes.append(
+                f"The cache will still take {left} bytes, more than the {most} asked for: the rest is in use, is kept "
+                "by a rule, or has other names on this disk."
+            )
 
-    def keeper(self, entry: PlannedEntry, *, named: bool) -> Keeper | None:
+    def _by_use(self, entries: Iterable[PlannedEntry]) -> list[PlannedEntry]:
+        return sorted(entries, key=lambda entry: (self._last_seen(entry), entry.hash))
+
+    def _last_seen(self, entry: PlannedEntry) -> float:
+        """When an entry was used last, or made where it never was; now where that is not known, or to come."""
+        known = entry.created if entry.last_used is None else entry.last_used
+        return self.now if known is None else min(known, self.now)
+
+    def _choose(self, entry: PlannedEntry, reasons: tuple[Reason, ...]) -> None:
+        """Plan an entry that a rule chooses, unless something keeps it."""
+        keeper = self._keeper(entry, named=any(reason.rule == "entry" for reason in reasons))
+        if keeper is not None:
+            self.kept.append(_kept(entry, *keeper))
+        else:
+            self.chosen[entry.hash] = structs.replace(self._take(entry), reasons=reasons)
+
+    def _keeper(self, entry: PlannedEntry, *, named: bool) -> tuple[Why, str] | None:
         if self._leases.is_used(entry.hash):
             return "in_use", "a live process uses it"
         if self._survey.entries[entry.hash].is_newer and not named:
@@ -134,25 +180,29 @@ class _OwnPlanner(Planner):
             return "keep_last", f"it is among the last {self.rules.keep_last} of {entry.model or 'its model'}"
         return None
 
-    def reasons(self, entry: PlannedEntry) -> Iterator[Reason]:
+    def _reasons(self, entry: PlannedEntry) -> Iterator[Reason]:
         rules = self.rules
-        by_itself = super().reasons(entry)
+        if entry.hash in self._named:
+            yield Reason(rule="entry", sentence="it was named")
         if not self._survey.entries[entry.hash].is_finished:
-            yield from (reason for reason in by_itself if reason.rule == "entry")
             return
-        yield from by_itself
+        age = self.now - self._last_seen(entry)
+        if rules.older_than_secs is not None and age > rules.older_than_secs:
+            how = "made and never used" if entry.last_used is None else "used last"
+            yield Reason(rule="older_than", sentence=f"it was {how} {_ago(age)}")
         if rules.stale:
             changed, unknown = self._stale.of(entry.hash)
             yield from (Reason(rule="stale", sentence=sentence) for sentence in changed)
             if unknown and not changed:
                 more = len(unknown) - _MOST_NAMED
                 listed = "; ".join(unknown[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
-                self.keep(entry, "cannot_tell", f"whether it is stale cannot be told: {listed}")
+                self.kept.append(_kept(entry, "cannot_tell", f"whether it is stale cannot be told: {listed}"))
         alone = rules.older_than_secs is None and rules.max_bytes is None and not rules.stale and not rules.entries
         if rules.keep_last is not None and alone and entry.hash not in self._last:
             yield Reason(rule="keep_last", sentence=f"it is not among the last {rules.keep_last} of its model")
 
-    def take(self, entry: PlannedEntry) -> PlannedEntry:
+    def _take(self, entry: PlannedEntry) -> PlannedEntry:
+        """Count an entry's files as gone, and return it with what it takes and frees."""
         artifacts, units = self._survey.entries[entry.hash].artifacts, self._units_with(entry)
         size, frees = self.ledger.take(self._base + entry.hash)
         for name in artifacts:
@@ -162,7 +212,7 @@ class _OwnPlanner(Planner):
         self._units.update(units)
         return structs.replace(entry, size_bytes=size, frees_bytes=frees, units=units)
 
-    def frees(self, entry: PlannedEntry) -> bool:
+    def _frees(self, entry: PlannedEntry) -> bool:
         """Whether any byte comes free with an entry: all its files may have other names on this disk."""
         below = (entry.hash, *map(unit_path, self._units_with(entry)))
         return self.ledger.would_free(self._base + path for path in below)
@@ -189,7 +239,7 @@ class _OwnPlanner(Planner):
                 models.setdefault(tuple(sorted(digests)), []).append(self._entries[hash_])
         kept: set[str] = set()
         for entries in models.values():
-            entries.sort(key=self.last_seen, reverse=True)
+            entries.sort(key=self._last_seen, reverse=True)
             kept.update(entry.hash for entry in entries[: self.rules.keep_last])
         return frozenset(kept)
 
@@ -235,7 +285,7 @@ class _OwnPlanner(Planner):
             instead = dict.fromkeys(other for digest in views[hash_].lookup for other in staying.get(digest, ()))
             yield structs.replace(entry, instead=tuple(instead)[:_MOST_NAMED])
 
-    def carry_out(self, plan: Plan, on_event: OnEvent) -> Outcome:
+    def _carry_out(self, plan: Plan, on_event: OnEvent) -> Outcome:
         """Remove what a plan names, as far as that is still so."""
         layout = self._layout
         require_locks(layout)
@@ -304,8 +354,15 @@ class _OwnPlanner(Planner):
         )
 
 
-def _kept(entry: PlannedEntry, why: Literal["in_use", "used_meanwhile"], sentence: str) -> Kept:
+def _kept(entry: PlannedEntry, why: Why, sentence: str) -> Kept:
     return Kept(hash=entry.hash, model=entry.model, why=why, sentence=sentence)
+
+
+def _ago(secs: float) -> str:
+    units = ((DAY_SECS, "day"), (HOUR_SECS, "hour"), (60.0, "minute"))
+    length, unit = next((found for found in units if secs >= found[0]), units[-1])
+    count = int(secs // length)
+    return f"{count} {unit}{'' if count == 1 else 's'} ago"
 
 
 def _forget(base: str, view: EntryView, removal: Removal) -> None:

@@ -2,7 +2,7 @@
 
 A deletion is a plan, which changes nothing and says what comes free, and then its `execute`. As JSON, a plan is::
 
-    {"schema": 1, "system": str, "root": str, "rules": rules, "entries": [entry...], "files": [file...],
+    {"schema": 2, "root": str, "rules": rules, "entries": [entry...], "files": [file...],
      "kept": [kept...], "misses": [{"model", "hash"}...], "size_bytes": int | null, "frees_bytes": int,
      "notes": [str...], "outcome": outcome | null}
 
@@ -11,26 +11,22 @@ and the other records are their fields.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-from msgspec import structs
 
 from cgtool.events import OnEvent, ignore
 from cgtool.plan.grammar import Record
-from cgtool.toolkit.prune.removal import Failed, Ledger
+from cgtool.toolkit.prune.removal import Failed
 
-SCHEMA = 1
+SCHEMA = 2
 
 HOUR_SECS, DAY_SECS = 3600.0, 86400.0
 
-_Why = Literal["in_use", "keep_last", "cannot_tell", "newer_schema", "used_meanwhile", "shared"]
-#: What keeps an entry: a stable word for programs, and a sentence for people.
-Keeper = tuple[_Why, str]
+Why = Literal["in_use", "keep_last", "cannot_tell", "newer_schema", "used_meanwhile"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +73,11 @@ class Reason(Record, frozen=True, kw_only=True):
     sentence: str
 
 
-_TOO_LARGE = Reason(rule="max_size", sentence="the cache is too large, and it was used longest ago")
-
-
 class PlannedEntry(Record, frozen=True, kw_only=True, omit_defaults=False):
     """An entry that goes.
 
     Args:
-        hash: Its hash; what another system calls it.
+        hash: Its hash.
         model: What people call the model; "" where no manifest can be read.
         ranks: Its ranks and prefixes.
         created: When it was made, seconds since the epoch; None where that is not known.
@@ -127,7 +120,7 @@ class Kept(Record, frozen=True, kw_only=True):
 
     hash: str
     model: str
-    why: _Why
+    why: Why
     sentence: str
 
 
@@ -161,7 +154,6 @@ class Plan:
         kept: Entries that a rule chose and that stay.
         size_bytes: What the cache takes on the disk before; None where no rule asked for it.
         notes: What else the user should know.
-        system: Which system wrote the cache.
         carry_out: Does it, for `execute`.
         where: What people are told of its place, where that is a store.
     """
@@ -173,7 +165,6 @@ class Plan:
     kept: tuple[Kept, ...]
     size_bytes: int | None
     notes: tuple[str, ...]
-    system: str = "cgtool"
     carry_out: Callable[[Plan, OnEvent], Outcome]
     where: str | None = None
 
@@ -195,7 +186,6 @@ class Plan:
         """Return the document that `prune --json` prints."""
         document = {
             "schema": SCHEMA,
-            "system": self.system,
             "root": self.where or str(self.root),
             "rules": {**msgspec.to_builtins(self.rules), "orphans": self.rules.for_leftovers},
             "entries": self.entries,
@@ -208,92 +198,3 @@ class Plan:
             "outcome": outcome,
         }
         return dict(msgspec.to_builtins(document))
-
-
-class Planner(ABC):
-    """Chooses entries by the rules that every cache knows, and carries the plan out."""
-
-    def __init__(self, rules: Rules, now: float) -> None:
-        self.rules = rules
-        self.now = now
-        self.ledger = Ledger()
-        self.chosen: dict[str, PlannedEntry] = {}
-        self.kept: list[Kept] = []
-        self.notes: list[str] = []
-
-    @abstractmethod
-    def is_named(self, entry: PlannedEntry) -> bool:
-        """Return whether the user named an entry."""
-
-    @abstractmethod
-    def keeper(self, entry: PlannedEntry, *, named: bool) -> Keeper | None:
-        """Return what keeps an entry though a rule chooses it, and why in a sentence; None where nothing does."""
-
-    @abstractmethod
-    def take(self, entry: PlannedEntry) -> PlannedEntry:
-        """Count an entry's files as gone, and return it with what it takes and frees."""
-
-    @abstractmethod
-    def carry_out(self, plan: Plan, on_event: OnEvent) -> Outcome:
-        """Remove what a plan names, as far as that is still so."""
-
-    def frees(self, entry: PlannedEntry) -> bool:  # noqa: ARG002 - for those who can tell
-        """Return whether any byte comes free with an entry."""
-        return True
-
-    def last_seen(self, entry: PlannedEntry) -> float:
-        """Return when an entry was used last, or made where it never was; now where that is not known, or to come."""
-        known = entry.created if entry.last_used is None else entry.last_used
-        return self.now if known is None else min(known, self.now)
-
-    def reasons(self, entry: PlannedEntry) -> Iterator[Reason]:
-        """Yield why an entry goes, whatever the others do."""
-        if self.is_named(entry):
-            yield Reason(rule="entry", sentence="it was named")
-        age = self.now - self.last_seen(entry)
-        if self.rules.older_than_secs is not None and age > self.rules.older_than_secs:
-            how = "made and never used" if entry.last_used is None else "used last"
-            yield Reason(rule="older_than", sentence=f"it was {how} {_ago(age)}")
-
-    def choose(self, entries: Iterable[PlannedEntry]) -> None:
-        """Plan each entry that a rule chooses and nothing keeps, the one used longest ago first."""
-        for entry in self._by_use(entries):
-            reasons = tuple(self.reasons(entry))
-            if reasons:
-                self._plan(entry, reasons)
-
-    def make_room(self, entries: Iterable[PlannedEntry], size: int, most: int) -> None:
-        """Plan the entries used longest ago until what stays of `size` bytes is no more than `most`."""
-        stay = {kept.hash for kept in self.kept if kept.why != "cannot_tell"} | self.chosen.keys()
-        for entry in self._by_use(entries):
-            if size - self.ledger.freed_bytes <= most:
-                return
-            if entry.hash not in stay and self.frees(entry):
-                self._plan(entry, (_TOO_LARGE,))
-        left = size - self.ledger.freed_bytes
-        if left > most:
-            self.notes.append(
-                f"The cache will still take {left} bytes, more than the {most} asked for: the rest is in use, is kept "
-                "by a rule, or has other names on this disk."
-            )
-
-    def keep(self, entry: PlannedEntry, why: _Why, sentence: str) -> None:
-        """List an entry that stays."""
-        self.kept.append(Kept(hash=entry.hash, model=entry.model, why=why, sentence=sentence))
-
-    def _by_use(self, entries: Iterable[PlannedEntry]) -> list[PlannedEntry]:
-        return sorted(entries, key=lambda entry: (self.last_seen(entry), entry.hash))
-
-    def _plan(self, entry: PlannedEntry, reasons: tuple[Reason, ...]) -> None:
-        kept = self.keeper(entry, named=any(reason.rule == "entry" for reason in reasons))
-        if kept is not None:
-            self.keep(entry, *kept)
-        else:
-            self.chosen[entry.hash] = structs.replace(self.take(entry), reasons=reasons)
-
-
-def _ago(secs: float) -> str:
-    units = ((DAY_SECS, "day"), (HOUR_SECS, "hour"), (60.0, "minute"))
-    length, unit = next((found for found in units if secs >= found[0]), units[-1])
-    count = int(secs // length)
-    return f"{count} {unit}{'' if count == 1 else 's'} ago"

@@ -72,7 +72,7 @@ class Failed(Record, frozen=True, kw_only=True):
 class Removal:
     """Removes things, and counts what comes free with them; what goes wrong is noted and never raised."""
 
-    def __init__(self, layout: CacheLayout | None = None) -> None:
+    def __init__(self, layout: CacheLayout) -> None:
         self.failed: list[Failed] = []
         #: What was renamed away, and is to be deleted once that is flushed.
         self.aside: list[str] = []
@@ -99,8 +99,6 @@ class Removal:
 
     def put_aside(self, path: str) -> bool:
         """Rename a folder of the cache away, and return whether that was done here."""
-        if self._layout is None:
-            return False
         try:
             aside = put_aside(self._layout, path)
         except CacheError as error:
@@ -117,8 +115,7 @@ class Removal:
         """Call `function`, which returns or raises what went wrong, or BlockingIOError for what is held by now."""
         frees, errors, is_gone = 0, list[CacheError](), False
         try:
-            if self._layout is not None:
-                check_inside(self._layout, path)
+            check_inside(self._layout, path)
             _, frees = self._ledger.take(path)
             errors += function(path) or ()
             is_gone = not errors

@@ -11,6 +11,7 @@ from cgtool.plan.grammar import Record
 from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.layout import CacheLayout, resolve_root
 from cgtool.store.pruned import Pruned, all_pruned
+from cgtool.toolkit.foreign.detect import check_own
 from cgtool.toolkit.prune.own import make_plan
 from cgtool.toolkit.prune.plan import SCHEMA, Plan, Rules
 
@@ -23,25 +24,20 @@ def plan_prune(
 
     Args:
         rules: Which entries and leftovers go.
-        cache_dir: The cache's root, cgtool's or another system's; None means the configured or the user's own.
+        cache_dir: The cache's root; None means the configured or the user's own.
         pythonpath: Folders in which traced modules are looked for first, to tell what is stale.
         on_event: Told that the cache is being read.
 
     Raises:
-        CacheError: There is no such folder, or it cannot be listed.
+        CacheError: There is no such folder, it cannot be listed, or cgtool did not write it.
         UsageError: A hash that was asked for is no entry's, or more than one entry's.
     """
     root = _root(cache_dir)
     on_event(Event(phase="prune", message="reading the cache"))
-    if (root / "CACHEDIR.TAG").exists():
-        return make_plan(CacheLayout(root=root), rules, pythonpath=pythonpath)
-    # The readers of all systems, for what is not marked as cgtool's.
-    from cgtool.toolkit.foreign.detect import detect
-    from cgtool.toolkit.prune.foreign import make_foreign_plan
-
-    if detect(root) in (None, "cgtool"):
-        return make_plan(CacheLayout(root=root), rules, pythonpath=pythonpath)
-    return make_foreign_plan(root, rules)
+    layout = CacheLayout(root=root)
+    if not layout.tag.exists() and not layout.hashes():
+        check_own(root)
+    return make_plan(layout, rules, pythonpath=pythonpath)
 
 
 class PruneStats(Record, frozen=True, kw_only=True, omit_defaults=False):
