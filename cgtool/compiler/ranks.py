@@ -1,19 +1,29 @@
 """The ranks that warm one model together: where they meet, and how each learns that another one is gone.
 
-They meet in a store of torch.distributed: that of the default group, or the launcher's. Each rank counts up in it while
-it lives, and says there how it ended. So whoever waits for a rank learns within `_SILENT_SECS` that it waits in vain.
+They meet in a store of torch.distributed: that of the default group, or the launcher's. It holds
+
+    beat/RANK     a number that the rank counts up while it lives
+    ended/RANK    how the rank ended: it is done, or it failed
+    said/N/RANK   what the rank's meeting N is about, and what it says there
+    outcome/N     whether meeting N was held; the first rank that knows says so for all
+
+A rank says its word and waits for those of the others. Where one left before it came, failed, or says nothing for
+`_SILENT_SECS`, the meeting is called off. Its outcome is written once and read by all, by a rank that comes late too:
+so either all ranks go on together or none does. Waiting is counted in looks and not by the clock: a process that was
+stopped itself, or that a busy machine lets run now and then, takes nobody for dead.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import functools
 import itertools
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,6 +32,7 @@ import torch
 from cgtool.errors import CgtoolError
 from cgtool.guards import _torch as private
 from cgtool.host import launched
+from cgtool.plan.grammar import Record, decode, encode
 
 #: How often a rank says that it lives, and after how many seconds without a word it is taken for dead.
 _BEAT_SECS, _SILENT_SECS = 1.0, 20.0
@@ -42,14 +53,28 @@ class RankLostError(CgtoolError):
 
 
 class RankAbsentError(CgtoolError):
-    """Another rank was done before this one and takes no further part."""
+    """Another rank takes no part in a meeting: it was done before, or it is at something else."""
+
+
+class _Outcome(Record, frozen=True, kw_only=True):
+    """How a meeting or a rank ended; all is well where nothing is said.
+
+    Args:
+        absent: Which rank takes no part, and why.
+        lost: Which rank failed or died, or how this one failed.
+        exit_code: That of the rank that failed.
+    """
+
+    absent: str = ""
+    lost: str = ""
+    exit_code: int = 1
 
 
 class Ranks:
     """This process's place among the ranks that warm a model; a context, left when it has done its part.
 
     Args:
-        store: What all ranks read and write.
+        store: What all ranks of this warm read and write, and nobody else.
         rank: This one.
         size: How many there are.
         ends_process: Whether a rank that is lost ends this process where nothing else does.
@@ -57,11 +82,15 @@ class Ranks:
 
     def __init__(self, store: Any, rank: int, size: int, *, ends_process: bool = False) -> None:
         self.rank, self.size = rank, size
-        self._store = torch.distributed.PrefixStore(f"cgtool/{next(_numbers)}", store)
+        self._store = store
         self._others = [other for other in range(size) if other != rank]
         self.ends_process = ends_process
         self._meetings = itertools.count()
+        #: Of each other rank: its last beat, and how often in a row it was found there.
+        self._beats: dict[int, tuple[str | None, int]] = {}
         self._lost: RankLostError | None = None
+        #: That the store is, which does not come back.
+        self._gone: RankLostError | None = None
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -80,125 +109,174 @@ class Ranks:
         except (RuntimeError, ValueError) as error:
             msg = f"The launcher's other ranks cannot be reached ({str(error).splitlines()[0]}). {_AGAIN}"
             raise RankLostError(msg) from error
-        return cls(store, rank, size, ends_process=True)
+        return cls(_of_this_warm(store), rank, size, ends_process=True)
 
     @classmethod
     def of_group(cls) -> Self | None:
         """Return this process's place in the default process group; None where it has none, or one that is faked."""
         if not private.exchanges():
             return None
-        return cls(private.store_of_group(), torch.distributed.get_rank(), torch.distributed.get_world_size())
+        store = _of_this_warm(private.store_of_group())
+        return cls(store, torch.distributed.get_rank(), torch.distributed.get_world_size())
 
     def __enter__(self) -> Self:
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        said = "" if error is None else f"{getattr(error, 'exit_code', 1)} {str(error).strip() or type(error).__name__}"
         with contextlib.suppress(RankLostError):
-            self._say("ended", said)
-            until = time.monotonic() + _GRACE_SECS
+            self._end(error)
             # Where there is no agent, rank 0 keeps the store, which the others read this in and say theirs.
             stays = self.rank == 0 and self.ends_process and (error is None or isinstance(error, Exception))
-            while stays and time.monotonic() < until:
-                if all(self._said("ended", other) is not None for other in self._others):
-                    break
+            while stays and any(self._ended(other) is None and not self._is_silent(other) for other in self._others):
                 time.sleep(_LOOK_SECS)
         self._left.set()
         self._thread.join()
 
-    def meet(self, word: str) -> list[str]:
+    def meet(self, about: str, word: str, *, insists: bool = False) -> list[str]:
         """Wait until every rank came to this meeting; return what they say, by rank.
+
+        Args:
+            about: What the meeting is about, in one line; all ranks must mean the same.
+            word: What this rank says.
+            insists: Whether to wait for the next meeting, and the next, while other ranks are at something else.
 
         Raises:
             RankLostError: One failed or died.
-            RankAbsentError: One has left without coming here.
+            RankAbsentError: One has left without coming here, or is at something else.
         """
-        number = next(self._meetings)
-        self._say(f"met/{number}", word)
-        words = {self.rank: word}
-        seen = _Seen()
-        while len(words) < self.size:
-            for other in self._others:
-                if other not in words:
-                    said = self._said(f"met/{number}", other)
-                    if said is None:
-                        self._checked(other, seen)
-                        said = self._said(f"met/{number}", other)
-                    if said is not None:
-                        words[other] = said
-            time.sleep(_LOOK_SECS)
-        return [words[rank] for rank in range(self.size)]
+        while True:
+            said = [text.partition("\n") for text in self._heard(f"{about}\n{word}")]
+            elsewhere = [(rank, theirs) for rank, (theirs, *_) in enumerate(said) if theirs != about]
+            if not elsewhere:
+                return [text for *_, text in said]
+            if not insists:
+                rank, theirs = elsewhere[0]
+                msg = f"rank {rank} is at something else ({theirs!r}; rank {self.rank} is at {about!r})"
+                raise RankAbsentError(msg)
 
-    def _checked(self, other: int, seen: _Seen) -> None:
-        lost = self._lost or self._why_lost(other, seen)
-        if lost is not None:
-            raise lost
-        # What it said as it came stands in the store before what it says as it leaves.
-        if self._said("ended", other) is not None:
-            msg = f"rank {other} was done before"
-            raise RankAbsentError(msg)
-
-    def agree(self, yes: bool) -> bool:
+    def agree(self, about: str, *, yes: bool) -> bool:
         """Return whether all ranks say yes."""
-        return all(word == "y" for word in self.meet("y" if yes else "n"))
+        return all(word == "y" for word in self.meet(about, "y" if yes else "n"))
 
-    def _why_lost(self, other: int, seen: _Seen) -> RankLostError | None:
-        ended = self._said("ended", other)
-        if ended:
-            code, _, message = ended.partition(" ")
-            return RankLostError(f"Rank {other} failed: {message}", int(code))
-        if ended is None and seen.secs_of_silence(other, self._said("beat", other)) > _SILENT_SECS:
-            return RankLostError(
-                f"Rank {other} has said nothing for {_SILENT_SECS:g} s: it died, or its machine is gone. {_AGAIN}"
-            )
+    def _heard(self, text: str) -> list[str]:
+        """Say something at the next meeting; return what all ranks say there."""
+        number = next(self._meetings)
+        self._say(f"said/{number}", text)
+        awaited = set(self._others)
+        while (outcome := self._outcome(number, awaited)) is None:
+            time.sleep(_LOOK_SECS)
+        if outcome.lost:
+            raise RankLostError(outcome.lost, outcome.exit_code)
+        if outcome.absent:
+            raise RankAbsentError(outcome.absent)
+        return [self._read(f"said/{number}/{rank}") or "" for rank in range(self.size)]
+
+    def _outcome(self, number: int, awaited: set[int]) -> _Outcome | None:
+        """Return how a meeting ended, once that is known; those who came are awaited no more."""
+        key = f"outcome/{number}"
+        mine = self._trouble(number, awaited) if awaited else None
+        if mine is None and awaited:
+            said = self._read(key)
+            return None if said is None else decode(said.encode(), _Outcome)
+        words = encode(mine or _Outcome()).decode()
+        # whoever is first says it for all
+        return decode(self._ask(lambda: self._store.compare_set(key, "", words)), _Outcome)
+
+    def _trouble(self, number: int, awaited: set[int]) -> _Outcome | None:
+        """Return why a meeting cannot be held, where it cannot; those who came are awaited no more."""
+        for other in sorted(awaited):
+            if self._read(f"said/{number}/{other}") is not None:
+                awaited.remove(other)
+            elif (ended := self._ended(other)) is not None and not ended.lost:
+                return _Outcome(absent=f"rank {other} was done before")
+            elif (lost := self._why_lost(other) or self._lost) is not None:
+                return _Outcome(lost=str(lost), exit_code=lost.exit_code)
+        return None
+
+    def _why_lost(self, other: int) -> RankLostError | None:
+        ended = self._ended(other)
+        if ended is not None and ended.lost:
+            return RankLostError(f"Rank {other} failed: {ended.lost}", ended.exit_code)
+        if ended is None and self._is_silent(other):
+            silent = f"Rank {other} has said nothing for {_SILENT_SECS:g} s"
+            return RankLostError(f"{silent}: it died, it is stopped, or its machine is gone. {_AGAIN}")
         return None
 
     def _watch(self) -> None:
         """Say that this rank lives, and look whether the others do."""
-        seen = _Seen()
+        lost_secs = 0.0
         for beat in itertools.count():
             try:
                 self._say("beat", str(beat))
-                self._lost = next(filter(None, (self._why_lost(other, seen) for other in self._others)), None)
+                for other in self._others:
+                    now, (before, times) = self._read(f"beat/{other}"), self._beats.get(other, (None, 0))
+                    self._beats[other] = (now, times + 1 if now == before else 0)
+                self._lost = next(filter(None, map(self._why_lost, self._others)), None)
             except RankLostError as error:
                 self._lost = error
             if self._left.wait(_BEAT_SECS):
                 return
-            if self._lost is not None and self.ends_process:
-                if not self._left.wait(_GRACE_SECS):
-                    sys.stderr.write(f"Error: {self._lost}\n")
-                    sys.stderr.flush()
-                    os._exit(self._lost.exit_code)
-                return
+            lost_secs = lost_secs + _BEAT_SECS if self._lost is not None else 0.0
+            if self._lost is not None and self.ends_process and lost_secs >= _GRACE_SECS:
+                with contextlib.suppress(RankLostError):
+                    self._end(self._lost)
+                sys.stderr.write(f"Error: {self._lost}\n")
+                sys.stderr.flush()
+                os._exit(self._lost.exit_code)
 
-    def _say(self, key: str, word: str) -> None:
-        self._ask(functools.partial(self._store.set, f"{key}/{self.rank}", f"={word}"))
+    def _is_silent(self, other: int) -> bool:
+        return self._beats.get(other, (None, 0))[1] * _BEAT_SECS >= _SILENT_SECS
 
-    def _said(self, key: str, other: int) -> str | None:
-        name = f"{key}/{other}"
-        if not self._ask(functools.partial(self._store.check, [name])):
-            return None
-        word: str = self._ask(functools.partial(self._store.get, name)).decode()
-        return word[1:]
+    def _end(self, error: BaseException | None) -> None:
+        lost = "" if error is None else _printable(error).strip() or type(error).__name__
+        self._say("ended", encode(_Outcome(lost=lost, exit_code=getattr(error, "exit_code", 1))).decode())
 
-    def _ask(self, question: Any) -> Any:
+    def _ended(self, other: int) -> _Outcome | None:
+        said = self._read(f"ended/{other}")
+        return None if said is None else decode(said.encode(), _Outcome)
+
+    def _say(self, key: str, text: str) -> None:
+        self._ask(lambda: self._store.set(f"{key}/{self.rank}", _printable(text)))
+
+    def _read(self, key: str) -> str | None:
+        found = self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
+        return None if found is None else found.decode()
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        """Ask the store something, in a thread: where the machine that keeps it is gone, no answer comes for ever."""
+        if self._gone is not None:
+            raise self._gone
+        answer: Future[Any] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(question())
+            except Exception as error:  # noqa: BLE001 - raised below, by whoever asks
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, daemon=True).start()
         try:
-            return question()
+            for _ in range(int(_SILENT_SECS / _BEAT_SECS)):
+                with contextlib.suppress(TimeoutError):
+                    return answer.result(_BEAT_SECS)
         except RuntimeError as error:
             msg = f"The ranks have lost each other: the rank or launcher that keeps their store is gone. {_AGAIN}"
-            raise RankLostError(msg) from error
+            self._gone = RankLostError(msg)
+            raise self._gone from error
+        msg = (
+            "The ranks have lost each other: the rank or launcher that keeps their store has said nothing for "
+            f"{_SILENT_SECS:g} s. {_AGAIN}"
+        )
+        self._gone = RankLostError(msg)
+        raise self._gone
 
 
-class _Seen:
-    """What was last heard from each rank, and when."""
+def _of_this_warm(store: Any) -> Any:
+    """Return the part of a store that belongs to this process's next warm, and to the same one of every rank."""
+    return torch.distributed.PrefixStore(f"cgtool/{next(_numbers)}", store)
 
-    def __init__(self) -> None:
-        self._begun = time.monotonic()
-        self._words: dict[int, tuple[str | None, float]] = {}
 
-    def secs_of_silence(self, other: int, word: str | None) -> float:
-        now = time.monotonic()
-        if self._words.get(other, (None, 0.0))[0] != word:
-            self._words[other] = word, now
-        return now - self._words.get(other, (None, self._begun))[1]
+def _printable(text: object) -> str:
+    """Return a text as UTF-8 has it: a path in it may hold bytes that are none."""
+    return str(text).encode("utf-8", "backslashreplace").decode()

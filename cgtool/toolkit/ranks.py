@@ -70,7 +70,7 @@ def warm_with_others(choice: ModelChoice, *, config: CompilationConfig, check: b
         return warm(choice, config=config, check=check, on_event=on_event)
     with ranks:
         report = warm(choice, config=config, check=check, ranks=ranks, on_event=on_event)
-        words = ranks.meet(encode(RankSummary.of(ranks.rank, report)).decode())
+        words = ranks.meet("the report", encode(RankSummary.of(ranks.rank, report)).decode(), insists=True)
     return dataclasses.replace(report, ranks=tuple(decode(word.encode(), RankSummary) for word in words))
 
 

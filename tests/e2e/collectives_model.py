@@ -109,6 +109,10 @@ class WrongOnOne(AllReduce):
         return super().exchange(x) * (2 if wrong else 1)
 
 
+class WrongAtItsOnlySize(WrongOnOne):
+    dynamic = False
+
+
 class Mesh(Model):
     def __init__(self):
         super().__init__()

@@ -170,8 +170,8 @@ class Calls:
         failure: _NotRunnableError | None = None
         refused: dict[str, int] | None = None
         self._restrides = {}
-        for sizes in self._agreed(list(self._sizes(variant, index))):
-            if not self._all(time.monotonic() < self._until):
+        for sizes in self._agreed(variant.name, list(self._sizes(variant, index))):
+            if not self._all("there is time for another call", yes=time.monotonic() < self._until):
                 break
             try:
                 at, is_served = self._at(variant, alone, sizes, twins)
@@ -190,15 +190,15 @@ class Calls:
             return CallProof(gap=f"not run: it refuses the sizes that were tried ({shape_text(of_sizes(refused))})")
         return CallProof(gap=f"not run: the calls before it took {_ENOUGH_SECS:g} s", later=True)
 
-    def _all(self, yes: bool) -> bool:
+    def _all(self, about: str, *, yes: bool) -> bool:
         """Return whether all ranks say yes: what one does alone, the others would wait for in a collective."""
-        return yes if self._ranks is None else self._ranks.agree(yes)
+        return yes if self._ranks is None else self._ranks.agree(about, yes=yes)
 
-    def _agreed(self, sizes: list[Mapping[str, int] | None]) -> list[Mapping[str, int] | None]:
-        """Return the sizes that all ranks want to make calls at."""
+    def _agreed(self, name: str, sizes: list[Mapping[str, int] | None]) -> list[Mapping[str, int] | None]:
+        """Return the sizes that all ranks want to call a variant at."""
         if self._ranks is None:
             return sizes
-        texts = self._ranks.meet(canonical_json(sizes).decode())
+        texts = self._ranks.meet(f"the sizes to call variant {name} at", canonical_json(sizes).decode())
         wanted = [decode(text.encode(), list[dict[str, int] | None]) for text in texts]
         return [one for one in wanted[0] if all(one in others for others in wanted)]
 
@@ -235,15 +235,19 @@ class Calls:
         try:
             run, eager = self._model_at(call, variant.fixed, sizes, twins)
         except _NotRunnableError:
-            self._all(yes=False)
+            self._all("the model itself runs", yes=False)
             raise
-        if not self._all(yes=True):
+        if not self._all("the model itself runs", yes=True):
             msg = "it does not run on another rank"
             raise _NotRunnableError(msg)
         ours: _Ran | None = None
         try:
-            ours = self._ours(run, loaded)
-            if not self._all(ours is not None) or ours is None:
+            try:
+                ours = self._ours(run, loaded)
+            except judge.WrongError:
+                self._all("the compiled call runs", yes=False)  # or it failed because another rank is gone
+                raise
+            if not self._all("the compiled call runs", yes=ours is not None) or ours is None:
                 return at, False
             self._compare(run, ours, eager, self._tolerance.with_sums(max(at.values(), default=1), self._dtype))
         except judge.WrongError as error:
@@ -283,7 +287,7 @@ class Calls:
         """
         unequal = dict(_unequal(ours, eager))
         self._compare_places(ours, eager)
-        if self._all(not unequal):
+        if self._all("nothing differs", yes=not unequal):
             return
         undefined = self._undefined(run) if self._leaves_open else {}
         nearby = self._eager(functools.partial(run, dtype=self._dtype))

@@ -65,8 +65,14 @@ def prove_calls(
     device = next((name for name in sorted(devices) if name != "cpu"), "cpu")
     reason = _why_not(found, spec, device)
     exchanges = private.exchanges() and _may_exchange(found)
+    in_place = exchanges or device != "cpu"
+    if in_place and reason is None:
+        try:
+            twin = replica(spec)
+        except _NoReplicaError as error:
+            reason = f"not run: {error}"
     if exchanges and ranks is not None and threading.current_thread() is threading.main_thread():
-        reason, later = _why_not_together(found, ranks, reason)
+        reason, later = _why_not_together(found, spec, ranks, reason)
     elif exchanges:
         reason, later = "not run: its collectives need all ranks, which this warm is not part of", True
     else:
@@ -76,16 +82,14 @@ def prove_calls(
     stage = mmap.mmap(-1, 1)  # a copy of this process shares it
     work = functools.partial(_answer, found, spec, device, stage)
     try:
-        if device == "cpu" and not exchanges:
+        if not in_place:
             timeout_secs = timeout_secs or _TIMEOUT_SECS
             answer = decode(run_in_copy(functools.partial(_in_copy, work), timeout_secs=timeout_secs), _Answer)
         else:
             index = None if device == "cpu" else first_index(spec.module, found.plan)
             indices = [torch.accelerator.current_device_index() if index is None else index] if device != "cpu" else []
             with torch.random.fork_rng(indices, device_type="cuda" if device == "cpu" else device):
-                answer = _answer(found, replica(spec), device, stage, ranks if exchanges else None)
-    except _NoReplicaError as error:
-        return (CallProof(gap=f"not run: {error}"),) * count
+                answer = _answer(found, twin, device, stage, ranks if exchanges else None)
     except ChildEndedError as error:
         return (_of_ending(error, STAGES[stage[0]]),) * count
     finally:
@@ -134,24 +138,22 @@ def _may_exchange(found: Found) -> bool:
     return _has_collectives(found) or any(graph.ops for graph in found.plan.graphs.values())
 
 
-def _why_not_together(found: Found, ranks: Ranks, reason: str | None) -> tuple[str | None, bool]:
+def _why_not_together(found: Found, spec: ModelSpec, ranks: Ranks, reason: str | None) -> tuple[str | None, bool]:
     """Return why the ranks cannot make the calls together, and whether a later warm may; this one's own reason first.
 
     Raises:
         RankLostError: Another rank failed or died.
     """
     try:
-        words = ranks.meet(f"{reason or ''}\n{len(found.plan.variants)}")
+        about = f"whether to call {spec.name or type(spec.module).__name__}, {len(found.plan.variants)} variants"
+        reasons = ranks.meet(about, reason or "")
     except RankAbsentError as error:
         return reason or f"not run: it has collectives, and {error}", reason is None
     except RankLostError as error:
         if ranks.ends_process:
             raise
         return reason or f"not run: it has collectives, and other ranks do not take part. {error}", reason is None
-    reasons = [word.partition("\n")[0] for word in words]
     first = next((f"{said} (rank {rank})" for rank, said in enumerate(reasons) if said), None)
-    if first is None and len(set(words)) > 1:
-        first = "not run: it has collectives, and the ranks have different numbers of variants"
     return reason or first, False
 
 
@@ -188,11 +190,17 @@ def _answer(found: Found, spec: ModelSpec, device: str, stage: mmap.mmap, ranks:
         stage[0] = STAGES.index(name)
 
     try:
-        return _Answer(variants=Calls(found, spec, device, tell, ranks).proofs())
+        proofs = Calls(found, spec, device, tell, ranks).proofs()
+        if ranks is not None:
+            ranks.meet("all calls are right", "")  # or one rank would publish what another one refuses
+        return _Answer(variants=proofs)
     except CallMismatchError as error:
         return _Answer(wrong=str(error))
     except RankLostError:
         raise
+    except RankAbsentError as error:
+        gap = f"not run: it has collectives, and {error}"
+        return _Answer(variants=(CallProof(gap=gap, later=True),) * len(found.plan.variants))
     except Exception as error:  # noqa: BLE001 - nothing was learnt of the calls, and the record says so
         traceback.print_exc()
         gap = f"not run: {type(error).__name__}: {first_line(error)}"
