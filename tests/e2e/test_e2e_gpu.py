@@ -94,7 +94,7 @@ def displaced(tensor):
 
 
 def test_tensors_that_begin_at_any_element_are_served_and_written_to(tmp_path):
-    model, eager = Counts().cuda(), Counts().cuda()
+    model, eager = Counts().eval().cuda(), Counts().eval().cuda()
     rows = {0: ("rows", 2, None)}
     loaded = cgtool.compile(model, dynamic={"x": rows, "seen": rows}, cache_dir=tmp_path)
     with torch.no_grad():
@@ -123,7 +123,7 @@ class Wide(torch.nn.Module):
 
 def wide(tmp_path, adaptor):
     """A model, and what it was compiled to."""
-    model, config = Wide().cuda(), cgtool.CompilationConfig(adaptor=adaptor)
+    model, config = Wide().eval().cuda(), cgtool.CompilationConfig(adaptor=adaptor)
     rows = {0: ("rows", 2, None)}
     return model, cgtool.compile(
         model, example_args=(torch.ones(4, 1, device="cuda"),), dynamic={"x": rows}, config=config, cache_dir=tmp_path
@@ -200,7 +200,7 @@ def test_load_and_calls_take_no_more_memory_than_eager(tmp_path, adaptor):
 @each_adaptor
 def test_an_entry_of_the_first_gpu_serves_a_model_on_the_second_while_the_first_is_busy(tmp_path, adaptor):
     model, _ = wide(tmp_path, adaptor)
-    there = Wide().to("cuda:1")
+    there = Wide().eval().to("cuda:1")
     loaded = cgtool.load(there, cache_dir=tmp_path)
     x = torch.rand(64, 1, device="cuda:1")
     with torch.cuda.stream(torch.cuda.Stream("cuda:0")):
