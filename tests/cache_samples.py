@@ -21,11 +21,28 @@ from cgtool.store import lock as lock_module
 from cgtool.store.entry import Entry, EntryWriter, read_entry
 from cgtool.store.key import read_key
 from cgtool.store.layout import CacheLayout, RankName
+from cgtool.store.machine import Driver, Machine
 from cgtool.store.records import Artifact, Factor, Key, Manifest, Row, VariantCounts
 from cgtool.store.units import UnitStore
 
 FACTS = "cd" * 32
 UNIT = "ab" * 32
+#: A machine with a GPU, of which all is known.
+MACHINE = Machine(
+    torch={"version": "2.13.0+cu130", "version_git": "cf30", "with_cuda": "13.0", "with_hip": None},
+    triton="3.7.0",
+    python="cpython 3.12",
+    python_version="3.12.4",
+    compiler="(Debian 12.2.0) 12.2.0",
+    machine="x86_64",
+    capability="AVX512",
+    instructions="ab" * 32,
+    accelerators=("sm_90 x132",),
+    driver=Driver(cuda="13.0", version="580.65", devices=("sm_90 x132",)),
+    glibc="2.36",
+    code_variables={},
+    cgtool={"version": "0.1.0", "source": None},
+)
 
 
 def sample_key(level: int = 3) -> Key:

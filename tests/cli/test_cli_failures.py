@@ -149,20 +149,6 @@ def test_the_switch_and_the_variable_both_switch_the_cache_off(tmp_path):
     assert flag.code == 2
 
 
-def test_an_unknown_variable_names_the_nearest(tmp_path):
-    ran = run("warm", "m.py:b", cwd=tmp_path, env={"CGTOOL_LEVLE": "3"})
-    assert ran.code == 2
-    assert "'CGTOOL_LEVLE'; the nearest is 'CGTOOL_LEVEL'" in ran.err
-
-
-def test_an_unknown_key_of_a_file_names_the_file(tmp_path):
-    (tmp_path / "cgtool.toml").write_text("adapter = 'eager'\n")
-    ran = run("warm", "m.py:b", cwd=tmp_path)
-    assert ran.code == 2
-    assert "'adapter'; the nearest is 'adaptor'" in ran.err
-    assert str(tmp_path / "cgtool.toml") in ran.err
-
-
 def test_a_traceback_shows_only_on_request(tmp_path):
     assert "Traceback" not in run("inspect", "cache", tmp_path / "x").err
     assert "Traceback (most recent call last)" in run("inspect", "cache", tmp_path / "x", "--traceback").err

@@ -8,61 +8,36 @@ from cache_samples import resealed
 from cli_harness import run
 
 from cgtool.store.layout import CacheLayout, RankName
+from cgtool.store.lookup import StateStore
 
-ENTRY_KEYS = [
-    "hash",
-    "rank",
-    "prefix",
-    "model",
-    "level",
-    "adaptor",
-    "variants",
-    "pieces",
-    "splitting_pieces",
-    "unique_pieces",
-    "artifacts",
-    "fallbacks",
-    "size_bytes",
-    "created",
-    "last_used",
-    "shapes",
-    "unshared_bytes",
-    "artifact_secs",
-    "saved_secs",
-    "hits",
-]
-CACHE_KEYS = [
-    "schema",
-    "root",
-    "entries",
-    "size_bytes",
-    "warnings",
-    "num_entries",
-    "matching",
-    "matching_bytes",
-    "unshared_bytes",
-    "saved_secs",
-]
-ARTIFACT_KEYS = [
-    *("piece_index", "shape", "adaptor", "tuned"),
-    *("digest", "kind", "size_bytes", "compile_secs", "kernels", "guards", "proved", "proof_gap"),
-]
+ENTRY_KEYS = (
+    "hash rank prefix model level adaptor variants pieces splitting_pieces unique_pieces artifacts fallbacks "
+    "size_bytes created last_used shapes unshared_bytes artifact_secs saved_secs hits"
+)
+CACHE_KEYS = "schema root entries size_bytes warnings num_entries matching matching_bytes unshared_bytes saved_secs"
+ARTIFACT_KEYS = "piece_index shape adaptor tuned digest kind size_bytes compile_secs kernels guards proved proof_gap"
 
 
 def test_json_of_a_cache_has_the_promised_fields(tmp_path):
     hash_ = lay_entry(tmp_path)
+    layout, name = CacheLayout(root=tmp_path), RankName(hash=hash_, rank=0, prefix="backbone")
+    StateStore(layout).record_hit(name)
     ran = run("inspect", "cache", tmp_path, "--json")
     assert (ran.code, ran.err) == (0, "")
     report = ran.report
-    assert list(report) == CACHE_KEYS
+    assert " ".join(report) == CACHE_KEYS
     assert report["schema"] == 2
     assert report["root"] == str(tmp_path)
     (entry,) = report["entries"]
-    assert list(entry) == ENTRY_KEYS
+    assert " ".join(entry) == ENTRY_KEYS
     assert (entry["hash"], entry["rank"], entry["prefix"]) == (hash_, 0, "backbone")
     assert (entry["pieces"], entry["splitting_pieces"], entry["unique_pieces"]) == (5, 2, 3)
     assert [artifact["piece_index"] for artifact in entry["artifacts"]] == [[0], [2], [4]]
-    assert all(list(artifact) == ARTIFACT_KEYS for artifact in entry["artifacts"])
+    assert (entry["hits"], entry["artifact_secs"], entry["saved_secs"], entry["shapes"]) == (1, 3.75, 3.75, [{}])
+    assert entry["created"] <= entry["last_used"]
+    held = [*layout.rank_dir(name).iterdir(), *(layout.entry_dir(hash_) / "artifacts").iterdir()]
+    assert entry["size_bytes"] == entry["unshared_bytes"] == sum(path.stat().st_size for path in held)
+    assert all(" ".join(artifact) == ARTIFACT_KEYS for artifact in entry["artifacts"])
 
 
 def test_a_cache_in_a_pipe_is_one_line_for_each_entry(tmp_path):

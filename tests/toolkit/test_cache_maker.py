@@ -11,8 +11,6 @@ from cgtool.plan.records import parse_plan
 from cgtool.store.entry import EntryWriter, read_entry
 from cgtool.store.key import read_key
 from cgtool.store.layout import PLAN_FILE, RANK_FILES, CacheLayout
-from cgtool.store.lookup import LookupStore, StateStore
-from cgtool.store.records import timestamp
 from cgtool.store.units import UnitStore
 from cgtool.toolkit.listing import scan
 
@@ -67,37 +65,3 @@ def test_a_made_cache_has_no_warning_and_every_artifact_is_one_file_with_its_uni
     assert len(artifacts) == 200
     assert {path.stat().st_nlink for path in artifacts} == {2}
     assert len(list(layout.units_dir.glob("*/*/unit.json"))) == 200
-
-
-def test_entries_take_over_artifacts_of_those_before_them(cache_root):
-    make_cache(cache_root, entries=3, artifacts_per_entry=6, shared=2)
-    layout = CacheLayout(root=cache_root)
-    assert len(list(layout.units_dir.glob("*/*/unit.json"))) == 6 + 4 + 4
-    assert len(list(layout.base.glob("*/artifacts/*"))) == 18
-
-
-def test_made_entries_were_created_a_day_apart_and_all_but_every_third_were_used(cache_root):
-    names = make_cache(cache_root, entries=4, artifacts_per_entry=1, now=86400.0 * 100)
-    state = StateStore(CacheLayout(root=cache_root))
-    usages = [state.usage(name) for name in names]
-    assert [usage.hits for usage in usages] == [0, 2, 3, 0]
-    assert usages[2].last_used == timestamp(86400.0 * 98.5)
-    created = {entry.manifest.hash: entry.manifest.created for entry in scan(cache_root).entries}
-    assert created[names[3].hash] == timestamp(86400.0 * 99)
-
-
-def test_the_same_seed_makes_the_same_names_and_another_seed_makes_others(cache_root, tmp_path):
-    first = make_cache(cache_root, entries=2, artifacts_per_entry=2)
-    assert make_cache(tmp_path / "again", entries=2, artifacts_per_entry=2) == first
-    other = make_cache(cache_root, entries=2, artifacts_per_entry=2, seed=1)
-    assert not set(first) & set(other)
-    assert len(scan(cache_root).entries) == 4
-
-
-def test_facts_lead_to_every_made_entry_of_a_model(cache_root):
-    names = make_cache(cache_root, entries=6, artifacts_per_entry=1)
-    layout = CacheLayout(root=cache_root)
-    entry = read_entry(layout, names[0])
-    assert entry is not None
-    found = LookupStore(layout).candidates(entry.manifest.lookup[0])
-    assert sorted(found) == sorted((names[0].hash, names[5].hash))

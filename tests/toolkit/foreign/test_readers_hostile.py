@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import zlib
 from pathlib import Path
 
 import pytest
@@ -32,44 +31,58 @@ def _own_problems(cache, name="1572951577"):
     return [problem for problem in entry_of(cache, name).problems if "moved" not in problem]
 
 
-def test_a_missing_artifact_is_named_with_its_shape_and_piece(vllm):
-    (vllm / PIECES / ARTIFACT).unlink()
+def _with(data):
+    return lambda path: path.write_bytes(data)
+
+
+def _changed(change):
+    return lambda path: path.write_bytes(change(path.read_bytes()))
+
+
+def _flipped(seed):
+    def flip(data):
+        place = random.Random(seed).randrange(len(data) * 8)
+        return data[: place // 8] + bytes([data[place // 8] ^ 1 << place % 8]) + data[place // 8 + 1 :]
+
+    return _changed(flip)
+
+
+def _of_another_torch(data):
+    start = 4 + 8 + len("CacheCompiledArtifact") + 8
+    return sealed(data[4:start], bytes(32), data[start + 32 :])
+
+
+WRONG_SUM = "its bytes differ from its checksum, which is "
+HEADER = field(b"CacheCompiledArtifact") + field(bytes(32)) + KEY
+NO_MEGA_CACHE = "it holds no mega-cache of a known version"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        pytest.param(Path.unlink, "the index names it and it is missing", id="missing"),
+        pytest.param(_with(b""), "zero bytes", id="empty"),
+        pytest.param(_changed(lambda data: data[:-1]), WRONG_SUM, id="torn"),
+        *(pytest.param(_flipped(seed), WRONG_SUM, id=f"bit {seed}") for seed in range(8)),
+        pytest.param(
+            lambda path: shutil.copy(path.with_name("artifact_compile_range_8_8_subgraph_4"), path),
+            "the index names the key atql4gxbgu6asza5uj5w3dpcotprewxku7zlyy6qhfb3k6jen3me, and the file holds "
+            "aopckthd5hs3czxyz3sxrw5bpadirlfmukkzw4ztn7ihr6tj77ss",
+            id="of another piece",
+        ),
+        pytest.param(_changed(lambda data: sealed(data[4:], b"tail")), "4 bytes follow its end", id="tail"),
+        pytest.param(_with(sealed(HEADER, field(b""))), NO_MEGA_CACHE, id="of nothing"),
+        pytest.param(_with(sealed(HEADER, field(b"1234" + number(2)))), NO_MEGA_CACHE, id="of another version"),
+        pytest.param(_with(sealed(HEADER, field(b"1234"))), "it ends too early: 8 bytes should", id="of a sum alone"),
+        pytest.param(_changed(_of_another_torch), "another torch wrote it than the others", id="of another torch"),
+    ],
+)
+def test_what_is_wrong_with_an_artifact_is_named_with_its_shape_and_piece(vllm, change, problem):
+    change(vllm / PIECES / ARTIFACT)
     piece = _piece(read_cache(vllm))
-    assert piece.problems == ("the index names it and it is missing",)
-    assert (piece.shape, piece.piece_index, piece.size_bytes) == ({"num_tokens": (8, 8)}, 0, 0)
-
-
-def test_an_empty_artifact_is_named(vllm):
-    (vllm / PIECES / ARTIFACT).write_bytes(b"")
-    assert _piece(read_cache(vllm)).problems == ("zero bytes",)
-
-
-def test_a_torn_artifact_is_named(vllm):
-    path = vllm / PIECES / ARTIFACT
-    path.write_bytes(path.read_bytes()[:-1])
-    (problem,) = _piece(read_cache(vllm)).problems
-    assert problem.startswith("its bytes differ from its checksum, which is ")
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_one_flipped_bit_of_an_artifact_is_named(vllm, seed):
-    path = vllm / PIECES / ARTIFACT
-    data = bytearray(path.read_bytes())
-    place = random.Random(seed).randrange(len(data) * 8)
-    data[place // 8] ^= 1 << place % 8
-    path.write_bytes(data)
-    (problem,) = _piece(read_cache(vllm)).problems
-    assert problem.startswith("its bytes differ from its checksum, which is ")
-
-
-def test_artifacts_that_changed_places_are_named_by_their_keys(vllm):
-    folder = vllm / PIECES
-    shutil.copy(folder / "artifact_compile_range_8_8_subgraph_4", folder / ARTIFACT)
-    (problem,) = _piece(read_cache(vllm)).problems
-    assert problem == (
-        "the index names the key atql4gxbgu6asza5uj5w3dpcotprewxku7zlyy6qhfb3k6jen3me, and the file holds "
-        "aopckthd5hs3czxyz3sxrw5bpadirlfmukkzw4ztn7ihr6tj77ss"
-    )
+    (found,) = piece.problems
+    assert found.startswith(problem)
+    assert (piece.shape, piece.piece_index) == ({"num_tokens": (8, 8)}, 0)
 
 
 def test_a_row_that_names_the_artifact_of_another_piece_is_named(vllm):
@@ -79,47 +92,17 @@ def test_a_row_that_names_the_artifact_of_another_piece_is_named(vllm):
     assert (piece.piece_index, piece.problems) == (3, ("its name says another shape or piece than the index does",))
 
 
-def test_bytes_after_an_artifacts_end_are_named(vllm):
-    path = vllm / PIECES / ARTIFACT
-    path.write_bytes(sealed(path.read_bytes()[4:], b"tail"))
-    assert _piece(read_cache(vllm)).problems == ("4 bytes follow its end",)
-
-
-def test_an_artifact_that_holds_no_mega_cache_is_named(vllm):
-    header = field(b"CacheCompiledArtifact") + field(bytes(32)) + KEY
-    path = vllm / PIECES / ARTIFACT
-    for inside in (b"", b"1234", b"1234" + number(2)):
-        path.write_bytes(sealed(header, field(inside)))
-        (problem,) = _piece(read_cache(vllm)).problems
-        assert problem in (
-            "it holds no mega-cache of a known version",
-            "it ends too early: 8 bytes should follow, and 0 do",
-        )
-
-
-def test_an_artifact_of_torchs_other_form_is_described(vllm):
-    path = vllm / PIECES / "artifact_compile_range_9_9_subgraph_0"
-    path.write_bytes(sealed(field(b"AOTCompiledArtifact"), field(bytes(32)), field(BOMB)))
-    piece = _piece(read_cache(vllm), path.name)
-    assert (piece.holds_pickle, piece.members) == (True, (f"callable ({len(BOMB)} bytes, pickle protocol 4)",))
-
-
-def test_an_artifact_that_no_row_names_is_listed_with_what_its_name_says(vllm):
+def test_artifacts_that_no_row_names_are_listed_with_what_their_names_and_forms_say(vllm):
     folder = vllm / PIECES
     shutil.copy(folder / ARTIFACT, folder / "artifact_compile_range_1_16_subgraph_7")
-    piece = _piece(read_cache(vllm), "artifact_compile_range_1_16_subgraph_7")
+    of_other_form = folder / "artifact_compile_range_9_9_subgraph_0"
+    of_other_form.write_bytes(sealed(field(b"AOTCompiledArtifact"), field(bytes(32)), field(BOMB)))
+    cache = read_cache(vllm)
+    piece = _piece(cache, "artifact_compile_range_1_16_subgraph_7")
     assert (piece.shape, piece.piece_index) == ({"num_tokens": (1, 16)}, 7)
     assert piece.problems == ("no row of the index names it",)
-
-
-def test_an_artifact_of_another_torch_is_named(vllm):
-    path = vllm / PIECES / ARTIFACT
-    data = bytearray(path.read_bytes())
-    start = 4 + 8 + len("CacheCompiledArtifact") + 8
-    data[start : start + 32] = bytes(32)
-    data[:4] = zlib.crc32(data[4:]).to_bytes(4, "big")
-    path.write_bytes(data)
-    assert _piece(read_cache(vllm)).problems == ("another torch wrote it than the others",)
+    piece = _piece(cache, of_other_form.name)
+    assert (piece.holds_pickle, piece.members) == (True, (f"callable ({len(BOMB)} bytes, pickle protocol 4)",))
 
 
 @pytest.mark.parametrize("name", ["../../../../etc/passwd", "/etc/passwd", "..", "", "a/b"])
@@ -244,23 +227,22 @@ def test_more_files_than_any_cache_has_are_left(vllm, monkeypatch):
     assert cache.warnings == (f"{vllm / 'torch_compile_cache'} has more than 5 files; the rest was not looked at.",)
 
 
-def test_a_pipe_is_not_opened(vllm):
-    path = vllm / PIECES / ARTIFACT
-    path.unlink()
-    os.mkfifo(path)
-    cache = read_cache(vllm)
-    assert cache.warnings == (f"{path} is neither a file nor a folder and was not opened.",)
-
-
-def test_names_that_a_terminal_obeys_are_spelled_out_in_warnings(vllm):
-    (vllm / PIECES / "a\x1b[31m\nb").write_bytes(b"1")
-    cache = read_cache(vllm)
-    assert cache.warnings == (rf"{vllm / PIECES}/a\x1b[31m\nb has a name with characters that do not print.",)
-
-
-def test_a_name_that_is_no_text_does_no_harm(vllm):
-    (vllm / PIECES / os.fsdecode(b"\xff\xfe")).write_bytes(b"1")
-    assert read_cache(vllm).warnings[0].endswith("has a name with characters that do not print.")
+@pytest.mark.parametrize(
+    ("name", "make", "warning"),
+    [
+        pytest.param("pipe", os.mkfifo, "pipe is neither a file nor a folder and was not opened.", id="a pipe"),
+        pytest.param(
+            "a\x1b[31m\nb", Path.touch, r"a\x1b[31m\nb has a name with characters that do not print.", id="colours"
+        ),
+        pytest.param(
+            os.fsdecode(b"\xff\xfe"), Path.touch, "has a name with characters that do not print.", id="no text"
+        ),
+    ],
+)
+def test_strange_files_are_warnings(vllm, name, make, warning):
+    make(vllm / PIECES / name)
+    (said,) = read_cache(vllm).warnings
+    assert said.endswith(warning)
 
 
 def test_folders_deeper_than_any_cache_are_left(tmp_path):

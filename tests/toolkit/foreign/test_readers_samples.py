@@ -25,36 +25,11 @@ from cgtool.plan.shapes import shape_text
 from cgtool.toolkit.foreign.detect import SYSTEMS, detect, read_cache
 from cgtool.toolkit.foreign.records import ForeignCache, foreign_json
 
-CACHE_KEYS = ["system", "version", "root", "entries", "size_bytes", "warnings", "deletion"]
-ENTRY_KEYS = [
-    "name",
-    "kind",
-    "path",
-    "artifacts",
-    "size_bytes",
-    "num_files",
-    "created",
-    "last_used",
-    "ranks",
-    "prefixes",
-    "factors",
-    "problems",
-    "deletable",
-    "why_not",
-]
-ARTIFACT_KEYS = [
-    "path",
-    "what",
-    "size_bytes",
-    "rank",
-    "prefix",
-    "shape",
-    "piece_index",
-    "holds_pickle",
-    "target",
-    "members",
-    "problems",
-]
+CACHE_KEYS = "system version root entries size_bytes warnings deletion"
+ENTRY_KEYS = (
+    "name kind path artifacts size_bytes num_files created last_used ranks prefixes factors problems deletable why_not"
+)
+ARTIFACT_KEYS = "path what size_bytes rank prefix shape piece_index holds_pickle target members problems"
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +50,14 @@ def test_each_sample_is_told_by_looking_and_has_the_promised_json(samples, cache
     cache: ForeignCache = caches[name]
     assert (cache.system, cache.warnings) == (system, ())
     report = json.loads(json.dumps(foreign_json(cache), allow_nan=False))
-    assert list(report) == CACHE_KEYS
+    assert " ".join(report) == CACHE_KEYS
     for entry in report["entries"]:
-        assert list(entry) == ENTRY_KEYS
+        assert " ".join(entry) == ENTRY_KEYS
         assert entry["created"] == WRITTEN
         assert entry["last_used"] is None
         assert bool(entry["why_not"]) is not entry["deletable"]
         for artifact in entry["artifacts"]:
-            assert list(artifact) == ARTIFACT_KEYS
+            assert " ".join(artifact) == ARTIFACT_KEYS
 
 
 def test_vllms_index_of_ranges_gives_shapes_pieces_and_keys(samples, caches):

@@ -167,37 +167,6 @@ def test_the_marks_of_an_entry_that_somebody_writes_again_stay(cache_root, monke
     assert not [path for path in files_in(cache_root) if name.hash in path]
 
 
-def test_leftovers_go_and_what_is_named_stays(cache_root):
-    name = lay(cache_root, 1)
-    layout = CacheLayout(root=cache_root)
-    before = files_in(cache_root)
-    digest, dead = "ab" * 32, 2**22 + 5
-    entry = layout.entry_dir(name.hash)
-    unit = next((layout.base / "units").glob("*/*"))
-    for path in (
-        entry / "artifacts" / f"{digest}.eager",
-        entry / f".key.json.{dead}.0a.tmp",
-        unit / f".unit.json.{dead}.0a.tmp",
-        unit / f"{digest}.eager",
-        layout.rank_dir(name) / f".plan.json.{digest}.next",
-        layout.base / "lookup" / digest / ("c" * 64),
-        *(layout.state_dir / folder / f"{'c' * 64}-rank_0-a.b-c" for folder in ("used", "locks", "leases")),
-        layout.state_dir / "trash" / "x" / "y" / "z",
-        layout.entry_dir("d" * 64) / "rank_0" / "backbone" / "plan.json",
-    ):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"1")
-        rest(path, 2 * DAY)
-    for path in (unit, layout.entry_dir("d" * 64) / "rank_0" / "backbone", layout.entry_dir("d" * 64)):
-        rest(path, 2 * DAY)
-    plan = plan_of(cache_root)
-    outcome = plan.execute()
-    assert (outcome.removed_files, outcome.failed) == (len(plan.files), ())
-    assert outcome.freed_bytes == plan.frees_bytes == 11
-    assert files_in(cache_root) == before
-    assert plan_of(cache_root).is_empty
-
-
 def test_a_leftover_that_a_manifest_names_by_now_stays(cache_root):
     name = lay(cache_root, 1)
     layout = CacheLayout(root=cache_root)

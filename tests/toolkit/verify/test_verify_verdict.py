@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cache_samples import MACHINE
 
 from cgtool.store.artifacts import Package, pack
 from cgtool.store.machine import Driver, Machine, version_pair
@@ -16,21 +17,6 @@ from cgtool.store.records import Factor, Key
 from cgtool.toolkit.verify.verdict import Verdict, glibc_needed, glibc_of_entry, verdict
 
 LIBRARIES = sorted(Path(sysconfig.get_config_var("DESTSHARED") or "/nowhere").glob("*.so"))[:8]
-MACHINE = Machine(
-    torch={"version": "2.13.0+cu130", "version_git": "cf30", "with_cuda": "13.0", "with_hip": None},
-    triton="3.7.0",
-    python="cpython 3.12",
-    python_version="3.12.4",
-    compiler="(Debian 12.2.0) 12.2.0",
-    machine="x86_64",
-    capability="AVX512",
-    instructions="ab" * 32,
-    accelerators=("sm_90 x132",),
-    driver=Driver(cuda="13.0", version="580.65", devices=("sm_90 x132",)),
-    glibc="2.36",
-    code_variables={},
-    cgtool={"version": "0.1.0", "source": None},
-)
 PRECISION = {
     "float32_matmul": "highest",
     "fp16_reduced": True,
