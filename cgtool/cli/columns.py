@@ -29,13 +29,10 @@ class Styled(NamedTuple):
 
 
 def show_rows(output: Output, columns: Sequence[str], rows: Iterable[Sequence[object]], *, whole: bool = False) -> None:
-    """Print a table.
+    """Print a table; `whole` neither cuts cells nor joins their lines.
 
-    Args:
-        output: Where to.
-        columns: Headings; one that begins with ">" is of figures, which end at one column.
-        rows: As many cells each; the first is styled, others where they are `Styled`.
-        whole: Neither cut cells nor join their lines.
+    A heading that begins with ">" is of figures, which end at one column. The first cell of a row is styled, others
+    where they are `Styled`.
     """
     known: dict[str, str] = {}  # most cells stand in many rows
 

@@ -67,10 +67,7 @@ class Output:
     def json_of_many(self, document: dict[str, Any], name: str, items: Iterable[Any]) -> None:
         """Print a report whose field `name` is a long list: an item a line, each made as it is printed.
 
-        Args:
-            document: The report, with anything for `name`, which keeps its place.
-            name: Which field.
-            items: What it holds.
+        The report has anything for that field, which keeps its place.
         """
         for number, (field, value) in enumerate(document.items()):
             _write(sys.stdout, ("{" if number == 0 else ",") + f"\n  {json.dumps(field)}: ")
@@ -94,12 +91,9 @@ class Output:
         _write(self.stdout.file, "".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
 
     def line(self, text: str = "", *, style: str = "", whole: bool = False) -> None:
-        """Print plain text on stdout, wrapped between words on a terminal.
+        """Print plain text on stdout, never read as markup, wrapped between words on a terminal.
 
-        Args:
-            text: Never read as markup.
-            style: How it looks.
-            whole: Leave wrapping to the terminal, so that it can be copied as one line.
+        With `whole`, wrapping is left to the terminal, so that it can be copied as one line.
         """
         shown = plain(text, lines=True)
         if not self.stdout.is_terminal:  # rich takes a fifth of a second for some thousand lines

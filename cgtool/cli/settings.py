@@ -59,11 +59,8 @@ def load_settings(
 ) -> Settings:
     """Return what the sources say together.
 
-    Args:
-        compilation_config: The value of `--compilation-config`: a JSON object, as text or parsed.
-        flags: Single flags by field; None means not given, text is parsed as a variable's is.
-        start: Where the search for a configuration file begins; None means the working directory.
-        env: The environment; None means this process's.
+    Flags are given by field; one that is None was not given, and text is parsed as a variable's is. The search for a
+    configuration file begins at `start`, or the working directory.
 
     Raises:
         ConfigError: A source names no field, gives a value that the field cannot hold, cannot be read, or contradicts

@@ -37,12 +37,7 @@ class NoWorkerError(Exception):
 
 
 class WorkersDiedError(Exception):
-    """What a future raises whose workers died.
-
-    Args:
-        workers: Their names, as far as they are known.
-        reason: How, as a sentence.
-    """
+    """What a future raises whose workers died: their names, as far as they are known, and how, as a sentence."""
 
     def __init__(self, workers: tuple[str, ...], reason: str) -> None:
         super().__init__(workers, reason)
@@ -51,20 +46,13 @@ class WorkersDiedError(Exception):
 
 
 class Engine:
-    """Workers behind an executor, which neither says who they are nor can be told whom to avoid.
+    """Workers behind an executor, which neither says who they are nor can be told whom to avoid."""
 
-    Args:
-        executor: The executor.
-        died: What its futures raise where the worker died.
-
-    Attributes:
-        lost: What submitting or a future raises where there is no executor any more.
-        died: As above.
-        can_avoid: Whether workers have names, and `submit` heeds whom to avoid.
-    """
-
+    #: What submitting or a future raises where there is no executor any more.
     lost: tuple[type[BaseException], ...] = (BrokenExecutor, CancelledError)
+    #: What a future raises where the worker died.
     died: tuple[type[BaseException], ...] = ()
+    #: Whether workers have names, and `submit` heeds whom to avoid.
     can_avoid = False
 
     def __init__(self, executor: Executor, died: tuple[type[BaseException], ...] = ()) -> None:

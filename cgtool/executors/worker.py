@@ -41,44 +41,34 @@ _Message = TypeVar("_Message", bound=Record)
 
 
 class Handed(Record, frozen=True, kw_only=True):
-    """What a worker is handed; the request goes beside it.
+    """What a worker is handed; the request goes beside it."""
 
-    Args:
-        cgtool: `cgtool_code` of who asks.
-        timeout_secs: How long the unit may take; None is for ever.
-        inductor: Whether children import Inductor before their first unit, which then counts for no unit's time.
-    """
-
+    #: `cgtool_code` of who asks.
     cgtool: dict[str, str]
+    #: How long the unit may take; None is for ever.
     timeout_secs: float | None
+    #: Whether children import Inductor before their first unit, which then counts for no unit's time.
     inductor: bool
 
 
 class Returned(Record, frozen=True, kw_only=True):
-    """What a worker returns; the artifact goes beside it, where there is one.
+    """What a worker returns; the artifact goes beside it, where there is one."""
 
-    Args:
-        worker: Who it is, by the executor's own name for it or by host and process.
-        status: "answered": the child did, see its report; "refused": the unit is not for this worker; "died": the child
-            did, or took too long.
-        reason: Why it did not answer.
-        report: What the child said.
-    """
-
+    #: Who it is, by the executor's own name for it or by host and process.
     worker: str
+    #: "answered": the child did, see its report; "refused": the unit is not for this worker; "died": the child did, or
+    #: took too long.
     status: Literal["answered", "refused", "died"]
+    #: Why it did not answer.
     reason: str = ""
+    #: What the child said.
     report: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
 
 
 class UnitSetup(Record, frozen=True, kw_only=True):
-    """What a child is told as it starts.
+    """What a child is told as it starts."""
 
-    Args:
-        shared: A folder of all children of this worker: what one of them finds out of the machine, the others take.
-        inductor: As `Handed` says.
-    """
-
+    #: A folder of all children of this worker: what one of them finds out of the machine, the others take.
     shared: str
     inductor: bool
 
@@ -89,24 +79,15 @@ def message(record: Record, data: bytes = b"") -> bytes:
 
 
 def read_message(data: bytes, kind: type[_Message]) -> tuple[_Message, bytes]:
-    """Return the record of a message and the bytes beside it.
-
-    Raises:
-        ValueError: It is no such message.
-    """
+    """Return the record of a message and the bytes beside it; a ValueError says that it is none."""
     line, _, rest = data.partition(b"\n")
     return decode(line, kind), rest
 
 
 def compile_unit(handed: bytes, worker: str = "") -> bytes:
-    """Compile a unit in a child of this process; an executor calls this on a worker.
+    """Compile a unit in a child of this process; an executor calls this on a worker, by its name for it.
 
-    Args:
-        handed: A message of `Handed`.
-        worker: What the executor calls this worker; "" names its host and process.
-
-    Returns:
-        A message of `Returned`.
+    Takes a message of `Handed`, and returns one of `Returned`.
     """
     name = worker or f"{socket.gethostname()}:{os.getpid()}"
     try:

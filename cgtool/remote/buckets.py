@@ -34,12 +34,7 @@ _ANSWERED = re.compile(r"<Code>([^<]+)</Code>.*?<Message>([^<]+)", re.DOTALL)
 
 
 class BucketStore:
-    """See `cgtool.remote.stores.Store`.
-
-    Args:
-        url: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or az://CONTAINER/FOLDER, whose account AZURE_STORAGE_ACCOUNT_NAME
-            names.
-    """
+    """See `cgtool.remote.stores.Store`; the account of az://CONTAINER is what AZURE_STORAGE_ACCOUNT_NAME names."""
 
     caveat = ""
 

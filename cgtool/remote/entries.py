@@ -79,15 +79,7 @@ def indexes(store: Store, hash_: str | None = None) -> dict[str, list[str]]:
 
 
 class RemoteBundle:
-    """A bundle whose members lie in a store; see `cgtool.store.bundle.reading.OpenBundle`.
-
-    Args:
-        store: The store.
-        hash_: The entry's hash.
-        index_bytes: Its index, which matches its digest.
-        signature_bytes: The index's signatures.
-        have: What need not be fetched.
-    """
+    """A bundle whose members lie in a store; see `cgtool.store.bundle.reading.OpenBundle`."""
 
     at_once = AT_ONCE
 
@@ -114,13 +106,7 @@ class RemoteBundle:
             yield from stream(self._store, member_path(member), member.size_bytes)
 
     def key(self, index: Index, hash_: str) -> Key:
-        """Return the key of an entry of the bundle, without anything else of it.
-
-        Raises:
-            RefusedError: It is missing, or not as the index says.
-            CacheCorruptError: It is torn, or another entry's.
-            CacheSchemaError: Another version of cgtool wrote it.
-        """
+        """Return the key of an entry of the bundle, without anything else of it."""
         path = f"{CACHE_FOLDER}/{hash_}/{KEY_FILE}"
         member = next((member for member in index.members if member.path == path), None)
         if member is None:

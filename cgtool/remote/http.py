@@ -76,11 +76,7 @@ def _inner(error: BaseException) -> BaseException | None:
 
 
 class HttpStore:
-    """See `cgtool.remote.stores.Store`.
-
-    Args:
-        url: Of the folder that the store is; it may hold user and password.
-    """
+    """See `cgtool.remote.stores.Store`; the URL of its folder may hold user and password."""
 
     caveat = ""
     _login = "Check the user and password (in the URL, or in ~/.netrc), and what they may do there."

@@ -108,13 +108,7 @@ def machine_of(key: Key) -> str:
 
 
 def labels(hashes: Iterable[str], targets: Iterable[Target], size_bytes: int) -> dict[str, str]:
-    """Return what is said of a cache in a registry.
-
-    Args:
-        hashes: Of its entries.
-        targets: What they run on.
-        size_bytes: Of all its files.
-    """
+    """Return what is said in a registry of a cache: of its entries, what they run on, and the size of all files."""
     named = sorted(set(hashes))
     summary = {"targets": sorted(set(targets))}
     return {
@@ -146,11 +140,7 @@ oras.auth.auth_backends["cgtool"] = _Auth
 
 
 class OciStore(HttpStore):
-    """See `cgtool.remote.stores.Store`.
-
-    Args:
-        url: oci://HOST/REPOSITORY[:TAG]; the tag is `latest` by default.
-    """
+    """See `cgtool.remote.stores.Store`; of oci://HOST/REPOSITORY[:TAG], the tag being `latest` by default."""
 
     caveat = (
         "is a tag of a registry, and of two machines that push to one tag at the same moment the last wins. Give each "
@@ -255,11 +245,7 @@ class OciStore(HttpStore):
         return f"{self._registry.prefix}://{self._container.manifest_url()}"
 
     def manifest(self) -> Manifest | None:
-        """Return what the tag leads to now; None where there is no such tag.
-
-        Raises:
-            RemoteError: It leads to something else than one manifest, or the registry fails.
-        """
+        """Return what the tag leads to now; None where there is no such tag."""
         data = read(self, _MANIFEST, most=_MOST_MANIFEST_BYTES)
         if data is None:
             return None
@@ -315,13 +301,7 @@ class OciStore(HttpStore):
         self._known, self._added = found, {}
 
     def upload(self, body: bytes | Path, kind: str, said: dict[str, str] | None = None) -> Layer:
-        """Upload a blob, unless the repository has it; return its descriptor.
-
-        Args:
-            body: Its bytes, or the file that has them.
-            kind: Its media type.
-            said: Annotations of the descriptor.
-        """
+        """Upload a blob of a media type, unless the repository has it; return its descriptor, annotated."""
         layer = _layer(kind, *_digest(body), said)
         if self._request("HEAD", self._blob(layer.digest)).ok:
             return layer

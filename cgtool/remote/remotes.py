@@ -51,15 +51,7 @@ _MOST_CANDIDATES = 256
 
 
 class Remotes:
-    """The stores of one process, asked in order.
-
-    Args:
-        layout: The cache beside which they are used.
-        urls: Where they are.
-        trust: What an entry must be before anything of it is interpreted.
-        readonly: Whether nothing is pushed there.
-        required: Whether a store that fails is an error.
-    """
+    """The stores of one process, asked in order; where they are required, one that fails is an error."""
 
     def __init__(
         self,
@@ -80,11 +72,7 @@ class Remotes:
 
     @classmethod
     def of(cls, layout: CacheLayout, config: CompilationConfig | None, trust: TrustPolicy) -> Remotes:
-        """Return the stores that a configuration names, or else the variables of this process.
-
-        Raises:
-            ConfigError: A variable cannot be read.
-        """
+        """Return the stores that a configuration names, or else the variables of this process."""
         from cgtool.config import CompilationConfig  # a load needs it only once it has missed
 
         names = ("CGTOOL_REMOTE", "CGTOOL_REMOTE_READONLY", "CGTOOL_REMOTE_REQUIRED")
@@ -106,35 +94,18 @@ class Remotes:
                 yield url
 
     def unit(self, key: str, origin: Origin) -> tuple[bytes, Artifact] | None:
-        """Return what a unit compiled to elsewhere, matched to its digest and to what it was compiled from.
-
-        Raises:
-            RemoteError: A store that is required fails.
-        """
+        """Return what a unit compiled to elsewhere, matched to its digest and to what it was compiled from."""
         if self._trust.trusted_keys:
             return None
         return next(self._answers(partial(_unit, key=key, origin=origin)), None)
 
     def put_unit(self, key: str, data: bytes, artifact: Artifact) -> None:
-        """Hand a unit on to every store that lacks it.
-
-        Raises:
-            RemoteError: A store that is required fails.
-        """
+        """Hand a unit on to every store that lacks it."""
         if not self.readonly:
             list(self._answers(partial(_put_unit, key=key, data=data, artifact=artifact)))
 
     def push(self, name: RankName, *, each: Each = map) -> None:
-        """Add a rank of an entry to every store that lacks it; one that fails is a warning.
-
-        Args:
-            name: The rank and prefix, finished.
-            each: Sends several files at a time, if it can.
-
-        Raises:
-            RemoteError: A store that is required fails.
-            CacheError: The entry cannot be read, or is damaged.
-        """
+        """Add a rank of an entry, which is finished, to every store that lacks it; one that fails is a warning."""
         if self.readonly or not self.urls or not keep(self._layout, name):
             return
         contents = gather(self._layout, [name])
@@ -156,18 +127,8 @@ class Remotes:
     ) -> _Answer | None:
         """Pull what may serve a model, entry by entry, until `find` finds it in the cache; None where it never does.
 
-        Of the processes of one machine that look for one model at a time, one pulls and the others find.
-
-        Args:
-            find: Raises CacheMissError where the cache does not serve the model.
-            lookup: The digest of the model's cheap facts.
-            fits: Whether an entry of this key may serve it.
-            rank: Which rank of an entry is needed.
-            prefix: Which prefix.
-
-        Raises:
-            RemoteError: A store that is required fails.
-            CacheError: The cache cannot be written.
+        Of the processes of one machine that look for one model at a time, one pulls and the others find. `find` raises
+        CacheMissError where the cache does not serve the model, whose cheap facts have the digest `lookup`.
         """
 
         def ask(store: Store) -> _Answer | None:

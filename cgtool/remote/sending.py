@@ -46,19 +46,7 @@ def kept_signature(layout: CacheLayout, hash_: str, contents: Contents) -> bytes
 
 
 def send_entry(store: Store, hash_: str, contents: Contents, signed: bytes | None, *, each: Each = map) -> Sent:
-    """Send what a store lacks of an entry.
-
-    Args:
-        store: The store.
-        hash_: The entry's hash.
-        contents: All of it.
-        signed: Signatures of its index.
-        each: Sends several files at a time, if it can.
-
-    Raises:
-        CacheCorruptError: Something of the entry is missing or not as its digest says.
-        RemoteError: The store fails.
-    """
+    """Send what a store lacks of an entry and of the signatures of its index."""
     index = contents.index_bytes
     digest = sha256_hex(index)
     place = index_path(hash_, digest)

@@ -31,17 +31,12 @@ autoload -Uz compinit && compinit
 
 
 class CompletionReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What completes cgtool's commands in a shell; its fields are what `completion --json` prints.
-
-    Args:
-        shell: Which shell.
-        script: What it evaluates.
-        written: The files that were written or changed; empty where the script was only asked for.
-    """
+    """What completes cgtool's commands in a shell; its fields are what `completion --json` prints."""
 
     schema: int = 1
     shell: Shell
     script: str
+    #: The files that were written or changed; empty where the script was only asked for.
     written: tuple[Path, ...] = ()
 
 

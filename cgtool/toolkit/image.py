@@ -47,15 +47,7 @@ class _Member(NamedTuple):
 
 
 class ImageTag:
-    """A tag of a registry that an image is written to.
-
-    Args:
-        url: oci://HOST/REPOSITORY[:TAG].
-
-    Raises:
-        UsageError: The tag holds something that an image of a cache must not replace.
-        RemoteError: The registry fails.
-    """
+    """A tag of a registry, oci://HOST/REPOSITORY[:TAG], that an image is written to."""
 
     def __init__(self, url: str) -> None:
         self._store = OciStore(url)
@@ -68,17 +60,7 @@ class ImageTag:
             raise UsageError(message, path=self.url, actual=there.config.mediaType)
 
     def write(self, contents: Contents, heads: Mapping[str, bytes]) -> int:
-        """Write an image; return how many bytes its layers hold.
-
-        Args:
-            contents: What the cache holds.
-            heads: Further files of it, by their names.
-
-        Raises:
-            UsageError: The entries are for processors of several kinds.
-            CacheCorruptError: An artifact is missing or not as its digest says.
-            RemoteError: The registry fails.
-        """
+        """Write an image of what a cache holds, and of further files by name; return the bytes that its layers hold."""
         keys = list(_keys(contents))
         machines = sorted({machine_of(key) for key in keys})
         if len(machines) > 1:

@@ -60,25 +60,18 @@ _NAME = attrgetter("name")
 
 @dataclass(frozen=True, kw_only=True)
 class EntryListing:
-    """One rank and prefix; the figures are the module's.
+    """One rank and prefix; the figures are the module's."""
 
-    Args:
-        manifest: Its manifest; without rows where the listing was asked for without artifacts.
-        usage: How often it was loaded, and when last.
-        shapes: What it was compiled for, in order.
-        own_bytes: The bytes of its own files: the manifest, and what that names beside artifacts.
-        unshared_bytes: See the module.
-        artifact_secs: See the module.
-        artifact_files: Which file of the disk an artifact is, or its name where it is missing → its size as the
-            manifest says it.
-    """
-
+    #: Its manifest; without rows where the listing was asked for without artifacts.
     manifest: Manifest
     usage: Usage
+    #: What it was compiled for, in order.
     shapes: tuple[Shape, ...]
+    #: The bytes of its own files: the manifest, and what that names beside artifacts.
     own_bytes: int
     unshared_bytes: int
     artifact_secs: float
+    #: Which file of the disk an artifact is, or its name where it is missing → its size as the manifest says it.
     artifact_files: Mapping[int | str, int] = field(repr=False)
 
     @classmethod

@@ -52,17 +52,7 @@ class Mirror:
 
 @contextlib.contextmanager
 def mirrored(url: str, *, artifacts: bool = False) -> Iterator[Mirror]:
-    """Yield what a store holds as a cache root, which is gone afterwards.
-
-    Args:
-        url: The store.
-        artifacts: Whether to fetch the bytes of artifacts.
-
-    Raises:
-        UsageError: The URL names no store.
-        RemoteError: The store fails.
-        RefusedError: An index of the store is not believed.
-    """
+    """Yield what a store holds as a cache root, which is gone afterwards; with `artifacts`, their bytes too."""
     mirror = Mirror(open_store(url), Path(tempfile.mkdtemp(prefix="cgtool-remote-")))
     try:
         ensure_root(mirror.root)
@@ -169,9 +159,6 @@ def remove_pruned(mirror: Mirror) -> int:
     """Remove from a store what went from its mirror, and old artifacts that nothing names; return how many files went.
 
     The index of an entry goes first. What was pushed since the mirror was made stays.
-
-    Raises:
-        RemoteError: The store fails, or what is left there cannot be told.
     """
     store, layout, removed = mirror.store, mirror.layout, 0
     gone = mirror.hashes.difference(layout.hashes())

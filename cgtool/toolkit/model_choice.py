@@ -24,26 +24,22 @@ from cgtool.plan.grammar import Record
 
 
 class ModelChoice(Record, frozen=True, kw_only=True):
-    """A model as the user names it.
+    """A model as the user names it."""
 
-    Args:
-        model: MODEL as it was given: "path/to/file.py:factory", "package.module:factory", "hf:PATH".
-        factory_args: Keyword arguments for the factory.
-        weights: "fake" builds the module without memory for its weights, "real" builds it as the factory does.
-        device: Where the module is built, as torch spells it; None leaves it to the factory.
-        dtype: Its default floating dtype, as torch spells it; None leaves it to the factory.
-        pythonpath: Folders put on `sys.path` first.
-        prefix: Which compiled part of the model this is; None takes the factory's word.
-        require: Dynamic dimension → its smallest and its largest size that must be served; beside the factory's word.
-    """
-
+    #: MODEL as it was given: "path/to/file.py:factory", "package.module:factory", "hf:PATH".
     model: str
     factory_args: dict[str, Any] = field(default_factory=dict)
+    #: "fake" builds the module without memory for its weights, "real" builds it as the factory does.
     weights: Literal["fake", "real"] = "fake"
+    #: Where the module is built, as torch spells it; None leaves it to the factory.
     device: str | None = None
+    #: Its default floating dtype, as torch spells it; None leaves it to the factory.
     dtype: str | None = None
+    #: Folders put on `sys.path` first.
     pythonpath: tuple[str, ...] = ()
+    #: Which compiled part of the model this is; None takes the factory's word.
     prefix: str | None = None
+    #: Dynamic dimension → its smallest and its largest size that must be served; beside the factory's word.
     require: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def build(self, *, weights: Literal["fake", "real"] | None = None, on_event: OnEvent = ignore) -> ModelSpec:

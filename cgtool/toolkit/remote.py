@@ -46,36 +46,23 @@ _LAST_FILES_SECS = 2.0
 
 
 class PushedEntry(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """One entry, and what of it was sent.
-
-    Args:
-        hash: Its hash.
-        model: What people call its model.
-        outcome: "pushed", or "same" where the store had all of it.
-        files: How many files were sent.
-        size_bytes: How many bytes they hold.
-    """
+    """One entry, and what of it was sent."""
 
     hash: str
     model: str
+    #: "pushed", or "same" where the store had all of it.
     outcome: str
+    #: How many files were sent.
     files: int
     size_bytes: int
 
 
 class PushReport(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """What was pushed; its fields are those that `push --json` prints.
-
-    Args:
-        root: The cache's root.
-        url: The store, without user and password.
-        entries: What was sent of each entry.
-        secs: How long it took.
-        warnings: What the user should know.
-    """
+    """What was pushed; its fields are those that `push --json` prints."""
 
     schema: int = SCHEMA
     root: str
+    #: The store, without user and password.
     url: str
     entries: tuple[PushedEntry, ...]
     secs: float
@@ -156,21 +143,14 @@ def _sending(pool: ThreadPool, on_file: OnMember, send: Callable[[Any], Any], gr
 
 
 class PullReport(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """What was pulled; its fields are those that `pull --json` prints.
-
-    Args:
-        url: The store, without user and password.
-        root: The cache's root.
-        entries: What became of each entry in the cache.
-        skipped: Sentences: entries that were not asked for by name and are not for this machine.
-        secs: How long it took.
-        warnings: What the user should know.
-    """
+    """What was pulled; its fields are those that `pull --json` prints."""
 
     schema: int = SCHEMA
+    #: The store, without user and password.
     url: str
     root: str
     entries: tuple[ImportedEntry, ...]
+    #: Sentences: entries that were not asked for by name and are not for this machine.
     skipped: tuple[str, ...]
     secs: float
     warnings: tuple[str, ...]

@@ -50,37 +50,28 @@ class RankSummary(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 @dataclass(frozen=True, kw_only=True)
 class WarmReport:
-    """What came of a warm.
+    """What came of a warm."""
 
-    Args:
-        entry: The entry as `inspect cache --json` prints it; None where a check found none.
-        root: The cache's root.
-        hit: Whether the cache already held all of it.
-        compiled: How many artifacts were compiled.
-        reused: How many were there already.
-        trace_secs: Seconds that tracing took.
-        compile_secs: Seconds that compiling took.
-        reasons: Why the cache does not serve the model, the most telling first; empty where it does.
-        notes: Advice for the user.
-        variants_proved: For each variant the sizes at which a whole call gave what the model itself gives
-            (`proved_at`), or why there are none (`proof_gap`).
-        ranks: A summary of each rank, where several were warmed together.
-        start: A shell line that loads the model from this entry and calls it once.
-        load_call: The Python expression that loads a module from this entry.
-    """
-
+    #: The entry as `inspect cache --json` prints it; None where a check found none.
     entry: Mapping[str, Any] | None = None
     root: str
+    #: Whether the cache already held all of it.
     hit: bool = False
     compiled: int = 0
     reused: int = 0
     trace_secs: float = 0.0
     compile_secs: float = 0.0
+    #: Why the cache does not serve the model, the most telling first; empty where it does.
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    #: For each variant the sizes at which a whole call gave what the model itself gives (`proved_at`), or why there are
+    #: none (`proof_gap`).
     variants_proved: tuple[Mapping[str, Any], ...] = ()
+    #: A summary of each rank, where several were warmed together.
     ranks: tuple[RankSummary, ...] = ()
+    #: A shell line that loads the model from this entry and calls it once.
     start: str
+    #: The Python expression that loads a module from this entry.
     load_call: str
 
     @property

@@ -49,37 +49,29 @@ class EntryFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """Why an entry does not serve the model.
+    """Why an entry does not serve the model."""
 
-    Args:
-        sentence: For people; holds words of models and caches as they stand.
-        detail: More lines: what changed in a file, what else changed alike.
-    """
-
+    #: For people; holds words of models and caches as they stand.
     sentence: str
+    #: More lines: what changed in a file, what else changed alike.
     detail: tuple[str, ...] = ()
 
 
 class WhyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a model would hit, and why not; its fields are the document that `why --json` prints.
-
-    Args:
-        root: The cache's root.
-        hit: Whether the cache serves the model.
-        entry: The entry that serves the model; None for a miss.
-        nearest: Of a miss, the entry that needs the fewest changes; None where there is none of this model.
-        reasons: Why `nearest` does not serve it, the guilty first; empty for a hit.
-        run: The shell line that mends a miss; "" for a hit, and where the model was given as an object.
-        pruned: Of a miss, entries of this very model that prunes removed; None where they removed none.
-    """
+    """Whether a model would hit, and why not; its fields are the document that `why --json` prints."""
 
     schema: int = SCHEMA
     root: str
     hit: bool
+    #: The entry that serves the model; None for a miss.
     entry: EntryFacts | None = None
+    #: Of a miss, the entry that needs the fewest changes; None where there is none of this model.
     nearest: EntryFacts | None = None
+    #: Why `nearest` does not serve it, the guilty first; empty for a hit.
     reasons: tuple[Reason, ...] = ()
+    #: The shell line that mends a miss; "" for a hit, and where the model was given as an object.
     run: str = ""
+    #: Of a miss, entries of this very model that prunes removed; None where they removed none.
     pruned: Pruned | None = None
 
 

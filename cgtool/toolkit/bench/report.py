@@ -67,83 +67,59 @@ class Outputs(Difference, frozen=True, kw_only=True):
 
 
 class Prepared(Record, frozen=True, kw_only=True):
-    """What filling a way's caches took.
+    """What filling a way's caches took."""
 
-    Args:
-        work_secs: Tracing and compiling.
-        total_secs: From the process's start to the end of the work.
-        process_secs: The whole process.
-        reused: Whether an earlier bench did it.
-        notes: What a reader should know of it.
-        over_cold: How much longer it is than torch.compile's with nothing cached, by metric.
-    """
-
+    #: Tracing and compiling.
     work_secs: Summary | None
+    #: From the process's start to the end of the work.
     total_secs: Summary | None
     process_secs: Summary | None
+    #: Whether an earlier bench did it.
     reused: bool
     notes: tuple[str, ...]
+    #: How much longer it is than torch.compile's with nothing cached, by metric.
     over_cold: Mapping[str, Ratio]
 
 
 class WayReport(Record, frozen=True, kw_only=True):
-    """What is known of one way.
-
-    Args:
-        way: Its name.
-        label: What people read.
-        adaptor: Of cgtool's ways.
-        error: Why it failed, or failed in the end; one line.
-        log: The last lines of the process that failed.
-        num_bytes: Bytes on the disk that a start needs.
-        summary: By name of the metric (`Start.figures`).
-        steps: Of each size, the summary of its starts' medians; or why it has none.
-        ratios: base way → metric → ratio.
-        outputs: How the outputs compare with eager's; None where none were compared.
-        prepare: What the preparation took; None where there is none.
-        starts: The raw answers.
-    """
+    """What is known of one way."""
 
     way: str
     label: str
     adaptor: str | None
+    #: Why it failed, or failed in the end; one line.
     error: str | None
+    #: The last lines of the process that failed.
     log: Sequence[str]
+    #: Bytes on the disk that a start needs.
     num_bytes: int = msgspec.field(name="bytes")
+    #: By name of the metric (`Start.figures`).
     summary: Mapping[str, Summary]
+    #: Of each size, the summary of its starts' medians; or why it has none.
     steps: Mapping[str, Summary | Refused]
+    #: base way → metric → ratio.
     ratios: Mapping[str, Mapping[str, Ratio]]
+    #: How the outputs compare with eager's; None where none were compared.
     outputs: Outputs | None
     prepare: Prepared | None
     starts: Sequence[Start]
 
 
 class BenchReport(Record, frozen=True, kw_only=True):
-    """What a bench found.
-
-    Args:
-        schema: `SCHEMA`.
-        model: MODEL as it was given.
-        about: Model, configuration and settings, as JSON.
-        command: The command line.
-        machine: The processor, the device, the system.
-        versions: Of Python, torch, triton, cgtool.
-        dimension: Which dynamic dimension the sizes of steps are of.
-        ways: In the table's order.
-        notes: What a reader should know.
-        began: When, in UTC.
-        secs: How long it all took.
-    """
+    """What a bench found."""
 
     schema: int
     model: str
+    #: Model, configuration and settings, as JSON.
     about: Mapping[str, Any]
     command: Sequence[str]
     machine: Mapping[str, Any]
     versions: Mapping[str, Any]
+    #: Which dynamic dimension the sizes of steps are of.
     dimension: str | None
     ways: Sequence[WayReport]
     notes: Sequence[str]
+    #: When, in UTC.
     began: str
     secs: float
 

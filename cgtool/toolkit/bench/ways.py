@@ -26,22 +26,16 @@ BASE = "eager"
 
 
 class Way(Record, frozen=True, kw_only=True):
-    """One way to start.
+    """One way to start."""
 
-    Args:
-        name: How users name it: "compile-warm", "cgtool/aot_inductor".
-        label: What people read.
-        kind: What a start does.
-        source: The preparation that it starts from, "" where it needs none. Ways with one source share its folder.
-        adaptor: Of cgtool's ways.
-        torch_caches: Start with torch's own cache folders as the preparation left them; else with empty ones.
-    """
-
+    #: How users name it: "compile-warm", "cgtool/aot_inductor".
     name: str
     label: str
     kind: Literal["eager", "compile", "mega", "precompile", "cgtool"]
+    #: The preparation that it starts from, "" where it needs none. Ways with one source share its folder.
     source: str = ""
     adaptor: str | None = None
+    #: Start with torch's own cache folders as the preparation left them; else with empty ones.
     torch_caches: bool = False
 
     @property
@@ -119,58 +113,48 @@ def _named(word: str, option: str) -> tuple[str, ...]:
 
 
 class Settings(Record, frozen=True, kw_only=True):
-    """What a bench does.
+    """What a bench does."""
 
-    Args:
-        model: The model, with how it is built to be warmed; starts always build it for real.
-        config: cgtool's configuration as JSON, for every adaptor; its own adaptor and cache are replaced.
-        ways: What is compared, eager among them.
-        starts: How often each way starts, by name.
-        warm_ups: Starts of each way before those that count.
-        cold_starts: How often everything is compiled with nothing cached.
-        tokens: Sizes of the dynamic dimension whose steps are timed.
-        dimension: Which dynamic dimension; None takes the only or the last one.
-        repeats: Steps of each size in each start.
-        seed: Of the weights, of the order of starts and of the bounds.
-        limit_secs: How long one process may take.
-    """
-
+    #: The model, with how it is built to be warmed; starts always build it for real.
     model: ModelChoice
+    #: cgtool's configuration as JSON, for every adaptor; its own adaptor and cache are replaced.
     config: dict[str, Any]
     ways: tuple[Way, ...]
+    #: How often each way starts, by name.
     starts: dict[str, int]
+    #: Starts of each way before those that count.
     warm_ups: int = 1
+    #: How often everything is compiled with nothing cached.
     cold_starts: int = 1
+    #: Sizes of the dynamic dimension whose steps are timed.
     tokens: tuple[Count, ...] = ()
+    #: Which dynamic dimension; None takes the only or the last one.
     dimension: str | None = None
+    #: Steps of each size in each start.
     repeats: Count = 30
+    #: Of the weights, of the order of starts and of the bounds.
     seed: int = 0
+    #: How long one process may take.
     limit_secs: float = 1800.0
 
 
 class Request(Record, frozen=True, kw_only=True):
-    """What one process does.
+    """What one process does."""
 
-    Args:
-        action: "start" builds the model and starts it; "warm" fills cgtool's cache, "precompile" torch's AOT file.
-        settings: The bench's.
-        way: How it starts, or what is prepared for.
-        cache: cgtool's cache.
-        artifact: The file of the mega-cache or of the AOT precompile.
-        save_artifacts: Write torch's cache artifacts into `artifact` at the end.
-        reference: The file with eager's outputs.
-        write_reference: This process is eager and writes them.
-        spawned: When the process was started, on `time.monotonic`'s clock.
-    """
-
+    #: "start" builds the model and starts it; "warm" fills cgtool's cache, "precompile" torch's AOT file.
     action: Literal["start", "warm", "precompile"] = "start"
     settings: Settings
     way: Way
     cache: str
+    #: The file of the mega-cache or of the AOT precompile.
     artifact: str
+    #: Write torch's cache artifacts into `artifact` at the end.
     save_artifacts: bool = False
+    #: The file with eager's outputs.
     reference: str
+    #: This process is eager and writes them.
     write_reference: bool = False
+    #: When the process was started, on `time.monotonic`'s clock.
     spawned: float
 
 
@@ -186,74 +170,60 @@ class Step(Record, frozen=True, kw_only=True):
 
 
 class Difference(Record, frozen=True, kw_only=True):
-    """How outputs differ from eager's.
+    """How outputs differ from eager's."""
 
-    Args:
-        worst: The greatest difference of a tensor, relative to its greatest value.
-        tolerance: What rounding explains; the widest of the dtypes that are there.
-        problem: What is wrong, in a sentence; None where nothing is.
-    """
-
+    #: The greatest difference of a tensor, relative to its greatest value.
     worst: float
+    #: What rounding explains; the widest of the dtypes that are there.
     tolerance: float
+    #: What is wrong, in a sentence; None where nothing is.
     problem: str | None
 
 
 class Start(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """What one process measured, as far as it came. Times are seconds, sizes bytes.
+    """What one process measured, as far as it came. Times are seconds, sizes bytes."""
 
-    Args:
-        error: Why it ended early; one line.
-        sentence: The same, where it was made for people.
-        failed_in: The phase that it was in.
-        import_secs: From the process's start until torch and what builds models are imported.
-        build_secs: The model's own modules and its factory.
-        ready_secs: From the built model to its first output.
-        ready_imported: Which compilers 'ready' imported.
-        dimension: The dimension that sizes are of.
-        steps: By size.
-        rss_bytes: The process's greatest resident size.
-        device_bytes: The greatest size of torch's memory on the device; None where there is none.
-        save_secs: Writing torch's cache artifacts.
-        weights: A digest of the weights.
-        outputs: By "example" or size, against eager's; None where eager has none.
-        work_secs: A preparation's work.
-        trace_secs: cgtool's part of it that traced.
-        compile_secs: cgtool's part of it that compiled.
-        compiled: How many artifacts were compiled.
-        notes: What a reader should know of a preparation.
-        torch: Versions and device.
-        round: In which round; None for those that do not count. The bench sets this and what follows.
-        counted: Whether its figures count.
-        process_secs: How long the process took.
-        log: The last lines that a failed process printed.
-        reused: Of a preparation: whether another bench made it.
-    """
-
+    #: Why it ended early; one line.
     error: str | None = None
+    #: The same, where it was made for people.
     sentence: str | None = None
     failed_in: str | None = None
+    #: From the process's start until torch and what builds models are imported.
     import_secs: float | None = None
+    #: The model's own modules and its factory.
     build_secs: float | None = None
+    #: From the built model to its first output.
     ready_secs: float | None = None
+    #: Which compilers 'ready' imported.
     ready_imported: tuple[str, ...] = ()
     dimension: str | None = None
+    #: By size.
     steps: dict[str, Step] = field(default_factory=dict)
     rss_bytes: Count | None = None
+    #: The greatest size of torch's memory on the device; None where there is none.
     device_bytes: Count | None = None
+    #: Writing torch's cache artifacts.
     save_secs: float | None = None
+    #: A digest of the weights.
     weights: str | None = None
+    #: By "example" or size, against eager's; None where eager has none.
     outputs: dict[str, Difference | None] = field(default_factory=dict)
+    #: A preparation's work.
     work_secs: float | None = None
     trace_secs: float | None = None
     compile_secs: float | None = None
     compiled: Count | None = None
     notes: tuple[str, ...] = ()
+    #: Versions and device.
     torch: dict[str, Any] = field(default_factory=dict)
+    #: In which round; None for those that do not count. The bench sets this and what follows.
     round: Count | None = None
+    #: Whether its figures count.
     counted: bool = False
     process_secs: float | None = None
+    #: The last lines that a failed process printed.
     log: tuple[str, ...] = ()
+    #: Of a preparation: whether another bench made it.
     reused: bool = False
 
     @property

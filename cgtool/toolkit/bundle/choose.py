@@ -14,22 +14,17 @@ from cgtool.toolkit.selection import hash_named
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What the user asked for.
+    """What the user asked for."""
 
-    Args:
-        hashes: Beginnings of hashes; none means all where all are of one model.
-        everything: All entries, whatever the model.
-        filters: Conditions that an entry must fulfil, as `inspect cache --filter` takes them.
-        ranks: Only these ranks; none means every one.
-        shapes: Only rows of these shapes, as people write them; none means every one.
-        debug: Whether the files for people go along.
-    """
-
+    #: Beginnings of hashes; none means all where all are of one model.
     hashes: tuple[str, ...] = ()
     everything: bool = False
+    #: Conditions that an entry must fulfil, as `inspect cache --filter` takes them.
     filters: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
+    #: Only rows of these shapes, as people write them; none means every one.
     shapes: tuple[str, ...] = ()
+    #: Whether the files for people go along.
     debug: bool = True
 
 

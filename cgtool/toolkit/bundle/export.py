@@ -53,28 +53,21 @@ class Exported(Record, frozen=True, kw_only=True):
 
 
 class ExportReport(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """What was exported; its fields are those that `export --json` prints.
-
-    Args:
-        root: The cache's root.
-        dest: Where to; "-" for a stream.
-        form: What was written.
-        size_bytes: The size of all members together.
-        written_bytes: How many bytes were written.
-        members: How many files the bundle holds.
-        sha256_of_index: The digest of its index, which signatures sign.
-        signed_by: The ids of the keys that signed it.
-        entries: What it holds of entries.
-    """
+    """What was exported; its fields are those that `export --json` prints."""
 
     schema: int = SCHEMA
     root: str
+    #: Where to; "-" for a stream.
     dest: str
     form: Literal["archive", "folder", "image"]
+    #: The size of all members together.
     size_bytes: int
     written_bytes: int
+    #: How many files the bundle holds.
     members: int
+    #: The digest of its index, which signatures sign.
     sha256_of_index: str
+    #: The ids of the keys that signed it.
     signed_by: tuple[str, ...]
     entries: tuple[Exported, ...]
 

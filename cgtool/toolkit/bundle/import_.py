@@ -26,43 +26,31 @@ class ImportedRank(Record, frozen=True, kw_only=True):
 
 
 class ImportedEntry(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """One entry of the bundle, and what became of it.
-
-    Args:
-        hash: Its hash.
-        outcome: "new", "merged" with what was there, or the "same" as it.
-        rows_added: How many rows the cache did not have.
-        artifacts: How many artifacts it has in the bundle.
-        size_bytes: The size of those.
-        verdict: What was said of this machine; None where nobody asked.
-        ranks: Its ranks and prefixes.
-    """
+    """One entry of the bundle, and what became of it."""
 
     hash: str
+    #: "new", "merged" with what was there, or the "same" as it.
     outcome: Outcome
+    #: How many rows the cache did not have.
     rows_added: int
+    #: How many artifacts it has in the bundle.
     artifacts: int
     size_bytes: int
+    #: What was said of this machine; None where nobody asked.
     verdict: str | None
     ranks: tuple[ImportedRank, ...]
 
 
 class ImportReport(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """What was imported; its fields are those that `import --json` prints.
-
-    Args:
-        source: The bundle; "-" for a stream.
-        root: The cache's root.
-        signed_by: The id of the trusted key that signed it; None where no keys were asked for.
-        size_bytes: The size of all members together.
-        entries: What became of each entry.
-        warnings: What the user should know.
-    """
+    """What was imported; its fields are those that `import --json` prints."""
 
     schema: int = SCHEMA
+    #: The bundle; "-" for a stream.
     source: str
     root: str
+    #: The id of the trusted key that signed it; None where no keys were asked for.
     signed_by: str | None
+    #: The size of all members together.
     size_bytes: int
     entries: tuple[ImportedEntry, ...]
     warnings: tuple[str, ...]

@@ -41,22 +41,18 @@ _Value = TypeVar("_Value")
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing in which two sides differ; its fields are what `diff --json` prints of it.
+    """One thing in which two sides differ; its fields are what `diff --json` prints of it."""
 
-    Args:
-        what: Its kind.
-        path: Where it is: "config.level", "self.layers.0.eps", "default/piece 2".
-        old: What the first side has; None where it has nothing.
-        new: What the second side has; None where it has nothing.
-        sentence: It as people read it; holds words of models and caches as they stand, so it is quoted where shown.
-        detail: More lines: a diff of a graph or of a file's lines, the paths of what changed alike.
-    """
-
+    #: Its kind.
     what: What
+    #: Where it is: "config.level", "self.layers.0.eps", "default/piece 2".
     path: str
+    #: What the first side has; None where it has nothing, as below.
     old: Json
     new: Json
+    #: It as people read it; holds words of models and caches as they stand, so it is quoted where shown.
     sentence: str
+    #: More lines: a diff of a graph or of a file's lines, the paths of what changed alike.
     detail: tuple[str, ...] = ()
 
     @classmethod
@@ -147,16 +143,13 @@ class TracedLine(NamedTuple):
 
 
 class LineChanges(NamedTuple):
-    """What became of the traced lines of one file.
+    """What became of the traced lines of one file."""
 
-    Args:
-        sentence: The first change: "tiny_llama.py, line 82, in forward: `a` is `b` now"; "" where none is known.
-        detail: All changes, as a diff.
-        known: Whether there were lines to compare: an entry that was shipped without its debug files has none.
-    """
-
+    #: The first change: "tiny_llama.py, line 82, in forward: `a` is `b` now"; "" where none is known.
     sentence: str = ""
+    #: All changes, as a diff.
     detail: tuple[str, ...] = ()
+    #: Whether there were lines to compare: an entry that was shipped without its debug files has none.
     known: bool = True
 
 

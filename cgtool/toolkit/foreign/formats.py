@@ -135,20 +135,16 @@ def _check_tokens(text: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One thing in a mega-cache, or the one that a compiled artifact of the other form is.
+    """One thing in a mega-cache, or the one that a compiled artifact of the other form is."""
 
-    Args:
-        kind: Which of torch's caches it belongs to.
-        key: What it is looked up by.
-        size_bytes: The length of its content.
-        protocol: The pickle protocol of its content; None if it does not begin as a pickle does.
-        start: Where its content begins in the file.
-    """
-
+    #: Which of torch's caches it belongs to.
     kind: str
+    #: What it is looked up by.
     key: str
     size_bytes: int
+    #: The pickle protocol of its content; None if it does not begin as a pickle does.
     protocol: int | None
+    #: Where its content begins in the file.
     start: int
 
     def describe(self) -> str:

@@ -35,73 +35,67 @@ _UNOPENED = (
 
 
 class ForeignArtifact(msgspec.Struct, frozen=True, kw_only=True):
-    """One compiled thing of an entry, or one that its index names and that is not there.
+    """One compiled thing of an entry, or one that its index names and that is not there."""
 
-    Args:
-        path: Where it lies under the entry's folder, with "/"; where it would lie if it is missing. An artifact may be
-            a folder.
-        what: What it is, in one word: "compiled_artifact", "unpacked_artifact", "aot_model", "generated_code",
-            "compiled_graph", "autograd_graph", "native_code", "header", "kernel_binary", "kernel_code", "metadata",
-            "inductor_cache", "triton_cache", "member", ...
-        size_bytes: Its bytes on the disk; 0 where it is missing.
-        rank: The rank as the system spells it: "0", or "0_0" for vLLM's rank and data-parallel rank; "" for all.
-        prefix: Which compiled part of the model; "" where the system names none.
-        shape: What it was compiled for; None where that is unknown.
-        piece_index: The piece's number; None where that is unknown.
-        holds_pickle: Whether loading it unpickles, that is: executes what it says.
-        target: What it runs on, such as "cuda:90" or "x86_64"; None where that is unknown.
-        members: What it holds, each in a few words.
-        problems: What is wrong with it, each a clause.
-    """
-
+    #: Where it lies under the entry's folder, with "/"; where it would lie if it is missing. An artifact may be a
+    #: folder.
     path: str
+    #: What it is, in one word: "compiled_artifact", "unpacked_artifact", "aot_model", "generated_code",
+    #: "compiled_graph", "autograd_graph", "native_code", "header", "kernel_binary", "kernel_code", "metadata",
+    #: "inductor_cache", "triton_cache", "member", ...
     what: str
+    #: Its bytes on the disk; 0 where it is missing.
     size_bytes: int
+    #: The rank as the system spells it: "0", or "0_0" for vLLM's rank and data-parallel rank; "" for all.
     rank: str = ""
+    #: Which compiled part of the model; "" where the system names none.
     prefix: str = ""
+    #: What it was compiled for; None where that is unknown.
     shape: Shape | None = None
+    #: The piece's number; None where that is unknown.
     piece_index: int | None = None
+    #: Whether loading it unpickles, that is: executes what it says.
     holds_pickle: bool = False
+    #: What it runs on, such as "cuda:90" or "x86_64"; None where that is unknown.
     target: str | None = None
+    #: What it holds, each in a few words.
     members: tuple[str, ...] = ()
+    #: What is wrong with it, each a clause.
     problems: tuple[str, ...] = ()
 
 
 class ForeignEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """What a system keeps and looks up as one thing.
+    """What a system keeps and looks up as one thing."""
 
-    Args:
-        name: What the system calls it: a hash, a key.
-        kind: "model", "aot_model", "graph", "autograd_graph", "generated_code", "kernel", "launcher", "mega_cache",
-            "artifact", "shared" or "other".
-        path: Its folder, or its file.
-        artifacts: In the index's order, then what no index names.
-        size_bytes: Its bytes on the disk, a file of several names once.
-        num_files: How many names of files it has.
-        created: When its oldest file was written, in UTC; None where it has none.
-        last_used: When one of its files was read last, in UTC, as the file system noted it; None where no file was read
-            after it was written. No foreign system keeps a stamp of its own, and many disks are mounted without.
-        ranks: As artifacts spell them.
-        prefixes: The compiled parts of the model.
-        factors: The key's factors as the system wrote them in JSON; None where it wrote none.
-        problems: What is wrong with it and with no single artifact.
-        deletable: Whether its path may be removed, and nothing else breaks.
-        why_not: Why it may not; "" where it may.
-    """
-
+    #: What the system calls it: a hash, a key.
     name: str
+    #: "model", "aot_model", "graph", "autograd_graph", "generated_code", "kernel", "launcher", "mega_cache",
+    #: "artifact", "shared" or "other".
     kind: str
+    #: Its folder, or its file.
     path: Path
+    #: In the index's order, then what no index names.
     artifacts: tuple[ForeignArtifact, ...]
+    #: Its bytes on the disk, a file of several names once.
     size_bytes: int
+    #: How many names of files it has.
     num_files: int
+    #: When its oldest file was written, in UTC; None where it has none.
     created: str | None
+    #: When one of its files was read last, in UTC, as the file system noted it; None where no file was read after it
+    #: was written. No foreign system keeps a stamp of its own, and many disks are mounted without.
     last_used: str | None
+    #: As artifacts spell them.
     ranks: tuple[str, ...] = ()
+    #: The compiled parts of the model.
     prefixes: tuple[str, ...] = ()
+    #: The key's factors as the system wrote them in JSON; None where it wrote none.
     factors: Json = None
+    #: What is wrong with it and with no single artifact.
     problems: tuple[str, ...] = ()
+    #: Whether its path may be removed, and nothing else breaks.
     deletable: bool = True
+    #: Why it may not; "" where it may.
     why_not: str = ""
 
     @classmethod
@@ -157,24 +151,20 @@ class ForeignEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForeignCache(msgspec.Struct, frozen=True, kw_only=True):
-    """A cache of one system.
+    """A cache of one system."""
 
-    Args:
-        system: "vllm", "atom", "torch_inductor", "triton", "mega_cache" or "compiled_artifact".
-        version: Which version wrote it, where the files say so.
-        root: The folder that all entries lie in, or the file.
-        entries: By name.
-        size_bytes: What all of it takes on the disk, a file of several names once.
-        warnings: What was skipped, and why.
-        deletion: What may be removed from such a cache and when, in a sentence.
-    """
-
+    #: "vllm", "atom", "torch_inductor", "triton", "mega_cache" or "compiled_artifact".
     system: str
+    #: Which version wrote it, where the files say so.
     version: str | None
+    #: The folder that all entries lie in, or the file.
     root: Path
+    #: By name.
     entries: tuple[ForeignEntry, ...]
+    #: What all of it takes on the disk, a file of several names once.
     size_bytes: int
     warnings: tuple[str, ...]
+    #: What may be removed from such a cache and when, in a sentence.
     deletion: str
 
     @classmethod

@@ -230,17 +230,12 @@ def _strangers(tree: Tree, known: set[str], system: str) -> Iterator[ForeignEntr
 
 
 class _EntryReader:
-    """Reads one entry: its ranks and prefixes, what their indexes name, and what is there.
-
-    Args:
-        tree: What holds the entry's folder.
-        name: What the entry is called.
-        top: Its folder, below the tree's.
-    """
+    """Reads one entry: its ranks and prefixes, what their indexes name, and what is there."""
 
     def __init__(self, tree: Tree, name: str, top: str) -> None:
         self.tree = tree
         self.name = name
+        #: Its folder, below the tree's.
         self.top = top
         self.artifacts: list[ForeignArtifact] = []
         self.problems: list[str] = []

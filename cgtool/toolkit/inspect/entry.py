@@ -132,39 +132,30 @@ class ForeignHole(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForeignEntryReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one entry of another system's cache holds; the fields are the document that `--json` prints.
-
-    Args:
-        version: Of the system, where the files say so.
-        shapes: That its artifacts were compiled for, in order.
-        holes: What some pieces lack.
-        not_recorded: What such a cache does not say, in a sentence.
-    """
+    """What one entry of another system's cache holds; the fields are the document that `--json` prints."""
 
     schema: int = SCHEMA
     system: str
+    #: Of the system, where the files say so.
     version: str | None
     root: Path
     entry: ForeignEntry
     shapes: tuple[Shape, ...]
     holes: tuple[ForeignHole, ...]
+    #: What such a cache does not say, in a sentence.
     not_recorded: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyReport:
-    """What is known of an entry's key.
-
-    Args:
-        root: The cache.
-        hash: The entry's hash, or its name.
-        factors: Those that tell most about a miss first; of another system, what it wrote of them.
-        system: Which other system wrote the entry; None for cgtool.
-    """
+    """What is known of an entry's key."""
 
     root: Path
+    #: The entry's hash, or its name.
     hash: str
+    #: Those that tell most about a miss first; of another system, what it wrote of them.
     factors: tuple[Factor, ...]
+    #: Which other system wrote the entry; None for cgtool.
     system: str | None = None
 
     @property

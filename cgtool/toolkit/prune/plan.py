@@ -31,27 +31,23 @@ Why = Literal["in_use", "keep_last", "cannot_tell", "newer_schema", "used_meanwh
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Which entries and leftovers go. Rules add up; `keep_last` protects from all but `entries`.
+    """Which entries and leftovers go. Rules add up; `keep_last` protects from all but `entries`."""
 
-    Args:
-        older_than_secs: Entries not used for longer, in seconds; an unused entry's age counts from its creation.
-        max_bytes: Entries used longest ago, until the cache takes no more than this on the disk.
-        stale: Entries that cannot serve on this machine any more.
-        orphans: What nothing names any more, and what dead processes left.
-        units: With orphans: compiled units that no entry shares, too.
-        keep_last: How many entries of each model stay, those used last; alone, it has the others go. One model is what
-            the same cheap facts lead to, whatever it is called.
-        entries: Hashes of entries.
-        keep_units: Leave the units of removed entries, from which a later warm links what it needs.
-    """
-
+    #: Entries not used for longer, in seconds; an unused entry's age counts from its creation.
     older_than_secs: float | None = None
+    #: Entries used longest ago, until the cache takes no more than this on the disk.
     max_bytes: int | None = None
+    #: Entries that cannot serve on this machine any more.
     stale: bool = False
+    #: What nothing names any more, and what dead processes left.
     orphans: bool = False
+    #: With orphans: compiled units that no entry shares, too.
     units: bool = False
+    #: How many entries of each model stay, those used last; alone, it has the others go. One model is what the same
+    #: cheap facts lead to, whatever it is called.
     keep_last: int | None = None
     entries: tuple[str, ...] = ()
+    #: Leave the units of removed entries, from which a later warm links what it needs.
     keep_units: bool = False
 
     @property
@@ -74,43 +70,32 @@ class Reason(Record, frozen=True, kw_only=True):
 
 
 class PlannedEntry(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """An entry that goes.
-
-    Args:
-        hash: Its hash.
-        model: What people call the model; "" where no manifest can be read.
-        ranks: Its ranks and prefixes.
-        created: When it was made, seconds since the epoch; None where that is not known.
-        last_used: When it was loaded last, seconds since the epoch; None for never.
-        size_bytes: What its files take.
-        frees_bytes: What comes free on the disk, after those that go before it.
-        units: The keys of the units that go with it: no other entry shares them.
-        reasons: Why it goes.
-        instead: Other entries that the same cheap facts lead to: they may serve instead.
-    """
+    """An entry that goes."""
 
     hash: str
+    #: What people call the model; "" where no manifest can be read.
     model: str
     ranks: tuple[dict[str, int | str], ...] = ()
+    #: When it was made, seconds since the epoch; None where that is not known.
     created: float | None
+    #: When it was loaded last, seconds since the epoch; None for never.
     last_used: float | None
     size_bytes: int = 0
+    #: What comes free on the disk, after those that go before it.
     frees_bytes: int = 0
+    #: The keys of the units that go with it: no other entry shares them.
     units: tuple[str, ...] = ()
     reasons: tuple[Reason, ...] = ()
+    #: Other entries that the same cheap facts lead to: they may serve instead.
     instead: tuple[str, ...] = ()
 
 
 class PlannedFile(Record, frozen=True, kw_only=True):
-    """A leftover that goes: a file, or a folder with all that is in it.
+    """A leftover that goes: a file, or a folder with all that is in it."""
 
-    Args:
-        path: Below the cache folder `torch_compile_cache`, with "/" between names.
-        kind: Which, as the table of `cgtool.toolkit.prune.leftovers` has them.
-        frees_bytes: What comes free on the disk.
-    """
-
+    #: Below the cache folder `torch_compile_cache`, with "/" between names.
     path: str
+    #: Which, as the table of `cgtool.toolkit.prune.leftovers` has them.
     kind: str
     frees_bytes: int
 
@@ -125,47 +110,34 @@ class Kept(Record, frozen=True, kw_only=True):
 
 
 class Outcome(Record, frozen=True, kw_only=True):
-    """What came of a plan.
+    """What came of a plan."""
 
-    Args:
-        removed: The entries that are gone, by hash.
-        removed_files: How many leftovers are gone.
-        freed_bytes: What came free on the disk.
-        kept: Entries of the plan that stay: they came into use meanwhile.
-        failed: What could not be removed.
-    """
-
+    #: The entries that are gone, by hash.
     removed: tuple[str, ...]
     removed_files: int
     freed_bytes: int
+    #: Entries of the plan that stay: they came into use meanwhile.
     kept: tuple[Kept, ...]
     failed: tuple[Failed, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a prune would do.
-
-    Args:
-        root: The cache root.
-        rules: What was asked for.
-        entries: The entries that go, in the order in which they go.
-        files: The leftovers that go.
-        kept: Entries that a rule chose and that stay.
-        size_bytes: What the cache takes on the disk before; None where no rule asked for it.
-        notes: What else the user should know.
-        carry_out: Does it, for `execute`.
-        where: What people are told of its place, where that is a store.
-    """
+    """What a prune would do."""
 
     root: Path
     rules: Rules
+    #: The entries that go, in the order in which they go.
     entries: tuple[PlannedEntry, ...]
     files: tuple[PlannedFile, ...]
+    #: Entries that a rule chose and that stay.
     kept: tuple[Kept, ...]
+    #: What the cache takes on the disk before; None where no rule asked for it.
     size_bytes: int | None
     notes: tuple[str, ...]
+    #: Does it, for `execute`.
     carry_out: Callable[[Plan, OnEvent], Outcome]
+    #: What people are told of its place, where that is a store.
     where: str | None = None
 
     @property

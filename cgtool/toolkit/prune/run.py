@@ -41,17 +41,13 @@ def plan_prune(
 
 
 class PruneStats(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """What earlier prunes removed and how often that was missed, as `prune --stats --json` prints it.
-
-    Args:
-        root: The cache's root.
-        misses: How many lookups missed what a prune had removed.
-        pruned: One record for each set of cheap facts, the most missed first.
-    """
+    """What earlier prunes removed and how often that was missed, as `prune --stats --json` prints it."""
 
     schema: int = SCHEMA
     root: str
+    #: How many lookups missed what a prune had removed.
     misses: int
+    #: One record for each set of cheap facts, the most missed first.
     pruned: tuple[Pruned, ...]
 
 

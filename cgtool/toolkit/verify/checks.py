@@ -76,16 +76,13 @@ _Parsed = TypeVar("_Parsed")
 
 
 class Finding(Record, frozen=True, kw_only=True):
-    """One file or folder that a check has something to say of, as `verify --json` prints it.
+    """One file or folder that a check has something to say of, as `verify --json` prints it."""
 
-    Args:
-        path: Below the cache's root.
-        kind: A stable word for programs.
-        sentence: What is wrong, with the whole path, and what to do; or what it is.
-    """
-
+    #: Below the cache's root.
     path: str
+    #: A stable word for programs.
     kind: ProblemKind | NoteKind
+    #: What is wrong, with the whole path, and what to do; or what it is.
     sentence: str
 
 

@@ -80,16 +80,13 @@ class Opened(Record, frozen=True, kw_only=True):
 
 
 class Called(Record, frozen=True, kw_only=True):
-    """What came of loading the model and calling it once.
+    """What came of loading the model and calling it once."""
 
-    Args:
-        hash: The entry that served it; None where none did.
-        called: Whether it gave an output.
-        sentence: Why not; "" where it did.
-    """
-
+    #: The entry that served it; None where none did.
     hash: str | None
+    #: Whether it gave an output.
     called: bool
+    #: Why not; "" where it did.
     sentence: str
 
 
@@ -106,16 +103,12 @@ class Done(Record, frozen=True, kw_only=True):
 
 
 class LoadProof(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """What the child could open where nothing can be compiled.
-
-    Args:
-        entries: What came of each rank and prefix.
-        model: What came of the model; None where none was named.
-        compiled: Commands of compilers that were tried.
-    """
+    """What the child could open where nothing can be compiled."""
 
     entries: tuple[Opened, ...]
+    #: What came of the model; None where none was named.
     model: Called | None
+    #: Commands of compilers that were tried.
     compiled: tuple[str, ...]
 
     @property

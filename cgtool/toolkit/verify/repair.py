@@ -62,16 +62,13 @@ Action = Literal["linked", "rewritten", "removed", "set_aside", "compiled", "not
 
 
 class Repair(Record, frozen=True, kw_only=True):
-    """What was done about one problem, as `verify --json` prints it.
+    """What was done about one problem, as `verify --json` prints it."""
 
-    Args:
-        path: The file that was wrong, below the cache's root.
-        action: A stable word for programs.
-        sentence: What was done, or why nothing was.
-    """
-
+    #: The file that was wrong, below the cache's root.
     path: str
+    #: A stable word for programs.
     action: Action
+    #: What was done, or why nothing was.
     sentence: str
 
     @property

@@ -47,33 +47,25 @@ _ROUNDS = 5
 
 
 class EntryReport(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """What is to be said of one entry.
-
-    Args:
-        hash: Its hash.
-        models: What its models are called, each once.
-        verdict: Whether this machine loads it.
-        problems: What is wrong with its files; nothing of an entry that was set aside.
-        notes: What is in nobody's way.
-        holes: Shapes that a piece lacks.
-        missing_ranks: (prefix, rank) of each rank that should be there.
-        unknown_pieces: How many compiled pieces are missing that cannot be named.
-        repairs: What was done about it before this was found.
-        refused: Whether load would not believe it: for who may write to it, or for want of a signature.
-        files: How many of its files were read.
-        size_bytes: How many bytes they hold.
-    """
+    """What is to be said of one entry."""
 
     hash: str
     models: tuple[str, ...]
     verdict: Verdict
+    #: What is wrong with its files; nothing of an entry that was set aside.
     problems: tuple[Finding, ...]
+    #: What is in nobody's way.
     notes: tuple[Finding, ...]
     holes: tuple[Hole, ...] = ()
+    #: (prefix, rank) of each rank that should be there.
     missing_ranks: tuple[tuple[str, int], ...] = ()
+    #: How many compiled pieces are missing that cannot be named.
     unknown_pieces: int = 0
+    #: What was done about it before this was found.
     repairs: tuple[Repair, ...] = ()
+    #: Whether load would not believe it: for who may write to it, or for want of a signature.
     refused: bool = False
+    #: How many of its files were read.
     files: int
     size_bytes: int
 
@@ -98,28 +90,21 @@ class UnitsReport(Record, frozen=True, kw_only=True):
 
 
 class VerifyReport(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """What was found in a cache.
-
-    Args:
-        root: The cache's root, or the bundle.
-        entries: What was found in each entry.
-        units: What was found among the units; None where only entries were asked for.
-        load: What a process that can compile nothing could open; None where that was not asked for.
-        files: How many files were read.
-        size_bytes: How many bytes they hold; what an entry shares with a unit counts for both.
-        secs: How long it took.
-        failed: On account of how many entries the check says no.
-        ok: Whether the check says yes.
-    """
+    """What was found in a cache."""
 
     schema: int = SCHEMA
+    #: The cache's root, or the bundle.
     root: str
     entries: tuple[EntryReport, ...]
+    #: What was found among the units; None where only entries were asked for.
     units: UnitsReport | None
+    #: What a process that can compile nothing could open; None where that was not asked for.
     load: LoadProof | None
     files: int
+    #: How many bytes they hold; what an entry shares with a unit counts for both.
     size_bytes: int
     secs: float
+    #: On account of how many entries the check says no.
     failed: int
     ok: bool
 

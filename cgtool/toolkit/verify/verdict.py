@@ -72,14 +72,10 @@ _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 
 
 class Verdict(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """What is said of an entry on a machine, as `verify --json` prints it.
-
-    Args:
-        level: "optimal", "loads" or "unsupported".
-        reasons: Why it is not the level above, the weightiest first; none for "optimal".
-    """
+    """What is said of an entry on a machine, as `verify --json` prints it."""
 
     level: Level
+    #: Why it is not the level above, the weightiest first; none for "optimal".
     reasons: tuple[str, ...] = ()
 
 
