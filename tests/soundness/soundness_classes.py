@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from soundness_projects import MODULES, PLACES, PLAIN, Feature
+from soundness_projects import MODULES, PLACES, PLAIN, Feature, held, of_class
 
 FACTOR = "def factor(self):\n    return 2.0"
 LIVE_FACTOR = "Holder.factor = lambda self: 3.0"
@@ -14,13 +14,7 @@ PARENT = "class Parent:\n    gain = 2.0\n\n    def factor(self):\n        return
 OWN = tuple(name for name in PLACES if name != "base")
 
 CLASSES = {
-    "class_attribute": Feature(
-        body="gain = 2.0",
-        probe="it.gain",
-        edit=("gain = 2.0", "gain = 3.0"),
-        live="Holder.gain = 3.0",
-        names="gain|Holder",
-    ),
+    "class_attribute": of_class("gain = 2.0", "gain = 3.0", "it.gain"),
     "class_table": Feature(
         body='table = {"gain": 2.0, "other": 1.0}',
         probe='it.table["gain"]',
@@ -28,13 +22,7 @@ CLASSES = {
         live='Holder.table["gain"] = 3.0',
         names="table|Holder",
     ),
-    "class_attribute_by_type": Feature(
-        body="gain = 2.0",
-        probe="type(it).gain",
-        edit=("gain = 2.0", "gain = 3.0"),
-        live="Holder.gain = 3.0",
-        names="gain|Holder",
-    ),
+    "class_attribute_by_type": of_class("gain = 2.0", "gain = 3.0", "type(it).gain"),
     "attribute_of_parent": Feature(
         head=PARENT,
         bases="Parent",
@@ -160,15 +148,7 @@ CLASSES = {
         names="gain|Holder",
         refused=True,
     ),
-    "slots": Feature(
-        body="__slots__ = ('gain',)",
-        init="self.gain = 2.0",
-        probe="it.gain",
-        edit=("self.gain = 2.0", "self.gain = 3.0"),
-        instance="it.gain = 3.0",
-        names="gain|Holder",
-        places=PLAIN,
-    ),
+    "slots": held("gain", "2.0", "3.0", "it.gain", body="__slots__ = ('gain',)", names="gain|Holder", places=PLAIN),
     "name_of_class": Feature(
         head="class Other:\n    pass\n",
         body="other = 1.0",
@@ -304,20 +284,22 @@ CLASSES = {
         live="home.Mode.ONE._value_ = 3.0",
         names="mode|Mode",
     ),
-    "enum_of_numbers": Feature(
+    "enum_of_numbers": held(
+        "mode",
+        "Mode.ONE",
+        "Mode.TWO",
+        "it.mode * 1.0",
+        "it.mode = home.Mode.TWO",
         head="import enum\n\nclass Mode(enum.IntEnum):\n    ONE = 2\n    TWO = 3\n",
-        init="self.mode = Mode.ONE",
-        probe="it.mode * 1.0",
-        edit=("self.mode = Mode.ONE", "self.mode = Mode.TWO"),
-        instance="it.mode = home.Mode.TWO",
         names="mode|Mode",
     ),
-    "enum_member": Feature(
+    "enum_member": held(
+        "mode",
+        "Mode.ONE",
+        "Mode.TWO",
+        "from app import HOME\nreturn 2.0 if it.mode is HOME.Mode.ONE else 3.0",
+        "it.mode = home.Mode.TWO",
         head="import enum\n\nclass Mode(enum.Enum):\n    ONE = 1\n    TWO = 2\n",
-        init="self.mode = Mode.ONE",
-        probe="from app import HOME\nreturn 2.0 if it.mode is HOME.Mode.ONE else 3.0",
-        edit=("self.mode = Mode.ONE", "self.mode = Mode.TWO"),
-        instance="it.mode = home.Mode.TWO",
         names="mode|Mode",
     ),
     "enum_from_the_class": Feature(

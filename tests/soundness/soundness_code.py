@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from soundness_projects import Feature
+from soundness_projects import Feature, held
 
 READS = "def factor(self):\n    return {}"
 
@@ -150,20 +150,22 @@ CODE = {
         live="Holder.factor.__closure__[0].cell_contents = 3.0",
         names="factor|gain|Holder",
     ),
-    "closure_on_an_instance": Feature(
+    "closure_on_an_instance": held(
+        "factor",
+        "make(2.0)",
+        "make(3.0)",
+        "it.factor()",
+        "it.factor.__closure__[0].cell_contents = 3.0",
         head="def make(gain):\n    return lambda: gain\n",
-        init="self.factor = make(2.0)",
-        probe="it.factor()",
-        edit=("make(2.0)", "make(3.0)"),
-        instance="it.factor.__closure__[0].cell_contents = 3.0",
         names="factor|gain",
     ),
-    "closure_over_a_list": Feature(
+    "closure_over_a_list": held(
+        "factor",
+        "make([1.0, 1.0])",
+        "make([1.0, 2.0])",
+        "it.factor()",
+        "it.factor.__closure__[0].cell_contents.append(1.0)",
         head="def make(gains):\n    return lambda: sum(gains)\n",
-        init="self.factor = make([1.0, 1.0])",
-        probe="it.factor()",
-        edit=("[1.0, 1.0]", "[1.0, 2.0]"),
-        instance="it.factor.__closure__[0].cell_contents.append(1.0)",
         names="factor|gain",
     ),
     "attribute_of_a_function": Feature(
@@ -174,13 +176,13 @@ CODE = {
         live="home.scale.gain = 3.0",
         names="scale|gain",
     ),
-    "partial": Feature(
+    "partial": held(
+        "factor",
+        "functools.partial(scale, gain=2.0)",
+        "functools.partial(scale, gain=3.0)",
+        "it.factor()",
+        "it.factor = home.functools.partial(home.scale, gain=3.0)",
         head="import functools\n\ndef scale(gain=1.0):\n    return gain\n",
-        init="self.factor = functools.partial(scale, gain=2.0)",
-        probe="it.factor()",
-        edit=("gain=2.0", "gain=3.0"),
-        instance="it.factor = home.functools.partial(home.scale, gain=3.0)",
-        names="factor",
     ),
     "function_of_a_partial": Feature(
         head="import functools\n\ndef scale(gain):\n    return gain * 1.0\n\nbound = functools.partial(scale, 2.0)\n",

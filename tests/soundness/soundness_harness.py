@@ -134,6 +134,18 @@ def judge(case: Case) -> Outcome:
     return Outcome(word="right" if after["served"] == after["eager"] else "wrong", shown=shown)
 
 
+def test_a_change_is_named_or_served_right(change):
+    """Each module of tests imports this, for its features."""
+    outcome = judge(change)
+    assert outcome.word in {"refused", "right"}, outcome
+
+
+def test_what_did_not_change_is_a_hit(unchanged):
+    """As above."""
+    outcome = judge(unchanged)
+    assert outcome.word == "right" or (unchanged.feature.refused and outcome.word == "refused"), outcome
+
+
 def _done(answer: dict[str, Any]) -> dict[str, Any]:
     """Return the answer of a project that started at all; one that did not is a fault of the feature."""
     if answer["outcome"] == "broken":

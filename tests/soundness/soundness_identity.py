@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from soundness_projects import MODULES, PLAIN, Feature
+from soundness_projects import MODULES, PLAIN, Feature, held
 
 SENTINEL = "class Sentinel:\n    pass\n\nMISSING = Sentinel()\n"
 
@@ -29,37 +29,38 @@ IDENTITY = {
         instance="it.two = it.one",
         names="one|two",
     ),
-    "elements_of_a_list": Feature(
+    "elements_of_a_list": held(
+        "parts",
+        "[Inner(), Inner()]",
+        "[Inner()] * 2",
+        "3.0 if it.parts[0] is it.parts[1] else 2.0",
+        "it.parts[1] = it.parts[0]",
         head="class Inner:\n    pass\n",
-        init="self.parts = [Inner(), Inner()]",
-        probe="3.0 if it.parts[0] is it.parts[1] else 2.0",
-        edit=("[Inner(), Inner()]", "[Inner()] * 2"),
-        instance="it.parts[1] = it.parts[0]",
-        names="parts",
     ),
-    "elements_by_walrus": Feature(
+    "elements_by_walrus": held(
+        "parts",
+        "[Inner(), Inner()]",
+        "[Inner()] * 2",
+        "3.0 if (first := it.parts[0]) is it.parts[1] and first is not None else 2.0",
+        "it.parts[1] = it.parts[0]",
         head="class Inner:\n    pass\n",
-        init="self.parts = [Inner(), Inner()]",
-        probe="3.0 if (first := it.parts[0]) is it.parts[1] and first is not None else 2.0",
-        edit=("[Inner(), Inner()]", "[Inner()] * 2"),
-        instance="it.parts[1] = it.parts[0]",
-        names="parts",
     ),
-    "number_of_different_objects": Feature(
+    "number_of_different_objects": held(
+        "parts",
+        "[Inner(), Inner()]",
+        "[Inner()] * 2",
+        "float(len({part for part in it.parts}))",
+        "it.parts[1] = it.parts[0]",
         head="class Inner:\n    pass\n",
-        init="self.parts = [Inner(), Inner()]",
-        probe="float(len({part for part in it.parts}))",
-        edit=("[Inner(), Inner()]", "[Inner()] * 2"),
-        instance="it.parts[1] = it.parts[0]",
-        names="parts",
         refused=True,
     ),
-    "number_of_different_ids": Feature(
+    "number_of_different_ids": held(
+        "parts",
+        "[Inner(), Inner()]",
+        "[Inner()] * 2",
+        "float(len({id(part) for part in it.parts}))",
+        "it.parts[1] = it.parts[0]",
         head="class Inner:\n    pass\n",
-        init="self.parts = [Inner(), Inner()]",
-        probe="float(len({id(part) for part in it.parts}))",
-        edit=("[Inner(), Inner()]", "[Inner()] * 2"),
-        instance="it.parts[1] = it.parts[0]",
         names="parts|id",
         refused=True,
     ),
@@ -80,12 +81,13 @@ IDENTITY = {
         names="table|one",
         refused=True,
     ),
-    "sentinel": Feature(
+    "sentinel": held(
+        "value",
+        "MISSING",
+        "Sentinel()",
+        "from app import HOME\nreturn 2.0 if it.value is HOME.MISSING else 3.0",
+        "it.value = home.Sentinel()",
         head=SENTINEL,
-        init="self.value = MISSING",
-        probe="from app import HOME\nreturn 2.0 if it.value is HOME.MISSING else 3.0",
-        edit=("self.value = MISSING", "self.value = Sentinel()"),
-        instance="it.value = home.Sentinel()",
         names="value|MISSING",
     ),
     "sentinel_rebound": Feature(
@@ -95,29 +97,31 @@ IDENTITY = {
         live="home.MISSING = home.Sentinel()",
         names="value|MISSING|Holder",
     ),
-    "plain_sentinel": Feature(
+    "plain_sentinel": held(
+        "value",
+        "MISSING",
+        "object()",
+        "from app import HOME\nreturn 2.0 if it.value is HOME.MISSING else 3.0",
         head="MISSING = object()",
-        init="self.value = MISSING",
-        probe="from app import HOME\nreturn 2.0 if it.value is HOME.MISSING else 3.0",
-        edit=("self.value = MISSING", "self.value = object()"),
-        instance="it.value = object()",
         names="value|MISSING",
     ),
-    "default_sentinel": Feature(
+    "default_sentinel": held(
+        "value",
+        "MISSING",
+        "None",
+        "it.factor(it.value)",
+        "it.value = home.Sentinel()",
         head=SENTINEL,
         body="def factor(self, value=MISSING):\n    return 2.0 if value is MISSING else 3.0",
-        init="self.value = MISSING",
-        probe="it.factor(it.value)",
-        edit=("self.value = MISSING", "self.value = None"),
-        instance="it.value = home.Sentinel()",
         names="value|MISSING|Holder",
     ),
-    "methods_of_one_object": Feature(
+    "methods_of_one_object": held(
+        "call",
+        "self.factor",
+        "type(self).__new__(type(self)).factor",
+        "2.0 if it.call.__self__ is it else 3.0",
+        "it.call = Holder.__new__(Holder).factor",
         body="def factor(self):\n    return 2.0",
-        init="self.call = self.factor",
-        probe="2.0 if it.call.__self__ is it else 3.0",
-        edit=("self.call = self.factor", "self.call = type(self).__new__(type(self)).factor"),
-        instance="it.call = Holder.__new__(Holder).factor",
         names="call|factor",
         places=PLAIN,
     ),
@@ -184,12 +188,12 @@ IDENTITY = {
         instance="it.two = it.one",
         names="one|two",
     ),
-    "tensors_of_a_list_become_one": Feature(
-        init="self.parts = [torch.ones(4), torch.ones(4)]",
-        probe="3.0 if it.parts[0] is it.parts[1] else 2.0",
-        edit=("[torch.ones(4), torch.ones(4)]", "[torch.ones(4)] * 2"),
-        instance="it.parts[1] = it.parts[0]",
-        names="parts",
+    "tensors_of_a_list_become_one": held(
+        "parts",
+        "[torch.ones(4), torch.ones(4)]",
+        "[torch.ones(4)] * 2",
+        "3.0 if it.parts[0] is it.parts[1] else 2.0",
+        "it.parts[1] = it.parts[0]",
     ),
     "tensor_in_a_list": Feature(
         init="self.one = torch.ones(4)\nself.parts = [torch.ones(4)]",
@@ -198,20 +202,22 @@ IDENTITY = {
         instance="it.parts[0] = it.one",
         names="parts|one",
     ),
-    "same_class": Feature(
+    "same_class": held(
+        "kind",
+        "One",
+        "Two",
+        "from app import HOME\nreturn 2.0 if it.kind is HOME.One else 3.0",
+        "it.kind = home.Two",
         head="class One:\n    pass\n\nclass Two:\n    pass\n",
-        init="self.kind = One",
-        probe="from app import HOME\nreturn 2.0 if it.kind is HOME.One else 3.0",
-        edit=("self.kind = One", "self.kind = Two"),
-        instance="it.kind = home.Two",
         names="kind|One|Two",
     ),
-    "same_function": Feature(
+    "same_function": held(
+        "call",
+        "one",
+        "two",
+        "from app import HOME\nreturn 2.0 if it.call is HOME.one else 3.0",
+        "it.call = home.two",
         head="def one():\n    return 1\n\ndef two():\n    return 1\n",
-        init="self.call = one",
-        probe="from app import HOME\nreturn 2.0 if it.call is HOME.one else 3.0",
-        edit=("self.call = one", "self.call = two"),
-        instance="it.call = home.two",
         names="call|one|two",
     ),
 }

@@ -102,6 +102,26 @@ class Feature:
     refused: bool = False
 
 
+def held(name: str, before: str, after: str, probe: str, in_place: str = "", **fields) -> Feature:
+    """Return a feature of what `it` holds under a name: another value takes its place, or it is changed in place.
+
+    Without a value to take its place, no file is edited.
+    """
+    made = f"self.{name} = {before}"
+    changes = {
+        "edit": (made, f"self.{name} = {after}") if after else None,
+        "instance": in_place or f"it.{name} = {after}",
+    }
+    return Feature(**{"init": made, "probe": probe, "names": name, **changes, **fields})
+
+
+def of_class(before: str, after: str, probe: str, **fields) -> Feature:
+    """Return a feature of an attribute of the class: an assignment, and the one that takes its place."""
+    name, _, _ = before.partition(" = ")
+    changes = {"edit": (before, after), "live": f"Holder.{after}", "names": f"{name}|Holder"}
+    return Feature(**{"body": before, "probe": probe, **changes, **fields})
+
+
 _NET = """\
 import torch
 from torch import nn

@@ -2,22 +2,9 @@
 
 from __future__ import annotations
 
-from soundness_projects import MODULES, Feature
+from soundness_projects import MODULES, Feature, held
 
 MODEL = ("model",)
-
-
-def weight(init: str, probe: str, instance: str, **fields) -> Feature:
-    """Return a feature of a tensor `weight`, made by one expression and replaced or changed in place by another."""
-    edited = fields.pop("edited", "")
-    return Feature(
-        init=f"self.weight = {init}",
-        probe=probe,
-        edit=(f"self.weight = {init}", f"self.weight = {edited}") if edited else None,
-        instance=instance,
-        names="weight",
-        **fields,
-    )
 
 
 def argument(probe: str, live: str, names: str, **fields) -> Feature:
@@ -29,45 +16,46 @@ PARAMETER = "nn.Parameter(torch.ones(4))"
 ONES = "torch.ones(4)"
 
 TENSORS = {
-    "requires_grad": weight(
+    "requires_grad": held(
+        "weight",
         PARAMETER,
+        "nn.Parameter(torch.ones(4), requires_grad=False)",
         "2.0 if it.weight.requires_grad else 3.0",
         "it.weight.requires_grad_(False)",
-        edited="nn.Parameter(torch.ones(4), requires_grad=False)",
     ),
-    "requires_grad_by_name": weight(
-        PARAMETER, "2.0 if getattr(it.weight, 'requires_grad') else 3.0", "it.weight.requires_grad_(False)"
-    ),
-    "requires_grad_of_all": weight(
+    "requires_grad_by_name": held(
+        "weight",
         PARAMETER,
+        "",
+        "2.0 if getattr(it.weight, 'requires_grad') else 3.0",
+        "it.weight.requires_grad_(False)",
+    ),
+    "requires_grad_of_all": held(
+        "weight",
+        PARAMETER,
+        "",
         "2.0 if all(weight.requires_grad for weight in it.parameters()) else 3.0",
         "it.weight.requires_grad_(False)",
         places=MODULES,
     ),
-    "requires_grad_of_a_buffer": weight(
+    "requires_grad_of_a_buffer": held(
+        "weight",
         ONES,
+        "torch.ones(4).requires_grad_()",
         "3.0 if it.weight.requires_grad else 2.0",
         "it.weight.requires_grad_()",
-        edited="torch.ones(4).requires_grad_()",
     ),
-    "is_leaf": weight(
-        ONES,
-        "2.0 if it.weight.is_leaf else 3.0",
-        "it.weight = torch.ones(4, requires_grad=True) * 1",
-        edited="torch.ones(4, requires_grad=True) * 1",
+    "is_leaf": held("weight", ONES, "torch.ones(4, requires_grad=True) * 1", "2.0 if it.weight.is_leaf else 3.0"),
+    "grad_fn": held(
+        "weight", ONES, "torch.ones(4, requires_grad=True) * 1", "2.0 if it.weight.grad_fn is None else 3.0"
     ),
-    "grad_fn": weight(
-        ONES,
-        "2.0 if it.weight.grad_fn is None else 3.0",
-        "it.weight = torch.ones(4, requires_grad=True) * 1",
-        edited="torch.ones(4, requires_grad=True) * 1",
-    ),
-    "grad": weight(PARAMETER, "2.0 if it.weight.grad is None else 3.0", "it.weight.grad = torch.ones(4)"),
-    "is_parameter": weight(
+    "grad": held("weight", PARAMETER, "", "2.0 if it.weight.grad is None else 3.0", "it.weight.grad = torch.ones(4)"),
+    "is_parameter": held(
+        "weight",
         PARAMETER,
+        "torch.ones(4, requires_grad=True)",
         "2.0 if isinstance(it.weight, nn.Parameter) else 3.0",
         "del it.weight; it.weight = torch.ones(4, requires_grad=True)",
-        edited="torch.ones(4, requires_grad=True)",
     ),
     "exact_type": Feature(
         head="class Marked(torch.Tensor):\n    pass\n",
@@ -85,9 +73,9 @@ TENSORS = {
         instance="it.weight = home.Special(torch.ones(4))",
         names="weight|Special",
     ),
-    "attribute_of_a_tensor": weight(PARAMETER, "getattr(it.weight, 'scale', 2.0)", "it.weight.scale = 3.0"),
-    "attribute_of_a_tensor_asked": weight(
-        PARAMETER, "3.0 if hasattr(it.weight, 'scale') else 2.0", "it.weight.scale = 3.0"
+    "attribute_of_a_tensor": held("weight", PARAMETER, "", "getattr(it.weight, 'scale', 2.0)", "it.weight.scale = 3.0"),
+    "attribute_of_a_tensor_asked": held(
+        "weight", PARAMETER, "", "3.0 if hasattr(it.weight, 'scale') else 2.0", "it.weight.scale = 3.0"
     ),
     "attribute_of_a_tensor_changed": Feature(
         init=f"self.weight = {PARAMETER}\nself.weight.scale = 2.0",
@@ -96,58 +84,61 @@ TENSORS = {
         instance="it.weight.scale = 3.0",
         names="weight|scale",
     ),
-    "stride": weight(
-        "torch.ones(2, 2)", "float(it.weight.stride(0))", "it.weight = it.weight.t()", edited="torch.ones(2, 2).t()"
+    "stride": held(
+        "weight", "torch.ones(2, 2)", "torch.ones(2, 2).t()", "float(it.weight.stride(0))", "it.weight = it.weight.t()"
     ),
-    "stride_of_size_one": weight(
-        "torch.ones(1, 4)",
-        "float(it.weight.stride(0))",
-        "it.weight = torch.ones(2, 4)[::2]",
-        edited="torch.ones(2, 4)[::2]",
+    "stride_of_size_one": held("weight", "torch.ones(1, 4)", "torch.ones(2, 4)[::2]", "float(it.weight.stride(0))"),
+    "strides_as_a_tuple": held(
+        "weight", "torch.ones(1, 4)", "", "float(sum(it.weight.stride()))", "it.weight = torch.ones(2, 4)[::2]"
     ),
-    "strides_as_a_tuple": weight(
-        "torch.ones(1, 4)", "float(sum(it.weight.stride()))", "it.weight = torch.ones(2, 4)[::2]"
+    "is_contiguous": held(
+        "weight",
+        "torch.ones(2, 3)",
+        "",
+        "2.0 if it.weight.is_contiguous() else 3.0",
+        "it.weight = torch.ones(3, 2).t()",
     ),
-    "is_contiguous": weight(
-        "torch.ones(2, 3)", "2.0 if it.weight.is_contiguous() else 3.0", "it.weight = torch.ones(3, 2).t()"
+    "storage_offset": held(
+        "weight", "torch.ones(8)[:4]", "torch.ones(8)[4:]", "2.0 + it.weight.storage_offset()", refused=True
     ),
-    "storage_offset": weight(
-        "torch.ones(8)[:4]",
-        "2.0 + it.weight.storage_offset()",
-        "it.weight = torch.ones(8)[4:]",
-        edited="torch.ones(8)[4:]",
-        refused=True,
+    "dtype": held(
+        "weight", ONES, f"{ONES}.double()", "it.weight.dtype", "it.weight = it.weight.double()", result="x.to(value)"
     ),
-    "dtype": weight(
-        ONES, "it.weight.dtype", "it.weight = it.weight.double()", result="x.to(value)", edited=f"{ONES}.double()"
+    "is_floating_point": held(
+        "weight",
+        "torch.ones(4, dtype=torch.long)",
+        "",
+        "3.0 if it.weight.is_floating_point() else 2.0",
+        "it.weight = torch.ones(4)",
     ),
-    "is_floating_point": weight(
-        "torch.ones(4, dtype=torch.long)", "3.0 if it.weight.is_floating_point() else 2.0", "it.weight = torch.ones(4)"
-    ),
-    "shape": weight(ONES, "float(it.weight.shape[0])", "it.weight = torch.ones(5)", edited="torch.ones(5)"),
-    "number_of_dimensions": weight(
-        ONES, "float(it.weight.ndim)", "it.weight = torch.ones(4, 1)", edited="torch.ones(4, 1)"
-    ),
-    "device": weight(
+    "shape": held("weight", ONES, "torch.ones(5)", "float(it.weight.shape[0])"),
+    "number_of_dimensions": held("weight", ONES, "torch.ones(4, 1)", "float(it.weight.ndim)"),
+    "device": held(
+        "weight",
         ONES,
+        "torch.ones(4, device='meta')",
         "2.0 if it.weight.device.type == 'cpu' else 3.0",
         "it.weight = it.weight.to('meta')",
-        edited="torch.ones(4, device='meta')",
     ),
-    "is_inference": weight(
+    "is_inference": held(
+        "weight",
         ONES,
+        "",
         "3.0 if it.weight.is_inference() else 2.0",
         "with torch.inference_mode():\n    it.weight = torch.ones(4)",
         refused=True,
     ),
-    "is_conj": weight(
+    "is_conj": held(
+        "weight",
         "torch.ones(4, dtype=torch.complex64)",
+        "torch.ones(4, dtype=torch.complex64).conj()",
         "3.0 if it.weight.is_conj() else 2.0",
         "it.weight = it.weight.conj()",
-        edited="torch.ones(4, dtype=torch.complex64).conj()",
         refused=True,
     ),
-    "is_shared": weight(ONES, "3.0 if it.weight.is_shared() else 2.0", "it.weight.share_memory_()", refused=True),
+    "is_shared": held(
+        "weight", ONES, "", "3.0 if it.weight.is_shared() else 2.0", "it.weight.share_memory_()", refused=True
+    ),
     "same_memory": Feature(
         init="self.one = torch.ones(4)\nself.two = torch.ones(4)",
         probe="3.0 if it.one.data_ptr() == it.two.data_ptr() else 2.0",
@@ -155,31 +146,26 @@ TENSORS = {
         names="one|two|data_ptr",
         refused=True,
     ),
-    "number_in_a_tensor": weight("torch.tensor(2.0)", "float(it.weight)", "it.weight.fill_(3.0)", refused=True),
-    "constant_of_torchs_module": Feature(
-        init="self.part = nn.LayerNorm(4)",
-        probe="it.part",
+    "number_in_a_tensor": held(
+        "weight", "torch.tensor(2.0)", "", "float(it.weight)", "it.weight.fill_(3.0)", refused=True
+    ),
+    "constant_of_torchs_module": held(
+        "part",
+        "nn.LayerNorm(4)",
+        "nn.LayerNorm(4, eps=1.0)",
+        "it.part",
+        "it.part.eps = 1.0",
         result="value(x)",
-        edit=("nn.LayerNorm(4)", "nn.LayerNorm(4, eps=1.0)"),
-        instance="it.part.eps = 1.0",
-        names="part",
         places=MODULES,
     ),
-    "function_of_torch": Feature(
-        init="self.act = torch.relu",
-        probe="it.act",
+    "function_of_torch": held("act", "torch.relu", "torch.sigmoid", "it.act", result="value(x)"),
+    "class_of_torchs_module": held(
+        "part",
+        "nn.ReLU()",
+        "nn.Sigmoid()",
+        "it.part",
+        "it.part = torch.nn.Sigmoid()",
         result="value(x)",
-        edit=("torch.relu", "torch.sigmoid"),
-        instance="it.act = torch.sigmoid",
-        names="act",
-    ),
-    "class_of_torchs_module": Feature(
-        init="self.part = nn.ReLU()",
-        probe="it.part",
-        result="value(x)",
-        edit=("nn.ReLU()", "nn.Sigmoid()"),
-        instance="it.part = torch.nn.Sigmoid()",
-        names="part",
         places=MODULES,
     ),
     "parametrization": Feature(

@@ -6,20 +6,13 @@ import pytest
 
 pytest.importorskip("torch")
 
-from soundness_harness import judge
+from soundness_harness import (  # noqa: F401 - run on the features below
+    test_a_change_is_named_or_served_right,
+    test_what_did_not_change_is_a_hit,
+)
 from soundness_state import STATE
 from soundness_tensors import ARGUMENTS, TENSORS
 
 pytestmark = pytest.mark.torch
 
 FEATURES = STATE | ARGUMENTS | TENSORS
-
-
-def test_a_change_is_named_or_served_right(change):
-    outcome = judge(change)
-    assert outcome.word in {"refused", "right"}, outcome
-
-
-def test_what_did_not_change_is_a_hit(unchanged):
-    outcome = judge(unchanged)
-    assert outcome.word == "right" or (unchanged.feature.refused and outcome.word == "refused"), outcome
