@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from soundness_code import reads
@@ -37,20 +38,18 @@ def written() -> Iterator[tuple[str, Feature]]:
                 head=found["head"],
                 live=found["live"],
                 names=found["names"],
-                places=PLACES,
                 refused=found["refused"] is not None,
             ),
         )
 
 
-FURTHER = dict(written()) | {
+_FEATURES = dict(written()) | {
     "module_getattr": reads(
         "deeper.gain",
         head="from app import deeper",
         files={"deeper.py": "def __getattr__(name):\n    return 2.0\n"},
         live="sys.modules['app.deeper'].__getattr__ = lambda name: 3.0",
         names="deeper|gain|__getattr__",
-        places=PLACES,
         refused=True,
     ),
     "module_getattr_added": reads(
@@ -59,7 +58,6 @@ FURTHER = dict(written()) | {
         files={"deeper.py": "A = 1\n"},
         live="sys.modules['app.deeper'].__getattr__ = lambda name: 3.0",
         names="deeper|gain|__getattr__",
-        places=PLACES,
         refused=True,
     ),
     "module_all": reads(
@@ -68,7 +66,6 @@ FURTHER = dict(written()) | {
         files={"deeper.py": "__all__ = ['a', 'b']\n"},
         live="sys.modules['app.deeper'].__all__.append('x')",
         names="deeper|__all__",
-        places=PLACES,
     ),
     "module_vars": reads(
         "3.0 if 'extra' in vars(deeper) else 2.0",
@@ -76,7 +73,6 @@ FURTHER = dict(written()) | {
         files={"deeper.py": "A = 1\n"},
         live="sys.modules['app.deeper'].extra = 1",
         names="deeper|extra",
-        places=PLACES,
         refused=True,
     ),
     "module_dir": reads(
@@ -85,7 +81,6 @@ FURTHER = dict(written()) | {
         files={"deeper.py": "A = 1\n"},
         live="sys.modules['app.deeper'].extra = 1",
         names="deeper|extra",
-        places=PLACES,
         refused=True,
     ),
     "module_replaced": reads(
@@ -94,7 +89,6 @@ FURTHER = dict(written()) | {
         files={"deeper.py": "A = 2.0\n"},
         live="import types; home.deeper = types.SimpleNamespace(A=3.0)",
         names="deeper",
-        places=PLACES,
     ),
     "global_star_import": reads(
         "GAIN",
@@ -102,27 +96,23 @@ FURTHER = dict(written()) | {
         files={"deeper.py": "GAIN = 2.0\n"},
         live="home.GAIN = 3.0",
         names="GAIN",
-        places=PLACES,
     ),
     "flag_in_forward": reads(
         "2.0 if (Mode.A | Mode.B) & Mode.A else 3.0",
         head="import enum\n\nclass Mode(enum.Flag):\n    A = 1\n    B = 2\n    C = 4\n\n",
         names="factor",
-        places=PLACES,
     ),
     "flag_attr_c": reads(
         "2.0 if self.mode & (Mode.A | Mode.C) else 3.0",
         head="import enum\n\nclass Mode(enum.Flag):\n    A = 1\n    B = 2\n    C = 4\n\n",
         init="self.mode = Mode.A | Mode.B",
         names="factor",
-        places=PLACES,
     ),
     "flag_contains": reads(
         "2.0 if Mode.A in self.mode else 3.0",
         head="import enum\n\nclass Mode(enum.Flag):\n    A = 1\n    B = 2\n    C = 4\n\n",
         init="self.mode = Mode.A | Mode.B",
         names="factor",
-        places=PLACES,
     ),
     "import_in_forward": Feature(
         body="def factor(self):\n    import app.deeper\n    return app.deeper.GAIN",
@@ -130,7 +120,6 @@ FURTHER = dict(written()) | {
         files={"deeper.py": "GAIN = 2.0\n"},
         edit=("deeper.py", "2.0", "3.0"),
         names="deeper",
-        places=PLACES,
     ),
     "import_mod_in_forward": Feature(
         body="def factor(self):\n    from app import deeper\n    return deeper.GAIN",
@@ -138,7 +127,6 @@ FURTHER = dict(written()) | {
         files={"deeper.py": "GAIN = 2.0\n"},
         edit=("deeper.py", "2.0", "3.0"),
         names="deeper",
-        places=PLACES,
     ),
     "import_pkg_in_forward": Feature(
         body="def factor(self):\n    import app.sub.deeper\n    return app.sub.deeper.GAIN",
@@ -146,7 +134,6 @@ FURTHER = dict(written()) | {
         files={"sub/__init__.py": "", "sub/deeper.py": "GAIN = 2.0\n"},
         edit=("sub/deeper.py", "2.0", "3.0"),
         names="deeper",
-        places=PLACES,
     ),
     "path_class_str": Feature(
         body="root = pathlib.Path('a/b')\n\ndef factor(self):\n    return 2.0 if str(self.root) == 'a/b' else 3.0",
@@ -154,7 +141,6 @@ FURTHER = dict(written()) | {
         head="import pathlib",
         live="Holder.root = home.pathlib.Path('c')",
         names="root",
-        places=PLACES,
     ),
     "path_attr": reads(
         "2.0 if str(self.root) == 'a/b' else 3.0",
@@ -162,34 +148,30 @@ FURTHER = dict(written()) | {
         init="self.root = pathlib.Path('a/b')",
         instance="it.root = __import__('pathlib').Path('c')",
         names="root",
-        places=PLACES,
     ),
     "logger_debug": Feature(
         body="def factor(self):\n    logger.debug('x %s', 1)\n    return 2.0",
         probe="it.factor()",
         head="import logging\n\nlogger = logging.getLogger(__name__)",
         names="factor",
-        places=PLACES,
     ),
     "logging_root": Feature(
         body="def factor(self):\n    logging.warning('x')\n    return 2.0",
         probe="it.factor()",
         head="import logging",
         names="factor",
-        places=PLACES,
     ),
     "environ_as": reads(
         "3.0 if e.get('SOUND_MODE') == 'fast' else 2.0",
         head="from os import environ as e",
         environment={"SOUND_MODE": "fast"},
         names="SOUND_MODE",
-        places=PLACES,
     ),
     "getenv_as": reads(
         "3.0 if g('SOUND_MODE') == 'fast' else 2.0",
         head="from os import getenv as g",
         environment={"SOUND_MODE": "fast"},
         names="SOUND_MODE",
-        places=PLACES,
     ),
 }
+FURTHER = {name: replace(feature, places=PLACES) for name, feature in _FEATURES.items()}

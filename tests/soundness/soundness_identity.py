@@ -6,29 +6,25 @@ from soundness_projects import MODULES, PLAIN, Feature, held
 
 SENTINEL = "class Sentinel:\n    pass\n\nMISSING = Sentinel()\n"
 
+
+def become_one(made: str, **fields) -> Feature:
+    """Return a feature of two objects in whose places one comes to stand."""
+    changes = {"edit": (f"self.two = {made}", "self.two = self.one"), "instance": "it.two = it.one"}
+    init, probe = f"self.one = {made}\nself.two = {made}", "3.0 if it.one is it.two else 2.0"
+    return Feature(**{"init": init, "probe": probe, "names": "one|two", **changes, **fields})
+
+
+def become_two(made: str, **fields) -> Feature:
+    """Return a feature of one object in whose places two come to stand."""
+    changes = {"edit": ("self.two = self.one", f"self.two = {made}"), "instance": f"it.two = {made}"}
+    init, probe = f"self.one = {made}\nself.two = self.one", "2.0 if it.one is it.two else 3.0"
+    return Feature(**{"init": init, "probe": probe, "names": "one|two", **changes, **fields})
+
+
 IDENTITY = {
-    "two_names_of_one_list": Feature(
-        init="self.one = [1]\nself.two = self.one",
-        probe="2.0 if it.one is it.two else 3.0",
-        edit=("self.two = self.one", "self.two = [1]"),
-        instance="it.two = [1]",
-        names="one|two",
-    ),
-    "two_lists_become_one": Feature(
-        init="self.one = [1]\nself.two = [1]",
-        probe="3.0 if it.one is it.two else 2.0",
-        edit=("self.two = [1]", "self.two = self.one"),
-        instance="it.two = it.one",
-        names="one|two",
-    ),
-    "two_objects_become_one": Feature(
-        head="class Inner:\n    pass\n",
-        init="self.one = Inner()\nself.two = Inner()",
-        probe="3.0 if it.one is it.two else 2.0",
-        edit=("self.two = Inner()", "self.two = self.one"),
-        instance="it.two = it.one",
-        names="one|two",
-    ),
+    "two_names_of_one_list": become_two("[1]"),
+    "two_lists_become_one": become_one("[1]"),
+    "two_objects_become_one": become_one("Inner()", head="class Inner:\n    pass\n"),
     "elements_of_a_list": held(
         "parts",
         "[Inner(), Inner()]",
@@ -134,38 +130,10 @@ IDENTITY = {
         names="owner",
         places=PLAIN,
     ),
-    "submodules_become_one": Feature(
-        init="self.one = nn.Identity()\nself.two = nn.Identity()",
-        probe="3.0 if it.one is it.two else 2.0",
-        edit=("self.two = nn.Identity()", "self.two = self.one"),
-        instance="it.two = it.one",
-        names="one|two",
-        places=MODULES,
-    ),
-    "submodules_become_two": Feature(
-        init="self.one = nn.Identity()\nself.two = self.one",
-        probe="2.0 if it.one is it.two else 3.0",
-        edit=("self.two = self.one", "self.two = nn.Identity()"),
-        instance="it.two = torch.nn.Identity()",
-        names="one|two",
-        places=MODULES,
-    ),
-    "weights_become_tied": Feature(
-        init="self.one = nn.Parameter(torch.ones(4))\nself.two = nn.Parameter(torch.ones(4))",
-        probe="3.0 if it.one is it.two else 2.0",
-        edit=("self.two = nn.Parameter(torch.ones(4))", "self.two = self.one"),
-        instance="it.two = it.one",
-        names="one|two|tied",
-        places=MODULES,
-    ),
-    "weights_become_untied": Feature(
-        init="self.one = nn.Parameter(torch.ones(4))\nself.two = self.one",
-        probe="2.0 if it.one is it.two else 3.0",
-        edit=("self.two = self.one", "self.two = nn.Parameter(torch.ones(4))"),
-        instance="it.two = torch.nn.Parameter(torch.ones(4))",
-        names="one|two|tied",
-        places=MODULES,
-    ),
+    "submodules_become_one": become_one("nn.Identity()", places=MODULES),
+    "submodules_become_two": become_two("nn.Identity()", places=MODULES),
+    "weights_become_tied": become_one("nn.Parameter(torch.ones(4))", names="one|two|tied", places=MODULES),
+    "weights_become_untied": become_two("nn.Parameter(torch.ones(4))", names="one|two|tied", places=MODULES),
     "buffers_become_one": Feature(
         init="self.register_buffer('one', torch.ones(4))\nself.register_buffer('two', torch.ones(4))",
         probe="3.0 if it.one is it.two else 2.0",
@@ -181,13 +149,7 @@ IDENTITY = {
         instance="it.two = it.one[:]",
         names="one|two|memory|storage",
     ),
-    "tensors_become_one": Feature(
-        init="self.one = torch.ones(4)\nself.two = torch.ones(4)",
-        probe="3.0 if it.one is it.two else 2.0",
-        edit=("self.two = torch.ones(4)", "self.two = self.one"),
-        instance="it.two = it.one",
-        names="one|two",
-    ),
+    "tensors_become_one": become_one("torch.ones(4)"),
     "tensors_of_a_list_become_one": held(
         "parts",
         "[torch.ones(4), torch.ones(4)]",

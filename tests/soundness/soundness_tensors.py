@@ -12,6 +12,14 @@ def argument(probe: str, live: str, names: str, **fields) -> Feature:
     return Feature(probe="2.0", result=f"x * ({probe})", live=live, names=names, places=MODEL, **fields)
 
 
+def second(factor: str, given: str, later: str, **fields) -> Feature:
+    """Return a feature of a second argument, `other`, that decides what `x` is multiplied by."""
+    changes = {"arguments": given, "live": f"args = (args[0], {later})"}
+    plain = {"probe": "2.0", "result": f"x * ({factor})", "parameters": "other", "names": "other", "places": MODEL}
+    return Feature(**{**plain, **changes, **fields})
+
+
+TENSOR, TWO = "torch.linspace(1.0, 2.0, 4)", "[torch.ones(4), torch.ones(4)]"
 PARAMETER = "nn.Parameter(torch.ones(4))"
 ONES = "torch.ones(4)"
 
@@ -203,22 +211,9 @@ TENSORS = {
 
 #: The same tensor or object given twice, or given and held.
 ARGUMENTS = {
-    "arguments_become_one": Feature(
-        probe="2.0",
-        result="x * (3.0 if x is other else 2.0)",
-        parameters="other",
-        arguments="torch.linspace(1.0, 2.0, 4)",
-        live="args = (args[0], args[0])",
-        names="x|other|same",
-        places=MODEL,
-    ),
-    "arguments_become_two": Feature(
-        probe="2.0",
-        result="x * (3.0 if x is other else 2.0)",
-        parameters="other=None",
-        live="args = (args[0], args[0])",
-        names="x|other",
-        places=MODEL,
+    "arguments_become_one": second("3.0 if x is other else 2.0", TENSOR, "args[0]", names="x|other|same"),
+    "arguments_become_two": second(
+        "3.0 if x is other else 2.0", "", "args[0]", parameters="other=None", names="x|other"
     ),
     "argument_is_a_buffer": Feature(
         init="self.register_buffer('own', torch.linspace(1.0, 2.0, 4))",
@@ -228,60 +223,16 @@ ARGUMENTS = {
         names="x|own",
         places=MODEL,
     ),
-    "arguments_share_memory_and_one_is_written": Feature(
-        probe="2.0",
-        result="other.fill_(3.0) * x",
-        parameters="other",
-        arguments="torch.linspace(1.0, 2.0, 4)",
-        live="args = (args[0], args[0][:])",
-        names="x|other|memory|storage",
-        places=MODEL,
+    "arguments_share_memory_and_one_is_written": second(
+        "other.fill_(3.0)", TENSOR, "args[0][:]", names="x|other|memory|storage"
     ),
-    "elements_of_an_argument": Feature(
-        probe="2.0",
-        result="x * (3.0 if other[0] is other[1] else 2.0)",
-        parameters="other",
-        arguments="[torch.ones(4), torch.ones(4)]",
-        live="args = (args[0], [args[0], args[0]])",
-        names="other",
-        places=MODEL,
+    "elements_of_an_argument": second("3.0 if other[0] is other[1] else 2.0", TWO, "[args[0], args[0]]"),
+    "length_of_an_argument": second("float(len(other))", TWO, "[args[0]]"),
+    "key_of_an_argument": second(
+        "other.get('extra', 2.0)", "{'gain': 1.0}", "{'gain': 1.0, 'extra': 3.0}", names="other|extra"
     ),
-    "length_of_an_argument": Feature(
-        probe="2.0",
-        result="x * float(len(other))",
-        parameters="other",
-        arguments="[torch.ones(4), torch.ones(4)]",
-        live="args = (args[0], [args[0]])",
-        names="other",
-        places=MODEL,
-    ),
-    "key_of_an_argument": Feature(
-        probe="2.0",
-        result="x * other.get('extra', 2.0)",
-        parameters="other",
-        arguments="{'gain': 1.0}",
-        live="args = (args[0], {'gain': 1.0, 'extra': 3.0})",
-        names="other|extra",
-        places=MODEL,
-    ),
-    "number_as_an_argument": Feature(
-        probe="2.0",
-        result="x * other",
-        parameters="other",
-        arguments="2.0",
-        live="args = (args[0], 3.0)",
-        names="other",
-        places=MODEL,
-    ),
-    "true_as_an_argument": Feature(
-        probe="2.0",
-        result="torch.full((4,), other)",
-        parameters="other",
-        arguments="1",
-        live="args = (args[0], True)",
-        names="other",
-        places=MODEL,
-    ),
+    "number_as_an_argument": second("other", "2.0", "3.0"),
+    "true_as_an_argument": second("other", "1", "True", result="torch.full((4,), other)"),
     "default_of_forward": Feature(
         probe="2.0",
         result="x * other",
@@ -291,15 +242,12 @@ ARGUMENTS = {
         names="other|forward",
         places=MODEL,
     ),
-    "class_of_an_argument": Feature(
+    "class_of_an_argument": second(
+        "other.gain",
+        "net.One()",
+        "net.Two()",
         head="class One:\n    gain = 2.0\n\nclass Two:\n    gain = 3.0\n",
-        probe="2.0",
-        result="x * other.gain",
-        parameters="other",
-        arguments="net.One()",
-        live="args = (args[0], net.Two())",
         names="other|One|Two",
-        places=MODEL,
     ),
     "length_of_a_class_of_an_argument": Feature(
         head="class One:\n    def __len__(self):\n        return 2\n",
@@ -311,13 +259,5 @@ ARGUMENTS = {
         names="other|One",
         places=MODEL,
     ),
-    "none_as_an_argument": Feature(
-        probe="2.0",
-        result="x * (2.0 if other is None else 3.0)",
-        parameters="other",
-        arguments="None",
-        live="args = (args[0], 1)",
-        names="other",
-        places=MODEL,
-    ),
+    "none_as_an_argument": second("2.0 if other is None else 3.0", "None", "1"),
 }
