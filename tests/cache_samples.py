@@ -6,6 +6,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import multiprocessing
 import os
 import signal
 import time
@@ -180,6 +181,17 @@ def no_flock(number: int = errno.ENOLCK) -> Iterator[None]:
         yield
     finally:
         leases.fcntl.flock = original
+
+
+def run_beside(*work: tuple[Callable[..., None], tuple[object, ...]]) -> None:
+    """Call functions with their arguments, each in a process of its own and all at a time, and see that none fails."""
+    spawn = multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=function, args=arguments) for function, arguments in work]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * len(processes)
 
 
 def hold_lock(path: Path, held: Path) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import base64
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from msgspec.structs import replace
@@ -279,3 +283,38 @@ def inputs_of(case, sizes, seed=0):
         for position in group[1:]:
             found[position] = found[group[0]].view(found[position].shape)
     return found
+
+
+def same_as_eager(run, case, sizes, change=lambda tensors: tensors, *, strides=True):
+    """Hold one call to what the piece gives op by op: values, strides, writes, and what shares memory with what."""
+    from cgtool.runtime.op_by_op import piece_function
+
+    ours, theirs = change(inputs_of(case, sizes)), change(inputs_of(case, sizes))
+    with torch.no_grad():
+        found, expected = list(run(list(ours))), list(piece_function(case.piece)(list(theirs)))
+    assert len(found) == len(expected) == len(case.piece.outputs)
+    near = {"atol": case.tolerance, "rtol": case.tolerance}
+    for left, right in zip([*found, *ours], [*expected, *theirs], strict=True):
+        torch.testing.assert_close(left, right, **near, check_stride=strides and left.numel() > 0)
+    assert _sharing(ours, found) == _sharing(theirs, expected)
+
+
+def _sharing(inputs, outputs):
+    """Return which outputs share their storage with which inputs and earlier outputs."""
+    storages = [tensor.untyped_storage().data_ptr() or id(tensor) for tensor in (*inputs, *outputs)]
+    return [[one == other for other in storages[:n]] for n, one in enumerate(storages)]
+
+
+def in_a_process(source, *args, cwd=None, **changes):
+    """Run a program, whose first argument is the folder of this file, and return what it prints."""
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", source, str(here), *map(str, args)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(here.parent), **changes},
+        cwd=cwd,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -9,11 +9,10 @@ import piece_cases
 import pytest
 import torch
 from aot_packages import package_of, side_by_side
-from piece_cases import inputs_of
+from piece_cases import same_as_eager
 
 from cgtool.runtime import _torch as private
 from cgtool.runtime.aoti_package import open_package
-from cgtool.runtime.op_by_op import piece_function
 
 pytestmark = pytest.mark.torch
 
@@ -27,27 +26,6 @@ GROUPS = {
     "dtypes": [CASES[name] for name in _DTYPES],
     "the rest": [CASES[name] for name in CASES if name not in {*_WRITES, *_DTYPES}],
 }
-
-
-def storage(tensor):
-    return tensor.untyped_storage().data_ptr() or id(tensor)
-
-
-def sharing(inputs, outputs):
-    """Which outputs share their storage with which inputs and earlier outputs."""
-    every = [*inputs, *outputs]
-    return [[storage(one) == storage(other) for other in every[:n]] for n, one in enumerate(every)]
-
-
-def same_as_eager(run, case, sizes, change=lambda tensors: tensors):
-    """Check values, strides and sharing of one call."""
-    ours, theirs = change(inputs_of(case, sizes)), change(inputs_of(case, sizes))
-    with torch.no_grad():
-        found, expected = list(run(list(ours))), list(piece_function(case.piece)(list(theirs)))
-    assert len(found) == len(expected) == len(case.piece.outputs)
-    for left, right in zip([*found, *ours], [*expected, *theirs], strict=True):
-        torch.testing.assert_close(left, right, atol=case.tolerance, rtol=case.tolerance, check_stride=left.numel() > 0)
-    assert sharing(ours, found) == sharing(theirs, expected)
 
 
 @pytest.mark.parametrize("group", GROUPS)

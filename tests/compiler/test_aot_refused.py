@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from piece_cases import CASES, X, call, graph
+from piece_cases import CASES, X, call, graph, in_a_process
 
 from cgtool.compiler.adaptors.aot_inductor import _check_extern, _hold_back_views
 from cgtool.compiler.adaptors.interface import get_adaptor
@@ -19,8 +15,6 @@ from cgtool.compiler.options import check_compiler
 from cgtool.errors import ArtifactError, CompileError, ConfigError
 
 pytestmark = pytest.mark.torch
-
-TESTS = Path(__file__).parents[1]
 
 
 def extern(kind, value):
@@ -69,17 +63,8 @@ except CgtoolError as error:
 """
 
 
-def said(cxx):
-    env = {**os.environ, "PYTHONPATH": str(TESTS.parent), "CXX": str(cxx)}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FAIL, str(TESTS)], capture_output=True, text=True, env=env, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_a_missing_compiler_is_a_sentence():
-    found = said("/nonexistent/g++")
+    found = in_a_process(FAIL, CXX="/nonexistent/g++")
     assert found.startswith("ConfigError The adaptor 'aot_inductor' needs a C++ compiler")
     assert "/nonexistent/g++" in found
 
@@ -101,7 +86,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path):
         'echo "In file included from here:" >&2; echo "x.cpp:7:1: error: out of cheese" >&2; exit 1\n'
     )
     broken.chmod(0o755)
-    found = said(broken)
+    found = in_a_process(FAIL, CXX=str(broken))
     assert found.startswith("CompileError the C++ compiler failed")
     assert "error: out of cheese" in found
     assert found.rstrip().endswith("(adaptor 'eager')")

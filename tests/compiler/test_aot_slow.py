@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from aot_packages import package_of
-from piece_cases import CASES
+from piece_cases import CASES, in_a_process
 
 from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.guards._torch import changed_inductor_settings
@@ -17,23 +14,6 @@ from cgtool.plan.grammar import sha256_hex
 from cgtool.store.artifacts import unpack
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
-
-TESTS = Path(__file__).parents[1]
-
-
-def in_a_process(source, *args, cwd=None, **changes):
-    env = {**os.environ, "PYTHONPATH": str(TESTS.parent), **changes}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", source, str(TESTS), *map(str, args)],
-        capture_output=True,
-        text=True,
-        env=env,
-        cwd=cwd,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
 
 COLLECTIVES = """
 import sys

@@ -7,25 +7,14 @@ import itertools
 import pytest
 import torch
 from msgspec.structs import replace
-from piece_cases import CASES, OTHERWISE_LAID, inputs_of, tensor, with_results
+from piece_cases import CASES, OTHERWISE_LAID, inputs_of, same_as_eager, tensor, with_results
 
 from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.errors import ArtifactError, ConfigError
-from cgtool.runtime.op_by_op import piece_function
 
 pytestmark = pytest.mark.torch
 
 ADAPTORS = ("eager", "inductor_standalone", "inductor")
-
-
-def storage(tensor):
-    return tensor.untyped_storage().data_ptr()
-
-
-def sharing(inputs, outputs):
-    """Return which outputs share their storage with which inputs and earlier outputs."""
-    every = [*inputs, *outputs]
-    return [[storage(one) == storage(other) for other in every[:n]] for n, one in enumerate(every)]
 
 
 def pairs():
@@ -43,15 +32,8 @@ def test_an_adaptor_computes_what_the_piece_computes(adaptor, name):
     compiled = compiler.compile(piece, options={})
     assert compiled.guards == ()
     run = compiler.load(compiled.artifact, piece)
-    eager = piece_function(case.piece)
     for sizes in case.sizes:
-        ours, theirs = inputs_of(case, sizes), inputs_of(case, sizes)
-        with torch.no_grad():
-            found, expected = list(run(list(ours))), list(eager(list(theirs)))
-        assert len(found) == len(expected) == len(case.piece.outputs)
-        for left, right in zip([*found, *ours], [*expected, *theirs], strict=True):
-            torch.testing.assert_close(left, right, atol=case.tolerance, rtol=case.tolerance)
-        assert sharing(ours, found) == sharing(theirs, expected)
+        same_as_eager(run, case, sizes, strides=False)
 
 
 def test_inputs_are_taken_over():

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.fx.experimental._config as shape_config
-from piece_cases import CASES, W, X, call, graph, method, size, tensor
+from piece_cases import CASES, W, X, call, graph, in_a_process, method, size, tensor
 from torch.utils._appending_byte_serializer import BytesReader, BytesWriter
 
 from cgtool.compiler import _torch
@@ -23,8 +20,6 @@ from cgtool.guards._torch import changed_inductor_settings
 from cgtool.runtime.op_by_op import piece_function
 
 pytestmark = pytest.mark.torch
-
-TESTS = Path(__file__).parents[1]
 
 
 def test_the_module_runs_as_the_piece_does():
@@ -75,15 +70,6 @@ for name in ("two inputs", "a fact", "two symbols", "constants"):
     compiled = get_adaptor("inductor_standalone").compile(CASES[name].piece, options={})
     print(sha256_hex(compiled.artifact), compiled.kernels, compiled.guards)
 """
-
-
-def in_a_process(source, *args, cwd=None, **changes):
-    env = {**os.environ, "PYTHONPATH": str(TESTS.parent), **changes}
-    done = subprocess.run(
-        [sys.executable, "-c", source, str(TESTS), *args], capture_output=True, text=True, env=env, cwd=cwd, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_two_processes_compile_a_piece_to_the_same_bytes(tmp_path):

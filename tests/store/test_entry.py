@@ -21,6 +21,7 @@ from cache_samples import (
     put_row,
     read_whole,
     resealed,
+    run_beside,
     sample_key,
     without_locks,
     writer,
@@ -161,12 +162,7 @@ def test_a_manifest_copied_to_another_rank_is_corrupt(cache_root):
 def test_two_processes_that_add_different_rows_at_once_lose_none(cache_root):
     name = publish(cache_root)
     sizes = [tuple(range(start, 60, 3)) for start in (1, 2, 3)]
-    processes = [SPAWN.Process(target=add_sizes, args=(cache_root, some)) for some in sizes]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+    run_beside(*((add_sizes, (cache_root, some)) for some in sizes))
     manifest = read_entry(CacheLayout(root=cache_root), name).manifest
     assert [shape_text(row.shape) for row in manifest.rows] == [
         "general",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from cache_samples import FACTS, manifest_of, publish, put_row, writer
+from cache_samples import FACTS, manifest_of, publish, put_row, run_beside, writer
 from msgspec.structs import replace
 
 from cgtool.errors import CacheError
@@ -84,9 +83,6 @@ def test_a_lookup_that_cannot_be_listed_is_no_miss(cache_root, layout):
         list(LookupStore(layout).candidates(FACTS))
 
 
-SPAWN = multiprocessing.get_context("spawn")
-
-
 def hit_often(root, name, times):
     for _ in range(times):
         StateStore(CacheLayout(root=root)).record_hit(name)
@@ -103,11 +99,7 @@ def test_hits_are_counted_and_the_last_one_is_stamped(cache_root):
 
 def test_hits_of_processes_that_load_together_are_all_counted(cache_root):
     name = publish(cache_root)
-    processes = [SPAWN.Process(target=hit_often, args=(cache_root, name, 50)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
+    run_beside(*[(hit_often, (cache_root, name, 50))] * 3)
     assert StateStore(CacheLayout(root=cache_root)).usage(name).hits == 150
 
 

@@ -4,7 +4,7 @@ import multiprocessing
 import os
 
 import pytest
-from cache_samples import UNIT, compile_unit, resealed, without_locks
+from cache_samples import UNIT, compile_unit, resealed, run_beside, without_locks
 from syscalls import each_kill
 
 from cgtool.errors import CacheCorruptError, CacheError
@@ -122,25 +122,16 @@ def test_a_damaged_unit_never_reaches_an_entry(units, layout):
     assert objects.size(RECORD.digest, RECORD.kind) is None
 
 
-def _together(count, target, arguments):
-    processes = [SPAWN.Process(target=target, args=arguments) for _ in range(count)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    return [process.exitcode for process in processes]
-
-
 def test_four_processes_compile_one_unit_once_between_them(cache_root, tmp_path, units):
     log = tmp_path / "log"
-    assert _together(4, compile_unit, (cache_root, log, 0.3)) == [0, 0, 0, 0]
+    run_beside(*[(compile_unit, (cache_root, log, 0.3))] * 4)
     assert log.read_text() == "compiled\n"
     assert units.find(UNIT) is not None
 
 
 def test_without_flock_they_may_all_compile_it_and_all_succeed(cache_root, tmp_path, units):
     log = tmp_path / "log"
-    assert _together(3, without_locks, (compile_unit, cache_root, log, 0.3)) == [0, 0, 0]
+    run_beside(*[(without_locks, (compile_unit, cache_root, log, 0.3))] * 3)
     assert units.find(UNIT) is not None
 
 
