@@ -5,6 +5,7 @@ The program: `collectives_model.py ROOT ADAPTOR JOBS NAME...` prints {name: what
 
 from __future__ import annotations
 
+import ctypes
 import datetime as dt
 import json
 import os
@@ -31,6 +32,17 @@ def all_reduce(x: torch.Tensor, group_name: str) -> torch.Tensor:
 
 cgtool.direct_register_custom_op(
     "all_reduce", all_reduce, mutates_args=[], fake_impl=lambda x, _: torch.empty_like(x), namespace="collective_tests"
+)
+
+
+def hold(x: torch.Tensor) -> torch.Tensor:
+    """Do as a package does whose collective waits for Python's lock: never give it back."""
+    ctypes.PyDLL(None).sleep(600)
+    return x.clone()
+
+
+cgtool.direct_register_custom_op(
+    "hold", hold, mutates_args=[], fake_impl=torch.empty_like, namespace="collective_tests"
 )
 
 
@@ -113,6 +125,11 @@ class WrongAtItsOnlySize(WrongOnOne):
     dynamic = False
 
 
+class Holding(Model):
+    def exchange(self, x):
+        return torch.ops.collective_tests.hold(x)
+
+
 class Mesh(Model):
     def __init__(self):
         super().__init__()
@@ -160,6 +177,12 @@ def build(name="TwoGroups"):
     return cgtool.ModelSpec(
         module=globals()[name]().eval(), calls=[cgtool.ExampleCall(args=(drawn(2),))], dynamic=dynamic
     )
+
+
+def build_alone(name):
+    """Return a model for `cgtool warm` in a group of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return build(name)
 
 
 def loaded_equals(name, root):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,13 @@ def test_a_worker_compiles_a_piece_with_a_collective_though_it_is_in_no_group(tm
     first, second = [row["artifact"] for manifest in manifests for row in manifest["rows"]]
     assert first["digest"] == second["digest"]
     assert first["kind"] == "pt2"
+
+
+def test_native_code_that_never_gives_pythons_lock_back_ends_with_a_sentence(tmp_path):
+    options = ("--jobs", 0, "--adaptor", "eager", "--compile-timeout", 2)
+    ran = cgtool("warm", f"{MODELS}:build_alone", "--arg", "name=Holding", "--cache-dir", tmp_path, *options)
+    assert ran.code == -signal.SIGKILL
+    assert "Error: For 2 s (compile_timeout), native code held Python's lock as whole calls were proved" in ran.err
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -81,6 +83,33 @@ def test_a_group_in_forward_is_data(tmp_path, kind):
     for x in (example, torch.randn(1, 8), torch.randn(7, 8)):
         assert torch.equal(served(x), model(x))
         assert torch.equal(loaded(x), model(x))
+
+
+class Cut(OfTheWorld):
+    """A model whose collective fails where CUT is set, as it does where another rank is gone."""
+
+    def forward(self, x):
+        return torch.ops.group_tests.cut(self.layer(x)).relu()
+
+
+def cut(x: torch.Tensor) -> torch.Tensor:
+    total = x.clone()
+    dist.broadcast(total, src=len(os.environ.get("CUT", "")))
+    return total
+
+
+cgtool.direct_register_custom_op("cut", cut, mutates_args=[], fake_impl=torch.empty_like, namespace="group_tests")
+
+
+def test_a_call_whose_collective_failed_is_proved_by_a_later_warm(tmp_path, monkeypatch):
+    model = Cut().eval()
+    for is_cut in (True, False):
+        monkeypatch.setenv("CUT", "!" if is_cut else "")
+        config = CompilationConfig(adaptor="eager", jobs=0)
+        cgtool.compile(model, example_args=(torch.randn(3, 8),), config=config, cache_dir=tmp_path / "cache")
+        (manifest,) = (tmp_path / "cache").rglob("manifest.json")
+        assert ('"proved_at"' in manifest.read_text()) is not is_cut
+        assert '"proof_gap"' not in manifest.read_text()
 
 
 def test_another_group_is_a_miss_that_names_it(tmp_path):

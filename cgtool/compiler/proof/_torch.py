@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from typing import Any
 from unittest.mock import patch
 
@@ -110,3 +111,9 @@ def told_that_it_compiles() -> contextlib.AbstractContextManager[Any]:
 def is_fake(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has no values."""
     return torch._subclasses.fake_tensor.is_fake(tensor)
+
+
+def failed_in_exchange(error: Exception) -> bool:
+    """Return whether it was a collective that failed: a rank that is gone or late says nothing of a model."""
+    names = {frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)}
+    return not names.isdisjoint({"torch.distributed.distributed_c10d", "torch.distributed._functional_collectives"})

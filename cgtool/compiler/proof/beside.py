@@ -72,7 +72,15 @@ class CallProof(Record, frozen=True, kw_only=True):
 
 
 class _NotRunnableError(Exception):
-    """The model itself does not run on these inputs."""
+    """The model itself does not run on these inputs.
+
+    Args:
+        later: Whether it may at another time: what failed is an exchange with other ranks.
+    """
+
+    def __init__(self, message: str, *, later: bool = False) -> None:
+        super().__init__(message)
+        self.later = later
 
 
 def room_for_weights(device: str) -> int:
@@ -141,7 +149,7 @@ class Calls:
         """Return what came of each variant; inputs are drawn in another way where the model does not run on them."""
         variants = self._found.plan.variants
         proofs: dict[int, CallProof] = {}
-        failures: dict[int, str] = {}
+        failures: dict[int, _NotRunnableError] = {}
         for style in STYLES if self._draws else STYLES[:1]:
             todo = [index for index in range(len(variants)) if index not in proofs]
             if not todo:
@@ -158,10 +166,10 @@ class Calls:
                     try:
                         proofs[index] = self._variant(loaded, index, twins)
                     except _NotRunnableError as error:
-                        failures.setdefault(index, str(error))
+                        failures.setdefault(index, error)
         for index, failure in failures.items():
             gap = f"not run: the model itself does not run on {'seeded' if self._draws else 'these'} inputs ({failure})"
-            proofs.setdefault(index, CallProof(gap=gap))
+            proofs.setdefault(index, CallProof(gap=gap, later=failure.later))
         return tuple(proofs[index] for index in range(len(variants)))
 
     def _variant(self, loaded: LoadedModel, index: int, twins: Twins) -> CallProof:
@@ -193,6 +201,19 @@ class Calls:
     def _all(self, about: str, *, yes: bool) -> bool:
         """Return whether all ranks say yes: what one does alone, the others would wait for in a collective."""
         return yes if self._ranks is None else self._ranks.agree(about, yes=yes)
+
+    def _check_runs(self, failure: _NotRunnableError | None) -> None:
+        """Have all ranks hear whether the model itself runs on each of them.
+
+        Raises:
+            _NotRunnableError: It fails on one: where that failed by itself, the exchanges of the others failed with it.
+        """
+        if self._ranks is not None:
+            word = "runs" if failure is None else "later" if failure.later else "fails"
+            words = self._ranks.meet("whether the model itself runs", word)
+            if set(words) != {"runs"}:
+                msg = "it does not run on another rank" if failure is None else str(failure)
+                raise _NotRunnableError(msg, later="fails" not in words)
 
     def _agreed(self, name: str, sizes: list[Mapping[str, int] | None]) -> list[Mapping[str, int] | None]:
         """Return the sizes that all ranks want to call a variant at."""
@@ -234,19 +255,13 @@ class Calls:
         at = {**own, **(sizes or {}), **variant.fixed}
         try:
             run, eager = self._model_at(call, variant.fixed, sizes, twins)
-        except _NotRunnableError:
-            self._all("the model itself runs", yes=False)
+        except _NotRunnableError as error:
+            self._check_runs(error)
             raise
-        if not self._all("the model itself runs", yes=True):
-            msg = "it does not run on another rank"
-            raise _NotRunnableError(msg)
+        self._check_runs(None)
         ours: _Ran | None = None
         try:
-            try:
-                ours = self._ours(run, loaded)
-            except judge.WrongError:
-                self._all("the compiled call runs", yes=False)  # or it failed because another rank is gone
-                raise
+            ours = self._ours(run, loaded)
             if not self._all("the compiled call runs", yes=ours is not None) or ours is None:
                 return at, False
             self._compare(run, ours, eager, self._tolerance.with_sums(max(at.values(), default=1), self._dtype))
@@ -333,7 +348,7 @@ class Calls:
             with _torch.indices_checked(self._device):
                 ran = run(self._method)
         except Exception as error:  # whatever the user's code says to these inputs
-            raise _NotRunnableError(_said(error)) from error
+            raise _NotRunnableError(_said(error), later=_torch.failed_in_exchange(error)) from error
         finally:
             self._stage("start")
         return ran
@@ -348,6 +363,7 @@ class Calls:
         except Exception as error:  # whatever it is, it is what the user would meet
             if is_out_of_memory(error):
                 raise
+            self._all("the compiled call runs", yes=False)  # raises where it failed because another rank is gone
             msg = f"it fails where the model runs ({_said(error)})"
             raise judge.WrongError(msg) from error
         finally:

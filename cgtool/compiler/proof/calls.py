@@ -15,9 +15,12 @@ import ctypes
 import dataclasses
 import functools
 import mmap
+import os
+import subprocess
+import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -36,6 +39,18 @@ from cgtool.runtime.find import Found
 #: How long all calls may take, in seconds, where no limit is set.
 _TIMEOUT_SECS = 600.0
 _COLLECTIVES = ("c10d", "torch.distributed")
+#: Ends its parent, and says why, where that writes nothing for so long, though it is not stopped.
+_END_PARENT = """
+import os, select, signal, sys
+parent, secs, words = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+while os.getppid() == parent:
+    if select.select([0], [], [], secs)[0]:
+        if not os.read(0, 64):
+            break
+    elif open(f"/proc/{parent}/stat").read().rpartition(")")[2].split()[0] not in "tT":
+        print(words, file=sys.stderr, flush=True)
+        os.kill(parent, signal.SIGKILL)
+"""
 _ANYHOW = "Nothing new was published; --no-proof publishes it all the same."
 
 
@@ -88,7 +103,10 @@ def prove_calls(
         else:
             index = None if device == "cpu" else first_index(spec.module, found.plan)
             indices = [torch.accelerator.current_device_index() if index is None else index] if device != "cpu" else []
-            with torch.random.fork_rng(indices, device_type="cuda" if device == "cpu" else device):
+            with (
+                _ended_if_it_hangs(timeout_secs or _TIMEOUT_SECS) if exchanges else contextlib.nullcontext(),
+                torch.random.fork_rng(indices, device_type="cuda" if device == "cpu" else device),
+            ):
                 answer = _answer(found, twin, device, stage, ranks if exchanges else None)
     except ChildEndedError as error:
         return (_of_ending(error, STAGES[stage[0]]),) * count
@@ -97,6 +115,36 @@ def prove_calls(
     if answer.wrong:
         raise CallMismatchError(f"{answer.wrong} {_ANYHOW}", actual=answer.wrong)
     return answer.variants
+
+
+@contextlib.contextmanager
+def _ended_if_it_hangs(secs: float) -> Iterator[None]:
+    """Have this process ended, with a sentence, where native code holds Python's lock for too long.
+
+    A package that waits for a collective does, and where a thread of the collective wants the lock, they wait for ever.
+    """
+    words = (
+        f"Error: For {secs:g} s (compile_timeout), native code held Python's lock as whole calls were proved, so this "
+        "process hung. A package with collectives can do that: have splitting_ops leave them out of packages, or warm "
+        "with --no-proof."
+    )
+    command = (sys.executable, "-ISc", _END_PARENT, str(os.getpid()), str(secs), words)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0) as ender:  # noqa: S603 - this very Python
+        left = threading.Event()
+
+        def live() -> None:
+            while not left.wait(min(1.0, secs / 4)) and ender.stdin is not None:
+                with contextlib.suppress(OSError):
+                    ender.stdin.write(b".")
+
+        thread = threading.Thread(target=live, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            left.set()
+            thread.join()
+            ender.kill()
 
 
 def replica(spec: ModelSpec) -> ModelSpec:
