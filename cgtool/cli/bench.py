@@ -47,7 +47,7 @@ def _tokens(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int,
     return tuple(dict.fromkeys(int(word) for word in words))
 
 
-@click.command(epilog=EXAMPLES, short_help="Measure every way to start a model: what you would gain.")
+@click.command(epilog=EXAMPLES)
 @model_options
 @click.option(
     "--weights",
@@ -176,8 +176,7 @@ def _show(output: Output, report: BenchReport) -> None:
         cells = [[Styled(cell, "bold red") if cell.startswith("DIFFER") else cell for cell in row] for row in table[1:]]
         show_rows(output, [table[0][0], *(f">{column}" for column in table[0][1:])], cells)
 
-    for note in report.notes:
-        output.note(f"Note: {note}", style="yellow")
+    output.notes("Note", report.notes)
     output.line(f"Ways to start {report.model}: medians (quartiles), ratios [95 % bound]", style="bold")
     width = output.stdout.width
     detail = tables.FULL if width >= _FULL_COLUMNS else tables.MEDIUM if width >= _MEDIUM_COLUMNS else tables.SHORT

@@ -37,7 +37,7 @@ _LOOKED_FOR = {
 }
 
 
-@click.command(epilog=EXAMPLES, short_help="Say whether a warmed model may be served from CUDA graphs.")
+@click.command(epilog=EXAMPLES)
 @model_options
 @cache_dir_option
 @click.option("--level", metavar="0-3", help="Compilation level; 0 checks the model itself. Default: 3, piecewise.")
@@ -89,8 +89,7 @@ def _show(output: Output, report: CheckReport, *, model: str) -> None:
     from cgtool.cli.text import count_text, secs_text, size_text
 
     record, captured = report.record, report.captured
-    for reason in report.mode_reasons:
-        output.note(f"Note: {reason}", style="yellow")
+    output.notes("Note", report.mode_reasons)
     faults = {fault: [one for one in record.findings if one.fault == fault] for fault in _LOOKED_FOR}
     rows = [
         (words, "yes" if not faults[fault] else f"no, of {count_text(len(faults[fault]), 'graph')}")

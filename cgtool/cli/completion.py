@@ -24,7 +24,7 @@ Examples:
 """
 
 
-@click.command(epilog=EXAMPLES, short_help="Complete cgtool's commands and options in bash, zsh and fish.")
+@click.command(epilog=EXAMPLES)
 @click.argument("shell", required=False, type=click.Choice(["bash", "zsh", "fish"]))
 @click.option("--install", is_flag=True, help="Write it to where the shell finds it, for this user.")
 @talk_options

@@ -36,7 +36,7 @@ Examples:
 """
 
 
-@click.command(epilog=EXAMPLES, short_help="Name what differs between two entries, caches or bundles.")
+@click.command(epilog=EXAMPLES)
 @click.argument("old", metavar="A")
 @click.argument("new", metavar="[B]", required=False)
 @click.option("--here", is_flag=True, help="Compare the entry A with this machine: versions, compiler, processor, GPU.")

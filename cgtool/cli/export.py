@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cgtool.cli import failures
-from cgtool.cli.options import cache_dir_option, cache_folder, entries_options, read_shapes, sign_option, talk_options
+from cgtool.cli.options import (
+    cache_dir_option,
+    cache_folder,
+    entries_chosen,
+    entries_options,
+    read_shapes,
+    sign_option,
+    talk_options,
+)
 from cgtool.cli.text import count_text, size_text
 
 if TYPE_CHECKING:
@@ -31,7 +39,7 @@ Examples:
 """
 
 
-@click.command(epilog=EXAMPLES, short_help="Write entries of the cache as one file that can be shipped.")
+@click.command(epilog=EXAMPLES)
 @click.argument("dest", type=click.Path(), metavar="DEST")
 @entries_options
 @click.option(
@@ -61,14 +69,11 @@ def export(*, output: Output, dest: str, **options: Any) -> int:
     """
     # The command itself: what `--help` does without.
     from cgtool.remote.stores import is_remote
-    from cgtool.toolkit.bundle.choose import Choice
     from cgtool.toolkit.bundle.export import export as run
     from cgtool.toolkit.remote import export_to
 
     _check(dest, options, output)
-    named = ("hashes", "everything", "filters", "ranks", "shapes")
-    choice = Choice(**{name: options[name] for name in named}, debug=not options["no_debug"])
-    more: dict[str, Any] = {"choice": choice, "cache_dir": cache_folder(options["cache_dir"])}
+    more: dict[str, Any] = {"choice": entries_chosen(options), "cache_dir": cache_folder(options["cache_dir"])}
     more |= {name: options[name] for name in ("level", "sign")}
     if is_remote(dest):
         report = export_to(dest, **more)
@@ -105,9 +110,6 @@ def _show(output: Output, report: ExportReport) -> None:
 def _check(dest: str, options: dict[str, Any], output: Output) -> None:
     from cgtool.remote.stores import is_remote  # records, which `--help` does without
 
-    if options["hashes"] and (options["everything"] or options["filters"]):
-        message = "HASH names entries, and --all and --filter choose them. Give one or the other."
-        raise click.UsageError(message)
     if options["folder"] and is_remote(dest):
         message = "A store takes a bundle as one file. Leave out --folder, or push entries with cgtool push."
         raise click.UsageError(message)

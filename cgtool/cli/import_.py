@@ -17,8 +17,10 @@ from cgtool.cli.options import cache_dir_option, cache_folder, talk_options, tru
 from cgtool.cli.text import count_text, size_text
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from cgtool.cli.output import Output
-    from cgtool.toolkit.bundle.import_ import ImportReport
+    from cgtool.toolkit.bundle.import_ import ImportedEntry, ImportReport
 
 EXAMPLES = """\b
 Examples:
@@ -39,7 +41,7 @@ def _number(_: click.Context, option: click.Parameter, value: float) -> float:
     return value
 
 
-@click.command("import", epilog=EXAMPLES, short_help="Take entries from a bundle into the cache, once all was checked.")
+@click.command("import", epilog=EXAMPLES)
 @click.argument("source", type=click.Path(), metavar="SRC")
 @trust_options
 @click.option(
@@ -88,25 +90,23 @@ def import_(*, output: Output, source: str, **options: Any) -> int:
 def _show(output: Output, report: ImportReport) -> None:
     """Print what became of each entry."""
     # Rich and msgspec: what `--help` does without.
-    from cgtool.cli.columns import show_rows
     from cgtool.store.layout import short
 
-    for warning in report.warnings:
-        output.note(f"Warning: {warning}", style="yellow")
-    rows = [
-        (
-            short(entry.hash),
-            one.model,
-            one.rank,
-            one.prefix,
-            entry.outcome,
-            entry.artifacts,
-            size_text(entry.size_bytes),
-        )
-        for entry in report.entries
-        for one in entry.ranks
-    ]
-    show_rows(output, ("hash", "model", ">rank", "prefix", "outcome", ">artifacts", ">size"), rows)
+    output.notes("Warning", report.warnings)
+    show_entries(output, report.entries)
     count = count_text(len(report.entries), "entry", "entries")
     signed = f", signed by {short(report.signed_by)}" if report.signed_by else ""
     output.line(f"Imported {count} ({size_text(report.size_bytes)}{signed}) into {report.root}")
+
+
+def show_entries(output: Output, entries: Iterable[ImportedEntry]) -> None:
+    """Print a table of what became of entries in the cache."""
+    from cgtool.cli.columns import show_rows
+    from cgtool.store.layout import short
+
+    rows = [
+        (short(one.hash), rank.model, rank.rank, rank.prefix, one.outcome, one.artifacts, size_text(one.size_bytes))
+        for one in entries
+        for rank in one.ranks
+    ]
+    show_rows(output, ("hash", "model", ">rank", "prefix", "outcome", ">artifacts", ">size"), rows)

@@ -12,7 +12,7 @@ import click
 
 from cgtool.cli import failures
 from cgtool.cli.lazy import LazyGroup
-from cgtool.cli.options import cache_dir_option, cache_folder, read_shapes, talk_options
+from cgtool.cli.options import cache_dir_option, cache_folder, cache_named, read_shapes, talk_options
 
 if TYPE_CHECKING:
     from cgtool.cli.output import Output
@@ -74,9 +74,7 @@ Examples:
 """
 
 
-@click.group(
-    cls=LazyGroup, table=COMMANDS, epilog=EXAMPLES, short_help="Look into the cache: its entries, or the pieces of one."
-)
+@click.group(cls=LazyGroup, table=COMMANDS, epilog=EXAMPLES)
 def inspect() -> None:
     """Look into the cache: its entries, or the pieces, artifacts and key of one.
 
@@ -84,7 +82,7 @@ def inspect() -> None:
     """
 
 
-@click.command("cache", epilog=CACHE_EXAMPLES, short_help="List the cache's entries and what they hold.")
+@click.command("cache", epilog=CACHE_EXAMPLES)
 @click.argument("path", required=False, type=click.Path(), metavar="[PATH|URL]")
 @click.option(
     "--filter",
@@ -128,14 +126,10 @@ def inspect_cache(
     # The table needs rich, which `--help` does without.
     from cgtool.cli.inspect_tables import show_cache
     from cgtool.toolkit.inspect.cache import inspect_cache as run
-    from cgtool.toolkit.mirror import looked_at
 
-    if path is not None and cache_dir is not None:
-        message = "PATH and --cache-dir name the same thing. Give one of them."
-        raise click.UsageError(message)
-    with looked_at(path) as (mirror, url):
-        folder = mirror.root if mirror is not None else cache_folder(cache_dir if path is None else path)
-        report = run(folder, filters=filters, sort=sort, limit=limit, where=url)
+    with cache_named(path, cache_dir) as (folder, mirror):
+        where = None if mirror is None else mirror.store.url
+        report = run(folder, filters=filters, sort=sort, limit=limit, where=where)
         if output.as_json:
             output.json_of_many(report.to_json(), "entries", report.entries_json())
         else:
@@ -143,7 +137,7 @@ def inspect_cache(
     return failures.DONE
 
 
-@click.command("entry", epilog=ENTRY_EXAMPLES, short_help="Show what one entry is compiled for, and where holes are.")
+@click.command("entry", epilog=ENTRY_EXAMPLES)
 @click.argument("entry", required=False, metavar="[HASH]")
 @cache_dir_option
 @talk_options
@@ -165,9 +159,7 @@ def inspect_entry(*, output: Output, entry: str | None, cache_dir: str | None) -
     return failures.DONE
 
 
-@click.command(
-    "artifact", epilog=ARTIFACT_EXAMPLES, short_help="Show what one artifact holds, and which pieces it serves."
-)
+@click.command("artifact", epilog=ARTIFACT_EXAMPLES)
 @click.argument("artifact", metavar="DIGEST|HASH/PIECE")
 @click.option(
     "--shape",
@@ -211,7 +203,7 @@ def inspect_artifact(
     return failures.DONE
 
 
-@click.command("graph", epilog=GRAPH_EXAMPLES, short_help="Show the pieces of one entry as a table or a picture.")
+@click.command("graph", epilog=GRAPH_EXAMPLES)
 @click.argument("entry", required=False, metavar="[ENTRY]")
 @click.option("--variant", metavar="NAME|N", help="Which variant: its number or its name. Default: the first.")
 @click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Which rank of the entry.")
@@ -249,7 +241,7 @@ def inspect_graph(
     return failures.DONE
 
 
-@click.command("key", epilog=KEY_EXAMPLES, short_help="Show every factor of an entry's key.")
+@click.command("key", epilog=KEY_EXAMPLES)
 @click.argument("entry", required=False, metavar="[HASH]")
 @cache_dir_option
 @talk_options

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cgtool.cli.columns import show_rows
-from cgtool.cli.text import ago_text, count_text, cut, indices_text, plain, secs_text, size_text
+from cgtool.cli.text import ago_text, count_text, cut, first, indices_text, plain, secs_text, size_text
 from cgtool.plan.shapes import distinct_shapes, of_sizes, shape_text
 from cgtool.store.layout import short
 from cgtool.toolkit.inspect.artifact import ArtifactReport
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from cgtool.toolkit.inspect.cache import CacheReport
     from cgtool.toolkit.inspect.entry import ForeignEntryReport, KeyReport
 
-#: How many shapes a cell names, and how many holes, uses, guards, warnings or problems are listed.
-_FEW_SHAPES, _MOST_LINES = 4, 20
-#: How much of one value is shown, and of one sentence.
-_MOST_CHARACTERS, _MOST_OF_SENTENCE = 200, 600
+#: How many shapes a cell names.
+_FEW_SHAPES = 4
+#: How much of one value is shown.
+_MOST_CHARACTERS = 200
 _UNKNOWN = "unknown"
 
 _SYSTEMS = {
@@ -84,7 +84,7 @@ def show_cache(output: Output, report: CacheReport) -> None:
     """Print the entries of a cache."""
     cache, figures = report.cache, report.figures
     count, passing = figures["num_entries"], figures["matching"]
-    _show_notes(output, cache.warnings, "Warning")
+    output.notes("Warning", map(plain, cache.warnings))
     if isinstance(cache, CacheListing) and not count:
         output.line(f"The cache at {report.where} is empty. Fill it with: cgtool warm MODEL")
         return
@@ -103,7 +103,7 @@ def show_cache(output: Output, report: CacheReport) -> None:
     if len(report.shown) == 1 and report.shown[0].artifacts:
         _show_artifacts(output, report.shown[0].artifacts)
     problems = [f"{entry.name}: {problem}" for entry in report.shown for problem in entry.all_problems()]
-    _show_notes(output, problems, "Problem")
+    output.notes("Problem", map(plain, problems))
     version = "" if cache.version is None else f" ({cache.version})"
     found = f"; {count_text(figures['num_problems'], 'problem')}" if figures["num_problems"] else ""
     output.line(f"{_SYSTEMS[cache.system]}{version}: {entries}, {size_text(cache.size_bytes)} on the disk{found}")
@@ -151,15 +151,6 @@ def _shapes_text(shapes: Sequence[Shape]) -> str:
     return ", ".join(words if len(shapes) <= len(words) else [*words[:-1], f"… ({len(shapes)})"])
 
 
-def _show_notes(output: Output, sentences: Iterable[str], word: str) -> None:
-    """Print some of what is to be noted, beside the output."""
-    given = list(sentences)
-    for sentence in given[:_MOST_LINES]:
-        output.note(f"{word}: {cut(plain(sentence), _MOST_OF_SENTENCE)}", style="yellow")
-    if len(given) > _MOST_LINES:
-        output.note(f"{word}: and {len(given) - _MOST_LINES} more, which --json shows.", style="yellow")
-
-
 def show_entry(output: Output, report: EntryReport | ForeignEntryReport) -> None:
     """Print what an entry is compiled for, or holds."""
     if isinstance(report, EntryReport):
@@ -192,7 +183,7 @@ def show_entry(output: Output, report: EntryReport | ForeignEntryReport) -> None
     if entry.artifacts:
         output.line()
         _show_artifacts(output, entry.artifacts)
-    _show_notes(output, entry.all_problems(), "Problem")
+    output.notes("Problem", map(plain, entry.all_problems()))
     output.line(report.not_recorded, style="dim")
 
 
@@ -206,7 +197,7 @@ def _pieces_text(pieces: Sequence[int]) -> str:
 
 
 def _show_coverage(output: Output, report: EntryReport) -> None:
-    _show_notes(output, report.warnings, "Warning")
+    output.notes("Warning", map(plain, report.warnings))
     first = report.manifests[0]
     output.line(f"{cut(plain(first.model))} {short(report.hash)}", style="bold")
     several = len({manifest.rank for manifest in report.manifests}) > 1
@@ -318,7 +309,7 @@ def show_artifact(output: Output, report: ArtifactReport | ForeignArtifactReport
     """Print what an artifact holds."""
     contents = report.contents
     if isinstance(report, ArtifactReport):
-        _show_notes(output, report.warnings, "Warning")
+        output.notes("Warning", map(plain, report.warnings))
         output.line(f"{report.digest}.{report.kind}", style="bold", whole=True)
         count = _UNKNOWN if report.num_kernels is None else str(report.num_kernels)
         proved = any(use.row.artifact.proved for use in report.uses)
@@ -343,7 +334,7 @@ def show_artifact(output: Output, report: ArtifactReport | ForeignArtifactReport
         for line in _listed("Holds:", held):
             output.line(line)
         _show_kernels(output, report.kernels)
-        _show_notes(output, [*artifact.problems, *contents.warnings], "Problem")
+        output.notes("Problem", map(plain, [*artifact.problems, *contents.warnings]))
     for source in contents.sources:
         output.line()
         _show_source(output, source.text, source.language)
@@ -414,12 +405,10 @@ def _show_source(output: Output, text: str, language: str) -> None:
 
 def _listed(title: str, lines: Iterable[str]) -> Iterator[str]:
     """Yield a title and some of the lines below it; nothing where there are none."""
-    given = list(lines)
+    given = first(list(lines))
     if given:
         yield title
-        yield from (f"  {_one_line(line)}" for line in given[:_MOST_LINES])
-    if len(given) > _MOST_LINES:
-        yield f"  and {len(given) - _MOST_LINES} more, which --json shows"
+        yield from (f"  {_one_line(line)}" for line in given)
 
 
 def _leaf(path: str, value: Any) -> str:

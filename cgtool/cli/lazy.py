@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 class LazyGroup(click.Group):
     """A group made from a table: name → ("module:attribute", short help).
 
-    The short help stands in the table because reading it from the command would load the command's module; a test
-    holds the two equal.
+    The short help stands in the table because reading it from the command would load the command's module.
     """
 
     def __init__(self, *args: Any, table: Mapping[str, tuple[str, str]], **kwargs: Any) -> None:
@@ -40,11 +39,13 @@ class LazyGroup(click.Group):
         """Load the module of a command and return the command; None for a name that the table lacks."""
         if cmd_name not in self.table:
             return None
-        module, attribute = self.table[cmd_name][0].split(":")
+        place, short_help = self.table[cmd_name]
+        module, attribute = place.split(":")
         command = getattr(importlib.import_module(module), attribute)
         if not isinstance(command, click.Command):
             message = f"{module}:{attribute} is no click command."
             raise TypeError(message)
+        command.short_help = short_help
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - click's

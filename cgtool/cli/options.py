@@ -9,6 +9,7 @@ An option that is repeated adds to what came before.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -21,9 +22,11 @@ from cgtool.cli import logs
 from cgtool.cli.output import Output
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from cgtool.config import CompilationConfig
+    from cgtool.toolkit.bundle.choose import Choice
+    from cgtool.toolkit.mirror import Mirror
     from cgtool.toolkit.model_choice import ModelChoice
 
     Command = Callable[..., Any]
@@ -337,6 +340,34 @@ def cache_folder(given: str | None) -> Path | None:
 
     folder = load_settings(flags={"cache_dir": given}).config.cache_dir
     return Path(folder) if folder else None
+
+
+def entries_chosen(options: Mapping[str, Any]) -> Choice:
+    """Return which entries a command was asked for with `entries_options` and, if it has them, with further ones."""
+    from cgtool.toolkit.bundle.choose import Choice  # kept out of `--help`
+
+    if options["hashes"] and (options["everything"] or options["filters"]):
+        message = "HASH names entries, and --all and --filter choose them. Give one or the other."
+        raise click.UsageError(message)
+    named = {name: options[name] for name in ("hashes", "everything", "filters", "ranks", "shapes") if name in options}
+    return Choice(**named, debug=not options["no_debug"])
+
+
+@contextlib.contextmanager
+def cache_named(path: str | None, cache_dir: str | None) -> Iterator[tuple[Path | None, Mirror | None]]:
+    """Yield the cache that PATH or --cache-dir names; where PATH is the URL of a store, its mirror with it."""
+    from cgtool.remote.stores import is_remote  # kept out of `--help`
+
+    if path is not None and cache_dir is not None:
+        message = "PATH and --cache-dir name the same thing. Give one of them."
+        raise click.UsageError(message)
+    if path is not None and is_remote(path):
+        from cgtool.toolkit.mirror import mirrored  # for stores alone
+
+        with mirrored(path) as mirror:
+            yield mirror.root, mirror
+    else:
+        yield cache_folder(cache_dir if path is None else path), None
 
 
 def model_asked(

@@ -14,7 +14,7 @@ import os
 import sys
 from typing import IO, TYPE_CHECKING, Any, TextIO, TypeVar
 
-from cgtool.cli.text import plain
+from cgtool.cli.text import cut, first, plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +26,8 @@ _Report = TypeVar("_Report")
 _CHUNK = 1024
 #: Wider than any table: where nobody looks at a terminal, nothing is cut or wrapped.
 _PIPE_WIDTH = 100_000
+#: How much of a sentence is shown that others wrote.
+_MOST_OF_SENTENCE = 1000
 
 
 class Output:
@@ -109,6 +111,11 @@ class Output:
             from rich.text import Text
 
             self.stderr.print(Text(plain(text, lines=True), style=style))
+
+    def notes(self, word: str, sentences: Iterable[str]) -> None:
+        """Say some of what is to be noted, each after a word such as "Warning"; line ends stay."""
+        for sentence in first(list(sentences)):
+            self.note(f"{word}: {cut(sentence, _MOST_OF_SENTENCE)}", style="yellow")
 
     def error(self, text: str) -> None:
         """Say what failed on stderr, quiet or not."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cgtool.cli import failures
-from cgtool.cli.options import cache_dir_option, cache_folder, talk_options
+from cgtool.cli.options import cache_dir_option, cache_named, talk_options
 from cgtool.cli.text import ago_text, count_text, cut, first, plain, size_text
 from cgtool.store.layout import short
 
@@ -81,7 +81,7 @@ def _hashes(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) 
     return texts
 
 
-@click.command(epilog=EXAMPLES, short_help="Remove from the cache what is old, stale, too much or left over.")
+@click.command(epilog=EXAMPLES)
 @click.argument("path", required=False, type=click.Path(), metavar="[PATH|URL]")
 @click.option(
     "--older-than",
@@ -140,25 +140,22 @@ def prune(*, output: Output, path: str | None, cache_dir: str | None, **options:
     """
     # Rich and the command itself: what `--help` does without.
     from cgtool.cli.progress import reporting
-    from cgtool.toolkit.mirror import looked_at, remove_pruned
+    from cgtool.toolkit.mirror import remove_pruned
     from cgtool.toolkit.prune.plan import Rules
     from cgtool.toolkit.prune.run import plan_prune, prune_stats
 
-    if path is not None and cache_dir is not None:
-        message = "PATH and --cache-dir name the same thing. Give one of them."
-        raise click.UsageError(message)
     if options["stats"]:
-        output.report(prune_stats(cache_folder(cache_dir if path is None else path)), _show_stats)
+        with cache_named(path, cache_dir) as (folder, _):
+            output.report(prune_stats(folder), _show_stats)
         return failures.DONE
     asks = not options["yes"] and not options["dry_run"]
     if asks:
         _check_terminal(output)
     rules = Rules(**{field.name: options[field.name] for field in dataclasses.fields(Rules)})
-    with looked_at(path) as (mirror, url):
-        folder = mirror.root if mirror is not None else cache_folder(cache_dir if path is None else path)
+    with cache_named(path, cache_dir) as (folder, mirror):
         with reporting(output) as on_event:
             plan = plan_prune(rules, cache_dir=folder, pythonpath=options["pythonpath"], on_event=on_event)
-        plan = dataclasses.replace(plan, where=url)
+        plan = dataclasses.replace(plan, where=None if mirror is None else mirror.store.url)
         if not output.as_json:
             _show_plan(output, plan, dry_run=options["dry_run"])
         outcome = None
@@ -195,8 +192,7 @@ def _show_plan(output: Output, plan: Plan, *, dry_run: bool) -> None:
     from cgtool.cli.columns import show_rows  # with rich
 
     now = time.time()
-    for note in plan.notes:
-        output.note(f"Note: {note}", style="yellow")
+    output.notes("Note", plan.notes)
     _show_kept(output, plan.kept)
     if plan.is_empty:
         output.line(f"Nothing to remove in {plan.where or plan.root}.")

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cgtool.cli import failures
+from cgtool.cli.import_ import show_entries
 from cgtool.cli.options import cache_dir_option, cache_folder, talk_options, trust_options
-from cgtool.cli.text import count_text, secs_text, size_text
+from cgtool.cli.text import count_text, secs_text
 
 if TYPE_CHECKING:
     from cgtool.cli.output import Output
@@ -25,7 +26,7 @@ Examples:
 """
 
 
-@click.command(epilog=EXAMPLES, short_help="Take entries of a remote store into the cache, once all was checked.")
+@click.command(epilog=EXAMPLES)
 @click.argument("url", metavar="URL")
 @click.argument("hashes", nargs=-1, metavar="[HASH]...")
 @trust_options
@@ -55,19 +56,8 @@ def pull(*, output: Output, url: str, hashes: tuple[str, ...], **options: Any) -
 
 def _show(output: Output, report: PullReport) -> None:
     """Print what became of each entry."""
-    # Rich and msgspec: what `--help` does without.
-    from cgtool.cli.columns import show_rows
-    from cgtool.store.layout import short
-
-    for warning in report.warnings:
-        output.note(f"Warning: {warning}", style="yellow")
-    for sentence in report.skipped:
-        output.note(f"Left out: {sentence}", style="yellow")
-    rows = [
-        (short(one.hash), rank.model, rank.rank, rank.prefix, one.outcome, one.artifacts, size_text(one.size_bytes))
-        for one in report.entries
-        for rank in one.ranks
-    ]
-    show_rows(output, ("hash", "model", ">rank", "prefix", "outcome", ">artifacts", ">size"), rows)
+    output.notes("Warning", report.warnings)
+    output.notes("Left out", report.skipped)
+    show_entries(output, report.entries)
     count = count_text(len(report.entries), "entry", "entries")
     output.line(f"Pulled {count} from {report.url} into {report.root} in {secs_text(report.secs)}")

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cgtool.cli import failures
-from cgtool.cli.options import cache_dir_option, cache_folder, entries_options, sign_option, talk_options
+from cgtool.cli.options import (
+    cache_dir_option,
+    cache_folder,
+    entries_chosen,
+    entries_options,
+    sign_option,
+    talk_options,
+)
 from cgtool.cli.text import count_text, secs_text, size_text
 
 if TYPE_CHECKING:
@@ -26,7 +33,7 @@ Examples:
 """
 
 
-@click.command(epilog=EXAMPLES, short_help="Send entries of the cache to a remote store.")
+@click.command(epilog=EXAMPLES)
 @click.argument("url", metavar="URL")
 @entries_options
 @click.option("--no-debug", is_flag=True, help="Without computation_graph.py and transformed_code.py.")
@@ -44,14 +51,9 @@ def push(*, output: Output, url: str, **options: Any) -> int:
     """
     # Rich and the command itself: what `--help` does without.
     from cgtool.cli.progress import reporting
-    from cgtool.toolkit.bundle.choose import Choice
     from cgtool.toolkit.remote import push as run
 
-    if options["hashes"] and (options["everything"] or options["filters"]):
-        message = "HASH names entries, and --all and --filter choose them. Give one or the other."
-        raise click.UsageError(message)
-    named = ("hashes", "everything", "filters", "ranks")
-    choice = Choice(**{name: options[name] for name in named}, debug=not options["no_debug"])
+    choice = entries_chosen(options)
     folder = cache_folder(options["cache_dir"])
     with reporting(output) as on_event:
         report = run(url, choice=choice, cache_dir=folder, sign=options["sign"], on_event=on_event)
@@ -65,8 +67,7 @@ def _show(output: Output, report: PushReport) -> None:
     from cgtool.cli.columns import show_rows
     from cgtool.store.layout import short
 
-    for warning in report.warnings:
-        output.note(f"Warning: {warning}", style="yellow")
+    output.notes("Warning", report.warnings)
     rows = [(short(one.hash), one.model, one.outcome, one.files, size_text(one.size_bytes)) for one in report.entries]
     show_rows(output, ("hash", "model", "outcome", ">files", ">sent"), rows)
     count = count_text(len(report.entries), "entry", "entries")

@@ -47,7 +47,7 @@ _LINE_CHARACTERS = 1000
 _MOST_NAMED = 8
 
 
-@click.command(epilog=EXAMPLES, short_help="Check every file of the cache, and whether this machine can load it.")
+@click.command(epilog=EXAMPLES)
 @click.argument("targets", nargs=-1, metavar="[HASH...|PATH|URL]")
 @click.option("--strict", is_flag=True, help="Fail where any entry is not optimal here.")
 @click.option(

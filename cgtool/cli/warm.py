@@ -47,7 +47,7 @@ Examples:
 """
 
 
-@click.command(epilog=EXAMPLES, short_help="Compile a model into the cache before it is served.")
+@click.command(epilog=EXAMPLES)
 @warming_options
 @click.option(
     "--jobs", metavar="N", help="Compile N pieces at a time, each in a process; 0: in this one. Default: the cores."
@@ -136,8 +136,7 @@ def _show_warm(output: Output, report: WarmReport, *, model: str) -> None:
     from cgtool.plan.shapes import shape_text
     from cgtool.store.layout import short
 
-    for note in report.notes:
-        output.note(f"Note: {note}", style="yellow")
+    output.notes("Note", report.notes)
     if report.reasons:
         reasons = first(report.reasons, _MOST_REASONS)
         listed = f" {reasons[0]}" if len(reasons) == 1 else "".join(f"\n  - {reason}" for reason in reasons)
@@ -171,9 +170,7 @@ def _show_warm(output: Output, report: WarmReport, *, model: str) -> None:
         show_rows(output, ("pieces", "shape", ">shared by", "artifact", ">seconds", ">size"), rows)
     for rank in report.ranks[1:]:
         output.line(f"Rank {rank.rank}: {rank.compiled} compiled, {rank.reused} reused.")
-        for note in rank.notes:
-            if note not in report.notes:
-                output.note(f"Note, rank {rank.rank}: {note}", style="yellow")
+        output.notes(f"Note, rank {rank.rank}", [note for note in rank.notes if note not in report.notes])
     output.line("Start from it in Python:", style="bold")
     output.line(f"  import cgtool; model = {report.load_call}", whole=True)
     output.line("Try it from this folder:", style="bold")
@@ -181,8 +178,7 @@ def _show_warm(output: Output, report: WarmReport, *, model: str) -> None:
 
 
 def _show_check(output: Output, report: WarmReport, *, model: str) -> None:
-    for note in report.notes:
-        output.note(f"Note: {note}", style="yellow")
+    output.notes("Note", report.notes)
     if report.hit and not report.is_warm:
         cold = ", ".join(str(rank.rank) for rank in report.ranks if not rank.hit)
         output.line(f"{model} is warm for rank 0 alone, and not for {cold}. Run the command without --check.")

@@ -41,7 +41,7 @@ class _Remembering(click.Command):
         return super().parse_args(ctx, args)
 
 
-@click.command(cls=_Remembering, epilog=EXAMPLES, short_help="Say whether a model would hit, and if not, why.")
+@click.command(cls=_Remembering, epilog=EXAMPLES)
 @warming_options
 @place_options
 @click.option("--all", "everything", is_flag=True, help="Show every reason with all of its lines.")

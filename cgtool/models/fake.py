@@ -17,10 +17,7 @@ from cgtool.models._torch import FakeTensorMode, fake_like, is_fake
 def make_fake(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> None:
     """Replace every parameter, buffer and plain tensor attribute that is not fake; what is tied stays tied.
 
-    Args:
-        module: Changed in place.
-        mode: Whose fake tensors to make.
-        device: Where meta tensors come to lie. Real ones keep their device.
+    Meta tensors come to lie on `device`; real ones keep theirs.
     """
     memo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the original is held, or its id could come again
     for child in module.modules():

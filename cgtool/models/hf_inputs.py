@@ -95,16 +95,7 @@ def example_inputs(
 ) -> tuple[dict[str, Any], dict[str, dict[int, Any]]]:
     """Return the arguments of an example call, all by name, and which of their dimensions change from call to call.
 
-    Args:
-        module: The model; only its signature, its docstring and its dtype are read.
-        config: Its config.
-        path: Where the config was read, for messages.
-        options: `attention_mask` (true or false) and `image_size`, as the user gave them.
-        device: Where the tensors come to lie.
-
-    Raises:
-        ModelError: The model takes something of which neither its docstring nor its config tells the size.
-        UsageError: An option has no meaning for this model.
+    Of the model only its signature, its docstring and its dtype are read; `path` is for messages.
     """
     takes = inspect.signature(module.forward).parameters
     names = list(_names(module, config, takes))
@@ -277,11 +268,7 @@ _KNOWN: Final = frozenset(
 
 
 def _flag(options: Mapping[str, Any], name: str) -> bool:
-    """Return an option that is true or false.
-
-    Raises:
-        UsageError: It is something else.
-    """
+    """Return an option that must be true or false; False where it was not given."""
     value = options.get(name, False)
     if not isinstance(value, bool):
         msg = f"{name} is true or false, and not {value!r}. Write --arg {name}=true."

@@ -92,11 +92,7 @@ def build(
 
 
 def _task(options: dict[str, Any]) -> Any:
-    """Return the task that was asked for; the one that decodes where a cache was.
-
-    Raises:
-        UsageError: The options of a cache make no sense, or not together with the others.
-    """
+    """Return the task that was asked for; the one that decodes where a cache was."""
     task, cache, length = (options.get(name) for name in ("task", "cache", "cache_length"))
     if cache is None and length is None:
         return task
@@ -115,11 +111,6 @@ def _task(options: dict[str, Any]) -> Any:
 
 
 def _transformers() -> Any:
-    """Import transformers.
-
-    Raises:
-        ModelError: It is not installed.
-    """
     try:
         return importlib.import_module("transformers")
     except ModuleNotFoundError as error:
@@ -128,11 +119,7 @@ def _transformers() -> Any:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Read the config as it stands in its file.
-
-    Raises:
-        ModelError: There is none, or it is not the config of a model.
-    """
+    """Read the config as it stands in its file."""
     file = path / "config.json" if path.is_dir() else path
     advice = "hf: takes a folder with a config.json of transformers, or such a file; nothing is downloaded."
     if not file.is_file():

@@ -133,11 +133,7 @@ def _call(
 
 
 def _spec(made: Any, name: str, file: Path | str | None) -> ModelSpec:
-    """Return what a factory made as a `ModelSpec`.
-
-    Raises:
-        ModelError: It made something else.
-    """
+    """Return what a factory made as a `ModelSpec`."""
     if isinstance(made, ModelSpec):
         spec = made
     elif isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], tuple | list):  # noqa: PLR2004  # a pair
@@ -193,11 +189,7 @@ def _defaults(device: torch.device | None, dtype: torch.dtype | None) -> Iterato
 
 
 def _device(device: str | torch.device | None) -> torch.device | None:
-    """Return the device asked for.
-
-    Raises:
-        UsageError: It is no device, or this machine has none of its type.
-    """
+    """Return the device asked for, which this machine must have."""
     if device is None:
         return None
     try:
@@ -212,18 +204,11 @@ def _device(device: str | torch.device | None) -> torch.device | None:
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype asked for.
-
-    Raises:
-        UsageError: It is no floating dtype of torch.
-    """
-    if dtype is None or isinstance(dtype, torch.dtype):
-        found: Any = dtype
-    else:
-        found = getattr(torch, dtype.removeprefix("torch."), None)
-    if found is not None and isinstance(found, torch.dtype) and found.is_floating_point:
-        return found
+    """Return the dtype asked for, which must be a floating one."""
     if dtype is None:
         return None
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if isinstance(found, torch.dtype) and found.is_floating_point:
+        return found
     msg = f"{dtype!r} is no floating dtype. Write float32, bfloat16 or float16, for example."
     raise UsageError(msg, expected="a floating dtype", actual=str(dtype))

@@ -25,10 +25,6 @@ def import_file(path: Path) -> ModuleType:
     """Import a file under the name by which its author would: the dotted one in a package, else its stem.
 
     The folder that the name starts from is put on `sys.path`, so that its neighbours can be imported too.
-
-    Raises:
-        ModelError: There is no such file, it cannot be imported, or another module goes by its name.
-        UsageError: No module can have the file's name.
     """
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
@@ -59,15 +55,7 @@ def import_file(path: Path) -> ModuleType:
 
 
 def import_module(name: str, *, file: Path | None = None) -> ModuleType:
-    """Import a module by its dotted name.
-
-    Args:
-        name: As in an import statement.
-        file: The file that is imported by it, when the user named the file.
-
-    Raises:
-        ModelError: There is no such module, or its code raised.
-    """
+    """Import a module by its dotted name; `file` is what the user named where that was its file."""
     importlib.invalidate_caches()
     try:
         with running_user_code():
@@ -90,11 +78,7 @@ def import_module(name: str, *, file: Path | None = None) -> ModuleType:
 
 
 def find_factory(module: ModuleType, name: str) -> Callable[..., Any]:
-    """Return the callable that `name` (dots allowed) means in `module`.
-
-    Raises:
-        ModelError: There is none, or it cannot be called.
-    """
+    """Return the callable that `name` (dots allowed) means in `module`."""
     value: Any = module
     where = getattr(module, "__file__", None) or module.__name__
     for part in name.split("."):
@@ -118,11 +102,7 @@ def find_factory(module: ModuleType, name: str) -> Callable[..., Any]:
 
 
 def check_arguments(factory: Callable[..., Any], name: str, arguments: dict[str, Any]) -> None:
-    """Refuse arguments that the factory does not take, before any of its code runs.
-
-    Raises:
-        UsageError: An argument is unknown or missing.
-    """
+    """Refuse arguments that the factory does not take, or lacks, before any of its code runs."""
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):
@@ -157,13 +137,9 @@ def running_user_code() -> Iterator[None]:
 
 
 def failure(what: str, error: BaseException, file: Path | str | None, advice: str) -> ModelError:
-    """Return an error that shows the user's own line.
+    """Return an error that says what could not be done, shows the user's own line and ends with what he can do.
 
-    Args:
-        what: The first half of the sentence: what could not be done.
-        error: What the user's code raised.
-        file: The user's file; None shows the innermost line outside of installed packages.
-        advice: What the user can do.
+    Without a file of the user's, the line is the innermost one outside of installed packages.
     """
     if isinstance(error, SyntaxError):
         said = f"{type(error).__name__}: {error.msg}"  # str() repeats the place, which is shown below

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from cgtool.errors import CacheError, RemoteError
 from cgtool.remote.entries import AT_ONCE, index_path, indexes, member_path, open_bundle, unit_path
-from cgtool.remote.stores import Store, is_remote, open_store, read
+from cgtool.remote.stores import Store, open_store, read
 from cgtool.store.bundle_index import Limits, Member, parse_index
 from cgtool.store.files import discard, ensure_root
 from cgtool.store.layout import MANIFEST_FILE, PLAN_FILE, UNIT_FILE, CacheLayout, RankName, is_hash
@@ -62,16 +62,6 @@ def mirrored(url: str, *, artifacts: bool = False) -> Iterator[Mirror]:
         yield mirror
     finally:
         discard(mirror.root)
-
-
-@contextlib.contextmanager
-def looked_at(text: str | None) -> Iterator[tuple[Mirror | None, str | None]]:
-    """Yield the mirror of a store and its URL as it may be shown, where a text names one, and else (None, None)."""
-    if text is None or not is_remote(text):
-        yield None, None
-        return
-    with mirrored(text) as mirror:
-        yield mirror, mirror.store.url
 
 
 def _fill(mirror: Mirror, pool: ThreadPool, *, artifacts: bool) -> None:

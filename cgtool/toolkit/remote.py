@@ -22,12 +22,7 @@ from msgspec.structs import replace
 from cgtool.errors import RefusedError, RemoteError, UsageError
 from cgtool.events import Event, OnEvent, Phase, ignore
 from cgtool.plan.grammar import Record
-from cgtool.remote.entries import (
-    AT_ONCE,
-    in_cache,
-    indexes,
-    open_bundle,
-)
+from cgtool.remote.entries import AT_ONCE, in_cache, indexes, open_bundle
 from cgtool.remote.sending import kept_signature, send_entry
 from cgtool.remote.stores import Store, open_store, shown, stream
 from cgtool.store import signatures
@@ -38,7 +33,7 @@ from cgtool.threads import beside
 from cgtool.toolkit.bundle.choose import Choice
 from cgtool.toolkit.bundle.export import ExportReport, export, held_names
 from cgtool.toolkit.bundle.import_ import ImportedEntry, ImportReport, import_bundle
-from cgtool.toolkit.selection import beginning, not_one
+from cgtool.toolkit.selection import hash_named
 
 SCHEMA = 1
 #: What an interrupted push waits for files that it is sending.
@@ -188,7 +183,7 @@ def pull(
     store, began = open_store(url), time.monotonic()
     layout = CacheLayout(root=resolve_root(cache_dir))
     there = indexes(store)
-    chosen = [_named(store, text, list(there)) for text in hashes] or list(there)
+    chosen = [hash_named(store.url, text, list(there)) for text in hashes] or list(there)
     if not chosen:
         message = f"{store.url} holds no entry. Push one: cgtool push {store.url}"
         raise RemoteError(message, path=store.url)
@@ -233,16 +228,6 @@ def pull(
         secs=time.monotonic() - began,
         warnings=tuple(dict.fromkeys(warnings)),
     )
-
-
-def _named(store: Store, text: str, hashes: Sequence[str]) -> str:
-    found = [hash_ for hash_ in hashes if hash_.startswith(text.lower())]
-    if len(found) == 1 and text:
-        return found[0]
-    what = f"{len(found)} entries begin" if found else "No entry begins"
-    listed = [beginning(hash_, hashes) for hash_ in found or hashes]
-    message = f"{what} with {text[:64]!r} in {store.url}. Name one of these"
-    raise not_one(message, listed, path=store.url, actual=text[:64])
 
 
 def _together(before: ImportedEntry | None, now: ImportedEntry) -> ImportedEntry:

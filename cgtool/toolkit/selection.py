@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from cgtool.errors import CacheError, UsageError
@@ -40,16 +41,16 @@ def _fits(fitting: Sequence[object]) -> str:
     return "Several entries fit" if fitting else "No entry fits"
 
 
-def hash_named(layout: CacheLayout, text: str, hashes: Sequence[str]) -> str:
-    """Return the one of several hashes that begins with `text`."""
+def hash_named(place: Path | str, text: str, hashes: Sequence[str]) -> str:
+    """Return the one of several hashes that begins with `text`; they are those of a cache, or of the store at a URL."""
     found = [hash_ for hash_ in hashes if hash_.startswith(text.lower())]
     if len(found) == 1 and text:
         return found[0]
     what = f"{len(found)} entries begin" if found else "No entry begins"
     listed = [beginning(hash_, hashes) for hash_ in found or hashes]
     advice = "Name one of these" if listed else "It holds no entry: warm a model first"
-    message = f"{what} with {text[:64]!r} in {layout.root}. {advice}"
-    raise not_one(message, listed, path=layout.root, actual=text[:64])
+    message = f"{what} with {text[:64]!r} in {place}. {advice}"
+    raise not_one(message, listed, path=place, actual=text[:64])
 
 
 def not_one(message: str, listed: Sequence[str], *, more: str = "cache", **facts: Any) -> UsageError:

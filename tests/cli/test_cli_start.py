@@ -14,7 +14,6 @@ from cli_harness import REPO, environment, run
 
 from cgtool import __version__
 from cgtool.cli import manpage
-from cgtool.cli.lazy import LazyGroup
 from cgtool.cli.main import cgtool
 
 HEAVY = ("torch", "sympy", "numpy", "transformers", "triton")
@@ -98,13 +97,6 @@ def test_help_has_examples_that_start_with_the_command(path):
 
 def test_help_of_warm_says_that_it_runs_the_models_code():
     assert "This runs MODEL's code" in " ".join(run("warm", "--help").out.split())
-
-
-@pytest.mark.parametrize("path", [path for path, command in COMMANDS.items() if len(path) > 1], ids=" ".join)
-def test_the_tables_short_help_is_the_commands_own(path):
-    group = COMMANDS[path[:-1]]
-    assert isinstance(group, LazyGroup)
-    assert group.table[path[-1]][1] == COMMANDS[path].short_help
 
 
 @pytest.mark.parametrize(

@@ -317,33 +317,39 @@ class TestWrongInput:
         with pytest.raises(ModelError, match="runs no such code"):
             resolve_model(f"hf:{write('of_tomorrow', auto_map={'AutoModel': 'modeling.Model'})}")
 
-    def test_a_task_that_transformers_does_not_have_for_it(self, write):
-        with pytest.raises(UsageError, match=r"no task 'chat'\. For LlamaConfig transformers has .*causal-lm"):
-            resolve_model(f"hf:{write('llama')}", factory_args={"task": "chat"})
-        with pytest.raises(ModelError, match=r"no model for ctc for LlamaConfig .*--task takes .*causal-lm"):
-            resolve_model(f"hf:{write('llama')}", factory_args={"task": "ctc"})
-
-    def test_an_input_of_which_nothing_tells_the_size(self, write):
-        with pytest.raises(ModelError, match=r"cannot tell the size num_images_or_videos of grid_thw.*Write a factory"):
-            resolve_model(f"hf:{write('qwen2_5_vl_vision', depth=1)}")
-
-    def test_a_field_that_the_config_does_not_have(self, write):
-        with pytest.raises(
-            UsageError, match=r"LlamaConfig has no field num_hiden_layers\. Did you mean num_hidden_layers\?"
-        ):
-            resolve_model(f"hf:{write('llama')}", factory_args={"num_hiden_layers": 3})
-
-    def test_a_mask_that_is_no_flag(self, write):
-        with pytest.raises(UsageError, match="attention_mask is true or false"):
-            resolve_model(f"hf:{write('llama')}", factory_args={"attention_mask": 1})
-
-    def test_a_mask_for_images(self, write):
-        with pytest.raises(UsageError, match="takes no attention_mask over ids"):
-            resolve_model(f"hf:{write('vit')}", factory_args={"attention_mask": True})
-
-    def test_a_config_that_makes_no_model(self, write):
-        with pytest.raises(ModelError, match="--arg"):
-            resolve_model(f"hf:{write('llama')}", factory_args={"hidden_act": "no_such_activation"})
+    @pytest.mark.parametrize(
+        ("name", "arguments", "error", "message"),
+        [
+            pytest.param(
+                *("llama", {"task": "chat"}, UsageError),
+                r"no task 'chat'\. For LlamaConfig transformers has .*causal-lm",
+                id="no such task",
+            ),
+            pytest.param(
+                *("llama", {"task": "ctc"}, ModelError),
+                r"no model for ctc for LlamaConfig .*--task takes .*causal-lm",
+                id="a task of others",
+            ),
+            pytest.param(
+                *("qwen2_5_vl_vision", {"depth": 1}, ModelError),
+                r"cannot tell the size num_images_or_videos of grid_thw.*Write a factory",
+                id="an input of no size",
+            ),
+            pytest.param(
+                *("llama", {"num_hiden_layers": 3}, UsageError),
+                r"LlamaConfig has no field num_hiden_layers\. Did you mean num_hidden_layers\?",
+                id="no such field",
+            ),
+            pytest.param("llama", {"attention_mask": 1}, UsageError, "attention_mask is true or false", id="no flag"),
+            pytest.param(
+                "vit", {"attention_mask": True}, UsageError, "takes no attention_mask over ids", id="a mask for images"
+            ),
+            pytest.param("llama", {"hidden_act": "no_such_activation"}, ModelError, "--arg", id="no such activation"),
+        ],
+    )
+    def test_arguments_that_make_no_model(self, write, name, arguments, error, message):
+        with pytest.raises(error, match=message):
+            resolve_model(f"hf:{write(name)}", factory_args=arguments)
 
     def test_without_transformers_the_extra_is_named(self, write, monkeypatch):
         def missing(name):

@@ -282,17 +282,18 @@ class TestWrongText:
             resolve_model(f"{wrong}:build")
         assert caught.value.path == wrong
 
-    def test_no_such_folder(self, tmp_path):
-        with pytest.raises(ModelError, match="does not exist"):
-            resolve_model(f"{tmp_path}/nowhere/net.py:build")
-
-    def test_a_folder_is_no_file(self, tmp_path):
-        with pytest.raises(ModelError, match="is a folder"):
-            resolve_model(f"{tmp_path}/:build")
-
-    def test_no_such_module(self):
-        with pytest.raises(ModelError, match=r"There is no module no_such_module_of_cgtool.*--pythonpath"):
-            resolve_model("no_such_module_of_cgtool.inner:build")
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("{tmp}/nowhere/net.py:build", "does not exist"),
+            ("{tmp}/:build", "is a folder"),
+            ("no_such_module_of_cgtool.inner:build", r"There is no module no_such_module_of_cgtool.*--pythonpath"),
+        ],
+        ids=["no such folder", "a folder", "no such module"],
+    )
+    def test_what_is_not_there(self, tmp_path, text, message):
+        with pytest.raises(ModelError, match=message):
+            resolve_model(text.format(tmp=tmp_path))
 
     def test_a_missing_factory_names_the_nearest_or_all(self, write):
         file = write(GOOD)
@@ -390,30 +391,21 @@ class TestWrongCode:
         with pytest.raises(ModelError, match="raised: KeyError: 'built for real'"):
             resolve_model(f"{file}:build", weights="real")
 
-    def test_a_file_that_raises_while_it_is_imported(self, write):
-        file = write("WIDTH = 3\nHEIGHT = WIDTH / 0  # the line\n")
-        with pytest.raises(ModelError, match="could not be imported: ZeroDivisionError") as caught:
+    @pytest.mark.parametrize(
+        ("source", "message", "shown"),
+        [
+            ("WIDTH = 3\nHEIGHT = WIDTH / 0\n", "could not be imported: ZeroDivisionError", ":2: HEIGHT = WIDTH / 0"),
+            ("def build(:\n    pass\n", "SyntaxError: invalid syntax", ":1: def build(:"),
+            ("import no_such_module_of_ours\n", "No module named .*\n.*\n.*--pythonpath", ":1: import no_such_module"),
+            ("import sys\nsys.exit(3)\n", 'if __name__ == "__main__"', ":2"),
+        ],
+        ids=["raises", "syntax", "not installed", "ends the process"],
+    )
+    def test_a_file_that_cannot_be_imported(self, write, source, message, shown):
+        file = write(source)
+        with pytest.raises(ModelError, match=message) as caught:
             resolve_model(f"{file}:build")
-        assert line_of(file, "# the line") in str(caught.value)
-
-    def test_a_file_with_a_syntax_error(self, write):
-        file = write("def build(:\n    pass\n")
-        with pytest.raises(ModelError, match="SyntaxError: invalid syntax") as caught:
-            resolve_model(f"{file}:build")
-        assert f"{file}:1: def build(:" in str(caught.value)
-
-    def test_a_file_that_imports_what_is_not_installed(self, write):
-        file = write("import no_such_module_of_cgtool\n")
-        with pytest.raises(ModelError, match="No module named 'no_such_module_of_cgtool'") as caught:
-            resolve_model(f"{file}:build")
-        assert f"{file}:1: import no_such_module_of_cgtool" in str(caught.value)
-        assert "--pythonpath" in str(caught.value)
-
-    def test_a_script_that_ends_the_process(self, write):
-        file = write("import sys\nsys.exit(3)\n")
-        with pytest.raises(ModelError, match='if __name__ == "__main__"') as caught:
-            resolve_model(f"{file}:build")
-        assert f"{file}:2" in str(caught.value)
+        assert f"{file}{shown}" in str(caught.value)
 
     def test_an_interrupt_stays_an_interrupt(self, write):
         file = write("def build():\n    raise KeyboardInterrupt\n")

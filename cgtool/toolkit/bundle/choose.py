@@ -32,7 +32,7 @@ def chosen_names(layout: CacheLayout, choice: Choice) -> tuple[RankName, ...]:
     """Return the ranks and prefixes that a choice means, in order."""
     there = layout.hashes()
     if choice.hashes:
-        hashes = sorted({hash_named(layout, text, there) for text in choice.hashes})
+        hashes = sorted({hash_named(layout.root, text, there) for text in choice.hashes})
     else:
         entries = []
         for entry in walk(layout):

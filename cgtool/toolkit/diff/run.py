@@ -217,7 +217,7 @@ def open_side(text: str, cache_dir: Path | None = None) -> Iterator[Side]:
         if not hashes:
             check_own(layout.root)
             raise empty(layout)
-        yield _own(text, layout, hash_named(layout, beginning, hashes))
+        yield _own(text, layout, hash_named(layout.root, beginning, hashes))
     else:
         raise UsageError(
             f"There is no {text!r:.200}. Name a cache's folder, an entry by its hash or as ROOT:HASH, or a bundle.",
@@ -235,7 +235,7 @@ def _store(text: str) -> Iterator[Side]:
     names_entry = "/" in url.partition("://")[2] and _BEGINNING.fullmatch(beginning) is not None
     with mirrored(url if names_entry else text) as mirror:
         hashes = mirror.layout.hashes()
-        hash_ = hash_named(mirror.layout, beginning, hashes) if names_entry else None
+        hash_ = hash_named(shown_url(url), beginning, hashes) if names_entry else None
         yield _own(shown_url(text), mirror.layout, hash_ or (hashes[0] if len(hashes) == 1 else None))
 
 

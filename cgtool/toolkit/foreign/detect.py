@@ -83,8 +83,7 @@ def check_known(root: Path) -> None:
 
 
 def check_own(root: Path) -> None:
-    """Check that a folder without entries is cgtool's or may become so: no other system's cache, nor other things."""
-    check_known(root)
+    """Check that a folder without entries is no other system's cache."""
     system = detect(root)
     if system not in (None, "cgtool"):
         message = (

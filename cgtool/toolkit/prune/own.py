@@ -99,7 +99,7 @@ class _Planner:
         self._units: set[str] = set()
         views = self._survey.entries
         self._entries = {hash_: self._entry(view) for hash_, view in views.items()}
-        self._named = {hash_named(layout, text, list(views)) for text in rules.entries}
+        self._named = {hash_named(layout.root, text, list(views)) for text in rules.entries}
         self._last = self._last_of_models()
         #: How many entries share an artifact, and which units have it.
         self._shares = Counter[str]()

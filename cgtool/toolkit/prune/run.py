@@ -29,7 +29,7 @@ def plan_prune(
         on_event: Told that the cache is being read.
 
     Raises:
-        CacheError: There is no such folder, it cannot be listed, or cgtool did not write it.
+        CacheError: There is no such folder, it cannot be listed, or another system wrote it.
         UsageError: A hash that was asked for is no entry's, or more than one entry's.
     """
     root = _root(cache_dir)

@@ -31,7 +31,7 @@ from cgtool.store.machine import this_machine
 from cgtool.store.records import Manifest
 from cgtool.store.trust import TrustPolicy
 from cgtool.toolkit.coverage import Hole, entry_coverage
-from cgtool.toolkit.foreign.detect import check_own
+from cgtool.toolkit.foreign.detect import check_known, check_own
 from cgtool.toolkit.mirror import mirrored
 from cgtool.toolkit.model_choice import ModelChoice
 from cgtool.toolkit.selection import hash_named
@@ -233,6 +233,7 @@ class _Verification:
         """Look at some entries; with None at all of them, and at the units."""
         wanted = self.layout.hashes() if hashes is None else hashes
         if not wanted:
+            check_known(self.layout.root)
             check_own(self.layout.root)
         with gc_paused(), Hasher(self._jobs) as hasher:
             for found in check_entries(self.layout, wanted, hasher):
@@ -353,7 +354,7 @@ def _chosen(
     if cache_dir is not None or layout.root.exists():
         _existing(layout, named=layout.root)
     hashes = layout.hashes()
-    return layout, [hash_named(layout, target, hashes) for target in dict.fromkeys(targets)] or None
+    return layout, [hash_named(layout.root, target, hashes) for target in dict.fromkeys(targets)] or None
 
 
 def _bundle(targets: Sequence[str]) -> Path | None:
