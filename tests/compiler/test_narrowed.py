@@ -16,11 +16,10 @@ from cgtool.errors import CgtoolError  # noqa: E402
 pytestmark = pytest.mark.torch
 
 
-class Branch(nn.Module):
-    def forward(self, x):
-        if x.shape[0] > 8:
-            return torch.sin(x)
-        return torch.cos(x)
+def branch(self, x):
+    if x.shape[0] > 8:
+        return torch.sin(x)
+    return torch.cos(x)
 
 
 class Table(nn.Module):
@@ -32,21 +31,18 @@ class Table(nn.Module):
         return x + self.rows[: x.shape[0]]
 
 
-class Groups(nn.Module):
-    def forward(self, x):
-        return x.view(-1, 4, 4) + 1
+def groups(self, x):
+    return x.view(-1, 4, 4) + 1
 
 
-class Product(nn.Module):
-    def forward(self, x):
-        if x.shape[0] * x.shape[1] <= 40:
-            return torch.sin(x)
-        return torch.cos(x)
+def product(self, x):
+    if x.shape[0] * x.shape[1] <= 40:
+        return torch.sin(x)
+    return torch.cos(x)
 
 
-class Square(nn.Module):
-    def forward(self, x):
-        return torch.sin(x) if x.shape[0] * x.shape[0] <= 64 else torch.cos(x)
+def square(self, x):
+    return torch.sin(x) if x.shape[0] * x.shape[0] <= 64 else torch.cos(x)
 
 
 class Convolution(nn.Module):
@@ -58,9 +54,8 @@ class Convolution(nn.Module):
         return self.conv(x.t().unsqueeze(0))
 
 
-class Smallest(nn.Module):
-    def forward(self, x):
-        return x[: min(x.shape[0], 5)] * 2
+def smallest(self, x):
+    return x[: min(x.shape[0], 5)] * 2
 
 
 class MaskOfAFixedSize(nn.Module):
@@ -72,66 +67,60 @@ class MaskOfAFixedSize(nn.Module):
         return (x @ x.t()).masked_fill(~self.mask[: x.shape[0], : x.shape[0]], 0.0)
 
 
-class BranchOnTheSmaller(nn.Module):
-    def forward(self, x):
-        return torch.sin(x) if min(x.shape[0], 8) < 8 else torch.cos(x)
+def branch_on_the_smaller(self, x):
+    return torch.sin(x) if min(x.shape[0], 8) < 8 else torch.cos(x)
 
 
-class Ends(nn.Module):
-    def forward(self, x):
-        return x[4:] + 1
+def ends(self, x):
+    return x[4:] + 1
 
 
-class Halves(nn.Module):
-    def forward(self, x):
-        left, right = x.chunk(2)
-        return left + right
+def halves(self, x):
+    left, right = x.chunk(2)
+    return left + right
 
 
-class ProductOfAView(nn.Module):
-    def forward(self, x):
-        return x.reshape(-1)[:12].view(3, 4)
+def product_of_a_view(self, x):
+    return x.reshape(-1)[:12].view(3, 4)
 
 
-class Loop(nn.Module):
-    def forward(self, x):
-        rows = x.shape[0]
-        while rows > 4:
-            rows -= 4
-        return x * rows
+def loop(self, x):
+    rows = x.shape[0]
+    while rows > 4:
+        rows -= 4
+    return x * rows
 
 
-class Checked(nn.Module):
-    def forward(self, x):
-        torch._check(x.shape[0] < 100)
-        return x + 1
+def checked(self, x):
+    torch._check(x.shape[0] < 100)
+    return x + 1
 
 
-class SmallestView(nn.Module):
-    def forward(self, x):
-        rows = min(x.shape[0], 8)
-        return x[:rows].view(rows, 2, 2)
+def smallest_view(self, x):
+    rows = min(x.shape[0], 8)
+    return x[:rows].view(rows, 2, 2)
 
 
-class Padded(nn.Module):
-    def forward(self, x):
-        return torch.nn.functional.pad(x, (0, 0, 0, max(0, 10 - x.shape[0])))
+def padded(self, x):
+    return torch.nn.functional.pad(x, (0, 0, 0, max(0, 10 - x.shape[0])))
 
 
-class Even(nn.Module):
-    def forward(self, x):
-        return x[: x.shape[0] // 2 * 2].view(-1, 2, 4).sum(1)
+def even(self, x):
+    return x[: x.shape[0] // 2 * 2].view(-1, 2, 4).sum(1)
 
 
-class Plain(nn.Module):
-    def forward(self, x):
-        return torch.sin(x) @ x.t()
+def plain(self, x):
+    return torch.sin(x) @ x.t()
 
 
-class Masked(nn.Module):
-    def forward(self, x):
-        mask = torch.arange(x.shape[0])[:, None] > torch.arange(x.shape[0])
-        return (x @ x.t()).masked_fill(mask, 0.0)
+def masked(self, x):
+    mask = torch.arange(x.shape[0])[:, None] > torch.arange(x.shape[0])
+    return (x @ x.t()).masked_fill(mask, 0.0)
+
+
+def made(model):
+    """Return a model of a class, or of the function that is its `forward`."""
+    return model() if isinstance(model, type) else type("Model", (nn.Module,), {"forward": model})()
 
 
 def warmed(model, root, *sizes, dynamic=None):
@@ -144,75 +133,60 @@ def warmed(model, root, *sizes, dynamic=None):
 @pytest.mark.parametrize(
     ("model", "dynamic", "said"),
     [
-        (Branch, None, "n serves 1 to 8 because of `if x.shape[0] > 8` (test_narrowed.py:"),
-        (Branch, {0: ("n", 1, 100)}, "n serves 1 to 8 because of `if x.shape[0] > 8`"),
+        (branch, None, "n serves 1 to 8 because of `if x.shape[0] > 8` (test_narrowed.py:"),
+        (branch, {0: ("n", 1, 100)}, "n serves 1 to 8 because of `if x.shape[0] > 8`"),
         (Table, None, "n serves 1 to 64 because of `return x + self.rows[: x.shape[0]]` (test_narrowed.py:"),
         (
-            Groups,
+            groups,
             None,
             "only some sizes (8, 12, 16, ...) and not 9, 10, 11 because of `return x.view(-1, 4, 4) + 1`",
         ),
-        (Product, {0: "n", 1: "m"}, "because of `if x.shape[0] * x.shape[1] <= 40` (test_narrowed.py:"),
-        (Square, None, "because of `return torch.sin(x) if x.shape[0] * x.shape[0] <= 64 else torch.cos(x)`"),
+        (product, {0: "n", 1: "m"}, "because of `if x.shape[0] * x.shape[1] <= 40` (test_narrowed.py:"),
+        (square, None, "because of `return torch.sin(x) if x.shape[0] * x.shape[0] <= 64 else torch.cos(x)`"),
         (Convolution, None, "because of `return self.conv(x.t().unsqueeze(0))` (test_narrowed.py:"),
         (MaskOfAFixedSize, None, "n serves 1 to 32 because of `return (x @ x.t()).masked_fill("),
         (MaskOfAFixedSize, None, "n serves only some sizes (2, 3, 4, ...) and not 32 because of `return (x @ x.t())"),
-        (BranchOnTheSmaller, None, "and not 8, 9, 10 because of `return torch.sin(x) if min(x.shape[0], 8) < 8"),
-        (Ends, None, "to any because of `return x[4:] + 1` (test_narrowed.py:"),
+        (branch_on_the_smaller, None, "and not 8, 9, 10 because of `return torch.sin(x) if min(x.shape[0], 8) < 8"),
+        (ends, None, "to any because of `return x[4:] + 1` (test_narrowed.py:"),
         (
-            Halves,
+            halves,
             None,
             "n serves only some sizes (4, 6, 8, ...) and not 5, 7, 9 because of `return left + right`",
         ),
-        (ProductOfAView, None, "n serves 3 to any because of `return x.reshape(-1)[:12].view(3, 4)`"),
-        (Loop, None, "5 to 8 because of `while rows > 4` (test_narrowed.py:"),
-        (Checked, None, "n serves 1 to 99 because of `torch._check(x.shape[0] < 100)`"),
-    ],
-    ids=[
-        *("branch", "bounded branch", "table", "groups", "product", "square", "convolution", "mask", "end of a mask"),
-        *("branch on the smaller", "ends", "halves", "product of a view", "loop", "checked"),
+        (product_of_a_view, None, "n serves 3 to any because of `return x.reshape(-1)[:12].view(3, 4)`"),
+        (loop, None, "5 to 8 because of `while rows > 4` (test_narrowed.py:"),
+        (checked, None, "n serves 1 to 99 because of `torch._check(x.shape[0] < 100)`"),
     ],
 )
 def test_what_is_narrower_is_said_with_its_line(cache_root, model, dynamic, said):
-    size = 8 if model is Groups else 6
-    notes = warmed(model(), cache_root, size, dynamic=dynamic).notes
+    size = 8 if model is groups else 6
+    notes = warmed(made(model), cache_root, size, dynamic=dynamic).notes
     assert any(said in note for note in notes), notes
 
 
 @pytest.mark.parametrize(
     ("model", "dynamic"),
     [
-        (Plain, None),
-        (Smallest, None),
-        (Masked, None),
-        (SmallestView, None),
-        (Padded, None),
-        (Even, None),
-        (Branch, {0: ("n", 2, 8)}),
+        (plain, None),
+        (smallest, None),
+        (masked, None),
+        (smallest_view, None),
+        (padded, None),
+        (even, None),
+        (branch, {0: ("n", 2, 8)}),
         (Table, {0: ("n", 1, 64)}),
-        (Square, {0: ("n", 1, 8)}),
-    ],
-    ids=[
-        "plain",
-        "smallest",
-        "masked",
-        "smallest view",
-        "padded",
-        "even",
-        "branch within bounds",
-        "table within bounds",
-        "relation within bounds",
+        (square, {0: ("n", 1, 8)}),
     ],
 )
 def test_nothing_is_said_where_nothing_narrowed(cache_root, model, dynamic):
-    assert warmed(model(), cache_root, dynamic=dynamic).notes == ()
+    assert warmed(made(model), cache_root, dynamic=dynamic).notes == ()
 
 
 def test_a_second_example_widens_and_the_note_says_so(cache_root):
-    (note,) = warmed(Branch(), cache_root).notes
+    (note,) = warmed(made(branch), cache_root).notes
     assert "Require what must be served besides (--require, ModelSpec.require)" in note
     assert "give an example of it (ModelSpec.calls): further variants serve it then" in note
-    assert warmed(Branch(), cache_root, 6, 20).notes == ()
+    assert warmed(made(branch), cache_root, 6, 20).notes == ()
 
 
 def test_a_size_at_which_the_model_does_not_run_is_left_out_and_the_others_are_served(cache_root):

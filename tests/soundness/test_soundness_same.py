@@ -67,6 +67,7 @@ SAME = {
     "an attribute that nothing reads": Same(live="model.seen_today = 17"),
     "a second model": Same(live="other = sys.modules['app.serve'].build(); other(*args)"),
     "a call before load": Same(live="model(*args)"),
+    "a call through torch.compile before load": Same(live="torch.compile(model, backend='eager')(*args)"),
     "weights of other values": Same(live="[weight.data.mul_(1.5) for weight in model.parameters()]"),
     "weights that are other tensors": Same(
         live="model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)"

@@ -12,13 +12,11 @@ pytest.importorskip("torch")
 
 import sweep_subject as subject
 import torch
-from test_sweep_changes import CONFIGS, EAGER
+from test_sweep_changes import CONFIGS, EAGER, MACHINES
 
-from cgtool import host
 from cgtool.compiler.pipeline import warm
 from cgtool.config import CompilationConfig
 from cgtool.model import ModelSpec
-from cgtool.runtime import factors
 from cgtool.runtime.factors import Live
 from cgtool.store.layout import CacheLayout
 from cgtool.store.pruned import PrunedEntry, note_pruned
@@ -66,24 +64,7 @@ def test_a_field_of_the_configuration_is_named_first(name, base, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "change",
-    [
-        (
-            (factors, "_torch_build"),
-            {"version": "9.9.9", "version_git": "0", "with_cuda": None},
-            r"torch\.version .*9\.9\.9",
-        ),
-        ((host, "triton_version"), "9.9.9", r"triton.*9\.9\.9"),
-        ((host, "compiler_version"), "g++ 99.1", r"compiler.*99\.1"),
-        (
-            (factors, "_cpu"),
-            {"machine": "riscv", "capability": "DEFAULT", "instructions": None},
-            r"target\.cpu",
-        ),
-        ((factors, "_accelerators"), ["sm_90 x132"], r"target\.accelerators"),
-    ],
-)
+@pytest.mark.parametrize("change", MACHINES)
 def test_a_part_of_the_environment_is_named_first(change, base, tmp_path, monkeypatch):
     asked, value, words = change
     monkeypatch.setattr(*asked, lambda: value)

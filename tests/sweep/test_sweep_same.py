@@ -113,28 +113,6 @@ def test_a_script_that_defines_its_model_hits_what_was_warmed_from_outside(tmp_p
     assert "hit" in python(str(tmp_path / "serve.py"), cache, cwd=other, path=(ROOT,))
 
 
-def test_a_call_before_load_is_no_miss(same_root):
-    module = subject.build().module
-    with torch.no_grad():
-        module(subject.example())
-        torch.compile(module, backend="eager")(subject.example())
-    cgtool.load(module, cache_dir=same_root)
-
-
-def test_a_model_that_was_warmed_fake_serves_real_weights(tmp_path):
-    from cgtool.models import resolve_model
-
-    spec = resolve_model(f"{HERE / 'sweep_subject.py'}:build")
-    with torch.no_grad():
-        warm(spec, config=CompilationConfig(adaptor="eager"), cache_dir=tmp_path)
-    module = subject.build().module
-    loaded = cgtool.load(module, cache_dir=tmp_path)
-    for rows in (1, 2, 9):
-        x = subject.example()[:1].repeat(rows, 1)
-        with torch.no_grad():
-            torch.testing.assert_close(loaded(x), module(x))
-
-
 def test_warming_again_is_a_hit_whatever_an_argument_is(tmp_path):
     class Thing:
         pass
