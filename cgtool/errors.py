@@ -102,8 +102,8 @@ class UnitsFailedError(CompileError):
         reasons: A sentence for each unit that failed.
     """
 
-    def __init__(self, message: str, *, reasons: tuple[str, ...] = (), path: Any = None) -> None:
-        super().__init__(message, path=path)
+    def __init__(self, message: str, *, reasons: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
         self.reasons = reasons
 
 

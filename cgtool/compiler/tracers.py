@@ -12,29 +12,25 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import msgspec
+
 from cgtool.child import Channel
 from cgtool.compiler.pool import default_jobs
 from cgtool.compiler.request import Settings, StaysHereError, apply_settings, changed_settings
 from cgtool.compiler.traced import Traced, VariantTracer
 from cgtool.errors import CgtoolError
 from cgtool.model import ExampleCall, ModelSpec
-from cgtool.plan.grammar import Count, DimName, Record, Seconds, encode
+from cgtool.plan.grammar import Count, DimName, Record, Seconds
 from cgtool.processes import ChildEndedError, Children, ClosedError
 
 _log = logging.getLogger(__name__)
 
 
-class VariantName(Record, frozen=True, kw_only=True):
-    """A variant: its example call, and the dimensions that it fixes."""
-
-    call: str
-    fixed: dict[DimName, Count]
-
-
 class TraceRequest(Record, frozen=True, kw_only=True):
-    """A variant to trace, and how; without one, the answer says that the model is built."""
+    """A variant to trace, and how; without the name of its example call, the answer says that the model is built."""
 
-    variant: VariantName | None = None
+    call: str | None = None
+    fixed: dict[DimName, Count] = msgspec.field(default_factory=dict)
     splitting_ops: tuple[str, ...] | None = None
     adaptor: str = ""
     settings: Settings = Settings(torch={})
@@ -59,7 +55,7 @@ class Tracers(Children):
         self._count = (default_jobs() if jobs is None else jobs) - 2
         super().__init__(program, limit=max(1, self._count), setup=setup)
         self._executor = ThreadPoolExecutor(max(1, self._count), "cgtool-trace", initializer=self._wait_until_built)
-        self._begun: dict[bytes, Future[TraceReport]] = {}
+        self._begun: dict[tuple[object, ...], Future[TraceReport]] = {}
 
     def begin(
         self,
@@ -78,19 +74,20 @@ class Tracers(Children):
             return
         for call, fixed in variants:
             request = TraceRequest(
-                variant=VariantName(call=call.name, fixed=dict(fixed)),
+                call=call.name,
+                fixed=dict(fixed),
                 splitting_ops=None if splitting_ops is None else tuple(splitting_ops),
                 adaptor=adaptor,
                 settings=settings,
             )
-            self._begun[encode(request.variant)] = self._executor.submit(self._traced, request)
+            self._begun[call.name, *fixed.items()] = self._executor.submit(self._traced, request)
 
     def take(self, call: ExampleCall, fixed: Mapping[str, int]) -> tuple[Traced, float] | None:
         """Wait for a variant that a child has begun with; return it and the seconds that it took.
 
         None means that this process is to trace it.
         """
-        future = self._begun.pop(encode(VariantName(call=call.name, fixed=dict(fixed))), None)
+        future = self._begun.pop((call.name, *fixed.items()), None)
         if future is None or future.cancel():
             return None
         report = future.result()
@@ -122,14 +119,14 @@ def serve_traces(channel: Channel, spec: ModelSpec) -> None:
     tracer: VariantTracer | None = None
     calls = {call.name: call for call in spec.calls}
     for request, _ in channel.requests(TraceRequest):
-        if request.variant is None:
+        if request.call is None:
             channel.answer(TraceReport())
             continue
         apply_settings(request.settings)
         tracer = tracer or VariantTracer(spec, request.splitting_ops, request.adaptor)
         begun = time.perf_counter()
         try:
-            live = tracer.trace(calls[request.variant.call], request.variant.fixed)
+            live = tracer.trace(calls[request.call], request.fixed)
         except CgtoolError as error:
             channel.answer(TraceReport(failure=str(error)))
         else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -253,9 +254,6 @@ def _malformed(data: Json) -> ArtifactError:
     )
 
 
-_DEVICE = r"([a-z]+)(?::([+-][0-9]{1,3}))?"
-
-
 def dtype_text(dtype: torch.dtype) -> str:
     """Return "float32" for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
@@ -273,53 +271,25 @@ def dtype_of(text: str) -> torch.dtype:
     return found
 
 
-def device_text(device: torch.device | str, base: int | None = None) -> str:
-    """Return a device without the index that it has in this process.
-
-    Args:
-        device: The device.
-        base: The index that counts as the first; None: whatever the index, it is the only one of its type.
-
-    Returns:
-        "cpu", "cuda", or "cuda:+1" for the index after `base`.
-    """
-    device = torch.device(device)
-    if device.index is None or base is None or device.index == base or device.type == "cpu":
-        return device.type
-    return f"{device.type}:{device.index - base:+d}"
+def device_text(device: torch.device | str) -> str:
+    """Return a device without the index that it has in this process: a process works on one of each type."""
+    return torch.device(device).type
 
 
-def device_of(text: str, base: int | None = None) -> torch.device:
-    """Return the device that `device_text` called `text`.
-
-    Args:
-        text: "cpu", "cuda", "cuda:+1".
-        base: The index that counts as the first; None: the current device where an order is given, else no index.
+def device_of(text: str, index: int | None = None) -> torch.device:
+    """Return the device that `device_text` called `text`; an index is that of a device that is not the CPU.
 
     Raises:
         ArtifactError: `text` is not a device.
     """
-    match = re.fullmatch(_DEVICE, text) if isinstance(text, str) else None
-    message = f"{text!r} is not a device that this torch knows; warm again"
-    if match is None:
-        raise ArtifactError(message, actual=text)
-    kind, offset = match.groups()
-    try:
-        if offset is None:
-            return torch.device(kind) if base is None or kind == "cpu" else torch.device(kind, base)
-        first = torch.accelerator.current_device_index() if base is None else base
-        return torch.device(kind, first + int(offset))
-    except RuntimeError as error:
-        raise ArtifactError(message, actual=text) from error
+    if isinstance(text, str) and text.isalpha():
+        with contextlib.suppress(RuntimeError):
+            return torch.device(text) if index is None or text == "cpu" else torch.device(text, index)
+    raise ArtifactError(f"{text!r} is not a device that this torch knows; warm again", actual=text)
 
 
-def tensor_meta(tensor: torch.Tensor, names: Mapping[str, str] | None = None, base: int | None = None) -> TensorMeta:
-    """Return the record of a real or fake tensor.
-
-    Args:
-        tensor: A strided tensor.
-        names: ShapeEnv symbol → the name to write. Only needed for symbolic sizes.
-        base: See `device_text`.
+def tensor_meta(tensor: torch.Tensor, names: Mapping[str, str] | None = None) -> TensorMeta:
+    """Return the record of a real or fake tensor, with what its ShapeEnv's symbols are to be called.
 
     Raises:
         SplitError: A size holds something that the grammar of expressions has no word for.
@@ -329,7 +299,7 @@ def tensor_meta(tensor: torch.Tensor, names: Mapping[str, str] | None = None, ba
         dtype=dtype_text(tensor.dtype),
         shape=tuple(dim_of(size, renamed) for size in tensor.shape),
         stride=tuple(dim_of(step, renamed) for step in tensor.stride()),
-        device=device_text(tensor.device, base),
+        device=device_text(tensor.device),
     )
 
 

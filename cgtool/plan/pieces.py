@@ -14,7 +14,7 @@ In JSON a tensor, a symbol and a node are arrays, whose members are the fields o
                const {"dtype", "shape", "data": base64},
                graph [number of inputs, [node...], value]         what an operation such as torch.cond runs, see `Body`
 
-Devices are a type, or a type and a relative order ("cuda", "cuda:+1"): the device index of this process must not enter.
+A device is a type ("cuda"): the index that it has in this process must not enter.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ Expression = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_ +*/%()<>=!,&|^~-]{1,400
 Dim = Size | Expression
 SymbolName = Annotated[str, Meta(pattern=r"\As[0-9]{1,6}\Z")]
 DtypeName = Annotated[str, Meta(pattern=r"\A[a-z][a-z0-9_]{0,31}\Z")]
-DeviceName = Annotated[str, Meta(pattern=r"\A[a-z]{1,16}(:[+-][0-9]{1,3})?\Z")]
+DeviceName = Annotated[str, Meta(pattern=r"\A[a-z]{1,16}\Z")]
 Reference = Annotated[str, Meta(pattern=r"\A%(0|[1-9][0-9]{0,8})\Z")]
 #: `ns::op.overload`
 OpName = Annotated[str, Meta(pattern=r"\A[A-Za-z_][A-Za-z0-9_]*::[A-Za-z_][A-Za-z0-9_.]*\Z", max_length=200)]
@@ -70,7 +70,7 @@ class TensorMeta(Row):
         dtype: As torch spells it without its package: "float32".
         shape: One dim each: an int, or an expression over the graph's symbols.
         stride: As `shape`, in elements.
-        device: "cpu", "cuda", "cuda:+1".
+        device: "cpu", "cuda".
     """
 
     dtype: DtypeName

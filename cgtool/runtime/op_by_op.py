@@ -239,7 +239,7 @@ class _PieceWriter:
         if index is None:
             return value
         if isinstance(value, torch.device):
-            return device_of(value.type, index) if ":" not in str(value) else value
+            return device_of(value.type, index)
         if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
             return value.to(device_of(value.device.type, index))
         return value

@@ -170,11 +170,7 @@ class Segment:
 
 
 def segments(kinds: dict[fx.Node, Kind], splitting: set[fx.Node], memory: Memory) -> list[Segment]:
-    """Cut the graph; no two neighbours are of one sort. Memory says what makes a reshape a reshape.
-
-    Returns:
-        Segments in order; no two neighbours are of one sort.
-    """
+    """Cut the graph; no two neighbours are of one sort. Memory says what makes a reshape a reshape."""
     owner: dict[fx.Node, int] = {}
     runs: list[tuple[bool, list[fx.Node]]] = []
     for node, kind in kinds.items():

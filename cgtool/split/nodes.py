@@ -221,6 +221,6 @@ def described(node: fx.Node) -> str:
     return f"{name} ({line})" if line else f"{name} (node {node.name})"
 
 
-def cannot_split(node: fx.Node, why: str, *, expected: Any = None) -> SplitError:
+def cannot_split(node: fx.Node, why: str) -> SplitError:
     """Return the error that names `node` and the user's line; `why` ends with what to do."""
-    return SplitError(f"{described(node)} cannot be part of a piece: {why}.", path=node.name, expected=expected)
+    return SplitError(f"{described(node)} cannot be part of a piece: {why}.", path=node.name)

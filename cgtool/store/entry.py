@@ -233,18 +233,9 @@ def read_entry(
 class EntryWriter:
     """Writes one rank and prefix of one entry."""
 
-    def __init__(
-        self,
-        layout: CacheLayout,
-        key: Key,
-        *,
-        rank: int,
-        prefix: str,
-        on_wait: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, layout: CacheLayout, key: Key, *, rank: int, prefix: str) -> None:
         self._layout = layout
         self._key = key
-        self._on_wait = on_wait
         self.name = RankName(hash=key.hash, rank=rank, prefix=prefix)
         self.objects = ObjectStore(layout.entry_dir(self.name.hash))
         # From here on artifacts are put in place that no manifest names yet: prune must leave them alone.
@@ -308,7 +299,7 @@ class EntryWriter:
         from cgtool.store.lock import FileLock
 
         ensure_root(self._layout.root)
-        with FileLock(self._layout.entry_lock(self.name), on_wait=self._on_wait) as lock:
+        with FileLock(self._layout.entry_lock(self.name)) as lock:
             write_key(self._layout, self._key)
             entry = self._current()
             manifest, files = change(entry)

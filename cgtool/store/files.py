@@ -119,8 +119,8 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def ensure_folder(folder: Path) -> None:
-    """Make a folder and those above it, durably.
+def ensure_folder(folder: Path) -> list[Path]:
+    """Make a folder and those above it, durably; return those that were missing, the innermost first.
 
     Raises:
         CacheError: It cannot be made.
@@ -135,9 +135,13 @@ def ensure_folder(folder: Path) -> None:
     except FileExistsError as error:
         raise CacheError(f"{folder} is a file, and a folder is needed there. Remove it.", path=folder) from error
     except OSError as error:
-        raise cache_error(error, folder, needed_bytes=None) from error
+        for new in missing:
+            with contextlib.suppress(OSError):
+                new.rmdir()
+        raise cache_error(error, folder) from error
     for new in reversed(missing):
         sync_folder(new.parent)
+    return missing
 
 
 def ensure_root(root: Path) -> None:

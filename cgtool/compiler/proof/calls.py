@@ -76,7 +76,7 @@ def prove_calls(
         RankLostError: Another rank failed or died.
     """
     count = len(found.plan.variants)
-    devices = {item.meta.device.partition(":")[0] for variant in found.plan.variants for item in variant.inputs}
+    devices = {item.meta.device for variant in found.plan.variants for item in variant.inputs}
     device = next((name for name in sorted(devices) if name != "cpu"), "cpu")
     reason = _why_not(found, spec, device)
     exchanges = private.exchanges() and _may_exchange(found)

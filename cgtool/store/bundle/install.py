@@ -273,7 +273,7 @@ def _add_signature(entry: Path, unpacked: Unpacked) -> None:
 def unpacking_folder(layout: CacheLayout) -> Iterator[Path]:
     """Yield a new folder beside the entries of a cache; what was made for it is gone afterwards."""
     check_no_links([layout.base])
-    made = _make(layout.base)
+    made = ensure_folder(layout.base)
     folder = layout.base / f".import.{os.getpid()}.{secrets.token_hex(6)}.tmp"
     try:
         for leftover in _abandoned(layout):
@@ -303,22 +303,3 @@ def _abandoned(layout: CacheLayout) -> list[Path]:
     except OSError:
         return []
     return [path for path in found if is_abandoned(path)]
-
-
-def _make(folder: Path) -> list[Path]:
-    """Make a folder and those above it; return those that were missing, the innermost first."""
-    missing = []
-    try:
-        for above in (folder, *folder.parents):
-            if above.is_dir():
-                break
-            missing.append(above)
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        for above in missing:
-            with contextlib.suppress(OSError):
-                above.rmdir()
-        raise cache_error(error, folder) from error
-    for above in missing:
-        sync_folder(above.parent)
-    return missing
