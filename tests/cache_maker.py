@@ -112,9 +112,7 @@ def lay_decoder(
     for index in (0, 2, 4):
         data = f"artifact {index} {seed}".encode() * 100
         data = with_origin(data, "aot", Origin(piece=pieces[index].identity(), shape={})) if marked else data
-        digest = writer.objects.put(data, "aot")
-        artifact = Artifact(digest=digest, kind="aot", size_bytes=len(data), compile_secs=1.25, kernels=1)
-        rows.append(Row(variant=0, shape={}, piece_index=index, adaptor="inductor_standalone", artifact=artifact))
+        rows.append(put_row(writer, "aot", data, piece=index, compile_secs=1.25, kernels=1))
     manifest = manifest_of(
         writer.name,
         model=model,
@@ -142,15 +140,13 @@ def _row(writer: EntryWriter, *, kind: str, shape: str, piece: int, data: str, n
     body = package(text, native_bytes=native_bytes) if kind == "pt2" else json.dumps(text).encode()
     origin = Origin(piece=_TOY[piece].identity(), shape=parse_shape(shape))
     body = with_origin(body, kind, origin)
-    return Row(
-        variant=0,
-        shape=parse_shape(shape),
-        piece_index=piece,
-        adaptor=ADAPTORS[kind],
-        artifact=Artifact(
-            digest=writer.objects.put(body, kind), kind=kind, size_bytes=len(body), compile_secs=1.5, kernels=2
-        ),
-    )
+    return put_row(writer, kind, body, piece=piece, shape=shape, compile_secs=1.5, kernels=2)
+
+
+def put_row(writer: EntryWriter, kind: str, data: bytes, *, piece: int, shape: str = "general", **artifact: Any) -> Row:
+    """Put an artifact in its place, and return the row that leads to it."""
+    record = Artifact(digest=writer.objects.put(data, kind), kind=kind, size_bytes=len(data), **artifact)
+    return Row(variant=0, shape=parse_shape(shape), piece_index=piece, adaptor=ADAPTORS[kind], artifact=record)
 
 
 def tree(root: Path) -> dict[str, tuple[int, bytes]]:
@@ -266,12 +262,9 @@ class _Maker:
         _write(f"{folder}/key.json", key.to_bytes())
         for unit in units:
             os.link(unit.path, f"{folder}/artifacts/{unit.record.file}")
-        manifest = Manifest(
-            hash=key.hash,
-            rank=0,
-            prefix="backbone",
+        manifest = manifest_of(
+            RankName(hash=key.hash, rank=0, prefix="backbone"),
             model=model,
-            level=3,
             adaptor=ADAPTOR,
             splitting_ops=("toy::attention",),
             variants=(
@@ -338,13 +331,7 @@ def _rows(units: list[_Unit], unique: int, layers: int) -> Iterator[Row]:
         for layer in range(layers + 1):
             which = unique - 1 if layer == layers else min(layer, max(unique - 2, 0))
             record = units[number * unique + which].record
-            yield Row(
-                variant=0,
-                shape=shape,
-                piece_index=2 * layer,
-                adaptor=ADAPTOR,
-                artifact=record,
-            )
+            yield Row(variant=0, shape=shape, piece_index=2 * layer, adaptor=ADAPTOR, artifact=record)
 
 
 def _decoder(layers: int, unique: int) -> Plan:
@@ -364,17 +351,7 @@ def _plan(
     say: str = "",
     fixed: Mapping[str, dict[str, int]] | None = None,
 ) -> Plan:
-    steps = tuple(
-        Step(
-            piece=index,
-            splitting=graph is splitting,
-            graph=graph.identity(),
-            symbols={"s0": "s0"},
-            inputs=(index,),
-            outputs=(index + 1,),
-        )
-        for index, graph in enumerate(pieces)
-    )
+    steps = steps_of(pieces, splitting)
     variants = tuple(
         Variant(
             name=name,
@@ -394,18 +371,37 @@ def _plan(
     return Plan(method="forward" + say, qualname=qualname, variants=variants, graphs=known)
 
 
+def steps_of(pieces: list[PieceGraph], splitting: PieceGraph) -> tuple[Step, ...]:
+    """The steps of pieces, each of which takes what the one before it gave."""
+    return tuple(
+        Step(
+            piece=index,
+            splitting=graph is splitting,
+            graph=graph.identity(),
+            symbols={"s0": "s0"},
+            inputs=(index,),
+            outputs=(index + 1,),
+        )
+        for index, graph in enumerate(pieces)
+    )
+
+
 def _graph(target: str, width: int = 64, *, sized: bool = False) -> PieceGraph:
     """A piece of one op; `sized` asks for a size first."""
     size = Node(kind="size", target=None, args=("%0", 0), kwargs={})
     op = Node(kind="function", target=target, args=("%0",), kwargs={})
-    nodes = (size, op) if sized else (op,)
+    return graph_of([size, op] if sized else [op], width)
+
+
+def graph_of(nodes: list[Node], width: int = 64) -> PieceGraph:
+    """A piece of a tensor, which gives what its last operation does."""
     hidden = TensorMeta(dtype="float32", shape=("s0", width), stride=(width, 1), device="cpu")
     return PieceGraph(
         symbols=(SymbolRange(name="s0", min=2, max=None),),
         facts=(),
         inputs=(hidden,),
         aliases=(),
-        nodes=nodes,
+        nodes=tuple(nodes),
         outputs=(f"%{len(nodes)}",),
         results=(hidden,),
         ops={},

@@ -89,11 +89,6 @@ def _server_for(words: list[str], env: Mapping[str, str] | None) -> Server:
     return server(path, with_torch=traces or path is not None)
 
 
-def run_many(runs: list[tuple[Path, Mapping[str, str], list[str]]]) -> list[Ran]:
-    """Run `cgtool` to its end once for each (working directory, changes of the environment, arguments)."""
-    return [run(*arguments, cwd=cwd, env=changes) for cwd, changes, arguments in runs]
-
-
 _LIGHT = ("cgtool.cli.main", "rich.console", "rich.table", "rich.text", "cgtool.cli.inspect", "cgtool.toolkit.listing")
 #: What a command that traces imports.
 HEAVY = ("cgtool.cli.main", "torch", "torch._dynamo", "cgtool.models", "cgtool.compiler.pipeline")

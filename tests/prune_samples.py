@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from cache_maker import manifest_of
+
 from cgtool.plan.grammar import digest_of
 from cgtool.store.entry import EntryWriter, read_entry
 from cgtool.store.layout import CacheLayout, RankName
-from cgtool.store.records import Artifact, Factor, Key, Manifest, Row, VariantCounts
+from cgtool.store.records import Artifact, Factor, Key, Row, VariantCounts
 from cgtool.store.units import UnitStore
 
 DAY = 86400.0
@@ -45,21 +47,10 @@ def lay(
         unit = digest_of(data.decode())
         record = units.find(unit) or put_unit(units, unit, data)
         units.link_into(writer.objects, unit, record)
-        rows.append(
-            Row(
-                variant=0,
-                shape={},
-                piece_index=index,
-                adaptor="eager",
-                artifact=record,
-            )
-        )
-    manifest = Manifest(
-        hash=key.hash,
-        rank=rank,
-        prefix="backbone",
+        rows.append(Row(variant=0, shape={}, piece_index=index, adaptor="eager", artifact=record))
+    manifest = manifest_of(
+        writer.name,
         model=model,
-        level=3,
         adaptor="eager",
         splitting_ops=(),
         variants=(VariantCounts(name="default", pieces=9, splitting_pieces=0, unique_pieces=9),),

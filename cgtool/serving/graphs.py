@@ -56,10 +56,6 @@ class CudaGraphs:
 
     `torch.cuda.graph` is not used: it empties the caches of all streams before each capture, which takes longer than
     the capture of a piece, and where a capture fails it leaves its own stream the current one.
-
-    `torch.cuda.graph` is not used: it empties the caches of all streams before each capture, which takes longer than
-
-    the capture of a piece, and where a capture fails it leaves its own stream the current one.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 from cache_maker import lay_decoder as lay_entry
-from cli_harness import COMMAND, environment, run, run_many
+from cli_harness import COMMAND, environment, run
 
 from cgtool import errors
 from cgtool.cli import failures, logs
@@ -104,42 +104,18 @@ USAGE = {
 }
 
 
-@pytest.fixture(scope="module")
-def wrong(tmp_path_factory):
-    """What each wrong usage answers to people and to programs, and the folder that it was said in."""
-    folders = {(name, way): tmp_path_factory.mktemp("wrong") for name in USAGE for way in ("people", "programs")}
-    runs = [
-        (folder, {"CGTOOL_CACHE_DIR": str(folder / "cache")}, USAGE[name][0] + ["--json"] * (way == "programs"))
-        for (name, way), folder in folders.items()
-    ]
-    return {at: (ran, folders[at]) for at, ran in zip(folders, run_many(runs), strict=True)}
-
-
-def test_a_process_of_its_own_says_what_a_fork_says(tmp_path, wrong):
-    ran, _ = wrong["no model", "programs"]
-    assert run(*USAGE["no model"][0], "--json", cwd=tmp_path) == ran
-
-
-@pytest.mark.parametrize("name", USAGE)
-def test_wrong_usage_is_exit_code_2_and_a_sentence(wrong, name):
-    ran, folder = wrong[name, "people"]
-    assert ran.code == 2
-    assert ran.out == ""
+@pytest.mark.parametrize(("arguments", "sentence"), USAGE.values(), ids=USAGE)
+def test_wrong_usage_is_a_sentence_and_for_programs_a_document(tmp_path, arguments, sentence):
+    env = {"CGTOOL_CACHE_DIR": str(tmp_path / "cache")}
+    ran, document = (run(*arguments, *more, cwd=tmp_path, env=env) for more in ([], ["--json"]))
+    assert (ran.code, document.code, ran.out) == (2, 2, "")
     assert ran.err.startswith("Error: ")
-    assert USAGE[name][1] in ran.err
+    assert sentence in ran.err
     assert "Traceback" not in ran.err
-    assert list(folder.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", USAGE)
-def test_wrong_usage_for_programs_is_one_document(wrong, name):
-    ran, _ = wrong[name, "programs"]
-    assert ran.code == 2
-    assert ran.report["schema"] == 1
-    error = ran.report["error"]
-    assert list(error) == ERROR_KEYS
-    assert USAGE[name][1] in error["message"]
-    assert error["exit_code"] == 2
+    error = document.report["error"]
+    assert (document.report["schema"], list(error), error["exit_code"]) == (1, ERROR_KEYS, 2)
+    assert sentence in error["message"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_switch_and_the_variable_both_switch_the_cache_off(tmp_path):

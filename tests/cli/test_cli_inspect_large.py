@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cache_maker import MODELS, make_cache
-from cli_harness import COMMAND, Ran, environment, run_many
+from cli_harness import COMMAND, Ran, environment, run
 
 from cgtool.store.layout import CacheLayout
 
@@ -47,8 +47,7 @@ def ran(root: Path) -> dict[str, Ran]:
         "wrong order": ["--sort", "siez"],
         "wrong limit": ["--limit", "-1"],
     }
-    answers = run_many([(root, {}, ["inspect", "cache", str(root), *arguments]) for arguments in runs.values()])
-    return dict(zip(runs, answers, strict=True))
+    return {name: run("inspect", "cache", root, *arguments) for name, arguments in runs.items()}
 
 
 def test_every_entry_is_a_line_of_one_width(ran):
@@ -127,19 +126,10 @@ def test_it_takes_little_time_and_memory(root, arguments):
     assert most_kib / 1024 < MOST_MIB
 
 
-def test_a_scan_imports_no_torch_and_no_table(root):
-    code = (
-        "import sys; from pathlib import Path; from cgtool.toolkit.listing import scan; "
-        f"scan(Path({str(root)!r})); print([name for name in ('torch', 'rich', 'click') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment())
-    assert done.stdout == "[]\n"
-
-
 def test_an_entry_without_holes_says_so_and_one_with_a_torn_rank_does_not(tmp_path):
     names = make_cache(tmp_path, entries=1, artifacts_per_entry=6, ranks=2)
-    runs = [(tmp_path, {}, ["inspect", "entry", "--cache-dir", str(tmp_path), *more]) for more in ([], ["--json"])]
-    text, as_json = run_many(runs)
+    asked = ("inspect", "entry", "--cache-dir", tmp_path)
+    text, as_json = run(*asked), run(*asked, "--json")
     assert text.out.endswith(
         "shape         rank 0, 1 pieces 0-8 by 2\n"
         "general       proved\n"
@@ -151,7 +141,7 @@ def test_an_entry_without_holes_says_so_and_one_with_a_torn_rank_does_not(tmp_pa
     assert as_json.report["complete"] is True
     manifest = CacheLayout(root=tmp_path).manifest_file(names[1])
     manifest.write_bytes(manifest.read_bytes()[:-9])
-    text, as_json = run_many(runs)
+    text, as_json = run(*asked), run(*asked, "--json")
     assert "No holes" not in text.out
     assert (as_json.report["complete"], as_json.report["holes"]) == (False, [])
     assert len(as_json.report["warnings"]) == 1
@@ -161,6 +151,6 @@ def test_an_entry_without_holes_says_so_and_one_with_a_torn_rank_does_not(tmp_pa
 def test_a_folder_that_is_none_or_holds_no_entry_is_a_sentence(tmp_path, what):
     (tmp_path / "file").touch()
     for folder in ("nowhere", "file", "."):
-        (ran,) = run_many([(tmp_path, {}, ["inspect", *what, "--cache-dir", folder])])
+        ran = run("inspect", *what, "--cache-dir", folder, cwd=tmp_path)
         assert (ran.code, ran.out) == (1, "")
         assert ran.err.endswith(" holds no entry. Fill it with: cgtool warm MODEL\n")

@@ -13,8 +13,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from cache_maker import lay_decoder as lay_entry
-from cli_harness import COMMAND, Ran, environment, run_many
-from msgspec.structs import replace
+from cli_harness import COMMAND, Ran, environment, run
+from msgspec.structs import asdict, replace
 
 from cgtool.cli.text import size_text
 from cgtool.plan.shapes import of_sizes
@@ -27,7 +27,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def inspect(root: Path, *runs: tuple[object, ...]) -> list[Ran]:
-    return run_many([(root, {}, ["inspect", *map(str, arguments), "--cache-dir", str(root)]) for arguments in runs])
+    return [run("inspect", *arguments, "--cache-dir", root) for arguments in runs]
 
 
 def change(root: Path, hash_: str, made: dict[str, object], *, rank: int = 0) -> None:
@@ -94,56 +94,19 @@ def test_an_entry_is_shown_by_shape_and_piece_with_its_holes(tmp_path):
     )
     (rank,) = report["ranks"]
     assert list(rank) == ["rank", "prefix", "model", "level", "adaptor", "cgtool", "created", "variants"]
-    assert rank["variants"][1] == {
-        "name": "decode",
-        "fixed": {"num_tokens": 1},
-        "pieces": 5,
-        "splitting_pieces": 2,
-        "unique_pieces": 3,
-        "proved_at": [],
-        "proof_gap": "",
-    }
+    variant = rank["variants"][1]
+    assert " ".join(variant) == "name pieces splitting_pieces unique_pieces fixed proved_at proof_gap"
+    assert [*variant.values()] == ["decode", 5, 2, 3, {"num_tokens": 1}, [], ""]
     place = report["places"][0]
     cells = place.pop("cells")
-    assert place == {
-        "rank": 0,
-        "prefix": "backbone",
-        "variant": 0,
-        "piece_index": 0,
-        "adaptor": "inductor_standalone",
-        "serves_all": False,
-    }
-    assert cells[0] == {
-        "shape": {},
-        "adaptor": "inductor_standalone",
-        "tuned": False,
-        "digest": rows[0].artifact.digest,
-        "kind": "aot",
-        "size_bytes": rows[0].artifact.size_bytes,
-        "compile_secs": 1.25,
-        "kernels": 1,
-        "guards": ["s0 < 9", "s0 > 2"],
-        "proved": True,
-        "proof_gap": "",
-    }
-    assert report["holes"][0] == {
-        "rank": 0,
-        "prefix": "backbone",
-        "variant": 0,
-        "piece_index": 2,
-        "shape": {"num_tokens": [8, 8]},
-    }
-    assert report["fallbacks"] == [
-        {
-            "rank": 0,
-            "prefix": "backbone",
-            "variant": 0,
-            "piece_index": 2,
-            "shape": {},
-            "adaptor": "inductor",
-            "reason": "a\x1bb",
-        }
-    ]
+    there = {"rank": 0, "prefix": "backbone", "variant": 0}
+    assert place == {**there, "piece_index": 0, "adaptor": "inductor_standalone", "serves_all": False}
+    artifact = {**asdict(rows[0].artifact), "guards": ["s0 < 9", "s0 > 2"], "proved": True}
+    assert cells[0] == {"shape": {}, "adaptor": "inductor_standalone", "tuned": False, **artifact}
+    assert " ".join(artifact) == "digest kind size_bytes compile_secs kernels guards proved proof_gap"
+    assert report["holes"][0] == {**there, "piece_index": 2, "shape": {"num_tokens": [8, 8]}}
+    told = {"piece_index": 2, "shape": {}, "adaptor": "inductor", "reason": "a\x1bb"}
+    assert report["fallbacks"] == [{**there, **told}]
 
 
 def test_ranks_that_are_alike_share_a_column_and_one_that_is_torn_is_a_warning(tmp_path):

@@ -7,8 +7,8 @@ import os
 import pty
 import signal
 import subprocess
-import sys
 import time
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -47,7 +47,8 @@ def run_on_terminal(*arguments, answer):
         os.write(leader, answer.encode())
     while not answer and process.poll() is None:  # one that comes just before the read waits for the next
         process.send_signal(signal.SIGINT)
-        time.sleep(0.5)
+        with suppress(subprocess.TimeoutExpired):  # a second one during Python's own end would kill it
+            process.wait(timeout=5)
     try:
         while True:
             shown += os.read(leader, 65536)
@@ -198,19 +199,6 @@ def test_the_default_cache_may_wait_for_its_first_warm(tmp_path):
     ran = run("prune", "--yes", env={"HOME": str(tmp_path)})
     assert (ran.code, ran.err) == (0, "")
     assert ran.out.startswith("Nothing to remove in ")
-
-
-def test_it_loads_no_torch(tmp_path):
-    lay_entry(tmp_path)
-    program = (
-        "import sys; from cgtool.cli.main import main\n"
-        f"code = main(['prune', '--stale', '--orphans', '--yes', '--cache-dir', {str(tmp_path)!r}])\n"
-        "sys.exit(code or 'torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment()
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_json_is_json_whatever_the_model_is_called(tmp_path):

@@ -54,12 +54,22 @@ def test_help_starts_without_torch_and_runs_no_command(path):
     assert not [name for name in modules if name.startswith("cgtool.toolkit.")]
 
 
-def test_inspecting_starts_without_torch(tmp_path):
-    lay_entry(tmp_path)
-    for arguments in (("inspect", "cache", tmp_path), ("inspect", "graph", "--cache-dir", tmp_path)):
-        code, modules = _modules_after(*arguments)
-        assert code == 0
-        assert not modules.intersection(HEAVY)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("inspect", "cache"),
+        ("inspect", "graph"),
+        ("diff", "{hash}", "{hash}"),
+        ("diff", "{hash}", "--here"),
+        ("prune", "--stale", "--orphans", "--yes"),
+    ],
+    ids=" ".join,
+)
+def test_what_only_reads_a_cache_needs_no_torch(tmp_path, arguments):
+    hash_ = lay_entry(tmp_path)
+    code, modules = _modules_after(*(word.format(hash=hash_) for word in arguments), "--cache-dir", tmp_path)
+    assert code == 0
+    assert not modules.intersection((*HEAVY, "zstandard"))
 
 
 def test_the_groups_help_loads_no_commands_module():

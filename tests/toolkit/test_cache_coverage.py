@@ -1,17 +1,16 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from cache_samples import manifest_of, put_row, sample_key, writer
+from cache_maker import manifest_of
+from cache_samples import sample_key
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from cgtool.plan.records import Plan, Step, Variant
 from cgtool.plan.shapes import parse_shape, shape_text
+from cgtool.store.layout import RankName
 from cgtool.store.records import Artifact, Fallback, Manifest, Row, VariantCounts
-from cgtool.toolkit.coverage import Coverage, Hole, UnknownPieces, entry_coverage, planned
+from cgtool.toolkit.coverage import Coverage, Hole, UnknownPieces, entry_coverage
 
 COUNTS = VariantCounts(name="default", pieces=5, splitting_pieces=2, unique_pieces=3)
 DECODE = VariantCounts(name="default", pieces=5, splitting_pieces=2, unique_pieces=3, fixed={"num_tokens": 1})
@@ -44,12 +43,9 @@ def manifest(
     fallbacks: tuple[Fallback, ...] = (),
     adaptor: str = "aot_inductor",
 ) -> Manifest:
-    return Manifest(
-        hash=sample_key().hash,
-        rank=rank,
-        prefix=prefix,
+    return manifest_of(
+        RankName(hash=sample_key().hash, rank=rank, prefix=prefix),
         model="Toy",
-        level=3,
         adaptor=adaptor,
         splitting_ops=(),
         variants=variants,
@@ -90,18 +86,6 @@ def test_a_whole_entry_has_every_piece_for_every_shape_and_no_hole():
     }
 
 
-def test_a_shape_that_one_piece_lacks_is_a_hole_there():
-    coverage = entry_coverage([full("general", "num_tokens=8", but=((2, "num_tokens=8"),))])
-    assert coverage.holes == (hole(2, "num_tokens=8"),)
-    assert not coverage.is_whole
-    assert (1, "num_tokens=8") not in covered(coverage)
-
-
-def test_a_shape_that_only_another_rank_has_is_a_hole_on_each_piece_of_this_one():
-    coverage = entry_coverage([full("general", "num_tokens=8", rank=1), full("general")])
-    assert coverage.holes == tuple(hole(piece, "num_tokens=8") for piece in PIECES)
-
-
 def test_a_piece_without_any_row_is_known_by_another_rank_of_the_same_counts():
     coverage = entry_coverage([full("general"), full("general", rank=1, but=((4, "general"),))])
     assert coverage.holes == (hole(4, "general", rank=1),)
@@ -123,11 +107,6 @@ def test_pieces_that_no_row_names_are_counted_and_with_the_plan_named():
     plans = {one.name: (frozenset(PIECES),)}
     told = entry_coverage([one], plans=plans)
     assert (told.holes, told.unknown) == ((hole(2, "general"),), ())
-
-
-def test_the_general_shape_is_missed_where_nothing_has_it():
-    coverage = entry_coverage([full("num_tokens=8")])
-    assert coverage.holes == tuple(hole(piece, "general") for piece in PIECES)
 
 
 def test_a_variant_is_not_asked_for_the_shapes_of_another():
@@ -202,12 +181,6 @@ def test_manifests_of_two_entries_or_one_twice_are_refused():
         entry_coverage([full("general"), replace(full("general", rank=1), hash="cd" * 32)])
 
 
-def test_the_manifests_of_a_published_entry_are_taken_as_they_are_read(cache_root: Path):
-    to = writer(cache_root)
-    rows = tuple(put_row(to, piece=piece) for piece in (0, 2, 4, 6, 8))
-    assert entry_coverage([manifest_of(to, rows)]).is_whole
-
-
 CELLS = [
     (rank, piece, shape)
     for rank in (0, 1)
@@ -231,24 +204,3 @@ def test_with_a_plan_what_was_taken_away_is_what_is_missed(gone: set[tuple[int, 
     missed = {(found.rank, found.piece_index, shape_text(found.shape)) for found in coverage.holes}
     assert missed == {(rank, piece, shape) for rank, piece, shape in gone if shape in left}
     assert len(covered(coverage)) + len(coverage.holes) == 6 * len(left)
-
-
-def test_a_plan_says_which_pieces_are_compiled():
-    steps = [
-        Step(piece=piece, splitting=piece == 1, graph="ab" * 32, symbols={}, inputs=(), outputs=())
-        for piece in (0, 1, 2, -1)
-    ]
-    variant = Variant(
-        name="default",
-        fixed={},
-        dims={"num_tokens": ("s0",)},
-        symbols=(),
-        relations=(),
-        inputs=(),
-        model_guards=(),
-        call_guards=(),
-        steps=tuple(steps),
-        output=["v", 0],
-    )
-    plan = Plan(method="forward", qualname="toy:Toy", variants=(variant,), graphs={})
-    assert planned(plan) == (frozenset({0, 2}),)

@@ -24,11 +24,6 @@ def test_ways_come_in_the_tables_order_and_eager_always():
     assert names("torch,cgtool/eager") == ["eager", *GROUPS["torch"], "cgtool/eager"]
 
 
-def test_an_unknown_way_is_named_with_the_nearest():
-    with pytest.raises(UsageError, match=r"no way 'megacache'; the nearest is 'mega-cache'"):
-        parse_ways("eager,megacache")
-
-
 def test_a_bare_number_is_for_all_that_no_item_names():
     starts = parse_starts("15,torch=3,mega-cache=1", default=6)
     assert (starts["eager"], starts["compile-warm"], starts["mega-cache"], starts["cgtool/eager"]) == (15, 3, 1, 15)

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-from cache_maker import manifest_of
+from cache_maker import graph_of, manifest_of, put_row, steps_of
 
 from cgtool.plan.grammar import digest_of
-from cgtool.plan.pieces import Json, Node, PieceGraph, SymbolRange, TensorMeta
-from cgtool.plan.records import Guard, Input, Plan, Step, Variant
+from cgtool.plan.pieces import Json, Node, PieceGraph, SymbolRange
+from cgtool.plan.records import Guard, Input, Plan, Variant
 from cgtool.plan.shapes import parse_shape
 from cgtool.plan.writing import encode_plan
 from cgtool.store.artifacts import Origin, with_origin
 from cgtool.store.entry import EntryWriter
 from cgtool.store.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout
-from cgtool.store.records import Artifact, Factor, Fallback, Key, Row, VariantCounts
+from cgtool.store.records import Factor, Fallback, Key, Row, VariantCounts
 from cgtool.toolkit.diff.entries import EntrySide
 
 FACTORS: Mapping[str, Json] = {
@@ -48,7 +48,6 @@ def forward(x):
     # helpers.py:4, in scale: return z * 2
     mul = _operator.mul(z, 2)
 '''
-HIDDEN = TensorMeta(dtype="float32", shape=("s0", 64), stride=(64, 1), device="cpu")
 
 
 def piece(target: str = "torch.sin", *, eps: str = "1e-06", more: bool = False) -> PieceGraph:
@@ -60,19 +59,11 @@ def piece(target: str = "torch.sin", *, eps: str = "1e-06", more: bool = False) 
     if more:
         nodes.insert(1, Node(kind="method", target="abs", args=("%1",), kwargs={}))
         nodes[2] = Node(kind="function", target="_operator.add", args=("%2", {"f": eps}), kwargs={})
-    return PieceGraph(
-        symbols=(SymbolRange(name="s0", min=2, max=None),),
-        facts=(),
-        inputs=(HIDDEN,),
-        aliases=(),
-        nodes=tuple(nodes),
-        outputs=(f"%{len(nodes)}",),
-        results=(HIDDEN,),
-        ops={},
-    )
+    return graph_of(nodes)
 
 
 ATTENTION = piece("torch.ops.toy.attention")
+HIDDEN = ATTENTION.inputs[0]
 
 
 def variant(graphs: list[PieceGraph], **changes: object) -> Variant:
@@ -89,18 +80,7 @@ def variant(graphs: list[PieceGraph], **changes: object) -> Variant:
         "output": ["v", len(graphs)],
         **changes,
     }
-    steps = tuple(
-        Step(
-            piece=index,
-            splitting=graph is ATTENTION,
-            graph=graph.identity(),
-            symbols={"s0": "s0"},
-            inputs=(index,),
-            outputs=(index + 1,),
-        )
-        for index, graph in enumerate(graphs)
-    )
-    return Variant(steps=steps, **fields)  # type: ignore[arg-type]
+    return Variant(steps=steps_of(graphs, ATTENTION), **fields)  # type: ignore[arg-type]
 
 
 def plan_of(graphs: list[PieceGraph] | None = None, **changes: object) -> Plan:
@@ -118,20 +98,7 @@ def row(to: EntryWriter, index: int, *, shape: str = "general", data: bytes = b"
     """A row whose artifact is in place, and says that it was compiled from `piece()`."""
     origin = Origin(piece=piece().identity(), shape=parse_shape(shape))
     data = with_origin(b'"' + data + b'"', "json", origin)
-    return Row(
-        variant=0,
-        shape=origin.shape,
-        piece_index=index,
-        adaptor="eager",
-        artifact=Artifact(
-            digest=to.objects.put(data, "json"),
-            kind="json",
-            size_bytes=len(data),
-            compile_secs=1.0,
-            kernels=1,
-            proved=proved,
-        ),
-    )
+    return put_row(to, "json", data, piece=index, shape=shape, compile_secs=1.0, kernels=1, proved=proved)
 
 
 def lay(

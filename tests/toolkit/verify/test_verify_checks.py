@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cache_samples import FACTS, no_flock, publish, publish_times, resealed, sample_key, writer
+from cache_samples import FACTS, no_flock, publish, publish_times, sample_key, writer
 from verify_samples import HASH, NATIVE, entry_files, flips, lay
 
 from cgtool.errors import CacheError
@@ -226,15 +226,6 @@ def test_a_missing_record_is_named(cache_root: Path) -> None:
     assert kinds(layout) == [("missing", "key.json"), ("missing", "manifest.json")]
 
 
-def test_a_newer_schema_is_named_and_not_called_corrupt(cache_root: Path) -> None:
-    layout = lay(cache_root)
-    path = layout.manifest_file(RANK)
-    path.write_bytes(resealed(path.read_bytes(), {"record": "manifest-99"}))
-    (problem,) = check_entry(layout, HASH).problems
-    assert problem.kind == "schema"
-    assert "Update cgtool" in problem.sentence
-
-
 def test_what_nothing_names_is_noted_and_is_no_problem(cache_root: Path) -> None:
     layout = lay(cache_root)
     gone = 4_194_304 + 1  # above the greatest process id of Linux
@@ -375,15 +366,6 @@ def _churn(root: Path, started: Path) -> None:
         if aside is not None:
             shutil.rmtree(aside)
         started.touch()
-
-
-def test_a_stopped_hasher_leaves_a_big_file_alone(tmp_path: Path) -> None:
-    big = tmp_path / "big"
-    with big.open("wb") as file:
-        file.truncate(1 << 40)
-    with Hasher(1) as hasher:
-        future = hasher.submit(str(big))
-    assert future.cancelled() or future.result().size_bytes < 1 << 40
 
 
 def sign(layout: CacheLayout) -> tuple[Path, str]:
