@@ -181,7 +181,7 @@ def _show_check(output: Output, report: WarmReport, *, model: str) -> None:
     output.notes("Note", report.notes)
     if report.hit and not report.is_warm:
         cold = ", ".join(str(rank.rank) for rank in report.ranks if not rank.hit)
-        output.line(f"{model} is warm for rank 0 alone, and not for {cold}. Run the command without --check.")
+        output.line(f"{model} is not warm for rank {cold}. Run the command without --check.")
         return
     if report.hit:
         output.line(f"{model} is warm: the cache at {report.root} serves it.")

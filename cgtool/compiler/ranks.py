@@ -85,7 +85,8 @@ class Ranks:
         self._store = store
         self._others = [other for other in range(size) if other != rank]
         self.ends_process = ends_process
-        self._meetings = itertools.count()
+        #: How many meetings this rank knows the outcome of.
+        self._meetings = 0
         #: Of each other rank: its last beat, and how often in a row it was found there.
         self._beats: dict[int, tuple[str | None, int]] = {}
         self._lost: RankLostError | None = None
@@ -161,11 +162,12 @@ class Ranks:
 
     def _heard(self, text: str) -> list[str]:
         """Say something at the next meeting; return what all ranks say there."""
-        number = next(self._meetings)
+        number = self._meetings
         self._say(f"said/{number}", text)
         awaited = set(self._others)
         while (outcome := self._outcome(number, awaited)) is None:
             time.sleep(_LOOK_SECS)
+        self._meetings += 1
         if outcome.lost:
             raise RankLostError(outcome.lost, outcome.exit_code)
         if outcome.absent:
