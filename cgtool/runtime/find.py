@@ -209,12 +209,13 @@ class Finder:
         if not refused:
             refused = self._others()
         if not refused:
+            elsewhere = self._elsewhere()
             msg = (
                 f"There is nothing for this model in {self._layout.root} (rank {self._rank}, prefix {self._prefix!r}). "
-                "Warm it first: `cgtool warm MODEL`, or call cgtool.compile."
+                f"{elsewhere or 'Warm it first: `cgtool warm MODEL`, or call cgtool.compile.'}"
             )
             reason = "nothing has been warmed for this model" if pruned is None else pruned.sentence
-            return CacheMissError(msg, reasons=(reason,), path=self._layout.root)
+            return CacheMissError(msg, reasons=(elsewhere or reason,), path=self._layout.root)
         hash_, reasons = min(refused, key=lambda pair: len(pair[1]))
         shown = "\n  ".join(reasons[:_MAX_REASONS])
         msg = (
@@ -222,6 +223,20 @@ class Finder:
             f"  {shown}\n{self._advice()}"
         )
         return CacheMissError(msg, reasons=reasons[:_MAX_REASONS], path=self._layout.root, nearest=hash_)
+
+    def _elsewhere(self) -> str:
+        """Say for which other ranks the model was warmed; "" where for none."""
+        hashes = LookupStore(self._layout).candidates(self._live.lookup)
+        names = (name for hash_ in hashes for name in self._layout.rank_names(hash_) if name.prefix == self._prefix)
+        ranks = sorted({name.rank for name in names if self._layout.manifest_file(name).exists()} - {self._rank})
+        if not ranks:
+            return ""
+        listed = ", ".join(map(str, ranks))
+        return (
+            f"It was warmed for rank {listed}, and not for rank {self._rank}. Where each holds a part of a model, warm "
+            "all (`torchrun ... -m cgtool warm MODEL`, or `--world-size N`); where each holds all of it, load with "
+            "rank=0."
+        )
 
     def _advice(self) -> str:
         tensors = self._live.known["state"]["tensors"]

@@ -26,6 +26,12 @@ _FAKED = (
 )
 
 
+_IN_GROUP = (
+    "\nUnder --world-size, cgtool has made the default process group. Have the factory make one only where there is "
+    "none: `if not torch.distributed.is_initialized():`."
+)
+
+
 class _Request(Record, frozen=True, kw_only=True):
     """The rank that a child is to warm."""
 
@@ -141,6 +147,7 @@ def main(channel: Channel) -> None:
                 on_event=lambda event: channel.note(_Progress(event=event)),
             )
         except CgtoolError as error:
-            channel.answer(_Outcome(failure=str(error), exit_code=error.exit_code))
+            advice = _IN_GROUP if "default process group twice" in str(error) else ""
+            channel.answer(_Outcome(failure=f"{error}{advice}", exit_code=error.exit_code))
         else:
             channel.answer(_Outcome(report=report))

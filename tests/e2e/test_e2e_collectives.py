@@ -91,6 +91,12 @@ def test_native_code_that_never_gives_pythons_lock_back_ends_with_a_sentence(tmp
     assert "Error: For 2 s (compile_timeout), native code held Python's lock as whole calls were proved" in ran.err
 
 
+def test_a_factory_that_makes_the_group_itself_is_told_how_to_share_it(tmp_path):
+    ran = cgtool("warm", f"{MODELS}:build_alone", "--arg", "name=TwoGroups", "--cache-dir", tmp_path, "--world-size", 2)
+    assert ran.code == 1
+    assert "`if not torch.distributed.is_initialized():`" in ran.err
+
+
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_load_what_one_process_warmed_in_a_group_that_exchanges_nothing(tmp_path, size):
     warmed_by_one_process(tmp_path, size, "--jobs", 0, "--adaptor", "eager")

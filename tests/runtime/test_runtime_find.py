@@ -112,6 +112,11 @@ def test_an_empty_or_missing_cache_says_what_to_do(model, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_rank_that_was_not_warmed_is_told_which_ones_were(model, cache):
+    with pytest.raises(CacheMissError, match=r"warmed for rank 0, and not for rank 2\. .* load with rank=0\.$"):
+        cgtool.load(model, cache_dir=cache, rank=2)
+
+
 def test_another_model_misses(cache):
     with pytest.raises(CacheMissError, match="nothing for this model"):
         cgtool.load(Other().eval(), cache_dir=cache)
