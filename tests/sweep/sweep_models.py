@@ -6,7 +6,6 @@ Each case says what of its calls must be served; a call not named so may be refu
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -70,46 +69,6 @@ class Base(nn.Module):
 
 
 # ---- where facts are read from
-
-
-@case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
-class ReadsProperty(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self._scale = 3.0
-
-    @property
-    def scale(self) -> float:
-        return self._scale * 2
-
-    def forward(self, x):
-        return self.linear(x) * self.scale
-
-
-@dataclasses.dataclass
-class Settings:
-    eps: float = 1e-3
-    names: tuple[str, ...] = ("a", "b")
-    inner: dict[str, int] = dataclasses.field(default_factory=lambda: {"k": 2})
-
-
-class Mode(enum.Enum):
-    DOUBLE = 2
-    TRIPLE = 3
-
-
-@case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
-class ReadsConfigs(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.settings = Settings()
-        self.options = {"alpha": 0.5, "deep": {"beta": [1, 2, 3]}}
-        self.mode = Mode.TRIPLE
-
-    def forward(self, x):
-        y = self.linear(x) * self.options["alpha"] + self.options["deep"]["beta"][1]
-        y = y + self.settings.eps * len(self.settings.names) * self.settings.inner["k"]
-        return y * 2 if self.mode is Mode.DOUBLE else y * 3
 
 
 @case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
@@ -594,17 +553,6 @@ class ScattersIntoCache(Base):
         return self.cache.sum(0), self.cache
 
 
-@case(example=lambda: call(x()), fails="TraceError: written in place")
-class AssignsBuffer(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("last", torch.zeros(4, 8))
-
-    def forward(self, x):
-        self.last = x * 2
-        return self.linear(x)
-
-
 @case(example=lambda: call(x()), served={"other": lambda: call(x(seed=3))})
 class ResizesInput(Base):
     def forward(self, x):
@@ -666,66 +614,6 @@ class DrawsPermutation(Base):
 # ---- what cannot be one graph, or must not be
 
 
-@case(example=lambda: call(x()), fails="GraphBreakError: if x.sum")
-class DependsOnData(Base):
-    def forward(self, x):
-        if x.sum() > 0:
-            return self.linear(x)
-        return x
-
-
-@case(example=lambda: call(x()), fails='GraphBreakError: print("forward", x.shape)')
-class Prints(Base):
-    def forward(self, x):
-        print("forward", x.shape)  # noqa: T201 - what is tested
-        return self.linear(x)
-
-
-@case(example=lambda: call(x()), served={"other": lambda: call(x(seed=2)), "same": lambda: call(x())})
-class CallsItem(Base):
-    def forward(self, x):
-        return self.linear(x) * x.sum().item()
-
-
-@case(example=lambda: call(x()), fails="TraceError: calls")
-class CountsCalls(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.linear(x)
-
-
-@case(example=lambda: call(x()), fails="TraceError: total")
-class CountsOnClass(Base):
-    total = 0
-
-    def forward(self, x):
-        type(self).total += 1
-        return self.linear(x)
-
-
-STATE = {"calls": 0}
-COUNTER = 0
-
-
-@case(example=lambda: call(x()), fails="TraceError: COUNTER")
-class WritesGlobal(Base):
-    def forward(self, x):
-        global COUNTER  # noqa: PLW0603 - what is tested
-        COUNTER += 1
-        return self.linear(x)
-
-
-@case(example=lambda: call(x()), fails="TraceError: STATE")
-class WritesGlobalDict(Base):
-    def forward(self, x):
-        STATE["calls"] = STATE["calls"] + 1
-        return self.linear(x)
-
-
 @case(example=lambda: call(x(), {"a": x(seed=2)}), fails="Error: named")
 class WritesArgumentDict(Base):
     def forward(self, x, named):
@@ -740,37 +628,11 @@ class AppendsToArgument(Base):
         return x + 1
 
 
-@case(example=lambda: call(x()), fails="TraceError: kept")
-class KeepsOutput(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept = None
-
-    def forward(self, x):
-        self.kept = self.linear(x)
-        return self.kept
-
-
 @case(example=lambda: call(x()))
 class CallsNumpy(Base):
     def forward(self, x):
         y = self.linear(x).numpy()
         return torch.from_numpy(np.tanh(y) + np.float32(1))
-
-
-@case(example=lambda: call(x()), fails="TraceError: has a __call__ of its own")
-class CustomCall(Base):
-    def __call__(self, x):
-        return super().__call__(x) * 100
-
-    def forward(self, x):
-        return self.linear(x)
-
-
-@case(example=lambda: call(x()))
-class DependsOnNonzero(Base):
-    def forward(self, x):
-        return self.linear(x)[x[:, 0] > 0]
 
 
 @case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
@@ -842,48 +704,10 @@ class ChannelsLast(nn.Module):
         return x * 2, x.flatten(2), x.is_contiguous(memory_format=torch.channels_last)
 
 
-@case(
-    example=lambda: call(x(), x(seed=2)),
-    served={"apart": lambda: call(x(seed=3), x(seed=2))},
-    tried={"twice": twice},
-)
-class BranchesOnIdentity(Base):
-    def forward(self, x, y):
-        if x is y:
-            return self.linear(x) * 2
-        return self.linear(x) + y + 1
-
-
-@case(
-    example=lambda: call(x()),
-    served={"plain": lambda: call(x(seed=2))},
-    tried={"needs grad": lambda: call(x().requires_grad_())},
-)
-class BranchesOnRequiresGrad(Base):
-    def forward(self, x):
-        return self.linear(x) * 2 if x.requires_grad else self.linear(x)
-
-
-@case(
-    example=lambda: call(x()),
-    served={"plain": lambda: call(x(seed=2))},
-    tried={"parameter": lambda: call(nn.Parameter(x()))},
-)
-class BranchesOnParameter(Base):
-    def forward(self, x):
-        return self.linear(x) * 2 if isinstance(x, nn.Parameter) else self.linear(x)
-
-
 @case(example=lambda: call(x()), served={"plain": lambda: call(x(seed=2))})
 class BranchesOnGradMode(Base):
     def forward(self, x):
         return self.linear(x) * 2 if torch.is_grad_enabled() else self.linear(x)
-
-
-@case(example=lambda: call(x()), fails="GraphBreakError: is_inference_mode_enabled")
-class BranchesOnInferenceMode(Base):
-    def forward(self, x):
-        return self.linear(x) * 2 if torch.is_inference_mode_enabled() else self.linear(x)
 
 
 @case(example=lambda: call(x()), served={"rows": lambda: call(x(4, seed=2))})

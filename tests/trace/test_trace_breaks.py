@@ -24,10 +24,13 @@ pytestmark = pytest.mark.torch
 
 _log = logging.getLogger(__name__)
 SEEN = []
+STATE, COUNTER = {"calls": 0}, 0
 
 
 class Model(nn.Module):
     """Calls a function with itself and its argument."""
+
+    total = 0
 
     def __init__(self, body):
         super().__init__()
@@ -211,12 +214,31 @@ def writes_a_global(model, y):
     return y
 
 
+def rebinds_a_global(model, y):
+    global COUNTER  # noqa: PLW0603 - what is tested
+    COUNTER += 1
+    return y
+
+
+def writes_a_global_dict(model, y):
+    STATE["calls"] = STATE["calls"] + 1
+    return y
+
+
+def counts_on_the_class(model, y):
+    type(model).total += 1
+    return y
+
+
 SIDE_EFFECTS = [
     (counts, r"changes count"),
     (remembers, r"changes history"),
     (keeps_a_tensor, r"changes last"),
     (replaces_a_buffer, r"changes ticks while"),
     (writes_a_global, r"changes .*SEEN"),
+    (rebinds_a_global, "COUNTER"),
+    (writes_a_global_dict, "STATE"),
+    (counts_on_the_class, "total"),
 ]
 
 
