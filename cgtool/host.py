@@ -11,6 +11,7 @@ import contextlib
 import gc
 import hashlib
 import importlib.util
+import logging
 import os
 import re
 import shutil
@@ -406,3 +407,17 @@ def counters() -> dict[str, int]:
     """
     with _counting:
         return dict(_counts)
+
+
+@contextlib.contextmanager
+def silenced(*names: str) -> Iterator[None]:
+    """Keep loggers quiet that repeat, at length, an error that is raised anyway."""
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled

@@ -21,7 +21,7 @@ from cgtool.compiler import _torch
 from cgtool.compiler.sizes import choose_hints
 from cgtool.errors import CompileError, SplitError
 from cgtool.graph._torch import share_storage
-from cgtool.graph.expressions import check_expression, evaluate, holds, symbols_of
+from cgtool.graph.expressions import FUNCTIONS, check_expression, evaluate, holds, symbols_of
 from cgtool.graph.sympy_text import expression_text
 from cgtool.graph.targets import ATTRIBUTES, check_method, resolve_target
 from cgtool.graph.values import constants_of, decode_value, device_of, dtype_of
@@ -160,8 +160,9 @@ def _fold(pair: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     return folded
 
 
-#: What an expression calls where its symbols are symbolic, in place of `cgtool.graph.expressions.FUNCTIONS`.
+#: What an expression calls where its symbols are symbolic, in place of some of `cgtool.graph.expressions.FUNCTIONS`.
 _SYMBOLIC = {
+    **FUNCTIONS,
     "Max": _fold(torch.sym_max),
     "Min": _fold(torch.sym_min),
     "and_": _fold(operator.and_),

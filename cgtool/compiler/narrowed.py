@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +55,13 @@ def served_by(
     """Yield what a variant serves of each dimension; `names` has what the plan calls the symbols of the trace."""
     traced = {names[symbol.name]: symbol for symbol in shape_env.var_to_range if symbol.name in names}
     symbols = {symbol.name: symbol for symbol in variant.symbols}
-    for dim in (*variant.fixed, *variant.dims):
+    for dim in asked:
         others = tuple((name, size) for name, size in variant.fixed.items() if name != dim)
         if dim in variant.fixed:
             yield Served(dim=dim, others=others, low=variant.fixed[dim], high=variant.fixed[dim])
             continue
         low, high, lines = asked[dim].min, asked[dim].max, []
-        for name in variant.dims[dim]:  # all of them are this dimension's size
+        for name in variant.dims.get(dim, ()):  # all of them are this dimension's size
             symbol, where = symbols[name], shape_env.var_to_range_sloc.get(traced[name])
             if symbol.min > max(asked[dim].min, FIRST_DYNAMIC):
                 lines.append(_user_line(getattr(where, "lower", None), by_op))
@@ -69,19 +69,28 @@ def served_by(
                 lines.append(_user_line(getattr(where, "upper", None), by_op))
             low = max(low, symbol.min)
             high = min((bound for bound in (high, symbol.max) if bound is not None), default=None)
-        if variant.dims[dim]:
+        if variant.dims.get(dim) != ():  # the model fixes it
             yield Served(dim=dim, others=others, low=low, high=high, lines=tuple(line for line in lines if line))
 
 
-def narrowed_ranges(served: Iterable[Served], asked: Mapping[str, DynamicDim]) -> tuple[str, ...]:
-    """Return a sentence for each dimension of which less is served than was asked for."""
+def narrowed_ranges(
+    served: Iterable[Served], asked: Mapping[str, DynamicDim], left_out: Sequence[Mapping[str, int]] = ()
+) -> tuple[str, ...]:
+    """Return a sentence for each dimension of which less is served than was asked for.
+
+    Args:
+        served: What all variants serve.
+        asked: The dimensions as the user declared them.
+        left_out: Sizes at which the model itself does not run, which is said elsewhere.
+    """
     groups: dict[tuple[str, tuple[tuple[str, int], ...]], list[Served]] = {}
     for one in served:
         groups.setdefault((one.dim, one.others), []).append(one)
     notes = []
-    for (dim, _), found in groups.items():
+    for (dim, others), found in groups.items():
         ranges = _joined((one.low, one.high) for one in found)
-        if ranges == [(asked[dim].min, asked[dim].max)]:
+        sizes = [at[dim] for at in left_out if dim in at and dict(others) == {k: at[k] for k in at if k != dim}]
+        if _joined([*ranges, *((size, size) for size in sizes)]) == [(asked[dim].min, asked[dim].max)]:
             continue
         texts = [str(low) if low == high else f"{low} to {'any' if high is None else high}" for low, high in ranges]
         said = " and ".join(texts)

@@ -119,6 +119,7 @@ class _Tracing:
         self.tracer = tracer
         self.traced: list[Traced] = []
         self.notes: list[str] = []
+        self._not_runnable: list[Mapping[str, int]] = []
         #: Those of them that were traced in this process, by their index.
         self._live: dict[int, Live] = {}
         self._spec = spec
@@ -150,7 +151,7 @@ class _Tracing:
             refuse_side_effects([f"{s.source}.{s.name}" for variant in variants for s in variant.settled])
         graphs = {identity: graph for one in traced for identity, graph in one.graphs.items()}
         served = (served for one in traced for served in one.served)
-        narrowed = narrowed_ranges(served, self.tracer.dims.by_name)
+        narrowed = narrowed_ranges(served, self.tracer.dims.by_name, self._not_runnable)
         targets = {str(node.target) for graph in graphs.values() for node in graph.every_node()}
         names = sorted(target.removeprefix("torch.ops.") for target in targets if target.startswith("torch.ops."))
         first = self._live[0]
@@ -204,6 +205,7 @@ class _Tracing:
                 if reason is None:
                     raise
                 _log.info("There is no variant for %s: %s", _spelled(fixed), error)
+                self._not_runnable.append(fixed)
                 self._leave_out([_spelled(fixed)], reason)
         for call, dims in calls.values():
             self._widen(call, sizes_of(call, signature, dims))

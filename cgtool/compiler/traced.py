@@ -20,6 +20,7 @@ from cgtool.graph._torch import share_storage
 from cgtool.graph.values import tensor_meta
 from cgtool.guards.signature import CallSignature
 from cgtool.guards.state import current, names_for_pieces
+from cgtool.host import silenced
 from cgtool.model import ExampleCall, ModelSpec
 from cgtool.plan.grammar import Record
 from cgtool.plan.pieces import PieceGraph, SymbolRange
@@ -141,7 +142,7 @@ class VariantTracer:
         """Return why the model itself does not run at these sizes, or None where it does; nothing is computed."""
         arguments, _ = arguments_for(call, self.signature, self.dims, sizes)
         try:
-            with torch.no_grad(), _torch.fake_mode_of(arguments):
+            with torch.no_grad(), silenced("torch._subclasses.fake_tensor"), _torch.fake_mode_of(arguments):
                 self.signature.call(self.method, arguments)
         except Exception as error:  # noqa: BLE001  the model's own code raises what it likes
             return (str(error).strip().splitlines() or [type(error).__name__])[0]

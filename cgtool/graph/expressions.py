@@ -3,7 +3,9 @@
 Grammar, a subset of Python::
 
     expr = name | int | -expr | expr (+ - * // % ** & | ^) expr | Max(expr, ...) | Min(expr, ...)
-         | expr (== != < <= > >=) expr | expr (and or) expr | not expr | (expr)
+         | real (== != < <= > >=) real | expr (and or) expr | not expr | (expr)
+         | Trunc(real) | Floor(real) | Ceil(real) | Round(real)     what a real number comes to as a size
+    real = expr | float | -real | real (+ - * /) real
 
 An expression is evaluated as Python, here and in generated code alike, with `FUNCTIONS` for what it calls. Every
 expression that reaches generated code passes `check_expression` first. Must not import torch or sympy.
@@ -12,6 +14,7 @@ expression that reaches generated code passes `check_expression` first. Must not
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -19,9 +22,19 @@ from typing import Any
 from cgtool.errors import ArtifactError
 
 _BINARY = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.BitAnd, ast.BitOr, ast.BitXor)
+_REAL = (ast.Add, ast.Sub, ast.Mult, ast.Div)
 _COMPARE = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 #: What an expression may call: the Python of an expression needs these names in its namespace.
-FUNCTIONS: Mapping[str, Callable[..., Any]] = {"Max": max, "Min": min}
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "Max": max,
+    "Min": min,
+    "Trunc": math.trunc,
+    "Floor": math.floor,
+    "Ceil": math.ceil,
+    "Round": round,
+}
+#: Those that take one real number; the others take two sizes or more.
+ROUNDINGS = frozenset({"Trunc", "Floor", "Ceil", "Round"})
 #: Larger powers only burn time: no size needs them.
 MAX_EXPONENT = 16
 
@@ -68,12 +81,12 @@ def evaluate(text: str | int, values: Mapping[str, int]) -> int:
         raise _malformed(text, f"{missing[0]} has no value")
     try:
         return _compiled(text)(values)
-    except ZeroDivisionError as error:
-        raise _malformed(text, "it divides by zero") from error
+    except ArithmeticError as error:
+        raise _malformed(text, "it divides by zero, or grows beyond every float") from error
 
 
 def holds(text: str, values: Mapping[str, int]) -> bool:
-    """Return whether a relation is true where symbols have `values`; where it divides by zero, it is not.
+    """Return whether a relation is true where symbols have `values`; where it has no value, it is not.
 
     Raises:
         ArtifactError: `text` is outside the grammar, or needs a symbol that has no value.
@@ -81,7 +94,7 @@ def holds(text: str, values: Mapping[str, int]) -> bool:
     try:
         return bool(evaluate(text, values))
     except ArtifactError as error:
-        if not isinstance(error.__cause__, ZeroDivisionError):
+        if not isinstance(error.__cause__, ArithmeticError):
             raise
         return False
 
@@ -119,30 +132,35 @@ def _parsed(text: str) -> tuple[ast.Expression, tuple[str, ...]]:
     return tree, tuple(names)
 
 
-def _check(node: ast.expr, text: str, names: dict[str, None]) -> None:
+def _check(node: ast.expr, text: str, names: dict[str, None], *, is_real: bool = False) -> None:
     """Walk `node`, collect its symbols into `names`, and refuse what is outside the grammar."""
     operands: Sequence[ast.expr] = ()
     match node:
         case ast.Name(id=name) if name.isascii() and name[0] != "_":  # Python has seen that it is an identifier
             names[name] = None
-        case ast.Constant(value=value) if type(value) is int:
+        case ast.Constant(value=value) if type(value) is int or (is_real and type(value) is float):
             pass
-        case ast.UnaryOp(op=ast.USub() | ast.Not(), operand=operand):
+        case ast.UnaryOp(op=ast.USub() | ast.Not() as op, operand=operand):
+            is_real = is_real and isinstance(op, ast.USub)
             operands = (operand,)
         case ast.BinOp(left=left, op=ast.Pow(), right=right) if _is_small_exponent(right):
-            operands = (left,)
+            operands, is_real = (left,), False
+        case ast.BinOp(left=left, op=op, right=right) if is_real and isinstance(op, _REAL):
+            operands = (left, right)
         case ast.BinOp(left=left, op=op, right=right) if isinstance(op, _BINARY):
-            operands = (left, right)
+            operands, is_real = (left, right), False
         case ast.Compare(left=left, ops=[op], comparators=[right]) if isinstance(op, _COMPARE):
-            operands = (left, right)
+            operands, is_real = (left, right), True
         case ast.BoolOp(values=values):
-            operands = values
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS and len(args) > 1:
-            operands = args
+            operands, is_real = values, False
+        case ast.Call(func=ast.Name(id=name), args=[real], keywords=[]) if name in ROUNDINGS:
+            operands, is_real = (real,), True
+        case ast.Call(func=ast.Name(id="Max" | "Min"), args=[_, _, *_] as args, keywords=[]):
+            operands, is_real = args, False
         case _:
             raise _malformed(text, f"{ast.unparse(node)[:80]} is outside the grammar")
     for operand in operands:
-        _check(operand, text, names)
+        _check(operand, text, names, is_real=is_real)
 
 
 def _is_small_exponent(node: ast.expr) -> bool:

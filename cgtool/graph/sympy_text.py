@@ -7,6 +7,7 @@ names that symbols have in this process: the terms of sums and products are orde
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,9 +29,17 @@ _FLIPPED = {"==": "==", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
 _DIVISIONS: dict[type, str] = {
     torch_sympy.FloorDiv: "//",
     torch_sympy.CleanDiv: "//",
+    torch_sympy.IntTrueDiv: "/",
+    torch_sympy.FloatTrueDiv: "/",
     torch_sympy.Mod: "%",
     torch_sympy.PythonMod: "%",
     sympy.Mod: "%",
+}
+_ROUNDINGS: dict[type, str] = {
+    torch_sympy.TruncToInt: "Trunc",
+    torch_sympy.FloorToInt: "Floor",
+    torch_sympy.CeilToInt: "Ceil",
+    torch_sympy.RoundToInt: "Round",
 }
 _BITWISE: dict[type, str] = {
     torch_sympy.BitwiseFn_bitwise_and: "&",
@@ -61,6 +70,10 @@ def _text(expr: Any, names: Mapping[str, str]) -> str:
         return names[expr.name]
     if isinstance(expr, sympy.Integer):
         return str(int(expr))
+    if isinstance(expr, sympy.Float) and math.isfinite(expr):
+        return repr(float(expr))
+    if isinstance(expr, torch_sympy.ToFloat):  # an integer among real numbers is one
+        return _text(expr.args[0], names)
     if isinstance(expr, sympy.logic.boolalg.Boolean):
         return _truth(expr, names)
     kind = type(expr)
@@ -80,13 +93,13 @@ def _text(expr: Any, names: Mapping[str, str]) -> str:
 def _rounded(expr: Any, names: Mapping[str, str]) -> str:
     # True division of sizes is exact enough below 2**53 that rounding its result is a division of integers.
     [number] = expr.args
-    if isinstance(number, torch_sympy.IntTrueDiv):
+    if isinstance(number, torch_sympy.IntTrueDiv) and not isinstance(expr, torch_sympy.RoundToInt):
         dividend, divisor = number.args
         if isinstance(expr, torch_sympy.CeilToInt):
             return f"-({_inner(-dividend, names)} // {_inner(divisor, names)})"
         if isinstance(expr, torch_sympy.FloorToInt) or (dividend.is_nonnegative and divisor.is_positive):
             return f"{_inner(dividend, names)} // {_inner(divisor, names)}"
-    raise _unknown(expr, f"{type(expr).__name__} has no word in a plan")
+    return f"{_ROUNDINGS[type(expr)]}({_text(number, names)})"
 
 
 def _absolute(expr: Any, names: Mapping[str, str]) -> str:
@@ -147,7 +160,7 @@ def _term(expr: Any, names: Mapping[str, str]) -> str:
 
 def _product(expr: Any, names: Mapping[str, str]) -> str:
     numbers = [arg for arg in expr.args if arg.is_number]
-    if any(not isinstance(number, sympy.Integer) for number in numbers):
+    if any(not isinstance(number, sympy.Integer | sympy.Float) for number in numbers):
         raise _unknown(expr, "it holds a fraction")
     others = sorted(_inner(arg, names) for arg in expr.args if not arg.is_number)
     return " * ".join([*(_inner(number, names) for number in numbers), *others])
@@ -169,9 +182,7 @@ _WRITERS: dict[type, Callable[[Any, Mapping[str, str]], str]] = {
     sympy.Mul: _product,
     sympy.Pow: _power,
     sympy.Abs: _absolute,
-    torch_sympy.CeilToInt: _rounded,
-    torch_sympy.FloorToInt: _rounded,
-    torch_sympy.TruncToInt: _rounded,
+    **dict.fromkeys(_ROUNDINGS, _rounded),
     torch_sympy.ModularIndexing: _modular_indexing,
 }
 

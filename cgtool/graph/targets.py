@@ -67,6 +67,7 @@ PYTHON_FUNCTIONS = frozenset(
     {
         "torch._check",
         "torch._check_is_size",
+        "torch._sym_sqrt",
         "torch.amp.autocast_mode._enter_autocast",
         "torch.amp.autocast_mode._exit_autocast",
         "torch.sym_float",

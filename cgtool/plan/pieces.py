@@ -6,7 +6,7 @@ or symbols of the trace: values are numbered, symbols are s0, s1, ... in the ord
 
 In JSON a tensor, a symbol and a node are arrays, whose members are the fields of their classes in order::
 
-    expr     = a Python expression over symbols and integers with + - * // % ** Max() Min() and comparisons
+    expr     = a Python expression over symbols and numbers, see `cgtool.graph.expressions`
     ref      = "%<n>"                                         inputs are %0..%k-1, node j is %k+j
     value    = ref | int | bool | null | [value...] | {"tag": ...} with one tag of:
                f float as repr text ("1e-06", "inf"), s string, t tuple, d [[value, value]...] dict, slice [a, b, c],
@@ -39,7 +39,7 @@ KINDS: Mapping[str, str] = {AOT_INDUCTOR: "pt2", "inductor_standalone": "aot", "
 #: A size, a stride or a bound of one, in elements.
 Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 #: Its form is checked by `cgtool.graph.expressions`, before anything is made of it.
-Expression = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_ +*/%()<>=!,&|^~-]{1,4000}\Z")]
+Expression = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_. +*/%()<>=!,&|^~-]{1,4000}\Z")]
 Dim = Size | Expression
 SymbolName = Annotated[str, Meta(pattern=r"\As[0-9]{1,6}\Z")]
 DtypeName = Annotated[str, Meta(pattern=r"\A[a-z][a-z0-9_]{0,31}\Z")]

@@ -181,7 +181,7 @@ def state_of(module: torch.nn.Module) -> Json:
     holders = list(_modules(module, ""))
     for kind in ("_parameters", "_buffers"):
         for prefix, held in holders:
-            for own, tensor in vars(held)[kind].items():
+            for own, tensor in vars(held).get(kind, {}).items():
                 if tensor is None:
                     continue
                 name = prefix + own
@@ -202,7 +202,7 @@ def _modules(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.
     while pending:
         prefix, module = pending.pop()
         yield prefix, module
-        children = vars(module)["_modules"]
+        children = vars(module).get("_modules", {})  # TorchScript keeps what it traced elsewhere
         pending += [(f"{prefix}{name}.", child) for name, child in reversed(children.items()) if child is not None]
 
 

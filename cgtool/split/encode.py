@@ -32,6 +32,7 @@ _BINARY = {
     ast.Add: "add",
     ast.Sub: "sub",
     ast.Mult: "mul",
+    ast.Div: "truediv",
     ast.FloorDiv: "floordiv",
     ast.Mod: "mod",
     ast.Pow: "pow",
@@ -48,6 +49,7 @@ _BINARY = {
     ast.Or: "or_",
 }
 _EXTREMES = {"Max": "torch.sym_max", "Min": "torch.sym_min"}
+_ROUNDINGS = {"Trunc": "math.trunc", "Floor": "math.floor", "Ceil": "math.ceil", "Round": "builtins.round"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +272,7 @@ class _PieceWriter:
     def _computed(self, tree: ast.expr) -> Json:
         """Return the integer that an expression gives, as a literal or as a reference to the node that computes it."""
         if isinstance(tree, ast.Constant):
-            return tree.value
+            return encode_value(tree.value, self._size)
         text = ast.unparse(tree)
         if text not in self._known_sizes:
             self._known_sizes[text] = self._compute(tree)
@@ -291,6 +293,8 @@ class _PieceWriter:
                 return self._fold(f"_operator.{_BINARY[type(op)]}", (left, right))
             case ast.BoolOp(op=op, values=values):
                 return self._fold(f"_operator.{_BINARY[type(op)]}", values)
+            case ast.Call(func=ast.Name(id=name), args=[real]):
+                return self._append("function", _ROUNDINGS[name], (self._computed(real),))
             case ast.Call(func=ast.Name(id=name), args=args):
                 return self._fold(_EXTREMES[name], args)
         raise SplitError(f"the size {ast.unparse(tree)} has no word in a piece; make that dimension static")

@@ -7,6 +7,7 @@ Dynamo.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import types
@@ -14,9 +15,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo as dynamo
+import torch._refs
 from torch._dynamo import source as dynamo_source
 from torch._dynamo.exc import (
     TorchDynamoException,
@@ -39,6 +42,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.numbers import int_oo
 
 from cgtool.graph._torch import share_storage
+from cgtool.host import silenced
 
 __all__ = [
     "ConstraintViolationError",
@@ -70,6 +74,18 @@ __all__ = [
     "tree_leaves",
     "unset_fake_temporarily",
 ]
+
+
+#: `torch.tensor` of numbers that are known only as the graph runs, and `x.data`, from torch 2.12 on.
+TENSOR_OF_NUMBERS: Any = torch._refs.tensor
+DATA_OF_TENSOR: Any = getattr(torch._C._autograd, "_get_data_attr", None)
+
+
+class NumpyArray:
+    """Stands in a traced output for an array that Dynamo's bytecode makes of a tensor."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
 
 
 _ABSENT = object()
@@ -121,6 +137,12 @@ def modified_existing(output: Any) -> Iterator[Any]:
 def written_attributes(output: Any, variable: Any) -> dict[str, Any]:
     """Return what the call wrote on one of these objects, as Dynamo's variables by the attributes' names."""
     return dict(output.side_effects.store_attr_mutations.get(variable) or {})
+
+
+def frames_of_writes(output: Any, variable: Any) -> list[tuple[str, int, str]]:
+    """Return (file, line, function) of where the call wrote on one of these objects (from torch 2.12 on)."""
+    stacks = getattr(output.side_effects, "mutation_user_stacks", {}).get(variable, ())
+    return [(frame.filename, frame.lineno or 0, frame.name) for stack in stacks for frame in stack]
 
 
 def written_keys(variable: Any) -> dict[str, Any]:
@@ -232,6 +254,22 @@ def _logging_functions() -> set[Any]:
 
 
 @contextlib.contextmanager
+def _numbers_from_data() -> Iterator[None]:
+    """Let a number in a tensor be unknown: torch takes the one that an input holds now for a size, and guards it."""
+    made = FakeTensorMode.__init__
+
+    @functools.wraps(made)
+    def init(self: Any, **settings: Any) -> None:
+        made(self, **{**settings, "export": True})
+
+    FakeTensorMode.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FakeTensorMode.__init__ = made  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
 def quiet_tracing() -> Iterator[None]:
     """Trace alone: sizes are dynamic only where marked, equal sizes are not one symbol, no earlier trace counts."""
     with (
@@ -246,27 +284,15 @@ def quiet_tracing() -> Iterator[None]:
             allow_rnn=True,  # RNN, LSTM and GRU are ops like others in inference
         ),
         dynamo.config.patch({_IGNORED: _logging_functions()}),
+        _numbers_from_data(),
+        mock.patch.object(dynamo.utils, "to_numpy_helper", NumpyArray),
         shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]  # installed at run time
         # torch 2.11 logs that it cannot sort a setting that holds functions, where it logs its settings.
-        _silenced("torch._guards", "torch._subclasses.fake_tensor", "torch._dynamo.metrics_context"),
+        silenced("torch._guards", "torch._subclasses.fake_tensor", "torch._dynamo.metrics_context"),
     ):
         # Dynamo looks through `functools.lru_cache`, and what it sees there is guarded like the rest.
         warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
         yield
-
-
-@contextlib.contextmanager
-def _silenced(*names: str) -> Iterator[None]:
-    """Keep loggers quiet that repeat, at length, an error that is raised anyway."""
-    loggers = [logging.getLogger(name) for name in names]
-    before = [logger.disabled for logger in loggers]
-    for logger in loggers:
-        logger.disabled = True
-    try:
-        yield
-    finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled
 
 
 def trace_frame(

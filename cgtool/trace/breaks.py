@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import inspect
 import linecache
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,25 @@ def _user_line(error: Exception, method: Callable[..., Any]) -> str:
         frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno, trace.tb_frame.f_code.co_name))
         trace = trace.tb_next
     own = inspect.getsourcefile(getattr(method, "__func__", method)) or ""
+    return line_of(frames, own)
+
+
+def line_of_return(method: Callable[..., Any]) -> str:
+    """Return the line at which a method returns, or that of its head where it returns at several."""
+    code = getattr(method, "__func__", method).__code__
+    steps = (step for step in dis.get_instructions(code) if step.opname.startswith("RETURN_"))
+    lines = {step.positions.lineno for step in steps if step.positions is not None}
+    line = lines.pop() if len(lines) == 1 else None
+    return line_of([(code.co_filename, line or code.co_firstlineno, code.co_name)], code.co_filename)
+
+
+def line_of(frames: Iterable[tuple[str, int, str]], own: str = "") -> str:
+    """Return the innermost frame (file, line, function) of the user's, on a line of its own.
+
+    Args:
+        frames: The outermost first.
+        own: A file that is the user's wherever it lies.
+    """
     chosen = [frame for frame in frames if frame[0] == own or _is_users(frame[0])]
     if not chosen:
         return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -20,11 +20,12 @@ from cgtool.host import count
 from cgtool.plan.pieces import Json
 from cgtool.plan.records import Guard, Settled
 from cgtool.trace import _torch as private
-from cgtool.trace.breaks import explained
+from cgtool.trace.breaks import explained, line_of_return
 from cgtool.trace.files import function_guards
 from cgtool.trace.guards import GuardRecorder, combined, module_frame, split_guards
 from cgtool.trace.installed import Asked, listening
 from cgtool.trace.outputs import MarkedSizes, TemplateReader, mark_outputs
+from cgtool.trace.public_ops import write_publicly
 from cgtool.trace.questions import question_guards, shown_steps
 from cgtool.trace.refusals import (
     ALWAYS,
@@ -55,6 +56,7 @@ class Trace:
         output: The template of what the method returned; graph outputs are `["out", position]`.
         shape_env: Dynamo's ShapeEnv: ranges of symbols and relations between them.
         settled: The plain attributes of the model that a call sets.
+        lines: The user's line that sets each, by source.
     """
 
     graph_module: fx.GraphModule
@@ -69,6 +71,7 @@ class Trace:
     output: Json
     shape_env: Any
     settled: tuple[Settled, ...] = ()
+    lines: Mapping[str, str] = field(default_factory=dict)
 
 
 _Held = tuple[Any, str, Any]
@@ -84,6 +87,7 @@ class _Capture:
         self.frame: Frame | None = None
         self.codes: list[types.CodeType] = []
         self.settled: tuple[Settled, ...] = ()
+        self.lines: Mapping[str, str] = {}
         self.inherited: tuple[Settled, ...] = ()
         #: Module, attribute and value, as they are before Dynamo's bytecode sets them: what settles, and the others.
         self.plain: list[_Held] = []
@@ -97,14 +101,15 @@ class _Capture:
 
     def __call__(self, graph_module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
         output = private.current_output()
+        write_publicly(graph_module)
         self.graph_module = graph_module
         self.frame = module_frame(self._roots.method, output, self._roots)
         self.codes = [code for code in private.TracingContext.get().traced_code if code.co_filename != private.__file__]
         self.shape_env = output.shape_env
         self.inputs = _placeholder_sources(graph_module, self.frame)
         writes = writes_of(output, self.frame, self.inputs)
-        refuse_side_effects(writes.changed)
-        self.settled = tuple(writes.settled)
+        refuse_side_effects(writes.changed, writes.lines)
+        self.settled, self.lines = tuple(writes.settled), writes.lines
         self.plain = self._held((one.source, one.name) for one in writes.settled)
         self.unchanged = self._held(writes.renewed)
         self.inherited = tuple(writes.inherited)
@@ -224,10 +229,18 @@ def _captured(
         classes=seen.classes,
         variables=frozenset(recorder.variables),
         asked=asked,
-        output=TemplateReader(captured.outputs, known, captured.sizes).read(result),
+        output=_template(TemplateReader(captured.outputs, known, captured.sizes), result, method),
         shape_env=captured.shape_env,
         settled=captured.settled,
+        lines=captured.lines,
     )
+
+
+def _template(reader: TemplateReader, result: Any, method: Callable[..., Any]) -> Json:
+    try:
+        return reader.read(result)
+    except TraceError as error:
+        raise TraceError(f"{error}{line_of_return(method)}", path=error.path, actual=error.actual) from error
 
 
 def _put_back(held: Sequence[_Held]) -> None:
@@ -249,7 +262,7 @@ def as_before_and_after(first: Trace, again: Trace) -> Trace:
         TraceError: They are two graphs, or the attributes change with each call.
     """
     if again.settled or _graph_words(first) != _graph_words(again):
-        refuse_side_effects([f"{one.source}.{one.name}" for one in first.settled])
+        refuse_side_effects([f"{one.source}.{one.name}" for one in first.settled], first.lines)
     guards = {(guard.source, guard.kind): guard for trace in (first, again) for guard in trace.model_guards}
     calls = {(guard.source, guard.kind): guard for trace in (first, again) for guard in trace.call_guards}
     return replace(

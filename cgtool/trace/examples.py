@@ -141,6 +141,11 @@ def arguments_for(
         if outer.get(parameter) is None:
             continue
         tensor = outer[parameter]
+        if isinstance(tensor, torch.nn.Parameter):
+            msg = (
+                f"{parameter!r} is a torch.nn.Parameter, whose sizes torch takes for fixed. Pass {parameter}.detach()."
+            )
+            raise ModelError(msg, path=parameter)
         for place in places:
             tensor = _resized(tensor, place.dim, targets[place.name])
         if tensor is outer[parameter] and _is_lone_view(tensor, given):

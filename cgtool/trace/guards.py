@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
+from torch.torch_version import TorchVersion
+
 from cgtool.errors import TraceError
 from cgtool.guards.kinds import NoRuleError, describe, encode_literal, names_of
 from cgtool.guards.sources import Roots
@@ -57,6 +59,8 @@ _OF_A_PATH = re.compile(rf"\.({'|'.join(PurePath.__slots__)})\b")
 _OF_A_SETTING = re.compile(r'(.*)\._config\["(\w+)"\]\.user_override(\.get)?')
 #: A value of a dict whose key a plan cannot spell.
 _BY_PLACE = re.compile(r"\|values\[\d+\]")
+#: What Dynamo itself sets once it is imported, whatever the program had set.
+_SET_BY_DYNAMO = re.compile(r".*\btorch\.distributions\b.*\._validate_args")
 #: A question of which the factor `target` tells the answer.
 _OF_TARGET = ".current_accelerator()"
 
@@ -65,6 +69,7 @@ _HOOKS = (
     "_forward_pre_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
     "_backward_hooks",
     "_backward_pre_hooks",
 )
@@ -157,10 +162,12 @@ class GuardRecorder:
         if variable is not None:  # a factor of the key, whether it is set or not
             self.variables.add(variable)
             return
-        if entry.name.endswith(_OF_TARGET):
+        if entry.name.endswith(_OF_TARGET) or isinstance(entry.value, TorchVersion):  # factors of the key
             return
         text = source_text(entry.orig_guard.originating_source, self.frame())
-        if _TRACERS_OWN.match(text) or _OF_A_REGISTRY.match(text) or self._is_kept_otherwise(text):
+        if any(pattern.match(text) for pattern in (_TRACERS_OWN, _OF_A_REGISTRY, _SET_BY_DYNAMO)):
+            return
+        if self._is_kept_otherwise(text):
             return
         if entry.guard_type == "DUPLICATE_INPUT":
             self._same(text, entry)

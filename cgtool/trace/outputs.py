@@ -21,7 +21,7 @@ from cgtool.errors import TraceError
 from cgtool.guards.kinds import NoRuleError, encode_literal
 from cgtool.guards.sources import find_qualified, qualified_name
 from cgtool.plan.pieces import Json, TensorMeta
-from cgtool.trace._torch import unset_fake_temporarily
+from cgtool.trace._torch import NumpyArray, unset_fake_temporarily
 
 #: Where marks for sizes begin: far from any size that a model could compute.
 _MARK = 0x6367_746F_6F6C_0000
@@ -29,6 +29,8 @@ _SIZE_MARK = _MARK + (1 << 32)
 #: Where marks for numbers begin that Dynamo takes out of a tensor of no dimensions; exact as float64.
 _ODD_SIZE = 1_000_000_007
 _NUMBER_MARK = 0x0F_6367_746F_0000
+#: Literals that only guards have.
+_COMPARED = ("function", "group", "mesh", "module", "op", "plain", "union")
 
 
 def mark_outputs(outputs: Sequence[Any]) -> list[Any]:
@@ -136,7 +138,7 @@ class TemplateReader:
             literal = encode_literal(value)
         except NoRuleError as error:
             raise _cannot_rebuild(value, path) from error
-        if _holds_mark(literal):
+        if _holds_mark(literal) or _names_code(literal):
             raise _cannot_rebuild(value, path)
         return ["const", literal]
 
@@ -195,6 +197,13 @@ def _holds_mark(literal: Json) -> bool:
     return type(literal) is int and literal >= _NUMBER_MARK
 
 
+def _names_code(literal: Json) -> bool:
+    """Return whether a literal stands for an object of this process, such as a function: it can be compared alone."""
+    if not isinstance(literal, list):
+        return False
+    return literal[:1] in ([word] for word in _COMPARED) or any(map(_names_code, literal))
+
+
 def _importable(value: Any, path: str) -> str:
     name = qualified_name(type(value))
     try:
@@ -208,11 +217,12 @@ def _importable(value: Any, path: str) -> str:
 
 
 def _cannot_rebuild(value: Any, path: str) -> TraceError:
+    kind = "numpy:ndarray" if isinstance(value, NumpyArray) else qualified_name(type(value))
     msg = (
-        f"{path} is of type {qualified_name(type(value))}, which cannot be built again. Return tensors, numbers,"
+        f"{path} is of type {kind}, which cannot be built again. Return tensors, numbers,"
         " lists, tuples, dicts, named tuples or dataclasses of a module that can be imported."
     )
-    return TraceError(msg, path=path, actual=qualified_name(type(value)))
+    return TraceError(msg, path=path, actual=kind)
 
 
 def place_outputs(template: Json, outputs: Sequence[Json], metas: Mapping[str, TensorMeta]) -> Json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import types
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,14 +48,15 @@ def refuse_surroundings(roots: Roots) -> None:
         raise TraceError(msg, path=source_words(failure.guard.source), actual=failure.actual)
 
 
-def refuse_side_effects(changed: list[str]) -> None:
-    """Refuse a model that changes what these sources name and does not put it back."""
+def refuse_side_effects(changed: Iterable[str], lines: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Refuse a model that changes what these sources name, at these lines of its code, and does not put it back."""
     lasting = [text for text in changed if text and not text.startswith("arg:kwargs")]
     if lasting:
         names = ", ".join(source_words(text) for text in lasting[:4])
+        where = "".join(dict.fromkeys(lines.get(text, "") for text in lasting[:4]))
         msg = (
-            f"The model changes {names} while it runs, and a compiled graph would not. Keep state in buffers that are "
-            "written in place (`self.count.add_(1)`), or return it."
+            f"The model changes {names} while it runs, and a compiled graph would not.{where}\nKeep state in buffers "
+            "that are written in place (`self.count.add_(1)`), or return it."
         )
         raise TraceError(msg, path=names, actual=tuple(lasting))
 

@@ -18,6 +18,8 @@ from cgtool.trace import _torch as private
 _S = private.dynamo_source
 _NAME = re.compile(r"[A-Za-z0-9_]+", re.ASCII)
 _IMPORT = "__import_"
+#: A dict whose keys are numbers of this process.
+_HOOKS = re.compile(r"_hooks(_with_kwargs|_always_called)?$")
 #: A global that Dynamo made for an object without a name in the frame: its id, and the number of the trace.
 _BY_ID = re.compile(r"_(\d+)_c\w+", re.ASCII)
 #: The dicts that hold what `nn.Module.__setattr__` is given, and that attributes of a module are looked up in.
@@ -130,7 +132,7 @@ def _item(source: Any, frame: Frame) -> str:
     index = source.index
     if isinstance(index, _S.ConstDictKeySource):
         return f"{base}|values[{index.index}]"
-    if isinstance(index, bool) or not isinstance(index, (str, int)) or base.endswith("_hooks"):
+    if isinstance(index, bool) or not isinstance(index, (str, int)) or _HOOKS.search(base):
         held = frame.resolve(base)
         if isinstance(held, dict) and index in held:
             return f"{base}|values[{list(held).index(index)}]"

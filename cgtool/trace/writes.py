@@ -18,6 +18,7 @@ from cgtool.guards.kinds import encode_literal, names_of
 from cgtool.plan.grammar import canonical_json
 from cgtool.plan.records import Guard, Settled
 from cgtool.trace import _torch as private
+from cgtool.trace.breaks import line_of
 from cgtool.trace.sources import MODULE_DICTS, WARNINGS_SHOWN, Frame, source_text
 
 _PLAIN = (type(None), bool, int, float, str, tuple)
@@ -32,12 +33,14 @@ class Writes:
         renewed: Source of a module and name of a tensor in it that is set to itself: nothing changes.
         inherited: Plain attributes that a module has from its class and is given as they are there: nothing changes.
         changed: The sources of all else.
+        lines: The user's line that writes one of these sources, where Dynamo tells it.
     """
 
     settled: list[Settled] = field(default_factory=list)
     renewed: list[tuple[str, str]] = field(default_factory=list)
     inherited: list[Settled] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
+    lines: dict[str, str] = field(default_factory=dict)
 
 
 def writes_of(output: Any, frame: Frame, inputs: Mapping[str, Any]) -> Writes:
@@ -56,8 +59,10 @@ def writes_of(output: Any, frame: Frame, inputs: Mapping[str, Any]) -> Writes:
         owner, _, last = name.rpartition(".")
         is_dict = last in MODULE_DICTS
         written = private.written_keys(variable) if is_dict else private.written_attributes(output, variable)
+        holder = owner if is_dict else name
+        line = line_of(private.frames_of_writes(output, variable))
+        found.lines.update({name: line} | {f"{holder}.{attribute}": line for attribute in written})
         for attribute, value in written.items():
-            holder = owner if is_dict else name
             plain = None if is_dict else _plain(name, attribute, value, frame)
             if private.is_tensor(value, inputs.get(f"{holder}.{attribute}")):
                 found.renewed.append((holder, attribute))  # `self.table = self.table.to(device)`, where it is there

@@ -95,6 +95,11 @@ def buffer_written(self, x):
     return x * self.count
 
 
+def counted(self, x):
+    self.calls += 1
+    return x * 2
+
+
 def buffer_replaced(self, x):
     self.count = self.count + 1
     return x * self.count
@@ -325,6 +330,7 @@ NOTED = {
     "transposed convolution": "rows serves 1 to 15 because of",
     "a number out of a tensor": "so they run between pieces: item (small_modules.py:",
     "a size that depends on data": "so they run between pieces: getitem (small_modules.py:",
+    "a position in a buffer": "rows serves 2 to 32 because of `self.table[position : position + x.shape[0]] = x`",
     "random numbers": "it draws random numbers (aten.rand_like)",
     "distances": "rows serves 2 to 25 because of",  # and another way from 26 on
 }
@@ -340,6 +346,26 @@ REFUSED = {
     ),
     "fake quantisation": (lambda: (module(fake_quantised), rows(4), ROWS), r"small_rows\.py:\d+, in fake_quantised"),
     "a buffer replaced": (lambda: (module(buffer_replaced, count=torch.zeros(())), rows(4), ROWS), "attribute c|count"),
+    "a call that is counted": (
+        lambda: (module(counted, calls=0), rows(4), ROWS),
+        r"changes calls while it runs.*\n.*small_modules\.py:\d+, in counted: self\.calls \+= 1",
+    ),
+    "an array of numpy": (
+        lambda: (module(lambda self, x: x.numpy() * 2), rows(4), ROWS),
+        r"of type numpy:ndarray.*\n.*small_modules\.py:\d+",
+    ),
+    "a function returned": (
+        lambda: (module(lambda self, x: (x * 2, len)), rows(4), ROWS),
+        r"of type builtins:builtin_function_or_method.*\n.*small_modules\.py:\d+",
+    ),
+    "a parameter as an argument": (
+        lambda: (module(lambda self, x: x * 2), [(nn.Parameter(_numbers(4, 8)),)], ROWS),
+        r"'x' is a torch\.nn\.Parameter, .* Pass x\.detach\(\)",
+    ),
+    "a part that TorchScript has traced": (
+        lambda: (module(applied, layer=torch.jit.trace(nn.Linear(8, 8), torch.ones(2, 8))), rows(4), ROWS),
+        r"small_modules\.py:\d+, in applied",
+    ),
     "any number of arguments": (
         lambda: (module(arguments), [(_numbers(4, 8), _numbers(4, 8))], {"x": {0: "rows"}}),
         "'x'|gain",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 
 import torch
@@ -129,6 +130,26 @@ def chosen_by_type(self, x):
     return x
 
 
+def hooked():
+    """A layer with hooks of every kind, each of which changes what it gives."""
+    layer = nn.Linear(8, 8)
+    layer.register_forward_pre_hook(lambda _, args, kwargs: ((args[0] * 2,), kwargs), with_kwargs=True)
+    layer.register_forward_hook(lambda _, args, output: output + args[0], always_call=True)
+    return {"layer": layer}
+
+
+def rounded_sizes(self, x):
+    rows = x.shape[0]
+    return x * math.floor(rows * 0.5) + round(rows / 3) + math.ceil(rows / 4), x / math.sqrt(rows), x[: int(rows * 0.7)]
+
+
+def from_a_position(self, x):
+    position = self.position.item()
+    self.table[position : position + x.shape[0]] = x
+    self.position += x.shape[0]
+    return self.table.sum(0)
+
+
 def shape_arithmetic(self, x):
     rows, width = x.shape
     return x.reshape(rows * 2, width // 2).view(rows, 2, -1).transpose(1, 2).contiguous().view(-1, width) / rows
@@ -183,5 +204,14 @@ ROWS_OF_EIGHT = {
     "an exception that is caught": (caught, {}),
     "a choice by type": (chosen_by_type, {"scale": 3.0}),
     "arithmetic on shapes": (shape_arithmetic, {}),
+    "sizes that are rounded": (rounded_sizes, {}),
+    "resized by a part": (lambda self, x: F.interpolate(x.t()[None], scale_factor=1.7, mode="linear"), {}),
+    "a tensor of sizes": (lambda self, x: torch.tensor([x.shape[0], 2]) * torch.tensor(x.shape[0]) + x.sum(), {}),
+    "data": (lambda self, x: x.data * self.layer.weight.data.sum(), layers()),
+    "hooks": (applied, hooked()),
+    "a position in a buffer": (from_a_position, {"table": torch.zeros(32, 8), "position": torch.tensor(0)}),
+    "a choice by version": (lambda self, x: x * 2 if torch.__version__ >= "2" else x, {}),
+    "distributions": (lambda self, x: torch.distributions.Normal(x, 1.0).log_prob(x * 2), {}),
+    "an argument that nothing reads": (lambda self, x: self.layer.weight * 2, layers()),
     "softmax and log": (lambda self, x: x.softmax(-1).clamp_min(1e-3).log().logsumexp(-1), {}),
 }

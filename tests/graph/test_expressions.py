@@ -41,6 +41,7 @@ DIVISIONS = {
     "sympy's remainder": sympy.Mod,
     "indexing": lambda a, b: torch_sympy.ModularIndexing(a, b, sympy.Integer(7)),
 }
+ROUNDINGS = (torch_sympy.TruncToInt, torch_sympy.FloorToInt, torch_sympy.CeilToInt, torch_sympy.RoundToInt)
 COMPARISONS = (sympy.Eq, sympy.Ne, sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge)
 
 
@@ -50,6 +51,8 @@ def extended(inner):
         st.builds(lambda f, a, b: f(a, b), st.sampled_from(list(DIVISIONS.values())), inner, POSITIVE),
         st.builds(lambda a, n: a**n, inner, st.integers(0, 3)),
         st.builds(sympy.Abs, inner),
+        st.builds(lambda f, a: f(1.5 * torch_sympy.ToFloat(a)), st.sampled_from(ROUNDINGS), POSITIVE),
+        st.builds(lambda f, a, b: f(torch_sympy.IntTrueDiv(a, b)), st.sampled_from(ROUNDINGS), POSITIVE, POSITIVE),
     )
 
 
@@ -99,7 +102,13 @@ def test_operands_of_commutative_functions_are_in_one_order_whatever_the_symbols
         assert text == expression_text(function(S0, S1), NAMES)
 
 
-@pytest.mark.parametrize("text", ["Max(s0)", "Max()", "max(s0, 1)", "s0 << 2", "~s0", "s0 / 2", "And(s0, s1)"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("Max(s0)", "Max()", "max(s0, 1)", "s0 << 2", "~s0", "s0 / 2", "And(s0, s1)"),
+        *("1.5 * s0", "Trunc(s0, s1)", "Trunc(s0 % 1.5)", "Max(1.5, s0)", "Round(s0) / 2", "1.5"),
+    ],
+)
 def test_what_no_way_of_evaluating_knows_is_outside_the_grammar(text):
     with pytest.raises(expressions.ArtifactError, match="outside the grammar"):
         expressions.check_expression(text, ["s0", "s1"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 
 import proof_doubles
 import pytest
@@ -40,6 +41,14 @@ def test_a_right_artifact_passes_whatever_the_piece_does(name):
         smallest, largest = record.shapes[0], record.shapes[-1]
         assert smallest["s0"] < largest["s0"]
         assert smallest["s0"] == (4 if piece.facts else 2)
+
+
+def test_one_sum_that_fills_an_output_is_one_rounding_and_no_common_factor():
+    tolerance = replace(judge.Tolerance.of(torch.float32, takes_steps=False, has_reference=True), usual=4e-5)
+    same, different = torch.full((8193,), 30.0), torch.linspace(20, 40, 8193)
+    judge.check_numbers(same * 1.0001, same, same.double(), tolerance=tolerance)
+    with pytest.raises(judge.WrongError, match=r"1\.000100 times"):
+        judge.check_numbers(different * 1.0001, different, different.double(), tolerance=tolerance)
 
 
 def test_the_double_passes_when_it_spoils_nothing():
