@@ -1,4 +1,4 @@
-"""A model with one of everything that a compiled graph can rest on; its file is copied, edited and loaded again."""
+"""A model with one of everything that a compiled graph can rest on; its file is run as a script, too."""
 
 from __future__ import annotations
 
@@ -40,21 +40,15 @@ cgtool.direct_register_custom_op(
 
 class Mode(enum.Enum):
     ONE = 1
-    TWO = 2
 
 
 @dataclasses.dataclass
 class Settings:
     eps: float = 1e-3
-    order: tuple[str, ...] = ("norm", "act")
 
 
 def helper(x: torch.Tensor, factor: float = 0.5) -> torch.Tensor:
     return x * factor
-
-
-def other_helper(x: torch.Tensor, factor: float = 0.5) -> torch.Tensor:
-    return x * factor + 1
 
 
 def decorated(function):
@@ -77,9 +71,6 @@ def make_local_class():
         def forward(self, x):
             return x * 1.25
 
-        def otherwise(self, x):
-            return x * 4
-
     return Local
 
 
@@ -91,8 +82,6 @@ class Inner(nn.Module):
         super().__init__()
         self.linear = nn.Linear(8, 8)
         self.eps = 1e-6
-        self.calls = 0
-        self.unused = {"a": 1}
 
     def forward(self, x):
         return self.act(self.linear(x)) + self.eps
@@ -100,26 +89,16 @@ class Inner(nn.Module):
     def act(self, x):
         return F.silu(x)
 
-    def other_act(self, x):
-        return F.relu(x)
-
 
 class Decorated(nn.Module):
     @torch.no_grad()
     def forward(self, x):
         return x + 0.125
 
-    @torch.no_grad()
-    def otherwise(self, x):
-        return x - 0.125
-
 
 class Aliased(nn.Module):
     def _plain(self, x):
         return x + 0.5
-
-    def _otherwise(self, x):
-        return x - 0.5
 
     forward = _plain
 
@@ -127,13 +106,12 @@ class Aliased(nn.Module):
 class Subject(nn.Module):
     """`forward(x)` on [rows, 8]."""
 
-    def __init__(self, layers: int = 2, tied: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(8, 8)
         self.last = nn.Linear(8, 8)
-        if tied:
-            self.last.weight = self.first.weight
-        self.layers = nn.ModuleList(Inner() for _ in range(layers))
+        self.last.weight = self.first.weight
+        self.layers = nn.ModuleList([Inner(), Inner()])
         self.named = nn.ModuleDict({"local": Local(), "decorated": Decorated(), "aliased": Aliased()})
         self.builtin = nn.Sequential(nn.SiLU(), nn.LayerNorm(8), nn.Dropout(0.5))
         self.settings = Settings()
@@ -180,11 +158,10 @@ def example() -> torch.Tensor:
     return torch.linspace(-1, 1, 32).view(4, 8)
 
 
-def build(**fields) -> cgtool.ModelSpec:
+def build() -> cgtool.ModelSpec:
     torch.manual_seed(0)
-    module = Subject(**fields).eval()
     return cgtool.ModelSpec(
-        module=module,
+        module=Subject().eval(),
         calls=[cgtool.ExampleCall(args=(example(),))],
         dynamic={"x": {0: "rows"}},
     )

@@ -1,8 +1,12 @@
-"""Never a wrong hit: another configuration, machine or state of torch is a miss, or a call that is refused by name."""
+"""Never a wrong hit: another configuration, machine or state of torch is a miss, or a call that is refused by name.
+
+Of the miss, `load`, `warm --check`, `why` and `diff` name what changed first.
+"""
 
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +16,6 @@ pytest.importorskip("torch")
 
 import sweep_subject as subject
 import torch
-from torch import nn
 
 import cgtool
 from cgtool import host
@@ -20,26 +23,38 @@ from cgtool.compiler.pipeline import warm
 from cgtool.config import CompilationConfig
 from cgtool.errors import CacheMissError, GuardError
 from cgtool.runtime import factors
+from cgtool.runtime.factors import Live
 from cgtool.store import key as cache_key
+from cgtool.store.layout import CacheLayout
+from cgtool.store.pruned import PrunedEntry, note_pruned
+from cgtool.toolkit.diff.entries import EntrySide, compare_entries
+from cgtool.toolkit.why import why_spec
 
 pytestmark = pytest.mark.torch
 
 EAGER = CompilationConfig(adaptor="eager")
 
 
-@pytest.fixture(scope="session")
-def warm_root(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("sweep") / "cache"
+def first_reason(root: Path, config: CompilationConfig = EAGER) -> str:
+    """Return the first reason of a load that misses, of `warm --check` and of `why`."""
+    spec = subject.build()
+    with pytest.raises(CacheMissError) as loaded:
+        cgtool.load(spec.module, cache_dir=root, config=config)
+    with pytest.raises(CacheMissError) as checked:
+        warm(spec, config=config, cache_dir=root, check=True)
     with torch.no_grad():
-        warm(subject.build(), config=EAGER, cache_dir=root)
-    return root
+        told = why_spec(spec, config=config, cache_dir=root)
+    reason = told.reasons[0].sentence
+    assert [str(error.value.reasons[0]) for error in (loaded, checked)] == [reason, reason]
+    return reason
 
 
-def first_reason(module: nn.Module, root: Path, **fields) -> str:
-    with pytest.raises(CacheMissError) as caught:
-        cgtool.load(module, cache_dir=root, **fields)
-    assert caught.value.reasons
-    return str(caught.value.reasons[0])
+def first_difference(root: Path, other: Path, config: CompilationConfig = EAGER) -> str:
+    """Return what `diff` names first between the entry of `root` and that of a warm of now."""
+    with torch.no_grad():
+        warm(subject.build(), config=config, cache_dir=other)
+    one, two = (CacheLayout(root=folder) for folder in (root, other))
+    return compare_entries(*(EntrySide(layout, *layout.hashes()) for layout in (one, two)))[0].sentence
 
 
 CONFIGS = {
@@ -63,12 +78,16 @@ def test_every_key_field_is_swept():
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_key_field_of_the_configuration_is_a_miss(name, warm_root):
     fields, words = CONFIGS[name]
+    assert re.search(words, first_reason(warm_root, CompilationConfig(**{"adaptor": "eager", **fields})))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "splitting_ops" else pytest.mark.slow) for name in CONFIGS]
+)
+def test_a_key_field_of_the_configuration_is_the_first_difference(name, warm_root, tmp_path):
+    fields, words = CONFIGS[name]
     config = CompilationConfig(**{"adaptor": "eager", **fields})
-    module = subject.build().module
-    assert re.search(words, first_reason(module, warm_root, config=config))
-    with pytest.raises(CacheMissError) as caught:
-        warm(subject.build(), config=config, cache_dir=warm_root, check=True)
-    assert re.search(words, str(caught.value.reasons[0]))
+    assert re.search(words, first_difference(warm_root, tmp_path, config))
 
 
 #: What is asked, what it says, and how that is told.
@@ -88,21 +107,37 @@ MACHINES = [
 @pytest.mark.parametrize(("asked", "value", "words"), MACHINES)
 def test_another_environment_is_a_miss(asked, value, words, warm_root, monkeypatch):
     monkeypatch.setattr(*asked, lambda: value)
-    assert re.search(words, first_reason(subject.build().module, warm_root))
+    assert re.search(words, first_reason(warm_root))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", MACHINES)
+def test_another_environment_is_the_first_difference(change, warm_root, tmp_path, monkeypatch):
+    asked, value, words = change
+    monkeypatch.setattr(*asked, lambda: value)
+    assert re.search(words, first_difference(warm_root, tmp_path))
+
+
+@pytest.mark.slow
+def test_a_variable_of_the_environment_is_a_miss_and_the_first_difference(warm_root, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
+    assert "TORCHINDUCTOR_MAX_AUTOTUNE" in first_reason(warm_root)
+    difference = first_difference(warm_root, tmp_path)
+    assert difference == ('the environment variable TORCHINDUCTOR_MAX_AUTOTUNE was unset and is "1" now')
 
 
 def test_another_python_is_a_miss(warm_root, monkeypatch):
     # every digest of code differs too; the version is what a person understands
     monkeypatch.setattr("sys.version_info", (3, 99, 0, "final", 0))
     monkeypatch.setattr(host, "python_name", lambda: "cpython 3.99")
-    assert re.search(r"python.*3\.99", first_reason(subject.build().module, warm_root))
+    assert re.search(r"python.*3\.99", first_reason(warm_root))
 
 
 def test_an_inductor_setting_is_a_miss(warm_root):
     import torch._inductor.config as inductor
 
     with inductor.patch(epilogue_fusion=not inductor.epilogue_fusion):
-        assert re.search("inductor.*epilogue_fusion", first_reason(subject.build().module, warm_root))
+        assert re.search("inductor.*epilogue_fusion", first_reason(warm_root))
 
 
 @pytest.fixture
@@ -126,7 +161,7 @@ def test_a_global_setting_is_a_miss_and_a_refused_call(name, warm_root, restored
     module = subject.build().module
     loaded = cgtool.load(module, cache_dir=warm_root)
     change()
-    assert re.search(words, first_reason(subject.build().module, warm_root))
+    assert re.search(words, first_reason(warm_root))
     with torch.no_grad(), pytest.raises(GuardError, match=words.split(".*")[0]):
         loaded(subject.example())
 
@@ -159,3 +194,30 @@ def test_a_call_in_another_state_is_refused(warm_root, restored_state):
 
 def test_the_order_of_reasons_covers_every_factor():
     assert set(factors.environment_factors()) <= set(cache_key.FACTOR_ORDER) | {"precision", "inductor_environment"}
+
+
+def test_the_same_model_hits_and_its_entry_equals_itself(warm_root, tmp_path):
+    with torch.no_grad():
+        report = why_spec(subject.build(), config=EAGER, cache_dir=warm_root)
+    assert report.hit
+    assert report.entry is not None
+    assert ([report.entry.hash], report.entry.model) == (CacheLayout(root=warm_root).hashes(), "Subject")
+    assert (report.nearest, report.reasons, report.run) == (None, (), "")
+    shutil.copytree(warm_root, tmp_path / "copy")
+    sides = (EntrySide(CacheLayout(root=root), report.entry.hash) for root in (warm_root, tmp_path / "copy"))
+    assert compare_entries(*sides) == []
+
+
+def test_a_model_whose_entry_was_pruned_misses_with_the_record_of_it(warm_root, tmp_path):
+    layout = CacheLayout(root=tmp_path / "copy")
+    shutil.copytree(warm_root, layout.root)
+    spec = subject.build()
+    (hash_,) = layout.hashes()
+    entry = PrunedEntry(hash=hash_, model="Subject", when="2026-01-31T12:00:00Z", why="not used for 31 days")
+    note_pruned(layout, {Live.of(spec.module).lookup: [entry]})
+    assert why_spec(spec, config=EAGER, cache_dir=layout.root).pruned is None  # it is there
+    shutil.rmtree(layout.entry_dir(hash_))
+    report = why_spec(spec, config=EAGER, cache_dir=layout.root)
+    assert (report.hit, report.nearest) == (False, None)
+    assert report.pruned is not None
+    assert report.pruned.entries == (entry,)

@@ -36,14 +36,6 @@ LOAD = (
 )
 
 
-@pytest.fixture(scope="session")
-def same_root(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("same") / "cache"
-    with torch.no_grad():
-        warm(subject.build(), config=CompilationConfig(adaptor="eager"), cache_dir=root)
-    return root
-
-
 def python(*arguments: str, cwd: Path, path: tuple[Path, ...] = (ROOT, HERE), **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, *arguments],
@@ -58,7 +50,7 @@ def python(*arguments: str, cwd: Path, path: tuple[Path, ...] = (ROOT, HERE), **
     return done.stdout
 
 
-def test_the_order_in_which_dynamo_names_its_guards_makes_no_other_entry(same_root, tmp_path, monkeypatch):
+def test_the_order_in_which_dynamo_names_its_guards_makes_no_other_entry(warm_root, tmp_path, monkeypatch):
     def turned(*arguments, **named):
         found = stitch_module.stitch_as_it_is(*arguments, **named)
         variants = [msgspec.structs.replace(v, model_guards=v.model_guards[::-1]) for v in found.plan.variants]
@@ -69,7 +61,7 @@ def test_the_order_in_which_dynamo_names_its_guards_makes_no_other_entry(same_ro
     monkeypatch.setattr(stitch_module, "stitch", turned)
     with torch.no_grad():
         result = warm(subject.build(), config=CompilationConfig(adaptor="eager"), cache_dir=tmp_path)
-    assert CacheLayout(root=same_root).hashes() == [result.hash]
+    assert CacheLayout(root=warm_root).hashes() == [result.hash]
 
 
 PROCESSES = {
@@ -95,10 +87,10 @@ PROCESSES = {
 
 
 @pytest.mark.parametrize("name", PROCESSES)
-def test_another_process_hits(name, same_root, tmp_path):
+def test_another_process_hits(name, warm_root, tmp_path):
     environment, script = PROCESSES[name]
     environment = {key: value.format(tmp=tmp_path) for key, value in environment.items()}
-    assert "hit" in python("-c", script, str(same_root), cwd=tmp_path, **environment)
+    assert "hit" in python("-c", script, str(warm_root), cwd=tmp_path, **environment)
 
 
 def test_a_script_that_defines_its_model_hits_what_was_warmed_from_outside(tmp_path):
