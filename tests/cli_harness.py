@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -177,9 +178,11 @@ class Running:
             assert self._server.code_of(self.pid, secs=0.02) is None, f"it ended without {line!r}: {self.err}"
 
     def end(self, secs: float | None = None) -> Ran:
-        """Wait for its end, for so long at most."""
+        """Wait for its end, for so long at most; then it is killed, and that is a failure."""
         code = self._server.code_of(self.pid, secs=secs)
-        assert code is not None, f"it goes on for more than {secs} s: {self.err}"
+        if code is None:
+            os.kill(self.pid, signal.SIGKILL)
+            raise AssertionError(f"it goes on for more than {secs} s: {self.err}")
         with self._out, self._err:
             return Ran(code=code, out=Path(self._out.name).read_text(), err=self.err)
 

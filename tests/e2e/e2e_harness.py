@@ -72,7 +72,7 @@ def forked_ranks(env: Mapping[str, str] | None, program: Path, *arguments: objec
         server.start(str(program), Path.cwd(), environment({**place, **agent, "RANK": str(rank), **(env or {})}), words)
         for rank in range(ranks)
     ]
-    ended = [running.end() for running in started]
+    ended = [running.end(secs=300) for running in started]
     assert {ran.code for ran in ended} == {0}, "".join(ran.err[-2000:] for ran in ended)
     return [ran.report for ran in ended]
 
