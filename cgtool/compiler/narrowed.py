@@ -9,10 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from cgtool.graph.expressions import holds, symbols_of
 from cgtool.plan.grammar import Record
@@ -20,9 +17,8 @@ from cgtool.plan.records import Variant
 from cgtool.trace.examples import FIRST_DYNAMIC, DynamicDim
 from cgtool.trace.relations import lines_of_relations
 
-_TORCH = Path(torch.__file__).parent
 #: How torch writes where it added a guard: "if x.shape[0] > 8:  # path/model.py:31 in forward".
-_USER_LINE = re.compile(r"(?P<code>.*?)\s*# (?P<folder>.*/)?(?P<file>[^/:]+):(?P<line>[0-9]+) in ")
+_USER_LINE = re.compile(r"(?P<code>.*?)\s*# (?:.*/)?(?P<file>[^/:]+):(?P<line>[0-9]+) in ")
 #: How many sizes of one dimension, and of each of two, are tried to see whether a relation narrows anything.
 _TRIED_ALONE, _TRIED_TOGETHER = 600, 40
 _EXAMPLES = 3
@@ -50,7 +46,6 @@ def served_by(
     shape_env: Any,
     names: Mapping[str, str],
     asked: Mapping[str, DynamicDim],
-    by_op: Mapping[str, str],
 ) -> Iterator[Served]:
     """Yield what a variant serves of each dimension; `names` has what the plan calls the symbols of the trace."""
     traced = {names[symbol.name]: symbol for symbol in shape_env.var_to_range if symbol.name in names}
@@ -64,9 +59,9 @@ def served_by(
         for name in variant.dims.get(dim, ()):  # all of them are this dimension's size
             symbol, where = symbols[name], shape_env.var_to_range_sloc.get(traced[name])
             if symbol.min > max(asked[dim].min, FIRST_DYNAMIC):
-                lines.append(_user_line(getattr(where, "lower", None), by_op))
+                lines.append(_user_line(getattr(where, "lower", None)))
             if symbol.max != asked[dim].max:
-                lines.append(_user_line(getattr(where, "upper", None), by_op))
+                lines.append(_user_line(getattr(where, "upper", None)))
             low = max(low, symbol.min)
             high = min((bound for bound in (high, symbol.max) if bound is not None), default=None)
         if variant.dims.get(dim) != ():  # the model fixes it
@@ -102,11 +97,9 @@ def narrowed_ranges(
     return tuple(dict.fromkeys(notes))
 
 
-def narrowing_relations(
-    variant: Variant, shape_env: Any, names: Mapping[str, str], by_op: Mapping[str, str]
-) -> Iterator[str]:
+def narrowing_relations(variant: Variant, shape_env: Any, names: Mapping[str, str]) -> Iterator[str]:
     """Yield a sentence for the sizes that a variant refuses within its ranges, such as those that 4 does not divide."""
-    lines = {text: _user_line(where, by_op) for text, where in lines_of_relations(shape_env, names).items()}
+    lines = {text: _user_line(where) for text, where in lines_of_relations(shape_env, names).items()}
     dim_of = {symbol: dim for dim, carried in variant.dims.items() for symbol in carried}
     ends = {dim_of[s.name]: (s.min, s.max) for s in variant.symbols if s.name in dim_of}
     narrowing: dict[tuple[str, ...], list[str]] = {}
@@ -151,16 +144,7 @@ def _joined(ranges: Iterable[tuple[int, int | None]]) -> list[tuple[int, int | N
     return found
 
 
-def _user_line(where: Any, by_op: Mapping[str, str]) -> str:
-    """Return the line of the model that an SLoc of torch names, such as "`if x.shape[0] > 8` (model.py:31)".
-
-    Where it names a line of torch's own modules that calls an op, that is the model's one line that came to this op.
-    """
+def _user_line(where: Any) -> str:
+    """Return the line of the model that an SLoc of torch names, such as "`if x.shape[0] > 8` (model.py:31)"."""
     match = _USER_LINE.match(str(getattr(where, "maybe_user_loc", None) or ""))
-    if match is None:
-        return ""
-    if (_TORCH / (match["folder"] or "") / match["file"]).is_file():  # torch leaves the place of its own out
-        found = [line for name, line in by_op.items() if f".{name}(" in match["code"]]
-        if len(found) == 1:
-            return found[0]
-    return f"`{match['code'].rstrip(':')}` ({match['file']}:{match['line']})"
+    return "" if match is None else f"`{match['code'].rstrip(':')}` ({match['file']}:{match['line']})"

@@ -25,7 +25,6 @@ from cgtool.model import ExampleCall, ModelSpec
 from cgtool.plan.grammar import Record
 from cgtool.plan.pieces import PieceGraph, SymbolRange
 from cgtool.plan.records import Guard, Input, Variant
-from cgtool.split.nodes import lines_by_op
 from cgtool.split.splitter import Call, SplitResult, split_graph
 from cgtool.trace.capture import Trace, capture
 from cgtool.trace.examples import Dims, arguments_for
@@ -118,7 +117,6 @@ class VariantTracer:
         """Return the variant that a trace comes to, as it is split by now."""
         split = self.pieces.split(trace)
         variant = _variant(name, fixed, self.dims, trace, split)
-        by_op = lines_by_op(trace.graph_module.graph)
         record = Traced(
             variant=variant,
             graphs={step.graph: split.graphs[step.graph] for step in split.steps},
@@ -133,8 +131,8 @@ class VariantTracer:
             as_it_stands=dict(self._as_they_stand(split)),
             from_data=split.from_data,
             apart=split.apart,
-            served=tuple(served_by(variant, trace.shape_env, split.symbol_names, self.dims.by_name, by_op)),
-            relations=tuple(narrowing_relations(variant, trace.shape_env, split.symbol_names, by_op)),
+            served=tuple(served_by(variant, trace.shape_env, split.symbol_names, self.dims.by_name)),
+            relations=tuple(narrowing_relations(variant, trace.shape_env, split.symbol_names)),
         )
         return Live(record=record, trace=trace, split=split)
 

@@ -198,18 +198,6 @@ def user_line(node: fx.Node) -> str | None:
     return f"{place}: {code.strip()}" if code else place
 
 
-def lines_by_op(graph: fx.Graph) -> dict[str, str]:
-    """Return for each op that the model's author calls at one line alone, by its short name, that line, quoted."""
-    found: dict[str, set[str]] = {}
-    for node in graph.nodes:
-        frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-        name = getattr(node.target, "__name__", str(node.target))
-        if frames and node.op in ("call_function", "call_method"):
-            path, line, _, code = frames[-1]
-            found.setdefault(name, set()).add(f"`{code.strip()}` ({Path(path).name}:{line})")
-    return {name: next(iter(lines)) for name, lines in found.items() if len(lines) == 1}
-
-
 def described(node: fx.Node) -> str:
     """Return the op of `node` and the line it comes from, for messages."""
     target = node.target

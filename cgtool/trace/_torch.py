@@ -36,6 +36,7 @@ from torch._guards import Source, TracingContext, detect_fake_mode
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental import _config as shape_config
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, ShapeEnv
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -86,6 +87,13 @@ class NumpyArray:
 
     def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
+
+
+class _OwnFiles:
+    """All files of torch: what it takes for granted of sizes is told with the line of the model that came to it."""
+
+    def __contains__(self, path: str) -> bool:
+        return path.startswith(_TORCH)
 
 
 _ABSENT = object()
@@ -286,6 +294,7 @@ def quiet_tracing() -> Iterator[None]:
         dynamo.config.patch({_IGNORED: _logging_functions()}),
         _numbers_from_data(),
         mock.patch.object(dynamo.utils, "to_numpy_helper", NumpyArray),
+        mock.patch.object(symbolic_shapes, "uninteresting_files", _OwnFiles),
         shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]  # installed at run time
         # torch 2.11 logs that it cannot sort a setting that holds functions, where it logs its settings.
         silenced("torch._guards", "torch._subclasses.fake_tensor", "torch._dynamo.metrics_context"),
