@@ -109,20 +109,12 @@ def even(self, x):
     return x[: x.shape[0] // 2 * 2].view(-1, 2, 4).sum(1)
 
 
-def repeated_ends(self, x):
-    return torch.nn.functional.pad(x.t(), (2, 1), mode="replicate")
-
-
 def multiples(self, x):
     return x * 2 if x.shape[0] % 3 == 0 else x
 
 
 def with_a_stride(self, x):
     return torch.nn.functional.conv1d(x.t()[None], torch.ones(2, 4, 3), stride=2)
-
-
-def every_other(self, x):
-    return x[::2].cumsum(0) + torch.nn.functional.pad(x, (0, 0, 1, 1))[1:-1].sum()
 
 
 def plain(self, x):
@@ -171,7 +163,6 @@ def warmed(model, root, *sizes, dynamic=None):
         ),
         (product_of_a_view, None, "n serves 3 to any because of `return x.reshape(-1)[:12].view(3, 4)`"),
         (loop, None, "5 to 8 because of `while rows > 4` (test_narrowed.py:"),
-        (repeated_ends, None, 'because of `return torch.nn.functional.pad(x.t(), (2, 1), mode="replicate")`'),
         (
             multiples,
             None,
@@ -196,7 +187,6 @@ def test_what_is_narrower_is_said_with_its_line(cache_root, model, dynamic, said
     [
         (plain, None),
         (smallest, None),
-        (every_other, None),
         (masked, None),
         (smallest_view, None),
         (padded, None),
