@@ -58,6 +58,7 @@ from cgtool.store.records import Fallback, Key, Manifest, VariantCounts
 from cgtool.store.trust import TrustPolicy
 
 if TYPE_CHECKING:
+    from cgtool.compiler.proof.beside import CallProof
     from cgtool.compiler.stitch import Stitched
     from cgtool.compiler.tracers import Tracers
 
@@ -217,8 +218,8 @@ class _Warm:
         self._live = Live.of(spec.module, config=config.key_fields(), exact_config=True)
         #: Variant → why it could not be called beside the model this time, where a later warm may.
         self._uncalled: dict[int, str] = {}
-        #: For each variant, the outputs that the model itself lays out otherwise.
-        self._restrides: list[dict[str, tuple[int, ...]]] = []
+        #: What came of the whole call of each variant.
+        self._proofs: Sequence[CallProof] = ()
 
     def run(self, *, check: bool, without: Collection[str]) -> WarmResult:
         finder = Finder(
@@ -416,10 +417,10 @@ class _Warm:
             lookup=(self._live.lookup,),
         ).with_rows(done.rows, (*stitched.fallbacks, *done.fallbacks))
         manifest = self._prove(manifest, key, files, writer.objects)
-        if any(self._restrides) and self._ranks is None:  # ranks would have to make all calls together again
+        if any(proof.again for proof in self._proofs):
             from cgtool.compiler.proof.restride import with_restrides  # as the proof itself
 
-            plan = with_restrides(plan, self._restrides)
+            plan = with_restrides(plan, [proof.restrides for proof in self._proofs])
             files |= {PLAN_FILE: encode_plan(plan), CODE_FILE: plan_text(plan).encode()}
             manifest = self._prove(manifest, key, files, writer.objects)
         self._on_event(Event(phase="store", message=short(key.hash)))
@@ -457,14 +458,13 @@ class _Warm:
         begun = time.perf_counter()
         plan = parse_plan(files[PLAN_FILE], path=Path(PLAN_FILE))
         found = Found(entry=Entry(manifest=manifest, files=files, objects=objects), key=key, plan=plan)
-        proofs = prove_calls(found, self._spec, timeout_secs=self._config.compile_timeout, ranks=self._ranks)
+        self._proofs = prove_calls(found, self._spec, timeout_secs=self._config.compile_timeout, ranks=self._ranks)
         self._on_event(Event(phase="prove", message="the whole call", secs=time.perf_counter() - begun))
         variants = tuple(
             msgspec.structs.replace(variant, proved_at=proof.proved_at, proof_gap="" if proof.later else proof.gap)
-            for variant, proof in zip(manifest.variants, proofs, strict=True)
+            for variant, proof in zip(manifest.variants, self._proofs, strict=True)
         )
-        self._uncalled = {index: proof.gap for index, proof in enumerate(proofs) if proof.later}
-        self._restrides = [proof.restrides for proof in proofs]
+        self._uncalled = {index: proof.gap for index, proof in enumerate(self._proofs) if proof.later}
         return msgspec.structs.replace(manifest, variants=variants)
 
     def _key(self, stitched: Stitched) -> Key:

@@ -85,6 +85,35 @@ def test_a_group_in_forward_is_data(tmp_path, kind):
         assert torch.equal(loaded(x), model(x))
 
 
+def reduced_across(x: torch.Tensor) -> torch.Tensor:
+    """Return what lies in memory otherwise than the fake says."""
+    return all_reduced(x).t().contiguous().t()
+
+
+cgtool.direct_register_custom_op(
+    "reduced_across",
+    reduced_across,
+    mutates_args=[],
+    fake_impl=torch.empty_like,
+    namespace="group_tests",
+    splitting=True,
+)
+
+
+class Across(OfTheWorld):
+    def forward(self, x):
+        return torch.ops.group_tests.reduced_across(self.layer(x)) + 1
+
+
+def test_ranks_make_all_calls_again_where_eager_lays_an_output_out_otherwise(tmp_path):
+    model, x = Across().eval(), torch.randn(3, 8)
+    config = CompilationConfig(adaptor="eager", jobs=0)
+    served = cgtool.compile(model, example_args=(x,), config=config, cache_dir=tmp_path)
+    assert served(x).stride() == model(x).stride() == (1, 3)
+    (manifest,) = tmp_path.rglob("manifest.json")
+    assert '"proved_at"' in manifest.read_text()
+
+
 class Cut(OfTheWorld):
     """A model whose collective fails where CUT is set, as it does where another rank is gone."""
 

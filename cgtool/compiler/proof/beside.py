@@ -65,6 +65,8 @@ class CallProof(Record, frozen=True, kw_only=True):
     proved_at: tuple[dict[str, int], ...] = ()
     #: The outputs that eager lays out otherwise, by name, and how: nothing else is wrong with them.
     restrides: dict[str, Order] = msgspec.field(default_factory=dict)
+    #: Whether all calls are to be made again with outputs laid out so, here or on another rank.
+    again: bool = False
     #: Why there are no sizes.
     gap: str = ""
     #: Whether a later warm may succeed.

@@ -22,6 +22,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 
+import msgspec
 import torch
 
 from cgtool.compiler.proof.beside import STAGES, CallProof, Calls, StageName, room_for_weights
@@ -239,9 +240,10 @@ def _answer(found: Found, spec: ModelSpec, device: str, stage: mmap.mmap, ranks:
 
     try:
         proofs = Calls(found, spec, device, tell, ranks).proofs()
-        if ranks is not None:
-            ranks.meet("all calls are right", "")  # or one rank would publish what another one refuses
-        return _Answer(variants=proofs)
+        again = any(proof.restrides for proof in proofs)
+        if ranks is not None:  # or one would publish what another one refuses, or make calls again alone
+            again = "again" in ranks.meet("all calls are right", "again" if again else "")
+        return _Answer(variants=tuple(msgspec.structs.replace(proof, again=again) for proof in proofs))
     except CallMismatchError as error:
         return _Answer(wrong=str(error))
     except RankLostError:
