@@ -20,7 +20,7 @@ from typing import Self
 from msgspec.structs import replace
 
 from cgtool.compiler.request import CompileReport, CompileRequest, factors_here
-from cgtool.errors import ArtifactError, CompileError, ExecutorError, WorkerError
+from cgtool.errors import ArtifactError, CompileError, ExecutorError, ProofMismatchError, WorkerError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.executors.engines import MOST_DEATHS, NoWorkerError, WorkersDiedError, open_engine
 from cgtool.executors.worker import (
@@ -121,7 +121,8 @@ class Cluster:
             The artifact's bytes, its record with what a proof found, and what the compiler wrote for people, by name.
 
         Raises:
-            CompileError: The compiler does not take the piece, or what it made is not what the piece gives.
+            CompileError: The compiler does not take the piece.
+            ProofMismatchError: What it made is not what the piece gives.
             WorkerError: No worker fits, or two died of it.
             ExecutorError: There is no executor any more, or it has had no workers for a while.
         """
@@ -141,6 +142,8 @@ class Cluster:
             report = _checked(request, returned, data)
             if report.status == "rejected":
                 raise CompileError(report.reason, path=report.op)
+            if report.status == "wrong":
+                raise ProofMismatchError(report.reason)
             if report.artifact is not None:
                 self.made_by[report.artifact.digest] = returned.worker
                 return data, report.artifact, report.generated

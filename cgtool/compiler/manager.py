@@ -10,11 +10,13 @@ of a model or a layer, no index of a piece.
 from __future__ import annotations
 
 import contextvars
+import logging
 import threading
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
+import torch
 from msgspec.structs import replace
 
 from cgtool.adaptor_registry import ADAPTORS
@@ -23,6 +25,7 @@ from cgtool.compiler.cluster import Cluster
 from cgtool.compiler.generated import Texts, compile_piece
 from cgtool.compiler.pool import WorkerPool, default_jobs
 from cgtool.compiler.proof.prover import Prover
+from cgtool.compiler.proof.reference import eps_of, lowest_dtype
 from cgtool.compiler.request import (
     NEEDS_RANKS,
     CompileRequest,
@@ -37,6 +40,7 @@ from cgtool.errors import CacheCorruptError, ProofMismatchError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.host import count
 from cgtool.plan.grammar import digest_of
+from cgtool.plan.pieces import Json
 from cgtool.plan.shapes import shape_text
 from cgtool.remote.remotes import Remotes
 from cgtool.store.artifacts import parted
@@ -45,8 +49,10 @@ from cgtool.store.layout import CacheLayout
 from cgtool.store.records import Artifact
 from cgtool.store.units import UnitStore
 
+_log = logging.getLogger(__name__)
+
 #: Raise it when the way from a piece to an artifact changes: what older versions built is then compiled again.
-BUILD_VERSION = 5
+BUILD_VERSION = 6
 #: How many units are begun with before it is known what else there is to compile; each has a thread that waits.
 _MOST_BEGUN = 64
 #: What a piece is given to when an adaptor does not take it; all others are followed by `eager`.
@@ -95,7 +101,7 @@ class CompilerManager:
         self._prover = prover
         self._remotes = remotes
         self._adaptors: dict[str, CompilerInterface] = {}
-        self._hashes: dict[tuple[str, bool], str] = {}
+        self._hashes: dict[tuple[str, bool, int], str] = {}
         self._begun: dict[str, Future[Built]] = {}
         self._lock = threading.RLock()
 
@@ -117,7 +123,7 @@ class CompilerManager:
                 "shape": shape_text(work.shape),
                 "graph": work.graph.identity(),
                 "adaptor": work.adaptor,
-                "compiler": self._compiler(work),
+                "compiler": self._compiler(work, self._options),
                 "build": BUILD_VERSION,
             }
         )
@@ -190,19 +196,26 @@ class CompilerManager:
                 return Built(artifact=found, reused=True)
             unproved = self._units.find(key)
             data = None if unproved is None else self._units.data(key, unproved)
-            if unproved is None or data is None:
-                data, artifact, texts = self._compiled(work, in_worker=in_worker)
-            else:
-                artifact, texts = unproved, {}
+            is_stored = unproved is not None and data is not None
             try:
+                if unproved is None or data is None:
+                    data, artifact, texts = self._compiled(work, self._options, in_worker=in_worker)
+                else:
+                    artifact, texts = unproved, {}
                 artifact, why_not = self._proved(work, data, artifact)
-            except ProofMismatchError:
+            except ProofMismatchError as error:
                 self._units.remove(key)  # stored unproved, it would serve whoever asks for no proof
-                raise
+                options = self._rounding(work)
+                if options == self._options:
+                    raise
+                _log.info("Piece %s is compiled again, to round all that eager rounds: %s", work.piece_index, error)
+                data, artifact, texts = self._compiled(work, options, in_worker=in_worker)
+                artifact, why_not = self._proved(work, data, artifact)
+                is_stored = False
             self._units.put(key, data, artifact)
         if self._remotes is not None and not artifact.needs_proof and self._adaptor(work.adaptor).compiles:
             self._remotes.put_unit(key, data, artifact)
-        return Built(artifact=artifact, reused=unproved is not None, unproved=why_not, generated=texts)
+        return Built(artifact=artifact, reused=is_stored, unproved=why_not, generated=texts)
 
     def _elsewhere(self, key: str, work: Work) -> Artifact | None:
         """Take over a unit that was compiled and proved on another machine."""
@@ -214,22 +227,31 @@ class CompilerManager:
         self._units.put(key, *found)
         return found[1]
 
-    def _compiled(self, work: Work, *, in_worker: bool) -> tuple[bytes, Artifact, Texts]:
+    def _rounding(self, work: Work) -> dict[str, Json]:
+        """Return the options with which the adaptor rounds as eager does, where that can matter.
+
+        A compiler keeps what lies between two ops in float32, which may be more exact than eager, and may not: a sum
+        of what was not rounded does not fit terms that were.
+        """
+        rounds = eps_of(lowest_dtype(work.graph)) >= torch.finfo(torch.float16).eps
+        return {**(self._adaptor(work.adaptor).rounding if rounds else {}), **self._options}
+
+    def _compiled(self, work: Work, options: dict[str, Json], *, in_worker: bool) -> tuple[bytes, Artifact, Texts]:
         count("compiles")
         prover = self._prover_of(work)
         if prover is not None and not (in_worker and isinstance(self._pool, Cluster)):  # which proves for itself
             prover.start()  # it imports torch while the piece is compiled
         adaptor, tuned = self._adaptor(work.adaptor), _is_tuned(work)
         if not in_worker or self._pool is None:
-            return compile_piece(adaptor, work.graph, work.origin, options=self._options, max_autotune=tuned)
+            return compile_piece(adaptor, work.graph, work.origin, options=options, max_autotune=tuned)
         return self._pool.compile(
             CompileRequest(
                 graph=work.graph,
                 origin=work.origin,
                 adaptor=work.adaptor,
-                options=self._options,
+                options=options,
                 max_autotune=tuned,
-                compiler=self._compiler(work),
+                compiler=self._compiler(work, options),
                 imports=imports_for(work.graph.ops, adaptor),
                 settings=changed_settings(),
                 groups=groups_of(work.graph),
@@ -269,14 +291,14 @@ class CompilerManager:
                 self._adaptors[name] = adaptor
             return self._adaptors[name]
 
-    def _compiler(self, work: Work) -> str:
+    def _compiler(self, work: Work, options: dict[str, Json]) -> str:
         """Return the adaptor's digest of compiler and options: slow for Inductor, and the same for every piece."""
         tuned = _is_tuned(work)
         with self._lock:
-            if (work.adaptor, tuned) not in self._hashes:
-                digest = self._adaptor(work.adaptor).compute_hash(self._options, max_autotune=tuned)
-                self._hashes[work.adaptor, tuned] = digest
-            return self._hashes[work.adaptor, tuned]
+            place = work.adaptor, tuned, len(options)
+            if place not in self._hashes:
+                self._hashes[place] = self._adaptor(work.adaptor).compute_hash(options, max_autotune=tuned)
+            return self._hashes[place]
 
     def _waiting(self) -> None:
         self._on_event(Event(phase="compile", message="waiting for another process that compiles this piece"))

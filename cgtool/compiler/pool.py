@@ -156,10 +156,10 @@ def default_jobs() -> int:
 def early_jobs(jobs: int) -> int:
     """Return how many of `jobs` workers to start before it is known what there is to compile.
 
-    A core is left to the process that traces meanwhile; a decoder has three different pieces, and again as many for one
-    token.
+    A core is left to the process that traces meanwhile; a decoder has three different pieces in each of its variants,
+    of which dynamic batches and lengths make four.
     """
-    return max(1, min(jobs, num_cores() - 1, 6))
+    return max(1, min(jobs, num_cores() - 1, 12))
 
 
 def _cgroups() -> Iterator[Path]:

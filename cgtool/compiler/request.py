@@ -99,10 +99,10 @@ class CompileReport(Record, frozen=True, kw_only=True):
     """What a worker says of a request; the artifact's bytes go beside it.
 
     A refused request is not for that process, and is compiled elsewhere. Of a rejected one the compiler does not take
-    the piece. A failed one met memory, disk or a bug.
+    the piece; of a wrong one a proof refused what it made. A failed one met memory, disk or a bug.
     """
 
-    status: Literal["done", "refused", "rejected", "failed"]
+    status: Literal["done", "refused", "rejected", "wrong", "failed"]
     artifact: Artifact | None = None
     #: What the compiler wrote for people, name → text.
     generated: dict[str, str] = msgspec.field(default_factory=dict)

@@ -86,7 +86,7 @@ def _proved(prover: Prover, request: CompileRequest, report: CompileReport, data
     try:
         found = prover.prove(code, adaptor=request.adaptor, graph=request.graph, guards=guards, imports=request.imports)
     except ProofMismatchError as error:
-        return CompileReport(status="rejected", reason=str(error))
+        return CompileReport(status="wrong", reason=str(error))
     except CgtoolError as error:
         return CompileReport(status="failed", reason=str(error))
     if found.verdict == "later":

@@ -27,6 +27,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class InductorBase(CompilerInterface):
     """
 
     packaged = False
+    rounding = MappingProxyType({"emulate_precision_casts": True})
 
     def compute_hash(self, options: Mapping[str, Json], *, max_autotune: bool = False) -> str:
         """Return the digest of torch, compiler, target and options."""

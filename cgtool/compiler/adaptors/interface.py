@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -53,10 +54,12 @@ class CompilerInterface(ABC):
     Attributes:
         name: How configuration spells it.
         compiles: Whether it makes code: that is done in worker processes, and proved before it is trusted.
+        rounding: Options with which its code rounds all that eager rounds; none where it has no such options.
     """
 
     name: str
     compiles: bool = True
+    rounding: Mapping[str, Json] = MappingProxyType({})
 
     def initialize_cache(self, cache_dir: Path) -> None:  # noqa: B027  most have no state
         """Prepare for compiles into one cache; called once, before the first. Nothing to do for most compilers.

@@ -8,6 +8,7 @@ float64 of a whole model: what its roundings come to is found by calling it once
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import time
@@ -313,10 +314,11 @@ class Calls:
             if not isinstance(beside, torch.Tensor) or beside.shape != theirs.shape:
                 beside = theirs
             row = mine, beside, theirs
-            if name in undefined:
-                row = mine[~undefined[name]], beside[~undefined[name]], theirs[~undefined[name]]
+            if (places := undefined.get(name)) is not None:
+                row = mine[~places], beside[~places], theirs[~places]
             try:
-                judge.check_numbers(*row, tolerance=tolerance)
+                num_open = 0 if places is None else int(places.sum())
+                judge.check_numbers(*row, tolerance=dataclasses.replace(tolerance, num_open=num_open))
             except judge.WrongError as error:
                 msg = f"{name} {error}"
                 raise judge.WrongError(msg) from error
@@ -401,11 +403,11 @@ class Calls:
         passed = (item for name, value in arguments.items() for item in tensors_of(value, name))
         return _Ran(given=dict(leaves_of(output, "output")), left={**dict(passed), **twins.written()})
 
-    def _undefined(self, run: Callable[..., _Ran]) -> dict[str, torch.Tensor]:
+    def _undefined(self, run: Callable[..., _Ran]) -> dict[str, torch.Tensor | None]:
         """Return, by name, where a tensor shows what ops leave open."""
         ways = (functools.partial(_torch.Settled, other=other) for other in (False, True))
         one, other = (self._eager(functools.partial(run, within=way)) for way in ways)
-        return {name: judge.differ(a, b, whole_rows=self._sorts) for name, (a, b) in _unequal(one, other)}
+        return {name: judge.left_open(a, b, sorts=self._sorts) for name, (a, b) in _unequal(one, other)}
 
     def _asks(self, run: Callable[..., _Ran], ours: _Ran) -> bool:
         """Return whether the model gives what was compiled once it is told that it is being compiled."""

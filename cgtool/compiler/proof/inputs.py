@@ -7,6 +7,7 @@ import torch._dynamo, torch._inductor or sympy.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -149,14 +150,19 @@ def draw_storage(
 
 def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor whose elements are one rounding of `dtype` larger or smaller; it lies in memory as that one."""
-    generator = torch.Generator("cpu").manual_seed(tensor.numel())
-    count = min(tensor.numel(), _MOST_DRAWN)
-    signs = torch.randint(0, 2, (count,), generator=generator, device="cpu", dtype=torch.float32) * 2 - 1
-    factors = (1 + eps_of(dtype) * signs.double()).to(tensor.device)
-    if 0 < count < tensor.numel():
-        factors = factors.repeat(-(-tensor.numel() // count))[: tensor.numel()]
+    factors = _factors(dtype, tensor.device)[: tensor.numel()]
+    if 0 < len(factors) < tensor.numel():
+        factors = factors.repeat(-(-tensor.numel() // len(factors)))[: tensor.numel()]
     out = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return out.copy_(tensor.double() * factors.reshape(tensor.shape))
+
+
+@functools.lru_cache(maxsize=4)
+def _factors(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return what takes a number one rounding up or down: drawn once, since a model of billions has many tensors."""
+    generator = torch.Generator("cpu").manual_seed(_MOST_DRAWN)
+    signs = torch.randint(0, 2, (_MOST_DRAWN,), generator=generator, device="cpu", dtype=torch.float32) * 2 - 1
+    return (1 + eps_of(dtype) * signs.double()).to(device)
 
 
 def _numbers(

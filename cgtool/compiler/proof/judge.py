@@ -35,12 +35,14 @@ class Tolerance:
         rms: The root of mean squares, relative to the tensor's.
         steps: The share of elements that a rounding may have decided otherwise; 0 where floats decide nothing.
         usual: What roundings come to as a root of mean squares, where no float64 says what eager's own error is.
+        num_open: How many further elements were left out, as ops leave them open.
     """
 
     element: float
     rms: float
     steps: float
     usual: float = 0.0
+    num_open: int = 0
 
     @classmethod
     def of(cls, dtype: torch.dtype, *, takes_steps: bool, has_reference: bool) -> Self:
@@ -65,7 +67,7 @@ class Tolerance:
 
     def num_allowed(self, count: int, flips: int = 0) -> int:
         """Return how many of `count` elements may differ, where eager itself decided `flips` of them otherwise."""
-        return int(self.steps * count) + 4 * flips if self.steps else 0
+        return int(self.steps * (count + self.num_open)) + 4 * flips if self.steps else 0
 
 
 def check_metas(
@@ -101,11 +103,14 @@ def check_metas(
             raise WrongError(msg)
 
 
-def differ(one: torch.Tensor, other: torch.Tensor, *, whole_rows: bool = False) -> torch.Tensor:
-    """Return where two tensors of one make differ by more than roundings.
+def left_open(one: torch.Tensor, other: torch.Tensor, *, sorts: bool = False) -> torch.Tensor | None:
+    """Return where a tensor depends on what ops leave open; None where that comes to roundings at most.
 
-    With `whole_rows` a row of the first dimension differs where any element does: rows that came in another order may
-    agree in some by chance.
+    Args:
+        one: What eager gives with that settled in one way.
+        other: In another way.
+        sorts: Whether the order of equals may be a part of it. Then rows of the first dimension are taken as a whole,
+            and at each that differs at all: in a third order, those that come to nearly the same here may not.
     """
     if one.is_floating_point() or one.is_complex():
         eps = 16 * torch.finfo(one.dtype).eps
@@ -114,10 +119,21 @@ def differ(one: torch.Tensor, other: torch.Tensor, *, whole_rows: bool = False) 
         places = ~torch.isclose(one.detach(), other.detach(), rtol=eps, atol=atol, equal_nan=True)
     else:
         places = one != other
-    if whole_rows and places.dim() > 1:
-        rows = places.flatten(1).any(1)
-        places = rows.view(-1, *[1] * (places.dim() - 1)).expand_as(places)
+    if not bool(places.any()):
+        return None
+    if sorts:
+        places = (one != other) & ~(one.isnan() & other.isnan())
+        if places.dim() > 1:
+            rows = places.flatten(1).any(1)
+            places = rows.view(-1, *[1] * (places.dim() - 1)).expand_as(places)
     return places
+
+
+def farther(one: torch.Tensor, other: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Return of two that are right, at each place, the one that is further from what is exact."""
+    if other is one or not one.is_floating_point():
+        return one
+    return torch.where((other - exact).abs() > (one - exact).abs(), other, one)
 
 
 def roundings(nearby: torch.Tensor, eager: torch.Tensor, tolerance: Tolerance) -> float:

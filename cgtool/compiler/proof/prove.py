@@ -233,15 +233,11 @@ class _Proof:
             raise _NotRunnableError(msg)
         return first
 
-    def _undefined(self, given: _Given) -> list[torch.Tensor | None]:
-        """Return for each output where it depends on what ops leave open; None where nothing does."""
+    def _again(self, given: _Given) -> _Tensors:
+        """Return outputs of the piece with what ops leave open settled the other way."""
         if not self._leaves_open:
-            return [None] * len(given.outputs)
-        again = self._function(self._graph, given.drawn.copy().tensors(), other=True)
-        rows = sorts(self._graph)
-        pairs = zip(given.outputs, again, strict=True)
-        places = [judge.differ(one, other, whole_rows=rows) for one, other in pairs]
-        return [place if bool(place.any()) else None for place in places]
+            return given.outputs
+        return self._function(self._graph, given.drawn.copy().tensors(), other=True)
 
     def _reference(self, given: _Given) -> tuple[_Tensors, _Tensors] | None:
         """Return outputs and inputs of the piece in float64; None where it does not run so, or is another one so."""
@@ -288,27 +284,31 @@ class _Proof:
     def _compare(self, found: _Tensors, inputs: _Tensors, given: _Given, sizes: Sizes) -> None:
         judge.check_metas(found, self._graph.results, sizes, self._device_index)
         judge.check_overlaps(found, inputs, given.outputs, given.inputs)
-        undefined, reference = self._undefined(given), self._reference(given)
+        again, reference = self._again(given), self._reference(given)
         exact = reference or (given.outputs, given.inputs)
         nearby = exact if reference is not None or all(map(same_bytes, found, given.outputs)) else self._nearby(given)
         tolerance = judge.Tolerance.of(
             lowest_dtype(self._graph), takes_steps=takes_steps(self._graph), has_reference=reference is not None
         )
-        rows: list[tuple[str, float, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        rows: list[tuple[str, judge.Tolerance, torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
-        def usual(near: torch.Tensor, eager: torch.Tensor) -> float:
-            return 0.0 if reference is not None else judge.roundings(near, eager, tolerance)
+        def within(near: torch.Tensor, eager: torch.Tensor) -> judge.Tolerance:
+            usual = 0.0 if reference is not None else judge.roundings(near, eager, tolerance)
+            return replace(tolerance, usual=usual)
 
-        for n, row in enumerate(zip(found, given.outputs, exact[0], strict=True)):
-            places = undefined[n]
-            ours, theirs, wide = row if places is None else (tensor[~places] for tensor in row)
-            rows.append((f"gives output {n}: it", usual(nearby[0][n], row[1]), ours, theirs, wide))
+        for n, (ours, theirs, wide) in enumerate(zip(found, given.outputs, exact[0], strict=True)):
+            allowed, row = within(nearby[0][n], theirs), (ours, judge.farther(theirs, again[n], wide), wide)
+            places = judge.left_open(theirs, again[n], sorts=sorts(self._graph))
+            if places is not None:
+                allowed = replace(allowed, num_open=int(places.sum()))
+                row = ours[~places], row[1][~places], wide[~places]
+            rows.append((f"gives output {n}: it", allowed, *row))
         for n, row in enumerate(zip(inputs, given.inputs, exact[1], strict=True)):
             if not same_bytes(row[0], row[1]):  # most inputs are only read
-                rows.append((f"leaves input {n}: it", usual(nearby[1][n], row[1]), *row))
-        for label, roundings, ours, theirs, wide in rows:
+                rows.append((f"leaves input {n}: it", within(nearby[1][n], row[1]), *row))
+        for label, allowed, ours, theirs, wide in rows:
             try:
-                error = judge.check_numbers(ours, theirs, wide, tolerance=replace(tolerance, usual=roundings))
+                error = judge.check_numbers(ours, theirs, wide, tolerance=allowed)
             except judge.WrongError as wrong:
                 msg = f"{label} {wrong}"
                 raise judge.WrongError(msg) from wrong

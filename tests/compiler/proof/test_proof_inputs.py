@@ -8,7 +8,7 @@ from piece_cases import call, graph, method, size, tensor, with_results
 
 from cgtool.compiler.proof._torch import Settled
 from cgtool.compiler.proof.inputs import STYLES, draw
-from cgtool.compiler.proof.judge import differ
+from cgtool.compiler.proof.judge import farther, left_open
 from cgtool.compiler.proof.prove import prove_artifact
 from cgtool.compiler.proof.reference import leaves_open, lowest_dtype, takes_steps, widened
 from cgtool.compiler.sizes import Limits, sizes_to_prove
@@ -203,14 +203,27 @@ def test_equals_are_sorted_in_two_orders_that_share_no_place(sort, dim, descendi
     assert torch.equal((found[0] != found[1]).movedim(dim, 0), several)
 
 
-def test_differences_of_roundings_are_none():
+def test_what_ops_leave_open_is_more_than_roundings():
     one = torch.tensor([1.0, 2.0, float("nan"), float("inf")])
-    assert differ(one, one * (1 + 1e-7)).tolist() == [False] * 4
-    assert differ(one, one + torch.tensor([0.0, 1e-3, 0.0, 0.0])).tolist() == [False, True, False, False]
-    assert differ(torch.tensor([1, 2]), torch.tensor([1, 3])).tolist() == [False, True]
+    assert left_open(one, one * (1 + 1e-7)) is None
+    assert left_open(one, one + torch.tensor([0.0, 1e-3, 0.0, 0.0])).tolist() == [False, True, False, False]
+    assert left_open(torch.tensor([1, 2]), torch.tensor([1, 3])).tolist() == [False, True]
+
+
+def test_where_a_piece_sorts_rows_are_open_as_a_whole_and_at_the_least_difference():
     rows, others = torch.tensor([[1, 2], [3, 4]]), torch.tensor([[1, 2], [3, 5]])
-    assert differ(rows, others).tolist() == [[False, False], [False, True]]
-    assert differ(rows, others, whole_rows=True).tolist() == [[False, False], [True, True]]
+    assert left_open(rows, others).tolist() == [[False, False], [False, True]]
+    assert left_open(rows, others, sorts=True).tolist() == [[False, False], [True, True]]
+    one = torch.tensor([0.5, 0.25, 0.26, 0.9, float("nan")], dtype=torch.bfloat16)
+    turned = torch.tensor([0.25, 0.5, 0.27, 0.9, float("nan")], dtype=torch.bfloat16)
+    assert left_open(one, turned, sorts=True).tolist() == [True, True, True, False, False]
+
+
+def test_of_two_right_answers_the_one_further_from_the_exact_one_is_eagers_error():
+    exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    one, other = torch.tensor([1.0, 2.1]), torch.tensor([1.2, 2.0])
+    torch.testing.assert_close(farther(one, other, exact), torch.tensor([1.2, 2.1]))
+    assert farther(torch.tensor([1]), torch.tensor([2]), exact).tolist() == [1]
 
 
 def test_a_graph_in_float64_has_no_other_float():
