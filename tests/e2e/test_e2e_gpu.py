@@ -158,8 +158,8 @@ def test_a_call_that_runs_out_of_memory_says_so_and_the_next_one_is_served(tmp_p
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(8e9 / total)
     try:
-        with pytest.raises(torch.OutOfMemoryError, match=r"with rows = 1048576 .*out of memory beside the [0-9]+ MiB"):
-            loaded(torch.ones(1 << 20, 1, device="cuda"))
+        with pytest.raises(torch.OutOfMemoryError, match=r"with rows = 500000 .*out of memory beside the [0-9]+ MiB"):
+            loaded(torch.ones(500_000, 1, device="cuda"))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     few = torch.ones(3, 1, device="cuda")
@@ -167,17 +167,13 @@ def test_a_call_that_runs_out_of_memory_says_so_and_the_next_one_is_served(tmp_p
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("adaptor", ["aot_inductor", "inductor_standalone"])
-def test_load_and_calls_take_no_more_memory_than_eager(tmp_path, adaptor):
+def test_load_and_calls_take_no_more_memory_than_eager(tmp_path):
     sys.path.insert(0, str(FIXTURES))
     import tiny_llama
 
     with torch.device("cuda"):
         spec = tiny_llama.build(num_layers=4, width=512, intermediate=1024)
-    config = cgtool.CompilationConfig(adaptor=adaptor)
-    cgtool.compile(
-        spec.module, example_args=spec.calls[0].args, dynamic=spec.dynamic, config=config, cache_dir=tmp_path
-    )
+    cgtool.compile(spec.module, example_args=spec.calls[0].args, dynamic=spec.dynamic, cache_dir=tmp_path)
     ids = torch.arange(1024, device="cuda") % 256
 
     def peak(call):

@@ -290,25 +290,22 @@ class _Proof:
         tolerance = judge.Tolerance.of(
             lowest_dtype(self._graph), takes_steps=takes_steps(self._graph), has_reference=reference is not None
         )
-        rows: list[tuple[str, judge.Tolerance, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        rows: list[tuple[str, judge.Tolerance, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
         def within(near: torch.Tensor, eager: torch.Tensor) -> judge.Tolerance:
             usual = 0.0 if reference is not None else judge.roundings(near, eager, tolerance)
             return replace(tolerance, usual=usual)
 
         for n, (ours, theirs, wide) in enumerate(zip(found, given.outputs, exact[0], strict=True)):
-            allowed, row = within(nearby[0][n], theirs), (ours, judge.farther(theirs, again[n], wide), wide)
             places = judge.left_open(theirs, again[n], sorts=sorts(self._graph))
-            if places is not None:
-                allowed = replace(allowed, num_open=int(places.sum()))
-                row = ours[~places], row[1][~places], wide[~places]
-            rows.append((f"gives output {n}: it", allowed, *row))
+            eager = judge.farther(theirs, again[n], wide)
+            rows.append((f"gives output {n}: it", within(nearby[0][n], theirs), places, ours, eager, wide))
         for n, row in enumerate(zip(inputs, given.inputs, exact[1], strict=True)):
             if not same_bytes(row[0], row[1]):  # most inputs are only read
-                rows.append((f"leaves input {n}: it", within(nearby[1][n], row[1]), *row))
-        for label, allowed, ours, theirs, wide in rows:
+                rows.append((f"leaves input {n}: it", within(nearby[1][n], row[1]), None, *row))
+        for label, allowed, places, ours, theirs, wide in rows:
             try:
-                error = judge.check_numbers(ours, theirs, wide, tolerance=allowed)
+                error = judge.check_numbers(ours, theirs, wide, tolerance=allowed, but=places)
             except judge.WrongError as wrong:
                 msg = f"{label} {wrong}"
                 raise judge.WrongError(msg) from wrong
