@@ -50,6 +50,7 @@ from __future__ import annotations
 import abc
 import enum
 import functools
+import hashlib
 import inspect
 import itertools
 import json
@@ -126,6 +127,10 @@ def _scalar(value: Any) -> Json:
         return ["union", *map(encode_literal, value.__args__)]
     if isinstance(value, enum.Enum):
         return ["enum", qualified_name(kind), value.name]
+    if _is_of_numpy(value, "ndarray", "generic") and not value.dtype.hasobject:
+        is_short = value.size <= _SHORT_ARRAY
+        text = repr(value.tolist()) if is_short else hashlib.sha256(value.tobytes()).hexdigest()
+        return ["array", str(value.dtype), [*value.shape], text]
     return _torch_scalar(value)
 
 
@@ -154,7 +159,7 @@ def _object(value: Any) -> Json:
         return ["function", qualified_name(value.func), code_digest(value.func)]
     if isinstance(value, types.CodeType):
         return ["function", value.co_qualname, code_digest(value)]
-    if isinstance(value, _BUILTIN) or _is_of_numpy(value):
+    if isinstance(value, _BUILTIN) or _is_ufunc(value):
         return ["function", _builtin_name(value), ""]
     if private.is_op(value):
         return ["op", str(value)]
@@ -175,10 +180,18 @@ def _object(value: Any) -> Json:
     raise NoRuleError(msg, actual=qualified_name(type(value)))
 
 
-def _is_of_numpy(value: Any) -> bool:
+#: An array of numpy with as many elements is spelled out.
+_SHORT_ARRAY = 16
+
+
+def _is_of_numpy(value: Any, *kinds: str) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, tuple(getattr(numpy, kind) for kind in kinds))
+
+
+def _is_ufunc(value: Any) -> bool:
     """Return whether `value` is a ufunc of numpy's own, such as `numpy.sqrt`: numpy's version stands for it."""
-    is_ufunc = qualified_name(type(value)) == "numpy:ufunc"
-    return is_ufunc and getattr(sys.modules["numpy"], value.__name__, None) is value
+    return _is_of_numpy(value, "ufunc") and getattr(sys.modules["numpy"], value.__name__, None) is value
 
 
 def _builtin_name(value: Any) -> str:

@@ -129,6 +129,11 @@ def passed_through() -> list[tuple[Source, Any]]:
     return list(found.values())
 
 
+def is_of_numpy(source: Any) -> bool:
+    """Return whether a source is an array or a number of numpy, which Dynamo takes for a tensor."""
+    return isinstance(source, dynamo_source.NumpyTensorSource)
+
+
 def modified_existing(output: Any) -> Iterator[Any]:
     """Yield Dynamo's variables of objects that existed before the call and that differ after it."""
     effects, modes = output.side_effects, output.torch_function_mode_stack

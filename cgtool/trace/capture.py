@@ -25,7 +25,7 @@ from cgtool.trace.files import function_guards
 from cgtool.trace.guards import GuardRecorder, combined, module_frame, split_guards
 from cgtool.trace.installed import Asked, listening
 from cgtool.trace.outputs import MarkedSizes, TemplateReader, mark_outputs
-from cgtool.trace.public_ops import write_publicly
+from cgtool.trace.public_ops import hold_arrays, write_publicly
 from cgtool.trace.questions import question_guards, shown_steps
 from cgtool.trace.refusals import (
     ALWAYS,
@@ -95,6 +95,7 @@ class _Capture:
         self.inputs: dict[str, Any] = {}
         self.others: dict[str, Any] = {}
         self.returned: tuple[Guard, ...] = ()
+        self.held: tuple[Guard, ...] = ()
         self.outputs: list[Any] = []
         self.sizes = sizes
         self.shape_env: Any = None
@@ -106,6 +107,7 @@ class _Capture:
         self.frame = module_frame(self._roots.method, output, self._roots)
         self.codes = [code for code in private.TracingContext.get().traced_code if code.co_filename != private.__file__]
         self.shape_env = output.shape_env
+        self.held = tuple(hold_arrays(graph_module, self.frame))
         self.inputs = _placeholder_sources(graph_module, self.frame)
         writes = writes_of(output, self.frame, self.inputs)
         refuse_side_effects(writes.changed, writes.lines)
@@ -207,7 +209,7 @@ def _captured(
     _add_placeholders(graph_module, captured.others)
     sources = (*captured.inputs, *captured.others)
     known = _known_tensors(sources, roots)
-    guarded = (*recorder.finish(), *captured.returned)
+    guarded = (*recorder.finish(), *captured.returned, *captured.held)
     seen = touched(captured.codes, (*(guard.source for guard in guarded), *sources), roots)
     asked.add_imported(seen.names)
     tensors = {source: roots.resolve(source) for source in sources}
@@ -340,7 +342,7 @@ def _other_arguments(output: Any, frame: Frame, known: Mapping[str, Any]) -> dic
     """
     found: dict[str, Any] = {}
     for tracked in output.tracked_fakes:
-        if isinstance(tracked.fake, torch.Tensor):
+        if isinstance(tracked.fake, torch.Tensor) and not private.is_of_numpy(tracked.source):
             text = source_text(tracked.source, frame)
             if text.startswith("arg:") and text not in known and not text.endswith("._base"):
                 found[text] = tracked.fake

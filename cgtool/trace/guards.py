@@ -22,6 +22,7 @@ from cgtool.errors import TraceError
 from cgtool.guards.kinds import NoRuleError, describe, encode_literal, names_of
 from cgtool.guards.sources import Roots
 from cgtool.plan.records import Guard, source_words
+from cgtool.trace import _torch as private
 from cgtool.trace.sources import WARNINGS_SHOWN, Frame, UnknownSourceError, source_text, variable_of
 
 #: Guards that something else in the plan implies, and what.
@@ -128,13 +129,13 @@ class GuardRecorder:
     variables: set[str] = field(default_factory=set)
 
     def filter(self, entries: Sequence[Any]) -> list[bool]:
-        """Record `entries`; keep every one for Dynamo's own use of this one call."""
+        """Record `entries`; keep for Dynamo's own use of this one call those that it can make twice."""
         for entry in entries:
             try:
                 self._record(entry)
             except (NoRuleError, UnknownSourceError) as error:
                 self.problems.append(f"{entry.guard_type} on {entry.name or 'global state'}: {error}")
-        return [True] * len(entries)
+        return [not private.is_of_numpy(entry.orig_guard.originating_source) for entry in entries]
 
     def finish(self) -> tuple[Guard, ...]:
         """Return the guards, in the order in which Dynamo gave them.
@@ -164,6 +165,8 @@ class GuardRecorder:
             return
         if entry.name.endswith(_OF_TARGET) or isinstance(entry.value, TorchVersion):  # factors of the key
             return
+        if private.is_of_numpy(entry.orig_guard.originating_source):
+            return  # the graph holds the array, see `cgtool.trace.public_ops`
         text = source_text(entry.orig_guard.originating_source, self.frame())
         if any(pattern.match(text) for pattern in (_TRACERS_OWN, _OF_A_REGISTRY, _SET_BY_DYNAMO)):
             return

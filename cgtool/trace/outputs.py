@@ -30,7 +30,7 @@ _SIZE_MARK = _MARK + (1 << 32)
 _ODD_SIZE = 1_000_000_007
 _NUMBER_MARK = 0x0F_6367_746F_0000
 #: Literals that only guards have.
-_COMPARED = ("function", "group", "mesh", "module", "op", "plain", "union")
+_COMPARED = ("array", "function", "group", "mesh", "module", "op", "plain", "union")
 
 
 def mark_outputs(outputs: Sequence[Any]) -> list[Any]:

@@ -1,14 +1,21 @@
-"""Calls of torch's private functions that Dynamo leaves in its graphs, written as public ones that do the same."""
+"""What Dynamo leaves in its graphs that a plan has no words for, written as what does the same and has some.
+
+Calls of torch's private functions become public ones, and the arrays and numbers of numpy that a model has are held.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
+from cgtool.errors import TraceError
+from cgtool.guards.kinds import encode_literal
+from cgtool.plan.records import Guard, source_words
 from cgtool.trace import _torch as private
+from cgtool.trace.sources import Frame, source_text
 
 
 def write_publicly(graph_module: fx.GraphModule) -> None:
@@ -21,6 +28,32 @@ def write_publicly(graph_module: fx.GraphModule) -> None:
             if write is not None:
                 write(node)
         part.recompile()
+
+
+def hold_arrays(graph_module: fx.GraphModule, frame: Frame) -> Iterator[Guard]:
+    """Let a graph hold the arrays and the numbers of numpy that the model has; yield a guard on each.
+
+    Raises:
+        TraceError: One is an argument.
+    """
+    graph = graph_module.graph
+    for index, node in enumerate(graph.find_nodes(op="placeholder")):
+        given = node.meta.get("grapharg")
+        if given is None or not private.is_of_numpy(given.source):
+            continue
+        text = source_text(given.source.base, frame)
+        if text.startswith("arg:"):
+            name = source_words(text)
+            msg = f"{name} is an array or a number of numpy, which an artifact cannot take. Pass a tensor or a float."
+            raise TraceError(msg, path=name)
+        graph_module.register_buffer(f"numpy_{index}", given.example.clone())
+        with graph.inserting_before(node):
+            held = graph.get_attr(f"numpy_{index}")
+        held.meta.update(node.meta)
+        node.replace_all_uses_with(held)
+        graph.erase_node(node)
+        yield Guard(source=text, kind="value", expected=encode_literal(frame.resolve(text)))
+    graph_module.recompile()
 
 
 def _data(node: fx.Node) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - what everyone calls it
 from small_rows import ROWS_OF_EIGHT, fake_quantised
@@ -349,6 +350,10 @@ REFUSED = {
     "a call that is counted": (
         lambda: (module(counted, calls=0), rows(4), ROWS),
         r"changes calls while it runs.*\n.*small_modules\.py:\d+, in counted: self\.calls \+= 1",
+    ),
+    "an argument of numpy": (
+        lambda: (module(lambda self, x, shift: x + shift), [(_numbers(4, 8), np.arange(8.0))], ROWS),
+        "shift is an array or a number of numpy, .* Pass a tensor or a float",
     ),
     "an array of numpy": (
         lambda: (module(lambda self, x: x.numpy() * 2), rows(4), ROWS),

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import typing
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - what everyone calls it
 from torch import nn
@@ -213,5 +214,9 @@ ROWS_OF_EIGHT = {
     "a choice by version": (lambda self, x: x * 2 if torch.__version__ >= "2" else x, {}),
     "distributions": (lambda self, x: torch.distributions.Normal(x, 1.0).log_prob(x * 2), {}),
     "an argument that nothing reads": (lambda self, x: self.layer.weight * 2, layers()),
+    "numbers and arrays of numpy": (
+        lambda self, x: x * self.scale + torch.from_numpy(self.shift),
+        {"scale": np.float64(0.5), "shift": np.arange(8, dtype=np.float32)},
+    ),
     "softmax and log": (lambda self, x: x.softmax(-1).clamp_min(1e-3).log().logsumexp(-1), {}),
 }
