@@ -39,27 +39,17 @@ CLASSES = {
         live="home.Grand.gain = 3.0",
         names="gain|Grand|Holder",
     ),
-    "attribute_overridden_in_subclass": Feature(
-        head=PARENT,
-        bases="Parent",
-        body="other = 1.0",
-        probe="it.gain",
-        edit=("other = 1.0", "gain = 3.0"),
-        live="Holder.gain = 3.0",
-        names="gain|Holder",
-    ),
+    "attribute_overridden_in_subclass": of_class("other = 1.0", "gain = 3.0", "it.gain", head=PARENT, bases="Parent"),
     "method_overridden_in_subclass": Feature(
         head=PARENT,
         bases="Parent",
         body="other = 1.0",
-        probe="it.factor()",
         edit=("other = 1.0", "factor = lambda self: 3.0"),
         live=LIVE_FACTOR,
         names="factor|Holder",
     ),
     "method": Feature(
         body=FACTOR,
-        probe="it.factor()",
         edit=("return 2.0", "return 3.0"),
         live=LIVE_FACTOR,
         instance="it.factor = lambda: 3.0",
@@ -69,7 +59,6 @@ CLASSES = {
         head=PARENT,
         bases="Parent",
         body="def factor(self):\n    return super().factor() * 1.0",
-        probe="it.factor()",
         edit=("        return 2.0", "        return 3.0"),
         live="home.Parent.factor = lambda self: 3.0",
         names="factor|Parent|Holder",
@@ -78,7 +67,6 @@ CLASSES = {
         head=PARENT + "\nclass Middle(Parent):\n    pass\n",
         bases="Middle",
         body="def factor(self):\n    return super().factor() * 1.0",
-        probe="it.factor()",
         edit=("class Middle(Parent):\n    pass", "class Middle(Parent):\n    factor = lambda self: 3.0"),
         live="home.Middle.factor = lambda self: 3.0",
         names="factor|Middle|Holder",
@@ -94,17 +82,15 @@ CLASSES = {
     ),
     "static_method": Feature(
         body="@staticmethod\ndef factor():\n    return 2.0",
-        probe="it.factor()",
         edit=("return 2.0", "return 3.0"),
         live="Holder.factor = staticmethod(lambda: 3.0)",
         names="factor|Holder",
     ),
-    "class_method": Feature(
+    "class_method": of_class(
+        "gain = 2.0",
+        "gain = 3.0",
+        "it.factor()",
         body="gain = 2.0\n\n@classmethod\ndef factor(cls):\n    return cls.gain",
-        probe="it.factor()",
-        edit=("gain = 2.0", "gain = 3.0"),
-        live="Holder.gain = 3.0",
-        names="gain|Holder",
     ),
     "property": Feature(
         body="@property\ndef gain(self):\n    return 2.0",
@@ -113,12 +99,8 @@ CLASSES = {
         live="Holder.gain = property(lambda self: 3.0)",
         names="gain|Holder",
     ),
-    "attribute_behind_a_property": Feature(
-        body="_gain = 2.0\n\n@property\ndef gain(self):\n    return self._gain",
-        probe="it.gain",
-        edit=("_gain = 2.0", "_gain = 3.0"),
-        live="Holder._gain = 3.0",
-        names="_gain|Holder",
+    "attribute_behind_a_property": of_class(
+        "_gain = 2.0", "_gain = 3.0", "it.gain", body="_gain = 2.0\n\n@property\ndef gain(self):\n    return self._gain"
     ),
     "descriptor": Feature(
         head="class Fixed:\n    def __get__(self, instance, owner=None):\n        return 2.0\n",
@@ -149,12 +131,11 @@ CLASSES = {
         refused=True,
     ),
     "slots": held("gain", "2.0", "3.0", "it.gain", body="__slots__ = ('gain',)", names="gain|Holder", places=PLAIN),
-    "name_of_class": Feature(
+    "name_of_class": of_class(
+        "other = 1.0",
+        "__qualname__ = 'Another'",
+        "float(len(type(it).__qualname__))",
         head="class Other:\n    pass\n",
-        body="other = 1.0",
-        probe="float(len(type(it).__qualname__))",
-        edit=("other = 1.0", "__qualname__ = 'Another'"),
-        live="Holder.__qualname__ = 'Another'",
         names="Another|qualname|Holder",
         places=OWN[1:],
     ),
@@ -218,12 +199,11 @@ CLASSES = {
         ),
         names="Marker|Parent|Holder|bases",
     ),
-    "isinstance_of_a_protocol": Feature(
-        head=("import typing\n\n@typing.runtime_checkable\nclass Marker(typing.Protocol):\n    def extra(self): ...\n"),
-        body="other = 1.0",
-        probe="from app import HOME\nreturn 3.0 if isinstance(it, HOME.Marker) else 2.0",
-        edit=("other = 1.0", "extra = lambda self: None"),
-        live="Holder.extra = lambda self: None",
+    "isinstance_of_a_protocol": of_class(
+        "other = 1.0",
+        "extra = lambda self: None",
+        "from app import HOME\nreturn 3.0 if isinstance(it, HOME.Marker) else 2.0",
+        head="import typing\n\n@typing.runtime_checkable\nclass Marker(typing.Protocol):\n    def extra(self): ...\n",
         names="Marker|extra|Holder",
     ),
     "attribute_of_metaclass": Feature(

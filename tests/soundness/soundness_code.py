@@ -9,27 +9,20 @@ READS = "def factor(self):\n    return {}"
 
 def reads(expression: str, **fields) -> Feature:
     """Return a feature whose method `factor` returns an expression."""
-    return Feature(body=READS.format(expression), probe="it.factor()", **fields)
+    return Feature(body=READS.format(expression), **fields)
+
+
+def of_global(before: str, after: str, expression: str, **fields) -> Feature:
+    """Return a feature of a global: an assignment, and the one that takes its place."""
+    name, _, _ = before.partition(" = ")
+    changes = {"edit": (before, after), "live": f"home.{after}", "names": name}
+    return reads(expression, **{"head": before, **changes, **fields})
 
 
 CODE = {
-    "global_number": reads(
-        "FACTOR", head="FACTOR = 2.0", edit=("FACTOR = 2.0", "FACTOR = 3.0"), live="home.FACTOR = 3.0", names="FACTOR"
-    ),
-    "global_text": reads(
-        "3.0 if MODE == 'fast' else 2.0",
-        head="MODE = 'slow'",
-        edit=("MODE = 'slow'", "MODE = 'fast'"),
-        live="home.MODE = 'fast'",
-        names="MODE",
-    ),
-    "global_tuple": reads(
-        "sum(FACTORS)",
-        head="FACTORS = (1.0, 1.0)",
-        edit=("(1.0, 1.0)", "(1.0, 2.0)"),
-        live="home.FACTORS = (1.0, 2.0)",
-        names="FACTORS",
-    ),
+    "global_number": of_global("FACTOR = 2.0", "FACTOR = 3.0", "FACTOR"),
+    "global_text": of_global("MODE = 'slow'", "MODE = 'fast'", "3.0 if MODE == 'fast' else 2.0"),
+    "global_tuple": of_global("FACTORS = (1.0, 1.0)", "FACTORS = (1.0, 2.0)", "sum(FACTORS)"),
     "global_dict": reads(
         "TABLE.get('extra', 2.0)",
         head="TABLE = {'gain': 2.0}",
@@ -37,13 +30,7 @@ CODE = {
         live="home.TABLE['extra'] = 3.0",
         names="TABLE|extra",
     ),
-    "global_none": reads(
-        "2.0 if CACHE is None else 3.0",
-        head="CACHE = None",
-        edit=("CACHE = None", "CACHE = 1"),
-        live="home.CACHE = 1",
-        names="CACHE",
-    ),
+    "global_none": of_global("CACHE = None", "CACHE = 1", "2.0 if CACHE is None else 3.0"),
     "global_function": reads(
         "scale()",
         head="def scale():\n    return 2.0\n",
@@ -123,21 +110,18 @@ CODE = {
             "def factor(self):\n    try:\n        raise Missing\n    except Parent:\n        return 2.0\n"
             "    except Exception:\n        return 3.0"
         ),
-        probe="it.factor()",
         edit=("class Missing(Parent)", "class Missing(Other)"),
         live="home.Missing.__bases__ = (home.Other,)",
         names="Missing|Parent|Other",
     ),
     "default_argument": Feature(
         body="def factor(self, gain=2.0):\n    return gain",
-        probe="it.factor()",
         edit=("gain=2.0", "gain=3.0"),
         live="Holder.factor.__defaults__ = (3.0,)",
         names="factor|Holder",
     ),
     "keyword_default": Feature(
         body="def factor(self, *, gain=2.0):\n    return gain",
-        probe="it.factor()",
         edit=("gain=2.0", "gain=3.0"),
         live="Holder.factor.__kwdefaults__['gain'] = 3.0",
         names="factor|Holder",
@@ -145,7 +129,6 @@ CODE = {
     "closure": Feature(
         head="def make(gain):\n    def factor(self):\n        return gain\n    return factor\n",
         body="factor = make(2.0)",
-        probe="it.factor()",
         edit=("make(2.0)", "make(3.0)"),
         live="Holder.factor.__closure__[0].cell_contents = 3.0",
         names="factor|gain|Holder",
@@ -171,7 +154,6 @@ CODE = {
     "attribute_of_a_function": Feature(
         head="def scale():\n    return scale.gain\n\nscale.gain = 2.0\n",
         body="def factor(self):\n    return scale()",
-        probe="it.factor()",
         edit=("scale.gain = 2.0", "scale.gain = 3.0"),
         live="home.scale.gain = 3.0",
         names="scale|gain",
@@ -187,7 +169,6 @@ CODE = {
     "function_of_a_partial": Feature(
         head="import functools\n\ndef scale(gain):\n    return gain * 1.0\n\nbound = functools.partial(scale, 2.0)\n",
         body="def factor(self):\n    return bound()",
-        probe="it.factor()",
         edit=("gain * 1.0", "gain * 1.5"),
         live="home.scale.__code__ = (lambda gain: 3.0).__code__",
         names="scale|bound",
@@ -195,7 +176,6 @@ CODE = {
     "lru_cache": Feature(
         head="import functools\n\n@functools.lru_cache\ndef scale():\n    return 2.0\n",
         body="def factor(self):\n    return scale()",
-        probe="it.factor()",
         edit=("    return 2.0", "    return 3.0"),
         live="home.scale = lambda: 3.0",
         names="scale",
@@ -206,7 +186,6 @@ CODE = {
             "    def wrapper(*args):\n        return function(*args) * GAIN\n    return wrapper\n"
         ),
         body="@doubled\ndef factor(self):\n    return 1.0",
-        probe="it.factor()",
         edit=("GAIN = 2.0", "GAIN = 3.0"),
         live="home.GAIN = 3.0",
         names="GAIN",
@@ -217,7 +196,6 @@ CODE = {
             "    def wrapper(*args):\n        return function(*args)\n    return wrapper\n"
         ),
         body="@same\ndef factor(self):\n    return 2.0",
-        probe="it.factor()",
         edit=("return 2.0", "return 3.0"),
         live="Holder.factor.__closure__[0].cell_contents.__code__ = (lambda self: 3.0).__code__",
         names="factor|Holder",
@@ -225,7 +203,6 @@ CODE = {
     "single_dispatch": Feature(
         head="import functools\n\n@functools.singledispatch\ndef scale(value):\n    return 2.0\n",
         body="def factor(self):\n    return scale(1)",
-        probe="it.factor()",
         tail="# nothing is registered",
         edit=("# nothing is registered", "scale.register(int, lambda value: 3.0)"),
         live="home.scale.register(int, lambda value: 3.0)",
@@ -235,7 +212,6 @@ CODE = {
     "generator": Feature(
         head="def steps():\n    yield 1.0\n    yield 1.0\n",
         body="def factor(self):\n    return sum(steps())",
-        probe="it.factor()",
         edit=("    yield 1.0\n    yield 1.0", "    yield 1.0\n    yield 2.0"),
         live="home.steps = lambda: iter([1.0, 2.0])",
         names="steps",
@@ -245,7 +221,6 @@ CODE = {
         body=(
             "def factor(self):\n    match Point():\n        case Point(gain):\n            return gain\n    return 1.0"
         ),
-        probe="it.factor()",
         edit=("('x', 'y')", "('y', 'x')"),
         live="home.Point.__match_args__ = ('y', 'x')",
         names="Point",
@@ -299,18 +274,17 @@ CODE = {
         names="sigmoid",
         places=("model",),
     ),
-    "assume_constant_result": reads(
+    "assume_constant_result": of_global(
+        "GAIN = 2.0",
+        "GAIN = 3.0",
         "scale()",
-        head=("import torch\n\nGAIN = 2.0\n\n@torch._dynamo.assume_constant_result\ndef scale():\n    return GAIN\n"),
-        edit=("GAIN = 2.0", "GAIN = 3.0"),
-        live="home.GAIN = 3.0",
+        head="import torch\n\nGAIN = 2.0\n\n@torch._dynamo.assume_constant_result\ndef scale():\n    return GAIN\n",
         names="scale|GAIN|assume_constant_result",
         refused=True,
     ),
     "recursion_limit": Feature(
         head="import sys",
         body="def factor(self):\n    return 3.0 if sys.getrecursionlimit() == 12345 else 2.0",
-        probe="it.factor()",
         live="sys.setrecursionlimit(12345)",
         names="recursion",
         refused=True,
@@ -318,14 +292,12 @@ CODE = {
     "context_of_a_call": Feature(
         head="CONTEXT = None\n\ndef context():\n    return CONTEXT\n",
         body="def factor(self):\n    return 2.0 if context() is None else context().gain",
-        probe="it.factor()",
         live="import types; home.CONTEXT = types.SimpleNamespace(gain=3.0)",
         names="CONTEXT",
     ),
     "context_variable": Feature(
         head="import contextvars\n\nGAIN = contextvars.ContextVar('GAIN', default=2.0)\n",
         body="def factor(self):\n    return GAIN.get()",
-        probe="it.factor()",
         edit=("default=2.0", "default=3.0"),
         live="home.GAIN.set(3.0)",
         names="GAIN|ContextVar",
@@ -334,7 +306,6 @@ CODE = {
     "variable_of_a_thread": Feature(
         head="import threading\n\nLOCAL = threading.local()\n",
         body="def factor(self):\n    return getattr(LOCAL, 'gain', 2.0)",
-        probe="it.factor()",
         live="home.LOCAL.gain = 3.0",
         names="LOCAL|gain",
         refused=True,
@@ -342,7 +313,6 @@ CODE = {
     "level_of_a_logger": Feature(
         head="import logging\n\nlogger = logging.getLogger('sound')\n",
         body="def factor(self):\n    return 3.0 if logger.isEnabledFor(logging.INFO) else 2.0",
-        probe="it.factor()",
         live="home.logger.setLevel('INFO')",
         names="logg",
         refused=True,
@@ -350,7 +320,6 @@ CODE = {
     "arguments_of_the_process": Feature(
         head="import sys",
         body="def factor(self):\n    return 3.0 if '--fast' in sys.argv else 2.0",
-        probe="it.factor()",
         live="sys.argv.append('--fast')",
         names="argv",
         refused=True,
@@ -367,7 +336,6 @@ CODE = {
     "attribute_getter": Feature(
         head="import operator\n\nget = operator.attrgetter('gain')\n",
         body="gain = 2.0\nother = 3.0\n\ndef factor(self):\n    return get(self)",
-        probe="it.factor()",
         edit=("attrgetter('gain')", "attrgetter('other')"),
         live="home.get = home.operator.attrgetter('other')",
         names="get",
@@ -376,7 +344,6 @@ CODE = {
     "attribute_of_sys": Feature(
         head="import sys",
         body="def factor(self):\n    return 3.0 if hasattr(sys, 'sound_mode') else 2.0",
-        probe="it.factor()",
         live="sys.sound_mode = 1",
         names="sound_mode|sys",
         refused=True,
@@ -384,7 +351,6 @@ CODE = {
     "modules_of_sys": Feature(
         head="import sys",
         body="def factor(self):\n    return 3.0 if 'sound_module' in sys.modules else 2.0",
-        probe="it.factor()",
         live="sys.modules['sound_module'] = sys",
         names="sound_module|modules",
         refused=True,

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from soundness_code import reads
+from soundness_code import READS
 from soundness_projects import Feature
 
-ASKS_MODE = "3.0 if {} else 2.0"
+
+def of_mode(**fields) -> Feature:
+    """Return a feature of the variable SOUND_MODE."""
+    return Feature(**{"head": "import os", "environment": {"SOUND_MODE": "fast"}, "names": "SOUND_MODE"} | fields)
 
 
 def asks(condition: str, **fields) -> Feature:
     """Return a feature whose method `factor` returns 3.0 where a condition of the environment holds."""
-    return reads(
-        ASKS_MODE.format(condition),
-        **{"head": "import os", "environment": {"SOUND_MODE": "fast"}, "names": "SOUND_MODE"} | fields,
-    )
+    return of_mode(body=READS.format(f"3.0 if {condition} else 2.0"), **fields)
 
 
 ENVIRONMENT = {
@@ -39,49 +39,32 @@ ENVIRONMENT = {
     "environ_iterated": asks(
         "any(name == 'SOUND_MODE' for name in os.environ)", names="SOUND_MODE|environ|app", refused=True
     ),
-    "environ_by_try": Feature(
-        head="import os",
+    "environ_by_try": of_mode(
         body=(
             "def factor(self):\n    try:\n        return 3.0 if os.environ['SOUND_MODE'] else 2.0\n"
             "    except KeyError:\n        return 2.0"
-        ),
-        probe="it.factor()",
-        environment={"SOUND_MODE": "fast"},
-        names="SOUND_MODE",
+        )
     ),
-    "environ_in_a_helper_of_a_helper": Feature(
+    "environ_in_a_helper_of_a_helper": of_mode(
         head="from app.deeper import mode",
         body="def factor(self):\n    return 3.0 if mode() == 'fast' else 2.0",
-        probe="it.factor()",
         files={"deeper.py": "import os\n\ndef mode():\n    return os.getenv('SOUND_MODE')\n"},
-        environment={"SOUND_MODE": "fast"},
-        names="SOUND_MODE",
     ),
-    "environ_at_import": reads(
-        "MODE",
+    "environ_at_import": of_mode(
+        body=READS.format("MODE"),
         head="import os\n\nMODE = 3.0 if os.getenv('SOUND_MODE') else 2.0",
-        environment={"SOUND_MODE": "fast"},
         names="SOUND_MODE|MODE",
     ),
-    "environ_in_init": Feature(
-        head="import os",
-        init="self.gain = 3.0 if os.getenv('SOUND_MODE') else 2.0",
-        probe="it.gain",
-        environment={"SOUND_MODE": "fast"},
-        names="SOUND_MODE|gain",
+    "environ_in_init": of_mode(
+        init="self.gain = 3.0 if os.getenv('SOUND_MODE') else 2.0", probe="it.gain", names="SOUND_MODE|gain"
     ),
-    "environ_in_a_property": Feature(
-        head="import os",
+    "environ_in_a_property": of_mode(
         body="@property\ndef gain(self):\n    return 3.0 if os.getenv('SOUND_MODE') else 2.0",
         probe="it.gain",
-        environment={"SOUND_MODE": "fast"},
         names="SOUND_MODE|gain",
     ),
-    "environ_in_a_default": Feature(
-        head="import os",
+    "environ_in_a_default": of_mode(
         body="def factor(self, mode=os.getenv('SOUND_MODE')):\n    return 3.0 if mode else 2.0",
-        probe="it.factor()",
-        environment={"SOUND_MODE": "fast"},
         names="SOUND_MODE|factor|Holder",
     ),
     "environ_with_a_default_from_another": asks(
@@ -93,19 +76,14 @@ ENVIRONMENT = {
         names="SOUND_MODE|VARIABLES",
         refused=True,
     ),
-    "environ_on_an_object": Feature(
-        head="import os",
+    "environ_on_an_object": of_mode(
         init="self.variables = os.environ",
         probe="3.0 if 'SOUND_MODE' in it.variables else 2.0",
-        environment={"SOUND_MODE": "fast"},
         names="SOUND_MODE|variables",
         refused=True,
     ),
-    "environ_as_a_default": Feature(
-        head="import os",
+    "environ_as_a_default": of_mode(
         body="def factor(self, variables=os.environ):\n    return 3.0 if variables.get('SOUND_MODE') else 2.0",
-        probe="it.factor()",
-        environment={"SOUND_MODE": "fast"},
         names="SOUND_MODE|factor",
         refused=True,
     ),
@@ -118,11 +96,10 @@ ENVIRONMENT = {
     "expanded_text": asks(
         "os.path.expandvars('$SOUND_MODE') == 'fast'", names="SOUND_MODE|expandvars|HOME|app", refused=True
     ),
-    "environ_in_forward": Feature(
+    "environ_in_forward": of_mode(
+        head="",
         probe="import os\nreturn 3.0 if os.getenv('SOUND_MODE') else 2.0",
-        environment={"SOUND_MODE": "fast"},
         live="import os; os.environ['SOUND_MODE'] = 'fast'",
-        names="SOUND_MODE",
         places=("model",),
     ),
     "home_of_the_user": asks(
@@ -134,7 +111,6 @@ ENVIRONMENT = {
     "folder_of_the_process": Feature(
         head="import os",
         body="def factor(self):\n    return 3.0 if os.getcwd() == '/' else 2.0",
-        probe="it.factor()",
         live="import os; os.chdir('/')",
         names="getcwd|folder",
         refused=True,

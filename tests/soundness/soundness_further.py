@@ -116,28 +116,24 @@ _FEATURES = dict(written()) | {
     ),
     "import_in_forward": Feature(
         body="def factor(self):\n    import app.deeper\n    return app.deeper.GAIN",
-        probe="it.factor()",
         files={"deeper.py": "GAIN = 2.0\n"},
         edit=("deeper.py", "2.0", "3.0"),
         names="deeper",
     ),
     "import_mod_in_forward": Feature(
         body="def factor(self):\n    from app import deeper\n    return deeper.GAIN",
-        probe="it.factor()",
         files={"deeper.py": "GAIN = 2.0\n"},
         edit=("deeper.py", "2.0", "3.0"),
         names="deeper",
     ),
     "import_pkg_in_forward": Feature(
         body="def factor(self):\n    import app.sub.deeper\n    return app.sub.deeper.GAIN",
-        probe="it.factor()",
         files={"sub/__init__.py": "", "sub/deeper.py": "GAIN = 2.0\n"},
         edit=("sub/deeper.py", "2.0", "3.0"),
         names="deeper",
     ),
     "path_class_str": Feature(
         body="root = pathlib.Path('a/b')\n\ndef factor(self):\n    return 2.0 if str(self.root) == 'a/b' else 3.0",
-        probe="it.factor()",
         head="import pathlib",
         live="Holder.root = home.pathlib.Path('c')",
         names="root",
@@ -151,13 +147,11 @@ _FEATURES = dict(written()) | {
     ),
     "logger_debug": Feature(
         body="def factor(self):\n    logger.debug('x %s', 1)\n    return 2.0",
-        probe="it.factor()",
         head="import logging\n\nlogger = logging.getLogger(__name__)",
         names="factor",
     ),
     "logging_root": Feature(
         body="def factor(self):\n    logging.warning('x')\n    return 2.0",
-        probe="it.factor()",
         head="import logging",
         names="factor",
     ),

@@ -21,59 +21,45 @@ EDITABLE = {
     "../solid-1.0.dist-info/direct_url.json": '{"url": "file:///solid", "dir_info": {"editable": true}}',
 }
 
+
+def of_deeper(expression: str, **fields) -> Feature:
+    """Return a feature of a module `deeper`; without another edit, its FACTOR takes another value."""
+    return reads(expression, **{"files": DEEPER, "edit": DEEPER_EDIT, "names": "FACTOR|deeper"} | fields)
+
+
 IMPORTS = {
-    "from_import": reads(
-        "FACTOR",
-        head="from app.deeper import FACTOR",
-        files=DEEPER,
-        edit=DEEPER_EDIT,
-        live="home.FACTOR = 3.0",
-        names="FACTOR|deeper",
-    ),
-    "from_import_of_a_function": reads(
+    "from_import": of_deeper("FACTOR", head="from app.deeper import FACTOR", live="home.FACTOR = 3.0"),
+    "from_import_of_a_function": of_deeper(
         "scale()",
         head="from app.deeper import scale",
-        files=DEEPER,
         edit=("deeper.py", "return 2.0", "return 3.0"),
         live="home.scale = lambda: 3.0",
         names="scale|deeper",
     ),
-    "module_alias": reads(
+    "module_alias": of_deeper(
         "lower.FACTOR",
         head="from app import deeper as lower",
-        files=DEEPER,
-        edit=DEEPER_EDIT,
         live="home.lower.FACTOR = 3.0",
         names="FACTOR|deeper|lower",
     ),
-    "star_import": reads(
-        "FACTOR",
-        head="from app.deeper import *",
-        files=DEEPER,
-        edit=DEEPER_EDIT,
-        live="home.FACTOR = 3.0",
-        names="FACTOR|deeper",
-    ),
+    "star_import": of_deeper("FACTOR", head="from app.deeper import *", live="home.FACTOR = 3.0"),
     "import_in_a_function": Feature(
         body="def factor(self):\n    from app.deeper import FACTOR\n    return FACTOR",
-        probe="it.factor()",
         files=DEEPER,
         edit=DEEPER_EDIT,
         live="import app.deeper; app.deeper.FACTOR = 3.0",
         names="FACTOR|deeper",
     ),
-    "relative_import": reads(
+    "relative_import": of_deeper(
         "deeper.scale()",
         head="from . import deeper",
-        files=DEEPER,
         edit=("deeper.py", "return 2.0", "return 3.0"),
         live="home.deeper.scale = lambda: 3.0",
         names="scale|deeper",
     ),
-    "attribute_of_a_module_absent": reads(
+    "attribute_of_a_module_absent": of_deeper(
         "getattr(deeper, 'EXTRA', 2.0)",
         head="from app import deeper",
-        files=DEEPER,
         edit=("deeper.py", "FACTOR = 2.0", "EXTRA = 3.0"),
         live="home.deeper.EXTRA = 3.0",
         names="EXTRA|deeper",
@@ -86,12 +72,10 @@ IMPORTS = {
         live="home.deeper.GAIN = 3.0",
         names="GAIN|deeper",
     ),
-    "value_made_by_a_function_at_import": reads(
+    "value_made_by_a_function_at_import": of_deeper(
         "FACTOR",
         head="from app.deeper import scale\n\nFACTOR = scale()",
-        files=DEEPER,
         edit=("deeper.py", "return 2.0", "return 3.0"),
-        names="FACTOR|deeper",
     ),
     "file_read_at_import": reads(
         "FACTOR",
@@ -115,7 +99,6 @@ IMPORTS = {
     "plugin_that_registers": Feature(
         head="TABLE = {'gain': 2.0}\n\ndef scale():\n    return TABLE['gain']\n",
         body="def factor(self):\n    return scale()",
-        probe="it.factor()",
         tail="from app import plugin",
         files={"plugin.py": "import sys\n\n\nOWN = 2.0\nsys.modules['app.HOME'].TABLE['gain'] = OWN\n"},
         edit=("plugin.py", "OWN = 2.0", "OWN = 3.0"),

@@ -33,13 +33,8 @@ OBJECTS = {
         instance="del it.gain",
         names="gain|Holder",
     ),
-    "hasattr": Feature(
-        body="other = 1.0",
-        probe='3.0 if hasattr(it, "extra") else 2.0',
-        edit=("other = 1.0", "extra = 1.0"),
-        live="Holder.extra = 1.0",
-        instance="it.extra = 1.0",
-        names="extra|Holder",
+    "hasattr": of_class(
+        "other = 1.0", "extra = 1.0", '3.0 if hasattr(it, "extra") else 2.0', instance="it.extra = 1.0"
     ),
     "hasattr_present": Feature(
         init="self.extra = 1.0",
@@ -48,37 +43,22 @@ OBJECTS = {
         instance="del it.extra",
         names="extra|Holder",
     ),
-    "getattr_default": Feature(
-        body="other = 1.0",
-        probe='getattr(it, "extra", 2.0)',
-        edit=("other = 1.0", "extra = 3.0"),
-        live="Holder.extra = 3.0",
-        instance="it.extra = 3.0",
-        names="extra|Holder",
+    "getattr_default": of_class("other = 1.0", "extra = 3.0", 'getattr(it, "extra", 2.0)', instance="it.extra = 3.0"),
+    "getattr_default_by_a_variable": of_class(
+        "other = 1.0", "extra = 3.0", 'name = "ext" + "ra"\nreturn getattr(it, name, 2.0)', instance="it.extra = 3.0"
     ),
-    "getattr_default_by_a_variable": Feature(
-        body="other = 1.0",
-        probe='name = "ext" + "ra"\nreturn getattr(it, name, 2.0)',
-        edit=("other = 1.0", "extra = 3.0"),
-        live="Holder.extra = 3.0",
-        instance="it.extra = 3.0",
-        names="extra|Holder",
-    ),
-    "getattr_of_computed_names": Feature(
+    "getattr_of_computed_names": of_class(
+        "other = 1.0",
+        "a_2 = 1.0",
+        'return sum(getattr(it, f"a_{i}", 0.0) for i in range(3))',
         body="a_0 = 1.0\na_1 = 1.0\nother = 1.0",
-        probe='return sum(getattr(it, f"a_{i}", 0.0) for i in range(3))',
-        edit=("other = 1.0", "a_2 = 1.0"),
-        live="Holder.a_2 = 1.0",
         instance="it.a_2 = 1.0",
-        names="a_2|Holder",
     ),
-    "try_attribute": Feature(
-        body="other = 1.0",
-        probe="try:\n    return it.extra\nexcept AttributeError:\n    return 2.0",
-        edit=("other = 1.0", "extra = 3.0"),
-        live="Holder.extra = 3.0",
+    "try_attribute": of_class(
+        "other = 1.0",
+        "extra = 3.0",
+        "try:\n    return it.extra\nexcept AttributeError:\n    return 2.0",
         instance="it.extra = 3.0",
-        names="extra|Holder",
     ),
     "number_of_attributes": held(
         "gain",

@@ -46,7 +46,6 @@ PROCESS = {
             "def factor(self):\n    try:\n        return 3.0 + dist.get_rank()\n"
             "    except ValueError:\n        return 2.0"
         ),
-        probe="it.factor()",
         live=GROUPED,
         names="distributed",
         places=PLACES,
@@ -66,7 +65,6 @@ PROCESS = {
     "module_of_a_computed_name_is_there": Feature(
         head="from importlib.util import find_spec\n\ndef has(name):\n    return find_spec(name) is not None",
         body="def factor(self):\n    return 3.0 if has('sound_kern' + 'els') else 2.0",
-        probe="it.factor()",
         early=INSTALLED,
         names="sound_kernels",
         places=("model",),

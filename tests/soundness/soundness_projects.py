@@ -80,7 +80,7 @@ class Feature:
         refused: Whether `warm` may refuse it.
     """
 
-    probe: str
+    probe: str = "it.factor()"
     head: str = ""
     bases: str = ""
     decorator: str = ""
@@ -117,7 +117,7 @@ def held(name: str, before: str, after: str, probe: str, in_place: str = "", **f
 
 def of_class(before: str, after: str, probe: str, **fields) -> Feature:
     """Return a feature of an attribute of the class: an assignment, and the one that takes its place."""
-    name, _, _ = before.partition(" = ")
+    name, _, _ = after.partition(" = ")
     changes = {"edit": (before, after), "live": f"Holder.{after}", "names": f"{name}|Holder"}
     return Feature(**{"body": before, "probe": probe, **changes, **fields})
 

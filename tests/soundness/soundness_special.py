@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from soundness_projects import PLACES, PLAIN, Feature
+from soundness_projects import PLACES, PLAIN, Feature, of_class
 
 
 def special(method: str, probe: str, was: str, becomes: str, **fields) -> Feature:
@@ -19,14 +19,7 @@ def special(method: str, probe: str, was: str, becomes: str, **fields) -> Featur
 
 def added(method: str, probe: str, becomes: str, **fields) -> Feature:
     """Return a feature of a special method that a class has only after the change."""
-    return Feature(
-        body="other = 1.0",
-        probe=probe,
-        edit=("other = 1.0", f"{method} = lambda self, *args: {becomes}"),
-        live=f"Holder.{method} = lambda self, *args: {becomes}",
-        names=f"{method}|Holder",
-        **fields,
-    )
+    return of_class("other = 1.0", f"{method} = lambda self, *args: {becomes}", probe, **fields)
 
 
 SPECIAL = {
@@ -82,19 +75,18 @@ SPECIAL = {
         live="Holder.__getattr__ = lambda self, name: 3.0 if name == 'gain' else nn.Module.__getattr__(self, name)",
         names="__getattr__|gain|Holder",
     ),
-    "getattr_added": Feature(
-        body="other = 1.0",
-        probe="getattr(it, 'gain', 2.0)",
-        edit=("other = 1.0", "__getattr__ = lambda self, name: 3.0"),
-        live="Holder.__getattr__ = lambda self, name: 3.0",
+    "getattr_added": of_class(
+        "other = 1.0",
+        "__getattr__ = lambda self, name: 3.0",
+        "getattr(it, 'gain', 2.0)",
         names="__getattr__|gain|Holder",
         places=PLAIN,
     ),
-    "getattribute": Feature(
+    "getattribute": of_class(
+        "other = 1.0",
+        "__getattribute__ = lambda self, name: 3.0",
+        "it.gain",
         body="gain = 2.0\nother = 1.0",
-        probe="it.gain",
-        edit=("other = 1.0", "__getattribute__ = lambda self, name: 3.0"),
-        live="Holder.__getattribute__ = lambda self, name: 3.0",
         names="__getattribute__|gain|Holder",
         places=PLAIN,
     ),
@@ -121,20 +113,16 @@ SPECIAL = {
             "    def __next__(self):\n        return 2.0\n"
         ),
         body="def factor(self):\n    return next(iter(Steps()))",
-        probe="it.factor()",
         edit=("return 2.0", "return 3.0"),
         live="home.Steps.__next__ = lambda self: 3.0",
         names="__next__|Steps",
     ),
-    "subclass_hook": Feature(
-        head=(
-            "import abc\n\nclass Marker(abc.ABC):\n    @classmethod\n    def __subclasshook__(cls, other):\n"
-            "        return hasattr(other, 'extra')\n"
-        ),
-        body="other = 1.0",
-        probe="from app import HOME\nreturn 3.0 if isinstance(it, HOME.Marker) else 2.0",
-        edit=("other = 1.0", "extra = 1.0"),
-        live="Holder.extra = 1.0",
+    "subclass_hook": of_class(
+        "other = 1.0",
+        "extra = 1.0",
+        "from app import HOME\nreturn 3.0 if isinstance(it, HOME.Marker) else 2.0",
+        head="import abc\n\nclass Marker(abc.ABC):\n    @classmethod\n    def __subclasshook__(cls, other):\n"
+        "        return hasattr(other, 'extra')\n",
         names="extra|Marker|Holder",
     ),
     "init_of_a_subclass": Feature(
