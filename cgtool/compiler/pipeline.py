@@ -40,6 +40,7 @@ from cgtool.compiler.wanted import Work, leveled, wanted
 from cgtool.config import CompilationConfig
 from cgtool.errors import CacheMissError, ModelError, UsageError
 from cgtool.events import Event, OnEvent, ignore
+from cgtool.guards import _torch as private
 from cgtool.guards.kinds import of_any_rank
 from cgtool.host import variables_now
 from cgtool.model import ModelSpec
@@ -281,7 +282,10 @@ class _Warm:
             raise lack
         if lack is None:
             self._on_event(Event(phase="hit", message=short(found.entry.name.hash)))
+            if needs_proof and not self._is_whole_everywhere(here=True):
+                self._prove(manifest, found.key, found.entry.files, found.entry.objects)  # with those that need it
         else:
+            self._is_whole_everywhere(here=False)
             manifest, done = add_to_entry(
                 self._layout,
                 found.key,
@@ -311,6 +315,12 @@ class _Warm:
             ),
         )
 
+    def _is_whole_everywhere(self, *, here: bool) -> bool:
+        """Return whether no rank lacks anything: those that have all of it make calls with those that do not."""
+        if self._ranks is None or not self._config.proof or not private.exchanges():
+            return here
+        return self._ranks.agree_launched("whether the cache holds all of it", yes=here)
+
     def _prove_again(self, found: Found, done: Compiled, objects: ObjectStore) -> Sequence[VariantCounts]:
         manifest = found.entry.manifest.with_rows(done.rows, done.fallbacks)
         return self._prove(manifest, found.key, found.entry.files, objects).variants
@@ -322,6 +332,7 @@ class _Warm:
         from cgtool.compiler.stitch import stitch
 
         check_writable(self._layout.root)
+        self._is_whole_everywhere(here=False)
         on_cpu = all(tensor.device.type in ("cpu", "meta") for tensor in self._spec.module.parameters())
         if takes_compiler(self._config, on_cpu=on_cpu):
             check_compiler(self._config.adaptor)

@@ -160,6 +160,13 @@ class Ranks:
         """Return whether all ranks say yes."""
         return all(word == "y" for word in self.meet(about, "y" if yes else "n"))
 
+    def agree_launched(self, about: str, *, yes: bool) -> bool:
+        """Return whether all ranks that a launcher started say yes; one of another group speaks for itself alone."""
+        try:
+            return self.agree(about, yes=yes) if self.ends_process else yes
+        except RankAbsentError:
+            return yes
+
     def _heard(self, text: str) -> list[str]:
         """Say something at the next meeting; return what all ranks say there."""
         number = self._meetings

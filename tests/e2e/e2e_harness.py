@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -75,6 +76,17 @@ def forked_ranks(env: Mapping[str, str] | None, program: Path, *arguments: objec
     ended = [running.end(secs=300) for running in started]
     assert {ran.code for ran in ended} == {0}, "".join(ran.err[-2000:] for ran in ended)
     return [ran.report for ran in ended]
+
+
+def two_ranks(model: str, root: Path, *options: object) -> list[cli_harness.Ran]:
+    """Run `cgtool warm` as two ranks without an agent that would end one with the other; return what came of each."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 listens there meanwhile, and nobody else
+        held.bind(("localhost", 0))
+        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(held.getsockname()[1]), "WORLD_SIZE": "2"}
+        arguments = ("warm", model, "--cache-dir", root, "--jobs", "0", "--adaptor", "eager", *options)
+        ranks = [cli_harness.start(*arguments, env={**place, "RANK": str(rank)}) for rank in (0, 1)]
+        return [rank.end(secs=300) for rank in ranks]
 
 
 def cgtool(*arguments: object, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Ran:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
-from e2e_harness import cgtool, forked_ranks
+from e2e_harness import cgtool, forked_ranks, two_ranks
 
 torch = pytest.importorskip("torch")
 
@@ -89,6 +90,18 @@ def test_native_code_that_never_gives_pythons_lock_back_ends_with_a_sentence(tmp
     ran = cgtool("warm", f"{MODELS}:build_alone", "--arg", "name=Holding", "--cache-dir", tmp_path, *options)
     assert ran.code == -signal.SIGKILL
     assert "Error: For 2 s (compile_timeout), native code held Python's lock as whole calls were proved" in ran.err
+
+
+def test_a_launched_rank_that_is_warm_makes_calls_with_one_that_is_not(tmp_path):
+    for _ in range(2):
+        ended = two_ranks(f"{MODELS}:build_together", tmp_path, "--arg", "name=AllReduce")
+        assert [ran.code for ran in ended] == [0, 0], ended
+        manifests = {path.parts[-3]: json.loads(path.read_text()) for path in tmp_path.rglob("manifest.json")}
+        assert sorted(manifests) == ["rank_0", "rank_1"]
+        assert all(variant["proved_at"] for manifest in manifests.values() for variant in manifest["variants"])
+        (folder,) = tmp_path.glob("torch_compile_cache/*/rank_1")
+        shutil.rmtree(folder)
+    assert "was warm already" in ended[0].out
 
 
 def test_a_factory_that_makes_the_group_itself_is_told_how_to_share_it(tmp_path):

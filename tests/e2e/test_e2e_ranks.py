@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 from pathlib import Path
 
 import pytest
-from cli_harness import start
-from e2e_harness import cgtool, forked_ranks, torchrun, units
+from e2e_harness import cgtool, forked_ranks, torchrun, two_ranks, units
 
 pytestmark = pytest.mark.torch
 
@@ -35,24 +33,13 @@ def test_two_ranks_compile_once_between_them_and_equal_the_whole_model(tmp_path,
     assert loaded == [{"rank": rank, "equal": [True] * 3} for rank in (0, 1)]
 
 
-def two_ranks(root, factory, *options):
-    """Run `cgtool warm` as two ranks without an agent that would end one with the other; return what came of each."""
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 listens there meanwhile, and nobody else
-        held.bind(("localhost", 0))
-        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(held.getsockname()[1]), "WORLD_SIZE": "2"}
-        arguments = ("warm", f"{MODEL}:{factory}", "--cache-dir", root, *OPTIONS, *options)
-        ranks = [start(*arguments, env={**place, "RANK": str(rank)}) for rank in (0, 1)]
-        return [rank.end(secs=300) for rank in ranks]
-
-
 def manifests(root):
     found = [json.loads(path.read_text()) for path in sorted(root.rglob("manifest.json"))]
     return sorted(found, key=lambda manifest: manifest["rank"])
 
 
 def test_one_rank_speaks_for_both_and_they_share_all_but_what_differs(tmp_path):
-    first, second = two_ranks(tmp_path, "build_uneven")
+    first, second = two_ranks(f"{MODEL}:build_uneven", tmp_path)
     assert (first.code, second.code) == (0, 0), first.err + second.err
     assert "Rank 1: " in first.out
     assert "trace 1/1" in first.err
@@ -61,13 +48,13 @@ def test_one_rank_speaks_for_both_and_they_share_all_but_what_differs(tmp_path):
     assert [len(found) for found in digests] == [3, 3]
     assert len(digests[0] & digests[1]) == 2
     assert units(tmp_path) == 4
-    first, second = two_ranks(tmp_path, "build_uneven", "--check")
+    first, second = two_ranks(f"{MODEL}:build_uneven", tmp_path, "--check")
     assert (first.code, second.code, second.out, second.err) == (0, 0, "", "")
 
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_rank_that_fails_ends_the_others_with_its_words_and_its_exit_code(tmp_path, which):
-    came_of = two_ranks(tmp_path, "build_where_one_fails", "--arg", f"which={which}")
+    came_of = two_ranks(f"{MODEL}:build_where_one_fails", tmp_path, "--arg", f"which={which}")
     assert [ran.code for ran in came_of] == [1, 1]
     assert f"Rank {which} failed: " in came_of[1 - which].err
     for ran in came_of:
@@ -76,7 +63,7 @@ def test_a_rank_that_fails_ends_the_others_with_its_words_and_its_exit_code(tmp_
 
 @pytest.mark.slow
 def test_a_rank_that_dies_ends_the_others_with_a_sentence(tmp_path):
-    first, second = two_ranks(tmp_path, "build_where_one_dies")
+    first, second = two_ranks(f"{MODEL}:build_where_one_dies", tmp_path)
     assert (first.code, second.code) == (1, -signal.SIGKILL)
     assert "Rank 1 has said nothing for 20 s: it died, it is stopped, or its machine is gone." in first.err
 
