@@ -208,8 +208,9 @@ class Ranks:
         if ended is not None and ended.lost:
             return RankLostError(f"Rank {other} failed: {ended.lost}", ended.exit_code)
         if ended is None and self._is_silent(other):
-            silent = f"Rank {other} has said nothing for {_SILENT_SECS:g} s"
-            return RankLostError(f"{silent}: it died, it is stopped, or its machine is gone. {_AGAIN}")
+            came = self._beats[other][0] is not None
+            why = "it died, it is stopped, or its machine is gone" if came else "it died, or has not begun to warm yet"
+            return RankLostError(f"Rank {other} has said nothing for {_SILENT_SECS:g} s: {why}. {_AGAIN}")
         return None
 
     def _watch(self) -> None:

@@ -111,7 +111,7 @@ def test_a_rank_that_left_is_not_waited_for(store, error, kind, words, code):
 @pytest.mark.usefixtures("impatient")
 def test_a_meeting_that_one_rank_gave_up_is_off_for_the_one_that_comes_late(store):
     late = Ranks(store, 1, 2)  # which says nothing until the other one has given up
-    gave_up = r"Rank 1 has said nothing for 1 s: it died, it is stopped, or its machine is gone"
+    gave_up = r"Rank 1 has said nothing for 1 s: it died, or has not begun to warm yet"
     with Ranks(store, 0, 2) as first, pytest.raises(RankLostError, match=gave_up):
         first.meet("calls", "y")
     with pytest.raises(RankLostError, match=gave_up):

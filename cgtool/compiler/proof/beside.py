@@ -55,7 +55,7 @@ _ASKS = (
     "torch.compile too. Call it with arguments for which both are one, or change that code."
 )
 _OPS = "The likely cause is an op whose fake implementation gives other shapes or strides than its kernel: {ops}."
-_OURS = "What each piece gives was compared as well, so cgtool joined them wrongly: please report this."
+_OURS = "What each piece gives was right: unless the model asks whether it is being compiled, please report this."
 
 
 class CallProof(Record, frozen=True, kw_only=True):
