@@ -196,13 +196,11 @@ TENSORS = {
         "args = (nn.Parameter(args[0], requires_grad=False),)",
         "x|Parameter",
     ),
-    "argument_of_a_subclass": Feature(
+    "argument_of_a_subclass": argument(
+        "2.0 if type(x) is torch.Tensor else 3.0",
+        "args = (args[0].as_subclass(home.Marked),)",
+        "x|Marked",
         head="class Marked(torch.Tensor):\n    pass\n",
-        probe="2.0",
-        result="x * (2.0 if type(x) is torch.Tensor else 3.0)",
-        live="args = (args[0].as_subclass(home.Marked),)",
-        names="x|Marked",
-        places=MODEL,
     ),
     "argument_dtype": argument("2.0", "args = (args[0].double(),)", "x|dtype|float64"),
     "argument_shape": argument("float(x.shape[0])", "args = (torch.ones(5),)", "x|shape|size"),
@@ -215,13 +213,11 @@ ARGUMENTS = {
     "arguments_become_two": second(
         "3.0 if x is other else 2.0", "", "args[0]", parameters="other=None", names="x|other"
     ),
-    "argument_is_a_buffer": Feature(
+    "argument_is_a_buffer": argument(
+        "3.0 if x is self.own else 2.0",
+        "args = (model.own,)",
+        "x|own",
         init="self.register_buffer('own', torch.linspace(1.0, 2.0, 4))",
-        probe="2.0",
-        result="x * (3.0 if x is self.own else 2.0)",
-        live="args = (model.own,)",
-        names="x|own",
-        places=MODEL,
     ),
     "arguments_share_memory_and_one_is_written": second(
         "other.fill_(3.0)", TENSOR, "args[0][:]", names="x|other|memory|storage"
@@ -249,15 +245,13 @@ ARGUMENTS = {
         head="class One:\n    gain = 2.0\n\nclass Two:\n    gain = 3.0\n",
         names="other|One|Two",
     ),
-    "length_of_a_class_of_an_argument": Feature(
+    "length_of_a_class_of_an_argument": argument(
+        "float(len(other))",
+        "net.One.__len__ = lambda self: 3",
+        "other|One",
         head="class One:\n    def __len__(self):\n        return 2\n",
-        probe="2.0",
-        result="x * float(len(other))",
         parameters="other",
         arguments="net.One()",
-        live="net.One.__len__ = lambda self: 3",
-        names="other|One",
-        places=MODEL,
     ),
     "none_as_an_argument": second("2.0 if other is None else 3.0", "None", "1"),
 }
