@@ -8,11 +8,14 @@ import hashlib
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from msgspec.structs import replace
 
@@ -168,19 +171,27 @@ def without_locks(function: Callable[..., None], *args: object) -> None:
         function(*args)
 
 
-@contextlib.contextmanager
-def no_flock(number: int = errno.ENOLCK) -> Iterator[None]:
+def no_flock(number: int = errno.ENOLCK) -> AbstractContextManager[Any]:
     """A file system on which flock fails."""
+    return mock.patch.object(leases.fcntl, "flock", side_effect=OSError(number, os.strerror(number)))
 
-    def refuse(descriptor: int, operation: int) -> None:
-        raise OSError(number, os.strerror(number))
 
-    original = leases.fcntl.flock
-    leases.fcntl.flock = refuse
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """A process that can open no file more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+    kept = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, hard))
     try:
+        with contextlib.suppress(OSError):
+            while True:
+                kept.append(os.dup(0))
         yield
     finally:
-        leases.fcntl.flock = original
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in kept:
+            os.close(descriptor)
 
 
 def run_beside(*work: tuple[Callable[..., None], tuple[object, ...]]) -> None:

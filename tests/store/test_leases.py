@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import multiprocessing
 import os
@@ -16,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cache_samples import hold_lock, no_flock, publish
+from cache_samples import hold_lock, no_descriptors, no_flock, publish
 
 from cgtool.errors import CacheError
 from cgtool.store import leases
@@ -46,19 +45,6 @@ def let_go():
     leases._held.clear()
 
 
-@pytest.fixture
-def layout(cache_root):
-    return CacheLayout(root=cache_root)
-
-
-@pytest.fixture
-def no_locks(monkeypatch):
-    def refuse(descriptor, operation):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-
-
 def in_use(layout, name):
     return LeaseTable(layout).is_used(name.hash)
 
@@ -69,9 +55,9 @@ def hold_until_killed(root: Path, name: RankName, held: Path) -> None:
     time.sleep(60)
 
 
-def start_holder(root, name, tmp_path):
-    held = tmp_path / "held"
-    process = SPAWN.Process(target=hold_until_killed, args=(root, name, held))
+def start_holder(hold_it, *what, held):
+    """Start another process that holds something, and return it once it does."""
+    process = SPAWN.Process(target=hold_it, args=(*what, held))
     process.start()
     deadline = time.time() + 30
     while not held.exists():
@@ -88,7 +74,7 @@ def kill(process):
 def test_an_entry_is_in_use_from_its_load_to_the_death_of_the_process(cache_root, layout, tmp_path):
     name = publish(cache_root)
     other = publish(cache_root, level=2)
-    process = start_holder(cache_root, name, tmp_path)
+    process = start_holder(hold_until_killed, cache_root, name, held=tmp_path / "held")
     assert in_use(layout, name)
     assert not in_use(layout, other)
     kill(process)
@@ -254,41 +240,24 @@ def test_a_full_disk_does_not_keep_an_entry_from_being_held_and_claimed(small_di
         assert mine
 
 
-def test_without_locks_nothing_is_held_and_nothing_can_be_claimed(cache_root, layout, no_locks):
+def test_without_locks_nothing_is_held_and_nothing_can_be_claimed(cache_root, layout):
     name = publish(cache_root)
-    assert keep(layout, name)
-    assert hold(layout, name) is hold_writing(layout, name.hash) is None
-    assert in_use(layout, name)
-    with claimed(layout, name.hash) as mine:
-        assert not mine
-    with pytest.raises(CacheError, match="File locks do not work"):
-        require_locks(layout)
+    with no_flock():
+        assert keep(layout, name)
+        assert hold(layout, name) is hold_writing(layout, name.hash) is None
+        assert in_use(layout, name)
+        with claimed(layout, name.hash) as mine:
+            assert not mine
+        with pytest.raises(CacheError, match="File locks do not work"):
+            require_locks(layout)
 
 
 def test_no_descriptors_left_is_no_error(cache_root, layout):
-    import resource
-
     name = publish(cache_root)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
-    kept = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, hard))
-    try:
-        while True:
-            try:
-                kept.append(os.dup(0))
-            except OSError:
-                break
+    with no_descriptors():
         assert hold(layout, name) is None
         assert hold_writing(layout, name.hash) is None
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for descriptor in kept:
-            os.close(descriptor)
     assert hold(layout, name) is not None
-
-
-SPAWN = multiprocessing.get_context("spawn")
 
 
 @pytest.fixture(autouse=True)
@@ -301,11 +270,7 @@ def _forget_the_warning():
 @pytest.fixture
 def holder(tmp_path):
     """Another process that holds the lock."""
-    held = tmp_path / "held"
-    process = SPAWN.Process(target=hold_lock, args=(tmp_path / "lock", held))
-    process.start()
-    while not held.exists():
-        time.sleep(0.005)
+    process = start_holder(hold_lock, tmp_path / "lock", held=tmp_path / "held")
     yield process
     process.kill()
     process.join()

@@ -16,11 +16,6 @@ from cgtool.store.lookup import LookupStore, StateStore
 OTHER = "ef" * 32
 
 
-@pytest.fixture
-def layout(cache_root):
-    return CacheLayout(root=cache_root)
-
-
 def test_facts_lead_to_every_entry_that_was_published_under_them(cache_root, layout):
     hashes = {publish(cache_root, level=level).hash for level in (1, 2, 3)}
     assert set(LookupStore(layout).candidates(FACTS)) == hashes

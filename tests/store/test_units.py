@@ -9,18 +9,12 @@ from syscalls import each_kill
 
 from cgtool.errors import CacheCorruptError, CacheError
 from cgtool.store.entry import ObjectStore
-from cgtool.store.layout import CacheLayout
 from cgtool.store.records import Artifact
 from cgtool.store.units import UnitStore
 
 SPAWN = multiprocessing.get_context("spawn")
 DATA = b"compiled code"
 RECORD = Artifact.of(DATA, kind="inductor_standalone", compile_secs=1.23456, kernels=3, guards=("s0 <= 512",))
-
-
-@pytest.fixture
-def layout(cache_root):
-    return CacheLayout(root=cache_root)
 
 
 @pytest.fixture

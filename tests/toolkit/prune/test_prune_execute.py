@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import multiprocessing
 import os
 import shutil
@@ -12,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from cache_samples import no_descriptors, no_flock
 from prune_samples import DAY, facts_of, files_in, is_whole, lay, put_unit, rest, units_in
 from syscalls import Call, each_kill, killed_at
 
@@ -416,40 +416,20 @@ def test_a_folder_of_another_user_is_left_alone_with_a_sentence(cache_root):
     assert files_in(cache_root) == before
 
 
-def test_where_nobody_can_tell_what_is_used_nothing_is_removed(cache_root, monkeypatch):
+def test_where_nobody_can_tell_what_is_used_nothing_is_removed(cache_root):
     lay(cache_root, 1)
     plan = plan_of(cache_root, older_than_secs=DAY)
     before = files_in(cache_root)
-
-    def refuse(descriptor, operation):
-        raise OSError(37, os.strerror(37))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(CacheError, match=r"File locks do not work in .* nothing was removed"):
+    with no_flock(), pytest.raises(CacheError, match=r"File locks do not work in .* nothing was removed"):
         plan.execute()
     assert files_in(cache_root) == before
 
 
 def test_no_descriptors_left_removes_nothing_that_is_half(cache_root):
-    import resource
-
     names = [lay(cache_root, number) for number in (1, 2)]
     plan = plan_of(cache_root, older_than_secs=DAY)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
-    kept = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, hard))
-    try:
-        while True:
-            try:
-                kept.append(os.dup(0))
-            except OSError:
-                break
+    with no_descriptors():
         outcome = plan.execute()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for descriptor in kept:
-            os.close(descriptor)
     assert outcome.removed == ()
     assert outcome.kept or outcome.failed
     assert all(is_whole(cache_root, name) for name in names)
