@@ -72,7 +72,8 @@ def show_why(output: Output, report: WhyReport, *, model: str, everything: bool)
         output.line(f"{name} hits: {_entry_words(report.entry)} in {one_line(report.root)} serves it.")
         return
     if report.nearest is None:
-        output.line(f"{name} misses: {one_line(report.root)} holds no entry of it.", style="bold")
+        said = report.reasons[0].sentence.rstrip(".") if report.reasons and report.pruned is None else "none is left"
+        output.line(f"{name} misses in {one_line(report.root)}: {one_line(said)}.", style="bold")
     else:
         output.line(f"{name} misses. The nearest is {_entry_words(report.nearest)}, which does not serve it because:")
     shown = report.reasons if everything else report.reasons[:MOST_DIFFERENCES]

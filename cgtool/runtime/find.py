@@ -210,10 +210,9 @@ class Finder:
             refused = self._others()
         if not refused:
             elsewhere = self._elsewhere()
-            msg = (
-                f"There is nothing for this model in {self._layout.root} (rank {self._rank}, prefix {self._prefix!r}). "
-                f"{elsewhere or 'Warm it first: `cgtool warm MODEL`, or call cgtool.compile.'}"
-            )
+            msg = f"There is nothing for this model in {self._layout.root} (rank {self._rank}, prefix {self._prefix!r})"
+            advice = "Warm it first: `cgtool warm MODEL`, or call cgtool.compile."
+            msg = f"{msg}: {elsewhere}" if elsewhere else f"{msg}. {advice}"
             reason = "nothing has been warmed for this model" if pruned is None else pruned.sentence
             return CacheMissError(msg, reasons=(elsewhere or reason,), path=self._layout.root)
         hash_, reasons = min(refused, key=lambda pair: len(pair[1]))
@@ -233,7 +232,7 @@ class Finder:
             return ""
         listed = ", ".join(map(str, ranks))
         return (
-            f"It was warmed for rank {listed}, and not for rank {self._rank}. Where each holds a part of a model, warm "
+            f"it was warmed for rank {listed}, and not for rank {self._rank}. Where each holds a part of a model, warm "
             "all (`torchrun ... -m cgtool warm MODEL`, or `--world-size N`); where each holds all of it, load with "
             "rank=0."
         )

@@ -153,7 +153,7 @@ def test_a_model_that_was_never_warmed_has_no_nearest_entry(monkeypatch):
     reasons = (Reason(sentence="nothing has been warmed for this model"),)
     report = WhyReport(root="/cache", hit=False, reasons=reasons, run="cgtool warm m.py:build")
     assert shown(report, monkeypatch) == [
-        "m.py:build misses: /cache holds no entry of it.",
+        "m.py:build misses in /cache: nothing has been warmed for this model.",
         "To make it hit, run:",
         "  cgtool warm m.py:build",
     ]

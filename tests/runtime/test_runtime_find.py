@@ -113,7 +113,9 @@ def test_an_empty_or_missing_cache_says_what_to_do(model, tmp_path):
 
 
 def test_a_rank_that_was_not_warmed_is_told_which_ones_were(model, cache):
-    with pytest.raises(CacheMissError, match=r"warmed for rank 0, and not for rank 2\. .* load with rank=0\.$"):
+    with pytest.raises(
+        CacheMissError, match=r"'backbone'\): it was warmed for rank 0, and not for rank 2\. .* load with rank=0\.$"
+    ):
         cgtool.load(model, cache_dir=cache, rank=2)
 
 
