@@ -114,12 +114,7 @@ def load(
 
 
 def _static_cache(cache: str) -> Any:
-    """Return the module that knows caches of transformers.
-
-    Raises:
-        UsageError: There is no such cache.
-        ModelError: transformers is not installed.
-    """
+    """Return the module that knows caches of transformers; a UsageError or a ModelError where there is none."""
     if cache != "static":
         raise UsageError(f"There is no cache {cache!r}. Write cache='static'.", path="cache", actual=cache)
     try:
@@ -156,11 +151,7 @@ def _part(module: Any, prefix: str | None) -> tuple[Any, str, str]:
 
 
 def _checked(module: Any) -> nn.Module:
-    """Return a model that can be compiled.
-
-    Raises:
-        ModelError: It cannot.
-    """
+    """Return a model that can be compiled; a ModelError where it cannot."""
     if not isinstance(module, nn.Module):
         why = "cgtool compiles a torch.nn.Module, a method of one, or a function: write a function that calls it"
     elif isinstance(module, torch.jit.ScriptModule):

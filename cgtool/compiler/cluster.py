@@ -162,13 +162,7 @@ class Cluster:
     def _returned(
         self, handed: bytes, refused: Iterable[tuple[str, str]], died: Iterable[tuple[str, str]]
     ) -> tuple[Returned, bytes]:
-        """Return what a worker returned for a unit that others refused, or died of.
-
-        Raises:
-            NoWorkerError: All workers refused it.
-            WorkersDiedError: Its workers died.
-            ExecutorError: There is no executor any more, or nobody to give the unit to.
-        """
+        """Return what a worker returned for a unit that others refused, or died of; an error where all did."""
         unfit = frozenset(worker for worker, _ in refused)
         dead = frozenset(worker for worker, _ in died)
 

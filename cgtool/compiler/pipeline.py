@@ -384,11 +384,7 @@ class _Warm:
         pool: WorkerPool | Cluster | None,
         split_out: Callable[[str, str], bool] = lambda *_: False,
     ) -> WarmResult:
-        """Compile a plan and publish it.
-
-        Raises:
-            SplitAgainError: The plan is to be split anew.
-        """
+        """Compile a plan and publish it; a SplitAgainError where the plan is to be split anew."""
         plan = stitched.plan
         files = {
             PLAN_FILE: encode_plan(plan),
@@ -455,11 +451,7 @@ class _Warm:
         )
 
     def _prove(self, manifest: Manifest, key: Key, files: Mapping[str, bytes], objects: ObjectStore) -> Manifest:
-        """Call what is about to be published beside the model; return the manifest that says so.
-
-        Raises:
-            CallMismatchError: A call gives something else than the model.
-        """
+        """Call what is to be published beside the model, which must give the same; return the manifest that says so."""
         if not self._config.proof:
             return manifest
         # Imports Dynamo, as this does not for a hit.

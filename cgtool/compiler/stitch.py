@@ -140,11 +140,7 @@ class _Tracing:
                 self._tracers = None  # they know of no dimension that is static by now
 
     def stitched(self, secs: float) -> Stitched:
-        """Join what was traced into one plan.
-
-        Raises:
-            TraceError: One variant would leave the model in another state than the others know.
-        """
+        """Join what was traced into one plan; each variant must leave the model in a state that the others know."""
         traced, spec = self.traced, self._spec
         variants = [one.variant for one in traced]
         if len({variant.settled for variant in variants}) > 1:

@@ -205,11 +205,7 @@ class _PieceWriter:
         self._contexts: list[tuple[fx.Node, str]] = []
 
     def write(self, node: fx.Node) -> None:
-        """Append `node`, the contexts that it runs under, and the sizes that it needs.
-
-        Raises:
-            SplitError: Something in it has no word.
-        """
+        """Append `node`, the contexts that it runs under, and the sizes that it needs; each must have a word."""
         self._enter(self._program.contexts[node])
         try:
             self.refs[node] = self._call(node)

@@ -205,11 +205,7 @@ class Calls:
         return yes if self._ranks is None else self._ranks.agree(about, yes=yes)
 
     def _check_runs(self, failure: _NotRunnableError | None) -> None:
-        """Have all ranks hear whether the model itself runs on each of them.
-
-        Raises:
-            _NotRunnableError: It fails on one: where that failed by itself, the exchanges of the others failed with it.
-        """
+        """Have all ranks hear whether the model runs on each: where it fails on one, exchanges of the others do too."""
         if self._ranks is not None:
             word = "runs" if failure is None else "later" if failure.later else "fails"
             words = self._ranks.meet("whether the model itself runs", word)
@@ -246,12 +242,7 @@ class Calls:
     def _at(
         self, variant: Variant, loaded: LoadedModel, sizes: Mapping[str, int] | None, twins: Twins
     ) -> tuple[dict[str, int], bool]:
-        """Call both at some sizes; return all sizes, and whether the compiled call serves them.
-
-        Raises:
-            CallMismatchError: They give something else.
-            _NotRunnableError: The model itself does not run.
-        """
+        """Call both at some sizes, which must give the same; return all sizes, and whether the compiled call serves."""
         call = self._calls[variant.name]
         own = sizes_of(call, self._signature, self._dims)
         at = {**own, **(sizes or {}), **variant.fixed}
@@ -279,11 +270,7 @@ class Calls:
     def _model_at(
         self, call: ExampleCall, fixed: Mapping[str, int], sizes: Mapping[str, int] | None, twins: Twins
     ) -> tuple[Callable[..., _Ran], _Ran]:
-        """Return what calls a function at some sizes, and what the model itself left then.
-
-        Raises:
-            _NotRunnableError: It does not run.
-        """
+        """Return what calls a function at some sizes, and what the model itself left then: it must run there."""
         try:
             given, _ = arguments_for(call, self._signature, self._dims, fixed, sizes)
             given = twins.arguments(given)
@@ -297,11 +284,7 @@ class Calls:
         return run, eager
 
     def _compare(self, run: Callable[..., _Ran], ours: _Ran, eager: _Ran, tolerance: judge.Tolerance) -> None:
-        """Compare what two calls left.
-
-        Raises:
-            judge.WrongError: They left something else.
-        """
+        """Raise a WrongError where two calls left something else."""
         unequal = dict(_unequal(ours, eager))
         self._compare_places(ours, eager)
         if self._all("nothing differs", yes=not unequal):
@@ -319,11 +302,7 @@ class Calls:
                 raise judge.WrongError(msg) from error
 
     def _compare_places(self, ours: _Ran, eager: _Ran) -> None:
-        """Compare which outputs are views, and of what; note those that only their strides tell from eager's.
-
-        Raises:
-            judge.WrongError: An output shares memory otherwise, or lies as no step can lay it out.
-        """
+        """Compare which outputs are views, and of what; note those that only their strides tell from eager's."""
         mine, theirs = ours.sharing(), eager.sharing()
         for name, names in theirs.items():
             if mine.get(name, (name,)) != names:
@@ -420,11 +399,7 @@ def _said(error: Exception) -> str:
 
 
 def _unequal(ours: _Ran, eager: _Ran) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """Yield the tensors whose bytes differ, by name.
-
-    Raises:
-        judge.WrongError: Something is not of the same make.
-    """
+    """Yield the tensors whose bytes differ, by name; all must be of the same make."""
     if list(ours.given) != list(eager.given):
         msg = f"it returns {_listed(ours.given)} and the model {_listed(eager.given)}"
         raise judge.WrongError(msg)

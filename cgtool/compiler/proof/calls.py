@@ -188,11 +188,7 @@ def _may_exchange(found: Found) -> bool:
 
 
 def _why_not_together(found: Found, spec: ModelSpec, ranks: Ranks, reason: str | None) -> tuple[str | None, bool]:
-    """Return why the ranks cannot make the calls together, and whether a later warm may; this one's own reason first.
-
-    Raises:
-        RankLostError: Another rank failed or died.
-    """
+    """Return why the ranks cannot make the calls together, and whether a later warm may; this one's reason first."""
     try:
         about = f"whether to call {spec.name or type(spec.module).__name__}, {len(found.plan.variants)} variants"
         reasons = ranks.meet(about, reason or "")
@@ -207,11 +203,7 @@ def _why_not_together(found: Found, spec: ModelSpec, ranks: Ranks, reason: str |
 
 
 def _of_ending(error: ChildEndedError, stage: StageName) -> CallProof:
-    """Return what a copy that ended before it answered says of the calls.
-
-    Raises:
-        ProofCrashError: It was at compiled code as it crashed.
-    """
+    """Return what a copy that ended early says of the calls; a ProofCrashError where it was at compiled code."""
     ending = error.ending
     crashed = ending.signal_name is not None and ending.signal_name != "SIGKILL"
     if crashed and stage == "compiled":
