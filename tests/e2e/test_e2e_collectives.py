@@ -86,10 +86,10 @@ def test_a_worker_compiles_a_piece_with_a_collective_though_it_is_in_no_group(tm
 
 
 def test_native_code_that_never_gives_pythons_lock_back_ends_with_a_sentence(tmp_path):
-    options = ("--jobs", 0, "--adaptor", "eager", "--compile-timeout", 2)
+    options = ("--jobs", 0, "--adaptor", "eager", "--compile-timeout", 5)
     ran = cgtool("warm", f"{MODELS}:build_alone", "--arg", "name=Holding", "--cache-dir", tmp_path, *options)
     assert ran.code == -signal.SIGKILL
-    assert "Error: For 2 s (compile_timeout), native code held Python's lock as whole calls were proved" in ran.err
+    assert "Error: For 5 s (compile_timeout), native code held Python's lock as whole calls were proved" in ran.err
 
 
 def test_a_launched_rank_that_is_warm_makes_calls_with_one_that_is_not(tmp_path):
