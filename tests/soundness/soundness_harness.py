@@ -14,7 +14,6 @@ The words for what came of it:
 from __future__ import annotations
 
 import atexit
-import fnmatch
 import functools
 import itertools
 import json
@@ -31,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from soundness_known import KNOWN_WRONG
 from soundness_projects import PLACES, Feature, Place, write_project
 
 HERE = Path(__file__).parent
@@ -93,12 +91,9 @@ def cases(features: Mapping[str, Feature], ways: Collection[str] = WAYS, *, slow
                 case = Case(name=name, feature=feature, place=place, way=way)
                 every = 16 if way == "same" and looks in ways_there else 3 if way in plain else 1
                 sampled = way == looks if way in LOOKS else not number % every
-                marks = [] if place == always and sampled else [pytest.mark.slow]
-                if marks and not slow:
-                    continue
-                if any(fnmatch.fnmatchcase(case.id, known) for known in KNOWN_WRONG):
-                    marks.append(pytest.mark.xfail(reason="in KNOWN_WRONG", raises=AssertionError))
-                found.append(pytest.param(case, id=case.id, marks=marks))
+                always_tried = place == always and sampled
+                if always_tried or slow:
+                    found.append(pytest.param(case, id=case.id, marks=() if always_tried else pytest.mark.slow))
     return found
 
 
