@@ -170,7 +170,6 @@ def _variant(name: str, fixed: Mapping[str, int], dims: Dims, trace: Trace, spli
     named: dict[str, dict[str, None]] = {}
     for dim_name, source, dim in trace.dims:
         named.setdefault(dim_name, {})[str(by_source[source].shape[dim])] = None
-    equal = [f"{first} == {other}" for first, *others in map(list, named.values()) for other in others]
     known = {symbol.name for symbol in symbols}
     # guards on what the compiled pieces are made by: which kernels attention may use, say
     compiled = dict.fromkeys(step.graph for step in split.steps if not step.splitting and step.piece >= 0)
@@ -181,7 +180,7 @@ def _variant(name: str, fixed: Mapping[str, int], dims: Dims, trace: Trace, spli
         fixed=dict(fixed),
         dims={dim: tuple(text for text in texts if text in known) for dim, texts in named.items()},
         symbols=tuple(_bounded(symbol, named, dims) for symbol in symbols),
-        relations=(*relations, *equal, *split.relations_from_data),
+        relations=(*relations, *split.relations_from_data),
         inputs=inputs,
         model_guards=trace.model_guards,
         settled=trace.settled,

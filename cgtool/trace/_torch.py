@@ -12,7 +12,7 @@ import logging
 import os
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -229,6 +229,12 @@ def fix_strides(fakes: Iterable[torch.Tensor]) -> None:
     for step in sorted(steps, key=lambda step: not step.node.expr.is_Symbol):
         if not _symbols(step) <= shown:
             int(step)  # a guard that it equals its hint, which is replaced for it from here on
+
+
+def make_equal(sizes: Sequence[Any]) -> None:
+    """Let sizes that have one name be one symbol, whether or not the model compares them."""
+    for size in sizes[1:]:
+        bool(size == sizes[0])  # a guard that it is, and the one is replaced for the other from here on
 
 
 def _symbols(size: Any) -> set[Any]:

@@ -81,8 +81,9 @@ _ABSENT = object()
 class _Capture:
     """The backend that keeps what Dynamo made of one frame."""
 
-    def __init__(self, roots: Roots, sizes: MarkedSizes) -> None:
+    def __init__(self, roots: Roots, marked: list[tuple[torch.Tensor, int, str]]) -> None:
         self._roots = roots
+        self._marked = marked
         self.graph_module: fx.GraphModule | None = None
         self.frame: Frame | None = None
         self.codes: list[types.CodeType] = []
@@ -97,7 +98,7 @@ class _Capture:
         self.returned: tuple[Guard, ...] = ()
         self.held: tuple[Guard, ...] = ()
         self.outputs: list[Any] = []
-        self.sizes = sizes
+        self.sizes = MarkedSizes([tensor for tensor, _, _ in marked])
         self.shape_env: Any = None
 
     def __call__(self, graph_module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
@@ -117,7 +118,14 @@ class _Capture:
         self.inherited = tuple(writes.inherited)
         self.unchanged += [(self._roots.resolve(one.source), one.name, _ABSENT) for one in writes.inherited]
         self.others = _other_arguments(output, self.frame, self.inputs)
-        private.fix_strides((*self.inputs.values(), *self.others.values()))
+        fakes = {**self.inputs, **self.others}
+        private.fix_strides(fakes.values())
+        known = _known_tensors(fakes, self._roots)
+        equal: dict[str, list[Any]] = {}
+        for name, source, dim in _named_dims(self._marked, known):
+            equal.setdefault(name, []).append(fakes[source].shape[dim])
+        for sizes in equal.values():
+            private.make_equal(sizes)
         self.returned = _returned_constants(self.frame)
         promised = [node.meta["example_value"] for node in _output_nodes(graph_module)]
 
@@ -188,7 +196,7 @@ def _captured(
     count("traces")
     refuse_surroundings(Roots(module, method))
     roots = Roots(module, method, arguments)
-    captured = _Capture(roots, MarkedSizes([tensor for tensor, _, _ in marked]))
+    captured = _Capture(roots, marked)
     recorder = GuardRecorder(frame=captured.current_frame, is_input=captured.takes)
     mode = private.detect_fake_mode(_tensors(arguments)) or contextlib.nullcontext()
     state = tuple(Guard(source=f"state:{name}", kind="state", expected=current(name)) for name in STATE_NAMES)

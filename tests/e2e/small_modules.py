@@ -96,6 +96,12 @@ def buffer_written(self, x):
     return x * self.count
 
 
+def marked_rows(self, x, mark):
+    y = x.clone()
+    y[mark > 3, 2] = 5
+    return y
+
+
 def counted(self, x):
     self.calls += 1
     return x * 2
@@ -269,6 +275,11 @@ SERVED = {
         module(applied, layer=nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)),
         _sequences(4, 2, 7),
         SEQ,
+    ),
+    "rows that another argument marks": lambda: (
+        module(marked_rows),
+        [(_numbers(size, 8), torch.arange(size) * 2) for size in (4, 2, 7)],
+        {"x": {0: "rows"}, "mark": {0: "rows"}},
     ),
     "embedding bag": lambda: (
         module(applied, layer=nn.EmbeddingBag(10, 4)),
