@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.traceback import preserve_node_meta
+from torch.utils._sympy import functions
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import bound_sympy
 
@@ -31,6 +32,8 @@ ENTER_AUTOCAST: Any = autocast_mode._enter_autocast
 EXIT_AUTOCAST: Any = autocast_mode._exit_autocast
 #: What a graph calls where gradients are turned on and off, which the transforms of torch.func do.
 SET_GRAD: Any = torch._C._set_grad_enabled
+
+_ROUNDINGS = (functions.TruncToInt, functions.FloorToInt, functions.CeilToInt, functions.RoundToInt)
 
 #: Ops that, where nothing is differentiated, do nothing but run the body that is their first argument → the position
 #: of the first argument that the body takes.
@@ -136,6 +139,31 @@ def relations_of(shape_env: Any) -> Iterator[Any]:
     asserted = (assertion for group in shape_env.deferred_runtime_asserts.values() for assertion in group)
     for guard in (*shape_env.guards, *asserted):
         yield shape_env.simplify(shape_env.replace(guard.expr))
+
+
+def guards_of(shape_env: Any) -> Iterator[tuple[Any, str]]:
+    """Yield what the trace asked of its sizes, as sympy expressions, and where."""
+    for guard in () if shape_env is None else shape_env.guards:
+        yield shape_env.replace(guard.expr), str(guard.sloc)
+
+
+def reals_in(expr: Any) -> Iterator[Any]:
+    """Yield the real numbers of sizes that an expression rounds or compares, save for quotients of integers."""
+    for part in sympy.preorder_traversal(expr):
+        if isinstance(part, (*_ROUNDINGS, sympy.core.relational.Relational)):
+            for real in part.args:
+                symbols = real.free_symbols
+                if symbols and all(symbol.is_integer for symbol in symbols) and _takes_operations(real):
+                    yield real
+
+
+def _takes_operations(number: Any) -> bool:
+    is_quotient = isinstance(number, functions.IntTrueDiv) and all(arg.is_integer for arg in number.args)
+    if is_quotient or isinstance(number, (functions.ToFloat, *_ROUNDINGS)):
+        return False
+    # what is rounded within it is an integer, and is looked at by itself
+    inner = number.replace(lambda part: isinstance(part, _ROUNDINGS), lambda _: sympy.Integer(1))
+    return bool(inner.has(sympy.Float, functions.IntTrueDiv, functions.FloatTrueDiv, functions.ToFloat))
 
 
 def implied_by_ranges(shape_env: Any, expr: Any) -> bool:

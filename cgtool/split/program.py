@@ -22,6 +22,7 @@ from cgtool.split.nodes import (
     kind_of,
     tensors_in,
 )
+from cgtool.split.reals import refuse_reordered
 from cgtool.split.sizes import GraphSizes
 from cgtool.split.transforms import without_transforms
 
@@ -54,12 +55,14 @@ def read_program(gm: fx.GraphModule) -> Program:
     inputs = tuple(node for node, kind in kinds.items() if kind is Kind.INPUT)
     _refuse_several_devices(kinds)
     memory = read_memory(kinds)
+    sizes = GraphSizes.of(inputs, kinds)
+    refuse_reordered(kinds, sizes.shape_env)
     (returned,) = next(iter(reversed(graph.nodes))).args
     output = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
     return Program(
         kinds=kinds,
         memory=memory,
-        sizes=GraphSizes.of(inputs, kinds),
+        sizes=sizes,
         contexts=_autocast_regions(kinds),
         inputs=inputs,
         output=output,
