@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import compileall
+import contextlib
 import gc
 import logging
 import os
@@ -40,13 +41,13 @@ def _compile_once() -> None:
     ccache = shutil.which("ccache", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     if ccache is None:
         return
-    tools = _KERNELS.with_name(f"{_KERNELS.name}-ccache")
-    (tools / "bin").mkdir(parents=True, exist_ok=True)
-    link = tools / "bin" / str(os.getpid())
-    link.symlink_to(ccache)
-    link.replace(tools / "bin" / "g++")
-    os.environ["PATH"] = os.pathsep.join([str(tools / "bin"), os.environ["PATH"]])
-    os.environ.setdefault("CCACHE_DIR", str(tools / "objects"))
+    kept = _KERNELS.with_name(f"{_KERNELS.name}-ccache")
+    tools = kept / ccache.strip("/").replace("/", "-")  # sessions of other environments have another ccache
+    tools.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (tools / "g++").symlink_to(ccache)
+    os.environ["PATH"] = os.pathsep.join([str(tools), os.environ["PATH"]])
+    os.environ.setdefault("CCACHE_DIR", str(kept / "objects"))
     # torch's precompiled header is included by a flag, and is compared by its bytes all the same
     os.environ.setdefault("CCACHE_SLOPPINESS", "pch_defines,time_macros")
 
