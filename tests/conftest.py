@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import compileall
-import contextlib
 import gc
 import logging
 import os
@@ -24,35 +23,12 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 # Set at import, before a test module can import torch or start a process. Kernels are shared by all tests and all
 # sessions, since the first C++ compile (headers, probes of the instruction set) costs more than everything after it.
-_KERNELS = Path(tempfile.gettempdir()) / f"cgtool-tests-{os.getuid()}"
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_KERNELS))
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"cgtool-tests-{os.getuid()}"))
 
 # A warm waits for the disk some thirty times, and no test cuts the power. What counts system calls makes them all.
 os.fsync = lambda descriptor: None
 
 TESTS = Path(__file__).parent
-
-
-def _compile_once() -> None:
-    """Let `g++` be ccache where it is installed, so that native code that one session compiled is there for the next.
-
-    Inductor keeps its own kernels; what it compiles ahead of time, half of what a warm takes, it compiles each time.
-    """
-    ccache = shutil.which("ccache", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-    if ccache is None:
-        return
-    kept = _KERNELS.with_name(f"{_KERNELS.name}-ccache")
-    tools = kept / ccache.strip("/").replace("/", "-")  # sessions of other environments have another ccache
-    tools.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        (tools / "g++").symlink_to(ccache)
-    os.environ["PATH"] = os.pathsep.join([str(tools), os.environ["PATH"]])
-    os.environ.setdefault("CCACHE_DIR", str(kept / "objects"))
-    # torch's precompiled header is included by a flag, and is compared by its bytes all the same
-    os.environ.setdefault("CCACHE_SLOPPINESS", "pch_defines,time_macros")
-
-
-_compile_once()
 
 # A busy machine draws examples slowly, which says nothing of the code. Under CI, Hypothesis' own profile is the parent.
 settings.register_profile(

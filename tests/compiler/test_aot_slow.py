@@ -75,7 +75,6 @@ def test_a_piece_has_the_same_bytes_wherever_it_is_compiled(tmp_path):
         PYTHONHASHSEED="7",
         MASTER_PORT="1234",
         OMP_NUM_THREADS="1",
-        CCACHE_DISABLE="1",
     )
     assert other.strip() == sha256_hex(package_of(CASES["a fact"].piece))
 

@@ -111,7 +111,7 @@ def test_a_kill_between_two_compiles_loses_at_most_one(tmp_path, worded_site, na
     """One piece in each of two variants: the compiler is at work on the second."""
     root, model, gate = tmp_path / "cache", f"{Path(__file__).with_name('e2e_models.py')}:nested", tmp_path / "gate"
     arguments = ("--jobs", "1") if native else worded(log=str(tmp_path / "log"), gate=str(gate))
-    process = start_model(root, model, *arguments, env={**worded_site, "CCACHE_DISABLE": "1"})
+    process = start_model(root, model, *arguments, env=worded_site)
     process.says("compile 1/")
     kill(process)
     assert units(root) == 1
