@@ -61,9 +61,6 @@ def fitness_of(graph: PieceGraph) -> Fitness:
 
     A compiler draws random numbers of its own, which are not those that eager draws from torch's generator; and it
     looks into a custom op that is composed of others, whose Python nobody can look at again at load.
-
-    Raises:
-        CompileError: The piece cannot be rebuilt, and not because of sizes that come from data.
     """
     device = next((meta.device for meta in (*graph.inputs, *graph.results)), "cpu")
     composed = [name for name in graph.ops if not is_torchs_own(name) and is_composite(name)]
@@ -75,9 +72,8 @@ def fitness_of(graph: PieceGraph) -> Fitness:
     try:
         called = rebuild(graph).called
     except CompileError as error:
-        if all(symbol.min >= FIRST_DYNAMIC for symbol in graph.symbols):
-            raise
-        reason = f"it works on sizes that come from data: {error}"
+        has_data = any(symbol.min < FIRST_DYNAMIC for symbol in graph.symbols)
+        reason = f"it works on sizes that come from data: {error}" if has_data else str(error)
         return Fitness(as_it_stands=reason, calls={}, device=device)
     drawing = ", ".join(called.drawing)
     reason = f"it draws random numbers ({drawing}), and compiled code would draw others than eager does"

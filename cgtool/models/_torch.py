@@ -7,14 +7,24 @@ tensors are made in C++, so that `isinstance` with FakeTensor no longer tells: `
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Final
 
 import torch
+from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["FakeTensorMode", "blames_fake_tensors", "building_fakes", "fake_like", "is_fake", "new_fake_mode"]
+__all__ = [
+    "FakeTensorMode",
+    "blames_fake_tensors",
+    "building_fakes",
+    "fake_like",
+    "is_fake",
+    "new_fake_mode",
+    "refer_to_weights",
+]
 
 #: What fake tensors raise when something asks for values that they do not have.
 _BLAMES: Final[tuple[type[BaseException], ...]] = (
@@ -36,6 +46,13 @@ _BLAMING_TEXTS: Final[tuple[str, ...]] = (
     "on meta tensors",
     "meta tensor",
 )
+
+
+def refer_to_weights(module: nn.Module) -> None:
+    """Let an RNN's weak references be to the weights that it has now, whose replacement it would see at a call."""
+    if isinstance(module, nn.RNNBase):
+        weights = (getattr(module, name, None) for name in module._flat_weights_names)
+        module._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in weights]
 
 
 def new_fake_mode() -> FakeTensorMode:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cgtool.models._torch import FakeTensorMode, fake_like, is_fake
+from cgtool.models._torch import FakeTensorMode, fake_like, is_fake, refer_to_weights
 
 
 def make_fake(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> None:
@@ -30,6 +30,7 @@ def make_fake(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
         for name, value in list(vars(child).items()):
             if isinstance(value, torch.Tensor) and not is_fake(value):
                 setattr(child, name, _fake(value, mode, device, memo))
+        refer_to_weights(child)
 
 
 def fake_arguments(value: Any, mode: FakeTensorMode, device: torch.device) -> Any:

@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 
 import piece_ops  # noqa: F401 - registers the custom ops that pieces below call
 import refused_ops  # noqa: F401 - as above
-from piece_cases import call, graph, method, tensor
+from piece_cases import X, call, graph, method, tensor
 
 from cgtool.compiler import fitness
 from cgtool.compiler.adaptors.interface import op_named_in
@@ -69,3 +69,9 @@ def test_a_schema_that_torch_does_not_write_is_known_before_a_compile():
     op = "torch.ops.cgtool_refused.nested.default"
     piece = graph([SQUARE], [method("relu", "%0"), call(op, "%1", [[1], [3]])], ["%2"])
     assert fitness.fitness_of(piece).without_code() == {("function", op)}
+
+
+def test_a_piece_whose_output_no_compiler_would_lay_so_runs_as_it_stands():
+    gaps = tensor("s0", 8, stride=(32, 2))
+    found = fitness.fitness_of(graph([X], [call("torch.sin", "%0")], ["%1"], results=(gaps,)))
+    assert "which leave gaps" in found.as_it_stands

@@ -17,7 +17,8 @@ from torch import nn  # noqa: E402
 from cgtool.errors import ModelError, UsageError  # noqa: E402
 from cgtool.model import ModelSpec  # noqa: E402
 from cgtool.models import resolve_model  # noqa: E402
-from cgtool.models._torch import is_fake  # noqa: E402
+from cgtool.models._torch import is_fake, new_fake_mode  # noqa: E402
+from cgtool.models.fake import make_fake  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -173,6 +174,12 @@ class TestWhatIsBuilt:
         assert [spec.module.first.weight.requires_grad, spec.module.first.bias.requires_grad] == [True, False]
         assert spec.module.strided.shape == (6, 4)
         assert spec.module.strided.stride() == (1, 6)
+
+    def test_an_rnn_refers_to_its_fake_weights(self):
+        with torch.device("meta"):
+            module = nn.LSTM(4, 4)
+        make_fake(module, new_fake_mode(), torch.device("cpu"))
+        assert not module._weights_have_changed()  # else its first call would take them anew, a side effect
 
     def test_what_the_user_prints_stays_off_standard_output(self, write, capsys):
         file = write("print('imported')\n" + dedent(GOOD) + "\ndef loud():\n    print('called')\n    return build()\n")
