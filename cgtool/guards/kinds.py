@@ -56,6 +56,7 @@ import itertools
 import json
 import sys
 import types
+import typing
 from collections.abc import Callable, Iterable
 from types import MemberDescriptorType, ModuleType
 from typing import Any
@@ -125,6 +126,8 @@ def _scalar(value: Any) -> Json:
         return ["range", value.start, value.stop, value.step]
     if kind is types.UnionType:
         return ["union", *map(encode_literal, value.__args__)]
+    if isinstance(value, _SPECIAL_FORM):
+        return ["plain", "typing:_SpecialForm", repr(value)]
     if isinstance(value, enum.Enum):
         return ["enum", qualified_name(kind), value.name]
     if _is_of_numpy(value, "ndarray", "generic") and not value.dtype.hasobject:
@@ -180,6 +183,8 @@ def _object(value: Any) -> Json:
     raise NoRuleError(msg, actual=qualified_name(type(value)))
 
 
+#: What `typing.Union` and its like are: one object each, of a name.
+_SPECIAL_FORM = type(typing.ClassVar)
 #: An array of numpy with as many elements is spelled out.
 _SHORT_ARRAY = 16
 

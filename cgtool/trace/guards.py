@@ -217,12 +217,10 @@ class GuardRecorder:
     def _with_argument(self, text: str, entry: Any) -> None:
         argument, word = _WITH_ARGUMENT[entry.guard_type]
         create = entry.orig_guard.create_fn
-        value = create.keywords.get(argument) if isinstance(create, functools.partial) else None
-        if value is None and isinstance(create, functools.partial) and create.args:
-            value = create.args[-1]
-        if value is None:
+        if not isinstance(create, functools.partial) or not (argument in create.keywords or create.args):
             msg = f"cgtool cannot tell what this guard looks for ({source_words(text)})."
             raise NoRuleError(msg, actual=entry.guard_type)
+        value = create.keywords[argument] if argument in create.keywords else create.args[-1]
         if word == "contains":
             kind = f"contains:{json.dumps(encode_literal(value))}"
             # torch 2.11 has one guard with `invert` where 2.13 has two.

@@ -59,6 +59,8 @@ SEES = {
     ("self.table", 'contains:["t", 0, 1]'): True,
     ("self.kinds", 'contains:["type", "builtins:dict"]'): True,
     ("self.kinds", 'contains:["type", "builtins:list"]'): False,
+    ("self.kinds", 'contains:["plain", "typing:_SpecialForm", "typing.Union"]'): False,
+    ("self.table", "contains:null"): False,
     ("self.layer", "hasattr:weight"): True,
     ("self.layer", "hasattr:scale"): False,
     ("self", "absent:forward"): True,
