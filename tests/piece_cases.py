@@ -240,6 +240,18 @@ CASES = {
             results=(tensor(8, "s0"),),
         )
     ),
+    "a cat that is repeated along a dimension, as keys of one head are": Case(
+        piece=graph(
+            [X, X],
+            [
+                call("torch.cat", ["%0", "%1"], dim=-1),
+                method("unsqueeze", "%2", 1),
+                method("expand", "%3", -1, 3, -1),
+            ],
+            ["%4"],
+            results=(tensor("s0", 3, 16, stride=(16, 0, 1)),),
+        )
+    ),
     "autocast": Case(
         piece=graph(
             [X, W],

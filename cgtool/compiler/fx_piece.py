@@ -309,9 +309,14 @@ class _Writer:
             return node
         if _same_strides(shape, have, want) and not any(share_storage(value, one) for one in self._laid_anew):
             return node
+        # a dimension along which everything is repeated, as heads of keys are, is taken once and repeated anew
+        repeated = [dim for dim, size in enumerate(value.shape) if type(size) is int and size > 1 and want[dim] == 0]
+        sizes = [size if dim in repeated else -1 for dim, size in enumerate(value.shape)]
         outer_first = sorted(range(len(want)), key=lambda dim: (-want[dim], -shape[dim]))
         back = [outer_first.index(dim) for dim in range(len(want))]
-        for name, args in (("permute", outer_first), ("clone", ()), ("permute", back)):
+        steps: list[tuple[str, Sequence[int]]] = [("narrow", (dim, 0, 1)) for dim in repeated]
+        steps += [("permute", outer_first), ("clone", ()), ("permute", back)]
+        for name, args in [*steps, *([("expand", sizes)] if repeated else [])]:
             kwargs: dict[str, Any] = {"memory_format": torch.contiguous_format} if name == "clone" else {}
             value = getattr(node.meta["example_value"], name)(*args, **kwargs)
             node = self._remember(self.graph.call_method(name, (node, *args), kwargs), value)
