@@ -46,6 +46,8 @@ from cgtool.store.lookup import LookupStore
 from cgtool.store.records import Key, Row, parse_key
 from cgtool.store.trust import TELLING, Records, TrustPolicy, resolved
 
+#: Adaptors whose code names the device that it was compiled on.
+_OF_THE_FIRST_DEVICE = frozenset({"inductor", "inductor_standalone"})
 #: How many reasons a miss tells, and how many other entries it looks at to find the nearest.
 _MAX_REASONS = 12
 _MAX_LOOKED_AT = 256
@@ -279,11 +281,17 @@ def open_entry(found: Found, module: Any, opener: Opener, *, recheck_calls: bool
 
     Raises:
         CacheCorruptError: An artifact's bytes differ from their digest.
-        ArtifactError: An artifact cannot be opened here, or a piece has none. A call raises it too, where it is the
-            first to choose an artifact.
+        ArtifactError: An artifact cannot be opened here, or not for the model's device, or a piece has none. A call
+            raises it too, where it is the first to choose an artifact.
         GuardError: A tensor of the model is of another make than when it was compiled.
     """
     index = first_index(module, found.plan)
+    if index and (named := sorted({row.adaptor for row in found.entry.manifest.rows} & _OF_THE_FIRST_DEVICE)):
+        msg = (
+            f"What {named[0]} compiled runs on the first device alone, and this model is on device {index}. Let this "
+            f"process see that one alone (CUDA_VISIBLE_DEVICES={index}), or warm with aot_inductor."
+        )
+        raise ArtifactError(msg, path=found.entry.name.hash, expected=0, actual=index)
     with Packages(device_index=index) as packages:
         pieces = _pieces(found, _Openers(found.plan, packages, opener, device_index=index))
         return LoadedModel(

@@ -19,11 +19,13 @@ from small_model import Model, spec  # noqa: E402
 from torch import nn  # noqa: E402
 
 import cgtool  # noqa: E402
-from cgtool import CompilationConfig, host  # noqa: E402
+from cgtool import CompilationConfig, adaptor_registry, host  # noqa: E402
 from cgtool.compiler import traced as traced_module  # noqa: E402
+from cgtool.compiler.adaptors.eager import EagerAdaptor  # noqa: E402
 from cgtool.compiler.pipeline import warm  # noqa: E402
-from cgtool.errors import CacheCorruptError, CacheMissError, CacheSchemaError  # noqa: E402
+from cgtool.errors import ArtifactError, CacheCorruptError, CacheMissError, CacheSchemaError  # noqa: E402
 from cgtool.plan.grammar import canonical_json  # noqa: E402
+from cgtool.runtime import find  # noqa: E402
 from cgtool.runtime.factors import FACTORS, state_of  # noqa: E402
 from cgtool.store.entry import EntryWriter, read_entry  # noqa: E402
 from cgtool.store.key import FACTOR_ORDER, read_key  # noqa: E402
@@ -395,6 +397,21 @@ def test_ranks_and_prefixes_are_apart_and_share_what_was_compiled(model, tmp_pat
     agree(model, cache_dir=tmp_path, rank=1)
     agree(model, cache_dir=tmp_path, prefix="head")
     assert run(model, tmp_path, rank=1).hit
+
+
+class Naming(EagerAdaptor):
+    """Stands in for Inductor, whose code names the device that it was compiled on."""
+
+    name = "inductor_standalone"
+
+
+def test_code_that_names_the_first_device_is_refused_on_another(model, tmp_path, monkeypatch):
+    monkeypatch.setitem(adaptor_registry._registered, Naming.name, Naming)
+    warm(spec(model), config=CompilationConfig(adaptor=Naming.name, jobs=0), cache_dir=tmp_path)
+    agree(model, cache_dir=tmp_path)
+    monkeypatch.setattr(find, "first_index", lambda *_: 1)
+    with pytest.raises(ArtifactError, match=r"inductor_standalone .*first device alone.*CUDA_VISIBLE_DEVICES=1"):
+        cgtool.load(model, cache_dir=tmp_path)
 
 
 def test_the_rank_of_the_environment_is_the_default(model, tmp_path, monkeypatch):

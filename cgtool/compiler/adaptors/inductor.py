@@ -68,7 +68,9 @@ class InductorBase(CompilerInterface):
         # a custom op's fake implementation says: so no two compiles share a tag.
         tag = f"cgtool-{uuid.uuid4().hex}"
         before = _torch.num_generated_kernels()
-        with _torch.compiling(tag), warnings.catch_warnings():
+        # code of Inductor's own names the device: always the first, which is all that a worker knows of
+        first = torch.accelerator.device_index(0 if torch.accelerator.is_available() else None)
+        with first, _torch.compiling(tag), warnings.catch_warnings():
             # where Python makes errors of warnings, a warning of Inductor's is still no reason to turn a piece away
             warnings.simplefilter("ignore")
             piece = rebuild(graph)
