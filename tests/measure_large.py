@@ -24,9 +24,7 @@ sys.path[:0] = [str(REPO)]
 
 import torch  # noqa: E402
 
-LLAMA = {
-    "architectures": ["LlamaModel"],
-    "model_type": "llama",
+SIZES = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "num_hidden_layers": 32,
@@ -35,6 +33,7 @@ LLAMA = {
     "vocab_size": 128256,
     "max_position_embeddings": 8192,
 }
+LLAMA = {"architectures": ["LlamaModel"], "model_type": "llama", **SIZES}
 DEVICE = "cuda"
 STARTS, ROUNDS, STEPS = 5, 7, 40
 

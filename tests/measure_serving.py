@@ -27,6 +27,7 @@ REPO = Path(__file__).parents[1]
 sys.path[:0] = [str(REPO), str(REPO / "fixtures")]
 
 import torch  # noqa: E402
+from measure_large import SIZES as LLAMA_SIZES  # noqa: E402
 
 import cgtool  # noqa: E402
 from cgtool.serving.attention import allocate_kv_caches  # noqa: E402
@@ -38,16 +39,7 @@ SIZES = [size for size in vllm_capture_sizes(256) if size <= 256]
 BATCH, PREFILL, CONTEXT = 8, 1024, 64
 ROUNDS, STEPS = 7, 40
 TINY = {"num_layers": 32, "width": 2048, "num_heads": 16, "num_kv_heads": 8, "intermediate": 5632, "vocab": 32000}
-LLAMA = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "use_cache": False,
-}
+LLAMA = {**LLAMA_SIZES, "use_cache": False}
 DEVICE = torch.device("cuda")
 
 

@@ -101,7 +101,7 @@ class CompilerManager:
         self._prover = prover
         self._remotes = remotes
         self._adaptors: dict[str, CompilerInterface] = {}
-        self._hashes: dict[tuple[str, bool, int], str] = {}
+        self._hashes: dict[tuple[object, ...], str] = {}
         self._begun: dict[str, Future[Built]] = {}
         self._lock = threading.RLock()
 
@@ -295,7 +295,7 @@ class CompilerManager:
         """Return the adaptor's digest of compiler and options: slow for Inductor, and the same for every piece."""
         tuned = _is_tuned(work)
         with self._lock:
-            place = work.adaptor, tuned, len(options)
+            place = work.adaptor, tuned, *options
             if place not in self._hashes:
                 self._hashes[place] = self._adaptor(work.adaptor).compute_hash(options, max_autotune=tuned)
             return self._hashes[place]

@@ -281,11 +281,8 @@ def _numbers_from_data() -> Iterator[None]:
     def init(self: Any, **settings: Any) -> None:
         made(self, **{**settings, "export": True})
 
-    FakeTensorMode.__init__ = init  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(FakeTensorMode, "__init__", init):
         yield
-    finally:
-        FakeTensorMode.__init__ = made  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -78,7 +78,7 @@ def _tensor_of_numbers(node: fx.Node) -> None:
         if isinstance(data, list | tuple):
             return made(torch.stack, [tensor(item) for item in data])
         if isinstance(data, fx.Node) and isinstance(data.meta["example_value"], torch.Tensor):
-            return made(torch.Tensor.to, data, dtype=value.dtype, device=value.device)
+            return made(torch.Tensor.to, data, dtype=value.dtype, device=value.device, copy=True)
         return made(torch.scalar_tensor, data, dtype=value.dtype, device=value.device)
 
     with graph.inserting_before(node):
