@@ -147,6 +147,21 @@ PIECES = {
     "inputs and outputs that are one": Case(
         piece=graph([X, X], [method("view", "%0", -1), method("t", "%2")] and [method("t", "%0")], ["%0", "%2", "%0"])
     ),
+    "outputs that are views as another dtype": Case(
+        piece=graph(
+            [X, tensor("s0", 8, dtype="complex64")],
+            [
+                call("torch.view_as_real", "%1"),
+                method("select", "%2", -1, 1),
+                call("torch.sin", "%1"),
+                call("torch.view_as_real", "%4"),
+                call("torch.ops.aten.view.dtype", "%0", {"dtype": "int32"}),
+                call("torch.ops.aten.view.dtype", "%0", {"dtype": "int8"}),
+                method("narrow", "%7", 1, 3, 5),
+            ],
+            ["%2", "%3", "%4", "%5", "%6", "%8"],
+        )
+    ),
     "an input returned after a write to it": Case(
         piece=graph([X], [method("add_", "%0", 1), method("narrow", "%0", 1, 0, 3)], ["%0", "%2"])
     ),

@@ -12,6 +12,7 @@ Outputs that are views of what the code was given or gave stand in the package's
     output  = [source, index]                      the very tensor: "native" 0 is the first that the native code gives,
                                                    "input" 1 the second that the piece takes (its constants are last)
             | [source, index, [dim...], [dim...], dim]   a view of it by sizes, strides and an offset, in elements
+            | [source, index, [dim...], [dim...], dim, dtype]   the same, of elements of another dtype
     dim     = int | an expression over the piece's symbols (`cgtool.graph.expressions`)
 
 Code for accelerators works on a copy of an input that does not begin at a multiple of 16 bytes, which is right for what
@@ -41,7 +42,7 @@ import msgspec
 import torch
 
 from cgtool.errors import ArtifactError, NoRoomError
-from cgtool.graph.values import constants_of, device_of
+from cgtool.graph.values import constants_of, device_of, dtype_of
 from cgtool.host import closing, opening
 from cgtool.plan.pieces import Json, PieceGraph
 from cgtool.runtime import _torch as private
@@ -388,7 +389,7 @@ def _cannot_open(error: RuntimeError) -> ArtifactError:
 OUTPUTS = "CGTOOL_OUTPUTS"
 _SOURCES = frozenset({"input", "native"})
 _SYMBOL = r"s(0|[1-9][0-9]*)"
-_WHOLE, _VIEW = 2, 5
+_WHOLE, _VIEW, _VIEW_AS = 2, 5, 6
 
 
 def with_views(run: Boxed, outputs: str, graph: PieceGraph, *, num_constants: int) -> Boxed:
@@ -420,10 +421,12 @@ def _parsed(outputs: str, graph: PieceGraph) -> list[Any]:
     if type(recipe) is not list or len(recipe) != len(graph.outputs):
         raise malformed("list of outputs", outputs)
     for entry in recipe:
-        whole = type(entry) is list and len(entry) in {_WHOLE, _VIEW} and type(entry[1]) is int and entry[1] >= 0
-        if not whole or type(entry[0]) is not str or entry[0] not in _SOURCES:
+        whole = type(entry) is list and len(entry) in {_WHOLE, _VIEW, _VIEW_AS}
+        if not whole or type(entry[1]) is not int or entry[1] < 0:
             raise malformed("output", entry)
-        if len(entry) == _VIEW and not (all(type(part) is list for part in entry[2:4]) and _are_dims(entry)):
+        if type(entry[0]) is not str or entry[0] not in _SOURCES:
+            raise malformed("output", entry)
+        if len(entry) > _WHOLE and not (all(type(part) is list for part in entry[2:4]) and _are_dims(entry)):
             raise malformed("output", entry)
     return recipe
 
@@ -457,5 +460,17 @@ def _part(entry: list[Json], code: Code, symbols: tuple[str, ...]) -> str:
     if len(entry) == _WHOLE:
         return source
     shape, stride = (tuple_source(expression(dim, symbols) for dim in part) for part in entry[2:4])
-    offset = f"{source}.storage_offset() + {expression(entry[4], symbols)}"
-    return f"{code.constant(torch.as_strided)}({source}, {shape}, {stride}, {offset})"
+    offset = expression(entry[4], symbols)
+    if len(entry) == _VIEW_AS:
+        dtype = code.constant(dtype_of(entry[5]))
+        return f"{code.constant(_viewed_as)}({source}, {dtype}, {shape}, {stride}, {offset})"
+    return f"{code.constant(torch.as_strided)}({source}, {shape}, {stride}, {source}.storage_offset() + {offset})"
+
+
+def _viewed_as(
+    source: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
+) -> torch.Tensor:
+    """Return the memory of `source` as elements of a dtype that is no larger."""
+    memory = torch.empty(0, dtype=dtype, device=source.device).set_(source.untyped_storage())
+    begin = source.storage_offset() * (source.itemsize // dtype.itemsize)
+    return memory.as_strided(shape, stride, begin + offset)  # within the memory, else it raises

@@ -36,14 +36,21 @@ def test_other_data_give_what_eager_gives(tmp_path, name, adaptor):
             difference(loaded(*copy.deepcopy(call)), module(*copy.deepcopy(call)))
 
 
-def test_what_needs_no_data_stays_in_compiled_pieces(tmp_path):
-    _, _, loaded, _ = _warmed("split by tolist", "eager", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "stays", "apart"),
+    [
+        ("split by tolist", {"torch.relu", "torch.cat"}, "item"),
+        ("written by a mask", {"torch.relu", "_operator.add"}, "_operator.setitem"),
+    ],
+)
+def test_what_needs_no_data_stays_in_compiled_pieces(tmp_path, name, stays, apart):
+    _, _, loaded, _ = _warmed(name, "eager", tmp_path)
     plan = loaded.plan
     for variant in plan.variants:
         compiled = [step for step in variant.steps if not step.splitting]
         called = {node.target for step in compiled for node in plan.graphs[step.graph].nodes}
-        assert {"torch.relu", "torch.cat"} <= called
-        assert "item" not in called
+        assert stays <= called
+        assert apart not in called
 
 
 @pytest.mark.parametrize(

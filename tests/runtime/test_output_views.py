@@ -63,6 +63,14 @@ def test_an_input_may_begin_anywhere_in_its_storage():
     assert found.data_ptr() == y[:, 2].data_ptr()
 
 
+def test_memory_is_shown_as_elements_of_another_dtype():
+    x, y = torch.zeros(3, 8), torch.zeros(49)[1:].view(6, 8).view(torch.int32)[:3]
+    (found,) = run([["input", 1, ["s0"], [32], 2, "int8"]], x, y)
+    assert found.tolist() == [0, 0, 0]
+    y[1, 0] = 7 << 16
+    assert found.tolist() == [0, 7, 0]
+
+
 def test_a_constant_may_be_what_is_given():
     x, y, constant = torch.zeros(3, 8), torch.zeros(3, 8), torch.ones(4)
     assert run([["input", 2]], x, y, constant)[0] is constant
@@ -95,6 +103,8 @@ def test_a_piece_without_outputs_gives_none():
         '[["input", 0, ["__import__(0)"], [1], 0]]',
         '[["input", 0, [1.5], [1], 0]]',
         '[["input", 0, [true], [1], 0]]',
+        '[["input", 0, [1], [1], 0, "int9"]]',
+        '[["input", 0, [1], [1], 0, 8]]',
         '[["input", 0], ["input", 1]]',
     ],
 )

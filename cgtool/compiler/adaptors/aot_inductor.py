@@ -26,6 +26,7 @@ from cgtool.config import AOT_INDUCTOR
 from cgtool.errors import CacheError, CompileError, SplitError
 from cgtool.graph._torch import share_storage
 from cgtool.graph.sympy_text import expression_text
+from cgtool.graph.values import dtype_text
 from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Dim, Json, PieceGraph
 from cgtool.runtime.aoti_package import OUTPUTS, WRITTEN, open_package
@@ -195,21 +196,23 @@ def _root(node: fx.Node) -> fx.Node:
 
 
 def _view(node: fx.Node, source: fx.Node, piece: RebuiltPiece, graph: PieceGraph) -> list[Json]:
-    """Return sizes, strides and offset by which `source` shows `node`, or nothing where they are the same."""
+    """Return sizes, strides, offset and dtype by which `source` shows `node`, or nothing where they are the same."""
     seen, whole = node.meta["example_value"], source.meta["example_value"]
     if node is source or seen is whole:
         return []
-    if seen.dtype != whole.dtype or seen.is_conj() != whole.is_conj() or seen.is_neg() != whole.is_neg():
+    as_it_is = seen.is_conj() == whole.is_conj() and seen.is_neg() == whole.is_neg()
+    if not as_it_is or whole.itemsize % seen.itemsize:
         raise CompileError(
-            f"an output of the piece reads memory of {whole.dtype} as {seen.dtype}, which a package cannot say; the "
-            f"piece can run eagerly (adaptor 'eager')",
+            f"an output of the piece reads memory of {whole.dtype} as {seen.dtype}, in a way that a package cannot "
+            f"say; the piece can run eagerly (adaptor 'eager')",
             expected=str(whole.dtype),
             actual=str(seen.dtype),
         )
     # the runtime reads a symbol off an input that has it, and it alone, as a size
     names = {t: ours for t, ours in piece.names.items() if any(ours in meta.shape for meta in graph.inputs)}
-    offset = _dim(seen.storage_offset() - whole.storage_offset(), names)
-    return [[_dim(dim, names) for dim in seen.shape], [_dim(step, names) for step in seen.stride()], offset]
+    offset = _dim(seen.storage_offset() - whole.storage_offset() * (whole.itemsize // seen.itemsize), names)
+    dtype = [] if seen.dtype == whole.dtype else [dtype_text(seen.dtype)]
+    return [[_dim(dim, names) for dim in seen.shape], [_dim(step, names) for step in seen.stride()], offset, *dtype]
 
 
 def _dim(size: Any, names: dict[str, str]) -> Dim:

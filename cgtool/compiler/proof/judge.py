@@ -114,6 +114,8 @@ def left_open(one: torch.Tensor, other: torch.Tensor, *, sorts: bool = False) ->
     """
     if one.is_floating_point() or one.is_complex():
         eps = 16 * torch.finfo(one.dtype).eps
+        if one.itemsize == 1:  # nothing computes in float8
+            one, other = one.float(), other.float()
         flat = _flat(one)
         atol = eps * _rms(flat[flat.isfinite()])
         places = ~torch.isclose(one.detach(), other.detach(), rtol=eps, atol=atol, equal_nan=True)
@@ -133,7 +135,8 @@ def farther(one: torch.Tensor, other: torch.Tensor, exact: torch.Tensor) -> torc
     """Return of two that are right, at each place, the one that is further from what is exact."""
     if other is one or not one.is_floating_point():
         return one
-    return torch.where((other - exact).abs() > (one - exact).abs(), other, one)
+    is_farther = (other.to(exact.dtype) - exact).abs() > (one.to(exact.dtype) - exact).abs()
+    return torch.where(is_farther, other, one)
 
 
 def roundings(nearby: torch.Tensor, eager: torch.Tensor, tolerance: Tolerance) -> float:

@@ -208,6 +208,8 @@ def test_what_ops_leave_open_is_more_than_roundings():
     assert left_open(one, one * (1 + 1e-7)) is None
     assert left_open(one, one + torch.tensor([0.0, 1e-3, 0.0, 0.0])).tolist() == [False, True, False, False]
     assert left_open(torch.tensor([1, 2]), torch.tensor([1, 3])).tolist() == [False, True]
+    narrow = torch.tensor([1.0, 2.0, float("nan")]).to(torch.float8_e4m3fn)
+    assert left_open(narrow, narrow.clone()) is None
 
 
 def test_where_a_piece_sorts_rows_are_open_as_a_whole_and_at_the_least_difference():
@@ -223,6 +225,8 @@ def test_of_two_right_answers_the_one_further_from_the_exact_one_is_eagers_error
     exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
     one, other = torch.tensor([1.0, 2.1]), torch.tensor([1.2, 2.0])
     torch.testing.assert_close(farther(one, other, exact), torch.tensor([1.2, 2.1]))
+    narrow = [torch.tensor(numbers).to(torch.float8_e5m2) for numbers in ([1.0, 4.0], [3.0, 2.0])]
+    assert farther(*narrow, exact).float().tolist() == [3.0, 4.0]
     assert farther(torch.tensor([1]), torch.tensor([2]), exact).tolist() == [1]
 
 
