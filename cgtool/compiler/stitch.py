@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from cgtool.compiler.narrowed import narrowed_ranges
 from cgtool.compiler.required import check_required, required_sizes, serves
 from cgtool.compiler.traced import Live, Traced, VariantTracer
@@ -34,6 +36,7 @@ from cgtool.trace.examples import (
     variants_of,
 )
 from cgtool.trace.files import UserCode, joined
+from cgtool.trace.kept import guards_of_states
 from cgtool.trace.refusals import refuse_side_effects
 
 _log = logging.getLogger(__name__)
@@ -141,7 +144,8 @@ class _Tracing:
 
     def stitched(self, secs: float) -> Stitched:
         """Join what was traced into one plan; each variant must leave the model in a state that the others know."""
-        traced, spec = self.traced, self._spec
+        spec = self._spec
+        self.traced = traced = _of_states(self.traced)
         variants = [one.variant for one in traced]
         if len({variant.settled for variant in variants}) > 1:
             refuse_side_effects([f"{s.source}.{s.name}" for variant in variants for s in variant.settled])
@@ -170,8 +174,9 @@ class _Tracing:
         calls = {call.name: call for call in self._spec.calls}
         for index, one in enumerate(self.traced):
             name, fixed = one.variant.name, one.variant.fixed
-            live = self._live.get(index) or self.tracer.trace(calls[name], fixed)
-            self._live[index] = live = self.tracer.split(name, fixed, live.trace)
+            number = one.variant.calls_before
+            live = self._live.get(index) or self.tracer.trace(calls[name], fixed)[number]
+            self._live[index] = live = self.tracer.split(name, fixed, live.trace, calls_before=number)
             self.traced[index] = live.record
         return self.stitched(secs + time.perf_counter() - begun)
 
@@ -232,19 +237,21 @@ class _Tracing:
         """Trace a variant that serves these sizes: of as many others as the model's code allows, or of these alone."""
         small = {name: size for name, size in asked.items() if size < FIRST_DYNAMIC}
         with contextlib.suppress(CgtoolError):  # Dynamo fixes a size that the code asks for
-            wide, live = self._trace(call, small, point)
-            if serves(wide.variant, point):
-                return self._keep(wide, live)
+            wide, lives = self._trace(call, small, point)
+            if serves(wide[0].variant, point):
+                return self._keep(wide, lives)
         return self._keep(*self._trace(call, asked, point))
 
-    def _keep(self, one: Traced, live: Live | None) -> Variant:
-        if live is not None:
-            self._live[len(self.traced)] = live
-        self.traced.append(one)
-        self._on_variant(_plan(self._spec, [one]), tuple(_fallbacks([one])))
-        if not one.variant.dims.keys() - one.variant.fixed.keys() <= self._spec.require.keys():
-            self.notes += one.relations  # else further variants serve what this one does not
-        return one.variant
+    def _keep(self, states: Sequence[Traced], lives: Sequence[Live]) -> Variant:
+        """Keep the variants of all states of the model; return that of its first."""
+        self._live.update(enumerate(lives, len(self.traced)))
+        self.traced += states
+        for one in states:
+            self._on_variant(_plan(self._spec, [one]), tuple(_fallbacks([one])))
+        first = states[0]
+        if not first.variant.dims.keys() - first.variant.fixed.keys() <= self._spec.require.keys():
+            self.notes += first.relations  # else further variants serve what this one does not
+        return first.variant
 
     def _leave_out(self, points: Sequence[str], reason: str) -> None:
         self.notes.append(f"No variant serves {', '.join(points)}, at which the model itself does not run: {reason}")
@@ -255,20 +262,33 @@ class _Tracing:
         fixed: Mapping[str, int],
         sizes: Mapping[str, int] | None = None,
         progress: tuple[int, int] | None = None,
-    ) -> tuple[Traced, Live | None]:
+    ) -> tuple[tuple[Traced, ...], tuple[Live, ...]]:
         shown = fixed if sizes is None else {name: sizes[name] for name in self._spec.require if name in sizes}
         label = call.name + "".join(f", {name}={size}" for name, size in shown.items())
         begun = time.perf_counter()
         done, total = progress or (None, None)
         self._on_event(Event(phase="trace", message=label, done=done, total=total))
-        live = None
+        lives: tuple[Live, ...] = ()
         found = None if sizes is not None or self._tracers is None else self._tracers.take(call, fixed)
         if found is None:
-            live = self.tracer.trace(call, fixed, sizes)
-            found = live.record, time.perf_counter() - begun
+            lives = self.tracer.trace(call, fixed, sizes)
+            found = tuple(live.record for live in lives), time.perf_counter() - begun
         done = None if done is None else done + 1
         self._on_event(Event(phase="trace", message=label, done=done, total=total, secs=found[1]))
-        return found[0], live
+        return found[0], lives
+
+
+def _of_states(traced: Sequence[Traced]) -> list[Traced]:
+    """Return variants with guards that are asked of each call where they speak of what calls of any leave behind."""
+    places = tuple(dict.fromkeys(one.place for each in traced for one in each.variant.kept))
+    found = []
+    for each in traced if places else ():
+        of_model, of_call = guards_of_states(each.variant.model_guards, each.looked_at, places)
+        call_guards = guards_of_states(each.variant.call_guards, each.looked_at, places)
+        guards = {(guard.source, guard.kind): guard for guard in (*call_guards[0], *call_guards[1], *of_call)}
+        variant = replace(each.variant, model_guards=of_model, call_guards=tuple(guards.values()))
+        found.append(replace(each, variant=variant))
+    return found or list(traced)
 
 
 def _spelled(sizes: Mapping[str, int]) -> str:

@@ -5,7 +5,7 @@ The record crosses a process: `cgtool.compiler.tracers` has variants traced in c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from cgtool.host import silenced
 from cgtool.model import ExampleCall, ModelSpec
 from cgtool.plan.grammar import Record
 from cgtool.plan.pieces import PieceGraph, SymbolRange
-from cgtool.plan.records import Guard, Input, Variant
+from cgtool.plan.records import Guard, Input, Kept, Variant
 from cgtool.split.splitter import Call, SplitResult, split_graph
 from cgtool.trace.capture import Trace, capture
 from cgtool.trace.examples import Dims, arguments_for
@@ -39,6 +39,8 @@ class Traced(Record, frozen=True, kw_only=True):
     variant: Variant
     #: identity → piece, of all pieces.
     graphs: dict[str, PieceGraph]
+    #: What of the model Dynamo looked at.
+    looked_at: tuple[str, ...]
     #: The user's code that the trace rests on.
     code: UserCode
     splitting_ops: tuple[str, ...]
@@ -108,18 +110,26 @@ class VariantTracer:
         self.adaptor = adaptor
         self._module = spec.module
 
-    def trace(self, call: ExampleCall, fixed: Mapping[str, int], sizes: Mapping[str, int] | None = None) -> Live:
-        """Trace and split a variant that fixes some dimensions, at these sizes of others or at the example's own."""
-        arguments, marked = arguments_for(call, self.signature, self.dims, fixed, sizes)
-        return self.split(call.name, fixed, capture(self._module, self.method, self.signature, arguments, marked))
+    def trace(
+        self, call: ExampleCall, fixed: Mapping[str, int], sizes: Mapping[str, int] | None = None
+    ) -> tuple[Live, ...]:
+        """Trace and split what fixes some dimensions, at these sizes of others or at the example's own.
 
-    def split(self, name: str, fixed: Mapping[str, int], trace: Trace) -> Live:
+        Returns:
+            One variant for each state that calls leave the model in, first of all the one that it is in.
+        """
+        arguments, marked = arguments_for(call, self.signature, self.dims, fixed, sizes)
+        traces = capture(self._module, self.method, self.signature, arguments, marked)
+        return tuple(self.split(call.name, fixed, trace, calls_before=n) for n, trace in enumerate(traces))
+
+    def split(self, name: str, fixed: Mapping[str, int], trace: Trace, *, calls_before: int) -> Live:
         """Return the variant that a trace comes to, as it is split by now."""
         split = self.pieces.split(trace)
-        variant = _variant(name, fixed, self.dims, trace, split)
+        variant = msgspec.structs.replace(_variant(name, fixed, self.dims, trace, split), calls_before=calls_before)
         record = Traced(
             variant=variant,
             graphs={step.graph: split.graphs[step.graph] for step in split.steps},
+            looked_at=trace.looked_at,
             code=user_code(
                 trace.codes,
                 trace.classes,
@@ -184,22 +194,28 @@ def _variant(name: str, fixed: Mapping[str, int], dims: Dims, trace: Trace, spli
         inputs=inputs,
         model_guards=trace.model_guards,
         settled=trace.settled,
-        call_guards=(*trace.call_guards, *states, *_apart(inputs, placeholders, split)),
+        kept=tuple(
+            Kept(place=place, value=place_outputs(template, split.outputs, by_source))
+            for place, template in trace.kept.items()
+        ),
+        call_guards=(*trace.call_guards, *states, *_apart(inputs, placeholders, split, trace.kept)),
         steps=split.steps,
         output=place_outputs(trace.output, split.outputs, by_source),
     )
 
 
-def _apart(inputs: Sequence[Input], placeholders: Sequence[Any], split: SplitResult) -> Iterator[Guard]:
+def _apart(
+    inputs: Sequence[Input], placeholders: Sequence[Any], split: SplitResult, places: Container[str]
+) -> Iterator[Guard]:
     """Yield guards that an input which is written to shares memory with an argument just where it did in the trace.
 
     Dynamo has such guards too, and does not show them to its filter. Tensors of the model among themselves are left
-    out: what of theirs is one tensor is a fact of the key.
+    out: what of theirs is one tensor is a fact of the key. What a call leaves in the model is as an argument.
     """
     for written in split.mutated_inputs:
         for other, given in enumerate(inputs):
             pair = (inputs[written].source, given.source)
-            if other == written or not any(source.startswith("arg:") for source in pair):
+            if other == written or not any(source.startswith("arg:") or source in places for source in pair):
                 continue
             if other in split.mutated_inputs and other < written:
                 continue  # the pair was taken the other way round

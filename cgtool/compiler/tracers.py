@@ -37,9 +37,9 @@ class TraceRequest(Record, frozen=True, kw_only=True):
 
 
 class TraceReport(Record, frozen=True, kw_only=True):
-    """What came of it: the variant and the seconds that it took, or why there is none."""
+    """What came of it: the variants, one for each state of the model, and the seconds that it took, or why not."""
 
-    traced: Traced | None = None
+    traced: tuple[Traced, ...] = ()
     secs: Seconds = 0.0
     failure: str = ""
 
@@ -82,8 +82,8 @@ class Tracers(Children):
             )
             self._begun[call.name, *fixed.items()] = self._executor.submit(self._traced, request)
 
-    def take(self, call: ExampleCall, fixed: Mapping[str, int]) -> tuple[Traced, float] | None:
-        """Wait for a variant that a child has begun with; return it and the seconds that it took.
+    def take(self, call: ExampleCall, fixed: Mapping[str, int]) -> tuple[tuple[Traced, ...], float] | None:
+        """Wait for what a child has begun with; return its variants and the seconds that they took.
 
         None means that this process is to trace it.
         """
@@ -91,7 +91,7 @@ class Tracers(Children):
         if future is None or future.cancel():
             return None
         report = future.result()
-        if report.traced is None:
+        if not report.traced:
             _log.info("A variant is traced in this process, because a child did not: %s", report.failure)
             return None
         return report.traced, report.secs
@@ -126,8 +126,8 @@ def serve_traces(channel: Channel, spec: ModelSpec) -> None:
         tracer = tracer or VariantTracer(spec, request.splitting_ops, request.adaptor)
         begun = time.perf_counter()
         try:
-            live = tracer.trace(calls[request.call], request.fixed)
+            lives = tracer.trace(calls[request.call], request.fixed)
         except CgtoolError as error:
             channel.answer(TraceReport(failure=str(error)))
         else:
-            channel.answer(TraceReport(traced=live.record, secs=time.perf_counter() - begun))
+            channel.answer(TraceReport(traced=tuple(live.record for live in lives), secs=time.perf_counter() - begun))

@@ -203,6 +203,55 @@ class Roots:
         raise SourceError(msg, path=source_words(source.text))
 
 
+#: What a place holds that holds nothing.
+ABSENT: Any = object()
+
+
+class Place:
+    """Where something of the live model is held: an attribute, found in the object itself, or an item of a dict.
+
+    Args:
+        roots: Where sources start.
+        text: The source of what is held.
+
+    Raises:
+        SourceError: The source names no attribute and no item, or the object on its way is gone.
+    """
+
+    def __init__(self, roots: Roots, text: str) -> None:
+        source = parse_source(text)
+        if not source.accessors or source.accessors[-1].word not in {"attr", "item"}:
+            raise _unknown(text)
+        self.text = text
+        self._base = roots.resolve(source.prefixes[0])
+        *self._way, self._last = source.accessors
+        self.owner()
+
+    def owner(self) -> Any:
+        """Return the object that has the attribute or the item, as it is now."""
+        return functools.reduce(apply_accessor, self._way, self._base)
+
+    def get(self) -> Any:
+        """Return what is held now, or `ABSENT`."""
+        owner, key = self.owner(), self._last.key
+        if self._last.word == "item":
+            return owner.get(key, ABSENT)
+        holders = [vars(owner).get(part, {}) for part in ("_parameters", "_buffers", "_modules")]
+        return next((holder[key] for holder in (vars(owner), *holders) if key in holder), ABSENT)
+
+    def set(self, value: Any) -> None:
+        """Hold `value`; nothing where it is `ABSENT`."""
+        owner, key = self.owner(), self._last.key
+        if self._last.word == "item":
+            owner.pop(key, None)
+            if value is not ABSENT:
+                owner[key] = value
+        elif value is not ABSENT:
+            setattr(owner, str(key), value)
+        elif self.get() is not ABSENT:
+            delattr(owner, str(key))
+
+
 def apply_accessor(base: Any, accessor: Accessor) -> Any:
     """Return the part of `base` that the accessor leads to; raises whatever the access raises."""
     key = accessor.key

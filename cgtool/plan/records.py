@@ -145,6 +145,18 @@ class Settled(Row):
     after: Json
 
 
+class Kept(Row):
+    """What each call leaves in an attribute, or in an item of a dict, of the model.
+
+    Args:
+        place: The source of the attribute or item.
+        value: The template of what it is left.
+    """
+
+    place: str
+    value: Json
+
+
 class VariantHead(Record, kw_only=True):
     """What a variant says in the file as in memory.
 
@@ -156,7 +168,9 @@ class VariantHead(Record, kw_only=True):
         relations: Expressions over the symbols that must be true.
         call_guards: What must hold of a call.
         output: What the model returns, as a template.
-        settled: The attributes of the model that a call sets.
+        settled: The attributes of the model that a call sets for good.
+        kept: What each call leaves in places of the model, in the order in which it is set.
+        calls_before: How many calls like it lead to the state of the model that it was traced in.
     """
 
     name: str
@@ -167,6 +181,13 @@ class VariantHead(Record, kw_only=True):
     call_guards: tuple[Guard, ...]
     output: Json
     settled: tuple[Settled, ...] = ()
+    kept: tuple[Kept, ...] = ()
+    calls_before: Count = 0
+
+    @property
+    def given(self) -> Json:
+        """What the program gives, as a template: the output, and with it what is kept where something is."""
+        return ["tuple", [self.output, *(one.value for one in self.kept)]] if self.kept else self.output
 
 
 class Variant(VariantHead):

@@ -126,6 +126,8 @@ def _variant(plan: Plan, index: int) -> Iterator[str]:
         yield f"    v{number} = {owner}{name}  # {tensor_text(given.meta)}"
     for step in variant.steps:
         yield from _step(plan.graphs[step.graph], step)
+    for one in variant.kept:
+        yield f"    {one.place} = {one.value!r}"
     yield f"    return {variant.output!r}"
 
 

@@ -17,11 +17,11 @@ from torch import nn
 from cgtool.errors import ArtifactError, GuardError
 from cgtool.graph.expressions import symbols_of
 from cgtool.guards.signature import CallSignature
-from cgtool.guards.sources import Roots
+from cgtool.guards.sources import Place, Roots
 from cgtool.guards.table import failures_of
 from cgtool.host import variables_now
 from cgtool.plan.pieces import Graphs, PieceGraph
-from cgtool.plan.records import Guard, GuardTable, Input, Plan, Settled, Variant, source_words
+from cgtool.plan.records import Guard, GuardTable, Input, Plan, Variant, source_words
 from cgtool.runtime.call_guards import Accept, AcceptWriter, check_symbols, with_sizes_from_data
 from cgtool.runtime.dispatch import Boxed, ForkedLock, PiecewiseBackend, ShapeTable
 from cgtool.runtime.generate import decode_literal, hole_value, op_names, template_needs
@@ -32,7 +32,7 @@ from cgtool.runtime.program import (
     check_steps,
     compiled_steps,
 )
-from cgtool.runtime.weights import StructureChangedError, Weights, is_weight
+from cgtool.runtime.weights import StructureChangedError, Weights, is_weight, place_of
 
 #: Methods of a module that return it, to be chained: here they return the callable.
 _CHAINED = frozenset(
@@ -193,8 +193,9 @@ class LoadedModel(AsModule):
                 if failure is None:
                     raise
                 raise failure from error
-            for owner, name, value in served.settled:
-                setattr(owner, name, value)
+            answer, *left = answer if served.kept else (answer,)
+            for place, value in (*served.settled, *zip(served.kept, left, strict=True)):
+                place.set(value)
             return answer
         return NOT_SERVED
 
@@ -218,6 +219,11 @@ class LoadedModel(AsModule):
 
     def _live_tensors(self) -> dict[str, torch.Tensor]:
         return dict(itertools.chain.from_iterable(served.bound.named() for served in self._variants))
+
+    @property
+    def keeps(self) -> tuple[str, ...]:
+        """The places of the model that calls leave something in, by source."""
+        return tuple(dict.fromkeys(one.place for variant in self.plan.variants for one in variant.kept))
 
     def open_all(self) -> None:
         """Open every artifact and write every variant's functions now, so that no call waits for them.
@@ -266,7 +272,8 @@ class LoadedModel(AsModule):
         variants = []
         # The plan holds an input once, however many variants have it: its place in memory tells it from others.
         distinct = {id(item): item for variant in self.plan.variants for item in variant.inputs}
-        are_weights = {place for place, item in distinct.items() if is_weight(item)}
+        # What a call leaves in the model, the next one looks at.
+        are_weights = {at for at, item in distinct.items() if is_weight(item) and item.source not in self.keeps}
         for index, variant in enumerate(self.plan.variants):
             weights = [i for i, item in enumerate(variant.inputs) if id(item) in are_weights]
             calls = sorted(set(range(len(variant.inputs))).difference(weights))
@@ -331,7 +338,7 @@ class LoadedModel(AsModule):
         variant = served.variant
         symbols = check_symbols(variant)
         known = {item.source for item in variant.inputs}
-        _, sources = template_needs(variant.output, with_sizes_from_data(variant, symbols))
+        _, sources = template_needs(variant.given, with_sizes_from_data(variant, symbols))
         passed = [source for source in sources if source not in known]
         writer = AcceptWriter(
             variant,
@@ -356,7 +363,9 @@ class LoadedModel(AsModule):
             pieces = pieces_of(variant, self._graphs)
             served.table = ShapeTable(symbols, backends, lambda position, function: wrap(pieces[position], function))
         roots = Roots(self.module, self._signature.method)
-        served.settled = tuple(_attribute_of(roots, one) for one in variant.settled)
+        settled = [(f"{one.source}.{one.name}", decode_literal(one.after)) for one in variant.settled]
+        served.settled = tuple((place_of(roots, text), value) for text, value in settled)
+        served.kept = tuple(place_of(roots, one.place) for one in variant.kept)
         served.accept = writer.function()
 
     def _op_by_op(self, identity: str) -> Boxed:
@@ -414,21 +423,13 @@ class _Served:
         self.weights = weights
         self.bound = bound
         self.call_inputs = [variant.inputs[i] for i in calls]
-        #: Modules of the model with attributes that each call sets, and to what.
-        self.settled: tuple[tuple[nn.Module, str, Any], ...] = ()
+        #: What each call sets to a value that the plan has, and to what the program gives beside the output.
+        self.settled: tuple[tuple[Place, Any], ...] = ()
+        self.kept: tuple[Place, ...] = ()
         self.is_ready = False
 
     def uncovered(self) -> str:
         return f"the sizes of this call were not compiled, which has {self.table.covered()}"
-
-
-def _attribute_of(roots: Roots, one: Settled) -> tuple[nn.Module, str, Any]:
-    """Return a module of the model, a plain attribute of it, and what a call sets it to."""
-    owner = roots.resolve(one.source)
-    if not isinstance(owner, nn.Module) or one.name not in vars(owner):
-        msg = f"The plan sets {source_words(one.source)}.{one.name}, which is no attribute of the model: warm again."
-        raise ArtifactError(msg, path=one.name)
-    return owner, one.name, decode_literal(one.after)
 
 
 def _piece(opened: Mapping[tuple[int, int], PiecewiseBackend], variant: int, piece: int) -> PiecewiseBackend:

@@ -190,7 +190,12 @@ class Finder:
         # Parameters and buffers are among the facts; what is left is tensors that lie about as plain attributes.
         known = self._live.known["state"]["tensors"]
         inputs = {item.source: item for variant in plan.variants for item in variant.inputs}
-        others = [item for source, item in inputs.items() if source[5:] not in known or source[:5] != "self."]
+        kept = {one.place for variant in plan.variants for one in variant.kept}
+        others = [
+            item
+            for source, item in inputs.items()
+            if source not in kept and (source[5:] not in known or source[:5] != "self.")
+        ]
         return tuple(tensor_differences(roots, filter(is_weight, others)))
 
     def _failure(self, refused: list[tuple[str, tuple[str, ...]]]) -> Exception:

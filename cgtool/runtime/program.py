@@ -135,7 +135,7 @@ class ProgramWriter:
         # An input that the output passes through is the very object that was passed in.
         objects.update((item.source, f"v{i}") for i, item in enumerate(self.variant.inputs))
         output = template_source(
-            self.variant.output,
+            self.variant.given,
             code,
             symbols=self.symbols,
             value=self._local,
@@ -159,7 +159,7 @@ class ProgramWriter:
         for index, step in enumerate(self.variant.steps):
             last.update(dict.fromkeys((*step.inputs, *step.outputs), index))
         passed = {item.source: i for i, item in enumerate(self.variant.inputs)}
-        needed, sources = template_needs(self.variant.output, with_sizes_from_data(self.variant, self.symbols))
+        needed, sources = template_needs(self.variant.given, with_sizes_from_data(self.variant, self.symbols))
         for value in (*needed, *(passed[source] for source in sources if source in passed)):
             last.pop(value, None)
         dying: dict[int, list[int]] = {}

@@ -21,14 +21,15 @@ import operator
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from cgtool.errors import GuardError
+from cgtool.errors import ArtifactError, GuardError
 from cgtool.graph.values import device_of, dtype_of, dtype_text
-from cgtool.guards.sources import Roots, SourceError
+from cgtool.guards.sources import Place, Roots, SourceError
 from cgtool.plan.pieces import TensorMeta
 from cgtool.plan.records import Guard, Input, source_words
 from cgtool.runtime import _torch as private
@@ -223,6 +224,21 @@ def is_weight(item: Input) -> bool:
     """Return whether an input belongs to the model and has one shape for all calls."""
     meta = item.meta
     return not item.source.startswith(_OF_CALL) and _INT.issuperset(map(type, (*meta.shape, *meta.stride)))
+
+
+def place_of(roots: Roots, text: str) -> Place:
+    """Return where in the model a call leaves something: an attribute of an object, or an item of a dict.
+
+    Raises:
+        SourceError: The source is malformed, or what has the attribute is gone.
+        ArtifactError: It is nothing of the model.
+    """
+    place = Place(roots, text)
+    is_code = isinstance(owner := place.owner(), ModuleType) or (callable(owner) and not isinstance(owner, nn.Module))
+    if not text.startswith("self") or is_code:
+        msg = f"The plan sets {source_words(text)}, which is no attribute of the model: warm again."
+        raise ArtifactError(msg, path=text)
+    return place
 
 
 def make_problem(tensor: Any, meta: TensorMeta, device_index: int | None) -> str | None:

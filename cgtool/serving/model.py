@@ -14,6 +14,7 @@ from torch import nn
 
 from cgtool.config_values import CUDAGraphMode
 from cgtool.errors import UsageError
+from cgtool.plan.records import source_words
 from cgtool.runtime.call import Piece, WrapPiece
 from cgtool.runtime.dispatch import Boxed
 from cgtool.serving.forward_context import BatchDescriptor, get_forward_context
@@ -93,9 +94,18 @@ class GraphedModel:
 
         Raises:
             GraphError: As the wrappers raise it.
+            UsageError: Calls leave something in attributes of the model, which a replay would not do, or write over.
         """
+        mode = get_forward_context().cudagraph_runtime_mode
+        if mode is not CUDAGraphMode.NONE and (kept := getattr(self.model, "keeps", ())):
+            name = source_words(kept[0])
+            msg = (
+                f"Each call leaves another tensor in {name} of the model, and a CUDA graph does not: keep it in a "
+                "buffer that is written in place, return it, or serve without graphs (cudagraph_mode NONE)."
+            )
+            raise UsageError(msg, path=name, actual=kept)
         output = self.full(*args, **kwargs)
-        leaves_graphs = get_forward_context().cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE
+        leaves_graphs = mode is CUDAGraphMode.PIECEWISE
         return copied(output) if leaves_graphs and not self._lend else output
 
     def open_all(self) -> None:

@@ -187,7 +187,8 @@ def is_tensor(variable: Any, fake: Any) -> bool:
     value = None if node is None else node.meta.get("example_value")
     if not isinstance(value, torch.Tensor) or not isinstance(fake, torch.Tensor):
         return False
-    makes = [(t.dtype, t.shape, t.stride(), t.storage_offset(), t.is_conj(), t.is_neg()) for t in (value, fake)]
+    # compared as texts: symbols that are compared as numbers are equal from then on
+    makes = [(t.dtype, f"{t.shape} {t.stride()} {t.storage_offset()}", t.is_conj(), t.is_neg()) for t in (value, fake)]
     return makes[0] == makes[1] and share_storage(value, fake)
 
 
@@ -229,6 +230,11 @@ def fix_strides(fakes: Iterable[torch.Tensor]) -> None:
     for step in sorted(steps, key=lambda step: not step.node.expr.is_Symbol):
         if not _symbols(step) <= shown:
             int(step)  # a guard that it equals its hint, which is replaced for it from here on
+
+
+def hint_of(size: Any) -> int:
+    """Return the size that a symbol stands for in the example, without a guard; any one where data decides."""
+    return int(size.node.hint or 0) if isinstance(size, torch.SymInt) else int(size)
 
 
 def make_equal(sizes: Sequence[Any]) -> None:

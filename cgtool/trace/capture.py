@@ -14,16 +14,17 @@ from torch import fx
 from cgtool.errors import TraceError
 from cgtool.guards.kinds import check, describe
 from cgtool.guards.signature import CallSignature
-from cgtool.guards.sources import Roots
+from cgtool.guards.sources import Place, Roots
 from cgtool.guards.state import STATE_NAMES, current
 from cgtool.host import count
 from cgtool.plan.pieces import Json
-from cgtool.plan.records import Guard, Settled
+from cgtool.plan.records import Guard, Settled, source_words
 from cgtool.trace import _torch as private
 from cgtool.trace.breaks import explained, line_of_return
 from cgtool.trace.files import function_guards
 from cgtool.trace.guards import GuardRecorder, combined, module_frame, split_guards
 from cgtool.trace.installed import Asked, listening
+from cgtool.trace.kept import NextState, can_be_kept, guards_of_states, looked_at, passed_by
 from cgtool.trace.outputs import MarkedSizes, TemplateReader, mark_outputs
 from cgtool.trace.public_ops import hold_arrays, write_publicly
 from cgtool.trace.questions import question_guards, shown_steps
@@ -55,8 +56,12 @@ class Trace:
         asked: The modules and distributions that the code asked for.
         output: The template of what the method returned; graph outputs are `["out", position]`.
         shape_env: Dynamo's ShapeEnv: ranges of symbols and relations between them.
-        settled: The plain attributes of the model that a call sets.
+        settled: The plain attributes of the model that a call sets for good.
+        kept: The template of what a call leaves in each of these places of the model, by source.
         lines: The user's line that sets each, by source.
+        looked_at: What of the model Dynamo looked at.
+        after: What the next call finds in the places that a call sets.
+        dynamic: Which dimensions of that may change from call to call.
     """
 
     graph_module: fx.GraphModule
@@ -71,11 +76,16 @@ class Trace:
     output: Json
     shape_env: Any
     settled: tuple[Settled, ...] = ()
+    kept: Mapping[str, Json] = field(default_factory=dict)
     lines: Mapping[str, str] = field(default_factory=dict)
+    looked_at: tuple[str, ...] = ()
+    after: tuple[_Held, ...] = ()
+    dynamic: tuple[tuple[torch.Tensor, int], ...] = ()
 
 
-_Held = tuple[Any, str, Any]
-_ABSENT = object()
+_Held = tuple[Place, Any]
+#: In how many states calls may leave a model.
+_MOST_STATES = 8
 
 
 class _Capture:
@@ -88,11 +98,13 @@ class _Capture:
         self.frame: Frame | None = None
         self.codes: list[types.CodeType] = []
         self.settled: tuple[Settled, ...] = ()
+        self.kept: tuple[str, ...] = ()
         self.lines: Mapping[str, str] = {}
         self.inherited: tuple[Settled, ...] = ()
-        #: Module, attribute and value, as they are before Dynamo's bytecode sets them: what settles, and the others.
-        self.plain: list[_Held] = []
+        #: What Dynamo's bytecode sets, as it is before: what lasts, and what is to be as it was.
+        self.lasting: list[_Held] = []
         self.unchanged: list[_Held] = []
+        self.promised: list[Any] = []
         self.inputs: dict[str, Any] = {}
         self.others: dict[str, Any] = {}
         self.returned: tuple[Guard, ...] = ()
@@ -112,11 +124,11 @@ class _Capture:
         self.inputs = _placeholder_sources(graph_module, self.frame)
         writes = writes_of(output, self.frame, self.inputs)
         refuse_side_effects(writes.changed, writes.lines)
-        self.settled, self.lines = tuple(writes.settled), writes.lines
-        self.plain = self._held((one.source, one.name) for one in writes.settled)
-        self.unchanged = self._held(writes.renewed)
+        self.settled, self.kept, self.lines = tuple(writes.settled), tuple(writes.kept), writes.lines
+        self.lasting = self._held((*(f"{one.source}.{one.name}" for one in writes.settled), *writes.kept))
         self.inherited = tuple(writes.inherited)
-        self.unchanged += [(self._roots.resolve(one.source), one.name, _ABSENT) for one in writes.inherited]
+        self.unchanged = self._held(f"{one.source}.{one.name}" for one in writes.inherited)
+        self.unchanged += self._held(f"{source}.{name}" for source, name in writes.renewed)
         self.others = _other_arguments(output, self.frame, self.inputs)
         fakes = {**self.inputs, **self.others}
         private.fix_strides(fakes.values())
@@ -127,7 +139,7 @@ class _Capture:
         for sizes in equal.values():
             private.make_equal(sizes)
         self.returned = _returned_constants(self.frame)
-        promised = [node.meta["example_value"] for node in _output_nodes(graph_module)]
+        self.promised = promised = [node.meta["example_value"] for node in _output_nodes(graph_module)]
 
         def run(*_values: Any) -> list[Any]:
             # Nothing is computed: the model's buffers and the caller's tensors stay as they are, and no time is spent.
@@ -137,9 +149,8 @@ class _Capture:
 
         return run
 
-    def _held(self, names: Iterable[tuple[str, str]]) -> list[_Held]:
-        owners = [(self._roots.resolve(source), name) for source, name in names]
-        return [(owner, name, getattr(owner, name)) for owner, name in owners]
+    def _held(self, sources: Iterable[str]) -> list[_Held]:
+        return [(place, place.get()) for place in (Place(self._roots, source) for source in sources)]
 
     def takes(self, source: str) -> bool:
         """Return whether `source` is a tensor that the plan checks as an input."""
@@ -158,8 +169,10 @@ def capture(
     signature: CallSignature,
     arguments: Mapping[str, Any],
     marked: list[tuple[torch.Tensor, int, str]],
-) -> Trace:
-    """Trace `method` on these root locals, and once more where it sets plain attributes; the model stays as it was.
+) -> tuple[Trace, ...]:
+    """Trace `method` on these root locals, and once more in each state that calls leave the model in.
+
+    The model stays as it was.
 
     Args:
         module: The model.
@@ -168,20 +181,38 @@ def capture(
         arguments: The root locals, as `signature.bind` gives them.
         marked: (tensor, dimension, name) of each dimension that must stay symbolic.
 
+    Returns:
+        The traces of the model as it is, and as it is after one call, and so on.
+
     Raises:
         GraphBreakError: The model holds something that Dynamo cannot trace.
         TraceError: Something that the graph rests on, or that it returns, cannot be kept as data.
     """
     undo: list[_Held] = []
+    traces = [_captured(module, method, signature, arguments, marked)]
     try:
-        trace = _captured(module, method, signature, arguments, marked, undo=undo)
-        if trace.settled:
-            trace = as_before_and_after(trace, _captured(module, method, signature, arguments, marked, undo=undo))
+        while traces[-1].after:
+            undo += [(place, place.get()) for place, _ in traces[-1].after]
+            for place, value in traces[-1].after:
+                place.set(value)
+            also = [(tensor, dim, "") for tensor, dim in traces[-1].dynamic]
+            again = _captured(module, method, signature, arguments, [*marked, *also])
+            known = next((n for n, one in enumerate(traces) if _is_as_before(one, again)), None)
+            if known is not None:
+                traces[known] = _before_and_after(traces[known], again)
+                break
+            traces.append(again)
+            if len(traces) > _MOST_STATES:
+                before, now = _lasting(traces[-2]), _lasting(again)
+                changing = [source for source in now if now[source] != before.get(source)]
+                refuse_side_effects(changing or now, traces[0].lines)
     finally:
         _put_back(undo)
-    if trace.settled:
-        _check_at_once(trace.model_guards, Roots(module, method))
-    return trace
+    if len(traces) == 1:
+        [trace] = traces
+        _check_at_once(guards_of_states(trace.model_guards, (), tuple(trace.kept))[0], Roots(module, method))
+        return (trace,)
+    return tuple(replace(trace, settled=(), kept=_lasting(trace)) for trace in traces)
 
 
 def _captured(
@@ -190,8 +221,6 @@ def _captured(
     signature: CallSignature,
     arguments: Mapping[str, Any],
     marked: list[tuple[torch.Tensor, int, str]],
-    *,
-    undo: list[_Held],
 ) -> Trace:
     count("traces")
     refuse_surroundings(Roots(module, method))
@@ -205,9 +234,9 @@ def _captured(
         with mode, captured.sizes, private.marked_dynamic((tensor, dim) for tensor, dim, _ in marked):
             try:
                 result = signature.call(compiled, arguments)
+                left = [(place, place.get()) for place, _ in captured.lasting]
             finally:
-                undo += captured.plain
-                _put_back(captured.unchanged)
+                _put_back((*captured.lasting, *captured.unchanged))
     graph_module = captured.graph_module
     if graph_module is None:
         captured.current_frame()
@@ -217,7 +246,8 @@ def _captured(
     _add_placeholders(graph_module, captured.others)
     sources = (*captured.inputs, *captured.others)
     known = _known_tensors(sources, roots)
-    guarded = (*recorder.finish(), *captured.returned, *captured.held)
+    recorded = recorder.finish()
+    guarded = (*recorded, *captured.returned, *captured.held)
     seen = touched(captured.codes, (*(guard.source for guard in guarded), *sources), roots)
     asked.add_imported(seen.names)
     tensors = {source: roots.resolve(source) for source in sources}
@@ -227,8 +257,14 @@ def _captured(
     model_guards, call_guards = split_guards(combined((*guarded, *questions, *steps), seen.guards))
     functions = function_guards(captured.codes)
     model_guards = (*ALWAYS, *_own_method(Roots(module, method)), *model_guards, *functions)
-    model_guards = tuple(settled_guards(inherited_guards(model_guards, captured.inherited), captured.settled))
+    model_guards = tuple(inherited_guards(model_guards, captured.inherited))
     _check_at_once(model_guards, Roots(module, method))
+    reader = TemplateReader(captured.outputs, known, captured.sizes)
+    held = passed_by(module, arguments, [place.text for place, _ in left])
+    templates = _templates(TemplateReader(captured.outputs, held | known, captured.sizes), left, captured.lines)
+    after = NextState(captured.promised, roots, marked)
+    with mode:
+        found = tuple((place, after.of(place, templates[place.text], value)) for place, value in left)
     return Trace(
         graph_module=graph_module,
         input_sources=sources,
@@ -239,10 +275,14 @@ def _captured(
         classes=seen.classes,
         variables=frozenset(recorder.variables),
         asked=asked,
-        output=_template(TemplateReader(captured.outputs, known, captured.sizes), result, method),
+        output=_template(reader, result, method),
         shape_env=captured.shape_env,
         settled=captured.settled,
+        kept={source: templates[source] for source in captured.kept},
         lines=captured.lines,
+        looked_at=looked_at(sources, recorded),
+        after=found,
+        dynamic=tuple((tensor, dim) for tensor, dim in after.dynamic if tensor.shape[dim] > 1),
     )
 
 
@@ -253,26 +293,51 @@ def _template(reader: TemplateReader, result: Any, method: Callable[..., Any]) -
         raise TraceError(f"{error}{line_of_return(method)}", path=error.path, actual=error.actual) from error
 
 
+def _templates(reader: TemplateReader, left: Iterable[_Held], lines: Mapping[str, str]) -> dict[str, Json]:
+    """Return the template of what is left in each place, by its source; refuse what a call cannot leave there."""
+    found: dict[str, Json] = {}
+    for place, value in left:
+        if not can_be_kept(value):
+            refuse_side_effects([place.text], lines)
+        try:
+            found[place.text] = reader.read(value, source_words(place.text))
+        except TraceError as error:
+            msg = f"{error}{lines.get(place.text, '')}"
+            raise TraceError(msg, path=error.path, actual=error.actual) from error
+    return found
+
+
 def _put_back(held: Sequence[_Held]) -> None:
-    for owner, name, value in reversed(held):
-        if value is not _ABSENT:
-            setattr(owner, name, value)
-        elif name in vars(owner):
-            delattr(owner, name)
+    for place, value in reversed(held):
+        place.set(value)
 
 
-def as_before_and_after(first: Trace, again: Trace) -> Trace:
-    """Return the trace of a model that sets plain attributes: it serves the model as it was, and as it is from then on.
+def _lasting(trace: Trace) -> dict[str, Json]:
+    """Return the template of all that a call sets for good or for the next one, by source."""
+    return {**{f"{one.source}.{one.name}": ["const", one.after] for one in trace.settled}, **trace.kept}
 
-    Args:
-        first: The trace of the model as it was.
-        again: The trace of the model with these attributes set.
 
-    Raises:
-        TraceError: They are two graphs, or the attributes change with each call.
+def _is_as_before(one: Trace, again: Trace) -> bool:
+    """Return whether a trace is another one once more: what differs in the model is nothing that it looked at.
+
+    What one sets for good may be set in the other.
     """
-    if again.settled or _graph_words(first) != _graph_words(again):
-        refuse_side_effects([f"{one.source}.{one.name}" for one in first.settled], first.lines)
+    if _graph_words(one) != _graph_words(again) or one.kept != again.kept or again.settled not in {(), one.settled}:
+        return False
+    places = _lasting(again)
+    return _seen_in(one, places) == _seen_in(again, places)
+
+
+def _seen_in(trace: Trace, places: Iterable[str]) -> set[tuple[str, str, str]]:
+    """Return the guards on what calls leave something in."""
+    _, of_call = guards_of_states(trace.model_guards, trace.looked_at, tuple(places))
+    return {(guard.source, guard.kind, repr(guard.expected)) for guard in of_call}
+
+
+def _before_and_after(first: Trace, again: Trace) -> Trace:
+    """Return the trace of a model that sets attributes for good: it serves it as it was, and as it is from then on."""
+    if first.settled == again.settled:
+        return first
     guards = {(guard.source, guard.kind): guard for trace in (first, again) for guard in trace.model_guards}
     calls = {(guard.source, guard.kind): guard for trace in (first, again) for guard in trace.call_guards}
     return replace(
@@ -377,7 +442,7 @@ def _known_tensors(inputs: Iterable[str], roots: Roots) -> dict[int, str]:
 def _named_dims(
     marked: list[tuple[torch.Tensor, int, str]], known: Mapping[int, str]
 ) -> tuple[tuple[str, str, int], ...]:
-    return tuple((name, known[id(t)], dim % t.dim()) for t, dim, name in marked if id(t) in known)
+    return tuple((name, known[id(t)], dim % t.dim()) for t, dim, name in marked if name and id(t) in known)
 
 
 def _check_at_once(guards: tuple[Guard, ...], roots: Roots) -> None:

@@ -1,12 +1,14 @@
-"""What a call changes on Python objects that were there before it: nothing that lasts, attributes that settle, or more.
+"""What a call changes on Python objects that were there before it: what settles, what is kept for the next, or more.
 
 A model may set plain attributes to what they keep from then on (`self.shift_size = 0` where the image is small). Its
-graph must be the same before and after; then a plan says what was set, and each call sets it, as the model would.
+graph must be the same before and after; then a plan says what was set, and each call sets it, as the model would. What
+else it may leave in an attribute, see `cgtool.trace.kept`.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +21,7 @@ from cgtool.plan.grammar import canonical_json
 from cgtool.plan.records import Guard, Settled
 from cgtool.trace import _torch as private
 from cgtool.trace.breaks import line_of
+from cgtool.trace.kept import can_keep
 from cgtool.trace.sources import MODULE_DICTS, WARNINGS_SHOWN, Frame, source_text
 
 _PLAIN = (type(None), bool, int, float, str, tuple)
@@ -32,6 +35,7 @@ class Writes:
         settled: Plain attributes of the model.
         renewed: Source of a module and name of a tensor in it that is set to itself: nothing changes.
         inherited: Plain attributes that a module has from its class and is given as they are there: nothing changes.
+        kept: The sources of attributes, and of items of dicts, of the model that each call may leave another value in.
         changed: The sources of all else.
         lines: The user's line that writes one of these sources, where Dynamo tells it.
     """
@@ -39,6 +43,7 @@ class Writes:
     settled: list[Settled] = field(default_factory=list)
     renewed: list[tuple[str, str]] = field(default_factory=list)
     inherited: list[Settled] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
     lines: dict[str, str] = field(default_factory=dict)
 
@@ -67,14 +72,26 @@ def writes_of(output: Any, frame: Frame, inputs: Mapping[str, Any]) -> Writes:
             if private.is_tensor(value, inputs.get(f"{holder}.{attribute}")):
                 found.renewed.append((holder, attribute))  # `self.table = self.table.to(device)`, where it is there
             elif plain is None:
-                found.changed.append(f"{holder}.{attribute}")
+                is_kept = can_keep(holder, attribute, frame.resolve(holder))
+                (found.kept if is_kept else found.changed).append(f"{holder}.{attribute}")
             elif not _is_same(plain):
                 found.settled.append(plain)
             elif attribute not in vars(frame.resolve(holder)):
                 found.inherited.append(plain)
         if not written:
-            found.changed.append(name)
+            keys = _keys_written(variable, name, frame)
+            found.lines.update(dict.fromkeys(keys, line))
+            (found.kept if keys else found.changed).extend(keys or [name])
     return found
+
+
+def _keys_written(variable: Any, name: str, frame: Frame) -> list[str]:
+    """Return the sources of what a dict of the model gets, where it loses nothing."""
+    held = frame.resolve(name) if name.startswith("self") else None
+    if type(held) is not dict or getattr(variable, "should_reconstruct_all", True):
+        return []
+    keys = private.written_keys(variable)
+    return [f"{name}[{json.dumps(key)}]" for key in keys] if all(type(key) in (str, int) for key in keys) else []
 
 
 def _is_as_before(variable: Any, name: str, frame: Frame) -> bool:

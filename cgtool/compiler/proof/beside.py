@@ -32,10 +32,11 @@ from cgtool.compiler.sizes import sizes_to_prove
 from cgtool.errors import ArtifactError, CallMismatchError, CompileError, GuardError, NoRoomError
 from cgtool.graph.expressions import rename, symbols_of
 from cgtool.guards.signature import CallSignature
+from cgtool.guards.sources import Place, Roots
 from cgtool.model import ExampleCall, ModelSpec
 from cgtool.plan.grammar import Record, canonical_json, decode
 from cgtool.plan.pieces import PieceGraph
-from cgtool.plan.records import Variant
+from cgtool.plan.records import Variant, source_words
 from cgtool.plan.shapes import of_sizes, shape_text
 from cgtool.runtime.call import NOT_SERVED, LoadedModel
 from cgtool.runtime.find import Found, open_entry
@@ -99,12 +100,12 @@ class _Ran:
     left: Mapping[str, Any]
 
     def sharing(self) -> dict[str, tuple[str, ...]]:
-        """Return for each tensor that was returned what else of the call lies in its memory."""
+        """Return for each tensor what else of the call lies in its memory."""
         places: dict[int, list[str]] = {}
         for name, value in {**self.given, **self.left}.items():
             if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.untyped_storage().nbytes():
                 places.setdefault(value.untyped_storage().data_ptr(), []).append(name)
-        return {name: tuple(names) for names in places.values() for name in names if name in self.given}
+        return {name: tuple(names) for names in places.values() for name in names}
 
 
 class Calls:
@@ -247,7 +248,7 @@ class Calls:
         own = sizes_of(call, self._signature, self._dims)
         at = {**own, **(sizes or {}), **variant.fixed}
         try:
-            run, eager = self._model_at(call, variant.fixed, sizes, twins)
+            run, eager = self._model_at(call, variant, sizes, twins)
         except _NotRunnableError as error:
             self._check_runs(error)
             raise
@@ -268,15 +269,15 @@ class Calls:
         return at, True
 
     def _model_at(
-        self, call: ExampleCall, fixed: Mapping[str, int], sizes: Mapping[str, int] | None, twins: Twins
+        self, call: ExampleCall, variant: Variant, sizes: Mapping[str, int] | None, twins: Twins
     ) -> tuple[Callable[..., _Ran], _Ran]:
         """Return what calls a function at some sizes, and what the model itself left then: it must run there."""
         try:
-            given, _ = arguments_for(call, self._signature, self._dims, fixed, sizes)
+            given, _ = arguments_for(call, self._signature, self._dims, variant.fixed, sizes)
             given = twins.arguments(given)
         except Exception as error:  # inputs of these sizes may not be made, for any reason
             raise _NotRunnableError(_said(error)) from error
-        run = functools.partial(self._run, given, twins)
+        run = functools.partial(self._run, given, twins, variant)
         eager = self._eager(run)
         if self._draws and any(map(_has_nan, eager.given.values())):
             msg = "it gives NaN"
@@ -352,13 +353,21 @@ class Calls:
         self,
         given: Mapping[str, Any],
         twins: Twins,
+        variant: Variant,
         function: Callable[..., Any],
         *,
         dtype: torch.dtype | None = None,
         within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> _Ran:
-        """Call a function on its own copy of everything; with a dtype, on floats that are one rounding of it away."""
+        """Call a function on its own copy of everything; with a dtype, on floats that are one rounding of it away.
+
+        The model itself makes the calls that come before.
+        """
         twins.renew()
+        for _ in range(variant.calls_before):
+            args, kwargs = self._signature.arguments(twins.arguments(given))
+            with torch.no_grad(), within():
+                self._method(*args, **kwargs)
         arguments = twins.arguments(given)
         if dtype is not None:
             twins.perturb(dtype, room_for_weights(self._device))
@@ -375,7 +384,11 @@ class Calls:
         if self._device != "cpu":
             torch.accelerator.synchronize()
         passed = (item for name, value in arguments.items() for item in tensors_of(value, name))
-        return _Ran(given=dict(leaves_of(output, "output")), left={**dict(passed), **twins.written()})
+        roots = Roots(self._spec.module, self._method)
+        kept = [
+            item for one in variant.kept for item in leaves_of(Place(roots, one.place).get(), source_words(one.place))
+        ]
+        return _Ran(given=dict(leaves_of(output, "output")), left={**dict(passed), **twins.written(), **dict(kept)})
 
     def _undefined(self, run: Callable[..., _Ran]) -> dict[str, torch.Tensor | None]:
         """Return, by name, where a tensor shows what ops leave open."""
@@ -402,6 +415,9 @@ def _unequal(ours: _Ran, eager: _Ran) -> Iterator[tuple[str, tuple[torch.Tensor,
     """Yield the tensors whose bytes differ, by name; all must be of the same make."""
     if list(ours.given) != list(eager.given):
         msg = f"it returns {_listed(ours.given)} and the model {_listed(eager.given)}"
+        raise judge.WrongError(msg)
+    if more := ours.left.keys() - eager.left.keys():
+        msg = f"it leaves {', '.join(sorted(more))} in the model, and the model does not"
         raise judge.WrongError(msg)
     for name, theirs in {**eager.given, **eager.left}.items():
         mine = {**ours.given, **ours.left}.get(name)

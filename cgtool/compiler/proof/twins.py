@@ -65,9 +65,10 @@ class Twins:
         self._put(self._twins_of(self._base, lambda tensor: self._copy(tensor, copies)))
 
     def written(self) -> dict[str, Any]:
-        """Return what a run may have written to, by name."""
-        both = zip(self._places, self._base, strict=True)
-        return {name: holder[key] for (name, holder, key), base in both if storage_id(base) in self._written}
+        """Return what a run may have written to or left in the model, by name."""
+        as_they_were = {id(tensor) for tensor in self._base if storage_id(tensor) not in self._written}
+        held = ((name, holder[key]) for name, holder, key in _places(self._module))
+        return {name: tensor for name, tensor in held if id(tensor) not in as_they_were}
 
     def perturb(self, dtype: torch.dtype, most_bytes: int) -> None:
         """Change each float of the model by one rounding of `dtype`, up or down, in as many bytes as are allowed."""

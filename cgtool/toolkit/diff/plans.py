@@ -186,6 +186,9 @@ def _of_call(old: Variant, new: Variant) -> Iterator[Difference]:
         yield Difference.of_one_side("guard", "relations", relation, f"{relation} {verb}", gone=gone)
     if canonical_json(old.output) != canonical_json(new.output):
         yield _guard("output", old.output, new.output, "what the model returns is put together in another way")
+    left = [{one.place: canonical_json(one.value).decode() for one in side.kept} for side in (old, new)]
+    for place, was, now in changes(*left):
+        yield _guard(place, was, now, f"calls leave something else in {source_words(place)} of the model")
 
 
 def _sizes(variant: Variant) -> dict[str, str]:

@@ -1,0 +1,177 @@
+"""What calls leave in attributes of the model: as data, and as the next call finds it.
+
+Dynamo's bytecode, which is not shipped, sets the attributes; what it set is read off the model after the one traced
+call, as the output is. A call may look at what the one before it left, so the model is traced again in each state that
+calls leave it in, until one comes back. What no trace looked at may be anything.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from cgtool.guards.kinds import names_of
+from cgtool.guards.sources import Place, Roots, parse_source
+from cgtool.plan.grammar import canonical_json
+from cgtool.plan.pieces import Json
+from cgtool.plan.records import Guard
+from cgtool.trace import _torch as private
+from cgtool.trace.objects import is_computed, is_of_call
+
+#: (tensor, dimension) of what changes from call to call.
+DynamicDims = list[tuple[torch.Tensor, int]]
+_NAME = re.compile(r"[A-Za-z0-9_]+", re.ASCII)
+_PLAIN = (type(None), bool, int, float, str)
+#: Kinds of guards on which attributes or keys an object has.
+_OF_ONE_NAME, _OF_KEYS = ("hasattr", "absent", "contains"), ("keys", "length", "empty", "named_keys")
+
+
+def can_keep(source: str, name: str, owner: Any) -> bool:
+    """Return whether an attribute of an object of the model is set by `setattr` as the traced code set it."""
+    cls = type(owner)
+    is_code = callable(owner) and not isinstance(owner, nn.Module)
+    if not source.startswith("self") or is_code or not hasattr(owner, "__dict__") or is_computed(cls, name):
+        return False
+    sets: Any = cls.__setattr__
+    return sets is nn.Module.__setattr__ or sets is object.__setattr__
+
+
+def can_be_kept(value: Any) -> bool:
+    """Return whether a call can leave a value: a parameter would be registered, and a container has an identity."""
+    if isinstance(value, torch.Tensor):
+        return not isinstance(value, nn.Parameter)
+    return type(value) in _PLAIN or (type(value) is tuple and all(map(can_be_kept, value)))
+
+
+def passed_by(module: nn.Module, arguments: Mapping[str, Any], places: Iterable[str]) -> dict[int, str]:
+    """Return the source of each tensor of the model and of a call that has only one beside places, by its id.
+
+    Code may move a tensor that the graph never takes from one attribute to another.
+    """
+    found = {f"arg:{name}": value for name, value in arguments.items()}
+    for path, part in module.named_modules():
+        owner = f"self.{path}" if path else "self"
+        for holder in (part._parameters, part._buffers, vars(part)):  # noqa: SLF001 - nothing of the model's own runs
+            found |= {f"{owner}.{name}": value for name, value in holder.items() if _NAME.fullmatch(name)}
+    sources: dict[int, list[str]] = {}
+    for source, value in sorted(found.items(), key=lambda item: item[0] in places):
+        if isinstance(value, torch.Tensor) and not (source in places and id(value) in sources):
+            sources.setdefault(id(value), []).append(source)
+    return {number: every[0] for number, every in sources.items() if len(every) == 1}
+
+
+class NextState:
+    """Makes what the next call finds: tensors like those that the graph gave, for nothing is computed.
+
+    Args:
+        promised: The outputs of the graph, as Dynamo has them.
+        roots: The model, and the arguments of the traced call.
+        marked: (tensor, dimension, name) of each dimension that was symbolic.
+    """
+
+    def __init__(self, promised: Sequence[Any], roots: Roots, marked: Iterable[tuple[torch.Tensor, int, str]]) -> None:
+        self._promised = promised
+        self._roots = roots
+        self._marked = {(id(tensor), dim % tensor.dim()) for tensor, dim, _ in marked}
+        self._made: dict[int, torch.Tensor] = {}
+        self.dynamic: DynamicDims = []
+
+    def of(self, place: Place, template: Json, value: Any) -> Any:
+        """Return what a place holds next, by the template of what the call left there."""
+        found = self._value(template, value)
+        before = place.get()
+        if isinstance(before, torch.Tensor) and isinstance(found, torch.Tensor) and before.dim() == found.dim():
+            self.dynamic += [(found, dim) for dim, size in enumerate(found.shape) if size != before.shape[dim]]
+        return found
+
+    def _value(self, template: Json, value: Any) -> Any:
+        tag, *rest = template
+        if tag == "tuple":
+            return tuple(self._value(*pair) for pair in zip(rest[0], value, strict=True))
+        if tag == "out" and not isinstance(self._promised[rest[0]], torch.Tensor):
+            return private.hint_of(self._promised[rest[0]])
+        if tag == "out":
+            return self._like(self._promised[rest[0]])
+        if tag in {"size", "stride"}:
+            return getattr(self._roots.resolve(rest[0]), tag)(rest[1])
+        # The tensors of a call are its own, and the next call has others.
+        return self._like(value) if tag == "source" and is_of_call(rest[0]) else value
+
+    def _like(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._made:
+            sizes, steps = (tuple(map(private.hint_of, every)) for every in (tensor.shape, tensor.stride()))
+            made = torch.empty_strided(sizes, steps, dtype=tensor.dtype, device=tensor.device)
+            self._made[id(tensor)] = made
+            sizes_now = enumerate(tensor.shape)
+            changing = [dim for dim, s in sizes_now if not isinstance(s, int) or (id(tensor), dim) in self._marked]
+            self.dynamic += [(made, dim) for dim in changing]
+        return self._made[id(tensor)]
+
+
+def looked_at(sources: Iterable[str], guards: Iterable[Guard]) -> tuple[str, ...]:
+    """Return what of the model Dynamo looked at: the graph's inputs, and what it has guards on."""
+    found = dict.fromkeys(sources)
+    for guard in guards:
+        found.update(dict.fromkeys(_spoken_of(guard)))
+    return tuple(source for source in found if source.startswith("self"))
+
+
+def _spoken_of(guard: Guard) -> Iterator[str]:
+    """Yield the sources that a guard speaks of: of a name or key that is there or is not, that of what it names."""
+    word, _, argument = guard.kind.partition(":")
+    yield guard.source
+    if word in {"same", "apart"}:
+        yield argument
+    elif word in {"hasattr", "absent"}:
+        yield f"{guard.source}.{argument}"
+    elif word == "contains":
+        yield f"{guard.source}[{json.dumps(json.loads(argument))}]"
+
+
+def _leads_to(source: str, places: Iterable[str]) -> bool:
+    return any(source == place or source.startswith((f"{place}.", f"{place}[", f"{place}|")) for place in places)
+
+
+def guards_of_states(
+    guards: Iterable[Guard], seen: Iterable[str], places: Sequence[str]
+) -> tuple[tuple[Guard, ...], tuple[Guard, ...]]:
+    """Return (model guards, call guards) of a variant whose model is left in other states by calls.
+
+    Args:
+        guards: What held of the model as it was traced.
+        seen: What Dynamo looked at.
+        places: What calls of any variant leave something in.
+    """
+    looked = {place for place in places if any(_leads_to(source, (place,)) for source in seen)}
+    named: dict[str, set[str]] = {}
+    dicts: set[str] = set()
+    for place in places:
+        source = parse_source(place)
+        owner, key = source.prefixes[-1], str(source.accessors[-1].key)
+        named.setdefault(owner, set()).add(key)
+        if source.accessors[-1].word == "item":
+            dicts.add(owner)
+    of_model: list[Guard] = []
+    of_call: list[Guard] = []
+    for guard in guards:
+        word, _, argument = guard.kind.partition(":")
+        spoken = [source for source in _spoken_of(guard) if _leads_to(source, places)]
+        if spoken and word == "distinct":
+            continue  # of a group that names all there is
+        if spoken:
+            of_call += [guard] if all(_leads_to(source, looked) for source in spoken) else []
+        elif guard.source in dicts and word in _OF_KEYS:
+            of_call.append(guard)
+        elif word == "named" and guard.source in named:
+            names = sorted(names_of(argument) - named[guard.source])
+            expected = [name for name in guard.expected if name in names]
+            kind = f"named:{canonical_json(names).decode()}"
+            of_model.append(Guard(source=guard.source, kind=kind, expected=expected))
+        else:
+            of_model.append(guard)
+    return tuple(of_model), tuple(of_call)

@@ -1,0 +1,130 @@
+"""Small modules that leave tensors in attributes of their own, which the next call may look at: (forward, parts)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def keeps_last(self, x):
+    self.last = self.layer(x)
+    return self.last * 2
+
+
+def last_of_a_part(self, x):
+    return self.part(x) + 1
+
+
+def last_of_several(self, x):
+    y = self.layer(x)
+    self.shape, self.both, self.gone = x.shape[0], (y.sum(), y.view(-1)), None
+    return y
+
+
+def running(self, x):
+    self.mean = self.mean * 0.9 + x.mean(0) * 0.1
+    return x - self.mean
+
+
+def replaced_buffer(self, x):
+    self.count = self.count + 1
+    return x * self.count
+
+
+def begins_with_none(self, x):
+    self.mean = x.mean(0) if self.mean is None else self.mean * 0.9 + x.mean(0) * 0.1
+    return x - self.mean
+
+
+def begins_without(self, x):
+    if not hasattr(self, "mean"):
+        self.mean = x.mean(0)
+        self.started = True
+    return x - self.mean
+
+
+def put_into_a_dict(self, x):
+    self.cache["last"] = x * 2
+    return x + 1
+
+
+def made_once(self, x):
+    if "weight" not in self.cache:
+        self.cache["weight"] = self.layer.weight.t() * 2
+    return x @ self.cache["weight"]
+
+
+def grown(self, x):
+    self.rows = x * 2 if self.rows is None else torch.cat([self.rows, x * 2])
+    return x + self.rows.sum(0)
+
+
+def taken_in_turn(self, x):
+    """A ring of three, and where it stands."""
+    slot = self.slot
+    self.slot = (slot + 1) % 3
+    self.ring = torch.cat([self.ring[:slot], x.sum(0)[None], self.ring[slot + 1 :]])
+    return x + self.ring.sum(0)
+
+
+def first_call_differs(self, x):
+    first, self.is_first = self.is_first, False
+    return x.sin() if first else x.cos()
+
+
+def swapped(self, x):
+    self.one, self.other = self.other, self.one
+    return x + self.one
+
+
+def the_argument(self, x):
+    before, self.before = self.before, x
+    return x * 2 if before is None else x + before.sum(0)
+
+
+def a_view_of_the_argument(self, x):
+    self.seen, self.same = x[:, :4], self.part
+    return x * 2
+
+
+def part_that_keeps():
+    part = type("Part", (nn.Module,), {"forward": keeps_last})()
+    part.layer, part.last = nn.Linear(8, 8), None
+    return part
+
+
+def with_hooks_of_old():
+    """What `torch.nn.utils.weight_norm` does: a hook computes the weight anew before each call."""
+    layer = nn.Linear(8, 8)
+    weight = layer.weight
+    del layer.weight
+    layer.direction, layer.scale = nn.Parameter(weight.detach().clone()), nn.Parameter(torch.ones(8, 1))
+    layer.weight = weight.detach().clone()
+    layer.register_forward_pre_hook(
+        lambda module, _: setattr(module, "weight", torch._weight_norm(module.direction, module.scale, 0))
+    )
+    return layer
+
+
+#: name → (forward, parts, plain attributes)
+KEPT = {
+    "what was computed last": (keeps_last, {"layer": nn.Linear(8, 8)}, {"last": None}),
+    "by a part, in an attribute that was not there": (last_of_a_part, {"part": part_that_keeps()}, {}),
+    "a size, a tuple and None": (last_of_several, {"layer": nn.Linear(8, 8)}, {"gone": torch.ones(2)}),
+    "a running mean": (running, {}, {"mean": torch.zeros(8)}),
+    "a buffer that is replaced": (replaced_buffer, {"count": torch.zeros(())}, {}),
+    "None before the first call": (begins_with_none, {}, {"mean": None}),
+    "nothing before the first call": (begins_without, {}, {}),
+    "an item of a dict": (put_into_a_dict, {}, {"cache": {}}),
+    "what the first call made of weights": (made_once, {"layer": nn.Linear(8, 8)}, {"cache": {}}),
+    "rows that become more": (grown, {}, {"rows": None}),
+    "a ring": (taken_in_turn, {}, {"ring": torch.zeros(3, 8), "slot": 0}),
+    "a first call that is another graph": (first_call_differs, {}, {"is_first": True}),
+    "two that change places": (swapped, {}, {"one": torch.ones(8), "other": torch.zeros(8)}),
+    "a view of the argument, and a tensor of the model": (
+        a_view_of_the_argument,
+        {"part": torch.ones(3)},
+        {"seen": None, "same": None},
+    ),
+    "weight norm by a hook": (lambda self, x: self.layer(x), {"layer": with_hooks_of_old()}, {}),
+}

@@ -1,0 +1,195 @@
+"""Models that leave tensors in attributes as they run: compiled, each call leaves what the model itself would."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from msgspec.structs import replace
+
+torch = pytest.importorskip("torch")
+
+import kept_modules  # noqa: E402
+import small_modules  # noqa: E402
+from torch import nn  # noqa: E402
+
+import cgtool  # noqa: E402
+from cgtool.compiler import pipeline  # noqa: E402
+from cgtool.config_values import CUDAGraphMode  # noqa: E402
+from cgtool.errors import ArtifactError, CallMismatchError, GuardError, UsageError  # noqa: E402
+from cgtool.runtime.call import LoadedModel  # noqa: E402
+from cgtool.serving.forward_context import BatchDescriptor, ForwardContext, set_forward_context  # noqa: E402
+from cgtool.serving.model import GraphedModel  # noqa: E402
+
+pytestmark = pytest.mark.torch
+ROWS = {"x": {0: "rows"}}
+CONFIG = cgtool.CompilationConfig(adaptor="eager", jobs=0)
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def made(name):
+    function, parts, attributes = kept_modules.KEPT[name]
+    module = small_modules.module(function, **copy.deepcopy(parts))
+    for attribute, value in copy.deepcopy(attributes).items():
+        setattr(module, attribute, value)
+    return module.eval()
+
+
+def held(module):
+    """What the modules of a model hold, by name."""
+    found = {}
+    for path, part in module.named_modules():
+        own = {name: value for name, value in vars(part).items() if not name.startswith("_") and name != "training"}
+        found |= {f"{path}.{name}": value for name, value in {**own, **part._buffers, **part._parameters}.items()}
+    return found
+
+
+def agree(ours, eager, sizes):
+    for size in sizes:
+        x = small_modules.rows(size)[0][0] + size
+        torch.testing.assert_close(ours(x.clone()), eager(x.clone()))
+        mine, theirs = held(getattr(ours, "module", ours)), held(eager)
+        assert list(mine) == list(theirs)
+        assert [value is None for value in mine.values()] == [value is None for value in theirs.values()]
+        both = zip(mine.values(), theirs.values(), strict=True)
+        for value, other in both:
+            if not isinstance(value, nn.Module | type(None)):
+                torch.testing.assert_close(value, other)
+
+
+@pytest.mark.parametrize("adaptor", ["eager", pytest.param("aot_inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", kept_modules.KEPT)
+def test_each_call_leaves_what_the_model_itself_leaves(tmp_path, name, adaptor):
+    config = cgtool.CompilationConfig(adaptor=adaptor, jobs=0)
+    (example,) = small_modules.rows(4)
+    model, eager = made(name), made(name)
+    options = {"example_args": example, "dynamic": ROWS, "config": config, "cache_dir": tmp_path}
+    before = held(model)
+    run = cgtool.compile(model, **options)
+    assert all(value is before[place] for place, value in held(model).items())
+    for served in (run, cgtool.load(made(name), config=config, cache_dir=tmp_path)):
+        agree(served, copy.deepcopy(eager), (4, 4, 2, 7, 1, 1, 3))
+    served.recheck()
+    agree(cgtool.load(served.module, config=config, cache_dir=tmp_path), copy.deepcopy(served.module), (4, 2))
+
+
+def compiled(name, root, **options):
+    (example,) = small_modules.rows(4)
+    model = made(name)
+    return cgtool.compile(model, example_args=example, dynamic=ROWS, config=CONFIG, cache_dir=root, **options)
+
+
+def test_what_a_call_left_is_what_the_next_one_reads(tmp_path):
+    loaded, x = compiled("a running mean", tmp_path), torch.ones(2, 8)
+    first = loaded(x)
+    kept = loaded.module.mean
+    assert kept is not first
+    loaded.module.mean = torch.full((8,), 3.0)
+    torch.testing.assert_close(loaded(x), torch.full((2, 8), 1 - 2.8))
+    torch.testing.assert_close(kept, torch.full((8,), 0.1))  # what was left is the caller's from then on
+    loaded.module.mean.zero_()
+    torch.testing.assert_close(loaded(x), first)
+    for other, words in ((torch.ones(4), "mean in dimension 0 is 4 and must be 8"), (None, "mean is None")):
+        loaded.module.mean = other
+        with pytest.raises(GuardError, match=words):
+            loaded(x)
+        assert loaded.module.mean is other
+
+
+def test_a_buffer_that_is_replaced_takes_what_is_loaded(tmp_path):
+    loaded, eager = compiled("a buffer that is replaced", tmp_path), made("a buffer that is replaced")
+    agree(loaded, eager, (4, 2))
+    for model in (loaded.module, eager):
+        model.load_state_dict({"count": torch.tensor(7.0)})
+    agree(loaded, eager, (4, 1, 2))
+    assert list(loaded.module.state_dict()) == ["count"]
+
+
+def test_an_attribute_is_the_very_tensor_that_the_call_was_given_or_gives(tmp_path):
+    class Both(nn.Module):
+        def forward(self, x):
+            y = x * 2
+            self.given, self.output, self.part = x, y, y[:1]
+            return y
+
+    model = cgtool.compile(Both().eval(), example_args=(torch.ones(2, 2),), config=CONFIG, cache_dir=tmp_path)
+    output = model(x := torch.ones(2, 2))
+    assert model.module.given is x
+    assert model.module.output is output
+    output.zero_()
+    assert model.module.part.tolist() == [[0, 0]]
+
+
+def test_a_call_that_fails_leaves_the_model_as_it_was(tmp_path, monkeypatch):
+    loaded = compiled("a running mean", tmp_path)
+    mean = loaded.module.mean
+    loaded(torch.ones(2, 8))
+    left = loaded.module.mean
+    assert left is not mean
+    with pytest.raises(GuardError):
+        loaded(torch.ones(2, 9))
+
+    def fail(*_):
+        raise RuntimeError("as a kernel may")
+
+    for served in loaded._variants:
+        monkeypatch.setattr(served, "program", fail)
+    with pytest.raises(RuntimeError, match="as a kernel may"):
+        loaded(torch.ones(2, 8))
+    assert loaded.module.mean is left
+
+
+def wrong_value(variant):
+    [one] = variant.kept
+    return replace(variant, kept=(replace(one, value=variant.output),))
+
+
+def wrong_place(variant):
+    [one] = variant.kept
+    return replace(variant, kept=(replace(one, place="self.other"),))
+
+
+def nothing(variant):
+    return replace(variant, kept=())
+
+
+@pytest.mark.parametrize("change", [wrong_value, wrong_place, nothing])
+def test_a_plan_that_leaves_something_else_is_refused_and_the_model_is_as_it_was(tmp_path, monkeypatch, change):
+    encode = pipeline.encode_plan
+    mutated = lambda plan: replace(plan, variants=tuple(map(change, plan.variants)))  # noqa: E731
+    monkeypatch.setattr(pipeline, "encode_plan", lambda plan: encode(mutated(plan)))
+    model = made("what was computed last")
+    spec = cgtool.ModelSpec(module=model, calls=[cgtool.ExampleCall(args=small_modules.rows(4)[0])], dynamic=ROWS)
+    with pytest.raises(CallMismatchError, match=r"last|other"):
+        pipeline.warm(spec, config=CONFIG, cache_dir=tmp_path)
+    assert model.last is None
+    assert not hasattr(model, "other")
+
+
+@pytest.mark.parametrize("place", ["self|type.forward", "self.forward.__func__.x", "global:torch:x", "self"])
+def test_a_plan_sets_nothing_but_what_the_model_has(tmp_path, place):
+    loaded = compiled("what was computed last", tmp_path)
+    kept = [replace(variant, kept=(replace(variant.kept[0], place=place),)) for variant in loaded.plan.variants]
+    plan = replace(loaded.plan, variants=tuple(kept))
+    with pytest.raises((ArtifactError, GuardError)):
+        LoadedModel(loaded.module, plan, loaded._opened)
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE])
+def test_cuda_graphs_do_not_serve_what_each_call_must_leave(tmp_path, mode):
+    graphed, x = GraphedModel(compiled("a running mean", tmp_path), backend=None, piecewise=False), torch.ones(2, 8)
+    for context_mode in (mode, CUDAGraphMode.NONE):
+        context = ForwardContext(
+            batch_descriptor=BatchDescriptor(2), cudagraph_runtime_mode=context_mode, capturing=True
+        )
+        with set_forward_context(context):
+            if context_mode is mode:
+                with pytest.raises(UsageError, match="Each call leaves another tensor in mean of the model"):
+                    graphed(x)
+            else:
+                assert graphed(x).shape == x.shape
