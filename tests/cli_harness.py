@@ -78,6 +78,28 @@ def run(*arguments: object, cwd: Path | None = None, env: Mapping[str, str] | No
     return _server_for(words, env).run("cgtool", cwd or Path.cwd(), environment(**(env or {})), words)
 
 
+def forked(source: str, *arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Ran:
+    """Run a Python program to its end in a fork of a process that has imported torch and no compiler.
+
+    Args:
+        source: The program.
+        arguments: `sys.argv` from 1 on.
+        cwd: Where it runs.
+        env: Its whole environment, of which what Python and torch read as they start says nothing; None for this one's.
+    """
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as program:
+        program.write(source)
+        program.flush()
+        words = [str(argument) for argument in arguments]
+        return torch_server().run(program.name, cwd or Path.cwd(), environment() if env is None else env, words)
+
+
+@functools.cache
+def torch_server() -> Server:
+    """Return what runs programs in forks of a process that has imported torch and no compiler."""
+    return Server("torch", "cgtool.models")
+
+
 def start(*arguments: object, env: Mapping[str, str] | None = None) -> Running:
     """Start `cgtool` in a session of its own, to be sent signals; forked as by `run`."""
     words = [str(argument) for argument in arguments]
@@ -113,6 +135,8 @@ def begin(program, cwd, variables, arguments, out, err, alone):
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(variables)
+    added = [one for one in variables.get("PYTHONPATH", "").split(os.pathsep) if one not in {"", *sys.path}]
+    sys.path[1:1] = added
     if program == "cgtool":
         from cgtool.cli.main import main
         sys.argv[:] = ["cgtool", *arguments]

@@ -53,8 +53,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules that tests write and change are not kept compiled, where the environment says so."""
+    """Modules that tests write and change are not kept compiled, where the environment says so.
+
+    What was imported so far lives as long as this process, so that looking for garbage among it is wasted time.
+    """
     sys.dont_write_bytecode = WRITES_NO_BYTECODE
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 10)
+
+
+def pytest_sessionfinish() -> None:
+    """Let pytest's last search for garbage, of ten rounds, pass over what ends with this process."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

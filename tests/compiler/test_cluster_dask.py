@@ -74,25 +74,9 @@ def test_workers_that_differ_refuse_with_the_difference_and_others_do_it(dask, e
     assert len(set(made_by(events))) == 1
 
 
-def test_a_worker_that_is_killed_costs_nothing_but_its_unit_which_another_one_compiles(dask, cache_root, tmp_path):
-    log = tmp_path / "log"
-    work = hostile.work_of(hostile.WAIT, 0, 50)
-    first = dask.add_worker()
-
-    def kill_and_replace():
-        wait_until(lambda: log.exists() and log.read_text())
-        dask.add_worker()
-        first.kill()
-        (tmp_path / "go").touch()
-
-    helper = threading.Thread(target=kill_and_replace)
-    helper.start()
-    done = compile_on(dask.url, work, cache_root, options={"log": str(log), "gate": str(tmp_path / "go")})
-    helper.join()
-    assert done.compiled == stored_units(cache_root) == 3
-
-
-def test_what_a_killed_worker_had_finished_is_not_done_again(dask, site, cache_root, tmp_path, monkeypatch):
+def test_a_killed_workers_unit_is_compiled_by_another_one_and_what_it_had_finished_is_not_done_again(
+    dask, site, cache_root, tmp_path, monkeypatch
+):
     monkeypatch.syspath_prepend(site["PYTHONPATH"].partition(os.pathsep)[0])
     log, gate = tmp_path / "log", tmp_path / "gate"
     first = dask.add_worker(**site)
@@ -106,8 +90,9 @@ def test_what_a_killed_worker_had_finished_is_not_done_again(dask, site, cache_r
     helper = threading.Thread(target=kill_and_replace)
     helper.start()
     work = hostile.work_of(0, 50, adaptor="worded")
-    compile_on(dask.url, work, cache_root, options={"log": str(log), "gate": str(gate)})
+    done = compile_on(dask.url, work, cache_root, options={"log": str(log), "gate": str(gate)})
     helper.join()
+    assert done.compiled == stored_units(cache_root) == 2
     assert len(log.read_text().split()) == 3
 
 
@@ -120,6 +105,7 @@ def test_a_unit_that_kills_two_workers_fails_by_name_and_the_others_are_stored(d
     assert sum(worker.poll() is None for worker in workers) == 1
 
 
+@pytest.mark.slow
 def test_a_unit_that_kills_all_workers_there_are_fails_by_name(dask, cache_root):
     workers = [dask.add_worker() for _ in range(2)]
     with pytest.raises(UnitsFailedError, match="workers failed with it twice") as caught:
@@ -128,6 +114,7 @@ def test_a_unit_that_kills_all_workers_there_are_fails_by_name(dask, cache_root)
     assert all(worker.wait(10) for worker in workers)
 
 
+@pytest.mark.slow  # Dask waits for ten seconds, and then does as with a worker that died
 @pytest.mark.parametrize("dask", [{"DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": "10s"}], indirect=True)
 def test_a_worker_that_hangs_is_given_up_and_another_one_does_its_unit(dask, cache_root, tmp_path):
     log, events = tmp_path / "log", []
@@ -148,6 +135,7 @@ def test_a_worker_that_hangs_is_given_up_and_another_one_does_its_unit(dask, cac
     assert len(log.read_text().splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_a_worker_that_comes_late_does_what_others_refused_and_left(dask, cache_root, tmp_path):
     log, events = tmp_path / "log", []
     dask.add_worker(ATEN_CPU_CAPABILITY="default")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import socket
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import cli_harness
-from cli_harness import REPO, Server, needs_fresh_process
+from cli_harness import REPO, needs_fresh_process
 
 FIXTURES = REPO / "fixtures"
 COMPARE = Path(__file__).with_name("e2e_compare.py")
@@ -95,11 +94,6 @@ def cgtool(*arguments: object, env: Mapping[str, str] | None = None, cwd: Path |
     return Ran(code=ran.code, out=ran.out, err=ran.err)
 
 
-@functools.cache
-def _with_torch() -> Server:
-    return Server("torch", "cgtool.models")
-
-
 def warm(model: str, root: Path, *arguments: object, **options: Any) -> Any:
     """Warm a model; return the report."""
     return cgtool("warm", model, "--cache-dir", root, "--json", "--quiet", *arguments, **options).report
@@ -130,7 +124,7 @@ def compare(model: str, root: Path, calls: list[dict[str, int]], **options: Any)
     if needs_fresh_process(env):
         return python(COMPARE, json.dumps(request), env=env, cwd=cwd).report
     path = (env or {}).get("PYTHONPATH")  # of an adaptor's distribution, whose commands need more than torch
-    server = _with_torch() if path is None else cli_harness.server(path, with_torch=True)
+    server = cli_harness.torch_server() if path is None else cli_harness.server(path, with_torch=True)
     ran = server.run(str(COMPARE), cwd or Path.cwd(), environment(env), [json.dumps(request)])
     return Ran(code=ran.code, out=ran.out, err=ran.err).report
 

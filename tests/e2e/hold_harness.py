@@ -7,9 +7,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cli_harness import forked
 from e2e_harness import FIXTURES, REPO, SERVED, Ran, warm
 
 CHILD = Path(__file__).with_name("hold_child.py")
@@ -78,16 +80,26 @@ class Bare:
         done = subprocess.run(command, env=env, check=False, **options)
         return Ran(code=done.returncode, out=done.stdout or "", err=done.stderr or "")
 
-    def start(self, name: str, root: Path, *, before: tuple[str, ...] = (), **options: Any) -> Any:
-        """Load a fixture and call it once; return what tests/e2e/hold_child.py reports.
+    def fork(self, source: str, *arguments: object, env: Mapping[str, str | None] | None = None) -> Ran:
+        """Run a program in this place in a fork of what has imported torch alone."""
+        ran = forked(source, *arguments, cwd=self.places["work"], env=self.environment(**(env or {})))
+        return Ran(code=ran.code, out=ran.out, err=ran.err)
+
+    def start(self, name: str, root: Path, *, before: str = "", env: Mapping[str, str | None] | None = None) -> Any:
+        """Load a fixture in a fork and call it once; return what tests/e2e/hold_child.py reports.
 
         Args:
             name: Of the fixture.
             root: Of the cache.
-            before: What runs Python, such as `unshare`; none by default.
-            options: `env`: changes of the environment; others of `subprocess.run`.
+            before: What the process does first.
+            env: Changes of the environment.
         """
-        return self.run([*before, sys.executable, str(CHILD), json.dumps([name, str(root)])], **options).report
+        source = f"{before}\nimport runpy\nrunpy.run_path({str(CHILD)!r}, run_name='__main__')"
+        return self.fork(source, json.dumps([name, str(root)]), env=env).report
+
+    def start_from_nothing(self, name: str, root: Path) -> Any:
+        """Do so in a process from its very start."""
+        return self.run([sys.executable, str(CHILD), json.dumps([name, str(root)])]).report
 
 
 def fixture_spec(name: str) -> Any:

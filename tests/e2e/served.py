@@ -1,4 +1,4 @@
-"""The fixtures as tests serve them: of one layer where depth changes nothing, so that there is less to compile."""
+"""The fixtures as tests serve them: without layers where depth changes nothing, so that there is less to compile."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def llama():
 
 
 def vision():
-    """One layer, any number of images: two variants, for a batch of one needs its own."""
-    return tiny_vision.build(num_layers=1)
+    """No layer between stem and head, any number of images: two variants, for a batch of one needs its own."""
+    return tiny_vision.build(num_layers=0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-import stat
 import subprocess
 import sys
 
@@ -21,20 +20,25 @@ TORCH = importlib.util.find_spec("torch").submodule_search_locations[0]
 ANOTHER = ["unshare", "-r", "-m", "sh", "-c", MOUNTS, TORCH]
 
 LOADS = """
-import json, sys
-sys.path.insert(0, sys.argv[1])
+import json, os, sys
+root, ours, theirs, fixtures = sys.argv[1:]
+sys.path.insert(0, fixtures)
 import cgtool, tiny_llama, torch
 spec = tiny_llama.build()
-words = {}
-try:
-    model = cgtool.load(spec.module, cache_dir=sys.argv[2], trusted_keys=sys.argv[3:])
-    with torch.no_grad():
-        args = spec.calls[0].args
-        words["close"] = torch.allclose(model(*args), spec.module(*args), rtol=1e-4, atol=1e-4)
-except cgtool.errors.RefusedError as error:
-    words["reason"] = error.reason
-words["imported"] = sorted({"torch._dynamo", "torch._inductor", "cryptography"} & set(sys.modules))
-print(json.dumps(words))
+args = spec.calls[0].args
+for keys in (), (ours,), (theirs,), "shared":
+    if keys == "shared":
+        os.chmod(root, 0o777)
+        keys = ()
+    try:
+        model = cgtool.load(spec.module, cache_dir=root, trusted_keys=keys)
+        with torch.no_grad():
+            came = torch.allclose(model(*args), spec.module(*args), rtol=1e-4, atol=1e-4)
+    except cgtool.errors.RefusedError as error:
+        came = error.reason
+    except cgtool.errors.CgtoolError as error:
+        came = str(error)
+    print(json.dumps([came, sorted({"torch._dynamo", "torch._inductor", "cryptography"} & set(sys.modules))]))
 """
 
 
@@ -84,8 +88,20 @@ def _may_be_another() -> bool:
 
 
 @pytest.fixture
-def imported(bundle, elsewhere, tmp_path):
-    """The root of a cache that another took the bundle into."""
+def loads(bundle, elsewhere):
+    """Loads the model from a cache as it is, with our key, with another one, and once others may write there."""
+
+    def load(root):
+        done = elsewhere("-c", LOADS, root, bundle / "keys/ours.pub", bundle / "keys/theirs.pub", FIXTURES)
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    return load
+
+
+def test_an_entry_that_another_user_imports_without_a_compiler_is_proved_and_loads_there(
+    bundle, elsewhere, loads, tmp_path
+):
     root, public = tmp_path / "another" / "root", bundle / "keys/ours.pub"
     done = elsewhere(
         "-m", "cgtool", "import", bundle / "model.tar.zst", "--require-signature", public, "--cache-dir", root, "--json"
@@ -94,44 +110,31 @@ def imported(bundle, elsewhere, tmp_path):
     report = json.loads(done.stdout)
     assert [entry["outcome"] for entry in report["entries"]] == ["new"]
     assert report["entries"][0]["verdict"] in ("optimal", "loads")
-    return root
 
-
-def test_an_entry_is_imported_by_another_user_at_another_root_without_a_compiler_and_loads(bundle, elsewhere, imported):
-    root, public = imported, bundle / "keys/ours.pub"
-    plain = elsewhere("-c", LOADS, FIXTURES, root)
-    assert json.loads(plain.stdout) == {"close": True, "imported": []}, plain.stderr
-    signed = elsewhere("-c", LOADS, FIXTURES, root, public)
-    assert json.loads(signed.stdout) == {"close": True, "imported": ["cryptography"]}, signed.stderr
-    other = elsewhere("-c", LOADS, FIXTURES, root, bundle / "keys/theirs.pub")
-    assert json.loads(other.stdout)["reason"] == "untrusted_key", other.stderr
-    root.chmod(root.stat().st_mode | stat.S_IWOTH)
-    shared = elsewhere("-c", LOADS, FIXTURES, root)
-    assert json.loads(shared.stdout)["reason"] == "writable_by_others", shared.stderr
-
-
-def test_an_entry_that_another_imported_is_proved_to_load_there_by_verify(bundle, elsewhere, imported):
     model = ("--model", f"{FIXTURES / 'tiny_llama.py'}:build")
-    done = elsewhere("-m", "cgtool", "verify", "--load", *model, "--cache-dir", imported, "--json")
+    done = elsewhere("-m", "cgtool", "verify", "--load", *model, "--cache-dir", root, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
-    artifacts = {path.name for path in imported.rglob("artifacts/*")}
+    artifacts = {path.name for path in root.rglob("artifacts/*")}
     assert [(rank["opened"], rank["problems"]) for rank in report["load"]["entries"]] == [(len(artifacts), [])]
     assert report["load"]["model"] == {"hash": report["entries"][0]["hash"], "called": True, "sentence": ""}
     assert report["load"]["compiled"] == []
     assert report["ok"]
 
+    plain, signed, other, shared = loads(root)
+    assert plain == [True, []]
+    assert signed == [True, ["cryptography"]]
+    assert (other[0], shared[0]) == ("untrusted_key", "writable_by_others")
 
-def test_a_changed_byte_of_an_artifact_is_never_opened(bundle, elsewhere, tmp_path):
+
+def test_a_changed_byte_of_an_artifact_is_never_opened(bundle, loads, tmp_path):
     shutil.copytree(bundle / "cache", tmp_path / "root")
     for path in (tmp_path / "root/torch_compile_cache").glob("*/artifacts/*"):
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         path.chmod(0o644)
         path.write_bytes(data)
-    done = elsewhere("-c", LOADS, FIXTURES, tmp_path / "root")
-    assert done.returncode == 1
-    assert "its bytes differ from its digest" in done.stderr
+    assert "its bytes differ from its digest" in loads(tmp_path / "root")[0][0]
 
 
 def test_two_exports_of_a_real_entry_give_one_archive(bundle, tmp_path):

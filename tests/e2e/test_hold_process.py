@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import resource
 import signal
 import subprocess
 import sys
@@ -54,15 +53,17 @@ def test_closed_standard_streams_serve(bare, root, tmp_path):
     assert well(json.loads(answer.read_text()))
 
 
-def limited():
-    """Room for what torch itself takes, few open files, no core dumps, and no file of more than 64 KiB."""
-    resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+#: Room for what torch itself takes, few open files, and no core dumps.
+LIMITED = """
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+"""
 
 
 def test_little_memory_and_few_files_serve(bare, root):
-    report = bare.start("llama", root, preexec_fn=limited)
+    report = bare.start("llama", root, before=LIMITED)
     assert well(report), report
 
 
@@ -94,7 +95,7 @@ print(interrupted > 5, same, len(os.listdir("/proc/self/fd")) - before)
 
 
 def test_ctrl_c_at_any_instant_of_a_load_leaves_nothing_behind(bare, root):
-    ran = bare.run([sys.executable, "-c", INTERRUPTED, str(root)])
+    ran = bare.fork(INTERRUPTED, root)
     assert ran.out == "True True 0\n", ran.err
     assert bare.written() == []
 
@@ -143,7 +144,7 @@ print(same, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_a_fork_serves_what_its_parent_loaded_and_loads_for_itself(bare, root):
-    ran = bare.run([sys.executable, "-c", FORK, str(root)])
+    ran = bare.fork(FORK, root)
     assert ran.out == "True 0\n", ran.err
 
 
@@ -157,6 +158,6 @@ for _ in range(12):
     counts.append(len(os.listdir("/proc/self/fd")))
 print(counts[1] == counts[-1], counts)
 """
-    ran = bare.run([sys.executable, "-c", program, str(root)])
+    ran = bare.fork(program, root)
     assert ran.out.startswith("True"), (ran.out, ran.err)
     assert bare.written() == []

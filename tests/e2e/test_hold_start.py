@@ -71,7 +71,7 @@ def read_only(moved, mounted, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fixture_starts_where_there_is_nothing_but_a_read_only_copy_of_a_cache(read_only, bare, name):
-    report = bare.start(name, read_only)
+    report = bare.start_from_nothing(name, read_only)
     assert well(report), report
     assert bare.written() == []
     # It may be asked which one it is, and is asked for nothing else.

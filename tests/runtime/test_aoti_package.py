@@ -20,6 +20,7 @@ HERE = Path(__file__).parent
 import torch  # noqa: E402
 from aot_cases import CUSTOM_OPS  # noqa: E402
 from aot_packages import package_of  # noqa: E402
+from cli_harness import forked  # noqa: E402
 from msgspec.structs import replace  # noqa: E402
 from piece_cases import CASES, inputs_of  # noqa: E402
 
@@ -33,9 +34,9 @@ pytestmark = pytest.mark.torch
 
 #: Two packages whose files have the same names.
 NAMES = ("two inputs", "a fact")
-#: Opens a package as a server does and says whether its answer is eager's; the package's bytes are on stdin.
+#: Opens a package as a server does and says whether its answer is eager's.
 CHILD = """
-import sys
+import pathlib, sys
 sys.path.insert(0, sys.argv[1])
 import torch
 from piece_cases import CASES, inputs_of
@@ -46,13 +47,21 @@ from cgtool.runtime.op_by_op import piece_function
 aoti_package._PARENTS = aoti_package._PARENTS[1:]  # as where there is no /dev/shm
 case = CASES["two inputs"]
 try:
-    run = open_package(sys.stdin.buffer.read(), case.piece)
+    run = open_package(pathlib.Path(package).read_bytes(), case.piece)
 except ArtifactError as error:
     print("refused:", error)
 else:
     with torch.no_grad():
         found, expected = (f(inputs_of(case, {"s0": 5})) for f in (run, piece_function(case.piece)))
     print("right" if torch.allclose(found[0], expected[0], atol=1e-5) else "wrong")
+"""
+
+
+#: Is killed as it opens one.
+KILLED = """
+import os, signal
+from cgtool.runtime import _torch
+_torch.open_package = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -83,15 +92,12 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def in_a_process(before, *, source=CHILD, data=None, **changes):
-    env = {**os.environ, "PYTHONPATH": str(HERE.parent.parent), **changes}
-    return subprocess.run(
-        [*before, sys.executable, "-c", source, str(HERE.parent)],
-        input=data_of("two inputs") if data is None else data,
-        capture_output=True,
-        env=env,
-        check=False,
-    )
+def in_a_process(source=CHILD, *, before="", data=None, **changes):
+    """Run a program, which finds a package at the path `package`, in a fork after `before`."""
+    with tempfile.NamedTemporaryFile(dir="/var/tmp") as file:
+        file.write(data_of("two inputs") if data is None else data)
+        file.flush()
+        return forked(f"package = {file.name!r}\n{before}\n{source}", HERE.parent, env={**os.environ, **changes})
 
 
 def test_nothing_is_left_when_a_package_is_open(folder):
@@ -150,9 +156,9 @@ def test_another_folder_serves_where_the_first_is_missing(folder, monkeypatch):
 
 def test_too_many_open_files_are_a_sentence():
     source = CHILD.replace(
-        "try:\n    run = open_package(sys.stdin.buffer.read(), case.piece)",
+        "try:\n    run = open_package(pathlib.Path(package).read_bytes(), case.piece)",
         "import os, resource\n"
-        "data = sys.stdin.buffer.read()\n"
+        "data = pathlib.Path(package).read_bytes()\n"
         "import tempfile\n"
         "tempfile.gettempdir(), 'loads the codec of names'.encode('cp437')\n"
         "first = os.dup(0)\n"
@@ -168,32 +174,50 @@ def test_too_many_open_files_are_a_sentence():
         "    free += 1\n"
         "try:\n    pass",
     )
-    done = in_a_process([], source=source)
-    *refused, last = done.stdout.decode().splitlines()
-    assert (last, done.returncode) == ("right", 0), done.stderr.decode()
+    done = in_a_process(source)
+    *refused, last = done.out.splitlines()
+    assert (last, done.code) == ("right", 0), done.err
     assert refused
     assert all("Too many open files" in line and "ulimit -n" in line for line in refused), refused
 
 
 @pytest.mark.parametrize("limit", [0, 4096, 65536])
 def test_a_package_larger_than_a_file_may_be_is_a_sentence(limit):
-    source = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n{CHILD}"
-    done = in_a_process([], source=source)
-    (said,) = done.stdout.decode().splitlines()
-    assert said.startswith("refused: A package of "), done.stderr
+    before = (
+        "import builtins, resource\n"
+        "_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
+        "def allow(num_bytes):\n    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))\n"
+        "builtins.print = lambda *words, say=print: [allow(hard), say(*words)]  # to a file\n"
+        f"allow({limit})"
+    )
+    done = in_a_process(before=before)
+    (said,) = done.out.splitlines()
+    assert said.startswith("refused: A package of "), done.err
     assert said.endswith("Raise the limit on the size of files (`ulimit -f`).")
 
 
-def mounted(script):
-    """What runs a command where `script` has mounted things; skips where that is not allowed."""
-    before = ["unshare", "--mount", "--map-root-user", "sh", "-ec", f'{script}; exec "$@"', "sh"]
-    try:
-        tried = subprocess.run([*before, "true"], capture_output=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("there is no unshare")
-    if tried.returncode:
-        pytest.skip(f"nothing can be mounted here: {tried.stderr.decode().strip()}")
-    return before
+#: Mounts things for a process alone.
+ALONE = """
+import ctypes, os, pathlib, subprocess
+who = {{"uid_map": f"0 {{os.getuid()}} 1", "setgroups": "deny", "gid_map": f"0 {{os.getgid()}} 1"}}
+system = ctypes.CDLL(None, use_errno=True)
+new_mounts, new_user, private = 0x20000, 0x10000000, 0x44000
+assert system.unshare(new_mounts | new_user) == 0, ctypes.get_errno()
+for name, text in who.items():
+    pathlib.Path(f"/proc/self/{{name}}").write_text(text)
+assert system.mount(None, b"/", None, private, None) == 0, ctypes.get_errno()
+subprocess.run({!r}, shell=True, check=True)
+"""
+
+
+def in_a_place(script, folder):
+    """Open a package where `script` has mounted something at the temporary folder; skips where that is not allowed."""
+    tried = shutil.which("unshare") and subprocess.run(
+        ["unshare", "--mount", "--map-root-user", "sh", "-ec", script], capture_output=True, check=False
+    )
+    if not tried or tried.returncode:
+        pytest.skip("nothing can be mounted here")
+    return in_a_process(before=ALONE.format(script), TMPDIR=str(folder))
 
 
 @pytest.mark.parametrize(
@@ -205,26 +229,18 @@ def mounted(script):
     ],
 )
 def test_a_package_opens_beside_any_temporary_folder(tmp_path, options):
-    before = mounted(f"mount -t tmpfs -o {options} tmpfs {tmp_path}")
-    done = in_a_process(before, TMPDIR=str(tmp_path))
-    assert done.stdout.decode().strip() == "right", done.stderr.decode()
+    done = in_a_place(f"mount -t tmpfs -o {options} tmpfs {tmp_path}", tmp_path)
+    assert done.out.strip() == "right", done.err
 
 
 def test_a_package_opens_beside_a_full_temporary_folder(tmp_path):
-    before = mounted(
-        f"mount -t tmpfs -o size=64k tmpfs {tmp_path}; head -c 1000000 /dev/zero > {tmp_path}/full 2>/dev/null || true"
-    )
-    done = in_a_process(before, TMPDIR=str(tmp_path))
-    assert done.stdout.decode().strip() == "right", done.stderr.decode()
+    fill = f"head -c 1000000 /dev/zero > {tmp_path}/full 2>/dev/null || true"
+    done = in_a_place(f"mount -t tmpfs -o size=64k tmpfs {tmp_path}; {fill}", tmp_path)
+    assert done.out.strip() == "right", done.err
 
 
 def test_a_killed_opening_leaves_a_few_hundred_bytes(tmp_path):
-    source = (
-        "import os, signal\nfrom cgtool.runtime import _torch\n"
-        "_torch.open_package = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-    ) + CHILD
-    done = in_a_process([], source=source, TMPDIR=str(tmp_path))
-    assert done.returncode == -9
+    assert in_a_process(before=KILLED, TMPDIR=str(tmp_path)).code == -9
     left = [file.lstat().st_size for file in tmp_path.rglob("*") if not file.is_dir()]
     assert 0 < sum(left) < 1000
 
@@ -344,11 +360,7 @@ def test_kernels_that_torch_unpacked_stay_when_another_package_is_opened():
 
 
 def test_what_a_killed_load_left_is_swept_by_the_next(folder):
-    source = (
-        "import os, signal\nfrom cgtool.runtime import _torch\n"
-        "_torch.open_package = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-    ) + CHILD
-    assert in_a_process([], source=source, TMPDIR=str(folder)).returncode == -9
+    assert in_a_process(before=KILLED, TMPDIR=str(folder)).code == -9
     [left] = folder.iterdir()
     others = [folder / "cgtool-notes", folder / f"cgtool-{'0' * 16}.txt", folder / "else"]
     for other in others:
@@ -382,15 +394,15 @@ def test_what_a_live_load_holds_is_left_alone(folder):
 def test_an_op_that_nothing_has_registered_is_a_sentence():
     name = "a custom op of several results"
     source = (
-        "import sys\nsys.path.insert(0, sys.argv[1])\nimport dataclasses\n"
+        "import pathlib, sys\nsys.path.insert(0, sys.argv[1])\n"
         "from piece_cases import X, graph\nfrom cgtool.errors import ArtifactError\n"
         "from cgtool.runtime.aoti_package import open_package\n"
-        "try:\n    open_package(sys.stdin.buffer.read(), graph([X], [], ['%0', '%0']))\n"
+        "try:\n    open_package(pathlib.Path(package).read_bytes(), graph([X], [], ['%0', '%0']))\n"
         "except ArtifactError as error:\n    print(error)\n"
     )
-    done = in_a_process([], source=source, data=package_of(CUSTOM_OPS[name].piece))
-    assert "cgtool_user" in done.stdout.decode(), done.stderr.decode()
-    assert "import the module" in done.stdout.decode()
+    done = in_a_process(source, data=package_of(CUSTOM_OPS[name].piece))
+    assert "cgtool_user" in done.out, done.err
+    assert "import the module" in done.out
 
 
 @pytest.mark.slow
