@@ -64,11 +64,13 @@ class Limits:
     Args:
         num_bytes: Of all inputs and results whose size a symbol decides.
         num_flops: Of two for each element of a weight and each row, an estimate.
+        attends: Whether each row is compared with all others, which counts as well.
         num_places: How long an integer input may be, whose elements must differ; None is no limit.
     """
 
     num_bytes: int
     num_flops: float
+    attends: bool = False
     num_places: int | None = None
 
     def hold(self, graph: PieceGraph, sizes: Sizes) -> bool:
@@ -85,7 +87,9 @@ class Limits:
             return True
         weights = sum(_numel(m.shape, {}) for m in graph.inputs if len(m.shape) > 1 and not _is_symbolic(m))
         rows = max((_numel([d for d in m.shape if not isinstance(d, int)], sizes) for m in graph.inputs), default=1)
-        return 2.0 * rows * weights <= self.num_flops
+        width = max((dim for m in graph.inputs for dim in m.shape if isinstance(dim, int)), default=1)
+        compared = 4.0 * rows * rows * width if self.attends else 0.0
+        return 2.0 * rows * weights + compared <= self.num_flops
 
 
 def sizes_to_prove(graph: PieceGraph, guards: tuple[str, ...], limits: Limits) -> list[Sizes]:

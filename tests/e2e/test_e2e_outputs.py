@@ -52,7 +52,7 @@ def sized(sized_cache):
 
 
 def test_a_fixture_as_native_code_at_every_size(aot_cache):
-    """Compiled for the general shape alone, by whichever test came first; layers and two dynamic dimensions are slow."""
+    """Compiled for the general shape alone, by whichever test came first; layers, and two dimensions, are slow."""
     checked = check(f"{SERVED}:vision", aot_cache("vision"), IMAGES)
     assert checked["imported"] == []
 

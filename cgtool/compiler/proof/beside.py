@@ -228,7 +228,7 @@ class Calls:
         if not variant.dims.keys() - variant.fixed.keys():
             return
         graph = _as_graph(variant, self._found.plan.graphs)
-        limits = limits_of(graph)
+        limits = limits_of(graph, *(self._found.plan.graphs[step.graph] for step in variant.steps))
         names = {name: symbols[0] for name, symbols in variant.dims.items() if symbols}
         with contextlib.suppress(CompileError):
             for sizes in sizes_to_prove(graph, (), limits):

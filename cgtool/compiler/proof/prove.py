@@ -316,13 +316,14 @@ class _Proof:
             torch.accelerator.synchronize()
 
 
-def limits_of(graph: PieceGraph) -> Limits:
-    """Return limits under which a proof takes a fraction of a second."""
+def limits_of(graph: PieceGraph, *steps: PieceGraph) -> Limits:
+    """Return limits under which a proof of a piece, or of a call of these steps, takes a fraction of a second."""
+    attends = any("attention" in str(node.target) for one in (graph, *steps) for node in one.every_node())
     if not _on_accelerator(graph):
-        return Limits(num_bytes=1 << 20, num_flops=4e8)
+        return Limits(num_bytes=1 << 20, num_flops=4e8, attends=attends)
     # an accelerator does not survive an index that is out of range
     num_places = index_bound(graph) if writes_by_index(graph) else None
-    return Limits(num_bytes=64 << 20, num_flops=2e11, num_places=num_places)
+    return Limits(num_bytes=64 << 20, num_flops=2e11, attends=attends, num_places=num_places)
 
 
 def _on_accelerator(graph: PieceGraph) -> bool:

@@ -9,7 +9,7 @@ from piece_cases import call, graph, method, size, tensor, with_results
 from cgtool.compiler.proof._torch import Settled
 from cgtool.compiler.proof.inputs import STYLES, draw
 from cgtool.compiler.proof.judge import farther, left_open
-from cgtool.compiler.proof.prove import prove_artifact
+from cgtool.compiler.proof.prove import limits_of, prove_artifact
 from cgtool.compiler.proof.reference import leaves_open, lowest_dtype, takes_steps, widened
 from cgtool.compiler.sizes import Limits, sizes_to_prove
 from cgtool.runtime.op_by_op import piece_function
@@ -172,6 +172,18 @@ def test_empty_tensors_are_not_all_that_is_tried():
 def test_large_weights_keep_the_largest_size_small():
     found = shapes([tensor("s0", 4096), tensor(4096, 4096)], (("s0", 2, None),))
     assert 12 <= found[-1][0] <= 67
+
+
+def test_rows_that_are_compared_with_each_other_keep_the_largest_size_small():
+    compared = graph([tensor("s0", 8)], [call("torch._C._nn.scaled_dot_product_attention", "%0", "%0", "%0")], ["%1"])
+    (_, apart), (_, largest) = (
+        [sizes["s0"] for sizes in sizes_to_prove(piece, (), limits_of(piece))]
+        for piece in (graph([tensor("s0", 8)], [call("torch.sin", "%0")], ["%1"]), compared)
+    )
+    assert largest**2 * 8 * 4 <= 4e8 < apart**2 * 8 * 4
+    assert [sizes["s0"] for sizes in sizes_to_prove(compared, (), limits_of(graph([], [], []), compared))][
+        -1
+    ] == largest
 
 
 def test_what_ops_leave_open_is_settled_in_two_ways():
