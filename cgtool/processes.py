@@ -284,7 +284,7 @@ class Children:
 
     def __init__(self, program: str, *, limit: int, setup: Record | None = None) -> None:
         self._program = program
-        self._limit = limit
+        self.limit = limit
         self._setup = setup
         self._slots = threading.BoundedSemaphore(limit)
         self._lock = threading.Lock()
@@ -306,7 +306,7 @@ class Children:
             OSError: One cannot be started.
         """
         with self._lock:
-            while len(self._all) < min(count, self._limit):
+            while len(self._all) < min(count, self.limit):
                 self._idle.append(self._new())
 
     def ask(self, request: Record, data: bytes = b"", **how: Any) -> Answer:

@@ -23,7 +23,7 @@ from cgtool.adaptor_registry import ADAPTORS
 from cgtool.compiler.adaptors.interface import CompilerInterface, get_adaptor
 from cgtool.compiler.cluster import Cluster
 from cgtool.compiler.generated import Texts, compile_piece
-from cgtool.compiler.pool import WorkerPool, default_jobs
+from cgtool.compiler.pool import WorkerPool
 from cgtool.compiler.proof.prover import Prover
 from cgtool.compiler.proof.reference import eps_of, lowest_dtype
 from cgtool.compiler.request import (
@@ -39,6 +39,7 @@ from cgtool.config import AOT_INDUCTOR, EAGER, CompilationConfig
 from cgtool.errors import CacheCorruptError, ProofMismatchError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.host import count
+from cgtool.machine import default_jobs
 from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json
 from cgtool.plan.shapes import shape_text
@@ -137,9 +138,12 @@ class CompilerManager:
         key = self.key(work)
         if self._pool is None or not self.uses_workers(work.adaptor):
             return
-        if key not in self._begun and len(self._begun) < _MOST_BEGUN:
-            future: Future[Built] = Future()
-            self._begun[key] = future
+        future: Future[Built] = Future()
+        with self._lock:
+            is_new = key not in self._begun and len(self._begun) < _MOST_BEGUN
+            if is_new:
+                self._begun[key] = future
+        if is_new:
             # settings of torch belong to a thread's context: the thread sees those of this one
             run, arguments = contextvars.copy_context().run, (self._settle, future, key, work)
             threading.Thread(target=run, args=arguments, name="cgtool-ahead", daemon=True).start()

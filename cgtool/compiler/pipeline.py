@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -21,7 +22,7 @@ import torch
 from cgtool.compiler.cluster import Cluster
 from cgtool.compiler.generated import dump_entry, dump_traced, keep_generated
 from cgtool.compiler.manager import CompilerManager, pool_of, prover_of, takes_compiler
-from cgtool.compiler.pool import WorkerPool, early_jobs
+from cgtool.compiler.pool import WorkerPool
 from cgtool.compiler.ranks import Ranks
 from cgtool.compiler.required import unserved
 from cgtool.compiler.schedule import Compiled, SplitAgainError, compile_work, unique
@@ -43,6 +44,7 @@ from cgtool.events import Event, OnEvent, ignore
 from cgtool.guards import _torch as private
 from cgtool.guards.kinds import of_any_rank
 from cgtool.host import variables_now
+from cgtool.machine import early_jobs
 from cgtool.model import ModelSpec
 from cgtool.plan.grammar import canonical_json, digest_of
 from cgtool.plan.records import Plan, parse_plan
@@ -61,7 +63,7 @@ from cgtool.store.trust import TrustPolicy
 if TYPE_CHECKING:
     from cgtool.compiler.proof.beside import CallProof
     from cgtool.compiler.stitch import Stitched
-    from cgtool.compiler.tracers import Tracers
+    from cgtool.processes import Children
 
 #: How often ops at which pieces fail to compile are split out; what fails after that falls back.
 _MOST_SPLITS = 4
@@ -108,7 +110,7 @@ def warm(
     check: bool = False,
     without: Collection[str] = (),
     ranks: Ranks | None = None,
-    tracers: Callable[[], Tracers] | None = None,
+    tracers: Children | None = None,
     on_event: OnEvent = ignore,
 ) -> WarmResult:
     """Make sure that the cache serves a model under a configuration.
@@ -121,7 +123,7 @@ def warm(
         check: Compile and write nothing; raise when something is missing.
         without: Hashes of entries that fit and do not serve: their guards refuse these very examples.
         ranks: Those that a launcher started to warm this model together; None takes those of the default process group.
-        tracers: Makes the children that trace variants beside this process; they are ended once all are traced.
+        tracers: Children of `serve_traces`, which trace variants beside this process; ended once all are traced.
         on_event: Told of each phase as it goes.
 
     Returns:
@@ -202,7 +204,7 @@ class _Warm:
         *,
         rank: int,
         ranks: Ranks | None,
-        tracers: Callable[[], Tracers] | None,
+        tracers: Children | None,
     ) -> None:
         self._spec = spec
         self._config = config
@@ -216,6 +218,7 @@ class _Warm:
         #: What compiles the pieces, once there is a variant, and what ends with it.
         self._manager: CompilerManager | None = None
         self._stack = contextlib.ExitStack()
+        self._lock = threading.Lock()
         self._live = Live.of(spec.module, config=config.key_fields(), exact_config=True)
         #: Variant → why it could not be called beside the model this time, where a later warm may.
         self._uncalled: dict[int, str] = {}
@@ -330,6 +333,7 @@ class _Warm:
         # Import Dynamo and Inductor: seconds, which a hit must not pay.
         from cgtool.compiler.options import check_compiler
         from cgtool.compiler.stitch import stitch
+        from cgtool.compiler.tracers import Tracers
 
         check_writable(self._layout.root)
         self._is_whole_everywhere(here=False)
@@ -339,7 +343,7 @@ class _Warm:
         with pool_of(self._config, self._on_event, on_cpu=on_cpu) as pool, self._stack:
             if pool is not None:
                 pool.start(early_jobs(pool.jobs))  # they import torch while this process traces
-            with nullcontext() if self._tracers is None else self._tracers() as tracers:
+            with nullcontext() if self._tracers is None else Tracers(self._tracers) as tracers:
                 stitched = stitch(
                     self._spec,
                     self._config.splitting_ops,
@@ -355,7 +359,7 @@ class _Warm:
             return self._built(stitched, reasons, pool)
 
     def _begin(self, pool: WorkerPool | Cluster | None, plan: Plan, fallbacks: Sequence[Fallback]) -> None:
-        """Have the pieces of a variant compiled while others are traced."""
+        """Have the pieces of a variant compiled while others are traced; any thread may ask, more than once."""
         if not isinstance(pool, WorkerPool):
             return  # a cluster is given all of the work at once
         manager = self._manager_for(plan, pool)
@@ -365,17 +369,18 @@ class _Warm:
                 manager.begin(item)
 
     def _manager_for(self, plan: Plan, pool: WorkerPool | Cluster | None) -> CompilerManager:
-        if self._manager is None:
-            prover = self._stack.enter_context(prover_of(self._config, first_index(self._spec.module, plan)))
-            self._manager = CompilerManager(
-                self._layout,
-                self._config,
-                on_event=self._on_event,
-                pool=pool,
-                prover=prover,
-                remotes=self._remotes,
-            )
-        return self._manager
+        with self._lock:
+            if self._manager is None:
+                prover = self._stack.enter_context(prover_of(self._config, first_index(self._spec.module, plan)))
+                self._manager = CompilerManager(
+                    self._layout,
+                    self._config,
+                    on_event=self._on_event,
+                    pool=pool,
+                    prover=prover,
+                    remotes=self._remotes,
+                )
+            return self._manager
 
     def _built(
         self,

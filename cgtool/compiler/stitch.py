@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -197,7 +197,12 @@ class _Tracing:
         calls = {call.name: (call, _present(all_dims, call, signature)) for call in self._spec.calls}
         todo = [(call, fixed) for call, dims in calls.values() for fixed in variants_of(dims)]
         if self._tracers is not None:
-            self._tracers.begin(todo[1:], splitting_ops=self.tracer.splitting_ops, adaptor=self.tracer.adaptor)
+            self._tracers.begin(
+                todo[1:],
+                splitting_ops=self.tracer.splitting_ops,
+                adaptor=self.tracer.adaptor,
+                on_traced=self._tell,
+            )
         for index, (call, fixed) in enumerate(todo):
             try:
                 self._keep(*self._trace(call, fixed, progress=(index, len(todo))))
@@ -246,12 +251,15 @@ class _Tracing:
         """Keep the variants of all states of the model; return that of its first."""
         self._live.update(enumerate(lives, len(self.traced)))
         self.traced += states
-        for one in states:
-            self._on_variant(_plan(self._spec, [one]), tuple(_fallbacks([one])))
+        self._tell(states)
         first = states[0]
         if not first.variant.dims.keys() - first.variant.fixed.keys() <= self._spec.require.keys():
             self.notes += first.relations  # else further variants serve what this one does not
         return first.variant
+
+    def _tell(self, states: Iterable[Traced]) -> None:
+        for one in states:
+            self._on_variant(_plan(self._spec, [one]), tuple(_fallbacks([one])))
 
     def _leave_out(self, points: Sequence[str], reason: str) -> None:
         self.notes.append(f"No variant serves {', '.join(points)}, at which the model itself does not run: {reason}")

@@ -7,15 +7,16 @@ error is raised there, with all that belongs to it.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Self
 
 import msgspec
 
 from cgtool.child import Channel
-from cgtool.compiler.pool import default_jobs
 from cgtool.compiler.request import Settings, StaysHereError, apply_settings, changed_settings
 from cgtool.compiler.traced import Traced, VariantTracer
 from cgtool.errors import CgtoolError
@@ -44,18 +45,23 @@ class TraceReport(Record, frozen=True, kw_only=True):
     failure: str = ""
 
 
-class Tracers(Children):
-    """Children that trace variants of one model, beside this process.
+class Tracers:
+    """The variants of one model that children trace, beside this process.
 
-    Their program builds the model from the setup, and gives it to `serve_traces`. A core is left to this process, and
-    one to the workers that get ready meanwhile: of two cores, children would take as much as they give.
+    Their program builds the model, and gives it to `serve_traces`. Leaving the `with` block ends them all.
     """
 
-    def __init__(self, program: str, *, setup: Record, jobs: int | None) -> None:
-        self._count = (default_jobs() if jobs is None else jobs) - 2
-        super().__init__(program, limit=max(1, self._count), setup=setup)
-        self._executor = ThreadPoolExecutor(max(1, self._count), "cgtool-trace", initializer=self._wait_until_built)
+    def __init__(self, children: Children) -> None:
+        self._children = children
+        self._executor = ThreadPoolExecutor(children.limit, "cgtool-trace", initializer=self._wait_until_built)
         self._begun: dict[tuple[object, ...], Future[TraceReport]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._children.close()
 
     def begin(
         self,
@@ -63,10 +69,12 @@ class Tracers(Children):
         *,
         splitting_ops: Sequence[str] | None,
         adaptor: str,
+        on_traced: Callable[[tuple[Traced, ...]], None] = lambda _: None,
     ) -> None:
-        """Have variants traced in the order in which they will be asked for; return at once."""
-        if self._count < 1:
-            return
+        """Have variants traced in the order in which they will be asked for; return at once.
+
+        A thread of its own calls `on_traced` with what a child has traced, as soon as it has.
+        """
         try:
             settings = changed_settings()
         except StaysHereError as reason:
@@ -80,7 +88,9 @@ class Tracers(Children):
                 adaptor=adaptor,
                 settings=settings,
             )
-            self._begun[call.name, *fixed.items()] = self._executor.submit(self._traced, request)
+            # settings of torch belong to a thread's context: the thread sees those of this one
+            run = contextvars.copy_context().run
+            self._begun[call.name, *fixed.items()] = self._executor.submit(run, self._traced, request, on_traced)
 
     def take(self, call: ExampleCall, fixed: Mapping[str, int]) -> tuple[tuple[Traced, ...], float] | None:
         """Wait for what a child has begun with; return its variants and the seconds that they took.
@@ -96,21 +106,18 @@ class Tracers(Children):
             return None
         return report.traced, report.secs
 
-    def close(self) -> None:
-        """End all children; nothing more is traced."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
-        super().close()
-
     def _wait_until_built(self) -> None:
         """Let a child build the model: a variant is begun with once it can be, and is this process's until then."""
         with contextlib.suppress(ChildEndedError, ClosedError, OSError):  # the next request says it again
-            self.ask(TraceRequest(), answer=TraceReport, timeout_secs=None)
+            self._children.ask(TraceRequest(), answer=TraceReport, timeout_secs=None)
 
-    def _traced(self, request: TraceRequest) -> TraceReport:
+    def _traced(self, request: TraceRequest, on_traced: Callable[[tuple[Traced, ...]], None]) -> TraceReport:
         try:
-            report: TraceReport = self.ask(request, answer=TraceReport, timeout_secs=None).record
+            report: TraceReport = self._children.ask(request, answer=TraceReport, timeout_secs=None).record
         except (ChildEndedError, ClosedError, OSError, ValueError) as error:
             return TraceReport(failure=str(error))
+        with contextlib.suppress(CgtoolError):  # raised again where the variant is taken
+            on_traced(report.traced)
         return report
 
 

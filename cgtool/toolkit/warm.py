@@ -6,9 +6,10 @@ as the command runs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,9 @@ from cgtool.config import CompilationConfig
 from cgtool.errors import CacheMissError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.host import environment
+from cgtool.machine import tracing_jobs
 from cgtool.plan.grammar import Record
+from cgtool.processes import Children
 from cgtool.store.layout import CacheLayout, RankName, resolve_root, short
 from cgtool.store.trust import TrustPolicy
 from cgtool.toolkit.listing import list_entry
@@ -27,10 +30,11 @@ from cgtool.toolkit.model_choice import ModelChoice, load_call, require_cache, s
 
 if TYPE_CHECKING:
     from cgtool.compiler.ranks import Ranks
-    from cgtool.compiler.tracers import Tracers
 
 SCHEMA = 2
 DEFAULT_PREFIX = "backbone"
+#: Dynamic batches and lengths make four variants, of which the process that asks traces one.
+_EARLY_TRACERS = 3
 
 
 class RankSummary(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -125,38 +129,40 @@ def warm(
         CgtoolError: Whatever the pipeline could not do.
     """
     require_cache(config)
-    spec = choice.build(on_event=on_event)
-    # Imports Dynamo and Inductor: seconds that a MODEL which is not there need not wait for.
-    from cgtool.compiler.pipeline import warm as run_pipeline
-
     given = cache_dir if cache_dir is not None else config.cache_dir or None
     root = resolve_root(given)
-    # The environment's word needs no repeating: `cgtool.load` hears it too.
-    is_named = given is not None and str(given) != environment().cache_dir
     rank = environment().rank if rank is None else rank
-    place = {
-        "cache_dir": str(given) if is_named else None,
-        "rank": rank or None,
-        "prefix": None if spec.prefix == DEFAULT_PREFIX else spec.prefix,
-    }
-    decodes = choice.model.startswith("hf:") and "cache" in choice.factory_args
-    # What was built is the model's decode step, and a program has the model.
-    for_model = {**place, "prefix": choice.prefix, "cache": choice.factory_args["cache"]} if decodes else place
-    lines: dict[str, Any] = {"start": start_line(choice, place), "load_call": load_call("module", for_model)}
-    try:
-        result = run_pipeline(
-            spec,
-            config=config,
-            cache_dir=root,
-            rank=rank,
-            check=check,
-            ranks=ranks,
-            # each child would hold real weights once more
-            tracers=partial(_tracers, choice, config) if in_children and choice.weights != "real" else None,
-            on_event=on_event,
-        )
-    except CacheMissError as miss:
-        return WarmReport(root=str(root), reasons=miss.reasons or (str(miss),), **lines)
+    # What no cache and no store can hold is going to be traced.
+    is_cold = not (check or config.remote or CacheLayout(root=root).hashes())
+    with _tracers(choice, config, starts=is_cold) if in_children else contextlib.nullcontext() as tracers:
+        spec = choice.build(on_event=on_event)
+        # Imports Dynamo and Inductor: seconds that a MODEL which is not there need not wait for.
+        from cgtool.compiler.pipeline import warm as run_pipeline
+
+        # The environment's word needs no repeating: `cgtool.load` hears it too.
+        is_named = given is not None and str(given) != environment().cache_dir
+        place = {
+            "cache_dir": str(given) if is_named else None,
+            "rank": rank or None,
+            "prefix": None if spec.prefix == DEFAULT_PREFIX else spec.prefix,
+        }
+        decodes = choice.model.startswith("hf:") and "cache" in choice.factory_args
+        # What was built is the model's decode step, and a program has the model.
+        for_model = {**place, "prefix": choice.prefix, "cache": choice.factory_args["cache"]} if decodes else place
+        lines: dict[str, Any] = {"start": start_line(choice, place), "load_call": load_call("module", for_model)}
+        try:
+            result = run_pipeline(
+                spec,
+                config=config,
+                cache_dir=root,
+                rank=rank,
+                check=check,
+                ranks=ranks,
+                tracers=tracers,
+                on_event=on_event,
+            )
+        except CacheMissError as miss:
+            return WarmReport(root=str(root), reasons=miss.reasons or (str(miss),), **lines)
     if result.compiled or not result.hit:
         _push(result.manifest.name, config, root, on_event)
     listing = list_entry(CacheLayout(root=root), result.manifest.name)
@@ -178,11 +184,17 @@ def warm(
     )
 
 
-def _tracers(choice: ModelChoice, config: CompilationConfig) -> Tracers:
-    """Return children that build the model too."""
-    from cgtool.compiler.tracers import Tracers  # Dynamo, which a hit does without
-
-    return Tracers("cgtool.toolkit.warm:trace_variants", setup=choice, jobs=config.jobs)
+@contextlib.contextmanager
+def _tracers(choice: ModelChoice, config: CompilationConfig, *, starts: bool) -> Iterator[Children | None]:
+    """Yield children that build the model too, if the machine bears any; `starts` starts them before they are asked."""
+    count = tracing_jobs(config.jobs)
+    if count < 1 or choice.weights == "real":  # each would hold real weights once more
+        yield None
+        return
+    with Children("cgtool.toolkit.warm:trace_variants", limit=count, setup=choice) as children:
+        if starts:
+            children.start(_EARLY_TRACERS)
+        yield children
 
 
 def trace_variants(channel: Channel) -> None:

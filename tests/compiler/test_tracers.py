@@ -125,13 +125,13 @@ def test_an_error_in_a_child_is_the_error_of_the_warm(tmp_path, patient):
 
 
 def test_what_a_child_that_died_was_to_trace_is_traced_here(tmp_path, patient):
-    report, traces = warmed(f"{MODELS}:dying", tmp_path / "cache", folder=str(tmp_path))
+    report, traces = warmed(f"{MODELS}:dying", tmp_path / "cache", parent=os.getpid())
     assert traces == 2
     assert report.compiled
 
 
 def test_nobody_waits_for_a_child_that_has_not_built_the_model(tmp_path):
-    _, traces = warmed(f"{MODELS}:hanging", tmp_path / "cache", folder=str(tmp_path))
+    _, traces = warmed(f"{MODELS}:hanging", tmp_path / "cache", parent=os.getpid())
     assert traces >= 2
     assert not tracers()
 
@@ -143,19 +143,35 @@ def test_children_end_where_the_warm_is_interrupted(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        warmed(f"{MODELS}:hanging", tmp_path / "cache", on_event=interrupt, folder=str(tmp_path))
+        warmed(f"{MODELS}:hanging", tmp_path / "cache", on_event=interrupt, parent=os.getpid())
     assert not tracers()
 
 
-def test_what_is_traced_compiles_while_the_rest_is_traced(tmp_path):
+def test_children_build_the_model_beside_this_process_where_the_cache_is_empty(tmp_path):
+    def found_as_it_is_built(**factory_args):
+        found = []
+
+        def look(event):
+            if event.phase == "model" and event.secs is None:
+                found.append(len(tracers()))
+
+        warmed(f"{MODELS}:hanging", tmp_path / "cache", on_event=look, parent=os.getpid(), **factory_args)
+        return max(found)
+
+    assert found_as_it_is_built() == 2  # of four jobs
+    assert found_as_it_is_built(width=8) == 0
+
+
+@pytest.mark.parametrize(("jobs", "before"), [(1, 1), (4, 0)], ids=["traced-here", "in-a-child"])
+def test_what_is_traced_compiles_while_the_rest_is_traced(tmp_path, jobs, before):
     root, stored = tmp_path / "cache", []
 
     def wait(event):
-        if event.phase == "trace" and event.done == 1 and event.secs is None:
+        if event.phase == "trace" and event.done == before and event.secs is None:
             stored.append(wait_until(lambda: stored_units(root), secs=300))
 
-    config = CompilationConfig(adaptor="inductor_standalone", jobs=1, proof=False)
-    choice = ModelChoice(model=f"{MODELS}:dying", factory_args={"folder": str(tmp_path)})
+    config = CompilationConfig(adaptor="inductor_standalone", jobs=jobs, proof=False)
+    choice = ModelChoice(model=f"{MODELS}:activated")
     report = warm(choice, config=config, cache_dir=root, on_event=wait)
     assert stored == [1]
     assert (report.compiled, report.reused) == (2, 0)

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 import hostile_adaptors as hostile  # noqa: E402
 from worker_harness import compile_all, shared_pool, stored_units  # noqa: E402
 
-from cgtool.compiler import pool as limits  # noqa: E402
+from cgtool import machine as limits  # noqa: E402
 from cgtool.compiler.adaptors.interface import get_adaptor  # noqa: E402
 from cgtool.compiler.pool import WorkerPool  # noqa: E402
 from cgtool.compiler.request import (  # noqa: E402

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -46,27 +45,23 @@ def fixed():
     return _spec(nn.Linear(4, 4), torch.rand(3, 4), {0: "n", 1: "width"}, argument="input", static_where_fixed=True)
 
 
-def dying(folder):
-    """Build a model, and kill each process but the first that does."""
-    if not _is_first(folder):
+def activated(width=4):
+    return _spec(nn.ReLU(), torch.rand(4, width), {0: "n"}, argument="input")
+
+
+def dying(parent):
+    """Build a model, and kill each process that does but the parent."""
+    if os.getpid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
-    return _spec(nn.ReLU(), torch.rand(4, 4), {0: "n"}, argument="input")
+    return activated()
 
 
-def hanging(folder):
-    """Build a model, and never come to an end in another process than the first."""
-    if not _is_first(folder):
+def hanging(parent, width=4):
+    """Build a model, and never come to an end in another process than the parent."""
+    if os.getpid() != parent:
         time.sleep(3600)
-    return _spec(nn.ReLU(), torch.rand(4, 4), {0: "n"}, argument="input")
+    return activated(width)
 
 
 def _spec(module, x, dims, **more):
     return ModelSpec(module=module, calls=[ExampleCall(args=(x,))], dynamic={more.pop("argument", "x"): dims}, **more)
-
-
-def _is_first(folder):
-    try:
-        Path(folder, "first").touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True

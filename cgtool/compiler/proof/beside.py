@@ -20,7 +20,6 @@ import torch
 from msgspec.structs import replace
 
 from cgtool.compiler.adaptors.interface import get_adaptor
-from cgtool.compiler.pool import free_bytes
 from cgtool.compiler.proof import _torch, judge
 from cgtool.compiler.proof.inputs import STYLES, index_bound, rounded
 from cgtool.compiler.proof.prove import first_line, is_out_of_memory, limits_of, same_bytes
@@ -33,6 +32,7 @@ from cgtool.errors import ArtifactError, CallMismatchError, CompileError, GuardE
 from cgtool.graph.expressions import rename, symbols_of
 from cgtool.guards.signature import CallSignature
 from cgtool.guards.sources import Place, Roots
+from cgtool.machine import free_bytes
 from cgtool.model import ExampleCall, ModelSpec
 from cgtool.plan.grammar import Record, canonical_json, decode
 from cgtool.plan.pieces import PieceGraph
