@@ -56,6 +56,14 @@ def mesh_of_devices(value: Any) -> tuple[str, list[int], tuple[str, ...], list[A
     return value.device_type, value.mesh.flatten().tolist(), value.mesh_dim_names or (), value.get_all_groups()
 
 
+def sharding_of_dtensor(value: Any) -> tuple[Any, tuple[Any, ...], list[int]] | None:
+    """Return the mesh, the placements on it and the whole shape that a DTensor's spec tells; None for another."""
+    specs: Any = sys.modules.get("torch.distributed.tensor._dtensor_spec")
+    if specs is None or not isinstance(value, specs.DTensorSpec):
+        return None
+    return value.mesh, value.placements, [*value.shape]
+
+
 def size_of_group(name: str) -> int | None:
     """Return how many processes the group has that torch knows by this name here; None where there is none."""
     if not torch.distributed.is_available():

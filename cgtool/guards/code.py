@@ -43,7 +43,9 @@ from cgtool.plan.pieces import Json
 _TORCH_CONSTANTS = frozenset({"dtype", "device", "layout", "memory_format", "Size", "OpOverload", "OpOverloadPacket"})
 
 #: Modules whose immutable objects have a `repr` that is their value.
-_PLAIN_MODULES = frozenset({"pathlib", "decimal", "fractions", "datetime", "uuid", "ipaddress"})
+_PLAIN_MODULES = frozenset(
+    {"pathlib", "decimal", "fractions", "datetime", "uuid", "ipaddress", "torch.distributed.tensor.placement_types"}
+)
 #: Types whose values stand for themselves in a form.
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 

@@ -41,6 +41,7 @@ Grammar of an encoded literal::
             | ["plain", "module:Class", repr]    a path, a date, a pattern
             | ["group", name, rank, size]        a process group, and this process's rank in it
             | ["mesh", device, [number...], [literal...] names, [literal...] groups]    a device mesh, flat
+            | ["sharding", literal mesh, [text...] placements, [size...]]    how a DTensor lies on its mesh
 
 A device is its type alone: its index is a fact of the process, not of the program.
 """
@@ -166,13 +167,9 @@ def _object(value: Any) -> Json:
         return ["function", _builtin_name(value), ""]
     if private.is_op(value):
         return ["op", str(value)]
-    group = private.group_of_processes(value)
-    if group is not None:
-        return ["group", *group]
-    mesh = private.mesh_of_devices(value)
-    if mesh is not None:
-        device, ranks, names, groups = mesh
-        return ["mesh", device, ranks, [*names], [*map(encode_literal, groups)]]
+    shared = _shared_by_processes(value)
+    if shared is not None:
+        return shared
     text = plain_text(value)
     if text is not None:
         return ["plain", qualified_name(type(value)), text]
@@ -181,6 +178,21 @@ def _object(value: Any) -> Json:
         return ["function", qualified_name(wrapped), code_digest(getattr(wrapped, "__func__", wrapped))]
     msg = f"A value of type {qualified_name(type(value))} cannot be written down as data."
     raise NoRuleError(msg, actual=qualified_name(type(value)))
+
+
+def _shared_by_processes(value: Any) -> Json:
+    group = private.group_of_processes(value)
+    if group is not None:
+        return ["group", *group]
+    mesh = private.mesh_of_devices(value)
+    if mesh is not None:
+        device, ranks, names, groups = mesh
+        return ["mesh", device, ranks, [*names], [*map(encode_literal, groups)]]
+    sharding = private.sharding_of_dtensor(value)
+    if sharding is not None:
+        own_mesh, placements, shape = sharding
+        return ["sharding", encode_literal(own_mesh), [*map(repr, placements)], shape]
+    return None
 
 
 #: What `typing.Union` and its like are: one object each, of a name.

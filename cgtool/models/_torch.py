@@ -7,9 +7,13 @@ tensors are made in C++, so that `isinstance` with FakeTensor no longer tells: `
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import weakref
 from collections.abc import Iterator
-from typing import Final
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -26,6 +30,7 @@ __all__ = [
     "refer_to_weights",
 ]
 
+_TORCH: Final = str(Path(torch.__file__).parent) + os.sep
 #: What fake tensors raise when something asks for values that they do not have.
 _BLAMES: Final[tuple[type[BaseException], ...]] = (
     fake_tensor.DataDependentOutputException,
@@ -65,8 +70,16 @@ def building_fakes(mode: FakeTensorMode) -> Iterator[None]:
     """Enter a mode in which modules can be built as ever: `module.to(torch.bfloat16)` converts fake parameters, too.
 
     `nn.Module.to` swaps a fake parameter with its converted copy, which torch refuses for what has weak references; the
-    mode's own caches have some to what was filled in place, as initialisation does.
+    mode's own caches have some to what was filled in place, as initialisation does. The tensors of a device mesh are
+    numbers of ranks, and stay real.
     """
+    dispatch = mode.dispatch
+
+    def dispatch_but_ranks(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _is_called_by_a_mesh(sys._getframe(1)):
+            return func(*args, **(kwargs or {}))
+        return dispatch(func, types, args, kwargs)
+
     swap = torch.utils.swap_tensors
 
     def swap_fakes(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -80,11 +93,22 @@ def building_fakes(mode: FakeTensorMode) -> Iterator[None]:
         torch._C._swap_tensor_impl(one, other)
 
     torch.utils.swap_tensors = swap_fakes
+    mode.dispatch = dispatch_but_ranks  # type: ignore[method-assign]
     try:
         with mode:
             yield
     finally:
         torch.utils.swap_tensors = swap
+        del mode.dispatch
+
+
+def _is_called_by_a_mesh(frame: FrameType | None) -> bool:
+    """Return whether torch's own code around a frame, up to the first that is not, is that of a device mesh."""
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        if frame.f_globals.get("__name__") == "torch.distributed.device_mesh":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

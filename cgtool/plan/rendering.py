@@ -60,6 +60,10 @@ def _spelled(literal: Json) -> str:
         return f"range({rest[0]}, {rest[1]}, {rest[2]})"
     if tag == "group":
         return f"process group {rest[0]} (rank {rest[1]} of {rest[2]})"
+    if tag == "mesh":
+        return f"{rest[0]} mesh {'_'.join(rest[2])} of the ranks {rest[1]} in {', '.join(map(_spelled, rest[3]))}"
+    if tag == "sharding":
+        return f"{rest[2]} placed as {', '.join(rest[1])} on the {_spelled(rest[0])}"
     return " ".join(map(str, rest)) or "..."
 
 

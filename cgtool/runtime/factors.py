@@ -11,7 +11,7 @@ things are installed, and for every index of a device.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -186,9 +186,11 @@ def state_of(module: torch.nn.Module) -> Json:
                     continue
                 name = prefix + own
                 steps = tensor.stride() if tensor.layout is torch.strided else None  # a CSR tensor has none
-                make = tensor.dtype, tensor.shape, steps, tensor.device, tensor.layout
+                sharding = private.sharding_of_dtensor(getattr(tensor, "_spec", None))
+                placements = () if sharding is None else sharding[1]
+                make = tensor.dtype, tensor.shape, steps, tensor.device, tensor.layout, placements
                 if make not in spelled:
-                    spelled[make] = _spelled(tensor)
+                    spelled[make] = _spelled(tensor, placements)
                 tensors[name] = spelled[make]
                 other = first.setdefault(id(tensor), name)
                 if other != name:
@@ -206,9 +208,9 @@ def _modules(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.
         pending += [(f"{prefix}{name}.", child) for name, child in reversed(children.items()) if child is not None]
 
 
-def _spelled(tensor: Any) -> str:
+def _spelled(tensor: Any, placements: Sequence[Any]) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{dtype}{list(tensor.shape)} {tensor.device.type}{_layout(tensor)}"
+    return " ".join([f"{dtype}{list(tensor.shape)} {tensor.device.type}{_layout(tensor)}", *map(repr, placements)])
 
 
 def _layout(tensor: Any) -> str:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import os
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,11 +33,12 @@ from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTra
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.torch_function import TorchFunctionModeStackVariable
-from torch._guards import Source, TracingContext, detect_fake_mode
+from torch._guards import Source, TracingContext, detect_fake_mode, tracing
 from torch._library.custom_ops import OPDEFS
+from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental import _config as shape_config
-from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental import proxy_tensor, symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, ShapeEnv
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -49,6 +51,7 @@ __all__ = [
     "ConstraintViolationError",
     "FakeTensor",
     "FakeTensorMode",
+    "RecordedCalls",
     "ShapeEnv",
     "Source",
     "TorchDynamoException",
@@ -58,10 +61,13 @@ __all__ = [
     "UserError",
     "current_output",
     "detect_fake_mode",
+    "dtypes_in",
     "dynamo_source",
     "fix_strides",
+    "has_dtensor",
     "int_oo",
     "is_as_before",
+    "is_size",
     "is_tensor",
     "is_traceable_wrapper_subclass",
     "is_view",
@@ -70,6 +76,7 @@ __all__ = [
     "modified_existing",
     "passed_through",
     "quiet_tracing",
+    "real_object",
     "trace_frame",
     "translated_lines",
     "tree_leaves",
@@ -219,6 +226,66 @@ def translated_lines(error: BaseException) -> Iterator[tuple[str, int, str]]:
         if isinstance(translator, InstructionTranslatorBase) and translator.lineno > 0:
             yield translator.f_code.co_filename, translator.lineno, translator.f_code.co_name
         trace = trace.tb_next
+
+
+def has_dtensor(value: Any) -> bool:
+    """Return whether a value is a DTensor or holds one."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(leaf, module.DTensor) for leaf in tree_leaves(value))
+
+
+def real_object(value: Any) -> Any:
+    """Return the object that stands behind one of Dynamo's fake ones, as a device mesh is; anything else as it is."""
+    return value.real_obj if isinstance(value, FakeScriptObject) else value
+
+
+def is_size(value: Any) -> bool:
+    """Return whether a value is a number that is made of sizes."""
+    return isinstance(value, proxy_tensor.py_sym_types)
+
+
+def dtypes_in(value: Any) -> list[torch.dtype]:
+    """Return the dtypes of the tensors that a value is or holds."""
+    return [leaf.dtype for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+class RecordedCalls:
+    """A graph that grows by the ATen ops that are called on fake tensors whose nodes it knows.
+
+    Args:
+        root: What holds the graph's constants.
+        values: Values of a graph of Dynamo's, a DTensor among them.
+    """
+
+    def __init__(self, root: torch.fx.GraphModule, values: Iterable[Any]) -> None:
+        self._tracer = proxy_tensor.PythonKeyTracer()
+        self._tracer.root = root
+        self._tracer.tensor_attrs = {}
+        self._tracer.graph = self.graph = torch.fx.Graph(tracer_cls=proxy_tensor.PythonKeyTracer)
+        # not the backend's own: Dynamo's fake tensors are of the mode that it had before
+        self._mode = next(leaf.fake_mode for leaf in tree_leaves(list(values)) if isinstance(leaf, FakeTensor))
+
+    def know(self, node: torch.fx.Node) -> None:
+        """Let what a node gives be written as that node."""
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) or is_size(value):
+            proxy = torch.fx.Proxy(node, self._tracer)
+            proxy_tensor.track_tensor_tree(value, proxy, constant=None, tracer=self._tracer)
+
+    def node_of(self, value: Any) -> Any:
+        """Return the node that gives a tensor or a size; any other value as it is."""
+        proxy = self._tracer.unwrap_proxy(value)
+        return proxy.node if isinstance(proxy, torch.fx.Proxy) else value
+
+    def run(self, function: Callable[..., Any], args: Any, kwargs: Any, stack_trace: str | None) -> Any:
+        """Call a function, and write down the ops that it calls, with the user's line."""
+        before = len(self.graph.nodes)
+        with tracing(TracingContext(self._mode)), self._mode, proxy_tensor.ProxyTorchDispatchMode(self._tracer, "real"):
+            value = function(*args, **kwargs)
+        for node in list(self.graph.nodes)[before:]:
+            node.meta["example_value"] = node.meta.pop("val", None)
+            node.meta["stack_trace"] = stack_trace
+        return value
 
 
 def fix_strides(fakes: Iterable[torch.Tensor]) -> None:

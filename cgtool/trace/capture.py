@@ -25,6 +25,7 @@ from cgtool.trace.files import function_guards
 from cgtool.trace.guards import GuardRecorder, combined, module_frame, split_guards
 from cgtool.trace.installed import Asked, listening
 from cgtool.trace.kept import NextState, can_be_kept, guards_of_states, looked_at, passed_by
+from cgtool.trace.local_tensors import of_local_tensors
 from cgtool.trace.outputs import MarkedSizes, TemplateReader, mark_outputs
 from cgtool.trace.public_ops import hold_arrays, write_publicly
 from cgtool.trace.questions import question_guards, shown_steps
@@ -115,6 +116,7 @@ class _Capture:
 
     def __call__(self, graph_module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
         output = private.current_output()
+        graph_module = of_local_tensors(graph_module)
         write_publicly(graph_module)
         self.graph_module = graph_module
         self.frame = module_frame(self._roots.method, output, self._roots)

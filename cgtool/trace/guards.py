@@ -23,6 +23,7 @@ from cgtool.guards.kinds import NoRuleError, describe, encode_literal, names_of
 from cgtool.guards.sources import Roots
 from cgtool.plan.records import Guard, source_words
 from cgtool.trace import _torch as private
+from cgtool.trace.objects import has_identity
 from cgtool.trace.sources import WARNINGS_SHOWN, Frame, UnknownSourceError, source_text, variable_of
 
 #: Guards that something else in the plan implies, and what.
@@ -98,6 +99,7 @@ _KINDS = {
     # Process groups, which Dynamo takes for such objects from torch 2.12 on.
     "OPAQUE_OBJ_GUARD_FN_MATCH": "value",
     "FAKE_SCRIPT_TYPE_MATCH": "type",
+    "DTENSOR_SPEC_MATCH": "value",
     "EMPTY_NN_MODULE_HOOKS_DICT": "empty",
     "TENSOR_MATCH": "tensor",
     "NN_MODULE": "type",
@@ -239,6 +241,9 @@ class GuardRecorder:
     def _same(self, text: str, entry: Any) -> None:
         if isinstance(entry.value, types.ModuleType):
             return  # a module is one object under each of its names
+        if not has_identity(entry.value):  # a device mesh
+            self._add(text, "value", encode_literal(entry.value))
+            return
         create = entry.orig_guard.create_fn
         other = create.keywords.get("source_b") if isinstance(create, functools.partial) else None
         if other is None:

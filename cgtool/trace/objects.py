@@ -16,6 +16,15 @@ from cgtool.guards.code import is_given
 _PASSED_BY = ("torch._dynamo.", "torch._inductor.", "torch.fx.", "sympy.", "torch.ops.")
 _IMMUTABLE = (tuple, str, bytes, int, float, complex, frozenset, range, slice, type(None), type(Ellipsis))
 
+#: Where classes come from whose objects are their values: DTensor keeps the first one of several that are equal.
+_VALUES = frozenset(
+    {
+        "torch.distributed.device_mesh",
+        "torch.distributed.tensor._dtensor_spec",
+        "torch.distributed.tensor.placement_types",
+    }
+)
+
 
 def is_of_call(source: str) -> bool:
     """Return whether a source names a part of a call."""
@@ -32,6 +41,8 @@ def has_identity(value: Any) -> bool:
     if isinstance(value, (*_IMMUTABLE, enum.Enum, type, types.ModuleType, types.MethodType, types.FunctionType)):
         return False
     if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
+        return False
+    if type(value).__module__ in _VALUES:
         return False
     return not callable(value) or isinstance(value, nn.Module) or not is_given(type(value))
 

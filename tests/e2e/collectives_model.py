@@ -141,18 +141,6 @@ class Mesh(Model):
         return DTensor.from_local(x, self.mesh, [Partial()]).redistribute(self.mesh, [Replicate()]).to_local()
 
 
-class ShardedWeights(Model):
-    def __init__(self):
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-        super().__init__()
-        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-        parallelize_module(self, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-
-    def exchange(self, x):
-        return x
-
-
 def drawn(rows):
     rank = dist.get_rank()
     return torch.randn(rows * dist.get_world_size(), WIDTH, generator=torch.Generator().manual_seed(10 * rows + rank))

@@ -29,13 +29,12 @@ SERVED = (
     "Subgroup",
     "TwoGroups",
     "CustomOp",
+    "Mesh",
 )
 WRONG = (r"Rank 1 failed: The compiled call gives something else", r"gives something else than the model")
 REFUSED = {
     "WrongOnOne": WRONG,
     "WrongAtItsOnlySize": WRONG,
-    "Mesh": (r"collectives_model.py.*DTensor.from_local.* cannot be part of a piece",) * 2,
-    "ShardedWeights": ("up.weight is a DTensor, a tensor subclass that an artifact cannot take",) * 2,
 }
 
 

@@ -14,12 +14,14 @@ import copy
 import ctypes
 import dataclasses
 import functools
+import inspect
 import mmap
 import os
 import subprocess
 import sys
 import threading
 import traceback
+import types
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -27,7 +29,7 @@ import torch
 
 from cgtool.compiler.proof.beside import STAGES, CallProof, Calls, StageName, room_for_weights
 from cgtool.compiler.proof.prove import first_line
-from cgtool.compiler.proof.twins import num_fake_bytes, tensors_held
+from cgtool.compiler.proof.twins import num_fake_bytes, over_same_memory
 from cgtool.compiler.ranks import RankAbsentError, RankLostError, Ranks
 from cgtool.errors import CallMismatchError, ProofCrashError
 from cgtool.guards import _torch as private
@@ -151,10 +153,18 @@ def _ended_if_it_hangs(secs: float) -> Iterator[None]:
 def replica(spec: ModelSpec) -> ModelSpec:
     """Return a spec of a copy of the model over the same tensors, for the model itself may be in use.
 
+    A function that a module was given is no other one in a copy, and what it closes over is not copied. Where that are
+    modules, as in what transformers splits among ranks, the main thread, which others wait for, takes the model itself.
+
     Raises:
         _NoReplicaError: It cannot be copied.
     """
-    memo: dict[int, object] = {id(tensor): tensor for tensor in tensors_held(spec.module)}
+    if any(map(_closes_over_modules, spec.module.modules())):
+        if threading.current_thread() is threading.main_thread():
+            return spec
+        msg = "the model cannot be copied: functions that its modules were given close over modules"
+        raise _NoReplicaError(msg)
+    memo: dict[int, object] = {**over_same_memory(spec.module)}
     held = (value for module in spec.module.modules() for value in vars(module).values())
     memo |= {id(value): value for value in held if private.group_of_processes(value) or private.mesh_of_devices(value)}
     try:
@@ -162,6 +172,12 @@ def replica(spec: ModelSpec) -> ModelSpec:
     except Exception as error:  # whatever the model holds may refuse
         msg = f"the model cannot be copied ({type(error).__name__}: {first_line(error)})"
         raise _NoReplicaError(msg) from error
+
+
+def _closes_over_modules(module: torch.nn.Module) -> bool:
+    functions = [value for value in vars(module).values() if isinstance(value, types.FunctionType)]
+    held = [value for function in functions for value in inspect.getclosurevars(function).nonlocals.values()]
+    return any(isinstance(getattr(value, "__self__", value), torch.nn.Module) for value in held)
 
 
 def _why_not(found: Found, spec: ModelSpec, device: str) -> str | None:

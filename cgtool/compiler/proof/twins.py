@@ -19,6 +19,7 @@ from cgtool.compiler._torch import storage_id
 from cgtool.compiler.proof._torch import is_fake
 from cgtool.compiler.proof.inputs import Style, draw_storage, rounded
 from cgtool.graph.values import tensor_meta
+from cgtool.trace.local_tensors import LOCAL
 
 #: Parameters are copied for each run where they come to less; a forward that writes to one is rare.
 _SMALL_BYTES = 64 << 20
@@ -48,9 +49,10 @@ class Twins:
         self._modules = {id(child): child for child in module.modules()}
         drawn: dict[int, torch.Tensor] = {}
         self._base = self._twins_of(self._own, lambda tensor: self._real(tensor, drawn))
-        parameters = [tensor for tensor in self._base if isinstance(tensor, nn.Parameter)]
+        both = list(zip(self._places, self._base, strict=True))
+        parameters = [tensor for place, tensor in both if _is_parameter(place)]
         small = sum(tensor.untyped_storage().nbytes() for tensor in parameters) <= _SMALL_BYTES
-        self._written = {storage_id(tensor) for tensor in self._base if small or not isinstance(tensor, nn.Parameter)}
+        self._written = {storage_id(tensor) for place, tensor in both if small or not _is_parameter(place)}
 
     def __enter__(self) -> Self:
         self._put(self._base)
@@ -138,14 +140,18 @@ class Twins:
         return _view(tensor, copies[number])
 
 
-def tensors_held(module: nn.Module) -> list[torch.Tensor]:
-    """Return the tensors that the modules of a model hold."""
-    return [holder[key] for _, holder, key in _places(module)]
+def over_same_memory(module: nn.Module) -> dict[int, torch.Tensor]:
+    """Return what stands for each tensor of a model, by id, in a copy of it: itself, or a DTensor over its own."""
+    found = {}
+    for _, holder, key in _places(module):
+        own = holder.owner if isinstance(holder, _Shard) else holder[key]
+        found[id(own)] = like(own, own.detach()) if isinstance(holder, _Shard) else own
+    return found
 
 
 def num_fake_bytes(module: nn.Module) -> int:
     """Return how much memory what is fake of a model would take."""
-    tensors = tensors_held(module)
+    tensors = [holder[key] for _, holder, key in _places(module)]
     return sum({storage_id(t): int(t.untyped_storage().nbytes()) for t in tensors if is_fake(t)}.values())
 
 
@@ -186,8 +192,33 @@ def _parts_of(value: Any, name: str) -> list[tuple[str, Any]] | None:
     return [(f"{name}.{key}", part) for key, part in held.items()] if held else None
 
 
+class _Shard:
+    """Where a DTensor holds what this rank has of it, as a dict would."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        held: torch.Tensor = getattr(self.owner, name)
+        return held
+
+    def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
+        setattr(self.owner, name, tensor)
+
+
+def _is_parameter(place: tuple[str, Any, Any]) -> bool:
+    _, holder, key = place
+    return isinstance(holder.owner if isinstance(holder, _Shard) else holder[key], nn.Parameter)
+
+
 def _places(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    """Yield where the modules of a model hold tensors: a name, the dict or list, and the key in it."""
+    """Yield where the modules of a model hold plain tensors: a name, the dict, list or DTensor, and the key in it."""
+    for name, holder, key in _all_places(module):
+        is_shard = hasattr(holder[key], LOCAL)
+        yield (f"{name}.{LOCAL}", _Shard(holder[key]), LOCAL) if is_shard else (name, holder, key)
+
+
+def _all_places(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
     for path, child in module.named_modules():
         for holder in (child._parameters, child._buffers):  # noqa: SLF001 - so that nothing of the model's own runs
             yield from _tensors_in(path, holder)

@@ -1,0 +1,105 @@
+"""Models whose parameters are DTensors: two ranks warm one, load it afresh, and equal the model that nobody split."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from e2e_harness import cgtool, forked_ranks, two_ranks
+
+torch = pytest.importorskip("torch")
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed"),
+]
+
+MODELS = Path(__file__).with_name("sharded_model.py")
+MISSES = {
+    "whole": r'k.weight was "float32\[8, 8\] cpu Shard\(dim=0\)" and is "float32\[8, 8\] cpu" now',
+    "with_other_placements": r'before.weight was "float32\[8\] cpu" and is "float32\[8\] cpu Replicate\(\)" now',
+    "with_a_layer_whole": r"Shard\(dim=-1\) when this was compiled and is .*Replicate\(\) now",
+    "with_ranks_in_another_order": r"of the ranks \[0, 1\] in .* and is .* of the ranks \[1, 0\] in ",
+}
+
+
+def manifests(root):
+    return [json.loads(path.read_text()) for path in root.rglob("manifest.json")]
+
+
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory):
+    """Return a cache that `cgtool warm` filled as two ranks, and its manifests."""
+    root = tmp_path_factory.mktemp("warmed")
+    ended = two_ranks(f"{MODELS}:build", root)
+    assert [ran.code for ran in ended] == [0, 0], ended[0].err + ended[1].err
+    return root, manifests(root)
+
+
+def test_a_split_model_is_warmed_proved_and_shared(warmed):
+    _, (first, second) = warmed
+    assert first["hash"] == second["hash"]
+    for variant in (*first["variants"], *second["variants"]):
+        assert variant["proved_at"], variant
+    digests = [{row["artifact"]["digest"] for row in manifest["rows"]} for manifest in (first, second)]
+    assert len(digests[0] - digests[1]) == 1  # each has words of its own
+
+
+@pytest.fixture(scope="module")
+def loaded(warmed):
+    return forked_ranks({}, MODELS, "loaded", warmed[0], "split", "split_in_a_submesh", *MISSES)
+
+
+def test_fresh_ranks_load_it_whatever_else_their_mesh_is_part_of(loaded):
+    for found in loaded:
+        assert found["split"] == found["split_in_a_submesh"] == [True] * 3
+
+
+@pytest.mark.parametrize("name", MISSES)
+def test_a_model_that_is_split_otherwise_misses_with_the_reason(loaded, name):
+    for found in loaded:
+        assert re.search(MISSES[name], found[name]), found[name]
+
+
+def test_a_sequence_that_is_split_is_served(tmp_path):
+    found = forked_ranks({}, MODELS, "served", tmp_path, "eager", "split_in_the_sequence")
+    assert found == [{"split_in_the_sequence": [True] * 3}] * 2
+    assert all(variant["proved_at"] for manifest in manifests(tmp_path) for variant in manifest["variants"])
+
+
+def test_dtensors_that_a_call_takes_or_returns_are_refused(tmp_path):
+    for found in forked_ranks({}, MODELS, "refused", tmp_path):
+        assert re.match(
+            r"The model returns a DTensor\.\n.*sharded_model.py.*\n.*\(`\.to_local\(\)`\)", found["returned"]
+        )
+        assert found["given"].startswith("x is a DTensor, a tensor subclass that an artifact cannot take.")
+
+
+def test_one_process_warms_the_ranks_of_a_split_model(tmp_path):
+    options = ("--world-size", 2, "--jobs", 0, "--adaptor", "eager")
+    ran = cgtool("warm", f"{MODELS}:build", "--cache-dir", tmp_path, *options)
+    assert ran.code == 0, ran.err
+    assert forked_ranks({}, MODELS, "loaded", tmp_path, "split") == [{"split": [True] * 3}] * 2
+
+
+@pytest.mark.slow
+def test_native_pieces_of_a_split_model_equal_the_whole(tmp_path):
+    assert forked_ranks({}, MODELS, "served", tmp_path, "aot_inductor", "split") == [{"split": [True] * 3}] * 2
+
+
+@pytest.mark.slow
+def test_a_model_that_transformers_splits_equals_the_whole(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "use_cache": False}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    model.save_pretrained(tmp_path / "llama")
+    arguments = ("--arg", f"folder={tmp_path / 'llama'}", "--weights", "real")
+    ended = two_ranks(f"{MODELS}:build_llama", tmp_path / "cache", *arguments)
+    assert [ran.code for ran in ended] == [0, 0], ended[0].err + ended[1].err
+    assert all(variant["proved_at"] for manifest in manifests(tmp_path) for variant in manifest["variants"])
+    loads = forked_ranks({}, MODELS, "llama_equals_the_whole", tmp_path / "llama", tmp_path / "cache")
+    assert loads == [[True] * 3] * 2
