@@ -121,6 +121,8 @@ class _Tracing:
     ) -> None:
         self.tracer = tracer
         self.traced: list[Traced] = []
+        #: Which of the states of the model each was traced in, by number.
+        self._states: list[int] = []
         self.notes: list[str] = []
         self._not_runnable: list[Mapping[str, int]] = []
         #: Those of them that were traced in this process, by their index.
@@ -139,6 +141,7 @@ class _Tracing:
                 if not self._spec.static_where_fixed or not self._make_static(error):
                     raise
                 self.traced.clear()
+                self._states.clear()
                 self._live.clear()
                 self._tracers = None  # they know of no dimension that is static by now
 
@@ -174,9 +177,8 @@ class _Tracing:
         calls = {call.name: call for call in self._spec.calls}
         for index, one in enumerate(self.traced):
             name, fixed = one.variant.name, one.variant.fixed
-            number = one.variant.calls_before
-            live = self._live.get(index) or self.tracer.trace(calls[name], fixed)[number]
-            self._live[index] = live = self.tracer.split(name, fixed, live.trace, calls_before=number)
+            live = self._live.get(index) or self.tracer.trace(calls[name], fixed)[self._states[index]]
+            self._live[index] = live = self.tracer.split(name, fixed, live.trace)
             self.traced[index] = live.record
         return self.stitched(secs + time.perf_counter() - begun)
 
@@ -251,6 +253,7 @@ class _Tracing:
         """Keep the variants of all states of the model; return that of its first."""
         self._live.update(enumerate(lives, len(self.traced)))
         self.traced += states
+        self._states += range(len(states))
         self._tell(states)
         first = states[0]
         if not first.variant.dims.keys() - first.variant.fixed.keys() <= self._spec.require.keys():

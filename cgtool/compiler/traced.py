@@ -5,8 +5,10 @@ The record crosses a process: `cgtool.compiler.tracers` has variants traced in c
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -16,6 +18,7 @@ from cgtool.compiler import _torch
 from cgtool.compiler.fitness import Fitness, fitness_of
 from cgtool.compiler.narrowed import Served, narrowing_relations, served_by
 from cgtool.config import AOT_INDUCTOR
+from cgtool.errors import CgtoolError
 from cgtool.graph._torch import share_storage
 from cgtool.graph.values import tensor_meta
 from cgtool.guards.signature import CallSignature
@@ -26,11 +29,13 @@ from cgtool.plan.grammar import Record
 from cgtool.plan.pieces import PieceGraph, SymbolRange
 from cgtool.plan.records import Guard, Input, Kept, Variant
 from cgtool.split.splitter import Call, SplitResult, split_graph
-from cgtool.trace.capture import Trace, capture
-from cgtool.trace.examples import Dims, arguments_for
+from cgtool.trace.capture import Trace
+from cgtool.trace.examples import FIRST_DYNAMIC, Dims, arguments_for, sizes_of, variants_of
 from cgtool.trace.files import UserCode, user_code
+from cgtool.trace.kept import State
 from cgtool.trace.outputs import place_outputs
 from cgtool.trace.relations import relations_of_trace, symbols_of_trace
+from cgtool.trace.states import capture
 
 
 class Traced(Record, frozen=True, kw_only=True):
@@ -109,6 +114,7 @@ class VariantTracer:
         self.splitting_ops = splitting_ops
         self.adaptor = adaptor
         self._module = spec.module
+        self._states: dict[str, tuple[State, ...]] = {}
 
     def trace(
         self, call: ExampleCall, fixed: Mapping[str, int], sizes: Mapping[str, int] | None = None
@@ -119,13 +125,33 @@ class VariantTracer:
             One variant for each state that calls leave the model in, first of all the one that it is in.
         """
         arguments, marked = arguments_for(call, self.signature, self.dims, fixed, sizes)
-        traces = capture(self._module, self.method, self.signature, arguments, marked)
-        return tuple(self.split(call.name, fixed, trace, calls_before=n) for n, trace in enumerate(traces))
+        others = functools.partial(self._left_by_others, call)
+        traces = capture(self._module, self.method, self.signature, arguments, marked, left_by_others=others)
+        return tuple(self.split(call.name, fixed, trace) for trace in traces)
 
-    def split(self, name: str, fixed: Mapping[str, int], trace: Trace, *, calls_before: int) -> Live:
+    def _left_by_others(self, call: ExampleCall) -> tuple[State, ...]:
+        """Return the states in which calls like an example leave the model, where what they leave has such sizes."""
+        if call.name in self._states:
+            return self._states[call.name]
+        own = sizes_of(call, self.signature, self.dims)
+        dims = Dims(by_name={name: self.dims.by_name[name] for name in own}, places=self.dims.places)
+        larger = {name: size - 1 if dims.by_name[name].max == size else size + 1 for name, size in own.items()}
+        found: list[State] = []
+        for sizes in (own, larger, *({**own, **fixed} for fixed in variants_of(dims) if fixed)):
+            fixed = {name: size for name, size in sizes.items() if size < FIRST_DYNAMIC}
+            with contextlib.suppress(CgtoolError):
+                arguments, marked = arguments_for(call, self.signature, self.dims, fixed, sizes)
+                traces = capture(self._module, self.method, self.signature, arguments, marked)
+                found += [replace(trace.left, sizes=sizes) for trace in traces if trace.left is not None]
+            if not any(state.dynamic for state in found):
+                break
+        self._states[call.name] = tuple(found) if any(state.dynamic for state in found) else ()
+        return self._states[call.name]
+
+    def split(self, name: str, fixed: Mapping[str, int], trace: Trace) -> Live:
         """Return the variant that a trace comes to, as it is split by now."""
         split = self.pieces.split(trace)
-        variant = msgspec.structs.replace(_variant(name, fixed, self.dims, trace, split), calls_before=calls_before)
+        variant = _variant(name, fixed, self.dims, trace, split)
         record = Traced(
             variant=variant,
             graphs={step.graph: split.graphs[step.graph] for step in split.steps},
@@ -198,6 +224,8 @@ def _variant(name: str, fixed: Mapping[str, int], dims: Dims, trace: Trace, spli
             Kept(place=place, value=place_outputs(template, split.outputs, by_source))
             for place, template in trace.kept.items()
         ),
+        calls_before=trace.state.calls,
+        sizes_before=None if trace.state.sizes is None else dict(trace.state.sizes),
         call_guards=(*trace.call_guards, *states, *_apart(inputs, placeholders, split, trace.kept)),
         steps=split.steps,
         output=place_outputs(trace.output, split.outputs, by_source),

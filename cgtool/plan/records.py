@@ -170,7 +170,8 @@ class VariantHead(Record, kw_only=True):
         output: What the model returns, as a template.
         settled: The attributes of the model that a call sets for good.
         kept: What each call leaves in places of the model, in the order in which it is set.
-        calls_before: How many calls like it lead to the state of the model that it was traced in.
+        calls_before: How many calls of its example lead to the state of the model that it was traced in.
+        sizes_before: The dynamic dimensions of these calls; null: they are of the sizes of the call that comes next.
     """
 
     name: str
@@ -183,6 +184,7 @@ class VariantHead(Record, kw_only=True):
     settled: tuple[Settled, ...] = ()
     kept: tuple[Kept, ...] = ()
     calls_before: Count = 0
+    sizes_before: dict[DimName, Count] | None = None
 
     @property
     def given(self) -> Json:

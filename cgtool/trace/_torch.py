@@ -73,7 +73,6 @@ __all__ = [
     "is_view",
     "made_by_custom_op",
     "marked_dynamic",
-    "modified_existing",
     "passed_through",
     "quiet_tracing",
     "real_object",
@@ -81,6 +80,7 @@ __all__ = [
     "translated_lines",
     "tree_leaves",
     "unset_fake_temporarily",
+    "written_existing",
 ]
 
 
@@ -141,8 +141,8 @@ def is_of_numpy(source: Any) -> bool:
     return isinstance(source, dynamo_source.NumpyTensorSource)
 
 
-def modified_existing(output: Any) -> Iterator[Any]:
-    """Yield Dynamo's variables of objects that existed before the call and that differ after it."""
+def written_existing(output: Any) -> Iterator[tuple[Any, bool]]:
+    """Yield Dynamo's variables of objects that were there before the call and are written, and whether they differ."""
     effects, modes = output.side_effects, output.torch_function_mode_stack
     for variable in effects.id_to_variable.values():
         mutation = variable.mutation_type
@@ -150,8 +150,8 @@ def modified_existing(output: Any) -> Iterator[Any]:
             continue
         if isinstance(variable, TorchFunctionModeStackVariable) and len(variable.symbolic_stack) == len(modes):
             continue  # entered, and left
-        if effects.is_modified(variable) and not _is_restored(variable, effects):
-            yield variable
+        if effects.is_modified(variable):
+            yield variable, not _is_restored(variable, effects)
 
 
 def written_attributes(output: Any, variable: Any) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -24,7 +24,7 @@ from cgtool.trace.breaks import explained, line_of_return
 from cgtool.trace.files import function_guards
 from cgtool.trace.guards import GuardRecorder, combined, module_frame, split_guards
 from cgtool.trace.installed import Asked, listening
-from cgtool.trace.kept import NextState, can_be_kept, guards_of_states, looked_at, passed_by
+from cgtool.trace.kept import Held, NextState, State, can_be_kept, looked_at, passed_by, put_back
 from cgtool.trace.local_tensors import of_local_tensors
 from cgtool.trace.outputs import MarkedSizes, TemplateReader, mark_outputs
 from cgtool.trace.public_ops import hold_arrays, write_publicly
@@ -38,7 +38,7 @@ from cgtool.trace.refusals import (
 )
 from cgtool.trace.sources import Frame, source_text
 from cgtool.trace.touched import touched
-from cgtool.trace.writes import inherited_guards, settled_guards, writes_of
+from cgtool.trace.writes import inherited_guards, writes_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,8 @@ class Trace:
         kept: The template of what a call leaves in each of these places of the model, by source.
         lines: The user's line that sets each, by source.
         looked_at: What of the model Dynamo looked at.
-        after: What the next call finds in the places that a call sets.
-        dynamic: Which dimensions of that may change from call to call.
+        state: The state of the model that it was traced in.
+        left: The state that the call leaves it in, where that is another one.
     """
 
     graph_module: fx.GraphModule
@@ -76,35 +76,33 @@ class Trace:
     asked: Asked
     output: Json
     shape_env: Any
-    settled: tuple[Settled, ...] = ()
-    kept: Mapping[str, Json] = field(default_factory=dict)
-    lines: Mapping[str, str] = field(default_factory=dict)
-    looked_at: tuple[str, ...] = ()
-    after: tuple[_Held, ...] = ()
-    dynamic: tuple[tuple[torch.Tensor, int], ...] = ()
-
-
-_Held = tuple[Place, Any]
-#: In how many states calls may leave a model.
-_MOST_STATES = 8
+    settled: tuple[Settled, ...]
+    kept: Mapping[str, Json]
+    lines: Mapping[str, str]
+    looked_at: tuple[str, ...]
+    state: State
+    left: State | None
 
 
 class _Capture:
-    """The backend that keeps what Dynamo made of one frame."""
+    """The backend that keeps what Dynamo made of one frame of a model that calls left something in these places of."""
 
-    def __init__(self, roots: Roots, marked: list[tuple[torch.Tensor, int, str]]) -> None:
+    def __init__(self, roots: Roots, marked: list[tuple[torch.Tensor, int, str]], left: Collection[str]) -> None:
         self._roots = roots
+        self._left = left
         self._marked = marked
         self.graph_module: fx.GraphModule | None = None
         self.frame: Frame | None = None
         self.codes: list[types.CodeType] = []
         self.settled: tuple[Settled, ...] = ()
         self.kept: tuple[str, ...] = ()
+        #: Attributes that are written with what is no tensor, or with what they hold already.
+        self.plain: tuple[str, ...] = ()
         self.lines: Mapping[str, str] = {}
         self.inherited: tuple[Settled, ...] = ()
         #: What Dynamo's bytecode sets, as it is before: what lasts, and what is to be as it was.
-        self.lasting: list[_Held] = []
-        self.unchanged: list[_Held] = []
+        self.lasting: list[Held] = []
+        self.unchanged: list[Held] = []
         self.promised: list[Any] = []
         self.inputs: dict[str, Any] = {}
         self.others: dict[str, Any] = {}
@@ -128,10 +126,11 @@ class _Capture:
         refuse_side_effects(writes.changed, writes.lines)
         self.settled, self.kept, self.lines = tuple(writes.settled), tuple(writes.kept), writes.lines
         self.lasting = self._held((*(f"{one.source}.{one.name}" for one in writes.settled), *writes.kept))
+        self.plain = tuple(source for source in writes.written if source not in writes.kept)
         self.inherited = tuple(writes.inherited)
         self.unchanged = self._held(f"{one.source}.{one.name}" for one in writes.inherited)
         self.unchanged += self._held(f"{source}.{name}" for source, name in writes.renewed)
-        self.others = _other_arguments(output, self.frame, self.inputs)
+        self.others = _other_arguments(output, self.frame, self.inputs, self._left)
         fakes = {**self.inputs, **self.others}
         private.fix_strides(fakes.values())
         known = _known_tensors(fakes, self._roots)
@@ -151,7 +150,7 @@ class _Capture:
 
         return run
 
-    def _held(self, sources: Iterable[str]) -> list[_Held]:
+    def _held(self, sources: Iterable[str]) -> list[Held]:
         return [(place, place.get()) for place in (Place(self._roots, source) for source in sources)]
 
     def takes(self, source: str) -> bool:
@@ -165,72 +164,24 @@ class _Capture:
         return self.frame
 
 
-def capture(
+def trace_once(
     module: torch.nn.Module,
     method: Callable[..., Any],
     signature: CallSignature,
     arguments: Mapping[str, Any],
     marked: list[tuple[torch.Tensor, int, str]],
-) -> tuple[Trace, ...]:
-    """Trace `method` on these root locals, and once more in each state that calls leave the model in.
-
-    The model stays as it was.
-
-    Args:
-        module: The model.
-        method: Its method: bound, or a function that was set on the model.
-        signature: Its signature.
-        arguments: The root locals, as `signature.bind` gives them.
-        marked: (tensor, dimension, name) of each dimension that must stay symbolic.
-
-    Returns:
-        The traces of the model as it is, and as it is after one call, and so on.
-
-    Raises:
-        GraphBreakError: The model holds something that Dynamo cannot trace.
-        TraceError: Something that the graph rests on, or that it returns, cannot be kept as data.
-    """
-    undo: list[_Held] = []
-    traces = [_captured(module, method, signature, arguments, marked)]
-    try:
-        while traces[-1].after:
-            undo += [(place, place.get()) for place, _ in traces[-1].after]
-            for place, value in traces[-1].after:
-                place.set(value)
-            also = [(tensor, dim, "") for tensor, dim in traces[-1].dynamic]
-            again = _captured(module, method, signature, arguments, [*marked, *also])
-            known = next((n for n, one in enumerate(traces) if _is_as_before(one, again)), None)
-            if known is not None:
-                traces[known] = _before_and_after(traces[known], again)
-                break
-            traces.append(again)
-            if len(traces) > _MOST_STATES:
-                before, now = _lasting(traces[-2]), _lasting(again)
-                changing = [source for source in now if now[source] != before.get(source)]
-                refuse_side_effects(changing or now, traces[0].lines)
-    finally:
-        _put_back(undo)
-    if len(traces) == 1:
-        [trace] = traces
-        _check_at_once(guards_of_states(trace.model_guards, (), tuple(trace.kept))[0], Roots(module, method))
-        return (trace,)
-    return tuple(replace(trace, settled=(), kept=_lasting(trace)) for trace in traces)
-
-
-def _captured(
-    module: torch.nn.Module,
-    method: Callable[..., Any],
-    signature: CallSignature,
-    arguments: Mapping[str, Any],
-    marked: list[tuple[torch.Tensor, int, str]],
+    *,
+    state: State,
 ) -> Trace:
+    """Trace `method` of a model that is in this state, as `cgtool.trace.states.capture` says; the model stays in it."""
     count("traces")
+    marked = [*marked, *((tensor, dim, "") for tensor, dim in state.dynamic)]
     refuse_surroundings(Roots(module, method))
     roots = Roots(module, method, arguments)
-    captured = _Capture(roots, marked)
+    captured = _Capture(roots, marked, [place.text for place, _ in state.held])
     recorder = GuardRecorder(frame=captured.current_frame, is_input=captured.takes)
     mode = private.detect_fake_mode(_tensors(arguments)) or contextlib.nullcontext()
-    state = tuple(Guard(source=f"state:{name}", kind="state", expected=current(name)) for name in STATE_NAMES)
+    settings = tuple(Guard(source=f"state:{name}", kind="state", expected=current(name)) for name in STATE_NAMES)
     with torch.no_grad(), private.quiet_tracing(), explained(method), listening() as asked:
         compiled = private.trace_frame(method, captured, recorder.filter)
         with mode, captured.sizes, private.marked_dynamic((tensor, dim) for tensor, dim, _ in marked):
@@ -238,7 +189,7 @@ def _captured(
                 result = signature.call(compiled, arguments)
                 left = [(place, place.get()) for place, _ in captured.lasting]
             finally:
-                _put_back((*captured.lasting, *captured.unchanged))
+                put_back((*captured.lasting, *captured.unchanged))
     graph_module = captured.graph_module
     if graph_module is None:
         captured.current_frame()
@@ -260,19 +211,18 @@ def _captured(
     functions = function_guards(captured.codes)
     model_guards = (*ALWAYS, *_own_method(Roots(module, method)), *model_guards, *functions)
     model_guards = tuple(inherited_guards(model_guards, captured.inherited))
-    _check_at_once(model_guards, Roots(module, method))
+    check_at_once(model_guards, Roots(module, method))
     reader = TemplateReader(captured.outputs, known, captured.sizes)
     held = passed_by(module, arguments, [place.text for place, _ in left])
     templates = _templates(TemplateReader(captured.outputs, held | known, captured.sizes), left, captured.lines)
-    after = NextState(captured.promised, roots, marked)
     with mode:
-        found = tuple((place, after.of(place, templates[place.text], value)) for place, value in left)
+        after = NextState(captured.promised, roots, marked).after(state, left, templates)
     return Trace(
         graph_module=graph_module,
         input_sources=sources,
         dims=_named_dims(marked, known),
         model_guards=model_guards,
-        call_guards=(*state, *call_guards),
+        call_guards=(*settings, *call_guards),
         codes=tuple(captured.codes),
         classes=seen.classes,
         variables=frozenset(recorder.variables),
@@ -282,9 +232,9 @@ def _captured(
         settled=captured.settled,
         kept={source: templates[source] for source in captured.kept},
         lines=captured.lines,
-        looked_at=looked_at(sources, recorded),
-        after=found,
-        dynamic=tuple((tensor, dim) for tensor, dim in after.dynamic if tensor.shape[dim] > 1),
+        looked_at=looked_at((*sources, *captured.plain), recorded),
+        state=state,
+        left=after if left else None,
     )
 
 
@@ -295,7 +245,7 @@ def _template(reader: TemplateReader, result: Any, method: Callable[..., Any]) -
         raise TraceError(f"{error}{line_of_return(method)}", path=error.path, actual=error.actual) from error
 
 
-def _templates(reader: TemplateReader, left: Iterable[_Held], lines: Mapping[str, str]) -> dict[str, Json]:
+def _templates(reader: TemplateReader, left: Iterable[Held], lines: Mapping[str, str]) -> dict[str, Json]:
     """Return the template of what is left in each place, by its source; refuse what a call cannot leave there."""
     found: dict[str, Json] = {}
     for place, value in left:
@@ -307,59 +257,6 @@ def _templates(reader: TemplateReader, left: Iterable[_Held], lines: Mapping[str
             msg = f"{error}{lines.get(place.text, '')}"
             raise TraceError(msg, path=error.path, actual=error.actual) from error
     return found
-
-
-def _put_back(held: Sequence[_Held]) -> None:
-    for place, value in reversed(held):
-        place.set(value)
-
-
-def _lasting(trace: Trace) -> dict[str, Json]:
-    """Return the template of all that a call sets for good or for the next one, by source."""
-    return {**{f"{one.source}.{one.name}": ["const", one.after] for one in trace.settled}, **trace.kept}
-
-
-def _is_as_before(one: Trace, again: Trace) -> bool:
-    """Return whether a trace is another one once more: what differs in the model is nothing that it looked at.
-
-    What one sets for good may be set in the other.
-    """
-    if _graph_words(one) != _graph_words(again) or one.kept != again.kept or again.settled not in {(), one.settled}:
-        return False
-    places = _lasting(again)
-    return _seen_in(one, places) == _seen_in(again, places)
-
-
-def _seen_in(trace: Trace, places: Iterable[str]) -> set[tuple[str, str, str]]:
-    """Return the guards on what calls leave something in."""
-    _, of_call = guards_of_states(trace.model_guards, trace.looked_at, tuple(places))
-    return {(guard.source, guard.kind, repr(guard.expected)) for guard in of_call}
-
-
-def _before_and_after(first: Trace, again: Trace) -> Trace:
-    """Return the trace of a model that sets attributes for good: it serves it as it was, and as it is from then on."""
-    if first.settled == again.settled:
-        return first
-    guards = {(guard.source, guard.kind): guard for trace in (first, again) for guard in trace.model_guards}
-    calls = {(guard.source, guard.kind): guard for trace in (first, again) for guard in trace.call_guards}
-    return replace(
-        again,
-        model_guards=tuple(settled_guards(guards.values(), first.settled)),
-        call_guards=tuple(calls.values()),
-        codes=tuple(dict.fromkeys((*first.codes, *again.codes))),
-        classes=tuple(dict.fromkeys((*first.classes, *again.classes))),
-        variables=first.variables | again.variables,
-        settled=first.settled,
-    )
-
-
-def _graph_words(trace: Trace) -> tuple[Any, ...]:
-    """Return what two equal traces have in common; a graph that holds a constant tensor equals none."""
-    graph_module = trace.graph_module
-    placeholders = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
-    constants = [object() for _ in graph_module.named_buffers()]
-    shapes = [(str(tuple(t.shape)), str(t.stride())) for t in placeholders if isinstance(t, torch.Tensor)]
-    return graph_module.code, shapes, constants, trace.input_sources, trace.dims, trace.output
 
 
 def _own_method(roots: Roots) -> tuple[Guard, ...]:
@@ -410,8 +307,8 @@ def _returned_constants(frame: Frame) -> tuple[Guard, ...]:
     return tuple(guards)
 
 
-def _other_arguments(output: Any, frame: Frame, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {source: fake tensor} of the tensor arguments that the graph does not take.
+def _other_arguments(output: Any, frame: Frame, known: Mapping[str, Any], left: Collection[str]) -> dict[str, Any]:
+    """Return {source: fake tensor} of the tensor arguments, and of what other calls left, that the graph does not take.
 
     A tensor of which the graph uses nothing but its shape is no placeholder of Dynamo's, yet its size is.
     """
@@ -419,7 +316,8 @@ def _other_arguments(output: Any, frame: Frame, known: Mapping[str, Any]) -> dic
     for tracked in output.tracked_fakes:
         if isinstance(tracked.fake, torch.Tensor) and not private.is_of_numpy(tracked.source):
             text = source_text(tracked.source, frame)
-            if text.startswith("arg:") and text not in known and not text.endswith("._base"):
+            is_of_call = text.startswith("arg:") or text in left
+            if is_of_call and text not in known and not text.endswith("._base"):
                 found[text] = tracked.fake
     return found
 
@@ -447,7 +345,7 @@ def _named_dims(
     return tuple((name, known[id(t)], dim % t.dim()) for t, dim, name in marked if name and id(t) in known)
 
 
-def _check_at_once(guards: tuple[Guard, ...], roots: Roots) -> None:
+def check_at_once(guards: tuple[Guard, ...], roots: Roots) -> None:
     """Check every guard against the very model that was traced: one that fails now would make every load a miss."""
     failures = check(guards, roots)
     if failures:

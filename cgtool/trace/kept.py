@@ -1,15 +1,16 @@
 """What calls leave in attributes of the model: as data, and as the next call finds it.
 
 Dynamo's bytecode, which is not shipped, sets the attributes; what it set is read off the model after the one traced
-call, as the output is. A call may look at what the one before it left, so the model is traced again in each state that
-calls leave it in, until one comes back. What no trace looked at may be anything.
+call, as the output is. What a trace did not look at may be anything.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,12 +24,12 @@ from cgtool.plan.records import Guard
 from cgtool.trace import _torch as private
 from cgtool.trace.objects import is_computed, is_of_call
 
-#: (tensor, dimension) of what changes from call to call.
-DynamicDims = list[tuple[torch.Tensor, int]]
+#: A place, and what it holds.
+Held = tuple[Place, Any]
 _NAME = re.compile(r"[A-Za-z0-9_]+", re.ASCII)
 _PLAIN = (type(None), bool, int, float, str)
-#: Kinds of guards on which attributes or keys an object has.
-_OF_ONE_NAME, _OF_KEYS = ("hasattr", "absent", "contains"), ("keys", "length", "empty", "named_keys")
+#: Kinds of guards on which keys a dict has.
+_OF_KEYS = ("keys", "length", "empty", "named_keys")
 
 
 def can_keep(source: str, name: str, owner: Any) -> bool:
@@ -65,6 +66,45 @@ def passed_by(module: nn.Module, arguments: Mapping[str, Any], places: Iterable[
     return {number: every[0] for number, every in sources.items() if len(every) == 1}
 
 
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """A state that calls leave a model in.
+
+    Args:
+        held: What places of the model hold then.
+        dynamic: (tensor, dimension) of what changes there from call to call.
+        calls: How many calls lead to it.
+        sizes: The dynamic dimensions of these calls; None: they are of the sizes of the call that comes next.
+    """
+
+    held: tuple[Held, ...] = ()
+    dynamic: tuple[tuple[torch.Tensor, int], ...] = ()
+    calls: int = 0
+    sizes: Mapping[str, int] | None = None
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Have the model in this state while the block runs."""
+        before = [(place, place.get()) for place, _ in self.held]
+        try:
+            for place, value in self.held:
+                place.set(value)
+            yield
+        finally:
+            put_back(before)
+
+    def is_looked_at(self, sources: Iterable[str]) -> bool:
+        """Return whether one of these sources leads to a tensor that calls left."""
+        texts = [place.text for place, value in self.held if isinstance(value, torch.Tensor)]
+        return any(_leads_to(source, texts) for source in sources)
+
+
+def put_back(held: Sequence[Held]) -> None:
+    """Have places hold what they held, in which they may have changed one after the other."""
+    for place, value in reversed(held):
+        place.set(value)
+
+
 class NextState:
     """Makes what the next call finds: tensors like those that the graph gave, for nothing is computed.
 
@@ -79,15 +119,24 @@ class NextState:
         self._roots = roots
         self._marked = {(id(tensor), dim % tensor.dim()) for tensor, dim, _ in marked}
         self._made: dict[int, torch.Tensor] = {}
-        self.dynamic: DynamicDims = []
+        self._dynamic: list[tuple[torch.Tensor, int]] = []
 
-    def of(self, place: Place, template: Json, value: Any) -> Any:
-        """Return what a place holds next, by the template of what the call left there."""
-        found = self._value(template, value)
-        before = place.get()
-        if isinstance(before, torch.Tensor) and isinstance(found, torch.Tensor) and before.dim() == found.dim():
-            self.dynamic += [(found, dim) for dim, size in enumerate(found.shape) if size != before.shape[dim]]
-        return found
+    def after(self, state: State, left: Iterable[Held], templates: Mapping[str, Json]) -> State:
+        """Return the state that the next call finds.
+
+        Args:
+            state: That of the call.
+            left: What it left, as Dynamo's bytecode set it.
+            templates: The templates of that, by source.
+        """
+        held = {place.text: (place, value) for place, value in state.held}
+        for place, value in left:
+            before, found = place.get(), self._value(templates[place.text], value)
+            held[place.text] = place, found
+            if isinstance(before, torch.Tensor) and isinstance(found, torch.Tensor) and before.dim() == found.dim():
+                self._dynamic += [(found, dim) for dim, size in enumerate(found.shape) if size != before.shape[dim]]
+        dynamic = tuple((tensor, dim) for tensor, dim in (*state.dynamic, *self._dynamic) if tensor.shape[dim] > 1)
+        return replace(state, held=tuple(held.values()), dynamic=dynamic, calls=state.calls + 1)
 
     def _value(self, template: Json, value: Any) -> Any:
         tag, *rest = template
@@ -109,7 +158,7 @@ class NextState:
             self._made[id(tensor)] = made
             sizes_now = enumerate(tensor.shape)
             changing = [dim for dim, s in sizes_now if not isinstance(s, int) or (id(tensor), dim) in self._marked]
-            self.dynamic += [(made, dim) for dim in changing]
+            self._dynamic += [(made, dim) for dim in changing]
         return self._made[id(tensor)]
 
 

@@ -37,6 +37,7 @@ class Writes:
         inherited: Plain attributes that a module has from its class and is given as they are there: nothing changes.
         kept: The sources of attributes, and of items of dicts, of the model that each call may leave another value in.
         changed: The sources of all else.
+        written: The sources of all attributes that are written, with what they are or with something else.
         lines: The user's line that writes one of these sources, where Dynamo tells it.
     """
 
@@ -45,6 +46,7 @@ class Writes:
     inherited: list[Settled] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
     lines: dict[str, str] = field(default_factory=dict)
 
 
@@ -57,9 +59,10 @@ def writes_of(output: Any, frame: Frame, inputs: Mapping[str, Any]) -> Writes:
         inputs: Source → fake tensor of the graph's inputs.
     """
     found = Writes()
-    for variable in private.modified_existing(output):
+    for variable, differs in private.written_existing(output):
         name = _name_of(variable, frame)
-        if name == WARNINGS_SHOWN or _is_as_before(variable, name, frame):
+        found.written += [f"{name}.{attribute}" for attribute in private.written_attributes(output, variable)]
+        if not differs or name == WARNINGS_SHOWN or _is_as_before(variable, name, frame):
             continue
         owner, _, last = name.rpartition(".")
         is_dict = last in MODULE_DICTS

@@ -82,6 +82,13 @@ def the_argument(self, x):
     return x * 2 if before is None else x + before.sum(0)
 
 
+def mask_of_the_size(self, x):
+    rows = x.shape[0]
+    if self.mask is None or self.mask.shape[0] != rows:
+        self.mask = torch.ones(rows, rows).tril()
+    return self.mask @ x
+
+
 def a_view_of_the_argument(self, x):
     self.seen, self.same = x[:, :4], self.part
     return x * 2
@@ -121,6 +128,8 @@ KEPT = {
     "a ring": (taken_in_turn, {}, {"ring": torch.zeros(3, 8), "slot": 0}),
     "a first call that is another graph": (first_call_differs, {}, {"is_first": True}),
     "two that change places": (swapped, {}, {"one": torch.ones(8), "other": torch.zeros(8)}),
+    "the argument": (the_argument, {}, {"before": None}),
+    "a mask of the size": (mask_of_the_size, {}, {"mask": None}),
     "a view of the argument, and a tensor of the model": (
         a_view_of_the_argument,
         {"part": torch.ones(3)},

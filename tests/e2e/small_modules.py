@@ -291,6 +291,7 @@ SERVED = {
     "fft": lambda: (module(rfft), rows(4, 2, 7), ROWS),
     "complex numbers": lambda: (module(complex_numbers), rows(4, 2, 7), ROWS),
     "autocast": lambda: (module(autocast, layer=nn.Linear(8, 8)), rows(4, 2, 7), ROWS),
+    "a buffer replaced": lambda: (module(buffer_replaced, count=torch.zeros(())), rows(4, 2, 7), ROWS),
     "a buffer written to": lambda: (module(buffer_written, count=torch.zeros(())), rows(4, 2, 7), ROWS),
     "an argument written to and returned": lambda: (module(argument_written), rows(4, 2, 7), ROWS),
     "einsum": lambda: (module(einsum, weight=nn.Parameter(torch.zeros(8, 8))), rows(4, 2, 7), ROWS),
@@ -357,7 +358,6 @@ REFUSED = {
         "dimension 1",
     ),
     "fake quantisation": (lambda: (module(fake_quantised), rows(4), ROWS), r"small_rows\.py:\d+, in fake_quantised"),
-    "a buffer replaced": (lambda: (module(buffer_replaced, count=torch.zeros(())), rows(4), ROWS), "attribute c|count"),
     "a call that is counted": (
         lambda: (module(counted, calls=0), rows(4), ROWS),
         r"changes calls while it runs.*\n.*small_modules\.py:\d+, in counted: self\.calls \+= 1",

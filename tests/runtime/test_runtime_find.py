@@ -31,7 +31,7 @@ from cgtool.store.entry import EntryWriter, read_entry  # noqa: E402
 from cgtool.store.key import FACTOR_ORDER, read_key  # noqa: E402
 from cgtool.store.layout import CacheLayout, RankName  # noqa: E402
 from cgtool.store.records import Factor, Key  # noqa: E402
-from cgtool.trace.capture import capture  # noqa: E402
+from cgtool.trace.states import capture  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_grad")]
 
@@ -450,7 +450,7 @@ class Choosing(nn.Module):
 )
 def test_compile_finds_the_entry_that_takes_the_call(tmp_path, monkeypatch, kind, dynamic):
     traced = []
-    monkeypatch.setattr(traced_module, "capture", lambda *args: traced.append(args) or capture(*args))
+    monkeypatch.setattr(traced_module, "capture", lambda *args, **more: traced.append(args) or capture(*args, **more))
     module = kind().eval()
     counts = []
     for size in (4, 12, 4, 12, 4):

@@ -275,9 +275,13 @@ class Calls:
         try:
             given, _ = arguments_for(call, self._signature, self._dims, variant.fixed, sizes)
             given = twins.arguments(given)
+            before = given
+            if variant.sizes_before is not None:
+                before, _ = arguments_for(call, self._signature, self._dims, {}, variant.sizes_before)
+                before = twins.arguments(before)
         except Exception as error:  # inputs of these sizes may not be made, for any reason
             raise _NotRunnableError(_said(error)) from error
-        run = functools.partial(self._run, given, twins, variant)
+        run = functools.partial(self._run, given, twins, variant, before)
         eager = self._eager(run)
         if self._draws and any(map(_has_nan, eager.given.values())):
             msg = "it gives NaN"
@@ -354,6 +358,7 @@ class Calls:
         given: Mapping[str, Any],
         twins: Twins,
         variant: Variant,
+        before: Mapping[str, Any],
         function: Callable[..., Any],
         *,
         dtype: torch.dtype | None = None,
@@ -365,7 +370,7 @@ class Calls:
         """
         twins.renew()
         for _ in range(variant.calls_before):
-            args, kwargs = self._signature.arguments(twins.arguments(given))
+            args, kwargs = self._signature.arguments(twins.arguments(before))
             with torch.no_grad(), within():
                 self._method(*args, **kwargs)
         arguments = twins.arguments(given)
