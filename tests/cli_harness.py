@@ -78,20 +78,28 @@ def run(*arguments: object, cwd: Path | None = None, env: Mapping[str, str] | No
     return _server_for(words, env).run("cgtool", cwd or Path.cwd(), environment(**(env or {})), words)
 
 
-def forked(source: str, *arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Ran:
-    """Run a Python program to its end in a fork of a process that has imported torch and no compiler.
+def forked(
+    source: str,
+    *arguments: object,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    compiles: bool = False,
+) -> Ran:
+    """Run a Python program to its end in a fork of a process that has imported torch.
 
     Args:
         source: The program.
         arguments: `sys.argv` from 1 on.
         cwd: Where it runs.
         env: Its whole environment, of which what Python and torch read as they start says nothing; None for this one's.
+        compiles: Whether that process has imported Dynamo as well.
     """
     with tempfile.NamedTemporaryFile("w", suffix=".py") as program:
         program.write(source)
         program.flush()
         words = [str(argument) for argument in arguments]
-        return torch_server().run(program.name, cwd or Path.cwd(), environment() if env is None else env, words)
+        forks = server(None, with_torch=True) if compiles else torch_server()
+        return forks.run(program.name, cwd or Path.cwd(), environment() if env is None else env, words)
 
 
 @functools.cache

@@ -6,7 +6,8 @@ import re
 
 import pytest
 import torch
-from piece_cases import CASES, X, call, graph, in_a_process
+from cli_harness import REPO, environment, forked
+from piece_cases import CASES, X, call, graph
 
 from cgtool.compiler.adaptors.aot_inductor import _check_extern, _hold_back_views
 from cgtool.compiler.adaptors.interface import get_adaptor
@@ -63,8 +64,15 @@ except CgtoolError as error:
 """
 
 
+def with_compiler(path):
+    """What comes of a compile by another compiler."""
+    done = forked(FAIL, REPO / "tests", env=environment(CXX=str(path)))
+    assert done.code == 0, done.err
+    return done.out
+
+
 def test_a_missing_compiler_is_a_sentence():
-    found = in_a_process(FAIL, CXX="/nonexistent/g++")
+    found = with_compiler("/nonexistent/g++")
     assert found.startswith("ConfigError The adaptor 'aot_inductor' needs a C++ compiler")
     assert "/nonexistent/g++" in found
 
@@ -86,7 +94,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path):
         'echo "In file included from here:" >&2; echo "x.cpp:7:1: error: out of cheese" >&2; exit 1\n'
     )
     broken.chmod(0o755)
-    found = in_a_process(FAIL, CXX=str(broken))
+    found = with_compiler(broken)
     assert found.startswith("CompileError the C++ compiler failed")
     assert "error: out of cheese" in found
     assert found.rstrip().endswith("(adaptor 'eager')")

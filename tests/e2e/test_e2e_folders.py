@@ -10,8 +10,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from cli_harness import environment, forked
 from e2e_harness import cgtool as command
-from e2e_harness import python
 
 torch = pytest.importorskip("torch")
 
@@ -259,8 +259,8 @@ def test_load_writes_nowhere_but_into_the_cache(tmp_path, warmed):
     }
     before = snapshot(*places)
     kept = {path: path.read_bytes() for path in root.rglob("*") if path.is_file() and "state" not in path.parts}
-    done = python("-c", LOAD.format(here=str(HERE), root=f", cache_dir={str(root)!r}"), env=env, cwd=work)
-    assert done.report is True
+    done = forked(LOAD.format(here=str(HERE), root=f", cache_dir={str(root)!r}"), env=environment(**env), cwd=work)
+    assert done.report is True, done.err
     assert snapshot(*places) == before
     now = {path: path.read_bytes() for path in root.rglob("*") if path.is_file() and "state" not in path.parts}
     assert now == kept
@@ -269,7 +269,7 @@ def test_load_writes_nowhere_but_into_the_cache(tmp_path, warmed):
 def test_a_home_that_is_not_there_needs_no_home_when_the_cache_is_named(tmp_path, warmed):
     program = LOAD.format(here=str(HERE), root=f", cache_dir={str(warmed)!r}")
     missing = tmp_path / "no" / "home"
-    assert python("-c", program, env={"HOME": str(missing)}, cwd=tmp_path).report is True
+    assert forked(program, env=environment(HOME=str(missing)), cwd=tmp_path).report is True
     assert not missing.exists()
     done = command("inspect", "cache", warmed, "--json", env={"HOME": str(missing)}, cwd=tmp_path)
     assert len(done.report["entries"]) == 1
@@ -284,7 +284,7 @@ def test_a_home_that_cannot_be_made_is_a_sentence(tmp_path):
     assert "Traceback" not in done.err
     assert "--cache-dir" in done.err
     program = LOAD.format(here=str(HERE), root="")
-    done = python("-c", program, env=env, cwd=tmp_path)
+    done = forked(program, env=environment(**env), cwd=tmp_path)
     assert "CacheMissError: There is nothing for this model" in done.err
 
 

@@ -101,9 +101,6 @@ def test_a_second_warm_traces_nothing_compiles_nothing_and_writes_nothing(warmed
 
 def test_the_poison_is_one(tmp_path):
     env = poisoned(tmp_path / "poison", COMPILER)
-    ran = python("-c", "import torch; import torch._dynamo", env=env)
-    assert ran.code == 1
-    assert "the import of torch._dynamo is forbidden here" in ran.err
     ran = cgtool("warm", LLAMA, "--weights", "real", "--cache-dir", tmp_path / "cache", env=env)
     assert ran.code == 1
     assert "is forbidden here" in ran.err

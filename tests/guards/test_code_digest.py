@@ -103,7 +103,7 @@ def test_other_processes_paths_and_hash_seeds_agree(tmp_path: Path) -> None:
         "print(json.dumps([code_digest(mod.f), code_digest(mod.f, follow_globals=True), code_digest(mod.f.__code__)]))"
     )
     seen = set()
-    for seed in ("0", "1", "77"):
+    for seed in ("0", "77"):
         folder = tmp_path / seed
         folder.mkdir()
         (folder / "mod.py").write_text("\n" * int(seed) + module)

@@ -7,7 +7,6 @@ import hashlib
 import json
 import shutil
 import subprocess
-import sys
 import tarfile
 import urllib.request
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 from bundle_maker import make_keys
 from cache_maker import lay_entry
-from cli_harness import environment, run
+from cli_harness import forked, run
 from remote_servers import registry
 
 from cgtool.store.layout import CacheLayout, RankName
@@ -152,9 +151,8 @@ def test_a_model_loads_from_what_an_image_holds(repository, tmp_path):
         there = tmp_path / "mounted" if root is not None else ""
         if there:
             there.symlink_to(root / "models")
-        command = [sys.executable, "-c", LOADING, FIXTURE.parent, here, there]
-        loaded = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-    assert loaded.returncode == 0, loaded.stderr
+        loaded = forked(LOADING, FIXTURE.parent, here, there)
+    assert loaded.code == 0, loaded.err
 
 
 def test_what_an_image_shared_goes_with_the_last_entry_that_links_to_it(repository, tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from cache_maker import LOOKUP, lay_entry
-from cli_harness import environment, run
+from cli_harness import Ran, environment, forked, run
 from remote_servers import FaultyServer, answers, deaf_port, faulty, of_files, other_bytes, reset, truncated
 
 from cgtool.errors import CacheMissError, CgtoolError, RemoteError
@@ -210,14 +210,15 @@ def test_a_model_that_one_machine_warmed_loads_on_the_next(tmp_path):
     warmed = run("warm", model, "--adaptor", "eager", "--cache-dir", tmp_path / "a", "--remote", store, "--json")
     assert warmed.code == 0, warmed.err
     runs = [python(LOADING, CGTOOL_CACHE_DIR=str(tmp_path / "b"), CGTOOL_REMOTE=store) for _ in range(2)]
-    assert [done.stdout.split()[-1] for done in runs] == ["True", "False"]  # what is there needs no store
+    assert [done.out.split()[-1] for done in runs] == ["True", "False"]  # what is there needs no store
     again = run("warm", model, "--adaptor", "eager", "--cache-dir", tmp_path / "c", "--remote", store, "--json").report
     assert (again["hit"], again["hash"]) == (True, warmed.report["hash"])
 
 
-def python(program: str, *words: object, **told: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", program.format(folder=str(FIXTURE.parent)), *map(str, words)]
-    return subprocess.run(command, env=environment(**told), capture_output=True, text=True, check=True)
+def python(program: str, *words: object, **told: str) -> Ran:
+    done = forked(program.format(folder=str(FIXTURE.parent)), *words, env=environment(**told))
+    assert done.code == 0, done.err
+    return done
 
 
 @pytest.mark.torch
@@ -225,12 +226,12 @@ def test_a_model_that_one_process_compiled_loads_on_the_next_machine(tmp_path):
     store = (tmp_path / "store").as_uri()
     with deaf_port() as port:
         compiled = python(COMPILING, store, f"http://ann:s3cret@127.0.0.1:{port}", tmp_path / "cache")
-    first, required, last = compiled.stdout.splitlines()
+    first, required, last = compiled.out.splitlines()
     assert (first.split()[-1], required) == ("False", "RemoteError")
-    assert compiled.stderr.count("Connection refused") == 2, compiled.stderr  # once for each cache
-    assert "s3cret" not in compiled.stderr
+    assert compiled.err.count("Connection refused") == 2, compiled.err  # once for each cache
+    assert "s3cret" not in compiled.err
     loaded = python(LOADING, CGTOOL_CACHE_DIR=str(tmp_path / "new"), CGTOOL_REMOTE=store)
-    assert loaded.stdout.rpartition(" ")[0] == last.rpartition(" ")[0]
+    assert loaded.out.rpartition(" ")[0] == last.rpartition(" ")[0]
 
 
 @pytest.mark.torch

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import subprocess
 import sys
 from textwrap import dedent
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from cli_harness import forked  # noqa: E402
 
 from cgtool.errors import UsageError  # noqa: E402
 from cgtool.ops import registered_splitting_ops  # noqa: E402
@@ -269,5 +270,5 @@ def test_neither_registering_nor_calling_imports_dynamo():
         heavy = ("torch._dynamo", "torch._inductor", "sympy", "triton")
         print([name for name in sys.modules if name.startswith(heavy)])
     """
-    done = subprocess.run([sys.executable, "-c", dedent(code)], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == "[]"
+    done = forked(dedent(code))
+    assert done.out.strip() == "[]", done.err

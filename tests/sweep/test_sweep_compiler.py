@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from cli_harness import run
+from cli_harness import environment, forked, run
 
 pytestmark = [
     pytest.mark.torch,
@@ -44,11 +42,10 @@ def cache(tmp_path_factory) -> str:
 
 
 def load(cache: str, cxx: str | None) -> str:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FIXTURES), os.environ.get("PYTHONPATH", "")])}
-    if cxx is not None:
-        env["CXX"] = cxx
-    command = [sys.executable, "-c", LOAD, cache]
-    return subprocess.run(command, check=True, capture_output=True, text=True, env=env, timeout=600).stdout.strip()
+    changes = {"PYTHONPATH": os.pathsep.join([str(FIXTURES), os.environ.get("PYTHONPATH", "")])}
+    done = forked(LOAD, cache, env=environment(**changes, **({} if cxx is None else {"CXX": cxx})))
+    assert done.code == 0, done.err
+    return done.out.strip()
 
 
 def test_a_compiler_of_another_version_is_a_miss_that_names_it(cache, tmp_path):

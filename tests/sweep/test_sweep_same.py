@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 import msgspec
 import sweep_subject as subject
 import torch
-from cli_harness import run
+from cli_harness import environment, forked, run
 from torch import nn
 
 import cgtool
@@ -81,7 +81,6 @@ PROCESSES = {
         },
         LOAD,
     ),
-    "Inductor and Dynamo imported first": ({}, "import torch._inductor.config, torch._dynamo; " + LOAD),
     "cgtool imported before torch": ({}, "import cgtool; import cgtool.compiler.pipeline; " + LOAD),
 }
 
@@ -91,6 +90,14 @@ def test_another_process_hits(name, warm_root, tmp_path):
     environment, script = PROCESSES[name]
     environment = {key: value.format(tmp=tmp_path) for key, value in environment.items()}
     assert "hit" in python("-c", script, str(warm_root), cwd=tmp_path, **environment)
+
+
+def test_a_process_that_has_imported_dynamo_and_inductor_hits(warm_root, tmp_path):
+    path = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE)))}
+    done = forked(
+        f"import torch._inductor.config; {LOAD}", warm_root, cwd=tmp_path, env=environment(**path), compiles=True
+    )
+    assert done.out.strip() == "hit", done.err
 
 
 def test_a_script_that_defines_its_model_hits_what_was_warmed_from_outside(tmp_path):
