@@ -157,6 +157,12 @@ def reals_in(expr: Any) -> Iterator[Any]:
                     yield real
 
 
+def only_divides(real: Any) -> bool:
+    """Return whether a real number is quotients of integers and numbers: torch takes those in the model's own order."""
+    quotients = (functions.ToFloat, functions.IntTrueDiv, functions.FloatTrueDiv, sympy.Float)
+    return all(part.is_integer or isinstance(part, quotients) for part in sympy.preorder_traversal(real))
+
+
 def _takes_operations(number: Any) -> bool:
     is_quotient = isinstance(number, functions.IntTrueDiv) and all(arg.is_integer for arg in number.args)
     if is_quotient or isinstance(number, (functions.ToFloat, *_ROUNDINGS)):

@@ -1,8 +1,9 @@
 """Real numbers that sizes are computed with: torch may take their operations in another order than the model does.
 
 torch keeps `n * 0.1 * 3` as `0.3 * n`, which is another number where that rounds otherwise: rounded up, 4 and not 3 for
-an n of 10. What one operation gives is the same in any order. So a size, and what is asked of sizes, may come from a
-real number that one operation of the graph gives, and not from more.
+an n of 10. What one operation gives is the same in any order, and torch leaves divisions as they are. So a size, and
+what is asked of sizes, may come from a real number that one operation of the graph gives, or divisions alone, and not
+from more.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def refuse_reordered(nodes: Iterable[fx.Node], shape_env: Any) -> None:
     for expr, line in private.guards_of(shape_env):
         shown.update({real: line for real in private.reals_in(expr) if real not in shown})
     for real, line in shown.items():
-        if real not in once or real in chains:
+        if (real not in once or real in chains) and not private.only_divides(real):
             where = user_line(chains[real]) if real in chains else line
             msg = (
                 f"A size or a branch depends on {real}, a real number that may take several operations, which torch "

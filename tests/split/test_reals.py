@@ -1,4 +1,4 @@
-"""Sizes that come from real numbers: those of one operation serve every size, others are refused with their line."""
+"""Sizes that come from real numbers: those of one operation or of divisions serve every size, others are refused with their line."""
 
 from __future__ import annotations
 
@@ -39,6 +39,10 @@ SERVED = {
     "rounded to even": lambda x: x[: round(x.shape[0] * 0.25)] + 1,
     "rounded down": lambda x: x[: math.floor(x.shape[0] * 0.7)] + 1,
     "a quotient rounded up": lambda x: x[: math.ceil(x.shape[0] / 3)] + 1,
+    "a quotient of a quotient": lambda x: x[: math.ceil(x.shape[0] / 3 / 0.7)] + 1,
+    "a quotient by a quotient, as windows of Swin are counted": lambda x: (
+        x[: x.shape[0] // 5 * 5].view(int(x.shape[0] // 5 * 10 / (x.shape[0] // 5 * 5 * 4 / 5 / 2)), -1) + 1
+    ),
     "an op of torch's": larger,
     "a factor": lambda x: x * (x.shape[0] * 0.1 * 3),
 }
@@ -53,7 +57,7 @@ REFUSED = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", SERVED)
-def test_one_operation_serves_every_size(name, tmp_path):
+def test_one_operation_or_divisions_alone_serve_every_size(name, tmp_path):
     model, loaded = compiled(SERVED[name], tmp_path)
     for rows in range(10, 400):
         x = torch.rand(rows, 4)
