@@ -136,6 +136,22 @@ PIECES = {
             ["%6"],
         )
     ),
+    "a write to the last rows and elements": Case(
+        piece=graph(
+            [X],
+            [
+                method("clone", "%0"),
+                call("_operator.setitem", "%1", {"slice": [-2, None, None]}, 1),
+                method("view", "%1", -1),
+                call("_operator.setitem", "%3", {"slice": [-3, None, None]}, 2),
+                call("_operator.getitem", "%1", {"t": [{"ellipsis": 0}, {"slice": [-2, None, None]}]}),
+                method("mul_", "%5", {"f": "3.0"}),
+            ],
+            ["%1"],
+            symbols=(("s0", 3, None),),
+        ),
+        sizes=({"s0": 3}, {"s0": 8}),
+    ),
     "a write to an input with gaps": Case(
         piece=graph([tensor("s0", 8, stride=[16, 2])], [method("mul_", "%0", {"f": "2.0"})], ["%1"])
     ),

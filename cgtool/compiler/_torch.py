@@ -162,7 +162,7 @@ class CalledOps(TorchDispatchMode, contextlib.ContextDecorator):  # type: ignore
     Attributes:
         at: Which call of the graph runs; whoever runs it sets it.
         found: Call of the graph → the ops that it came to.
-        drawing: The names of those that draw random numbers, once each, in order.
+        drawing: Calls of the graph that draw random numbers.
         written: The storages that were written to.
     """
 
@@ -172,7 +172,7 @@ class CalledOps(TorchDispatchMode, contextlib.ContextDecorator):  # type: ignore
         super().__init__()  # type: ignore[no-untyped-call]  # as above
         self.at = 0
         self.found: dict[int, set[Any]] = {}
-        self.drawing: dict[str, None] = {}
+        self.drawing: set[int] = set()
         self.written: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -183,7 +183,7 @@ class CalledOps(TorchDispatchMode, contextlib.ContextDecorator):  # type: ignore
             return func(*tree_map_only(fx.GraphModule, self, args), **kwargs)
         self.found.setdefault(self.at, set()).add(func)
         if torch.Tag.nondeterministic_seeded in func.tags and _drops_out(func, args, kwargs) is not False:
-            self.drawing[str(func.overloadpacket)] = None
+            self.drawing.add(self.at)
         positions = [n for n, argument in enumerate(func._schema.arguments) if argument.is_write]
         names = [func._schema.arguments[n].name for n in positions]
         written = [*(args[n] for n in positions if n < len(args)), *(kwargs.get(name) for name in names)]

@@ -1,8 +1,9 @@
 """What of a piece a compiler may not be given, and what code of AOTInductor cannot call.
 
-The first lets the whole piece run as it stands. The second is split out: it runs between pieces, and the rest stays
-native. It is known before a compile, of ops that Inductor calls through a C function which this torch lacks and of
-custom ops whose schema says what a package cannot; or a compile fails, and names the op.
+The whole piece runs as it stands, or ops of it are split out: they run between pieces, and the rest is compiled. Those
+are ops that draw random numbers, of which a compiler's code would draw others than eager does; and what AOTInductor's
+code cannot call. That is known before a compile of ops that Inductor calls through a C function which this torch lacks
+and of custom ops whose schema says what a package cannot; or a compile fails, and names the op.
 """
 
 from __future__ import annotations
@@ -39,11 +40,13 @@ class Fitness:
     Args:
         as_it_stands: Why it must run as it stands whatever a compiler could make of it, or None.
         calls: What it calls, as `cgtool.split.bodies.call_of` has it → the ops that this came to.
+        drawing: What it calls that draws random numbers.
         device: The type of device that it works on.
     """
 
     as_it_stands: str | None
     calls: Mapping[tuple[NodeKind, str], frozenset[Any]]
+    drawing: frozenset[tuple[NodeKind, str]] = frozenset()
     device: str
 
     def without_code(self) -> set[tuple[NodeKind, str]]:
@@ -59,8 +62,7 @@ class Fitness:
 def fitness_of(graph: PieceGraph) -> Fitness:
     """Look at a piece.
 
-    A compiler draws random numbers of its own, which are not those that eager draws from torch's generator; and it
-    looks into a custom op that is composed of others, whose Python nobody can look at again at load.
+    A compiler looks into a custom op that is composed of others, whose Python nobody can look at again at load.
     """
     device = next((meta.device for meta in (*graph.inputs, *graph.results)), "cpu")
     composed = [name for name in graph.ops if not is_torchs_own(name) and is_composite(name)]
@@ -75,13 +77,14 @@ def fitness_of(graph: PieceGraph) -> Fitness:
         has_data = any(symbol.min < FIRST_DYNAMIC for symbol in graph.symbols)
         reason = f"it works on sizes that come from data: {error}" if has_data else str(error)
         return Fitness(as_it_stands=reason, calls={}, device=device)
-    drawing = ", ".join(called.drawing)
-    reason = f"it draws random numbers ({drawing}), and compiled code would draw others than eager does"
     calls: dict[tuple[NodeKind, str], frozenset[Any]] = {}
+    drawing = set()
     for index, ops in called.found.items():
         call = graph.nodes[index].kind, graph.nodes[index].target or ""
         calls[call] = calls.get(call, frozenset()) | ops
-    return Fitness(as_it_stands=reason if drawing else None, calls=calls, device=device)
+        if index in called.drawing:
+            drawing.add(call)
+    return Fitness(as_it_stands=None, calls=calls, drawing=frozenset(drawing), device=device)
 
 
 def op_named_by(error: BaseException) -> str | None:

@@ -263,6 +263,8 @@ class _Writer:
             self._values.append(self._size(args[0], args[1]))
             return
         op, target, run = _call(node, args)
+        if target in (operator.getitem, operator.setitem) and _is_tensor(args[0]):
+            args = (args[0], self._closed(args[0], args[1]), *args[2:])
         if not _holds_node((args, kwargs)):
             value = run(*args, **kwargs)
             if isinstance(value, int | float | bool):  # arithmetic on sizes that are fixed
@@ -356,6 +358,25 @@ class _Writer:
         if not isinstance(size, torch.SymInt):
             return int(size)
         return self._remember(self.graph.call_function(torch.ops.aten.sym_size.int, (tensor, dim)), size)
+
+    def _closed(self, tensor: fx.Node, index: Any) -> Any:
+        """Return an index with the size as the end of each slice that has a start alone.
+
+        Torch takes the largest integer for it, which Inductor cannot compare with the start where something is written.
+        """
+        parts = index if isinstance(index, tuple) else (index,)
+        if not all(part is None or part is Ellipsis or type(part) in (int, slice) for part in parts):
+            return index
+        dim, closed = 0, list(parts)
+        num_dims = sum(type(part) in (int, slice) for part in parts)
+        for place, part in enumerate(parts):
+            if isinstance(part, slice) and part.start is not None and part.stop is None:
+                closed[place] = slice(part.start, self._size(tensor, dim), part.step)
+            if part is Ellipsis:
+                dim += tensor.meta["example_value"].dim() - num_dims
+            elif part is not None:
+                dim += 1
+        return tuple(closed) if isinstance(index, tuple) else closed[0]
 
     def _remember(self, node: fx.Node, value: Any) -> fx.Node:
         node.meta["example_value"] = value

@@ -325,14 +325,13 @@ def _plan(spec: ModelSpec, traced: Sequence[Traced]) -> Plan:
 
 def _between_pieces(traced: Sequence[Traced]) -> Iterator[str]:
     """Yield notes on the ops that run between pieces although nobody asked for it."""
-    for why, ops in (
-        ("What these ops find in data is known only as they run", [op for one in traced for op in one.from_data]),
-        ("Code of aot_inductor cannot call these ops", [op for one in traced for op in one.apart]),
-    ):
-        if ops:
-            known = list(dict.fromkeys(ops))
-            more = f" and {len(known) - _MOST_OPS_NAMED} more" if len(known) > _MOST_OPS_NAMED else ""
-            yield f"{why}, so they run between pieces: {'; '.join(known[:_MOST_OPS_NAMED])}{more}."
+    noted: dict[str, dict[str, None]] = {}
+    for one in traced:
+        for why, ops in one.apart.items():
+            noted.setdefault(why, {}).update(dict.fromkeys(ops))
+    for why, found in noted.items():
+        more = f" and {len(found) - _MOST_OPS_NAMED} more" if len(found) > _MOST_OPS_NAMED else ""
+        yield f"{why}, so they run between pieces: {'; '.join([*found][:_MOST_OPS_NAMED])}{more}."
 
 
 def _fallbacks(traced: Sequence[Traced]) -> Iterator[Fallback]:

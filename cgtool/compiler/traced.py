@@ -51,10 +51,8 @@ class Traced(Record, frozen=True, kw_only=True):
     splitting_ops: tuple[str, ...]
     #: piece index → why no compiler may be given the piece.
     as_it_stands: dict[int, str]
-    #: The ops, with their lines, that find a size or a number in data.
-    from_data: tuple[str, ...]
-    #: The ops, with their lines, that compiled code cannot call.
-    apart: tuple[str, ...]
+    #: Why ops run between pieces although nobody asked for it → the ops, with their lines.
+    apart: dict[str, tuple[str, ...]]
     #: The sizes that it serves of each dimension.
     served: tuple[Served, ...]
     #: A sentence for the sizes that it refuses within its ranges.
@@ -88,10 +86,15 @@ class Pieces:
         self._failed.setdefault(graph.identity(), set()).update(calls)
         return bool(calls)
 
-    def _refused(self, graph: PieceGraph) -> set[Call]:
-        if not self._splits_out or self.fitness(graph).as_it_stands is not None:
-            return set()
-        return self.fitness(graph).without_code() | self._failed.get(graph.identity(), set())
+    def _refused(self, graph: PieceGraph) -> dict[Call, str]:
+        known = self.fitness(graph)
+        if known.as_it_stands is not None:
+            return {}
+        refused = dict.fromkeys(known.drawing, "Compiled code would draw other random numbers than eager does")
+        if self._splits_out:
+            uncallable = known.without_code() | self._failed.get(graph.identity(), set())
+            refused |= dict.fromkeys(uncallable, "Code of aot_inductor cannot call these ops")
+        return refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +168,6 @@ class VariantTracer:
             ),
             splitting_ops=split.splitting_ops,
             as_it_stands=dict(self._as_they_stand(split)),
-            from_data=split.from_data,
             apart=split.apart,
             served=tuple(served_by(variant, trace.shape_env, split.symbol_names, self.dims.by_name)),
             relations=tuple(narrowing_relations(variant, trace.shape_env, split.symbol_names)),

@@ -18,7 +18,7 @@ from cgtool.split.memory import Memory
 from cgtool.split.nodes import RUNS, Kind, cannot_split, example, is_getitem_of_bundle, leaves_of, tensors_in
 from cgtool.split.sizes import GraphSizes
 
-_WRITES_BY_INDEX = frozenset({"setitem", "index_put", "index_put_"})
+_TAKE_MASKS = frozenset({"getitem", "index", "masked_select", "setitem", "index_put", "index_put_"})
 _MASKS = (torch.bool, torch.uint8)
 _NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -46,7 +46,7 @@ def run_as_they_stand(kinds: dict[fx.Node, Kind]) -> set[fx.Node]:
             or is_read(node, kinds)
             or (kind is Kind.EFFECT and (of_data or _asks_of_data(node)))
             or any(not isinstance(example(leaf), torch.SymInt) for leaf in of_data)
-            or _writes_where_marked(node)
+            or _counts_marks(node)
             or not symbols <= shown
         ):
             found.add(node)
@@ -60,15 +60,19 @@ def is_source(node: fx.Node) -> bool:
     return bool(node.meta.get("unbacked_bindings"))
 
 
-def _writes_where_marked(node: fx.Node) -> bool:
-    """Return whether `node` writes as many numbers as a mask has marks, as `y[mask] = x[mask]` does: it counts them."""
+def _counts_marks(node: fx.Node) -> bool:
+    """Return whether `node` finds how many marks a mask has, as `x[mask]` and `y[mask] = z` do.
+
+    Where several do so of one mask, torch binds the number at the first alone.
+    """
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if name.partition(".")[0] not in _WRITES_BY_INDEX:
+    if name.partition(".")[0] not in _TAKE_MASKS:
         return False
     target, *taken = (example(leaf) for leaf in leaves_of(node))
     masks = [value for value in taken if isinstance(value, torch.Tensor) and value.dtype in _MASKS]
     known = {name for value in (target, *masks) for name in symbols_from_data(value)}
-    return bool(masks) and any(name not in known for value in taken for name in symbols_from_data(value))
+    counted = {name for value in (*taken, example(node)) for name in symbols_from_data(value)}
+    return bool(masks) and not counted <= known
 
 
 def _is_number(leaf: fx.Node, kinds: dict[fx.Node, Kind]) -> bool:

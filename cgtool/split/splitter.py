@@ -6,7 +6,7 @@ piece down (`encode`), number the values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from cgtool.split.memory import Crossing, contested, hazards, view_chain
 from cgtool.split.nodes import Kind, cannot_split, described, example
 from cgtool.split.program import Program, read_program, refuse_shape_changes
 
+_FOUND_IN_DATA = "What these ops find in data is known only as they run"
 #: What a node of a piece calls: its kind, and the name of its target.
 Call = tuple[NodeKind, str]
 
@@ -47,10 +48,8 @@ class SplitResult:
     splitting_ops: tuple[str, ...] = ()
     #: What the trace found true of sizes that come from data, over their symbols and others.
     relations_from_data: tuple[str, ...] = ()
-    #: The ops, with their lines, that find a size or a number in data, and therefore run as they stand.
-    from_data: tuple[str, ...] = ()
-    #: The ops, with their lines, that run between pieces because compiled code cannot call them.
-    apart: tuple[str, ...] = ()
+    #: Why ops run between pieces although nobody asked for it → the ops, with their lines.
+    apart: dict[str, tuple[str, ...]] = field(default_factory=dict)
     #: piece index → why a piece that holds no splitting op must run as it stands all the same.
     eager_pieces: dict[int, str] = field(default_factory=dict)
     #: Positions of the tensor placeholders that the graph writes to.
@@ -63,12 +62,13 @@ def split_graph(
     gm: fx.GraphModule,
     *,
     splitting_ops: Sequence[str] | None,
-    refused: Callable[[PieceGraph], Collection[Call]] = lambda _: (),
+    refused: Callable[[PieceGraph], Mapping[Call, str]] = lambda _: {},
 ) -> SplitResult:
     """Split a full graph of Dynamo's, traced under `no_grad`, at splitting ops; the graph itself is not changed.
 
     Running the steps computes exactly what the graph does. Names are spelled as in `cgtool.split.cut`: None takes known
-    and registered attention ops, as far as the graph has them. What `refused` says of a piece runs between pieces, too.
+    and registered attention ops, as far as the graph has them. What `refused` says of a piece, with the reason, runs
+    between pieces, too.
 
     Raises:
         UnmatchedSplittingOpError: A name matches nothing in the graph.
@@ -78,31 +78,31 @@ def split_graph(
     kinds = dict(program.kinds)
     at, names = splitting_nodes(kinds, splitting_ops)
     from_data = run_as_they_stand(kinds)
-    apart: set[fx.Node] = set()
+    apart: dict[fx.Node, str] = {}
     while True:
-        cut = segments(kinds, at | from_data | apart, program.memory)
+        cut = segments(kinds, at | from_data | apart.keys(), program.memory)
         result = _split_at(cut, program)
-        more = _refused_nodes(cut, result, refused) - apart
-        if not more:
+        more = _refused_nodes(cut, result, refused)
+        if more.keys() <= apart.keys():
             break
-        apart |= more
-    return replace(
-        result,
-        splitting_ops=names,
-        from_data=tuple(dict.fromkeys(described(node) for node in kinds if node in from_data and is_source(node))),
-        apart=tuple(dict.fromkeys(described(node) for node in kinds if node in apart)),
-    )
+        apart = more | apart
+    noted: dict[str, dict[str, None]] = {}
+    for node in kinds:
+        why = _FOUND_IN_DATA if node in from_data and is_source(node) else apart.get(node)
+        if why is not None:
+            noted.setdefault(why, {})[described(node)] = None
+    return replace(result, splitting_ops=names, apart={why: tuple(ops) for why, ops in noted.items()})
 
 
 def _refused_nodes(
-    cut: Sequence[Segment], result: SplitResult, refused: Callable[[PieceGraph], Collection[Call]]
-) -> set[fx.Node]:
-    """Return the nodes of pieces to be compiled that no compiled code can call."""
-    found: set[fx.Node] = set()
+    cut: Sequence[Segment], result: SplitResult, refused: Callable[[PieceGraph], Mapping[Call, str]]
+) -> dict[fx.Node, str]:
+    """Return the nodes of pieces to be compiled that are not to be, and why."""
+    found: dict[fx.Node, str] = {}
     for step, segment in zip(result.steps, cut, strict=True):
         if not step.splitting and step.piece not in result.eager_pieces:
             calls = refused(result.graphs[step.graph])
-            found.update(node for node in segment.nodes if calls and call_of(node) in calls)
+            found.update((node, calls[call_of(node)]) for node in segment.nodes if calls and call_of(node) in calls)
     return found
 
 

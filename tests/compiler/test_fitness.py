@@ -49,6 +49,17 @@ def test_calls_are_found_by_what_they_come_to(op, found):
     assert fitness.fitness_of(GROUPED).calling(op) == found
 
 
+def test_what_draws_random_numbers_is_found_by_what_it_comes_to():
+    calls = [
+        call("torch.nn.functional.dropout", "%0", {"f": "0.5"}, training=True),
+        call("torch.nn.functional.dropout1d", "%1", training=False),
+        call("torch.rand_like", "%2"),
+    ]
+    found = fitness.fitness_of(graph([X], calls, ["%3"]))
+    assert found.as_it_stands is None
+    assert found.drawing == {("function", "torch.nn.functional.dropout"), ("function", "torch.rand_like")}
+
+
 def test_a_kernel_of_torchs_own_needs_a_c_function(monkeypatch):
     assert fitness.fitness_of(GROUPED).without_code() == set()
     monkeypatch.setattr(fitness, "_has_shim", lambda name, device: name != "at::_grouped_mm")

@@ -57,6 +57,11 @@ def spread(self, x):
     return y + x
 
 
+def chosen_twice(self, x):
+    mask = x.mean(1) > 0
+    return torch.relu(x[mask] @ self.weight), x.exp()[mask] * 2
+
+
 def selected(self, x):
     return torch.masked_select(x, x > 0).exp().sum() + x
 
@@ -106,6 +111,7 @@ CASES = {
     ),
     "unique": lambda: _weighted(uniques, ONE),
     "written by a mask": lambda: _weighted(spread, ONE),
+    "two takes by one mask": lambda: _weighted(chosen_twice, ONE),
     "masked_select": lambda: _weighted(selected, ONE),
     "a slice that is checked": lambda: _weighted(
         checked, [(x, torch.tensor(n)) for x, n in zip(X, (3, 9, 0, 1, 2), strict=True)]

@@ -344,7 +344,7 @@ NOTED = {
     "a number out of a tensor": "so they run between pieces: item (small_modules.py:",
     "a size that depends on data": "so they run between pieces: getitem (small_modules.py:",
     "a position in a buffer": "rows serves 2 to 32 because of `self.table[position : position + x.shape[0]] = x`",
-    "random numbers": "it draws random numbers (aten.rand_like)",
+    "random numbers": "draw other random numbers than eager does, so they run between pieces: rand_like (small_modules",
     "distances": "rows serves 2 to 25 because of",  # and another way from 26 on
 }
 

@@ -41,6 +41,7 @@ def test_other_data_give_what_eager_gives(tmp_path, name, adaptor):
     [
         ("split by tolist", {"torch.relu", "torch.cat"}, "item"),
         ("written by a mask", {"torch.relu", "_operator.add"}, "_operator.setitem"),
+        ("two takes by one mask", {"torch.relu", "exp", "_operator.mul"}, "_operator.getitem"),
     ],
 )
 def test_what_needs_no_data_stays_in_compiled_pieces(tmp_path, name, stays, apart):

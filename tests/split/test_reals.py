@@ -1,4 +1,4 @@
-"""Sizes that come from real numbers: those of one operation or of divisions serve every size, others are refused with their line."""
+"""Sizes that come from real numbers: one operation or divisions serve every size; others are refused."""
 
 from __future__ import annotations
 
