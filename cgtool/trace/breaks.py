@@ -44,6 +44,10 @@ _SPECIALISED = re.compile(
 )
 _STACK = re.compile(r'^ *File "([^"]+)", line (\d+)', re.MULTILINE)
 _SAID = re.compile(r"ConstantVariable\(str: ['\"](.*?)['\"]\)")
+#: What torch raises where a branch or a number depends on data: Dynamo's limit, and no fault of the example.
+_OF_DATA = "GuardOnDataDependentSymNode"
+#: How lines of torch's begin that help nobody who has the user's line.
+_NOISE = ("Caused by: ", "For more information, ", "For extended logs ", "If you suspect the guard", "For more debug")
 #: How much of Dynamo's own words is shown, in lines.
 _MAX_LINES = 5
 
@@ -79,6 +83,8 @@ def explained(method: Callable[..., Any]) -> Iterator[None]:
             raise _specialised(error) from error
         raise _graph_break(error, method) from error
     except Exception as error:  # the model's code raises what it likes
+        if type(error).__name__ == _OF_DATA:
+            raise _graph_break(error, method) from error
         raise _failed(type(error).__name__, str(error), error, method) from error
 
 
@@ -104,9 +110,10 @@ def _specialised(error: Exception) -> TraceError:
 
 def _graph_break(error: Exception, method: Callable[..., Any]) -> TraceError:
     full = what = str(getattr(error, "msg", "") or error)
-    what = what.partition("\nfrom user code")[0].partition("Developer debug context")[0].strip()
+    for end in ("\nfrom user code", "Developer debug context", "User Stack"):
+        what = what.partition(end)[0].strip()
     own = _OWN_ERROR.search(what)
-    if own is not None:
+    if own is not None and own[1] != _OF_DATA:
         return _failed(own[1], own[2], error, method)
     raised = _RAISED.search(full)
     if raised is not None:
@@ -116,6 +123,7 @@ def _graph_break(error: Exception, method: Callable[..., Any]) -> TraceError:
             "Dynamo loops without end on an object here, such as a decimal.Decimal. Keep the value as a plain number."
         )
     lines = [line.strip() for line in what.splitlines() if line.strip() and "report an issue" not in line]
+    lines = [line for line in lines if not line.startswith(_NOISE)]
     brief = "\n  ".join(lines[:_MAX_LINES])
     # Dynamo's own hints and examples name things that the model may not even use.
     said = re.sub(r"\(e\.g\..*?\)", "", "\n".join(line for line in lines if not line.startswith("Hint:")))
