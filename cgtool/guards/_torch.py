@@ -56,12 +56,16 @@ def mesh_of_devices(value: Any) -> tuple[str, list[int], tuple[str, ...], list[A
     return value.device_type, value.mesh.flatten().tolist(), value.mesh_dim_names or (), value.get_all_groups()
 
 
-def sharding_of_dtensor(value: Any) -> tuple[Any, tuple[Any, ...], list[int]] | None:
-    """Return the mesh, the placements on it and the whole shape that a DTensor's spec tells; None for another."""
+def sharding_of_dtensor(value: Any) -> tuple[Any, tuple[Any, ...], list[int], list[list[int]]] | None:
+    """Return the mesh, placements, whole shape and order of splits that a DTensor's spec tells; None for another.
+
+    The order has each dimension that is split, and those of the mesh that it is split in one after the other.
+    """
     specs: Any = sys.modules.get("torch.distributed.tensor._dtensor_spec")
     if specs is None or not isinstance(value, specs.DTensorSpec):
         return None
-    return value.mesh, value.placements, [*value.shape]
+    order = [[entry.tensor_dim, *entry.mesh_dims] for entry in getattr(value, "shard_order", None) or ()]
+    return value.mesh, value.placements, [*value.shape], order
 
 
 def size_of_group(name: str) -> int | None:

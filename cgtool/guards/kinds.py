@@ -41,7 +41,7 @@ Grammar of an encoded literal::
             | ["plain", "module:Class", repr]    a path, a date, a pattern
             | ["group", name, rank, size]        a process group, and this process's rank in it
             | ["mesh", device, [number...], [literal...] names, [literal...] groups]    a device mesh, flat
-            | ["sharding", literal mesh, [text...] placements, [size...]]    how a DTensor lies on its mesh
+            | ["sharding", literal mesh, [text...] placements, [size...], [[number...]...]]    how a DTensor is split
 
 A device is its type alone: its index is a fact of the process, not of the program.
 """
@@ -82,6 +82,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 _GROUP_WORDS = 4
+_ALONE = ["group", "", 0, 1]
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _CONTAINERS: dict[Any, str] = {tuple: "t", list: "l", torch.Size: "size"}
 
@@ -187,11 +188,13 @@ def _shared_by_processes(value: Any) -> Json:
     mesh = private.mesh_of_devices(value)
     if mesh is not None:
         device, ranks, names, groups = mesh
-        return ["mesh", device, ranks, [*names], [*map(encode_literal, groups)]]
+        # nothing is exchanged in a group of one, and its name counts the groups that this process has made
+        told = [encode_literal(group) if group.size() > 1 else _ALONE for group in groups]
+        return ["mesh", device, ranks, [*names], told]
     sharding = private.sharding_of_dtensor(value)
     if sharding is not None:
-        own_mesh, placements, shape = sharding
-        return ["sharding", encode_literal(own_mesh), [*map(repr, placements)], shape]
+        own_mesh, placements, shape, order = sharding
+        return ["sharding", encode_literal(own_mesh), [*map(repr, placements)], shape, order]
     return None
 
 
