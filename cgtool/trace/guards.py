@@ -172,7 +172,7 @@ class GuardRecorder:
         text = source_text(entry.orig_guard.originating_source, self.frame())
         if any(pattern.match(text) for pattern in (_TRACERS_OWN, _OF_A_REGISTRY, _SET_BY_DYNAMO)):
             return
-        if self._is_kept_otherwise(text):
+        if self._is_kept_otherwise(text) or self._is_asked_of_a_dtensor(text):
             return
         if entry.guard_type == "DUPLICATE_INPUT":
             self._same(text, entry)
@@ -208,6 +208,11 @@ class GuardRecorder:
             elif isinstance(held, type) and issubclass(held, enum.Flag):
                 return True  # its class is guarded
         return False
+
+    def _is_asked_of_a_dtensor(self, text: str) -> bool:
+        """Return whether Dynamo asks if a DTensor requires grad; `cgtool.trace.questions` sees whether code does."""
+        owner, _, name = text.rpartition(".")
+        return name == "requires_grad" and private.has_dtensor(self.frame().resolve(owner))
 
     def _keep(self, text: str, kind: str, entry: Any) -> None:
         if kind == "type" and _is_implied_type(text, entry.value):

@@ -117,6 +117,10 @@ def split_in_a_submesh():
     return split(dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tp"))["tp"])
 
 
+def split_without_gradients():
+    return split().requires_grad_(requires_grad=False)
+
+
 def with_ranks_in_another_order():
     return split(all_ranks(*reversed(range(dist.get_world_size()))))
 

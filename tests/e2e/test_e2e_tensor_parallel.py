@@ -17,6 +17,7 @@ pytestmark = [
 ]
 
 MODELS = Path(__file__).with_name("sharded_model.py")
+SERVED = ("split", "split_in_a_submesh", "split_without_gradients")
 MISSES = {
     "whole": r'k.weight was "float32\[8, 8\] cpu Shard\(dim=0\)" and is "float32\[8, 8\] cpu" now',
     "with_other_placements": r'before.weight was "float32\[8\] cpu" and is "float32\[8\] cpu Replicate\(\)" now',
@@ -49,12 +50,13 @@ def test_a_split_model_is_warmed_proved_and_shared(warmed):
 
 @pytest.fixture(scope="module")
 def loaded(warmed):
-    return forked_ranks({}, MODELS, "loaded", warmed[0], "split", "split_in_a_submesh", *MISSES)
+    return forked_ranks({}, MODELS, "loaded", warmed[0], *SERVED, *MISSES)
 
 
-def test_fresh_ranks_load_it_whatever_else_their_mesh_is_part_of(loaded):
+@pytest.mark.parametrize("name", SERVED)
+def test_fresh_ranks_load_what_differs_in_nothing_that_counts(loaded, name):
     for found in loaded:
-        assert found["split"] == found["split_in_a_submesh"] == [True] * 3
+        assert found[name] == [True] * 3, found[name]
 
 
 @pytest.mark.parametrize("name", MISSES)
