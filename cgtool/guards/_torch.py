@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -42,30 +43,41 @@ def store_of_group() -> Any:
     return store.clone()
 
 
-def group_of_processes(value: Any) -> tuple[str, int, int] | None:
-    """Return a process group's name, this process's rank in it and its size; None for anything else."""
-    if not torch.distributed.is_available() or not isinstance(value, torch.distributed.ProcessGroup):
+#: Device meshes that were written down, by id: each weight that is split names its one, and writing it takes 50 µs.
+_meshes: dict[int, tuple[weakref.ref[Any], list[Any]]] = {}
+
+
+def shared_by_processes(value: Any) -> list[Any] | None:
+    """Return a process group, a device mesh or how a DTensor is split as a literal (see `kinds`); None for another."""
+    if not torch.distributed.is_available():
         return None
-    return value.group_name, value.rank(), value.size()
-
-
-def mesh_of_devices(value: Any) -> tuple[str, list[int], tuple[str, ...], list[Any]] | None:
-    """Return a device mesh's device type, its ranks in order, its dimensions' names and groups; None for another."""
-    if not torch.distributed.is_available() or not isinstance(value, torch.distributed.DeviceMesh):
-        return None
-    return value.device_type, value.mesh.flatten().tolist(), value.mesh_dim_names or (), value.get_all_groups()
-
-
-def sharding_of_dtensor(value: Any) -> tuple[Any, tuple[Any, ...], list[int], list[list[int]]] | None:
-    """Return the mesh, placements, whole shape and order of splits that a DTensor's spec tells; None for another.
-
-    The order has each dimension that is split, and those of the mesh that it is split in one after the other.
-    """
+    if isinstance(value, torch.distributed.ProcessGroup):
+        return ["group", value.group_name, value.rank(), value.size()]
+    if isinstance(value, torch.distributed.DeviceMesh):
+        reference, literal = _meshes.get(id(value), (None, []))
+        if reference is None or reference() is not value:
+            literal = _mesh(value)
+            _meshes[id(value)] = weakref.ref(value), literal
+        return literal
     specs: Any = sys.modules.get("torch.distributed.tensor._dtensor_spec")
     if specs is None or not isinstance(value, specs.DTensorSpec):
         return None
     order = [[entry.tensor_dim, *entry.mesh_dims] for entry in getattr(value, "shard_order", None) or ()]
-    return value.mesh, value.placements, [*value.shape], order
+    return ["sharding", shared_by_processes(value.mesh), [*map(repr, value.placements)], [*value.shape], order]
+
+
+def _mesh(value: Any) -> list[Any]:
+    groups = value.get_all_groups()
+    # nothing is exchanged in a group of one, and its name counts the groups that this process has made
+    told = [shared_by_processes(group) if group.size() > 1 else ["group", "", 0, 1] for group in groups]
+    return ["mesh", value.device_type, value.mesh.flatten().tolist(), [*(value.mesh_dim_names or ())], told]
+
+
+def placements_of(tensor: Any) -> tuple[str, ...]:
+    """Return how a DTensor lies on its mesh, a word for each dimension of that; nothing for another tensor."""
+    spec = getattr(tensor, "_spec", None)
+    literal = None if spec is None else shared_by_processes(spec)
+    return () if literal is None else tuple(literal[2])
 
 
 def size_of_group(name: str) -> int | None:

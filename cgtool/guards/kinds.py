@@ -58,7 +58,6 @@ import json
 import sys
 import types
 import typing
-import weakref
 from collections.abc import Callable, Iterable
 from types import MemberDescriptorType, ModuleType
 from typing import Any
@@ -83,7 +82,6 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 _GROUP_WORDS = 4
-_ALONE = ["group", "", 0, 1]
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _CONTAINERS: dict[Any, str] = {tuple: "t", list: "l", torch.Size: "size"}
 
@@ -169,7 +167,7 @@ def _object(value: Any) -> Json:
         return ["function", _builtin_name(value), ""]
     if private.is_op(value):
         return ["op", str(value)]
-    shared = _shared_by_processes(value)
+    shared = private.shared_by_processes(value)
     if shared is not None:
         return shared
     text = plain_text(value)
@@ -180,32 +178,6 @@ def _object(value: Any) -> Json:
         return ["function", qualified_name(wrapped), code_digest(getattr(wrapped, "__func__", wrapped))]
     msg = f"A value of type {qualified_name(type(value))} cannot be written down as data."
     raise NoRuleError(msg, actual=qualified_name(type(value)))
-
-
-#: Device meshes that were written down, by id: each weight that is split names its one, and writing it takes 50 µs.
-_meshes: dict[int, tuple[weakref.ref[Any], Json]] = {}
-
-
-def _shared_by_processes(value: Any) -> Json:
-    group = private.group_of_processes(value)
-    if group is not None:
-        return ["group", *group]
-    known = _meshes.get(id(value))
-    if known is not None and known[0]() is value:
-        return known[1]
-    mesh = private.mesh_of_devices(value)
-    if mesh is not None:
-        device, ranks, names, groups = mesh
-        # nothing is exchanged in a group of one, and its name counts the groups that this process has made
-        told = [encode_literal(group) if group.size() > 1 else _ALONE for group in groups]
-        literal = ["mesh", device, ranks, [*names], told]
-        _meshes[id(value)] = weakref.ref(value), literal
-        return literal
-    sharding = private.sharding_of_dtensor(value)
-    if sharding is not None:
-        own_mesh, placements, shape, order = sharding
-        return ["sharding", encode_literal(own_mesh), [*map(repr, placements)], shape, order]
-    return None
 
 
 #: What `typing.Union` and its like are: one object each, of a name.

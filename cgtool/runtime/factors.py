@@ -186,8 +186,7 @@ def state_of(module: torch.nn.Module) -> Json:
                     continue
                 name = prefix + own
                 steps = tensor.stride() if tensor.layout is torch.strided else None  # a CSR tensor has none
-                sharding = private.sharding_of_dtensor(getattr(tensor, "_spec", None))
-                placements = () if sharding is None else sharding[1]
+                placements = private.placements_of(tensor)
                 make = tensor.dtype, tensor.shape, steps, tensor.device, tensor.layout, placements
                 if make not in spelled:
                     spelled[make] = _spelled(tensor, placements)
@@ -208,9 +207,9 @@ def _modules(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.
         pending += [(f"{prefix}{name}.", child) for name, child in reversed(children.items()) if child is not None]
 
 
-def _spelled(tensor: Any, placements: Sequence[Any]) -> str:
+def _spelled(tensor: Any, placements: Sequence[str]) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return " ".join([f"{dtype}{list(tensor.shape)} {tensor.device.type}{_layout(tensor)}", *map(repr, placements)])
+    return " ".join([f"{dtype}{list(tensor.shape)} {tensor.device.type}{_layout(tensor)}", *placements])
 
 
 def _layout(tensor: Any) -> str:

@@ -166,7 +166,7 @@ def replica(spec: ModelSpec) -> ModelSpec:
         raise _NoReplicaError(msg)
     memo: dict[int, object] = {**over_same_memory(spec.module)}
     held = (value for module in spec.module.modules() for value in vars(module).values())
-    memo |= {id(value): value for value in held if private.group_of_processes(value) or private.mesh_of_devices(value)}
+    memo |= {id(value): value for value in held if private.shared_by_processes(value) is not None}
     try:
         return dataclasses.replace(spec, module=copy.deepcopy(spec.module, memo))
     except Exception as error:  # whatever the model holds may refuse
