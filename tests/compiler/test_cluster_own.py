@@ -62,11 +62,10 @@ def test_workers_may_be_processes(own, cache_root):
 
 
 def test_a_unit_that_fails_on_two_workers_fails_by_name_and_the_others_are_stored(own, cache_root):
-    numbers = [hostile.number_of(deed) for deed in (hostile.segfault, hostile.be_killed, hostile.leave)]
+    numbers = [hostile.number_of(deed) for deed in (hostile.segfault, hostile.leave)]
     with pytest.raises(UnitsFailedError) as caught:
         compile_on("threads:2", hostile.work_of(*numbers, 0, 50), cache_root)
-    assert len(caught.value.reasons) == 3
-    for reason, words in zip(sorted(caught.value.reasons), ("SIGSEGV", "SIGKILL", "exit code 3"), strict=True):
+    for reason, words in zip(sorted(caught.value.reasons), ("SIGSEGV", "exit code 3"), strict=True):
         assert f"workers failed with it twice, so no other is asked.\n    {HERE}" in reason
         assert words in reason
     assert stored_units(cache_root) == 2
@@ -97,21 +96,16 @@ def test_a_worker_whose_compiler_gives_another_key_refuses_with_the_reason(own, 
 
 
 @pytest.mark.usefixtures("own")
-@pytest.mark.parametrize(
-    ("name", "there", "words"),
-    [
-        ("torch", {"version": "2.99.0"}, 'torch.version was "2.99.0" and is "'),
-        ("target", {"accelerators": ["NVIDIA H100"]}, "target.accelerators"),
-    ],
-)
-def test_a_worker_of_another_torch_or_without_the_gpu_refuses(cache_root, monkeypatch, name, there, words):
+def test_a_worker_of_another_torch_and_without_the_gpu_refuses_with_both(cache_root, monkeypatch):
     factors = factors_here()
-    factors = {**factors, name: factors[name] | there}
+    there = {"torch": {"version": "2.99.0"}, "target": {"accelerators": ["NVIDIA H100"]}}
+    factors |= {name: factors[name] | changed for name, changed in there.items()}
     monkeypatch.setattr(cluster, "factors_here", lambda: factors)
-    work = [replace(unit, tuned=name == "target") for unit in hostile.work_of(0)]
+    work = [replace(unit, tuned=True) for unit in hostile.work_of(0)]
     with pytest.raises(UnitsFailedError, match="no worker of threads:1 takes it") as caught:
         compile_on("threads:1", work, cache_root)
-    assert words in str(caught.value)
+    for words in ('torch.version was "2.99.0" and is "', "target.accelerators"):
+        assert words in str(caught.value)
     assert stored_units(cache_root) == 0
 
 

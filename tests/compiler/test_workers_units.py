@@ -201,6 +201,7 @@ def _warm_both(root, log):
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow  # test_compiler_manager.py has four processes of which each asks for all pieces
 def test_two_warms_at_once_compile_each_unit_once(cache_root, tmp_path):
     log = tmp_path / "log"
     both = [_warm_both(cache_root, log) for _ in range(2)]

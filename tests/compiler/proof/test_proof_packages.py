@@ -62,6 +62,7 @@ def package_of(tmp_path, source):
             "SIGABRT",
             "crashed with SIGABRT as it opened the artifact",
             id="SIGABRT",
+            marks=pytest.mark.slow,
         ),
     ],
 )
