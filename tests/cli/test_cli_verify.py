@@ -21,7 +21,7 @@ from cli_harness import COMMAND, environment, run
 from cgtool.store.layout import CacheLayout, RankName, short
 from cgtool.toolkit.verify.load import Note, _open_all
 
-#: A cache with thousands of units, and ten times what checking it takes where nothing else runs.
+#: A cache with thousands of units.
 ENTRIES, ARTIFACTS = 60, 40
 
 
