@@ -22,8 +22,6 @@ from cgtool.guards.sources import qualified_name
 from cgtool.model import ExampleCall, ModelSpec
 from cgtool.plan.records import Plan, Variant
 from cgtool.plan.shapes import of_sizes
-from cgtool.split.bodies import with_bodies
-from cgtool.split.text import graph_text
 from cgtool.store.records import Fallback
 from cgtool.trace.breaks import FixedDimensionError
 from cgtool.trace.capture import slow_ops
@@ -157,7 +155,6 @@ class _Tracing:
         narrowed = narrowed_ranges(served, self.tracer.dims.by_name, self._not_runnable)
         targets = {str(node.target) for graph in graphs.values() for node in graph.every_node()}
         names = sorted(target.removeprefix("torch.ops.") for target in targets if target.startswith("torch.ops."))
-        first = self._live[0]
         return Stitched(
             plan=_plan(spec, traced),
             code=joined(one.code for one in traced),
@@ -166,7 +163,7 @@ class _Tracing:
             fallbacks=tuple(_fallbacks(traced)),
             slow_ops=slow_ops(tuple(names)),
             notes=tuple(dict.fromkeys((*narrowed, *self.notes, *_between_pieces(traced)))),
-            computation_graph=graph_text(with_bodies(first.trace.graph_module), first.split.assignment),
+            computation_graph=traced[0].computation_graph,
             trace_secs=secs,
             split_out=lambda piece, op: self.tracer.pieces.split_out(graphs[piece], op),
             split_again=lambda: self._split_again(secs),
@@ -199,8 +196,9 @@ class _Tracing:
         calls = {call.name: (call, _present(all_dims, call, signature)) for call in self._spec.calls}
         todo = [(call, fixed) for call, dims in calls.values() for fixed in variants_of(dims)]
         if self._tracers is not None:
+            # with a child for each variant, this process only has their pieces compiled
             self._tracers.begin(
-                todo[1:],
+                todo if len(todo) <= self._tracers.count else todo[1:],
                 splitting_ops=self.tracer.splitting_ops,
                 adaptor=self.tracer.adaptor,
                 on_traced=self._tell,

@@ -28,7 +28,9 @@ from cgtool.model import ExampleCall, ModelSpec
 from cgtool.plan.grammar import Record
 from cgtool.plan.pieces import PieceGraph, SymbolRange
 from cgtool.plan.records import Guard, Input, Kept, Variant
+from cgtool.split.bodies import with_bodies
 from cgtool.split.splitter import Call, SplitResult, split_graph
+from cgtool.split.text import graph_text
 from cgtool.trace.capture import Trace
 from cgtool.trace.examples import FIRST_DYNAMIC, Dims, arguments_for, sizes_of, variants_of
 from cgtool.trace.files import UserCode, user_code
@@ -44,6 +46,8 @@ class Traced(Record, frozen=True, kw_only=True):
     variant: Variant
     #: identity → piece, of all pieces.
     graphs: dict[str, PieceGraph]
+    #: The whole graph as people read it.
+    computation_graph: str
     #: What of the model Dynamo looked at.
     looked_at: tuple[str, ...]
     #: The user's code that the trace rests on.
@@ -158,6 +162,7 @@ class VariantTracer:
         record = Traced(
             variant=variant,
             graphs={step.graph: split.graphs[step.graph] for step in split.steps},
+            computation_graph=graph_text(with_bodies(trace.graph_module), split.assignment),
             looked_at=trace.looked_at,
             code=user_code(
                 trace.codes,

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 2
 DEFAULT_PREFIX = "backbone"
-#: Dynamic batches and lengths make four variants, of which the process that asks traces one.
-_EARLY_TRACERS = 3
+#: Dynamic batches and lengths make four variants.
+_EARLY_TRACERS = 4
 
 
 class RankSummary(Record, frozen=True, kw_only=True, omit_defaults=False):

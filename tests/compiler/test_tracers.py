@@ -95,7 +95,7 @@ def test_children_make_the_entry_that_one_process_makes(tmp_path, request, patie
     assert traces == variants
     events = []
     report, traces = warmed(model, tmp_path / "beside", jobs=4, on_event=events.append)
-    assert traces == 1
+    assert traces == (1 if variants > 2 else 0)  # of two children
     told = [event for event in events if event.phase == "trace" and event.secs is not None]
     assert [(event.done, event.total) for event in told] == [(done + 1, variants) for done in range(variants)]
     assert report.notes == alone.notes
