@@ -156,6 +156,10 @@ def _divisors(shape_env: Any, symbol: Any) -> list[int]:
     return found
 
 
+#: Ops whose windows Inductor computes from the height and width, as numbers.
+_FIXES_SIZES = (torch.ops.aten._adaptive_avg_pool2d, torch.ops.aten.adaptive_max_pool2d)
+
+
 class CalledOps(TorchDispatchMode, contextlib.ContextDecorator):  # type: ignore[no-untyped-call]  # 2.11 to 2.15
     """Remembers the ops that are called while it is active, after composite ones fell apart.
 
@@ -163,6 +167,7 @@ class CalledOps(TorchDispatchMode, contextlib.ContextDecorator):  # type: ignore
         at: Which call of the graph runs; whoever runs it sets it.
         found: Call of the graph → the ops that it came to.
         drawing: Calls of the graph that draw random numbers.
+        fixing: Those of which Inductor's code serves one size alone, where a size is dynamic.
         written: The storages that were written to.
     """
 
@@ -173,6 +178,7 @@ class CalledOps(TorchDispatchMode, contextlib.ContextDecorator):  # type: ignore
         self.at = 0
         self.found: dict[int, set[Any]] = {}
         self.drawing: set[int] = set()
+        self.fixing: set[int] = set()
         self.written: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -184,6 +190,8 @@ class CalledOps(TorchDispatchMode, contextlib.ContextDecorator):  # type: ignore
         self.found.setdefault(self.at, set()).add(func)
         if torch.Tag.nondeterministic_seeded in func.tags and _drops_out(func, args, kwargs) is not False:
             self.drawing.add(self.at)
+        if func.overloadpacket in _FIXES_SIZES and any(isinstance(size, torch.SymInt) for size in args[0].shape[-2:]):
+            self.fixing.add(self.at)
         positions = [n for n, argument in enumerate(func._schema.arguments) if argument.is_write]
         names = [func._schema.arguments[n].name for n in positions]
         written = [*(args[n] for n in positions if n < len(args)), *(kwargs.get(name) for name in names)]

@@ -1,16 +1,17 @@
 """What of a piece a compiler may not be given, and what code of AOTInductor cannot call.
 
 The whole piece runs as it stands, or ops of it are split out: they run between pieces, and the rest is compiled. Those
-are ops that draw random numbers, of which a compiler's code would draw others than eager does; and what AOTInductor's
-code cannot call. That is known before a compile of ops that Inductor calls through a C function which this torch lacks
-and of custom ops whose schema says what a package cannot; or a compile fails, and names the op.
+are ops that draw random numbers, of which a compiler's code would draw others than eager does; those of which its code
+would serve one size alone; and what AOTInductor's code cannot call. The last is known before a compile of ops that
+Inductor calls through a C function which this torch lacks and of custom ops whose schema says what a package cannot; or
+a compile fails, and names the op.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,13 @@ class Fitness:
     Args:
         as_it_stands: Why it must run as it stands whatever a compiler could make of it, or None.
         calls: What it calls, as `cgtool.split.bodies.call_of` has it → the ops that this came to.
-        drawing: What it calls that draws random numbers.
+        apart: What it calls that no compiler may be given → why.
         device: The type of device that it works on.
     """
 
     as_it_stands: str | None
     calls: Mapping[tuple[NodeKind, str], frozenset[Any]]
-    drawing: frozenset[tuple[NodeKind, str]] = frozenset()
+    apart: Mapping[tuple[NodeKind, str], str] = field(default_factory=dict)
     device: str
 
     def without_code(self) -> set[tuple[NodeKind, str]]:
@@ -78,13 +79,15 @@ def fitness_of(graph: PieceGraph) -> Fitness:
         reason = f"it works on sizes that come from data: {error}" if has_data else str(error)
         return Fitness(as_it_stands=reason, calls={}, device=device)
     calls: dict[tuple[NodeKind, str], frozenset[Any]] = {}
-    drawing = set()
+    apart: dict[tuple[NodeKind, str], str] = {}
     for index, ops in called.found.items():
         call = graph.nodes[index].kind, graph.nodes[index].target or ""
         calls[call] = calls.get(call, frozenset()) | ops
         if index in called.drawing:
-            drawing.add(call)
-    return Fitness(as_it_stands=None, calls=calls, drawing=frozenset(drawing), device=device)
+            apart[call] = "Compiled code would draw other random numbers than eager does"
+        elif index in called.fixing:
+            apart[call] = "Compiled code would serve one size alone of what these ops take"
+    return Fitness(as_it_stands=None, calls=calls, apart=apart, device=device)
 
 
 def op_named_by(error: BaseException) -> str | None:

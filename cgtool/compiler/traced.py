@@ -94,7 +94,7 @@ class Pieces:
         known = self.fitness(graph)
         if known.as_it_stands is not None:
             return {}
-        refused = dict.fromkeys(known.drawing, "Compiled code would draw other random numbers than eager does")
+        refused = dict(known.apart)
         if self._splits_out:
             uncallable = known.without_code() | self._failed.get(graph.identity(), set())
             refused |= dict.fromkeys(uncallable, "Code of aot_inductor cannot call these ops")

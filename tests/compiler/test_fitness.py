@@ -57,7 +57,13 @@ def test_what_draws_random_numbers_is_found_by_what_it_comes_to():
     ]
     found = fitness.fitness_of(graph([X], calls, ["%3"]))
     assert found.as_it_stands is None
-    assert found.drawing == {("function", "torch.nn.functional.dropout"), ("function", "torch.rand_like")}
+    assert found.apart.keys() == {("function", "torch.nn.functional.dropout"), ("function", "torch.rand_like")}
+
+
+def test_a_pool_of_which_inductor_serves_one_size_alone_is_found_where_the_size_is_dynamic():
+    calls = [call("torch.nn.functional.adaptive_avg_pool1d", "%0", 4), method("sum", "%1", 0)]
+    for image, found in ((tensor(2, 3, "s0"), {("function", "torch.nn.functional.adaptive_avg_pool1d")}), (X, set())):
+        assert fitness.fitness_of(graph([image], calls, ["%2"])).apart.keys() == found
 
 
 def test_a_kernel_of_torchs_own_needs_a_c_function(monkeypatch):

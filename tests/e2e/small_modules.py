@@ -257,6 +257,11 @@ SERVED = {
     ),
     "nested compile regions": lambda: (module(regions, weight=nn.Parameter(torch.zeros(8, 8))), rows(4, 2, 1), ROWS),
     "conv1d of a dynamic length": lambda: (module(applied, layer=nn.Conv1d(4, 4, 5)), _signals(16, 12, 9), LENGTH),
+    "adaptive pool of a dynamic length": lambda: (
+        module(applied, layer=nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.AdaptiveAvgPool1d(3))),
+        _signals(16, 12, 9),
+        LENGTH,
+    ),
     "conv2d": lambda: (module(applied, layer=nn.Conv2d(3, 4, 3)), _images(4, 2, 1), ROWS),
     "transposed convolution": lambda: (module(applied, layer=nn.ConvTranspose2d(3, 4, 3)), _images(4, 2, 1), ROWS),
     "batch norm": lambda: (module(applied, layer=nn.BatchNorm1d(8)), rows(4, 2, 1), ROWS),
@@ -344,6 +349,7 @@ NOTED = {
     "a number out of a tensor": "so they run between pieces: item (small_modules.py:",
     "a size that depends on data": "so they run between pieces: getitem (small_modules.py:",
     "a position in a buffer": "rows serves 2 to 32 because of `self.table[position : position + x.shape[0]] = x`",
+    "adaptive pool of a dynamic length": "so they run between pieces: adaptive_avg_pool1d (small_modules.py",
     "random numbers": "draw other random numbers than eager does, so they run between pieces: rand_like (small_modules",
     "distances": "rows serves 2 to 25 because of",  # and another way from 26 on
 }
