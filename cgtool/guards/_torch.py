@@ -52,7 +52,7 @@ def shared_by_processes(value: Any) -> list[Any] | None:
     if not torch.distributed.is_available():
         return None
     if isinstance(value, torch.distributed.ProcessGroup):
-        return ["group", value.group_name, value.rank(), value.size()]
+        return ["group", _ranks_of(value), value.rank(), value.size()]
     if isinstance(value, torch.distributed.DeviceMesh):
         reference, literal = _meshes.get(id(value), (None, []))
         if reference is None or reference() is not value:
@@ -66,11 +66,15 @@ def shared_by_processes(value: Any) -> list[Any] | None:
     return ["sharding", shared_by_processes(value.mesh), [*map(repr, value.placements)], [*value.shape], order]
 
 
+def _ranks_of(group: Any) -> list[int] | str:
+    """Return the ranks of a group, in its order; its name where it was not made by torch.distributed."""
+    known = torch.distributed.distributed_c10d._world.pg_group_ranks.get(group)
+    return group.group_name if known is None else [*known]
+
+
 def _mesh(value: Any) -> list[Any]:
-    groups = value.get_all_groups()
-    # nothing is exchanged in a group of one, and its name counts the groups that this process has made
-    told = [shared_by_processes(group) if group.size() > 1 else ["group", "", 0, 1] for group in groups]
-    return ["mesh", value.device_type, value.mesh.flatten().tolist(), [*(value.mesh_dim_names or ())], told]
+    groups = [shared_by_processes(group) for group in value.get_all_groups()]
+    return ["mesh", value.device_type, value.mesh.flatten().tolist(), [*(value.mesh_dim_names or ())], groups]
 
 
 def placements_of(tensor: Any) -> tuple[str, ...]:
@@ -80,15 +84,41 @@ def placements_of(tensor: Any) -> tuple[str, ...]:
     return () if literal is None else tuple(literal[2])
 
 
-def size_of_group(name: str) -> int | None:
-    """Return how many processes the group has that torch knows by this name here; None where there is none."""
+def group_named(name: str) -> Any:
+    """Return the group that torch knows by this name here; None where there is none."""
     if not torch.distributed.is_available():
         return None
     registry: Any = torch._C._distributed_c10d
     try:
-        return int(registry._resolve_process_group(name).size())
+        return registry._resolve_process_group(name)
     except RuntimeError:
         return None
+
+
+def size_of_group(name: str) -> int | None:
+    """Return how many processes the group of this name has; None where there is none."""
+    group = group_named(name)
+    return None if group is None else int(group.size())
+
+
+def register_groups() -> dict[str, str]:
+    """Let torch know each group by its ranks, too, as plans name it; return {its name: that name}.
+
+    Of several groups of the same ranks the first is taken.
+    """
+    if not process_group_is_initialized():
+        return {}
+    registry: Any = torch._C._distributed_c10d
+    names: dict[str, str] = {}
+    first: set[str] = set()
+    for group in torch.distributed.distributed_c10d._world.pg_map:
+        names[group.group_name] = name = f"ranks {_ranks_of(group)}"
+        known = group_named(name)
+        if name not in first and (known is None or known.group_name != group.group_name):
+            registry._unregister_process_group(name)
+            registry._register_process_group(name, group)
+        first.add(name)
+    return names
 
 
 #: torch's registry does not keep what it registers.

@@ -23,6 +23,7 @@ writes a guard and checks it, so the two cannot drift apart. Kinds::
     same:<source>      whether it is the very object that another source names
     distinct:<digest>  whether no other source with this very kind names the same object
     apart:<source>     whether two tensors share no memory
+    group:<name>       the process group that torch knows by that name here
     requires_grad, is_leaf, has_grad, is_view, is_inference
                        what a tensor answers to these questions
     steps_of_one       the strides of a tensor's dimensions of size one; null for one that follows from the others
@@ -39,7 +40,7 @@ Grammar of an encoded literal::
             | ["slice", literal, literal, literal] | ["range", int, int, int] | ["enum", "module:Class", name]
             | ["type", "module:Class"] | ["function", "module:name", digest] | ["module", name] | ["op", name]
             | ["plain", "module:Class", repr]    a path, a date, a pattern
-            | ["group", name, rank, size]        a process group, and this process's rank in it
+            | ["group", [number...], rank, size] a process group, and this process's rank in it
             | ["mesh", device, [number...], [literal...] names, [literal...] groups]    a device mesh, flat
             | ["sharding", literal mesh, [text...] placements, [size...], [[number...]...]]    how a DTensor is split
 
@@ -81,7 +82,7 @@ PARTS = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-_GROUP_WORDS = 4
+_GROUP_WORDS, _MESH_WORDS = 4, 5
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _CONTAINERS: dict[Any, str] = {tuple: "t", list: "l", torch.Size: "size"}
 
@@ -205,14 +206,20 @@ def _builtin_name(value: Any) -> str:
 
 
 def of_any_rank(fact: Json) -> Json:
-    """Return what a guard sees without this process's rank in groups: what all ranks of a model have in common."""
+    """Return what a guard sees without this process's place among others: what all ranks of a model have in common."""
     if isinstance(fact, dict):
         return {name: of_any_rank(item) for name, item in fact.items() if name != "rank" or "world_size" not in fact}
     if not isinstance(fact, list | tuple):
         return fact
     if len(fact) == _GROUP_WORDS and fact[0] == "group":
-        return [fact[0], fact[1], fact[3]]
+        return [fact[0], _from_first(fact[1]), fact[3]]
+    if len(fact) == _MESH_WORDS and fact[0] == "mesh":
+        return [*fact[:2], _from_first(fact[2]), *map(of_any_rank, fact[3:])]
     return [of_any_rank(item) for item in fact]
+
+
+def _from_first(ranks: Json) -> Json:
+    return [rank - ranks[0] for rank in ranks] if isinstance(ranks, list | tuple) else ranks
 
 
 def describe(kind: str, value: Any) -> Json:
@@ -381,6 +388,7 @@ _WITH_ARGUMENT: dict[str, Callable[[Any, str], Json]] = {
     "named_keys": _named_keys,
     "registered": _registered,
     "contains": _contains,
+    "group": lambda _, name: private.shared_by_processes(private.group_named(name)),
     "hasattr": hasattr,
     "settles": lambda value, either: encode_literal(value) in json.loads(either),
     "absent": lambda value, name: name not in getattr(value, "__dict__", {}),

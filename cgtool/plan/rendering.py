@@ -204,7 +204,7 @@ def expected_words(kind: str, value: Json) -> str:
 def _expected(word: str, value: Json) -> str:
     if word in _ANSWERS:
         return "so" if value else "otherwise"
-    if word == "value":
+    if word in {"value", "group"}:
         return spell(value)
     if word == "type":
         return f"of type {value}"
@@ -232,6 +232,8 @@ def changed_words(source: str, kind: str, was: Json, now: Json, *, when: str = "
         when: When it was so: " when this was compiled".
     """
     name, (word, _, argument) = source_words(source), kind.partition(":")
+    if word == "group":
+        name = f"the group that torch names {argument!r}"
     if word == "code" or _is_one_function(was, now):
         return f"the code of {name} has changed"
     if word == "class":

@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from cgtool import host
 from cgtool.errors import ArtifactError, CacheError, CacheMissError, CacheSchemaError, RefusedError
 from cgtool.graph.expressions import rename, symbols_of
-from cgtool.guards._torch import process_group_is_initialized
+from cgtool.guards._torch import process_group_is_initialized, register_groups
 from cgtool.guards.sources import Roots
 from cgtool.guards.table import failures_of
 from cgtool.plan.pieces import AOT_INDUCTOR, EAGER, PieceGraph
@@ -290,6 +290,7 @@ def open_entry(found: Found, module: Any, opener: Opener, *, recheck_calls: bool
             raises it too, where it is the first to choose an artifact.
         GuardError: A tensor of the model is of another make than when it was compiled.
     """
+    register_groups()
     index = first_index(module, found.plan)
     if index and (named := sorted({row.adaptor for row in found.entry.manifest.rows} & _OF_THE_FIRST_DEVICE)):
         msg = (

@@ -22,6 +22,7 @@ from cgtool.plan.records import Guard, Settled, source_words
 from cgtool.trace import _torch as private
 from cgtool.trace.breaks import explained, line_of_return
 from cgtool.trace.files import function_guards
+from cgtool.trace.groups import name_groups
 from cgtool.trace.guards import GuardRecorder, combined, module_frame, split_guards
 from cgtool.trace.installed import Asked, listening
 from cgtool.trace.kept import Held, NextState, State, can_be_kept, looked_at, passed_by, put_back
@@ -211,6 +212,7 @@ def trace_once(
     functions = function_guards(captured.codes)
     model_guards = (*ALWAYS, *_own_method(Roots(module, method)), *model_guards, *functions)
     model_guards = tuple(inherited_guards(model_guards, captured.inherited))
+    model_guards = tuple(name_groups(graph_module, model_guards, call_guards, captured.codes))
     check_at_once(model_guards, Roots(module, method))
     reader = TemplateReader(captured.outputs, known, captured.sizes)
     held = passed_by(module, arguments, [place.text for place, _ in left])

@@ -114,7 +114,7 @@ def split_in_the_sequence():
 
 
 def split_in_a_submesh():
-    return split(dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tp"))["tp"])
+    return split(dist.init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tp"))["tp"])
 
 
 def split_without_gradients():

@@ -14,6 +14,7 @@ from torch import nn  # noqa: E402
 
 import cgtool  # noqa: E402
 from cgtool import CacheMissError, CompilationConfig  # noqa: E402
+from cgtool.guards._torch import join_fake_group  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,
@@ -141,10 +142,38 @@ def test_a_call_whose_collective_failed_is_proved_by_a_later_warm(tmp_path, monk
         assert '"proof_gap"' not in manifest.read_text()
 
 
-def test_another_group_is_a_miss_that_names_it(tmp_path):
-    model = Held().eval()
+def test_a_group_of_the_same_ranks_serves_whatever_its_number_is(tmp_path):
+    model, x = Held().eval(), torch.randn(3, 8)
+    config = CompilationConfig(adaptor="eager", jobs=0)
+    cgtool.compile(model, example_args=(x,), config=config, cache_dir=tmp_path)
+    first, model.group = model.group.group_name, dist.new_group([0])
+    assert model.group.group_name != first
+    assert torch.equal(cgtool.load(model, cache_dir=tmp_path)(x), model(x))
+
+
+class Named(OfTheWorld):
+    def __init__(self):
+        super().__init__()
+        self.name = dist.new_group([0]).group_name
+
+    def forward(self, x):
+        return collectives.all_reduce(self.layer(x), "sum", self.name)
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        pytest.param(Held, r"group was process group \[0\] \(rank 0 of 1\)", id="held"),
+        pytest.param(Named, r"group that torch names '\d+' was process group \[0\] \(rank 0 of 1\)", id="named"),
+    ],
+)
+def test_a_group_of_other_ranks_is_a_miss_that_names_it(tmp_path, make, what):
+    model = make().eval()
     config, example = CompilationConfig(adaptor="eager", proof=False), torch.randn(3, 8)
     cgtool.compile(model, example_args=(example,), config=config, cache_dir=tmp_path)
-    model.group = dist.new_group([0])
-    with pytest.raises(CacheMissError, match=r"group was process group 1 \(rank 0 of 1\)"):
+    dist.destroy_process_group()
+    join_fake_group(0, 2)
+    model.group = dist.new_group([0, 1])
+    assert model.group.group_name == getattr(model, "name", model.group.group_name)
+    with pytest.raises(CacheMissError, match=what + r" .* is process group \[0, 1\] \(rank 0 of 2\) now"):
         cgtool.load(model, cache_dir=tmp_path)

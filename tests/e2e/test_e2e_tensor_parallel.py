@@ -87,6 +87,13 @@ def test_one_process_warms_the_ranks_of_a_split_model(tmp_path):
 
 
 @pytest.mark.slow
+def test_four_ranks_that_are_split_in_pairs_fill_one_entry_and_load_it(tmp_path):
+    name = "split_in_a_submesh"
+    assert forked_ranks({}, MODELS, "served", tmp_path, "eager", name, ranks=4) == [{name: [True] * 3}] * 4
+    assert len({manifest["hash"] for manifest in manifests(tmp_path)}) == 1
+
+
+@pytest.mark.slow
 def test_native_pieces_of_a_split_model_equal_the_whole(tmp_path):
     assert forked_ranks({}, MODELS, "served", tmp_path, "aot_inductor", "split") == [{"split": [True] * 3}] * 2
 

@@ -1,0 +1,74 @@
+"""Process groups in a graph: collectives name them by their ranks, for a process numbers groups as it makes them."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from cgtool.guards import _torch as private
+from cgtool.guards.kinds import describe
+from cgtool.plan.records import Guard
+from cgtool.trace.closure import is_covered_by_versions
+
+
+def name_groups(
+    graph_module: fx.GraphModule,
+    guards: Sequence[Guard],
+    call_guards: Sequence[Guard],
+    codes: Sequence[types.CodeType],
+) -> Iterator[Guard]:
+    """Let collectives name groups by their ranks; yield the model's guards, and some on names that it may hold itself.
+
+    Dynamo guards the name of a group that only torch asked for; its ranks are guarded. A name stays in the graph where
+    a string of the model's equals it, or where no guard is on the group: then it must be the name of a group of these
+    ranks in each process.
+
+    Args:
+        graph_module: Dynamo's graph, and those within it.
+        guards: What must hold of the model.
+        call_guards: What must hold of each call.
+        codes: The code that it went through.
+    """
+    if not any("group_name" in code.co_names for code in codes if not is_covered_by_versions(code.co_filename)):
+        groups = {f"{guard.source}.group_name" for guard in guards if _is_group(guard.expected)}
+        guards = [guard for guard in guards if guard.source not in groups]
+    yield from guards
+    facts = list(_all([guard.expected for guard in guards]))
+    said = {fact for fact in (*facts, *_all([guard.expected for guard in call_guards])) if isinstance(fact, str)}
+    said.update(constant for code in codes for constant in code.co_consts if isinstance(constant, str))
+    held = [fact for fact in facts if _is_group(fact)]
+    names = private.register_groups()
+    kept: set[str] = set()
+
+    def by_ranks(value: Any) -> Any:
+        group = describe(f"group:{value}", None) if isinstance(value, str) else None
+        if group is None:
+            return value
+        if value in said or group not in held:
+            kept.add(value)
+        return value if value in kept else names.get(value, value)
+
+    for part in graph_module.modules():
+        if isinstance(part, fx.GraphModule):
+            for node in part.graph.nodes:
+                if node.op == "call_function" and str(node.target).startswith("_c10d_functional"):
+                    node.args, node.kwargs = map_aggregate(node.args, by_ranks), map_aggregate(node.kwargs, by_ranks)
+            part.recompile()
+    for name in sorted(kept):
+        yield Guard(source="self", kind=f"group:{name}", expected=describe(f"group:{name}", None))
+
+
+def _is_group(fact: Any) -> bool:
+    return isinstance(fact, list) and fact[:1] == ["group"]
+
+
+def _all(facts: Any) -> Iterator[Any]:
+    """Yield what facts hold, lists among it."""
+    yield facts
+    if isinstance(facts, list | tuple | dict):
+        for fact in facts.values() if isinstance(facts, dict) else facts:
+            yield from _all(fact)
