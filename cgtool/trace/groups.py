@@ -33,6 +33,10 @@ def name_groups(
         call_guards: What must hold of each call.
         codes: The code that it went through.
     """
+    names = private.register_groups()
+    if not names:
+        yield from guards
+        return
     if not any("group_name" in code.co_names for code in codes if not is_covered_by_versions(code.co_filename)):
         groups = {f"{guard.source}.group_name" for guard in guards if _is_group(guard.expected)}
         guards = [guard for guard in guards if guard.source not in groups]
@@ -41,7 +45,6 @@ def name_groups(
     said = {fact for fact in (*facts, *_all([guard.expected for guard in call_guards])) if isinstance(fact, str)}
     said.update(constant for code in codes for constant in code.co_consts if isinstance(constant, str))
     held = [fact for fact in facts if _is_group(fact)]
-    names = private.register_groups()
     kept: set[str] = set()
 
     def by_ranks(value: Any) -> Any:
