@@ -59,7 +59,7 @@ _INNER = Path("data/aotinductor/model")
 #: Linux 6.3 and newer: the file may hold code although the system's default says otherwise.
 _MFD_EXEC = 0x10
 #: A line of /proc/self/maps that shows native code which torch's loader unpacked, and the folder that it made for it.
-_UNPACKED = rf" (/tmp/(?:aotinductor_)?[A-Za-z0-9]{{6}})/piece/{_INNER}/{re.escape(NATIVE_FILE)}\Z"
+_UNPACKED = rf" (/tmp/(?:aotinductor_)?[A-Za-z0-9]{{6}})/piece/{_INNER}/{re.escape(NATIVE_FILE)}\n"
 _MORE_FILES = "Close files that this process holds open, or let it open more: `ulimit -n`."
 #: Where a private folder is made, the first that takes it: some hundred bytes are needed. None is the system's own.
 _PARENTS = ("/dev/shm", None, "/tmp", "/var/tmp")  # noqa: S108 - private folders are made within
@@ -318,8 +318,8 @@ def _open_on_disk(archive: bytes, device_index: int | None) -> Any:
 
 def _unpacked_folders() -> set[str]:
     """Return the folders into which torch unpacked the packages that are open."""
-    lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-    return {match[1] for line in lines if (match := re.search(_UNPACKED, line))}
+    # thousands of lines, where there is a GPU
+    return set(re.findall(_UNPACKED, Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")))
 
 
 @contextlib.contextmanager

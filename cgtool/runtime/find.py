@@ -341,7 +341,7 @@ class _Openers:
 
 def _pieces(found: Found, openers: _Openers) -> dict[tuple[int, int], list[_Opened]]:
     """Return the rows of each piece of each variant, by (variant, piece), in the order of the choice among them."""
-    opened: dict[tuple[str, str, str, str], Unopened] = {}
+    opened: dict[tuple[str, str, str, str], tuple[Unopened, tuple[str, ...]]] = {}
     pieces: dict[tuple[int, int], list[_Opened]] = {}
     plan, manifest = found.plan, found.entry.manifest
     read = found.entry.artifacts(row.artifact for row in manifest.rows)
@@ -360,10 +360,11 @@ def _pieces(found: Found, openers: _Openers) -> dict[tuple[int, int], list[_Open
         key = digest, step.graph, repr(row.shape), repr(step.symbols)
         if key not in opened:
             code = code_of(read[digest], row, step.graph)
-            opened[key] = Unopened(openers.of(row.adaptor, code, step, bounds))
-        guards = tuple(rename(text, step.symbols) for text in row.artifact.guards)
+            guards = tuple(rename(text, step.symbols) for text in row.artifact.guards)
+            opened[key] = Unopened(openers.of(row.adaptor, code, step, bounds)), guards
+        function, guards = opened[key]
         place = row.variant, row.piece_index
-        pieces.setdefault(place, []).append(_Opened(row=row, bounds=bounds, guards=guards, function=opened[key]))
+        pieces.setdefault(place, []).append(_Opened(row=row, bounds=bounds, guards=guards, function=function))
     return pieces
 
 
