@@ -25,6 +25,11 @@ def process_group_is_initialized() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def is_default_group(value: Any) -> bool:
+    """Return whether a value is the default process group."""
+    return process_group_is_initialized() and value is torch.distributed.group.WORLD
+
+
 def exchanges() -> bool:
     """Return whether there is a default process group, and one that is not faked."""
     return process_group_is_initialized() and torch.distributed.get_backend() != "fake"

@@ -149,6 +149,10 @@ class _Describer:
         owner = type(value)
         if owner.__module__.partition(".")[0] == "torch" and owner.__name__ in _TORCH_CONSTANTS:
             return "torch", owner.__name__, str(value)
+        if private.is_default_group(value):
+            return (
+                None  # as functions of torch.distributed.nn have it where that was imported before the group was made
+            )
         text = plain_text(value)
         if text is not None:
             return "plain", _type_name(value), text

@@ -15,6 +15,7 @@ from torch import nn  # noqa: E402
 import cgtool  # noqa: E402
 from cgtool import CacheMissError, CompilationConfig  # noqa: E402
 from cgtool.guards._torch import join_fake_group  # noqa: E402
+from cgtool.guards.code import code_digest  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,
@@ -140,6 +141,16 @@ def test_a_call_whose_collective_failed_is_proved_by_a_later_warm(tmp_path, monk
         (manifest,) = (tmp_path / "cache").rglob("manifest.json")
         assert ('"proved_at"' in manifest.read_text()) is not is_cut
         assert '"proof_gap"' not in manifest.read_text()
+
+
+def test_when_torchs_functions_took_the_default_group_for_a_default_is_no_difference():
+    def taking(default):
+        def reduced(x, group=default):
+            return x, group
+
+        return reduced
+
+    assert code_digest(taking(dist.group.WORLD)) == code_digest(taking(None)) != code_digest(taking(3))
 
 
 def test_a_group_of_the_same_ranks_serves_whatever_its_number_is(tmp_path):
