@@ -5,11 +5,13 @@
 Needs a CUDA device. Each way is a process of its own, with no GPU beside it. Cold: every cache is new, cgtool's and
 torch's, for torch.compile at one static shape (its first call, without imports and the model's build) and for
 `cgtool warm hf:...` (the whole command). Ready: from the built model to the end of the first call, a sync included;
-the ways take turns. A step is that of one token without a key-value cache.
+the ways take turns. A step is that of one token without a key-value cache. cgtool has its bytecode, as where pip
+installs it.
 """
 
 from __future__ import annotations
 
+import compileall
 import json
 import os
 import statistics
@@ -134,6 +136,7 @@ def warm(folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     folder = Path(sys.argv[1])
+    compileall.compile_dir(REPO / "cgtool", quiet=1)
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "config.json").write_text(json.dumps(LLAMA))
     compiled = child("cold", **new_caches(folder / "cold"))["secs"]
