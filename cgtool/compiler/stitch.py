@@ -15,15 +15,16 @@ from cgtool.compiler.required import check_required, required_sizes, serves
 from cgtool.compiler.traced import Live, Traced, VariantTracer
 from cgtool.compiler.tracers import Tracers
 from cgtool.config import AOT_INDUCTOR, EAGER
-from cgtool.errors import CgtoolError, TraceError
+from cgtool.errors import CgtoolError, GraphBreakError, TraceError
 from cgtool.events import Event, OnEvent
+from cgtool.guards.first_call import INSTALLS, install_hooks
 from cgtool.guards.signature import CallSignature
 from cgtool.guards.sources import qualified_name
 from cgtool.model import ExampleCall, ModelSpec
 from cgtool.plan.records import Plan, Variant
 from cgtool.plan.shapes import of_sizes
 from cgtool.store.records import Fallback
-from cgtool.trace.breaks import FixedDimensionError
+from cgtool.trace.breaks import FixedDimensionError, local_of
 from cgtool.trace.capture import slow_ops
 from cgtool.trace.examples import (
     FIRST_DYNAMIC,
@@ -138,10 +139,13 @@ class _Tracing:
             except FixedDimensionError as error:
                 if not self._spec.static_where_fixed or not self._make_static(error):
                     raise
-                self.traced.clear()
-                self._states.clear()
-                self._live.clear()
-                self._tracers = None  # they know of no dimension that is static by now
+            except GraphBreakError as error:
+                if not install_hooks(local_of(error, INSTALLS, "model")):
+                    raise
+            self.traced.clear()
+            self._states.clear()
+            self._live.clear()
+            self._tracers = None  # they know of no dimension that is static by now, and of no hooks
 
     def stitched(self, secs: float) -> Stitched:
         """Join what was traced into one plan; each variant must leave the model in a state that the others know."""

@@ -18,6 +18,7 @@ writes a guard and checks it, so the two cannot drift apart. Kinds::
     named_keys:<json>  which of these keys are in it
     hasattr:<name>     whether it has the attribute
     absent:<name>      whether its instance dict has no such name
+    computed:<name>    the literal that a `functools.cached_property` of its class gives, whether it is held already
     settles:<json>     whether the object is one of these literals
     tensor             [class, dtype, shape, stride, device type]
     same:<source>      whether it is the very object that another source names
@@ -294,6 +295,12 @@ def _answers(value: Any) -> Json:
     return [encode_literal(value(*flags)) for flags in itertools.product((False, True), repeat=len(given))]
 
 
+def _computed(value: Any, name: str) -> Json:
+    from cgtool.guards.first_call import value_of_cached  # few models have cached properties
+
+    return encode_literal(value_of_cached(value, name))
+
+
 def own_attributes(value: Any) -> list[str]:
     """Return the names of what an object itself holds, in order: attributes, slots, and the parts of an `nn.Module`."""
     if isinstance(value, ModuleType):
@@ -339,10 +346,6 @@ def named(value: Any, names: frozenset[str]) -> list[str]:
     return sorted(found.union(names.intersection(_held_elsewhere(value))))
 
 
-def _named_keys(value: Any, argument: str) -> Json:
-    return sorted(names_of(argument).intersection(value))
-
-
 def _registered(value: type, argument: str) -> Json:
     found: set[str] = set()
     waiting: list[Any] = [value]
@@ -385,12 +388,13 @@ _PLAIN: dict[str, Callable[[Any], Json]] = {
 _WITH_ARGUMENT: dict[str, Callable[[Any, str], Json]] = {
     "class": lambda value, argument: define(value, names_of(argument)),
     "named": lambda value, argument: named(value, names_of(argument)),
-    "named_keys": _named_keys,
+    "named_keys": lambda value, argument: sorted(names_of(argument).intersection(value)),
     "registered": _registered,
     "contains": _contains,
     "group": lambda _, name: private.shared_by_processes(private.group_named(name)),
     "hasattr": hasattr,
     "settles": lambda value, either: encode_literal(value) in json.loads(either),
+    "computed": _computed,
     "absent": lambda value, name: name not in getattr(value, "__dict__", {}),
 }
 

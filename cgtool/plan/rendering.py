@@ -204,7 +204,7 @@ def expected_words(kind: str, value: Json) -> str:
 def _expected(word: str, value: Json) -> str:
     if word in _ANSWERS:
         return "so" if value else "otherwise"
-    if word in {"value", "group"}:
+    if word in {"value", "group", "computed"}:
         return spell(value)
     if word == "type":
         return f"of type {value}"
@@ -244,6 +244,8 @@ def changed_words(source: str, kind: str, was: Json, now: Json, *, when: str = "
         return f"{name} is not what it was{when or ' before'}"
     if word == "hooks":
         return f"{name} had {was or 'no'} hooks{when} and has {now or 'none'} now"
+    if word == "computed":
+        name = f"{name}.{argument}"
     if word not in _ANSWERS:
         return f"{name} was {expected_words(word, was)}{when} and is {expected_words(word, now)} now"
     subject = f"{name}.{argument}" if word == "absent" else name

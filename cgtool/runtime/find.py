@@ -16,6 +16,8 @@ serve all of its sizes, so that a machine which cannot open any says so as it st
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,10 +29,10 @@ from cgtool import host
 from cgtool.errors import ArtifactError, CacheError, CacheMissError, CacheSchemaError, RefusedError
 from cgtool.graph.expressions import rename, symbols_of
 from cgtool.guards._torch import process_group_is_initialized, register_groups
-from cgtool.guards.sources import Roots
+from cgtool.guards.sources import Roots, SourceError
 from cgtool.guards.table import failures_of
 from cgtool.plan.pieces import AOT_INDUCTOR, EAGER, PieceGraph
-from cgtool.plan.records import Plan, Step, Variant, parse_plan
+from cgtool.plan.records import GuardTable, Plan, Step, Variant, parse_plan
 from cgtool.plan.shapes import dispatch_order
 from cgtool.runtime.aoti_package import Packages
 from cgtool.runtime.call import LoadedModel, first_index
@@ -183,8 +185,15 @@ class Finder:
         method = getattr(self._module, plan.method, None)
         if method is None:
             return (f"The model has no method {plan.method} now.",)
+        tables = [variant.model_guards for variant in plan.variants]
         roots = Roots(self._module, method)
-        failures = failures_of((variant.model_guards for variant in plan.variants), roots)
+        if isinstance(tables[0], GuardTable) and "transformers.utils.output_capturing" in sys.modules:
+            from cgtool.guards.first_call import install_hooks, with_hooks  # other models need none
+
+            with contextlib.suppress(SourceError):
+                for source in with_hooks(tables[0].texts.whole):  # the plan's
+                    install_hooks(roots.resolve(source))
+        failures = failures_of(tables, roots)
         if failures:
             return tuple(failure.sentence for failure in failures)
         # Parameters and buffers are among the facts; what is left is tensors that lie about as plain attributes.

@@ -288,6 +288,17 @@ class RecordedCalls:
         return value
 
 
+def value_of_local(error: BaseException, function: str, name: str) -> Any:
+    """Return the live object that a local of a function stood for, if Dynamo failed within that; else None."""
+    trace = error.__traceback__
+    while trace is not None:
+        translator = trace.tb_frame.f_locals.get("self")
+        if isinstance(translator, InstructionTranslatorBase) and translator.f_code.co_name == function:
+            return getattr(translator.symbolic_locals[name].realize(), "value", None)
+        trace = trace.tb_next
+    return None
+
+
 def fix_strides(fakes: Iterable[torch.Tensor]) -> None:
     """Let strides be constants that Dynamo made symbols of and that no size shows: gaps in memory."""
     tensors = list(fakes)
@@ -358,6 +369,21 @@ def _numbers_from_data() -> Iterator[None]:
         yield
 
 
+_own_get = functools.cached_property.__get__
+
+
+def _cached_property(self: Any, instance: Any, owner: Any = None) -> Any:
+    """Give what a `functools.cached_property` gives; traced, without its lock, and without keeping plain values."""
+    if instance is None or not torch.compiler.is_dynamo_compiling():
+        return _own_get(self, instance, owner)
+    if self.attrname in instance.__dict__:
+        return instance.__dict__[self.attrname]
+    value = self.func(instance)
+    if not isinstance(value, (type(None), bool, int, float, str, torch.dtype, torch.device)):
+        setattr(instance, self.attrname, value)  # a tensor stays what it is, whatever becomes of what it was made of
+    return value
+
+
 @contextlib.contextmanager
 def quiet_tracing() -> Iterator[None]:
     """Trace alone: sizes are dynamic only where marked, equal sizes are not one symbol, no earlier trace counts."""
@@ -370,11 +396,13 @@ def quiet_tracing() -> Iterator[None]:
             suppress_errors=False,
             capture_scalar_outputs=True,
             capture_dynamic_output_shape_ops=True,
+            verbose=True,  # what Dynamo raises keeps its traceback, see `value_of_local`
             allow_rnn=True,  # RNN, LSTM and GRU are ops like others in inference
         ),
         dynamo.config.patch({_IGNORED: _logging_functions()}),
         _numbers_from_data(),
         mock.patch.object(dynamo.utils, "to_numpy_helper", NumpyArray),
+        mock.patch.object(functools.cached_property, "__get__", _cached_property),
         mock.patch.object(symbolic_shapes, "uninteresting_files", _OwnFiles),
         shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]  # installed at run time
         # torch 2.11 logs that it cannot sort a setting that holds functions, where it logs its settings.

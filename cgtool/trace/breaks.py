@@ -144,6 +144,11 @@ def _user_line(error: Exception, method: Callable[..., Any]) -> str:
     return line_of(frames, own)
 
 
+def local_of(error: GraphBreakError, function: str, name: str) -> Any:
+    """Return what a local of a function is, if a trace failed within that; else None."""
+    return private.value_of_local(error.__cause__, function, name) if error.__cause__ is not None else None
+
+
 def line_of_return(method: Callable[..., Any]) -> str:
     """Return the line at which a method returns, or that of its head where it returns at several."""
     code = getattr(method, "__func__", method).__code__

@@ -39,7 +39,7 @@ from cgtool.trace.refusals import (
 )
 from cgtool.trace.sources import Frame, source_text
 from cgtool.trace.touched import touched
-from cgtool.trace.writes import inherited_guards, writes_of
+from cgtool.trace.writes import computed_guards, inherited_guards, writes_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +211,7 @@ def trace_once(
     model_guards, call_guards = split_guards(combined((*guarded, *questions, *steps), seen.guards))
     functions = function_guards(captured.codes)
     model_guards = (*ALWAYS, *_own_method(Roots(module, method)), *model_guards, *functions)
-    model_guards = tuple(inherited_guards(model_guards, captured.inherited))
+    model_guards = tuple(computed_guards(inherited_guards(model_guards, captured.inherited), module, seen.names))
     model_guards = tuple(name_groups(graph_module, model_guards, call_guards, captured.codes))
     check_at_once(model_guards, Roots(module, method))
     reader = TemplateReader(captured.outputs, known, captured.sizes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -208,7 +208,7 @@ def guards_of_states(
     of_model: list[Guard] = []
     of_call: list[Guard] = []
     for guard in guards:
-        word, _, argument = guard.kind.partition(":")
+        word = guard.kind.partition(":")[0]
         spoken = [source for source in _spoken_of(guard) if _leads_to(source, places)]
         if spoken and word == "distinct":
             continue  # of a group that names all there is
@@ -217,10 +217,14 @@ def guards_of_states(
         elif guard.source in dicts and word in _OF_KEYS:
             of_call.append(guard)
         elif word == "named" and guard.source in named:
-            names = sorted(names_of(argument) - named[guard.source])
-            expected = [name for name in guard.expected if name in names]
-            kind = f"named:{canonical_json(names).decode()}"
-            of_model.append(Guard(source=guard.source, kind=kind, expected=expected))
+            of_model.append(without_names(guard, named[guard.source]))
         else:
             of_model.append(guard)
     return tuple(of_model), tuple(of_call)
+
+
+def without_names(guard: Guard, names: Collection[str]) -> Guard:
+    """Return a guard on which names an object has that does not ask for these."""
+    asked = sorted(names_of(guard.kind.removeprefix("named:")).difference(names))
+    expected = [name for name in guard.expected if name in asked]
+    return Guard(source=guard.source, kind=f"named:{canonical_json(asked).decode()}", expected=expected)

@@ -7,21 +7,23 @@ else it may leave in an attribute, see `cgtool.trace.kept`.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from cgtool.errors import CgtoolError, TraceError
-from cgtool.guards.kinds import encode_literal, names_of
+from cgtool.guards.kinds import describe, encode_literal
 from cgtool.plan.grammar import canonical_json
 from cgtool.plan.records import Guard, Settled
 from cgtool.trace import _torch as private
 from cgtool.trace.breaks import line_of
-from cgtool.trace.kept import can_keep
+from cgtool.trace.kept import can_keep, without_names
 from cgtool.trace.sources import MODULE_DICTS, WARNINGS_SHOWN, Frame, source_text
 
 _PLAIN = (type(None), bool, int, float, str, tuple)
@@ -132,6 +134,31 @@ def _name_of(variable: Any, frame: Frame) -> str:
         return str(source.name)
 
 
+def computed_guards(guards: Iterable[Guard], module: nn.Module, names: Collection[str]) -> Iterator[Guard]:
+    """Yield guards in which cached properties of modules, of these names, have their values, whether held already.
+
+    A trace takes them as other properties; the first call that asks for one of the model itself has it held.
+    """
+    computed: dict[str, dict[str, Guard]] = {}
+    for path, part in module.named_modules():
+        source = f"self.{path}" if path else "self"
+        members = {name: value for owner in reversed(type(part).__mro__) for name, value in vars(owner).items()}
+        for name in names & members.keys():
+            if isinstance(members[name], functools.cached_property):
+                with contextlib.suppress(Exception):  # what the user's code says is said where the model asks for it
+                    found = describe(f"computed:{name}", part)
+                    guard = Guard(source=source, kind=f"computed:{name}", expected=found)
+                    computed.setdefault(source, {})[name] = guard
+    for guard in guards:
+        owner, _, last = guard.source.rpartition(".")
+        if guard.source in computed and guard.kind.startswith("named:"):
+            yield without_names(guard, computed[guard.source])
+        elif guard.kind != "value" or last not in computed.get(owner, ()):
+            yield guard
+    for each in computed.values():
+        yield from each.values()
+
+
 def inherited_guards(guards: Iterable[Guard], inherited: Sequence[Settled]) -> Iterator[Guard]:
     """Yield guards in which these attributes are what they are, whether a module's own or its class's."""
     either: dict[str, set[str]] = {}
@@ -139,10 +166,8 @@ def inherited_guards(guards: Iterable[Guard], inherited: Sequence[Settled]) -> I
         either.setdefault(one.source, set()).add(one.name)
         yield Guard(source=f"{one.source}.{one.name}", kind="value", expected=one.before)
     for guard in guards:
-        kind, _, argument = guard.kind.partition(":")
-        if kind == "named" and guard.source in either:
-            names = canonical_json(sorted(names_of(argument) - either[guard.source])).decode()
-            yield Guard(source=guard.source, kind=f"named:{names}", expected=guard.expected)
+        if guard.kind.startswith("named:") and guard.source in either:
+            yield without_names(guard, either[guard.source])
         elif guard.kind != "value" or all(guard.source != f"{one.source}.{one.name}" for one in inherited):
             yield guard
 

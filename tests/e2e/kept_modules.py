@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
 
@@ -94,6 +96,23 @@ def a_view_of_the_argument(self, x):
     return x * 2
 
 
+class Computed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.steps = nn.Linear(8, 8), 3
+
+    @functools.cached_property
+    def shift(self):
+        return self.steps - 1
+
+    @functools.cached_property
+    def transposed(self):
+        return self.layer.weight.t() * self.shift
+
+    def forward(self, x):
+        return (x @ self.transposed).roll(self.shift)
+
+
 def part_that_keeps():
     part = type("Part", (nn.Module,), {"forward": keeps_last})()
     part.layer, part.last = nn.Linear(8, 8), None
@@ -124,6 +143,7 @@ KEPT = {
     "nothing before the first call": (begins_without, {}, {}),
     "an item of a dict": (put_into_a_dict, {}, {"cache": {}}),
     "what the first call made of weights": (made_once, {"layer": nn.Linear(8, 8)}, {"cache": {}}),
+    "a cached property": (lambda self, x: self.part(x), {"part": Computed()}, {}),
     "rows that become more": (grown, {}, {"rows": None}),
     "a ring": (taken_in_turn, {}, {"ring": torch.zeros(3, 8), "slot": 0}),
     "a first call that is another graph": (first_call_differs, {}, {"is_first": True}),

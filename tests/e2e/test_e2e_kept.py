@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 from msgspec.structs import replace
@@ -41,10 +42,13 @@ def made(name):
 
 
 def held(module):
-    """What the modules of a model hold, by name."""
+    """What the modules of a model hold, by name, without plain values of cached properties."""
     found = {}
     for path, part in module.named_modules():
         own = {name: value for name, value in vars(part).items() if not name.startswith("_") and name != "training"}
+        for name in [name for name, value in own.items() if isinstance(value, int)]:
+            if isinstance(getattr(type(part), name, None), functools.cached_property):
+                del own[name]
         found |= {f"{path}.{name}": value for name, value in {**own, **part._buffers, **part._parameters}.items()}
     return found
 
