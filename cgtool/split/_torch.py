@@ -30,6 +30,8 @@ __all__ = ["HigherOrderOperator", "OpOverload", "OpOverloadPacket"]
 #: The very functions that a graph calls where it enters and leaves an autocast region.
 ENTER_AUTOCAST: Any = autocast_mode._enter_autocast
 EXIT_AUTOCAST: Any = autocast_mode._exit_autocast
+#: What a graph calls where `torch.nn.attention.sdpa_kernel` is entered.
+SDPA_BACKEND: Any = getattr(torch.nn.attention, "_backend_from_string", None)
 #: What a graph calls where gradients are turned on and off, which the transforms of torch.func do.
 SET_GRAD: Any = torch._C._set_grad_enabled
 

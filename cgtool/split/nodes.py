@@ -80,6 +80,9 @@ def kind_of(node: fx.Node) -> Kind:
     if node.op == "get_attr":
         return _constant(node)
     is_higher = isinstance(node.target, private.HigherOrderOperator)
+    if node.target is private.SDPA_BACKEND:
+        why = "it sets for the whole process which kernels attention may use; put `with sdpa_kernel(...)` around"
+        raise cannot_split(node, f"{why} the call of the model, where it is warmed and where it is served")
     if node.op == "call_module" or (is_higher and getattr(node.target, "__name__", "") not in RUN_BODIES):
         raise cannot_split(node, "it runs a graph of its own; write the model without it, or put it into a custom op")
     if is_dropped(node):
@@ -188,8 +191,14 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ([^\n]+)(?:\n\s+([^\n]*\S))
 
 
 def user_line(node: fx.Node) -> str | None:
-    """Return where the model's author wrote `node`: "model.py:27, in forward: x = self.emb(ids)"."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or node.stack_trace or "")
+    """Return where the model's author wrote `node`: "model.py:27, in forward: x = self.emb(ids)".
+
+    Dynamo knows no line of what enters and leaves a context: it is that of what comes next.
+    """
+    frames: list[tuple[str, str, str, str]] = []
+    while not frames and node.op != "output":
+        frames = _FRAME.findall(node.meta.get("stack_trace") or node.stack_trace or "")
+        node = node.next
     if not frames:
         return None
     # The innermost line that is not torch's own; torch's where there is no other.

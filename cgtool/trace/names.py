@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import inspect
 import itertools
 import re
 import sys
@@ -50,6 +51,8 @@ def _names_of(code: types.CodeType) -> set[str]:
     found |= names_in(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     if not found.isdisjoint(PLACE | _REGISTRIES) and _is_transformers(code.co_filename):
         found -= PLACE | _REGISTRIES
+    if code is inspect.unwrap.__code__:  # it bounds a loop of its own so, which Inductor raises for the process
+        found.discard("getrecursionlimit")
     return found
 
 

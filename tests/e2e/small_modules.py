@@ -11,6 +11,7 @@ from small_rows import ROWS_OF_EIGHT, fake_quantised
 from torch import nn
 from torch._higher_order_ops import map as map_rows
 from torch._higher_order_ops import scan, while_loop
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -216,6 +217,11 @@ def selected(self, x):
     return x[x > 0].sum()
 
 
+def attended_by_kernel(self, x):
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(x[None], x[None], x[None])
+
+
 def _weight():
     return nn.Parameter(torch.zeros(8, 8))
 
@@ -367,6 +373,10 @@ REFUSED = {
     "a call that is counted": (
         lambda: (module(counted, calls=0), rows(4), ROWS),
         r"changes calls while it runs.*\n.*small_modules\.py:\d+, in counted: self\.calls \+= 1",
+    ),
+    "a choice of attention's kernels": (
+        lambda: (module(attended_by_kernel), rows(4), ROWS),
+        r"small_modules\.py:\d+, in attended_by_kernel.*put `with sdpa_kernel\(\.\.\.\)` around the call of",
     ),
     "an argument of numpy": (
         lambda: (module(lambda self, x, shift: x + shift), [(_numbers(4, 8), np.arange(8.0))], ROWS),

@@ -259,6 +259,32 @@ class Asking(nn.Module):
         return x * self.width * self.config.gain
 
 
+class Positioned(nn.Module):
+    """A cache that counts: Dynamo traces `inspect.unwrap` on the way, which asks for the recursion limit."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(16, 4))
+        self.register_buffer("position", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        position = self.position.item()
+        self.table[position : position + x.shape[0]] = x
+        self.position += x.shape[0]
+        return self.table.sum(0)
+
+
+def test_a_limit_of_pythons_that_inductor_raises_is_no_fact_of_the_model(tmp_path):
+    model, x, usual = Positioned(), torch.rand(3, 4), sys.getrecursionlimit()
+    try:
+        sys.setrecursionlimit(usual + 1000)
+        loaded = served(tmp_path, model, x, dynamic={"x": {0: ("rows", 2, None)}})
+    finally:
+        sys.setrecursionlimit(usual)
+    with torch.no_grad():
+        assert torch.equal(loaded(x), x.sum(0))
+
+
 def test_what_an_object_keeps_to_itself_is_guarded_where_it_lies(tmp_path):
     model, x = Asking(), torch.ones(2)
     agree(served(tmp_path, model, x), model, x)

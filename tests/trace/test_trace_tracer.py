@@ -10,6 +10,9 @@ import torch
 from torch import nn
 from trace_harness import agree, plan_of, served
 
+from cgtool.trace import _torch as private
+from cgtool.trace.capture import slow_ops
+
 pytestmark = pytest.mark.torch
 
 
@@ -40,3 +43,8 @@ def test_no_guard_speaks_of_dynamo_and_the_model_is_served(tmp_path):
     assert [source for source in sources if "torch._dynamo" in source] == []
     model = Model().eval()
     agree(served(tmp_path / "cache", model, x, extra=1), model, x, extra=1)
+
+
+def test_ops_of_torchs_own_are_no_ones_to_register_otherwise():
+    assert private.made_by_custom_op("prims::add")  # as torch makes them
+    assert slow_ops(["prims.add.default", "aten.add"]) == ()
