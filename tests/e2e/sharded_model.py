@@ -216,6 +216,17 @@ def llama_equals_the_whole(folder, root):
     return [torch.allclose(one(input_ids=x).logits, other(input_ids=x).logits, atol=1e-5) for x in calls]
 
 
+def llama_generates_as_the_whole(folder, root):
+    one, other = llama(folder, tp_plan="auto"), llama(folder)
+    config = cgtool.CompilationConfig(adaptor="eager", jobs=0)
+    cgtool.compile(one, cache="static", cache_length=32, config=config, cache_dir=root)
+    one = cgtool.load(llama(folder, tp_plan="auto"), cache="static", cache_dir=root)
+    first, second = (
+        model.generate(ids(1), max_new_tokens=12, do_sample=False, use_cache=True) for model in (one, other)
+    )
+    return torch.equal(first, second)
+
+
 def main(name, *arguments):
     dist.init_process_group("gloo", timeout=dt.timedelta(seconds=60))
     with torch.no_grad():

@@ -98,17 +98,27 @@ def test_native_pieces_of_a_split_model_equal_the_whole(tmp_path):
     assert forked_ranks({}, MODELS, "served", tmp_path, "aot_inductor", "split") == [{"split": [True] * 3}] * 2
 
 
-@pytest.mark.slow
-def test_a_model_that_transformers_splits_equals_the_whole(tmp_path):
+@pytest.fixture
+def llama(tmp_path):
+    """Return the folder of a Llama that transformers can split."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "use_cache": False}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, pad_token_id=0))
     model.save_pretrained(tmp_path / "llama")
-    arguments = ("--arg", f"folder={tmp_path / 'llama'}", "--weights", "real")
-    ended = two_ranks(f"{MODELS}:build_llama", tmp_path / "cache", *arguments)
+    return tmp_path / "llama"
+
+
+@pytest.mark.slow
+def test_a_model_that_transformers_splits_equals_the_whole(llama, tmp_path):
+    root = tmp_path / "cache"
+    ended = two_ranks(f"{MODELS}:build_llama", root, "--arg", f"folder={llama}", "--weights", "real")
     assert [ran.code for ran in ended] == [0, 0], ended[0].err + ended[1].err
-    assert all(variant["proved_at"] for manifest in manifests(tmp_path) for variant in manifest["variants"])
-    loads = forked_ranks({}, MODELS, "llama_equals_the_whole", tmp_path / "llama", tmp_path / "cache")
-    assert loads == [[True] * 3] * 2
+    assert all(variant["proved_at"] for manifest in manifests(root) for variant in manifest["variants"])
+    assert forked_ranks({}, MODELS, "llama_equals_the_whole", llama, root) == [[True] * 3] * 2
+
+
+@pytest.mark.slow
+def test_a_model_that_transformers_splits_generates_as_the_whole(llama, tmp_path):
+    assert forked_ranks({}, MODELS, "llama_generates_as_the_whole", llama, tmp_path / "cache") == [True] * 2
