@@ -25,6 +25,9 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 # sessions, since the first C++ compile (headers, probes of the instruction set) costs more than everything after it.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"cgtool-tests-{os.getuid()}"))
 
+# Several workers and what they start share two cores: a thread that has nothing to do must not spin for another one.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # A warm waits for the disk some thirty times, and no test cuts the power. What counts system calls makes them all.
 os.fsync = lambda descriptor: None
 
