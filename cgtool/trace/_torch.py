@@ -61,7 +61,6 @@ __all__ = [
     "UserError",
     "current_output",
     "detect_fake_mode",
-    "dtypes_in",
     "dynamo_source",
     "fix_strides",
     "has_dtensor",
@@ -84,6 +83,9 @@ __all__ = [
 ]
 
 
+#: What Dynamo writes for a region of autocast.
+ENTER_AUTOCAST: Any = torch.amp.autocast_mode._enter_autocast
+EXIT_AUTOCAST: Any = torch.amp.autocast_mode._exit_autocast
 #: `torch.tensor` of numbers that are known only as the graph runs, and `x.data`, from torch 2.12 on.
 TENSOR_OF_NUMBERS: Any = torch._refs.tensor
 DATA_OF_TENSOR: Any = getattr(torch._C._autograd, "_get_data_attr", None)
@@ -242,11 +244,6 @@ def real_object(value: Any) -> Any:
 def is_size(value: Any) -> bool:
     """Return whether a value is a number that is made of sizes."""
     return isinstance(value, proxy_tensor.py_sym_types)
-
-
-def dtypes_in(value: Any) -> list[torch.dtype]:
-    """Return the dtypes of the tensors that a value is or holds."""
-    return [leaf.dtype for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 class RecordedCalls:

@@ -42,20 +42,34 @@ class _Writer:
         #: What each node gives: as Dynamo saw it, until it is run.
         self._values = values
         self._copies: dict[fx.Node, fx.Node] = {}
+        #: The regions of autocast that are open.
+        self._regions: list[Any] = []
         self._calls = private.RecordedCalls(graph_module, values.values())
 
     def written(self) -> fx.GraphModule:
-        for node in self._old.graph.nodes:
-            if node.op == "placeholder":
-                self._place(node)
-            elif any(private.has_dtensor(self._values[one]) for one in (node, *node.all_input_nodes)):
-                self._run(node)
-            else:
-                self._copy(node)
+        try:
+            for node in self._old.graph.nodes:
+                self._write(node)
+        finally:
+            for region in reversed(self._regions):
+                private.EXIT_AUTOCAST(region)
         for node in reversed(self._calls.graph.nodes):
             if node.op == "call_function" and not node.users and private.is_size(node.meta.get("example_value")):
                 self._calls.graph.erase_node(node)  # DTensor compares many sizes as it is run
         return fx.GraphModule(self._old, self._calls.graph)
+
+    def _write(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            self._place(node)
+        elif any(private.has_dtensor(self._values[one]) for one in (node, *node.all_input_nodes)):
+            self._run(node)
+        else:
+            self._copy(node)
+        function: Any = node.target
+        if function is private.ENTER_AUTOCAST:
+            self._regions.append(function(*node.args))
+        elif function is private.EXIT_AUTOCAST:
+            private.EXIT_AUTOCAST(self._regions.pop())
 
     def _copy(self, node: fx.Node) -> None:
         self._copies[node] = self._calls.graph.node_copy(node, self._new)
@@ -86,10 +100,7 @@ class _Writer:
         function: Any = node.target
         if node.op == "call_method":
             function, args = getattr(args[0], str(node.target)), args[1:]
-        seen = self._values[node]
-        value = self._values[node] = self._calls.run(function, args, kwargs, node.meta.get("stack_trace"))
-        if private.dtypes_in(value) != private.dtypes_in(seen):
-            raise _refused(node, f"{node.name} works on DTensors in a region of autocast")
+        self._values[node] = self._calls.run(function, args, kwargs, node.meta.get("stack_trace"))
 
 
 def _refused(node: fx.Node, what: str) -> TraceError:

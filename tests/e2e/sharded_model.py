@@ -136,6 +136,24 @@ def with_other_placements():
     return model
 
 
+class InBfloat16(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = split()
+
+    def forward(self, ids):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.model(ids).float()
+
+
+def equals_eager(root, name):
+    """Return whether a split model that nothing else is equal to equals itself, compiled and loaded."""
+    model, config = globals()[name]().eval(), cgtool.CompilationConfig(adaptor="eager", jobs=0)
+    cgtool.compile(model, example_args=(ids(2),), dynamic=EVEN, config=config, cache_dir=root)
+    served = cgtool.load(model, config=config, cache_dir=root)
+    return [torch.allclose(served(ids(rows)), model(ids(rows)), atol=1e-2) for rows in (2, 4)]
+
+
 def that_returns_a_shard():
     return split(head=ColwiseParallel(use_local_output=False))
 

@@ -71,6 +71,11 @@ def test_a_sequence_that_is_split_is_served(tmp_path):
     assert all(variant["proved_at"] for manifest in manifests(tmp_path) for variant in manifest["variants"])
 
 
+def test_a_region_of_autocast_holds_for_what_ranks_compute(tmp_path):
+    assert forked_ranks({}, MODELS, "equals_eager", tmp_path, "InBfloat16") == [[True] * 2] * 2
+    assert all(variant["proved_at"] for manifest in manifests(tmp_path) for variant in manifest["variants"])
+
+
 def test_dtensors_that_a_call_takes_or_returns_are_refused(tmp_path):
     for found in forked_ranks({}, MODELS, "refused", tmp_path):
         assert re.match(
