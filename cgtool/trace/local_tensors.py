@@ -93,7 +93,8 @@ class _Writer:
 
     def _run(self, node: fx.Node) -> None:
         if node.op == "output":
-            raise _refused(node.all_input_nodes[0], "The model returns a DTensor")
+            returned = next(one for one in node.all_input_nodes if private.has_dtensor(self._values[one]))
+            raise _refused(returned, "The model returns a DTensor")
         if any(one.op == "get_attr" for one in node.all_input_nodes):
             raise _refused(node, f"{node.name} runs a graph of its own on DTensors")
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._values.__getitem__)
