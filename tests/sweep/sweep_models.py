@@ -71,22 +71,6 @@ class Base(nn.Module):
 # ---- where facts are read from
 
 
-@case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
-class NestedContainers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.ModuleList([nn.Linear(8, 8), nn.ReLU()]), nn.ModuleList([nn.Linear(8, 8)])])
-        self.heads = nn.ModuleDict({"a": nn.Linear(8, 2), "b.c".replace(".", "_"): nn.Linear(8, 3)})
-        self.seq = nn.Sequential(OrderedDict(first=nn.Linear(8, 8), act=nn.GELU()))
-
-    def forward(self, x):
-        for group in self.blocks:
-            for block in group:
-                x = block(x)
-        x = self.seq(x)
-        return {name: head(x) for name, head in self.heads.items()}
-
-
 def helper_scaled(x: torch.Tensor, factor: float, shift: float = 0.25) -> torch.Tensor:
     return x * factor + shift
 
@@ -432,12 +416,6 @@ class ReturnsOneTwice(Base):
         return y, y, y.view(-1), y.t()
 
 
-@case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
-class ReturnsInputOnly(Base):
-    def forward(self, x):
-        return x.relu(), x
-
-
 # ---- writes
 
 
@@ -580,16 +558,6 @@ class NoGradDecorated(Base):
     @torch.no_grad()
     def forward(self, x):
         return self.linear(x)
-
-
-@case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
-class DropoutInEval(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, x):
-        return F.dropout(self.drop(self.linear(x)), 0.3, self.training)
 
 
 @case(example=lambda: call(x()), served={"again": lambda: call(x(seed=2))}, tried=SIZES, dynamic=ROWS)
