@@ -201,10 +201,6 @@ def test_without_locks_the_entry_of_the_last_writer_is_whole(cache_root):
     assert leftovers(cache_root) == []
 
 
-#: Every call of what publishes first, and of the others a sample.
-STRIDES = pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
-
-
 def _killed_at_calls(root: Path, action, *, stride: int = 1) -> list[str | None]:
     """Kill `action` at its system calls, from the same start each time; return what the entry said then."""
     start = root.with_name("start")
@@ -229,15 +225,14 @@ def test_a_first_publish_killed_at_any_call_leaves_nothing_or_all(cache_root):
     assert len(found) > 30
 
 
-@STRIDES
-def test_a_replacing_publish_killed_at_any_call_leaves_the_old_or_the_new(cache_root, stride):
+def test_a_replacing_publish_killed_at_any_call_leaves_the_old_or_the_new(cache_root):
     publish(cache_root, "one")
-    found = _killed_at_calls(cache_root, lambda: publish(cache_root, "two"), stride=stride)
+    found = _killed_at_calls(cache_root, lambda: publish(cache_root, "two"))
     assert set(found) == {"one", "two"}
-    assert len(found) * stride > 15
+    assert len(found) > 15
 
 
-@STRIDES
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_adding_a_row_killed_at_any_call_leaves_the_entry_readable(cache_root, stride):
     publish(cache_root, "two")
     found = _killed_at_calls(cache_root, lambda: add_sizes(cache_root, (8,)), stride=stride)
