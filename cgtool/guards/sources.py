@@ -26,7 +26,7 @@ import json
 import re
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -203,6 +203,11 @@ class Roots:
         raise SourceError(msg, path=source_words(source.text))
 
 
+def leads_to(source: str, places: Iterable[str]) -> bool:
+    """Return whether a source is one of these, or a part of what one of them names."""
+    return any(source == place or source.startswith((f"{place}.", f"{place}[", f"{place}|")) for place in places)
+
+
 #: What a place holds that holds nothing.
 ABSENT: Any = object()
 
@@ -242,10 +247,10 @@ class Place:
     def set(self, value: Any) -> None:
         """Hold `value`; nothing where it is `ABSENT`."""
         owner, key = self.owner(), self._last.key
-        if self._last.word == "item":
+        if self._last.word == "item" and value is not ABSENT:
+            owner[key] = value
+        elif self._last.word == "item":
             owner.pop(key, None)
-            if value is not ABSENT:
-                owner[key] = value
         elif value is not ABSENT:
             setattr(owner, str(key), value)
         elif self.get() is not ABSENT:

@@ -17,7 +17,7 @@ from torch import nn
 from cgtool.errors import ArtifactError, GuardError
 from cgtool.graph.expressions import symbols_of
 from cgtool.guards.signature import CallSignature
-from cgtool.guards.sources import Place, Roots
+from cgtool.guards.sources import Place, Roots, leads_to
 from cgtool.guards.table import failures_of
 from cgtool.host import variables_now
 from cgtool.plan.pieces import Graphs, PieceGraph
@@ -272,8 +272,8 @@ class LoadedModel(AsModule):
         variants = []
         # The plan holds an input once, however many variants have it: its place in memory tells it from others.
         distinct = {id(item): item for variant in self.plan.variants for item in variant.inputs}
-        # What a call leaves in the model, the next one looks at.
-        are_weights = {at for at, item in distinct.items() if is_weight(item) and item.source not in self.keeps}
+        kept = self.keeps  # what a call leaves in the model, the next one looks at
+        are_weights = {at for at, item in distinct.items() if is_weight(item) and not leads_to(item.source, kept)}
         for index, variant in enumerate(self.plan.variants):
             weights = [i for i, item in enumerate(variant.inputs) if id(item) in are_weights]
             calls = sorted(set(range(len(variant.inputs))).difference(weights))

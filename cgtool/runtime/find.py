@@ -29,7 +29,7 @@ from cgtool import host
 from cgtool.errors import ArtifactError, CacheError, CacheMissError, CacheSchemaError, RefusedError
 from cgtool.graph.expressions import rename, symbols_of
 from cgtool.guards._torch import process_group_is_initialized, register_groups
-from cgtool.guards.sources import Roots, SourceError
+from cgtool.guards.sources import Roots, SourceError, leads_to
 from cgtool.guards.table import failures_of
 from cgtool.plan.pieces import AOT_INDUCTOR, EAGER, PieceGraph
 from cgtool.plan.records import GuardTable, Plan, Step, Variant, parse_plan
@@ -203,7 +203,7 @@ class Finder:
         others = [
             item
             for source, item in inputs.items()
-            if source not in kept and (source[5:] not in known or source[:5] != "self.")
+            if not leads_to(source, kept) and (source[5:] not in known or source[:5] != "self.")
         ]
         return tuple(tensor_differences(roots, filter(is_weight, others)))
 

@@ -389,6 +389,8 @@ def quiet_tracing() -> Iterator[None]:
         dynamo.config.patch(
             automatic_dynamic_shapes=False,
             assume_static_by_default=True,
+            force_nn_module_property_static_shapes=False,  # of what calls leave there, some is marked
+            force_parameter_static_shapes=False,  # and of buffers
             allow_ignore_mark_dynamic=False,
             suppress_errors=False,
             capture_scalar_outputs=True,

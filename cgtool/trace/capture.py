@@ -14,7 +14,7 @@ from torch import fx
 from cgtool.errors import TraceError
 from cgtool.guards.kinds import check, describe
 from cgtool.guards.signature import CallSignature
-from cgtool.guards.sources import Place, Roots
+from cgtool.guards.sources import Place, Roots, leads_to
 from cgtool.guards.state import STATE_NAMES, current
 from cgtool.host import count
 from cgtool.ops import is_torchs_own
@@ -319,7 +319,7 @@ def _other_arguments(output: Any, frame: Frame, known: Mapping[str, Any], left: 
     for tracked in output.tracked_fakes:
         if isinstance(tracked.fake, torch.Tensor) and not private.is_of_numpy(tracked.source):
             text = source_text(tracked.source, frame)
-            is_of_call = text.startswith("arg:") or text in left
+            is_of_call = text.startswith("arg:") or leads_to(text, left)
             if is_of_call and text not in known and not text.endswith("._base"):
                 found[text] = tracked.fake
     return found

@@ -32,6 +32,10 @@ class DynamicDim:
     min: int
     max: int | None
 
+    def allows(self, size: int) -> bool:
+        """Return whether it may be of a size that stays symbolic."""
+        return size >= max(self.min, FIRST_DYNAMIC) and (self.max is None or size <= self.max)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Place:

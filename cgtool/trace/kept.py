@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from cgtool.guards.kinds import names_of
-from cgtool.guards.sources import Place, Roots, parse_source
+from cgtool.guards.sources import Place, Roots, leads_to, parse_source
 from cgtool.plan.grammar import canonical_json
 from cgtool.plan.pieces import Json
 from cgtool.plan.records import Guard
@@ -27,7 +27,7 @@ from cgtool.trace.objects import is_computed, is_of_call
 #: A place, and what it holds.
 Held = tuple[Place, Any]
 _NAME = re.compile(r"[A-Za-z0-9_]+", re.ASCII)
-_PLAIN = (type(None), bool, int, float, str)
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.Size)
 #: Kinds of guards on which keys a dict has.
 _OF_KEYS = ("keys", "length", "empty", "named_keys")
 
@@ -94,9 +94,9 @@ class State:
             put_back(before)
 
     def is_looked_at(self, sources: Iterable[str]) -> bool:
-        """Return whether one of these sources leads to a tensor that calls left."""
-        texts = [place.text for place, value in self.held if isinstance(value, torch.Tensor)]
-        return any(_leads_to(source, texts) for source in sources)
+        """Return whether one of these sources leads to tensors that calls left."""
+        texts = [place.text for place, value in self.held if isinstance(value, (torch.Tensor, tuple))]
+        return any(leads_to(source, texts) for source in sources)
 
 
 def put_back(held: Sequence[Held]) -> None:
@@ -133,8 +133,7 @@ class NextState:
         for place, value in left:
             before, found = place.get(), self._value(templates[place.text], value)
             held[place.text] = place, found
-            if isinstance(before, torch.Tensor) and isinstance(found, torch.Tensor) and before.dim() == found.dim():
-                self._dynamic += [(found, dim) for dim, size in enumerate(found.shape) if size != before.shape[dim]]
+            self._dynamic += _grown(before, found)
         dynamic = tuple((tensor, dim) for tensor, dim in (*state.dynamic, *self._dynamic) if tensor.shape[dim] > 1)
         return replace(state, held=tuple(held.values()), dynamic=dynamic, calls=state.calls + 1)
 
@@ -142,6 +141,9 @@ class NextState:
         tag, *rest = template
         if tag == "tuple":
             return tuple(self._value(*pair) for pair in zip(rest[0], value, strict=True))
+        if tag == "call":  # torch.Size
+            sizes = rest[1][0][1]
+            return torch.Size(one[1] if one[0] == "const" else self._value(one, None) for one in sizes)
         if tag == "out" and not isinstance(self._promised[rest[0]], torch.Tensor):
             return private.hint_of(self._promised[rest[0]])
         if tag == "out":
@@ -160,6 +162,15 @@ class NextState:
             changing = [dim for dim, s in sizes_now if not isinstance(s, int) or (id(tensor), dim) in self._marked]
             self._dynamic += [(made, dim) for dim in changing]
         return self._made[id(tensor)]
+
+
+def _grown(before: Any, found: Any) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yield which dimensions of what a call left are not of the sizes that they were of."""
+    if type(before) is tuple and type(found) is tuple:
+        for pair in zip(before, found, strict=False):
+            yield from _grown(*pair)
+    elif isinstance(before, torch.Tensor) and isinstance(found, torch.Tensor) and before.dim() == found.dim():
+        yield from ((found, dim) for dim, size in enumerate(found.shape) if size != before.shape[dim])
 
 
 def looked_at(sources: Iterable[str], guards: Iterable[Guard]) -> tuple[str, ...]:
@@ -182,10 +193,6 @@ def _spoken_of(guard: Guard) -> Iterator[str]:
         yield f"{guard.source}[{json.dumps(json.loads(argument))}]"
 
 
-def _leads_to(source: str, places: Iterable[str]) -> bool:
-    return any(source == place or source.startswith((f"{place}.", f"{place}[", f"{place}|")) for place in places)
-
-
 def guards_of_states(
     guards: Iterable[Guard], seen: Iterable[str], places: Sequence[str]
 ) -> tuple[tuple[Guard, ...], tuple[Guard, ...]]:
@@ -196,7 +203,7 @@ def guards_of_states(
         seen: What Dynamo looked at.
         places: What calls of any variant leave something in.
     """
-    looked = {place for place in places if any(_leads_to(source, (place,)) for source in seen)}
+    looked = {place for place in places if any(leads_to(source, (place,)) for source in seen)}
     named: dict[str, set[str]] = {}
     dicts: set[str] = set()
     for place in places:
@@ -209,11 +216,11 @@ def guards_of_states(
     of_call: list[Guard] = []
     for guard in guards:
         word = guard.kind.partition(":")[0]
-        spoken = [source for source in _spoken_of(guard) if _leads_to(source, places)]
+        spoken = [source for source in _spoken_of(guard) if leads_to(source, places)]
         if spoken and word == "distinct":
             continue  # of a group that names all there is
         if spoken:
-            of_call += [guard] if all(_leads_to(source, looked) for source in spoken) else []
+            of_call += [guard] if all(leads_to(source, looked) for source in spoken) else []
         elif guard.source in dicts and word in _OF_KEYS:
             of_call.append(guard)
         elif word == "named" and guard.source in named:

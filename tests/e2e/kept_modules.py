@@ -84,6 +84,29 @@ def the_argument(self, x):
     return x * 2 if before is None else x + before.sum(0)
 
 
+def keys_and_values(self, x):
+    keys, values = self.pair
+    self.pair = (x, x * 2) if keys is None else (torch.cat([keys, x]), torch.cat([values, x * 2]))
+    return (x @ self.pair[0].t()).softmax(-1) @ self.pair[1]
+
+
+def table_that_grows(self, x):
+    rows = x.shape[0]
+    if self.table is None or self.table.shape[0] < rows:
+        self.table = torch.arange(rows, dtype=x.dtype).cos()
+    return x * self.table[:rows, None]
+
+
+def average_in_a_dict(self, x):
+    self.shadow["weight"] = self.shadow["weight"] * 0.9 + x.mean()
+    return x @ self.shadow["weight"]
+
+
+def turned(self, x):
+    self.on = not self.on
+    return x.sin() if self.on else x.cos()
+
+
 def mask_of_the_size(self, x):
     rows = x.shape[0]
     if self.mask is None or self.mask.shape[0] != rows:
@@ -149,6 +172,10 @@ KEPT = {
     "a first call that is another graph": (first_call_differs, {}, {"is_first": True}),
     "two that change places": (swapped, {}, {"one": torch.ones(8), "other": torch.zeros(8)}),
     "the argument": (the_argument, {}, {"before": None}),
+    "keys and values": (keys_and_values, {}, {"pair": (None, None)}),
+    "a table that grows": (table_that_grows, {}, {"table": None}),
+    "a moving average in a dict": (average_in_a_dict, {}, {"shadow": {"weight": torch.eye(8), "bias": torch.ones(8)}}),
+    "a flag that turns": (turned, {}, {"on": False}),
     "a mask of the size": (mask_of_the_size, {}, {"mask": None}),
     "a view of the argument, and a tensor of the model": (
         a_view_of_the_argument,
