@@ -35,7 +35,7 @@ from cgtool.trace.examples import (
     variants_of,
 )
 from cgtool.trace.files import UserCode, joined
-from cgtool.trace.kept import guards_of_states
+from cgtool.trace.kept import guards_of_states, read_in_dict
 from cgtool.trace.refusals import refuse_side_effects
 
 _log = logging.getLogger(__name__)
@@ -294,6 +294,7 @@ class _Tracing:
 def _of_states(traced: Sequence[Traced]) -> list[Traced]:
     """Return variants with guards that are asked of each call where they speak of what calls of any leave behind."""
     places = tuple(dict.fromkeys(one.place for each in traced for one in each.variant.kept))
+    refuse_side_effects(read_in_dict(places, [source for each in traced for source in each.looked_at]))
     found = []
     for each in traced if places else ():
         of_model, of_call = guards_of_states(each.variant.model_guards, each.looked_at, places)

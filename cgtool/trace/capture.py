@@ -26,7 +26,7 @@ from cgtool.trace.files import function_guards
 from cgtool.trace.groups import name_groups
 from cgtool.trace.guards import GuardRecorder, combined, module_frame, split_guards
 from cgtool.trace.installed import Asked, listening
-from cgtool.trace.kept import Held, NextState, State, can_be_kept, looked_at, passed_by, put_back
+from cgtool.trace.kept import Held, NextState, State, can_be_kept, looked_at, missed, passed_by, put_back
 from cgtool.trace.local_tensors import of_local_tensors
 from cgtool.trace.outputs import MarkedSizes, TemplateReader, mark_outputs
 from cgtool.trace.public_ops import hold_arrays, write_publicly
@@ -235,7 +235,7 @@ def trace_once(
         settled=captured.settled,
         kept={source: templates[source] for source in captured.kept},
         lines=captured.lines,
-        looked_at=looked_at((*sources, *captured.plain), recorded),
+        looked_at=looked_at((*sources, *captured.plain, *missed(seen.guards, captured.codes)), recorded),
         state=state,
         left=after if left else None,
     )

@@ -7,8 +7,10 @@ call, as the output is. What a trace did not look at may be anything.
 from __future__ import annotations
 
 import contextlib
+import dis
 import json
 import re
+import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +24,7 @@ from cgtool.plan.grammar import canonical_json
 from cgtool.plan.pieces import Json
 from cgtool.plan.records import Guard
 from cgtool.trace import _torch as private
+from cgtool.trace.closure import is_covered_by_versions
 from cgtool.trace.objects import is_computed, is_of_call
 
 #: A place, and what it holds.
@@ -181,6 +184,29 @@ def looked_at(sources: Iterable[str], guards: Iterable[Guard]) -> tuple[str, ...
     return tuple(source for source in found if source.startswith("self"))
 
 
+def missed(guards: Iterable[Guard], codes: Iterable[types.CodeType]) -> Iterator[str]:
+    """Yield what of the model code may have looked for and not found: names that it sets and reads, of objects or not.
+
+    Dynamo does not tell of a name that is nowhere, as where an AttributeError is caught.
+    """
+    loaded: set[str] = set()
+    stored: set[str] = set()
+    for code in codes:
+        if not is_covered_by_versions(code.co_filename):
+            for step in dis.get_instructions(code):
+                if step.opname in {"LOAD_ATTR", "LOAD_METHOD"}:
+                    loaded.add(step.argval)
+                elif step.opname == "STORE_ATTR":
+                    stored.add(step.argval)
+                elif isinstance(step.argval, str) and step.opname == "LOAD_CONST":
+                    loaded.add(step.argval)  # of a getattr or setattr
+                    stored.add(step.argval)
+    for guard in guards if loaded & stored else ():
+        if guard.kind.startswith("named:") and guard.source.startswith("self"):
+            names = names_of(guard.kind.removeprefix("named:")) & loaded & stored
+            yield from (f"{guard.source}.{name}" for name in sorted(names.difference(guard.expected)))
+
+
 def _spoken_of(guard: Guard) -> Iterator[str]:
     """Yield the sources that a guard speaks of: of a name or key that is there or is not, that of what it names."""
     word, _, argument = guard.kind.partition(":")
@@ -191,6 +217,13 @@ def _spoken_of(guard: Guard) -> Iterator[str]:
         yield f"{guard.source}.{argument}"
     elif word == "contains":
         yield f"{guard.source}[{json.dumps(json.loads(argument))}]"
+
+
+def read_in_dict(places: Iterable[str], seen: Iterable[str]) -> list[str]:
+    """Return the places that code looks at under another name: in the dict of what has them."""
+    split = {place: place.rpartition(".") for place in places}
+    texts = {f'{owner}.__dict__["{name}"]': place for place, (owner, _, name) in split.items()}
+    return [texts[text] for text in texts if any(leads_to(source, (text,)) for source in seen)]
 
 
 def guards_of_states(
@@ -205,11 +238,14 @@ def guards_of_states(
     """
     looked = {place for place in places if any(leads_to(source, (place,)) for source in seen)}
     named: dict[str, set[str]] = {}
+    asked: dict[str, set[str]] = {}
     dicts: set[str] = set()
     for place in places:
         source = parse_source(place)
         owner, key = source.prefixes[-1], str(source.accessors[-1].key)
         named.setdefault(owner, set()).add(key)
+        if place in looked:
+            asked.setdefault(owner, set()).add(key)
         if source.accessors[-1].word == "item":
             dicts.add(owner)
     of_model: list[Guard] = []
@@ -225,6 +261,9 @@ def guards_of_states(
             of_call.append(guard)
         elif word == "named" and guard.source in named:
             of_model.append(without_names(guard, named[guard.source]))
+            if guard.source in asked:  # where it is not there, that of the class is read
+                others = names_of(guard.kind.removeprefix("named:")) - asked[guard.source]
+                of_call.append(without_names(guard, others))
         else:
             of_model.append(guard)
     return tuple(of_model), tuple(of_call)

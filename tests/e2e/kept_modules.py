@@ -19,7 +19,7 @@ def last_of_a_part(self, x):
 
 def last_of_several(self, x):
     y = self.layer(x)
-    self.shape, self.both, self.gone = x.shape[0], (y.sum(), y.view(-1)), None
+    self.count, self.both, self.gone = x.shape[0], (y.sum(), y.view(-1)), None
     return y
 
 
@@ -43,6 +43,15 @@ def begins_without(self, x):
         self.mean = x.mean(0)
         self.started = True
     return x - self.mean
+
+
+def tried_first(self, x):
+    try:
+        before = self.sum
+    except AttributeError:
+        before = torch.zeros(8)
+    self.sum = before + x.sum(0)
+    return x + before
 
 
 def put_into_a_dict(self, x):
@@ -136,6 +145,15 @@ class Computed(nn.Module):
         return (x @ self.transposed).roll(self.shift)
 
 
+def counts_on(self, x):
+    self.count = self.count + x.sum(0)
+    return x + self.count
+
+
+def part_that_counts_on_from_its_class():
+    return type("Part", (nn.Module,), {"forward": counts_on, "count": torch.ones(8)})()
+
+
 def part_that_keeps():
     part = type("Part", (nn.Module,), {"forward": keeps_last})()
     part.layer, part.last = nn.Linear(8, 8), None
@@ -159,11 +177,13 @@ def with_hooks_of_old():
 KEPT = {
     "what was computed last": (keeps_last, {"layer": nn.Linear(8, 8)}, {"last": None}),
     "by a part, in an attribute that was not there": (last_of_a_part, {"part": part_that_keeps()}, {}),
+    "on top of its class's": (last_of_a_part, {"part": part_that_counts_on_from_its_class()}, {}),
     "a size, a tuple and None": (last_of_several, {"layer": nn.Linear(8, 8)}, {"gone": torch.ones(2)}),
     "a running mean": (running, {}, {"mean": torch.zeros(8)}),
     "a buffer that is replaced": (replaced_buffer, {"count": torch.zeros(())}, {}),
     "None before the first call": (begins_with_none, {}, {"mean": None}),
     "nothing before the first call": (begins_without, {}, {}),
+    "nothing before the first call, which tries it": (tried_first, {}, {}),
     "an item of a dict": (put_into_a_dict, {}, {"cache": {}}),
     "what the first call made of weights": (made_once, {"layer": nn.Linear(8, 8)}, {"cache": {}}),
     "a cached property": (lambda self, x: self.part(x), {"part": Computed()}, {}),
