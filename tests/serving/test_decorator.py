@@ -120,9 +120,11 @@ def test_the_class_is_as_it_was_where_compiling_fails(compiled):
     broken = [True]
 
     class Breaking(Scale):
+        count = 0
+
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if broken:
-                self.seen = x
+                self.count += 1
             return x * self.weight
 
     cls = compiled()(Breaking)
@@ -209,15 +211,16 @@ class Stateful(nn.Module):
         return x + self.buffer
 
 
-@pytest.mark.parametrize(("kind", "name"), [("buffer", "buffer"), ("plain tensor", "plain"), ("counter", "count")])
-def test_state_that_a_graph_would_freeze_is_refused_by_name(compiled, kind, name):
-    model = decorated(compiled(), Stateful)(kind).eval()
-    with pytest.raises(TraceError, match=rf"changes .*{name}"):
+def test_state_that_a_graph_would_freeze_is_refused_by_name(compiled):
+    model = decorated(compiled(), Stateful)("counter").eval()
+    with pytest.raises(TraceError, match=r"changes .*count"):
         model(torch.ones(3, 4))
 
 
-@pytest.mark.parametrize(("kind", "second"), [("in place", 3.0), ("local", 1.0)])
-def test_harmless_writes_are_not_refused(compiled, kind, second):
+@pytest.mark.parametrize(
+    ("kind", "second"), [("in place", 3.0), ("local", 1.0), ("buffer", 3.0), ("plain tensor", 1.0)]
+)
+def test_state_that_each_call_leaves_is_the_next_one_s(compiled, kind, second):
     model = decorated(compiled(), Stateful)(kind).eval()
     model(torch.ones(3, 4))
     assert model(torch.ones(3, 4))[0, 0].item() == second
