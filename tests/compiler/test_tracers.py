@@ -163,14 +163,16 @@ def test_children_build_the_model_beside_this_process_where_the_cache_is_empty(t
 
 
 @pytest.mark.parametrize(("jobs", "before"), [(1, 1), (4, 0)], ids=["traced-here", "in-a-child"])
-def test_what_is_traced_compiles_while_the_rest_is_traced(tmp_path, jobs, before):
+def test_what_is_traced_compiles_while_the_rest_is_traced(tmp_path, monkeypatch, worded_site, jobs, before):
+    monkeypatch.setenv("PYTHONPATH", worded_site["PYTHONPATH"])  # of the workers, which compile
+    monkeypatch.syspath_prepend(worded_site["PYTHONPATH"].partition(os.pathsep)[0])
     root, stored = tmp_path / "cache", []
 
     def wait(event):
         if event.phase == "trace" and event.done == before and event.secs is None:
             stored.append(wait_until(lambda: stored_units(root), secs=300))
 
-    config = CompilationConfig(adaptor="inductor_standalone", jobs=jobs, proof=False)
+    config = CompilationConfig(adaptor="worded", jobs=jobs, proof=False)
     choice = ModelChoice(model=f"{MODELS}:activated")
     report = warm(choice, config=config, cache_dir=root, on_event=wait)
     assert stored == [1]
