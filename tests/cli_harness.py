@@ -121,13 +121,21 @@ def _server_for(words: list[str], env: Mapping[str, str] | None) -> Server:
 
 
 _LIGHT = ("cgtool.cli.main", "rich.console", "rich.table", "rich.text", "cgtool.cli.inspect", "cgtool.toolkit.listing")
-#: What a command that traces imports.
-HEAVY = ("cgtool.cli.main", "torch", "torch._dynamo", "cgtool.models", "cgtool.compiler.pipeline")
+#: What a command that traces imports, and what the first trace of a process has Dynamo import: 500 modules.
+HEAVY = (
+    *("cgtool.cli.main", "torch", "torch._dynamo", "cgtool.models", "cgtool.compiler.pipeline"),
+    *("cgtool.cli.warm", "cgtool.toolkit.warm", "cgtool.compiler.stitch", "cgtool.compiler.tracers", "rich.text"),
+    *("torch._dynamo.backends.inductor", "torch._dynamo.backends.debugging", "torch._dynamo.backends.distributed"),
+    *("torch._dynamo.backends.tvm", "torch._dynamo.testing", "torch._dynamo.repro.after_dynamo", "sympy.tensor.tensor"),
+    *("torch._functorch.partitioners", "torch.distributed.tensor.experimental", "torch.export._trace"),
+    *("torch._inductor.codecache", "torch._inductor.sizevars", "torch.nn.attention.flex_attention"),
+)
 
 _SERVE = """
-import gc, importlib, json, os, runpy, select, sys
+import contextlib, gc, importlib, json, os, runpy, select, sys
 for name in sys.argv[1:]:
-    importlib.import_module(name)
+    with contextlib.suppress(ImportError):  # another torch may lack it
+        importlib.import_module(name)
 gc.freeze()
 gc.disable()  # a fork lives for a moment
 os.fsync = lambda descriptor: None  # as in conftest.py
