@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from cgtool.errors import CgtoolError
 from cgtool.graph._torch import share_storage
 from cgtool.graph.values import tensor_meta
 from cgtool.guards.signature import CallSignature
+from cgtool.guards.sources import leads_to
 from cgtool.guards.state import current, names_for_pieces
 from cgtool.host import silenced
 from cgtool.model import ExampleCall, ModelSpec
@@ -221,6 +222,7 @@ def _variant(name: str, fixed: Mapping[str, int], dims: Dims, trace: Trace, spli
     compiled = dict.fromkeys(step.graph for step in split.steps if not step.splitting and step.piece >= 0)
     settings = names_for_pieces(split.graphs[identity] for identity in compiled)
     states = [Guard(source=f"state:{name}", kind="state", expected=current(name)) for name in settings]
+    places = (*trace.kept, *(place.text for place, _ in trace.state.held))
     return Variant(
         name=name,
         fixed=dict(fixed),
@@ -236,24 +238,24 @@ def _variant(name: str, fixed: Mapping[str, int], dims: Dims, trace: Trace, spli
         ),
         calls_before=trace.state.calls,
         sizes_before=None if trace.state.sizes is None else dict(trace.state.sizes),
-        call_guards=(*trace.call_guards, *states, *_apart(inputs, placeholders, split, trace.kept)),
+        call_guards=(*trace.call_guards, *states, *_apart(inputs, placeholders, split, places)),
         steps=split.steps,
         output=place_outputs(trace.output, split.outputs, by_source),
     )
 
 
 def _apart(
-    inputs: Sequence[Input], placeholders: Sequence[Any], split: SplitResult, places: Container[str]
+    inputs: Sequence[Input], placeholders: Sequence[Any], split: SplitResult, places: Sequence[str]
 ) -> Iterator[Guard]:
     """Yield guards that an input which is written to shares memory with an argument just where it did in the trace.
 
     Dynamo has such guards too, and does not show them to its filter. Tensors of the model among themselves are left
-    out: what of theirs is one tensor is a fact of the key. What a call leaves in the model is as an argument.
+    out: what of theirs is one tensor is a fact of the key. What calls leave in the model is as an argument.
     """
     for written in split.mutated_inputs:
         for other, given in enumerate(inputs):
             pair = (inputs[written].source, given.source)
-            if other == written or not any(source.startswith("arg:") or source in places for source in pair):
+            if other == written or not any(source.startswith("arg:") or leads_to(source, places) for source in pair):
                 continue
             if other in split.mutated_inputs and other < written:
                 continue  # the pair was taken the other way round

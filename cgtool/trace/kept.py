@@ -250,9 +250,15 @@ def guards_of_states(
             dicts.add(owner)
     of_model: list[Guard] = []
     of_call: list[Guard] = []
+    guards = tuple(guards)
+    # What a call leaves is no parameter, and may be another tensor of the model.
+    tensors = {guard.source for guard in guards if (guard.kind, guard.expected) == ("type", "torch:Tensor")}
+    may_be_one = any(leads_to(source, looked) for source in tensors)
     for guard in guards:
         word = guard.kind.partition(":")[0]
         spoken = [source for source in _spoken_of(guard) if leads_to(source, places)]
+        if word == "distinct" and may_be_one and guard.source in tensors:
+            of_call += [guard] if not spoken or leads_to(guard.source, looked) else []
         if spoken and word == "distinct":
             continue  # of a group that names all there is
         if spoken:

@@ -107,7 +107,9 @@ def _is_as_before(one: Trace, again: Trace) -> bool:
 
     What one sets for good may be set in the other.
     """
-    if _graph_words(one) != _graph_words(again) or one.kept != again.kept or again.settled not in {(), one.settled}:
+    if _graph_words(one) != _graph_words(again) or one.kept != again.kept:
+        return False
+    if again.settled and again.settled != one.settled:
         return False
     places = _lasting(again)
     return _seen_in(one, places) == _seen_in(again, places)

@@ -148,6 +148,28 @@ def test_a_call_that_fails_leaves_the_model_as_it_was(tmp_path, monkeypatch):
     assert loaded.module.mean is left
 
 
+def test_tensors_of_one_memory_that_a_call_left_are_not_written_to_as_if_they_were_apart(tmp_path):
+    class Views(nn.Module):
+        whole = part = None
+
+        def forward(self, x):
+            if self.whole is None:
+                self.whole = x.sum(0).repeat(2, 1)
+                self.part = self.whole[0]
+                return x
+            before = self.whole * 2
+            self.part.add_(1)
+            return x + self.whole.sum(0) + before.sum(0)
+
+    model = cgtool.compile(Views().eval(), example_args=(torch.ones(2, 3),), config=CONFIG, cache_dir=tmp_path)
+    model(torch.ones(2, 3))
+    with pytest.raises(GuardError):
+        model(torch.ones(2, 3))
+    assert model.module.part.tolist() == [2, 2, 2]
+    model.module.part = model.module.part.clone()
+    assert model(torch.ones(2, 3)).tolist() == [[13, 13, 13]] * 2
+
+
 def wrong_value(variant):
     [one] = variant.kept
     return replace(variant, kept=(replace(one, value=variant.output),))
