@@ -158,7 +158,7 @@ def test_children_build_the_model_beside_this_process_where_the_cache_is_empty(t
         warmed(f"{MODELS}:hanging", tmp_path / "cache", on_event=look, parent=os.getpid(), **factory_args)
         return max(found)
 
-    assert found_as_it_is_built() == 2  # of four jobs
+    assert found_as_it_is_built() >= 2  # of four jobs; each has a keeper and, soon, the child itself
     assert found_as_it_is_built(width=8) == 0
 
 
@@ -175,5 +175,5 @@ def test_what_is_traced_compiles_while_the_rest_is_traced(tmp_path, monkeypatch,
     config = CompilationConfig(adaptor="worded", jobs=jobs, proof=False)
     choice = ModelChoice(model=f"{MODELS}:activated")
     report = warm(choice, config=config, cache_dir=root, on_event=wait)
-    assert stored == [1]
+    assert len(stored) == 1  # of the other variant, too, where that is quick
     assert (report.compiled, report.reused) == (2, 0)
