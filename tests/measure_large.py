@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).parents[1]
-sys.path[:0] = [str(REPO)]
+sys.path.insert(0, str(REPO))
 
 import torch  # noqa: E402
 

@@ -18,17 +18,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).parents[1]
-sys.path[:0] = [str(REPO)]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import torch.distributed._functional_collectives as collectives  # noqa: E402
-import torch.distributed.nn  # noqa: E402  imported later, as by Dynamo, it would hold the group
-from torch import nn  # noqa: E402
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+import torch.distributed.nn
+from torch import nn
 
-import cgtool  # noqa: E402
-from cgtool.serving.forward_context import BatchDescriptor, ForwardContext, set_forward_context  # noqa: E402
+import cgtool
+from cgtool.serving.forward_context import BatchDescriptor, ForwardContext, set_forward_context
 
 ROWS = (1, 256)
 ROUNDS, STEPS = 7, 20

@@ -24,7 +24,8 @@ from typing import Any
 from unittest import mock
 
 REPO = Path(__file__).parents[1]
-sys.path[:0] = [str(REPO), str(REPO / "fixtures")]
+sys.path.insert(0, str(REPO / "fixtures"))
+sys.path.insert(0, str(REPO))
 
 import torch  # noqa: E402
 from measure_large import SIZES as LLAMA_SIZES  # noqa: E402

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from cgtool.models import resolve_model  # noqa: E402
-from cgtool.ops import registered_splitting_ops  # noqa: E402
+from cgtool.models import resolve_model
+from cgtool.ops import registered_splitting_ops
 
 pytestmark = pytest.mark.torch
 

@@ -151,7 +151,7 @@ class _Describer:
             return "torch", owner.__name__, str(value)
         if private.is_default_group(value):
             return (
-                None  # as functions of torch.distributed.nn have it where that was imported before the group was made
+                None  # which functions of torch.distributed.nn have, where that was imported before the group was made
             )
         text = plain_text(value)
         if text is not None:

@@ -93,7 +93,7 @@ def building_fakes(mode: FakeTensorMode) -> Iterator[None]:
         torch._C._swap_tensor_impl(one, other)
 
     torch.utils.swap_tensors = swap_fakes
-    mode.dispatch = dispatch_but_ranks  # type: ignore[method-assign]
+    mode.dispatch = dispatch_but_ranks  # type: ignore[method-assign]  # of this mode alone, and taken back below
     try:
         with mode:
             yield

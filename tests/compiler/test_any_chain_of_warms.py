@@ -15,17 +15,18 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from standing_adaptor import SERVED, Standing  # noqa: E402
+import torch
+from standing_adaptor import SERVED, Standing
 
-import cgtool  # noqa: E402
-from cgtool import CompilationConfig, adaptor_registry  # noqa: E402
-from cgtool.compiler.pipeline import warm  # noqa: E402
-from cgtool.errors import CacheMissError  # noqa: E402
-from cgtool.toolkit.bundle.choose import Choice  # noqa: E402
-from cgtool.toolkit.bundle.export import export  # noqa: E402
-from cgtool.toolkit.bundle.import_ import import_bundle  # noqa: E402
+import cgtool
+from cgtool import CompilationConfig, adaptor_registry
+from cgtool.compiler.pipeline import warm
+from cgtool.errors import CacheMissError
+from cgtool.toolkit.bundle.choose import Choice
+from cgtool.toolkit.bundle.export import export
+from cgtool.toolkit.bundle.import_ import import_bundle
 
 pytestmark = pytest.mark.torch
 

@@ -7,13 +7,14 @@ import sys
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from standing_adaptor import SERVED, Standing  # noqa: E402
+import torch
+from standing_adaptor import SERVED, Standing
 
-import cgtool  # noqa: E402
-from cgtool import adaptor_registry  # noqa: E402
-from cgtool.cli.main import main  # noqa: E402
+import cgtool
+from cgtool import adaptor_registry
+from cgtool.cli.main import main
 
 pytestmark = pytest.mark.torch
 

@@ -9,7 +9,8 @@ import threading
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
 distributed = pytest.importorskip("distributed")
 
 import hostile_adaptors as hostile  # noqa: E402

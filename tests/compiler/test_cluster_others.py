@@ -11,14 +11,15 @@ import sys
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import hostile_adaptors as hostile  # noqa: E402
-from cli_harness import REPO, environment, run  # noqa: E402
-from worker_harness import compile_on, interrupt, processes_with, stored_units, wait_until  # noqa: E402
 
-from cgtool.errors import ConfigError, UnitsFailedError  # noqa: E402
-from cgtool.executors.engines import open_engine  # noqa: E402
+import hostile_adaptors as hostile
+from cli_harness import REPO, environment, run
+from worker_harness import compile_on, interrupt, processes_with, stored_units, wait_until
+
+from cgtool.errors import ConfigError, UnitsFailedError
+from cgtool.executors.engines import open_engine
 
 pytestmark = pytest.mark.torch
 

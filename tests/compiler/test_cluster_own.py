@@ -11,16 +11,17 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import hostile_adaptors as hostile  # noqa: E402
-from cli_harness import REPO, run  # noqa: E402
-from worker_harness import compile_on, stored_units  # noqa: E402
 
-from cgtool.compiler import cluster  # noqa: E402
-from cgtool.compiler.request import factors_here  # noqa: E402
-from cgtool.errors import ConfigError, UnitsFailedError  # noqa: E402
-from cgtool.executors.engines import open_engine  # noqa: E402
+import hostile_adaptors as hostile
+from cli_harness import REPO, run
+from worker_harness import compile_on, stored_units
+
+from cgtool.compiler import cluster
+from cgtool.compiler.request import factors_here
+from cgtool.errors import ConfigError, UnitsFailedError
+from cgtool.executors.engines import open_engine
 
 pytestmark = pytest.mark.torch
 

@@ -6,16 +6,17 @@ import json
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+import torch
+from torch import nn
 
-import cgtool  # noqa: E402
-from cgtool import CompilationConfig, ExampleCall, ModelSpec, adaptor_registry  # noqa: E402
-from cgtool.compiler.adaptors.eager import EagerAdaptor  # noqa: E402
-from cgtool.compiler.pipeline import warm  # noqa: E402
-from cgtool.errors import CompileError, UsageError  # noqa: E402
-from cgtool.plan.shapes import shape_text  # noqa: E402
+import cgtool
+from cgtool import CompilationConfig, ExampleCall, ModelSpec, adaptor_registry
+from cgtool.compiler.adaptors.eager import EagerAdaptor
+from cgtool.compiler.pipeline import warm
+from cgtool.errors import CompileError, UsageError
+from cgtool.plan.shapes import shape_text
 
 pytestmark = pytest.mark.torch
 

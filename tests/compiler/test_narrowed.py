@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+import torch
+from torch import nn
 
-import cgtool  # noqa: E402
-from cgtool import CompilationConfig, ExampleCall, ModelSpec  # noqa: E402
-from cgtool.compiler.pipeline import warm  # noqa: E402
-from cgtool.errors import CgtoolError  # noqa: E402
+import cgtool
+from cgtool import CompilationConfig, ExampleCall, ModelSpec
+from cgtool.compiler.pipeline import warm
+from cgtool.errors import CgtoolError
 
 pytestmark = pytest.mark.torch
 

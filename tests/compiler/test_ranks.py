@@ -7,13 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
 
 if not torch.distributed.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
-from cgtool.compiler import ranks as module  # noqa: E402
-from cgtool.compiler.ranks import RankAbsentError, RankLostError, Ranks  # noqa: E402
+from cgtool.compiler import ranks as module
+from cgtool.compiler.ranks import RankAbsentError, RankLostError, Ranks
 
 pytestmark = pytest.mark.torch
 

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import cgtool  # noqa: E402
-from cgtool import CacheMissError, CompilationConfig, ExampleCall, GuardError, ModelSpec  # noqa: E402
-from cgtool.compiler.pipeline import warm  # noqa: E402
-from cgtool.compiler.required import required_sizes  # noqa: E402
-from cgtool.errors import TraceError, UsageError  # noqa: E402
+import torch
+
+import cgtool
+from cgtool import CacheMissError, CompilationConfig, ExampleCall, GuardError, ModelSpec
+from cgtool.compiler.pipeline import warm
+from cgtool.compiler.required import required_sizes
+from cgtool.errors import TraceError, UsageError
 
 pytestmark = pytest.mark.torch
 

@@ -12,15 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import hostile_adaptors as hostile  # noqa: E402
-from worker_harness import compile_all, is_alive, stored_units  # noqa: E402
+import hostile_adaptors as hostile
+import torch
+from worker_harness import compile_all, is_alive, stored_units
 
-from cgtool.compiler.pool import WorkerPool  # noqa: E402
-from cgtool.compiler.schedule import compile_work  # noqa: E402
-from cgtool.errors import UnitsFailedError, WorkerError  # noqa: E402
-from cgtool.store.artifacts import parted  # noqa: E402
+from cgtool.compiler.pool import WorkerPool
+from cgtool.compiler.schedule import compile_work
+from cgtool.errors import UnitsFailedError, WorkerError
+from cgtool.store.artifacts import parted
 
 pytestmark = pytest.mark.torch
 

@@ -12,15 +12,16 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import hostile_adaptors as hostile  # noqa: E402
-from worker_harness import compile_all, shared_pool, stored_units  # noqa: E402
+import hostile_adaptors as hostile
+import torch
+from worker_harness import compile_all, shared_pool, stored_units
 
-from cgtool import machine as limits  # noqa: E402
-from cgtool.compiler.adaptors.interface import get_adaptor  # noqa: E402
-from cgtool.compiler.pool import WorkerPool  # noqa: E402
-from cgtool.compiler.request import (  # noqa: E402
+from cgtool import machine as limits
+from cgtool.compiler.adaptors.interface import get_adaptor
+from cgtool.compiler.pool import WorkerPool
+from cgtool.compiler.request import (
     CompileRequest,
     Provider,
     Settings,
@@ -30,11 +31,11 @@ from cgtool.compiler.request import (  # noqa: E402
     imports_for,
     torch_settings,
 )
-from cgtool.compiler.worker import machine_fault  # noqa: E402
-from cgtool.errors import CacheError, CompileError, WorkerError  # noqa: E402
-from cgtool.store.artifacts import Origin, parted  # noqa: E402
-from cgtool.store.records import Artifact  # noqa: E402
-from cgtool.store.units import UnitStore  # noqa: E402
+from cgtool.compiler.worker import machine_fault
+from cgtool.errors import CacheError, CompileError, WorkerError
+from cgtool.store.artifacts import Origin, parted
+from cgtool.store.records import Artifact
+from cgtool.store.units import UnitStore
 
 pytestmark = pytest.mark.torch
 

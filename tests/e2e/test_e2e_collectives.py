@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from e2e_harness import cgtool, forked_ranks, two_ranks
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
 
 pytestmark = [
     pytest.mark.torch,

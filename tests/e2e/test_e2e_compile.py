@@ -13,15 +13,16 @@ import pytest
 from e2e_harness import cgtool as command
 from e2e_harness import compare, inspect, units, warm
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import e2e_models as models  # noqa: E402
-from e2e_compare import difference  # noqa: E402
+import e2e_models as models
+import torch
+from e2e_compare import difference
 
-import cgtool  # noqa: E402
-from cgtool import CompilationConfig  # noqa: E402
-from cgtool.errors import UsageError  # noqa: E402
-from cgtool.plan.shapes import shape_text  # noqa: E402
+import cgtool
+from cgtool import CompilationConfig
+from cgtool.errors import UsageError
+from cgtool.plan.shapes import shape_text
 
 pytestmark = pytest.mark.torch
 

@@ -6,13 +6,14 @@ import copy
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import data_modules  # noqa: E402
-from e2e_compare import difference  # noqa: E402
+import data_modules
+import torch
+from e2e_compare import difference
 
-import cgtool  # noqa: E402
-from cgtool.compiler.pipeline import warm  # noqa: E402
+import cgtool
+from cgtool.compiler.pipeline import warm
 
 pytestmark = pytest.mark.torch
 

@@ -13,15 +13,16 @@ import pytest
 from cli_harness import environment, forked
 from e2e_harness import cgtool as command
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import e2e_models as models  # noqa: E402
-from e2e_compare import difference  # noqa: E402
+import e2e_models as models
+import torch
+from e2e_compare import difference
 
-import cgtool  # noqa: E402
-from cgtool import CompilationConfig, ExampleCall, ModelSpec  # noqa: E402
-from cgtool.compiler.pipeline import warm  # noqa: E402
-from cgtool.errors import CacheError, CacheMissError  # noqa: E402
+import cgtool
+from cgtool import CompilationConfig, ExampleCall, ModelSpec
+from cgtool.compiler.pipeline import warm
+from cgtool.errors import CacheError, CacheMissError
 
 pytestmark = pytest.mark.torch
 

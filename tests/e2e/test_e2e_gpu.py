@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import cgtool  # noqa: E402
+import torch
+
+import cgtool
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,16 +6,17 @@ import os
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import torch.distributed as dist  # noqa: E402
-import torch.distributed._functional_collectives as collectives  # noqa: E402
-from torch import nn  # noqa: E402
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from torch import nn
 
-import cgtool  # noqa: E402
-from cgtool import CacheMissError, CompilationConfig  # noqa: E402
-from cgtool.guards._torch import join_fake_group  # noqa: E402
-from cgtool.guards.code import code_digest  # noqa: E402
+import cgtool
+from cgtool import CacheMissError, CompilationConfig
+from cgtool.guards._torch import join_fake_group
+from cgtool.guards.code import code_digest
 
 pytestmark = [
     pytest.mark.torch,

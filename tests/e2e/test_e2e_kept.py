@@ -8,19 +8,20 @@ import functools
 import pytest
 from msgspec.structs import replace
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import kept_modules  # noqa: E402
-import small_modules  # noqa: E402
-from torch import nn  # noqa: E402
+import kept_modules
+import small_modules
+import torch
+from torch import nn
 
-import cgtool  # noqa: E402
-from cgtool.compiler import pipeline  # noqa: E402
-from cgtool.config_values import CUDAGraphMode  # noqa: E402
-from cgtool.errors import ArtifactError, CallMismatchError, GuardError, UsageError  # noqa: E402
-from cgtool.runtime.call import LoadedModel  # noqa: E402
-from cgtool.serving.forward_context import BatchDescriptor, ForwardContext, set_forward_context  # noqa: E402
-from cgtool.serving.model import GraphedModel  # noqa: E402
+import cgtool
+from cgtool.compiler import pipeline
+from cgtool.config_values import CUDAGraphMode
+from cgtool.errors import ArtifactError, CallMismatchError, GuardError, UsageError
+from cgtool.runtime.call import LoadedModel
+from cgtool.serving.forward_context import BatchDescriptor, ForwardContext, set_forward_context
+from cgtool.serving.model import GraphedModel
 
 pytestmark = pytest.mark.torch
 ROWS = {"x": {0: "rows"}}
@@ -187,8 +188,11 @@ def nothing(variant):
 @pytest.mark.parametrize("change", [wrong_value, wrong_place, nothing])
 def test_a_plan_that_leaves_something_else_is_refused_and_the_model_is_as_it_was(tmp_path, monkeypatch, change):
     encode = pipeline.encode_plan
-    mutated = lambda plan: replace(plan, variants=tuple(map(change, plan.variants)))  # noqa: E731
-    monkeypatch.setattr(pipeline, "encode_plan", lambda plan: encode(mutated(plan)))
+
+    def mutated(plan):
+        return encode(replace(plan, variants=tuple(map(change, plan.variants))))
+
+    monkeypatch.setattr(pipeline, "encode_plan", mutated)
     model = made("what was computed last")
     spec = cgtool.ModelSpec(module=model, calls=[cgtool.ExampleCall(args=small_modules.rows(4)[0])], dynamic=ROWS)
     with pytest.raises(CallMismatchError, match=r"last|other"):

@@ -14,12 +14,14 @@ from collections.abc import Callable
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import cgtool  # noqa: E402
-from cgtool import CacheMissError, CompilationConfig, GuardError, counters, support_torch_compile  # noqa: E402
-from cgtool.errors import ModelError, TraceError, UsageError  # noqa: E402
-from cgtool.runtime.otherwise import MOST_WARMS  # noqa: E402
+import torch
+
+import cgtool
+from cgtool import CacheMissError, CompilationConfig, GuardError, counters, support_torch_compile
+from cgtool.errors import ModelError, TraceError, UsageError
+from cgtool.runtime.otherwise import MOST_WARMS
 
 pytestmark = pytest.mark.torch
 

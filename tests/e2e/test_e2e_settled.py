@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import numpy as np  # noqa: E402
-from torch import nn  # noqa: E402
+import numpy as np
+import torch
+from torch import nn
 
-import cgtool  # noqa: E402
-from cgtool.errors import CacheMissError, GuardError, TraceError  # noqa: E402
+import cgtool
+from cgtool.errors import CacheMissError, GuardError, TraceError
 
 pytestmark = pytest.mark.torch
 CONFIG = cgtool.CompilationConfig(adaptor="eager", jobs=0)

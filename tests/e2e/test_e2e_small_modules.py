@@ -7,14 +7,15 @@ import copy
 import pytest
 from e2e_harness import cgtool as command
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import small_modules  # noqa: E402
-from e2e_compare import difference  # noqa: E402
+import small_modules
+import torch
+from e2e_compare import difference
 
-import cgtool  # noqa: E402
-from cgtool.compiler.pipeline import warm  # noqa: E402
-from cgtool.errors import CgtoolError  # noqa: E402
+import cgtool
+from cgtool.compiler.pipeline import warm
+from cgtool.errors import CgtoolError
 
 pytestmark = pytest.mark.torch
 

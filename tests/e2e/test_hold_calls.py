@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from hold_harness import fixture_spec
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from e2e_compare import difference  # noqa: E402
+import torch
+from e2e_compare import difference
 
-import cgtool  # noqa: E402
+import cgtool
 
 pytestmark = pytest.mark.torch
 

@@ -9,9 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hold_harness import fixture_spec
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import cgtool  # noqa: E402
+import torch
+
+import cgtool
 
 pytestmark = pytest.mark.torch
 

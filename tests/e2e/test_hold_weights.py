@@ -7,13 +7,14 @@ import copy
 import pytest
 from hold_harness import fixture_spec, warm_model
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from e2e_compare import difference  # noqa: E402
-from torch import nn  # noqa: E402
-from torch._subclasses import FakeTensorMode  # noqa: E402
+import torch
+from e2e_compare import difference
+from torch import nn
+from torch._subclasses import FakeTensorMode
 
-import cgtool  # noqa: E402
+import cgtool
 
 pytestmark = pytest.mark.torch
 

@@ -7,15 +7,16 @@ import re
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cgtool.errors import GuardError  # noqa: E402
-from cgtool.guards.kinds import NoRuleError, are_apart, check, describe, evaluate, same  # noqa: E402
-from cgtool.guards.sources import Roots  # noqa: E402
-from cgtool.plan.records import Guard  # noqa: E402
+from cgtool.errors import GuardError
+from cgtool.guards.kinds import NoRuleError, are_apart, check, describe, evaluate, same
+from cgtool.guards.sources import Roots
+from cgtool.plan.records import Guard
 
 pytestmark = pytest.mark.torch
 

@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from cgtool.guards.kinds import NoRuleError, encode_literal  # noqa: E402
-from cgtool.plan.grammar import canonical_json  # noqa: E402
-from cgtool.plan.rendering import spell  # noqa: E402
+import torch
+
+from cgtool.guards.kinds import NoRuleError, encode_literal
+from cgtool.plan.grammar import canonical_json
+from cgtool.plan.rendering import spell
 
 pytestmark = pytest.mark.torch
 

@@ -7,7 +7,10 @@ import socket
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
+
 transformers = pytest.importorskip("transformers")
 
 import cgtool  # noqa: E402

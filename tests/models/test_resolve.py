@@ -10,15 +10,16 @@ from textwrap import dedent
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+import torch
+from torch import nn
 
-from cgtool.errors import ModelError, UsageError  # noqa: E402
-from cgtool.model import ModelSpec  # noqa: E402
-from cgtool.models import resolve_model  # noqa: E402
-from cgtool.models._torch import is_fake, new_fake_mode  # noqa: E402
-from cgtool.models.fake import make_fake  # noqa: E402
+from cgtool.errors import ModelError, UsageError
+from cgtool.model import ModelSpec
+from cgtool.models import resolve_model
+from cgtool.models._torch import is_fake, new_fake_mode
+from cgtool.models.fake import make_fake
 
 pytestmark = pytest.mark.torch
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
+
 transformers = pytest.importorskip("transformers")
 
 from cli_harness import run  # noqa: E402

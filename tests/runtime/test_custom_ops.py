@@ -9,13 +9,14 @@ from textwrap import dedent
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from cli_harness import forked  # noqa: E402
+import torch
+from cli_harness import forked
 
-from cgtool.errors import UsageError  # noqa: E402
-from cgtool.ops import registered_splitting_ops  # noqa: E402
-from cgtool.runtime.custom_ops import direct_register_custom_op  # noqa: E402
+from cgtool.errors import UsageError
+from cgtool.ops import registered_splitting_ops
+from cgtool.runtime.custom_ops import direct_register_custom_op
 
 pytestmark = pytest.mark.torch
 

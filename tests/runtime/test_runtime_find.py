@@ -13,25 +13,26 @@ import msgspec
 import pytest
 from cache_samples import resealed
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from small_model import Model, spec  # noqa: E402
-from torch import nn  # noqa: E402
+import torch
+from small_model import Model, spec
+from torch import nn
 
-import cgtool  # noqa: E402
-from cgtool import CompilationConfig, adaptor_registry, host  # noqa: E402
-from cgtool.compiler import traced as traced_module  # noqa: E402
-from cgtool.compiler.adaptors.eager import EagerAdaptor  # noqa: E402
-from cgtool.compiler.pipeline import warm  # noqa: E402
-from cgtool.errors import ArtifactError, CacheCorruptError, CacheMissError, CacheSchemaError  # noqa: E402
-from cgtool.plan.grammar import canonical_json  # noqa: E402
-from cgtool.runtime import find  # noqa: E402
-from cgtool.runtime.factors import FACTORS, state_of  # noqa: E402
-from cgtool.store.entry import EntryWriter, read_entry  # noqa: E402
-from cgtool.store.key import FACTOR_ORDER, read_key  # noqa: E402
-from cgtool.store.layout import CacheLayout, RankName  # noqa: E402
-from cgtool.store.records import Factor, Key  # noqa: E402
-from cgtool.trace.states import capture  # noqa: E402
+import cgtool
+from cgtool import CompilationConfig, adaptor_registry, host
+from cgtool.compiler import traced as traced_module
+from cgtool.compiler.adaptors.eager import EagerAdaptor
+from cgtool.compiler.pipeline import warm
+from cgtool.errors import ArtifactError, CacheCorruptError, CacheMissError, CacheSchemaError
+from cgtool.plan.grammar import canonical_json
+from cgtool.runtime import find
+from cgtool.runtime.factors import FACTORS, state_of
+from cgtool.store.entry import EntryWriter, read_entry
+from cgtool.store.key import FACTOR_ORDER, read_key
+from cgtool.store.layout import CacheLayout, RankName
+from cgtool.store.records import Factor, Key
+from cgtool.trace.states import capture
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_grad")]
 

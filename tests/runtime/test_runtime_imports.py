@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from test_runtime_mutations import Entry  # noqa: E402
+import torch
+from test_runtime_mutations import Entry
 
 pytestmark = pytest.mark.torch
 

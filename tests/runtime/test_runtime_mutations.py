@@ -16,19 +16,20 @@ from typing import NamedTuple
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from json_changes import mutated_json  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.utils import _pytree as pytree  # noqa: E402
+import torch
+from json_changes import mutated_json
+from torch import nn
+from torch.utils import _pytree as pytree
 
-import cgtool  # noqa: E402
-from cgtool import CompilationConfig, ExampleCall, ModelSpec  # noqa: E402
-from cgtool.compiler.pipeline import warm  # noqa: E402
-from cgtool.errors import CgtoolError  # noqa: E402
-from cgtool.store.entry import EntryWriter, read_entry  # noqa: E402
-from cgtool.store.key import read_key  # noqa: E402
-from cgtool.store.layout import CacheLayout, RankName  # noqa: E402
+import cgtool
+from cgtool import CompilationConfig, ExampleCall, ModelSpec
+from cgtool.compiler.pipeline import warm
+from cgtool.errors import CgtoolError
+from cgtool.store.entry import EntryWriter, read_entry
+from cgtool.store.key import read_key
+from cgtool.store.layout import CacheLayout, RankName
 
 pytestmark = pytest.mark.torch
 

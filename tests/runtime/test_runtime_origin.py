@@ -5,23 +5,24 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+import torch
+from torch import nn
 
-import cgtool  # noqa: E402
-from cgtool import CompilationConfig, ExampleCall, ModelSpec  # noqa: E402
-from cgtool.compiler.pipeline import warm  # noqa: E402
-from cgtool.errors import ArtifactError  # noqa: E402
-from cgtool.plan.records import parse_plan  # noqa: E402
-from cgtool.plan.shapes import shape_text  # noqa: E402
-from cgtool.store.artifacts import Origin, Package, code_of, pack, parted, unpack, with_origin  # noqa: E402  # noqa: E402
-from cgtool.store.entry import EntryWriter, read_entry  # noqa: E402
-from cgtool.store.key import read_key  # noqa: E402
-from cgtool.store.layout import CacheLayout, RankName  # noqa: E402
-from cgtool.store.records import Artifact, Row  # noqa: E402
-from cgtool.toolkit.verify.checks import check_entry  # noqa: E402
-from cgtool.toolkit.verify.run import verify  # noqa: E402
+import cgtool
+from cgtool import CompilationConfig, ExampleCall, ModelSpec
+from cgtool.compiler.pipeline import warm
+from cgtool.errors import ArtifactError
+from cgtool.plan.records import parse_plan
+from cgtool.plan.shapes import shape_text
+from cgtool.store.artifacts import Origin, Package, code_of, pack, parted, unpack, with_origin
+from cgtool.store.entry import EntryWriter, read_entry
+from cgtool.store.key import read_key
+from cgtool.store.layout import CacheLayout, RankName
+from cgtool.store.records import Artifact, Row
+from cgtool.toolkit.verify.checks import check_entry
+from cgtool.toolkit.verify.run import verify
 
 pytestmark = pytest.mark.torch
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from small_model import EAGER, Model, spec  # noqa: E402
+import torch
+from small_model import EAGER, Model, spec
 
-import cgtool  # noqa: E402
-from cgtool.compiler.pipeline import warm  # noqa: E402
-from cgtool.errors import CacheMissError  # noqa: E402
-from cgtool.runtime import find as find_module  # noqa: E402
-from cgtool.store import leases  # noqa: E402
-from cgtool.store.layout import CacheLayout  # noqa: E402
-from cgtool.store.pruned import all_pruned  # noqa: E402
-from cgtool.toolkit.prune.own import make_plan  # noqa: E402
-from cgtool.toolkit.prune.plan import Rules  # noqa: E402
+import cgtool
+from cgtool.compiler.pipeline import warm
+from cgtool.errors import CacheMissError
+from cgtool.runtime import find as find_module
+from cgtool.store import leases
+from cgtool.store.layout import CacheLayout
+from cgtool.store.pruned import all_pruned
+from cgtool.toolkit.prune.own import make_plan
+from cgtool.toolkit.prune.plan import Rules
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_grad")]
 

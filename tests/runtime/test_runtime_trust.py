@@ -8,19 +8,20 @@ import stat
 import pytest
 from bundle_maker import make_keys
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from small_model import EAGER, Model, spec  # noqa: E402
+import torch
+from small_model import EAGER, Model, spec
 
-import cgtool  # noqa: E402
-from cgtool import CompilationConfig  # noqa: E402
-from cgtool.compiler.pipeline import warm  # noqa: E402
-from cgtool.errors import CacheMissError, RefusedError  # noqa: E402
-from cgtool.store.layout import CacheLayout  # noqa: E402
-from cgtool.toolkit.bundle.export import export  # noqa: E402
-from cgtool.toolkit.bundle.import_ import import_bundle  # noqa: E402
-from cgtool.toolkit.verify.load import _open_all  # noqa: E402
-from cgtool.toolkit.why import why_spec  # noqa: E402
+import cgtool
+from cgtool import CompilationConfig
+from cgtool.compiler.pipeline import warm
+from cgtool.errors import CacheMissError, RefusedError
+from cgtool.store.layout import CacheLayout
+from cgtool.toolkit.bundle.export import export
+from cgtool.toolkit.bundle.import_ import import_bundle
+from cgtool.toolkit.verify.load import _open_all
+from cgtool.toolkit.why import why_spec
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_grad")]
 

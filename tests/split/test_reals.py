@@ -6,11 +6,13 @@ import math
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import cgtool  # noqa: E402
-from cgtool import CompilationConfig  # noqa: E402
-from cgtool.errors import SplitError  # noqa: E402
+import torch
+
+import cgtool
+from cgtool import CompilationConfig
+from cgtool.errors import SplitError
 
 pytestmark = pytest.mark.torch
 

@@ -11,14 +11,15 @@ import warnings
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
-from trace_harness import EAGER, agree, plan_of, served  # noqa: E402
+import torch
+from torch import nn
+from trace_harness import EAGER, agree, plan_of, served
 
-from cgtool.compiler.pipeline import warm  # noqa: E402
-from cgtool.errors import GraphBreakError, TraceError  # noqa: E402
-from cgtool.model import ExampleCall, ModelSpec  # noqa: E402
+from cgtool.compiler.pipeline import warm
+from cgtool.errors import GraphBreakError, TraceError
+from cgtool.model import ExampleCall, ModelSpec
 
 pytestmark = pytest.mark.torch
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
-from trace_harness import EAGER, agree, plan_of, served, spec_of  # noqa: E402
+import torch
+from torch import nn
+from trace_harness import EAGER, agree, plan_of, served, spec_of
 
-import cgtool  # noqa: E402
-from cgtool import ExampleCall  # noqa: E402
-from cgtool.compiler.pipeline import warm  # noqa: E402
-from cgtool.errors import CacheMissError, GuardError, ModelError, UsageError  # noqa: E402
+import cgtool
+from cgtool import ExampleCall
+from cgtool.compiler.pipeline import warm
+from cgtool.errors import CacheMissError, GuardError, ModelError, UsageError
 
 pytestmark = pytest.mark.torch
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from cgtool.errors import ModelError, UsageError  # noqa: E402
-from cgtool.guards.signature import CallSignature  # noqa: E402
-from cgtool.model import ExampleCall  # noqa: E402
-from cgtool.trace.examples import Dims, arguments_for, unique_names, variants_of  # noqa: E402
+import torch
+
+from cgtool.errors import ModelError, UsageError
+from cgtool.guards.signature import CallSignature
+from cgtool.model import ExampleCall
+from cgtool.trace.examples import Dims, arguments_for, unique_names, variants_of
 
 pytestmark = pytest.mark.torch
 

@@ -10,17 +10,18 @@ import types
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
-from trace_harness import agree, plan_of, served  # noqa: E402
+import torch
+from torch import nn
+from trace_harness import agree, plan_of, served
 
-import cgtool  # noqa: E402
-from cgtool.errors import CacheMissError, TraceError  # noqa: E402
-from cgtool.guards.sources import parse_source  # noqa: E402
-from cgtool.plan.records import Guard  # noqa: E402
-from cgtool.trace.guards import _IMPLIED, _KINDS, _WITH_ARGUMENT, GuardRecorder, combined, split_guards  # noqa: E402
-from cgtool.trace.sources import Frame  # noqa: E402
+import cgtool
+from cgtool.errors import CacheMissError, TraceError
+from cgtool.guards.sources import parse_source
+from cgtool.plan.records import Guard
+from cgtool.trace.guards import _IMPLIED, _KINDS, _WITH_ARGUMENT, GuardRecorder, combined, split_guards
+from cgtool.trace.sources import Frame
 
 pytestmark = pytest.mark.torch
 

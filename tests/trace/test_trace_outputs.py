@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
-from trace_harness import agree, plan_of, served  # noqa: E402
+import torch
+from torch import nn
+from trace_harness import agree, plan_of, served
 
-from cgtool.errors import GuardError, SplitError, TraceError  # noqa: E402
+from cgtool.errors import GuardError, SplitError, TraceError
 
 pytestmark = pytest.mark.torch
 

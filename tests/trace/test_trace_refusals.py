@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
-from trace_harness import agree, plan_of, served  # noqa: E402
+import torch
+from torch import nn
+from trace_harness import agree, plan_of, served
 
-import cgtool  # noqa: E402
-from cgtool.errors import CgtoolError, TraceError  # noqa: E402
-from cgtool.guards.kinds import describe  # noqa: E402
+import cgtool
+from cgtool.errors import CgtoolError, TraceError
+from cgtool.guards.kinds import describe
 
 pytestmark = pytest.mark.torch
 

@@ -6,12 +6,13 @@ import math
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
-from trace_harness import agree, plan_of, served  # noqa: E402
+import torch
+from torch import nn
+from trace_harness import agree, plan_of, served
 
-from cgtool.errors import GuardError  # noqa: E402
+from cgtool.errors import GuardError
 
 pytestmark = pytest.mark.torch
 

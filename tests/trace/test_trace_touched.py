@@ -11,13 +11,14 @@ import types
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
-from trace_harness import agree, served  # noqa: E402
+import torch
+from torch import nn
+from trace_harness import agree, served
 
-import cgtool  # noqa: E402
-from cgtool.errors import CacheMissError  # noqa: E402
+import cgtool
+from cgtool.errors import CacheMissError
 
 pytestmark = pytest.mark.torch
 

@@ -17,21 +17,8 @@ from cgtool.toolkit.diff.records import Difference, changes, line_diff, matched,
 #: What tells most first. A value or a class that changed is what somebody changed; code that changed is next, because
 #: functions that were traced before are not looked at any more where another took their place.
 _KINDS = (
-    *(
-        "value",
-        "type",
-        "named",
-        "named_keys",
-        "class",
-        "length",
-        "keys",
-        "hooks",
-        "tensor",
-        "absent",
-        "hasattr",
-        "computed",
-    ),
-    *("contains", "empty", "same", "apart"),
+    *("value", "type", "named", "named_keys", "class", "length", "keys", "hooks", "tensor", "absent", "hasattr"),
+    *("computed", "contains", "empty", "same", "apart"),
 )
 #: How many guards of one side alone are named, and how many pieces.
 _MOST_GUARDS, _MOST_PIECES = 40, 8

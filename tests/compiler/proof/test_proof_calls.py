@@ -9,18 +9,19 @@ import sys
 import pytest
 from cli_harness import environment
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from msgspec.structs import replace  # noqa: E402
+import torch
+from msgspec.structs import replace
 
-import cgtool  # noqa: E402
-from cgtool.compiler import pipeline  # noqa: E402
-from cgtool.compiler.pipeline import warm  # noqa: E402
-from cgtool.compiler.proof import beside, calls  # noqa: E402
-from cgtool.compiler.proof._torch import indices_checked  # noqa: E402
-from cgtool.errors import CallMismatchError, ProofCrashError  # noqa: E402
-from cgtool.runtime import program  # noqa: E402
-from cgtool.runtime.call import LoadedModel  # noqa: E402
+import cgtool
+from cgtool.compiler import pipeline
+from cgtool.compiler.pipeline import warm
+from cgtool.compiler.proof import beside, calls
+from cgtool.compiler.proof._torch import indices_checked
+from cgtool.errors import CallMismatchError, ProofCrashError
+from cgtool.runtime import program
+from cgtool.runtime.call import LoadedModel
 
 pytestmark = pytest.mark.torch
 
