@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
-import torch.distributed.nn
+import torch.distributed.nn  # imported later, as by Dynamo, it would hold the group
 from torch import nn
 
 import cgtool
