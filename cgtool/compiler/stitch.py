@@ -19,9 +19,9 @@ from cgtool.errors import CgtoolError, GraphBreakError, TraceError
 from cgtool.events import Event, OnEvent
 from cgtool.guards.first_call import INSTALLS, install_hooks
 from cgtool.guards.signature import CallSignature
-from cgtool.guards.sources import qualified_name
+from cgtool.guards.sources import leads_to, qualified_name
 from cgtool.model import ExampleCall, ModelSpec
-from cgtool.plan.records import Plan, Variant
+from cgtool.plan.records import Guard, Plan, Variant
 from cgtool.plan.shapes import of_sizes
 from cgtool.store.records import Fallback
 from cgtool.trace.breaks import FixedDimensionError, local_of
@@ -296,13 +296,31 @@ def _of_states(traced: Sequence[Traced]) -> list[Traced]:
     places = tuple(dict.fromkeys(one.place for each in traced for one in each.variant.kept))
     refuse_side_effects(read_in_dict(places, [source for each in traced for source in each.looked_at]))
     found = []
-    for each in traced if places else ():
+    for each in traced:
         of_model, of_call = guards_of_states(each.variant.model_guards, each.looked_at, places)
         call_guards = guards_of_states(each.variant.call_guards, each.looked_at, places)
-        guards = {(guard.source, guard.kind): guard for guard in (*call_guards[0], *call_guards[1], *of_call)}
+        asked = (*call_guards[0], *call_guards[1], *of_call, *_apart(each, places))
+        guards = {(guard.source, guard.kind): guard for guard in asked}
         variant = replace(each.variant, model_guards=of_model, call_guards=tuple(guards.values()))
         found.append(replace(each, variant=variant))
-    return found or list(traced)
+    return found
+
+
+def _apart(each: Traced, places: Sequence[str]) -> Iterator[Guard]:
+    """Yield guards that an input which is written to shares memory with an argument just where it did in the trace.
+
+    Dynamo has such guards too, and does not show them to its filter. Tensors of the model among themselves are left
+    out: what of theirs is one tensor is a fact of the key. What calls of any variant leave in the model is as an
+    argument.
+    """
+    told: set[frozenset[str]] = set()
+    for written, shared in each.written.items():
+        for other in (given.source for given in each.variant.inputs):
+            pair = frozenset((written, other))
+            may_change = any(source.startswith("arg:") or leads_to(source, places) for source in pair)
+            if other != written and may_change and pair not in told:
+                told.add(pair)
+                yield Guard(source=written, kind=f"apart:{other}", expected=other not in shared)
 
 
 def _spelled(sizes: Mapping[str, int]) -> str:

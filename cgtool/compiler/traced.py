@@ -22,7 +22,6 @@ from cgtool.errors import CgtoolError
 from cgtool.graph._torch import share_storage
 from cgtool.graph.values import tensor_meta
 from cgtool.guards.signature import CallSignature
-from cgtool.guards.sources import leads_to
 from cgtool.guards.state import current, names_for_pieces
 from cgtool.host import silenced
 from cgtool.model import ExampleCall, ModelSpec
@@ -51,6 +50,8 @@ class Traced(Record, frozen=True, kw_only=True):
     computation_graph: str
     #: What of the model Dynamo looked at.
     looked_at: tuple[str, ...]
+    #: The inputs that are written to → those that share memory with each, by source.
+    written: dict[str, tuple[str, ...]]
     #: The user's code that the trace rests on.
     code: UserCode
     splitting_ops: tuple[str, ...]
@@ -168,6 +169,7 @@ class VariantTracer:
             graphs={step.graph: split.graphs[step.graph] for step in split.steps},
             computation_graph=graph_text(with_bodies(trace.graph_module), split.assignment),
             looked_at=trace.looked_at,
+            written=_written(trace, split),
             code=user_code(
                 trace.codes,
                 trace.classes,
@@ -204,12 +206,7 @@ class VariantTracer:
 
 
 def _variant(name: str, fixed: Mapping[str, int], dims: Dims, trace: Trace, split: SplitResult) -> Variant:
-    placeholders = [
-        node.meta["example_value"]
-        for node in trace.graph_module.graph.find_nodes(op="placeholder")
-        if hasattr(node.meta["example_value"], "stride")
-    ]
-    metas = [tensor_meta(value, split.symbol_names) for value in placeholders]
+    metas = [tensor_meta(value, split.symbol_names) for value in _tensors(trace)]
     inputs = tuple(Input(source=s, meta=m) for s, m in zip(trace.input_sources, metas, strict=True))
     by_source = {given.source: given.meta for given in inputs}
     symbols = symbols_of_trace(trace.shape_env, split.symbol_names)
@@ -222,7 +219,6 @@ def _variant(name: str, fixed: Mapping[str, int], dims: Dims, trace: Trace, spli
     compiled = dict.fromkeys(step.graph for step in split.steps if not step.splitting and step.piece >= 0)
     settings = names_for_pieces(split.graphs[identity] for identity in compiled)
     states = [Guard(source=f"state:{name}", kind="state", expected=current(name)) for name in settings]
-    places = (*trace.kept, *(place.text for place, _ in trace.state.held))
     return Variant(
         name=name,
         fixed=dict(fixed),
@@ -238,29 +234,29 @@ def _variant(name: str, fixed: Mapping[str, int], dims: Dims, trace: Trace, spli
         ),
         calls_before=trace.state.calls,
         sizes_before=None if trace.state.sizes is None else dict(trace.state.sizes),
-        call_guards=(*trace.call_guards, *states, *_apart(inputs, placeholders, split, places)),
+        call_guards=(*trace.call_guards, *states),
         steps=split.steps,
         output=place_outputs(trace.output, split.outputs, by_source),
     )
 
 
-def _apart(
-    inputs: Sequence[Input], placeholders: Sequence[Any], split: SplitResult, places: Sequence[str]
-) -> Iterator[Guard]:
-    """Yield guards that an input which is written to shares memory with an argument just where it did in the trace.
+def _written(trace: Trace, split: SplitResult) -> dict[str, tuple[str, ...]]:
+    """Return the inputs that are written to, each with those that share memory with it, by source."""
+    both = list(zip(trace.input_sources, _tensors(trace), strict=True))
+    return {
+        both[place][0]: tuple(
+            source
+            for other, (source, tensor) in enumerate(both)
+            if other != place and share_storage(both[place][1], tensor)
+        )
+        for place in split.mutated_inputs
+    }
 
-    Dynamo has such guards too, and does not show them to its filter. Tensors of the model among themselves are left
-    out: what of theirs is one tensor is a fact of the key. What calls leave in the model is as an argument.
-    """
-    for written in split.mutated_inputs:
-        for other, given in enumerate(inputs):
-            pair = (inputs[written].source, given.source)
-            if other == written or not any(source.startswith("arg:") or leads_to(source, places) for source in pair):
-                continue
-            if other in split.mutated_inputs and other < written:
-                continue  # the pair was taken the other way round
-            apart = not share_storage(placeholders[written], placeholders[other])
-            yield Guard(source=pair[0], kind=f"apart:{pair[1]}", expected=apart)
+
+def _tensors(trace: Trace) -> list[Any]:
+    """Return the fake tensors that are the graph's inputs."""
+    values = (node.meta["example_value"] for node in trace.graph_module.graph.find_nodes(op="placeholder"))
+    return [value for value in values if hasattr(value, "stride")]
 
 
 def _bounded(symbol: SymbolRange, named: Mapping[str, Mapping[str, Any]], dims: Dims) -> SymbolRange:

@@ -223,3 +223,32 @@ def test_cuda_graphs_do_not_serve_what_each_call_must_leave(tmp_path, mode):
                     graphed(x)
             else:
                 assert graphed(x).shape == x.shape
+
+
+class LeavesOrWrites(nn.Module):
+    """Leaves a part of its buffer in one way of calling it, and writes the buffer in the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("whole", torch.zeros(2, 4))
+        self.part = torch.ones(4)
+
+    def forward(self, x, leaves):
+        if leaves:
+            self.part = self.whole[0]
+            return x * 2
+        before = x * self.part
+        self.whole.add_(1)
+        return before + x * self.part
+
+
+def test_what_another_example_left_may_share_memory_with_what_is_written(tmp_path):
+    x = torch.ones(3, 4)
+    calls = [cgtool.ExampleCall(name=str(leaves), args=(x, leaves)) for leaves in (True, False)]
+    spec = cgtool.ModelSpec(module=LeavesOrWrites().eval(), calls=calls)
+    pipeline.warm(spec, config=CONFIG, cache_dir=tmp_path)
+    loaded, eager = cgtool.load(LeavesOrWrites().eval(), cache_dir=tmp_path), LeavesOrWrites().eval()
+    for leaves in (False, False, True):
+        torch.testing.assert_close(loaded(x, leaves), eager(x, leaves))
+    with pytest.raises(GuardError):  # compiled code may read the part before it is written, and not after
+        loaded(x, False)
