@@ -146,6 +146,18 @@ def worded_site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture
+def worded_here(worded_site: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make what `worded_site` installs known to this process, which may have looked before, and to its children."""
+    from cgtool import adaptor_registry
+
+    monkeypatch.setenv("PYTHONPATH", worded_site["PYTHONPATH"])
+    monkeypatch.syspath_prepend(worded_site["PYTHONPATH"].partition(os.pathsep)[0])
+    adaptor_registry._installed.cache_clear()
+    yield
+    adaptor_registry._installed.cache_clear()
+
+
+@pytest.fixture
 def cache_root(tmp_path: Path) -> Path:
     """Where a test's cache goes; the folder does not exist yet."""
     return tmp_path / "cache"

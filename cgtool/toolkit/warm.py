@@ -193,7 +193,8 @@ def _tracers(choice: ModelChoice, config: CompilationConfig, *, starts: bool) ->
         return
     with Children("cgtool.toolkit.warm:trace_variants", limit=count, setup=choice) as children:
         if starts:
-            children.start(_EARLY_TRACERS)
+            with contextlib.suppress(OSError):  # what cannot be started is found again, and told, where it is needed
+                children.start(_EARLY_TRACERS)
         yield children
 
 

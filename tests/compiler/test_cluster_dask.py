@@ -76,9 +76,8 @@ def test_workers_that_differ_refuse_with_the_difference_and_others_do_it(dask, e
 
 
 def test_a_killed_workers_unit_is_compiled_by_another_one_and_what_it_had_finished_is_not_done_again(
-    dask, site, cache_root, tmp_path, monkeypatch
+    dask, site, worded_here, cache_root, tmp_path
 ):
-    monkeypatch.syspath_prepend(site["PYTHONPATH"].partition(os.pathsep)[0])
     log, gate = tmp_path / "log", tmp_path / "gate"
     first = dask.add_worker(**site)
 

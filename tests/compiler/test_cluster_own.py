@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import sys
@@ -30,9 +29,8 @@ HERE = f"{socket.gethostname()}:"
 
 
 @pytest.fixture
-def own(site, monkeypatch):
+def own(site, worded_here):
     """Make the executors of the distribution known to this process."""
-    monkeypatch.syspath_prepend(site["PYTHONPATH"].partition(os.pathsep)[0])
 
 
 def warm(site, root, *arguments):

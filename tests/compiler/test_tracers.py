@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from concurrent.futures import Future
@@ -162,10 +163,17 @@ def test_children_build_the_model_beside_this_process_where_the_cache_is_empty(t
     assert found_as_it_is_built(width=8) == 0
 
 
+def test_where_no_child_can_be_started_this_process_traces(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("cgtool.processes.Child", refuse)
+    report, traces = warmed(f"{MODELS}:activated", tmp_path / "cache")
+    assert (report.compiled, traces) == (2, 2)
+
+
 @pytest.mark.parametrize(("jobs", "before"), [(1, 1), (4, 0)], ids=["traced-here", "in-a-child"])
-def test_what_is_traced_compiles_while_the_rest_is_traced(tmp_path, monkeypatch, worded_site, jobs, before):
-    monkeypatch.setenv("PYTHONPATH", worded_site["PYTHONPATH"])  # of the workers, which compile
-    monkeypatch.syspath_prepend(worded_site["PYTHONPATH"].partition(os.pathsep)[0])
+def test_what_is_traced_compiles_while_the_rest_is_traced(tmp_path, worded_here, jobs, before):
     root, stored = tmp_path / "cache", []
 
     def wait(event):
