@@ -173,9 +173,9 @@ def state(folder: Path) -> dict[str, object]:
 def wrong_in(folder: Path) -> list[str]:
     """What `verify` finds wrong."""
     layout = CacheLayout(root=folder / "cache")
-    with Hasher() as hasher:
-        found = [p for entry in check_entries(layout, layout.hashes(), hasher) for p in entry.problems]
-        return [problem.sentence for problem in (*found, *check_units(layout, hasher).problems)]
+    hasher = Hasher()
+    found = [p for entry in check_entries(layout, layout.hashes(), hasher) for p in entry.problems]
+    return [problem.sentence for problem in (*found, *check_units(layout, hasher).problems)]
 
 
 def told(action: Callable[[Path], None], folder: Path) -> None:

@@ -19,12 +19,10 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple, Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError, RefusedError
 from cgtool.plan.grammar import Record, sha256_hex
@@ -52,7 +50,7 @@ from cgtool.store.signatures import parse_signatures
 from cgtool.store.units import parse_unit
 from cgtool.store.walk import RankView, UnitView, view_entry, view_unit, walk_units
 from cgtool.toolkit.coverage import Planned, planned
-from cgtool.toolkit.verify.hashing import Hashed, Hasher
+from cgtool.toolkit.verify.hashing import Hashed, Hasher, in_threads
 
 #: What keeps something from being loaded, or would.
 ProblemKind = Literal[
@@ -68,8 +66,6 @@ _ARTIFACT = re.compile(r"[0-9a-f]{64}\.[a-z][a-z0-9_.]*")
 _NEXT = re.compile(r"\..+\.[0-9a-f]{64}\.next")
 #: How often what keeps changing is looked at again.
 _ATTEMPTS = 4
-#: How many entries and units are read ahead of the one that is waited for.
-_ENTRIES_AHEAD, _UNITS_AHEAD = 8, 256
 
 _Checked = TypeVar("_Checked", bound="_Check")
 _Parsed = TypeVar("_Parsed")
@@ -96,24 +92,8 @@ class Findings:
     size_bytes: int = 0
 
 
-class _Expected(NamedTuple):
-    """A file that is being read, and what it must be."""
-
-    path: str
-    digest: str
-    #: As each that names it says it; none where nothing does.
-    sizes: Collection[int]
-    #: What names it: "the manifest".
-    who: str
-    read: Future[Hashed]
-    #: The name that it has while it is being published; "" where that is the same.
-    other: str = ""
-    #: What is said of it where nothing is wrong.
-    note: Finding | None = None
-
-
 class _Check(Findings):
-    """One look at an entry or a unit: making it begins to read, and `finish` waits for what is read."""
+    """One look at an entry or a unit."""
 
     def __init__(self, layout: CacheLayout, name: str, folder: str, hasher: Hasher, *, fresh: bool) -> None:
         super().__init__()
@@ -122,24 +102,6 @@ class _Check(Findings):
         self.folder = folder
         self.hasher = hasher
         self._fresh = fresh
-        self._expected: list[_Expected] = []
-
-    def finish(self) -> Self:
-        """Wait for what is read, and return this check with all that it finds."""
-        for one in self._expected:
-            hashed = one.read.result()
-            self.files += hashed.failed != "missing"
-            self.size_bytes += hashed.size_bytes
-            problem = self._matched(one, hashed)
-            if problem is not None and one.other:  # it may be in the midst of being published
-                hashed = self.hasher.submit(one.other, limit=max(one.sizes)).result()
-                problem = problem if self._matched(one, hashed) else None
-            if problem is not None:
-                self.problems.append(problem)
-            elif one.note is not None:
-                self.notes.append(one.note)
-        self._expected.clear()
-        return self
 
     def again(self) -> Self:
         """Return another look, which reads everything anew."""
@@ -150,25 +112,35 @@ class _Check(Findings):
         text, root = str(path), f"{self.layout.root}/"
         return Finding(path=text.removeprefix(root), kind=kind, sentence=sentence)
 
-    def _expect(
-        self, path: str, *, digest: str, sizes: Collection[int], who: str, other: str = "", note: Finding | None = None
-    ) -> None:
-        read = self.hasher.submit(path, limit=max(sizes, default=None), fresh=self._fresh)
-        self._expected.append(_Expected(path, digest, sizes, who, read, other, note))
+    def _is_as_named(self, path: str, *, digest: str, sizes: Collection[int], who: str, other: str = "") -> bool:
+        """Match a file to the digest and the sizes that `who` names ("the manifest"); what is wrong is a problem.
 
-    def _matched(self, one: _Expected, hashed: Hashed) -> Finding | None:
-        path = one.path
+        While it is being published it may lie under another name, `other`.
+        """
+        hashed = self._read(path, sizes)
+        self.files += hashed.failed != "missing"
+        self.size_bytes += hashed.size_bytes
+        problem = self._mismatch(path, hashed, digest, sizes, who)
+        if problem is not None and not (other and self._read(other, sizes).digest == digest):
+            self.problems.append(problem)
+            return False
+        return True
+
+    def _read(self, path: str, sizes: Collection[int]) -> Hashed:
+        return self.hasher.read(path, limit=max(sizes, default=None), fresh=self._fresh)
+
+    def _mismatch(self, path: str, hashed: Hashed, digest: str, sizes: Collection[int], who: str) -> Finding | None:
         if hashed.failed == "missing":
-            return self._missing(path, one.who)
+            return self._missing(path, who)
         if hashed.failed is not None:
             return self._of_error(path, hashed.failed)
-        wrong = next((size for size in sorted(one.sizes) if size != hashed.size_bytes), None)
+        wrong = next((size for size in sorted(sizes) if size != hashed.size_bytes), None)
         if wrong is not None:
             status = _status(path)  # no more was read than it should have
             actual = hashed.size_bytes if hashed.size_bytes < wrong or status is None else status.st_size
             return self.say(path, "size", f"{path} has {actual} bytes and must have {wrong}. {_MEND}")
-        if hashed.digest != one.digest:
-            sentence = f"{path} is corrupt: its digest is {hashed.digest} and must be {one.digest}. {_MEND}"
+        if hashed.digest != digest:
+            sentence = f"{path} is corrupt: its digest is {hashed.digest} and must be {digest}. {_MEND}"
             return self.say(path, "digest", sentence)
         return None
 
@@ -212,8 +184,8 @@ class _Check(Findings):
         else:
             self.notes.append(self.say(path, "foreign", f"{path} is not one of cgtool's files."))
 
-    def _orphan(self, path: str) -> Finding:
-        return self.say(path, "orphan", f"{path} is named by no manifest: `cgtool prune` removes it.")
+    def _orphan(self, path: str) -> None:
+        self.notes.append(self.say(path, "orphan", f"{path} is named by no manifest: `cgtool prune` removes it."))
 
     def _unfinished(self) -> None:
         sentence = f"{self.folder} was begun and never finished: warming the same model goes on from there."
@@ -223,8 +195,8 @@ class _Check(Findings):
 class EntryCheck(_Check):
     """One look at an entry: what it finds, and the records that are intact.
 
-    Its fields, once it is finished: `problems` in the order of their paths, `notes`, `files` and `size_bytes` that
-    were read; `key` (None where key.json is not intact), `manifests`, and which pieces their plans say are compiled.
+    Its fields: `problems` in the order of their paths, `notes`, `files` and `size_bytes` that were read; `key` (None
+    where key.json is not intact), `manifests`, and which pieces their plans say are compiled.
     """
 
     def __init__(self, layout: CacheLayout, hash_: str, hasher: Hasher, *, fresh: bool = False) -> None:
@@ -252,24 +224,18 @@ class EntryCheck(_Check):
             for child in [] if parse_rank_folder(name) is None else sorted(_names(above)):
                 if not is_prefix(child):
                     self._stray(f"{above}/{child}")
-
-    def again(self) -> Self:
-        """Return another look, which reads everything anew."""
-        return type(self)(self.layout, self.name, self.hasher, fresh=True)
-
-    def finish(self) -> Self:
-        """Wait for what is read, and return this check with all that it finds."""
-        super().finish()
         broken = {problem.path for problem in self.problems}
         for manifest in self.manifests:
             self._plan(manifest, broken)
-        lost = {mark for manifest in self.manifests for mark in LookupStore(self.layout).lost(manifest)}
-        for mark in lost:
+        for mark in {mark for manifest in self.manifests for mark in LookupStore(layout).lost(manifest)}:
             sentence = f"{mark} is missing: without it load passes the entry over. {_MEND}"
             self.problems.append(self.say(mark, "lookup", sentence))
         self.problems.sort(key=lambda problem: (problem.path, problem.kind))
         self.notes.sort(key=lambda note: note.path)
-        return self
+
+    def again(self) -> Self:
+        """Return another look, which reads everything anew."""
+        return type(self)(self.layout, self.name, self.hasher, fresh=True)
 
     def _rank(self, rank: RankView) -> None:
         path, manifest = f"{rank.folder}/{MANIFEST_FILE}", rank.manifest
@@ -287,7 +253,7 @@ class EntryCheck(_Check):
         for name, record in manifest.files.items():
             other = f".{name}.{record.sha256}.next"
             others.discard(other)
-            self._expect(
+            self._is_as_named(
                 f"{rank.folder}/{name}",
                 digest=record.sha256,
                 sizes=(record.size_bytes,),
@@ -300,7 +266,7 @@ class EntryCheck(_Check):
             self._stray(f"{rank.folder}/{name}")
 
     def _artifacts(self, there: Mapping[str, int], *, is_complete: bool) -> None:
-        """Begin to read the artifacts; where every manifest is known, those that none of them names are orphans."""
+        """Read the artifacts; where every manifest is known, those that none of them names are orphans."""
         folder = f"{self.folder}/{ARTIFACTS}"
         sizes: dict[str, set[int]] = {}
         for row in (row for manifest in self.manifests for row in manifest.rows):
@@ -310,10 +276,10 @@ class EntryCheck(_Check):
         for name in [*sorted(there, key=there.__getitem__), *sorted(sizes.keys() - there.keys() if listed else ())]:
             path = f"{folder}/{name}"
             if name in sizes:
-                self._expect(path, digest=name[:64], sizes=sizes[name], who="a manifest")
+                self._is_as_named(path, digest=name[:64], sizes=sizes[name], who="a manifest")
             elif _ARTIFACT.fullmatch(name):
-                note = self._orphan(path) if is_complete else None
-                self._expect(path, digest=name[:64], sizes=(), who="", note=note)
+                if self._is_as_named(path, digest=name[:64], sizes=(), who="a folder") and is_complete:
+                    self._orphan(path)
             else:
                 self._stray(path)
 
@@ -364,7 +330,7 @@ class UnitCheck(_Check):
         artifact = self._record(path, lambda data: parse_unit(data, path=path, key=unit.key))
         others = sorted({*unit.files} - {UNIT_FILE, "lock", "" if artifact is None else artifact.file})
         if artifact is not None:
-            self._expect(
+            self._is_as_named(
                 f"{unit.folder}/{artifact.file}",
                 digest=artifact.digest,
                 sizes=(artifact.size_bytes,),
@@ -375,7 +341,7 @@ class UnitCheck(_Check):
             return
         for name in others:
             if _ARTIFACT.fullmatch(name):
-                self.notes.append(self._orphan(f"{unit.folder}/{name}"))
+                self._orphan(f"{unit.folder}/{name}")
             else:
                 self._stray(f"{unit.folder}/{name}")
 
@@ -384,22 +350,24 @@ class UnitCheck(_Check):
         return type(self)(self.layout, view_unit(self.folder), self.hasher, fresh=True)
 
 
-def check_entry(layout: CacheLayout, hash_: str, *, jobs: int | None = None) -> EntryCheck:
+def check_entry(layout: CacheLayout, hash_: str, hasher: Hasher | None = None) -> EntryCheck:
     """Read and match every file of one entry; one that is not there lacks its key.json."""
-    with Hasher(jobs) as hasher:
-        return _settled(EntryCheck(layout, hash_, hasher).finish())
+    return _settled(EntryCheck(layout, hash_, hasher or Hasher()))
 
 
-def check_entries(layout: CacheLayout, hashes: Iterable[str], hasher: Hasher) -> Iterator[EntryCheck]:
+def check_entries(
+    layout: CacheLayout, hashes: Iterable[str], hasher: Hasher, *, jobs: int | None = None
+) -> Iterator[EntryCheck]:
     """Yield what is found in each of several entries, in their order; those that vanish meanwhile are left out."""
-    yield from _finished((EntryCheck(layout, hash_, hasher) for hash_ in hashes), _ENTRIES_AHEAD)
+    return filter(_is_there, in_threads(lambda hash_: check_entry(layout, hash_, hasher), hashes, jobs))
 
 
-def check_units(layout: CacheLayout, hasher: Hasher) -> Findings:
+def check_units(layout: CacheLayout, hasher: Hasher, *, jobs: int | None = None) -> Findings:
     """Read and match every unit of a cache; what an entry shares, and `hasher` has read, is not read again."""
     unlisted: list[CacheError] = []
     found = Findings()
-    for check in _finished((UnitCheck(layout, unit, hasher) for unit in walk_units(layout, unlisted)), _UNITS_AHEAD):
+    units = in_threads(lambda unit: _settled(UnitCheck(layout, unit, hasher)), walk_units(layout, unlisted), jobs)
+    for check in filter(_is_there, units):
         found.problems += check.problems
         found.notes += check.notes
         found.files += check.files
@@ -410,21 +378,8 @@ def check_units(layout: CacheLayout, hasher: Hasher) -> Findings:
     return found
 
 
-def _finished(checks: Iterable[_Checked], ahead: int) -> Iterator[_Checked]:
-    """Finish checks in their order, so many behind the one that begins to read."""
-    begun: deque[_Checked] = deque()
-    for check in checks:
-        begun.append(check)
-        if len(begun) > ahead:
-            yield from _there(begun.popleft())
-    for check in begun:
-        yield from _there(check)
-
-
-def _there(check: _Checked) -> Iterator[_Checked]:
-    found = _settled(check.finish())
-    if not found.problems or may_exist(found.folder):
-        yield found
+def _is_there(found: _Check) -> bool:
+    return not found.problems or may_exist(found.folder)
 
 
 def _settled(found: _Checked) -> _Checked:
@@ -433,7 +388,7 @@ def _settled(found: _Checked) -> _Checked:
         if not found.problems:
             break
         before = _status(found.folder)
-        again = found.again().finish()
+        again = found.again()
         after = _status(found.folder)
         if again.problems == found.problems and (before and before.st_ino) == (after and after.st_ino):
             break

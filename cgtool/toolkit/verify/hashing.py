@@ -1,4 +1,4 @@
-"""SHA-256 of many files at a time, in threads: hashlib and the system's calls leave Python's lock. No torch.
+"""SHA-256 of many files, in threads: hashlib and the system's calls leave Python's lock. No torch.
 
 What is no ordinary file is not read, and a file no further than it should be long: what a stranger put there cannot
 hold the reader up, nor be endless.
@@ -9,16 +9,21 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-import threading
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Literal, NamedTuple, Self
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.pool import ThreadPool
+from typing import Literal, NamedTuple, TypeVar
 
 from cgtool.errors import CacheError
+from cgtool.machine import num_cores
 from cgtool.store.files import cache_error
+from cgtool.threads import beside
 
 _BUFFER_BYTES = 1 << 20
 _MAX_JOBS = 16
 _FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+
+_Given = TypeVar("_Given")
+_Found = TypeVar("_Found")
 
 
 class Hashed(NamedTuple):
@@ -29,55 +34,46 @@ class Hashed(NamedTuple):
     failed: Literal["missing", "not_a_file"] | CacheError | None = None
 
 
+def in_threads(check: Callable[[_Given], _Found], values: Iterable[_Given], jobs: int | None) -> Iterator[_Found]:
+    """Call `check` with each value, `jobs` at a time (None: as many as there are cores); yield the results in order."""
+    with ThreadPool(jobs or min(num_cores(), _MAX_JOBS)) as pool:
+        yield from beside(pool, check, values)
+
+
 class Hasher:
-    """Reads files in threads, and what is one file of the disk (hard links) once."""
+    """Reads files, those of several names (hard links) once."""
 
-    def __init__(self, jobs: int | None = None) -> None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._pool = ThreadPoolExecutor(jobs or min(cores, _MAX_JOBS), "cgtool-hash")
-        self._shared: dict[tuple[int, int], Future[Hashed]] = {}
-        self._stop = threading.Event()
+    def __init__(self) -> None:
+        self._shared: dict[tuple[int, int], Hashed] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._pool.shutdown(cancel_futures=True)
-
-    def submit(self, path: str, *, limit: int | None = None, fresh: bool = False) -> Future[Hashed]:
-        """Begin to read a file, no further than `limit` bytes; `fresh` reads again what was read under another name."""
-        try:
-            status = os.stat(path)  # noqa: PTH116 - asked of each file, and pathlib's way takes twice as long
-        except OSError:
-            return self._pool.submit(self._hash, path, limit)
-        if status.st_nlink == 1:
-            return self._pool.submit(self._hash, path, limit)
-        identity = status.st_dev, status.st_ino
-        found = self._shared.get(identity)
-        if found is None or fresh:
-            found = self._shared[identity] = self._pool.submit(self._hash, path, limit)
-        return found
-
-    def _hash(self, path: str, limit: int | None) -> Hashed:
+    def read(self, path: str, *, limit: int | None = None, fresh: bool = False) -> Hashed:
+        """Read a file, no further than `limit` bytes; `fresh` reads again what was read under another name."""
         try:
             descriptor = os.open(path, _FLAGS)
             try:
-                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                status = os.fstat(descriptor)
+                if not stat.S_ISREG(status.st_mode):
                     return Hashed(failed="not_a_file")
-                digest, total = hashlib.sha256(), 0
-                while not self._stop.is_set() and (limit is None or total <= limit):
-                    data = os.read(
-                        descriptor, _BUFFER_BYTES if limit is None else min(_BUFFER_BYTES, limit + 1 - total)
-                    )
-                    if not data:
-                        break
-                    digest.update(data)
-                    total += len(data)
+                if status.st_nlink == 1:
+                    return _hashed(descriptor, limit)
+                identity = status.st_dev, status.st_ino
+                if fresh or identity not in self._shared:
+                    self._shared[identity] = _hashed(descriptor, limit)
+                return self._shared[identity]
             finally:
                 os.close(descriptor)
         except (FileNotFoundError, NotADirectoryError):
             return Hashed(failed="missing")
         except OSError as error:
             return Hashed(failed=cache_error(error, path, doing="read"))
-        return Hashed(digest=digest.hexdigest(), size_bytes=total)
+
+
+def _hashed(descriptor: int, limit: int | None) -> Hashed:
+    digest, total = hashlib.sha256(), 0
+    while limit is None or total <= limit:
+        data = os.read(descriptor, _BUFFER_BYTES if limit is None else min(_BUFFER_BYTES, limit + 1 - total))
+        if not data:
+            break
+        digest.update(data)
+        total += len(data)
+    return Hashed(digest=digest.hexdigest(), size_bytes=total)

@@ -235,15 +235,16 @@ class _Verification:
         if not wanted:
             check_known(self.layout.root)
             check_own(self.layout.root)
-        with gc_paused(), Hasher(self._jobs) as hasher:
-            for found in check_entries(self.layout, wanted, hasher):
+        hasher = Hasher()
+        with gc_paused():
+            for found in check_entries(self.layout, wanted, hasher, jobs=self._jobs):
                 self.checks.append(found)
                 self.entries.append(self._judged(found))
                 done = len(self.entries)
                 self._on_event(Event(phase="verify", message=short(found.name), done=done, total=len(wanted)))
             if hashes is None and self._with_units:
                 self._on_event(Event(phase="verify", message="units"))
-                self._take_units(check_units(self.layout, hasher))
+                self._take_units(check_units(self.layout, hasher, jobs=self._jobs))
 
     def repair(self) -> None:
         """Mend what was found, and look again."""
@@ -251,10 +252,11 @@ class _Verification:
         self.checks = [check for check, _ in mended]
         self.entries = [one for _, one in mended if one.repairs or self.layout.entry_dir(one.hash).exists()]
         if self.units is not None and self.units.problems:
-            with Hasher(self._jobs) as hasher:  # mending the entries may have mended units, too
-                repairs = tuple(repair_units(self.layout, check_units(self.layout, hasher)))
-            with Hasher(self._jobs) as hasher:
-                self._take_units(check_units(self.layout, hasher), repairs)
+            found = check_units(
+                self.layout, Hasher(), jobs=self._jobs
+            )  # mending the entries may have mended units, too
+            repairs = tuple(repair_units(self.layout, found))
+            self._take_units(check_units(self.layout, Hasher(), jobs=self._jobs), repairs)
 
     def loadable(self) -> list[RankName]:
         """Return the ranks of the entries that this machine supports, and in which nothing is wrong."""
@@ -324,7 +326,7 @@ class _Verification:
             if not any(repair.is_done for repair in repairs):
                 repairs += compile_again(layout, found, entry.holes, entry.verdict, self._on_event)
             done += [repair for repair in repairs if repair not in done]
-            found = check_entry(layout, found.name, jobs=self._jobs)
+            found = check_entry(layout, found.name)
             is_gone = not layout.entry_dir(found.name).exists()
             if is_gone:
                 found.problems.clear()  # there is nothing left to be wrong

@@ -7,9 +7,9 @@ import multiprocessing
 import os
 import shutil
 import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cache_samples import FACTS, no_flock, publish, publish_times, sample_key, writer
@@ -23,7 +23,7 @@ from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.lookup import LookupStore
 from cgtool.store.pruned import put_aside
 from cgtool.toolkit.verify.checks import check_entries, check_entry, check_units
-from cgtool.toolkit.verify.hashing import Hasher
+from cgtool.toolkit.verify.hashing import Hashed, Hasher
 
 RANK = RankName(hash=HASH, rank=0, prefix="backbone")
 
@@ -62,7 +62,7 @@ def check_flips(layout: CacheLayout, count: int, seed: int) -> None:
     intact = opened(layout)
     for flip in flips(files, count, seed=seed):
         flip.do()
-        named = {layout.root / problem.path for problem in check_entry(layout, HASH, jobs=1).problems}
+        named = {layout.root / problem.path for problem in check_entry(layout, HASH).problems}
         try:
             run = opened(layout)
         except CacheError:
@@ -198,8 +198,7 @@ def test_a_read_only_cache_is_checked_without_a_lock_or_a_stamp(
     read_only(cache_root)
     with no_flock():
         assert check_entry(layout, HASH).problems == []
-        with Hasher() as hasher:
-            assert check_units(layout, hasher).problems == []
+        assert check_units(layout, Hasher()).problems == []
 
 
 def test_an_endless_file_is_read_no_further_than_it_should_be_long(cache_root: Path) -> None:
@@ -277,11 +276,11 @@ def test_an_entry_that_is_not_there_lacks_its_key(cache_root: Path) -> None:
 
 def test_an_intact_unit_has_no_problem_and_is_read_once_with_its_entry(cache_root: Path) -> None:
     layout = lay(cache_root)
-    with Hasher() as hasher:
-        list(check_entries(layout, layout.hashes(), hasher))
-        before = len(hasher._shared)
-        found = check_units(layout, hasher)
-        assert len(hasher._shared) == before
+    hasher = Hasher()
+    list(check_entries(layout, layout.hashes(), hasher))
+    before = len(hasher._shared)
+    found = check_units(layout, hasher)
+    assert len(hasher._shared) == before
     assert (found.problems, found.notes, found.files) == ([], [], 2)
 
 
@@ -290,8 +289,7 @@ def test_one_bit_flipped_anywhere_in_a_unit_is_named(cache_root: Path) -> None:
     files = [path for path in layout.units_dir.rglob("*") if path.is_file() and path.name != "lock"]
     for flip in flips(files, 60, seed=22):
         flip.do()
-        with Hasher(1) as hasher:
-            named = {layout.root / problem.path for problem in check_units(layout, hasher).problems}
+        named = {layout.root / problem.path for problem in check_units(layout, Hasher()).problems}
         flip.do()
         assert named == {flip.path}, flip
 
@@ -304,8 +302,7 @@ def test_leftovers_among_units_are_noted(cache_root: Path) -> None:
     half.mkdir(parents=True)
     (half / f"{'1' * 64}.eager").touch()
     (layout.units_dir / "ab" / "strange").touch()
-    with Hasher() as hasher:
-        found = check_units(layout, hasher)
+    found = check_units(layout, Hasher())
     assert found.problems == []
     assert sorted((note.kind, Path(note.path).name) for note in found.notes) == [
         ("foreign", "strange"),
@@ -326,16 +323,17 @@ def test_what_changes_while_it_is_read_is_looked_at_again(
 ) -> None:
     layout = CacheLayout(root=cache_root)
     name = publish(cache_root, "one")
-    with Hasher(1) as hasher:
-        records_are_read = threading.Event()
-        hasher._pool.submit(records_are_read.wait)  # keeps the one thread from reading files
+    changes = [change]
 
-        def hashes() -> Iterator[str]:
-            yield name.hash
-            change(cache_root, name)
-            records_are_read.set()
+    class Late(Hasher):
+        """Reads the files of an entry once its records have been read and it was changed."""
 
-        found = list(check_entries(layout, hashes(), hasher))
+        def read(self, path: str, **asked: Any) -> Hashed:
+            while changes:
+                changes.pop()(cache_root, name)
+            return super().read(path, **asked)
+
+    found = list(check_entries(layout, [name.hash], Late()))
     assert [manifest.model for findings in found for manifest in findings.manifests] == seen
     assert [findings.problems for findings in found] == [[]] * len(seen)
 
@@ -348,10 +346,9 @@ def test_a_check_beside_a_writer_and_a_pruner_finds_nothing_wrong(cache_root: Pa
     try:
         while not started.exists():
             pass
-        with Hasher(1) as hasher:
-            for _ in range(100):
-                for found in check_entries(layout, layout.hashes(), hasher):
-                    assert found.problems == [], found
+        for _ in range(100):
+            for found in check_entries(layout, layout.hashes(), Hasher()):
+                assert found.problems == [], found
     finally:
         process.kill()
         process.join()

@@ -34,8 +34,7 @@ def mended(layout: CacheLayout) -> list[Repair]:
 
 
 def units_of(layout: CacheLayout) -> Findings:
-    with Hasher() as hasher:
-        return check_units(layout, hasher)
+    return check_units(layout, Hasher())
 
 
 def artifact(layout: CacheLayout, data: bytes = NATIVE) -> Path:
@@ -284,9 +283,9 @@ def test_killed_at_any_call_a_repair_leaves_what_the_next_one_mends(
 
 
 def names_of(layout: CacheLayout) -> set[str]:
-    with Hasher() as hasher:
-        entries = [problem for found in check_entries(layout, layout.hashes(), hasher) for problem in found.problems]
-        units = check_units(layout, hasher).problems
+    hasher = Hasher()
+    entries = [problem for found in check_entries(layout, layout.hashes(), hasher) for problem in found.problems]
+    units = check_units(layout, hasher).problems
     return {problem.path for problem in [*entries, *units]}
 
 
