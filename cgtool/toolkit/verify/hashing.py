@@ -7,6 +7,7 @@ hold the reader up, nor be endless.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,8 @@ from cgtool.threads import beside
 
 _BUFFER_BYTES = 1 << 20
 _MAX_JOBS = 16
+#: How many values are known at a time: a cache may hold a hundred thousand units.
+_HELD = 512
 _FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 
 _Given = TypeVar("_Given")
@@ -37,7 +40,9 @@ class Hashed(NamedTuple):
 def in_threads(check: Callable[[_Given], _Found], values: Iterable[_Given], jobs: int | None) -> Iterator[_Found]:
     """Call `check` with each value, `jobs` at a time (None: as many as there are cores); yield the results in order."""
     with ThreadPool(jobs or min(num_cores(), _MAX_JOBS)) as pool:
-        yield from beside(pool, check, values)
+        left = iter(values)
+        while some := list(itertools.islice(left, _HELD)):
+            yield from beside(pool, check, some)
 
 
 class Hasher:
