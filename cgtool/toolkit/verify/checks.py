@@ -50,7 +50,7 @@ from cgtool.store.signatures import parse_signatures
 from cgtool.store.units import parse_unit
 from cgtool.store.walk import RankView, UnitView, view_entry, view_unit, walk_units
 from cgtool.toolkit.coverage import Planned, planned
-from cgtool.toolkit.verify.hashing import Hashed, Hasher, in_threads
+from cgtool.toolkit.verify.hashing import Hashed, Hasher
 
 #: What keeps something from being loaded, or would.
 ProblemKind = Literal[
@@ -355,18 +355,16 @@ def check_entry(layout: CacheLayout, hash_: str, hasher: Hasher | None = None) -
     return _settled(EntryCheck(layout, hash_, hasher or Hasher()))
 
 
-def check_entries(
-    layout: CacheLayout, hashes: Iterable[str], hasher: Hasher, *, jobs: int | None = None
-) -> Iterator[EntryCheck]:
+def check_entries(layout: CacheLayout, hashes: Iterable[str], hasher: Hasher) -> Iterator[EntryCheck]:
     """Yield what is found in each of several entries, in their order; those that vanish meanwhile are left out."""
-    return filter(_is_there, in_threads(lambda hash_: check_entry(layout, hash_, hasher), hashes, jobs))
+    return filter(_is_there, hasher.each(lambda hash_: check_entry(layout, hash_, hasher), hashes))
 
 
-def check_units(layout: CacheLayout, hasher: Hasher, *, jobs: int | None = None) -> Findings:
+def check_units(layout: CacheLayout, hasher: Hasher) -> Findings:
     """Read and match every unit of a cache; what an entry shares, and `hasher` has read, is not read again."""
     unlisted: list[CacheError] = []
     found = Findings()
-    units = in_threads(lambda unit: _settled(UnitCheck(layout, unit, hasher)), walk_units(layout, unlisted), jobs)
+    units = hasher.each(lambda unit: _settled(UnitCheck(layout, unit, hasher)), walk_units(layout, unlisted))
     for check in filter(_is_there, units):
         found.problems += check.problems
         found.notes += check.notes

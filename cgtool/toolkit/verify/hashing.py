@@ -10,14 +10,14 @@ import hashlib
 import itertools
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing.pool import ThreadPool
-from typing import Literal, NamedTuple, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, NamedTuple, Self, TypeVar
 
 from cgtool.errors import CacheError
 from cgtool.machine import num_cores
 from cgtool.store.files import cache_error
-from cgtool.threads import beside
 
 _BUFFER_BYTES = 1 << 20
 _MAX_JOBS = 16
@@ -37,19 +37,26 @@ class Hashed(NamedTuple):
     failed: Literal["missing", "not_a_file"] | CacheError | None = None
 
 
-def in_threads(check: Callable[[_Given], _Found], values: Iterable[_Given], jobs: int | None) -> Iterator[_Found]:
-    """Call `check` with each value, `jobs` at a time (None: as many as there are cores); yield the results in order."""
-    with ThreadPool(jobs or min(num_cores(), _MAX_JOBS)) as pool:
+class Hasher:
+    """Reads files in threads, and what is one file of the disk (hard links) once."""
+
+    def __init__(self, jobs: int | None = None) -> None:
+        self._pool = ThreadPoolExecutor(jobs or min(num_cores(), _MAX_JOBS), "cgtool-hash")
+        self._shared: dict[tuple[int, int], Hashed] = {}
+        self._stop = threading.Event()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._pool.shutdown(cancel_futures=True)
+
+    def each(self, check: Callable[[_Given], _Found], values: Iterable[_Given]) -> Iterator[_Found]:
+        """Call `check` with each value, several at a time; yield what it returns, in order."""
         left = iter(values)
         while some := list(itertools.islice(left, _HELD)):
-            yield from beside(pool, check, some)
-
-
-class Hasher:
-    """Reads files, those of several names (hard links) once."""
-
-    def __init__(self) -> None:
-        self._shared: dict[tuple[int, int], Hashed] = {}
+            yield from self._pool.map(check, some)
 
     def read(self, path: str, *, limit: int | None = None, fresh: bool = False) -> Hashed:
         """Read a file, no further than `limit` bytes; `fresh` reads again what was read under another name."""
@@ -60,10 +67,10 @@ class Hasher:
                 if not stat.S_ISREG(status.st_mode):
                     return Hashed(failed="not_a_file")
                 if status.st_nlink == 1:
-                    return _hashed(descriptor, limit)
+                    return self._hashed(descriptor, limit)
                 identity = status.st_dev, status.st_ino
                 if fresh or identity not in self._shared:
-                    self._shared[identity] = _hashed(descriptor, limit)
+                    self._shared[identity] = self._hashed(descriptor, limit)
                 return self._shared[identity]
             finally:
                 os.close(descriptor)
@@ -72,13 +79,12 @@ class Hasher:
         except OSError as error:
             return Hashed(failed=cache_error(error, path, doing="read"))
 
-
-def _hashed(descriptor: int, limit: int | None) -> Hashed:
-    digest, total = hashlib.sha256(), 0
-    while limit is None or total <= limit:
-        data = os.read(descriptor, _BUFFER_BYTES if limit is None else min(_BUFFER_BYTES, limit + 1 - total))
-        if not data:
-            break
-        digest.update(data)
-        total += len(data)
-    return Hashed(digest=digest.hexdigest(), size_bytes=total)
+    def _hashed(self, descriptor: int, limit: int | None) -> Hashed:
+        digest, total = hashlib.sha256(), 0
+        while not self._stop.is_set() and (limit is None or total <= limit):
+            data = os.read(descriptor, _BUFFER_BYTES if limit is None else min(_BUFFER_BYTES, limit + 1 - total))
+            if not data:
+                break
+            digest.update(data)
+            total += len(data)
+        return Hashed(digest=digest.hexdigest(), size_bytes=total)

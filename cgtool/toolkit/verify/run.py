@@ -235,16 +235,15 @@ class _Verification:
         if not wanted:
             check_known(self.layout.root)
             check_own(self.layout.root)
-        hasher = Hasher()
-        with gc_paused():
-            for found in check_entries(self.layout, wanted, hasher, jobs=self._jobs):
+        with gc_paused(), Hasher(self._jobs) as hasher:
+            for found in check_entries(self.layout, wanted, hasher):
                 self.checks.append(found)
                 self.entries.append(self._judged(found))
                 done = len(self.entries)
                 self._on_event(Event(phase="verify", message=short(found.name), done=done, total=len(wanted)))
             if hashes is None and self._with_units:
                 self._on_event(Event(phase="verify", message="units"))
-                self._take_units(check_units(self.layout, hasher, jobs=self._jobs))
+                self._take_units(check_units(self.layout, hasher))
 
     def repair(self) -> None:
         """Mend what was found, and look again."""
@@ -252,11 +251,10 @@ class _Verification:
         self.checks = [check for check, _ in mended]
         self.entries = [one for _, one in mended if one.repairs or self.layout.entry_dir(one.hash).exists()]
         if self.units is not None and self.units.problems:
-            found = check_units(
-                self.layout, Hasher(), jobs=self._jobs
-            )  # mending the entries may have mended units, too
-            repairs = tuple(repair_units(self.layout, found))
-            self._take_units(check_units(self.layout, Hasher(), jobs=self._jobs), repairs)
+            with Hasher(self._jobs) as hasher:  # mending the entries may have mended units, too
+                repairs = tuple(repair_units(self.layout, check_units(self.layout, hasher)))
+            with Hasher(self._jobs) as hasher:
+                self._take_units(check_units(self.layout, hasher), repairs)
 
     def loadable(self) -> list[RankName]:
         """Return the ranks of the entries that this machine supports, and in which nothing is wrong."""
