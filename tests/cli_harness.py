@@ -132,7 +132,7 @@ HEAVY = (
 )
 
 _SERVE = """
-import contextlib, gc, importlib, json, os, runpy, select, sys
+import contextlib, gc, importlib, json, os, runpy, select, sys, threading
 for name in sys.argv[1:]:
     with contextlib.suppress(ImportError):  # another torch may lack it
         importlib.import_module(name)
@@ -166,6 +166,7 @@ def begin(program, cwd, variables, arguments, out, err, alone):
         except BaseException:
             sys.excepthook(*sys.exc_info())
             code = 1
+    threading._shutdown()  # what a process does as it ends: it waits for its threads
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # taking torch's modules apart touches every page of them
