@@ -16,7 +16,7 @@ A refusal has a stable reason for programs, which `cgtool import --json` prints:
     not_trusted unsigned untrusted_key wrong_signature tampered bad_signature_file            who made it
     not_a_bundle unknown_schema bad_index bad_compression bad_header truncated trailing_data  what it is
     parent_path absolute_name strange_name outside_layout unknown_kind                        names
-    duplicate_member case_collision unicode_collision
+    duplicate_member case_collision
     link device fifo folder_member sparse pax_header strange_type                             types
     too_large bomb size_mismatch digest_mismatch                                              sizes and bytes
     missing_member unlisted_member missing_artifact unnamed_artifact                          what is there
@@ -29,7 +29,6 @@ Load adds (`cgtool.store.trust`): foreign_owner writable_by_others changed.
 from __future__ import annotations
 
 import sys
-import unicodedata
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -169,9 +168,9 @@ def parse_index(data: bytes, *, limits: Limits) -> Index:
     names = [member.path for member in index.members]
     if len(names) > limits.max_members:
         raise _too_much(f"promises {len(names)} members", INDEX_FILE, limits.max_members, len(names))
-    _check_distinct(names)
     for member in index.members:
         _check_member(member)
+    _check_distinct(names)
     if names != sorted(names) or not names:
         why = "does not name the members in order" if names else "names no member"
         raise refused("bad_index", why, member=INDEX_FILE)
@@ -217,15 +216,10 @@ def _check_distinct(names: Collection[str]) -> None:
         if name in whole:
             raise refused("duplicate_member", "is there twice", member=name)
         whole.add(name)
-    spelled: dict[str, tuple[str, str]] = {}
+    spelled: dict[str, str] = {}
     for name in (*names, *sorted(names_of_folders(whole))):
-        composed = name if name.isascii() else unicodedata.normalize("NFC", name)
-        other, other_composed = spelled.setdefault(composed.casefold(), (name, composed))
-        if other == name:
-            continue
-        if other_composed == composed:
-            raise refused("unicode_collision", "has the name of another in another spelling of Unicode", member=name)
-        raise refused("case_collision", "differs from another in upper and lower case only", member=name)
+        if spelled.setdefault(name.casefold(), name) != name:
+            raise refused("case_collision", "differs from another in upper and lower case only", member=name)
 
 
 def names_of_folders(names: Iterable[str]) -> set[str]:

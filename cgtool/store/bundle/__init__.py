@@ -1,7 +1,7 @@
 """Bundles: entries of a cache as one file or folder that can be shipped, and checked before it is believed.
 
 Must not import torch. A bundle is a tar archive in one frame of zstd (`*.tar.zst`), or a plain folder of the same
-members. Its members, in this order and no others::
+members, in which nothing else is looked at. The members, in this order, and of an archive no others::
 
     bundle.json                                   the index, see cgtool.store.bundle_index
     bundle.sig                                    optional, see cgtool.store.signatures

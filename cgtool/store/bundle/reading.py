@@ -3,7 +3,7 @@
 Nothing here writes. `tarfile` makes and parses the headers; the loop over them is ours, for its own takes extended
 headers at their word, stops at the first torn one as at an end, and reads on into whatever follows. A header is taken
 only if it is byte for byte the one that `tarfile` makes of its name, size and mode; what else it may be is told apart
-for the refusal only. A folder is walked by descriptors that follow no links, so that what is read lies within it.
+for the refusal only. Of a folder nothing is looked at but what its index names, each with its size and its digest.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from cgtool.store.bundle_index import (
     refused,
 )
 from cgtool.store.files import RECORD_MODE, cache_error
-from cgtool.store.layout import CACHE_FOLDER, SIGNATURES, is_hash
 
 CHUNK_BYTES = 2**20
 END = bytes(2 * tarfile.BLOCKSIZE)
@@ -60,12 +59,6 @@ _FEED_BYTES = 4096
 _MAX_WINDOW_BYTES = 2**27
 #: What cannot be packed grows by less than a hundredth, and a block that is not whole yet comes to nothing.
 _MOST_GROWTH, _GROWTH_FROM_BYTES = 1.01, 2**20
-#: The slashes in the longest names that the grammar of `cgtool.store.bundle_index` knows: those are files.
-_DEEPEST = 4
-#: What lies beside the entries in a folder that is a bundle.
-_BESIDE = (INDEX_FILE, SIGNATURE_FILE, "CACHEDIR.TAG")
-#: Folders of a cache, so deep, that hold no members and are left alone. Load checks signatures; import writes its own.
-_LEFT_ALONE = frozenset({(1, "units"), (1, "lookup"), (1, "state"), (2, SIGNATURES)})
 
 
 @runtime_checkable
@@ -104,11 +97,7 @@ def opened(source: Source, limits: Limits) -> Iterator[OpenBundle]:
         return
     try:
         if source.is_dir():
-            descriptor = os.open(source, _READ | os.O_DIRECTORY)
-            try:
-                yield Folder(descriptor, limits)
-            finally:
-                os.close(descriptor)
+            yield Folder(source, limits)
         else:
             # Without waiting for a writer of what is a pipe.
             with open(source, "rb", opener=lambda path, _: os.open(path, _READ | os.O_NONBLOCK)) as stream:
@@ -307,37 +296,33 @@ def _stray(name: str, expected: str | None, index: Index) -> RefusedError:
 
 
 class Folder:
-    """A bundle as a folder."""
+    """A bundle as a folder; what else lies there is none of it."""
 
     what = "The bundle"
     at_once = 1
 
-    def __init__(self, descriptor: int, limits: Limits) -> None:
-        self._descriptor = descriptor
-        self.index_bytes = self._text(INDEX_FILE, limits.max_index_bytes)
-        self.signature_bytes = None
-        if SIGNATURE_FILE in os.listdir(descriptor):
-            self.signature_bytes = self._text(SIGNATURE_FILE, MAX_SIGNATURE_BYTES)
+    def __init__(self, folder: Path, limits: Limits) -> None:
+        self._folder = folder
+        index = self._text(INDEX_FILE, limits.max_index_bytes)
+        if index is None:
+            raise refused("not_a_bundle", f"has no {INDEX_FILE}", advice=_NOT_A_BUNDLE)
+        self.index_bytes = index
+        self.signature_bytes = self._text(SIGNATURE_FILE, MAX_SIGNATURE_BYTES)
 
-    def _text(self, name: str, most: int) -> bytes:
+    def _text(self, name: str, most: int) -> bytes | None:
         try:
-            with _file(self._descriptor, name) as (file, size):
+            with _file(self._folder, name) as (file, size):
                 if size > most:
                     raise refused("too_large", f"has {size} bytes", member=name, expected=most, actual=size)
                 return b"".join(_chunks(file, size, name))
-        except FileNotFoundError as error:
-            raise refused("not_a_bundle", f"has no {name}", advice=_NOT_A_BUNDLE) from error
+        except FileNotFoundError:
+            return None
 
     def members(self, index: Index) -> Iterator[tuple[Member, Iterator[bytes]]]:
         """Yield every member with its bytes; see `OpenBundle`."""
-        named = {member.path for member in index.members}
-        for name in _walk(self._descriptor):
-            if name not in named:
-                place_of(name)
-                raise refused("unlisted_member", "is not in the index", member=name)
         for member in index.members:
             try:
-                with _file(self._descriptor, member.path) as (file, size):
+                with _file(self._folder, member.path) as (file, size):
                     _check_size(member, size)
                     yield member, _chunks(file, size, member.path)
             except FileNotFoundError as error:
@@ -355,14 +340,10 @@ def _chunks(file: int, size: int, name: str) -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def _file(top: int, name: str) -> Iterator[tuple[int, int]]:
-    """Yield a regular file below an open folder, and its size.
-
-    No link in its own place is followed. One that is laid in place of a folder once all folders were looked at leads to
-    bytes that must have the digest of the index, too.
-    """
+def _file(folder: Path, name: str) -> Iterator[tuple[int, int]]:
+    """Yield a regular file of a folder, and its size; no link in its place is followed, and no pipe waited for."""
     try:
-        file = os.open(name, _READ | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=top)
+        file = os.open(folder / name, _READ | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -371,45 +352,8 @@ def _file(top: int, name: str) -> Iterator[tuple[int, int]]:
         raise CacheError(f"{name} cannot be read: {error.strerror}. Check its permissions.", path=name) from error
     try:
         status = os.fstat(file)
-        _check_type(status.st_mode, name)
+        if not stat.S_ISREG(status.st_mode):
+            raise refused("strange_type", "is no file", member=name)
         yield file, status.st_size
     finally:
         os.close(file)
-
-
-def _check_type(mode: int, name: str) -> None:
-    kinds = {stat.S_IFLNK: tarfile.SYMTYPE, stat.S_IFIFO: tarfile.FIFOTYPE}
-    kinds |= {stat.S_IFCHR: tarfile.CHRTYPE, stat.S_IFBLK: tarfile.BLKTYPE}
-    if not stat.S_ISREG(mode):
-        reason, why = _TYPES.get(kinds.get(stat.S_IFMT(mode), b""), ("strange_type", "is no file"))
-        raise refused(reason, why, member=name)
-
-
-def _walk(top: int) -> Iterator[str]:
-    """Yield the name of everything in a folder that is no folder and that its index must name; follows no link."""
-    for above, folders, files, descriptor in os.fwalk(".", dir_fd=top, onerror=_unlisted):
-        parts = above.split("/")[1:]
-        base = "".join(f"{part}/" for part in parts)
-        folders.sort()
-        for name in sorted([*files, *folders]):
-            mode = os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode
-            is_folder = stat.S_ISDIR(mode)
-            if not parts:
-                if name == CACHE_FOLDER if is_folder else name in _BESIDE and stat.S_ISREG(mode):
-                    continue
-                raise refused("outside_layout", "is nothing that a bundle holds", member=name)
-            if is_folder and (len(parts), name) in _LEFT_ALONE:
-                folders.remove(name)
-                continue
-            if len(parts) == 1 and not is_hash(name):
-                place_of(base + name)
-            if is_folder and len(parts) >= _DEEPEST:
-                raise refused("outside_layout", "is a folder where a bundle has none", member=base + name)
-            if not is_folder:
-                _check_type(mode, base + name)
-                yield base + name
-
-
-def _unlisted(error: OSError) -> None:
-    where = str(error.filename or "The bundle")
-    raise CacheError(f"{where} cannot be listed: {error.strerror}. Check its permissions.", path=where) from error

@@ -178,10 +178,10 @@ CORPUS = {
     "a signature inside an entry": ("outside_layout", _in("/signatures", f"{HASH}.sig")),
     "a kind that nothing opens": ("unknown_kind", _in("/artifacts", f"{sha256_hex(EVIL)}.so")),
     "two names that differ in case": ("case_collision", _in("/rank_0/Backbone", "plan.json")),
-    "two files that differ in case": ("case_collision", _in("", "KEY.json")),
+    "two files that differ in case": ("outside_layout", _in("", "KEY.json")),
     "two folders that differ in case": ("case_collision", _in("/rank_0/BACKBONE", "computation_graph.py")),
     "two spellings of one name": (
-        "unicode_collision",
+        "strange_name",
         lambda forge: forge.with_file("caf\u00e9", EVIL).with_file("cafe\u0301", EVIL).bytes(),
     ),
     "a member twice in the index": ("duplicate_member", _twice),

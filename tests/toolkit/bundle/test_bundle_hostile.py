@@ -196,19 +196,6 @@ def test_empty_blocks_without_end_are_refused(tmp_path, genuine):
     assert stream.tell() < 2 * 2**20
 
 
-def test_a_folder_that_is_deeper_than_any_name_is_refused_where_the_names_end(tmp_path, genuine):
-    lay_folder = tmp_path / "folder"
-    for name, data in {**genuine.files, "bundle.json": index_of(genuine.files)}.items():
-        (lay_folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (lay_folder / name).write_bytes(data)
-    deep = (lay_folder / genuine.name("/plan.json")).parent / "a"
-    deep.mkdir()
-    (deep / "b").write_bytes(b"")
-    with pytest.raises(RefusedError, match="is a folder where a bundle has none") as refusal:
-        import_bundle(source=lay_folder, cache_dir=tmp_path / "cache", trust=True)
-    assert (refusal.value.reason, refusal.value.path) == ("outside_layout", str(deep.relative_to(lay_folder)))
-
-
 def test_without_trust_nothing_is_read(tmp_path):
     class Untouched(io.BytesIO):
         def read(self, *_):
