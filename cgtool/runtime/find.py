@@ -235,7 +235,7 @@ class Finder:
         shown = "\n  ".join(reasons[:_MAX_REASONS])
         msg = (
             f"No entry of {self._layout.root} fits this model. The nearest, {short(hash_)}, does not because:\n"
-            f"  {shown}\n{self._advice()}"
+            f"  {shown}\n{self._advice(reasons)}"
         )
         return CacheMissError(msg, reasons=reasons[:_MAX_REASONS], path=self._layout.root, nearest=hash_)
 
@@ -253,17 +253,26 @@ class Finder:
             "rank=0."
         )
 
-    def _advice(self) -> str:
+    def _advice(self, reasons: tuple[str, ...]) -> str:
         tensors = self._live.known["state"]["tensors"]
         if any(" meta" in spelled for spelled in tensors.values()):
             return (
                 "Tensors on the meta device have no memory: give them some (module.to_empty(device=...), then "
                 "load_state_dict) before the model is loaded."
             )
+        if any(reason.startswith("model.class was ") for reason in reasons):
+            return (
+                "A class is known by the module that it is imported from: import it as it was when the model was "
+                "warmed, or warm it by the name that it has here (`cgtool warm MODULE:FACTORY`)."
+            )
         return "Warm the model again as it is now, or undo the change."
 
     def _others(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Return entries that the facts did not lead to and that are of a model of the same class."""
+        """Return entries that the facts did not lead to and that are of a model of the same class.
+
+        One of that name in another module is the same where its tensors are: a file is imported by several names.
+        """
+        known = self._live.known
         found: list[tuple[str, tuple[str, ...]]] = []
         for hash_ in self._layout.hashes()[:_MAX_LOOKED_AT]:
             name = RankName(hash=hash_, rank=self._rank, prefix=self._prefix)
@@ -274,7 +283,9 @@ class Finder:
                 continue
             if key is None:
                 continue
-            if key.value("model") == self._live.known["model"]:
+            then, now = key.value("model")["class"], known["model"]["class"]
+            is_renamed = then.partition(":")[2] == now.partition(":")[2] and key.value("state") == known["state"]
+            if then == now or is_renamed:
                 found.append((hash_, differences_now(key, self._live)))
         return [(hash_, reasons) for hash_, reasons in found if reasons]
 

@@ -127,6 +127,12 @@ def test_another_model_misses(cache):
         cgtool.load(Other().eval(), cache_dir=cache)
 
 
+def test_a_class_that_is_imported_by_another_name_is_told_so(model, cache, monkeypatch):
+    monkeypatch.setattr(type(model), "__module__", "elsewhere")
+    with pytest.raises(CacheMissError, match=r"class was \"\S+\" and is \"elsewhere:\w+\" now(.|\n)*MODULE:FACTORY"):
+        cgtool.load(model, cache_dir=cache)
+
+
 def test_a_model_of_another_size_is_told_what_differs(cache):
     with pytest.raises(CacheMissError, match=r"layer\.weight") as caught:
         cgtool.load(Model(8).eval(), cache_dir=cache)
