@@ -17,7 +17,7 @@ from piece_cases import Case
 from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.plan.grammar import digest_of, sha256_hex
 from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
-from cgtool.store.lock import FileLock
+from cgtool.store.lock import file_lock
 
 _REPO = Path(__file__).resolve().parents[1]
 #: What decides the bytes of a package beside torch and the compiler.
@@ -38,7 +38,7 @@ def package_of(piece: PieceGraph) -> bytes:
     sources = [sha256_hex((_REPO / name).read_bytes()) for name in _SOURCES]
     folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "cgtool-packages"
     file = folder / digest_of([piece.identity(), compiler.compute_hash({}), sources])
-    with FileLock(file.with_suffix(".lock")):
+    with file_lock(file.with_suffix(".lock")):
         if not file.exists():
             with warnings.catch_warnings(action="ignore"):  # as what calls adaptors does
                 compiled = compiler.compile(piece, options={})

@@ -206,7 +206,7 @@ def run_beside(*work: tuple[Callable[..., None], tuple[object, ...]]) -> None:
 
 
 def hold_lock(path: Path, held: Path) -> None:
-    with lock_module.FileLock(path):
+    with lock_module.file_lock(path):
         held.touch()
         time.sleep(60)
 

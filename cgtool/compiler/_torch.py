@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cgtool.graph.targets import PYTHON_FUNCTIONS
 from cgtool.plan.grammar import digest_of
-from cgtool.store.lock import FileLock
+from cgtool.store.lock import file_lock
 
 __all__ = ["FakeTensorMode"]
 
@@ -421,7 +421,7 @@ def share_probes(folder: Path) -> None:
 
     def shared(self: Any, code: str) -> bool:
         name = digest_of([str(self), self.build_arch_flags(), self._arch_flags, code])
-        with FileLock(folder / f"isa-{name}.lock"):
+        with file_lock(folder / f"isa-{name}.lock"):
             for answer in (True, False):
                 if (folder / f"isa-{name}.{answer}").exists():
                     return answer

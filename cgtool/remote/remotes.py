@@ -31,7 +31,7 @@ from cgtool.store.bundle_index import PACKAGE_KIND, Limits, parse_index, refused
 from cgtool.store.files import seal, touch
 from cgtool.store.layout import CACHE_FOLDER, MANIFEST_FILE, CacheLayout, RankName
 from cgtool.store.leases import keep
-from cgtool.store.lock import FileLock
+from cgtool.store.lock import file_lock
 from cgtool.store.records import Artifact, Key, Unit
 from cgtool.store.trust import TrustPolicy
 from cgtool.store.units import parse_unit
@@ -141,7 +141,7 @@ class Remotes:
 
         if not self.urls:
             return None
-        with FileLock(self._layout.state_dir / "locks" / f"pull-{lookup}"):
+        with file_lock(self._layout.state_dir / "locks" / f"pull-{lookup}"):
             return next(self._answers(ask), None)
 
     def _have_or_pull(self, store: Store, name: RankName, fits: Callable[[Key], bool]) -> bool:

@@ -296,10 +296,10 @@ class EntryWriter:
             CacheError: It cannot be written, or an artifact is not in place.
         """
         from cgtool.store.key import write_key  # who reads needs neither
-        from cgtool.store.lock import FileLock
+        from cgtool.store.lock import file_lock
 
         ensure_root(self._layout.root)
-        with FileLock(self._layout.entry_lock(self.name)) as lock:
+        with file_lock(self._layout.entry_lock(self.name)) as is_held:
             write_key(self._layout, self._key)
             entry = self._current()
             manifest, files = change(entry)
@@ -308,7 +308,7 @@ class EntryWriter:
             manifest = replace(manifest.with_rows(()), files=named)  # in order
             self._check(manifest)
             self._commit(manifest, files, entry)
-            self._settle(exclusive=lock.is_held)
+            self._settle(exclusive=is_held)
         from cgtool.store.pruned import sweep_trash  # a load does without
 
         sweep_trash(self._layout)

@@ -13,11 +13,8 @@ import contextlib
 import functools
 import logging
 import os
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from cgtool.store.files import RECORD_MODE, cache_error, ensure_folder
 from cgtool.store.leases import try_lock, unlock
@@ -27,99 +24,83 @@ _log = logging.getLogger(__name__)
 _CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 #: How often the lock file may vanish under us before we go on without it.
 _ATTEMPTS = 100
+#: The descriptors of the locks that this process holds.
+_held: set[int] = set()
 
 
-class FileLock:
-    """An exclusive lock on a path, as a context manager.
+@contextlib.contextmanager
+def file_lock(path: Path, *, on_wait: Callable[[], None] | None = None) -> Iterator[bool]:
+    """Wait for the lock on a path, and hold it while the block runs.
 
-    Not re-entrant: each object opens the file by itself, so two objects exclude each other within one process, too. A
-    process forked while the lock is held drops its copy at once, so that it cannot keep the lock beyond its parent.
+    Each call opens the file by itself, so threads of one process exclude each other, too. A process forked meanwhile
+    drops its copy at once, so that it cannot keep the lock beyond its parent.
 
     Args:
         path: The lock file; it and its folder are made when they are missing.
         on_wait: Called once if another holder makes us wait.
+
+    Yields:
+        Whether the lock is held; False where flock does not work.
+
+    Raises:
+        CacheError: The lock file cannot be made: read-only, full, no permission.
     """
-
-    def __init__(self, path: Path, *, on_wait: Callable[[], None] | None = None) -> None:
-        self.path = path
-        self._on_wait = on_wait
-        self._descriptor: int | None = None
-
-    @property
-    def is_held(self) -> bool:
-        """Whether this object holds the lock; False after acquiring where flock does not work."""
-        return self._descriptor is not None
-
-    def acquire(self) -> None:
-        """Wait for the lock and take it.
-
-        Raises:
-            CacheError: The lock file cannot be made: read-only, full, no permission.
-        """
-        for _ in range(_ATTEMPTS):
-            descriptor = self._open()
-            try:
-                locked = self._wait(descriptor)
-                current = locked and _is_current(descriptor, self.path)
-            except BaseException:
-                os.close(descriptor)
-                raise
-            if current:
-                self._descriptor = descriptor
-                _locked.add(self)
-                return
-            os.close(descriptor)
-            if not locked:
-                break
+    descriptor = _taken(path, on_wait)
+    if descriptor is None:
         _warn_once()
-
-    def release(self) -> None:
-        """Let go; harmless when nothing is held."""
-        descriptor = self._descriptor
-        if descriptor is not None:
+        yield False
+        return
+    _held.add(descriptor)
+    try:
+        yield True
+    finally:
+        if descriptor in _held:  # and this is no child that was forked meanwhile
+            _held.discard(descriptor)
             unlock(descriptor)
-            self.drop()
+            os.close(descriptor)
 
-    def drop(self) -> None:
-        """In a forked child: close this process's copy of the lock and leave the parent's alone."""
-        descriptor, self._descriptor = self._descriptor, None
-        _locked.discard(self)
-        if descriptor is not None:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
 
-    def __enter__(self) -> Self:
-        self.acquire()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-    def _open(self) -> int:
-        error: OSError | None = None
-        for _ in range(_ATTEMPTS):
-            ensure_folder(self.path.parent)
-            try:
-                return os.open(self.path, os.O_RDWR | os.O_CREAT | _CLOEXEC, RECORD_MODE)
-            except FileNotFoundError as missing:  # someone removed the folder just now
-                error = missing
-            except OSError as failed:
-                raise cache_error(failed, self.path, needed_bytes=0) from failed
-        raise cache_error(error or OSError(), self.path) from error
-
-    def _wait(self, descriptor: int) -> bool:
-        """Take the lock; False where the file system or the platform has none."""
+def _taken(path: Path, on_wait: Callable[[], None] | None) -> int | None:
+    """The descriptor of the lock file, locked; None where that cannot be had."""
+    for _ in range(_ATTEMPTS):
+        descriptor = _open(path)
         try:
-            taken = try_lock(descriptor, exclusive=True)
-            if taken is not False:
-                return bool(taken)
-            if self._on_wait is not None:
-                self._on_wait()
-            return bool(try_lock(descriptor, exclusive=True, wait=True))
-        except OSError as error:
-            raise cache_error(error, self.path) from error
+            is_locked = _lock(descriptor, path, on_wait)
+            if is_locked and _is_current(descriptor, path):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        if not is_locked:
+            break
+    return None
+
+
+def _open(path: Path) -> int:
+    error: OSError | None = None
+    for _ in range(_ATTEMPTS):
+        ensure_folder(path.parent)
+        try:
+            return os.open(path, os.O_RDWR | os.O_CREAT | _CLOEXEC, RECORD_MODE)
+        except FileNotFoundError as missing:  # someone removed the folder just now
+            error = missing
+        except OSError as failed:
+            raise cache_error(failed, path, needed_bytes=0) from failed
+    raise cache_error(error or OSError(), path) from error
+
+
+def _lock(descriptor: int, path: Path, on_wait: Callable[[], None] | None) -> bool:
+    """Take the lock; False where the file system or the platform has none."""
+    try:
+        taken = try_lock(descriptor, exclusive=True)
+        if taken is not False:
+            return bool(taken)
+        if on_wait is not None:
+            on_wait()
+        return bool(try_lock(descriptor, exclusive=True, wait=True))
+    except OSError as error:
+        raise cache_error(error, path) from error
 
 
 def _is_current(descriptor: int, path: Path) -> bool:
@@ -138,13 +119,11 @@ def _warn_once() -> None:
     )
 
 
-_locked: weakref.WeakSet[FileLock] = weakref.WeakSet()
-
-
 def _drop_inherited() -> None:
     """In a forked child: close the copies of the parent's locks, so that only the parent holds them."""
-    for lock in list(_locked):
-        lock.drop()
+    while _held:
+        with contextlib.suppress(OSError):
+            os.close(_held.pop())
 
 
 if hasattr(os, "register_at_fork"):

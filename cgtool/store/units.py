@@ -37,7 +37,7 @@ from cgtool.store.files import (
     write_atomic,
 )
 from cgtool.store.layout import UNIT_FILE, CacheLayout
-from cgtool.store.lock import FileLock
+from cgtool.store.lock import file_lock
 from cgtool.store.records import Artifact, Unit
 from cgtool.store.trust import check_unit_owner
 
@@ -53,9 +53,9 @@ class UnitStore:
         self._allow_shared = environment().allow_shared_cache if allow_shared is None else allow_shared
         self._told = False
 
-    def lock(self, key: str, *, on_wait: Callable[[], None] | None = None) -> FileLock:
+    def lock(self, key: str, *, on_wait: Callable[[], None] | None = None) -> contextlib.AbstractContextManager[bool]:
         """Return the lock of a unit, to be held around `find` and `put`."""
-        return FileLock(self._layout.unit_dir(key) / "lock", on_wait=on_wait)
+        return file_lock(self._layout.unit_dir(key) / "lock", on_wait=on_wait)
 
     def find(self, key: str) -> Artifact | None:
         """Return a unit's artifact, or None when there is no intact one that only we may write; the others are logged.

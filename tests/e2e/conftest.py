@@ -14,7 +14,7 @@ import pytest
 from e2e_harness import FIXTURES, SIZES, warm
 from hold_harness import warm_fixture
 
-from cgtool.store.lock import FileLock
+from cgtool.store.lock import file_lock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ def once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[.
 
     def filled(name: str, fill: Callable[[Path], None]) -> Path:
         folder, done = shared / name, shared / f"{name}.done"
-        with FileLock(shared / f"{name}.lock"):
+        with file_lock(shared / f"{name}.lock"):
             if not done.exists():
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir()

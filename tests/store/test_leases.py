@@ -31,7 +31,7 @@ from cgtool.store.leases import (
     remove_if_idle,
     require_locks,
 )
-from cgtool.store.lock import FileLock
+from cgtool.store.lock import file_lock
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -278,11 +278,11 @@ def holder(tmp_path):
 
 def test_two_holders_within_one_process_exclude_each_other(tmp_path):
     order = []
-    first = FileLock(tmp_path / "lock")
-    first.acquire()
+    first = contextlib.ExitStack()
+    first.enter_context(file_lock(tmp_path / "lock"))
 
     def second():
-        with FileLock(tmp_path / "lock", on_wait=lambda: order.append("waits")):
+        with file_lock(tmp_path / "lock", on_wait=lambda: order.append("waits")):
             order.append("second")
 
     thread = threading.Thread(target=second)
@@ -290,7 +290,7 @@ def test_two_holders_within_one_process_exclude_each_other(tmp_path):
     while not order:
         time.sleep(0.001)
     order.append("first lets go")
-    first.release()
+    first.close()
     thread.join()
     assert order == ["waits", "first lets go", "second"]
 
@@ -299,13 +299,13 @@ def test_a_killed_holder_lets_go(tmp_path, holder):
     def kill():
         os.kill(holder.pid, signal.SIGKILL)
 
-    with FileLock(tmp_path / "lock", on_wait=kill) as lock:
-        assert lock.is_held
+    with file_lock(tmp_path / "lock", on_wait=kill) as is_held:
+        assert is_held
 
 
 def test_a_fork_of_the_holder_does_not_keep_the_lock(tmp_path):
-    lock = FileLock(tmp_path / "lock")
-    lock.acquire()
+    lock = contextlib.ExitStack()
+    lock.enter_context(file_lock(tmp_path / "lock"))
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -317,9 +317,9 @@ def test_a_fork_of_the_holder_does_not_keep_the_lock(tmp_path):
     os.close(writing)
     try:
         # What the kernel does when a process dies: its descriptors close, and nothing is unlocked on purpose.
-        lock.drop()
+        os.close(lock_module._held.pop())
         waited = []
-        with FileLock(tmp_path / "lock", on_wait=lambda: waited.append(1)):
+        with file_lock(tmp_path / "lock", on_wait=lambda: waited.append(1)):
             assert waited == []
     finally:
         os.kill(child, signal.SIGKILL)
@@ -328,18 +328,22 @@ def test_a_fork_of_the_holder_does_not_keep_the_lock(tmp_path):
 
 def test_a_lock_file_that_was_replaced_while_waiting_is_opened_anew(tmp_path):
     path = tmp_path / "lock"
-    first = FileLock(path)
-    first.acquire()
+    first = contextlib.ExitStack()
+    first.enter_context(file_lock(path))
 
     def replace():
         path.unlink()
-        first.release()
+        first.close()
 
-    with FileLock(path, on_wait=replace) as second:
-        assert second.is_held
+    def third_holder():
+        with file_lock(path, on_wait=waited.set):
+            pass
+
+    with file_lock(path, on_wait=replace) as is_held:
+        assert is_held
         assert path.exists(), "a lock on a file that has no name excludes nobody"
         waited = threading.Event()
-        third = threading.Thread(target=lambda: FileLock(path, on_wait=waited.set).__enter__().release())
+        third = threading.Thread(target=third_holder)
         third.start()
         assert waited.wait(5)
     third.join()
@@ -349,12 +353,12 @@ def test_a_lock_file_that_was_replaced_while_waiting_is_opened_anew(tmp_path):
 def test_a_file_system_without_flock_is_one_warning_and_no_error(tmp_path, caplog, number):
     with no_flock(number), caplog.at_level(logging.WARNING):
         for name in ("a", "b", "c"):
-            with FileLock(tmp_path / name / "lock") as lock:
-                assert not lock.is_held
+            with file_lock(tmp_path / name / "lock") as is_held:
+                assert not is_held
     assert len(caplog.records) == 1
     assert "locks do not work" in caplog.text
 
 
 def test_another_error_of_flock_is_raised(tmp_path):
     with no_flock(errno.EIO), pytest.raises(CacheError, match="could not be written"):
-        FileLock(tmp_path / "lock").acquire()
+        file_lock(tmp_path / "lock").__enter__()

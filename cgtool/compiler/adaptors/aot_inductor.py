@@ -31,7 +31,7 @@ from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Dim, Json, PieceGraph
 from cgtool.runtime.aoti_package import OUTPUTS, WRITTEN, open_package
 from cgtool.store.artifacts import Package, pack
-from cgtool.store.lock import FileLock
+from cgtool.store.lock import file_lock
 
 _KERNELS = (".cubin", ".fatbin", ".hsaco", ".spv")
 _NATIVE = ".wrapper.so"
@@ -129,7 +129,7 @@ def _build_folder(name: str) -> Iterator[Path]:
         msg = f"{parent} belongs to another user or others may write to it. Remove it, or set TMPDIR to another folder."
         raise CacheError(msg, path=parent)
     folder = parent / name[:32]
-    with FileLock(parent / f"{name[:32]}.lock"):
+    with file_lock(parent / f"{name[:32]}.lock"):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         try:

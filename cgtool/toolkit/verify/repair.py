@@ -43,7 +43,7 @@ from cgtool.store.layout import (
     CacheLayout,
     RankName,
 )
-from cgtool.store.lock import FileLock
+from cgtool.store.lock import file_lock
 from cgtool.store.lookup import LookupStore
 from cgtool.store.pruned import flush, is_inside, put_aside
 from cgtool.store.records import Key, Manifest
@@ -107,7 +107,7 @@ def repair_units(layout: CacheLayout, found: Findings) -> Iterator[Repair]:
         if left is not None:
             yield left
             continue
-        with FileLock(path.parent / "lock"):
+        with file_lock(path.parent / "lock"):
             try:
                 data = None if path.name == UNIT_FILE else _copy(_in_entries(layout, path.name), path.name[:64])
             except CacheError as error:
@@ -242,7 +242,7 @@ def _set_aside(layout: CacheLayout, folder: Path, problem: Finding, names: Itera
     """Rename a folder out of the way, while no writer of these ranks is at work."""
     with ExitStack() as locks:
         for name in names:
-            locks.enter_context(FileLock(layout.entry_lock(name)))
+            locks.enter_context(file_lock(layout.entry_lock(name)))
         target = put_aside(layout, str(folder))
     flush(layout, folder.parent)
     where = "" if target is None else f" as {target}, until the next prune or warm"
