@@ -92,11 +92,7 @@ class ObjectStore:
         return None
 
     def put(self, data: bytes, kind: str) -> str:
-        """Store an artifact and return its digest; an intact one that is there already is kept.
-
-        Raises:
-            CacheError: It cannot be written.
-        """
+        """Store an artifact and return its digest; an intact one that is there already is kept."""
         digest = sha256_hex(data)
         path = self.path(digest, kind)
         if not _holds(path, digest):
@@ -107,20 +103,11 @@ class ObjectStore:
         """Return an artifact's bytes, which match their digest.
 
         Open what is returned and never the path again: the file may change between the two.
-
-        Raises:
-            CacheCorruptError: It is missing, or its bytes differ from its digest.
-            CacheError: It cannot be read.
         """
         return read_matching(self.path(digest, kind), digest)
 
     def link_from(self, source: Path, digest: str, kind: str) -> None:
-        """Take over an artifact from another place of the same cache: a hard link where possible, else a copy.
-
-        Raises:
-            CacheCorruptError: `source` is missing or holds other bytes.
-            CacheError: It cannot be written.
-        """
+        """Take over an artifact from another place of the same cache: a hard link where possible, else a copy."""
         path = self.path(digest, kind)
         if _holds(path, digest):
             return
@@ -168,21 +155,11 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         return self.manifest.name
 
     def artifact(self, artifact: Artifact) -> bytes:
-        """Return the bytes of an artifact, which match their digest.
-
-        Raises:
-            CacheCorruptError: It is missing, or its bytes differ.
-            CacheError: It cannot be read.
-        """
+        """Return the bytes of an artifact, which match their digest."""
         return self.objects.get(artifact.digest, artifact.kind)
 
     def artifacts(self, artifacts: Iterable[Artifact]) -> dict[str, bytes]:
-        """Return the bytes of artifacts by digest, each read once.
-
-        Raises:
-            CacheCorruptError: One is missing, or its bytes differ.
-            CacheError: One cannot be read.
-        """
+        """Return the bytes of artifacts by digest, each read once."""
         found: dict[str, bytes | Exception] = {}
 
         def read(some: Sequence[Artifact]) -> None:
@@ -206,11 +183,6 @@ def read_entry(
     """Return an entry with the files that were asked for, or None when there is none.
 
     A manifest whose bytes are given is the only one that is taken.
-
-    Raises:
-        CacheCorruptError: A file is torn, missing, or its bytes differ from its digest; the error names it.
-        CacheSchemaError: Another version of cgtool wrote it.
-        CacheError: It cannot be read.
     """
     wanted = tuple(files)
     folder = layout.rank_dir(name)
@@ -246,10 +218,6 @@ class EntryWriter:
 
         Where another process published the same plan meanwhile, its rows are kept beside ours. The manifest's `files`
         are filled in here, and `plan.json` must be among them.
-
-        Raises:
-            CacheSchemaError: A newer version of cgtool wrote what is there.
-            CacheError: It cannot be written, or an artifact is not in place.
         """
         if PLAN_FILE not in files:
             raise CacheError(f"An entry needs its {PLAN_FILE}. Please report this.", path=self.name.flat)

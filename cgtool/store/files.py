@@ -120,11 +120,7 @@ def _existing(path: Path) -> Path:
 
 
 def ensure_folder(folder: Path) -> list[Path]:
-    """Make a folder and those above it, durably; return those that were missing, the innermost first.
-
-    Raises:
-        CacheError: It cannot be made.
-    """
+    """Make a folder and those above it, durably; return those that were missing, the innermost first."""
     missing = []
     try:
         for above in (folder, *folder.parents):
@@ -145,11 +141,7 @@ def ensure_folder(folder: Path) -> list[Path]:
 
 
 def ensure_root(root: Path) -> None:
-    """Make a cache root with its CACHEDIR.TAG.
-
-    Raises:
-        CacheError: It cannot be made.
-    """
+    """Make a cache root with its CACHEDIR.TAG."""
     tag = root / "CACHEDIR.TAG"
     with os_errors_as_cache_errors(tag):
         is_there = tag.exists()
@@ -159,11 +151,7 @@ def ensure_root(root: Path) -> None:
 
 
 def check_writable(root: Path) -> None:
-    """Make a cache root and try to write into it, so that a warm fails before it does minutes of work.
-
-    Raises:
-        CacheError: It cannot be made or written to, or its disk is full.
-    """
+    """Make a cache root and try to write into it, so that a warm fails before it does minutes of work."""
     ensure_root(root)
     base = root / CACHE_FOLDER
     ensure_folder(base)
@@ -180,11 +168,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def written(path: Path, data: bytes, *, mode: int = RECORD_MODE) -> Iterator[Path]:
-    """Write `data` to a temporary file beside `path` and yield it; it is gone afterwards unless it was renamed.
-
-    Raises:
-        CacheError: The disk is full, the folder is read-only, ...
-    """
+    """Write `data` to a temporary file beside `path` and yield it; it is gone afterwards unless it was renamed."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(6).hex()}{_TEMPORARY_SUFFIX}")
     try:
         write_new(temporary, [data], mode)
@@ -407,13 +391,7 @@ def unseal(data: bytes, kind: type[_SealedRecord], *, path: Path | str) -> _Seal
 
 
 def read_sealed(path: Path, kind: type[_SealedRecord]) -> _SealedRecord | None:
-    """Return the record in a sealed file, or None when there is no such file.
-
-    Raises:
-        CacheCorruptError: It is torn, differs from its digest, or breaks its grammar.
-        CacheSchemaError: Another version of cgtool wrote it.
-        CacheError: It cannot be read.
-    """
+    """Return the record in a sealed file, or None when there is no such file."""
     data = read_bytes(path)
     return None if data is None else unseal(data, kind, path=path)
 

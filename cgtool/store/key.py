@@ -51,12 +51,7 @@ class FactorDifference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_key(layout: CacheLayout, key: Key) -> None:
-    """Write an entry's `key.json` unless an intact one is there.
-
-    Raises:
-        CacheSchemaError: A newer version of cgtool wrote this entry.
-        CacheError: It cannot be written.
-    """
+    """Write an entry's `key.json` unless an intact one is there."""
     hash_ = key.hash
     try:
         if read_key(layout, hash_) is not None:
@@ -70,13 +65,7 @@ def write_key(layout: CacheLayout, key: Key) -> None:
 
 
 def read_key(layout: CacheLayout, hash_: str) -> Key | None:
-    """Return an entry's key, or None when it has none.
-
-    Raises:
-        CacheCorruptError: It is torn, or it is not the key of `hash_`.
-        CacheSchemaError: Another version of cgtool wrote it.
-        CacheError: It cannot be read.
-    """
+    """Return an entry's key, or None when it has none."""
     path = layout.key_file(check_hash(hash_))
     data = read_bytes(path)
     return None if data is None else parse_key(data, path=path, hash_=hash_)

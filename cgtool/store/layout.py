@@ -72,29 +72,17 @@ def is_prefix(text: str) -> bool:
 
 
 def check_hash(text: str) -> str:
-    """Return `text` if it is a hash.
-
-    Raises:
-        CacheError: It is not.
-    """
+    """Return `text`, which must be a hash."""
     return _checked(text, _HASH, "64 lower-case hexadecimal digits", "hash")
 
 
 def check_kind(text: str) -> str:
-    """Return `text` if it may be the kind of an artifact.
-
-    Raises:
-        CacheError: It may not.
-    """
+    """Return `text`, which must be fit for the kind of an artifact."""
     return _checked(text, _KIND, "lower-case words joined by dots", "artifact kind")
 
 
 def check_prefix(text: str) -> str:
-    """Return `text` if it may be a prefix.
-
-    Raises:
-        CacheError: It may not.
-    """
+    """Return `text`, which must be fit for a prefix."""
     return _checked(text, _PREFIX, "letters, digits, '_', '-' and '.', at most 64", "prefix")
 
 

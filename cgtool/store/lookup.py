@@ -37,29 +37,17 @@ class LookupStore:
         self._layout = layout
 
     def add(self, digest: str, hash_: str) -> None:
-        """Let a digest of cheap facts lead to an entry.
-
-        Raises:
-            CacheError: It cannot be written.
-        """
+        """Let a digest of cheap facts lead to an entry."""
         touch(self._layout.lookup_dir / check_hash(digest) / check_hash(hash_))
 
     def index(self, name: RankName, digests: Iterable[str]) -> None:
-        """Take in a manifest: all its digests, and then the mark that it was taken in.
-
-        Raises:
-            CacheError: It cannot be written.
-        """
+        """Take in a manifest: all its digests, and then the mark that it was taken in."""
         for digest in digests:
             self.add(digest, name.hash)
         touch(self._layout.lookup_dir / "indexed" / name.flat)
 
     def forget(self, name: RankName) -> None:
-        """Remove the mark of a manifest that is about to change, so that it is taken in again whatever happens.
-
-        Raises:
-            CacheError: It cannot be removed.
-        """
+        """Remove the mark of a manifest that is about to change, so that it is taken in again whatever happens."""
         remove(self._layout.lookup_dir / "indexed" / name.flat)
 
     def lost(self, manifest: Manifest) -> tuple[Path, ...]:

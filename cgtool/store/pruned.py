@@ -191,11 +191,7 @@ class Pruned:
 
 
 def note_pruned(layout: CacheLayout, removed: Mapping[str, Iterable[PrunedEntry]]) -> None:
-    """Remember entries that are about to be removed.
-
-    Raises:
-        CacheError: It cannot be written.
-    """
+    """Remember entries that are about to be removed."""
     for digest, entries in removed.items():
         new = {entry.hash: entry for entry in entries}
         older = [entry for entry in _entries(layout, digest) if entry.hash not in new]

@@ -270,25 +270,14 @@ class Manifest(Sealed, frozen=True, kw_only=True, tag="manifest-3"):
 
 
 def read_manifest(layout: CacheLayout, name: RankName) -> Manifest | None:
-    """Return the manifest of a rank and prefix, or None when there is none.
-
-    Raises:
-        CacheCorruptError: It is torn, breaks its grammar, or is another's.
-        CacheSchemaError: Another version of cgtool wrote it.
-        CacheError: It cannot be read.
-    """
+    """Return the manifest of a rank and prefix, or None when there is none."""
     path = layout.manifest_file(name)
     data = read_bytes(path)
     return None if data is None else parse_manifest(data, path=path, name=name)
 
 
 def parse_manifest(data: bytes, *, path: Path | str, name: RankName) -> Manifest:
-    """Return the manifest in the bytes of a file.
-
-    Raises:
-        CacheCorruptError: They are torn, break the grammar, or are another rank's.
-        CacheSchemaError: Another version of cgtool wrote them.
-    """
+    """Return the manifest in the bytes of a file, which must be that of `name`."""
     manifest = unseal(data, Manifest, path=path)
     if manifest.name != name:
         raise corrupt(path, "it is the manifest of another folder", expected=name.flat, actual=manifest.name.flat)
@@ -383,12 +372,7 @@ def combine(factors: Mapping[str, Json]) -> str:
 
 
 def parse_key(data: bytes, *, path: Path, hash_: str) -> Key:
-    """Return the key in the bytes of a file.
-
-    Raises:
-        CacheCorruptError: They are torn, or they are not the key of `hash_`.
-        CacheSchemaError: Another version of cgtool wrote them.
-    """
+    """Return the key in the bytes of a file, which must be that of `hash_`."""
     key = unseal(data, Key, path=path)
     try:
         found = combine(key.factors)

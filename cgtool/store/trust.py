@@ -96,7 +96,6 @@ class TrustPolicy(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             RefusedError: foreign_owner, writable_by_others, unsigned, untrusted_key, wrong_signature or changed.
             UsageError: There is no key where `trusted_keys` says.
-            CacheError: It cannot be read.
         """
         if not (self.trusted_keys or self.allow_shared):
             check_owner(layout, name)
@@ -115,20 +114,13 @@ class TrustPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises:
             RefusedError: As `read`.
-            CacheError: It cannot be read.
         """
         layout = CacheLayout(root=resolved(layout.root))
         if os.path.lexists(layout.entry_dir(name.hash)):
             self.read(layout, name)
 
     def entry(self, layout: CacheLayout, name: RankName, records: Records) -> Entry | None:
-        """Return the entry of records that were believed; where they were signed, no other manifest is taken.
-
-        Raises:
-            CacheCorruptError: The entry is torn, or its bytes differ from its digests.
-            CacheSchemaError: Another version of cgtool wrote it.
-            CacheError: It cannot be read.
-        """
+        """Return the entry of records that were believed; where they were signed, no other manifest is taken."""
         return read_entry(layout, name, manifest=records.manifest if self.trusted_keys else None)
 
 
@@ -154,7 +146,6 @@ def check_owner(layout: CacheLayout, name: RankName) -> None:
 
     Raises:
         RefusedError: foreign_owner or writable_by_others.
-        CacheError: A file cannot be looked at.
     """
     entry = f"{layout.root}/{CACHE_FOLDER}/{name.hash}"
     rank = f"{entry}/rank_{name.rank}"
@@ -165,24 +156,14 @@ def check_owner(layout: CacheLayout, name: RankName) -> None:
 
 
 def check_unit_owner(layout: CacheLayout, key: str) -> None:
-    """Check that only this user and root could have written a unit's record, whose digest vouches for its artifact.
-
-    Raises:
-        RefusedError: foreign_owner or writable_by_others.
-        CacheError: A file cannot be looked at, or `key` is no key.
-    """
+    """Check that only this user and root could have written a unit's record, whose digest vouches for its artifact."""
     folder = layout.unit_dir(key)
     check_way(layout.root)
     check_paths(map(str, (layout.root, layout.base, layout.units_dir, folder.parent, folder, folder / UNIT_FILE)))
 
 
 def check_way(root: Path) -> None:
-    """Check that nobody else can put another folder in the place of a resolved cache root, or of one above it.
-
-    Raises:
-        RefusedError: foreign_owner or writable_by_others.
-        CacheError: A folder cannot be looked at, or is a link by now.
-    """
+    """Check that nobody else can put another folder in the place of a resolved cache root, or of one above it."""
     for above in (root, *root.parents):
         path = str(above)
         status = _status(path)
@@ -200,10 +181,6 @@ def check_paths(paths: Iterable[str]) -> None:
 
     Where one is a link, that holds for the link, for what it leads to, and for every folder on the way there. What is
     missing passes, as the artifacts of an entry without any.
-
-    Raises:
-        RefusedError: foreign_owner or writable_by_others.
-        CacheError: One cannot be looked at.
     """
     for path in paths:
         status = _status(path)
@@ -276,7 +253,6 @@ def check_signed(layout: CacheLayout, name: RankName, records: Records, keys: Pu
 
     Raises:
         RefusedError: unsigned, untrusted_key, wrong_signature or changed: the most telling of all signatures there.
-        CacheError: A file cannot be read.
     """
     from cgtool.store import signatures
 

@@ -58,11 +58,7 @@ class UnitStore:
         return file_lock(self._layout.unit_dir(key) / "lock", on_wait=on_wait)
 
     def find(self, key: str) -> Artifact | None:
-        """Return a unit's artifact, or None when there is no intact one that only we may write; the others are logged.
-
-        Raises:
-            CacheError: It is there and cannot be read.
-        """
+        """Return a unit's artifact, or None where there is no intact one that only we may write; others are logged."""
         path = self._layout.unit_dir(key) / UNIT_FILE
         try:
             if not self._allow_shared:
@@ -84,11 +80,7 @@ class UnitStore:
         return artifact
 
     def put(self, key: str, data: bytes, artifact: Artifact) -> None:
-        """Store a unit, replacing one that is corrupt or older.
-
-        Raises:
-            CacheError: It cannot be written, or `artifact` does not fit `data`.
-        """
+        """Store a unit, replacing one that is corrupt or older."""
         path = self.artifact_path(key, artifact)
         if sha256_hex(data) != artifact.digest or len(data) != artifact.size_bytes:
             message = f"The unit {key} was given bytes that its record does not describe. Please report this."
@@ -99,30 +91,17 @@ class UnitStore:
         sweep(path.parent)
 
     def remove(self, key: str) -> None:
-        """Forget a unit; entries that have its artifact keep it.
-
-        Raises:
-            CacheError: It cannot be removed.
-        """
+        """Forget a unit; entries that have its artifact keep it."""
         remove(self._layout.unit_dir(key) / UNIT_FILE)
 
     def data(self, key: str, artifact: Artifact) -> bytes | None:
-        """Return a unit's bytes, or None where they are gone or differ from their digest.
-
-        Raises:
-            CacheError: They cannot be read.
-        """
+        """Return a unit's bytes, or None where they are gone or differ from their digest."""
         with contextlib.suppress(CacheCorruptError):
             return read_matching(self.artifact_path(key, artifact), artifact.digest)
         return None
 
     def link_into(self, objects: ObjectStore, key: str, artifact: Artifact) -> None:
-        """Put a unit's artifact into an entry: a hard link where possible, else a copy.
-
-        Raises:
-            CacheCorruptError: The unit's bytes are gone or differ from their digest.
-            CacheError: It cannot be written.
-        """
+        """Put a unit's artifact into an entry: a hard link where possible, else a copy."""
         objects.link_from(self.artifact_path(key, artifact), artifact.digest, artifact.kind)
 
     def artifact_path(self, key: str, artifact: Artifact) -> Path:
@@ -131,12 +110,7 @@ class UnitStore:
 
 
 def parse_unit(data: bytes, *, path: Path | str, key: str) -> Artifact:
-    """Return the artifact that the bytes of a `unit.json` name.
-
-    Raises:
-        CacheCorruptError: They are torn, break the grammar, or are another unit's.
-        CacheSchemaError: Another version of cgtool wrote them.
-    """
+    """Return the artifact that the bytes of a `unit.json` name, which must be that of `key`."""
     unit = unseal(data, Unit, path=path)
     if unit.key != key:
         raise corrupt(path, "it belongs to another unit", expected=key, actual=unit.key)
