@@ -15,8 +15,8 @@ import re
 import sys
 import sysconfig
 import types
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -25,10 +25,28 @@ import torch
 from cgtool.guards.files import file_of, find_spec, installed_in, normalised, version_of
 from cgtool.guards.sources import canonical_module_name
 from cgtool.plan.grammar import sha256_hex
+from cgtool.trace.variables_read import Read, parse, reads_in
 
 #: Distributions whose versions are factors of their own.
 _FACTORS = frozenset({"torch", "cgtool"})
 _FROZEN = re.compile(r"<frozen ([\w.]+)>")
+
+
+@dataclass(frozen=True)
+class Import:
+    """An import: `module` is relative where `level` is not 0, and `names` are those after `from ... import`."""
+
+    level: int
+    module: str
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a file of Python imports, and where it reads the environment."""
+
+    imports: tuple[Import, ...]
+    reads: tuple[Read, ...]
 
 
 class Closure(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,12 +56,12 @@ class Closure(msgspec.Struct, frozen=True, kw_only=True):
         digests: {module: SHA-256 of its file, None where it is not there}: the modules themselves, and those of the
             user's that they import.
         distributions: {normalised name: version} of the installed distributions that these import.
-        trees: The user's modules, parsed.
+        texts: What the user's modules say.
     """
 
     digests: dict[str, str | None]
     distributions: dict[str, str]
-    trees: dict[str, ast.Module]
+    texts: dict[str, Text]
 
 
 def closure_of(modules: Iterable[str], *, asked: Iterable[str] = ()) -> Closure:
@@ -53,7 +71,7 @@ def closure_of(modules: Iterable[str], *, asked: Iterable[str] = ()) -> Closure:
         modules: Those that a trace went through, by their canonical names.
         asked: Further ones that it asked for, whether they are there or not.
     """
-    found = Closure(digests={}, distributions={}, trees={})
+    found = Closure(digests={}, distributions={}, texts={})
     traced = set(modules)
     seen = traced.union(asked)
     pending = sorted(seen)
@@ -83,9 +101,9 @@ def _add(found: Closure, name: str, *, is_traced: bool) -> Iterator[str]:
         except OSError:
             return
         found.digests[name] = sha256_hex(data)
-        if not distributions and (tree := parse(data)) is not None:
-            found.trees[name] = tree
-            yield from _imported(tree, name, is_package=os.path.basename(file).startswith("__init__."))  # noqa: PTH119
+        if not distributions and (text := text_of(data)) is not None:
+            found.texts[name] = text
+            yield from _imported(text, name, is_package=os.path.basename(file).startswith("__init__."))  # noqa: PTH119
 
 
 def _is_there(name: str) -> bool:
@@ -93,32 +111,31 @@ def _is_there(name: str) -> bool:
     return name in sys.modules or name.partition(".")[0] in sys.stdlib_module_names or find_spec(name) is not None
 
 
-def parse(data: bytes) -> ast.Module | None:
-    """Return the syntax tree of a file; None where it holds no Python, as a compiled module."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # whoever imports the file was told
-        try:
-            return ast.parse(data)
-        except (SyntaxError, ValueError, RecursionError):
-            return None
+@functools.lru_cache(maxsize=256)
+def text_of(data: bytes) -> Text | None:
+    """Return what a file says; None where it holds no Python. It is read once: each variant is traced by itself."""
+    tree = parse(data)
+    return None if tree is None else Text(tuple(_imports_in(tree)), tuple(reads_in(tree)))
 
 
-def _imported(tree: ast.Module, name: str, *, is_package: bool) -> Iterator[str]:
-    """Yield the names of the modules that a module imports, those above each of them too."""
-    package = name if is_package else name.rpartition(".")[0]
+def _imports_in(tree: ast.Module) -> Iterator[Import]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield from _with_parents(alias.name)
+            yield from (Import(0, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = _absolute(node.module or "", node.level, package)
-            if base is not None:
-                yield from _with_parents(base)
-                yield from (
-                    f"{base}.{alias.name}" for alias in node.names if find_spec(f"{base}.{alias.name}") is not None
-                )
+            yield Import(node.level, node.module or "", tuple(alias.name for alias in node.names))
         elif isinstance(node, ast.Call) and (literal := _import_by_name(node)) is not None:
-            yield from _with_parents(literal)
+            yield Import(0, literal)
+
+
+def _imported(text: Text, name: str, *, is_package: bool) -> Iterator[str]:
+    """Yield the names of the modules that a module imports, those above each of them too."""
+    package = name if is_package else name.rpartition(".")[0]
+    for one in text.imports:
+        base = _absolute(one.module, one.level, package)
+        if base is not None:
+            yield from _with_parents(base)
+            yield from (f"{base}.{part}" for part in one.names if find_spec(f"{base}.{part}") is not None)
 
 
 def _with_parents(name: str) -> Iterator[str]:

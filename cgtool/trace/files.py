@@ -8,7 +8,6 @@ loads would have to import Dynamo.
 
 from __future__ import annotations
 
-import ast
 import types
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,8 +18,8 @@ from cgtool.guards.files import distributions_now, file_of
 from cgtool.guards.sources import SourceError, canonical_module_name, find_qualified
 from cgtool.plan.grammar import Record
 from cgtool.plan.records import Guard
-from cgtool.trace.closure import closure_of, is_covered_by_versions, module_of, modules_by_file, parse, resolved
-from cgtool.trace.variables_read import names_a_variable, variables_read, variables_read_by_given
+from cgtool.trace.closure import closure_of, is_covered_by_versions, module_of, modules_by_file, resolved, text_of
+from cgtool.trace.variables_read import Read, names_a_variable, variables_read, variables_read_by_given
 
 _TRACER = "torch._dynamo"
 
@@ -73,8 +72,9 @@ def user_code(
     inherited = {canonical_module_name(str(base.__module__)) for kind in classes for base in kind.__mro__}
     found = closure_of({*traced, *(name for name in inherited if file_of(name) is not None)}, asked=modules)
     # one of an installed distribution is not followed, and read all the same
-    trees = {**found.trees, **_parsed(module for module in traced if module not in found.trees)}
-    read = {*variables, *variables_read(trees, traced), *variables_read_by_given(_parsed(given), given)}
+    reads = {module: text.reads for module, text in found.texts.items()}
+    reads |= _reads_of(module for module in traced if module not in reads)
+    read = {*variables, *variables_read(reads, traced), *variables_read_by_given(_reads_of(given), given)}
     return UserCode(
         sources=dict(sorted(found.digests.items())),
         distributions=dict(sorted({**distributions_now(distributions), **found.distributions}.items())),
@@ -92,9 +92,9 @@ def joined(codes: Iterable[UserCode]) -> UserCode:
     )
 
 
-def _parsed(modules: Iterable[str]) -> dict[str, ast.Module]:
-    trees = ((module, parse(Path(file).read_bytes())) for module in modules if (file := file_of(module)) is not None)
-    return {module: tree for module, tree in trees if tree is not None}
+def _reads_of(modules: Iterable[str]) -> dict[str, tuple[Read, ...]]:
+    texts = ((module, text_of(Path(file).read_bytes())) for module in modules if (file := file_of(module)) is not None)
+    return {module: text.reads for module, text in texts if text is not None}
 
 
 def function_guards(codes: Iterable[types.CodeType]) -> tuple[Guard, ...]:

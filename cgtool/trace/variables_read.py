@@ -11,6 +11,7 @@ import ast
 import os
 import re
 import types
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,6 @@ from typing import Any
 from cgtool.errors import TraceError
 from cgtool.guards.files import file_of
 from cgtool.plan.records import source_words
-from cgtool.trace.closure import parse
 
 _MAPPINGS = frozenset({"environ", "environb"})
 _FUNCTIONS = frozenset({"getenv", "getenvb"})
@@ -47,20 +47,20 @@ class Read:
     at_import: bool
 
 
-def variables_read(trees: Mapping[str, ast.Module], codes: Mapping[str, Iterable[types.CodeType]]) -> set[str]:
+def variables_read(reads: Mapping[str, Iterable[Read]], codes: Mapping[str, Iterable[types.CodeType]]) -> set[str]:
     """Return the variables that a model reads.
 
     Args:
-        trees: The user's modules, and all others of which code was traced, parsed.
+        reads: The reads of the user's modules, and of all others of which code was traced.
         codes: The traced code by module.
 
     Raises:
         TraceError: Traced code reads a variable whose name is computed.
     """
     found: set[str] = set()
-    for module, tree in trees.items():
+    for module, places in reads.items():
         traced = {line for code in codes.get(module, ()) for _, _, line in code.co_lines() if line is not None}
-        for read in reads_in(tree):
+        for read in places:
             if not read.at_import and read.line not in traced:
                 continue
             if read.name is not None:
@@ -76,7 +76,9 @@ def names_a_variable(code: types.CodeType) -> bool:
     return not _NAMES.isdisjoint(code.co_names)
 
 
-def variables_read_by_given(trees: Mapping[str, ast.Module], codes: Mapping[str, Iterable[types.CodeType]]) -> set[str]:
+def variables_read_by_given(
+    reads: Mapping[str, Iterable[Read]], codes: Mapping[str, Iterable[types.CodeType]]
+) -> set[str]:
     """Return the variables that traced code of torch and of the standard library reads by constant names.
 
     A name that is computed there came from code that calls it, which is looked at itself.
@@ -84,8 +86,8 @@ def variables_read_by_given(trees: Mapping[str, ast.Module], codes: Mapping[str,
     lines = {module: {line for code in of for _, _, line in code.co_lines()} for module, of in codes.items()}
     return {
         read.name
-        for module, tree in trees.items()
-        for read in reads_in(tree)
+        for module, places in reads.items()
+        for read in places
         if read.name is not None and not read.at_import and read.line in lines[module]
     }
 
@@ -120,6 +122,16 @@ def _computed(place: str) -> TraceError:
     return TraceError(msg, path=place, expected="os.environ[...] with a constant name")
 
 
+def parse(data: bytes) -> ast.Module | None:
+    """Return the syntax tree of a file; None where it holds no Python, as a compiled module."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # whoever imports the file was told
+        try:
+            return ast.parse(data)
+        except (SyntaxError, ValueError, RecursionError):
+            return None
+
+
 def imported_from_os(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """Yield each name that a module takes from `os`, and what it calls it."""
     for node in ast.walk(tree):
@@ -127,9 +139,9 @@ def imported_from_os(tree: ast.Module) -> Iterator[tuple[str, str]]:
             yield from ((alias.name, alias.asname or alias.name) for alias in node.names)
 
 
-def reads_in(tree: ast.Module) -> Iterator[Read]:
-    """Yield every place of a module that reads the environment."""
-    yield from _Finder(tree).reads
+def reads_in(tree: ast.Module) -> list[Read]:
+    """Return every place of a module that reads the environment."""
+    return _Finder(tree).reads
 
 
 class _Finder(ast.NodeVisitor):
