@@ -104,8 +104,8 @@ def forked(
 
 @functools.cache
 def torch_server() -> Server:
-    """Return what runs programs in forks of a process that has imported torch and no compiler."""
-    return Server("torch", "cgtool.models")
+    """Return what runs programs in forks of a process that has imported torch and what loads, and no compiler."""
+    return Server("torch", "cgtool.models", "cgtool.api", "cgtool.runtime.find", "cgtool.runtime.generate")
 
 
 def start(*arguments: object, env: Mapping[str, str] | None = None) -> Running:
