@@ -269,6 +269,16 @@ def writer_lives(name: str) -> bool | None:
     return True
 
 
+def names_in(folder: Path | str, *, follow: bool = True) -> list[str]:
+    """Return the names in a folder, sorted; none where it cannot be listed, or is a link that is not to be followed."""
+    if not follow and os.path.islink(folder):  # noqa: PTH114 - a str, a hundred thousand times
+        return []
+    try:
+        return sorted(os.listdir(folder))  # noqa: PTH208 - names alone, of a hundred thousand folders
+    except OSError:
+        return []
+
+
 def read_bytes(path: Path | str) -> bytes | None:
     """Return a file's bytes, or None when there is no such file.
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from cgtool.errors import CacheError
 from cgtool.host import closing, opening
-from cgtool.store.files import RECORD_MODE, cache_error, may_exist, opened
+from cgtool.store.files import RECORD_MODE, cache_error, may_exist, names_in, opened
 from cgtool.store.layout import CacheLayout, RankName, check_hash
 
 try:
@@ -175,7 +175,7 @@ class LeaseTable:
     def __init__(self, layout: CacheLayout) -> None:
         self._layout = layout
         self._files: dict[str, list[str]] = {}
-        for name in _listed(layout):
+        for name in names_in(_path(layout, "")):
             self._files.setdefault(name[:64], []).append(name)
 
     def is_used(self, hash_: str) -> bool:
@@ -202,7 +202,7 @@ def claimed(layout: CacheLayout, hash_: str, *, loaders: bool = True) -> Iterato
         taken = _claim(stack, _path(layout, hash_))
         if loaders:
             taken = taken and _claim(stack, str(layout.entry_dir(hash_)), to_read=True)
-            names = {name for name in _listed(layout) if name[:64] == hash_ != name}
+            names = {name for name in names_in(_path(layout, "")) if name[:64] == hash_ != name}
             with contextlib.suppress(CacheError):  # an entry that cannot be listed cannot be loaded from either
                 names.update(name.flat for name in layout.rank_names(hash_))
             taken = taken and all(_claim(stack, _path(layout, name)) for name in sorted(names))
@@ -225,7 +225,7 @@ def remove_idle(layout: CacheLayout, hash_: str) -> None:
     folder = layout.state_dir / "leases"
     if os.path.islink(folder) or os.path.islink(folder.parent):  # noqa: PTH114 - Path's raises
         return  # what is behind a link is not the cache's
-    for name in _listed(layout):
+    for name in names_in(_path(layout, "")):
         if name[:64] == hash_:
             remove_if_idle(_path(layout, name))
 
@@ -279,13 +279,6 @@ def _path(layout: CacheLayout, name: str) -> str:
     return f"{layout.root}/torch_compile_cache/state/leases/{name}"
 
 
-def _listed(layout: CacheLayout) -> list[str]:
-    try:
-        return os.listdir(_path(layout, ""))  # noqa: PTH208 - names alone, and thousands of them
-    except OSError:
-        return []
-
-
 def hold_folder(folder: Path, held: list[int]) -> None:
     """Add a descriptor to a list that holds a folder of this process's own until it is closed.
 
@@ -304,17 +297,10 @@ def is_abandoned(folder: Path) -> bool:
     try:
         age = time.time() - folder.stat().st_mtime
         with opened(os.open, folder, _FOLDER) as descriptor:
-            taken = _try_lock_if_possible(descriptor)
+            taken = try_lock(descriptor, exclusive=True)
     except OSError:
         return False
     return age > _ABANDONED_SECS if taken is None else taken and age > _YOUNG_SECS
-
-
-def _try_lock_if_possible(descriptor: int) -> bool | None:
-    try:
-        return try_lock(descriptor, exclusive=True)
-    except OSError:
-        return None
 
 
 def require_locks(layout: CacheLayout) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from cgtool.errors import CacheError
-from cgtool.store.files import RECORD_MODE, opened, os_errors_as_cache_errors, remove, touch
+from cgtool.store.files import RECORD_MODE, names_in, opened, os_errors_as_cache_errors, remove, touch
 from cgtool.store.layout import CacheLayout, RankName, check_hash, is_hash
 from cgtool.store.records import Manifest, read_manifest, timestamp
 
@@ -92,10 +92,7 @@ class LookupStore:
 
     def _newcomers(self) -> Iterator[Manifest]:
         """Yield the manifests that were not taken in yet, and take them in."""
-        try:
-            indexed = {path.name for path in (self._layout.lookup_dir / "indexed").iterdir()}
-        except OSError:
-            indexed = set()
+        indexed = set(names_in(self._layout.lookup_dir / "indexed"))
         for hash_ in self._layout.hashes():
             for name in self._layout.rank_names(hash_):
                 if name.flat not in indexed and (manifest := self._manifest(name)) is not None:

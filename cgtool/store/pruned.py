@@ -29,7 +29,17 @@ from pathlib import Path
 
 from cgtool.errors import CacheError
 from cgtool.plan.grammar import Digest, Record
-from cgtool.store.files import Sealed, cache_error, opened, read_sealed, seal, sync_folder, touch, write_atomic
+from cgtool.store.files import (
+    Sealed,
+    cache_error,
+    names_in,
+    opened,
+    read_sealed,
+    seal,
+    sync_folder,
+    touch,
+    write_atomic,
+)
 from cgtool.store.layout import CacheLayout, check_hash, is_hash, short
 
 _LOCK = "lock"
@@ -143,12 +153,11 @@ def _removed(function: Callable[[str], None], path: str) -> Iterator[CacheError]
 
 def sweep_trash(layout: CacheLayout) -> None:
     """Delete what a killed prune left in the trash; costs one look where there is none, and never raises."""
-    with contextlib.suppress(OSError):
-        for name in os.listdir(trash_dir(layout)):  # noqa: PTH208 - names alone
-            if not is_inside(layout, f"{trash_dir(layout)}/{name}"):
-                return
-            for _ in remove_tree(f"{trash_dir(layout)}/{name}"):
-                pass
+    for name in names_in(trash_dir(layout)):
+        if not is_inside(layout, f"{trash_dir(layout)}/{name}"):
+            return
+        for _ in remove_tree(f"{trash_dir(layout)}/{name}"):
+            pass
 
 
 #: Entries that a record names: the last ones.
@@ -231,20 +240,22 @@ def pruned(layout: CacheLayout, digest: str) -> Pruned | None:
 
 def all_pruned(layout: CacheLayout) -> tuple[Pruned, ...]:
     """Return what prunes removed and is still missing, the most missed first."""
-    digests = [name.removesuffix(".json") for name in _names(layout) if name.endswith(".json")]
+    names = names_in(_folder(layout), follow=False)
+    digests = [name.removesuffix(".json") for name in names if name.endswith(".json")]
     found = [record for digest in digests if is_hash(digest) and (record := pruned(layout, digest)) is not None]
     return tuple(sorted(found, key=lambda record: (-record.misses, record.lookup)))
 
 
 def forgotten(layout: CacheLayout, now: float | None = None) -> list[str]:
     """Return the names in `state/pruned` that nobody asked for in half a year."""
+    names = names_in(_folder(layout), follow=False)
     old = (time.time() if now is None else now) - FORGET_SECS
     ages: dict[str, float] = {}
-    for name in _names(layout):
+    for name in names:
         with contextlib.suppress(OSError):
             digest = name.partition(".")[0]
             ages[digest] = max(ages.get(digest, 0.0), (_folder(layout) / name).stat().st_mtime)
-    return sorted(name for name in _names(layout) if ages.get(name.partition(".")[0], old) < old and name[0] != ".")
+    return [name for name in names if ages.get(name.partition(".")[0], old) < old and name[0] != "."]
 
 
 def _entries(layout: CacheLayout, digest: str) -> tuple[PrunedEntry, ...]:
@@ -254,13 +265,6 @@ def _entries(layout: CacheLayout, digest: str) -> tuple[PrunedEntry, ...]:
     except CacheError:
         return ()
     return () if record is None else record.entries
-
-
-def _names(layout: CacheLayout) -> list[str]:
-    try:
-        return [] if _folder(layout).is_symlink() else sorted(os.listdir(_folder(layout)))  # noqa: PTH208 - names alone
-    except OSError:
-        return []
 
 
 def _folder(layout: CacheLayout) -> Path:

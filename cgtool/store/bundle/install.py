@@ -33,6 +33,7 @@ from cgtool.store.files import (
     discard,
     ensure_folder,
     ensure_root,
+    names_in,
     os_errors_as_cache_errors,
     read_bytes,
     sync_folder,
@@ -276,8 +277,9 @@ def unpacking_folder(layout: CacheLayout) -> Iterator[Path]:
     made = ensure_folder(layout.base)
     folder = layout.base / f".import.{os.getpid()}.{secrets.token_hex(6)}.tmp"
     try:
-        for leftover in _abandoned(layout):
-            discard(leftover)
+        for name in names_in(layout.base):
+            if _NAME.fullmatch(name) and is_abandoned(layout.base / name):
+                discard(layout.base / name)
         try:
             folder.mkdir(mode=0o700)
         except OSError as error:
@@ -294,12 +296,3 @@ def unpacking_folder(layout: CacheLayout) -> Iterator[Path]:
         for above in made:
             with contextlib.suppress(OSError):  # something is in it by now
                 above.rmdir()
-
-
-def _abandoned(layout: CacheLayout) -> list[Path]:
-    """Return the folders that killed imports left in a cache."""
-    try:
-        found = [path for path in layout.base.iterdir() if _NAME.fullmatch(path.name)]
-    except OSError:
-        return []
-    return [path for path in found if is_abandoned(path)]

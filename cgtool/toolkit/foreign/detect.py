@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 from cgtool.errors import CacheError
+from cgtool.store.files import names_in
 from cgtool.store.layout import KEY_FILE, CacheLayout, is_hash, resolve_root
 from cgtool.toolkit.foreign.records import ForeignCache
 from cgtool.toolkit.foreign.torch_caches import (
@@ -33,7 +34,7 @@ _READERS = {
 }
 SYSTEMS = ("cgtool", *_READERS)
 
-_OWN_FOLDERS = ("units", "lookup", "state")
+_OWN_FOLDERS = frozenset({"units", "lookup", "state"})
 _MARK = b"a cache of cgtool"
 _TAG_BYTES = 512
 
@@ -110,11 +111,8 @@ def _is_own(path: Path) -> bool:
                 return True
     except (CacheError, OSError):
         pass
-    try:
-        names = {child.name for child in layout.base.iterdir()}
-    except OSError:
-        return False
-    return len(names & set(_OWN_FOLDERS)) > 1 or any(
+    names = names_in(layout.base)
+    return len(_OWN_FOLDERS.intersection(names)) > 1 or any(
         is_hash(name) and os.path.isfile(layout.base / name / KEY_FILE)  # noqa: PTH113 - false of what cannot be read
         for name in names
     )

@@ -42,6 +42,7 @@ from msgspec.structs import replace
 from cgtool.errors import CacheError
 from cgtool.plan.pieces import Json
 from cgtool.plan.shapes import Shape
+from cgtool.store.files import names_in
 from cgtool.store.layout import CACHE_FOLDER, GRAPH_FILE, MANIFEST_FILE
 from cgtool.toolkit.foreign.formats import MOST_BYTES, FormatError, parse_literal, pickle_protocol
 from cgtool.toolkit.foreign.records import (
@@ -167,7 +168,7 @@ def _system_of(entries: Iterable[Path]) -> str | None:
 def _is_hash_folder(path: Path) -> bool:
     """Whether a rank of it holds a compiled part that cgtool did not write, whose folders have the same names."""
     ranks = [child for child in _folders(path) if _RANK.fullmatch(child.name)]
-    names = [_names(folder) for rank in ranks for folder in (rank, *_folders(rank))]
+    names = [names_in(folder) for rank in ranks for folder in (rank, *_folders(rank))]
     return any(MANIFEST_FILE not in here and _is_part(here) for here in names)
 
 
@@ -185,13 +186,6 @@ def _folders(path: Path) -> list[Path]:
 
 def _is_plain_folder(path: Path) -> bool:
     return path.name[0] != "." and not path.is_symlink() and path.is_dir()
-
-
-def _names(path: Path) -> set[str]:
-    try:
-        return {child.name for child in path.iterdir()}
-    except OSError:
-        return set()
 
 
 def read_vllm(path: Path) -> ForeignCache:

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cgtool.errors import CacheError
-from cgtool.store.files import is_temporary, may_exist, read_sealed, writer_lives
+from cgtool.store.files import is_temporary, may_exist, names_in, read_sealed, writer_lives
 from cgtool.store.layout import ARTIFACTS, UNIT_FILE, CacheLayout, RankName, is_hash
 from cgtool.store.leases import LeaseTable, claimed, locked, remove_idle
 from cgtool.store.pruned import forgotten, is_inside, trash_dir
@@ -84,12 +84,12 @@ class Leftovers:
     def find(self, survey: Survey) -> Iterator[Leftover]:
         """Yield all leftovers, but units that are whole."""
         yield from survey.leftovers
-        yield from self._temporaries("", sorted(_listed(self._base, follow=True)))
+        yield from self._temporaries("", names_in(self._base))
         for key, files in survey.units.items():
             if not _is_whole(files):
                 yield from self._of_unit(key, files)
         yield from self._of_lookup(survey.entries)
-        for name in sorted(_listed(f"{self._base}{ARTIFACTS}")):
+        for name in names_in(f"{self._base}{ARTIFACTS}", follow=False):
             if is_hash(name[:64]) and not self._is_linked(name):
                 yield f"{ARTIFACTS}/{name}", "shared"
         if not self._layout.state_dir.is_symlink():  # what is behind a link is no leftover of this cache
@@ -212,8 +212,8 @@ class Leftovers:
 
     def _of_lookup(self, entries: Mapping[str, EntryView]) -> Iterator[Leftover]:
         lookup = f"{self._base}lookup"
-        for digest in sorted(_listed(lookup)):
-            names = _listed(f"{lookup}/{digest}")
+        for digest in names_in(lookup, follow=False):
+            names = names_in(f"{lookup}/{digest}", follow=False)
             if not names and self._rests(f"lookup/{digest}", DAY_SECS):
                 yield f"lookup/{digest}", "lookup"
             for name in names:
@@ -221,16 +221,16 @@ class Leftovers:
                     yield f"lookup/{digest}/{name}", "lookup"
 
     def _of_state(self, entries: Mapping[str, EntryView]) -> Iterator[Leftover]:
-        for name in sorted(_listed(str(trash_dir(self._layout)))):
+        for name in names_in(trash_dir(self._layout), follow=False):
             yield f"state/trash/{name}", "trash"
         known = {rank.name.flat for entry in entries.values() for rank in entry.ranks}
         for folder in ("used", "locks", "leases"):
-            for name in sorted(_listed(f"{self._base}state/{folder}")):
+            for name in names_in(f"{self._base}state/{folder}", follow=False):
                 is_flat = _FLAT.fullmatch(name) is not None
                 gone = name not in entries if is_hash(name) else is_flat and name not in known
                 if gone and not self._leases.is_used(name[:64]):
                     yield f"state/{folder}/{name}", "state"
-        yield from self._temporaries("state/pruned/", _listed(f"{self._base}state/pruned"))
+        yield from self._temporaries("state/pruned/", names_in(f"{self._base}state/pruned", follow=False))
         for name in forgotten(self._layout, self._now):
             yield f"state/pruned/{name}", "state"
 
@@ -288,13 +288,3 @@ def _is_unnamed_next(name: str, rank: RankView) -> bool:
 
 def _folder(name: RankName) -> str:
     return f"{name.hash}/rank_{name.rank}/{name.prefix}"
-
-
-def _listed(folder: str, *, follow: bool = False) -> list[str]:
-    """The names in a folder; none where it cannot be listed, or is a link that is not to be followed."""
-    if not follow and os.path.islink(folder):  # noqa: PTH114 - a str, a hundred thousand times
-        return []
-    try:
-        return os.listdir(folder)  # noqa: PTH208 - names alone, of a hundred thousand folders
-    except OSError:
-        return []

@@ -29,7 +29,7 @@ from cgtool.plan.grammar import Record, sha256_hex
 from cgtool.plan.records import parse_plan
 from cgtool.store.artifacts import misplaced
 from cgtool.store.bundle_index import MAX_SIGNATURE_BYTES, Limits
-from cgtool.store.files import is_temporary, may_exist, read_bytes, writer_lives
+from cgtool.store.files import is_temporary, may_exist, names_in, read_bytes, writer_lives
 from cgtool.store.layout import (
     ARTIFACTS,
     GENERATED,
@@ -221,7 +221,7 @@ class EntryCheck(_Check):
             above = f"{self.folder}/{name}"
             if parse_rank_folder(name) is None:
                 self._stray(above)
-            for child in [] if parse_rank_folder(name) is None else sorted(_names(above)):
+            for child in [] if parse_rank_folder(name) is None else names_in(above):
                 if not is_prefix(child):
                     self._stray(f"{above}/{child}")
         broken = {problem.path for problem in self.problems}
@@ -285,7 +285,7 @@ class EntryCheck(_Check):
 
     def _signatures(self, folder: str) -> None:
         """Check what import left of who signed the entry; whose signatures they are is for load's policy to say."""
-        names = _names(folder)
+        names = set(names_in(folder))
         ours = {name for name in names if is_hash(name[:64]) and name[64:] in (".json", ".sig")}
         for name in sorted(names - ours):
             self._stray(f"{folder}/{name}")
@@ -414,10 +414,3 @@ def _status(path: str) -> os.stat_result | None:
         return os.stat(path)  # noqa: PTH116 - a str, as all of its neighbours
     except OSError:
         return None
-
-
-def _names(folder: str) -> set[str]:
-    try:
-        return set(os.listdir(folder))  # noqa: PTH208 - names are all that is wanted
-    except OSError:
-        return set()
