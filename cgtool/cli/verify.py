@@ -68,9 +68,10 @@ _MOST_NAMED = 8
 def verify(*, output: Output, targets: tuple[str, ...], **options: Any) -> int:
     """Read every file of the cache, match it to its digest, and judge whether this machine loads it.
 
-    HASH is the beginning of a hash that `inspect cache` lists; PATH is a cache, one entry's folder, or a bundle, which
-    is looked at before it is imported; URL is a store, as `cgtool push` takes it. Without any of them, all of the cache
-    is checked. Without --load and --repair nothing is executed and nothing is changed.
+    HASH is the beginning of a hash that `inspect cache` lists; PATH is a cache, one entry of it (its folder, or
+    PATH:HASH), or a bundle, which is looked at before it is imported; URL is a store, as `cgtool push` takes it, and
+    URL:HASH one entry there. Without any of them, all of the cache is checked. Without --load and --repair nothing is
+    executed and nothing is changed.
 
     Each entry is optimal, or loads though compiling it again is advised, or is unsupported here. Exit code 3: a file is
     damaged, something is missing, or load refuses an entry for who may write to it or for want of a signature. A

@@ -106,8 +106,8 @@ def test_an_entry_of_another_machine_fails_the_check_only_where_it_is_asked_for(
     assert table.out.splitlines()[-1].endswith("; 1 of them is for other machines")
     assert (named.code, named.out.splitlines()[-1][:32]) == (3, "Not verified: 1 entry of 1 (read")
     folder = CacheLayout(root=cache).entry_dir(there)
-    asked = [(folder,), (cache, "--strict"), (alone,), (bundle,)]
-    assert [run("verify", *arguments).code for arguments in asked] == [3, 3, 3, 3]
+    asked = [(folder,), (f"{cache}:{there[:12]}",), (cache, "--strict"), (alone,), (bundle,)]
+    assert [run("verify", *arguments).code for arguments in asked] == [3, 3, 3, 3, 3]
     assert run("verify", here[:12], "--cache-dir", cache, "--strict").code == 0
 
 

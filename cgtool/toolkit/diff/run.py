@@ -1,19 +1,12 @@
 """`diff`: what differs between two caches, entries or bundles, or between an entry and this machine.
 
 Caches and entries are told apart by their names and paired by what they have in common.
-Prints nothing; importable without torch. What the user names as a side::
-
-    side = folder of a cache | .../torch_compile_cache/<hash> | file of a bundle
-         | URL of a store | URL of a store ":" beginning of a hash
-         | folder of a cache ":" beginning of a hash | beginning of a hash, of the cache that is named beside it
-
-What exists as a path is taken for one; a beginning must be that of one entry alone.
+Prints nothing; importable without torch. How a user names a side: `cgtool.toolkit.places`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,22 +14,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from msgspec.structs import asdict
 
 from cgtool.errors import CacheError, UsageError
-from cgtool.remote.stores import is_remote
-from cgtool.remote.stores import shown as shown_url
 from cgtool.store.files import os_errors_as_cache_errors
-from cgtool.store.layout import CACHE_FOLDER, CacheLayout, is_hash, resolve_root
+from cgtool.store.layout import CACHE_FOLDER
 from cgtool.store.records import Key
 from cgtool.toolkit.diff.entries import EntrySide, compare_entries, factor_differences
 from cgtool.toolkit.diff.records import Difference, located, only_in
 from cgtool.toolkit.foreign.detect import check_own
-from cgtool.toolkit.selection import empty, hash_named
+from cgtool.toolkit.places import opened_place
 
 if TYPE_CHECKING:
     from cgtool.store.machine import Machine  # costs more to load than two entries to compare
 
 SCHEMA = 1
-
-_BEGINNING = re.compile(r"[0-9a-fA-F]{1,64}")
 
 
 class DiffReport(NamedTuple):
@@ -61,7 +50,7 @@ def diff(old: str, new: str | None = None, *, here: bool = False, cache_dir: Pat
     """Compare two sides.
 
     Args:
-        old: The first side, in the grammar above.
+        old: The first side, as `cgtool.toolkit.places` has it.
         new: The second side; None with `here`.
         here: Compare the first side, an entry, with this machine.
         cache_dir: The cache in which hashes are looked up; None means the one that `warm` fills.
@@ -193,73 +182,15 @@ class Side(NamedTuple):
 
 @contextlib.contextmanager
 def open_side(text: str, cache_dir: Path | None = None) -> Iterator[Side]:
-    """Yield what `text` names, in the grammar above; a bundle is unpacked for as long as the block runs."""
-    if is_remote(text):
-        with _store(text) as side:
-            yield side
-        return
-    path = _existing(text)
-    root_text, colon, beginning = text.rpartition(":")
-    has_root = bool(colon and root_text)
-    above = _existing(root_text) if has_root else cache_dir
-    if path is not None and not path.is_dir():
-        from cgtool.store.bundle.unpack import unpacked  # zstandard and more, for bundles alone
-
-        with unpacked(path) as root:
-            layout = CacheLayout(root=root)
-            hashes = layout.hashes()
-            yield _own(text, layout, hashes[0] if len(hashes) == 1 else None)
-    elif path is not None:
-        yield _folder(text, path.absolute())
-    elif _BEGINNING.fullmatch(beginning) and (above is not None or not has_root):
-        layout = CacheLayout(root=resolve_root(above))
-        hashes = layout.hashes()
-        if not hashes:
+    """Yield what `text` names (`cgtool.toolkit.places`); a bundle or a store of one entry is that entry."""
+    with opened_place(text, cache_dir) as place:
+        layout, hash_ = place.layout, place.hash
+        entries = {other: EntrySide(layout, other) for other in layout.hashes()}
+        if place.is_copy and len(entries) == 1:
+            (hash_,) = entries
+        elif not place.is_copy and not layout.base.is_dir():
+            message = f"{text} holds no cache of cgtool. Name a folder that holds {CACHE_FOLDER}, or an entry in it."
+            raise CacheError(message, path=layout.root)
+        elif not entries:
             check_own(layout.root)
-            raise empty(layout)
-        yield _own(text, layout, hash_named(layout.root, beginning, hashes))
-    else:
-        raise UsageError(
-            f"There is no {text!r:.200}. Name a cache's folder, an entry by its hash or as ROOT:HASH, or a bundle.",
-            actual=text,
-        )
-
-
-@contextlib.contextmanager
-def _store(text: str) -> Iterator[Side]:
-    """Yield a store, or the entry that is named behind its URL; none of its artifacts is fetched."""
-    from cgtool.toolkit.mirror import mirrored  # for stores alone
-
-    url, _, beginning = text.rpartition(":")
-    # Behind a host alone, figures are a port.
-    names_entry = "/" in url.partition("://")[2] and _BEGINNING.fullmatch(beginning) is not None
-    with mirrored(url if names_entry else text) as mirror:
-        hashes = mirror.layout.hashes()
-        hash_ = hash_named(shown_url(url), beginning, hashes) if names_entry else None
-        yield _own(shown_url(text), mirror.layout, hash_ or (hashes[0] if len(hashes) == 1 else None))
-
-
-def _existing(text: str) -> Path | None:
-    """The path that a text names; None where there is none."""
-    try:
-        path = Path(text).expanduser()
-        return path if text and path.exists() else None
-    except (OSError, ValueError, RuntimeError):  # too long for a path, a null byte, the home of nobody
-        return None
-
-
-def _own(text: str, layout: CacheLayout, hash_: str | None) -> Side:
-    entries = {other: EntrySide(layout, other) for other in layout.hashes()}
-    return Side(text, layout.root, entries, hash_)
-
-
-def _folder(text: str, path: Path) -> Side:
-    if is_hash(path.name) and path.parent.name == CACHE_FOLDER:
-        return _own(text, CacheLayout(root=path.parent.parent), path.name)
-    layout = CacheLayout(root=resolve_root(path))
-    if not layout.base.is_dir():
-        message = f"{path} holds no cache of cgtool. Name a folder that holds {CACHE_FOLDER}, or an entry in it."
-        raise CacheError(message, path=path)
-    if not layout.hashes():
-        check_own(layout.root)
-    return _own(text, layout, None)
+        yield Side(place.text, layout.root, entries, hash_)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -23,17 +22,16 @@ from cgtool.errors import CacheError, RefusedError, UsageError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.host import gc_paused
 from cgtool.plan.grammar import Record
-from cgtool.remote.stores import is_remote, shown
-from cgtool.store.bundle.unpack import unpacked
+from cgtool.remote.stores import is_remote
 from cgtool.store.files import os_errors_as_cache_errors
-from cgtool.store.layout import ARTIFACTS, CACHE_FOLDER, KEY_FILE, CacheLayout, RankName, is_hash, resolve_root, short
+from cgtool.store.layout import ARTIFACTS, KEY_FILE, CacheLayout, RankName, resolve_root, short
 from cgtool.store.machine import this_machine
 from cgtool.store.records import Manifest
 from cgtool.store.trust import TrustPolicy
 from cgtool.toolkit.coverage import Hole, entry_coverage
 from cgtool.toolkit.foreign.detect import check_known, check_own
-from cgtool.toolkit.mirror import mirrored
 from cgtool.toolkit.model_choice import ModelChoice
+from cgtool.toolkit.places import Place, is_beginning, opened_place, path_of
 from cgtool.toolkit.selection import hash_named
 from cgtool.toolkit.verify.checks import EntryCheck, Finding, Findings, check_entries, check_entry, check_units
 from cgtool.toolkit.verify.hashing import Hasher
@@ -127,8 +125,7 @@ def verify(
     """Read and match every file of a cache, and judge whether this machine loads its entries.
 
     Args:
-        targets: Beginnings of hashes, or one path (of a cache, an entry or a bundle), or the URL of a store. Empty: the
-            whole cache.
+        targets: Beginnings of hashes, or one place as `cgtool.toolkit.places` has them. Empty: the whole cache.
         cache_dir: The cache's root; None means the user's own.
         names_cache: Whether the user named that root with an option.
         strict: Whether an entry that loads and is not optimal fails the check.
@@ -146,30 +143,19 @@ def verify(
         CacheError: There is no such cache, it is none, or it cannot be listed; with `repair`, or be written.
     """
     began = time.perf_counter()
-    bundle = _bundle(targets)
-    store = targets[0] if len(targets) == 1 and is_remote(targets[0]) else None
     with contextlib.ExitStack() as stack:
-        if store is not None:
-            if load or repair or names_cache:
-                msg = f"{shown(store)} is only looked at. Pull it first (`cgtool pull`), then load or mend it."
-                raise UsageError(msg, path=shown(store))
-            layout, hashes = stack.enter_context(mirrored(store, artifacts=True)).layout, None
-        elif bundle is None:
-            layout, hashes = _chosen(targets, cache_dir, names_cache=names_cache)
-        elif load or repair or names_cache:
-            msg = (
-                f"{bundle} is a bundle: it is only looked at. Import it first (`cgtool import`), then load or mend it."
-            )
-            raise UsageError(msg, path=bundle)
-        else:
-            layout, hashes = CacheLayout(root=stack.enter_context(unpacked(bundle))), None
+        place, hashes = _chosen(stack, targets, cache_dir, names_cache=names_cache)
+        layout, is_bundle = place.layout, place.is_copy and not is_remote(targets[0])
+        if place.is_copy and (load or repair):
+            how = "Import it first (`cgtool import`)" if is_bundle else "Pull it first (`cgtool pull`)"
+            raise UsageError(f"{place.text} is only looked at. {how}, then load or mend it.", path=place.text)
         found = _Verification(
             layout,
             jobs=jobs,
             world_size=world_size,
-            with_units=bundle is None,
+            with_units=not is_bundle,
             # Load asks nothing of what must be imported or pulled first.
-            policy=None if bundle or store else TrustPolicy.of(),
+            policy=None if place.is_copy else TrustPolicy.of(),
             on_event=on_event,
         )
         found.check(hashes)
@@ -184,7 +170,7 @@ def verify(
     entries, units = tuple(found.entries), found.units
     failed = _failed(entries, strict=strict, is_cache=units is not None)
     return VerifyReport(
-        root=shown(store) if store else str(bundle or layout.root),
+        root=place.text if place.is_copy else str(layout.root),
         entries=entries,
         units=units,
         load=proof,
@@ -338,37 +324,25 @@ class _Verification:
 
 
 def _chosen(
-    targets: Sequence[str], cache_dir: Path | None, *, names_cache: bool
-) -> tuple[CacheLayout, list[str] | None]:
+    stack: contextlib.ExitStack, targets: Sequence[str], cache_dir: Path | None, *, names_cache: bool
+) -> tuple[Place, list[str] | None]:
     """Return the cache, and which of its entries were asked for; None for all, and the units."""
-    paths = [target for target in targets if not _may_be_hash(target)]
-    if paths and (len(targets) > 1 or names_cache):
-        msg = "Give beginnings of hashes, or one path of a cache or an entry and no --cache-dir."
+    places = [target for target in targets if not is_beginning(target)]
+    if places and (len(targets) > 1 or names_cache):
+        msg = "Give beginnings of hashes, or one cache, entry, bundle or store and no --cache-dir."
         raise UsageError(msg, actual=list(targets))
-    if paths:
-        path = Path(paths[0]).expanduser().absolute()
-        if is_hash(path.name) and path.parent.name == CACHE_FOLDER:
-            return _existing(CacheLayout(root=path.parent.parent), named=path), [path.name]
-        return _existing(CacheLayout(root=resolve_root(path)), named=path), None
+    if places:
+        if ":" not in places[0] and path_of(places[0]) is None:
+            raise _missing(places[0])
+        place = stack.enter_context(opened_place(places[0], artifacts=True))
+        return place, None if place.hash is None else [place.hash]
     layout = CacheLayout(root=resolve_root(cache_dir))
-    if cache_dir is not None or layout.root.exists():
-        _existing(layout, named=layout.root)
+    if not layout.root.is_dir() and (cache_dir is not None or layout.root.exists()):
+        raise _missing(layout.root)
     hashes = layout.hashes()
-    return layout, [hash_named(layout.root, target, hashes) for target in dict.fromkeys(targets)] or None
+    chosen = [hash_named(layout.root, target, hashes) for target in dict.fromkeys(targets)]
+    return Place(str(layout.root), layout), chosen or None
 
 
-def _bundle(targets: Sequence[str]) -> Path | None:
-    """Return the bundle that is to be checked, if it is one: a stranger's, so nothing of it is opened."""
-    path = Path(targets[0]).expanduser() if len(targets) == 1 else None
-    return path.absolute() if path is not None and path.is_file() else None
-
-
-def _existing(layout: CacheLayout, *, named: Path) -> CacheLayout:
-    if named.is_dir():
-        return layout
-    msg = f"{named} does not exist. Name the folder of a cache or of one entry, or a bundle."
-    raise CacheError(msg, path=named)
-
-
-def _may_be_hash(target: str) -> bool:
-    return re.fullmatch(r"[0-9a-fA-F]{1,64}", target) is not None and not Path(target).exists()
+def _missing(path: Path | str) -> CacheError:
+    return CacheError(f"{path} does not exist. Name the folder of a cache or of one entry, or a bundle.", path=path)
