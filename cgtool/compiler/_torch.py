@@ -395,16 +395,39 @@ def set_inductor_options(values: Mapping[str, Any]) -> None:
     inductor_config.load_config(dict(values))
 
 
-def use_threads(count: int) -> None:
-    """Let Inductor compile with `count` processes of its own in this process; 1 starts none."""
-    import torch._inductor.config as inductor_config
+def import_inductor(threads: int) -> None:
+    """Import what every compile needs, before there is one, which takes so many processes of Inductor's; 1: none."""
+    import torch._inductor.compile_fx
 
-    inductor_config.compile_threads = count
+    torch._inductor.config.compile_threads = threads
 
 
-def import_inductor() -> None:
-    """Import what every compile needs, before there is one."""
-    import torch._inductor.compile_fx  # noqa: F401 - for what it loads
+def raise_from_one_thread() -> None:
+    """Let loops that check what they read run in one thread: an error in a parallel loop of OpenMP ends the process."""
+    from torch._inductor import config
+    from torch._inductor.codegen import cpp
+
+    kernel: Any = cpp.CppKernel
+    write_loops = kernel.codegen_loops_impl
+
+    def noting(write_check: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(self: Any, *args: Any) -> Any:
+            self.may_raise = True
+            return write_check(self, *args)
+
+        return noted
+
+    def written(self: Any, nest: Any, code: Any, sharing: Any) -> Any:
+        fused = getattr(nest.kernel, "inner", [nest])
+        if not any(hasattr(body, "may_raise") for one in fused for body in one.kernel.kernels):
+            return write_loops(self, nest, code, sharing)
+        sharing.close()
+        with config.patch({"cpp.threads": 1, "cpp.dynamic_threads": False}):
+            return write_loops(self, nest, code, sharing)
+
+    kernel.assert_function = property(noting(kernel.assert_function.fget))  # asked for its name as a check is written
+    kernel.device_assert_async = noting(kernel.device_assert_async)
+    kernel.codegen_loops_impl = written
 
 
 def share_probes(folder: Path) -> None:
@@ -465,11 +488,6 @@ def op_name(op: Any) -> str:
     return str(op.name()) if "." in op.name() else f"{op.name()}.{op._overloadname}"
 
 
-def schema_of(op: Any) -> Any:
-    """Return the schema of an overload."""
-    return op._schema
-
-
 def shims_of_templates(op: Any) -> list[str]:
     """Return the C++ names by which Inductor calls an op that it has templates for, as a candidate beside them."""
     import torch._inductor.lowering  # noqa: F401 - for what it registers
@@ -478,14 +496,3 @@ def shims_of_templates(op: Any) -> list[str]:
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("torch._inductor.kernel")]
     choices = [value for module in modules for value in vars(module).values() if isinstance(value, ExternKernelChoice)]
     return [choice.cpp_kernel_name for choice in choices if choice.op_overload is op and choice.cpp_kernel_name]
-
-
-def op_at_fault(error: BaseException) -> str | None:
-    """Return the op that Inductor was writing a call of as it failed, as `op_name` has it, or None."""
-    trace = error.__traceback__
-    while trace is not None:
-        op = getattr(trace.tb_frame.f_locals.get("self"), "op_overload", None)
-        if isinstance(op, torch._ops.OpOverload):
-            return op_name(op)
-        trace = trace.tb_next
-    return None

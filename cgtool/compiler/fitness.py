@@ -22,6 +22,8 @@ from cgtool.compiler import _torch
 from cgtool.compiler.adaptors.interface import op_named_in
 from cgtool.compiler.fx_piece import rebuild
 from cgtool.errors import CompileError
+from cgtool.graph._torch import OpOverload
+from cgtool.guards._torch import schema_of
 from cgtool.guards.code import is_composite
 from cgtool.ops import is_torchs_own
 from cgtool.plan.pieces import NodeKind, PieceGraph
@@ -97,8 +99,19 @@ def op_named_by(error: BaseException) -> str | None:
     while found is not None and found not in seen:
         seen.append(found)
         found = found.__cause__ or found.__context__
-    named = [*map(_torch.op_at_fault, seen), *(op_named_in(str(one)) for one in seen)]
+    named = [*map(_op_at_fault, seen), *(op_named_in(str(one)) for one in seen)]
     return next(filter(None, named), None)
+
+
+def _op_at_fault(error: BaseException) -> str | None:
+    """Return the op that Inductor was writing a call of as it failed, or None."""
+    trace = error.__traceback__
+    while trace is not None:
+        op = getattr(trace.tb_frame.f_locals.get("self"), "op_overload", None)
+        if isinstance(op, OpOverload):
+            return _torch.op_name(op)
+        trace = trace.tb_next
+    return None
 
 
 def _names_of(op: Any) -> set[str]:
@@ -112,7 +125,7 @@ def _names_of(op: Any) -> set[str]:
 def _is_uncallable(op: Any, device: str) -> bool:
     if is_torchs_own(_torch.op_name(op)):
         return not all(_has_shim(name, device) for name in _shims_of_templates(op))
-    schema = _torch.schema_of(op)
+    schema = schema_of(op)
     return any(result.alias_info for result in schema.returns) or any(
         _UNSAID.search(str(item.type)) for item in (*schema.arguments, *schema.returns)
     )

@@ -153,8 +153,8 @@ def machine_fault(error: BaseException) -> str | None:
 def _prepare(setup: WorkerSetup) -> None:
     """Import what compiles need before there is one: it counts for no unit's time."""
     if setup.inductor:
-        _torch.import_inductor()
-        _torch.use_threads(setup.threads)
+        _torch.import_inductor(setup.threads)
+        _torch.raise_from_one_thread()
         _torch.share_probes(Path(setup.shared))
         if setup.native:
             _torch.probe()

@@ -25,7 +25,7 @@ writes a guard and checks it, so the two cannot drift apart. Kinds::
     distinct:<digest>  whether no other source with this very kind names the same object
     apart:<source>     whether two tensors share no memory
     group:<name>       the process group that torch knows by that name here
-    requires_grad, is_leaf, has_grad, is_view, is_inference
+    requires_grad, is_leaf, has_grad, is_view, is_inference, is_buffer
                        what a tensor answers to these questions
     steps_of_one       the strides of a tensor's dimensions of size one; null for one that follows from the others
     code               the digest of a function's code
@@ -66,6 +66,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 
 from cgtool.errors import GuardError, TraceError
 from cgtool.guards import _torch as private
@@ -382,6 +383,7 @@ _PLAIN: dict[str, Callable[[Any], Json]] = {
     "has_grad": lambda tensor: tensor.is_leaf and tensor.grad is not None,
     "is_view": private.is_view,
     "is_inference": lambda tensor: tensor.is_inference(),
+    "is_buffer": lambda tensor: isinstance(tensor, nn.Buffer),
     "steps_of_one": _steps_of_one,
     "code": lambda value: code_digest(getattr(getattr(value, "__func__", value), "__code__", value)),
 }

@@ -27,6 +27,7 @@ _ANSWERS = {
     "has_grad": ("had a grad", "had no grad"),
     "is_view": ("was a view", "was not a view"),
     "is_inference": ("was an inference tensor", "was not an inference tensor"),
+    "is_buffer": ("was an nn.Buffer", "was no nn.Buffer"),
 }
 _MOST_CHARACTERS = 200
 
@@ -215,7 +216,7 @@ def _expected(word: str, value: Json) -> str:
             f"a tensor whose dimensions of size one have the strides {['natural' if s is None else s for s in value]}"
         )
     if word == "keys":
-        return "a dict with the keys " + ", ".join(map(spell, value))
+        return "a dict with the keys " + ", ".join(map(spell, value)) if value else "an empty dict"
     if word == "tensor":
         return f"a {value[1]} tensor of shape {tuple(value[2])} and strides {tuple(value[3])} on {value[4]}"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

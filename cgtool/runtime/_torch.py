@@ -38,6 +38,11 @@ def eager_call(module: torch.nn.Module) -> Callable[..., Any]:
     return call
 
 
+def in_dual_level() -> bool:
+    """Return whether a dual level of forward-mode differentiation is entered."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def opens_folders() -> bool:
     """Return whether torch's loader of packages opens a folder in the layout of an archive: from 2.13."""
     return TorchVersion(torch.__version__) >= TorchVersion("2.13")

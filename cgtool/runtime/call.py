@@ -10,33 +10,28 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 
-from cgtool.errors import ArtifactError, GuardError
-from cgtool.graph.expressions import symbols_of
+from cgtool.errors import ArtifactError, GuardError, UsageError
 from cgtool.guards.signature import CallSignature
 from cgtool.guards.sources import Place, Roots, leads_to
 from cgtool.guards.table import failures_of
 from cgtool.host import variables_now
 from cgtool.plan.pieces import Graphs, PieceGraph
 from cgtool.plan.records import Guard, GuardTable, Input, Plan, Variant, source_words
+from cgtool.runtime._torch import in_dual_level
 from cgtool.runtime.call_guards import Accept, AcceptWriter, check_symbols, with_sizes_from_data
 from cgtool.runtime.dispatch import Boxed, ForkedLock, PiecewiseBackend, ShapeTable
-from cgtool.runtime.generate import decode_literal, hole_value, op_names, template_needs
+from cgtool.runtime.generate import decode_literal, hole_value, template_needs
 from cgtool.runtime.op_by_op import piece_maker
-from cgtool.runtime.program import (
-    Program,
-    ProgramWriter,
-    check_steps,
-    compiled_steps,
-)
+from cgtool.runtime.program import Program, ProgramWriter, WrapPiece, check_steps, compiled_steps, pieces_of
 from cgtool.runtime.weights import StructureChangedError, Weights, is_weight, place_of
 
 #: Methods of a module that return it, to be chained: here they return the callable.
 _CHAINED = frozenset(
     {"eval", "train", "to", "cpu", "cuda", "half", "float", "double", "bfloat16", "type", "requires_grad_", "apply"}
+    | {"share_memory", "zero_grad"}
 )
 
 
@@ -184,12 +179,15 @@ class LoadedModel(AsModule):
             weights, needs_grad = served.bound.read()
             if torch.is_grad_enabled():
                 self._refuse_gradients(served, tensors, weights, needs_grad=needs_grad)
+            if in_dual_level():
+                msg = f"A dual level of torch.autograd.forward_ad is entered. {_INFERENCE}: leave it before the call."
+                raise GuardError(msg, path="forward_ad", expected=False, actual=True)
             try:
                 answer = served.program(tensors, sizes, passed, weights, table)
             except RuntimeError as error:
-                from cgtool.runtime.explain import memory_failure  # as for a refusal
+                from cgtool.runtime.explain import call_failure  # as for a refusal
 
-                failure = memory_failure(error, self.plan.method, served.variant, sizes, (*tensors, *weights))
+                failure = call_failure(error, self.plan.method, served.variant, sizes, (*tensors, *weights))
                 if failure is None:
                     raise
                 raise failure from error
@@ -235,6 +233,26 @@ class LoadedModel(AsModule):
             backend.open_all()
         for served in self._variants:
             self._ready(served)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LoadedModel:
+        model = LoadedModel(
+            copy.deepcopy(self.module, memo),
+            self.plan,
+            self._opened,
+            variables=self._environment,
+            recheck_calls=self._recheck_calls,
+        )
+        model.recheck()  # a model may copy itself in a way of its own
+        return model
+
+    def __copy__(self) -> LoadedModel:
+        model = LoadedModel.__new__(LoadedModel)
+        vars(model).update(vars(self))
+        return model
+
+    def __reduce__(self) -> Any:
+        msg = "What was loaded cannot be pickled. Send the model itself, and call cgtool.load where it arrives."
+        raise UsageError(msg, path="pickle")
 
     def alone(self, variant: int) -> LoadedModel:
         """Return a callable that serves what one variant serves, and nothing else."""
@@ -455,46 +473,3 @@ def first_index(module: nn.Module, plan: Plan) -> int | None:
             if tensor.device.index is not None and tensor.device.type != "cpu":
                 return tensor.device.index
     return None
-
-
-class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """A compiled piece of a variant.
-
-    Args:
-        name: What errors call it.
-        dynamic_dims: Names of the dimensions of its inputs that change from call to call.
-        is_static: Whether the variant serves one size only, so that no piece has a dynamic dimension.
-        returned_by_ops: Its inputs that splitting ops return, by position: position → op. They lie anywhere, unlike
-            tensors that a piece allocated and such an op wrote into.
-    """
-
-    name: str
-    dynamic_dims: tuple[str, ...]
-    is_static: bool = False
-    returned_by_ops: Mapping[int, str]
-
-
-#: Takes a piece and its function, returns the function to call in its place.
-WrapPiece = Callable[[Piece, Boxed], Boxed]
-
-
-def pieces_of(variant: Variant, graphs: Mapping[str, PieceGraph]) -> list[Piece]:
-    """Return the compiled pieces of a variant in the order of its steps."""
-    names = {symbol: name for name, symbols in variant.dims.items() for symbol in symbols}
-    returned: dict[int, str] = {}
-    pieces = []
-    for step in variant.steps:
-        graph = graphs[step.graph]
-        if step.splitting or step.piece < 0:
-            returned |= dict.fromkeys(step.outputs, ", ".join(op_names(graph)[:2]))
-            continue
-        symbols = (symbol for text in step.symbols.values() for symbol in symbols_of(text))
-        pieces.append(
-            Piece(
-                name=f"piece {step.piece}",
-                dynamic_dims=tuple(dict.fromkeys(names.get(symbol, symbol) for symbol in symbols)),
-                is_static=not variant.symbols and not step.symbols,
-                returned_by_ops={i: returned[value] for i, value in enumerate(step.inputs) if value in returned},
-            )
-        )
-    return pieces

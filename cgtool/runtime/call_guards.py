@@ -37,7 +37,7 @@ Accept = Callable[..., Accepted | None]
 #: What a symbol of a variant is called.
 SYMBOL = "s[0-9]{1,6}"
 _SCALED = r"(?:([1-9][0-9]*) ?\* ?(s[0-9]+)|(s[0-9]+) ?\* ?([1-9][0-9]*))"
-_ACCESS = (AttributeError, KeyError, IndexError, TypeError, ValueError, ZeroDivisionError, CgtoolError)
+_ACCESS = (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError, ZeroDivisionError, CgtoolError)
 
 
 def check_symbols(variant: Variant) -> tuple[str, ...]:
@@ -413,7 +413,7 @@ def _holder(base: Any, name: str) -> dict[str, Any] | None:
     """Return the dict of a module that holds the attribute, or None when it is computed (a property)."""
     if not isinstance(base, nn.Module):
         return None
-    for holder in (base._parameters, base._buffers, vars(base)):  # noqa: SLF001 - as above
+    for holder in (vars(base), base._parameters, base._buffers):  # noqa: SLF001 - in the order in which Python looks
         if name in holder:
             return holder
     return None

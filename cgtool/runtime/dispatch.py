@@ -40,6 +40,9 @@ class ForkedLock:
         self.renew()
         _locks.add(self)
 
+    def __reduce__(self) -> tuple[type[ForkedLock], tuple[()]]:
+        return ForkedLock, ()  # a copy is free
+
     def renew(self) -> None:
         """Forget who holds it."""
         self._lock = threading.RLock()

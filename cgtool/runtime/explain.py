@@ -312,10 +312,10 @@ def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
 _NO_MEMORY, _NATIVE_FAILED = ("out of memory", "allocate memory"), "API call failed"
 
 
-def memory_failure(
+def call_failure(
     error: RuntimeError, method: str, variant: Variant, sizes: Sequence[int], tensors: Sequence[torch.Tensor]
-) -> RuntimeError | None:
-    """Return the sentence for a call that ran out of memory, or None where it failed for another reason.
+) -> Exception | None:
+    """Return the sentence for a call that ran out of memory or was given a wrong index, or None for another failure.
 
     Args:
         error: What torch raised. Native code prints the reason and says no more than that it failed.
@@ -325,6 +325,8 @@ def memory_failure(
         tensors: The call's and the model's.
     """
     said = (str(error).strip().splitlines() or [""])[0]
+    if said.startswith("index out of bounds"):
+        return IndexError(f"A call of {method} was given an index that lies outside of what it indexes ({said}).")
     is_memory = isinstance(error, torch.OutOfMemoryError) or any(words in said for words in _NO_MEMORY)
     devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
     refused = any(torch.cuda.memory_stats(device).get("num_ooms", 0) for device in devices)

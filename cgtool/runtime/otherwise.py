@@ -79,6 +79,11 @@ class AnyCall(AsModule):
             return self._run_eagerly(str(error), args, kwargs)
         return answer if answer is not NOT_SERVED else self._other(args, kwargs)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, and what comes out of a pickle, find in the cache again what was compiled."""
+        found = () if self._warm is not None else self._loaded
+        return {**vars(self), "_loaded": found, "_behind": None}
+
     def _attempt(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for model in self._loaded:
             answer = model.attempt(*args, **kwargs)

@@ -251,6 +251,8 @@ def make_problem(tensor: Any, meta: TensorMeta, device_index: int | None) -> str
     """
     if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
         return f"is of type {type(tensor).__qualname__} and was traced as a plain tensor"
+    if tensor.is_nested:
+        return "is a nested tensor and was traced as a plain tensor"
     if tensor.layout is not torch.strided:
         return f"has the layout {tensor.layout} and was traced as a strided tensor"
     if tensor.dtype is not dtype_of(meta.dtype):

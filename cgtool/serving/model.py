@@ -15,8 +15,8 @@ from torch import nn
 from cgtool.config_values import CUDAGraphMode
 from cgtool.errors import UsageError
 from cgtool.plan.records import source_words
-from cgtool.runtime.call import Piece, WrapPiece
 from cgtool.runtime.dispatch import Boxed
+from cgtool.runtime.program import Piece, WrapPiece
 from cgtool.serving.forward_context import BatchDescriptor, get_forward_context
 from cgtool.serving.graphs import GraphBackend
 from cgtool.serving.tensors import HeldTensors, ModelTensors, ReadTensors, copied

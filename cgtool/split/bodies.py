@@ -10,7 +10,7 @@ import msgspec
 from torch import fx
 
 from cgtool.errors import ArtifactError, SplitError
-from cgtool.graph.targets import check_method, target_name
+from cgtool.graph.targets import ATTRIBUTES, check_method, target_name
 from cgtool.graph.values import encode_value
 from cgtool.plan.pieces import Body, Json, Node, NodeKind
 from cgtool.split import _torch as private
@@ -87,6 +87,9 @@ def call_of(node: fx.Node) -> tuple[NodeKind, str]:
     Raises:
         SplitError: There is no word for it.
     """
+    if node.target is getattr and node.args[1] not in ATTRIBUTES:
+        msg = f"the model reads {node.args[1]} of a tensor, which a piece cannot; take it out of forward"
+        raise SplitError(msg, actual=node.args[1])
     if node.op != "call_method":
         return "function", target_name(node.target)  # type: ignore[arg-type]  # what a call_function calls
     try:

@@ -31,6 +31,7 @@ _QUESTIONS: dict[str, frozenset[str]] = {
     "has_grad": frozenset({"grad"}),
     "is_view": frozenset({"_base", "_is_view"}),
     "is_inference": frozenset({"is_inference"}),
+    "is_buffer": frozenset({"Buffer", "_is_buffer"}),
     "steps_of_one": frozenset({"stride", "as_strided", "dim_order"}),
 }
 

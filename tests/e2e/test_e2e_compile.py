@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 from pathlib import Path
 
 import pytest
@@ -246,6 +247,29 @@ def test_the_cache_switched_off_compiles_and_leaves_nothing(tmp_path, monkeypatc
     run = cgtool.compile(module, example_args=(models.x_of(),), dynamic=BATCH)
     same(run, module, models.x_of(5))
     assert inspect(root)["pieces"] == 1
+
+
+@pytest.mark.parametrize("otherwise", ["raise", "eager"])
+def test_a_copy_runs_with_weights_of_its_own(tmp_path, monkeypatch, otherwise):
+    monkeypatch.setenv("CGTOOL_ADAPTOR", "eager")
+    module, x = models.Signature().eval(), models.x_of()
+    cgtool.compile(module, example_args=(x,), cache_dir=tmp_path)
+    waiting = cgtool.compile(module, cache_dir=tmp_path, otherwise=otherwise)  # as its first call has not come
+    for run in (cgtool.load(module, cache_dir=tmp_path, otherwise=otherwise), waiting):
+        run(x)
+        copied = copy.deepcopy(run)
+        next(module.parameters()).mul_(2)
+        same(copied, copied.module, x)
+        same(run, module, x)
+        assert (copied(x) != run(x)).any()
+    same(pickle.loads(pickle.dumps(waiting)), module, x)
+
+
+def test_what_was_loaded_cannot_be_pickled(tmp_path, monkeypatch):
+    monkeypatch.setenv("CGTOOL_ADAPTOR", "eager")
+    run = cgtool.compile(models.Signature().eval(), example_args=(models.x_of(),), cache_dir=tmp_path)
+    with pytest.raises(UsageError, match=r"cannot be pickled\. Send the model itself, and call cgtool\.load"):
+        pickle.dumps(run)
 
 
 def test_level_0_is_the_model_itself(tmp_path):

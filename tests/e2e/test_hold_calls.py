@@ -115,6 +115,10 @@ REFUSED = {
     "another size": (lambda x: x[..., :16], r"^the size of images in dimension 3 is 16 and must be 32"),
     "an array": (lambda x: x.numpy(), r"^images is of type ndarray and was traced as a plain tensor"),
     "a list": (lambda x: x.tolist(), r"^images is of type list and was traced as a plain tensor"),
+    "nested": (
+        lambda x: torch.nested.nested_tensor([*x]),
+        r"^images is a nested tensor and was traced as a plain tensor",
+    ),
     "nothing": (lambda _: None, r"^images is None and was a tensor"),
 }
 
@@ -147,6 +151,16 @@ def test_one_tensor_for_both_arguments_is_right(llama):
     assert right(loaded, positions, positions)
 
 
+def test_a_token_that_the_model_does_not_have_is_an_index_error(llama):
+    """Native code checks indices in loops that OpenMP runs, where an error would end the process."""
+    loaded, (input_ids, positions) = llama
+    for token in (loaded.embed_tokens.num_embeddings, -1):
+        for model in (loaded.module, loaded):
+            with pytest.raises(IndexError, match=r"(out of range in self|outside of what it indexes)"):
+                model(torch.full_like(input_ids, token), positions)
+    assert right(loaded, input_ids, positions)
+
+
 def test_autocast_is_refused_and_off_is_right(vision):
     loaded, images = vision
     for dtype in (torch.bfloat16, torch.float16):
@@ -175,6 +189,13 @@ def test_gradients_are_refused_whoever_wants_them(vision):
         finally:
             loaded.module.requires_grad_()
     difference(found, loaded.module(images))
+
+
+def test_dual_numbers_are_refused(vision):
+    loaded, images = vision
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(cgtool.GuardError, match=r"^A dual level of"):
+        loaded(images)
+    assert right(loaded, images)
 
 
 def test_training_is_refused(vision):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from cgtool.config_values import CUDAGraphMode
-from cgtool.runtime.call import Piece
+from cgtool.runtime.program import Piece
 from cgtool.serving.forward_context import BatchDescriptor, ForwardContext, set_forward_context
 
 

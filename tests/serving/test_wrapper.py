@@ -14,7 +14,7 @@ from torch import nn
 from cgtool.config_values import CUDAGraphMode
 from cgtool.errors import GraphError, UsageError
 from cgtool.host import counters
-from cgtool.runtime.call import Piece
+from cgtool.runtime.program import Piece
 from cgtool.serving.forward_context import BatchDescriptor
 from cgtool.serving.model import GraphedModel
 from cgtool.serving.tensors import ModelTensors

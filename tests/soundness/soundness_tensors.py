@@ -65,6 +65,22 @@ TENSORS = {
         "2.0 if isinstance(it.weight, nn.Parameter) else 3.0",
         "del it.weight; it.weight = torch.ones(4, requires_grad=True)",
     ),
+    "is_buffer": held(
+        "weight",
+        ONES,
+        f"nn.Buffer({ONES})",
+        "3.0 if isinstance(it.weight, nn.Buffer) else 2.0",
+        f"del it.weight; it.weight = nn.Buffer({ONES})",
+        places=("model", "submodule"),
+    ),
+    "hidden_by_an_attribute": Feature(
+        init=f"self.register_buffer('weight', {ONES})",
+        probe="it.weight",
+        result="x * value",
+        instance=f"vars(it)['weight'] = {ONES} * 3",
+        names="weight",
+        places=("model", "submodule"),
+    ),
     "exact_type": Feature(
         head="class Marked(torch.Tensor):\n    pass\n",
         init=f"self.weight = {ONES}",
