@@ -268,6 +268,7 @@ SETTINGS: dict[str, Setting] = {
             ),
             ("sdp_cudnn", "torch.backends.cuda.enable_cudnn_sdp", "_get_cudnn_sdp_enabled"),
             ("sdp_fa3", "the use of FlashAttention 3", "_get_fa3_sdp_enabled"),
+            ("sdp_fa4", "the use of FlashAttention 4", "_get_fa4_sdp_enabled"),  # from 2.15
             ("sdp_overrideable", "the use of an overridden attention kernel", "_get_overrideable_sdp_enabled"),
             ("sdp_priority", "the order of torch.nn.attention.sdpa_kernel", "_get_sdp_priority_order"),
         ]

@@ -42,9 +42,12 @@ from cgtool.plan.pieces import Json
 #: Types of torch whose text is their value and holds no address.
 _TORCH_CONSTANTS = frozenset({"dtype", "device", "layout", "memory_format", "Size", "OpOverload", "OpOverloadPacket"})
 
-#: Modules whose immutable objects have a `repr` that is their value.
+#: Modules whose immutable objects have a `repr` that is their value; paths have another in Python 3.13.
 _PLAIN_MODULES = frozenset(
-    {"pathlib", "decimal", "fractions", "datetime", "uuid", "ipaddress", "torch.distributed.tensor.placement_types"}
+    {
+        *("pathlib", "pathlib._local", "decimal", "fractions", "datetime", "uuid", "ipaddress"),
+        "torch.distributed.tensor.placement_types",
+    }
 )
 #: Types whose values stand for themselves in a form.
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 from soundness_code import reads
 from soundness_projects import Feature
 
+#: Where Python warns of a function, or computes in C, Dynamo cannot trace it.
+_FROM_3_13 = sys.version_info >= (3, 13)
 #: Puts a folder first where modules are looked for, before the model is built.
 _FOLDER = """\
 import importlib, pathlib, sys
@@ -72,9 +76,10 @@ PROCESS = {
     "loader_is_there": asks(
         "pkgutil.find_loader('sound_kernels') is not None",
         early=INSTALLED,
-        names="sound_kernels",
+        names="sound_kernels|find_loader",
         head="import pkgutil",
         places=("model",),
+        refused=_FROM_3_13,
     ),
     "version_of_a_distribution": asks(
         "importlib.metadata.version('sound-kernels') == '2'",
@@ -137,8 +142,9 @@ PROCESS = {
     "home_by_a_path": asks(
         "str(pathlib.Path.home()) == '/elsewhere'",
         environment={"HOME": "/elsewhere"},
-        names="HOME",
+        names="HOME|home",
         head="import pathlib",
+        refused=_FROM_3_13,
     ),
     "type_checking": asks(
         "typing.TYPE_CHECKING", "import typing; typing.TYPE_CHECKING = True", "TYPE_CHECKING", "import typing"
