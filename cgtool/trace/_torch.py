@@ -403,6 +403,8 @@ def quiet_tracing() -> Iterator[None]:
         mock.patch.object(dynamo.utils, "to_numpy_helper", NumpyArray),
         mock.patch.object(functools.cached_property, "__get__", _cached_property),
         mock.patch.object(symbolic_shapes, "uninteresting_files", _OwnFiles),
+        # Dynamo would empty the CPU's caches to log how long its guards take, which nobody here asks again.
+        mock.patch.object(dynamo.guards, "profile_guard_manager", create=True, return_value=0.0),
         shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]  # installed at run time
         # torch 2.11 logs that it cannot sort a setting that holds functions, where it logs its settings.
         silenced("torch._guards", "torch._subclasses.fake_tensor", "torch._dynamo.metrics_context"),
