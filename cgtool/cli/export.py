@@ -116,11 +116,9 @@ def _check(dest: str, options: dict[str, Any], output: Output) -> None:
     if dest != "-":
         return
     if options["folder"]:
-        message = "A folder cannot be written to standard output. Name a place for it."
-        raise click.UsageError(message)
+        raise click.UsageError("A folder cannot be written to standard output. Name a place for it.")
     if output.as_json:
         message = "Standard output takes either the bundle or the report. Name a file to write to, or leave out --json."
         raise click.UsageError(message)
     if sys.stdout.isatty():
-        message = "A bundle is no text for a terminal. Redirect the output, or name a file."
-        raise click.UsageError(message)
+        raise click.UsageError("A bundle is no text for a terminal. Redirect the output, or name a file.")

@@ -6,7 +6,7 @@ Must not import torch; the commands themselves load as they run.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -97,15 +97,7 @@ def inspect() -> None:
 @click.option("--limit", type=click.IntRange(min=0), metavar="N", help="At most so many entries.")
 @cache_dir_option
 @talk_options
-def inspect_cache(
-    *,
-    output: Output,
-    path: str | None,
-    filters: tuple[str, ...],
-    sort: str | None,
-    limit: int | None,
-    cache_dir: str | None,
-) -> int:
+def inspect_cache(*, output: Output, path: str | None, cache_dir: str | None, **chosen: Any) -> int:
     """List the entries of the cache at PATH and what they hold.
 
     Without PATH this is the cache that warm fills. Of an entry, size is what shipping it alone takes, with each
@@ -129,7 +121,7 @@ def inspect_cache(
 
     with cache_named(path, cache_dir) as (folder, mirror):
         where = None if mirror is None else mirror.store.url
-        report = run(folder, filters=filters, sort=sort, limit=limit, where=where)
+        report = run(folder, **chosen, where=where)
         if output.as_json:
             output.json_of_many(report.to_json(), "entries", report.entries_json())
         else:
@@ -172,16 +164,7 @@ def inspect_entry(*, output: Output, entry: str | None, cache_dir: str | None) -
 @click.option("--prefix", metavar="NAME", help="Of a piece: which compiled part of the model.")
 @cache_dir_option
 @talk_options
-def inspect_artifact(
-    *,
-    output: Output,
-    artifact: str,
-    shape: str | None,
-    variant: int | None,
-    rank: int | None,
-    prefix: str | None,
-    cache_dir: str | None,
-) -> int:
+def inspect_artifact(*, output: Output, artifact: str, cache_dir: str | None, **chosen: Any) -> int:
     """Show what an artifact holds: kernels, generated code, what it was compiled for and with, and what it serves.
 
     Name it by the beginning of its digest, or by the beginning of an entry's hash and a piece: 3f9a/2. It is read as
@@ -197,9 +180,7 @@ def inspect_artifact(
     from cgtool.cli.inspect_tables import show_artifact
     from cgtool.toolkit.inspect.artifact import inspect_artifact as run
 
-    folder = cache_folder(cache_dir)
-    report = run(artifact, shape=shape, variant=variant, rank=rank, prefix=prefix, cache_dir=folder)
-    output.report(report, show_artifact)
+    output.report(run(artifact, **chosen, cache_dir=cache_folder(cache_dir)), show_artifact)
     return failures.DONE
 
 
@@ -213,15 +194,7 @@ def inspect_artifact(
 @cache_dir_option
 @talk_options
 def inspect_graph(
-    *,
-    output: Output,
-    entry: str | None,
-    variant: str | None,
-    rank: int | None,
-    prefix: str | None,
-    svg: str | None,
-    html: str | None,
-    cache_dir: str | None,
+    *, output: Output, entry: str | None, svg: str | None, html: str | None, cache_dir: str | None, **chosen: Any
 ) -> int:
     """Show the pieces of ENTRY, the beginning of a hash that `inspect cache` lists.
 
@@ -232,7 +205,7 @@ def inspect_graph(
     from cgtool.cli.pages import write_text
     from cgtool.toolkit.inspect.graph import inspect_graph as run
 
-    report = run(entry, variant=variant, rank=rank, prefix=prefix, cache_dir=cache_folder(cache_dir))
+    report = run(entry, **chosen, cache_dir=cache_folder(cache_dir))
     for file, draw in ((svg, svg_of), (html, html_of)):
         if file is not None:
             write_text(Path(file), draw(report))

@@ -43,8 +43,7 @@ class LazyGroup(click.Group):
         module, attribute = place.split(":")
         command = getattr(importlib.import_module(module), attribute)
         if not isinstance(command, click.Command):
-            message = f"{module}:{attribute} is no click command."
-            raise TypeError(message)
+            raise TypeError(f"{module}:{attribute} is no click command.")
         command.short_help = short_help
         return command
 

@@ -103,8 +103,7 @@ def pages() -> dict[str, str]:
 def _command(group: click.Group, context: click.Context, name: str) -> click.Command:
     command = group.get_command(context, name)
     if command is None:
-        message = f"{context.command_path} has no command {name}."
-        raise LookupError(message)
+        raise LookupError(f"{context.command_path} has no command {name}.")
     return command
 
 

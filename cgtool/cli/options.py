@@ -45,8 +45,7 @@ def talk_options(function: Callable[..., int | None]) -> Callable[..., int | Non
     @functools.wraps(function)
     def command(*, as_json: bool, quiet: bool, verbose: bool, traceback: bool, **options: Any) -> int | None:
         if quiet and verbose:
-            message = "--quiet and --verbose exclude each other. Give one of them."
-            raise click.UsageError(message)
+            raise click.UsageError("--quiet and --verbose exclude each other. Give one of them.")
         output = Output(as_json=as_json, quiet=quiet, verbose=verbose, traceback=traceback)
         logs.configure(output)
         return function(output=output, **options)
@@ -72,8 +71,7 @@ def read_for_factory(ctx: click.Context, param: click.Parameter, value: Any) -> 
     name = str(param.name)
     if value is not None:
         if name in ctx.params["factory_args"]:
-            message = f"--arg gives a {name.replace('_', ' ')} too. Give it once."
-            raise click.BadParameter(message, ctx=ctx, param=param)
+            raise click.BadParameter(f"--arg gives a {name.replace('_', ' ')} too. Give it once.", ctx=ctx, param=param)
         ctx.params["factory_args"][name] = value
 
 
@@ -347,8 +345,7 @@ def entries_chosen(options: Mapping[str, Any]) -> Choice:
     from cgtool.toolkit.bundle.choose import Choice  # kept out of `--help`
 
     if options["hashes"] and (options["everything"] or options["filters"]):
-        message = "HASH names entries, and --all and --filter choose them. Give one or the other."
-        raise click.UsageError(message)
+        raise click.UsageError("HASH names entries, and --all and --filter choose them. Give one or the other.")
     named = {name: options[name] for name in ("hashes", "everything", "filters", "ranks", "shapes") if name in options}
     return Choice(**named, debug=not options["no_debug"])
 
@@ -359,8 +356,7 @@ def cache_named(path: str | None, cache_dir: str | None) -> Iterator[tuple[Path 
     from cgtool.remote.stores import is_remote  # kept out of `--help`
 
     if path is not None and cache_dir is not None:
-        message = "PATH and --cache-dir name the same thing. Give one of them."
-        raise click.UsageError(message)
+        raise click.UsageError("PATH and --cache-dir name the same thing. Give one of them.")
     if path is not None and is_remote(path):
         from cgtool.toolkit.mirror import mirrored  # for stores alone
 

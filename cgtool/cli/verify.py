@@ -101,12 +101,10 @@ def _model(options: dict[str, Any]) -> ModelChoice | None:
             if options[name] not in (None, {}, ())
         ]
         if given:
-            message = f"{given[0]} speaks of a model, and none is named. Name it with --model."
-            raise click.UsageError(message)
+            raise click.UsageError(f"{given[0]} speaks of a model, and none is named. Name it with --model.")
         return None
     if not options["load"]:
-        message = "--model says what --load loads and calls. Give --load too."
-        raise click.UsageError(message)
+        raise click.UsageError("--model says what --load loads and calls. Give --load too.")
     return ModelChoice(model=options["model"], **{name: options[name] for name in names})
 
 

@@ -105,8 +105,7 @@ def warm(*, output: Output, **options: Any) -> int:
     from cgtool.toolkit.warm import warm as run
 
     if options["world_size"] and options["rank"] is not None:
-        msg = "--world-size warms every rank, and --rank names one. Give one of the two."
-        raise click.UsageError(msg)
+        raise click.UsageError("--world-size warms every rank, and --rank names one. Give one of the two.")
     together = launched() and options["rank"] is None and not options["world_size"]
     follows = together and environment().rank > 0  # rank 0 speaks for all
     output.quiet = output.quiet or follows

@@ -226,8 +226,7 @@ def origin_member(data: bytes) -> bytes:
     """
     start = _ORIGIN_AT + _LOCAL_BYTES + len(_ORIGIN)
     if data[start - len(_ORIGIN) : start] != _ORIGIN.encode():
-        msg = f"a package lacks its member {_ORIGIN}"
-        raise ValueError(msg)
+        raise ValueError(f"a package lacks its member {_ORIGIN}")
     size = int.from_bytes(data[_ORIGIN_AT + _SIZE_AT : _ORIGIN_AT + _SIZE_AT + 4], "little")
     return data[start : start + size]
 
@@ -276,8 +275,7 @@ def _check_members(infos: list[zipfile.ZipInfo]) -> None:
     seen: set[str] = set()
     for info in infos:
         if info.filename in seen:
-            msg = f"A package holds the member {info.filename!r} twice. {_REMEDY}"
-            raise ArtifactError(msg, path=info.filename)
+            raise ArtifactError(f"A package holds the member {info.filename!r} twice. {_REMEDY}", path=info.filename)
         seen.add(info.filename)
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             msg = f"A package holds the member {info.filename!r} compressed, which none of ours is. {_REMEDY}"
@@ -305,8 +303,7 @@ def _body(data: bytes, info: zipfile.ZipInfo, *, vouched: bool) -> bytes:
     start = info.header_offset + _LOCAL_BYTES + len(info.orig_filename.encode())
     body = data[start : start + info.file_size]
     if not vouched and zlib.crc32(body) != info.CRC:
-        msg = f"bytes of the member {info.filename!r} differ from their checksum"
-        raise zipfile.BadZipFile(msg)
+        raise zipfile.BadZipFile(f"bytes of the member {info.filename!r} differ from their checksum")
     return body
 
 

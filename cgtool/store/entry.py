@@ -39,6 +39,7 @@ from msgspec.structs import replace
 from cgtool.errors import CacheCorruptError, CacheError, CacheSchemaError
 from cgtool.host import on_two_threads
 from cgtool.plan.grammar import sha256_hex
+from cgtool.plan.records import Plan, parse_plan
 from cgtool.store.files import (
     ARTIFACT_MODE,
     corrupt,
@@ -52,7 +53,7 @@ from cgtool.store.files import (
     sync_folder,
     write_atomic,
 )
-from cgtool.store.layout import ARTIFACTS, PLAN_FILE, CacheLayout, RankName, check_hash, check_kind
+from cgtool.store.layout import ARTIFACTS, PLAN_FILE, CacheLayout, RankName, check_hash, check_kind, short
 from cgtool.store.leases import hold_writing
 from cgtool.store.lookup import LookupStore
 from cgtool.store.records import (
@@ -80,16 +81,16 @@ class ObjectStore:
         """Return where an artifact lies, whether it is there or not."""
         return self.folder / f"{check_hash(digest)}.{check_kind(kind)}"
 
-    def size(self, digest: str, kind: str) -> int | None:
-        """Return an artifact's size in bytes without reading it, or None when it is absent.
+    def has(self, artifact: Artifact) -> bool:
+        """Return whether an artifact is in place, by its size, without reading it.
 
         Raises:
             CacheError: It cannot be looked at. To call it absent would have a writer drop the rows that name it.
         """
-        path = self.path(digest, kind)
+        path = self.path(artifact.digest, artifact.kind)
         with os_errors_as_cache_errors(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return path.stat().st_size
-        return None
+            return path.stat().st_size == artifact.size_bytes
+        return False
 
     def put(self, data: bytes, kind: str) -> str:
         """Store an artifact and return its digest; an intact one that is there already is kept."""
@@ -136,7 +137,8 @@ def _holds(path: Path, digest: str) -> bool:
     return False
 
 
-_NEXT = r"\.(?P<name>.+)\.(?P<digest>[0-9a-f]{64})\.next"
+#: The name of a file that is being published.
+NEXT = r"\.(?P<name>.+)\.(?P<digest>[0-9a-f]{64})\.next"
 _ABANDONED_SECS = 3600.0
 #: How often a reader starts over while writers replace the manifest; each time takes them several flushes of the disk.
 _ATTEMPTS = 20
@@ -202,6 +204,14 @@ def read_entry(
     raise CacheError(f"{folder} kept changing while it was read. Try again.", path=folder)
 
 
+def entry_with_plan(layout: CacheLayout, name: RankName) -> tuple[Entry, Plan]:
+    """Return an entry, which must be there, and its plan."""
+    entry, folder = read_entry(layout, name), layout.rank_dir(name)
+    if entry is None:
+        raise CacheError(f"Entry {short(name.hash)} was removed meanwhile. Look again.", path=folder)
+    return entry, parse_plan(entry.files[PLAN_FILE], path=folder / PLAN_FILE)
+
+
 class EntryWriter:
     """Writes one rank and prefix of one entry."""
 
@@ -225,7 +235,7 @@ class EntryWriter:
         def change(entry: Entry | None) -> tuple[Manifest, Mapping[str, bytes]]:
             if entry is None or entry.manifest.files.get(PLAN_FILE) != FileRecord.of(files[PLAN_FILE]):
                 return manifest, files
-            kept = [row for row in entry.manifest.rows if self._in_place(row)]
+            kept = [row for row in entry.manifest.rows if self.objects.has(row.artifact)]
             theirs = entry.manifest
             ours = replace(manifest, rows=tuple(kept), fallbacks=theirs.fallbacks, created=theirs.created)
             return ours.with_rows(manifest.rows, manifest.fallbacks), files
@@ -300,12 +310,9 @@ class EntryWriter:
                 actual=manifest.name.flat,
             )
         for row in manifest.rows:
-            if not self._in_place(row):
+            if not self.objects.has(row.artifact):
                 path = self.objects.path(row.artifact.digest, row.artifact.kind)
                 raise CacheError(f"{path} is named by a manifest and is not in place. Warm the model again.", path=path)
-
-    def _in_place(self, row: Row) -> bool:
-        return self.objects.size(row.artifact.digest, row.artifact.kind) == row.artifact.size_bytes
 
     def _commit(self, manifest: Manifest, files: Mapping[str, bytes], entry: Entry | None) -> None:
         folder = self._layout.rank_dir(self.name)
@@ -326,7 +333,7 @@ class EntryWriter:
         with os_errors_as_cache_errors(folder):
             paths = list(folder.iterdir())
         for path in paths:
-            match = re.fullmatch(_NEXT, path.name)
+            match = re.fullmatch(NEXT, path.name)
             if match is None:
                 continue
             current = named.get(match["name"]) == match["digest"]

@@ -222,16 +222,14 @@ class Manifest(Sealed, frozen=True, kw_only=True, tag="manifest-3"):
     def __post_init__(self) -> None:
         """Check what the types do not say."""
         if not self.variants:
-            msg = "a manifest needs at least one variant"
-            raise ValueError(msg)
+            raise ValueError("a manifest needs at least one variant")
         bases = [of_sizes(variant.fixed) for variant in self.variants]
         sound: set[tuple[int, str]] = set()
         seen: set[RowPlace] = set()
         for row in self.rows:
             place = row.place
             if row.variant >= len(bases) or row.piece_index >= self.variants[row.variant].pieces or place in seen:
-                msg = f"the row {place} is given twice, or its variant or piece is not there"
-                raise ValueError(msg)
+                raise ValueError(f"the row {place} is given twice, or its variant or piece is not there")
             seen.add(place)
             if place[:2] not in sound:
                 _check_shape(row.shape, bases[row.variant])
@@ -287,8 +285,7 @@ def parse_manifest(data: bytes, *, path: Path | str, name: RankName) -> Manifest
 def _check_shape(shape: Shape, base: Shape) -> None:
     check_shape(shape)
     if any(shape.get(dim) != sizes for dim, sizes in base.items()):
-        msg = f"the shape {shape_text(shape)} is outside of its variant, which is for {shape_text(base)}"
-        raise ValueError(msg)
+        raise ValueError(f"the shape {shape_text(shape)} is outside of its variant, which is for {shape_text(base)}")
 
 
 def _is_refuted(row: Row, fallen: Mapping[tuple[int, int, str], Fallback]) -> bool:

@@ -243,7 +243,7 @@ class _Scan:
         self.warnings += map(str, entry.problems)
         self.own_bytes += _size(f"{entry.folder}/{KEY_FILE}") if KEY_FILE in entry.files else 0
         if SIGNATURES in entry.files:
-            self.own_bytes += sum(map(_stat_size, _listed(f"{entry.folder}/{SIGNATURES}")))
+            self.own_bytes += sum(_size(child.path) for child in _listed(f"{entry.folder}/{SIGNATURES}"))
         for rank in entry.ranks:
             self._rank(rank, entry)
         for name in entry.artifacts.keys() - entry.named:  # are as large as the disk says
@@ -291,7 +291,7 @@ class _Scan:
             for unit in (f"{group}/{name}" for group, names in groups.items() for name in names):
                 for child in _listed(unit, in_order=False):
                     if child.name not in _UNIT_RECORDS and child.inode() not in self.sizes:
-                        self.sizes[child.inode()] = _stat_size(child)
+                        self.sizes[child.inode()] = _size(child.path)
 
 
 def _has_one_name(path: str) -> bool:
@@ -325,13 +325,6 @@ def _names(folder: str) -> list[str]:
 def _size(path: str) -> int:
     try:
         return os.lstat(path).st_size
-    except OSError:
-        return 0
-
-
-def _stat_size(child: os.DirEntry[str]) -> int:
-    try:
-        return child.stat(follow_symlinks=False).st_size
     except OSError:
         return 0
 

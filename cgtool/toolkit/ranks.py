@@ -127,8 +127,7 @@ def _warmed(request: _Request, on_event: OnEvent) -> WarmReport:
         child.close()
     outcome: _Outcome = answer.record
     if outcome.report is None:
-        msg = f"Rank {rank} of {size}: {outcome.failure}"
-        raise RankFailedError(msg, outcome.exit_code)
+        raise RankFailedError(f"Rank {rank} of {size}: {outcome.failure}", outcome.exit_code)
     return outcome.report
 
 

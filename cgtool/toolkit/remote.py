@@ -185,8 +185,7 @@ def pull(
     there = indexes(store)
     chosen = [hash_named(store.url, text, list(there)) for text in hashes] or list(there)
     if not chosen:
-        message = f"{store.url} holds no entry. Push one: cgtool push {store.url}"
-        raise RemoteError(message, path=store.url)
+        raise RemoteError(f"{store.url} holds no entry. Push one: cgtool push {store.url}", path=store.url)
     entries: dict[str, ImportedEntry] = {}
     skipped: list[str] = []
     warnings: list[str] = []

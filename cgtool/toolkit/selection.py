@@ -21,36 +21,27 @@ def one_name(layout: CacheLayout, entry: str | None, *, rank: int | None, prefix
     if len(fitting) == 1:
         return fitting[0]
     hashes = [name.hash for name in fitting or there]
-    what = f"{_fits(fitting)}. Name one of these by its hash, and by --rank and --prefix where the hash is the same"
+    fits = "Several entries fit" if fitting else "No entry fits"
+    what = f"{fits}. Name one of these by its hash, and by --rank and --prefix where the hash is the same"
     listed = [f"{beginning(name.hash, hashes)} --rank {name.rank} --prefix {name.prefix}" for name in fitting or there]
     raise not_one(what, listed, path=layout.root, actual=entry)
 
 
 def one_hash(layout: CacheLayout, entry: str | None) -> str:
-    """Return the hash of the one entry that fits."""
-    there = published(layout)
-    hashes = list(dict.fromkeys(name.hash for name in there))
-    fitting = [hash_ for hash_ in hashes if hash_.startswith((entry or "").lower())]
-    if len(fitting) == 1:
-        return fitting[0]
-    listed = [beginning(hash_, hashes) for hash_ in fitting or hashes]
-    raise not_one(f"{_fits(fitting)}. Name one of these by its hash", listed, path=layout.root, actual=entry)
+    """Return the hash of the published entry that begins so; None takes the only one."""
+    return hash_named(layout.root, entry, list(dict.fromkeys(name.hash for name in published(layout))))
 
 
-def _fits(fitting: Sequence[object]) -> str:
-    return "Several entries fit" if fitting else "No entry fits"
-
-
-def hash_named(place: Path | str, text: str, hashes: Sequence[str]) -> str:
+def hash_named(place: Path | str, text: str | None, hashes: Sequence[str]) -> str:
     """Return the one of several hashes that begins with `text`; they are those of a cache, or of the store at a URL."""
-    found = [hash_ for hash_ in hashes if hash_.startswith(text.lower())]
-    if len(found) == 1 and text:
+    found = [hash_ for hash_ in hashes if hash_.startswith((text or "").lower())]
+    if len(found) == 1 and text != "":
         return found[0]
-    what = f"{len(found)} entries begin" if found else "No entry begins"
+    begin = f"{len(found)} entries begin" if found else "No entry begins"
+    what = f"{place} holds {len(hashes)} entries" if text is None else f"{begin} with {text[:64]!r} in {place}"
     listed = [beginning(hash_, hashes) for hash_ in found or hashes]
     advice = "Name one of these" if listed else "It holds no entry: warm a model first"
-    message = f"{what} with {text[:64]!r} in {place}. {advice}"
-    raise not_one(message, listed, path=place, actual=text[:64])
+    raise not_one(f"{what}. {advice}", listed, path=place, actual=(text or "")[:64])
 
 
 def not_one(message: str, listed: Sequence[str], *, more: str = "cache", **facts: Any) -> UsageError:
@@ -65,8 +56,7 @@ def not_one(message: str, listed: Sequence[str], *, more: str = "cache", **facts
 
 def empty(layout: CacheLayout) -> CacheError:
     """Return the error of a cache without entries."""
-    message = f"The cache at {layout.root} holds no entry. Fill it with: cgtool warm MODEL"
-    return CacheError(message, path=layout.root)
+    return CacheError(f"The cache at {layout.root} holds no entry. Fill it with: cgtool warm MODEL", path=layout.root)
 
 
 def published(layout: CacheLayout) -> list[RankName]:

@@ -141,8 +141,8 @@ def test_a_hash_that_fits_several_entries_or_none_lists_them(tmp_path):
     listed = "".join(f"  {hash_[:10]}\n" for hash_ in hashes)
     several, none, key, artifact = inspect(tmp_path, ("entry",), ("entry", "nothing"), ("key",), ("artifact", "zz/1"))
     assert several.code == none.code == key.code == artifact.code == 2
-    assert several.err == f"Error: Several entries fit. Name one of these by its hash:\n{listed}"
-    assert none.err == f"Error: No entry fits. Name one of these by its hash:\n{listed}"
+    assert several.err == f"Error: {tmp_path} holds 2 entries. Name one of these:\n{listed}"
+    assert none.err == f"Error: No entry begins with 'nothing' in {tmp_path}. Name one of these:\n{listed}"
     assert key.err == several.err
     assert artifact.err.startswith("Error: 'zz/1' names no artifact. Give the beginning of its digest")
 

@@ -37,6 +37,7 @@ from cgtool.store.entry import ObjectStore, read_entry
 from cgtool.store.key import read_key
 from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.lookup import LookupStore
+from cgtool.store.records import Artifact
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -373,12 +374,14 @@ def test_a_source_with_other_bytes_is_not_taken(objects, tmp_path):
 
 
 def test_an_artifact_that_cannot_be_looked_at_is_not_called_absent(objects):
+    artifact = Artifact.of(b"code", kind="pt2", compile_secs=1.0)
     path = objects.path(objects.put(b"code", "pt2"), "pt2")
+    assert objects.has(artifact)
     path.unlink()
-    assert objects.size(sha256_hex(b"code"), "pt2") is None
+    assert not objects.has(artifact)
     path.symlink_to(path)
     with pytest.raises(CacheError, match=path.name):
-        objects.size(sha256_hex(b"code"), "pt2")
+        objects.has(artifact)
 
 
 def test_artifacts_are_read_together_and_a_damaged_one_is_named(cache_root):

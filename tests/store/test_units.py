@@ -113,7 +113,7 @@ def test_a_damaged_unit_never_reaches_an_entry(units, layout):
     objects = ObjectStore(layout.entry_dir("cd" * 32))
     with pytest.raises(CacheCorruptError, match=path.name):
         units.link_into(objects, UNIT, RECORD)
-    assert objects.size(RECORD.digest, RECORD.kind) is None
+    assert not objects.has(RECORD)
 
 
 def test_four_processes_compile_one_unit_once_between_them(cache_root, tmp_path, units):

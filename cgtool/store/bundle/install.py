@@ -248,7 +248,7 @@ def _has_same_plan(entry: Entry, manifest: Manifest) -> bool:
 def _kept_rows(entry: Entry | None, theirs: Manifest, objects: ObjectStore) -> list[Row]:
     """The rows of an entry that stay: those of the same plan whose artifacts are in place."""
     rows = entry.manifest.rows if entry is not None and _has_same_plan(entry, theirs) else ()
-    return [row for row in rows if objects.size(row.artifact.digest, row.artifact.kind) == row.artifact.size_bytes]
+    return [row for row in rows if objects.has(row.artifact)]
 
 
 def _is_whole(layout: CacheLayout, unpacked: Unpacked, content: EntryContent) -> bool:

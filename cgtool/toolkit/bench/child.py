@@ -206,8 +206,7 @@ def _compile(spec: ModelSpec, request: Request) -> _Function:
 
 def _mega(spec: ModelSpec, request: Request) -> _Function:
     if torch.compiler.load_cache_artifacts(Path(request.artifact).read_bytes()) is None:
-        message = "torch took nothing from its mega-cache. Start in another way."
-        raise CgtoolError(message, path=request.artifact)
+        raise CgtoolError("torch took nothing from its mega-cache. Start in another way.", path=request.artifact)
     return _compile(spec, request)
 
 

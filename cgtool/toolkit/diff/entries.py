@@ -12,9 +12,9 @@ from msgspec.structs import asdict, replace
 from cgtool.errors import CacheCorruptError, CacheError
 from cgtool.plan.grammar import canonical_json, sha256_hex
 from cgtool.plan.pieces import Json
-from cgtool.plan.records import Plan, parse_plan
+from cgtool.plan.records import Plan
 from cgtool.plan.shapes import shape_text
-from cgtool.store.entry import read_entry
+from cgtool.store.entry import entry_with_plan
 from cgtool.store.files import read_bytes
 from cgtool.store.key import FactorDifference, differences, read_key
 from cgtool.store.layout import GRAPH_FILE, PLAN_FILE, CacheLayout, short
@@ -80,12 +80,7 @@ class EntrySide:
     def plan(self, part: _Part) -> Plan:
         """Return the plan of a rank and prefix."""
         if part not in self._plans:
-            name = self.parts[part].name
-            path = self.layout.rank_dir(name) / PLAN_FILE
-            entry = read_entry(self.layout, name)
-            if entry is None:
-                raise CacheError(f"Entry {short(self.hash)} was removed meanwhile. Look again.", path=path.parent)
-            self._plans[part] = parse_plan(entry.files[PLAN_FILE], path=path)
+            _, self._plans[part] = entry_with_plan(self.layout, self.parts[part].name)
         return self._plans[part]
 
     @cached_property

@@ -101,8 +101,7 @@ def _like(side: Side, entry: EntrySide) -> EntrySide:
 
 def _not_one(side: Side, count: int) -> UsageError:
     several = f"{side.root} holds {count or 'no'} {'entry' if count == 1 else 'entries'} to compare with."
-    message = f"{several} Name one as {side.root}:HASH; `cgtool inspect cache` lists them."
-    return UsageError(message, path=side.root)
+    return UsageError(f"{several} Name one as {side.root}:HASH; `cgtool inspect cache` lists them.", path=side.root)
 
 
 def compare_caches(old: Side, new: Side) -> list[Difference]:

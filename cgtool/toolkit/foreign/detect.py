@@ -55,14 +55,6 @@ def detect(path: Path) -> str | None:
         return None
 
 
-def read_cache(path: Path) -> ForeignCache:
-    """Return what another system's cache holds; what is torn, missing or strange in it is a warning or a problem."""
-    cache = read_foreign(path)
-    if cache is None:
-        raise _unknown(path.absolute())
-    return cache
-
-
 def read_foreign(path: Path | None) -> ForeignCache | None:
     """Return what another system's cache holds; None where cgtool or no known system wrote what lies there."""
     if path is None:

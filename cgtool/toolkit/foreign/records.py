@@ -7,7 +7,6 @@ stranger wrote: show them through `cgtool.cli.text.plain`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import msgspec
 from cgtool.errors import CacheError
 from cgtool.plan.pieces import Json
 from cgtool.plan.shapes import Shape
-from cgtool.store.records import Factor
+from cgtool.store.records import Factor, timestamp
 from cgtool.toolkit.foreign.formats import MOST_BYTES, native_target, parse_json, pickle_protocol, read_structure
 from cgtool.toolkit.foreign.tree import File, Tree, shown
 from cgtool.toolkit.selection import not_one
@@ -273,9 +272,7 @@ def _artifact(file: File, what: str, problems: list[str], *, top: str, **rest: A
 
 
 def _iso(secs: float | None) -> str | None:
-    if secs is None:
-        return None
     try:
-        return datetime.fromtimestamp(secs, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        return None if secs is None else timestamp(secs)
     except (OverflowError, ValueError, OSError):  # a year that no calendar has
         return None

@@ -30,12 +30,11 @@ import msgspec
 from msgspec.structs import asdict
 
 from cgtool.errors import CacheError
-from cgtool.plan.records import parse_plan
 from cgtool.plan.shapes import Shape, distinct_shapes, shape_order, shape_text
-from cgtool.store.entry import read_entry
+from cgtool.store.entry import entry_with_plan
 from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.key import FACTOR_ORDER, read_key
-from cgtool.store.layout import PLAN_FILE, CacheLayout, RankName, resolve_root, short
+from cgtool.store.layout import CacheLayout, RankName, resolve_root, short
 from cgtool.store.records import Factor, Manifest
 from cgtool.store.walk import view_entry
 from cgtool.toolkit.coverage import Coverage, Planned, entry_coverage, planned
@@ -195,13 +194,8 @@ def inspect_entry(entry: str | None = None, *, cache_dir: Path | None = None) ->
     manifests, failures = view.manifests, list(view.problems)
     plans: dict[RankName, Planned] = {}
     for manifest in manifests:
-        folder = layout.rank_dir(manifest.name)
         try:
-            read = read_entry(layout, manifest.name)
-            if read is not None:
-                plans[manifest.name] = planned(parse_plan(read.files[PLAN_FILE], path=folder / PLAN_FILE))
-            else:
-                failures.append(CacheError(f"{folder} was removed while it was read. Try again.", path=folder))
+            plans[manifest.name] = planned(entry_with_plan(layout, manifest.name)[1])
         except CacheError as error:
             failures.append(error)
     if not manifests:

@@ -10,12 +10,11 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from cgtool.errors import CacheError
 from cgtool.plan.pieces import PieceGraph
-from cgtool.plan.records import Plan, Step, Variant, parse_plan
-from cgtool.store.entry import read_entry
+from cgtool.plan.records import Plan, Step, Variant
+from cgtool.store.entry import entry_with_plan
 from cgtool.store.files import os_errors_as_cache_errors
-from cgtool.store.layout import GRAPH_FILE, PLAN_FILE, CacheLayout, resolve_root, short
+from cgtool.store.layout import GRAPH_FILE, CacheLayout, resolve_root
 from cgtool.store.records import Manifest, Row
 from cgtool.toolkit.foreign.detect import check_own
 from cgtool.toolkit.selection import not_one, one_name
@@ -112,11 +111,7 @@ def inspect_graph(
     if not layout.hashes():
         check_own(root)
     name = one_name(layout, entry, rank=rank, prefix=prefix)
-    found = read_entry(layout, name)
-    if found is None:
-        message = f"Entry {short(name.hash)} is gone. Look again with: cgtool inspect cache"
-        raise CacheError(message, path=layout.rank_dir(name))
-    plan = parse_plan(found.files[PLAN_FILE], path=layout.rank_dir(name) / PLAN_FILE)
+    found, plan = entry_with_plan(layout, name)
     number = _one_variant(plan, variant)
     rows: dict[int, list[Row]] = {}
     for row in found.manifest.rows:

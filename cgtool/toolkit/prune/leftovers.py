@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cgtool.errors import CacheError
+from cgtool.store.entry import NEXT
 from cgtool.store.files import is_temporary, may_exist, names_in, read_sealed, writer_lives
 from cgtool.store.layout import ARTIFACTS, UNIT_FILE, CacheLayout, RankName, is_hash
 from cgtool.store.leases import LeaseTable, claimed, locked, remove_idle
@@ -40,7 +41,6 @@ Leftover = tuple[str, str]
 
 _MINUTE_SECS = 60.0
 _LOCK = "lock"
-_NEXT = re.compile(r"\.(?P<name>.+)\.(?P<digest>[0-9a-f]{64})\.next")
 _FLAT = re.compile(r"[0-9a-f]{64}-rank_(?:0|[1-9][0-9]*)-[^~]+")
 
 
@@ -279,7 +279,7 @@ def _rests(path: str, secs: float, now: float) -> bool:
 
 def _is_unnamed_next(name: str, rank: RankView) -> bool:
     """Whether a file is a `.next` that its manifest does not name; False where that cannot be trusted."""
-    match = _NEXT.fullmatch(name)
+    match = re.fullmatch(NEXT, name)
     if match is None or rank.manifest is None:
         return False
     record = rank.manifest.files.get(match["name"])

@@ -29,6 +29,7 @@ from cgtool.plan.grammar import Record, sha256_hex
 from cgtool.plan.records import parse_plan
 from cgtool.store.artifacts import misplaced
 from cgtool.store.bundle_index import MAX_SIGNATURE_BYTES, Limits
+from cgtool.store.entry import NEXT
 from cgtool.store.files import is_temporary, may_exist, names_in, read_bytes, writer_lives
 from cgtool.store.layout import (
     ARTIFACTS,
@@ -63,7 +64,6 @@ _MEND = "Mend it with `cgtool verify --repair`, or warm the model again."
 _HALF: tuple[ProblemKind, str] = ("missing", "is missing, and its other half is there")
 _SIGN_AGAIN = "Remove both files of that name, and import the signed bundle again."
 _ARTIFACT = re.compile(r"[0-9a-f]{64}\.[a-z][a-z0-9_.]*")
-_NEXT = re.compile(r"\..+\.[0-9a-f]{64}\.next")
 #: How often what keeps changing is looked at again.
 _ATTEMPTS = 4
 
@@ -178,7 +178,7 @@ class _Check(Findings):
         if is_temporary(name):
             if not writer_lives(name):
                 self.notes.append(self.say(path, "temporary", f"{path} was left by a process that is gone."))
-        elif _NEXT.fullmatch(name):
+        elif re.fullmatch(NEXT, name):
             sentence = f"{path} was left by a process that was ended as it wrote."
             self.notes.append(self.say(path, "temporary", sentence))
         else:

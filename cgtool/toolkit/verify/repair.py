@@ -29,9 +29,8 @@ from cgtool.config import EAGER, CompilationConfig
 from cgtool.errors import CacheCorruptError, CacheError, CgtoolError
 from cgtool.events import OnEvent
 from cgtool.plan.grammar import Record, sha256_hex
-from cgtool.plan.records import Plan, parse_plan
 from cgtool.plan.shapes import Shape, is_size, of_sizes, shape_text
-from cgtool.store.entry import Entry, EntryWriter, ObjectStore, read_entry
+from cgtool.store.entry import Entry, EntryWriter, ObjectStore, entry_with_plan
 from cgtool.store.files import ARTIFACT_MODE, RECORD_MODE, read_bytes, remove, write_atomic
 from cgtool.store.layout import (
     ARTIFACTS,
@@ -217,11 +216,10 @@ def _rank_file(layout: CacheLayout, found: EntryCheck, problem: Finding) -> Iter
 def _rewrite(layout: CacheLayout, key: Key, manifest: Manifest, file: str) -> None:
     """Write a text for people anew whose bytes are lost: from the plan, or as a line that says so."""
     data = _LOST
-    entry = read_entry(layout, manifest.name)
-    if file == CODE_FILE and entry is not None:
+    if file == CODE_FILE:
         from cgtool.plan.rendering import plan_text  # for the rare repair alone
 
-        data = plan_text(_plan(layout, entry)).encode()
+        data = plan_text(entry_with_plan(layout, manifest.name)[1]).encode()
 
     def change(entry: Entry | None) -> tuple[Manifest, dict[str, bytes]]:
         return (manifest if entry is None else entry.manifest), {file: data}
@@ -327,10 +325,7 @@ def _compile(layout: CacheLayout, key: Key, name: RankName, places: list[_Place]
     from cgtool.compiler.pipeline import add_to_entry
     from cgtool.compiler.wanted import work_at
 
-    entry = read_entry(layout, name)
-    if entry is None:
-        raise CacheError(f"There is no entry {name.flat} any more. {_WARM}", path=layout.rank_dir(name))
-    plan = _plan(layout, entry)
+    _, plan = entry_with_plan(layout, name)
     work = []
     for variant, piece, shape, adaptor, tuned in places:
         step = next((step for step in plan.variants[variant].steps if step.piece == piece), None)
@@ -339,10 +334,6 @@ def _compile(layout: CacheLayout, key: Key, name: RankName, places: list[_Place]
         work.append(work_at(plan, variant, step, shape, adaptor=adaptor, tuned=tuned))
     config = CompilationConfig.from_mapping(key.value("config") or {})
     add_to_entry(layout, key, name, plan, work, config=config, on_event=on_event)
-
-
-def _plan(layout: CacheLayout, entry: Entry) -> Plan:
-    return parse_plan(entry.files[PLAN_FILE], path=layout.rank_dir(entry.name) / PLAN_FILE)
 
 
 def _of_hole(manifest: Manifest, hole: Hole) -> _Place:

@@ -23,7 +23,7 @@ from foreign_samples import (
 )
 
 from cgtool.toolkit.foreign import formats
-from cgtool.toolkit.foreign.detect import detect, read_cache
+from cgtool.toolkit.foreign.detect import detect, read_foreign
 from cgtool.toolkit.foreign.records import foreign_json
 
 
@@ -32,7 +32,7 @@ def test_older_indexes_name_what_is_missing_of_code_and_graph(tmp_path):
     cache = path / "torch_compile_cache" / "1517964802" / "rank_0_0" / "inductor_cache"
     shutil.rmtree(cache / "fxgraph")
     (cache / "5l" / "c5lx63dblzpjkzwsomda37ybbrxoiqdowok7da245wuy3huk2yvw.py").unlink()
-    rows = entry_of(read_cache(path), "1517964802").artifacts
+    rows = entry_of(read_foreign(path), "1517964802").artifacts
     assert {row.problems for row in rows} == {
         (
             "the index names its code and that is missing",
@@ -46,7 +46,7 @@ def test_an_unpacked_artifact_that_lacks_its_graphs_is_named(tmp_path):
     folder = path / "torch_compile_cache" / "9b41aa03d5" / "rank_0" / "backbone" / "artifact_shape_8_subgraph_0"
     shutil.rmtree(folder / "aotautograd")
     next((folder / "fxgraph").rglob("r*")).write_bytes(b"")
-    row = artifact_of(entry_of(read_cache(path), "9b41aa03d5"), "rank_0/backbone/artifact_shape_8_subgraph_0")
+    row = artifact_of(entry_of(read_foreign(path), "9b41aa03d5"), "rank_0/backbone/artifact_shape_8_subgraph_0")
     graph = "fxgraph/sy/fsy7i4gjlgxcswlf5eg2djs2i4kxfmvvy5xj7noglgwpypcgzuwy/"
     assert row.problems[0].removeprefix(graph) == "rlqy3nrbsztobcjb2kcmsknud4cn3dogz6yhe3mjach46do6jx4 has zero bytes"
     assert row.problems[1:] == ("it holds no graph of AOTAutograd, with which loading begins",)
@@ -58,7 +58,7 @@ def test_a_pickle_that_would_do_harm_is_described_and_not_loaded(tmp_path, monke
     path = unpack("torch_inductor", tmp_path)
     (path / "fxgraph" / FX_KEY[1:3] / FX_KEY / "bomb").write_bytes(BOMB)
     (path / "24" / "cbomb.so").write_bytes(BOMB)
-    cache = read_cache(path)
+    cache = read_foreign(path)
     bomb = artifact_of(entry_of(cache, FX_KEY), "bomb")
     assert (bomb.holds_pickle, bomb.members, bomb.problems) == (True, ("pickle protocol 4",), ())
     native = artifact_of(entry_of(cache, "generated code"), "24/cbomb.so")
@@ -71,7 +71,7 @@ def test_graphs_that_are_empty_or_no_pickle_are_named(tmp_path):
     (path / "fxgraph" / FX_KEY[1:3] / FX_KEY / "empty").write_bytes(b"")
     (path / "fxgraph" / FX_KEY[1:3] / FX_KEY / "text").write_bytes(b"import os")
     (path / "aotautograd" / "anothing").mkdir()
-    cache = read_cache(path)
+    cache = read_foreign(path)
     entry = entry_of(cache, FX_KEY)
     assert artifact_of(entry, "empty").problems == ("zero bytes",)
     assert artifact_of(entry, "text").problems == ("does not begin as a pickle does",)
@@ -101,7 +101,7 @@ def test_graphs_that_are_empty_or_no_pickle_are_named(tmp_path):
 def test_a_broken_record_of_tritons_is_named(tmp_path, name, text, words):
     path = unpack("triton", tmp_path)
     (path / SCALE / name).write_text(text)
-    entry = entry_of(read_cache(path), SCALE)
+    entry = entry_of(read_foreign(path), SCALE)
     assert any(words in problem for problem in entry.all_problems())
     assert all(problem.isprintable() for problem in entry.all_problems())
     assert (entry.kind, entry.deletable) == ("kernel", True)
@@ -111,7 +111,7 @@ def test_a_kernel_without_code_that_runs_is_not_whole(tmp_path):
     path = unpack("triton", tmp_path)
     (path / SCALE / "scale.cubin").unlink()
     (path / SCALE / "tmp.pid_1_x").mkdir()
-    problems = list(entry_of(read_cache(path), SCALE).all_problems())
+    problems = list(entry_of(read_foreign(path), SCALE).all_problems())
     assert problems[0] == "it has no code that runs: the kernel is not whole"
     assert problems[1] == "__grp__scale.json names scale.cubin, which is missing"
     assert problems[3] == "it holds what a process was writing and did not finish" or problems[-1].startswith(
@@ -133,7 +133,7 @@ def test_a_kernel_without_code_that_runs_is_not_whole(tmp_path):
 def test_a_mega_cache_that_breaks_its_form_is_a_problem(tmp_path, data, words):
     path = tmp_path / "mega"
     path.write_bytes(data)
-    cache = read_cache(path)
+    cache = read_foreign(path)
     (entry,) = cache.entries
     assert (cache.system, entry.artifacts, entry.size_bytes) == ("mega_cache", (), len(data))
     (problem,) = entry.problems
@@ -144,7 +144,7 @@ def test_a_mega_cache_of_too_many_members_is_a_problem(tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "_MOST_MEMBERS", 3)
     path = tmp_path / "mega"
     path.write_bytes(sealed(number(1), KIND, number(4), (KEY + field(b"")) * 4))
-    (entry,) = read_cache(path).entries
+    (entry,) = read_foreign(path).entries
     assert entry.problems == ("it holds more than 3 members",)
 
 
@@ -181,9 +181,9 @@ def test_no_mutation_of_any_file_is_an_error(tmp_path, name, monkeypatch):
         )
         file.write_bytes(changed)
         if detect(path) is not None:
-            cache = read_cache(path)
+            cache = read_foreign(path)
             json.dumps(foreign_json(cache), allow_nan=False)
             assert cache.size_bytes >= len(changed)
         file.write_bytes(data)
     assert not (tmp_path / "HARM").exists()
-    assert read_cache(path).warnings == ()
+    assert read_foreign(path).warnings == ()

@@ -8,12 +8,12 @@ from foreign_samples import SCALE, unpack
 from msgspec.structs import replace
 
 from cgtool.toolkit.foreign.contents import foreign_contents
-from cgtool.toolkit.foreign.detect import read_cache
+from cgtool.toolkit.foreign.detect import read_foreign
 from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignEntry
 
 
 def scale_of(root: Path) -> ForeignEntry:
-    return next(entry for entry in read_cache(root).entries if entry.name == SCALE)
+    return next(entry for entry in read_foreign(root).entries if entry.name == SCALE)
 
 
 def named(entry: ForeignEntry, path: str) -> ForeignArtifact:
@@ -37,7 +37,7 @@ def test_a_file_that_is_too_large_is_not_opened_and_a_long_text_is_cut(tmp_path:
 
 def test_a_folder_of_many_files_is_opened_in_part(tmp_path: Path) -> None:
     root = unpack("atom", tmp_path)
-    entry = next(entry for entry in read_cache(root).entries if entry.name == "9b41aa03d5")
+    entry = next(entry for entry in read_foreign(root).entries if entry.name == "9b41aa03d5")
     artifact = entry.artifacts[0]
     for number in range(70):
         (entry.path / artifact.path / f"{number:02}.py").write_text(f"x = {number}\n")
@@ -60,7 +60,7 @@ def test_what_lies_outside_of_the_entry_or_behind_a_link_is_not_read(tmp_path: P
 
 def test_a_file_that_went_away_since_it_was_listed_holds_nothing(tmp_path: Path) -> None:
     root = unpack("mega_cache", tmp_path)
-    (entry,) = read_cache(root).entries
+    (entry,) = read_foreign(root).entries
     root.write_bytes(b"torn")
     found = foreign_contents(entry, entry.artifacts[0])
     assert (found.sources, len(found.warnings)) == ((), 1)

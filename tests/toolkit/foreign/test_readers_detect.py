@@ -10,7 +10,7 @@ from foreign_samples import HASH, SCALE, entry_of, unpack
 
 from cgtool.errors import CacheError
 from cgtool.store.files import ensure_root
-from cgtool.toolkit.foreign.detect import detect, read_cache, read_foreign
+from cgtool.toolkit.foreign.detect import check_known, detect, read_foreign
 from cgtool.toolkit.foreign.formats import parse_json
 
 
@@ -20,9 +20,10 @@ def test_a_folder_that_is_missing_empty_or_a_strangers_is_no_cache(tmp_path):
     (tmp_path / "strange" / "ab" / "note.txt").write_text("hello")
     for path in (tmp_path / "missing", tmp_path / "empty", tmp_path / "strange", tmp_path / ("x" * 300)):
         assert detect(path) is None
-        with pytest.raises(CacheError, match="is no cache that cgtool knows") as caught:
-            read_cache(path)
-        assert caught.value.path == path
+        assert read_foreign(path) is None
+    with pytest.raises(CacheError, match="is no cache that cgtool knows") as caught:
+        check_known(tmp_path / "strange")
+    assert caught.value.path == tmp_path / "strange"
 
 
 @pytest.mark.parametrize("inner", ["", "torch_compile_cache"])
@@ -49,7 +50,7 @@ def test_torchs_folder_may_hold_tritons_and_each_kernel_is_an_entry(tmp_path):
     path = unpack("torch_inductor", tmp_path)
     shutil.copytree(unpack("triton", tmp_path), path / "triton" / "0")
     assert detect(path) == "torch_inductor"
-    cache = read_cache(path)
+    cache = read_foreign(path)
     assert cache.version == "triton 3.9.0"
     kernel = entry_of(cache, f"triton/0/{SCALE}")
     assert (kernel.kind, kernel.deletable, kernel.path) == ("kernel", True, path / "triton" / "0" / SCALE)
@@ -62,14 +63,14 @@ def test_folders_that_are_being_removed_are_no_entries(tmp_path):
     for folder in ("fxgraph/3q", "aotautograd"):
         (child,) = (torch / folder).iterdir()
         child.rename(child.with_name(hidden))
-    cache = read_cache(torch)
+    cache = read_foreign(torch)
     assert [(entry.name, entry.size_bytes) for entry in cache.entries] == [
         ("generated code", 212_180),
         ("other files", 88_498 + 78_584),
     ]
     vllm = unpack("vllm", tmp_path)
     (vllm / HASH).rename((vllm / HASH).with_name(hidden))
-    assert [(entry.name, entry.kind) for entry in read_cache(vllm).entries][:2] == [
+    assert [(entry.name, entry.kind) for entry in read_foreign(vllm).entries][:2] == [
         (hidden, "other"),
         ("2e78731c30", "model"),
     ]
@@ -82,14 +83,14 @@ def test_a_part_of_torchs_folder_is_torchs(tmp_path, kept):
         if child.name != kept:
             shutil.rmtree(child)
     assert detect(path) == "torch_inductor"
-    assert len(read_cache(path).entries) == 1
+    assert len(read_foreign(path).entries) == 1
 
 
 def test_tritons_cache_is_found_from_the_folder_above_it(tmp_path):
     path = unpack("triton", tmp_path)
     path.rename(tmp_path / "cache")
     assert detect(tmp_path) == "triton"
-    assert read_cache(tmp_path).root == tmp_path / "cache"
+    assert read_foreign(tmp_path).root == tmp_path / "cache"
 
 
 def test_a_launcher_of_tritons_is_no_kernel(tmp_path):
@@ -99,7 +100,7 @@ def test_a_launcher_of_tritons_is_no_kernel(tmp_path):
     (launcher / "__triton_launcher.cpython-311-x86_64-linux-gnu.so").write_bytes(
         b"\x7fELF\x02\x01\x01" + bytes(11) + b"\xb7\0"
     )
-    entry = entry_of(read_cache(path), "A" * 52)
+    entry = entry_of(read_foreign(path), "A" * 52)
     (artifact,) = entry.artifacts
     assert (entry.kind, list(entry.all_problems())) == ("launcher", [])
     assert (artifact.what, artifact.target) == ("native_code", "aarch64")
@@ -110,7 +111,7 @@ def test_what_a_stranger_put_beside_tritons_kernels_is_not_deletable(tmp_path):
     (path / "note.txt").write_text("hello")
     (path / "other").mkdir()
     (path / "other" / "x").write_text("12")
-    other = entry_of(read_cache(path), "other files")
+    other = entry_of(read_foreign(path), "other files")
     assert (other.kind, other.size_bytes, other.deletable) == ("other", 7, False)
 
 
@@ -120,7 +121,7 @@ def test_an_atom_cache_and_a_vllm_cache_are_told_apart_by_ranks_alone(tmp_path):
     for rank in path.glob("*/rank_*"):
         rank.rename(rank.with_name(f"{rank.name}_0"))
     assert detect(path) == "vllm"
-    assert [entry.ranks for entry in read_cache(path).entries] == [("0_0",), ("0_0", "1_0")]
+    assert [entry.ranks for entry in read_foreign(path).entries] == [("0_0",), ("0_0", "1_0")]
 
 
 @pytest.mark.parametrize(
@@ -136,11 +137,11 @@ def test_an_atom_cache_and_a_vllm_cache_are_told_apart_by_ranks_alone(tmp_path):
 def test_a_kernels_target_is_what_its_metadata_says(tmp_path, target, shown):
     path = unpack("triton", tmp_path)
     (path / SCALE / "scale.json").write_text(f'{{"name": "scale", "target": {target}}}')
-    entry = entry_of(read_cache(path), SCALE)
+    entry = entry_of(read_foreign(path), SCALE)
     assert {row.target for row in entry.artifacts if row.what == "kernel_binary"} == {shown}
 
 
 def test_metadata_of_a_kernel_is_given_as_it_was_written(tmp_path):
     path = unpack("triton", tmp_path)
-    entry = entry_of(read_cache(path), SCALE)
+    entry = entry_of(read_foreign(path), SCALE)
     assert entry.factors == parse_json((path / SCALE / "scale.json").read_bytes())

@@ -11,7 +11,7 @@ import pytest
 from foreign_samples import AOT, BOMB, HASH, KEY, PIECES, RANK, artifact_of, entry_of, field, number, sealed, unpack
 
 from cgtool.toolkit.foreign import tree
-from cgtool.toolkit.foreign.detect import detect, read_cache
+from cgtool.toolkit.foreign.detect import detect, read_foreign
 from cgtool.toolkit.foreign.tree import MOST_DEPTH
 
 INDEX = f"{PIECES}/vllm_compile_cache.py"
@@ -79,7 +79,7 @@ NO_MEGA_CACHE = "it holds no mega-cache of a known version"
 )
 def test_what_is_wrong_with_an_artifact_is_named_with_its_shape_and_piece(vllm, change, problem):
     change(vllm / PIECES / ARTIFACT)
-    piece = _piece(read_cache(vllm))
+    piece = _piece(read_foreign(vllm))
     (found,) = piece.problems
     assert found.startswith(problem)
     assert (piece.shape, piece.piece_index) == ({"num_tokens": (8, 8)}, 0)
@@ -88,7 +88,7 @@ def test_what_is_wrong_with_an_artifact_is_named_with_its_shape_and_piece(vllm, 
 def test_a_row_that_names_the_artifact_of_another_piece_is_named(vllm):
     index = (vllm / INDEX).read_text()
     (vllm / INDEX).write_text(index.replace("((8, 8), 0, ", "((8, 8), 3, "))
-    piece = _piece(read_cache(vllm))
+    piece = _piece(read_foreign(vllm))
     assert (piece.piece_index, piece.problems) == (3, ("its name says another shape or piece than the index does",))
 
 
@@ -97,7 +97,7 @@ def test_artifacts_that_no_row_names_are_listed_with_what_their_names_and_forms_
     shutil.copy(folder / ARTIFACT, folder / "artifact_compile_range_1_16_subgraph_7")
     of_other_form = folder / "artifact_compile_range_9_9_subgraph_0"
     of_other_form.write_bytes(sealed(field(b"AOTCompiledArtifact"), field(bytes(32)), field(BOMB)))
-    cache = read_cache(vllm)
+    cache = read_foreign(vllm)
     piece = _piece(cache, "artifact_compile_range_1_16_subgraph_7")
     assert (piece.shape, piece.piece_index) == ({"num_tokens": (1, 16)}, 7)
     assert piece.problems == ("no row of the index names it",)
@@ -108,7 +108,7 @@ def test_artifacts_that_no_row_names_are_listed_with_what_their_names_and_forms_
 @pytest.mark.parametrize("name", ["../../../../etc/passwd", "/etc/passwd", "..", "", "a/b"])
 def test_an_index_that_names_a_path_outside_opens_nothing(vllm, name):
     (vllm / INDEX).write_text(repr({((8, 8), 0, "inductor_standalone"): (name, "/x")}))
-    (row, *_) = entry_of(read_cache(vllm), "1572951577").artifacts
+    (row, *_) = entry_of(read_foreign(vllm), "1572951577").artifacts
     assert (row.size_bytes, row.problems) == (0, (f"the index names {name}, which is no plain name",))
 
 
@@ -128,7 +128,7 @@ def test_a_broken_index_is_a_problem_and_its_artifacts_are_listed_all_the_same(
 ):
     monkeypatch.chdir(tmp_path)
     (vllm / INDEX).write_text(text)
-    cache = read_cache(vllm)
+    cache = read_foreign(vllm)
     (problem,) = _own_problems(cache)
     assert problem.startswith("rank_0_0/backbone/vllm_compile_cache.py could not be read: it ")
     assert words in problem
@@ -139,7 +139,7 @@ def test_a_broken_index_is_a_problem_and_its_artifacts_are_listed_all_the_same(
 
 def test_torn_factors_are_a_problem(vllm):
     (vllm / PIECES / "cache_key_factors.json").write_text('{"env": ')
-    cache = read_cache(vllm)
+    cache = read_foreign(vllm)
     assert entry_of(cache, "1572951577").factors is None
     (problem,) = _own_problems(cache)
     assert problem.startswith("cache_key_factors.json of rank_0_0/backbone could not be read: it is no whole JSON")
@@ -149,7 +149,7 @@ def test_ranks_whose_factors_differ_keep_them_by_rank(vllm):
     shutil.copytree(vllm / RANK, vllm / HASH / "rank_10_0")
     shutil.copytree(vllm / RANK, vllm / HASH / "rank_2_0")
     (vllm / HASH / "rank_2_0" / "backbone" / "cache_key_factors.json").write_text('{"env": 1}')
-    entry = entry_of(read_cache(vllm), "1572951577")
+    entry = entry_of(read_foreign(vllm), "1572951577")
     assert entry.ranks == ("0_0", "2_0", "10_0")
     assert list(entry.factors) == ["rank_0_0/backbone", "rank_2_0/backbone", "rank_10_0/backbone"]
     assert entry.factors["rank_2_0/backbone"] == {"env": 1}
@@ -161,7 +161,7 @@ def test_what_lies_beside_the_entries_is_counted_and_may_not_be_deleted(vllm):
     (base / "torch_aot_compile" / "inductor_cache" / "x").write_bytes(b"123")
     (base / "strange").mkdir()
     (base / "note.txt").write_text("hello")
-    cache = read_cache(vllm)
+    cache = read_foreign(vllm)
     shared = entry_of(cache, "torch_aot_compile/inductor_cache")
     assert (shared.kind, shared.size_bytes, shared.deletable) == ("shared", 3, False)
     assert shared.why_not == "compiled models beside it may load from it"
@@ -179,7 +179,7 @@ def test_the_inductor_cache_of_an_entry_is_a_part_of_it(vllm):
     folder = vllm / "torch_compile_cache" / "torch_aot_compile" / AOT / "inductor_cache"
     folder.mkdir()
     (folder / "x").write_bytes(b"123")
-    entry = entry_of(read_cache(vllm), f"torch_aot_compile/{AOT}")
+    entry = entry_of(read_foreign(vllm), f"torch_aot_compile/{AOT}")
     shared = artifact_of(entry, "inductor_cache")
     assert (shared.what, shared.size_bytes, shared.members) == ("inductor_cache", 3, ("1 files",))
     assert entry.size_bytes == 486_529
@@ -193,7 +193,7 @@ def test_links_are_not_followed_and_loops_end(vllm, tmp_path):
     (folder / ARTIFACT).symlink_to(secret)
     (folder / "loop").symlink_to(folder)
     (vllm / "torch_compile_cache" / "elsewhere").symlink_to(vllm)
-    cache = read_cache(vllm)
+    cache = read_foreign(vllm)
     assert _piece(cache).problems == ("the index names it and it is missing",)
     assert sorted(cache.warnings) == sorted(
         f"{path} is a link and was not followed."
@@ -205,7 +205,7 @@ def test_a_link_to_a_cache_that_the_user_names_is_followed(vllm, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(vllm)
     assert detect(link) == "vllm"
-    assert read_cache(link).size_bytes == 1_639_373
+    assert read_foreign(link).size_bytes == 1_639_373
 
 
 def test_a_loop_of_links_is_no_cache(tmp_path):
@@ -217,13 +217,13 @@ def test_a_loop_of_links_is_no_cache(tmp_path):
 def test_a_stranger_folder_of_a_rank_is_no_part_of_the_model(vllm):
     (vllm / RANK / "__pycache__").mkdir()
     (vllm / RANK / "__pycache__" / "x.pyc").write_bytes(b"12")
-    entry = entry_of(read_cache(vllm), "1572951577")
+    entry = entry_of(read_foreign(vllm), "1572951577")
     assert (entry.prefixes, entry.size_bytes) == (("backbone",), 1_126_002)
 
 
 def test_more_files_than_any_cache_has_are_left(vllm, monkeypatch):
     monkeypatch.setattr(tree, "MOST_FILES", 5)
-    cache = read_cache(vllm)
+    cache = read_foreign(vllm)
     assert cache.warnings == (f"{vllm / 'torch_compile_cache'} has more than 5 files; the rest was not looked at.",)
 
 
@@ -241,7 +241,7 @@ def test_more_files_than_any_cache_has_are_left(vllm, monkeypatch):
 )
 def test_strange_files_are_warnings(vllm, name, make, warning):
     make(vllm / PIECES / name)
-    (said,) = read_cache(vllm).warnings
+    (said,) = read_foreign(vllm).warnings
     assert said.endswith(warning)
 
 
@@ -249,7 +249,7 @@ def test_folders_deeper_than_any_cache_are_left(tmp_path):
     path = unpack("triton", tmp_path)
     deep = path.joinpath(*["d"] * (MOST_DEPTH + 3))
     deep.mkdir(parents=True)
-    (warning,) = read_cache(path).warnings
+    (warning,) = read_foreign(path).warnings
     assert warning.endswith(f"is deeper than {MOST_DEPTH} folders and was not looked into.")
 
 
@@ -262,7 +262,7 @@ def test_what_may_not_be_read_is_a_warning(tmp_path_factory):
         (path / "torch_compile_cache/2e78731c30/rank_0_0/backbone/cache_key_factors.json").chmod(0)
         os.seteuid(65534)
         try:
-            cache = read_cache(path)
+            cache = read_foreign(path)
         finally:
             os.seteuid(0)
     finally:

@@ -22,7 +22,7 @@ from foreign_samples import (
 )
 
 from cgtool.plan.shapes import shape_text
-from cgtool.toolkit.foreign.detect import SYSTEMS, detect, read_cache
+from cgtool.toolkit.foreign.detect import SYSTEMS, detect, read_foreign
 from cgtool.toolkit.foreign.records import ForeignCache, foreign_json
 
 CACHE_KEYS = "system version root entries size_bytes warnings deletion"
@@ -40,7 +40,7 @@ def samples(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def caches(samples):
-    return {name: read_cache(path) for name, path in samples.items()}
+    return {name: read_foreign(path) for name, path in samples.items()}
 
 
 @pytest.mark.parametrize(("name", "system"), SAMPLES.items())
@@ -118,7 +118,7 @@ def test_an_entry_that_compiled_nothing_still_says_its_ranks_and_factors(caches)
 def test_vllms_cache_is_read_from_its_own_folder_and_from_an_entrys(samples, part):
     path = samples["vllm"] / part
     assert detect(path) == "vllm"
-    entry = entry_of(read_cache(path), "1572951577")
+    entry = entry_of(read_foreign(path), "1572951577")
     artifact = artifact_of(entry, "rank_0_0/backbone/artifact_compile_range_8_8_subgraph_0")
     assert artifact.shape == {"num_tokens": (8, 8)}
     assert (entry.ranks, entry.prefixes, entry.deletable) == (("0_0",), ("backbone",), True)
@@ -278,14 +278,14 @@ def test_a_file_of_two_names_is_counted_once(samples, tmp_path):
     path = unpack("triton", tmp_path)
     folder = path / SCALE
     os.link(folder / "scale.cubin", folder / "again.cubin")
-    entry = entry_of(read_cache(path), SCALE)
+    entry = entry_of(read_foreign(path), SCALE)
     assert (entry.size_bytes, entry.num_files) == (21_500, 9)
 
 
 def test_a_file_read_after_it_was_written_says_when(tmp_path):
     path = unpack("triton", tmp_path)
     os.utime(path / SCALE / "scale.cubin", (1_800_000_000, 1_700_000_000))
-    entry = entry_of(read_cache(path), SCALE)
+    entry = entry_of(read_foreign(path), SCALE)
     assert (entry.created, entry.last_used) == ("2023-11-14T22:13:20.000Z", "2027-01-15T08:00:00.000Z")
 
 
