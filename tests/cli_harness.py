@@ -8,6 +8,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -132,7 +133,7 @@ HEAVY = (
 )
 
 _SERVE = """
-import contextlib, gc, importlib, json, os, runpy, select, sys, threading
+import contextlib, gc, importlib, json, os, runpy, select, socket, sys, threading
 for name in sys.argv[1:]:
     with contextlib.suppress(ImportError):  # another torch may lack it
         importlib.import_module(name)
@@ -140,12 +141,13 @@ gc.freeze()
 gc.disable()  # a fork lives for a moment
 os.fsync = lambda descriptor: None  # as in conftest.py
 
-def begin(program, cwd, variables, arguments, out, err, alone):
+def begin(program, cwd, variables, arguments, out, err, alone, descriptors):
     child = os.fork()
     if child:
         return child
-    for stream, (path, flags) in enumerate(((os.devnull, os.O_RDONLY), (out, os.O_WRONLY), (err, os.O_WRONLY))):
-        os.dup2(os.open(path, flags), stream)
+    out, err = descriptors[1:] or [os.open(path, os.O_WRONLY) for path in (out, err)]
+    for stream, descriptor in enumerate((os.open(os.devnull, os.O_RDONLY), out, err)):
+        os.dup2(descriptor, stream)
     if alone:
         os.setsid()
     os.chdir(cwd)
@@ -157,6 +159,11 @@ def begin(program, cwd, variables, arguments, out, err, alone):
         from cgtool.cli.main import main
         sys.argv[:] = ["cgtool", *arguments]
         code = main()
+    elif program == "child":
+        from cgtool.child import serve
+        sys.path[:] = json.loads(arguments[0])
+        serve(descriptors[0], arguments[1])
+        code = 0
     else:
         sys.argv[:] = [program, *arguments]
         sys.path[0] = os.path.dirname(program)
@@ -171,7 +178,7 @@ def begin(program, cwd, variables, arguments, out, err, alone):
     sys.stderr.flush()
     os._exit(code)  # taking torch's modules apart touches every page of them
 
-asked, running = select.poll(), {}
+requests, asked, running = socket.socket(fileno=os.dup(0)), select.poll(), {}
 asked.register(0, select.POLLIN)
 while True:
     for descriptor, _ in asked.poll():
@@ -181,10 +188,12 @@ while True:
             asked.unregister(descriptor)
             os.close(descriptor)
             continue
-        request = sys.stdin.readline()
+        request, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 3)
         if not request:
             sys.exit()
-        child = begin(*json.loads(request))
+        child = begin(*json.loads(request), descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
         os.write(1, f"{child} began\\n".encode())
         descriptor = os.pidfd_open(child)
         running[descriptor] = child
@@ -239,15 +248,17 @@ class Server:
     """
 
     def __init__(self, *modules: str, env: Mapping[str, str] | None = None) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _SERVE, *modules],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment(**(env or {})),
-        )
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _SERVE, *modules],
+                stdin=theirs,
+                stdout=subprocess.PIPE,
+                env=environment(**(env or {})),
+            )
         self._said, self._over = b"", dict[int, int]()
         self._lock = threading.Lock()
-        atexit.register(self._process.communicate)
+        atexit.register(self._end)
 
     def run(self, program: str, cwd: Path, variables: Mapping[str, str], arguments: list[str]) -> Ran:
         """Run a program to its end."""
@@ -257,11 +268,14 @@ class Server:
         """Start a program in a session of its own."""
         return Running(self, [program, str(cwd), variables, arguments], alone=True)
 
-    def begin(self, request: list[Any]) -> int:
-        """Have a process forked; return its id."""
+    def _end(self) -> None:
+        self._requests.close()
+        self._process.communicate()
+
+    def begin(self, request: list[Any], *descriptors: int) -> int:
+        """Have a process forked, and given these open files; return its id."""
         with self._lock:  # or another thread would hear what this one waits for
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
+            socket.send_fds(self._requests, [json.dumps(request).encode()], descriptors)
             while (said := self._hear(None))[1] != "began":
                 pass
             return int(said[0])
@@ -294,6 +308,30 @@ class Server:
         else:
             self._over[int(pid)] = int(word)
         return [pid, word]
+
+
+class ForkedChild:
+    """Stands where `cgtool.processes` has its `subprocess.Popen`: the child has imported torch and Dynamo before."""
+
+    def __init__(self, command: list[str], *, stdout: Any, pass_fds: tuple[int], env: Any, **_: Any) -> None:
+        paths, _, program = command[-3:]
+        self.returncode: int | None = None
+        self._server = server(None, with_torch=True)
+        variables = dict(os.environ if env is None else env)
+        request = ["child", str(Path.cwd()), variables, [paths, program], "", "", True]
+        self.pid = self._server.begin(request, *pass_fds, stdout.fileno(), stdout.fileno())
+
+    def poll(self) -> int | None:
+        """Return its exit code where it has ended."""
+        self.returncode = self._server.code_of(self.pid, secs=0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end."""
+        self.returncode = self._server.code_of(self.pid, secs=timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("child", timeout)
+        return self.returncode
 
 
 @functools.cache

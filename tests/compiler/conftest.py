@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from cli_harness import ForkedChild
 from worker_harness import wait_until
 
 HERE = Path(__file__).parent
@@ -27,6 +29,19 @@ def site(worded_site):
     (metadata / "entry_points.txt").write_text(f"[cgtool.executors]\n{lines}")
     shutil.copy(HERE / "own_executors.py", folder)
     return worded_site
+
+
+@pytest.fixture
+def forked_children(monkeypatch):
+    """Have children forked off a process that has imported torch and Dynamo, where how they start is not asked."""
+    names = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
+    monkeypatch.setattr("cgtool.processes.subprocess", SimpleNamespace(Popen=ForkedChild, **names))
+
+
+@pytest.fixture
+def fresh_children(monkeypatch, forked_children):
+    """Have children start as they do, where they inherit a limit or a folder from this process."""
+    monkeypatch.setattr("cgtool.processes.subprocess", subprocess)
 
 
 class Dask:

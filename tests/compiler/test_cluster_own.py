@@ -22,7 +22,7 @@ from cgtool.compiler.request import factors_here
 from cgtool.errors import ConfigError, UnitsFailedError
 from cgtool.executors.engines import open_engine
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("forked_children")]
 
 MODEL = f"{REPO / 'tests/cli/cli_sample_model.py'}:build"
 HERE = f"{socket.gethostname()}:"

@@ -45,7 +45,7 @@ def llama(tmp_path):
 
 
 @pytest.fixture
-def patient(monkeypatch):
+def patient(monkeypatch, forked_children):
     """Let this process wait for children instead of tracing what they have not begun with."""
     monkeypatch.setattr(Future, "cancel", lambda _: False)
 
@@ -173,7 +173,7 @@ def test_where_no_child_can_be_started_this_process_traces(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(("jobs", "before"), [(1, 1), (4, 0)], ids=["traced-here", "in-a-child"])
-def test_what_is_traced_compiles_while_the_rest_is_traced(tmp_path, worded_here, jobs, before):
+def test_what_is_traced_compiles_while_the_rest_is_traced(tmp_path, worded_here, forked_children, jobs, before):
     root, stored = tmp_path / "cache", []
 
     def wait(event):

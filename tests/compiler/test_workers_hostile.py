@@ -23,7 +23,7 @@ from cgtool.compiler.schedule import compile_work
 from cgtool.errors import UnitsFailedError, WorkerError
 from cgtool.store.artifacts import parted
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("forked_children")]
 
 #: What is done, and what the error says of it.
 WORDS = {
@@ -93,7 +93,7 @@ def small_disk(tmp_path, monkeypatch):
     subprocess.run(["umount", folder], check=True)
 
 
-def test_a_full_disk_fails_the_unit_that_found_it_full(small_disk, cache_root):
+def test_a_full_disk_fails_the_unit_that_found_it_full(fresh_children, small_disk, cache_root):
     with pytest.raises(UnitsFailedError, match=r"piece 1 \(general\): the disk is full\. Free some space"):
         compile_all(hostile.work_of(0, hostile.FILL, 50), cache_root, own=1)
     assert stored_units(cache_root) == 2

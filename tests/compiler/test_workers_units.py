@@ -37,7 +37,7 @@ from cgtool.store.artifacts import Origin, parted
 from cgtool.store.records import Artifact
 from cgtool.store.units import UnitStore
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("forked_children")]
 
 IMPORT = Provider(module="hostile_adaptors", file=str(Path(hostile.__file__).resolve()))
 
@@ -70,7 +70,7 @@ def test_a_worker_does_what_it_can_and_refuses_what_is_for_another_compiler_or_p
     assert artifact == Artifact.of(data, kind=artifact.kind, compile_secs=artifact.compile_secs)
 
 
-def test_a_file_that_may_not_grow_so_large_is_no_refusal_of_the_piece():
+def test_a_file_that_may_not_grow_so_large_is_no_refusal_of_the_piece(fresh_children):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:

@@ -17,7 +17,7 @@ from cgtool.compiler.request import Provider
 from cgtool.errors import ProofCrashError, ProofMismatchError
 from cgtool.processes import ClosedError
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("forked_children")]
 
 PIECE = with_results(graph([X, tensor(8, 8)], [call("torch._C._nn.linear", "%0", "%1")], ["%2"]))
 

@@ -15,7 +15,7 @@ from cgtool.compiler.proof.prover import Prover
 from cgtool.errors import ProofCrashError, ProofMismatchError
 from cgtool.store.artifacts import Package, pack
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("forked_children")]
 
 PIECE = with_results(graph([X, tensor(8, 8)], [call("torch._C._nn.linear", "%0", "%1")], ["%2"]))
 OTHER = with_results(graph([X, tensor(8, 8)], [call("torch.matmul", "%0", "%1")], ["%2"]))

@@ -10,7 +10,7 @@ import cgtool
 from cgtool import CompilationConfig, ExampleCall, ModelSpec
 from cgtool.compiler.pipeline import warm
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("forked_children")]
 
 
 def warmed(dtype, root, **options):
