@@ -282,10 +282,13 @@ class Children:
     Leaving its `with` block ends them all.
     """
 
-    def __init__(self, program: str, *, limit: int, setup: Record | None = None) -> None:
+    def __init__(
+        self, program: str, *, limit: int, setup: Record | None = None, variables: Mapping[str, str] | None = None
+    ) -> None:
         self._program = program
         self.limit = limit
         self._setup = setup
+        self._variables = variables
         self._slots = threading.BoundedSemaphore(limit)
         self._lock = threading.Lock()
         self._idle: list[Child] = []
@@ -358,7 +361,7 @@ class Children:
     def _new(self) -> Child:
         if self._is_closed:
             raise ClosedError("The command was ended before all was done. Give it again to go on.")
-        child = Child(self._program, setup=self._setup)
+        child = Child(self._program, setup=self._setup, variables=self._variables)
         self._all.add(child)
         return child
 

@@ -19,7 +19,7 @@ from cache_samples import resealed
 from cli_harness import COMMAND, environment, run
 
 from cgtool.store.layout import CacheLayout, RankName, short
-from cgtool.toolkit.verify.load import Note, _open_all
+from cgtool.toolkit.verify.load import Opening, _open_all
 
 #: A cache with thousands of units.
 ENTRIES, ARTIFACTS = 60, 40
@@ -123,13 +123,10 @@ def test_entries_that_are_unsupported_for_the_same_reasons_are_named_together(tm
 def test_the_process_that_opens_asks_what_load_asks_before_it_opens_anything(cache_root: Path) -> None:
     name = RankName(hash=lay_whole(cache_root), rank=0, prefix="backbone")
     (cache_root / "torch_compile_cache").chmod(0o777)
-    said: list[Note] = []
-    _open_all(CacheLayout(root=cache_root), name, said.append)
-    (done,) = said
-    assert (done.opened.opened, done.opened.problems[0].path) == (0, "")
-    assert done.opened.problems[0].sentence.startswith(
-        f"{cache_root}/torch_compile_cache can be written to by everyone"
-    )
+    said: list[Opening] = []
+    done = _open_all(CacheLayout(root=cache_root), name, said.append)
+    assert (said, done.opened, done.problems[0].path) == ([], 0, "")
+    assert done.problems[0].sentence.startswith(f"{cache_root}/torch_compile_cache can be written to by everyone")
 
 
 def test_a_damaged_artifact_is_named_with_exit_code_3(cache_root: Path) -> None:

@@ -127,10 +127,9 @@ def test_a_cache_that_is_named_by_a_link_is_read_where_the_link_led(model, root,
 
 def _loads(root):
     """What `verify --load` does in its process."""
-    said = []
-    for name in CacheLayout(root=root).rank_names(CacheLayout(root=root).hashes()[0]):
-        _open_all(CacheLayout(root=root), name, said.append)
-    ((problem,),) = (note.opened.problems for note in said)
+    layout = CacheLayout(root=root)
+    found = [_open_all(layout, name, print) for name in layout.rank_names(layout.hashes()[0])]
+    ((problem,),) = (opened.problems for opened in found)
     reason = "writable_by_others" if "can be written" in problem.sentence else "unsigned"
     raise RefusedError(problem.sentence, reason=reason)
 

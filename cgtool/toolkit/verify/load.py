@@ -13,7 +13,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -23,7 +22,7 @@ from cgtool.errors import CgtoolError
 from cgtool.host import child_variables, environment
 from cgtool.plan.grammar import Count, Record
 from cgtool.plan.records import parse_plan
-from cgtool.processes import Child, ChildEndedError, Ending
+from cgtool.processes import ChildEndedError, Children
 from cgtool.store.artifacts import code_of
 from cgtool.store.entry import Entry
 from cgtool.store.layout import PLAN_FILE, CacheLayout, RankName, short
@@ -42,22 +41,27 @@ _TOOLS = (
 )
 _NO_COMPILER = "/nonexistent/c++"
 
-_Say = Callable[["Note"], None]
+_Say = Callable[["Opening"], None]
+
+
+class LoadSetup(Record, frozen=True, kw_only=True):
+    """What every request is about: the cache, the model, if one is to be called, and as which rank."""
+
+    root: str
+    model: ModelChoice | None
+    rank: int | None
 
 
 class LoadRequest(Record, frozen=True, kw_only=True):
-    """What a child is to open and to call."""
+    """A rank and prefix to open; without one, the model is to be loaded and called, which `among` should serve."""
 
-    root: str
-    names: tuple[RankName, ...]
-    model: ModelChoice | None
-    rank: int | None
+    name: RankName | None = None
+    among: tuple[RankName, ...] = ()
 
 
 class Opening(Record, frozen=True, kw_only=True):
     """The child is about to open an artifact."""
 
-    name: RankName
     file: str
 
 
@@ -90,16 +94,11 @@ class Called(Record, frozen=True, kw_only=True):
     sentence: str
 
 
-class Note(Record, frozen=True, kw_only=True):
-    """One of what the child says as it goes."""
+class LoadAnswer(Record, frozen=True, kw_only=True):
+    """What came of a request; of a model that no entry was named for, what came of opening the one that serves it."""
 
-    opening: Opening | None = None
     opened: Opened | None = None
     called: Called | None = None
-
-
-class Done(Record, frozen=True, kw_only=True):
-    """The child has said all."""
 
 
 class LoadProof(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -125,63 +124,39 @@ def prove_load(
 
     With a model and no names, the entry that serves the model is opened.
     """
+    setup = LoadSetup(root=str(root), model=model, rank=rank)
     with _nothing_that_compiles() as (variables, tried):
-        found = _Progress(names=list(names), model=model)
-        while found.is_left:
-            before = len(found.names), found.called
-            _run_child(
-                found, LoadRequest(root=str(root), names=tuple(found.names), model=found.model, rank=rank), variables
-            )
-            if (len(found.names), found.called) == before:  # a child that says nothing would be started for ever
-                break
+        with Children("cgtool.toolkit.verify.load:main", limit=1, setup=setup, variables=variables) as children:
+            answers = [_ask(children, LoadRequest(name=name), setup) for name in names]
+            if model is not None:
+                answers.append(_ask(children, LoadRequest(among=tuple(names)), setup))
         compiled = sorted(set(tried.read_text(encoding="utf-8", errors="replace").splitlines()))
-        return LoadProof(entries=tuple(found.opened), model=found.called, compiled=tuple(compiled))
+    return LoadProof(
+        entries=tuple(answer.opened for answer in answers if answer.opened is not None),
+        model=answers[-1].called if answers else None,
+        compiled=tuple(compiled),
+    )
 
 
-@dataclass(kw_only=True)
-class _Progress:
-    """What is left to open and to call, and what came of the rest."""
-
-    names: list[RankName]
-    model: ModelChoice | None
-    opened: list[Opened] = field(default_factory=list)
-    called: Called | None = None
-    opening: Opening | None = None
-
-    @property
-    def is_left(self) -> bool:
-        return bool(self.names) or (self.model is not None and self.called is None)
-
-    def take(self, note: Note) -> None:
-        self.opening, self.called = note.opening, note.called or self.called
-        if note.opened is not None:
-            name = RankName(hash=note.opened.hash, rank=note.opened.rank, prefix=note.opened.prefix)
-            self.opened.append(note.opened)
-            self.names = [other for other in self.names if other != name]
-
-    def take_ending(self, ending: Ending) -> None:
-        """Note what a child died at: that is done."""
-        words = f" It said: {ending.last_words}" if ending.last_words else ""
-        if self.opening is not None and self.opening.name in self.names:
-            sentence = f"The process that opened {self.opening.file} {ending.how}. Warm the model again here.{words}"
-            self.take(_opened(self.opening.name, 0, [LoadProblem(path=self.opening.file, sentence=sentence)]))
-        elif self.model is not None and self.called is None:
-            sentence = f"The process that loaded and called {self.model.model} {ending.how}.{words}"
-            self.called = Called(hash=None, called=False, sentence=sentence)
-        elif self.names:
-            sentence = f"The process that was to open it {ending.how} as it started.{words}"
-            self.take(_opened(self.names[0], 0, [LoadProblem(path="", sentence=sentence)]))
-
-
-def _run_child(found: _Progress, request: LoadRequest, variables: dict[str, str]) -> None:
-    found.opening = None
-    child = Child("cgtool.toolkit.verify.load:main", variables=variables)
+def _ask(children: Children, request: LoadRequest, setup: LoadSetup) -> LoadAnswer:
+    """Put a request to a child, and say what it died of where it does."""
+    opening: list[Opening] = []
     try:
-        child.ask(request, answer=Done, note=Note, on_note=found.take, timeout_secs=None)
+        asked = children.ask(request, answer=LoadAnswer, note=Opening, on_note=opening.append, timeout_secs=None)
+        answer: LoadAnswer = asked.record
     except ChildEndedError as error:
-        found.take_ending(error.ending)
-    finally:
-        child.close()
+        how = error.ending.how
+        words = f" It said: {error.ending.last_words}" if error.ending.last_words else ""
+        if request.name is None:
+            model = "" if setup.model is None else setup.model.model
+            sentence = f"The process that loaded and called {model} {how}.{words}"
+            return LoadAnswer(called=Called(hash=None, called=False, sentence=sentence))
+        file, sentence = "", f"The process that was to open it {how} as it started.{words}"
+        if opening:
+            file = opening[-1].file
+            sentence = f"The process that opened {file} {how}. Warm the model again here.{words}"
+        return LoadAnswer(opened=_opened(request.name, 0, [LoadProblem(path=file, sentence=sentence)]))
+    return answer
 
 
 @contextmanager
@@ -212,36 +187,34 @@ def _nothing_that_compiles() -> Iterator[tuple[dict[str, str], Path]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _opened(name: RankName, opened: int, problems: Sequence[LoadProblem]) -> Note:
-    found = Opened(hash=name.hash, rank=name.rank, prefix=name.prefix, opened=opened, problems=tuple(problems))
-    return Note(opened=found)
+def _opened(name: RankName, opened: int, problems: Sequence[LoadProblem]) -> Opened:
+    return Opened(hash=name.hash, rank=name.rank, prefix=name.prefix, opened=opened, problems=tuple(problems))
 
 
 # The program of the child.
 
 
 def main(channel: Channel) -> None:
-    """Do what the one request asks, and say what came of each part of it."""
-    for request, _ in channel.requests(LoadRequest):
-        _answer(request, channel.note)
-        channel.answer(Done(), last=True)
-        return
+    """Build the model, and do what each request asks."""
+    setup = channel.setup(LoadSetup)
+    layout = CacheLayout(root=Path(os.path.realpath(setup.root)))
+    spec: ModelSpec | None = None
+    failure = ""
+    for number, (request, _) in enumerate(channel.requests(LoadRequest)):
+        if setup.model is not None and number == 0:  # what registers its ops comes before what calls them
+            try:
+                spec = setup.model.build(weights="real")
+            except CgtoolError as error:
+                failure = str(error)
+        if request.name is not None:
+            channel.answer(LoadAnswer(opened=_open_all(layout, request.name, channel.note)))
+        elif spec is None:
+            channel.answer(LoadAnswer(called=Called(hash=None, called=False, sentence=failure)))
+        else:
+            channel.answer(_called(layout, spec, setup, request, channel.note))
 
 
-def _answer(request: LoadRequest, say: _Say) -> None:
-    layout = CacheLayout(root=Path(os.path.realpath(request.root)))
-    try:
-        spec = None if request.model is None else request.model.build(weights="real")
-    except CgtoolError as error:
-        say(Note(called=Called(hash=None, called=False, sentence=str(error))))
-        spec = None
-    for name in request.names:
-        _open_all(layout, name, say)
-    if spec is not None:
-        say(Note(called=_called(layout, spec, request, say)))
-
-
-def _open_all(layout: CacheLayout, name: RankName, say: _Say) -> None:
+def _open_all(layout: CacheLayout, name: RankName, say: _Say) -> Opened:
     """Open every artifact of a rank and prefix, each for every graph that it serves."""
     opened = 0
     problems: list[LoadProblem] = []
@@ -255,7 +228,7 @@ def _open_all(layout: CacheLayout, name: RankName, say: _Say) -> None:
             opened, problems = _open_entry(layout, name, entry, say)
     except CgtoolError as error:
         problems.append(LoadProblem(path="", sentence=str(error)))
-    say(_opened(name, opened, problems))
+    return _opened(name, opened, problems)
 
 
 def _open_entry(layout: CacheLayout, name: RankName, entry: Entry, say: _Say) -> tuple[int, list[LoadProblem]]:
@@ -279,7 +252,7 @@ def _open_entry(layout: CacheLayout, name: RankName, entry: Entry, say: _Say) ->
             if key in seen:
                 continue
             seen.add(key)
-            say(Note(opening=Opening(name=name, file=file)))
+            say(Opening(file=file))
             try:
                 bounds = symbol_bounds(plan.variants[row.variant], row.shape)
                 graph = graph_at(plan.graphs[step.graph], step, bounds)
@@ -306,7 +279,7 @@ def _open(adaptor: str, data: bytes, graph: PieceGraph, packages: Packages) -> N
         get_adaptor(adaptor).load(data, graph)
 
 
-def _called(layout: CacheLayout, spec: ModelSpec, request: LoadRequest, say: _Say) -> Called:
+def _called(layout: CacheLayout, spec: ModelSpec, setup: LoadSetup, request: LoadRequest, say: _Say) -> LoadAnswer:
     """Load the model and call it once; where no entry was named, the one that serves it is opened too."""
     import torch
 
@@ -314,19 +287,19 @@ def _called(layout: CacheLayout, spec: ModelSpec, request: LoadRequest, say: _Sa
     from cgtool.runtime.factors import Live
     from cgtool.runtime.find import Finder
 
-    as_rank = environment().rank if request.rank is None else request.rank
-    hash_: str | None = None
+    as_rank = environment().rank if setup.rank is None else setup.rank
+    hash_, opened, sentence = None, None, ""
     try:
         live = Live.of(spec.module)
         finder = Finder(layout, spec.module, live, rank=as_rank, prefix=spec.prefix, trust=TrustPolicy.of())
         found = finder.find().entry.name
         hash_ = found.hash
-        if not request.names:
-            _open_all(layout, found, say)
-        elif found not in request.names:
-            known = ", ".join(dict.fromkeys(short(name.hash) for name in request.names))
+        if not request.among:
+            opened = _open_all(layout, found, say)
+        elif found not in request.among:
+            known = ", ".join(dict.fromkeys(short(name.hash) for name in request.among))
             sentence = f"The model is served by entry {short(found.hash)}, and {known} was to be proved."
-            return Called(hash=hash_, called=False, sentence=sentence)
+            return LoadAnswer(called=Called(hash=hash_, called=False, sentence=sentence))
         loaded = load(spec.module, cache_dir=layout.root, prefix=spec.prefix, rank=as_rank)
         (call, *_) = spec.calls
         with torch.no_grad():
@@ -334,5 +307,4 @@ def _called(layout: CacheLayout, spec: ModelSpec, request: LoadRequest, say: _Sa
     except CgtoolError as error:
         reasons = "; ".join(getattr(error, "reasons", ()))
         sentence = f"{error}" if not reasons or reasons in str(error) else f"{error} ({reasons})"
-        return Called(hash=hash_, called=False, sentence=sentence)
-    return Called(hash=hash_, called=True, sentence="")
+    return LoadAnswer(opened=opened, called=Called(hash=hash_, called=not sentence, sentence=sentence))
