@@ -48,21 +48,8 @@ Examples:
 """
 
 
-def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:  # noqa: ARG001 - click's signature
-    if value and not ctx.resilient_parsing:
-        click.echo(f"cgtool {cgtool_version}")
-        ctx.exit(0)
-
-
 @click.group(cls=LazyGroup, table=COMMANDS, epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_print_version,
-    help="Show the version and exit.",
-)
+@click.version_option(cgtool_version, message="cgtool %(version)s")
 def cgtool() -> None:
     """Compile models before they are served, and start fresh processes from what was compiled.
 

@@ -336,7 +336,7 @@ def cache_folder(given: str | None) -> Path | None:
     """Return the cache's root as the settings have it (flag, variable, file); None where none of them names one."""
     from cgtool.cli.settings import load_settings  # kept out of `--help`
 
-    folder = load_settings(flags={"cache_dir": given}).config.cache_dir
+    folder = load_settings(flags={"cache_dir": given}).cache_dir
     return Path(folder) if folder else None
 
 
@@ -374,6 +374,6 @@ def model_asked(
     from cgtool.toolkit.model_choice import ModelChoice
 
     given = {name: options[name] for name in ("cache_dir", *fields) if name in options}
-    config = load_settings(compilation_config=options["compilation_config"], flags={**given, **flags}).config
+    config = load_settings(compilation_config=options["compilation_config"], flags={**given, **flags})
     named = (name for name in ModelChoice.__struct_fields__ if name in options)
     return ModelChoice(**{name: options[name] for name in named}), config

@@ -31,15 +31,6 @@ _PATHS = frozenset({"cache_dir", "debug_dump_path", "trusted_keys"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """A configuration, and where it comes from."""
-
-    config: CompilationConfig
-    origins: Mapping[str, str]
-    file: Path | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Said:
     """One source's word on one field: `key` and `known` are spelled as the source spells them."""
 
@@ -56,7 +47,7 @@ def load_settings(
     flags: Mapping[str, Any] | None = None,
     start: Path | None = None,
     env: Environment | None = None,
-) -> Settings:
+) -> CompilationConfig:
     """Return what the sources say together.
 
     Flags are given by field; one that is None was not given, and text is parsed as a variable's is. The search for a
@@ -83,7 +74,7 @@ def load_settings(
     spelled = config.to_json() if origins else {}
     for field, origin in origins.items():
         _log.debug("%s is %s, by %s", field, json.dumps(spelled[field]), origin)
-    return Settings(config=config, origins=origins, file=file)
+    return config
 
 
 def find_file(start: Path) -> Path | None:

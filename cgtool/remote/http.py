@@ -175,8 +175,8 @@ class HttpStore:
         except ET.ParseError as error:
             raise self._refused(answer, f"list {folder}") from error
         for one in found.iterfind("{DAV:}response"):
-            name = unquote(urlsplit(one.findtext("{DAV:}href", "")).path).rstrip("/").rpartition("/")[2]
             href = unquote(urlsplit(one.findtext("{DAV:}href", "")).path).rstrip("/")
+            name = href.rpartition("/")[2]
             if not href.endswith(f"/{folder}/{name}"):
                 continue  # the folder itself
             size = one.findtext(".//{DAV:}getcontentlength") or "0"

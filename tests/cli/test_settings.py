@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -33,15 +34,15 @@ def refusal(start: Path, *, variables=None, **given) -> str:
 
 
 def test_without_any_source_the_defaults_hold(repo):
-    found = settings(repo)
-    assert (found.config, found.origins, found.file) == (CompilationConfig(), {}, None)
+    assert settings(repo) == CompilationConfig()
 
 
 SOURCES = ["file", "variable", "json", "flag"]
 
 
 @pytest.mark.parametrize("highest", range(len(SOURCES)), ids=SOURCES)
-def test_a_higher_source_wins(repo, highest):
+def test_a_higher_source_wins_and_the_log_names_it(repo, highest, caplog):
+    caplog.set_level(logging.DEBUG, logger="cgtool")
     given = {}
     if highest >= 0:
         (repo / "cgtool.toml").write_text("compile_sizes = [1]\nsize_dim = 'a'\n")
@@ -52,38 +53,37 @@ def test_a_higher_source_wins(repo, highest):
     if highest >= 3:
         given["flags"] = {"compile_sizes": [4]}
     found = settings(repo, **given)
-    assert found.config == CompilationConfig(compile_sizes=[highest + 1], size_dim="a")
+    assert found == CompilationConfig(compile_sizes=[highest + 1], size_dim="a")
     origins = [
         f"{repo}/cgtool.toml, key compile_sizes",
         "the variable CGTOOL_COMPILE_SIZES",
         "--compilation-config, key compile_sizes",
         "--compile-sizes",
     ]
-    assert found.origins == {"compile_sizes": origins[highest], "size_dim": f"{repo}/cgtool.toml, key size_dim"}
+    assert f"compile_sizes is [{highest + 1}], by {origins[highest]}" in caplog.messages
+    assert f'size_dim is "a", by {repo}/cgtool.toml, key size_dim' in caplog.messages
 
 
 def test_flags_that_were_not_given_say_nothing_and_text_is_parsed(repo):
     flags = {"level": None, "compile_sizes": "1,batch=2", "adaptor": "eager", "disable_cache": True}
     found = settings(repo, flags=flags)
-    assert found.config == CompilationConfig(compile_sizes=[1, {"batch": 2}], adaptor="eager", disable_cache=True)
-    assert found.origins["disable_cache"] == "--no-cache"
+    assert found == CompilationConfig(compile_sizes=[1, {"batch": 2}], adaptor="eager", disable_cache=True)
 
 
 def test_an_empty_variable_counts_as_unset(repo):
-    assert settings(repo, variables={"CGTOOL_COMPILE_SIZES": "", "CGTOOL_NO_SUCH": ""}).config == CompilationConfig()
+    assert settings(repo, variables={"CGTOOL_COMPILE_SIZES": "", "CGTOOL_NO_SUCH": ""}) == CompilationConfig()
 
 
 def test_the_table_of_pyproject_is_read_from_a_folder_below(repo):
     (repo / "pyproject.toml").write_text('[project]\nname = "x"\n[tool.cgtool]\ncompile_sizes = [1, {batch = 2}]\n')
     found = settings(repo / "inner")
-    assert found.file == repo / "pyproject.toml"
-    assert found.config == CompilationConfig(compile_sizes=[1, {"batch": 2}])
+    assert found == CompilationConfig(compile_sizes=[1, {"batch": 2}])
 
 
 def test_the_nearest_file_is_the_only_one(repo):
     (repo / "cgtool.toml").write_text("level = 2\nsize_dim = 'a'\n")
     (repo / "inner" / "cgtool.toml").write_text("level = 1\n")
-    assert settings(repo / "inner").config == CompilationConfig(level=1)
+    assert settings(repo / "inner") == CompilationConfig(level=1)
 
 
 def test_a_pyproject_that_does_not_speak_of_cgtool_is_passed_by(repo):
@@ -109,18 +109,18 @@ def test_a_worktrees_git_file_ends_the_search_too(repo):
 def test_the_working_directory_is_where_the_search_begins(repo, monkeypatch):
     (repo / "cgtool.toml").write_text("level = 2\n")
     monkeypatch.chdir(repo / "inner")
-    assert load_settings(env=environment({})).config.level == 2
+    assert load_settings(env=environment({})).level == 2
 
 
 def test_a_path_in_a_file_is_relative_to_the_file(repo):
     (repo / "cgtool.toml").write_text("cache_dir = 'caches/a'\ndebug_dump_path = '/abs'\n")
-    config = settings(repo / "inner").config
+    config = settings(repo / "inner")
     assert (config.cache_dir, config.debug_dump_path) == (str(repo / "caches/a"), "/abs")
 
 
 def test_a_home_in_a_file_is_the_users(repo, isolated_home):
     (repo / "cgtool.toml").write_text("cache_dir = '~/c'\n")
-    assert settings(repo).config.cache_dir == str(isolated_home / "c")
+    assert settings(repo).cache_dir == str(isolated_home / "c")
 
 
 @pytest.mark.parametrize(
