@@ -218,5 +218,5 @@ ROWS_OF_EIGHT = {
         lambda self, x: x * self.scale + torch.from_numpy(self.shift),
         {"scale": np.float64(0.5), "shift": np.arange(8, dtype=np.float32)},
     ),
-    "softmax and log": (lambda self, x: x.softmax(-1).clamp_min(1e-3).log().logsumexp(-1), {}),
+    "softmax and log": (lambda self, x: x.softmax(-1).clamp_min(1e-3).log().mul(2).logsumexp(-1), {}),
 }
