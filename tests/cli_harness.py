@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -17,6 +18,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
@@ -59,10 +61,11 @@ def needs_fresh_process(env: Mapping[str, str] | None) -> bool:
     return not (decide.keys() <= {"PYTHONPATH"} and decide.get("PYTHONPATH") in {None, *_kept})
 
 
-def run(*arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Ran:
+def run(*arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, forks: bool = False) -> Ran:
     """Run `cgtool` to its end, as a process of its own: in a fork of one that has imported what is slow to import.
 
-    What Python or torch reads of the environment as it starts needs a fresh process.
+    What Python or torch reads of the environment as it starts needs a fresh process. Where it `forks`, its children
+    are forks, too.
     """
     words = [str(argument) for argument in arguments]
     if needs_fresh_process(env):
@@ -76,7 +79,10 @@ def run(*arguments: object, cwd: Path | None = None, env: Mapping[str, str] | No
             timeout=500,
         )
         return Ran(code=done.returncode, out=done.stdout, err=done.stderr)
-    return _server_for(words, env).run("cgtool", cwd or Path.cwd(), environment(**(env or {})), words)
+    server = _server_for(words, env)
+    return server.run(
+        "cgtool", cwd or Path.cwd(), environment(**(env or {})), words, *[server.requests.fileno()] * forks
+    )
 
 
 def forked(
@@ -134,7 +140,10 @@ HEAVY = (
 
 _SERVE = """
 import contextlib, gc, importlib, json, os, runpy, select, socket, sys, threading
-for name in sys.argv[1:]:
+sys.path.insert(0, sys.argv[1])
+import cli_harness
+del sys.path[0]
+for name in sys.argv[2:]:
     with contextlib.suppress(ImportError):  # another torch may lack it
         importlib.import_module(name)
 gc.freeze()
@@ -145,7 +154,10 @@ def begin(program, cwd, variables, arguments, out, err, alone, descriptors):
     child = os.fork()
     if child:
         return child
-    out, err = descriptors[1:] or [os.open(path, os.O_WRONLY) for path in (out, err)]
+    if program == "child":
+        out = err = descriptors[1]
+    else:
+        out, err = (os.open(path, os.O_WRONLY) for path in (out, err))
     for stream, descriptor in enumerate((os.open(os.devnull, os.O_RDONLY), out, err)):
         os.dup2(descriptor, stream)
     if alone:
@@ -155,6 +167,8 @@ def begin(program, cwd, variables, arguments, out, err, alone, descriptors):
     os.environ.update(variables)
     added = [one for one in variables.get("PYTHONPATH", "").split(os.pathsep) if one not in {"", *sys.path}]
     sys.path[1:1] = added
+    for descriptor in descriptors[:1] if program == "cgtool" else descriptors[2:3]:
+        cli_harness.fork_children(socket.socket(fileno=descriptor))
     if program == "cgtool":
         from cgtool.cli.main import main
         sys.argv[:] = ["cgtool", *arguments]
@@ -183,20 +197,25 @@ asked.register(0, select.POLLIN)
 while True:
     for descriptor, _ in asked.poll():
         if descriptor in running:
-            code = os.waitstatus_to_exitcode(os.waitpid(running[descriptor], 0)[1])
-            os.write(1, f"{running.pop(descriptor)} {code}\\n".encode())
+            child, answers = running.pop(descriptor)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            with contextlib.suppress(BrokenPipeError):
+                os.write(answers, f"{child} {code}\\n".encode())
+            if answers != 1:
+                os.close(answers)
             asked.unregister(descriptor)
             os.close(descriptor)
             continue
-        request, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 3)
+        request, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 4)
         if not request:
             sys.exit()
         child = begin(*json.loads(request), descriptors)
+        answers = descriptors.pop() if len(descriptors) == 4 else 1
         for descriptor in descriptors:
             os.close(descriptor)
-        os.write(1, f"{child} began\\n".encode())
+        os.write(answers, f"{child} began\\n".encode())
         descriptor = os.pidfd_open(child)
-        running[descriptor] = child
+        running[descriptor] = child, answers
         asked.register(descriptor, select.POLLIN)
 """
 
@@ -208,10 +227,10 @@ class Running:
         pid: Its id, and that of its session where it has its own.
     """
 
-    def __init__(self, server: Server, request: list[Any], *, alone: bool) -> None:
+    def __init__(self, server: Server, request: list[Any], *descriptors: int, alone: bool) -> None:
         self._out, self._err = tempfile.NamedTemporaryFile(), tempfile.NamedTemporaryFile()  # noqa: SIM115  they live as long as this object
         self._server = server
-        self.pid = server.begin([*request, self._out.name, self._err.name, alone])
+        self.pid = server.begin([*request, self._out.name, self._err.name, alone], *descriptors)
 
     @property
     def err(self) -> str:
@@ -248,10 +267,10 @@ class Server:
     """
 
     def __init__(self, *modules: str, env: Mapping[str, str] | None = None) -> None:
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _SERVE, *modules],
+                [sys.executable, "-c", _SERVE, str(Path(__file__).parent), *modules],
                 stdin=theirs,
                 stdout=subprocess.PIPE,
                 env=environment(**(env or {})),
@@ -260,22 +279,24 @@ class Server:
         self._lock = threading.Lock()
         atexit.register(self._end)
 
-    def run(self, program: str, cwd: Path, variables: Mapping[str, str], arguments: list[str]) -> Ran:
-        """Run a program to its end."""
-        return Running(self, [program, str(cwd), variables, arguments], alone=False).end()
+    def run(
+        self, program: str, cwd: Path, variables: Mapping[str, str], arguments: list[str], *descriptors: int
+    ) -> Ran:
+        """Run a program to its end, and give it these open files."""
+        return Running(self, [program, str(cwd), variables, arguments], *descriptors, alone=False).end()
 
     def start(self, program: str, cwd: Path, variables: Mapping[str, str], arguments: list[str]) -> Running:
         """Start a program in a session of its own."""
         return Running(self, [program, str(cwd), variables, arguments], alone=True)
 
     def _end(self) -> None:
-        self._requests.close()
+        self.requests.close()
         self._process.communicate()
 
     def begin(self, request: list[Any], *descriptors: int) -> int:
         """Have a process forked, and given these open files; return its id."""
         with self._lock:  # or another thread would hear what this one waits for
-            socket.send_fds(self._requests, [json.dumps(request).encode()], descriptors)
+            socket.send_fds(self.requests, [json.dumps(request).encode()], descriptors)
             while (said := self._hear(None))[1] != "began":
                 pass
             return int(said[0])
@@ -311,27 +332,46 @@ class Server:
 
 
 class ForkedChild:
-    """Stands where `cgtool.processes` has its `subprocess.Popen`: the child has imported torch and Dynamo before."""
+    """Stands where `cgtool.processes` has its `subprocess.Popen`: a server forks the child, and its children."""
 
-    def __init__(self, command: list[str], *, stdout: Any, pass_fds: tuple[int], env: Any, **_: Any) -> None:
+    def __init__(self, requests: socket.socket, command: list[str], **how: Any) -> None:
         paths, _, program = command[-3:]
-        self.returncode: int | None = None
-        self._server = server(None, with_torch=True)
-        variables = dict(os.environ if env is None else env)
+        variables = dict(os.environ if how["env"] is None else how["env"])
         request = ["child", str(Path.cwd()), variables, [paths, program], "", "", True]
-        self.pid = self._server.begin(request, *pass_fds, stdout.fileno(), stdout.fileno())
+        answers, theirs = os.pipe()
+        descriptors = [*how["pass_fds"], how["stdout"].fileno(), requests.fileno(), theirs]
+        socket.send_fds(requests, [json.dumps(request).encode()], descriptors)
+        os.close(theirs)
+        self._answers = os.fdopen(answers)
+        self.pid = int(self._answers.readline().split()[0])
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
 
     def poll(self) -> int | None:
         """Return its exit code where it has ended."""
-        self.returncode = self._server.code_of(self.pid, secs=0.0)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end."""
-        self.returncode = self._server.code_of(self.pid, secs=timeout)
-        if self.returncode is None:
-            raise subprocess.TimeoutExpired("child", timeout)
+        with self._lock:
+            if self.returncode is None:
+                if not select.select([self._answers], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired("child", timeout)
+                self.returncode = int(self._answers.readline().split()[1])
+                self._answers.close()
         return self.returncode
+
+
+def fork_children(requests: socket.socket) -> Any:
+    """Have a server fork the children of this process; return what starts them otherwise."""
+    from cgtool import processes
+
+    started = processes.subprocess
+    names = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
+    processes.subprocess = SimpleNamespace(Popen=functools.partial(ForkedChild, requests), **names)
+    return started
 
 
 @functools.cache

@@ -9,11 +9,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from cli_harness import ForkedChild
+from cli_harness import fork_children, server
 from worker_harness import wait_until
+
+from cgtool import processes
 
 HERE = Path(__file__).parent
 
@@ -32,10 +33,11 @@ def site(worded_site):
 
 
 @pytest.fixture
-def forked_children(monkeypatch):
+def forked_children():
     """Have children forked off a process that has imported torch and Dynamo, where how they start is not asked."""
-    names = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
-    monkeypatch.setattr("cgtool.processes.subprocess", SimpleNamespace(Popen=ForkedChild, **names))
+    started = fork_children(server(None, with_torch=True).requests)
+    yield
+    processes.subprocess = started
 
 
 @pytest.fixture

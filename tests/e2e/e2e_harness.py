@@ -88,9 +88,9 @@ def two_ranks(model: str, root: Path, *options: object) -> list[cli_harness.Ran]
         return [rank.end(secs=300) for rank in ranks]
 
 
-def cgtool(*arguments: object, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Ran:
-    """Run the command to its end, in a fork of what has imported torch unless `env` says how Python or torch start."""
-    ran = cli_harness.run(*arguments, env=env, cwd=cwd)
+def cgtool(*arguments: object, **how: Any) -> Ran:
+    """Run the command to its end, as `cli_harness.run` does."""
+    ran = cli_harness.run(*arguments, **how)
     return Ran(code=ran.code, out=ran.out, err=ran.err)
 
 

@@ -74,7 +74,7 @@ def test_whole_calls_with_collectives_are_proved_by_all_ranks_together(of_two_ra
 
 def warmed_by_one_process(folder, size, *options):
     arguments = (f"{MODELS}:build", "--cache-dir", folder / "cache", "--world-size", size, *options, "--json")
-    report = cgtool("warm", *arguments).report
+    report = cgtool("warm", *arguments, forks=True).report
     assert any("was not run: it has collectives" in note for note in report["notes"])
 
 
@@ -106,7 +106,8 @@ def test_a_launched_rank_that_is_warm_makes_calls_with_one_that_is_not(tmp_path)
 
 
 def test_a_factory_that_makes_the_group_itself_is_told_how_to_share_it(tmp_path):
-    ran = cgtool("warm", f"{MODELS}:build_alone", "--arg", "name=TwoGroups", "--cache-dir", tmp_path, "--world-size", 2)
+    options = ("--arg", "name=TwoGroups", "--cache-dir", tmp_path, "--world-size", 2)
+    ran = cgtool("warm", f"{MODELS}:build_alone", *options, forks=True)
     assert ran.code == 1
     assert "`if not torch.distributed.is_initialized():`" in ran.err
 

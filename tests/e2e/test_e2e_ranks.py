@@ -70,11 +70,12 @@ def test_a_rank_that_dies_ends_the_others_with_a_sentence(tmp_path):
 
 def test_one_process_fills_the_folders_of_all_ranks(tmp_path):
     root = tmp_path / "cache"
-    report = cgtool("warm", f"{MODEL}:build", "--cache-dir", root, "--world-size", 2, "--json", *OPTIONS).report
+    options = ("--cache-dir", root, "--world-size", 2, *OPTIONS)
+    report = cgtool("warm", f"{MODEL}:build", "--json", *options, forks=True).report
     assert [(rank["rank"], rank["compiled"], rank["reused"]) for rank in report["ranks"]] == [(0, 3, 0), (1, 0, 3)]
     assert "ranks exchanged nothing" in report["notes"][-1]
     assert forked_ranks({}, MODEL, root) == [{"rank": rank, "equal": [True] * 3} for rank in (0, 1)]
-    failed = cgtool("warm", f"{MODEL}:build_where_one_fails", "--cache-dir", root, "--world-size", 2, *OPTIONS)
+    failed = cgtool("warm", f"{MODEL}:build_where_one_fails", *options, forks=True)
     assert failed.code == 1
     assert "Rank 1 of 2: " in failed.err
     assert "the weights of rank 1 are not there" in failed.err

@@ -88,7 +88,7 @@ def test_dtensors_that_a_call_takes_or_returns_are_refused(tmp_path):
 
 def test_one_process_warms_the_ranks_of_a_split_model(tmp_path):
     options = ("--world-size", 2, "--jobs", 0, "--adaptor", "eager")
-    ran = cgtool("warm", f"{MODELS}:build", "--cache-dir", tmp_path, *options)
+    ran = cgtool("warm", f"{MODELS}:build", "--cache-dir", tmp_path, *options, forks=True)
     assert ran.code == 0, ran.err
     assert forked_ranks({}, MODELS, "loaded", tmp_path, "split") == [{"split": [True] * 3}] * 2
 
