@@ -83,7 +83,8 @@ def no_frozen(monkeypatch):
     monkeypatch.setattr(gc, "get_freeze_count", inspect.unwrap(gc.get_freeze_count))  # conftest.py has another one
     gc.unfreeze()
     yield
-    gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # as all tests of this process find it
 
 
 class Made:
