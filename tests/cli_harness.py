@@ -139,7 +139,7 @@ HEAVY = (
 )
 
 _SERVE = """
-import contextlib, gc, importlib, json, os, runpy, select, socket, sys, threading
+import contextlib, gc, importlib, json, os, runpy, select, socket, sys, tempfile, threading
 sys.path.insert(0, sys.argv[1])
 import cli_harness
 del sys.path[0]
@@ -165,6 +165,7 @@ def begin(program, cwd, variables, arguments, out, err, alone, descriptors):
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(variables)
+    tempfile.tempdir = None  # which a variable names
     added = [one for one in variables.get("PYTHONPATH", "").split(os.pathsep) if one not in {"", *sys.path}]
     sys.path[1:1] = added
     for descriptor in descriptors[:1] if program == "cgtool" else descriptors[2:3]:

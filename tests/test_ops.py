@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from cgtool.errors import UsageError
 from cgtool import ops
+from cgtool.errors import UsageError
 from cgtool.ops import KNOWN_ATTENTION_OPS, register_splitting_op, registered_splitting_ops
 
 

@@ -129,9 +129,8 @@ def test_the_page_is_written_and_speaks_of_this_bench(benched):
 
 
 def test_people_get_tables(tmp_path):
-    ran = bench(
-        f"{SAMPLE}:build", "--ways", "eager", "--starts", "1", "--warm-ups", "0", "--tokens", "4", tmp=tmp_path / "tmp"
-    )
+    few = ["--ways", "eager", "--starts", "1", "--warm-ups", "0", "--tokens", "4"]
+    ran = bench(f"{SAMPLE}:build", *few, tmp=tmp_path / "tmp", forks=True)
     assert ran.code == 0, ran.err
     lines = ran.out.splitlines()
     assert lines[0] == f"Ways to start {SAMPLE}:build: medians (quartiles), ratios [95 % bound]"
@@ -143,7 +142,7 @@ def test_people_get_tables(tmp_path):
 
 def test_a_way_that_fails_is_shown_and_the_others_go_on(tmp_path):
     arguments = ["--ways", "cgtool/eager", "--starts", "1", "--warm-ups", "0", "--tokens", "", "--json"]
-    ran = bench(f"{MODELS}:breaks", *arguments, tmp=tmp_path / "tmp")
+    ran = bench(f"{MODELS}:breaks", *arguments, tmp=tmp_path / "tmp", forks=True)
     assert ran.code == 0, ran.err
     ways = by_name(ran.report)
     assert (ways["eager"]["error"], len(ways["eager"]["starts"])) == (None, 2)
@@ -167,7 +166,7 @@ def test_weights_that_no_seed_fixes_are_seen(tmp_path):
 
 
 def test_a_model_that_does_not_even_run_eagerly_ends_the_bench_with_what_killed_it(tmp_path):
-    ran = bench(f"{MODELS}:crashes", "--ways", "eager", "--json", tmp=tmp_path / "tmp")
+    ran = bench(f"{MODELS}:crashes", "--ways", "eager", "--json", tmp=tmp_path / "tmp", forks=True)
     assert ran.code == 1
     assert ran.report["error"]["type"] == "ModelError"
     assert "The model does not run eagerly: it crashed with SIGSEGV" in ran.err
@@ -175,7 +174,7 @@ def test_a_model_that_does_not_even_run_eagerly_ends_the_bench_with_what_killed_
 
 def test_a_model_that_is_not_there_is_told_as_warm_tells_it(tmp_path):
     asked = f"{tmp_path}/nothing.py:build"
-    ran = bench(asked, "--ways", "eager", tmp=tmp_path / "tmp")
+    ran = bench(asked, "--ways", "eager", tmp=tmp_path / "tmp", forks=True)
     assert ran.code == run("warm", asked, "--cache-dir", tmp_path / "cache").code
     assert "Traceback" not in ran.err
     (said,) = (line for line in ran.err.splitlines() if line.startswith("Error: "))
@@ -186,13 +185,13 @@ def test_a_model_that_is_not_there_is_told_as_warm_tells_it(tmp_path):
 def test_a_folder_that_is_kept_is_used_again_and_only_for_the_same(benched, tmp_path):
     first, keep = benched[0].report, benched[1] / "keep"
     assert by_name(first)["cgtool/eager"]["prepare"]["reused"] is False
-    ran = bench(*KEPT, keep, "--starts", "1", "--warm-ups", "0", tmp=tmp_path / "tmp")
+    ran = bench(*KEPT, keep, "--starts", "1", "--warm-ups", "0", tmp=tmp_path / "tmp", forks=True)
     way = by_name(ran.report)["cgtool/eager"]
     assert way["prepare"]["reused"] is True
     assert way["prepare"]["work_secs"] == by_name(first)["cgtool/eager"]["prepare"]["work_secs"]
     assert len(way["starts"]) == 1
     assert "prepare" not in ran.err
-    other = bench(*KEPT, keep, "--arg", "draw_on_device=true", tmp=tmp_path / "tmp")
+    other = bench(*KEPT, keep, "--arg", "draw_on_device=true", tmp=tmp_path / "tmp", forks=True)
     assert other.code == 2
     assert f"{keep} was prepared for another model. Give --keep another folder." in other.err
     strange = tmp_path / "strange"
