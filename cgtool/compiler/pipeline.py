@@ -56,7 +56,7 @@ from cgtool.runtime.factors import Live, key_of
 from cgtool.runtime.find import Finder, Found, rank_here
 from cgtool.store.entry import Entry, EntryWriter, ObjectStore
 from cgtool.store.files import check_writable
-from cgtool.store.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout, RankName, resolve_root, short
+from cgtool.store.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout, RankName, short
 from cgtool.store.records import Fallback, Key, Manifest, VariantCounts
 from cgtool.store.trust import TrustPolicy
 
@@ -144,7 +144,7 @@ def warm(
         msg = f"The model, a {kind}, has no method {spec.method!r}. Name one that it has."
         raise ModelError(msg, path=spec.method)
     config = leveled(config, spec)
-    layout = CacheLayout(root=resolve_root(cache_dir if cache_dir is not None else config.cache_dir or None))
+    layout = CacheLayout.at(cache_dir if cache_dir is not None else config.cache_dir or None)
     rank = rank_here() if rank is None else rank
     # Inference tensors count no writes, and tracing rests on the count; entries serve that mode all the same.
     with contextlib.ExitStack() as stack:

@@ -145,6 +145,11 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     root: Path
 
+    @classmethod
+    def at(cls, cache_dir: Path | str | None = None) -> CacheLayout:
+        """Return the paths under the cache root that `resolve_root` gives."""
+        return cls(root=resolve_root(cache_dir))
+
     @property
     def base(self) -> Path:
         """The folder `torch_compile_cache`."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from cgtool.errors import UsageError
 from cgtool.remote.stores import is_remote, shown
-from cgtool.store.layout import CACHE_FOLDER, CacheLayout, is_hash, resolve_root
+from cgtool.store.layout import CACHE_FOLDER, CacheLayout, is_hash
 from cgtool.toolkit.foreign.detect import check_own
 from cgtool.toolkit.selection import empty, hash_named
 
@@ -78,7 +78,7 @@ def opened_place(text: str, cache_dir: Path | None = None, *, artifacts: bool = 
 def _folder(text: str, path: Path) -> Place:
     if is_hash(path.name) and path.parent.name == CACHE_FOLDER:
         return Place(text, CacheLayout(root=path.parent.parent), path.name)
-    return Place(text, CacheLayout(root=resolve_root(path)))
+    return Place(text, CacheLayout.at(path))
 
 
 def _entry(text: str, cache_dir: Path | None) -> Place:
@@ -90,7 +90,7 @@ def _entry(text: str, cache_dir: Path | None) -> Place:
             f"There is no {text!r:.200}. Name a cache's folder, an entry by its hash or as ROOT:HASH, or a bundle."
         )
         raise UsageError(message, actual=text)
-    layout = CacheLayout(root=resolve_root(above))
+    layout = CacheLayout.at(above)
     hashes = layout.hashes()
     if not hashes:
         check_own(layout.root)

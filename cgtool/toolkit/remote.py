@@ -28,7 +28,7 @@ from cgtool.remote.stores import Store, open_store, shown, stream
 from cgtool.store import signatures
 from cgtool.store.bundle.gather import gather
 from cgtool.store.bundle.unpack import OnMember
-from cgtool.store.layout import CacheLayout, resolve_root, short
+from cgtool.store.layout import CacheLayout, short
 from cgtool.threads import beside
 from cgtool.toolkit.bundle.choose import Choice
 from cgtool.toolkit.bundle.export import ExportReport, export, held_names
@@ -82,7 +82,7 @@ def push(
     """
     store, began = open_store(url), time.monotonic()
     keys = [signatures.load_private_key(path) for path in sign]
-    layout = CacheLayout(root=resolve_root(cache_dir))
+    layout = CacheLayout.at(cache_dir)
     names = held_names(layout, choice)
     grouped = {hash_: list(group) for hash_, group in itertools.groupby(names, key=lambda name: name.hash)}
     pushed: list[PushedEntry] = []
@@ -181,7 +181,7 @@ def pull(
         CacheError: The cache cannot be written.
     """
     store, began = open_store(url), time.monotonic()
-    layout = CacheLayout(root=resolve_root(cache_dir))
+    layout = CacheLayout.at(cache_dir)
     there = indexes(store)
     chosen = [hash_named(store.url, text, list(there)) for text in hashes] or list(there)
     if not chosen:

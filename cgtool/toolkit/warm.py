@@ -87,16 +87,7 @@ class WarmReport:
         """Return the document that `warm --json` prints: the entry and what this run did."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del own["entry"], own["load_call"]
-        return {
-            "schema": SCHEMA,
-            "root": self.root,
-            **(self.entry or {}),
-            **own,
-            "reasons": list(self.reasons),
-            "notes": list(self.notes),
-            "variants_proved": list(self.variants_proved),
-            "ranks": list(self.ranks),
-        }
+        return {"schema": SCHEMA, "root": self.root, **(self.entry or {}), **own}
 
 
 def warm(

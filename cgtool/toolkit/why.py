@@ -22,7 +22,7 @@ from cgtool.guards.files import sources_now
 from cgtool.host import environment
 from cgtool.model import ModelSpec
 from cgtool.store.key import difference_between
-from cgtool.store.layout import CacheLayout, RankName, resolve_root
+from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.lookup import StateStore
 from cgtool.store.pruned import Pruned, pruned
 from cgtool.store.records import read_manifest
@@ -113,7 +113,7 @@ def why_spec(
     from cgtool.compiler.pipeline import warm
     from cgtool.runtime.factors import Live
 
-    layout = CacheLayout(root=resolve_root(cache_dir if cache_dir is not None else config.cache_dir or None))
+    layout = CacheLayout.at(cache_dir if cache_dir is not None else config.cache_dir or None)
     place = environment().rank if rank is None else rank
     try:
         result = warm(spec, config=config, cache_dir=layout.root, rank=place, check=True)

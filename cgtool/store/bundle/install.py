@@ -52,7 +52,7 @@ from cgtool.store.layout import (
 )
 from cgtool.store.leases import hold_folder, hold_writing, is_abandoned
 from cgtool.store.lookup import LookupStore
-from cgtool.store.records import Manifest, Row
+from cgtool.store.records import Key, Manifest, Row, RowPlace
 
 Outcome = Literal["new", "merged", "same"]
 
@@ -189,34 +189,34 @@ def _merge(layout: CacheLayout, unpacked: Unpacked, content: EntryContent, *, re
     theirs = ObjectStore(unpacked.layout.entry_dir(content.hash))
     for digest, kind in content.artifacts:
         objects.link_from(theirs.path(digest, kind), digest, kind)
-    added, changed = 0, False
-    for manifest in content.manifests:
-        name = manifest.name
-        # It says from here on that the entry is being written.
-        writer = EntryWriter(layout, content.key, rank=name.rank, prefix=name.prefix)
-        whole = read_entry(unpacked.layout, name, files=manifest.files)
-        if whole is None:
-            raise CacheError(f"{unpacked.layout.root} was removed. Import again.", path=unpacked.layout.root)
-
-        replaced: list[Entry | None] = []
-
-        def merge(
-            entry: Entry | None, whole: Entry = whole, replaced: list[Entry | None] = replaced
-        ) -> tuple[Manifest, Mapping[str, bytes]]:
-            _check_plan(entry, whole.manifest, replacing=replacing)
-            replaced.append(entry)
-            return _merged(entry, whole, objects)
-
-        before = _current(layout, name)
-        if before is not None and _is_intact(layout, before) and merge(before)[0] == before.manifest:
-            continue
-        published = writer.update(merge)
-        kept = {row.place for row in _kept_rows(replaced[-1], whole.manifest, objects)}
-        added += sum(row.place not in kept for row in published.rows)
-        changed = True
+    added = [_merge_rank(layout, unpacked, one, content.key, replacing=replacing) for one in content.manifests]
     if _is_whole(layout, unpacked, content):
         _add_signature(layout.entry_dir(content.hash), unpacked)
-    return ("merged" if changed else "same"), added
+    is_same = all(rows is None for rows in added)
+    return ("same" if is_same else "merged"), sum(rows or 0 for rows in added)
+
+
+def _merge_rank(
+    layout: CacheLayout, unpacked: Unpacked, manifest: Manifest, key: Key, *, replacing: bool
+) -> int | None:
+    """Merge one rank; return how many rows the cache did not have, None where there was nothing to merge."""
+    # It says from here on that the entry is being written.
+    writer = EntryWriter(layout, key, rank=manifest.rank, prefix=manifest.prefix)
+    whole = read_entry(unpacked.layout, manifest.name, files=manifest.files)
+    if whole is None:
+        raise CacheError(f"{unpacked.layout.root} was removed. Import again.", path=unpacked.layout.root)
+    kept: set[RowPlace] = set()
+
+    def merge(entry: Entry | None) -> tuple[Manifest, Mapping[str, bytes]]:
+        nonlocal kept
+        _check_plan(entry, whole.manifest, replacing=replacing)
+        kept = {row.place for row in _kept_rows(entry, whole.manifest, writer.objects)}
+        return _merged(entry, whole, writer.objects)
+
+    before = _current(layout, manifest.name)
+    if before is not None and _is_intact(layout, before) and merge(before)[0] == before.manifest:
+        return None
+    return sum(row.place not in kept for row in writer.update(merge).rows)
 
 
 def _is_intact(layout: CacheLayout, entry: Entry) -> bool:

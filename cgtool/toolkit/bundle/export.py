@@ -22,7 +22,7 @@ from cgtool.store.bundle.gather import Contents, gather
 from cgtool.store.bundle.reading import END, header_bytes, padding
 from cgtool.store.bundle_index import INDEX_FILE, SIGNATURE_FILE, names_of_folders
 from cgtool.store.files import RECORD_MODE, cache_error, os_errors_as_cache_errors, sync_folder, write_new
-from cgtool.store.layout import CACHE_FOLDER, SIGNATURES, CacheLayout, RankName, resolve_root
+from cgtool.store.layout import CACHE_FOLDER, SIGNATURES, CacheLayout, RankName
 from cgtool.store.leases import keep
 from cgtool.store.pruned import remove_tree
 from cgtool.toolkit.bundle.choose import Choice, chosen_names
@@ -109,7 +109,7 @@ def export(
     """
     choice = choice or Choice()
     keys = [signatures.load_private_key(path) for path in sign]
-    layout = CacheLayout(root=resolve_root(cache_dir))
+    layout = CacheLayout.at(cache_dir)
     if isinstance(dest, Path) and folder:
         check_free(dest)
     contents = gather(layout, held_names(layout, choice), shapes=choice.shapes, debug=choice.debug)

@@ -12,7 +12,7 @@ from cgtool.store.bundle.install import Outcome, check_fits, check_pickles, inst
 from cgtool.store.bundle.reading import OpenBundle, Source
 from cgtool.store.bundle.unpack import EntryContent, OnMember, unpack
 from cgtool.store.bundle_index import Limits
-from cgtool.store.layout import CacheLayout, resolve_root, short
+from cgtool.store.layout import CacheLayout, short
 
 SCHEMA = 1
 
@@ -94,7 +94,7 @@ def import_bundle(
             "made it with --require-signature KEYS."
         )
         raise RefusedError(message, reason="not_trusted", path=_spelled(source))
-    layout = CacheLayout(root=resolve_root(cache_dir))
+    layout = CacheLayout.at(cache_dir)
     limits = Limits(max_bytes=max_bytes, max_ratio=max_ratio)
     with unpacking_folder(layout) as folder:
         unpacked = unpack(source, folder, keys=keys, limits=limits, on_member=on_member)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cgtool.errors import CacheError
 from cgtool.store.files import names_in
-from cgtool.store.layout import KEY_FILE, CacheLayout, is_hash, resolve_root
+from cgtool.store.layout import KEY_FILE, CacheLayout, is_hash
 from cgtool.toolkit.foreign.records import ForeignCache
 from cgtool.toolkit.foreign.torch_caches import (
     detect_file,
@@ -96,7 +96,7 @@ def _unknown(path: Path) -> CacheError:
 
 def _is_own(path: Path) -> bool:
     """Whether cgtool keeps its cache in a folder: a root, or the `torch_compile_cache` in one."""
-    layout = CacheLayout(root=resolve_root(path))
+    layout = CacheLayout.at(path)
     try:
         with opened(layout.tag) as stream:
             if _MARK in stream.read(_TAG_BYTES):

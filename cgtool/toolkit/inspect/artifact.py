@@ -33,7 +33,7 @@ from cgtool.store.compiled_code import Kernel, generated_texts
 from cgtool.store.entry import ObjectStore
 from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.key import read_key
-from cgtool.store.layout import CacheLayout, RankName, is_hash, resolve_root, short
+from cgtool.store.layout import CacheLayout, RankName, is_hash, short
 from cgtool.store.records import Row
 from cgtool.store.walk import view_entry
 from cgtool.toolkit.contents import Contents, Source, contents_of
@@ -203,7 +203,7 @@ def inspect_artifact(
         is_place = variant in (None, use.row.variant) and rank in (None, use.name.rank)
         return is_shape and is_place and prefix in (None, use.name.prefix)
 
-    layout = CacheLayout(root=resolve_root(cache_dir))
+    layout = CacheLayout.at(cache_dir)
     warnings: list[str] = []
     hashes, digest, kind = _chosen(layout, artifact, serves, warnings)
     uses = tuple(use for use in _uses(layout, hashes, warnings) if use.row.artifact.file == f"{digest}.{kind}")

@@ -34,7 +34,7 @@ from cgtool.plan.shapes import Shape, distinct_shapes, shape_order, shape_text
 from cgtool.store.entry import entry_with_plan
 from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.key import FACTOR_ORDER, read_key
-from cgtool.store.layout import CacheLayout, RankName, resolve_root, short
+from cgtool.store.layout import CacheLayout, RankName, short
 from cgtool.store.records import Factor, Manifest
 from cgtool.store.walk import view_entry
 from cgtool.toolkit.coverage import Coverage, Planned, entry_coverage, planned
@@ -187,8 +187,7 @@ def inspect_entry(entry: str | None = None, *, cache_dir: Path | None = None) ->
     cache = read_foreign(cache_dir)
     if cache is not None:
         return _inspect_foreign(cache, one_entry(cache, entry))
-    root = resolve_root(cache_dir)
-    layout = CacheLayout(root=root)
+    layout = CacheLayout.at(cache_dir)
     hash_ = one_hash(layout, entry)
     view = view_entry(layout, hash_)
     manifests, failures = view.manifests, list(view.problems)
@@ -202,7 +201,7 @@ def inspect_entry(entry: str | None = None, *, cache_dir: Path | None = None) ->
         gone = f"Entry {short(hash_)} is gone. Look again with: cgtool inspect cache"
         raise failures[0] if failures else CacheError(gone, path=layout.entry_dir(hash_))
     return EntryReport(
-        root=root,
+        root=layout.root,
         hash=hash_,
         manifests=manifests,
         coverage=entry_coverage(manifests, plans=plans),
@@ -243,8 +242,7 @@ def inspect_key(entry: str | None = None, *, cache_dir: Path | None = None) -> K
     if cache is not None:
         found = one_entry(cache, entry)
         return KeyReport(root=cache.root, hash=found.name, factors=found.key_factors, system=cache.system)
-    root = resolve_root(cache_dir)
-    layout = CacheLayout(root=root)
+    layout = CacheLayout.at(cache_dir)
     hash_ = one_hash(layout, entry)
     key = read_key(layout, hash_)
     if key is None:
@@ -253,7 +251,7 @@ def inspect_key(entry: str | None = None, *, cache_dir: Path | None = None) -> K
     factors = [Factor(name=name, value=value) for name, value in key.factors.items()]
     order = {name: place for place, name in enumerate(FACTOR_ORDER)}
     factors.sort(key=lambda factor: (order.get(factor.name, len(order)), factor.name))
-    return KeyReport(root=root, hash=hash_, factors=tuple(factors))
+    return KeyReport(root=layout.root, hash=hash_, factors=tuple(factors))
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

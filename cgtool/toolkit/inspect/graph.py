@@ -14,7 +14,7 @@ from cgtool.plan.pieces import PieceGraph
 from cgtool.plan.records import Plan, Step, Variant
 from cgtool.store.entry import entry_with_plan
 from cgtool.store.files import os_errors_as_cache_errors
-from cgtool.store.layout import GRAPH_FILE, CacheLayout, resolve_root
+from cgtool.store.layout import GRAPH_FILE, CacheLayout
 from cgtool.store.records import Manifest, Row
 from cgtool.toolkit.foreign.detect import check_own
 from cgtool.toolkit.selection import not_one, one_name
@@ -106,10 +106,9 @@ def inspect_graph(
         UsageError: No entry or variant fits, or several do; the message lists them.
         CacheError: The cache is empty or another system's, or the entry cannot be read or trusted.
     """
-    root = resolve_root(cache_dir)
-    layout = CacheLayout(root=root)
+    layout = CacheLayout.at(cache_dir)
     if not layout.hashes():
-        check_own(root)
+        check_own(layout.root)
     name = one_name(layout, entry, rank=rank, prefix=prefix)
     found, plan = entry_with_plan(layout, name)
     number = _one_variant(plan, variant)
@@ -118,7 +117,7 @@ def inspect_graph(
         if row.variant == number:
             rows.setdefault(row.piece_index, []).append(row)
     return GraphReport(
-        root=root,
+        root=layout.root,
         manifest=found.manifest,
         variants=plan.variants,
         variant=number,

@@ -24,7 +24,7 @@ from cgtool.host import gc_paused
 from cgtool.plan.grammar import Record
 from cgtool.remote.stores import is_remote
 from cgtool.store.files import os_errors_as_cache_errors
-from cgtool.store.layout import ARTIFACTS, KEY_FILE, CacheLayout, RankName, resolve_root, short
+from cgtool.store.layout import ARTIFACTS, KEY_FILE, CacheLayout, RankName, short
 from cgtool.store.machine import this_machine
 from cgtool.store.records import Manifest
 from cgtool.store.trust import TrustPolicy
@@ -336,7 +336,7 @@ def _chosen(
             raise _missing(places[0])
         place = stack.enter_context(opened_place(places[0], artifacts=True))
         return place, None if place.hash is None else [place.hash]
-    layout = CacheLayout(root=resolve_root(cache_dir))
+    layout = CacheLayout.at(cache_dir)
     if not layout.root.is_dir() and (cache_dir is not None or layout.root.exists()):
         raise _missing(layout.root)
     hashes = layout.hashes()
