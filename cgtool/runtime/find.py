@@ -31,7 +31,7 @@ from cgtool.graph.expressions import rename, symbols_of
 from cgtool.guards._torch import process_group_is_initialized, register_groups
 from cgtool.guards.sources import Roots, SourceError, leads_to
 from cgtool.guards.table import failures_of
-from cgtool.plan.pieces import AOT_INDUCTOR, EAGER, PieceGraph
+from cgtool.plan.pieces import AOT_INDUCTOR, EAGER, Json, PieceGraph
 from cgtool.plan.records import GuardTable, Plan, Step, Variant, parse_plan
 from cgtool.plan.shapes import dispatch_order
 from cgtool.runtime.aoti_package import Packages
@@ -283,11 +283,16 @@ class Finder:
                 continue
             if key is None:
                 continue
-            then, now = key.value("model")["class"], known["model"]["class"]
-            is_renamed = then.partition(":")[2] == now.partition(":")[2] and key.value("state") == known["state"]
-            if then == now or is_renamed:
+            is_of_its_name = _class_name(key.value("model")) == _class_name(known["model"])
+            if key.value("model") == known["model"] or (is_of_its_name and key.value("state") == known["state"]):
                 found.append((hash_, differences_now(key, self._live)))
         return [(hash_, reasons) for hash_, reasons in found if reasons]
+
+
+def _class_name(model: Json) -> str | None:
+    """Return the name that a class has in its module; None for what another cgtool may have written there."""
+    named = model.get("class") if isinstance(model, dict) else None
+    return named.partition(":")[2] if isinstance(named, str) else None
 
 
 #: Makes a function from an artifact: (adaptor, bytes, the piece's graph at the artifact's shape).
