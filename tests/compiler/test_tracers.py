@@ -149,18 +149,18 @@ def test_children_end_where_the_warm_is_interrupted(tmp_path):
 
 
 def test_children_build_the_model_beside_this_process_where_the_cache_is_empty(tmp_path):
-    def found_as_it_is_built(**factory_args):
+    def found_as_it_is_built(look, **factory_args):
         found = []
 
-        def look(event):
+        def on_event(event):
             if event.phase == "model" and event.secs is None:
-                found.append(len(tracers()))
+                found.append(look())
 
-        warmed(f"{MODELS}:hanging", tmp_path / "cache", on_event=look, parent=os.getpid(), **factory_args)
-        return max(found)
+        warmed(f"{MODELS}:hanging", tmp_path / "cache", on_event=on_event, parent=os.getpid(), **factory_args)
+        return found
 
-    assert found_as_it_is_built() >= 2  # of four jobs; each has a keeper and, soon, the child itself
-    assert found_as_it_is_built(width=8) == 0
+    assert found_as_it_is_built(lambda: wait_until(lambda: len(tracers()) >= 2))  # of four jobs
+    assert not any(found_as_it_is_built(tracers, width=8))
 
 
 def test_where_no_child_can_be_started_this_process_traces(tmp_path, monkeypatch):
