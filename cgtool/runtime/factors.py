@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from cgtool import host
-from cgtool.errors import CgtoolError
+from cgtool.errors import CgtoolError, ModelError
 from cgtool.guards import _torch as private
 from cgtool.guards import state
 from cgtool.guards.code import op_digest
@@ -52,10 +52,18 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     def of(
         cls, module: torch.nn.Module, *, config: Mapping[str, Json] | None = None, exact_config: bool = False
     ) -> Live:
-        """Return what is known of `module` and of this process now; for the other arguments see the class."""
+        """Return what is known of `module` and of this process now; for the other arguments see the class.
+
+        Raises:
+            ModelError: It has parameters that are not made yet.
+        """
         host.ask_compiler()  # it answers while the model is looked at
         model = {"class": qualified_name(type(module))}
-        state = state_of(module)
+        try:
+            state = state_of(module)
+        except ValueError as error:  # torch's, of a lazy parameter
+            msg = "The model has parameters without a size yet, as nn.LazyLinear has: call it once with an example."
+            raise ModelError(msg, path="module") from error
         found = {**factors_but_compiler(), "cgtool": host.cgtool_build()}
         return cls(
             lookup=digest_of([model, state]),

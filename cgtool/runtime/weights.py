@@ -4,8 +4,8 @@ What may change after load, and what happens then:
 
 - A parameter or buffer is assigned, or its values are loaded: the next call reads the new tensor.
 - Its dtype, shape, strides, device or class changes, also in place as `module.half()` does: the next call raises.
-- A submodule is replaced, removed, or added beside others, or tied weights are untied: the next call checks every guard
-  on the model again, as `recheck()` does, and raises when one fails.
+- A submodule is replaced, removed, or added beside others, a list or dict of parameters grows, or tied weights are
+  untied: the next call checks every guard on the model again, as `recheck()` does, and raises when one fails.
 - A plain attribute (`layer.eps`), a hook or the `training` flag of a submodule changes: `recheck()` sees it, a call
   does not.
 - Another thread changes weights while a call runs: the call has read each tensor once, at its start, and what is
@@ -17,6 +17,7 @@ One call in C compares all tensors with those of the last full check; it costs a
 
 from __future__ import annotations
 
+import itertools
 import operator
 import warnings
 from bisect import bisect_left
@@ -41,6 +42,7 @@ _ADVICE = "Put it back as it was, or warm again with the model as it is now."
 
 
 _INT = frozenset({int})
+_OF_PARAMETERS = frozenset({nn.ParameterList, nn.ParameterDict})
 #: How sources begin that belong to a call.
 _OF_CALL = ("arg:", "state:")
 
@@ -76,6 +78,9 @@ class Weights:
         self._makes = [(item.meta.dtype, item.meta.device) for item in self._inputs]
         self._children = _child_dicts(module)
         self._children_then = [dict(children) for children in self._children]
+        parts = itertools.chain.from_iterable(map(dict.values, self._children))
+        self._lists = [part for part in parts if type(part) in _OF_PARAMETERS]
+        self._lengths = list(map(len, self._lists))
         known = Places(module)
         self._same = _same_check(module, method, same, known, self._inputs)
         places = [known.place(item.source) or (_Live(module, method, item.source), "") for item in self._inputs]
@@ -145,7 +150,7 @@ class Weights:
 
     def _read(self) -> list[torch.Tensor] | None:
         # Equality of lists and dicts compares by identity first, and modules by nothing else.
-        if self._children != self._children_then or not self._same():
+        if self._children != self._children_then or list(map(len, self._lists)) != self._lengths or not self._same():
             return None
         return list(map(operator.getitem, self._holders, self._keys))
 

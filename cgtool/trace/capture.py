@@ -147,6 +147,7 @@ class _Capture:
         def run(*_values: Any) -> list[Any]:
             # Nothing is computed: the model's buffers and the caller's tensors stay as they are, and no time is spent.
             self.outputs = mark_outputs(promised)
+            self.own = {id(value): {*vars(value)} for value in self.outputs if isinstance(value, torch.Tensor)}
             self.sizes.begin()
             return self.outputs
 
@@ -215,9 +216,12 @@ def trace_once(
     model_guards = tuple(computed_guards(inherited_guards(model_guards, captured.inherited), module, seen.names))
     model_guards = tuple(name_groups(graph_module, model_guards, call_guards, captured.codes))
     check_at_once(model_guards, Roots(module, method))
-    reader = TemplateReader(captured.outputs, known, captured.sizes)
+    whole = {id(value): source for source, value in seen.objects.items() if source.startswith(("arg:", "self"))}
+    reader = TemplateReader(captured.outputs, captured.own, whole | known, captured.sizes)
     held = passed_by(module, arguments, [place.text for place, _ in left])
-    templates = _templates(TemplateReader(captured.outputs, held | known, captured.sizes), left, captured.lines)
+    templates = _templates(
+        TemplateReader(captured.outputs, captured.own, held | known, captured.sizes), left, captured.lines
+    )
     with mode:
         after = NextState(captured.promised, roots, marked).after(state, left, templates)
     return Trace(

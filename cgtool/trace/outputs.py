@@ -104,11 +104,15 @@ class TemplateReader:
 
     Args:
         graph_outputs: What the graph's runner returned, marked.
-        known: Tensors that exist outside the graph, by id: their sources.
+        own: The names of these tensors' own attributes then, by id.
+        known: Tensors and other objects that exist outside the graph, by id: their sources.
         sizes: The marks of the arguments' sizes.
     """
 
-    def __init__(self, graph_outputs: Sequence[Any], known: Mapping[int, str], sizes: MarkedSizes) -> None:
+    def __init__(
+        self, graph_outputs: Sequence[Any], own: Mapping[int, set[str]], known: Mapping[int, str], sizes: MarkedSizes
+    ) -> None:
+        self._own = own
         self._positions = {id(v): i for i, v in enumerate(graph_outputs) if isinstance(v, torch.Tensor)}
         self._marks = {v: i for i, v in enumerate(graph_outputs) if type(v) is int and v >= _MARK}
         self._known = known
@@ -123,6 +127,8 @@ class TemplateReader:
         """
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
+        if id(value) in self._known:
+            return ["source", self._known[id(value)]]
         if type(value) in {int, float}:
             return self._number(value, path)
         if type(value) is torch.Size:
@@ -162,6 +168,10 @@ class TemplateReader:
 
     def _tensor(self, value: torch.Tensor, path: str) -> Json:
         if id(value) in self._positions:
+            set_here = vars(value).keys() - self._own[id(value)]
+            if set_here:
+                msg = f"{path} has the attribute {min(set_here)}, which forward sets: return it beside the tensor."
+                raise TraceError(msg, path=path)
             return ["out", self._positions[id(value)]]
         if id(value) in self._known:
             return ["source", self._known[id(value)]]

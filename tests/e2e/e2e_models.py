@@ -154,3 +154,16 @@ def asking():
 
 def attention():
     return ModelSpec(module=Attention().eval(), calls=[ExampleCall(args=(attention_x(),))], dynamic=BATCH_SEQ)
+
+
+class Scales(nn.Module):
+    """Goes through a list of parameters, which may grow."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.ParameterList([torch.full((4,), 2.0)])
+
+    def forward(self, x):
+        for scale in self.scales:
+            x = x * scale
+        return x

@@ -22,7 +22,7 @@ from e2e_compare import difference
 
 import cgtool
 from cgtool import CompilationConfig
-from cgtool.errors import UsageError
+from cgtool.errors import ModelError, UsageError
 from cgtool.plan.shapes import shape_text
 
 pytestmark = pytest.mark.torch
@@ -263,6 +263,22 @@ def test_a_copy_runs_with_weights_of_its_own(tmp_path, monkeypatch, otherwise):
         same(run, module, x)
         assert (copied(x) != run(x)).any()
     same(pickle.loads(pickle.dumps(waiting)), module, x)
+
+
+def test_a_list_of_parameters_that_grows_is_seen_by_the_next_call(tmp_path, monkeypatch):
+    monkeypatch.setenv("CGTOOL_ADAPTOR", "eager")
+    module, x = models.Scales().eval(), torch.rand(3, 4)
+    run = cgtool.compile(module, example_args=(x,), cache_dir=tmp_path)
+    same(run, module, x)
+    module.scales.append(torch.full((4,), 3.0))
+    with pytest.raises(cgtool.GuardError, match="scales"):
+        run(x)
+
+
+def test_a_lazy_model_is_refused_in_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv("CGTOOL_ADAPTOR", "eager")
+    with pytest.raises(ModelError, match=r"without a size yet, as nn\.LazyLinear has: call it once"):
+        cgtool.compile(torch.nn.LazyLinear(3).eval(), example_args=(torch.rand(3, 4),), cache_dir=tmp_path)
 
 
 def test_what_was_loaded_cannot_be_pickled(tmp_path, monkeypatch):

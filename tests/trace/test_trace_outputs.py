@@ -152,6 +152,7 @@ RETURNED = [
     what_was_passed_in,
     a_view_of_what_was_passed_in,
     tensors_of_the_model,
+    an_unused_tensor_of_the_model,
 ]
 
 
@@ -176,6 +177,22 @@ def test_what_was_one_object_is_one_object(tmp_path):
     got = served(tmp_path, model, x)(x)
     assert got[0] is model.table
     assert got[1] is model.layer.weight
+
+
+def objects_that_are_there(model, x, y, extra):
+    return y, extra, extra["held"], model.settings, model.table, model
+
+
+def test_what_is_there_already_comes_back_itself(tmp_path):
+    model = Model(objects_that_are_there)
+    model.settings = {"a": [1]}
+    loaded = served(tmp_path, model, torch.rand(3, 4), {"held": Held(torch.rand(2))})
+    extra = {"held": Held(torch.rand(2))}
+    for _ in range(2):
+        _, *got = loaded(torch.rand(3, 4), extra)
+        there = (extra, extra["held"], model.settings, model.table, model)
+        assert all(one is other for one, other in zip(got, there, strict=True))
+        model.table = torch.rand(4)
 
 
 def test_what_was_mutable_is_new_each_time(tmp_path):
@@ -227,6 +244,15 @@ def a_generator(model, x, y, extra):
     return (y * k for k in range(2))
 
 
+def an_attribute_of_a_tensor(model, x, y, extra):
+    y.mark = 1
+    return (y,)
+
+
+def a_tensor_made_of_a_constant(model, x, y, extra):
+    return y, model.table.data
+
+
 def data_as_a_number(model, x, y, extra):
     return y, extra.item()
 
@@ -234,7 +260,8 @@ def data_as_a_number(model, x, y, extra):
 CANNOT = [
     (a_class_of_ones_own, r"output\['held'\]\[0\] is of type .*:Held, which cannot be built again"),
     (a_class_of_a_function, r"output is of type .*<locals>.Local, which cannot be built again"),
-    (an_unused_tensor_of_the_model, r"output\[1\] is a tensor that is neither computed by the graph nor passed in"),
+    (an_attribute_of_a_tensor, r"output\[0\] has the attribute mark, which forward sets"),
+    (a_tensor_made_of_a_constant, r"output\[1\] is a tensor that is neither computed by the graph nor passed in"),
     (a_field_that_is_computed, r"output is of type .*:Computed, which cannot be built again"),
     (a_generator, r"generator|output is of type"),
 ]
