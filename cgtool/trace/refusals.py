@@ -38,6 +38,9 @@ _AROUND = {
 
 def refuse_surroundings(roots: Roots) -> None:
     """Refuse a model whose call, or the call of whose parts, does more than its method."""
+    if "__name__" not in getattr(roots.method, "__globals__", {"__name__": ""}):
+        msg = "The model's code belongs to no module (its globals have no __name__). Import it from a module."
+        raise TraceError(msg, path="__name__")
     for name in ("__call__", "_wrapped_call_impl", "_call_impl"):
         if getattr(getattr(nn.Module, name), "__globals__", None) is not vars(nn.modules.module):
             msg = f"torch.nn.Module.{name} was replaced, and compiled code does not run it; put torch's own back."

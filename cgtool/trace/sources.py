@@ -17,6 +17,7 @@ from cgtool.trace import _torch as private
 
 _S = private.dynamo_source
 _NAME = re.compile(r"[A-Za-z0-9_]+", re.ASCII)
+_MODULE = re.compile(r"[\w.-]+")
 _IMPORT = "__import_"
 #: A dict whose keys are numbers of this process.
 _HOOKS = re.compile(r"_hooks(_with_kwargs|_always_called)?$")
@@ -73,6 +74,9 @@ def source_text(source: Any, frame: Frame) -> str:
     for kind, spell in _CHAINED:
         if isinstance(source, kind):
             return spell(source, frame)
+    if isinstance(source, _S.RandomValueSource):
+        msg = "The model draws a number of Python's random, and compiled code would draw the same one each time."
+        raise UnknownSourceError(f"{msg} Draw it with torch, or pass it in.", actual="random")
     msg = f"Dynamo's source {source.name!r} ({type(source).__name__}) has no words in a plan."
     raise UnknownSourceError(msg, actual=type(source).__name__)
 
@@ -107,7 +111,11 @@ def _global(name: str, frame: Frame) -> str:
     if by_id is not None or (name.startswith("__") and not name.endswith("__")):
         msg = f"Dynamo made the global {name!r} for this process alone."
         raise UnknownSourceError(msg, actual=name)
-    return f"global:{canonical_module_name(frame.module)}:{name}"
+    module = canonical_module_name(frame.module)
+    if not _MODULE.fullmatch(module):
+        msg = f"The global {name!r} is of code that no module holds (its name is {module!r}). Import that as a module."
+        raise UnknownSourceError(msg, actual=module)
+    return f"global:{module}:{name}"
 
 
 def _module_of_id(number: int) -> str | None:

@@ -333,10 +333,26 @@ class _Walk:
             self.visit(f"{source}.__defaults__[{index}]", held)
         for name, held in (value.__kwdefaults__ or {}).items():
             self.visit(f"{source}.__kwdefaults__[{json.dumps(name)}]", held)
+        self._globals_of_no_module(source, value)
         if not is_of_call(source) and not is_passed_by(str(value.__module__)):
             self.add(source, f"named:{self.argument}", describe(f"named:{self.argument}", value))
         for name in sorted(self.names.intersection((*vars(value), "__annotations__"))):
             self.child(f"{source}.{name}", getattr(value, name))
+
+    def _globals_of_no_module(self, source: str, function: types.FunctionType) -> None:
+        """Take in the globals of a function whose module was run by a loader of the user's own, and not imported."""
+        space = function.__globals__
+        module = str(space.get("__name__", ""))
+        if getattr(sys.modules.get(module), "__dict__", None) is space or module.partition(".")[0] in _GIVEN_MODULES:
+            return
+        for name in sorted(names_in((function.__code__,)).intersection(space) - _OF_EVERY_MODULE):
+            if has_identity(space[name]):
+                msg = (
+                    f"{qualified_name(function)} uses the global {name} of a module that sys.modules lacks, and no "
+                    f"load could find it. Put the module there, as {module!r}, before it runs."
+                )
+                raise TraceError(msg, path=name)
+            self.child(f"{source}.__globals__[{json.dumps(name)}]", space[name])
 
     def _module(self, module: types.ModuleType) -> None:
         name = canonical_module_name(module.__name__)

@@ -44,6 +44,18 @@ def written() -> Iterator[tuple[str, Feature]]:
 
 
 _FEATURES = dict(written()) | {
+    "global_of_a_module_that_is_not_imported": reads(
+        "loose.factor()",
+        head=(
+            "import importlib.util\nimport pathlib\n\n"
+            "path = pathlib.Path(__file__).parent.with_name('loose.py')\n"
+            "spec = importlib.util.spec_from_file_location('loose', path)\n"
+            "loose = importlib.util.module_from_spec(spec)\nspec.loader.exec_module(loose)"
+        ),
+        files={"../loose.py": "GAIN = 2.0\n\ndef factor():\n    return GAIN\n"},
+        live="home.loose.GAIN = 3.0",
+        names="GAIN|loose",
+    ),
     "module_getattr": reads(
         "deeper.gain",
         head="from app import deeper",
