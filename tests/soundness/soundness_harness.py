@@ -20,8 +20,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import zlib
 from collections.abc import Collection, Mapping
@@ -30,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_harness import server, torch_server
 from soundness_projects import PLACES, Feature, Place, write_project
 
 HERE = Path(__file__).parent
@@ -219,34 +218,23 @@ def edit(app: Path, feature: Feature, place: Place) -> None:
 
 
 class Zygote:
-    """A process that forks a child for each request."""
+    """A process that forks a child for each request, and is itself forked off one that has imported torch."""
 
     def __init__(self, kind: str) -> None:
-        command = [sys.executable, str(HERE / "soundness_zygote.py"), kind]
-        environment = {**os.environ, "SOUND_SET": "slow"}  # every other variable of the features is unset at first
-        self._log = _scratch() / f"{kind}.log"
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                cwd=_scratch(),
-                env=environment,
-            )
-        atexit.register(self.close)
-
-    def close(self) -> None:
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait()
+        requests, answers = (_scratch() / f"{kind}.{way}" for way in ("requests", "answers"))
+        for path in (requests, answers):
+            os.mkfifo(path)
+        variables = {**os.environ, "SOUND_SET": "slow"}  # every other variable of the features is unset at first
+        forks = torch_server() if kind == "serve" else server(None, with_torch=True)
+        words = [kind, str(requests), str(answers)]
+        self._running = forks.start(str(HERE / "soundness_zygote.py"), _scratch(), variables, words)
+        self._requests, self._answers = requests.open("w", buffering=1), answers.open()
+        atexit.register(self._requests.close)
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        assert answer, self._log.read_text()[-3000:]
+        self._requests.write(json.dumps(request) + "\n")
+        answer = self._answers.readline()
+        assert answer, self._running.err[-3000:]
         return json.loads(answer)
 
 
