@@ -154,11 +154,12 @@ def begin(program, cwd, variables, arguments, out, err, alone, descriptors):
     child = os.fork()
     if child:
         return child
+    streams = [os.open(os.devnull, os.O_RDONLY), *(os.open(path, os.O_WRONLY) for path in (out, err) if path)]
     if program == "child":
-        out = err = descriptors[1]
-    else:
-        out, err = (os.open(path, os.O_WRONLY) for path in (out, err))
-    for stream, descriptor in enumerate((os.open(os.devnull, os.O_RDONLY), out, err)):
+        streams += descriptors[1], descriptors[1]
+    elif program != "cgtool" and descriptors:
+        streams[:2] = descriptors * 2
+    for stream, descriptor in enumerate(streams):
         os.dup2(descriptor, stream)
     if alone:
         os.setsid()
@@ -286,9 +287,11 @@ class Server:
         """Run a program to its end, and give it these open files."""
         return Running(self, [program, str(cwd), variables, arguments], *descriptors, alone=False).end()
 
-    def start(self, program: str, cwd: Path, variables: Mapping[str, str], arguments: list[str]) -> Running:
-        """Start a program in a session of its own."""
-        return Running(self, [program, str(cwd), variables, arguments], alone=True)
+    def start(
+        self, program: str, cwd: Path, variables: Mapping[str, str], arguments: list[str], *talks: int
+    ) -> Running:
+        """Start a program in a session of its own; a script may have one end of a connection to read and write."""
+        return Running(self, [program, str(cwd), variables, arguments], *talks, alone=True)
 
     def _end(self) -> None:
         self.requests.close()

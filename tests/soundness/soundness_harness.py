@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import tempfile
 import zlib
 from collections.abc import Collection, Mapping
@@ -221,19 +222,18 @@ class Zygote:
     """A process that forks a child for each request, and is itself forked off one that has imported torch."""
 
     def __init__(self, kind: str) -> None:
-        requests, answers = (_scratch() / f"{kind}.{way}" for way in ("requests", "answers"))
-        for path in (requests, answers):
-            os.mkfifo(path)
         variables = {**os.environ, "SOUND_SET": "slow"}  # every other variable of the features is unset at first
         forks = torch_server() if kind == "serve" else server(None, with_torch=True)
-        words = [kind, str(requests), str(answers)]
-        self._running = forks.start(str(HERE / "soundness_zygote.py"), _scratch(), variables, words)
-        self._requests, self._answers = requests.open("w", buffering=1), answers.open()
-        atexit.register(self._requests.close)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            program = (str(HERE / "soundness_zygote.py"), _scratch(), variables, [kind])
+            self._running = forks.start(*program, theirs.fileno())
+            self._talk = ours.makefile("rw", buffering=1)
+        atexit.register(self._talk.close)
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        self._requests.write(json.dumps(request) + "\n")
-        answer = self._answers.readline()
+        self._talk.write(json.dumps(request) + "\n")
+        answer = self._talk.readline()
         assert answer, self._running.err[-3000:]
         return json.loads(answer)
 

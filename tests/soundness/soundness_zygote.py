@@ -1,9 +1,9 @@
 """A process that has imported torch and forks a child for each request, so that a fresh start costs milliseconds.
 
-    python soundness_zygote.py warm|serve REQUESTS ANSWERS
+    python soundness_zygote.py warm|serve
 
-A line of JSON in the one pipe is a request (`job`, and what the function of that name reads), a line in the other its
-answer. The zygote never imports a user's module: each child imports them anew, from the request's folder.
+A line of JSON on stdin is a request (`job`, and what the function of that name reads), a line on stdout its answer. The
+zygote never imports a user's module: each child imports them anew, from the request's folder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -171,9 +170,10 @@ def fork(job: Callable[[dict[str, Any]], dict[str, Any]], request: dict[str, Any
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
-    kind, *pipes = sys.argv[1:]
-    del sys.argv[1:]
+    """Answer requests until stdin ends; what a child prints goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    kind = sys.argv.pop()
     jobs = {"serve": serve} if kind == "serve" else {"warm": warm, "command": command}
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():  # imports what every child of this kind needs
         if "warm" in jobs:
@@ -186,10 +186,9 @@ def main() -> None:
     os.fsync = lambda descriptor: None  # a warm calls it thirty times, and no test here cuts the power
     gc.freeze()
     gc.disable()  # a child lives for a moment, and each look at what it inherited copies pages
-    with Path(pipes[0]).open() as requests, Path(pipes[1]).open("w", buffering=1) as answers:
-        for line in requests:
-            request = json.loads(line)
-            answers.write(json.dumps(fork(jobs[request["job"]], request)) + "\n")
+    for line in sys.stdin:
+        request = json.loads(line)
+        answers.write(json.dumps(fork(jobs[request["job"]], request)) + "\n")
 
 
 if __name__ == "__main__":
