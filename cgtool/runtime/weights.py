@@ -6,8 +6,8 @@ What may change after load, and what happens then:
 - Its dtype, shape, strides, device or class changes, also in place as `module.half()` does: the next call raises.
 - A submodule is replaced, removed, or added beside others, a list or dict of parameters grows, or tied weights are
   untied: the next call checks every guard on the model again, as `recheck()` does, and raises when one fails.
-- A plain attribute (`layer.eps`), a hook or the `training` flag of a submodule changes: `recheck()` sees it, a call
-  does not.
+- A plain attribute (`layer.eps`), a hook or the `training` flag of a submodule changes, or what a module holds is
+  replaced as a whole (`layer._buffers = {...}`, `layer.__dict__`): `recheck()` sees it, a call does not.
 - Another thread changes weights while a call runs: the call has read each tensor once, at its start, and what is
   assigned meanwhile (by `load_state_dict(assign=True)` too) is for later ones; how many of several tensors had been
   assigned by then is chance. What is written in place (`load_state_dict`, `copy_`) may be seen half written.

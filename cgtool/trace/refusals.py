@@ -38,9 +38,17 @@ _AROUND = {
 
 def refuse_surroundings(roots: Roots) -> None:
     """Refuse a model whose call, or the call of whose parts, does more than its method."""
-    if "__name__" not in getattr(roots.method, "__globals__", {"__name__": ""}):
-        msg = "The model's code belongs to no module (its globals have no __name__). Import it from a module."
-        raise TraceError(msg, path="__name__")
+    method = getattr(roots.method, "__func__", roots.method)
+    why = None
+    if not isinstance(method, types.FunctionType):
+        why = f"is a {type(method).__qualname__} and no function, which Dynamo does not trace; write a method"
+    elif hasattr(method, "_torchdynamo_orig_callable"):
+        why = "is under torch.compile, which would compile it once more; take that off"
+    elif "__name__" not in method.__globals__:
+        why = "belongs to no module (its globals have no __name__); import it from one"
+    if why is not None:
+        msg = f"What is to be compiled {why}."
+        raise TraceError(msg, path=getattr(method, "__qualname__", None), actual=type(method).__qualname__)
     for name in ("__call__", "_wrapped_call_impl", "_call_impl"):
         if getattr(getattr(nn.Module, name), "__globals__", None) is not vars(nn.modules.module):
             msg = f"torch.nn.Module.{name} was replaced, and compiled code does not run it; put torch's own back."

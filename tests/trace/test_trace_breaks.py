@@ -7,6 +7,7 @@ import inspect
 import logging
 import math
 import re
+import types
 import warnings
 
 import pytest
@@ -285,6 +286,36 @@ class NoTensors(nn.Module):
 def test_a_model_without_work_is_a_sentence():
     with pytest.raises(TraceError, match=r"Nothing in this model's forward works on tensors"):
         plan_of(NoTensors(), 3)
+
+
+class Partial(nn.Module):
+    def scaled(self, x, factor):
+        return x * factor
+
+    forward = functools.partialmethod(scaled, factor=2)
+
+
+class CompiledAlready(nn.Module):
+    @torch.compile
+    def forward(self, x):
+        return x * 2
+
+
+class OfNoModule(nn.Module):
+    forward = types.FunctionType((lambda self, x: x * 2).__code__, {})
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (Partial, "is a partial and no function"),
+        (CompiledAlready, "is under torch.compile"),
+        (OfNoModule, "belongs to no module"),
+    ],
+)
+def test_a_forward_that_is_no_function_of_a_module_is_a_sentence(make, words):
+    with pytest.raises(TraceError, match=f"^What is to be compiled {words}"):
+        plan_of(make(), torch.rand(3, 4))
 
 
 class Around(nn.Linear):
