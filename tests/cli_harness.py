@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -368,14 +368,23 @@ class ForkedChild:
         return self.returncode
 
 
-def fork_children(requests: socket.socket) -> Any:
-    """Have a server fork the children of this process; return what starts them otherwise."""
+def fork_children(requests: socket.socket) -> None:
+    """Have a server fork the children of this process."""
+    from cgtool import processes
+
+    names = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
+    processes.subprocess = SimpleNamespace(Popen=functools.partial(ForkedChild, requests), **names)
+
+
+@contextlib.contextmanager
+def forking() -> Iterator[None]:
+    """Have children forked off a process that has imported torch and Dynamo, where how they start is not asked."""
     from cgtool import processes
 
     started = processes.subprocess
-    names = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
-    processes.subprocess = SimpleNamespace(Popen=functools.partial(ForkedChild, requests), **names)
-    return started
+    fork_children(server(None, with_torch=True).requests)
+    yield
+    processes.subprocess = started
 
 
 @functools.cache

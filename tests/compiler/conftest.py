@@ -11,10 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_harness import fork_children, server
+from cli_harness import forking
 from worker_harness import wait_until
-
-from cgtool import processes
 
 HERE = Path(__file__).parent
 
@@ -34,10 +32,8 @@ def site(worded_site):
 
 @pytest.fixture
 def forked_children():
-    """Have children forked off a process that has imported torch and Dynamo, where how they start is not asked."""
-    started = fork_children(server(None, with_torch=True).requests)
-    yield
-    processes.subprocess = started
+    with forking():
+        yield
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pickle
 from pathlib import Path
 
 import pytest
+from cli_harness import forking
 from e2e_harness import cgtool as command
 from e2e_harness import compare, inspect, units, warm
 
@@ -72,7 +73,7 @@ def nested(tmp_path_factory):
     """A model that was compiled for an example in a worker, and its cache."""
     root, module = tmp_path_factory.mktemp("nested") / "cache", models.Nested().eval()
     example, config = (models.x_of(),), CompilationConfig(adaptor=QUICK, jobs=1)
-    with torch.no_grad():
+    with torch.no_grad(), forking():
         run = cgtool.compile(module, example_args=example, dynamic=BATCH, config=config, cache_dir=root)
     return root, module, run
 
