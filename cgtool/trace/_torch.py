@@ -89,6 +89,8 @@ EXIT_AUTOCAST: Any = torch.amp.autocast_mode._exit_autocast
 #: `torch.tensor` of numbers that are known only as the graph runs, and `x.data`, from torch 2.12 on.
 TENSOR_OF_NUMBERS: Any = torch._refs.tensor
 DATA_OF_TENSOR: Any = getattr(torch._C._autograd, "_get_data_attr", None)
+#: What asserts that the one value of a tensor is not zero.
+ASSERTION: Any = torch._assert_async
 
 
 class NumpyArray:

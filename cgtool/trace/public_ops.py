@@ -61,6 +61,13 @@ def _data(node: fx.Node) -> None:
     node.op, node.target = "call_method", "detach"
 
 
+def _assertion(node: fx.Node) -> None:
+    """Give an assertion about a tensor the words that it has from torch: one without words gets lost in a compile."""
+    if len(node.args) + len(node.kwargs) == 1:
+        node.args = (*node.args, *node.kwargs.values(), "Expected Tensor with single nonzero value, but got zero")
+        node.kwargs = {}
+
+
 def _tensor_of_numbers(node: fx.Node) -> None:
     """Write `torch.tensor([x.shape[0], 2])` as scalars that are stacked."""
     value = node.meta["example_value"]
@@ -90,4 +97,5 @@ def _tensor_of_numbers(node: fx.Node) -> None:
 _WRITERS: Mapping[Any, Callable[[fx.Node], None]] = {
     private.TENSOR_OF_NUMBERS: _tensor_of_numbers,
     private.DATA_OF_TENSOR: _data,
+    private.ASSERTION: _assertion,
 }

@@ -282,6 +282,18 @@ def test_a_lazy_model_is_refused_in_a_sentence(tmp_path, monkeypatch):
         cgtool.compile(torch.nn.LazyLinear(3).eval(), example_args=(torch.rand(3, 4),), cache_dir=tmp_path)
 
 
+def test_an_assertion_about_a_tensor_is_compiled_in(tmp_path, monkeypatch):
+    """It stands in a loop of a kernel, where an error must not end the process."""
+    monkeypatch.setenv("CGTOOL_ADAPTOR", QUICK)
+    module, x = models.Positive().eval(), torch.rand(2000) + 1
+    run = cgtool.compile(module, example_args=(x,), cache_dir=tmp_path)
+    same(run, module, x)
+    for model in (module, run):
+        with pytest.raises(RuntimeError, match="Expected Tensor with single nonzero value"):
+            model(-x)
+    same(run, module, x)
+
+
 def test_what_was_loaded_cannot_be_pickled(tmp_path, monkeypatch):
     monkeypatch.setenv("CGTOOL_ADAPTOR", "eager")
     run = cgtool.compile(models.Signature().eval(), example_args=(models.x_of(),), cache_dir=tmp_path)
