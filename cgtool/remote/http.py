@@ -70,7 +70,12 @@ def patient(session: requests.Session) -> requests.Session:
 
 
 def _inner(error: BaseException) -> BaseException | None:
-    """Return what an error of the network was made from; what was tried again is an argument only."""
+    """Return what an error of a client was made from; what was tried again is an argument only.
+
+    An error of the system was made from nothing: beside it stands whatever the program was handling just then.
+    """
+    if isinstance(error, OSError) and not isinstance(error, requests.RequestException):
+        return None
     found = (error.__cause__, error.__context__, *error.args)
     return next((one for one in found if isinstance(one, (OSError, HTTPError, HTTPException))), None)
 
@@ -221,7 +226,6 @@ class HttpStore:
 
     def _broken(self, error: requests.RequestException, doing: str) -> RemoteError:
         cause: BaseException = error
-        # Above what the network says lies whatever was being handled as the request was made.
         while (inner := _inner(cause)) is not None:
             cause = inner
         slow = "no answer in time" if isinstance(cause, TimeoutError) else type(cause).__name__
