@@ -342,14 +342,13 @@ class ForkedChild:
         paths, _, program = command[-3:]
         variables = dict(os.environ if how["env"] is None else how["env"])
         request = ["child", str(Path.cwd()), variables, [paths, program], "", "", True]
-        answers, theirs = os.pipe()
+        self._answers, theirs = os.pipe()
         descriptors = [*how["pass_fds"], how["stdout"].fileno(), requests.fileno(), theirs]
         socket.send_fds(requests, [json.dumps(request).encode()], descriptors)
         os.close(theirs)
-        self._answers = os.fdopen(answers)
-        self.pid = int(self._answers.readline().split()[0])
+        self._said, self._lock = b"", threading.Lock()
+        self.pid = int(self._hear(None)[0])
         self.returncode: int | None = None
-        self._lock = threading.Lock()
 
     def poll(self) -> int | None:
         """Return its exit code where it has ended."""
@@ -361,11 +360,20 @@ class ForkedChild:
         """Wait for its end."""
         with self._lock:
             if self.returncode is None:
-                if not select.select([self._answers], [], [], timeout)[0]:
-                    raise subprocess.TimeoutExpired("child", timeout)
-                self.returncode = int(self._answers.readline().split()[1])
-                self._answers.close()
+                self.returncode = int(self._hear(timeout)[1])
+                os.close(self._answers)
         return self.returncode
+
+    def _hear(self, timeout: float | None) -> list[str]:
+        """Return the next line of the server in words."""
+        if b"\n" not in self._said:  # it may have said how the child ended together with that it began
+            if not select.select([self._answers], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("child", timeout)
+            self._said += os.read(self._answers, 1 << 10)
+            if not self._said:
+                raise OSError("the server ended")
+        line, _, self._said = self._said.partition(b"\n")
+        return line.decode().split()
 
 
 def fork_children(requests: socket.socket) -> None:
