@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -142,10 +143,13 @@ def leftovers(root: Path) -> list[str]:
 # What other processes run.
 
 
-def publish_times(root: Path, texts: tuple[str, ...], times: int) -> None:
-    for _ in range(times):
+def publish_times(root: Path, texts: tuple[str, ...], times: int, until: Path | None = None) -> None:
+    """Publish each of some texts so many times, and on until a file is there."""
+    for done in itertools.count(1):
         for text in texts:
             publish(root, text)
+        if done >= times and (until is None or until.exists()):
+            return
 
 
 def add_sizes(root: Path, sizes: tuple[int, ...]) -> None:
