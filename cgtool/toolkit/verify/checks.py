@@ -101,6 +101,8 @@ class _Check(Findings):
         self.name = name
         self.folder = folder
         self.hasher = hasher
+        #: Whether its folder was not there as it was looked at last: it may be there again by now.
+        self.is_gone = False
         self._fresh = fresh
 
     def again(self) -> Self:
@@ -357,7 +359,8 @@ def check_entry(layout: CacheLayout, hash_: str, hasher: Hasher | None = None) -
 
 def check_entries(layout: CacheLayout, hashes: Iterable[str], hasher: Hasher) -> Iterator[EntryCheck]:
     """Yield what is found in each of several entries, in their order; those that vanish meanwhile are left out."""
-    return filter(_is_there, hasher.each(lambda hash_: check_entry(layout, hash_, hasher), hashes))
+    checks = hasher.each(lambda hash_: check_entry(layout, hash_, hasher), hashes)
+    return (check for check in checks if not check.is_gone)
 
 
 def check_units(layout: CacheLayout, hasher: Hasher) -> Findings:
@@ -365,7 +368,7 @@ def check_units(layout: CacheLayout, hasher: Hasher) -> Findings:
     unlisted: list[CacheError] = []
     found = Findings()
     units = hasher.each(lambda unit: _settled(UnitCheck(layout, unit, hasher)), walk_units(layout, unlisted))
-    for check in filter(_is_there, units):
+    for check in (check for check in units if not check.is_gone):
         found.problems += check.problems
         found.notes += check.notes
         found.files += check.files
@@ -376,22 +379,30 @@ def check_units(layout: CacheLayout, hasher: Hasher) -> Findings:
     return found
 
 
-def _is_there(found: _Check) -> bool:
-    return not found.problems or may_exist(found.folder)
-
-
 def _settled(found: _Checked) -> _Checked:
     """Return what two looks one after the other agree on, for a writer or a pruner may be at work."""
     for _ in range(_ATTEMPTS):
         if not found.problems:
             break
-        before = _status(found.folder)
+        before = _inode(found.folder)
         again = found.again()
-        after = _status(found.folder)
-        if again.problems == found.problems and (before and before.st_ino) == (after and after.st_ino):
-            break
+        after = _inode(found.folder)
+        is_settled = again.problems == found.problems and before == after
         found = again
+        found.is_gone = after is None
+        if is_settled:
+            break
     return found
+
+
+def _inode(path: str) -> int | None:
+    """Return the inode of what is there, 0 where it cannot be asked; None where nothing is."""
+    try:
+        return os.stat(path).st_ino  # noqa: PTH116 - a str, as all of its neighbours
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:
+        return 0
 
 
 def _signature_problem(path: str, stem: str, end: str, most: int) -> tuple[ProblemKind, str] | None:
