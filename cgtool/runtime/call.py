@@ -38,11 +38,15 @@ _CHAINED = frozenset(
 class AsModule(abc.ABC):
     """Has every attribute of `module` that it has not itself: `state_dict`, `parameters`, `eval`, `to`, `config`, ...
 
+    What is set or deleted is set and deleted there, too, so that calls see it: `served.cache = None`.
+
     Attributes:
         module: The live model.
     """
 
     module: nn.Module
+    #: The attributes that are its own, and not the model's.
+    _OWN: frozenset[str] = frozenset()
 
     @abc.abstractmethod
     def recheck(self) -> None:
@@ -65,6 +69,18 @@ class AsModule(abc.ABC):
             return self
 
         return chained
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._OWN or name.startswith("__"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in vars(self):
+            object.__delattr__(self, name)
+        else:
+            delattr(self.module, name)
 
 
 #: What an attempt returns where no variant serves the call.
@@ -94,6 +110,11 @@ class LoadedModel(AsModule):
         GuardError: A tensor of the model is of another make than when it was compiled.
         ModelError: The method shows no signature.
     """
+
+    _OWN = frozenset(
+        {"module", "plan", "_signature", "_bind", "_device_index", "_opened", "_environment", "_recheck_calls"}
+        | {"_graphs", "_eager", "_makers", "_lock", "_wrap", "_variants"}
+    )
 
     def __init__(
         self,

@@ -39,6 +39,10 @@ class AnyCall(AsModule):
         warm: Takes the arguments of a call and returns what was compiled for them; None where nothing can be compiled.
     """
 
+    _OWN = frozenset(
+        {"module", "_eager", "_name", "_otherwise", "_warm", "_lock", "_loaded", "_behind", "_gave_up", "_causes"}
+    )
+
     def __init__(
         self,
         module: Any,

@@ -411,6 +411,20 @@ def test_what_is_chained_stays_the_compiled_one(pair):
     assert model(torch.ones(4)).tolist() == [6.0] * 4
 
 
+def test_what_is_set_is_set_on_the_module(pair):
+    module, model = pair
+    model(torch.ones(4))
+    model.weight = nn.Parameter(torch.ones(4), requires_grad=False)
+    model.note = "mine"
+    assert (module.weight is model.weight, module.note) == (True, "mine")
+    assert model(torch.ones(4)).tolist() == [3.0] * 4
+    del model.note
+    assert not hasattr(module, "note")
+    model.training = True
+    with pytest.raises(GuardError, match="training mode"):
+        model(torch.ones(4))
+
+
 def test_a_change_on_purpose_is_rechecked(pair):
     module, model = pair
     model.recheck()
