@@ -1,16 +1,21 @@
-"""Waiting for threads so that Ctrl-C and SIGTERM end the wait at once. The standard library alone.
+"""Waiting for threads so that Ctrl-C and SIGTERM end the wait at once, and what a thread must know of the others.
 
-An executor's threads are joined as Python ends, however long a network keeps them; those of a `ThreadPool` are daemons.
+The standard library alone. An executor's threads are joined as Python ends, however long a network keeps them; those of
+a `ThreadPool` are daemons.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from multiprocessing.pool import AsyncResult, ThreadPool
 from typing import TypeVar
 
 _Given = TypeVar("_Given")
 _Found = TypeVar("_Found")
+
+#: Whether other threads call the model that this one warms, so that it must stay as it is all the while.
+beside_calls: ContextVar[bool] = ContextVar("beside_calls", default=False)
 
 #: A signal that comes as a wait begins is heard when the wait ends.
 _HEARING_SECS = 0.2

@@ -12,6 +12,7 @@ from cgtool.errors import GuardError
 from cgtool.host import count
 from cgtool.runtime.call import NOT_SERVED, AsModule, LoadedModel
 from cgtool.runtime.dispatch import ForkedLock
+from cgtool.threads import beside_calls
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ class AnyCall(AsModule):
     """
 
     _OWN = frozenset(
-        {"module", "_eager", "_name", "_otherwise", "_warm", "_lock", "_loaded", "_behind", "_gave_up", "_causes"}
+        {"module", "_eager", "_name", "_otherwise", "_warm", "_lock", "_loaded", "_waits", "_behind", "_gave_up"}
+        | {"_causes"}
     )
 
     def __init__(
@@ -61,6 +63,8 @@ class AnyCall(AsModule):
         self._lock = ForkedLock()
         #: Grows at its end; replaced as a whole, so that a call goes on with what it began with.
         self._loaded: tuple[LoadedModel, ...] = () if loaded is None else (loaded,)
+        #: Whether a call waits for a warm: a trace has the model hold other things than what calls left in it.
+        self._waits = otherwise == "warm" and loaded is not None and bool(loaded.keeps)
         self._behind: threading.Thread | None = None
         self._gave_up: str | None = None
         self._causes: set[str] = set()
@@ -89,6 +93,12 @@ class AnyCall(AsModule):
         return {**vars(self), "_loaded": found, "_behind": None}
 
     def _attempt(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._waits:
+            with self._lock:
+                return self._first_answer(args, kwargs)
+        return self._first_answer(args, kwargs)
+
+    def _first_answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for model in self._loaded:
             answer = model.attempt(*args, **kwargs)
             if answer is not NOT_SERVED:
@@ -116,6 +126,8 @@ class AnyCall(AsModule):
             if answer is not NOT_SERVED:
                 return answer
             model = self._compiled(args, kwargs)
+            if self._waits:
+                return model(*args, **kwargs)
         return model(*args, **kwargs)
 
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LoadedModel:
@@ -125,9 +137,11 @@ class AnyCall(AsModule):
             _log.info("Compiling %s again: %s", self._name, self._why(args, kwargs))
         model = self._warm(args, kwargs)
         self._loaded = (*self._loaded, model)
+        self._waits = self._waits or (self._otherwise == "warm" and bool(model.keeps))
         return model
 
     def _warm_behind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        beside_calls.set(True)  # in this thread, which ends with its work
         try:
             self._compiled(args, kwargs)
         except Exception as error:  # noqa: BLE001 - whatever it is, the model goes on without

@@ -33,6 +33,7 @@ from cgtool.trace.public_ops import hold_arrays, write_publicly
 from cgtool.trace.questions import question_guards, shown_steps
 from cgtool.trace.refusals import (
     ALWAYS,
+    refuse_beside_calls,
     refuse_identities,
     refuse_side_effects,
     refuse_subclasses,
@@ -127,7 +128,9 @@ class _Capture:
         writes = writes_of(output, self.frame, self.inputs)
         refuse_side_effects(writes.changed, writes.lines)
         self.settled, self.kept, self.lines = tuple(writes.settled), tuple(writes.kept), writes.lines
-        self.lasting = self._held((*(f"{one.source}.{one.name}" for one in writes.settled), *writes.kept))
+        lasting = (*(f"{one.source}.{one.name}" for one in writes.settled), *writes.kept)
+        refuse_beside_calls(lasting, writes.lines)
+        self.lasting = self._held(lasting)
         self.plain = tuple(source for source in writes.written if source not in writes.kept)
         self.inherited = tuple(writes.inherited)
         self.unchanged = self._held(f"{one.source}.{one.name}" for one in writes.inherited)

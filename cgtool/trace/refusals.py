@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +15,7 @@ from cgtool.errors import TraceError
 from cgtool.guards.kinds import check, encode_literal
 from cgtool.guards.sources import Roots
 from cgtool.plan.records import Guard, source_words
+from cgtool.threads import beside_calls
 from cgtool.trace import _torch as private
 from cgtool.trace.closure import is_covered_by_versions
 
@@ -70,6 +71,18 @@ def refuse_side_effects(changed: Iterable[str], lines: Mapping[str, str] = Mappi
             "that are written in place (`self.count.add_(1)`), or return it."
         )
         raise TraceError(msg, path=names, actual=tuple(lasting))
+
+
+def refuse_beside_calls(kept: Sequence[str], lines: Mapping[str, str]) -> None:
+    """Refuse a model whose calls leave something in these places, where other threads call it: a trace sets them."""
+    if kept and beside_calls.get():
+        names = ", ".join(source_words(text) for text in kept[:4])
+        where = "".join(dict.fromkeys(lines.get(text, "") for text in kept[:4]))
+        msg = (
+            f"Calls leave something in {names}, which a trace in the background would change beneath calls of the "
+            f"model itself.{where}\nPass otherwise='warm', with which calls wait for it."
+        )
+        raise TraceError(msg, path=names, actual=tuple(kept))
 
 
 def refuse_subclasses(inputs: Mapping[str, Any]) -> None:

@@ -165,6 +165,48 @@ def test_what_cannot_be_compiled_in_the_background_is_tried_once_and_told_once(m
     assert said.startswith("A call of Breaks.forward runs eagerly: It cannot be compiled:")
 
 
+class Counts(torch.nn.Module):
+    """Has the number of calls in an attribute, which a trace sets to what the calls before it would leave."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = torch.zeros(4)
+
+    def forward(self, x):
+        self.count = self.count + 1
+        return x * 0 + self.count
+
+
+def test_what_calls_leave_is_not_traced_beneath_calls_of_the_model_itself(made, caplog):
+    served = made(Counts().eval(), "background", rows=None)
+    counts = [served(rows(1))[0, 0].item()]
+    while any(thread.name == "cgtool-warm" for thread in threading.enumerate()):
+        counts.append(served(rows(1))[0, 0].item())
+    counts.append(served(rows(1))[0, 0].item())
+    assert counts == [float(number + 1) for number in range(len(counts))]
+    (said,) = (record.message for record in caplog.records if record.levelno == logging.WARNING)
+    assert re.search(
+        r"Calls leave something in count.*\n.*: self\.count = self\.count \+ 1\nPass otherwise='warm'", said
+    )
+
+
+def test_calls_of_a_model_that_keeps_something_wait_for_a_warm(made):
+    served = made(Counts().eval(), "warm")
+    counts, ends = [], threading.Event()
+
+    def call():
+        with torch.no_grad():
+            while not ends.is_set():
+                counts.append(served(rows(1))[0, 0].item())
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    counts_here = [served(rows(count))[0, 0].item() for count in (2, 3)]  # each is compiled
+    ends.set()
+    thread.join()
+    assert sorted(counts + counts_here) == [float(number + 1) for number in range(len(counts) + 2)]
+
+
 def test_of_threads_that_come_at_once_the_first_compiles(made, model):
     served = made(model, "warm")
     barrier, answers = threading.Barrier(4), []
