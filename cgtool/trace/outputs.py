@@ -144,7 +144,8 @@ class TemplateReader:
             literal = encode_literal(value)
         except NoRuleError as error:
             raise _cannot_rebuild(value, path) from error
-        if _holds_mark(literal) or _names_code(literal):
+        # A dict of another class is compared as one, and would be built as one.
+        if _holds_mark(literal) or _names_code(literal) or isinstance(value, dict):
             raise _cannot_rebuild(value, path)
         return ["const", literal]
 
@@ -184,6 +185,7 @@ class TemplateReader:
     def _built(self, value: Any, path: str) -> Json | None:
         """Read a value that its class builds: a structseq, a named tuple, a dataclass."""
         kind = type(value)
+        _refuse_more(value, path)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return ["call", _importable(value, path), [self.read(v, f"{path}[{i}]") for i, v in enumerate(value)], []]
         if isinstance(value, tuple) and kind.__module__ == "torch.return_types":
@@ -199,6 +201,22 @@ class TemplateReader:
             named = [[f.name, self.read(getattr(value, f.name), f"{path}.{f.name}")] for f in fields]
             return ["call", _importable(value, path), [], named]
         return None
+
+
+def _refuse_more(value: Any, path: str) -> None:
+    """Refuse a value that has attributes beside those that its class gives to what is built from its fields."""
+    kind = type(value)
+    is_built = dataclasses.is_dataclass(kind) or kind is OrderedDict or hasattr(kind, "_fields")
+    more = dict.fromkeys(vars(value)) if is_built and hasattr(value, "__dict__") else {}
+    given = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+    for owner in kind.__mro__:
+        code = getattr(vars(owner).get("__post_init__"), "__code__", None)
+        given.update(code.co_names if code is not None else ())
+        given.update(name for name, member in vars(owner).items() if isinstance(member, functools.cached_property))
+    for name in more:
+        if name not in given:
+            msg = f"{path} has the attribute {name}, which forward sets: make it a field, or return it beside."
+            raise TraceError(msg, path=path)
 
 
 def _holds_mark(literal: Json) -> bool:

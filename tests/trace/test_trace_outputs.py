@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections import OrderedDict, namedtuple
+from collections import Counter, OrderedDict, namedtuple
 from typing import Any, NamedTuple
 
 import pytest
@@ -257,6 +257,22 @@ def data_as_a_number(model, x, y, extra):
     return y, extra.item()
 
 
+def an_attribute_of_a_dataclass(model, x, y, extra):
+    made = Inner(tensor=y)
+    made.twice = y * 2
+    return [made]
+
+
+def an_attribute_of_an_ordered_dict(model, x, y, extra):
+    made = OrderedDict(a=y)
+    made.mark = 1
+    return made
+
+
+def a_counter(model, x, y, extra):
+    return y, [Counter("aab")]
+
+
 CANNOT = [
     (a_class_of_ones_own, r"output\['held'\]\[0\] is of type .*:Held, which cannot be built again"),
     (a_class_of_a_function, r"output is of type .*<locals>.Local, which cannot be built again"),
@@ -264,6 +280,9 @@ CANNOT = [
     (a_tensor_made_of_a_constant, r"output\[1\] is a tensor that is neither computed by the graph nor passed in"),
     (a_field_that_is_computed, r"output is of type .*:Computed, which cannot be built again"),
     (a_generator, r"generator|output is of type"),
+    (an_attribute_of_a_dataclass, r"output\[0\] has the attribute twice, which forward sets: make it a field"),
+    (an_attribute_of_an_ordered_dict, r"output has the attribute mark, which forward sets: make it a field"),
+    (a_counter, r"output\[1\]\[0\] is of type collections:Counter, which cannot be built again"),
 ]
 
 
