@@ -43,6 +43,12 @@ def in_dual_level() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+def is_traced() -> bool:
+    """Return whether `torch.jit.trace`, or an export that rests on it, records the ops of this thread."""
+    # what `torch.jit.is_tracing` asks, without its wrappers: each call asks it
+    return torch._C._get_tracing_state() is not None
+
+
 def opens_folders() -> bool:
     """Return whether torch's loader of packages opens a folder in the layout of an archive: from 2.13."""
     return TorchVersion(torch.__version__) >= TorchVersion("2.13")

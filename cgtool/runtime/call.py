@@ -20,7 +20,7 @@ from cgtool.guards.table import failures_of
 from cgtool.host import variables_now
 from cgtool.plan.pieces import Graphs, PieceGraph
 from cgtool.plan.records import Guard, GuardTable, Input, Plan, Variant, source_words
-from cgtool.runtime._torch import in_dual_level
+from cgtool.runtime._torch import in_dual_level, is_traced
 from cgtool.runtime.call_guards import Accept, AcceptWriter, check_symbols, with_sizes_from_data
 from cgtool.runtime.dispatch import Boxed, ForkedLock, PiecewiseBackend, ShapeTable
 from cgtool.runtime.generate import decode_literal, hole_value, template_needs
@@ -165,6 +165,9 @@ class LoadedModel(AsModule):
         if self.module.training:
             msg = f"The model is in training mode. {_INFERENCE}: call model.eval() first."
             raise GuardError(msg, path="training", expected=False, actual=True)
+        if is_traced():
+            msg = "torch.jit.trace sees no op of compiled code, and would record a constant: trace the model itself."
+            raise GuardError(msg, path="jit.trace", expected=False, actual=True)
         if self._recheck_calls:
             self._check_live()
         try:
