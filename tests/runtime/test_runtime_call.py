@@ -8,6 +8,7 @@ import threading
 import time
 
 import hand_plans as hand
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
@@ -76,6 +77,12 @@ def test_a_call_that_the_model_would_not_take_is_a_type_error(loaded, args, kwar
             lambda x: torch.complex(x, x).conj().imag, "lazily conjugated or negated view", id="negative view"
         ),
         pytest.param(lambda x: x.as_subclass(type("Odd", (torch.Tensor,), {})), "x is of type Odd", id="subclass"),
+        pytest.param(
+            lambda x: torch.nested.nested_tensor([*x]),
+            "x is a nested tensor and was",
+            id="nested",
+            marks=pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+        ),
     ],
 )
 def test_a_refused_call_names_the_argument_and_what_is_wrong(loaded, change, says):
@@ -176,6 +183,9 @@ def test_state_guards_are_checked_and_named(model):
     [
         (Guard(source="arg:mask", kind="value", expected=["t", True, ["f", "0.5"]]), (True, 0.5), (1, 0.5)),
         (Guard(source="arg:mask", kind="value", expected=3), 3, True),
+        (Guard(source="arg:mask", kind="value", expected=3), 3, 3.0),
+        (Guard(source="arg:mask", kind="value", expected=["f", "0.0"]), 0.0, -0.0),
+        (Guard(source="arg:mask", kind="value", expected=["f", "0.5"]), 0.5, np.float64(0.5)),
         (Guard(source="arg:mask", kind="value", expected=True), True, 1),
         (Guard(source="arg:mask", kind="value", expected="a'b"), "a'b", "ab"),
         (Guard(source="arg:mask", kind="type", expected="builtins:dict"), {}, []),

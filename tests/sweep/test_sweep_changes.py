@@ -166,32 +166,6 @@ def test_a_global_setting_is_a_miss_and_a_refused_call(name, warm_root, restored
         loaded(subject.example())
 
 
-def test_a_call_in_another_state_is_refused(warm_root, restored_state):
-    module = subject.build().module
-    loaded = cgtool.load(module, cache_dir=warm_root)
-    x = subject.example()
-    with (
-        torch.no_grad(),
-        torch.autocast("cpu", dtype=torch.bfloat16),
-        pytest.raises(GuardError, match="autocast is on"),
-    ):
-        loaded(x)
-    with torch.enable_grad(), pytest.raises(GuardError, match="requires grad and grad mode is on"):
-        loaded(x)
-    torch.set_default_dtype(torch.float64)
-    with torch.no_grad(), pytest.raises(GuardError, match="default dtype is 'float64'"):
-        loaded(x)
-    torch.set_default_dtype(torch.float32)
-    module.train()
-    with torch.no_grad(), pytest.raises(GuardError, match="training"):
-        loaded(x)
-    module.eval()
-    with torch.no_grad(), pytest.raises(GuardError, match=r"gain was 2\.0 .* 3\.0"):
-        loaded(x, gain=3.0)
-    with torch.inference_mode():
-        torch.testing.assert_close(loaded(x), module(x))
-
-
 def test_the_order_of_reasons_covers_every_factor():
     assert set(factors.environment_factors()) <= set(cache_key.FACTOR_ORDER) | {"precision", "inductor_environment"}
 

@@ -97,7 +97,7 @@ def dataclasses_in_each_other(model, x, y, extra):
 
 
 def an_ordered_dict(model, x, y, extra):
-    return OrderedDict(b=y, a=OrderedDict(c=y + 1))
+    return OrderedDict(b=y, a=OrderedDict(c=y + 1, d=[x.shape[0], x.dtype, x.device]))
 
 
 def of_torch(model, x, y, extra):
@@ -273,6 +273,14 @@ def a_counter(model, x, y, extra):
     return y, [Counter("aab")]
 
 
+def a_ratio_of_sizes(model, x, y, extra):
+    return y, x.shape[0] / 2
+
+
+def a_number_of_data(model, x, y, extra):
+    return y, y.sum().item()
+
+
 CANNOT = [
     (a_class_of_ones_own, r"output\['held'\]\[0\] is of type .*:Held, which cannot be built again"),
     (a_class_of_a_function, r"output is of type .*<locals>.Local, which cannot be built again"),
@@ -283,6 +291,8 @@ CANNOT = [
     (an_attribute_of_a_dataclass, r"output\[0\] has the attribute twice, which forward sets: make it a field"),
     (an_attribute_of_an_ordered_dict, r"output has the attribute mark, which forward sets: make it a field"),
     (a_counter, r"output\[1\]\[0\] is of type collections:Counter, which cannot be built again"),
+    (a_ratio_of_sizes, "number"),
+    (a_number_of_data, "number"),
 ]
 
 

@@ -11,11 +11,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - what everyone calls it
-from sweep_harness import call
 from torch import nn
+
+from cgtool import ExampleCall
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,10 @@ class Case:
     tried: Mapping[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
     dynamic: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fails: str | None = None
+
+
+def call(*args: Any, **kwargs: Any) -> ExampleCall:
+    return ExampleCall(args=args, kwargs=kwargs)
 
 
 CASES: dict[str, Case] = {}
@@ -68,33 +72,6 @@ class Base(nn.Module):
         self.linear = nn.Linear(8, 8)
 
 
-# ---- where facts are read from
-
-
-def helper_scaled(x: torch.Tensor, factor: float, shift: float = 0.25) -> torch.Tensor:
-    return x * factor + shift
-
-
-def make_closure(weight: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    def apply(value: torch.Tensor) -> torch.Tensor:
-        return value * weight
-
-    return apply
-
-
-@case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
-class StoredCallables(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.partial = functools.partial(helper_scaled, factor=1.5)
-        self.thunk = lambda value: value + 2
-        self.closure = make_closure(0.75)
-        self.act = F.silu
-
-    def forward(self, x):
-        return self.act(self.closure(self.thunk(self.partial(self.linear(x)))))
-
-
 # ---- arguments
 
 
@@ -116,71 +93,6 @@ class VariadicForward(Base):
         for name, value in kwargs.items():
             total = total + value * len(name)
         return total
-
-
-@case(
-    "optional_given",
-    example=lambda: call(x(), mask=x(seed=2)),
-    served={"given": lambda: call(x(seed=3), mask=x(seed=4)), "positional": lambda: call(x(seed=3), x(seed=4))},
-    tried={
-        "absent": lambda: call(x()),
-        "none": lambda: call(x(), mask=None),
-        "scale": lambda: call(x(), x(), scale=3.0),
-    },
-)
-@case(
-    "optional_absent",
-    example=lambda: call(x()),
-    served={
-        "absent": lambda: call(x(seed=3)),
-        "none": lambda: call(x(), mask=None),
-        "scale": lambda: call(x(), scale=2.0),
-    },
-    tried={
-        "given": lambda: call(x(), mask=x(seed=2)),
-        "scale": lambda: call(x(), scale=3.0),
-        "int scale": lambda: call(x(), scale=2),
-        "bool scale": lambda: call(x(), scale=True),
-    },
-)
-class OptionalMask(Base):
-    def forward(self, x, mask: torch.Tensor | None = None, *, scale: float = 2.0):
-        y = self.linear(x) * scale
-        return y if mask is None else y + mask
-
-
-@case(
-    example=lambda: call(x(), 3, 0.5, True, "relu"),
-    served={"same": lambda: call(x(seed=2), 3, 0.5, True, "relu")},
-    tried={
-        "int": lambda: call(x(), 4, 0.5, True, "relu"),
-        "int 1": lambda: call(x(), 1, 0.5, True, "relu"),
-        "int as float": lambda: call(x(), 3.0, 0.5, True, "relu"),
-        "float": lambda: call(x(), 3, 0.25, True, "relu"),
-        "float nan": lambda: call(x(), 3, float("nan"), True, "relu"),
-        "bool": lambda: call(x(), 3, 0.5, False, "relu"),
-        "bool as int": lambda: call(x(), 3, 0.5, 1, "relu"),
-        "text": lambda: call(x(), 3, 0.5, True, "tanh"),
-        "numpy float": lambda: call(x(), 3, np.float64(0.5), True, "relu"),
-    },
-)
-class PythonArguments(Base):
-    def forward(self, x, n: int, f: float, flag: bool, act: str):
-        y = self.linear(x) * n + f
-        if flag:
-            y = y - 1
-        return y / n, getattr(torch, act)(y), n, flag
-
-
-@case(
-    "minus_zero",
-    example=lambda: call(x(), 0.0),
-    served={"same": lambda: call(x(), 0.0)},
-    tried={"minus": lambda: call(x(), -0.0), "int": lambda: call(x(), 0), "false": lambda: call(x(), False)},
-)
-class DividesByArgument(Base):
-    def forward(self, x, f: float):
-        return x / f
 
 
 class Pair(NamedTuple):
@@ -219,131 +131,6 @@ class ContainerArguments(Base):
 
 
 @case(
-    example=lambda: call(x(12)),
-    served={k: v for k, v in SIZES.items() if k in ("rows 9", "rows 33")},
-    tried=SIZES,
-    dynamic=ROWS,
-)
-class BranchesOnShape(Base):
-    def forward(self, x):
-        if x.shape[0] > 8:
-            return self.linear(x) * 2
-        return self.linear(x) - 1
-
-
-@case(
-    example=lambda: call(x(4)),
-    served={"rows 4": lambda: call(x(4)), "rows 8": lambda: call(x(8))},
-    tried=SIZES,
-    dynamic=ROWS,
-)
-class BranchesOnEvenness(Base):
-    def forward(self, x):
-        if x.shape[0] % 2 == 0:
-            return self.linear(x).view(2, -1)
-        return self.linear(x)
-
-
-@case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
-class ReturnsSizes(Base):
-    def forward(self, x):
-        y = self.linear(x)
-        return y, x.shape[0], x.shape, x.shape[0] * 2 + 1, {"n": x.numel()}, x.size(1)
-
-
-@case(example=lambda: call(x()), fails="TraceError: number")
-class ReturnsFloatOfSize(Base):
-    def forward(self, x):
-        return self.linear(x), x.shape[0] / 2
-
-
-CASES["ReturnsFloatOfSize"] = dataclasses.replace(CASES["ReturnsFloatOfSize"], dynamic=ROWS)
-
-
-@case(example=lambda: call(x()), fails="TraceError: number")
-class ReturnsItem(Base):
-    def forward(self, x):
-        return self.linear(x), x.sum().item()
-
-
-@case(example=lambda: call(x()), fails="SplitError: return tensors")
-class ReturnsIntItem(Base):
-    def forward(self, x):
-        return self.linear(x), x.argmax().item()
-
-
-@case(example=lambda: call(x()), fails="TraceError: dimension 0, is always 4", dynamic=ROWS)
-class ReturnsSliceOfSizes(Base):
-    def forward(self, x):
-        return self.linear(x), slice(0, x.shape[0])
-
-
-@case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
-class ReturnsOrderedDict(Base):
-    def forward(self, x):
-        y = self.linear(x)
-        return OrderedDict(b=y, a=[x.shape[0], y.stride(), x.dtype, x.device])
-
-
-@case(
-    example=lambda: call(x(), "tag", [1, 2], 7, 1.5),
-    served={"same": lambda: call(x(seed=2), "tag", [1, 2], 7, 1.5)},
-    tried={
-        "tag": lambda: call(x(seed=2), "other", [1, 2], 7, 1.5),
-        "list": lambda: call(x(seed=2), "tag", [1, 3], 7, 1.5),
-        "longer": lambda: call(x(seed=2), "tag", [1, 2, 3], 7, 1.5),
-        "number": lambda: call(x(seed=2), "tag", [1, 2], 8, 1.5),
-        "float": lambda: call(x(seed=2), "tag", [1, 2], 7, 2.5),
-        "none": lambda: call(x(seed=2), None, [1, 2], 7, 1.5),
-    },
-)
-class PassesThrough(Base):
-    def forward(self, x, tag, numbers, n, f):
-        return self.linear(x), tag, numbers, {"n": n, "f": (f, f)}
-
-
-@case(
-    example=lambda: call(x(4), x(6)),
-    served={"differ": lambda: call(x(9), x(5)), "one": lambda: call(x(1), x(6)), "equal": lambda: call(x(5), x(5))},
-    tried={"width": lambda: call(x(4), x(6, 9)[:, 1:])},
-    dynamic={"x": {0: "rows"}, "y": {0: "others"}},
-)
-class TwoDimensions(Base):
-    def forward(self, x, y):
-        z = torch.cat([self.linear(x), y], 0)
-        return z, z.shape[0] - x.shape[0]
-
-
-@case(
-    example=lambda: call(x(4), x(4, seed=2)),
-    served={"other": lambda: call(x(9), x(9, seed=2)), "one": lambda: call(x(1), x(1))},
-    tried={
-        "broadcast y": lambda: call(x(9), x(1)),
-        "broadcast x": lambda: call(x(1), x(9)),
-        "bad": lambda: call(x(4), x(4, 1)),
-    },
-    dynamic={"x": {0: "rows"}, "y": {0: "rows"}},
-)
-class AddsEqualSizes(Base):
-    def forward(self, x, y):
-        return self.linear(x) + y
-
-
-@case(
-    example=lambda: call(x(4), x(4, seed=2)),
-    served={"same": lambda: call(x(4, seed=3), x(4, seed=4))},
-    tried={
-        "broadcast y": lambda: call(x(4), x(1)),
-        "both": lambda: call(x(5), x(5)),
-        "vector": lambda: call(x(4), x(1)[0]),
-    },
-)
-class AddsStatic(Base):
-    def forward(self, x, y):
-        return self.linear(x) + y
-
-
-@case(
     example=lambda: call(x()),
     served={"contiguous": lambda: call(x(5))},
     tried={
@@ -364,16 +151,6 @@ class LooksAtStrides(Base):
 
 
 @case(
-    example=lambda: call(torch.randn(8, 6, generator=torch.Generator().manual_seed(3)).t()),
-    served={"transposed": lambda: call(torch.randn(8, 6, generator=torch.Generator().manual_seed(5)).t())},
-    tried={"contiguous": lambda: call(x(6)), "other": lambda: call(torch.randn(8, 9).t())},
-)
-class TakesTransposed(Base):
-    def forward(self, x):
-        return x * 2, x.sum(0), x.stride(0)
-
-
-@case(
     example=lambda: call(torch.tensor(2.0), x()),
     served={"other": lambda: call(torch.tensor(-3.5), x(seed=4)), "nan": lambda: call(torch.tensor(float("nan")), x())},
     tried={
@@ -389,31 +166,10 @@ class ZeroDimensional(Base):
 # ---- outputs
 
 
-@case(example=lambda: call(x()), served={**SIZES, "list": lambda: call(x(3))}, dynamic=ROWS)
-class PlainOutputs(Base):
-    def forward(self, x):
-        y = self.linear(x)
-        return [y, None, 3, 2.5, "text", True, (y.argmax(-1), y > 0), {"a": [y, y]}, torch.float32, slice(1, 2)]
-
-
-@case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
-class StructOutputs(Base):
-    def forward(self, x):
-        y = self.linear(x)
-        return y.max(-1), Pair(y, y + 1), torch.return_types.sort(y.sort(-1)), Batch(y, 7)
-
-
 @case(example=lambda: call(x(), x(seed=2)), served={"other": lambda: call(x(seed=5), x(seed=6))})
 class ReturnsInputs(Base):
     def forward(self, x, y):
         return x, x.view(-1), y[1:], self.linear.weight, self.linear(y), self.linear.bias[2:]
-
-
-@case(example=lambda: call(x()), served={"other": lambda: call(x(seed=5))})
-class ReturnsOneTwice(Base):
-    def forward(self, x):
-        y = self.linear(x)
-        return y, y, y.view(-1), y.t()
 
 
 # ---- writes
@@ -531,40 +287,7 @@ class ScattersIntoCache(Base):
         return self.cache.sum(0), self.cache
 
 
-@case(example=lambda: call(x()), served={"other": lambda: call(x(seed=3))})
-class ResizesInput(Base):
-    def forward(self, x):
-        y = x.clone()
-        y.unsqueeze_(0)
-        y.transpose_(0, 1)
-        return y, self.linear(y)
-
-
 # ---- regions and randomness
-
-
-@case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
-class AutocastInside(Base):
-    def forward(self, x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = self.linear(x)
-        with torch.autocast("cpu", enabled=False):
-            z = self.linear(x)
-        return y, z
-
-
-@case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
-class NoGradDecorated(Base):
-    @torch.no_grad()
-    def forward(self, x):
-        return self.linear(x)
-
-
-@case(example=lambda: call(x()), served={"again": lambda: call(x(seed=2))}, tried=SIZES, dynamic=ROWS)
-class DrawsRandom(Base):
-    def forward(self, x):
-        noise = torch.rand(x.shape[0], 8) + torch.randn_like(x)
-        return self.linear(x + noise) * torch.bernoulli(torch.full_like(x, 0.5))
 
 
 @case(example=lambda: call(x()), served={"again": lambda: call(x(seed=2))})
@@ -596,22 +319,6 @@ class AppendsToArgument(Base):
         return x + 1
 
 
-@case(example=lambda: call(x()))
-class CallsNumpy(Base):
-    def forward(self, x):
-        y = self.linear(x).numpy()
-        return torch.from_numpy(np.tanh(y) + np.float32(1))
-
-
-@case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
-class MakesTensors(Base):
-    def forward(self, x):
-        positions = torch.arange(x.shape[0], device=x.device)
-        table = torch.tensor([1.0, 2.0, 3.0])
-        zeros = torch.zeros(x.shape[0], 2, dtype=torch.float64)
-        return self.linear(x) * positions[:, None], table, zeros, torch.full((2,), x.shape[0])
-
-
 @case(example=lambda: call(x()), served={"other": lambda: call(x(seed=4))}, tried=SIZES)
 class PlainTensorAttributes(Base):
     def __init__(self) -> None:
@@ -624,7 +331,6 @@ class PlainTensorAttributes(Base):
         return F.linear(x, self.same) * self.tables[1] + self.named["bias"] + self.tables[0]
 
 
-FREE = torch.full((8,), 0.5)
 GLOBAL_TENSOR = torch.full((8,), 0.25)
 
 
@@ -640,14 +346,6 @@ def make_class() -> type:
 
 
 make_class()
-
-
-@case(example=lambda: call(x()), served=SIZES, dynamic=ROWS)
-class ImportsInForward(Base):
-    def forward(self, x):
-        from sweep_late import late
-
-        return late(self.linear(x))
 
 
 @case(
@@ -672,12 +370,6 @@ class ChannelsLast(nn.Module):
         return x * 2, x.flatten(2), x.is_contiguous(memory_format=torch.channels_last)
 
 
-@case(example=lambda: call(x()), served={"plain": lambda: call(x(seed=2))})
-class BranchesOnGradMode(Base):
-    def forward(self, x):
-        return self.linear(x) * 2 if torch.is_grad_enabled() else self.linear(x)
-
-
 @case(example=lambda: call(x()), served={"rows": lambda: call(x(4, seed=2))})
 class SharedModule(Base):
     def __init__(self) -> None:
@@ -689,9 +381,3 @@ class SharedModule(Base):
         for layer in self.listed:
             x = layer(x)
         return self.again(x)
-
-
-@case(example=lambda: call(x(), [x(seed=2)]), served={"other": lambda: call(x(seed=4), [x(seed=5)])})
-class ReturnsArguments(Base):
-    def forward(self, x, parts):
-        return self.linear(x), parts, parts[0], {"parts": parts}
