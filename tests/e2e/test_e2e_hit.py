@@ -153,6 +153,69 @@ def test_so_does_a_warm_from_a_copy_with_everything_elsewhere(warmed, tmp_path):
     assert (report["calls"], report["failures"]) == (3, [])
 
 
+#: A script that defines its model; its classes and functions are those of `__main__` where it is run.
+SCRIPT = """
+import cgtool  # before torch, as a script may
+import dataclasses, enum, functools, sys
+import torch
+
+FACTOR, TABLE = 1.5, {"shift": 0.25}
+
+class Mode(enum.Enum):
+    ONE = 1
+
+@dataclasses.dataclass
+class Settings:
+    eps: float = 1e-3
+
+def helper(x, factor=0.5):
+    return x * factor
+
+def closing_over(weight):
+    return lambda x: x * weight
+
+def decorated(function):
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args) * FACTOR
+    return wrapper
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8), torch.nn.SiLU()])
+        self.settings, self.mode, self.table = Settings(), Mode.ONE, [torch.ones(8)]
+        self.closure, self.partial = closing_over(0.75), functools.partial(helper, factor=0.9)
+
+    @decorated
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        x = self.closure(self.partial(x)) * self.table[0] + self.settings.eps + TABLE["shift"]
+        return helper(x) if self.mode is Mode.ONE else x
+
+def build():
+    torch.manual_seed(0)
+    return cgtool.ModelSpec(module=Model().eval(), calls=[cgtool.ExampleCall(args=(torch.ones(4, 8),))])
+
+if __name__ == "__main__":
+    model, x = build().module, torch.rand(4, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(cgtool.load(model, cache_dir=sys.argv[1])(x), model(x))
+    print("hit")
+"""
+
+
+def test_a_script_that_defines_its_model_hits_what_was_warmed_from_outside(tmp_path):
+    (tmp_path / "serve.py").write_text(SCRIPT)
+    root = tmp_path / "cache"
+    assert warm(f"{tmp_path / 'serve.py'}:build", root, "--adaptor", "eager")["compiled"] == 1
+    assert python("-m", "serve", str(root), cwd=tmp_path).out == "hit\n"
+    (tmp_path / "other").mkdir()
+    env = {"PYTHONHASHSEED": "12345", "TORCH_LOGS": "+dynamo"}
+    assert python(str(tmp_path / "serve.py"), str(root), cwd=tmp_path / "other", env=env).out == "hit\n"
+
+
 def test_nothing_of_this_machine_is_in_the_cache(warmed, sized_cache, tmp_path):
     """No path of the model, of cgtool, of the cache or of a home is in any file."""
     inspect(warmed)
