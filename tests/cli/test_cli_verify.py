@@ -79,14 +79,6 @@ def test_what_load_refuses_because_others_may_write_it_is_not_called_optimal_and
     assert shared.report["entries"][0]["verdict"] == before
 
 
-def test_one_entry_that_load_refuses_fails_the_check_of_a_cache_with_others(cache_root: Path) -> None:
-    refused, fine = lay_whole(cache_root, seed=1), lay_whole(cache_root, seed=2)
-    (cache_root / "torch_compile_cache" / refused / "rank_0").chmod(0o777)
-    ran = run("verify", cache_root, "--json")
-    assert ran.code == 3
-    assert {entry["hash"]: entry["refused"] for entry in ran.report["entries"]} == {refused: True, fine: False}
-
-
 def test_an_entry_of_another_machine_fails_the_check_only_where_it_is_asked_for(tmp_path: Path) -> None:
     """A cache that many machines fill is whole, whatever this one supports of it."""
     cache, alone, bundle = tmp_path / "cache", tmp_path / "alone", tmp_path / "both.tar.zst"
@@ -228,32 +220,6 @@ def test_an_empty_default_cache_has_nothing_to_verify(tmp_path: Path) -> None:
     ran = run("verify", env={"HOME": str(tmp_path)})
     assert ran.code == 0
     assert "nothing to verify" in ran.out
-
-
-def test_torn_newer_and_unreadable_records_are_named_each_with_its_kind(cache_root: Path) -> None:
-    layout = CacheLayout(root=cache_root)
-    torn, newer, foreign = (lay_entry(cache_root, seed=seed) for seed in (1, 2, 3))
-    (layout.entry_dir(torn) / "rank_0/backbone/manifest.json").write_bytes(b'{"schema": 2,')
-    manifest = layout.entry_dir(newer) / "rank_0/backbone/manifest.json"
-    manifest.write_bytes(resealed(manifest.read_bytes(), {"record": "manifest-99"}))
-    key = layout.key_file(foreign)
-    key.unlink()
-    key.symlink_to("/proc/self/mem")  # the kernel answers a read of it with EIO
-    report = run("verify", cache_root, "--json").report
-    kinds = {entry["hash"]: [problem["kind"] for problem in entry["problems"]] for entry in report["entries"]}
-    assert kinds == {torn: ["corrupt"], newer: ["schema"], foreign: ["unreadable"]}
-
-
-def test_an_entry_that_cannot_be_mended_is_set_aside_and_the_others_stay(cache_root: Path) -> None:
-    hash_ = lay_entry(cache_root, seed=1)
-    other = lay_entry(cache_root, seed=2)
-    CacheLayout(root=cache_root).key_file(hash_).write_bytes(b"{}")
-    ran = run("verify", hash_[:12], "--cache-dir", cache_root, "--repair", "--json")
-    (entry,) = ran.report["entries"]
-    (repair,) = entry["repairs"]
-    assert (ran.code, repair["action"]) == (0, "set_aside")
-    assert repair["sentence"].endswith("Warm the model again.")
-    assert CacheLayout(root=cache_root).hashes() == [other]
 
 
 def test_ctrl_c_ends_a_check_at_once_with_130(cache_root: Path) -> None:

@@ -19,6 +19,7 @@ pytest.importorskip("torch")
 
 import torch
 from standing_adaptor import SERVED, Standing
+from torch import nn
 
 import cgtool
 from cgtool import CompilationConfig, adaptor_registry
@@ -33,6 +34,7 @@ pytestmark = pytest.mark.torch
 #: Files of one size, so that nothing but their content tells them apart.
 SOURCE = """
 import torch
+from torch import nn
 
 
 class Model(torch.nn.Module):
@@ -157,3 +159,31 @@ TestAnyChain = Chain.TestCase
 TestAnyChain.settings = settings(
     max_examples=6, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+class Sized(nn.Module):
+    def forward(self, x):
+        return torch.sin(x) * 2
+
+
+def test_a_size_that_is_a_variant_is_tuned_when_it_is_asked_for(cache_root, monkeypatch):
+    monkeypatch.setitem(adaptor_registry._registered, "inductor_standalone", Standing)
+    call = cgtool.ExampleCall(args=(torch.rand(3, 5, 4),))
+    spec = cgtool.ModelSpec(module=Sized().eval(), calls=[call], dynamic={"x": {0: "batch", 1: "seq"}})
+    plain = CompilationConfig(adaptor="inductor_standalone", jobs=0, proof=False)
+    sized = plain.replace(compile_sizes=[{"batch": 1, "seq": 1}])
+
+    def is_tuned():
+        SERVED.clear()
+        with torch.no_grad():
+            cgtool.load(spec.module, cache_dir=cache_root)(torch.rand(1, 1, 4))
+        return SERVED[-1]["tuned"]
+
+    with torch.no_grad():
+        warm(spec, config=plain, cache_dir=cache_root)
+        assert not is_tuned()
+        tuned = warm(spec, config=sized, cache_dir=cache_root)
+        assert (tuned.hit, tuned.compiled) == (False, 1)
+        assert is_tuned()
+        assert warm(spec, config=sized, cache_dir=cache_root).hit
+        assert warm(spec, config=plain, cache_dir=cache_root).hit  # what is tuned serves who asked for nothing, too

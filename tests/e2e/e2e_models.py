@@ -81,20 +81,6 @@ class Signature(nn.Module):
         return torch.tanh(y) if mode == "tanh" else F.relu(y)
 
 
-class Gathered(nn.Module):
-    """Containers of tensors as arguments, and arguments of any number."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = linear()
-
-    def forward(self, pair, named, *rest, **more):
-        y = self.layer(pair[0]) + pair[1][0] * named["gain"]
-        for tensor in rest:
-            y = y + tensor
-        return y - more["less"]
-
-
 class Asking(nn.Module):
     """Asks what its argument is; what Dynamo answers with has no name in this frame."""
 
@@ -115,22 +101,6 @@ class Attention(nn.Module):
         y = F.gelu(self.second(y))
         y = F.scaled_dot_product_attention(y, y, y)
         return torch.softmax(self.third(y).squeeze(1) + x, dim=-1)
-
-
-class Memory(nn.Module):
-    """Keeps what it has seen: writes into a buffer, into an argument, and returns what it was given and views of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = linear()
-        self.register_buffer("cache", torch.zeros(64, WIDTH))
-
-    def forward(self, x, slots, out):
-        y = self.layer(x)
-        self.cache[slots] = y
-        seen = self.cache.sum(0)
-        out.copy_(torch.tanh(y) + seen)
-        return x, out[:, :2], seen, y.t()
 
 
 BATCH_SEQ = {"x": {0: "batch", 1: "seq"}}

@@ -94,13 +94,6 @@ def test_outputs_of_nested_containers_come_back_as_they_were(nested):
         same(run, module, models.x_of(batch))
 
 
-def test_what_an_output_holds_twice_is_one_tensor(nested):
-    _, _, run = nested
-    output = run(models.x_of())
-    assert output.inner.tensor is output.parts["list"][0]
-    assert output.parts["list"][1][0] is output.parts["tuple"][0]
-
-
 @pytest.mark.parametrize("spelled", ["by position", "by name", "with its defaults"])
 def test_a_second_compile_loads_however_the_example_is_spelled(signature, eager, spelled):
     root, module = signature, models.Signature().eval()
@@ -116,16 +109,6 @@ def test_a_second_compile_loads_however_the_example_is_spelled(signature, eager,
     assert files(root) == before
     assert inspect(root)["variants"] == 2  # and one entry, whatever came first
     assert units(root) == 2
-
-
-def test_new_weights_are_used_from_the_next_call(nested):
-    root, _, _ = nested
-    module = models.Nested().eval()
-    run = cgtool.load(module, cache_dir=root)
-    module.load_state_dict({name: value * 2 + 1 for name, value in module.state_dict().items()})
-    same(run, module, models.x_of(4))
-    module.layer.weight = torch.nn.Parameter(module.layer.weight.detach().flip(0).contiguous())
-    same(run, module, models.x_of(4))
 
 
 def test_a_fresh_process_loads_what_was_compiled_for_the_same_model(nested):
@@ -157,77 +140,6 @@ def test_without_an_example_the_first_call_is_one(tmp_path, eager):
     with pytest.raises(cgtool.GuardError, match="scale"):
         run(x)
     assert files(root) == before  # nothing compiles behind a request
-
-
-def test_without_dynamic_dimensions_other_sizes_are_refused(tmp_path, eager):
-    module = models.Signature().eval()
-    run = cgtool.compile(module, example_args=(models.x_of(4),), cache_dir=tmp_path / "cache")
-    same(run, module, models.x_of(4))
-    with pytest.raises(cgtool.GuardError, match="x"):
-        run(models.x_of(5))
-
-
-def test_defaults_and_keywords_are_the_models_own(signature, eager):
-    module = models.Signature().eval()
-    run = cgtool.compile(module, example_args=(models.x_of(4),), dynamic=BATCH, cache_dir=signature)
-    for batch in (1, 2, 6):
-        x = models.x_of(batch)
-        expected = module(x)
-        for args, kwargs in (
-            ((x,), {}),
-            ((), {"x": x}),
-            ((x, None), {}),
-            ((x,), {"bias": None, "scale": 2.0}),
-            ((x,), {"mode": "tanh", "scale": 2.0}),
-        ):
-            difference(run(*args, **kwargs), expected)
-    for kwargs, word in (({"mode": "relu"}, "mode"), ({"scale": 2.5}, "scale"), ({"bias": models.x_of(1)}, "bias")):
-        with pytest.raises(cgtool.GuardError, match=word):
-            run(models.x_of(2), **kwargs)
-    for args, kwargs in (((), {}), ((models.x_of(2),), {"other": 1}), ((models.x_of(2), None, 3.0), {})):
-        with pytest.raises(TypeError):
-            run(*args, **kwargs)
-
-
-def test_containers_of_tensors_are_arguments(tmp_path, eager):
-    module = models.Gathered().eval()
-
-    def arguments(rows):
-        x = models.x_of(rows)
-        return ((x, [x + 1]), {"gain": x * 2}, x - 1, x.sin()), {"less": x.exp()}
-
-    args, kwargs = arguments(4)
-    run = cgtool.compile(module, example_args=args, example_kwargs=kwargs, cache_dir=tmp_path / "cache")
-    same(run, module, *args, **kwargs)
-    args, kwargs = arguments(4)
-    args[0][1][0].mul_(-3)
-    same(run, module, *args, **kwargs)
-    with pytest.raises(cgtool.GuardError):
-        run(*args[:-1], **kwargs)  # one of *rest is missing
-
-
-@pytest.mark.parametrize("adaptor", ["eager", pytest.param("aot_inductor", marks=pytest.mark.slow)])
-def test_writes_into_buffers_and_arguments_and_returned_arguments(tmp_path, monkeypatch, adaptor):
-    monkeypatch.setenv("CGTOOL_ADAPTOR", adaptor)
-    module = models.Memory().eval()
-    eager = copy.deepcopy(module)
-    dynamic = {"x": {0: "rows"}, "slots": {0: "rows"}, "out": {0: "rows"}}
-
-    def arguments(rows):
-        return models.x_of(rows), torch.arange(rows) * 3 % 64, torch.zeros(rows, models.WIDTH)
-
-    run = cgtool.compile(module, example_args=arguments(4), dynamic=dynamic, cache_dir=tmp_path / "cache")
-    assert not module.cache.any()  # the example was traced, not run
-    for rows in (4, 1, 7, 2):
-        ours, theirs = arguments(rows), arguments(rows)
-        output, expected = run(*ours), eager(*theirs)
-        difference(output, expected)
-        difference(ours, theirs)
-        difference(module.cache, eager.cache)
-        assert output[0] is ours[0]
-        assert output[1].data_ptr() == ours[2].data_ptr()
-        ours[2].fill_(5.0)
-        assert (output[1] == 5).all()
 
 
 def test_the_cache_switched_off_compiles_and_leaves_nothing(tmp_path, monkeypatch):
@@ -379,14 +291,3 @@ def test_an_integer_size_of_two_dimensions_needs_size_dim(tmp_path):
             cache_dir=root,
         )
     assert list(root.rglob("manifest.json")) == []
-
-
-def test_bounds_of_a_dimension_are_kept(tmp_path, eager):
-    root, module = tmp_path / "cache", models.Signature().eval()
-    run = cgtool.compile(module, example_args=(models.x_of(4),), dynamic={"x": {0: ("batch", 2, 16)}}, cache_dir=root)
-    assert inspect(root)["variants"] == 1
-    same(run, module, models.x_of(2))
-    same(run, module, models.x_of(16))
-    for batch in (0, 1, 17):
-        with pytest.raises(cgtool.GuardError, match="batch"):
-            run(models.x_of(batch))

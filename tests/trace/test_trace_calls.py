@@ -176,23 +176,6 @@ def test_an_op_made_with_custom_op_works_with_a_note(tmp_path):
         agree(loaded, model, torch.rand(rows, 4))
 
 
-def test_what_is_global_and_changes_between_calls_is_refused_by_load(tmp_path, monkeypatch):
-    model = UsesGlobal()
-    loaded = served(tmp_path, model, torch.rand(3, 4))
-    agree(loaded, model, torch.rand(3, 4))
-    monkeypatch.setitem(globals(), "GAIN", 3.0)
-    with pytest.raises(cgtool.CacheMissError, match=r"GAIN was 2\.0 when this was compiled and is 3\.0 now"):
-        cgtool.load(model, cache_dir=tmp_path)
-
-
-GAIN = 2.0
-
-
-class UsesGlobal(nn.Module):
-    def forward(self, x):
-        return x * GAIN
-
-
 class Counting(nn.Module):
     """Writes to a buffer, which is an inference tensor where the model was made under that mode."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_samples import FACTS, no_flock, publish, publish_times, sample_key, writer
+from cache_samples import FACTS, no_flock, publish, publish_times, resealed, sample_key, writer
 from verify_samples import HASH, NATIVE, entry_files, flips, lay
 
 from cgtool.errors import CacheError
@@ -223,6 +223,13 @@ def test_a_missing_record_is_named(cache_root: Path) -> None:
     layout.key_file(HASH).unlink()
     layout.manifest_file(RANK).unlink()
     assert kinds(layout) == [("missing", "key.json"), ("missing", "manifest.json")]
+
+
+def test_a_record_of_a_newer_cgtool_is_a_problem_of_its_own(cache_root: Path) -> None:
+    layout = lay(cache_root)
+    manifest = layout.manifest_file(RANK)
+    manifest.write_bytes(resealed(manifest.read_bytes(), {"record": "manifest-99"}))
+    assert kinds(layout) == [("schema", "manifest.json")]
 
 
 def test_what_nothing_names_is_noted_and_is_no_problem(cache_root: Path) -> None:
