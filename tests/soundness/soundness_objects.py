@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from soundness_projects import MODULES, PLAIN, Feature, held, of_class
 
-#: Gives what `forward` returns the dtype of a number.
-TYPED = "torch.full((4,), 1) * value"
-
 OBJECTS = {
     "init_default": Feature(
         init=None,

@@ -105,7 +105,7 @@ def of_torch(model, x, y, extra):
 
 
 def sizes(model, x, y, extra):
-    return x.shape, x.shape[0], x.size(-1), x.shape[0] * 2 + 1, y.numel(), y.stride(), {"of": y.shape}
+    return x.shape, x.shape[0], x.size(-1), x.shape[0] * 2 + 1, y.numel(), y.stride(), x.stride(), {"of": y.shape}
 
 
 def constants(model, x, y, extra):
@@ -234,10 +234,6 @@ def a_class_of_a_function(model, x, y, extra):
 
 def a_field_that_is_computed(model, x, y, extra):
     return Computed(tensor=y)
-
-
-def a_function(model, x, y, extra):
-    return y, model.make
 
 
 def a_generator(model, x, y, extra):
