@@ -15,7 +15,6 @@ __all__ = ["HigherOrderOperator", "OpOverload", "OpOverloadPacket"]
 #: Namespaces of builtin functions, in the order in which a name is looked for.
 VARIABLE_FUNCTIONS: Any = torch._C._VariableFunctions
 NATIVE_NN: Any = torch._C._nn
-TENSOR_BASE: Any = torch._C.TensorBase
 
 
 def is_builtin_of_torch(name: str, fn: object) -> bool:

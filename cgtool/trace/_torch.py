@@ -22,12 +22,7 @@ import torch
 import torch._dynamo as dynamo
 import torch._refs
 from torch._dynamo import source as dynamo_source
-from torch._dynamo.exc import (
-    TorchDynamoException,
-    TorchRuntimeError,
-    Unsupported,
-    UserError,
-)
+from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.side_effects import AttributeMutationNew, ValueMutationNew
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.variables.base import VariableTracker
@@ -39,7 +34,7 @@ from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental import _config as shape_config
 from torch.fx.experimental import proxy_tensor, symbolic_shapes
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.numbers import int_oo
@@ -49,37 +44,14 @@ from cgtool.host import silenced
 
 __all__ = [
     "ConstraintViolationError",
-    "FakeTensor",
-    "FakeTensorMode",
-    "RecordedCalls",
-    "ShapeEnv",
-    "Source",
     "TorchDynamoException",
-    "TorchRuntimeError",
     "TracingContext",
-    "Unsupported",
-    "UserError",
-    "current_output",
     "detect_fake_mode",
     "dynamo_source",
-    "fix_strides",
-    "has_dtensor",
     "int_oo",
-    "is_as_before",
-    "is_size",
-    "is_tensor",
     "is_traceable_wrapper_subclass",
-    "is_view",
-    "made_by_custom_op",
-    "marked_dynamic",
-    "passed_through",
-    "quiet_tracing",
-    "real_object",
-    "trace_frame",
-    "translated_lines",
     "tree_leaves",
     "unset_fake_temporarily",
-    "written_existing",
 ]
 
 
