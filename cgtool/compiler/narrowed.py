@@ -15,7 +15,6 @@ from cgtool.graph.expressions import holds, symbols_of
 from cgtool.plan.grammar import Record
 from cgtool.plan.records import Variant
 from cgtool.trace.examples import FIRST_DYNAMIC, DynamicDim
-from cgtool.trace.relations import lines_of_relations
 
 #: How torch writes where it added a guard: "if x.shape[0] > 8:  # path/model.py:31 in forward".
 _USER_LINE = re.compile(r"(?P<code>.*?)\s*# (?:.*/)?(?P<file>[^/:]+):(?P<line>[0-9]+) in ")
@@ -97,9 +96,14 @@ def narrowed_ranges(
     return tuple(dict.fromkeys(notes))
 
 
-def narrowing_relations(variant: Variant, shape_env: Any, names: Mapping[str, str]) -> Iterator[str]:
-    """Yield a sentence for the sizes that a variant refuses within its ranges, such as those that 4 does not divide."""
-    lines = {text: _user_line(where) for text, where in lines_of_relations(shape_env, names).items()}
+def narrowing_relations(variant: Variant, relations: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for the sizes that a variant refuses within its ranges, such as those that 4 does not divide.
+
+    Args:
+        variant: The variant.
+        relations: Where torch took each of its relations for granted: text → SLoc.
+    """
+    lines = {text: _user_line(where) for text, where in relations.items()}
     dim_of = {symbol: dim for dim, carried in variant.dims.items() for symbol in carried}
     ends = {dim_of[s.name]: (s.min, s.max) for s in variant.symbols if s.name in dim_of}
     narrowing: dict[tuple[str, ...], list[str]] = {}

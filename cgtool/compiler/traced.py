@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+import sympy
 import torch
 
 from cgtool.compiler import _torch
 from cgtool.compiler.fitness import Fitness, fitness_of
 from cgtool.compiler.narrowed import Served, narrowing_relations, served_by
 from cgtool.config import AOT_INDUCTOR
-from cgtool.errors import CgtoolError
+from cgtool.errors import CgtoolError, SplitError, TraceError
 from cgtool.graph._torch import share_storage
+from cgtool.graph.sympy_text import expression_text
 from cgtool.graph.values import tensor_meta
 from cgtool.guards.signature import CallSignature
 from cgtool.guards.state import current, names_for_pieces
@@ -36,7 +38,6 @@ from cgtool.trace.examples import FIRST_DYNAMIC, Dims, arguments_for, sizes_of, 
 from cgtool.trace.files import UserCode, user_code
 from cgtool.trace.kept import State
 from cgtool.trace.outputs import place_outputs
-from cgtool.trace.relations import relations_of_trace, symbols_of_trace
 from cgtool.trace.states import capture
 
 
@@ -163,7 +164,8 @@ class VariantTracer:
     def split(self, name: str, fixed: Mapping[str, int], trace: Trace) -> Live:
         """Return the variant that a trace comes to, as it is split by now."""
         split = self.pieces.split(trace)
-        variant = _variant(name, fixed, self.dims, trace, split)
+        relations = _relations_of(trace.shape_env, split.symbol_names)
+        variant = _variant(name, fixed, self.dims, trace, split, relations=relations)
         record = Traced(
             variant=variant,
             graphs={step.graph: split.graphs[step.graph] for step in split.steps},
@@ -181,7 +183,7 @@ class VariantTracer:
             as_it_stands=dict(self._as_they_stand(split)),
             apart=split.apart,
             served=tuple(served_by(variant, trace.shape_env, split.symbol_names, self.dims.by_name)),
-            relations=tuple(narrowing_relations(variant, trace.shape_env, split.symbol_names)),
+            relations=tuple(narrowing_relations(variant, relations)),
         )
         return Live(record=record, trace=trace, split=split)
 
@@ -205,16 +207,51 @@ class VariantTracer:
                     yield step.piece, reason
 
 
-def _variant(name: str, fixed: Mapping[str, int], dims: Dims, trace: Trace, split: SplitResult) -> Variant:
+def _relations_of(shape_env: Any, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return what the trace found true of its sizes, without what ranges imply: text → torch's SLoc of where.
+
+    Dynamo's guard filter has no value for SHAPE_ENV, so they come from the ShapeEnv itself.
+
+    Raises:
+        TraceError: A relation has no words in a plan, or speaks of a number that no input shows.
+    """
+    found: dict[str, Any] = {}
+    for guard in shape_env.guards:
+        expr = shape_env.simplify(shape_env.replace(guard.expr))
+        if expr == sympy.true or _is_bound(expr):
+            continue
+        unknown = sorted(s.name for s in expr.free_symbols if s.name not in names)
+        if unknown:
+            msg = (
+                f"This model depends on {guard.expr}, in which {', '.join(unknown)} is no size of an input of the "
+                f"graph ({guard.sloc}). Pass it in as a size, or make it constant."
+            )
+            raise TraceError(msg, actual=str(guard.expr))
+        try:
+            found.setdefault(expression_text(expr, names), guard.sloc)
+        except SplitError as error:
+            msg = f"This model depends on {guard.expr}, which a plan cannot say ({error}). Simplify it at {guard.sloc}."
+            raise TraceError(msg, actual=str(guard.expr)) from error
+    return found
+
+
+def _is_bound(expr: Any) -> bool:
+    """Return whether `expr` compares one symbol with a number: the symbol's range holds it already."""
+    if not isinstance(expr, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)):
+        return False
+    return any(a.is_Symbol and b.is_Integer for a, b in (expr.args, expr.args[::-1]))
+
+
+def _variant(
+    name: str, fixed: Mapping[str, int], dims: Dims, trace: Trace, split: SplitResult, *, relations: Iterable[str]
+) -> Variant:
     metas = [tensor_meta(value, split.symbol_names) for value in _tensors(trace)]
     inputs = tuple(Input(source=s, meta=m) for s, m in zip(trace.input_sources, metas, strict=True))
     by_source = {given.source: given.meta for given in inputs}
-    symbols = symbols_of_trace(trace.shape_env, split.symbol_names)
-    relations = relations_of_trace(trace.shape_env, split.symbol_names)
     named: dict[str, dict[str, None]] = {}
     for dim_name, source, dim in trace.dims:
         named.setdefault(dim_name, {})[str(by_source[source].shape[dim])] = None
-    known = {symbol.name for symbol in symbols}
+    known = {symbol.name for symbol in split.symbols}
     # guards on what the compiled pieces are made by: which kernels attention may use, say
     compiled = dict.fromkeys(step.graph for step in split.steps if not step.splitting and step.piece >= 0)
     settings = names_for_pieces(split.graphs[identity] for identity in compiled)
@@ -223,7 +260,7 @@ def _variant(name: str, fixed: Mapping[str, int], dims: Dims, trace: Trace, spli
         name=name,
         fixed=dict(fixed),
         dims={dim: tuple(text for text in texts if text in known) for dim, texts in named.items()},
-        symbols=tuple(_bounded(symbol, named, dims) for symbol in symbols),
+        symbols=tuple(_bounded(symbol, named, dims) for symbol in split.symbols),
         relations=(*relations, *split.relations_from_data),
         inputs=inputs,
         model_guards=trace.model_guards,

@@ -15,7 +15,7 @@ from torch import fx
 
 from cgtool.errors import SplitError
 from cgtool.graph.sympy_text import expression_text
-from cgtool.plan.pieces import Json, NodeKind, PieceGraph
+from cgtool.plan.pieces import Json, NodeKind, PieceGraph, SymbolRange
 from cgtool.plan.records import Step
 from cgtool.split import _torch as private
 from cgtool.split.bodies import call_of
@@ -41,6 +41,8 @@ class SplitResult:
     steps: tuple[Step, ...]
     #: Symbol of the trace → the variant's symbol, in order.
     symbol_names: dict[str, str]
+    #: These, and the sizes that each may take.
+    symbols: tuple[SymbolRange, ...]
     #: Tensor placeholders: value ids 0 to num_inputs - 1.
     num_inputs: int
     #: For each output of the graph: ["v", value id], ["expr", text] or ["const", value].
@@ -122,10 +124,12 @@ def _split_at(cut: Sequence[Segment], program: Program) -> SplitResult:
     reasons.update(_idle(crossings, pieces, reasons, program))
     steps, ids = _numbered(pieces, cut, program)
     written = set(program.memory.writers)
+    symbol_names = {s: name for s, name in program.sizes.names.items() if s not in program.sizes.from_data}
     return SplitResult(
         graphs={step.graph: piece.graph for step, piece in zip(steps, pieces, strict=True)},
         steps=steps,
-        symbol_names={s: name for s, name in program.sizes.names.items() if s not in program.sizes.from_data},
+        symbol_names=symbol_names,
+        symbols=program.sizes.ranges(symbol_names),
         relations_from_data=program.sizes.relations_from_data(),
         num_inputs=len(program.inputs),
         outputs=tuple(_output(value, ids, program) for value in program.output),

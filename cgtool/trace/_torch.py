@@ -37,7 +37,6 @@ from torch.fx.experimental import proxy_tensor, symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
-from torch.utils._sympy.numbers import int_oo
 
 from cgtool.graph._torch import share_storage
 from cgtool.host import silenced
@@ -48,7 +47,6 @@ __all__ = [
     "TracingContext",
     "detect_fake_mode",
     "dynamo_source",
-    "int_oo",
     "is_traceable_wrapper_subclass",
     "tree_leaves",
     "unset_fake_temporarily",
