@@ -14,7 +14,7 @@ import binascii
 import contextlib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -51,8 +51,6 @@ _ATOMS: dict[type, Callable[[Any], Json]] = {
     torch.layout: lambda value: _named("layout", value, _LAYOUTS),
     torch.memory_format: lambda value: _named("format", value, _FORMATS),
 }
-#: Tags whose bodies hold other values.
-_HOLD_VALUES = frozenset({"t", "d", "slice"})
 _SYMBOLIC = (fx.Node, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -147,33 +145,6 @@ def refs_of(data: Json) -> list[str]:
     return found
 
 
-def atoms_of(data: Json) -> Iterator[tuple[str, Json]]:
-    """Yield what a value is made of as (tag, body), references as ("ref", "%3"), in order; numbers are left out."""
-    if isinstance(data, str):
-        yield "ref", data
-    elif isinstance(data, list | tuple):
-        for item in data:
-            yield from atoms_of(item)
-    elif isinstance(data, dict):
-        for tag, body in data.items():
-            if tag in _HOLD_VALUES:
-                yield from atoms_of(body)
-            else:
-                yield tag, body
-
-
-def with_atoms(data: Json, change: Callable[[str, Json], Json]) -> Json:
-    """Return a value in which each of its atoms is what `change` makes of its tag and body, as `atoms_of` has them."""
-    if isinstance(data, str):
-        return change("ref", data)
-    if isinstance(data, list):
-        return [with_atoms(item, change) for item in data]
-    if isinstance(data, dict):
-        [(tag, body)] = data.items()
-        return {tag: with_atoms(body, change)} if tag in _HOLD_VALUES else change(tag, body)
-    return data
-
-
 def constants_of(graph: PieceGraph) -> list[torch.Tensor]:
     """Return the constant tensors of a piece, in the order in which its nodes use them.
 
@@ -183,10 +154,7 @@ def constants_of(graph: PieceGraph) -> list[torch.Tensor]:
     Raises:
         ArtifactError: The graph holds a value outside the grammar.
     """
-    values = [
-        data for node in graph.nodes for data in (*node.args, *node.kwargs.values()) if type(data) in (dict, list)
-    ]
-    return [decode_value({"const": body}, str) for data in values for tag, body in atoms_of(data) if tag == "const"]
+    return [decode_value({tag: body}, str) for node in graph.nodes for tag, body in node.atoms() if tag == "const"]
 
 
 def _float(text: Any) -> float:

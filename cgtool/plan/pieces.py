@@ -18,7 +18,7 @@ A device is a type ("cuda"): the index that it has in this process must not ente
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 from msgspec import Meta
@@ -52,6 +52,8 @@ NodeKind = Literal["function", "method", "size"]
 Target = Annotated[str, Meta(pattern=r"\A[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*){0,7}\Z", max_length=200)]
 #: The name of an argument.
 Keyword = Annotated[str, Meta(pattern=r"\A[A-Za-z_][A-Za-z0-9_]{0,63}\Z")]
+#: Tags whose bodies hold other values.
+_HOLD_VALUES = frozenset({"t", "d", "slice"})
 
 
 def kind_of(adaptor: str) -> str:
@@ -104,6 +106,23 @@ class Node(Row):
     target: Target | None
     args: tuple[Json, ...]
     kwargs: dict[Keyword, Json]
+
+    def atoms(self) -> Iterator[tuple[str, Json]]:
+        """Yield what its arguments are made of, as `atoms_of` does."""
+        return atoms_of([*self.args, *self.kwargs.values()])
+
+    def bodies(self) -> Iterator["Body"]:
+        """Yield the bodies among its arguments.
+
+        Raises:
+            msgspec.ValidationError: A body is outside the grammar.
+        """
+        return (msgspec.convert(body, Body) for tag, body in self.atoms() if tag == "graph")
+
+    def mapped(self, change: Callable[[Json], Json]) -> Self:
+        """Return a node with what `change` makes of each of its arguments."""
+        kwargs = {name: change(self.kwargs[name]) for name in sorted(self.kwargs)}
+        return replace(self, args=tuple(map(change, self.args)), kwargs=kwargs)
 
 
 class Body(Row):
@@ -158,28 +177,38 @@ class PieceGraph(Record):
         return _with_nodes_of_bodies(self.nodes)
 
 
-def bodies_in(value: Json) -> Iterator[Body]:
-    """Yield the bodies that a node's arguments hold.
-
-    Raises:
-        msgspec.ValidationError: A body is outside the grammar.
-    """
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from bodies_in(item)
-    elif isinstance(value, dict):
-        for tag, item in value.items():
-            if tag == "graph":
-                yield msgspec.convert(item, Body)
-            else:
-                yield from bodies_in(item)
-
-
 def _with_nodes_of_bodies(nodes: Sequence[Node]) -> Iterator[Node]:
     for node in nodes:
         yield node
-        for body in bodies_in((node.args, node.kwargs)):
+        for body in node.bodies():
             yield from _with_nodes_of_bodies(body.nodes)
+
+
+def atoms_of(value: Json) -> Iterator[tuple[str, Json]]:
+    """Yield what a value is made of as (tag, body), references as ("ref", "%3"), in order; numbers are left out."""
+    if isinstance(value, str):
+        yield "ref", value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from atoms_of(item)
+    elif isinstance(value, dict):
+        for tag, body in value.items():
+            if tag in _HOLD_VALUES:
+                yield from atoms_of(body)
+            else:
+                yield tag, body
+
+
+def with_atoms(value: Json, change: Callable[[str, Json], Json]) -> Json:
+    """Return a value in which each of its atoms is what `change` makes of its tag and body, as `atoms_of` has them."""
+    if isinstance(value, str):
+        return change("ref", value)
+    if isinstance(value, list):
+        return [with_atoms(item, change) for item in value]
+    if isinstance(value, dict):
+        [(tag, body)] = value.items()
+        return {tag: with_atoms(body, change)} if tag in _HOLD_VALUES else change(tag, body)
+    return value
 
 
 def identity_of(frame: bytes, constants: Sequence[Json]) -> str:
@@ -204,7 +233,7 @@ def taken_apart(graph: PieceGraph) -> tuple[PieceGraph, tuple[Json, ...]]:
             return {tag: empty(body) for tag, body in value.items()}
         return value
 
-    nodes = tuple(_mapped(node, empty) if _may_have_holes(node) else node for node in graph.nodes)
+    nodes = tuple(node.mapped(empty) if _may_have_holes(node) else node for node in graph.nodes)
     return replace(graph, nodes=nodes), tuple(constants)
 
 
@@ -228,17 +257,11 @@ def put_together(frame: PieceGraph, constants: Sequence[Json]) -> PieceGraph:
             raise ArtifactError(msg, actual=number)
         return constants[number]
 
-    return replace(frame, nodes=tuple(_mapped(node, fill) for node in frame.nodes))
+    return replace(frame, nodes=tuple(node.mapped(fill) for node in frame.nodes))
 
 
 def _may_have_holes(node: Node) -> bool:
     return node.kind == "function" and node.target != "builtins.getattr"  # what that reads depends on its constant
-
-
-def _mapped(node: Node, change: Callable[[Json], Json]) -> Node:
-    """Return a node with what `change` makes of each of its arguments."""
-    kwargs = {name: change(node.kwargs[name]) for name in sorted(node.kwargs)}
-    return replace(node, args=tuple(map(change, node.args)), kwargs=kwargs)
 
 
 class Member(Row):

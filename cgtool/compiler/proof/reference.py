@@ -5,14 +5,12 @@ Must not import torch._dynamo, torch._inductor or sympy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 import torch
 from msgspec.structs import replace
 
-from cgtool.graph.values import atoms_of, decode_value, dtype_of, dtype_text, encode_value, with_atoms
-from cgtool.plan.pieces import Body, Json, Node, PieceGraph, TensorMeta, bodies_in
+from cgtool.graph.values import decode_value, dtype_of, dtype_text, encode_value
+from cgtool.plan.pieces import Body, Json, Node, PieceGraph, TensorMeta, with_atoms
 
 _ENTER = "torch.amp.autocast_mode._enter_autocast"
 _CASTS = {"float": "double", "half": "double", "bfloat16": "double", "cfloat": "cdouble"}
@@ -79,14 +77,12 @@ def takes_steps(graph: PieceGraph) -> bool:
     dtypes = [dtype_of(meta.dtype) for meta in graph.inputs]
     floating = {f"%{n}" for n, dtype in enumerate(dtypes) if dtype.is_floating_point or dtype.is_complex}
     for index, node in enumerate(graph.nodes):
-        atoms = atoms_of([*node.args, *node.kwargs.values()])
-        if node.kind == "size" or not any(tag == "ref" and body in floating for tag, body in atoms):
+        if node.kind == "size" or not any(tag == "ref" and body in floating for tag, body in node.atoms()):
             continue
         floating.add(f"%{len(graph.inputs) + index}")
-        bodies = bodies_in((node.args, node.kwargs))
         if (
             short_name(node) in _STEPS
-            or any(short_name(inner) in _STEPS for body in bodies for inner in body.nodes)
+            or any(short_name(inner) in _STEPS for body in node.bodies() for inner in body.nodes)
             or any(not dtype.is_floating_point for dtype in _dtypes_in(node))
         ):
             return True
@@ -110,11 +106,6 @@ def short_name(node: Node) -> str:
     return (parts[0] if target.startswith("torch.ops.aten.") else parts[-1]).strip("_")
 
 
-def _with_arguments(node: Node, change: Callable[[Json], Json]) -> Node:
-    kwargs = {name: change(value) for name, value in node.kwargs.items()}
-    return replace(node, args=tuple(change(value) for value in node.args), kwargs=kwargs)
-
-
 def _wide_meta(meta: TensorMeta) -> TensorMeta:
     return replace(meta, dtype=dtype_text(wide_dtype(dtype_of(meta.dtype))))
 
@@ -131,7 +122,7 @@ def _wide_node(node: Node) -> Node:
         return replace(node, args=(*node.args[:2], False, *node.args[3:]))
     if node.kind == "method":
         node = replace(node, target=_CASTS.get(str(node.target), node.target))
-    return _with_arguments(node, lambda data: with_atoms(data, _wide_atom))
+    return node.mapped(lambda data: with_atoms(data, _wide_atom))
 
 
 def _wide_atom(tag: str, body: Json) -> Json:
@@ -149,7 +140,7 @@ def _wide_atom(tag: str, body: Json) -> Json:
 def _dtypes_in(node: Node) -> list[torch.dtype]:
     """Return the dtypes that a node names, and those of its constants that are floats."""
     found = []
-    for tag, body in atoms_of([*node.args, *node.kwargs.values()]):
+    for tag, body in node.atoms():
         if tag == "dtype":
             found.append(dtype_of(body))
         elif tag == "const" and dtype_of(body["dtype"]).is_floating_point:
