@@ -153,7 +153,7 @@ class _Tracing:
         self.traced = traced = _of_states(self.traced)
         variants = [one.variant for one in traced]
         if len({variant.settled for variant in variants}) > 1:
-            refuse_side_effects([f"{s.source}.{s.name}" for variant in variants for s in variant.settled])
+            refuse_side_effects([one.place for variant in variants for one in variant.settled])
         graphs = {identity: graph for one in traced for identity, graph in one.graphs.items()}
         served = (served for one in traced for served in one.served)
         narrowed = narrowed_ranges(served, self.tracer.dims.by_name, self._not_runnable)

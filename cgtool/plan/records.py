@@ -144,6 +144,11 @@ class Settled(Row):
     before: Json
     after: Json
 
+    @property
+    def place(self) -> str:
+        """The source of the attribute."""
+        return f"{self.source}.{self.name}"
+
 
 class Kept(Row):
     """What each call leaves in an attribute, or in an item of a dict, of the model.

@@ -405,8 +405,7 @@ class LoadedModel(AsModule):
             pieces = pieces_of(variant, self._graphs)
             served.table = ShapeTable(symbols, backends, lambda position, function: wrap(pieces[position], function))
         roots = Roots(self.module, self._signature.method)
-        settled = [(f"{one.source}.{one.name}", decode_literal(one.after)) for one in variant.settled]
-        served.settled = tuple((place_of(roots, text), value) for text, value in settled)
+        served.settled = tuple((place_of(roots, one.place), decode_literal(one.after)) for one in variant.settled)
         served.kept = tuple(place_of(roots, one.place) for one in variant.kept)
         served.accept = writer.function()
 

@@ -41,7 +41,7 @@ from cgtool.trace.refusals import (
 )
 from cgtool.trace.sources import Frame, source_text
 from cgtool.trace.touched import touched
-from cgtool.trace.writes import computed_guards, inherited_guards, writes_of
+from cgtool.trace.writes import Writes, computed_guards, inherited_guards, writes_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,17 +97,13 @@ class _Capture:
         self.graph_module: fx.GraphModule | None = None
         self.frame: Frame | None = None
         self.codes: list[types.CodeType] = []
-        self.settled: tuple[Settled, ...] = ()
-        self.kept: tuple[str, ...] = ()
-        #: Attributes that are written with what is no tensor, or with what they hold already.
-        self.plain: tuple[str, ...] = ()
-        self.lines: Mapping[str, str] = {}
-        self.inherited: tuple[Settled, ...] = ()
+        self.writes = Writes()
         #: What Dynamo's bytecode sets, as it is before: what lasts, and what is to be as it was.
         self.lasting: list[Held] = []
         self.unchanged: list[Held] = []
         self.promised: list[Any] = []
-        self.inputs: dict[str, Any] = {}
+        #: Source → fake tensor of what the plan checks as inputs, and those of them that the graph does not take yet.
+        self.fakes: dict[str, Any] = {}
         self.others: dict[str, Any] = {}
         self.returned: tuple[Guard, ...] = ()
         self.held: tuple[Guard, ...] = ()
@@ -124,21 +120,17 @@ class _Capture:
         self.codes = [code for code in private.TracingContext.get().traced_code if code.co_filename != private.__file__]
         self.shape_env = output.shape_env
         self.held = tuple(hold_arrays(graph_module, self.frame))
-        self.inputs = _placeholder_sources(graph_module, self.frame)
-        writes = writes_of(output, self.frame, self.inputs)
+        inputs = _placeholder_sources(graph_module, self.frame)
+        self.writes = writes = writes_of(output, self.frame, inputs)
         refuse_side_effects(writes.changed, writes.lines)
-        self.settled, self.kept, self.lines = tuple(writes.settled), tuple(writes.kept), writes.lines
-        lasting = (*(f"{one.source}.{one.name}" for one in writes.settled), *writes.kept)
+        lasting = (*(one.place for one in writes.settled), *writes.kept)
         refuse_beside_calls(lasting, writes.lines)
         self.lasting = self._held(lasting)
-        self.plain = tuple(source for source in writes.written if source not in writes.kept)
-        self.inherited = tuple(writes.inherited)
-        self.unchanged = self._held(f"{one.source}.{one.name}" for one in writes.inherited)
-        self.unchanged += self._held(f"{source}.{name}" for source, name in writes.renewed)
-        self.others = _other_arguments(output, self.frame, self.inputs, self._left)
-        fakes = {**self.inputs, **self.others}
+        self.unchanged = self._held((*(one.place for one in writes.inherited), *writes.renewed))
+        self.others = _other_arguments(output, self.frame, inputs, self._left)
+        self.fakes = fakes = {**inputs, **self.others}
         private.fix_strides(fakes.values())
-        known = _known_tensors(fakes, self._roots)
+        known = {id(self._roots.resolve(source)): source for source in fakes}
         equal: dict[str, list[Any]] = {}
         for name, source, dim in _named_dims(self._marked, known):
             equal.setdefault(name, []).append(fakes[source].shape[dim])
@@ -161,7 +153,7 @@ class _Capture:
 
     def takes(self, source: str) -> bool:
         """Return whether `source` is a tensor that the plan checks as an input."""
-        return source in self.inputs or source in self.others
+        return source in self.fakes
 
     def current_frame(self) -> Frame:
         if self.frame is None:
@@ -196,40 +188,41 @@ def trace_once(
                 left = [(place, place.get()) for place, _ in captured.lasting]
             finally:
                 put_back((*captured.lasting, *captured.unchanged))
-    graph_module = captured.graph_module
+    graph_module, writes = captured.graph_module, captured.writes
     if graph_module is None:
         captured.current_frame()
         raise AssertionError
     refuse_identities(captured.codes)
-    refuse_subclasses({**captured.inputs, **captured.others})
+    refuse_subclasses(captured.fakes)
     _add_placeholders(graph_module, captured.others)
-    sources = (*captured.inputs, *captured.others)
-    known = _known_tensors(sources, roots)
+    tensors = {source: roots.resolve(source) for source in captured.fakes}
+    known = {id(tensor): source for source, tensor in tensors.items()}
     recorded = recorder.finish()
     guarded = (*recorded, *captured.returned, *captured.held)
-    seen = touched(captured.codes, (*(guard.source for guard in guarded), *sources), roots)
+    seen = touched(captured.codes, (*(guard.source for guard in guarded), *tensors), roots)
     asked.add_imported(seen.names)
-    tensors = {source: roots.resolve(source) for source in sources}
     questions = question_guards(captured.codes, seen.names, {**tensors, **seen.objects})
-    shown = shown_steps(graph_module, {**captured.inputs, **captured.others}, captured.shape_env)
+    shown = shown_steps(graph_module, captured.fakes, captured.shape_env)
     steps = [Guard(source=s, kind="steps_of_one", expected=describe("steps_of_one", tensors[s])) for s in shown]
     model_guards, call_guards = split_guards(combined((*guarded, *questions, *steps), seen.guards))
     functions = function_guards(captured.codes)
     model_guards = (*ALWAYS, *_own_method(Roots(module, method)), *model_guards, *functions)
-    model_guards = tuple(computed_guards(inherited_guards(model_guards, captured.inherited), module, seen.names))
+    model_guards = tuple(computed_guards(inherited_guards(model_guards, writes.inherited), module, seen.names))
     model_guards = tuple(name_groups(graph_module, model_guards, call_guards, captured.codes))
     check_at_once(model_guards, Roots(module, method))
     whole = {id(value): source for source, value in seen.objects.items() if source.startswith(("arg:", "self"))}
     reader = TemplateReader(captured.outputs, captured.own, whole | known, captured.sizes)
     held = passed_by(module, arguments, [place.text for place, _ in left])
     templates = _templates(
-        TemplateReader(captured.outputs, captured.own, held | known, captured.sizes), left, captured.lines
+        TemplateReader(captured.outputs, captured.own, held | known, captured.sizes), left, writes.lines
     )
+    # what is written with no tensor, or with what it holds already
+    other_writes = [source for source in writes.written if source not in writes.kept]
     with mode:
         after = NextState(captured.promised, roots, marked).after(state, left, templates)
     return Trace(
         graph_module=graph_module,
-        input_sources=sources,
+        input_sources=tuple(tensors),
         dims=_named_dims(marked, known),
         model_guards=model_guards,
         call_guards=(*settings, *call_guards),
@@ -239,10 +232,10 @@ def trace_once(
         asked=asked,
         output=_template(reader, result, method),
         shape_env=captured.shape_env,
-        settled=captured.settled,
-        kept={source: templates[source] for source in captured.kept},
-        lines=captured.lines,
-        looked_at=looked_at((*sources, *captured.plain, *missed(seen.guards, captured.codes)), recorded),
+        settled=tuple(writes.settled),
+        kept={source: templates[source] for source in writes.kept},
+        lines=writes.lines,
+        looked_at=looked_at((*tensors, *other_writes, *missed(seen.guards, captured.codes)), recorded),
         state=state,
         left=after if left else None,
     )
@@ -343,10 +336,6 @@ def _add_placeholders(graph_module: fx.GraphModule, others: Mapping[str, Any]) -
         node.meta["example_value"] = fake
         placeholders.append(node)
     graph_module.recompile()
-
-
-def _known_tensors(inputs: Iterable[str], roots: Roots) -> dict[int, str]:
-    return {id(roots.resolve(source)): source for source in inputs}
 
 
 def _named_dims(

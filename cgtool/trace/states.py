@@ -94,7 +94,7 @@ def _next_of(trace: Trace) -> Iterator[State]:
 
 def _lasting(trace: Trace) -> dict[str, Json]:
     """Return the template of all that a call sets for good or for the next one, by source."""
-    return {**{f"{one.source}.{one.name}": ["const", one.after] for one in trace.settled}, **trace.kept}
+    return {**{one.place: ["const", one.after] for one in trace.settled}, **trace.kept}
 
 
 def _refuse(before: Trace, again: Trace) -> None:

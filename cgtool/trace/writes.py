@@ -35,7 +35,7 @@ class Writes:
 
     Args:
         settled: Plain attributes of the model.
-        renewed: Source of a module and name of a tensor in it that is set to itself: nothing changes.
+        renewed: The sources of tensors of modules that are set to themselves: nothing changes.
         inherited: Plain attributes that a module has from its class and is given as they are there: nothing changes.
         kept: The sources of attributes, and of items of dicts, of the model that each call may leave another value in.
         changed: The sources of all else.
@@ -44,7 +44,7 @@ class Writes:
     """
 
     settled: list[Settled] = field(default_factory=list)
-    renewed: list[tuple[str, str]] = field(default_factory=list)
+    renewed: list[str] = field(default_factory=list)
     inherited: list[Settled] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
@@ -74,11 +74,12 @@ def writes_of(output: Any, frame: Frame, inputs: Mapping[str, Any]) -> Writes:
         found.lines.update({name: line} | {f"{holder}.{attribute}": line for attribute in written})
         for attribute, value in written.items():
             plain = None if is_dict else _plain(name, attribute, value, frame)
-            if private.is_tensor(value, inputs.get(f"{holder}.{attribute}")):
-                found.renewed.append((holder, attribute))  # `self.table = self.table.to(device)`, where it is there
+            place = f"{holder}.{attribute}"
+            if private.is_tensor(value, inputs.get(place)):
+                found.renewed.append(place)  # `self.table = self.table.to(device)`, where it is there
             elif plain is None:
                 is_kept = can_keep(holder, attribute, frame.resolve(holder))
-                (found.kept if is_kept else found.changed).append(f"{holder}.{attribute}")
+                (found.kept if is_kept else found.changed).append(place)
             elif not _is_same(plain):
                 found.settled.append(plain)
             elif attribute not in vars(frame.resolve(holder)):
@@ -164,18 +165,18 @@ def inherited_guards(guards: Iterable[Guard], inherited: Sequence[Settled]) -> I
     either: dict[str, set[str]] = {}
     for one in inherited:
         either.setdefault(one.source, set()).add(one.name)
-        yield Guard(source=f"{one.source}.{one.name}", kind="value", expected=one.before)
+        yield Guard(source=one.place, kind="value", expected=one.before)
     for guard in guards:
         if guard.kind.startswith("named:") and guard.source in either:
             yield without_names(guard, either[guard.source])
-        elif guard.kind != "value" or all(guard.source != f"{one.source}.{one.name}" for one in inherited):
+        elif guard.kind != "value" or all(guard.source != one.place for one in inherited):
             yield guard
 
 
 def settled_guards(guards: Iterable[Guard], settled: Sequence[Settled]) -> Iterator[Guard]:
     """Yield guards in which these attributes may be what they were or what they become."""
-    texts = {f"{one.source}.{one.name}" for one in settled}
+    texts = {one.place for one in settled}
     yield from (guard for guard in guards if guard.source not in texts)
     for one in settled:
         either = canonical_json([one.before, one.after]).decode()
-        yield Guard(source=f"{one.source}.{one.name}", kind=f"settles:{either}", expected=True)
+        yield Guard(source=one.place, kind=f"settles:{either}", expected=True)
