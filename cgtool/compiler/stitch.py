@@ -26,14 +26,7 @@ from cgtool.plan.shapes import of_sizes
 from cgtool.store.records import Fallback
 from cgtool.trace.breaks import FixedDimensionError, local_of
 from cgtool.trace.capture import slow_ops
-from cgtool.trace.examples import (
-    FIRST_DYNAMIC,
-    Dims,
-    outer_arguments,
-    sizes_of,
-    unique_names,
-    variants_of,
-)
+from cgtool.trace.examples import FIRST_DYNAMIC, Dims, sizes_of, unique_names, variants_of
 from cgtool.trace.files import UserCode, joined
 from cgtool.trace.kept import guards_of_states, read_in_dict
 from cgtool.trace.refusals import refuse_side_effects
@@ -100,7 +93,7 @@ def sizes_of_calls(spec: ModelSpec) -> dict[str, dict[str, int]]:
     """Return for each example call, by name, a size of each dynamic dimension that it passes."""
     signature, dims = CallSignature.of(getattr(spec.module, spec.method)), Dims.of(spec.dynamic)
     check_required(spec.require, _bounds(dims))
-    return {call.name: sizes_of(call, signature, _present(dims, call, signature)) for call in spec.calls}
+    return {call.name: sizes_of(call, signature, dims) for call in spec.calls}
 
 
 def _bounds(dims: Dims) -> dict[str, tuple[int, int | None]]:
@@ -196,9 +189,9 @@ class _Tracing:
         return bool(fixed) and not fixed.keys() & self._spec.require.keys()
 
     def _run(self) -> None:
-        signature, all_dims = self.tracer.signature, self.tracer.dims
-        calls = {call.name: (call, _present(all_dims, call, signature)) for call in self._spec.calls}
-        todo = [(call, fixed) for call, dims in calls.values() for fixed in variants_of(dims)]
+        signature, dims = self.tracer.signature, self.tracer.dims
+        calls = [(call, sizes_of(call, signature, dims)) for call in self._spec.calls]
+        todo = [(call, fixed) for call, passed in calls for fixed in variants_of(dims, passed)]
         if self._tracers is not None:
             # with a child for each variant, this process only has their pieces compiled
             self._tracers.begin(
@@ -217,8 +210,8 @@ class _Tracing:
                 _log.info("There is no variant for %s: %s", _spelled(fixed), error)
                 self._not_runnable.append(fixed)
                 self._leave_out([_spelled(fixed)], reason)
-        for call, dims in calls.values():
-            self._widen(call, sizes_of(call, signature, dims))
+        for call, passed in calls:
+            self._widen(call, passed)
 
     def _widen(self, call: ExampleCall, sizes: Mapping[str, int]) -> None:
         """Trace further variants of a call until all sizes that are required of it are served."""
@@ -325,14 +318,6 @@ def _apart(each: Traced, places: Sequence[str]) -> Iterator[Guard]:
 
 def _spelled(sizes: Mapping[str, int]) -> str:
     return " and ".join(f"{name} = {size}" for name, size in sizes.items())
-
-
-def _present(dims: Dims, call: ExampleCall, signature: CallSignature) -> Dims:
-    """Return the dimensions of the tensors that this example passes."""
-    given = outer_arguments(call, signature)
-    places = tuple(place for place in dims.places if given.get(place.parameter) is not None)
-    names = {place.name for place in places}
-    return Dims(by_name={n: d for n, d in dims.by_name.items() if n in names}, places=places)
 
 
 def _plan(spec: ModelSpec, traced: Sequence[Traced]) -> Plan:

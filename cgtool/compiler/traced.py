@@ -144,13 +144,12 @@ class VariantTracer:
         if call.name in self._states:
             return self._states[call.name]
         own = sizes_of(call, self.signature, self.dims)
-        dims = Dims(by_name={name: self.dims.by_name[name] for name in own}, places=self.dims.places)
         larger, smaller = (
-            {name: size + step if dims.by_name[name].allows(size + step) else size for name, size in own.items()}
+            {name: size + step if self.dims.by_name[name].allows(size + step) else size for name, size in own.items()}
             for step in (1, -1)
         )
         found: list[State] = []
-        for sizes in (own, larger, smaller, *({**own, **fixed} for fixed in variants_of(dims) if fixed)):
+        for sizes in (own, larger, smaller, *({**own, **fixed} for fixed in variants_of(self.dims, own) if fixed)):
             fixed = {name: size for name, size in sizes.items() if size < FIRST_DYNAMIC}
             with contextlib.suppress(CgtoolError):
                 arguments, marked = arguments_for(call, self.signature, self.dims, fixed, sizes)

@@ -50,6 +50,7 @@ class CallSignature:
         self._leading: tuple[Any, ...] = () if owner is None else (owner,)
         #: The root local that holds keyword arguments without a parameter of their own.
         self.var_keyword = _name_of_kind(own, _VAR_KEYWORD)
+        self.outer_var_keyword = _name_of_kind(outer, _VAR_KEYWORD)
         self._var_positional = _name_of_kind(own, _VAR_POSITIONAL)
         self.is_wrapper = self.var_keyword is not None and list(outer.parameters) != list(own.parameters)
         bound = self._wrapper_binder() if self.is_wrapper else _plain_binder(own, self._leading)
@@ -119,8 +120,7 @@ class CallSignature:
         shown = self.outer.parameters.get(name)
         if shown is not None and shown.kind is inspect.Parameter.POSITIONAL_ONLY and self._var_positional is not None:
             return f"arg:{self._var_positional}[{len(self._leading) + list(self.outer.parameters).index(name)}]"
-        open_ended = any(p.kind is _VAR_KEYWORD for p in self.outer.parameters.values())
-        if self.var_keyword is not None and (shown is not None or open_ended):
+        if self.var_keyword is not None and (shown is not None or self.outer_var_keyword is not None):
             return f"arg:{self.var_keyword}[{json.dumps(name)}]"
         if shown is not None:
             msg = (

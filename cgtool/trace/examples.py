@@ -6,9 +6,8 @@ variant is a set of fixed dimensions; all others are dynamic and at least 2.
 
 from __future__ import annotations
 
-import inspect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,10 +96,13 @@ def _no_dim(parameter: str, dim: Any, spec: Any) -> UsageError:
     return UsageError(msg, path=parameter, actual=spec)
 
 
-def variants_of(dims: Dims) -> tuple[Mapping[str, int], ...]:
-    """Return the sets of fixed dimensions that serve every size: {} first, then those with a 0 or a 1."""
+def variants_of(dims: Dims, passed: Container[str]) -> tuple[Mapping[str, int], ...]:
+    """Return the sets of fixed dimensions that serve every size: {} first, then those with a 0 or a 1.
+
+    Of the dimensions, those count that the call has which is served: `sizes_of` tells of each which it passes.
+    """
     choices: list[list[tuple[str, int | None]]] = []
-    for dim in dims.by_name.values():
+    for dim in (dim for name, dim in dims.by_name.items() if name in passed):
         sizes: list[int | None] = []
         if dim.max is None or dim.max >= FIRST_DYNAMIC:
             sizes.append(None)
@@ -132,7 +134,7 @@ def arguments_for(
     Raises:
         ModelError: The example does not fit the method, or a named dimension is not there.
     """
-    outer = outer_arguments(call, signature)
+    outer = _outer_arguments(call, signature)
     for place in dims.places:
         signature.source(place.parameter)
     targets = _targets(outer, dims, {**(sizes or {}), **fixed})
@@ -166,27 +168,18 @@ def sizes_of(call: ExampleCall, signature: CallSignature, dims: Dims) -> dict[st
     Raises:
         ModelError: The example does not fit the method, or a named dimension is not there.
     """
-    return _targets(outer_arguments(call, signature), dims, {})
+    return _targets(_outer_arguments(call, signature), dims, {})
 
 
-def outer_arguments(call: ExampleCall, signature: CallSignature) -> dict[str, Any]:
-    """Return the call's arguments by the names that its user knows, those of `**kwargs` among them.
-
-    Raises:
-        ModelError: The example does not fit the method.
-    """
+def _outer_arguments(call: ExampleCall, signature: CallSignature) -> dict[str, Any]:
+    """Return the call's arguments by the names that its user knows, those of `**kwargs` among them."""
     try:
         outer = dict(signature.outer.bind(*call.args, **call.kwargs).arguments)
     except TypeError as error:
         msg = f"The example call {call.name!r} does not fit {signature.outer}: {error}. Correct the example."
         raise ModelError(msg, path=call.name) from error
-    open_ended = _var_keyword(signature)
-    return outer if open_ended is None else {**outer.pop(open_ended, {}), **outer}
-
-
-def _var_keyword(signature: CallSignature) -> str | None:
-    kind = inspect.Parameter.VAR_KEYWORD
-    return next((name for name, parameter in signature.outer.parameters.items() if parameter.kind is kind), None)
+    rest = signature.outer_var_keyword
+    return outer if rest is None else {**outer.pop(rest, {}), **outer}
 
 
 def _as_call(outer: Mapping[str, Any], signature: CallSignature) -> tuple[tuple[Any, ...], dict[str, Any]]:

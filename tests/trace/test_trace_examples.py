@@ -25,7 +25,8 @@ SIGNATURE = CallSignature.of(Model().forward)
 
 
 def variants(*specs):
-    return variants_of(Dims.of({f"p{i}": {0: spec} for i, spec in enumerate(specs)}))
+    dims = Dims.of({f"p{i}": {0: spec} for i, spec in enumerate(specs)})
+    return variants_of(dims, dims.by_name)
 
 
 VARIANTS = [
