@@ -17,7 +17,7 @@ import ast
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, overload
 
 from cgtool.errors import ArtifactError
 
@@ -50,13 +50,13 @@ def check_expression(text: str, symbols: Collection[str]) -> None:
         raise _malformed(text, f"{unknown[0]} is not a symbol of this graph")
 
 
-def symbols_of(text: str) -> tuple[str, ...]:
-    """Return the symbols of `text`, each once, in order of appearance.
+def symbols_of(text: str | int) -> tuple[str, ...]:
+    """Return the symbols of `text`, each once, in order of appearance; a number has none.
 
     Raises:
         ArtifactError: `text` is outside the grammar.
     """
-    return _parsed(text)[1]
+    return () if isinstance(text, int) else _parsed(text)[1]
 
 
 def python_source(text: str) -> str:
@@ -99,12 +99,18 @@ def holds(text: str, values: Mapping[str, int]) -> bool:
         return False
 
 
-def rename(text: str, names: Mapping[str, str]) -> str:
-    """Return `text` with each symbol in `names` replaced by an expression (or another name).
+@overload
+def rename(text: str, names: Mapping[str, str]) -> str: ...
+@overload
+def rename(text: str | int, names: Mapping[str, str]) -> str | int: ...
+def rename(text: str | int, names: Mapping[str, str]) -> str | int:
+    """Return `text` with each symbol in `names` replaced by an expression (or another name); a number as it is.
 
     Raises:
         ArtifactError: `text` or a replacement is outside the grammar.
     """
+    if isinstance(text, int):
+        return text
     replacements = {name: _parsed(new)[0].body for name, new in names.items()}
 
     class Rename(ast.NodeTransformer):

@@ -89,8 +89,6 @@ def _meta(meta: TensorMeta, fixed: Mapping[str, int]) -> TensorMeta:
 
 
 def _substitute(dim: Dim, fixed: Mapping[str, int]) -> Dim:
-    if isinstance(dim, int):
-        return dim
     names = symbols_of(dim)
     if all(name in fixed for name in names):
         return int(evaluate(dim, fixed))

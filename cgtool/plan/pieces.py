@@ -80,6 +80,11 @@ class TensorMeta(Row):
     stride: tuple[Dim, ...]
     device: DeviceName
 
+    @property
+    def dims(self) -> tuple[Dim, ...]:
+        """All of its sizes and strides."""
+        return (*self.shape, *self.stride)
+
     def __post_init__(self) -> None:
         """Check what the types do not say."""
         if len(self.shape) != len(self.stride):

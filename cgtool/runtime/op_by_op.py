@@ -124,11 +124,10 @@ class _PieceWriter:
     def _keep_promise(self, graph: PieceGraph, sizes: dict[str, str]) -> None:
         repair, known = self.code.constant(repairer(graph)), tuple(sizes.values())
         for ref, meta in dict(zip(graph.outputs, graph.results, strict=True)).items():
-            dims = [*meta.shape, *meta.stride]
-            if any(name not in sizes for dim in dims if isinstance(dim, str) for name in symbols_of(dim)):
+            if any(name not in sizes for dim in meta.dims for name in symbols_of(dim)):
                 continue  # a size that no input shows
             shape, stride = (
-                tuple_source(expression(rename(d, sizes) if isinstance(d, str) else d, known) for d in part)
+                tuple_source(expression(rename(dim, sizes), known) for dim in part)
                 for part in (meta.shape, meta.stride)
             )
             dtype = self.code.constant(dtype_of(meta.dtype))

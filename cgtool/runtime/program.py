@@ -281,12 +281,10 @@ class ProgramWriter:
         return self.makes[key]
 
     def _is_known(self, meta: TensorMeta, step: Step) -> bool:
-        texts = [rename(dim, step.symbols) for dim in (*meta.shape, *meta.stride) if type(dim) is str]
-        return all(symbol in self.symbols for text in texts for symbol in symbols_of(text))
+        dims = (rename(dim, step.symbols) for dim in meta.dims)
+        return all(symbol in self.symbols for dim in dims for symbol in symbols_of(dim))
 
     def _size(self, size: Dim, step: Step) -> str:
-        if type(size) is not str:
-            return expression(size, ())
         return expression(rename(size, step.symbols), self.symbols)
 
     def _local(self, value: Any) -> str:

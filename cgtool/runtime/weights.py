@@ -227,8 +227,7 @@ def _never() -> bool:
 
 def is_weight(item: Input) -> bool:
     """Return whether an input belongs to the model and has one shape for all calls."""
-    meta = item.meta
-    return not item.source.startswith(_OF_CALL) and _INT.issuperset(map(type, (*meta.shape, *meta.stride)))
+    return not item.source.startswith(_OF_CALL) and _INT.issuperset(map(type, item.meta.dims))
 
 
 def place_of(roots: Roots, text: str) -> Place:

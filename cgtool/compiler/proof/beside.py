@@ -470,12 +470,12 @@ def _shown(value: Any) -> str:
 def _as_graph(variant: Variant, graphs: Mapping[str, PieceGraph]) -> PieceGraph:
     """Return a variant as a piece without operations: its inputs, the symbols that they show, what its steps give."""
     metas = tuple(item.meta for item in variant.inputs)
-    shown = {name for meta in metas for dim in meta.shape if isinstance(dim, str) for name in symbols_of(dim)}
+    shown = {name for meta in metas for dim in meta.shape for name in symbols_of(dim)}
     given = []
     for step in variant.steps:
         for meta in graphs[step.graph].results:
-            shape = tuple(rename(dim, step.symbols) if isinstance(dim, str) else dim for dim in meta.shape)
-            if all(set(symbols_of(dim)) <= shown for dim in shape if isinstance(dim, str)):
+            shape = tuple(rename(dim, step.symbols) for dim in meta.shape)
+            if all(set(symbols_of(dim)) <= shown for dim in shape):
                 given.append(replace(meta, shape=shape, stride=shape))
     return PieceGraph(
         symbols=tuple(symbol for symbol in variant.symbols if symbol.name in shown),

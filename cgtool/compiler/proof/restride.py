@@ -68,7 +68,7 @@ def _with_step(variant: Variant, value: int, order: Order, graphs: dict[str, Pie
     made = graphs[maker.graph]
     meta = made.results[maker.outputs.index(value)]
     promised = replace(meta, stride=_strides(meta, order))
-    used = {name for dim in (*meta.shape, *meta.stride) if isinstance(dim, str) for name in symbols_of(dim)}
+    used = {name for dim in meta.dims for name in symbols_of(dim)}
     graph = PieceGraph(
         symbols=tuple(symbol for symbol in made.symbols if symbol.name in used),
         facts=(),
