@@ -10,6 +10,7 @@ a compile fails, and names the op.
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -105,13 +106,9 @@ def op_named_by(error: BaseException) -> str | None:
 
 def _op_at_fault(error: BaseException) -> str | None:
     """Return the op that Inductor was writing a call of as it failed, or None."""
-    trace = error.__traceback__
-    while trace is not None:
-        op = getattr(trace.tb_frame.f_locals.get("self"), "op_overload", None)
-        if isinstance(op, OpOverload):
-            return _torch.op_name(op)
-        trace = trace.tb_next
-    return None
+    frames = traceback.walk_tb(error.__traceback__)
+    ops = (getattr(frame.f_locals.get("self"), "op_overload", None) for frame, _ in frames)
+    return next((_torch.op_name(op) for op in ops if isinstance(op, OpOverload)), None)
 
 
 def _names_of(op: Any) -> set[str]:

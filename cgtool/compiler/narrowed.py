@@ -14,6 +14,7 @@ from typing import Any
 from cgtool.graph.expressions import holds, symbols_of
 from cgtool.plan.grammar import Record
 from cgtool.plan.records import Variant
+from cgtool.plan.shapes import joined_ranges
 from cgtool.trace.examples import FIRST_DYNAMIC, DynamicDim
 
 #: How torch writes where it added a guard: "if x.shape[0] > 8:  # path/model.py:31 in forward".
@@ -82,9 +83,9 @@ def narrowed_ranges(
         groups.setdefault((one.dim, one.others), []).append(one)
     notes = []
     for (dim, others), found in groups.items():
-        ranges = _joined((one.low, one.high) for one in found)
+        ranges = joined_ranges((one.low, one.high) for one in found)
         sizes = [at[dim] for at in left_out if dim in at and dict(others) == {k: at[k] for k in at if k != dim}]
-        if _joined([*ranges, *((size, size) for size in sizes)]) == [(asked[dim].min, asked[dim].max)]:
+        if joined_ranges([*ranges, *((size, size) for size in sizes)]) == [(asked[dim].min, asked[dim].max)]:
             continue
         texts = [str(low) if low == high else f"{low} to {'any' if high is None else high}" for low, high in ranges]
         said = " and ".join(texts)
@@ -134,18 +135,6 @@ def narrowing_relations(variant: Variant, relations: Mapping[str, Any]) -> Itera
 
 def _examples(sizes: Iterable[tuple[int, ...]]) -> str:
     return ", ".join(" and ".join(map(str, at)) for at in itertools.islice(sizes, _EXAMPLES))
-
-
-def _joined(ranges: Iterable[tuple[int, int | None]]) -> list[tuple[int, int | None]]:
-    """Return ranges in order, those that touch as one."""
-    found: list[tuple[int, int | None]] = []
-    for low, high in sorted(ranges, key=lambda one: one[0]):
-        if found and (found[-1][1] is None or low <= found[-1][1] + 1):
-            first, last = found.pop()
-            found.append((first, None if last is None or high is None else max(last, high)))
-        else:
-            found.append((low, high))
-    return found
 
 
 def _user_line(where: Any) -> str:

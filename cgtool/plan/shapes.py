@@ -57,6 +57,18 @@ def dispatch_order(shape: Shape) -> tuple[int, int, list[tuple[str, tuple[int, i
     return -fixed, fixed - len(shape), sorted(shape.items())
 
 
+def joined_ranges(ranges: Iterable[tuple[int, int | None]]) -> list[tuple[int, int | None]]:
+    """Return ranges of sizes in order, those that touch as one; None is no limit."""
+    found: list[tuple[int, int | None]] = []
+    for low, high in sorted(ranges, key=lambda one: one[0]):
+        if found and (found[-1][1] is None or low <= found[-1][1] + 1):
+            first, last = found.pop()
+            found.append((first, None if last is None or high is None else max(last, high)))
+        else:
+            found.append((low, high))
+    return found
+
+
 def check_shape(shape: Shape) -> None:
     """Check what the types of a shape do not say.
 

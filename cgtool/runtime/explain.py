@@ -18,6 +18,7 @@ from cgtool.guards.sources import Roots, SourceError, parse_source
 from cgtool.plan.pieces import Dim, SymbolRange
 from cgtool.plan.records import Guard, Input, Variant, source_words
 from cgtool.plan.rendering import spell
+from cgtool.plan.shapes import joined_ranges
 from cgtool.runtime.call_guards import Binding, find_bindings, known_class
 from cgtool.runtime.generate import strides_matter
 from cgtool.runtime.weights import make_problem
@@ -191,7 +192,7 @@ class Explainer:
                 spans.append((variant.fixed[name], variant.fixed[name]))
             carriers = variant.dims.get(str(name), ())
             spans += [(other.min, other.max) for other in variant.symbols if other.name in carriers]
-        return " or ".join(map(_span_words, _merged(spans)))
+        return " or ".join(map(_span_words, joined_ranges(spans)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,17 +280,6 @@ def _value(dim: Dim, values: Mapping[str, int]) -> int | None:
 
 def _within(value: int, low: int, high: int | None) -> bool:
     return low <= value and (high is None or value <= high)
-
-
-def _merged(spans: Sequence[tuple[int, int | None]]) -> list[tuple[int, int | None]]:
-    merged: list[tuple[int, int | None]] = []
-    for low, high in sorted(spans, key=lambda span: (span[0], span[1] is None, span[1] or 0)):
-        last = merged[-1] if merged else None
-        if last is not None and (last[1] is None or low <= last[1] + 1):
-            merged[-1] = (last[0], None if high is None or last[1] is None else max(last[1], high))
-        else:
-            merged.append((low, high))
-    return merged
 
 
 def _span_words(span: tuple[int, int | None]) -> str:

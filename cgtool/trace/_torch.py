@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import sys
+import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -194,12 +195,21 @@ def _is_restored(variable: Any, effects: Any) -> bool:
 
 def translated_lines(error: BaseException) -> Iterator[tuple[str, int, str]]:
     """Yield (file, line, function) of the code that Dynamo was at as it failed, the outermost first."""
-    trace = error.__traceback__
-    while trace is not None:
-        translator = trace.tb_frame.f_locals.get("self")
-        if isinstance(translator, InstructionTranslatorBase) and translator.lineno > 0:
+    for translator in _translators(error):
+        if translator.lineno > 0:
             yield translator.f_code.co_filename, translator.lineno, translator.f_code.co_name
-        trace = trace.tb_next
+
+
+def value_of_local(error: BaseException, function: str, name: str) -> Any:
+    """Return the live object that a local of a function stood for, if Dynamo failed within that; else None."""
+    failed = next((one for one in _translators(error) if one.f_code.co_name == function), None)
+    return None if failed is None else getattr(failed.symbolic_locals[name].realize(), "value", None)
+
+
+def _translators(error: BaseException) -> Iterator[Any]:
+    """Yield what Dynamo was translating code with as it failed, the outermost first."""
+    held = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return (one for one in held if isinstance(one, InstructionTranslatorBase))
 
 
 def has_dtensor(value: Any) -> bool:
@@ -255,17 +265,6 @@ class RecordedCalls:
             node.meta["example_value"] = node.meta.pop("val", None)
             node.meta["stack_trace"] = stack_trace
         return value
-
-
-def value_of_local(error: BaseException, function: str, name: str) -> Any:
-    """Return the live object that a local of a function stood for, if Dynamo failed within that; else None."""
-    trace = error.__traceback__
-    while trace is not None:
-        translator = trace.tb_frame.f_locals.get("self")
-        if isinstance(translator, InstructionTranslatorBase) and translator.f_code.co_name == function:
-            return getattr(translator.symbolic_locals[name].realize(), "value", None)
-        trace = trace.tb_next
-    return None
 
 
 def fix_strides(fakes: Iterable[torch.Tensor]) -> None:

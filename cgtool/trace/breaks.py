@@ -7,6 +7,7 @@ import dis
 import inspect
 import linecache
 import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -136,10 +137,8 @@ def _user_line(error: Exception, method: Callable[..., Any]) -> str:
     """Return where it happened, on a line of its own: the innermost frame of the user's, as Dynamo or Python saw it."""
     frames = [(f.filename, f.lineno or 0, f.name) for f in getattr(error, "real_stack", None) or ()]
     frames = frames or list(private.translated_lines(error))
-    trace = error.__traceback__
-    while trace is not None:
-        frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno, trace.tb_frame.f_code.co_name))
-        trace = trace.tb_next
+    walked = traceback.walk_tb(error.__traceback__)
+    frames += [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walked]
     own = inspect.getsourcefile(getattr(method, "__func__", method)) or ""
     return line_of(frames, own)
 
