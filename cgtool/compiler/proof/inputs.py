@@ -120,7 +120,7 @@ def draw(graph: PieceGraph, sizes: Mapping[str, int], *, device_index: int | Non
     """Return inputs for a piece, the same ones for the same piece and sizes."""
     generator = torch.Generator("cpu").manual_seed(int(digest_of([graph.identity(), dict(sizes)])[:15], 16))
     views = _views(graph, sizes)
-    bound, distinct = min(index_bound(graph), style.most), writes_by_index(graph)
+    bound, distinct = index_bound(graph), writes_by_index(graph)
     owners: dict[int, int] = {}  # storage → the first input in it, in order
     for position, view in enumerate(views):
         owners.setdefault(view.storage, position)
@@ -128,10 +128,8 @@ def draw(graph: PieceGraph, sizes: Mapping[str, int], *, device_index: int | Non
     for number, position in owners.items():
         meta, view = graph.inputs[position], views[position]
         needed = max(other.num_bytes for other in views if other.storage == number)
-        count = -(-needed // _ALIGNED_BYTES) * _ALIGNED_BYTES // view.dtype.itemsize
         device = device_of(meta.device, device_index)
-        values = _numbers(meta, view, count, generator, style=style, bound=bound, distinct=distinct)
-        storages.append(_repeated(values.to(device), count))
+        storages.append(_storage(meta, view, needed, device, generator, style=style, bound=bound, distinct=distinct))
     return Drawn(storages=tuple(storages), views=views)
 
 
@@ -142,17 +140,12 @@ def draw_storage(
     generator = torch.Generator("cpu").manual_seed(int(digest_of(seed)[:15], 16))
     shape, stride = tuple(map(int, meta.shape)), tuple(map(int, meta.stride))
     view = _View(storage=0, shape=shape, stride=stride, dtype=dtype_of(meta.dtype))
-    count = -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES // view.dtype.itemsize
-    bound = min(bound, style.most)
-    values = _numbers(meta, view, count, generator, style=style, bound=bound, distinct=False)
-    return _repeated(values.to(device), count)
+    return _storage(meta, view, num_bytes, device, generator, style=style, bound=bound, distinct=False)
 
 
 def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor whose elements are one rounding of `dtype` larger or smaller; it lies in memory as that one."""
-    factors = _factors(dtype, tensor.device)[: tensor.numel()]
-    if 0 < len(factors) < tensor.numel():
-        factors = factors.repeat(-(-tensor.numel() // len(factors)))[: tensor.numel()]
+    factors = _repeated(_factors(dtype, tensor.device)[: tensor.numel()], tensor.numel())
     out = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return out.copy_(tensor.double() * factors.reshape(tensor.shape))
 
@@ -165,25 +158,28 @@ def _factors(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return (1 + eps_of(dtype) * signs.double()).to(device)
 
 
-def _numbers(
+def _storage(
     meta: TensorMeta,
     view: _View,
-    count: int,
+    num_bytes: int,
+    device: torch.device,
     generator: torch.Generator,
     *,
     style: Style,
     bound: int,
     distinct: bool,
 ) -> torch.Tensor:
-    """Return numbers for a storage of `count` elements whose first tensor is `view`: so many, or some to repeat."""
+    """Return a storage of at least `num_bytes` whose first tensor is `view`, with numbers in it."""
+    count = -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES // view.dtype.itemsize
     if view.dtype == torch.bool or view.dtype.is_floating_point or view.dtype.is_complex:
         values = _values(meta, view.dtype, min(count, _MOST_DRAWN), generator, style)
     else:
-        values = _integers(view, count, generator, style, bound=bound, distinct=distinct)
-    return _cast(values, view.dtype)
+        values = _integers(view, count, generator, style, bound=min(bound, style.most), distinct=distinct)
+    return _repeated(_cast(values, view.dtype).to(device), count)
 
 
 def _repeated(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Return `count` numbers where there are fewer: the same ones again."""
     return values.repeat(-(-count // len(values)))[:count] if 0 < len(values) < count else values
 
 

@@ -36,7 +36,7 @@ class Twins:
         self._bound = bound
         self._places = list(_places(module))
         #: All that its modules hold, and what they held at first: a call may keep what it computed.
-        self._held = [(holder, copy.copy(holder)) for holder in _holders(module)]
+        self._held = [(holder, copy.copy(holder)) for _, holder in _holders(module)]
         self._own = [holder[key] for _, holder, key in self._places]
         number_of = {id(tensor): number for number, tensor in enumerate(self._own)}
         #: Where a weak reference to one of the tensors stands, as LSTMs have them, and to which.
@@ -213,34 +213,20 @@ def _is_parameter(place: tuple[str, Any, Any]) -> bool:
 
 def _places(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
     """Yield where the modules of a model hold plain tensors: a name, the dict, list or DTensor, and the key in it."""
-    for name, holder, key in _all_places(module):
-        is_shard = hasattr(holder[key], LOCAL)
-        yield (f"{name}.{LOCAL}", _Shard(holder[key]), LOCAL) if is_shard else (name, holder, key)
-
-
-def _all_places(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    for path, child in module.named_modules():
-        for holder in (child._parameters, child._buffers):  # noqa: SLF001 - so that nothing of the model's own runs
-            yield from _tensors_in(path, holder)
-        for key, value in vars(child).items():
+    for path, holder in _holders(module):
+        for key, value in enumerate(holder) if isinstance(holder, list) else holder.items():
             if _is_plain(value):
-                yield f"{path}.{key}".lstrip("."), vars(child), key
-            for name, holder in _containers(f"{path}.{key}".lstrip("."), key, value):
-                yield from _tensors_in(name, holder)
+                name = f"{path}[{key}]" if isinstance(holder, list) else f"{path}.{key}".lstrip(".")
+                yield (f"{name}.{LOCAL}", _Shard(value), LOCAL) if hasattr(value, LOCAL) else (name, holder, key)
 
 
-def _holders(module: nn.Module) -> Iterator[Any]:
-    """Yield the dicts and lists that the modules of a model hold things in."""
-    for child in module.modules():
-        yield from (vars(child), child._parameters, child._buffers)  # noqa: SLF001 - as above
+def _holders(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the dicts and lists that the modules of a model hold things in, by their names."""
+    for path, child in module.named_modules():
+        for held in (child._parameters, child._buffers, vars(child)):  # noqa: SLF001 - nothing of the model's own runs
+            yield path, held
         for key, value in vars(child).items():
-            yield from (holder for _, holder in _containers("", key, value))
-
-
-def _tensors_in(name: str, holder: Any) -> Iterator[tuple[str, Any, Any]]:
-    for key, value in enumerate(holder) if isinstance(holder, list) else holder.items():
-        if _is_plain(value):
-            yield (f"{name}[{key}]" if isinstance(holder, list) else f"{name}.{key}".lstrip(".")), holder, key
+            yield from _containers(f"{path}.{key}".lstrip("."), key, value)
 
 
 def _containers(name: str, key: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
