@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cgtool.errors import ModelError
+from cgtool.plan.records import source_words
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _VAR_POSITIONAL = inspect.Parameter.VAR_POSITIONAL
@@ -133,7 +134,9 @@ class CallSignature:
         raise ModelError(msg, path=name, expected=list(self.outer.parameters), actual=name)
 
     def spoken(self, source: str) -> str:
-        """Return the source of an argument as a user would say it: `arg:kwargs["mask"]` is `mask`."""
+        """Return a source as a user would say it: the argument `arg:kwargs["mask"]` is `mask`."""
+        if not source.startswith("arg:"):
+            return source_words(source)
         if self.var_keyword is not None:
             source = re.sub(rf'^arg:{re.escape(self.var_keyword)}\["([A-Za-z_]\w*)"\]', r"arg:\1", source)
         return source.removeprefix("arg:")

@@ -72,11 +72,6 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     accessors: tuple[Accessor, ...]
     prefixes: tuple[str, ...]
 
-    @property
-    def is_call(self) -> bool:
-        """Whether the object belongs to one call, so that it can only be looked at then."""
-        return self.root in {"arg", "state"}
-
 
 @functools.lru_cache(maxsize=65536)
 def parse_source(text: str) -> Source:

@@ -101,7 +101,7 @@ class LoadedModel(AsModule):
         module: The live model, whose guards were checked by the loader.
         plan: The plan.
         opened: (variant index, piece index) → the functions of that piece; splitting pieces have none.
-        device_index: What a device without an index means; None: where the model's own tensors are.
+        device_index: What a device without an index means; None: the current one.
         variables: The variables of the environment that the model reads, as they were when it was compiled.
         recheck_calls: Whether each call checks all that `recheck` does.
 
@@ -133,7 +133,7 @@ class LoadedModel(AsModule):
         self.__name__ = plan.method
         self.__doc__ = getattr(self._signature.method, "__doc__", None)
         self._bind = self._signature.binder
-        self._device_index = first_index(module, plan) if device_index is None else device_index
+        self._device_index = device_index
         self._opened = dict(opened)
         self._environment = dict(variables)
         self._recheck_calls = recheck_calls
@@ -263,6 +263,7 @@ class LoadedModel(AsModule):
             copy.deepcopy(self.module, memo),
             self.plan,
             self._opened,
+            device_index=self._device_index,
             variables=self._environment,
             recheck_calls=self._recheck_calls,
         )
@@ -344,13 +345,10 @@ class LoadedModel(AsModule):
         if not needs_grad and not any(tensor.requires_grad for tensor in tensors):
             return
         items = [*served.call_inputs, *(served.variant.inputs[i] for i in served.weights)]
-        both = [*tensors, *weights]
-        name = next(self._spoken(item.source) for item, tensor in zip(items, both, strict=True) if tensor.requires_grad)
+        asking = (item for item, tensor in zip(items, (*tensors, *weights), strict=True) if tensor.requires_grad)
+        name = self._signature.spoken(next(asking).source)
         msg = f"{name} requires grad and grad mode is on. {_INFERENCE}: call it under torch.no_grad()."
         raise GuardError(msg, path=name)
-
-    def _spoken(self, source: str) -> str:
-        return self._signature.spoken(source) if source.startswith("arg:") else source_words(source)
 
     def refusal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exception:
         """Return the error that says why no variant serves a call: a `GuardError`, or a TypeError."""

@@ -329,6 +329,7 @@ def open_entry(found: Found, module: Any, opener: Opener, *, recheck_calls: bool
             module,
             _with_added_guards(found.plan, pieces),
             {place: _backend(rows) for place, rows in pieces.items()},
+            device_index=index,
             variables=found.key.value("variables"),
             recheck_calls=recheck_calls,
         )
