@@ -33,7 +33,7 @@ from cgtool.ops import COLLECTIVE_OPS, KNOWN_ATTENTION_OPS, registered_splitting
 from cgtool.split import _torch as private
 from cgtool.split.bodies import nodes_with_bodies
 from cgtool.split.memory import Memory
-from cgtool.split.nodes import RUNS, Kind, example, is_getitem_of_bundle
+from cgtool.split.nodes import RUNS, Kind, example, is_getitem_of_bundle, short_name
 
 _MAX_LISTED = 20
 #: Operators of Python that are an ATen op of another name when they meet a tensor.
@@ -207,8 +207,7 @@ def _is_trivial(node: fx.Node, memory: Memory) -> bool:
     """Return whether `node` computes nothing: it allocates, reshapes or views, and writes nowhere."""
     if any(node in memory.writers.get(key, ()) for argument in node.all_input_nodes for key in memory.of(argument)):
         return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if name.partition(".")[0] in _ALLOCATES | _RESHAPES:
+    if short_name(node) in _ALLOCATES | _RESHAPES:
         return True
     value = example(node)
     shared = {key for argument in node.all_input_nodes for key in memory.of(argument)}

@@ -14,9 +14,18 @@ import torch
 from torch import fx
 
 from cgtool.split import _torch as private
-from cgtool.split.memory import Memory
-from cgtool.split.nodes import RUNS, Kind, cannot_split, example, is_getitem_of_bundle, leaves_of, tensors_in
-from cgtool.split.sizes import GraphSizes
+from cgtool.split.nodes import (
+    RUNS,
+    Kind,
+    cannot_split,
+    example,
+    is_getitem_of_bundle,
+    leaves_of,
+    numbers_in,
+    short_name,
+    tensors_in,
+)
+from cgtool.split.program import Program
 
 _TAKE_MASKS = frozenset({"getitem", "index", "masked_select", "setitem", "index_put", "index_put_"})
 _MASKS = (torch.bool, torch.uint8)
@@ -65,8 +74,7 @@ def _counts_marks(node: fx.Node) -> bool:
 
     Where several do so of one mask, torch binds the number at the first alone.
     """
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if name.partition(".")[0] not in _TAKE_MASKS:
+    if short_name(node) not in _TAKE_MASKS:
         return False
     target, *taken = (example(leaf) for leaf in leaves_of(node))
     masks = [value for value in taken if isinstance(value, torch.Tensor) and value.dtype in _MASKS]
@@ -95,32 +103,30 @@ def _dimensions(tensor: torch.Tensor) -> Iterator[str]:
 
 def symbols_from_data(value: Any) -> Iterator[str]:
     """Yield the symbols from data that an integer or the sizes of a tensor have."""
-    parts = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else value
-    for part in parts if isinstance(parts, tuple | list) else (parts,):
+    for part in numbers_in(value):
         if isinstance(part, torch.SymInt):
             yield from (s.name for s in private.expr_of(part).free_symbols if private.comes_from_data(s))
 
 
-def is_readable(value: Any, inside: Collection[fx.Node], kinds: dict[fx.Node, Kind], sizes: GraphSizes) -> bool:
+def is_readable(value: Any, inside: Collection[fx.Node], program: Program) -> bool:
     """Return whether a piece can read a number off tensors of earlier ones: what it has from data are sizes there."""
     if isinstance(value, torch.SymFloat | torch.SymBool):
         return False
-    return all(is_shown(symbol, inside, kinds, sizes) for symbol in symbols_from_data(value))
+    return all(is_shown(symbol, inside, program) for symbol in symbols_from_data(value))
 
 
-def is_shown(symbol: str, inside: Collection[fx.Node], kinds: dict[fx.Node, Kind], sizes: GraphSizes) -> bool:
+def is_shown(symbol: str, inside: Collection[fx.Node], program: Program) -> bool:
     """Return whether a tensor of a piece before the one of these nodes has a size from data as a dimension."""
+    sizes = program.sizes
     donor = sizes.donors.get(symbol)
     if donor is None or donor in inside:
         return False
     # an element of a bundle is part of the piece that makes the bundle, however late it is taken
-    last = max(sizes.order[node] for node in inside if not is_getitem_of_bundle(node, kinds))
+    last = max(sizes.order[node] for node in inside if not is_getitem_of_bundle(node, program.kinds))
     return sizes.order[donor] < last
 
 
-def with_numbers(
-    members: Sequence[fx.Node], kinds: dict[fx.Node, Kind], sizes: GraphSizes, memory: Memory
-) -> list[fx.Node]:
+def with_numbers(members: Sequence[fx.Node], program: Program) -> list[fx.Node]:
     """Return the nodes of a piece with those that read the numbers that it needs from their tensors again.
 
     Raises:
@@ -131,17 +137,15 @@ def with_numbers(
     pending = [leaf for node in members for leaf in leaves_of(node)]
     while pending:
         leaf = pending.pop()
-        if (
-            leaf in inside
-            or leaf in added
-            or not _is_number(leaf, kinds)
-            or is_readable(example(leaf), inside, kinds, sizes)
-        ):
+        if leaf in inside or leaf in added or not _is_number(leaf, program.kinds):
             continue
-        if kinds[leaf] is Kind.SIZE:
+        if is_readable(example(leaf), inside, program):
+            continue
+        if program.kinds[leaf] is Kind.SIZE:
             pending += leaves_of(leaf)
             continue
+        memory = program.memory
         if any(memory.writers.get(key) for tensor in leaf.all_input_nodes for key in memory.of(tensor)):
             raise cannot_split(leaf, "its number is needed again after its tensor may have been written to")
         added.add(leaf)
-    return sorted((*members, *added), key=sizes.order.__getitem__) if added else list(members)
+    return sorted((*members, *added), key=program.sizes.order.__getitem__) if added else list(members)

@@ -88,7 +88,7 @@ def _leaves_to_take(node: fx.Node, inside: frozenset[fx.Node], program: Program)
         if leaf in inside or kind in (Kind.CONSTANT, Kind.CONTEXT, Kind.DROPPED):
             continue
         is_number = kind is Kind.SIZE or is_read(leaf, program.kinds)
-        if is_number and is_readable(example(leaf), inside, program.kinds, program.sizes):
+        if is_number and is_readable(example(leaf), inside, program):
             continue
         if kind is Kind.SIZE:
             yield from _leaves_to_take(leaf, inside, program)
@@ -114,7 +114,7 @@ def _sized_inputs(
     used = [symbol for node in members for symbol in _symbols_used(node, program)]
     used += [symbol for node in gives for symbol in sizes.symbols_in(example(node))]
     inside = frozenset(members)
-    made = [s for s in used if s in sizes.from_data and not is_shown(s, inside, program.kinds, sizes)]
+    made = [s for s in used if s in sizes.from_data and not is_shown(s, inside, program)]
     needed = [symbol for symbol in used if symbol not in made]
     return piece_sizes(takes_of(members, program), needed, sizes, made)
 
@@ -126,7 +126,7 @@ def encode_piece(members: Sequence[fx.Node], gives: Sequence[fx.Node], program: 
         SplitError: Something in the piece has no word in the grammar; the message names the node and the user's line.
     """
     takes, sizes = _with_user_line(members, lambda: _sized_inputs(members, gives, program))
-    writer = _PieceWriter(takes, sizes, members, program)
+    writer = _PieceWriter(takes, sizes, program)
     for node in members:
         writer.write(node)
     writer.leave_contexts()
@@ -192,14 +192,11 @@ def _ops_of(members: Sequence[fx.Node]) -> dict[str, str]:
 class _PieceWriter:
     """Appends nodes to a piece; knows what every node and every size is called in it."""
 
-    def __init__(
-        self, takes: Sequence[fx.Node], sizes: PieceSizes, members: Sequence[fx.Node], program: Program
-    ) -> None:
+    def __init__(self, takes: Sequence[fx.Node], sizes: PieceSizes, program: Program) -> None:
         self.nodes: list[Node] = []
         self.refs: dict[fx.Node, str] = {node: f"%{position}" for position, node in enumerate(takes)}
         self._num_inputs = len(takes)
         self._sizes = sizes
-        self._inside = frozenset(members)
         self._program = program
         self._known_sizes: dict[str, Json] = {}
         self._contexts: list[tuple[fx.Node, str]] = []

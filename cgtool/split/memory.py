@@ -35,7 +35,17 @@ from torch import fx
 
 from cgtool.split import _torch as private
 from cgtool.split.bodies import bodies_of
-from cgtool.split.nodes import RUNS, Kind, cannot_split, constant_of, described, example, kind_of, tensors_in
+from cgtool.split.nodes import (
+    RUNS,
+    Kind,
+    cannot_split,
+    constant_of,
+    described,
+    example,
+    kind_of,
+    short_name,
+    tensors_in,
+)
 
 #: What compiled code and eager code may see differently: eager hands out its argument, the trace saw a copy.
 _MAYBE_ITS_ARGUMENT = frozenset({"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"})
@@ -295,7 +305,7 @@ def unexplained_writes(
 
 def _written_values(node: fx.Node) -> Iterator[Any]:
     args, kwargs = node.args, node.kwargs
-    name = _short_name(node)
+    name = short_name(node)
     yield kwargs.get("out")
     if args and _writes_to_first(node, name):
         yield args[0]
@@ -344,14 +354,6 @@ def _trains(node: fx.Node, name: str) -> bool:
     return len(node.args) > position and node.args[position] is not False
 
 
-def _short_name(node: fx.Node) -> str:
-    if isinstance(node.target, str):
-        return node.target
-    if isinstance(node.target, private.OpOverload | private.OpOverloadPacket):
-        return private.op_name(node.target).partition("::")[2].partition(".")[0]
-    return getattr(node.target, "__name__", "")
-
-
 def _ops_of(node: fx.Node) -> list[Any]:
     """Return the overloads that the call can mean: its own, or those of the ATen op of the same name."""
     target = node.target
@@ -360,7 +362,7 @@ def _ops_of(node: fx.Node) -> list[Any]:
     if isinstance(target, private.OpOverloadPacket):
         overloads = private.overloads_of(target)
     elif node.op == "call_method" or not isinstance(target, types.FunctionType):
-        overloads = _aten_overloads(_short_name(node))
+        overloads = _aten_overloads(short_name(node))
     else:
         return []
     return overloads if len(overloads) == 1 else [op for op in overloads if _can_mean(op, node)]

@@ -28,7 +28,6 @@ from cgtool.errors import SplitError
 from cgtool.graph.targets import RUN_BODIES
 from cgtool.split import _torch as private
 
-_MISSING = object()
 _NUMBERS = (bool, int, float, str, torch.SymInt, torch.SymFloat, torch.SymBool, torch.dtype, torch.device, torch.layout)
 _DROPPED_NAMES = frozenset(
     {
@@ -98,8 +97,14 @@ def kind_of(node: fx.Node) -> Kind:
 
 def is_dropped(node: fx.Node) -> bool:
     """Return whether `node` means nothing to inference."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name.partition(".")[0] in _DROPPED_NAMES
+    return short_name(node) in _DROPPED_NAMES
+
+
+def short_name(node: fx.Node) -> str:
+    """Return what `node` calls, without its library and its overload: "add", "index_put_"."""
+    if isinstance(node.target, private.OpOverload | private.OpOverloadPacket):
+        return private.op_name(node.target).partition("::")[2].partition(".")[0]
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def is_transform_step(node: fx.Node) -> bool:
@@ -134,8 +139,14 @@ def constant_of(node: fx.Node) -> torch.Tensor:
 
 def example(node: fx.Node) -> Any:
     """Return what Dynamo saw `node` give: fake tensors, symbolic numbers; None where it saw nothing."""
-    value = node.meta.get("example_value", _MISSING)
-    return None if value is _MISSING else value
+    return node.meta.get("example_value")
+
+
+def numbers_in(value: Any) -> tuple[Any, ...]:
+    """Return the sizes and strides of a tensor, or else the value itself, or what it holds."""
+    if isinstance(value, torch.Tensor):
+        return (*value.shape, *value.stride())
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
 def leaves_of(node: fx.Node) -> list[Any]:
@@ -209,11 +220,9 @@ def user_line(node: fx.Node) -> str | None:
 
 def described(node: fx.Node) -> str:
     """Return the op of `node` and the line it comes from, for messages."""
-    target = node.target
-    if isinstance(target, private.OpOverload | private.OpOverloadPacket):
-        name = private.op_name(target)
-    else:
-        name = str(target) if isinstance(target, str) else getattr(target, "__name__", str(target))
+    name = short_name(node) or str(node.target)
+    if isinstance(node.target, private.OpOverload | private.OpOverloadPacket):
+        name = private.op_name(node.target)
     line = user_line(node)
     return f"{name} ({line})" if line else f"{name} (node {node.name})"
 

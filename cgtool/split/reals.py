@@ -16,7 +16,7 @@ from torch import fx
 
 from cgtool.errors import SplitError
 from cgtool.split import _torch as private
-from cgtool.split.nodes import example, user_line
+from cgtool.split.nodes import example, numbers_in, user_line
 
 #: What gives a number as it is, or with the other sign.
 _EXACT = frozenset({"sym_float", "neg", "pos", "abs"})
@@ -43,7 +43,7 @@ def refuse_reordered(nodes: Iterable[fx.Node], shape_env: Any) -> None:
                 once.add(private.expr_of(value))
         for part in value if isinstance(value, tuple | list) else (value,):
             is_tensor = isinstance(part, torch.Tensor)
-            for size in (*part.shape, *part.stride()) if is_tensor else (part,):
+            for size in numbers_in(part):
                 if isinstance(size, torch.SymInt | torch.SymBool):
                     found = [real for real in private.reals_in(private.expr_of(size)) if real not in shown]
                     shown.update(dict.fromkeys(found, user_line(node) or ""))

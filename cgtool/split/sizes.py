@@ -21,7 +21,7 @@ from cgtool.errors import SplitError
 from cgtool.graph.sympy_text import expression_text
 from cgtool.plan.pieces import SymbolRange
 from cgtool.split import _torch as private
-from cgtool.split.nodes import example, tensors_in
+from cgtool.split.nodes import example, numbers_in, tensors_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class GraphSizes:
         symbols: dict[str, Any] = {}
         donors: dict[str, fx.Node] = {}
         for node in inputs:
-            for size in (*example(node).shape, *example(node).stride()):
+            for size in numbers_in(example(node)):
                 symbols.update({s.name: s for s in _symbols_of(size) if s.name not in symbols})
             for size in example(node).shape:
                 if isinstance(size, torch.SymInt) and private.expr_of(size).is_Symbol:
@@ -90,9 +90,8 @@ class GraphSizes:
 
     def symbols_in(self, value: Any) -> list[str]:
         """Return the symbols of a symbolic number or of a tensor's sizes, in the order in which they appear."""
-        parts = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
         found: dict[str, None] = {}
-        for part in parts:
+        for part in numbers_in(value):
             found.update(dict.fromkeys(self.ordered(s.name for s in _symbols_of(part))))
         return list(found)
 

@@ -77,7 +77,7 @@ def split_graph(
         SplitError: Something in the graph cannot be written down; the message names it and the user's line.
     """
     program = read_program(gm)
-    kinds = dict(program.kinds)
+    kinds = program.kinds
     at, names = splitting_nodes(kinds, splitting_ops)
     from_data = run_as_they_stand(kinds)
     apart: dict[fx.Node, str] = {}
@@ -109,11 +109,10 @@ def _refused_nodes(
 
 
 def _split_at(cut: Sequence[Segment], program: Program) -> SplitResult:
-    kinds = dict(program.kinds)
     piece_of = {node: index for index, segment in enumerate(cut) for node in segment.nodes}
     refuse_shape_changes(program, piece_of)
     returned = _returned_tensors(program)
-    members = [with_numbers(segment.nodes, kinds, program.sizes, program.memory) for segment in cut]
+    members = [with_numbers(segment.nodes, program) for segment in cut]
     crossings = _crossings(cut, members, returned, program)
     keys = contested(crossings, program.memory)
     if keys and _sink_views(members, crossings, keys, program):
@@ -171,7 +170,6 @@ def _crossings(
 
 def _sink_views(members: list[list[fx.Node]], crossings: Sequence[Crossing], keys: set[int], program: Program) -> bool:
     """Let each piece that takes a view of contested memory take the base instead, and make the view itself."""
-    order = {node: index for index, node in enumerate(program.kinds)}
     base_of: dict[int, fx.Node] = {}
     for node in program.kinds:
         for key in program.memory.of(node):
@@ -184,11 +182,11 @@ def _sink_views(members: list[list[fx.Node]], crossings: Sequence[Crossing], key
             if len(storages) != 1 or not storages <= keys:
                 continue
             base = base_of[next(iter(storages))]
-            chain = view_chain(node, dict(program.kinds), program.memory, base)
+            chain = view_chain(node, program.kinds, program.memory, base)
             if chain:
                 known = set(members[crossing.piece])
                 members[crossing.piece].extend(n for n in chain if n not in known)
-                members[crossing.piece].sort(key=order.__getitem__)
+                members[crossing.piece].sort(key=program.sizes.order.__getitem__)
                 changed = True
     return changed
 
