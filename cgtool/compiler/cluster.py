@@ -52,8 +52,7 @@ _REASON_CHARS = 200
 class Cluster:
     """The workers of an executor, as `WorkerPool` is those of this machine; any thread may ask.
 
-    A unit's time counts once a worker has it. The executor is given `jobs` units at a time, and knows how many of them
-    it can run.
+    A unit's time counts once a worker has it.
 
     Attributes:
         jobs: How many units the executor is given at a time; it knows how many of them it can run.

@@ -87,8 +87,8 @@ def compile_work(
     started = time.perf_counter()
     # what serves all sizes comes first: where it falls to eager, nothing else of the piece is compiled
     groups = sorted(unique(work), key=lambda group: not group[0].is_base)
-    run = _Run([_Task(items=group, work=group[0]) for group in groups], objects, manager, pool, on_event)
-    run.split_out = split_out
+    tasks = [_Task(items=group, work=group[0]) for group in groups]
+    run = _Run(tasks, objects, manager, pool, split_out=split_out, on_event=on_event)
     run.go()
     if run.in_parts:
         raise SplitAgainError
@@ -156,6 +156,8 @@ class _Run:
         objects: ObjectStore,
         manager: CompilerManager,
         pool: WorkerPool | Cluster | None,
+        *,
+        split_out: Callable[[str, str], bool],
         on_event: OnEvent,
     ) -> None:
         self.tasks = tasks
@@ -163,7 +165,7 @@ class _Run:
         self._cluster = pool if isinstance(pool, Cluster) else None
         self.as_it_stands: set[tuple[int, int]] = set()
         self.in_parts: set[str] = set()
-        self.split_out: Callable[[str, str], bool] = lambda *_: False
+        self._split_out = split_out
         self._objects = objects
         self._manager = manager
         self._on_event = on_event
@@ -246,7 +248,7 @@ class _Run:
         """Turn a task that an adaptor refused to the next one; return where it goes on, None where nothing is left."""
         refused, follower = task.work.adaptor, next_adaptor(task.work.adaptor)
         op = error.path if isinstance(error.path, str) else op_named_in(str(error))
-        if op is not None and refused == AOT_INDUCTOR and self.split_out(task.work.piece, op):
+        if op is not None and refused == AOT_INDUCTOR and self._split_out(task.work.piece, op):
             _log.info("%s is split at %s: %s", task.label, op, error)
             with self._lock:
                 self.in_parts.add(task.work.piece)

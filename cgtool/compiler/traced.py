@@ -110,7 +110,6 @@ class Live:
 
     record: Traced
     trace: Trace
-    split: SplitResult
 
 
 class VariantTracer:
@@ -184,7 +183,7 @@ class VariantTracer:
             served=tuple(served_by(variant, trace.shape_env, split.symbol_names, self.dims.by_name)),
             relations=tuple(narrowing_relations(variant, relations)),
         )
-        return Live(record=record, trace=trace, split=split)
+        return Live(record=record, trace=trace)
 
     def why_not_runnable(self, call: ExampleCall, sizes: Mapping[str, int]) -> str | None:
         """Return why the model itself does not run at these sizes, or None where it does; nothing is computed."""

@@ -14,27 +14,6 @@ from cgtool.graph.expressions import evaluate, holds, rename, symbols_of
 from cgtool.plan.pieces import Dim, PieceGraph, SymbolRange, TensorMeta
 
 
-def specialise(graph: PieceGraph, values: Mapping[str, int]) -> PieceGraph:
-    """Return `graph` with symbols fixed; those that it does not have are ignored.
-
-    Raises:
-        UsageError: A size is outside its symbol's range, or breaks a fact of the graph.
-    """
-    fixed = {s.name: values[s.name] for s in graph.symbols if s.name in values}
-    if not fixed:
-        return graph
-    for symbol in graph.symbols:
-        if symbol.name in fixed:
-            _check_range(symbol, fixed[symbol.name], fixed[symbol.name])
-    return replace(
-        graph,
-        symbols=tuple(s for s in graph.symbols if s.name not in fixed),
-        facts=_facts(graph.facts, fixed),
-        inputs=tuple(_meta(meta, fixed) for meta in graph.inputs),
-        results=tuple(_meta(meta, fixed) for meta in graph.results),
-    )
-
-
 def restrict(graph: PieceGraph, ranges: Mapping[str, tuple[int, int | None]]) -> PieceGraph:
     """Return `graph` with narrower ranges; a range of one size fixes its symbol.
 
@@ -48,10 +27,19 @@ def restrict(graph: PieceGraph, ranges: Mapping[str, tuple[int, int | None]]) ->
         _check_range(symbol, low, high)
         low = max(low, symbol.min)
         high = symbol.max if high is None else high if symbol.max is None else min(high, symbol.max)
-        symbols.append(SymbolRange(name=symbol.name, min=low, max=high))
         if low == high:
             fixed[symbol.name] = low
-    return specialise(replace(graph, symbols=tuple(symbols)), fixed)
+        else:
+            symbols.append(SymbolRange(name=symbol.name, min=low, max=high))
+    narrowed = replace(graph, symbols=tuple(symbols))
+    if not fixed:
+        return narrowed
+    return replace(
+        narrowed,
+        facts=_facts(graph.facts, fixed),
+        inputs=tuple(_meta(meta, fixed) for meta in graph.inputs),
+        results=tuple(_meta(meta, fixed) for meta in graph.results),
+    )
 
 
 def _check_range(symbol: SymbolRange, low: int, high: int | None) -> None:

@@ -141,10 +141,6 @@ class PiecewiseBackend(msgspec.Struct, frozen=True, kw_only=True):
         return found.union(*(symbols_of(text) for choice in self.choices for text in choice.guards))
 
 
-def _as_it_is(_position: int, function: Boxed) -> Boxed:
-    return function
-
-
 class ShapeTable:
     """The functions of all pieces of one variant, by the values of its symbols.
 
@@ -158,7 +154,7 @@ class ShapeTable:
         self,
         symbols: Sequence[str],
         pieces: Iterable[PiecewiseBackend],
-        wrap: Callable[[int, Boxed], Boxed] = _as_it_is,
+        wrap: Callable[[int, Boxed], Boxed] = lambda _, function: function,
     ) -> None:
         self._symbols = tuple(symbols)
         self._pieces = tuple(pieces)

@@ -130,7 +130,7 @@ class Weights:
                 )
         self._warn_of_copies(tensors)
         needs_grad = any(tensor.requires_grad for tensor in tensors)
-        check = private.tensors_unchanged(tensors) if tensors else _nothing_to_check
+        check = private.tensors_unchanged(tensors) if tensors else lambda: True
         self._checks[torch.is_inference_mode_enabled()] = (check, needs_grad)
         return needs_grad
 
@@ -203,7 +203,7 @@ def _same_check(
         modules = known.module(guard.source), known.module(other)
         if None not in modules:
             if (modules[0] is modules[1]) is not guard.expected:
-                return _never
+                return lambda: False
         elif any(_leads_to_one(name, weights) for name in (guard.source, other)):
             word = "is not" if guard.expected else "is"
             code.add(f"if {reader.read(guard.source)} {word} {reader.read(other)}: return False")
@@ -215,14 +215,6 @@ def _leads_to_one(source: str, ordered: Sequence[str]) -> bool:
     """Return whether a source is the beginning of one of those in order, or all of it."""
     place = bisect_left(ordered, source)
     return place < len(ordered) and ordered[place].startswith(source)
-
-
-def _nothing_to_check() -> bool:
-    return True
-
-
-def _never() -> bool:
-    return False
 
 
 def is_weight(item: Input) -> bool:

@@ -43,8 +43,6 @@ class SplitResult:
     symbol_names: dict[str, str]
     #: These, and the sizes that each may take.
     symbols: tuple[SymbolRange, ...]
-    #: Tensor placeholders: value ids 0 to num_inputs - 1.
-    num_inputs: int
     #: For each output of the graph: ["v", value id], ["expr", text] or ["const", value].
     outputs: tuple[Json, ...]
     splitting_ops: tuple[str, ...] = ()
@@ -130,7 +128,6 @@ def _split_at(cut: Sequence[Segment], program: Program) -> SplitResult:
         symbol_names=symbol_names,
         symbols=program.sizes.ranges(symbol_names),
         relations_from_data=program.sizes.relations_from_data(),
-        num_inputs=len(program.inputs),
         outputs=tuple(_output(value, ids, program) for value in program.output),
         eager_pieces=dict(sorted(reasons.items())),
         mutated_inputs=tuple(i for i, node in enumerate(program.inputs) if program.memory.of(node) & written),

@@ -22,7 +22,7 @@ from cgtool.compiler.proof.prover import ProofRecord
 from cgtool.compiler.wanted import Work
 from cgtool.config import CompilationConfig
 from cgtool.errors import CompileError, NoRoomError
-from cgtool.graph.specialise import specialise
+from cgtool.graph.specialise import restrict
 from cgtool.runtime import aoti_package
 from cgtool.store.artifacts import parted
 from cgtool.store.entry import ObjectStore
@@ -108,7 +108,7 @@ def test_another_piece_size_option_or_adaptor_is_another_unit(cache_root):
     keys = [
         manager.key(work_of(PIECE, name)),
         manager.key(work_of(OTHER, name)),
-        manager.key(work_of(specialise(PIECE, {"s0": 8}), name)),
+        manager.key(work_of(restrict(PIECE, {"s0": (8, 8)}), name)),
         manager.key(work_of(PIECE, name, shape={"n": (8, 8)})),
         manager.key(work_of(PIECE, name, tuned=True)),
         optioned.key(work_of(PIECE, name)),

@@ -14,7 +14,7 @@ from torch.utils._sympy.functions import FloorDiv, Mod
 
 from cgtool.errors import ArtifactError, SplitError, UsageError
 from cgtool.graph import expressions, values
-from cgtool.graph.specialise import restrict, specialise
+from cgtool.graph.specialise import restrict
 from cgtool.graph.sympy_text import expression_text
 from cgtool.graph.targets import check_method, resolve_target, target_name
 from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
@@ -279,12 +279,12 @@ def piece(**changes):
 
 
 def test_a_specialised_graph_has_numbers_where_it_had_symbols():
-    found = specialise(piece(), {"s0": 8, "s1": 4, "s9": 1})
+    found = restrict(piece(), {"s0": (8, 8), "s1": (4, 4), "s9": (1, 1)})
     assert found.symbols == ()
     assert found.facts == ()
     assert found.inputs[0].shape == (8, 4)
     assert found.results[0].stride == (4, 1)
-    partly = specialise(piece(), {"s1": 4})
+    partly = restrict(piece(), {"s1": (4, 4)})
     assert [s.name for s in partly.symbols] == ["s0"]
     assert partly.facts == ("s0 % 2 == 0", "s0 > 4")
     assert partly.inputs[0].shape == ("s0", 4)
@@ -299,7 +299,7 @@ def test_a_range_of_one_size_fixes_the_symbol():
 @pytest.mark.parametrize("sizes", [{"s0": 1}, {"s1": 65}, {"s0": 7, "s1": 3}, {"s0": 4, "s1": 6}])
 def test_sizes_that_the_graph_was_not_traced_for_are_refused(sizes):
     with pytest.raises(UsageError):
-        specialise(piece(), sizes)
+        restrict(piece(), {name: (size, size) for name, size in sizes.items()})
 
 
 def test_a_range_outside_the_traced_one_is_refused():

@@ -16,7 +16,6 @@ import torch
 from msgspec import structs
 
 from cgtool.child import Channel
-from cgtool.compiler.adaptors.eager import eager_graph
 from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.compiler.proof import judge
 from cgtool.compiler.proof._torch import Settled, indices_checked
@@ -25,12 +24,12 @@ from cgtool.compiler.proof.prover import ProofRecord, ProofRequest, Stage, Stage
 from cgtool.compiler.proof.reference import leaves_open, lowest_dtype, sorts, takes_steps, widened
 from cgtool.compiler.request import apply_settings, import_providers
 from cgtool.compiler.sizes import Limits, Sizes, sizes_to_prove
-from cgtool.config import AOT_INDUCTOR, EAGER
+from cgtool.config import AOT_INDUCTOR
 from cgtool.errors import ArtifactError, CompileError, NoRoomError, ProofMismatchError
 from cgtool.plan.pieces import PieceGraph
 from cgtool.runtime.aoti_package import open_package
 from cgtool.runtime.dispatch import Boxed
-from cgtool.runtime.op_by_op import piece_function, promised_function
+from cgtool.runtime.op_by_op import piece_function
 
 #: How often sizes that are too large for the piece or the memory are halved.
 _NUM_HALVINGS = 12
@@ -130,8 +129,6 @@ def open_artifact(data: bytes, adaptor: str, graph: PieceGraph, device_index: in
         ProofMismatchError: It cannot be opened.
     """
     try:
-        if adaptor == EAGER:
-            return promised_function(eager_graph(data, graph), device_index=device_index)
         if adaptor == AOT_INDUCTOR:
             return open_package(data, graph, device_index=device_index)
         # what needs Inductor brings it along

@@ -160,9 +160,9 @@ def like(own: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(data, requires_grad=own.requires_grad) if isinstance(own, nn.Parameter) else data
 
 
-def tensors_of(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in a value by their names; modules are not looked into."""
-    for place, leaf in leaves_of(value, name, depth):
+    for place, leaf in leaves_of(value, name):
         if isinstance(leaf, torch.Tensor):
             yield place, leaf
 
