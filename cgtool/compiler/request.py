@@ -25,6 +25,7 @@ from cgtool.graph.values import dtype_of
 from cgtool.guards import _torch as guards_private
 from cgtool.guards._torch import changed_inductor_settings
 from cgtool.guards.code import op_digest
+from cgtool.guards.files import find_spec
 from cgtool.guards.state import current
 from cgtool.plan.grammar import Count, Digest, Record
 from cgtool.plan.pieces import Json, PieceGraph
@@ -204,19 +205,9 @@ def _provider(name: str) -> Provider:
 
 
 def _is_findable(name: str, file: str) -> bool:
-    """Return whether an import statement finds this very file by the name."""
-    finders: list[Any] = [*sys.meta_path]
-    path: Any = None
-    parent = name.rpartition(".")[0]
-    if parent:
-        path = getattr(sys.modules.get(parent), "__path__", None)
-        if path is None or not _is_findable(parent, getattr(sys.modules[parent], "__file__", None) or ""):
-            return False
-    for finder in finders:
-        spec = finder.find_spec(name, path) if hasattr(finder, "find_spec") else None
-        if spec is not None:
-            return spec.origin is not None and os.path.realpath(spec.origin) == os.path.realpath(file)
-    return False
+    """Return whether an import statement of a fresh process finds this very file by the name."""
+    spec = find_spec(name, sys.path)
+    return spec is not None and spec.origin is not None and os.path.realpath(spec.origin) == os.path.realpath(file)
 
 
 def _import_file(name: str, path: Path) -> None:
